@@ -1,0 +1,62 @@
+# The one runner. Everything happens in .venv, which is made when it is missing and installed
+# again only when pyproject.toml or constraints.txt change.
+#
+#   make PYTHON=python3.12 test      another interpreter (3.11 or newer)
+#   make TORCH_INDEX=https://download.pytorch.org/whl/cpu quickstart
+#                                    PyPI's torch for Linux brings some GB of CUDA libraries; this
+#                                    takes the CPU build of the same version from PyTorch's own index
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+TORCH_INDEX ?=
+
+VENV := .venv
+VENV_MIN := .venv-min
+READY := $(VENV)/.installed
+READY_MIN := $(VENV_MIN)/.installed
+PIP_FLAGS := --disable-pip-version-check $(TORCH_INDEX:%=--extra-index-url %)
+TESTS := $(VENV)/bin/python -m pytest
+
+.PHONY: quickstart test test-all test-min lint wheel bench gpu clean
+
+quickstart: $(READY)  ## train a head on the shipped base, measure it, say where the report lies
+	$(VENV)/bin/specheads train recipe=tiny_code
+
+test: $(READY)  ## no network, no GPU
+	$(TESTS)
+
+test-all: $(READY)  ## the slow ones too
+	$(TESTS) -m "not gpu and not hub and not vllm"
+
+test-min: $(READY_MIN)  ## on the oldest supported torch and transformers
+	$(VENV_MIN)/bin/python -m pytest
+
+lint: $(READY)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/pyright
+
+wheel: $(READY)  ## dist/*.whl and dist/*.tar.gz
+	$(VENV)/bin/python -m build
+
+bench: $(READY)
+	set -e; for script in scripts/bench_*.py; do $(VENV)/bin/python $$script; done
+
+gpu: $(READY)
+	$(TESTS) -m gpu
+
+clean:  ## everything make made; never runs/
+	rm -rf $(VENV) $(VENV_MIN) dist build .pytest_cache .ruff_cache .hypothesis
+
+# bin/pip, not bin/python: where python3-venv was missing at first, a half-made folder has no pip
+$(READY): pyproject.toml constraints.txt
+	test -x $(VENV)/bin/pip || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/pip install $(PIP_FLAGS) -c constraints.txt -e ".[dev]"
+	touch $@
+
+# torch and transformers fix these others' versions, so all of them leave the constraints
+$(READY_MIN): pyproject.toml constraints.txt
+	test -x $(VENV_MIN)/bin/pip || $(PYTHON) -m venv $(VENV_MIN)
+	grep -Eiv '^(torch|transformers|tokenizers|huggingface_hub|setuptools)==' constraints.txt > $(VENV_MIN)/constraints.txt
+	$(VENV_MIN)/bin/pip install $(PIP_FLAGS) -c $(VENV_MIN)/constraints.txt \
+		torch==2.11.0 transformers==5.17.0 -e ".[dev]"
+	touch $@

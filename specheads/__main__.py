@@ -1,0 +1,54 @@
+"""`specheads <command> [overrides]`: every module of `specheads.commands` is a command."""
+
+import ast
+import importlib
+import sys
+from pathlib import Path
+
+FOLDER = Path(__file__).with_name("commands")
+
+
+def commands() -> dict[str, str]:
+    """Return the first docstring line of every command, by name.
+
+    The modules are parsed, not imported: a list of commands should not wait for torch and Hydra.
+    """
+    found = {}
+    for path in sorted(FOLDER.glob("[!_]*.py")):
+        docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        found[path.stem] = docstring.partition("\n")[0]
+    return found
+
+
+def usage() -> str:
+    """Return the help text: how to call specheads, and what each command does."""
+    known = commands()
+    width = max(map(len, known), default=0)
+    lines = [f"  {name:{width}}  {about}" for name, about in known.items()]
+    return "\n".join(
+        [
+            "usage: specheads <command> [group=choice] [key=value] ...",
+            "",
+            *lines,
+            "",
+            "specheads <command> --help shows a command's settings.\n",
+        ]
+    )
+
+
+def main() -> None:
+    """Run the command named first on the command line; the rest are its overrides."""
+    name = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    if name in ("-h", "--help"):
+        sys.stdout.write(usage())
+        return
+    known = commands()
+    if name not in known:
+        sys.stderr.write(f"no command is called {name!r}: choose one of {', '.join(known)}\n")
+        sys.exit(2)
+    del sys.argv[1]
+    importlib.import_module(f"specheads.commands.{name}").main()
+
+
+if __name__ == "__main__":
+    main()

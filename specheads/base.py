@@ -1,0 +1,341 @@
+"""The frozen base: load it, read text with it, verify trees with it, and never change it."""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from specheads.cache import KVCache
+from specheads.drafter import Features
+from specheads.tree import TokenTree
+
+ATTENTION = ("sdpa", "eager")
+"""Attention implementations that take an arbitrary 4D mask."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What one forward of the base says of every node of a tree."""
+
+    logits: Float[Tensor, "batch node vocab"]
+    features: Features
+    ancestors: Bool[Tensor, "batch node node"]
+
+
+class FrozenBase:
+    """A causal language model of transformers, unmodified, in eval mode and without gradients.
+
+    Args:
+        model: Any causal LM whose attention takes a 4D mask and whose state is keys and values.
+        tokenizer: Its tokenizer, where text has to be read or shown.
+        name: What to call it in reports: a path or a Hub id.
+        revision: The Hub revision it was loaded from.
+
+    Raises:
+        ValueError: The model keeps a state that cannot be rolled back, or its attention takes
+            no mask, or its logits are not a function of the final hidden state.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        *,
+        name: str = "",
+        revision: str = "main",
+    ) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.name, self.revision = name, revision
+        self.config = model.config.get_text_config()
+        self.windows = _attention_windows(self.config)
+        if self.config._attn_implementation not in ATTENTION:
+            raise ValueError(
+                f"tree verification needs an attention that takes a 4D mask, got "
+                f"{self.config._attn_implementation!r}; load the base with one of {ATTENTION}"
+            )
+        self._heard: list[Tensor] = []
+        self._output_embedding().register_forward_pre_hook(self._listen)
+        self._refuse_unknown_logits()
+
+    @classmethod
+    def load(
+        cls,
+        model: str | Path,
+        *,
+        revision: str = "main",
+        dtype: str = "auto",
+        device: str = "auto",
+        attention: str = "sdpa",
+    ) -> "FrozenBase":
+        """Load a base from a folder or the Hub. Code that comes with a checkpoint is never run.
+
+        Args:
+            model: Folder, or Hub id.
+            revision: Hub revision; ignored for a folder.
+            dtype: "float32", "float64", "bfloat16", "float16", or "auto": bfloat16 on CUDA and
+                float32 elsewhere.
+            device: A torch device, or "auto": CUDA where there is one.
+            attention: "sdpa" or "eager".
+        """
+        place = torch.device(
+            ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+        )
+        if dtype == "auto":
+            dtype = "bfloat16" if place.type == "cuda" else "float32"
+        if not isinstance(getattr(torch, dtype, None), torch.dtype):
+            raise ValueError(f"dtype must name a torch dtype such as 'float32', got {dtype!r}")
+        source = str(model)
+        try:
+            AutoConfig.from_pretrained(source, revision=revision)
+            tokenizer = AutoTokenizer.from_pretrained(source, revision=revision)
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"a base must be a folder or a Hub id that transformers can load, got "
+                f"{source!r}: {str(error).splitlines()[0]}"
+            ) from error
+        loaded = AutoModelForCausalLM.from_pretrained(
+            source,
+            revision=revision,
+            dtype=getattr(torch, dtype),
+            attn_implementation=attention,
+            use_safetensors=True,
+        ).to(place)
+        return cls(loaded, tokenizer, name=source, revision=revision)
+
+    @property
+    def width(self) -> int:
+        """Width of the final hidden state."""
+        return self.config.hidden_size
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the vocabulary projection, padding rows included."""
+        return self._output_embedding().weight.shape[0]
+
+    @property
+    def num_layers(self) -> int:
+        return self.config.num_hidden_layers
+
+    @property
+    def max_length(self) -> int:
+        """Positions of its context."""
+        return self.config.max_position_embeddings
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Tokens that end a text; empty where the base names none."""
+        settings = self.model.generation_config
+        ids = settings.eos_token_id if settings is not None else self.config.eos_token_id
+        return () if ids is None else tuple(ids) if isinstance(ids, list | tuple) else (ids,)
+
+    @property
+    def embedding(self) -> Tensor:
+        """The input embedding (vocab, width), for heads that borrow it."""
+        return self.model.get_input_embeddings().weight
+
+    @property
+    def projection(self) -> Tensor:
+        """The vocabulary projection (vocab, width), for heads that borrow it."""
+        return self._output_embedding().weight
+
+    @property
+    def scaled_projection(self) -> Tensor:
+        """The projection whose product with the final hidden state is the base's logits."""
+        divisor = getattr(self.config, "logits_scaling", None)
+        return self.projection / divisor if divisor else self.projection
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of the weights (evenly spaced samples of each tensor) and of the vocabulary."""
+        digest = hashlib.sha256()
+        for name, value in sorted(self.model.state_dict().items()):
+            flat = value.detach().flatten()
+            sample = flat[:: max(1, len(flat) // 64)].float().cpu()
+            digest.update(f"{name}{tuple(value.shape)}".encode() + sample.numpy().tobytes())
+        if self.tokenizer is not None:
+            digest.update(repr(sorted(self.tokenizer.get_vocab().items())).encode())
+        return digest.hexdigest()[:32]
+
+    def cache(self, batch: int, capacity: int) -> KVCache:
+        """Return an empty cache of `batch` rows with `capacity` slots each."""
+        return KVCache(self.num_layers, batch, capacity, self.device)
+
+    @torch.no_grad()
+    def read(self, tokens: Int[Tensor, "batch time"], taps: tuple[int, ...] = ()) -> Features:
+        """Read whole sequences from their first token, without logits and without a cache."""
+        out = self.model.base_model(
+            input_ids=tokens.to(self.device), use_cache=False, output_hidden_states=bool(taps)
+        )
+        tapped = torch.cat([out.hidden_states[k] for k in taps], dim=-1) if taps else None
+        return Features(out.last_hidden_state, tapped)
+
+    @torch.no_grad()
+    def project(self, hidden: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch vocab"]:
+        """Return the base's own logits for final hidden states, scaled and capped as it does."""
+        logits = torch.nn.functional.linear(
+            hidden, self.projection, getattr(self._output_embedding(), "bias", None)
+        )
+        if divisor := getattr(self.config, "logits_scaling", None):
+            logits = logits / divisor
+        if cap := getattr(self.config, "final_logit_softcapping", None):
+            logits = cap * torch.tanh(logits / cap)
+        return logits
+
+    @torch.no_grad()
+    def verify(self, tree: TokenTree, cache: KVCache, taps: tuple[int, ...] = ()) -> Verification:
+        """Run every node of a tree in one forward, each seeing the committed text and its path.
+
+        The keys and values stay in the cache's scratch until `cache.commit`.
+        """
+        ancestors = tree.ancestors()
+        return self._forward(tree.tokens, ancestors, ancestors.sum(-1) - 1, cache, taps)
+
+    @torch.no_grad()
+    def prefill(
+        self,
+        tokens: Int[Tensor, "batch time"],
+        cache: KVCache,
+        counts: list[int],
+        taps: tuple[int, ...] = (),
+    ) -> Verification:
+        """Read prompts of different lengths, padded on the right, and commit them.
+
+        Args:
+            tokens: Prompts; row b counts its first `counts[b]` tokens.
+            cache: Empty, or holding earlier text of the same rows.
+            counts: Tokens of each row; the padding after them is never attended to.
+            taps: As in `verify`.
+        """
+        batch, length = tokens.shape
+        ancestors = torch.ones(length, length, dtype=torch.bool, device=tokens.device).tril()
+        depths = torch.arange(length, device=tokens.device)
+        out = self._forward(
+            tokens, ancestors.expand(batch, -1, -1), depths.expand(batch, -1), cache, taps
+        )
+        cache.commit([list(range(count)) for count in counts])
+        return out
+
+    def _forward(
+        self, tokens: Tensor, ancestors: Tensor, depths: Tensor, cache: KVCache, taps: tuple
+    ) -> Verification:
+        masks = {
+            window: tree_mask(ancestors, depths, cache, window, self.dtype)
+            for window in set(self.windows.values())
+        }
+        by_type: Any = {kind: masks[window] for kind, window in self.windows.items()}
+        self._heard.clear()
+        out = self.model(
+            input_ids=tokens,
+            # models that mix kinds of layer take one mask a kind; the others take the mask
+            attention_mask=by_type if len(by_type) > 1 else next(iter(masks.values())),
+            # a tree may reach past the context at its end, with nodes that are never asked for
+            position_ids=(cache.lengths[:, None] + depths).clamp(max=self.max_length - 1),
+            past_key_values=cache,
+            use_cache=True,
+            output_hidden_states=bool(taps),
+        )
+        tapped = torch.cat([out.hidden_states[k] for k in taps], dim=-1) if taps else None
+        return Verification(out.logits, Features(self._heard.pop(), tapped), ancestors)
+
+    def _listen(self, module: torch.nn.Module, args: tuple[Tensor, ...]) -> None:
+        """Keep what the vocabulary projection receives: the state every head is trained on."""
+        del module
+        self._heard[:] = [args[0]]
+
+    def _output_embedding(self) -> torch.nn.Linear:
+        return self.model.get_output_embeddings()
+
+    @torch.no_grad()
+    def _refuse_unknown_logits(self) -> None:
+        tokens = torch.arange(1, 5, device=self.device)[None] % self.vocab_size
+        theirs = self.model(input_ids=tokens, use_cache=False).logits
+        ours = self.project(self.read(tokens).hidden)
+        gap = (theirs - ours).abs().max().item()
+        if not gap <= 0.02 * theirs.abs().max().item() + 1e-3:
+            raise ValueError(
+                f"the logits of {self.config.model_type!r} are not its vocabulary projection of "
+                f"the final hidden state (off by {gap:.3g}); teach FrozenBase.project its rule"
+            )
+
+
+def tree_mask(
+    ancestors: Bool[Tensor, "batch node node"],
+    depths: Int[Tensor, "batch node"],
+    cache: KVCache,
+    window: int | None,
+    dtype: torch.dtype,
+) -> Float[Tensor, "batch 1 node slot"]:
+    """Return the additive mask under which each node sees the committed text and its path.
+
+    Args:
+        ancestors: Which nodes each node may see: itself and those above it.
+        depths: Edges between each node and the root.
+        cache: Its lengths say where each row's scratch begins.
+        window: How many positions a node looks back, itself included; None looks back to the
+            first. Positions follow the path, not the slots, so siblings share one.
+        dtype: Of the mask.
+    """
+    batch, num_nodes, _ = ancestors.shape
+    device = ancestors.device
+    end = cache.extent(num_nodes)
+    lengths = cache.lengths[:, None]
+    slots = torch.arange(end, device=device)
+    if cache.shared_length is not None:
+        committed = ancestors.new_ones(batch, num_nodes, cache.shared_length)
+        visible = torch.cat([committed, ancestors], dim=-1)
+    else:
+        visible = (slots < lengths)[:, None].repeat(1, num_nodes, 1)
+        _, scratch = cache.scratch(num_nodes)
+        visible.scatter_(-1, scratch[:, None].expand(-1, num_nodes, -1), ancestors)
+    if window is not None:
+        positions = slots.repeat(batch, 1)
+        _, scratch = cache.scratch(num_nodes)
+        positions.scatter_(1, scratch, lengths + depths)
+        visible = visible & (positions[:, None] > (lengths + depths)[..., None] - window)
+    blocked = torch.zeros(visible.shape, dtype=dtype, device=device)
+    return blocked.masked_fill_(~visible, torch.finfo(dtype).min)[:, None]
+
+
+def _attention_windows(config: Any) -> dict[str, int | None]:
+    """Return how far each kind of layer looks back; refuse kinds that cannot be rolled back."""
+    window = getattr(config, "sliding_window", None)
+    if not getattr(config, "use_sliding_window", True):
+        window = None
+    known = {"full_attention": None, "sliding_attention": window}
+    kinds = set(getattr(config, "layer_types", None) or [])
+    if unknown := sorted(kinds - set(known)):
+        raise ValueError(
+            f"tree verification needs attention layers whose keys and values can be rolled "
+            f"back; {config.model_type!r} has layers of kind {', '.join(unknown)}; "
+            "choose a base with full or sliding attention only"
+        )
+    if not kinds and (name := _state_space_setting(config)):
+        raise ValueError(
+            f"tree verification cannot roll back a state-space base: {config.model_type!r} has "
+            f"{name}; choose a base with attention layers only"
+        )
+    return {kind: known[kind] for kind in kinds} or {"all": window}
+
+
+def _state_space_setting(config: Any) -> str | None:
+    names = ("mamba_d_state", "state_size", "ssm_state_size", "time_step_rank", "mamba_config")
+    return next((name for name in names if getattr(config, name, None) is not None), None)

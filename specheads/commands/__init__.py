@@ -1,0 +1,1 @@
+"""Commands of `specheads`: one module each, with a `main` that Hydra configures."""

@@ -1,0 +1,130 @@
+"""Where Hydra meets the rest: schemas, recipes, and mistakes told in one line."""
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from specheads import config
+
+SCHEMAS = {"train": config.Train, "evaluate": config.Evaluate}
+
+
+def register() -> None:
+    """Make schemas, recipes and the `data:` resolver known to Hydra.
+
+    Hydra names a group after its folder; registering each `recipes/*/recipe.yaml` in the group
+    `recipe` lets a recipe be a folder of its own and still answer to `recipe=`.
+    """
+    store = ConfigStore.instance()
+    for name, schema in SCHEMAS.items():
+        store.store(name=f"{name}_schema", node=schema)
+    for name, path in recipes().items():
+        store.store(
+            group="recipe",
+            name=name,
+            node=OmegaConf.load(path),
+            package="_global_",
+            provider=str(path),
+        )
+    OmegaConf.register_new_resolver(
+        "recipes", lambda inner: str(config.data_dir("recipes") / inner), replace=True
+    )
+
+
+def recipes() -> dict[str, Path]:
+    """Return every recipe by name; a user's own replaces ours of the same name."""
+    return {
+        path.parent.name: path
+        for folder in config.recipe_dirs()
+        for path in sorted(folder.glob("*/recipe.yaml"))
+    }
+
+
+def list_recipes() -> str:
+    """Return one line a recipe: its name and the first comment of its file."""
+    found = recipes()
+    width = max(map(len, found))
+    return "\n".join(
+        f"  {name:{width}}  {path.read_text(encoding='utf-8').splitlines()[0].lstrip('# ')}"
+        for name, path in found.items()
+    )
+
+
+def command(name: str) -> Callable[[Callable[[Any], None]], Callable[[], None]]:
+    """Make a function of a typed configuration into a command.
+
+    Mistakes in what the user asked for leave one line on standard error and exit code 2; an
+    interrupt leaves 130; whatever else goes wrong is our bug and keeps its traceback.
+    """
+
+    def wrap(body: Callable[[Any], None]) -> Callable[[], None]:
+        def typed(settings: DictConfig) -> None:
+            body(OmegaConf.to_object(settings))
+
+        def main() -> None:
+            # so that mistakes come up to us instead of being printed by Hydra
+            os.environ["HYDRA_FULL_ERROR"] = "1"
+            try:
+                register()
+                decorate = hydra.main(
+                    version_base="1.3",
+                    config_path=str(config.data_dir("configs")),
+                    config_name=name,
+                )
+                decorate(typed)()
+            except (HydraException, OmegaConfBaseException, ValueError) as error:
+                fail(error)
+            except KeyboardInterrupt:
+                sys.stderr.write("interrupted; the same command goes on from the checkpoint\n")
+                sys.exit(130)
+
+        return main
+
+    return wrap
+
+
+def fail(error: Exception) -> None:
+    """Tell a mistake in one line and leave with exit code 2."""
+    text = " ".join(str(error).split())
+    if "specify 'recipe'" in text or "Could not find 'recipe/" in text:
+        wanted = text.partition("Could not find 'recipe/")[2].partition("'")[0]
+        rule = f"there is no recipe {wanted!r}" if wanted else "name a recipe, as in recipe=smoke"
+        sys.stderr.write(f"{rule}; the recipes are\n{list_recipes()}\n")
+    else:
+        sys.stderr.write(f"error: {_shorten(text)}\n")
+    sys.exit(2)
+
+
+def _shorten(text: str) -> str:
+    """Cut what OmegaConf adds after its first sentence: full keys and object types."""
+    for tail in (" full_key:", " object_type=", " Available options in", " Config search path:"):
+        text = text.partition(tail)[0]
+    return text.removesuffix(" To append to your config use")
+
+
+def as_yaml(settings: Any) -> str:
+    """Return resolved settings as YAML."""
+    return OmegaConf.to_yaml(OmegaConf.structured(settings), resolve=True)
+
+
+def read_run(path: Path, schema: type) -> Any:
+    """Return the typed settings that a run directory's config.yaml holds.
+
+    Raises:
+        ValueError: There is none, or it is not a run's.
+    """
+    if not path.is_file():
+        raise ValueError(f"a run directory needs a config.yaml; {path.parent} has none")
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.load(path))
+        return OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        raise ValueError(f"{path} is not a run's config.yaml: {_shorten(str(error))}") from error

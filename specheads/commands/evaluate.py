@@ -1,0 +1,270 @@
+"""Measure a head: offline replay, online decoding, speed beside the base alone, and a report."""
+
+import json
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from transformers.utils import logging as transformers_logging
+
+from specheads import grow, heads
+from specheads.base import FrozenBase
+from specheads.checkpoint import RunDirectory, provenance, write_atomic
+from specheads.commands import _compose
+from specheads.config import Base, Evaluate, Evaluation, Train
+from specheads.drafter import Head
+from specheads.measure import report
+from specheads.measure.offline import measure_offline
+from specheads.measure.online import decode_prompts, measure_online
+from specheads.measure.pick import pick_tree
+from specheads.measure.speed import measure_speed
+from specheads.text.corpus import load_corpus
+from specheads.text.prompts import PromptSet, cut_windows, load_prompts
+from specheads.track import read_metrics
+
+MODES = ("offline", "online", "all")
+
+
+@_compose.command("evaluate")
+def main(settings: Evaluate) -> None:
+    """Evaluate a run, or any head on the base it was made for."""
+    transformers_logging.disable_progress_bar()
+    if settings.run:
+        run = RunDirectory(Path(settings.run))
+        trained = _compose.read_run(run.config, Train)
+        trained.tree, trained.evaluation = settings.tree, settings.evaluation
+        results = evaluate_run(run, trained, _load(trained.base), out=settings.out)
+    elif settings.head and settings.base.model:
+        if not settings.out:
+            raise ValueError("a head without a run needs out=FOLDER for its report")
+        base = _load(settings.base)
+        head = heads.load_head(settings.head, base)
+        results = _evaluate(base, head, settings, None)
+        _write(Path(settings.out), results, [])
+    else:
+        raise ValueError("name what to evaluate: run=DIR, or head=PATH and base.model=PATH")
+    if settings.record:
+        _record(Path(settings.record), results)
+
+
+def evaluate_run(
+    run: RunDirectory, settings: Train, base: FrozenBase, *, out: str = ""
+) -> dict[str, Any]:
+    """Evaluate a finished run's head and write its report; return what was measured.
+
+    Raises:
+        ValueError: The run is not finished.
+    """
+    if not run.finished:
+        raise ValueError(
+            f"only a finished run can be evaluated: {run.path} is not; finish it with the same "
+            "specheads train command"
+        )
+    head = heads.load_head(run.head, base)
+    results = _evaluate(base, head, settings, run)
+    _write(Path(out) if out else run.report, results, read_metrics(run.metrics))
+    return results
+
+
+def _load(settings: Base) -> FrozenBase:
+    return FrozenBase.load(
+        settings.model,
+        revision=settings.revision,
+        dtype=settings.dtype,
+        device=settings.device,
+        attention=settings.attention,
+    )
+
+
+def _evaluate(
+    base: FrozenBase, head: Head, settings: Train | Evaluate, run: RunDirectory | None
+) -> dict[str, Any]:
+    how = settings.evaluation
+    if how.mode not in MODES:
+        raise ValueError(f"mode must be one of {', '.join(MODES)}, got {how.mode!r}")
+    assert base.tokenizer is not None
+    prompts = load_prompts(
+        how.prompts, base.tokenizer, num_prompts=how.num_prompts, prompt_tokens=how.prompt_tokens
+    )
+    tokens = [prompt.tokens for prompt in prompts.prompts]
+    alone = [
+        one.tokens
+        for one in decode_prompts(
+            base, None, tokens, max_new_tokens=how.max_new_tokens, batch_size=8, progress=True
+        )
+    ]
+    policy, candidates = _choose(base, head, settings, progress=True)
+    results = _describe(base, head, prompts, how, policy, settings.seed)
+    # a tree that is not the same in every step has no replay; the chain stands for it
+    static = policy if isinstance(policy, grow.Static) else grow.chain(head.depth)
+    results["offline"] = measure_offline(base, head, tokens, alone, policy=static, progress=True)
+    if how.mode != "offline":
+        categories = [prompt.category for prompt in prompts.prompts]
+        results |= measure_online(
+            base,
+            head,
+            tokens,
+            alone,
+            policy=policy,
+            categories=categories,
+            max_new_tokens=how.max_new_tokens,
+            batch_size=how.batch_size,
+            progress=True,
+        )
+        results["replay"] = _replay(base, head, tokens, alone, how.max_new_tokens)
+    if how.mode == "all":
+        results["speed"] = measure_speed(
+            base,
+            head,
+            tokens[: how.speed_prompts],
+            policy=policy,
+            max_new_tokens=how.max_new_tokens,
+            repetitions=how.repeats,
+            batch_size=how.batch_size,
+            progress=True,
+        )
+    results["tree_candidates"] = candidates
+    results["phases"] = _phases(base, run, settings, tokens, alone)
+    return results
+
+
+def _choose(
+    base: FrozenBase, head: Head, settings: Train | Evaluate, *, progress: bool
+) -> tuple[grow.Policy, list[dict[str, Any]]]:
+    """Return the tree that was asked for, and what was tried where one is to be picked."""
+    wanted, how = settings.tree, settings.evaluation
+    depth = wanted.depth or head.depth
+    if wanted.kind == "chain":
+        return grow.chain(depth), []
+    if wanted.kind == "static":
+        return grow.Static(wanted.paths), []
+    if wanted.kind == "best_first":
+        return grow.BestFirst(wanted.num_nodes, depth, wanted.beam, wanted.branch), []
+    if wanted.kind != "tuned":
+        raise ValueError(
+            f"tree.kind must be tuned, chain, static or best_first, got {wanted.kind!r}"
+        )
+    assert base.tokenizer is not None
+    data = settings.data
+    documents = load_corpus(
+        data.source,
+        path=data.path,
+        split="validation",
+        config=data.config,
+        revision=data.revision,
+        column=data.column,
+        patterns=data.patterns,
+        max_documents=data.max_documents,
+        seed=settings.seed,
+    )
+    windows = cut_windows(documents, base.tokenizer, how.prompt_tokens, settings.seed)
+    prompts = list(islice(windows, how.tune_prompts))
+    choice = pick_tree(base, head, prompts, progress=progress)
+    return choice.policy, choice.table
+
+
+def _describe(
+    base: FrozenBase,
+    head: Head,
+    prompts: PromptSet,
+    how: Evaluation,
+    policy: grow.Policy,
+    seed: int,
+) -> dict[str, Any]:
+    """Return the sections of results.json that say what was measured, all others null."""
+    paths = policy.paths if isinstance(policy, grow.Static) else ()
+    return {
+        "schema": 1,
+        "head": {
+            "kind": head.kind,
+            "depth": head.depth,
+            "parameters": sum(parameter.numel() for parameter in head.parameters()),
+        },
+        "base": {
+            "name": base.name,
+            "revision": base.revision,
+            "fingerprint": base.fingerprint,
+            "parameters": base.num_parameters,
+        },
+        "prompts": {
+            "name": prompts.name,
+            "version": prompts.version,
+            "count": len(prompts.prompts),
+        },
+        "settings": {
+            "temperature": 0.0,
+            "max_new_tokens": how.max_new_tokens,
+            "tree": policy.name,
+            "num_nodes": policy.num_nodes,
+            "paths": [list(path) for path in paths],
+            "batch_size": how.batch_size,
+            "dtype": str(base.dtype).removeprefix("torch."),
+            "device": base.device.type,
+            "seed": seed,
+        },
+        "offline": None,
+        "online": None,
+        "speed": None,
+        "lossless": None,
+        "degenerate": None,
+        "provenance": provenance(),
+    }
+
+
+def _replay(
+    base: FrozenBase, head: Head, prompts: list[list[int]], alone: list[list[int]], limit: int
+) -> dict[str, Any]:
+    """Hold the offline replay of a chain against the same chain decoded for real."""
+    chain = grow.chain(head.depth)
+    offline = measure_offline(base, head, prompts, alone, policy=chain)
+    online = measure_online(
+        base, head, prompts, alone, policy=chain, max_new_tokens=limit, batch_size=8
+    )["online"]
+    counted = ("forwards", "per_depth", "tokens_per_forward")
+    return {
+        "offline": {name: offline[name] for name in counted},
+        "online": {name: online[name] for name in counted},
+        "equal": all(offline[name] == online[name] for name in counted),
+    }
+
+
+def _phases(
+    base: FrozenBase,
+    run: RunDirectory | None,
+    settings: Train | Evaluate,
+    prompts: list[list[int]],
+    alone: list[list[int]],
+) -> list[dict[str, Any]]:
+    """Replay a chain with the head as it was at the end of each phase."""
+    if run is None or not isinstance(settings, Train):
+        return []
+    rows = []
+    for name in settings.schedule.phases:
+        head = heads.load_head(run.phases / name, base)
+        measured = measure_offline(base, head, prompts, alone, policy=grow.chain(head.depth))
+        rows.append(
+            {
+                "phase": name,
+                "tokens_per_forward": measured["tokens_per_forward"],
+                "interval": measured["interval"],
+            }
+        )
+    return rows
+
+
+def _write(folder: Path, results: dict[str, Any], history: list[dict[str, Any]]) -> None:
+    page = report.write_report(folder, results, history)
+    report.show(results)
+    Console().print(f"report: {page}")
+
+
+def _record(folder: Path, results: dict[str, Any]) -> None:
+    """Keep what was measured with the recipe, which alone may hold numbers."""
+    if not (folder / "recipe.yaml").is_file():
+        raise ValueError(f"record needs a recipe's folder; {folder} has no recipe.yaml")
+    write_atomic(folder / "results.json", json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,208 @@
+"""Train a head through every phase of a recipe, then evaluate it."""
+
+import sys
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from rich.console import Console
+from rich.progress import Progress
+from transformers.utils import logging as transformers_logging
+
+from specheads import decode, heads, trainer
+from specheads.base import FrozenBase
+from specheads.checkpoint import RunDirectory
+from specheads.commands import _compose, evaluate
+from specheads.config import Distill, Phase, Train
+from specheads.drafter import Head
+from specheads.text.corpus import load_corpus
+from specheads.text.distill import DistilledText, write_shards
+from specheads.text.fingerprint import tokenizer_fingerprint
+from specheads.text.pack import PackedText
+from specheads.track import Tracker
+
+
+@_compose.command("train")
+def main(settings: Train) -> None:
+    """Run the recipe; an unfinished run of the same name goes on where it stopped."""
+    if settings.dry_run:
+        sys.stdout.write(_compose.as_yaml(settings))
+        return
+    transformers_logging.disable_progress_bar()
+    accelerator = Accelerator(mixed_precision="bf16" if _has_bf16() else "no")
+    run = RunDirectory(Path(settings.run_dir))
+    base = FrozenBase.load(
+        settings.base.model,
+        revision=settings.base.revision,
+        dtype=settings.base.dtype,
+        device=settings.base.device,
+        attention=settings.base.attention,
+    )
+    base.model.to(accelerator.device if settings.base.device == "auto" else base.device)
+    _refuse_unusable(settings, base)
+    texts = _Texts(settings, base, run, accelerator)
+    texts.refuse_too_short()
+    torch.manual_seed(settings.seed)
+    head = heads.build_for(settings.head, base)
+    if accelerator.is_main_process:
+        run.begin(_compose.as_yaml(settings), {"base_fingerprint": base.fingerprint})
+    accelerator.wait_for_everyone()
+    _train(settings, base, head, texts, run, accelerator)
+    if not accelerator.is_main_process:
+        return
+    run.end(head)
+    Console().print(f"head: {run.head}")
+    if settings.evaluate_after:
+        evaluate.evaluate_run(run, settings, base)
+
+
+def _train(
+    settings: Train,
+    base: FrozenBase,
+    head: Head,
+    texts: "_Texts",
+    run: RunDirectory,
+    accelerator: Accelerator,
+) -> None:
+    tracker = Tracker(
+        run.metrics,
+        kind=settings.tracker.kind if accelerator.is_main_process else "jsonl",
+        project=settings.tracker.project,
+        name=settings.name,
+        resumed_step=trainer.last_step(run),
+    )
+    try:
+        trainer.train(
+            base,
+            head,
+            settings.schedule,
+            texts.open,
+            run,
+            tracker,
+            accelerator,
+            seed=settings.seed,
+            log_every=settings.log_every,
+            checkpoint_every=settings.checkpoint_every,
+        )
+    finally:
+        tracker.close()
+
+
+class _Texts:
+    """Gives each phase its text: the corpus, or what the base writes when the phase begins."""
+
+    def __init__(
+        self, settings: Train, base: FrozenBase, run: RunDirectory, accelerator: Accelerator
+    ) -> None:
+        self.settings, self.base, self.run, self.accelerator = settings, base, run, accelerator
+        data = settings.data
+        self.documents = load_corpus(
+            data.source,
+            path=data.path,
+            config=data.config,
+            revision=data.revision,
+            column=data.column,
+            patterns=data.patterns,
+            max_documents=data.max_documents,
+            seed=settings.seed,
+        )
+
+    def corpus(self, sequence_length: int, batch_size: int) -> PackedText:
+        assert self.base.tokenizer is not None
+        return PackedText(
+            self.documents,
+            self.base.tokenizer,
+            sequence_length=sequence_length,
+            batch_size=batch_size,
+            seed=self.settings.seed,
+            rank=self.accelerator.process_index,
+            world_size=self.accelerator.num_processes,
+        )
+
+    def refuse_too_short(self) -> None:
+        """Open every phase's corpus once, before anything is written."""
+        for phase in self.settings.schedule.phases.values():
+            if phase.distill is not None:
+                self.prompts(phase.distill)
+            else:
+                self.corpus(phase.sequence_length, phase.batch_size)
+
+    def prompts(self, settings: Distill) -> PackedText:
+        """Return corpus rows whose beginnings the base continues."""
+        return self.corpus(settings.prompt_tokens + settings.new_tokens, settings.batch_size)
+
+    def open(self, phase: Phase, bar: Progress) -> trainer.Text:
+        """Return the phase's text, writing it first where the base is its author."""
+        if phase.distill is None:
+            return self.corpus(phase.sequence_length, phase.batch_size)
+        self.write(phase.distill, bar)
+        self.accelerator.wait_for_everyone()
+        return DistilledText(
+            self.run.text,
+            phase.batch_size,
+            (self.base.eos_ids or (0,))[0],
+            sequence_length=phase.sequence_length,
+            seed=self.settings.seed,
+            rank=self.accelerator.process_index,
+            world_size=self.accelerator.num_processes,
+        )
+
+    def write(self, settings: Distill, bar: Progress) -> None:
+        """Have the base write what the run's text/ does not hold yet."""
+        base = self.base
+        assert base.tokenizer is not None
+        identity = {
+            "base": base.fingerprint,
+            "tokenizer": tokenizer_fingerprint(base.tokenizer),
+            "corpus": [self.settings.data.source, self.settings.data.path],
+            "processes": self.accelerator.num_processes,
+        }
+
+        def write(prompts: list[list[int]], seed: int) -> list[list[int]]:
+            return decode.generate(
+                base,
+                None,
+                prompts,
+                max_new_tokens=settings.new_tokens,
+                temperature=settings.temperature,
+                top_k=settings.top_k,
+                seed=seed,
+            ).tokens
+
+        task = bar.add_task("text by the base", total=settings.num_samples, numbers="")
+        write_shards(
+            self.run.text,
+            self.prompts(settings),
+            write,
+            settings,
+            identity,
+            seed=self.settings.seed,
+            rank=self.accelerator.process_index,
+            world_size=self.accelerator.num_processes,
+            on_shard=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+
+
+def _refuse_unusable(settings: Train, base: FrozenBase) -> None:
+    """Refuse settings that could only fail later, before anything is written."""
+    heads.configure(settings.head)
+    if base.tokenizer is None:
+        raise ValueError(f"training reads text: the base {base.name} needs a tokenizer")
+    if len(base.tokenizer) > base.vocab_size:
+        raise ValueError(
+            f"the tokenizer must be the base's own: it has {len(base.tokenizer)} tokens, the base "
+            f"{base.vocab_size}; load the tokenizer the base was trained with"
+        )
+    for name, phase in settings.schedule.phases.items():
+        trainer.check_phase(name, phase, base.max_length)
+
+
+def _has_bf16() -> bool:
+    if torch.cuda.is_available():
+        return torch.cuda.is_bf16_supported()
+    # emulated bfloat16 is slower than float32; what counts is the instruction set
+    return bool(getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)())
+
+
+if __name__ == "__main__":
+    main()

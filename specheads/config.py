@@ -1,0 +1,274 @@
+"""Every setting, with its unit and what its zero means. Hydra fills these; nothing else does."""
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+PACKAGE = Path(__file__).resolve().parent
+
+
+def data_dir(name: str) -> Path:
+    """Return `configs` or `recipes`: inside the wheel, else next to the package."""
+    packaged = PACKAGE / "_data" / name
+    return packaged if packaged.is_dir() else PACKAGE.parent / name
+
+
+def recipe_dirs() -> list[Path]:
+    """Return the folders that hold recipes: ours, then those of SPECHEADS_RECIPES."""
+    extra = os.environ.get("SPECHEADS_RECIPES", "").split(os.pathsep)
+    return [data_dir("recipes"), *(Path(folder) for folder in extra if folder)]
+
+
+@dataclass(kw_only=True, slots=True)
+class Base:
+    """Which model is frozen."""
+
+    model: str
+    """Folder or Hub id; safetensors only, and no code of its own is run."""
+
+    revision: str = "main"
+    """Hub revision; ignored for a folder."""
+
+    dtype: str = "auto"
+    """Precision of its weights; auto is bfloat16 on CUDA and float32 elsewhere."""
+
+    device: str = "auto"
+    """Torch device; auto is CUDA where there is one."""
+
+    attention: str = "sdpa"
+    """sdpa or eager: what takes an arbitrary mask."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Data:
+    """Which text is the corpus."""
+
+    source: str
+    """python_stdlib, files, jsonl, parquet or hub."""
+
+    path: str = ""
+    """Folder, file, glob or Hub id; empty for python_stdlib."""
+
+    config: str = ""
+    """Configuration of a Hub data set; empty for its default."""
+
+    column: str = "text"
+    """Column that holds the text."""
+
+    revision: str = "main"
+    """Of a Hub data set."""
+
+    patterns: list[str] = field(default_factory=list)
+    """Globs that choose among a folder's or a Hub data set's files. Empty takes all."""
+
+    max_documents: int = 0
+    """Documents taken, before they are split. Zero takes all."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Distill:
+    """Text the frozen base writes itself, continuing prompts from the training corpus."""
+
+    num_samples: int
+    """Texts written."""
+
+    prompt_tokens: int = 64
+    """Tokens of corpus text that each continues; they are read and not counted."""
+
+    new_tokens: int = 256
+    """Tokens the base writes for each; the loss covers these only."""
+
+    temperature: float = 1.0
+    """Sampling temperature of the base. Zero is greedy: the text a greedy server would see."""
+
+    top_k: int = 0
+    """Tokens sampled from, the likeliest ones. Zero samples from all."""
+
+    batch_size: int = 64
+    """Texts written at once, and kept in one shard."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Phase:
+    """One stretch of training: where its text comes from, how long, how fast."""
+
+    text: str
+    """corpus, or distilled: text the base wrote itself."""
+
+    steps: int
+    """Optimizer steps, at least one."""
+
+    batch_size: int
+    """Sequences of one step on each process."""
+
+    sequence_length: int = 0
+    """Tokens of a sequence. Zero takes the distilled text's own length."""
+
+    learning_rate: float = 1e-3
+    """At its peak."""
+
+    final_share: float = 0.1
+    """Learning rate at the end, as a share of the peak."""
+
+    warmup_share: float = 0.05
+    """Share of the steps that warm up, at most 2000 of them."""
+
+    loss: str = "soft_cross_entropy"
+    """Which loss: see specheads/losses.py."""
+
+    decay: float = 1.0
+    """Weight of each depth's loss relative to the depth before."""
+
+    scored_share: float = 1.0
+    """Share of the counted positions that the loss covers, drawn anew in each step. The base's
+    forward is cheap beside the vocabulary products, so scoring fewer positions of more text
+    learns faster in the same time."""
+
+    distill: Distill | None = None
+    """How distilled text is written; only for text=distilled."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Schedule:
+    """The phases, by name, in order."""
+
+    phases: dict[str, Phase]
+
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    """Of AdamW."""
+
+    weight_decay: float = 0.0
+    """Of AdamW and Muon."""
+
+    muon_learning_rate: float = 0.0
+    """Peak for the hidden matrices, by Muon; it follows the phases' shape. Zero trains them with
+    AdamW like all else."""
+
+    clip_norm: float = 1.0
+    """Largest norm of all gradients together."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Evaluation:
+    """What is measured after training, and by `specheads evaluate`."""
+
+    prompts: str = "python_stdlib"
+    """A name, or a .jsonl file."""
+
+    num_prompts: int = 40
+    """Prompts used."""
+
+    prompt_tokens: int = 64
+    """Tokens of each prompt cut from code; other prompts keep their own length."""
+
+    max_new_tokens: int = 128
+    """Tokens decoded for each."""
+
+    batch_size: int = 1
+    """Prompts decoded at once."""
+
+    mode: str = "all"
+    """offline (replay only), online (decoding only), or all (with speed)."""
+
+    repeats: int = 2
+    """How often speed is measured on each prompt, alternating with the base alone."""
+
+    speed_prompts: int = 16
+    """Prompts that speed is measured on."""
+
+    tune_prompts: int = 24
+    """Validation prompts on which a tuned tree is picked."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Tree:
+    """How drafts grow."""
+
+    kind: str = "tuned"
+    """tuned (picked by a short measurement), chain, static or best_first."""
+
+    depth: int = 0
+    """Levels. Zero takes the head's own."""
+
+    num_nodes: int = 8
+    """Nodes of a best-first tree, root included."""
+
+    beam: int = 4
+    """Nodes a best-first tree expands per level."""
+
+    branch: int = 4
+    """Children of each."""
+
+    paths: list[list[int]] = field(default_factory=list)
+    """Rank paths of a static tree."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Tracker:
+    """Where numbers go besides metrics.jsonl."""
+
+    kind: str = "jsonl"
+    """jsonl (nothing else) or wandb."""
+
+    project: str = "specheads"
+    """Of wandb; offline where no key is set."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Train:
+    """`specheads train`."""
+
+    name: str
+    """Of the run."""
+
+    run_dir: str = "runs/${name}"
+    """Where it lies."""
+
+    seed: int = 0
+    """Of initialisation, shuffling and sampling."""
+
+    base: Base
+    head: dict[str, Any]
+    """`kind` and that kind's own settings."""
+    data: Data
+    schedule: Schedule
+    tree: Tree
+    tracker: Tracker
+    evaluation: Evaluation
+
+    log_every: int = 10
+    """Steps between two lines of metrics.jsonl."""
+
+    checkpoint_every: int = 0
+    """Steps between two checkpoints. Zero writes them at the end of each phase only."""
+
+    evaluate_after: bool = True
+    """Whether evaluate follows."""
+
+    dry_run: bool = False
+    """Print the resolved settings and stop."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Evaluate:
+    """`specheads evaluate`."""
+
+    run: str = ""
+    """A run directory; or name head and base."""
+
+    head: str = ""
+    """Folder or Hub id of a head."""
+
+    base: Base
+    data: Data
+    """Whose validation text a tuned tree is picked on, for a head without a run."""
+    tree: Tree
+    evaluation: Evaluation
+    out: str = ""
+    """Where the report goes. Empty is the run's own report/."""
+
+    record: str = ""
+    """A recipe folder whose results.json is to be replaced by what was measured."""
+
+    seed: int = 0

@@ -1,0 +1,184 @@
+"""The contracts of drafting and of training a drafter; tests/test_heads.py checks every head."""
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from huggingface_hub import PyTorchModelHubMixin
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+Memory = Any
+"""What a drafter keeps between decode steps (EAGLE's keys and values); opaque to the engines."""
+
+State = Any
+"""What a drafter keeps between the levels of one draft; opaque to the engines."""
+
+Weight = Float[Tensor, "vocab width"]
+Bias = Float[Tensor, " vocab"]
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """What the frozen base computed at some positions: `hidden[:, t]` has read `tokens[:, t]`."""
+
+    hidden: Float[Tensor, "batch time width"]
+    """After the base's final norm, as its vocabulary projection receives it."""
+
+    taps: Float[Tensor, "batch time tapped"] | None = None
+    """The residual streams a head names, concatenated (EAGLE-3)."""
+
+    def at(self, rows: Int[Tensor, "batch path"]) -> "Features":
+        """Return the features of positions `rows[b]` of each row b."""
+
+        def pick(values: Tensor) -> Tensor:
+            return values.gather(1, rows[..., None].expand(-1, -1, values.shape[-1]))
+
+        return Features(pick(self.hidden), None if self.taps is None else pick(self.taps))
+
+    def rows(self, index: Int[Tensor, " kept"]) -> "Features":
+        """Return the features of these rows of the batch."""
+        return Features(self.hidden[index], None if self.taps is None else self.taps[index])
+
+
+class Drafter(ABC):
+    """Proposes the next tokens, one level of nodes at a time.
+
+    A draft is one `begin`, which reads what was committed since the last draft and answers for
+    the root, and then one `extend` per further level.
+    """
+
+    depth: int
+    """Levels it can draft."""
+
+    taps: tuple[int, ...] = ()
+    """Base layers whose residual stream it reads: k is the stream after k layers."""
+
+    def memory(self, batch: int, capacity: int) -> Memory | None:
+        """Return what persists between decode steps for `batch` rows of at most `capacity`."""
+        del batch, capacity
+        return None
+
+    def keep_rows(self, memory: Memory, index: Int[Tensor, " kept"]) -> Memory:
+        """Return the memory of these rows: finished requests leave the batch."""
+        del index
+        return memory
+
+    @abstractmethod
+    def begin(
+        self,
+        features: Features,
+        tokens: Int[Tensor, "batch time"],
+        count: Int[Tensor, " batch"],
+        memory: Memory | None,
+    ) -> tuple[Float[Tensor, "batch 1 vocab"], State]:
+        """Read what was committed; return logits for the token after the root.
+
+        Args:
+            features: The base at the committed positions, `count[b]` of them in row b.
+            tokens: `tokens[:, t]` is the token that follows position t, so the last counted
+                one is the root: the token the base chose and has not read yet.
+            count: Positions that count in each row; later ones are padding.
+            memory: From `memory()`, updated in place.
+        """
+
+    @abstractmethod
+    def extend(
+        self, state: State, tokens: Int[Tensor, "batch node"], parents: Int[Tensor, "batch node"]
+    ) -> tuple[Float[Tensor, "batch node vocab"], State]:
+        """Read one level of nodes; return logits for the token after each.
+
+        `parents[b, i]` says which node of the previous level node i continues.
+        """
+
+
+class Head(Drafter, nn.Module, PyTorchModelHubMixin):
+    """A trained drafter: adds teacher-forced states, so that one loop can train any kind.
+
+    Args:
+        config: The kind's own `Config`.
+        width: Of the base's final hidden state.
+        vocab_size: Rows of the base's vocabulary projection.
+    """
+
+    EXPORTS: ClassVar[Mapping[str, Any]] = {}
+    """Layouts of serving engines, by engine name."""
+
+    def __init__(self, config: Any, width: int, vocab_size: int) -> None:
+        super().__init__()
+        self.config = config
+        self.width, self.vocab_size = width, vocab_size
+
+    @property
+    def kind(self) -> str:
+        """The name of its module: what `kind` says in a configuration and in config.json."""
+        return type(self).__module__.rpartition(".")[2]
+
+    @abstractmethod
+    def states(
+        self, features: Features, tokens: Int[Tensor, "batch time"]
+    ) -> Iterator[Float[Tensor, "batch time width"]]:
+        """Yield `depth` states; position t of the k-th predicts `tokens[:, t + 2 + k]`.
+
+        The k-th state at t may have read `tokens[:, ..t + 1 + k]` and nothing later. Positions
+        too close to the end for that wrap round and are meaningless; callers leave them out.
+        """
+
+    @abstractmethod
+    def projection(self, level: int) -> tuple[Weight, Bias | None]:
+        """Return the matrix that turns the state of this level into logits.
+
+        States and matrix are given apart so that the loss can fuse the product and never hold
+        the logits of a whole batch.
+        """
+
+    def initialise(self, embedding: Tensor, projection: Tensor) -> None:
+        """Start from the base's own tensors where that helps; called once, before training.
+
+        Args:
+            embedding: The base's input embedding (vocab, width).
+            projection: The matrix whose product with the final hidden state is its logits.
+        """
+        del embedding, projection
+
+    def bind(self, embedding: Tensor, projection: Tensor | None = None) -> None:
+        """Lend the base's own tensors to a head that borrows them: never trained, never saved.
+
+        Args:
+            embedding: The base's input embedding (vocab, width).
+            projection: Its vocabulary projection; None when it is the embedding itself.
+        """
+        del embedding, projection
+
+    def logits(
+        self, state: Float[Tensor, "*batch width"], level: int
+    ) -> Float[Tensor, "*batch vocab"]:
+        """Return the logits that `state` of this level stands for."""
+        weight, bias = self.projection(level)
+        return nn.functional.linear(state, weight, bias)
+
+    def _save_pretrained(self, save_directory: Path) -> None:
+        """Write the weights, and a config.json that says which kind of head it is."""
+        super()._save_pretrained(save_directory)
+        sizes = {"width": self.width, "vocab_size": self.vocab_size}
+        settings = {"kind": self.kind, **asdict(self.config), **sizes}
+        text = json.dumps(settings, indent=2, sort_keys=True)
+        (save_directory / "config.json").write_text(text + "\n", encoding="utf-8")
+
+
+def last(values: Float[Tensor, "batch time width"], count: Int[Tensor, " batch"]) -> Tensor:
+    """Return the last counted position of each row: (batch, 1, width)."""
+    if values.shape[1] == 1:
+        return values
+    return values[torch.arange(len(count), device=count.device), count - 1][:, None]
+
+
+def pick_parents(state: Float[Tensor, "batch level width"], parents: Tensor) -> Tensor:
+    """Return each node's parent state: (batch, node, width)."""
+    if state.shape[1] == 1:
+        return state.expand(-1, parents.shape[1], -1)
+    return state.gather(1, parents[..., None].expand(-1, -1, state.shape[-1]))

@@ -1,0 +1,215 @@
+"""Tree policies: how a drafter's guesses become a token tree."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from specheads.drafter import Drafter, Features, Memory
+from specheads.tree import TokenTree
+
+
+class Policy(ABC):
+    """Grows one tree a row from a drafter, level by level."""
+
+    name: str
+    num_nodes: int
+    """Nodes of every tree, root included."""
+    depth: int
+    """Levels below the root."""
+
+    @abstractmethod
+    def grow(
+        self,
+        drafter: Drafter,
+        features: Features,
+        tokens: Int[Tensor, "batch time"],
+        count: Int[Tensor, " batch"],
+        memory: Memory | None,
+    ) -> TokenTree:
+        """Draft one tree; the arguments are those of `Drafter.begin`."""
+
+
+class Static(Policy):
+    """The same shape in every step: each path names the ranks of the guesses along it.
+
+    `((0,), (1,), (0, 0))` drafts the two best next tokens and the best token after the first.
+
+    Args:
+        paths: Rank paths, closed under prefixes.
+        name: What reports call it.
+
+    Raises:
+        ValueError: A path occurs twice, or its parent path is missing.
+
+    Source: Cai et al. 2024, arXiv:2401.10774, section 2.3.3.
+    """
+
+    def __init__(self, paths: Sequence[Sequence[int]], name: str = "static") -> None:
+        ordered = sorted((tuple(path) for path in paths), key=lambda path: (len(path), path))
+        known = {(): 0} | {path: node for node, path in enumerate(ordered, start=1)}
+        orphans = [path for path in ordered if path[:-1] not in known]
+        if orphans or len(known) <= len(ordered) or () in ordered:
+            raise ValueError(
+                "a static tree needs distinct, non-empty rank paths whose parents are in it too, "
+                f"got {orphans or ordered}"
+            )
+        self.name, self.paths = name, tuple(ordered)
+        self.num_nodes, self.depth = len(known), max(map(len, ordered), default=0)
+        self.parents = torch.tensor([-1] + [known[path[:-1]] for path in ordered])
+        # the shape never changes, so what follows from it is worked out once
+        self._reach = TokenTree(self.parents[None], self.parents[None]).ancestors()
+        self._levels = [_Level(ordered, length) for length in range(1, self.depth + 1)]
+
+    def grow(
+        self,
+        drafter: Drafter,
+        features: Features,
+        tokens: Int[Tensor, "batch time"],
+        count: Int[Tensor, " batch"],
+        memory: Memory | None,
+    ) -> TokenTree:
+        """Draft `num_nodes - 1` tokens by their ranks."""
+        if not self._levels:
+            return root_only(tokens, count)
+        batch, device = len(count), count.device
+        logits, state = drafter.begin(features, tokens, count, memory)
+        drafted = [_root(tokens, count)]
+        for index, level in enumerate(self._levels):
+            best = _best(logits, level.width)
+            new = best[:, level.parents, level.ranks]
+            drafted.append(new)
+            if index + 1 < self.depth:
+                inner, parents = new[:, level.inner], level.inner_parents.expand(batch, -1)
+                logits, state = drafter.extend(state, inner, parents.to(device))
+        parents = self.parents.to(device).expand(batch, -1)
+        reach = self._reach.to(device).expand(batch, -1, -1)
+        return TokenTree(torch.cat(drafted, dim=1), parents, reach)
+
+
+class _Level:
+    """One level of a static tree; only nodes with children are read by the drafter."""
+
+    def __init__(self, paths: list[tuple[int, ...]], length: int) -> None:
+        has_children = {path[:-1] for path in paths}
+        above = [path for path in paths if len(path) == length - 1 and path in has_children]
+        here = [path for path in paths if len(path) == length]
+        read = {path: place for place, path in enumerate(above or [()])}
+        inner = [place for place, path in enumerate(here) if path in has_children]
+        self.parents = torch.tensor([read[path[:-1]] for path in here])
+        self.ranks = torch.tensor([path[-1] for path in here])
+        self.width = int(self.ranks.max()) + 1
+        self.inner = torch.tensor(inner, dtype=torch.long)
+        self.inner_parents = self.parents[self.inner][None]
+
+
+class BestFirst(Policy):
+    """The nodes the drafter itself believes in most, under a budget: EAGLE-2 and OPT-Tree.
+
+    A node's score is the probability of its path. Each level expands the `beam` best nodes
+    drafted so far at that depth into `branch` children each; of all of them the best
+    `num_nodes - 1` stay. Scores only shrink along a path, so what stays is a tree.
+
+    Args:
+        num_nodes: Nodes of the tree, root included.
+        depth: Levels below the root, at most the drafter's.
+        beam: Nodes the drafter reads per level.
+        branch: Children of each.
+
+    Raises:
+        ValueError: The budget is larger than what beam, branch and depth can draft.
+
+    Source: Li et al. 2024, arXiv:2406.16858, section 4; Wang et al. 2024, arXiv:2406.17276.
+    """
+
+    def __init__(self, num_nodes: int, depth: int, beam: int = 4, branch: int = 4) -> None:
+        most, level = 1, 1
+        for _ in range(depth):
+            level = min(level, beam) * branch
+            most += level
+        if not 2 <= num_nodes <= most:
+            raise ValueError(
+                f"a best-first tree of depth {depth}, beam {beam} and branch {branch} has 2 to "
+                f"{most} nodes, got {num_nodes}; raise beam, branch or depth"
+            )
+        self.name = "best_first"
+        self.num_nodes, self.depth, self.beam, self.branch = num_nodes, depth, beam, branch
+
+    def grow(
+        self,
+        drafter: Drafter,
+        features: Features,
+        tokens: Int[Tensor, "batch time"],
+        count: Int[Tensor, " batch"],
+        memory: Memory | None,
+    ) -> TokenTree:
+        """Draft level by level, then keep the best nodes of all levels."""
+        root = _root(tokens, count)
+        logits, state = drafter.begin(features, tokens, count, memory)
+        drafted: list[Tensor] = []
+        parents: list[Tensor] = []
+        scores: list[Tensor] = []
+        above = torch.zeros_like(root)
+        score = torch.zeros(root.shape, dtype=logits.dtype, device=root.device)
+        first = 1
+        for level in range(self.depth):
+            best, guesses = logits.log_softmax(-1).topk(self.branch, dim=-1)
+            total = (score[..., None] + best).flatten(1)
+            drafted.append(guesses.flatten(1))
+            parents.append(above.repeat_interleave(self.branch, dim=1))
+            scores.append(total)
+            if level + 1 < self.depth:
+                score, kept = total.topk(min(self.beam, total.shape[1]), dim=1)
+                above = first + kept
+                inner = drafted[-1].gather(1, kept)
+                logits, state = drafter.extend(state, inner, kept // self.branch)
+            first += total.shape[1]
+        return _prune(root, drafted, parents, scores, self.num_nodes)
+
+
+def _prune(
+    root: Tensor, drafted: list[Tensor], parents: list[Tensor], scores: list[Tensor], size: int
+) -> TokenTree:
+    """Keep the root and the `size - 1` best nodes, in their old order, renumbering parents."""
+    all_scores = torch.cat(scores, dim=1)
+    # ties go to the shallower node, which stands first: a stable sort keeps the set a tree
+    order = all_scores.argsort(dim=1, descending=True, stable=True)[:, : size - 1]
+    kept = order.sort(dim=1).values
+    tokens = torch.cat(drafted, dim=1).gather(1, kept)
+    old_parents = torch.cat(parents, dim=1).gather(1, kept)
+    old_ids = torch.cat([torch.zeros_like(root), kept + 1], dim=1)
+    new_parents = torch.searchsorted(old_ids, old_parents.contiguous())
+    return TokenTree(
+        torch.cat([root, tokens], dim=1),
+        torch.cat([torch.full_like(root, -1), new_parents], dim=1),
+    )
+
+
+def root_only(tokens: Int[Tensor, "batch time"], count: Int[Tensor, " batch"]) -> TokenTree:
+    """Return the tree without a draft: the base alone, in the same loop."""
+    root = _root(tokens, count)
+    alone = torch.ones_like(root, dtype=torch.bool)[..., None]
+    return TokenTree(root, torch.full_like(root, -1), alone)
+
+
+def _root(tokens: Tensor, count: Tensor) -> Tensor:
+    """Return the last counted token of each row: (batch, 1)."""
+    return tokens.gather(1, count[:, None] - 1)
+
+
+def _best(logits: Tensor, width: int) -> Tensor:
+    """Return the `width` best tokens, best first; argmax is much cheaper than a sort of one."""
+    if width == 1:
+        return logits.argmax(-1, keepdim=True)
+    return logits.topk(width, dim=-1).indices
+
+
+def chain(depth: int) -> Static:
+    """Return the policy that drafts one token a level."""
+    return Static([(0,) * length for length in range(1, depth + 1)], name="chain")
+
+
+NOTHING = Static([], name="none")
+"""No draft at all: the base alone, in the same loop."""

@@ -1,0 +1,181 @@
+"""IBM's MLP speculator: a small recurrence over the tokens drafted before.
+
+Source: Wertheimer et al. 2024, arXiv:2404.19124; foundation-model-stack/fms-extras.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from specheads import heads
+from specheads.drafter import Bias, Features, Memory, State, Weight, last, pick_parents
+from specheads.drafter import Head as BaseHead
+
+EPSILON = 1e-6
+
+
+@dataclass(kw_only=True, slots=True)
+class Config:
+    """Settings of an MLP speculator; the defaults are the published ones."""
+
+    num_heads: int = 3
+    """Levels it drafts."""
+
+    inner_dim: int = 0
+    """Width of its state. Zero takes the base's."""
+
+    tie_weights: bool = True
+    """Whether all levels share embedding, projection and norm, and all but the first the
+    recurrence."""
+
+    scale_input: bool = True
+    """Whether the base's hidden state is brought to norm 1/sqrt(2) per channel first."""
+
+    def __post_init__(self) -> None:
+        if self.num_heads < 1 or self.inner_dim < 0:
+            raise ValueError(
+                "an mlp_speculator needs num_heads >= 1 and inner_dim >= 0, got "
+                f"{self.num_heads} and {self.inner_dim}"
+            )
+
+
+class _Norm(nn.Module):
+    """Root-mean-square norm with a bias, as the published checkpoints have it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.bias = nn.Parameter(torch.zeros(width))
+
+    def forward(self, values: Tensor) -> Tensor:
+        return F.rms_norm(values, self.weight.shape, self.weight, EPSILON) + self.bias
+
+
+class Head(BaseHead):
+    """`depth` steps of state <- GELU(norm(a * W state + b * E token)), each with its logits.
+
+    a and b weigh old against new, so that after all levels half of the first state's energy is
+    left: a = 0.5 ** (0.5 / depth), b = sqrt((1 - a**2) * inner_dim / 2).
+    """
+
+    def __init__(self, config: Config, width: int, vocab_size: int) -> None:
+        super().__init__(config, width, vocab_size)
+        inner = config.inner_dim or width
+        copies = 1 if config.tie_weights else config.num_heads
+        recurrences = min(config.num_heads - 1, 1 if config.tie_weights else config.num_heads)
+        self.depth = config.num_heads
+        self.scale_input = config.scale_input
+        self.emb = nn.ModuleList(nn.Embedding(vocab_size, inner) for _ in range(copies))
+        self.proj = nn.ModuleList(
+            nn.Linear(size, inner, bias=False) for size in [width] + [inner] * recurrences
+        )
+        self.head = nn.ModuleList(nn.Linear(inner, vocab_size, bias=False) for _ in range(copies))
+        self.ln = nn.ModuleList(_Norm(inner) for _ in range(copies))
+        for module in (*self.emb, *self.proj, *self.head):
+            nn.init.normal_(module.get_parameter("weight"), std=1 / math.sqrt(inner))
+        self.state_weight = 0.5 ** (0.5 / self.depth)
+        self.token_weight = math.sqrt((1 - self.state_weight**2) * inner / 2)
+
+    def initialise(self, embedding: Tensor, projection: Tensor) -> None:
+        """Start embedding and projection from the base's own, where the widths agree.
+
+        At equal width this saves the first few hundred steps; otherwise the published random
+        initialisation stays.
+        """
+        if embedding.shape == self.emb[0].weight.shape:
+            scale = embedding.pow(2).mean().sqrt() * math.sqrt(embedding.shape[1])
+            for level in self.emb:
+                level.weight.data.copy_(embedding / scale)
+        if projection.shape == self.head[0].weight.shape:
+            for level in self.head:
+                level.weight.data.copy_(projection)
+            nn.init.eye_(self.proj[0].weight)
+
+    def states(
+        self, features: Features, tokens: Int[Tensor, "batch time"]
+    ) -> Iterator[Float[Tensor, "batch time width"]]:
+        """Yield the states that read tokens[:, t + 1], then tokens[:, t + 2], and so on."""
+        state = self._first(features.hidden)
+        for level in range(self.depth):
+            state = self._step(state, tokens.roll(-1 - level, 1), level)
+            yield state
+
+    def projection(self, level: int) -> tuple[Weight, Bias | None]:
+        return _of(self.head, level).weight, None
+
+    def begin(
+        self,
+        features: Features,
+        tokens: Int[Tensor, "batch time"],
+        count: Int[Tensor, " batch"],
+        memory: Memory | None,
+    ) -> tuple[Float[Tensor, "batch 1 vocab"], State]:
+        """Read the root on top of the base's last state."""
+        del memory
+        root = last(tokens[..., None], count)[..., 0]
+        state = self._step(self._first(last(features.hidden, count)), root, 0)
+        return self.logits(state, 0), (state, 0)
+
+    def extend(
+        self, state: State, tokens: Int[Tensor, "batch node"], parents: Int[Tensor, "batch node"]
+    ) -> tuple[Float[Tensor, "batch node vocab"], State]:
+        """Read each node on top of its parent's state."""
+        above, level = state
+        below = self._step(pick_parents(above, parents), tokens, level + 1)
+        return self.logits(below, level + 1), (below, level + 1)
+
+    def _first(self, hidden: Tensor) -> Tensor:
+        if not self.scale_input:
+            return hidden
+        return F.rms_norm(hidden, hidden.shape[-1:], eps=EPSILON) / math.sqrt(2)
+
+    def _step(self, state: Tensor, tokens: Tensor, level: int) -> Tensor:
+        mixed = torch.add(
+            self.state_weight * _of(self.proj, level)(state),
+            _of(self.emb, level)(tokens),
+            alpha=self.token_weight,
+        )
+        return F.gelu(_of(self.ln, level)(mixed))
+
+
+def _of(modules: nn.ModuleList, level: int) -> Any:
+    """Return the level's own module, or the last one where later levels share it."""
+    return modules[min(level, len(modules) - 1)]
+
+
+def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | None:
+    """Read an IBM accelerator: model_type mlp_speculator, tensors under `speculator.`.
+
+    Tied tensors stand there once a level, as copies; they must agree.
+    """
+    if config.get("model_type") != "mlp_speculator":
+        return None
+    own = Config(
+        num_heads=config["n_predict"],
+        inner_dim=config.get("inner_dim") or config["emb_dim"],
+        tie_weights=config.get("tie_weights", False),
+        scale_input=config.get("scale_input", False),
+    )
+    head = Head(own, width=config["emb_dim"], vocab_size=config["vocab_size"])
+    named = {name.removeprefix("speculator."): value for name, value in tensors.items()}
+    if own.tie_weights:
+        named = _untie(named, set(head.state_dict()))
+    heads.fill(head, named)
+    return head
+
+
+def _untie(named: dict[str, Tensor], wanted: set[str]) -> dict[str, Tensor]:
+    """Drop the copies of tied tensors, after checking that they are copies."""
+    for name in sorted(set(named) - wanted):
+        part, _, rest = name.partition(".")
+        suffix = rest.partition(".")[2]
+        kept = f"{part}.{1 if part == 'proj' else 0}.{suffix}"
+        if kept not in named or not torch.equal(named[kept], named[name]):
+            raise ValueError(f"tie_weights is set, but {name!r} differs from {kept!r}")
+    return {name: value for name, value in named.items() if name in wanted}

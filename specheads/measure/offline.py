@@ -1,0 +1,213 @@
+"""Offline measurement: what a head would do in the loop, read off text the base already wrote.
+
+The loop's output is the base's own greedy continuation whatever the head guesses, so whether a
+guess from some place is right depends on the stored text alone, and the places the loop drafts
+from follow from that: walk the text, `anchor += accepted + 1`. The plain mean over all places is
+another number, off by a quarter either way, because the loop does not visit them evenly.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from specheads import grow
+from specheads.base import FrozenBase
+from specheads.drafter import Features, Head
+from specheads.measure.progress import bar
+from specheads.metrics import DepthCounts, bootstrap_interval
+
+TOP = 5
+"""Ranks the top-k accuracy reports: k = 1..TOP."""
+
+CHUNK = 512
+"""Positions whose logits exist at one time."""
+
+
+def offline_logits(
+    head: Head, features: Features, tokens: Int[Tensor, "batch time"]
+) -> list[Float[Tensor, "batch drafted vocab"]]:
+    """Return a head's teacher-forced logits, one tensor a depth.
+
+    Row t of the k-th has read `tokens[:, ..t + 1 + k]` and predicts `tokens[:, t + 2 + k]`; it
+    has `time - 2 - k` rows, those whose answer lies within the text.
+
+    Args:
+        head: The head.
+        features: The base at every position of the text.
+        tokens: The text itself.
+
+    Raises:
+        ValueError: The text is too short to score the last depth.
+    """
+    time = tokens.shape[1]
+    if time < head.depth + 2:
+        raise ValueError(
+            f"text of {time} tokens is too short to score {head.depth} drafted depths: need at "
+            f"least {head.depth + 2}"
+        )
+    return [
+        head.logits(state[:, : time - 2 - level], level)
+        for level, state in enumerate(head.states(features, tokens))
+    ]
+
+
+@torch.inference_mode()
+def guess_ranks(
+    base: FrozenBase, head: Head, prompt: list[int], continuation: list[int], *, width: int = TOP
+) -> Int[Tensor, "drafted depth"]:
+    """Return how far down its list of guesses the head has each token the base went on to say.
+
+    Row i drafts from `continuation[i]` as root, having read the features before it. Column k is
+    the rank of `continuation[i + 1 + k]`, zero being its best guess, given the tokens between;
+    `width` stands for "not among the best `width`", and -1 for "beyond the text".
+
+    Args:
+        base: Reads the text once.
+        head: Guesses, teacher-forced.
+        prompt: Tokens before the continuation.
+        continuation: What the base says after it, greedily.
+        width: Guesses looked at.
+    """
+    if len(continuation) < 2:
+        return torch.empty(0, head.depth, dtype=torch.long)
+    text = torch.tensor([prompt + continuation], device=base.device)
+    num_roots = len(continuation) - 1
+    first = len(prompt) - 1
+    features = base.read(text, head.taps)
+    ranks = torch.full((num_roots, head.depth), -1)
+    for level, state in enumerate(head.states(features, text)):
+        num_known = num_roots - level
+        if num_known <= 0:
+            break
+        answers = text[0, first + 2 + level :]
+        states = state[0, first : first + num_known]
+        ranks[:num_known, level] = _ranks(head, level, states, answers, width).cpu()
+    return ranks
+
+
+def _ranks(head: Head, level: int, states: Tensor, answers: Tensor, width: int) -> Tensor:
+    found = []
+    for chunk, wanted in zip(states.split(CHUNK), answers.split(CHUNK), strict=True):
+        logits = head.logits(chunk, level)
+        hits = logits.topk(min(width, logits.shape[-1]), dim=-1).indices == wanted[:, None]
+        rank = torch.where(hits.any(-1), hits.int().argmax(-1), width)
+        # chains draft the argmax and trees the topk, which may order equal logits differently
+        best = logits.argmax(-1) == wanted
+        found.append(torch.where(best, 0, rank.clamp(min=1)))
+    return torch.cat(found)
+
+
+def replay(ranks: Int[Tensor, "drafted depth"], policy: grow.Static) -> DepthCounts:
+    """Walk one stored continuation as the loop would and return the loop's own integers.
+
+    The first token comes from reading the prompt and is no forward. Where `room` tokens are
+    left to say after the root, a forward gives at most that many, the last of them always the
+    base's own, so at most `room - 1` drafts count as accepted: `measure.online` counts alike.
+
+    Args:
+        ranks: From `guess_ranks`, at least as deep as the policy.
+        policy: The shape drafted in every step.
+    """
+    paths = {(), *policy.paths}
+    inner = {path[:-1] for path in policy.paths}
+    counts = DepthCounts.zeros(policy.depth)
+    rows: list[list[int]] = ranks.tolist()
+    anchor = 0
+    while anchor < len(rows):
+        room = len(rows) - anchor
+        path: tuple[int, ...] = ()
+        while len(path) < min(room, policy.depth):
+            longer = (*path, rows[anchor][len(path)])
+            if longer not in paths:
+                break
+            path = longer
+        counts.add(len(path), drafted_beyond=path in inner)
+        anchor += len(path) + 1
+    return counts
+
+
+def replay_chain(
+    base: FrozenBase,
+    head: Head,
+    prompts: list[list[int]],
+    continuations: list[list[int]],
+    depth: int,
+) -> list[DepthCounts]:
+    """Return what online decoding with a chain of `depth` would count for each prompt.
+
+    Equal to the last integer where the arithmetic is: reading a text at once and token by
+    token round differently, so a tie between the two best guesses may fall the other way.
+
+    Args:
+        base: The base that wrote the continuations.
+        head: The head.
+        prompts: Token ids.
+        continuations: What the base alone says after each, greedily, cut as it should be cut.
+        depth: Levels of the chain.
+    """
+    policy = grow.chain(depth)
+    return [
+        replay(guess_ranks(base, head, prompt, continuation, width=1), policy)
+        for prompt, continuation in zip(prompts, continuations, strict=True)
+    ]
+
+
+def top_k_accuracy(ranks: Int[Tensor, "drafted depth"], top: int = TOP) -> list[list[float]]:
+    """Return `out[depth][k - 1]`: how often the base's token is among the k best guesses.
+
+    A plain mean over all places whose answer lies within the text, given the true tokens
+    between: it describes the head and is not the loop's acceptance rate.
+    """
+    return [
+        [((column < k) & known).sum().item() / known.sum().item() for k in range(1, top + 1)]
+        for column in ranks.T
+        if (known := column >= 0).any()
+    ]
+
+
+def measure_offline(
+    base: FrozenBase,
+    head: Head,
+    prompts: list[list[int]],
+    continuations: list[list[int]],
+    *,
+    policy: grow.Policy | None = None,
+    progress: bool = False,
+) -> dict[str, Any]:
+    """Return the `offline` section of results.json.
+
+    Args:
+        base: The base that wrote the continuations.
+        head: The head.
+        prompts: Token ids.
+        continuations: What the base alone says after each, greedily, cut as it should be cut.
+        policy: The tree to replay. None is a chain as deep as the head, and so is a tree that
+            differs from step to step, whose shape stored ranks do not tell; `replayed` says
+            which it was.
+        progress: Whether to show a progress bar.
+    """
+    static = policy if isinstance(policy, grow.Static) else grow.chain(head.depth)
+    width = max([TOP, *(path[-1] + 1 for path in static.paths)])
+    pairs = list(zip(prompts, continuations, strict=True))
+    ranks = [
+        guess_ranks(base, head, prompt, continuation, width=width)
+        for prompt, continuation in bar(pairs, "offline", progress)
+    ]
+    counts = [replay(rows, static) for rows in ranks]
+    total = DepthCounts.total(counts, static.depth)
+    return {
+        "tokens_per_forward": total.tokens_per_forward,
+        "interval": list(interval(counts)),
+        "per_depth": total.per_depth(),
+        "top_k_accuracy": top_k_accuracy(torch.cat(ranks)),
+        "forwards": total.forwards,
+        "replayed": static.name,
+    }
+
+
+def interval(counts: Sequence[DepthCounts]) -> tuple[float, float]:
+    """Return the 95 % interval of tokens per forward over prompts."""
+    return bootstrap_interval([one.new_tokens for one in counts], [one.forwards for one in counts])

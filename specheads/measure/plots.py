@@ -1,0 +1,116 @@
+"""The report's pictures, as PNG bytes; figures are drawn without a display and without state."""
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+BLUE, ORANGE, GREY = "#2563a8", "#d97726", "#9aa3ad"
+SHADES = ("#f1f4f8", "#fdf3e7", "#eef6ef")
+"""Backgrounds of successive phases."""
+
+
+def draw(results: Mapping[str, Any], history: Sequence[Mapping[str, Any]]) -> dict[str, bytes]:
+    """Return every picture there is something to draw for, by file name.
+
+    Args:
+        results: As in results.json; a section that was not measured is None or missing.
+        history: Rows of metrics.jsonl.
+    """
+    pictures: dict[str, bytes] = {}
+    if results.get("offline") or results.get("online"):
+        pictures["acceptance.png"] = _png(_acceptance(results))
+    if any("loss" in row for row in history):
+        pictures["loss.png"] = _png(_losses([row for row in history if "loss" in row]))
+    if results.get("speed"):
+        pictures["speed.png"] = _png(_speed(results["speed"]))
+    return pictures
+
+
+def _png(figure: Figure) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=120)
+    return buffer.getvalue()
+
+
+def _axes(width: float, title: str, down: str, across: str) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(width, 3.6), layout="constrained")
+    axes = figure.add_subplot()
+    axes.set(title=title, xlabel=across, ylabel=down)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _acceptance(results: Mapping[str, Any]) -> Figure:
+    figure, axes = _axes(5.0, "Acceptance by depth", "share accepted", "drafted depth")
+    deepest = 1
+    for name, color, marker in (("offline", ORANGE, "s"), ("online", BLUE, "o")):
+        section = results.get(name)
+        if not section:
+            continue
+        rates = [row["accepted"] / max(row["offered"], 1) for row in section["per_depth"]]
+        style = "--" if name == "offline" else "-"
+        axes.plot(range(1, len(rates) + 1), rates, style, color=color, marker=marker, label=name)
+        deepest = max(deepest, len(rates))
+    if (offline := results.get("offline")) and offline["top_k_accuracy"]:
+        top = [row[0] for row in offline["top_k_accuracy"]]
+        label = "teacher-forced top 1"
+        axes.plot(range(1, len(top) + 1), top, ":", color=GREY, marker=".", label=label)
+        deepest = max(deepest, len(top))
+    axes.set(ylim=(0, 1), xticks=range(1, deepest + 1))
+    axes.legend(frameon=False)
+    return figure
+
+
+def _losses(rows: Sequence[Mapping[str, Any]]) -> Figure:
+    figure, axes = _axes(7.0, "Training loss", "loss per token", "step")
+    for number, (name, first, last) in enumerate(_phases(rows)):
+        axes.axvspan(first, last, color=SHADES[number % len(SHADES)], zorder=0)
+        axes.text(
+            (first + last) / 2,
+            0.97,
+            name,
+            transform=axes.get_xaxis_transform(),
+            ha="center",
+            va="top",
+            color="#555555",
+        )
+    depths = sorted({key for row in rows for key in row if key.startswith("loss/depth_")})
+    for number, key in enumerate(depths):
+        points = [(row["step"], row[key]) for row in rows if key in row]
+        label = key.removeprefix("loss/").replace("_", " ")
+        shade = 0.75 - 0.45 * number / max(len(depths) - 1, 1)
+        axes.plot(*zip(*points, strict=True), color=ORANGE, alpha=shade, linewidth=1, label=label)
+    steps, losses = [row["step"] for row in rows], [row["loss"] for row in rows]
+    axes.plot(steps, losses, color=BLUE, linewidth=1.8, label="loss")
+    axes.legend(frameon=False)
+    return figure
+
+
+def _phases(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, int, int]]:
+    """Return each phase's name and its first and last step, phases touching each other."""
+    spans: list[tuple[str, int, int]] = []
+    for row in rows:
+        name = str(row.get("phase", ""))
+        if spans and spans[-1][0] == name:
+            spans[-1] = (name, spans[-1][1], row["step"])
+        else:
+            spans.append((name, spans[-1][2] if spans else row["step"], row["step"]))
+    return spans
+
+
+def _speed(speed: Mapping[str, Any]) -> Figure:
+    figure, axes = _axes(4.2, "Tokens per second", "tokens per second", "")
+    alone = speed["base_tokens_per_second"]
+    drafted = speed["tokens_per_second"]
+    # the interval is of the ratio; drawn on the head's bar in units of the base's rate
+    low, high = (alone * bound for bound in speed["interval"])
+    error = [[0, max(drafted - low, 0)], [0, max(high - drafted, 0)]]
+    bars = axes.bar(["base alone", "with head"], [alone, drafted], color=[GREY, BLUE], width=0.55)
+    axes.errorbar([0, 1], [alone, drafted], yerr=error, fmt="none", ecolor="black", capsize=4)
+    labels = [f"{alone:.0f}", f"{drafted:.0f} ({speed['speedup']:.2f}x)"]
+    axes.bar_label(bars, labels, padding=3)
+    axes.margins(y=0.18)
+    return figure

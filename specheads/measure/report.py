@@ -1,0 +1,243 @@
+"""The report: results.json, pictures, one self-contained page, and a table on the console."""
+
+import base64
+import html
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from specheads.measure.plots import draw
+
+Rows = list[tuple[str, str]]
+
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #1f2933; max-width: 54rem;
+       margin: 2.5rem auto; padding: 0 1rem; }
+h1 { font-size: 1.5rem; margin-bottom: .2rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
+.verdict { border-left: 4px solid #2563a8; background: #f1f4f8; padding: .7rem 1rem; }
+.verdict.no { border-color: #b42318; background: #fdf0ee; }
+table { border-collapse: collapse; margin: .5rem 0; }
+th, td { text-align: left; padding: .25rem 1rem .25rem 0; border-bottom: 1px solid #e3e8ee;
+         font-variant-numeric: tabular-nums; vertical-align: top; }
+tr.chosen td { font-weight: 600; background: #f1f4f8; }
+img { max-width: 100%; } pre { font-size: 12px; background: #f6f8fa; padding: 1rem;
+overflow-x: auto; }
+"""
+
+
+def write_report(
+    folder: Path, results: Mapping[str, Any], history: Sequence[Mapping[str, Any]]
+) -> Path:
+    """Write results.json, the pictures and report.html; return the page.
+
+    Every file appears whole or not at all. results.json comes last, so where it is, the rest
+    is too.
+
+    Args:
+        folder: Made where it is missing.
+        results: As docs and contracts describe results.json. Sections that were not measured
+            are None. Optional: `phases`, rows of `phase` and `tokens_per_forward`, and
+            `tree_candidates`, the table of `pick_tree`.
+        history: Rows of metrics.jsonl; empty where the head was not trained here.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    pictures = draw(results, history)
+    for name, picture in pictures.items():
+        _write(folder / name, picture)
+    page = folder / "report.html"
+    _write(page, render(results, pictures).encode())
+    _write(folder / "results.json", (json.dumps(results, indent=1) + "\n").encode())
+    return page
+
+
+def _write(path: Path, content: bytes) -> None:
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_bytes(content)
+    partial.replace(path)
+
+
+def pays(results: Mapping[str, Any]) -> bool:
+    """Tell whether speculation was faster than the base alone, where speed was measured."""
+    return not results.get("speed") or results["speed"]["speedup"] > 1.0
+
+
+def verdict(results: Mapping[str, Any]) -> str:
+    """Return in one or two sentences whether speculation pays on this machine, and why."""
+    speed, online = results.get("speed"), results.get("online")
+    if not speed or not online:
+        return "Speed was not measured."
+    ratio, overhead = speed["speedup"], speed["step_overhead"]
+    low, high = speed["interval"]
+    measured = f"{ratio:.2f}x the speed of the base alone (95 % interval {low:.2f} to {high:.2f})"
+    why = (
+        f"a step gives {online['tokens_per_forward']:.2f} tokens and takes {overhead:.2f} times "
+        "as long as a step of the base alone"
+    )
+    if ratio <= 1.0:
+        return (
+            f"Speculation does not pay on this machine: {measured}. The reason: {why}. A smaller "
+            "tree, a cheaper head or a better one, or a larger base would change that."
+        )
+    if low <= 1.0:
+        return (
+            f"Speculation may pay on this machine, but the interval includes 1: {measured}; {why}."
+        )
+    return f"Speculation pays on this machine: {measured}; {why}."
+
+
+def _figure(section: Mapping[str, Any]) -> str:
+    low, high = section["interval"]
+    return f"{section['tokens_per_forward']:.3f} ({low:.3f} to {high:.3f})"
+
+
+def summary(results: Mapping[str, Any]) -> Rows:
+    """Return the report's main table: what was measured, and the figure."""
+    head, base, settings = results["head"], results["base"], results["settings"]
+    prompts = results["prompts"]
+    rows = [
+        ("head", f"{head['kind']}, depth {head['depth']}, {head['parameters']:,} parameters"),
+        ("base", f"{base['name']}, {base['parameters']:,} parameters"),
+        ("prompts", f"{prompts['count']} of {prompts['name']}"),
+        ("tree", f"{settings['tree']}, {settings['num_nodes']} nodes"),
+    ]
+    rows += [
+        (f"tokens per forward, {name}", _figure(section))
+        for name in ("offline", "online")
+        if (section := results.get(name))
+    ]
+    for phase in results.get("phases") or []:
+        name = f"tokens per forward after phase {phase['phase']}"
+        rows.append((name, f"{phase['tokens_per_forward']:.3f}"))
+    return rows + _degenerate(results.get("degenerate")) + _lossless(results) + _speed(results)
+
+
+def _degenerate(section: Mapping[str, Any] | None) -> Rows:
+    if not section:
+        return []
+    rows = [("prompts whose text loops", f"{section['flagged']}")]
+    if section["flagged"] and section.get("without"):
+        rows.append(("tokens per forward without those", _figure(section["without"])))
+    return rows
+
+
+def _lossless(results: Mapping[str, Any]) -> Rows:
+    section = results.get("lossless")
+    if not section:
+        return []
+    text = f"{section['identical']} of {section['compared']} prompts"
+    if (gap := section["first_divergence_logit_gap"]) is not None:
+        text += f"; largest logit gap at a first difference {gap:.2g}"
+    return [("identical to the base alone", text)]
+
+
+def _speed(results: Mapping[str, Any]) -> Rows:
+    speed = results.get("speed")
+    if not speed:
+        return []
+    low, high = speed["interval"]
+    return [
+        ("tokens per second, base alone", f"{speed['base_tokens_per_second']:.1f}"),
+        ("tokens per second, with head", f"{speed['tokens_per_second']:.1f}"),
+        ("speed-up", f"{speed['speedup']:.3f} ({low:.3f} to {high:.3f})"),
+        ("time of a step over the base's", f"{speed['step_overhead']:.3f}"),
+    ]
+
+
+def depth_rows(results: Mapping[str, Any]) -> list[list[str]]:
+    """Return the table by depth, its header first."""
+    offline, online = results.get("offline") or {}, results.get("online") or {}
+    top = offline.get("top_k_accuracy", [])
+    measured = [section.get("per_depth", []) for section in (offline, online)]
+    header = ["depth", "offline accepted / offered", "online accepted / offered"]
+    header += [f"top {k + 1}" for k in range(len(top[0]) if top else 0)]
+    rows = [header]
+    for depth in range(max(len(top), *map(len, measured))):
+        cells = [
+            f"{rows[depth]['accepted']} / {rows[depth]['offered']}" if depth < len(rows) else ""
+            for rows in measured
+        ]
+        accuracy = [f"{value:.3f}" for value in top[depth]] if depth < len(top) else []
+        rows.append([str(depth + 1), *cells, *accuracy])
+    return rows
+
+
+def show(results: Mapping[str, Any], console: Console | None = None) -> None:
+    """Print the main table, the table by depth and the verdict.
+
+    Args:
+        results: As in results.json.
+        console: Where to; None is standard output.
+    """
+    console = console or Console()
+    table = Table(show_header=False, title="specheads evaluation", title_justify="left")
+    for name, value in summary(results):
+        table.add_row(name, value)
+    console.print(table)
+    header, *rows = depth_rows(results)
+    by_depth = Table(*header, title="by depth", title_justify="left")
+    for row in rows:
+        by_depth.add_row(*row)
+    console.print(by_depth)
+    console.print(verdict(results), style="bold" if pays(results) else "bold red")
+
+
+def render(results: Mapping[str, Any], pictures: Mapping[str, bytes]) -> str:
+    """Return the page, pictures and all: it needs no other file and no network."""
+    images = "\n".join(
+        f'<img alt="{name.removesuffix(".png")}" '
+        f'src="data:image/png;base64,{base64.b64encode(picture).decode()}">'
+        for name, picture in pictures.items()
+    )
+    title = f"{results['head']['kind']} on {results['base']['name']}"
+    provenance = json.dumps(
+        {name: results.get(name) for name in ("settings", "provenance")}, indent=1
+    )
+    header, *rows = depth_rows(results)
+    mood = "verdict" if pays(results) else "verdict no"
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>
+<style>{STYLE}</style></head><body>
+<h1>{html.escape(title)}</h1>
+<p class="{mood}">{html.escape(verdict(results))}</p>
+{_table([], [list(row) for row in summary(results)])}
+{images}
+<h2>By depth</h2>
+{_table(header, rows)}
+{_candidates(results.get("tree_candidates") or [])}
+<h2>Settings and provenance</h2>
+<pre>{html.escape(provenance)}</pre>
+</body></html>
+"""
+
+
+def _candidates(candidates: Sequence[Mapping[str, Any]]) -> str:
+    if not candidates:
+        return ""
+    header = ["tree", "nodes", "depth", "tokens per forward", "step time", "estimated speed-up"]
+    rows = [
+        [
+            row["tree"],
+            str(row["num_nodes"]),
+            str(row["depth"]),
+            *(f"{row[key]:.3f}" for key in ("tokens_per_forward", "step_overhead", "speedup")),
+        ]
+        for row in candidates
+    ]
+    chosen = next(place for place, row in enumerate(candidates) if row["chosen"])
+    return "<h2>Trees tried, on other prompts</h2>\n" + _table(header, rows, chosen)
+
+
+def _table(header: list[str], rows: list[list[str]], chosen: int | None = None) -> str:
+    lines = [_line("th", header, "")] if header else []
+    for place, row in enumerate(rows):
+        lines.append(_line("td", row, ' class="chosen"' if place == chosen else ""))
+    return "<table>{}</table>".format("\n".join(lines))
+
+
+def _line(tag: str, cells: list[str], attribute: str) -> str:
+    inner = "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells)
+    return f"<tr{attribute}>{inner}</tr>"

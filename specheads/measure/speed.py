@@ -1,0 +1,229 @@
+"""Speed: the loop with a drafter against the same loop with the base alone, turn by turn."""
+
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specheads import accept, decode, grow
+from specheads.base import FrozenBase
+from specheads.drafter import Drafter
+from specheads.measure.online import rule_for
+from specheads.measure.progress import bar
+from specheads.metrics import bootstrap_interval
+from specheads.tree import TokenTree
+
+
+@dataclass(slots=True)
+class Timing:
+    """One timed call of `generate`."""
+
+    seconds: float
+    """Prompt and all new tokens."""
+    step_seconds: float
+    """From the first forward's verdict to the last one's: `num_steps` whole steps."""
+    num_steps: int
+    new_tokens: int
+    forwards: int
+
+
+class _Clock:
+    """A rule that also notes when it is called: once in every step."""
+
+    def __init__(self, rule: decode.Accept) -> None:
+        self.rule = rule
+        self.ticks: list[float] = []
+
+    def __call__(self, tree: TokenTree, logits: Tensor, ancestors: Tensor) -> accept.Verdict:
+        self.ticks.append(time.perf_counter())
+        return self.rule(tree, logits, ancestors)
+
+
+def synchronise(base: FrozenBase) -> None:
+    """Wait until the base's device has done what it was given."""
+    if base.device.type == "cuda":
+        torch.cuda.synchronize(base.device)
+
+
+def time_generate(
+    base: FrozenBase,
+    drafter: Drafter | None,
+    prompts: list[list[int]],
+    *,
+    policy: grow.Policy | None,
+    rule: decode.Accept,
+    max_new_tokens: int,
+    stop_at_eos: bool,
+) -> Timing:
+    """Decode once, by the clock."""
+    clock = _Clock(rule)
+    synchronise(base)
+    start = time.perf_counter()
+    out = decode.generate(
+        base,
+        drafter,
+        prompts,
+        max_new_tokens=max_new_tokens,
+        tree=policy,
+        rule=clock,
+        stop_at_eos=stop_at_eos,
+    )
+    synchronise(base)
+    seconds = time.perf_counter() - start
+    # the rule may also have been asked for the first token, before the first step
+    ticks = clock.ticks[len(clock.ticks) - max(out.forwards) :]
+    return Timing(
+        seconds=seconds,
+        step_seconds=ticks[-1] - ticks[0] if ticks else 0.0,
+        num_steps=max(len(ticks) - 1, 0),
+        new_tokens=sum(map(len, out.tokens)),
+        forwards=sum(out.forwards),
+    )
+
+
+@dataclass(slots=True)
+class _Pair:
+    """One batch of prompts, every repetition of it, both ways."""
+
+    alone: list[Timing]
+    drafted: list[Timing]
+
+
+def measure_speed(
+    base: FrozenBase,
+    drafter: Drafter,
+    prompts: list[list[int]],
+    *,
+    policy: grow.Policy | None = None,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    seed: int = 0,
+    repetitions: int = 3,
+    batch_size: int = 1,
+    warmup: int = 1,
+    stop_at_eos: bool = True,
+    progress: bool = False,
+) -> dict[str, Any]:
+    """Return the `speed` section of results.json.
+
+    Each batch of prompts is decoded with the base alone and with the drafter, one right after
+    the other; every other repetition swaps who goes first, so that a machine that grows slower
+    slows both. Of a batch's repetitions the median counts. Times cover the prompt and all new
+    tokens; `step_overhead` covers decode steps only.
+
+    Args:
+        base: The model that decides.
+        drafter: What guesses.
+        prompts: Token ids.
+        policy: How drafts grow; None is a chain as deep as the drafter.
+        max_new_tokens: Limit for each prompt.
+        temperature: Zero is greedy; above it tokens are sampled.
+        seed: Of sampling.
+        repetitions: How often everything is timed.
+        batch_size: Prompts decoded together; intervals are over these batches.
+        warmup: Batches decoded both ways before the clock counts.
+        stop_at_eos: Whether the base's end-of-text token ends a text.
+        progress: Whether to show a progress bar.
+
+    Raises:
+        ValueError: There is no prompt, no repetition, or no step to time.
+    """
+    if not prompts or repetitions < 1 or max_new_tokens < 3:
+        raise ValueError(
+            "speed needs a prompt, a repetition and 3 new tokens at least, got "
+            f"{len(prompts)}, {repetitions} and {max_new_tokens}"
+        )
+    units = [prompts[i : i + batch_size] for i in range(0, len(prompts), batch_size)]
+
+    def run(arm: Drafter | None, unit: list[list[int]]) -> Timing:
+        return time_generate(
+            base,
+            arm,
+            unit,
+            policy=policy,
+            rule=rule_for(temperature, seed),
+            max_new_tokens=max_new_tokens,
+            stop_at_eos=stop_at_eos,
+        )
+
+    for unit in units[:warmup]:
+        run(None, unit)
+        run(drafter, unit)
+    _reset_peak(base)
+    pairs = [_Pair([], []) for _ in units]
+    work = [(turn, place) for turn in range(repetitions) for place in range(len(units))]
+    for turn, place in bar(work, "speed", progress):
+        pair, unit = pairs[place], units[place]
+        if turn % 2 == 0:
+            pair.alone.append(run(None, unit))
+        pair.drafted.append(run(drafter, unit))
+        if turn % 2 == 1:
+            pair.alone.append(run(None, unit))
+    return summarise(pairs) | {"repetitions": repetitions, "peak_gib": peak_gib(base)}
+
+
+def summarise(pairs: Sequence[_Pair]) -> dict[str, Any]:
+    """Return rates, their ratio and its interval from paired timings.
+
+    Time is compared a token, because output may differ by a tie in rounding; where it does
+    not, the speed-up is simply the ratio of the summed times.
+    """
+    alone = [_median_seconds(pair.alone) for pair in pairs]
+    drafted = [_median_seconds(pair.drafted) for pair in pairs]
+    alone_tokens = [pair.alone[0].new_tokens for pair in pairs]
+    drafted_tokens = [pair.drafted[0].new_tokens for pair in pairs]
+    # what the drafted arm would have taken for the base's number of tokens
+    matched = [
+        seconds * wanted / given
+        for seconds, wanted, given in zip(drafted, alone_tokens, drafted_tokens, strict=True)
+    ]
+    forwards = sum(pair.drafted[0].forwards for pair in pairs)
+    step = _step_seconds([pair.drafted for pair in pairs])
+    base_step = _step_seconds([pair.alone for pair in pairs])
+    return {
+        "base_tokens_per_second": sum(alone_tokens) / sum(alone),
+        "tokens_per_second": sum(drafted_tokens) / sum(drafted),
+        "speedup": sum(alone) / sum(matched),
+        "interval": list(bootstrap_interval(alone, matched)),
+        "step_overhead": step / base_step,
+        "step_milliseconds": 1e3 * step,
+        "base_step_milliseconds": 1e3 * base_step,
+        "new_tokens": sum(drafted_tokens),
+        "forwards": forwards,
+    }
+
+
+def _median_seconds(timings: list[Timing]) -> float:
+    return statistics.median(timing.seconds for timing in timings)
+
+
+def _step_seconds(arms: list[list[Timing]]) -> float:
+    """Return the mean time of a decode step over batches, the median repetition of each."""
+    seconds = sum(statistics.median(one.step_seconds for one in arm) for arm in arms)
+    steps = sum(statistics.median(one.num_steps for one in arm) for arm in arms)
+    if steps == 0:
+        raise ValueError(
+            "step_overhead needs a prompt of two forwards at least, and every text ended "
+            "sooner; raise max_new_tokens or choose other prompts"
+        )
+    return seconds / steps
+
+
+def _reset_peak(base: FrozenBase) -> None:
+    if base.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(base.device)
+
+
+def peak_gib(base: FrozenBase) -> float:
+    """Return the peak memory: of the device since the last reset, or of the whole process."""
+    if base.device.type == "cuda":
+        return torch.cuda.max_memory_allocated(base.device) / 2**30
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # kibibytes on Linux, bytes on macOS
+    return peak / 2**30 if sys.platform == "darwin" else peak / 2**20

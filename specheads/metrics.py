@@ -1,0 +1,160 @@
+"""What is counted while decoding, and what the counts amount to."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class DepthCounts:
+    """What base forwards were offered and took, as integers that add up exactly.
+
+    `offered[k]` counts forwards in which every draft before depth k was accepted and there was
+    a draft at depth k; `accepted[k]` counts those in which it was accepted. Accepted is a draft
+    that saved a forward, so one that the end of the text cuts off is offered and not accepted,
+    and `forwards + sum(accepted)` is exactly the number of tokens the forwards gave.
+    """
+
+    forwards: int
+    offered: list[int]
+    accepted: list[int]
+
+    @classmethod
+    def zeros(cls, depth: int) -> "DepthCounts":
+        """Return the counts of no forward at all."""
+        return cls(0, [0] * depth, [0] * depth)
+
+    @classmethod
+    def total(cls, counts: Sequence["DepthCounts"], depth: int) -> "DepthCounts":
+        """Return the sum of counts of this depth."""
+        out = cls.zeros(depth)
+        for one in counts:
+            out.forwards += one.forwards
+            out.offered = [sum(pair) for pair in zip(out.offered, one.offered, strict=True)]
+            out.accepted = [sum(pair) for pair in zip(out.accepted, one.accepted, strict=True)]
+        return out
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens the forwards gave, the base's own choice in each of them included."""
+        return self.forwards + sum(self.accepted)
+
+    @property
+    def tokens_per_forward(self) -> float:
+        """Tokens a forward gave on average, the base's own included; 1.0 is the base alone."""
+        return _ratio(self.new_tokens, self.forwards)
+
+    @property
+    def tokens_per_forward_without_bonus(self) -> float:
+        """Accepted drafts a forward; 0.0 is the base alone."""
+        return _ratio(sum(self.accepted), self.forwards)
+
+    def add(self, accepted: int, *, drafted_beyond: bool) -> None:
+        """Count one forward.
+
+        Args:
+            accepted: How many drafts it accepted.
+            drafted_beyond: Whether there was a draft after the last accepted one.
+        """
+        self.forwards += 1
+        for level in range(accepted):
+            self.offered[level] += 1
+            self.accepted[level] += 1
+        if drafted_beyond:
+            self.offered[accepted] += 1
+
+    def per_depth(self) -> list[dict[str, int]]:
+        """Return the counts as results.json has them, first depth first."""
+        return [
+            {"offered": offered, "accepted": accepted}
+            for offered, accepted in zip(self.offered, self.accepted, strict=True)
+        ]
+
+
+def _ratio(numerator: int, denominator: int) -> float:
+    if denominator == 0:
+        raise ValueError(
+            "tokens per forward needs at least one forward, got none: the base gives the first "
+            "token while it reads the prompt; raise max_new_tokens above 1"
+        )
+    return numerator / denominator
+
+
+def acceptance_length(rates: Float[Tensor, " depth"]) -> float:
+    """Return the mean number of tokens one base forward yields at these acceptance rates.
+
+    `rates[k]` is conditional: the share of drafts accepted at depth k among those accepted at
+    every earlier depth. The bonus token the base chooses itself counts, so a drafter that is
+    never right scores 1.0 and a perfect one scores `depth + 1`.
+
+    Args:
+        rates: Probabilities in [0, 1], one per drafted depth, first depth first.
+
+    Returns:
+        Tokens per base forward.
+
+    Raises:
+        ValueError: A rate lies outside [0, 1].
+
+    Source: Leviathan et al. 2023, arXiv:2211.17192, eq. 1, with one rate per depth.
+    """
+    if ((rates < 0) | (rates > 1)).any():
+        raise ValueError(f"acceptance rates must lie in [0, 1], got {rates.tolist()}")
+    return 1.0 + rates.cumprod(0).sum().item()
+
+
+def bootstrap_interval(
+    numerators: Sequence[int | float],
+    denominators: Sequence[int | float],
+    *,
+    resamples: int = 2000,
+    seed: int = 0,
+) -> tuple[float, float]:
+    """Return the 95 % interval of `sum(numerators) / sum(denominators)`, prompts drawn anew.
+
+    Each resample draws as many prompts as there are, with replacement, and keeps a prompt's
+    two numbers together. One prompt gives an interval of no width.
+
+    Args:
+        numerators: One number a prompt: its tokens, or its seconds.
+        denominators: One a prompt, not negative: its forwards. Prompts where it is zero say
+            nothing about the ratio and are left out.
+        resamples: How often prompts are drawn anew.
+        seed: Of the draws, so that the same counts give the same interval.
+
+    Raises:
+        ValueError: The lengths differ, or no denominator is positive.
+    """
+    pairs = list(zip(numerators, denominators, strict=True))
+    kept = [(top, bottom) for top, bottom in pairs if bottom > 0]
+    if not kept:
+        raise ValueError(
+            f"an interval needs a prompt with a positive denominator, got {len(pairs)} prompts "
+            "without one; add prompts or raise max_new_tokens above 1"
+        )
+    values = torch.tensor(kept, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randint(len(kept), (resamples, len(kept)), generator=generator)
+    # how often each prompt was drawn: (resamples, prompts), so the sums are one small product
+    weights = torch.zeros(resamples, len(kept), dtype=torch.float64)
+    weights.scatter_add_(1, drawn, torch.ones_like(drawn, dtype=torch.float64))
+    sums = weights @ values
+    low, high = (sums[:, 0] / sums[:, 1]).quantile(torch.tensor([0.025, 0.975]).double()).tolist()
+    return low, high
+
+
+def loops(tokens: list[int], *, max_period: int = 16, window: int = 48) -> bool:
+    """Tell whether a text ended up repeating itself.
+
+    The rule: the last `window` tokens are one block of at most `max_period` tokens written over
+    and over, that is, for some period p <= max_period each of them equals the one p places
+    before it within the window. Such text is trivially easy to draft, so results give figures
+    with and without it. A text shorter than the window is never flagged.
+    """
+    tail = tokens[-window:]
+    if len(tokens) < window:
+        return False
+    return any(tail[period:] == tail[:-period] for period in range(1, max_period + 1))

@@ -1,0 +1,1 @@
+"""Text as the trainer and the meter want it: corpora, packed batches, prompts, fingerprints."""

@@ -1,0 +1,67 @@
+"""Tokenizers for bases trained from nothing."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from datasets import Dataset
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+END, PAD = "<|endoftext|>", "<|pad|>"
+
+WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""Where merges stop: GPT-4's rule, which keeps runs of indentation whole."""
+
+MAX_CHARACTERS = 30_000_000
+"""Text trained on at most: more changes the merges little and costs memory."""
+
+
+def train_tokenizer(documents: Dataset, vocab_size: int, context: int) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE tokenizer: any text can be written, and read back as it was.
+
+    Args:
+        documents: A dataset with a column `text`, in random order.
+        vocab_size: Tokens at most; little text gives fewer. `END` is 0 and `PAD` is 1.
+        context: Positions of the model it is for.
+
+    Raises:
+        ValueError: The vocabulary cannot hold the 256 bytes and the two special tokens.
+    """
+    if vocab_size < 258:
+        raise ValueError(
+            f"a byte-level vocabulary needs at least 258 tokens, got {vocab_size}; raise vocab_size"
+        )
+    bpe = Tokenizer(models.BPE())
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    split = pre_tokenizers.Split(Regex(WORDS), "isolated")
+    # the stubs of tokenizers take these properties for read-only
+    parts: Any = bpe
+    parts.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    parts.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END, PAD],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(_first_texts(documents), trainer=trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        bos_token=END,
+        eos_token=END,
+        pad_token=PAD,
+        model_max_length=context,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _first_texts(documents: Dataset) -> Iterator[str]:
+    characters = 0
+    for text in documents["text"]:
+        if characters >= MAX_CHARACTERS:
+            return
+        characters += len(text)
+        yield text

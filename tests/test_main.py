@@ -1,0 +1,50 @@
+"""The command line: what is listed, what is refused, what is passed on."""
+
+import sys
+from types import ModuleType
+
+import pytest
+
+from specheads import __main__ as cli
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder of one command, `brew`, and one helper that is not a command."""
+    (tmp_path / "brew.py").write_text('"""Brew a pot.\n\nMore about pots.\n"""\n')
+    (tmp_path / "_compose.py").write_text('"""Not a command."""\n')
+    monkeypatch.setattr(cli, "FOLDER", tmp_path)
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]])
+def test_help_lists_every_command_with_the_first_line_about_it(arguments, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["specheads", *arguments])
+    cli.main()
+    shown = capsys.readouterr().out
+    assert "  brew  Brew a pot.\n" in shown
+    assert "compose" not in shown
+    assert "More about" not in shown
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize("command", ["brew2", "_compose", "../brew", "recipe=smoke"])
+def test_an_unknown_command_is_refused_in_one_line(command, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["specheads", command])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    shown = capsys.readouterr()
+    assert stop.value.code == 2
+    assert shown.out == ""
+    assert shown.err == f"no command is called {command!r}: choose one of brew\n"
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_command_sees_its_overrides_and_not_its_own_name(monkeypatch):
+    seen = []
+    command = ModuleType("specheads.commands.brew")
+    monkeypatch.setattr(command, "main", lambda: seen.extend(sys.argv), raising=False)
+    monkeypatch.setitem(sys.modules, "specheads.commands.brew", command)
+    monkeypatch.setattr(sys, "argv", ["specheads", "brew", "cups=2", "--help"])
+    cli.main()
+    assert seen == ["specheads", "cups=2", "--help"]

@@ -1,0 +1,65 @@
+"""What is installed from the wheel works in an empty folder, with nothing of the checkout near."""
+
+import os
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+pytestmark = pytest.mark.slow
+
+
+def run(*command: str | Path, folder: Path) -> str:
+    """Return what a command prints; show what it said if it failed."""
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """The wheel, made from the source archive as `make wheel` makes it."""
+    folder = tmp_path_factory.mktemp("dist")
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT, folder=ROOT)
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+def test_a_wheel_carries_every_config_and_recipe(wheel):
+    packed = set(zipfile.ZipFile(wheel).namelist())
+    shipped = [*ROOT.glob("configs/**/*.yaml"), *ROOT.glob("recipes/**/*.yaml")]
+    shipped += [path for path in ROOT.glob("recipes/tiny_code/base/*") if path.is_file()]
+    wanted = {f"specheads/_data/{path.relative_to(ROOT).as_posix()}" for path in shipped}
+    assert wanted
+    assert wanted - packed == set()
+
+
+def test_an_installed_wheel_trains_in_an_empty_folder(wheel, tmp_path):
+    python = tmp_path / "venv" / "bin" / "python"
+    run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv", folder=tmp_path)
+    run(
+        *(sys.executable, "-m", "pip", "--python", python, "install"),
+        *("--quiet", "--no-deps", "--no-index", wheel),
+        folder=tmp_path,
+    )
+    # the dependencies are those of this environment; its .pth files, an editable specheads
+    # among them, are read for its own site-packages only
+    site = Path(
+        run(
+            python, "-c", "import sysconfig as s; print(s.get_path('purelib'))", folder=tmp_path
+        ).strip()
+    )
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    where = run(python, "-c", "import specheads; print(specheads.__file__)", folder=empty)
+    assert Path(where.strip()).is_relative_to(tmp_path)
+    run(python.with_name("specheads"), "train", "recipe=smoke", "name=smoke", folder=empty)
+    assert (empty / "runs" / "smoke" / "head" / "model.safetensors").is_file()
+    assert (empty / "runs" / "smoke" / "report" / "results.json").is_file()

@@ -1,0 +1,174 @@
+"""Bases of three layers built from config objects, and what they say one token at a time."""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from specheads.base import FrozenBase
+from specheads.drafter import Drafter, Features
+
+VOCAB = 61
+NEW_TOKENS = 40
+"""Length of a reference continuation: with any prompt it ends well past the sliding windows."""
+
+PROMPT_LENGTHS = (5, 21, 11)
+"""Three ragged rows, one longer than the sliding windows (12 and 16) from the start."""
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+_GATED = _COMMON | {"intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 8}
+_GRANITE = {
+    "logits_scaling": 2.0,
+    "residual_multiplier": 0.9,
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.4,
+}
+_GEMMA3 = {
+    "sliding_window": 16,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "query_pre_attn_scalar": 8,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How one tiny base is built; seed and sharpness are picked so that its text is varied."""
+
+    config: type[PreTrainedConfig]
+    settings: dict[str, Any]
+    seed: int
+    sharpness: float = 9.0
+    """Factor on every matrix: random weights as initialised say one token for ever, and such a
+    base would forgive a mask that shows it the wrong tokens."""
+
+
+RECIPES = {
+    "llama": Recipe(transformers.LlamaConfig, _GATED, seed=4),
+    "granite": Recipe(transformers.GraniteConfig, _GATED | _GRANITE, seed=4),
+    "gpt_bigcode": Recipe(transformers.GPTBigCodeConfig, _COMMON, seed=2, sharpness=6.0),
+    "gpt2": Recipe(transformers.GPT2Config, _COMMON, seed=4),
+    "gpt_neox": Recipe(
+        transformers.GPTNeoXConfig, _COMMON | {"intermediate_size": 48}, seed=1, sharpness=20.0
+    ),
+    "qwen3": Recipe(transformers.Qwen3Config, _GATED, seed=2),
+    "mistral": Recipe(transformers.MistralConfig, _GATED | {"sliding_window": 12}, seed=3),
+    "gemma3": Recipe(transformers.Gemma3TextConfig, _GATED | _GEMMA3, seed=1, sharpness=6.0),
+}
+ARCHITECTURES = tuple(RECIPES)
+WINDOWED = ("mistral", "gemma3")
+
+
+@functools.cache
+def base(
+    architecture: str = "llama", attention: str = "sdpa", dtype: torch.dtype = torch.float64
+) -> FrozenBase:
+    """Return a random base: the same weights for every attention and dtype.
+
+    Cached and shared by the whole session, which a frozen base must bear.
+    """
+    recipe = RECIPES[architecture]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(recipe.seed)
+        model = AutoModelForCausalLM.from_config(
+            recipe.config(**recipe.settings), attn_implementation=attention, dtype=torch.float32
+        )
+    for name, parameter in model.named_parameters():
+        if "norm" not in name and "ln_" not in name:
+            parameter.data.mul_(recipe.sharpness)
+    return FrozenBase(model.to(dtype), name=f"tiny-{architecture}")
+
+
+def prompts() -> list[list[int]]:
+    """Return three ragged prompts."""
+    generator = torch.Generator().manual_seed(7)
+    return [
+        torch.randint(VOCAB, (length,), generator=generator).tolist() for length in PROMPT_LENGTHS
+    ]
+
+
+@functools.cache
+def continuations(
+    architecture: str = "llama", dtype: torch.dtype = torch.float64
+) -> list[list[int]]:
+    """Return what the base says after each prompt, one whole forward of the plain model a token.
+
+    No cache and no mask of ours: this is what every other way of decoding is held against.
+    """
+    model = base(architecture, "eager", dtype).model
+    return [_continue(model, prompt) for prompt in prompts()]
+
+
+@torch.inference_mode()
+def _continue(model: PreTrainedModel, prompt: list[int]) -> list[int]:
+    text = torch.tensor([prompt])
+    for _ in range(NEW_TOKENS):
+        chosen = model(input_ids=text, use_cache=False).logits[:, -1:].argmax(-1)
+        text = torch.cat([text, chosen], dim=1)
+    return text[0, len(prompt) :].tolist()
+
+
+class Oracle(Drafter):
+    """Knows what will be said and guesses exactly that; its memory is how far each row is.
+
+    Args:
+        texts: Prompt and continuation of each row.
+        depth: Levels it drafts.
+    """
+
+    def __init__(self, texts: list[list[int]], depth: int) -> None:
+        self.depth = depth
+        longest = max(map(len, texts)) + depth + NEW_TOKENS
+        self.texts = torch.tensor([text + [0] * (longest - len(text)) for text in texts])
+
+    def memory(self, batch: int, capacity: int) -> Int[Tensor, "batch 2"]:
+        """Return each row's text and the position of its root."""
+        del capacity
+        return torch.stack([torch.arange(batch), torch.zeros(batch, dtype=torch.long)], dim=1)
+
+    def keep_rows(self, memory: Tensor, index: Int[Tensor, " kept"]) -> Tensor:
+        return memory[index]
+
+    def begin(
+        self,
+        features: Features,
+        tokens: Int[Tensor, "batch time"],
+        count: Int[Tensor, " batch"],
+        memory: Tensor | None,
+    ) -> tuple[Float[Tensor, "batch 1 vocab"], Tensor]:
+        del features, tokens
+        assert memory is not None
+        memory[:, 1] += count
+        after = torch.stack([memory[:, 0], memory[:, 1] + 1], dim=1)
+        return self._logits(after, 1), after
+
+    def extend(
+        self, state: Tensor, tokens: Int[Tensor, "batch node"], parents: Int[Tensor, "batch node"]
+    ) -> tuple[Float[Tensor, "batch node vocab"], Tensor]:
+        del parents
+        after = torch.stack([state[:, 0], state[:, 1] + 1], dim=1)
+        return self._logits(after, tokens.shape[1]), after
+
+    def _logits(self, places: Tensor, num_nodes: int) -> Tensor:
+        said = self.texts[places[:, 0], places[:, 1]]
+        return torch.nn.functional.one_hot(said, VOCAB).double()[:, None].expand(-1, num_nodes, -1)
+
+
+def oracle(depth: int, architecture: str = "llama") -> Oracle:
+    """Return the drafter that knows the reference continuations."""
+    said = zip(prompts(), continuations(architecture), strict=True)
+    return Oracle([prompt + continuation for prompt, continuation in said], depth)
