@@ -31,6 +31,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from transformers.utils import logging as transformers_logging
 
 from specheads.checkpoint import RunDirectory, atomic_folder, write_atomic
+from specheads.muon import Muon
 from specheads.text.bpe import train_tokenizer
 from specheads.text.corpus import SUFFIXES, load_corpus
 from specheads.text.pack import Cursor, PackedText
@@ -257,7 +258,7 @@ def make_optimizers(model: Any, options: argparse.Namespace) -> dict[str, torch.
     for value in model.parameters():
         (inner if value.ndim == 2 and id(value) not in outer else rest).append(value)
     return {
-        "muon": torch.optim.Muon(inner, lr=options.muon_rate, weight_decay=0.0),
+        "muon": Muon(inner, lr=options.muon_rate),
         "adamw": torch.optim.AdamW(
             rest, lr=options.adamw_rate, betas=(0.9, 0.95), weight_decay=0.0
         ),

@@ -100,10 +100,12 @@ class Sampling:
         """Draw after every node of the tree, then match."""
         if self.generator is None:
             self.generator = torch.Generator(logits.device).manual_seed(self.seed)
-        scaled = logits.flatten(0, 1) / self.temperature
-        if self.top_k:
-            scaled, tokens = scaled.topk(min(self.top_k, scaled.shape[-1]), dim=-1)
-        drawn = torch.multinomial(scaled.softmax(-1), 1, generator=self.generator)
-        if self.top_k:
-            drawn = tokens.gather(1, drawn)
+        drawn = self._draw(logits.flatten(0, 1) / self.temperature)
         return match(tree, drawn.view(tree.tokens.shape), ancestors)
+
+    def _draw(self, scaled: Tensor) -> Tensor:
+        if not self.top_k:
+            return torch.multinomial(scaled.softmax(-1), 1, generator=self.generator)
+        best, tokens = scaled.topk(min(self.top_k, scaled.shape[-1]), dim=-1)
+        drawn = torch.multinomial(best.softmax(-1), 1, generator=self.generator)
+        return tokens.gather(1, drawn)

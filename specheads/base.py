@@ -3,7 +3,7 @@
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -13,10 +13,8 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from specheads.cache import KVCache
 from specheads.drafter import Features
+from specheads.mask import attention_windows, refuse_attention, tree_mask
 from specheads.tree import TokenTree
-
-ATTENTION = ("sdpa", "eager")
-"""Attention implementations that take an arbitrary 4D mask."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +52,8 @@ class FrozenBase:
         self.tokenizer = tokenizer
         self.name, self.revision = name, revision
         self.config = model.config.get_text_config()
-        self.windows = _attention_windows(self.config)
-        if self.config._attn_implementation not in ATTENTION:
-            raise ValueError(
-                f"tree verification needs an attention that takes a 4D mask, got "
-                f"{self.config._attn_implementation!r}; load the base with one of {ATTENTION}"
-            )
+        self.windows = attention_windows(self.config)
+        refuse_attention(self.config._attn_implementation)
         self._heard: list[Tensor] = []
         self._output_embedding().register_forward_pre_hook(self._listen)
         self._refuse_unknown_logits()
@@ -84,6 +78,7 @@ class FrozenBase:
             device: A torch device, or "auto": CUDA where there is one.
             attention: "sdpa" or "eager".
         """
+        refuse_attention(attention)
         place = torch.device(
             ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
         )
@@ -106,7 +101,9 @@ class FrozenBase:
             dtype=getattr(torch, dtype),
             attn_implementation=attention,
             use_safetensors=True,
-        ).to(place)
+        )
+        # transformers wraps `to` in a way that hides from pyright what it is bound to
+        loaded.to(place)  # pyright: ignore[reportArgumentType]
         return cls(loaded, tokenizer, name=source, revision=revision)
 
     @property
@@ -121,6 +118,7 @@ class FrozenBase:
 
     @property
     def num_layers(self) -> int:
+        """Layers that keep keys and values."""
         return self.config.num_hidden_layers
 
     @property
@@ -130,14 +128,17 @@ class FrozenBase:
 
     @property
     def device(self) -> torch.device:
+        """Where it computes."""
         return self.model.device
 
     @property
     def dtype(self) -> torch.dtype:
+        """What it computes in."""
         return self.model.dtype
 
     @property
     def num_parameters(self) -> int:
+        """Its parameters, tied ones counted once."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     @property
@@ -150,7 +151,7 @@ class FrozenBase:
     @property
     def embedding(self) -> Tensor:
         """The input embedding (vocab, width), for heads that borrow it."""
-        return self.model.get_input_embeddings().weight
+        return cast(torch.nn.Embedding, self.model.get_input_embeddings()).weight
 
     @property
     def projection(self) -> Tensor:
@@ -262,7 +263,7 @@ class FrozenBase:
         self._heard[:] = [args[0]]
 
     def _output_embedding(self) -> torch.nn.Linear:
-        return self.model.get_output_embeddings()
+        return cast(torch.nn.Linear, self.model.get_output_embeddings())
 
     @torch.no_grad()
     def _refuse_unknown_logits(self) -> None:
@@ -275,67 +276,3 @@ class FrozenBase:
                 f"the logits of {self.config.model_type!r} are not its vocabulary projection of "
                 f"the final hidden state (off by {gap:.3g}); teach FrozenBase.project its rule"
             )
-
-
-def tree_mask(
-    ancestors: Bool[Tensor, "batch node node"],
-    depths: Int[Tensor, "batch node"],
-    cache: KVCache,
-    window: int | None,
-    dtype: torch.dtype,
-) -> Float[Tensor, "batch 1 node slot"]:
-    """Return the additive mask under which each node sees the committed text and its path.
-
-    Args:
-        ancestors: Which nodes each node may see: itself and those above it.
-        depths: Edges between each node and the root.
-        cache: Its lengths say where each row's scratch begins.
-        window: How many positions a node looks back, itself included; None looks back to the
-            first. Positions follow the path, not the slots, so siblings share one.
-        dtype: Of the mask.
-    """
-    batch, num_nodes, _ = ancestors.shape
-    device = ancestors.device
-    end = cache.extent(num_nodes)
-    lengths = cache.lengths[:, None]
-    slots = torch.arange(end, device=device)
-    if cache.shared_length is not None:
-        committed = ancestors.new_ones(batch, num_nodes, cache.shared_length)
-        visible = torch.cat([committed, ancestors], dim=-1)
-    else:
-        visible = (slots < lengths)[:, None].repeat(1, num_nodes, 1)
-        _, scratch = cache.scratch(num_nodes)
-        visible.scatter_(-1, scratch[:, None].expand(-1, num_nodes, -1), ancestors)
-    if window is not None:
-        positions = slots.repeat(batch, 1)
-        _, scratch = cache.scratch(num_nodes)
-        positions.scatter_(1, scratch, lengths + depths)
-        visible = visible & (positions[:, None] > (lengths + depths)[..., None] - window)
-    blocked = torch.zeros(visible.shape, dtype=dtype, device=device)
-    return blocked.masked_fill_(~visible, torch.finfo(dtype).min)[:, None]
-
-
-def _attention_windows(config: Any) -> dict[str, int | None]:
-    """Return how far each kind of layer looks back; refuse kinds that cannot be rolled back."""
-    window = getattr(config, "sliding_window", None)
-    if not getattr(config, "use_sliding_window", True):
-        window = None
-    known = {"full_attention": None, "sliding_attention": window}
-    kinds = set(getattr(config, "layer_types", None) or [])
-    if unknown := sorted(kinds - set(known)):
-        raise ValueError(
-            f"tree verification needs attention layers whose keys and values can be rolled "
-            f"back; {config.model_type!r} has layers of kind {', '.join(unknown)}; "
-            "choose a base with full or sliding attention only"
-        )
-    if not kinds and (name := _state_space_setting(config)):
-        raise ValueError(
-            f"tree verification cannot roll back a state-space base: {config.model_type!r} has "
-            f"{name}; choose a base with attention layers only"
-        )
-    return {kind: known[kind] for kind in kinds} or {"all": window}
-
-
-def _state_space_setting(config: Any) -> str | None:
-    names = ("mamba_d_state", "state_size", "ssm_state_size", "time_step_rank", "mamba_config")
-    return next((name for name in names if getattr(config, name, None) is not None), None)

@@ -31,7 +31,8 @@ class _Layer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         keys, values = self.keys, self.values
-        assert keys is not None and values is not None
+        assert keys is not None
+        assert values is not None
         length, shared = key_states.shape[2], self.cache.shared_length
         end = self.cache.extent(length)
         if shared is not None:
@@ -42,6 +43,20 @@ class _Layer(CacheLayerMixin):
             keys[rows, :, slots] = key_states.transpose(1, 2)
             values[rows, :, slots] = value_states.transpose(1, 2)
         return keys[:, :, :end], values[:, :, :end]
+
+    def move(self, rows: Tensor, target: Tensor, source: Tensor) -> None:
+        """Copy slots `source[b]` of each row b to slots `target[b]`."""
+        assert self.keys is not None
+        assert self.values is not None
+        self.keys[rows, :, target] = self.keys[rows, :, source]
+        self.values[rows, :, target] = self.values[rows, :, source]
+
+    def keep_rows(self, index: Tensor) -> None:
+        """Forget every row but these."""
+        if self.is_initialized:
+            assert self.keys is not None
+            assert self.values is not None
+            self.keys, self.values = self.keys[index], self.values[index]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.cache.extent(query_length), 0
@@ -74,7 +89,8 @@ class KVCache(Cache):
         self.capacity = capacity
         self.device = torch.device(device)
         self._set_lengths([0] * batch)
-        super().__init__(layers=[_Layer(self) for _ in range(num_layers)])
+        self._own_layers = [_Layer(self) for _ in range(num_layers)]
+        super().__init__(layers=[*self._own_layers])
 
     def _set_lengths(self, lengths: list[int]) -> None:
         # the host's copy answers every question of shape without waiting for the device
@@ -116,11 +132,8 @@ class KVCache(Cache):
             padded = [path + path[-1:] * (width - len(path)) for path in paths]
             rows, target = self.scratch(width)
             source = self.lengths[:, None] + torch.tensor(padded, device=self.device)
-            for layer in self.layers:
-                keys, values = layer.keys, layer.values
-                assert keys is not None and values is not None
-                keys[rows, :, target] = keys[rows, :, source]
-                values[rows, :, target] = values[rows, :, source]
+            for layer in self._own_layers:
+                layer.move(rows, target, source)
         self._set_lengths(
             [old + len(path) for old, path in zip(self.row_lengths, paths, strict=True)]
         )
@@ -128,8 +141,6 @@ class KVCache(Cache):
     def keep_rows(self, rows: list[int]) -> None:
         """Forget every row but these, in this order: finished requests leave the batch."""
         index = torch.tensor(rows, device=self.device)
-        for layer in self.layers:
-            if layer.is_initialized:
-                assert layer.keys is not None and layer.values is not None
-                layer.keys, layer.values = layer.keys[index], layer.values[index]
+        for layer in self._own_layers:
+            layer.keep_rows(index)
         self._set_lengths([self.row_lengths[row] for row in rows])

@@ -80,7 +80,7 @@ def _read(tree: TokenTree, verdict: accept.Verdict) -> list[Step]:
     rows = torch.cat([counts, bonus, verdict.path, accepted], dim=1).tolist()
     width = verdict.path.shape[1]
     return [
-        Step(tokens=row[2 + width + 1 : 2 + width + row[0]] + [row[1]], path=row[2 : 2 + row[0]])
+        Step(tokens=[*row[2 + width + 1 : 2 + width + row[0]], row[1]], path=row[2 : 2 + row[0]])
         for row in rows
     ]
 
@@ -115,8 +115,7 @@ def start(
     read = base.prefill(padded, cache, counts, drafter.taps if drafter is not None else ())
     count = torch.tensor(counts, device=base.device)
     rows = torch.arange(batch, device=base.device)
-    end = padded[rows, count - 1][:, None]
-    root = TokenTree(end, torch.full_like(end, -1))
+    root = grow.root_only(padded, count)
     first = rule(root, read.logits[rows, count - 1][:, None], root.ancestors()).bonus
     following = torch.cat([padded[:, 1:], padded[:, :1]], dim=1)
     following[rows, count - 1] = first

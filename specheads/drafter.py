@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 from huggingface_hub import PyTorchModelHubMixin
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
 Memory = Any
@@ -170,15 +170,19 @@ class Head(Drafter, nn.Module, PyTorchModelHubMixin):
         (save_directory / "config.json").write_text(text + "\n", encoding="utf-8")
 
 
-def last(values: Float[Tensor, "batch time width"], count: Int[Tensor, " batch"]) -> Tensor:
-    """Return the last counted position of each row: (batch, 1, width)."""
+def last(
+    values: Shaped[Tensor, "batch time *rest"], count: Int[Tensor, " batch"]
+) -> Shaped[Tensor, "batch 1 *rest"]:
+    """Return the last counted position of each row."""
     if values.shape[1] == 1:
         return values
     return values[torch.arange(len(count), device=count.device), count - 1][:, None]
 
 
-def pick_parents(state: Float[Tensor, "batch level width"], parents: Tensor) -> Tensor:
-    """Return each node's parent state: (batch, node, width)."""
+def pick_parents(
+    state: Float[Tensor, "batch level width"], parents: Int[Tensor, "batch node"]
+) -> Float[Tensor, "batch node width"]:
+    """Return the state of each node's parent."""
     if state.shape[1] == 1:
         return state.expand(-1, parents.shape[1], -1)
     return state.gather(1, parents[..., None].expand(-1, -1, state.shape[-1]))

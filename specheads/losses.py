@@ -160,8 +160,8 @@ class _FusedDepthLoss(torch.autograd.Function):
         return (by_depth * decay).sum(), by_depth, agreement
 
     @staticmethod
-    def backward(ctx: Any, grad_total: Tensor, *_: Any) -> Any:
-        scaled = (None if grad is None else grad * grad_total for grad in ctx.gradients)
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        scaled = (None if grad is None else grad * grad_outputs[0] for grad in ctx.gradients)
         return None, None, *scaled
 
 

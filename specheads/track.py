@@ -44,6 +44,7 @@ class Tracker:
             self.run.log(row, step=row["step"])
 
     def close(self) -> None:
+        """Tell wandb that the run is over."""
         if self.run is not None:
             self.run.finish()
 

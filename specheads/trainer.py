@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -21,78 +21,12 @@ from specheads.base import FrozenBase
 from specheads.checkpoint import RunDirectory
 from specheads.config import Phase, Schedule
 from specheads.drafter import Features, Head
-from specheads.text.pack import TokenBatch
+from specheads.schedule import learning_rate_share, optimizers
+from specheads.text.pack import Text, TokenBatch
 from specheads.track import Tracker
-
-MOST_WARMUP_STEPS = 2000
-
-
-class Text(Protocol):
-    """Where a phase's batches come from: corpus and distilled text alike."""
-
-    def batches(
-        self, cursor: dict[str, Any] | None = None
-    ) -> Iterator[tuple[TokenBatch, dict[str, Any]]]: ...
-
 
 OpenText = Callable[[Phase, Progress], Text]
 """Gives a phase its text when it begins, so that text can be written then, with progress."""
-
-
-def learning_rate_share(step: int, phase: Phase) -> float:
-    """Return the learning rate of a phase's step as a share of its peak.
-
-    A parabolic warm-up under a cosine that ends at `final_share`: the smaller of both counts.
-    Every phase warms up again.
-
-    Source: Wertheimer et al. 2024, arXiv:2404.19124; fms-fsdp, speculator/train_speculator.py.
-    """
-    warmup = min(MOST_WARMUP_STEPS, round(phase.steps * phase.warmup_share))
-    rising = 1.0 - (1.0 - min(step, warmup) / warmup) ** 2 if warmup else 1.0
-    cosine = 0.5 * (1.0 + math.cos(math.pi * min(step / phase.steps, 1.0)))
-    return min(rising, phase.final_share + (1.0 - phase.final_share) * cosine)
-
-
-def check_phase(name: str, phase: Phase, context: int) -> None:
-    """Refuse a phase that could only fail once training has begun.
-
-    Args:
-        name: Of the phase.
-        phase: Its settings.
-        context: Tokens the base can read.
-
-    Raises:
-        ValueError: Names the setting, its value and what it must be.
-    """
-    if phase.text not in ("corpus", "distilled") or (phase.text == "distilled") != bool(
-        phase.distill
-    ):
-        raise ValueError(
-            f"phase {name!r} needs text=corpus, or text=distilled with distill settings, got "
-            f"text={phase.text!r}"
-        )
-    if phase.loss not in losses.KINDS:
-        raise ValueError(f"loss must be one of {', '.join(losses.KINDS)}, got {phase.loss!r}")
-    positive = {"steps": phase.steps, "batch_size": phase.batch_size}
-    length = phase.sequence_length
-    if phase.distill is not None:
-        length = phase.distill.prompt_tokens + phase.distill.new_tokens
-        positive |= {"num_samples": phase.distill.num_samples}
-    positive |= {"sequence_length": length}
-    if wrong := [setting for setting, value in positive.items() if value < 1]:
-        raise ValueError(
-            f"phase {name!r} needs {wrong[0]} >= 1, got {positive[wrong[0]]}; leave the phase out "
-            "to skip it"
-        )
-    if length > context:
-        raise ValueError(
-            f"phase {name!r} reads {length} tokens at once, the base's context holds {context}; "
-            "shorten sequence_length, or prompt_tokens and new_tokens"
-        )
-    if not 0 < phase.scored_share <= 1:
-        raise ValueError(
-            f"phase {name!r} needs scored_share above 0 and at most 1, got {phase.scored_share}"
-        )
 
 
 class Objective(nn.Module):
@@ -186,34 +120,6 @@ def last_step(run: RunDirectory) -> int:
     return found[0]["step"] if found else 0
 
 
-def optimizers(head: Head, schedule: Schedule) -> list[torch.optim.Optimizer]:
-    """Return AdamW for all parameters, or Muon for the hidden matrices and AdamW for the rest.
-
-    Hidden matrices are two-dimensional and have no vocabulary axis; orthogonalised updates
-    suit them and not tables of rows per token.
-
-    Source: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon.
-    """
-    trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
-    hidden = [
-        parameter
-        for parameter in trained
-        if schedule.muon_learning_rate > 0
-        and parameter.ndim == 2
-        and head.vocab_size not in parameter.shape
-    ]
-    known = {id(parameter) for parameter in hidden}
-    rest = [parameter for parameter in trained if id(parameter) not in known]
-    decay = schedule.weight_decay
-    betas = (schedule.betas[0], schedule.betas[1])
-    found: list[torch.optim.Optimizer] = []
-    if rest:
-        found.append(torch.optim.AdamW(rest, lr=1.0, betas=betas, weight_decay=decay))
-    if hidden:
-        found.append(torch.optim.Muon(hidden, lr=1.0, weight_decay=decay))
-    return found
-
-
 class _Trainer:
     """What the loop holds on to; `train` is its only user."""
 
@@ -295,9 +201,8 @@ class _Trainer:
         self.accelerator.clip_grad_norm_(self.head.parameters(), self.schedule.clip_norm)
         peaks = [phase.learning_rate, self.schedule.muon_learning_rate]
         for optimizer in self.optimizers:
-            is_muon = isinstance(optimizer.optimizer, torch.optim.Muon)
             for group in optimizer.param_groups:
-                group["lr"] = share * peaks[is_muon]
+                group["lr"] = share * peaks[group["is_muon"]]
             optimizer.step()
             optimizer.zero_grad()
         return loss
@@ -380,7 +285,9 @@ class _Meter:
 
     def take(self, accelerator: Accelerator) -> dict[str, float]:
         """Return means since the last call, over all processes, and begin again."""
-        means = accelerator.reduce(self.sums / self.steps, reduction="mean").tolist()
+        reduced = accelerator.reduce(self.sums / self.steps, reduction="mean")
+        assert isinstance(reduced, Tensor)
+        means = reduced.tolist()
         now, depth = time.perf_counter(), len(means) // 2
         row = {"loss": means[0]}
         row |= {f"loss/depth_{level}": means[1 + level] for level in range(depth)}

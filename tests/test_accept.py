@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from specheads.accept import greedy
+from specheads.accept import Sampling, greedy
 from specheads.grow import Static
 from specheads.tree import TokenTree
 
@@ -106,3 +106,49 @@ def test_medusas_own_code_accepts_the_same_tokens(case):
     for row, count in enumerate(verdict.count.tolist()):
         expected = io["out.greedy.accepted_tokens"][row]
         assert accepted[row, :count].tolist() == expected[expected >= 0].tolist()
+
+
+def test_sampling_follows_the_law_of_the_base_along_every_branch():
+    # both children of the root are drafted, so every row says two tokens, and how often it says
+    # each pair must be p(first) * p(second | first), whatever stands in the tree
+    rows = 40_000
+    logits = torch.tensor([[0.5, -0.5, 1.0], [2.0, 0.0, 0.0], [0.0, 1.0, -1.0], [0.0, 0.0, 3.0]])
+    tree = TokenTree(
+        torch.tensor([[9, 0, 1, 2]]).expand(rows, -1),
+        torch.tensor([[-1, 0, 0, 0]]).expand(rows, -1),
+    )
+    verdict = Sampling(0.8)(tree, logits.expand(rows, -1, -1))
+    assert (verdict.count == 2).all()
+    first = tree.tokens.gather(1, verdict.path[:, 1:2])[:, 0]
+    shares = torch.bincount(first * 3 + verdict.bonus, minlength=9) / rows
+    laws = (logits / 0.8).softmax(-1)
+    expected = (laws[0][:, None] * laws[1:]).flatten()
+    # four standard errors of a share at one half
+    torch.testing.assert_close(shares, expected, atol=0.01, rtol=0.0)
+
+
+def test_sampling_from_the_best_token_only_is_greedy():
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(4, (6, 5), generator=generator)
+    tree = TokenTree(tokens, torch.tensor([[-1, 0, 1, 2, 3]]).expand(6, -1))
+    logits = torch.randn(6, 5, 4, generator=generator)
+    drawn, chosen = Sampling(1.0, top_k=1)(tree, logits), greedy(tree, logits)
+    assert torch.equal(drawn.count, chosen.count)
+    assert torch.equal(drawn.bonus, chosen.bonus)
+
+
+def test_sampling_leaves_out_all_but_the_likeliest_tokens_and_repeats_with_its_seed():
+    tree = TokenTree(torch.zeros(500, 1, dtype=torch.long), torch.full((500, 1), -1))
+    logits = torch.tensor([[[0.0, 0.3, 0.2, 0.1]]]).expand(500, -1, -1)
+    first, again, other = (
+        Sampling(5.0, top_k=2, seed=seed)(tree, logits).bonus for seed in (1, 1, 2)
+    )
+    assert set(first.tolist()) == {1, 2}
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+@pytest.mark.parametrize(("temperature", "top_k"), [(0.0, 0), (-1.0, 0), (1.0, -1)])
+def test_sampling_refuses_what_is_no_law(temperature, top_k):
+    with pytest.raises(ValueError, match="temperature > 0 and top_k >= 0"):
+        Sampling(temperature, top_k=top_k)

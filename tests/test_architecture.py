@@ -9,9 +9,9 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "specheads"
 LAYERS = (
-    ("tree", "accept", "losses", "metrics"),
-    ("config", "drafter", "cache", "base"),
-    ("heads", "baselines", "grow", "text"),
+    ("tree", "accept", "losses", "metrics", "muon"),
+    ("config", "drafter", "cache", "mask", "base"),
+    ("heads", "baselines", "grow", "text", "schedule"),
     ("decode", "measure", "tune", "trainer", "checkpoint", "export", "track"),
     ("commands",),
 )

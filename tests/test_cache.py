@@ -1,6 +1,7 @@
 import pytest
 import torch
 from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
 
 from specheads.cache import KVCache
 
@@ -19,10 +20,18 @@ def write(cache: KVCache, length: int, start: int) -> tuple[Tensor, Tensor]:
     return seen[-1]
 
 
+def held(cache: KVCache, layer: int) -> tuple[Tensor, Tensor]:
+    """Return all slots of a layer, scratch included."""
+    own = cache.layers[layer]
+    assert isinstance(own, CacheLayerMixin)
+    assert own.keys is not None
+    assert own.values is not None
+    return own.keys, own.values
+
+
 def committed(cache: KVCache, layer: int = 0) -> list[list[int]]:
     """Return what each row holds, without row and head."""
-    keys, values = cache.layers[layer].keys, cache.layers[layer].values
-    assert isinstance(keys, Tensor)
+    keys, values = held(cache, layer)
     assert torch.equal(values, -keys)
     assert torch.equal(keys[:, 1] % 100, keys[:, 0] % 100)
     return [
@@ -81,7 +90,7 @@ def test_finished_rows_leave_and_the_others_stay_as_they_were():
     assert cache.longest == cache.shared_length == 2
     for layer in range(2):
         assert committed(cache, layer) == [[0, 1], [0, 2]]
-    assert cache.layers[0].keys[0, 0, 0, 0] == 2000
+    assert held(cache, 0)[0][0, 0, 0, 0] == 2000
 
 
 def test_more_tokens_than_slots_are_refused_with_both_numbers():

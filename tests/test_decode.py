@@ -1,6 +1,6 @@
+from typing import Any
+
 import pytest
-import torch
-import transformers
 from transformers import AutoModelForCausalLM
 
 from specheads.base import FrozenBase
@@ -9,21 +9,19 @@ from specheads.grow import Static
 from tests import tiny
 
 
-def speculate(depth: int = 3, new_tokens: int = tiny.NEW_TOKENS, **settings: object) -> Decoding:
+def speculate(depth: int = 3, new_tokens: int = tiny.NEW_TOKENS, **settings: Any) -> Decoding:
     return generate(
         tiny.base(), tiny.oracle(depth), tiny.prompts(), max_new_tokens=new_tokens, **settings
     )
 
 
-def alone(prompts: list[list[int]], **settings: object) -> Decoding:
+def alone(prompts: list[list[int]], **settings: Any) -> Decoding:
     return generate(tiny.base(), None, prompts, **settings)
 
 
 @pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
 def test_the_base_alone_takes_one_forward_a_token(architecture):
-    out = generate(
-        tiny.base(architecture), None, tiny.prompts(), max_new_tokens=tiny.NEW_TOKENS
-    )
+    out = generate(tiny.base(architecture), None, tiny.prompts(), max_new_tokens=tiny.NEW_TOKENS)
     assert out.tokens == tiny.continuations(architecture)
     # the first token comes with the prompt
     assert out.forwards == [tiny.NEW_TOKENS - 1] * 3
@@ -42,8 +40,9 @@ def test_a_drafter_that_knows_the_text_gets_depth_plus_one_tokens_a_forward(dept
     out = speculate(depth)
     assert out.tokens == tiny.continuations()
     for steps in out.steps:
-        assert {len(step.tokens) for step in steps} == {depth + 1}
-        assert {tuple(step.path) for step in steps} == {tuple(range(depth + 1))}
+        # the last step may look beyond what the oracle knows
+        assert {len(step.tokens) for step in steps[:-1]} == {depth + 1}
+        assert {tuple(step.path) for step in steps[:-1]} == {tuple(range(depth + 1))}
     assert out.forwards == [len(steps) for steps in out.steps]
     assert out.forwards == [-(-(tiny.NEW_TOKENS - 1) // (depth + 1))] * 3
 
@@ -86,7 +85,7 @@ def test_a_row_ends_with_its_first_end_of_text_and_others_go_on(depth, monkeypat
     said = tiny.continuations()
     eos = said[0][9]
     monkeypatch.setattr(tiny.base().model.generation_config, "eos_token_id", [eos, 60])
-    ends = [min((row + [eos, 60]).index(token) for token in (eos, 60)) + 1 for row in said]
+    ends = [min([*row, eos, 60].index(token) for token in (eos, 60)) + 1 for row in said]
     assert len({*ends}) == 3, "the rows should end at different places"
     expected = [row[:end] for row, end in zip(said, ends, strict=True)]
     out = speculate(depth) if depth else alone(tiny.prompts(), max_new_tokens=tiny.NEW_TOKENS)
@@ -103,10 +102,8 @@ def test_the_end_of_text_can_be_ignored(monkeypatch):
 
 def test_the_context_can_be_filled_to_its_last_position():
     # learned positions: a node beyond the last one would be an index error
-    settings = tiny.RECIPES["gpt2"].settings | {"max_position_embeddings": 24}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(2)
-        base = FrozenBase(AutoModelForCausalLM.from_config(transformers.GPT2Config(**settings)))
+    config = tiny.config("gpt2", max_position_embeddings=24)
+    base = FrozenBase(AutoModelForCausalLM.from_config(config))
     prompt = tiny.prompts()[2]
     plain = generate(base, None, [prompt], max_new_tokens=24 - len(prompt))
     oracle = tiny.Oracle([prompt + plain.tokens[0]], depth=4)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 import specheads.base
-from specheads.drafter import Drafter, Features
 from specheads.decode import Decoding, generate
+from specheads.drafter import Drafter, Features
 from specheads.grow import Policy
 from specheads.tree import TokenTree
 from tests import tiny
@@ -109,7 +109,7 @@ def test_a_causal_mask_in_place_of_the_tree_mask_is_caught(architecture, monkeyp
 
 @pytest.mark.parametrize("architecture", tiny.WINDOWED)
 def test_forgetting_the_sliding_window_is_caught(architecture, monkeypatch):
-    change_mask(monkeypatch, lambda ancestors, window: (ancestors, None))
+    change_mask(monkeypatch, lambda ancestors, _: (ancestors, None))
     assert decode(architecture, "sdpa").tokens != tiny.continuations(architecture)
 
 

@@ -30,10 +30,10 @@ class Habit(Head):
     """
 
     def __init__(self, noise: float = 0.0, depth: int = DEPTH) -> None:
-        super().__init__()
+        width = tiny.base().width
+        super().__init__(None, width, tiny.VOCAB)
         self.depth = depth
         generator = torch.Generator().manual_seed(5)
-        width = tiny.base().width
         draw = torch.randn(depth, tiny.VOCAB, width, generator=generator, dtype=torch.float64)
         self.shade = noise * draw / width
         self.habits = _habits()

@@ -14,7 +14,9 @@ def parent_rows(draw: st.DrawFn) -> list[list[int]]:
 
 
 def tree_of(parents: list[list[int]]) -> TokenTree:
-    return TokenTree(torch.zeros(len(parents), len(parents[0]), dtype=torch.long), torch.tensor(parents))
+    return TokenTree(
+        torch.zeros(len(parents), len(parents[0]), dtype=torch.long), torch.tensor(parents)
+    )
 
 
 def lineage(parents: list[int], node: int) -> set[int]:

@@ -73,6 +73,12 @@ ARCHITECTURES = tuple(RECIPES)
 WINDOWED = ("mistral", "gemma3")
 
 
+def config(architecture: str = "llama", **changes: Any) -> PreTrainedConfig:
+    """Return the config of a tiny base, with these settings instead of its own."""
+    recipe = RECIPES[architecture]
+    return recipe.config(**(recipe.settings | changes))
+
+
 @functools.cache
 def base(
     architecture: str = "llama", attention: str = "sdpa", dtype: torch.dtype = torch.float64
@@ -85,7 +91,7 @@ def base(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
         model = AutoModelForCausalLM.from_config(
-            recipe.config(**recipe.settings), attn_implementation=attention, dtype=torch.float32
+            config(architecture), attn_implementation=attention, dtype=torch.float32
         )
     for name, parameter in model.named_parameters():
         if "norm" not in name and "ln_" not in name:

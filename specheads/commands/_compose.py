@@ -9,7 +9,7 @@ from typing import Any
 import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from specheads import config
@@ -66,12 +66,10 @@ def command(name: str) -> Callable[[Callable[[Any], None]], Callable[[], None]]:
     """
 
     def wrap(body: Callable[[Any], None]) -> Callable[[], None]:
-        def typed(settings: DictConfig) -> None:
-            body(OmegaConf.to_object(settings))
-
         def main() -> None:
             # so that mistakes come up to us instead of being printed by Hydra
             os.environ["HYDRA_FULL_ERROR"] = "1"
+            composed: list[Any] = []
             try:
                 register()
                 decorate = hydra.main(
@@ -79,7 +77,10 @@ def command(name: str) -> Callable[[Callable[[Any], None]], Callable[[], None]]:
                     config_path=str(config.data_dir("configs")),
                     config_name=name,
                 )
-                decorate(typed)()
+                # Hydra composes and we run: it would put a line of its own before our errors
+                decorate(composed.append)()
+                for settings in composed:
+                    body(OmegaConf.to_object(settings))
             except (HydraException, OmegaConfBaseException, ValueError) as error:
                 fail(error)
             except KeyboardInterrupt:

@@ -15,10 +15,11 @@ from specheads.checkpoint import RunDirectory
 from specheads.commands import _compose, evaluate
 from specheads.config import Distill, Phase, Train
 from specheads.drafter import Head
+from specheads.schedule import check_phase
 from specheads.text.corpus import load_corpus
 from specheads.text.distill import DistilledText, write_shards
 from specheads.text.fingerprint import tokenizer_fingerprint
-from specheads.text.pack import PackedText
+from specheads.text.pack import PackedText, Text
 from specheads.track import Tracker
 
 
@@ -35,10 +36,9 @@ def main(settings: Train) -> None:
         settings.base.model,
         revision=settings.base.revision,
         dtype=settings.base.dtype,
-        device=settings.base.device,
+        device=str(accelerator.device) if settings.base.device == "auto" else settings.base.device,
         attention=settings.base.attention,
     )
-    base.model.to(accelerator.device if settings.base.device == "auto" else base.device)
     _refuse_unusable(settings, base)
     texts = _Texts(settings, base, run, accelerator)
     texts.refuse_too_short()
@@ -131,7 +131,7 @@ class _Texts:
         """Return corpus rows whose beginnings the base continues."""
         return self.corpus(settings.prompt_tokens + settings.new_tokens, settings.batch_size)
 
-    def open(self, phase: Phase, bar: Progress) -> trainer.Text:
+    def open(self, phase: Phase, bar: Progress) -> Text:
         """Return the phase's text, writing it first where the base is its author."""
         if phase.distill is None:
             return self.corpus(phase.sequence_length, phase.batch_size)
@@ -194,7 +194,7 @@ def _refuse_unusable(settings: Train, base: FrozenBase) -> None:
             f"{base.vocab_size}; load the tokenizer the base was trained with"
         )
     for name, phase in settings.schedule.phases.items():
-        trainer.check_phase(name, phase, base.max_length)
+        check_phase(name, phase, base.max_length)
 
 
 def _has_bf16() -> bool:

@@ -8,6 +8,7 @@ not its own.
 import dataclasses
 import importlib
 import json
+import pickle
 import pkgutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,7 +23,14 @@ from torch import Tensor
 from specheads.base import FrozenBase
 from specheads.drafter import Head
 
-WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt")
+WEIGHT_FILES = (
+    "model*.safetensors",
+    "medusa_lm_head*.safetensors",
+    "*.safetensors",
+    "pytorch_model*.bin",
+    "*.bin",
+    "*.pt",
+)
 """Where tensors are looked for, the first pattern with a match wins; pickles as weights only."""
 
 
@@ -173,14 +181,26 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
         if files:
             break
     else:
-        raise ValueError(f"a head needs weights in {', '.join(WEIGHT_FILES)}; {folder} has none")
+        raise ValueError(
+            f"a head needs weights, as *.safetensors, *.bin or *.pt; {folder} has none"
+        )
     tensors: dict[str, Tensor] = {}
     for file in files:
         if file.suffix == ".safetensors":
             tensors |= load_file(file)
         else:
-            tensors |= torch.load(file, map_location="cpu", weights_only=True)
+            tensors |= _read_pickle(file)
     return tensors
+
+
+def _read_pickle(file: Path) -> dict[str, Tensor]:
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"a pickled checkpoint may hold tensors only, and {file.name} holds other objects; "
+            "convert it to safetensors where you trust it"
+        ) from error
 
 
 def _read_public(kind: str, config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | None:

@@ -76,6 +76,7 @@ class Head(BaseHead):
             yield blocks(features.hidden)
 
     def projection(self, level: int) -> tuple[Weight, Bias | None]:
+        """Return the level's vocabulary projection; it has no bias."""
         return self.head[level].get_parameter("weight"), None
 
     def begin(

@@ -88,14 +88,14 @@ class Head(BaseHead):
         At equal width this saves the first few hundred steps; otherwise the published random
         initialisation stays.
         """
-        if embedding.shape == self.emb[0].weight.shape:
-            scale = embedding.pow(2).mean().sqrt() * math.sqrt(embedding.shape[1])
-            for level in self.emb:
-                level.weight.data.copy_(embedding / scale)
-        if projection.shape == self.head[0].weight.shape:
-            for level in self.head:
-                level.weight.data.copy_(projection)
-            nn.init.eye_(self.proj[0].weight)
+        if embedding.shape != self.emb[0].get_parameter("weight").shape:
+            return
+        scale = embedding.pow(2).mean().sqrt() * math.sqrt(embedding.shape[1])
+        for level in self.emb:
+            level.get_parameter("weight").data.copy_(embedding / scale)
+        for level in self.head:
+            level.get_parameter("weight").data.copy_(projection)
+        nn.init.eye_(self.proj[0].get_parameter("weight"))
 
     def states(
         self, features: Features, tokens: Int[Tensor, "batch time"]
@@ -107,6 +107,7 @@ class Head(BaseHead):
             yield state
 
     def projection(self, level: int) -> tuple[Weight, Bias | None]:
+        """Return the level's vocabulary projection; it has no bias."""
         return _of(self.head, level).weight, None
 
     def begin(
@@ -118,8 +119,7 @@ class Head(BaseHead):
     ) -> tuple[Float[Tensor, "batch 1 vocab"], State]:
         """Read the root on top of the base's last state."""
         del memory
-        root = last(tokens[..., None], count)[..., 0]
-        state = self._step(self._first(last(features.hidden, count)), root, 0)
+        state = self._step(self._first(last(features.hidden, count)), last(tokens, count), 0)
         return self.logits(state, 0), (state, 0)
 
     def extend(

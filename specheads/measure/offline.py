@@ -119,7 +119,7 @@ def replay(ranks: Int[Tensor, "drafted depth"], policy: grow.Static) -> DepthCou
     while anchor < len(rows):
         room = len(rows) - anchor
         path: tuple[int, ...] = ()
-        while len(path) < min(room, policy.depth):
+        while len(path) < min(room - 1, policy.depth):
             longer = (*path, rows[anchor][len(path)])
             if longer not in paths:
                 break

@@ -80,7 +80,7 @@ def _losses(rows: Sequence[Mapping[str, Any]]) -> Figure:
     depths = sorted({key for row in rows for key in row if key.startswith("loss/depth_")})
     for number, key in enumerate(depths):
         points = [(row["step"], row[key]) for row in rows if key in row]
-        label = key.removeprefix("loss/").replace("_", " ")
+        label = f"depth {int(key.rpartition('_')[2]) + 1}"
         shade = 0.75 - 0.45 * number / max(len(depths) - 1, 1)
         axes.plot(*zip(*points, strict=True), color=ORANGE, alpha=shade, linewidth=1, label=label)
     steps, losses = [row["step"] for row in rows], [row["loss"] for row in rows]
@@ -111,6 +111,5 @@ def _speed(speed: Mapping[str, Any]) -> Figure:
     bars = axes.bar(["base alone", "with head"], [alone, drafted], color=[GREY, BLUE], width=0.55)
     axes.errorbar([0, 1], [alone, drafted], yerr=error, fmt="none", ecolor="black", capsize=4)
     labels = [f"{alone:.0f}", f"{drafted:.0f} ({speed['speedup']:.2f}x)"]
-    axes.bar_label(bars, labels, padding=3)
-    axes.margins(y=0.18)
+    axes.bar_label(bars, labels, label_type="center", color="white", fontweight="bold")
     return figure

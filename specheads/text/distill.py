@@ -12,7 +12,7 @@ import torch
 
 from specheads.config import Distill
 from specheads.text.fingerprint import text_fingerprint
-from specheads.text.pack import PackedText, TokenBatch
+from specheads.text.pack import Text, TokenBatch
 
 Write = Callable[[list[list[int]], int], list[list[int]]]
 """(prompts, seed) -> the new tokens of each."""
@@ -20,7 +20,7 @@ Write = Callable[[list[list[int]], int], list[list[int]]]
 
 def write_shards(
     folder: Path,
-    prompts: PackedText,
+    prompts: Text,
     write: Write,
     settings: Distill,
     identity: dict[str, Any],
@@ -28,7 +28,7 @@ def write_shards(
     seed: int = 0,
     rank: int = 0,
     world_size: int = 1,
-    on_shard: Callable[[int, int], None] = lambda done, total: None,
+    on_shard: Callable[[int, int], None] | None = None,
 ) -> None:
     """Have the base continue corpus prompts; go on where an earlier call stopped.
 
@@ -45,7 +45,7 @@ def write_shards(
         seed: Of the run.
         rank: This process; it writes its own shards.
         world_size: Processes.
-        on_shard: Called with texts done and texts wanted.
+        on_shard: Called after each shard with texts done and texts wanted.
 
     Raises:
         ValueError: The folder holds text written with other settings or by another base.
@@ -67,7 +67,8 @@ def write_shards(
         scratch = progress.with_suffix(".tmp")
         scratch.write_text(json.dumps(done), encoding="utf-8")
         scratch.replace(progress)
-        on_shard(done["texts"], wanted)
+        if on_shard is not None:
+            on_shard(done["texts"], wanted)
 
 
 class DistilledText:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -23,6 +23,17 @@ class TokenBatch:
 
     tokens: Int[Tensor, "batch time"]
     counted: Bool[Tensor, "batch time"]
+
+
+@runtime_checkable
+class Text(Protocol):
+    """Where batches come from: corpus and self-distilled text alike."""
+
+    def batches(
+        self, cursor: dict[str, Any] | None = None
+    ) -> Iterator[tuple[TokenBatch, dict[str, Any]]]:
+        """Yield batches for ever, each with the cursor from which the next one follows."""
+        ...
 
 
 class PackedText:

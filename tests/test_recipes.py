@@ -1,0 +1,98 @@
+"""Every recipe, found by its folder, is a whole: it composes, builds its head, has a card."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from specheads import config, heads
+from specheads.commands import _compose
+from specheads.schedule import check_phase
+
+RECIPES = _compose.recipes()
+HEADINGS = ["What", "Command", "Cost", "Results", "Not measured", "Changes"]
+
+
+@pytest.fixture(autouse=True)
+def _registered() -> None:
+    _compose.register()
+
+
+def composed(command: str, *overrides: str) -> Any:
+    folder = str(config.data_dir("configs"))
+    with initialize_config_dir(version_base="1.3", config_dir=folder):
+        return OmegaConf.to_object(compose(command, list(overrides)))
+
+
+def test_the_recipes_of_the_first_release_are_there():
+    assert {"smoke", "tiny_code", "granite_code"} <= set(RECIPES)
+
+
+@pytest.mark.parametrize("name", sorted(RECIPES))
+def test_a_recipe_composes_and_builds_its_head(name: str):
+    settings = composed("train", f"recipe={name}")
+    assert isinstance(settings, config.Train)
+    assert settings.name == name
+    for phase_name, phase in settings.schedule.phases.items():
+        check_phase(phase_name, phase, context=8192)
+    with torch.device("meta"):
+        head = heads.build(settings.head, width=64, vocab_size=128)
+    assert head.depth >= 1
+
+
+@pytest.mark.parametrize("name", sorted(RECIPES))
+def test_a_recipe_has_a_card_with_the_fixed_headings(name: str):
+    card = RECIPES[name].with_name("README.md").read_text(encoding="utf-8")
+    found = [line.removeprefix("## ") for line in card.splitlines() if line.startswith("## ")]
+    assert found == HEADINGS
+
+
+@pytest.mark.parametrize("group", ["base", "head", "data", "schedule", "tree", "tracker"])
+def test_every_part_composes_alone(group: str):
+    parts = sorted(config.data_dir("configs").joinpath(group).glob("*.yaml"))
+    assert parts
+    needed = {"path": "data.path=x", "paths": "tree.paths=[[0]]"}
+    for part in parts:
+        # what a part marks as to be given, the test gives
+        asked = [
+            override
+            for key, override in needed.items()
+            if f"{key}: ???" in part.read_text(encoding="utf-8")
+        ]
+        settings = composed("train", "recipe=smoke", f"{group}={part.stem}", *asked)
+        assert isinstance(settings, config.Train), part
+
+
+def test_granite_code_is_ibm_s_recipe_as_published():
+    phases = composed("train", "recipe=granite_code").schedule.phases
+    corpus, distilled = phases["corpus"], phases["distilled"]
+    assert [corpus.steps, distilled.steps] == [15000, 6000]
+    assert [corpus.learning_rate, distilled.learning_rate] == [1e-3, 1e-4]
+    assert [corpus.loss, distilled.loss] == ["cross_entropy"] * 2
+    written = distilled.distill
+    assert [written.prompt_tokens, written.new_tokens] == [64, 256]
+    assert [written.temperature, written.top_k] == [1.0, 10]
+    assert corpus.batch_size * corpus.sequence_length == 8 * 4096
+
+
+def test_the_command_line_beats_the_recipe():
+    settings = composed("train", "recipe=smoke", "head=medusa", "schedule.phases.corpus.steps=7")
+    assert settings.head["kind"] == "medusa"
+    assert settings.schedule.phases["corpus"].steps == 7
+
+
+def test_a_user_s_own_folder_of_recipes_is_searched_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "recipe.yaml").write_text(
+        "# My own.\ndefaults:\n  - override /head: medusa\nname: mine\n"
+    )
+    monkeypatch.setenv("SPECHEADS_RECIPES", str(tmp_path))
+    _compose.register()
+    settings = composed("train", "recipe=mine")
+    assert (settings.name, settings.head["kind"]) == ("mine", "medusa")
+    assert "  mine          My own." in _compose.list_recipes()
