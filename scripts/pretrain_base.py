@@ -34,7 +34,7 @@ from specheads.checkpoint import RunDirectory, atomic_folder, write_atomic
 from specheads.muon import Muon
 from specheads.text.bpe import train_tokenizer
 from specheads.text.corpus import SUFFIXES, load_corpus
-from specheads.text.pack import Cursor, PackedText
+from specheads.text.pack import PackedText
 
 CONSOLE = Console(stderr=True, highlight=False)
 
@@ -65,7 +65,7 @@ class Run:
     held_out: PackedText | None
     optimizers: dict[str, torch.optim.Optimizer]
     step: int = 0
-    cursor: Cursor | None = None
+    cursor: dict[str, Any] | None = None
     loss: float = math.nan
 
 

@@ -56,7 +56,7 @@ class FrozenBase:
         refuse_attention(self.config._attn_implementation)
         self._heard: list[Tensor] = []
         self._output_embedding().register_forward_pre_hook(self._listen)
-        self._refuse_unknown_logits()
+        self._check_itself()
 
     @classmethod
     def load(
@@ -266,13 +266,31 @@ class FrozenBase:
         return cast(torch.nn.Linear, self.model.get_output_embeddings())
 
     @torch.no_grad()
-    def _refuse_unknown_logits(self) -> None:
-        tokens = torch.arange(1, 5, device=self.device)[None] % self.vocab_size
-        theirs = self.model(input_ids=tokens, use_cache=False).logits
-        ours = self.project(self.read(tokens).hidden)
-        gap = (theirs - ours).abs().max().item()
-        if not gap <= 0.02 * theirs.abs().max().item() + 1e-3:
+    def _check_itself(self) -> None:
+        """Read four tokens plainly, and once more among siblings in a tree: both must agree."""
+        path = torch.arange(1, 5, device=self.device) % self.vocab_size
+        #  0 - 2 - 4 - 5     the path, with a wrong sibling beside its second and third token
+        #   `- 1  `- 3
+        tokens = path[torch.tensor([0, 3, 1, 0, 2, 3], device=self.device)][None]
+        parents = torch.tensor([[-1, 0, 0, 2, 2, 4]], device=self.device)
+        kind = self.config.model_type
+        try:
+            plain = self.model(input_ids=path[None], use_cache=False).logits[0]
+            projected = self.project(self.read(path[None]).hidden)[0]
+            verified = self.verify(TokenTree(tokens, parents), self.cache(1, 6)).logits[0]
+        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
             raise ValueError(
-                f"the logits of {self.config.model_type!r} are not its vocabulary projection of "
-                f"the final hidden state (off by {gap:.3g}); teach FrozenBase.project its rule"
+                f"tree verification needs a base that takes a 4D mask and positions; {kind!r} "
+                f"fails with {str(error).splitlines()[0]!r}; choose another base"
+            ) from error
+        bound = 0.05 * plain.abs().max() + 1e-3
+        if not (plain - projected).abs().max() <= bound:
+            raise ValueError(
+                f"the logits of {kind!r} must be its vocabulary projection of the final hidden "
+                "state, and are not; teach FrozenBase.project its rule"
+            )
+        if not (plain - verified[[0, 2, 4, 5]]).abs().max() <= bound:
+            raise ValueError(
+                f"tree verification needs a base that knows tokens by mask and position; {kind!r} "
+                "reads a path among siblings differently; choose another base"
             )

@@ -93,13 +93,13 @@ class Distill:
 class Phase:
     """One stretch of training: where its text comes from, how long, how fast."""
 
-    text: str
+    text: str = ""
     """corpus, or distilled: text the base wrote itself."""
 
-    steps: int
+    steps: int = 0
     """Optimizer steps, at least one."""
 
-    batch_size: int
+    batch_size: int = 0
     """Sequences of one step on each process."""
 
     sequence_length: int = 0

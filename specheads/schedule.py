@@ -69,6 +69,11 @@ def check_phase(name: str, phase: Phase, context: int) -> None:
     Raises:
         ValueError: Names the setting, its value and what it must be.
     """
+    if not phase.text:
+        raise ValueError(
+            f"phase {name!r} has settings, but the schedule has no such phase: the recipe changes "
+            f"a phase of another schedule; add ~schedule.phases.{name}"
+        )
     if phase.text not in ("corpus", "distilled") or (phase.text == "distilled") != bool(
         phase.distill
     ):

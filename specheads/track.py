@@ -28,8 +28,7 @@ class Tracker:
     def __init__(
         self, metrics: Path, *, kind: str, project: str, name: str, resumed_step: int = 0
     ) -> None:
-        if kind not in KINDS:
-            raise ValueError(f"tracker must be one of {', '.join(KINDS)}, got {kind!r}")
+        check_kind(kind)
         self.metrics = metrics
         kept = [row for row in read_metrics(metrics) if row["step"] <= resumed_step]
         metrics.parent.mkdir(parents=True, exist_ok=True)
@@ -47,6 +46,16 @@ class Tracker:
         """Tell wandb that the run is over."""
         if self.run is not None:
             self.run.finish()
+
+
+def check_kind(kind: str) -> None:
+    """Refuse a tracker there is not.
+
+    Raises:
+        ValueError: Names it, and those there are.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"tracker must be one of {', '.join(KINDS)}, got {kind!r}")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -125,7 +125,7 @@ def test_an_unknown_attention_is_refused_before_anything_is_loaded():
 def test_logits_that_follow_another_rule_are_refused():
     model = AutoModelForCausalLM.from_config(tiny.config("granite"))
     model.lm_head.register_forward_hook(lambda *call: 2 * call[-1])
-    with pytest.raises(ValueError, match="'granite' are not its vocabulary projection"):
+    with pytest.raises(ValueError, match="'granite' must be its vocabulary projection"):
         FrozenBase(model)
 
 
@@ -157,3 +157,10 @@ def test_the_fingerprint_tells_bases_apart_and_survives_use():
     generate(llama, None, tiny.prompts(), max_new_tokens=2)
     assert llama.fingerprint == before
     assert before != tiny.base("mistral").fingerprint
+
+
+def test_a_base_that_tells_positions_by_slot_is_refused():
+    """ALiBi adds what depends on the key's slot, which siblings share with nobody."""
+    config = transformers.BloomConfig(vocab_size=61, hidden_size=32, n_layer=2, n_head=4)
+    with pytest.raises(ValueError, match=r"'bloom'.*choose another base"):
+        FrozenBase(transformers.AutoModelForCausalLM.from_config(config))

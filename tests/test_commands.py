@@ -144,7 +144,7 @@ MISTAKES = {
     "setting of another head": (["recipe=smoke", "head=medusa", "+head.inner_dim=3"], "inner_dim"),
     "missing base": (["recipe=smoke", "base.model=no/such/folder"], "no/such/folder"),
     "missing corpus": (["recipe=smoke", "data=jsonl", "data.path=no.jsonl"], "no.jsonl"),
-    "too short": (["recipe=smoke", "data.max_documents=1"], ""),
+    "too short": (["recipe=smoke", "schedule.phases.corpus.batch_size=99999"], "lower the batch"),
     "too long": (["recipe=smoke", "schedule.phases.corpus.sequence_length=4096"], "2048"),
     "unknown loss": (["recipe=smoke", "schedule.phases.corpus.loss=hinge"], "'hinge'"),
     "unknown tracker": (["recipe=smoke", "tracker.kind=mlflow"], "'mlflow'"),

@@ -210,7 +210,7 @@ def documents_in(batches: list, eos: int) -> list[tuple[int, ...]]:
 
 
 def test_packing_lays_documents_end_to_end_and_drops_no_token(tokenizer):
-    batches = list(itertools.islice(pack(tokenizer).batches(), 60))
+    batches = list(itertools.islice(pack(tokenizer, lanes=1).batches(), 60))
     assert all(batch.tokens.shape == (2, 16) for batch, _ in batches)
     assert all(batch.counted.all() for batch, _ in batches)
     found = documents_in(batches, tokenizer.eos_token_id)
@@ -222,11 +222,23 @@ def test_packing_lays_documents_end_to_end_and_drops_no_token(tokenizer):
     assert found[len(TEXTS)] in wanted
 
 
+def test_lanes_take_turns_row_by_row(tokenizer):
+    #  lane 0  a a a a      rows  a b c a b c
+    #  lane 1  b b b b
+    #  lane 2  c c c c      so no two neighbours are of the same document
+    texts = ["a " * 400, "b " * 400, "c " * 400]
+    batches = itertools.islice(pack(tokenizer, texts, lanes=3).batches(), 4)
+    rows = [row for batch, _ in batches for row in batch.tokens.tolist()]
+    assert all(one[-1] != other[-1] for one, other in itertools.pairwise(rows))
+    assert [row[-1] for row in rows[:3]] == [row[-1] for row in rows[3:6]]
+
+
+@pytest.mark.parametrize("lanes", [1, 5])
 @pytest.mark.parametrize("stop", [1, 7, 40])
-def test_packing_resumes_to_the_bit_from_a_cursor_that_went_through_json(tokenizer, stop):
-    whole = list(itertools.islice(pack(tokenizer).batches(), 90))
+def test_packing_resumes_to_the_bit_from_a_cursor_that_went_through_json(tokenizer, stop, lanes):
+    whole = list(itertools.islice(pack(tokenizer, lanes=lanes).batches(), 90))
     cursor = json.loads(json.dumps(whole[stop - 1][1]))
-    rest = itertools.islice(pack(tokenizer).batches(cursor), 90 - stop)
+    rest = itertools.islice(pack(tokenizer, lanes=lanes).batches(cursor), 90 - stop)
     for (batch, place), (wanted, wanted_place) in zip(rest, whole[stop:], strict=True):
         assert torch.equal(batch.tokens, wanted.tokens)
         assert place == wanted_place
@@ -235,7 +247,7 @@ def test_packing_resumes_to_the_bit_from_a_cursor_that_went_through_json(tokeniz
 def test_processes_read_disjoint_documents_and_together_all(tokenizer):
     parts = []
     for rank in range(3):
-        packed = pack(tokenizer, rank=rank, world_size=3)
+        packed = pack(tokenizer, rank=rank, world_size=3, lanes=1)
         batches = list(itertools.islice(packed.batches(), 40))
         parts.append(documents_in(batches, tokenizer.eos_token_id)[: len(TEXTS) // 3])
     together = [document for part in parts for document in part]

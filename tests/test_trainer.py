@@ -204,6 +204,7 @@ def test_muon_takes_hidden_matrices_and_adamw_the_rest():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"text": ""}, "add ~schedule.phases.corpus"),
         ({"text": "books"}, "needs text=corpus"),
         ({"text": "distilled"}, "with distill settings"),
         ({"loss": "hinge"}, "got 'hinge'"),

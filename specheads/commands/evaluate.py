@@ -24,6 +24,7 @@ from specheads.text.prompts import PromptSet, cut_windows, load_prompts
 from specheads.track import read_metrics
 
 MODES = ("offline", "online", "all")
+TREES = ("tuned", "chain", "static", "best_first")
 
 
 @_compose.command("evaluate")
@@ -67,6 +68,32 @@ def evaluate_run(
     return results
 
 
+def check(settings: Train | Evaluate, base: FrozenBase) -> PromptSet:
+    """Refuse an evaluation that could only fail later; return the prompts it would use.
+
+    Raises:
+        ValueError: The mode, the tree or the prompts are unknown, or do not fit the context.
+    """
+    how, tree = settings.evaluation, settings.tree
+    if how.mode not in MODES:
+        raise ValueError(f"mode must be one of {', '.join(MODES)}, got {how.mode!r}")
+    if tree.kind not in TREES:
+        raise ValueError(f"tree.kind must be one of {', '.join(TREES)}, got {tree.kind!r}")
+    grow.Static(tree.paths)
+    if base.tokenizer is None:
+        raise ValueError(f"evaluation reads text: the base {base.name} needs a tokenizer")
+    prompts = load_prompts(
+        how.prompts, base.tokenizer, num_prompts=how.num_prompts, prompt_tokens=how.prompt_tokens
+    )
+    longest = max(len(prompt.tokens) for prompt in prompts.prompts)
+    if longest + how.max_new_tokens > base.max_length:
+        raise ValueError(
+            f"prompts and new tokens must fit the context: {longest} + {how.max_new_tokens} "
+            f"exceed {base.max_length}; lower evaluation.max_new_tokens or choose other prompts"
+        )
+    return prompts
+
+
 def _load(settings: Base) -> FrozenBase:
     return FrozenBase.load(
         settings.model,
@@ -81,12 +108,7 @@ def _evaluate(
     base: FrozenBase, head: Head, settings: Train | Evaluate, run: RunDirectory | None
 ) -> dict[str, Any]:
     how = settings.evaluation
-    if how.mode not in MODES:
-        raise ValueError(f"mode must be one of {', '.join(MODES)}, got {how.mode!r}")
-    assert base.tokenizer is not None
-    prompts = load_prompts(
-        how.prompts, base.tokenizer, num_prompts=how.num_prompts, prompt_tokens=how.prompt_tokens
-    )
+    prompts = check(settings, base)
     tokens = [prompt.tokens for prompt in prompts.prompts]
     alone = [
         one.tokens
@@ -141,10 +163,6 @@ def _choose(
         return grow.Static(wanted.paths), []
     if wanted.kind == "best_first":
         return grow.BestFirst(wanted.num_nodes, depth, wanted.beam, wanted.branch), []
-    if wanted.kind != "tuned":
-        raise ValueError(
-            f"tree.kind must be tuned, chain, static or best_first, got {wanted.kind!r}"
-        )
     assert base.tokenizer is not None
     data = settings.data
     documents = load_corpus(

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import Progress
 from transformers.utils import logging as transformers_logging
 
-from specheads import decode, heads, trainer
+from specheads import decode, heads, track, trainer
 from specheads.base import FrozenBase
 from specheads.checkpoint import RunDirectory
 from specheads.commands import _compose, evaluate
@@ -195,6 +195,9 @@ def _refuse_unusable(settings: Train, base: FrozenBase) -> None:
         )
     for name, phase in settings.schedule.phases.items():
         check_phase(name, phase, base.max_length)
+    track.check_kind(settings.tracker.kind)
+    if settings.evaluate_after:
+        evaluate.check(settings, base)
 
 
 def _has_bf16() -> bool:

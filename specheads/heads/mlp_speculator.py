@@ -136,10 +136,12 @@ class Head(BaseHead):
         return F.rms_norm(hidden, hidden.shape[-1:], eps=EPSILON) / math.sqrt(2)
 
     def _step(self, state: Tensor, tokens: Tensor, level: int) -> Tensor:
+        # scaled by 1 / a against the formula, as its own project has it: the norm undoes that
+        # but for its epsilon
         mixed = torch.add(
-            self.state_weight * _of(self.proj, level)(state),
+            _of(self.proj, level)(state),
             _of(self.emb, level)(tokens),
-            alpha=self.token_weight,
+            alpha=self.token_weight / self.state_weight,
         )
         return F.gelu(_of(self.ln, level)(mixed))
 

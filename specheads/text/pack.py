@@ -11,10 +11,10 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-Cursor = dict[str, int]
+Place = dict[str, int]
 
-GROUP = 64
-"""Documents tokenised at a time: enough to keep a fast tokenizer's threads busy."""
+GROUP = 8
+"""Documents a lane tokenises at a time: enough to keep a fast tokenizer's threads busy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,8 @@ class PackedText:
     """An endless stream of batches from a corpus, of which every token counts.
 
     Documents are tokenised, each is ended by the end-of-text token, they are laid end to end and
-    cut. Every epoch has its own order, and nothing is dropped where one epoch meets the next.
-    No more than a few documents are held at a time.
+    cut; several such lanes take turns, row by row. Every epoch has its own order, and nothing is
+    dropped where one epoch meets the next. No more than a few documents are held at a time.
 
     Args:
         documents: A dataset with a column `text`, as `load_corpus` returns.
@@ -51,6 +51,8 @@ class PackedText:
         seed: Of the epochs' orders.
         rank: This process; it reads documents rank, rank + world_size, ... of each epoch.
         world_size: How many processes share the corpus.
+        lanes: Documents read in turn, row by row, so that a batch and its neighbours do not all
+            come from one long document.
 
     Raises:
         ValueError: The corpus is too short for one batch on every process, or the tokenizer has
@@ -67,6 +69,7 @@ class PackedText:
         seed: int = 0,
         rank: int = 0,
         world_size: int = 1,
+        lanes: int = 16,
     ) -> None:
         if tokenizer.eos_token_id is None:
             raise ValueError(
@@ -75,41 +78,60 @@ class PackedText:
             )
         self._documents, self._tokenizer = documents, tokenizer
         self._end: Any = tokenizer.eos_token_id
-        self._shape = (batch_size, sequence_length)
+        self._batch_size, self._length = batch_size, sequence_length
+        # every lane needs a document to begin with
+        self._num_lanes = max(1, min(lanes, len(documents) // world_size))
         self._seed, self._rank, self._world_size = seed, rank, world_size
         self._refuse_too_short()
 
-    def batches(self, cursor: Cursor | None = None) -> Iterator[tuple[TokenBatch, Cursor]]:
+    def batches(
+        self, cursor: dict[str, Any] | None = None
+    ) -> Iterator[tuple[TokenBatch, dict[str, Any]]]:
         """Yield batches for ever, each with the cursor from which the next one continues.
 
         Args:
             cursor: What came with the last batch that was used; None begins the first epoch. A
-                few integers, fit for JSON: the epoch, the document in this process's order of
-                it, and the tokens of that document already used. It is meant for the same
-                corpus, tokenizer, seed and number of processes.
+                few integers, fit for JSON: whose turn it is, and of each lane the epoch, the
+                document in the lane's order of it, and the tokens of that document already
+                used. It is meant for the same corpus, tokenizer, seed and number of processes.
         """
-        place = cursor or {"epoch": 0, "document": 0, "offset": 0}
-        stream = self._tokenised(place["epoch"], place["document"])
+        start = {"epoch": 0, "document": 0, "offset": 0}
+        turn: int = cursor["turn"] if cursor else 0
+        places: list[Place] = list(cursor["lanes"]) if cursor else [start] * self._num_lanes
+        lanes = [self._rows(lane, place) for lane, place in enumerate(places)]
+        while True:
+            rows = []
+            for _ in range(self._batch_size):
+                row, places[turn] = next(lanes[turn])
+                rows.append(row)
+                turn = (turn + 1) % self._num_lanes
+            tokens = torch.tensor(rows)
+            batch = TokenBatch(tokens, torch.ones_like(tokens, dtype=torch.bool))
+            yield batch, {"turn": turn, "lanes": list(places)}
+
+    def _rows(self, lane: int, place: Place) -> Iterator[tuple[list[int], Place]]:
+        """Yield one lane's rows, each with the place after it."""
+        stream = self._tokenised(lane, place["epoch"], place["document"])
         epoch, document, ids = next(stream)
         offset = place["offset"]
-        needed = self._shape[0] * self._shape[1]
         while True:
-            flat: list[int] = []
-            while len(flat) < needed:
+            row: list[int] = []
+            while len(row) < self._length:
                 if offset >= len(ids):
                     (epoch, document, ids), offset = next(stream), 0
-                piece = ids[offset : offset + needed - len(flat)]
+                piece = ids[offset : offset + self._length - len(row)]
                 offset += len(piece)
-                flat += piece
-            tokens = torch.tensor(flat).view(self._shape)
-            batch = TokenBatch(tokens, torch.ones_like(tokens, dtype=torch.bool))
-            yield batch, {"epoch": epoch, "document": document, "offset": offset}
+                row += piece
+            yield row, {"epoch": epoch, "document": document, "offset": offset}
 
-    def _tokenised(self, epoch: int, document: int) -> Iterator[tuple[int, int, list[int]]]:
+    def _tokenised(
+        self, lane: int, epoch: int, document: int
+    ) -> Iterator[tuple[int, int, list[int]]]:
         """Yield (epoch, document, its tokens) from this document on, epoch after epoch."""
+        first = self._rank * self._num_lanes + lane
         while True:
             order = np.random.default_rng((self._seed, epoch)).permutation(len(self._documents))
-            mine = order[self._rank :: self._world_size]
+            mine = order[first :: self._world_size * self._num_lanes]
             for start in range(document, len(mine), GROUP):
                 group = self._tokenise(mine[start : start + GROUP])
                 for place, ids in enumerate(group, start=start):
@@ -127,7 +149,7 @@ class PackedText:
 
     def _refuse_too_short(self) -> None:
         # the verdict is over the whole corpus, so that every process comes to the same one
-        batch, length = self._shape
+        batch, length = self._batch_size, self._length
         needed, found = batch * length * self._world_size, 0
         for start in range(0, len(self._documents), GROUP):
             rows = range(start, min(start + GROUP, len(self._documents)))

@@ -1,0 +1,202 @@
+"""Render every recipe's results.json into its card, into recipes/README.md and into README.md.
+
+    python scripts/results_table.py            write what is not current
+    python scripts/results_table.py --check    write nothing; exit 1 when something is not current
+
+Only what stands between `<!-- results -->` and `<!-- /results -->` is written.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+
+from specheads.commands import _compose
+from specheads.config import data_dir
+
+ROOT = Path(__file__).resolve().parents[1]
+BLOCK = re.compile(r"(<!-- results -->\n).*?(<!-- /results -->)", re.DOTALL)
+HEADER = ("recipe", "base", "head", "tokens per forward", "speed-up", "hardware")
+NOT_YET = "not yet run"
+
+Results = Mapping[str, Any]
+Rows = list[tuple[str, ...]]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write or check; return the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when stale")
+    parser.add_argument("--root", type=Path, default=ROOT, help="of the checkout")
+    options = parser.parse_args(arguments)
+    try:
+        wanted = render(options.root)
+    except ValueError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    stale = [file for file, text in wanted.items() if file.read_text(encoding="utf-8") != text]
+    for file in stale:
+        print(f"{'not current' if options.check else 'wrote'}: {file.relative_to(options.root)}")
+        if not options.check:
+            file.write_text(wanted[file], encoding="utf-8")
+    return int(options.check and bool(stale))
+
+
+def render(root: Path) -> dict[Path, str]:
+    """Return the text each file should have: what it has, with its block up to date.
+
+    Raises:
+        ValueError: A file is missing, or has no block, or more than one.
+    """
+    folders = sorted(path.parent for path in root.glob("recipes/*/recipe.yaml"))
+    measured = {folder.name: _read(folder) for folder in folders}
+    blocks = {folder / "README.md": card(measured[folder.name]) for folder in folders}
+    blocks[root / "recipes" / "README.md"] = overview(measured)
+    blocks[root / "README.md"] = overview(measured, "recipes/")
+    return {file: _replace(file, block) for file, block in blocks.items()}
+
+
+def _read(folder: Path) -> Results | None:
+    file = folder / "results.json"
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+
+
+def _replace(file: Path, block: str) -> str:
+    before = file.read_text(encoding="utf-8") if file.is_file() else ""
+    text, found = BLOCK.subn(lambda match: f"{match[1]}{block}\n{match[2]}", before)
+    if found != 1:
+        raise ValueError(
+            f"{file} needs one block from <!-- results --> to <!-- /results -->, it has {found}; "
+            "put both lines where the table belongs"
+        )
+    return text
+
+
+def overview(measured: Mapping[str, Results | None], folder: str = "") -> str:
+    """Return the table of all recipes, one row each.
+
+    Args:
+        measured: What results.json says of each recipe, None where it was never run.
+        folder: What links to cards begin with.
+    """
+    rows: Rows = []
+    for name, results in measured.items():
+        link = f"[{name}]({folder}{name}/README.md)"
+        if results is None:
+            rows.append((link, *_planned(name), NOT_YET, NOT_YET, ""))
+            continue
+        shown = (base_name(results["base"]["name"]), f"`{results['head']['kind']}`")
+        figures = (
+            _figure(results.get("online"), "tokens_per_forward"),
+            _figure(results.get("speed"), "speedup"),
+        )
+        rows.append((link, *shown, *figures, hardware(results["provenance"])))
+    return _table(HEADER, rows)
+
+
+def _planned(name: str) -> tuple[str, str]:
+    """Return base and head of a recipe that was never run, from its settings."""
+    _compose.register()
+    folder = str(data_dir("configs"))
+    with initialize_config_dir(version_base="1.3", config_dir=folder):
+        settings = compose("train", [f"recipe={name}"])
+    return base_name(settings.base.model), f"`{settings.head.kind}`"
+
+
+def base_name(name: str) -> str:
+    """Return a base's Hub id, or its folder as seen from the checkout."""
+    before, found, inner = name.rpartition("recipes/")
+    return f"`recipes/{inner}`" if found and (not before or before.endswith("/")) else f"`{name}`"
+
+
+def card(results: Results | None) -> str:
+    """Return the table of one recipe."""
+    if results is None:
+        return NOT_YET
+    return _table(("what", "measured"), [*_acceptance(results), *_cost(results), *_origin(results)])
+
+
+def _acceptance(results: Results) -> Rows:
+    name = "tokens_per_forward"
+    rows: Rows = [("tokens per forward", _figure(results.get("online"), name))]
+    if loops := results.get("degenerate"):
+        label = f"the same without the {loops['flagged']} of {loops['compared']} that loop"
+        rows.append((label, _figure(loops["without"], name)))
+    for phase in results.get("phases") or []:
+        label = f"after phase {phase['phase']}, chain replayed offline"
+        rows.append((label, _figure(phase, name)))
+    if same := results.get("lossless"):
+        gap = same["first_divergence_logit_gap"]
+        tie = "" if gap is None else f"; largest logit gap at a first difference {gap:.2g}"
+        text = f"{same['identical']} of {same['compared']} prompts{tie}"
+        rows.append(("identical to the base alone", text))
+    if replay := results.get("replay"):
+        rows.append(("offline replay equals decoding, chain", "yes" if replay["equal"] else "no"))
+    return rows
+
+
+def _cost(results: Results) -> Rows:
+    speed = results.get("speed")
+    rows: Rows = [("speed-up over the base alone", _figure(speed, "speedup"))]
+    if speed:
+        rates = f"{speed['base_tokens_per_second']:.1f}, {speed['tokens_per_second']:.1f}"
+        rows += [
+            ("tokens per second: base alone, with head", rates),
+            ("time of a step over the base's", f"{speed['step_overhead']:.2f}"),
+            ("peak memory", f"{speed['peak_gib']:.2f} GiB"),
+        ]
+    return rows
+
+
+def _origin(results: Results) -> Rows:
+    head, base, how = results["head"], results["base"], results["settings"]
+    prompts, made = results["prompts"], results["provenance"]
+    tried = len(results.get("tree_candidates") or [])
+    # the first candidate is the base alone
+    tree = f"{how['tree']}, {how['num_nodes']} nodes" + (f"; best of {tried - 1}" if tried else "")
+    packages = ("specheads", "torch", "transformers")
+    versions = ", ".join(f"{name} {made['versions'][name]}" for name in packages)
+    decoding = f"{how['max_new_tokens']} new tokens, temperature {how['temperature']:g}, "
+    return [
+        ("head", f"{head['kind']}, depth {head['depth']}, {head['parameters']:,} parameters"),
+        ("base", f"{base_name(base['name'])}, {base['parameters']:,} parameters"),
+        ("tree", tree),
+        ("prompts", f"{prompts['count']} of {prompts['name']}, version {prompts['version']}"),
+        ("decoding", decoding + f"{how['dtype']}, batch {how['batch_size']}, seed {how['seed']}"),
+        ("hardware", hardware(made)),
+        ("versions", versions),
+        ("commit", _commit(made.get("git"))),
+    ]
+
+
+def hardware(made: Results) -> str:
+    """Return the GPU, or processor and threads."""
+    machine = made["hardware"]
+    return machine["gpu"] or f"{machine['processor']}, {machine['threads']} threads"
+
+
+def _commit(git: Results | None) -> str:
+    if git is None:
+        return "outside a checkout"
+    return f"`{git['commit'][:12]}`" + (" and uncommitted changes" if git["dirty"] else "")
+
+
+def _figure(section: Results | None, name: str) -> str:
+    if not section:
+        return "not measured"
+    low, high = section["interval"]
+    return f"{section[name]:.2f} [{low:.2f}, {high:.2f}]"
+
+
+def _table(header: Sequence[str], rows: Rows) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |".replace("|  |", "| |") for line in lines)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,135 @@
+"""The README does what it says: its commands compose, its links lead somewhere, its code runs."""
+
+import re
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from specheads import config, heads
+from specheads.__main__ import commands
+from specheads.base import FrozenBase
+from specheads.commands import _compose, train
+
+ROOT = Path(__file__).parents[1]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted(ROOT.glob("docs/*.md")),
+    *sorted(ROOT.glob("recipes/**/*.md")),
+]
+FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+def code(page: Path) -> list[str]:
+    """Return the shell lines and the code spans of a page."""
+    text = page.read_text(encoding="utf-8")
+    blocks = [body for kind, body in FENCED.findall(text) if kind == "sh"]
+    lines = [line for body in blocks for line in body.replace("\\\n", " ").splitlines()]
+    return lines + re.findall(r"`([^`\n]+)`", FENCED.sub("", text))
+
+
+def called(text: str) -> tuple[str, ...] | None:
+    """Return the command of ours that a piece of code calls, and its overrides."""
+    try:
+        words = shlex.split(text, comments=True)
+    except ValueError:
+        # an apostrophe in what is no command line
+        return None
+    for place, word in enumerate(words):
+        if word == "train.py" and len(words) > place + 1:
+            return ("train", *words[place + 1 :])
+        if Path(word).name == "specheads" and len(words) > place + 1:
+            return tuple(words[place + 1 :])
+    return None
+
+
+def calls(page: Path) -> list[tuple[str, ...]]:
+    return [call for text in code(page) if (call := called(text)) is not None]
+
+
+CALLS = sorted({call for page in PAGES for call in calls(page)})
+
+
+def concrete(call: tuple[str, ...]) -> tuple[str, ...]:
+    """Fill in what a page that speaks of any recipe or head leaves open."""
+    return tuple(word.replace("=foo", "=medusa") for word in call)
+
+
+def test_the_readme_shows_how_to_train_and_to_evaluate():
+    shown = [call[0] for call in calls(PAGES[0])]
+    assert shown.count("train") >= 2
+    assert shown.count("evaluate") >= 2
+
+
+@pytest.mark.parametrize("call", CALLS, ids=" ".join)
+def test_a_command_is_one_of_ours_and_composes(
+    call: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: Any
+):
+    name, *overrides = concrete(call)
+    assert name in commands()
+    if not overrides:
+        # a page speaks of the command and calls it with nothing
+        return
+    if name == "train":
+        monkeypatch.setattr(sys, "argv", ["train.py", *overrides, "dry_run=true"])
+        train.main()
+        assert "schedule:" in capsys.readouterr().out
+    else:
+        _compose.register()
+        folder = str(config.data_dir("configs"))
+        with initialize_config_dir(version_base="1.3", config_dir=folder):
+            settings = OmegaConf.to_object(compose(name, overrides))
+        assert isinstance(settings, config.Evaluate)
+        assert settings.run or (settings.head and settings.out)
+
+
+@pytest.mark.parametrize("call", [call for call in CALLS if call[0] == "train"], ids=" ".join)
+def test_a_command_s_head_takes_its_settings(call: tuple[str, ...]):
+    _compose.register()
+    folder = str(config.data_dir("configs"))
+    with initialize_config_dir(version_base="1.3", config_dir=folder):
+        settings: Any = OmegaConf.to_object(compose("train", list(concrete(call)[1:])))
+    assert heads.configure(settings.head).num_heads >= 1
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_relative_link_leads_to_a_file(page: Path):
+    prose = FENCED.sub("", page.read_text(encoding="utf-8"))
+    links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", prose)
+    local = [link for link in links if "://" not in link]
+    assert [link for link in local if not (page.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_path_it_names_exists(page: Path):
+    """Paths as they are written in code spans, from the root of the checkout."""
+    rooms = ("specheads/", "configs/", "recipes/", "scripts/", "tests/", "docs/")
+    spans = [span for span in code(page) if span.startswith(rooms) and "NAME" not in span]
+    assert [span for span in spans if not (ROOT / span).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES[:2], ids=lambda page: page.name)
+def test_the_makefile_has_every_target_that_is_named(page: Path):
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    spoken = [shlex.split(text, comments=True) for text in code(page) if text.startswith("make ")]
+    named = {word for words in spoken for word in words[1:] if "=" not in word}
+    assert named
+    assert named <= targets
+
+
+def test_the_python_example_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    (example,) = [body for kind, body in FENCED.findall(PAGES[0].read_text()) if kind == "python"]
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    base = FrozenBase.load(ROOT / "recipes/tiny_code/base", dtype="float32")
+    untrained = heads.build_for({"kind": "mlp_speculator"}, base)
+    untrained.save_pretrained(tmp_path / "runs/tiny_code/head")
+    monkeypatch.chdir(tmp_path)
+    exec(compile(example, "README.md", "exec"), {})
+    assert "forwards instead of 63" in capsys.readouterr().out
