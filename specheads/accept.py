@@ -1,4 +1,7 @@
-"""Acceptance rules: pure functions from a verified tree to what is kept of it."""
+"""Acceptance rules: pure functions from a verified tree to what is kept of it.
+
+See docs/losslessness.md.
+"""
 
 from dataclasses import dataclass
 

@@ -13,6 +13,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from specheads.cache import KVCache
 from specheads.drafter import Features
+from specheads.layout import column_major
 from specheads.mask import attention_windows, refuse_attention, tree_mask
 from specheads.tree import TokenTree
 
@@ -51,6 +52,7 @@ class FrozenBase:
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.name, self.revision = name, revision
+        column_major(self.model)
         self.config = model.config.get_text_config()
         self.windows = attention_windows(self.config)
         refuse_attention(self.config._attn_implementation)

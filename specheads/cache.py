@@ -1,4 +1,7 @@
-"""Keys and values of the frozen base, with room to try a tree and forget most of it."""
+"""Keys and values of the frozen base, with room to try a tree and forget most of it.
+
+See docs/tree_verification.md.
+"""
 
 from typing import Any
 

@@ -257,8 +257,8 @@ class Evaluate:
     run: str = ""
     """A run directory; or name head and base."""
 
-    head: str = ""
-    """Folder or Hub id of a head."""
+    head_path: str = ""
+    """Folder or Hub id of a head; `head=` on the command line."""
 
     base: Base
     data: Data

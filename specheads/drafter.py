@@ -1,4 +1,7 @@
-"""The contracts of drafting and of training a drafter; tests/test_heads.py checks every head."""
+"""The contracts of drafting and of training a drafter; tests/test_heads.py checks every head.
+
+See docs/add_a_head.md.
+"""
 
 import json
 from abc import ABC, abstractmethod

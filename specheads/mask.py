@@ -1,4 +1,7 @@
-"""What a node may see: tree masks, sliding windows, and the attention that can take them."""
+"""What a node may see: tree masks, sliding windows, and the attention that can take them.
+
+See docs/tree_verification.md.
+"""
 
 from typing import Any
 

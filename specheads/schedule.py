@@ -1,4 +1,7 @@
-"""The shape of a schedule: learning rates, optimizers, and what a phase must be."""
+"""The shape of a schedule: learning rates, optimizers, and what a phase must be.
+
+See docs/two_phases.md.
+"""
 
 import math
 

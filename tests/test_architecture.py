@@ -9,7 +9,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "specheads"
 LAYERS = (
-    ("tree", "accept", "losses", "metrics", "muon"),
+    ("tree", "accept", "losses", "metrics", "muon", "layout"),
     ("config", "drafter", "cache", "mask", "base"),
     ("heads", "baselines", "grow", "text", "schedule"),
     ("decode", "measure", "tune", "trainer", "checkpoint", "export", "track"),

@@ -108,6 +108,20 @@ def test_evaluate_measures_a_run_again_elsewhere(finished: tuple[Path, str]):
     assert results["speed"] is None
 
 
+def test_a_head_without_its_run_is_measured_by_the_short_names(finished: tuple[Path, str]):
+    done = specheads_command(
+        "evaluate", "head=runs/smoke/head", f"base={ROOT / 'recipes/tiny_code/base'}", "tree=chain",
+        "prompts=python_stdlib", "num_prompts=2", "max_new_tokens=8", "mode=offline", "out=third",
+        cwd=finished[0],
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    results = json.loads((finished[0] / "third" / "results.json").read_text())
+    assert (results["prompts"]["count"], results["settings"]["max_new_tokens"]) == (2, 8)
+    assert results["offline"]["forwards"] > 0
+    assert results["online"] is None
+    assert results["provenance"]["command"][1] == "head=runs/smoke/head"
+
+
 def test_an_interrupted_command_goes_on_and_ends_where_an_undisturbed_one_does(
     finished: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ):

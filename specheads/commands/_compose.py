@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,11 +58,17 @@ def list_recipes() -> str:
     )
 
 
-def command(name: str) -> Callable[[Callable[[Any], None]], Callable[[], None]]:
+def command(
+    name: str, short: Mapping[str, str] | None = None
+) -> Callable[[Callable[[Any], None]], Callable[[], None]]:
     """Make a function of a typed configuration into a command.
 
     Mistakes in what the user asked for leave one line on standard error and exit code 2; an
     interrupt leaves 130; whatever else goes wrong is our bug and keeps its traceback.
+
+    Args:
+        name: Of the command and of its primary configuration.
+        short: Names that the command line has for settings further down.
     """
 
     def wrap(body: Callable[[Any], None]) -> Callable[[], None]:
@@ -70,6 +76,7 @@ def command(name: str) -> Callable[[Callable[[Any], None]], Callable[[], None]]:
             # so that mistakes come up to us instead of being printed by Hydra
             os.environ["HYDRA_FULL_ERROR"] = "1"
             composed: list[Any] = []
+            given = sys.argv[1:]
             try:
                 register()
                 decorate = hydra.main(
@@ -77,8 +84,10 @@ def command(name: str) -> Callable[[Callable[[Any], None]], Callable[[], None]]:
                     config_path=str(config.data_dir("configs")),
                     config_name=name,
                 )
+                sys.argv[1:] = lengthen(given, short or {})
                 # Hydra composes and we run: it would put a line of its own before our errors
                 decorate(composed.append)()
+                sys.argv[1:] = given
                 for settings in composed:
                     body(OmegaConf.to_object(settings))
             except (HydraException, OmegaConfBaseException, ValueError) as error:
@@ -90,6 +99,19 @@ def command(name: str) -> Callable[[Callable[[Any], None]], Callable[[], None]]:
         return main
 
     return wrap
+
+
+def lengthen(overrides: Sequence[str], short: Mapping[str, str]) -> list[str]:
+    """Return the overrides with short names replaced, but for choices such as base=tiny_code.
+
+    Hydra takes every `head=...` for a choice among configs/head, so a path needs another name.
+    """
+    out = []
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        is_choice = config.data_dir("configs").joinpath(key, f"{value}.yaml").is_file()
+        out.append(override if is_choice else f"{short.get(key, key)}{equals}{value}")
+    return out
 
 
 def fail(error: Exception) -> None:

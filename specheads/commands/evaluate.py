@@ -25,9 +25,13 @@ from specheads.track import read_metrics
 
 MODES = ("offline", "online", "all")
 TREES = ("tuned", "chain", "static", "best_first")
+SHORT = {"head": "head_path", "base": "base.model"} | {
+    name: f"evaluation.{name}" for name in ("prompts", "num_prompts", "max_new_tokens", "mode")
+}
+"""The names that docs and scripts use on the command line, and the settings they stand for."""
 
 
-@_compose.command("evaluate")
+@_compose.command("evaluate", SHORT)
 def main(settings: Evaluate) -> None:
     """Evaluate a run, or any head on the base it was made for."""
     transformers_logging.disable_progress_bar()
@@ -36,15 +40,15 @@ def main(settings: Evaluate) -> None:
         trained = _compose.read_run(run.config, Train)
         trained.tree, trained.evaluation = settings.tree, settings.evaluation
         results = evaluate_run(run, trained, _load(trained.base), out=settings.out)
-    elif settings.head and settings.base.model:
+    elif settings.head_path and settings.base.model:
         if not settings.out:
             raise ValueError("a head without a run needs out=FOLDER for its report")
         base = _load(settings.base)
-        head = heads.load_head(settings.head, base)
+        head = heads.load_head(settings.head_path, base)
         results = _evaluate(base, head, settings, None)
         _write(Path(settings.out), results, [])
     else:
-        raise ValueError("name what to evaluate: run=DIR, or head=PATH and base.model=PATH")
+        raise ValueError("name what to evaluate: run=DIR, or head=PATH and base=PATH")
     if settings.record:
         _record(Path(settings.record), results)
 

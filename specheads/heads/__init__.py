@@ -2,7 +2,7 @@
 
 A kind's module has `Config`, `Head(config, width, vocab_size)` and, where its original project
 published checkpoints, `read_public(config, tensors)`, which returns None for a layout that is
-not its own.
+not its own. See docs/add_a_head.md.
 """
 
 import dataclasses
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from specheads.base import FrozenBase
 from specheads.drafter import Head
+from specheads.layout import column_major
 
 WEIGHT_FILES = (
     "model*.safetensors",
@@ -156,6 +157,7 @@ def fit(head: Head, base: FrozenBase) -> None:
                 "load the base it was trained on"
             )
     head.to(base.device, base.dtype)
+    column_major(head)
     head.bind(base.embedding, base.scaled_projection)
 
 

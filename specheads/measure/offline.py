@@ -4,6 +4,7 @@ The loop's output is the base's own greedy continuation whatever the head guesse
 guess from some place is right depends on the stored text alone, and the places the loop drafts
 from follow from that: walk the text, `anchor += accepted + 1`. The plain mean over all places is
 another number, off by a quarter either way, because the loop does not visit them evenly.
+See docs/losslessness.md.
 """
 
 from collections.abc import Sequence

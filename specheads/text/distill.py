@@ -1,4 +1,7 @@
-"""Phase two's text: what the frozen base itself writes, kept in shards and written once."""
+"""Phase two's text: what the frozen base itself writes, kept in shards and written once.
+
+See docs/two_phases.md.
+"""
 
 import json
 from collections.abc import Callable, Iterator
