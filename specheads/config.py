@@ -165,6 +165,9 @@ class Evaluation:
     max_new_tokens: int = 128
     """Tokens decoded for each."""
 
+    temperature: float = 0.0
+    """Zero is greedy; above it tokens are sampled, and there is nothing to replay offline."""
+
     batch_size: int = 1
     """Prompts decoded at once."""
 

@@ -122,6 +122,21 @@ def test_a_head_without_its_run_is_measured_by_the_short_names(finished: tuple[P
     assert results["provenance"]["command"][1] == "head=runs/smoke/head"
 
 
+def test_evaluate_keeps_the_run_s_own_settings_but_for_those_asked_for(finished: tuple[Path, str]):
+    done = specheads_command(
+        "evaluate", "run=runs/smoke", "tree=chain", "temperature=0.9", "num_prompts=1", "out=warm",
+        cwd=finished[0],
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    results = json.loads((finished[0] / "warm" / "results.json").read_text())
+    assert results["settings"]["temperature"] == 0.9
+    # the run was made with 8 new tokens, the default is 128
+    assert results["settings"]["max_new_tokens"] == 8
+    assert results["prompts"]["count"] == 1
+    assert results["offline"] is None
+    assert results["online"]["tokens_per_forward"] >= 1.0
+
+
 def test_an_interrupted_command_goes_on_and_ends_where_an_undisturbed_one_does(
     finished: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ):

@@ -114,6 +114,12 @@ def lengthen(overrides: Sequence[str], short: Mapping[str, str]) -> list[str]:
     return out
 
 
+def asked(group: str, short: Mapping[str, str]) -> list[str]:
+    """Return which settings of a group the command line names."""
+    keys = (override.partition("=")[0].lstrip("+~") for override in lengthen(sys.argv[1:], short))
+    return [key.removeprefix(f"{group}.") for key in keys if key.startswith(f"{group}.")]
+
+
 def fail(error: Exception) -> None:
     """Tell a mistake in one line and leave with exit code 2."""
     text = " ".join(str(error).split())

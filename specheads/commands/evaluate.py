@@ -26,7 +26,8 @@ from specheads.track import read_metrics
 MODES = ("offline", "online", "all")
 TREES = ("tuned", "chain", "static", "best_first")
 SHORT = {"head": "head_path", "base": "base.model"} | {
-    name: f"evaluation.{name}" for name in ("prompts", "num_prompts", "max_new_tokens", "mode")
+    name: f"evaluation.{name}"
+    for name in ("prompts", "num_prompts", "max_new_tokens", "temperature", "mode")
 }
 """The names that docs and scripts use on the command line, and the settings they stand for."""
 
@@ -38,7 +39,10 @@ def main(settings: Evaluate) -> None:
     if settings.run:
         run = RunDirectory(Path(settings.run))
         trained = _compose.read_run(run.config, Train)
-        trained.tree, trained.evaluation = settings.tree, settings.evaluation
+        trained.tree = settings.tree
+        # what was not asked for is measured as the run's own recipe says
+        for name in _compose.asked("evaluation", SHORT):
+            setattr(trained.evaluation, name, getattr(settings.evaluation, name))
         results = evaluate_run(run, trained, _load(trained.base), out=settings.out)
     elif settings.head_path and settings.base.model:
         if not settings.out:
@@ -81,6 +85,11 @@ def check(settings: Train | Evaluate, base: FrozenBase) -> PromptSet:
     how, tree = settings.evaluation, settings.tree
     if how.mode not in MODES:
         raise ValueError(f"mode must be one of {', '.join(MODES)}, got {how.mode!r}")
+    if how.temperature < 0 or (how.temperature > 0 and how.mode == "offline"):
+        raise ValueError(
+            f"temperature must be at least 0, and 0 for mode=offline, got {how.temperature} with "
+            f"mode={how.mode}"
+        )
     if tree.kind not in TREES:
         raise ValueError(f"tree.kind must be one of {', '.join(TREES)}, got {tree.kind!r}")
     grow.Static(tree.paths)
@@ -124,7 +133,10 @@ def _evaluate(
     results = _describe(base, head, prompts, how, policy, settings.seed)
     # a tree that is not the same in every step has no replay; the chain stands for it
     static = policy if isinstance(policy, grow.Static) else grow.chain(head.depth)
-    results["offline"] = measure_offline(base, head, tokens, alone, policy=static, progress=True)
+    if how.temperature == 0:
+        results["offline"] = measure_offline(
+            base, head, tokens, alone, policy=static, progress=True
+        )
     if how.mode != "offline":
         categories = [prompt.category for prompt in prompts.prompts]
         results |= measure_online(
@@ -136,9 +148,12 @@ def _evaluate(
             categories=categories,
             max_new_tokens=how.max_new_tokens,
             batch_size=how.batch_size,
+            temperature=how.temperature,
+            seed=settings.seed,
             progress=True,
         )
-        results["replay"] = _replay(base, head, tokens, alone, how.max_new_tokens)
+        if how.temperature == 0:
+            results["replay"] = _replay(base, head, tokens, alone, how.max_new_tokens)
     if how.mode == "all":
         results["speed"] = measure_speed(
             base,
@@ -148,6 +163,8 @@ def _evaluate(
             max_new_tokens=how.max_new_tokens,
             repetitions=how.repeats,
             batch_size=how.batch_size,
+            temperature=how.temperature,
+            seed=settings.seed,
             progress=True,
         )
     results["tree_candidates"] = candidates
@@ -215,7 +232,7 @@ def _describe(
             "count": len(prompts.prompts),
         },
         "settings": {
-            "temperature": 0.0,
+            "temperature": how.temperature,
             "max_new_tokens": how.max_new_tokens,
             "tree": policy.name,
             "num_nodes": policy.num_nodes,
