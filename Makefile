@@ -16,7 +16,7 @@ READY_MIN := $(VENV_MIN)/.installed
 PIP_FLAGS := --disable-pip-version-check $(TORCH_INDEX:%=--extra-index-url %)
 TESTS := $(VENV)/bin/python -m pytest
 
-.PHONY: quickstart test test-all test-min lint wheel bench gpu clean
+.PHONY: quickstart test test-all test-min lint wheel clean
 
 quickstart: $(READY)  ## train a head on the shipped base, measure it, say where the report lies
 	$(VENV)/bin/specheads train recipe=tiny_code
@@ -37,12 +37,6 @@ lint: $(READY)
 
 wheel: $(READY)  ## dist/*.whl and dist/*.tar.gz
 	$(VENV)/bin/python -m build
-
-bench: $(READY)
-	set -e; for script in scripts/bench_*.py; do $(VENV)/bin/python $$script; done
-
-gpu: $(READY)
-	$(TESTS) -m gpu
 
 clean:  ## everything make made; never runs/
 	rm -rf $(VENV) $(VENV_MIN) dist build .pytest_cache .ruff_cache .hypothesis

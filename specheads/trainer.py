@@ -13,7 +13,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from jaxtyping import Bool
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
 from specheads import losses
@@ -107,7 +107,7 @@ def train(
     trainer = _Trainer(base, head, schedule, run, tracker, accelerator, seed, log_every)
     trainer.resume()
     first = 0
-    with trainer.bar, trainer.stopping_cleanly():
+    with trainer.bar:
         for name, phase in schedule.phases.items():
             if trainer.at.step < first + phase.steps:
                 trainer.run_phase(name, phase, first, open_text, checkpoint_every)
@@ -163,30 +163,36 @@ class _Trainer:
         meter = _Meter(self.head.depth, self.base.device)
         batches = text.batches(self.at.cursor)
         end = first + phase.steps
-        while self.at.step < end:
-            batch, self.at.cursor = next(batches)
-            share = learning_rate_share(self.at.step - first, phase)
-            meter.add(self._step(batch, phase, share), self._world_tokens(batch))
-            self.at.step += 1
-            self.at.tokens += self._world_tokens(batch)
-            if self.at.step % self.log_every == 0 or self.at.step == end:
-                row = {"step": self.at.step, "phase": name, "tokens": self.at.tokens}
-                row |= meter.take(self.accelerator)
-                row["learning_rate"] = share * phase.learning_rate
-                _refuse_divergence(row)
-                if self.accelerator.is_main_process:
-                    self.tracker.log(row)
-                self.bar.update(task, numbers=_describe(row))
-            self.bar.update(task, completed=self.at.step - first)
-            due = checkpoint_every and self.at.step % checkpoint_every == 0
-            if self.at.step < end and (due or self.stop):
-                self.save()
-            if self.stop:
-                raise KeyboardInterrupt
-        self.at.cursor = None
+        with self._stopping_cleanly():
+            while self.at.step < end:
+                batch, self.at.cursor = next(batches)
+                share = learning_rate_share(self.at.step - first, phase)
+                meter.add(self._step(batch, phase, share), self._world_tokens(batch))
+                self.at.step += 1
+                self.at.tokens += self._world_tokens(batch)
+                if self.at.step % self.log_every == 0 or self.at.step == end:
+                    self._log(name, meter, share * phase.learning_rate, task)
+                self.bar.update(task, completed=self.at.step - first)
+                due = checkpoint_every and self.at.step % checkpoint_every == 0
+                if self.at.step < end and (due or self.stop):
+                    self.save()
+                if self.at.step < end and self.stop:
+                    raise KeyboardInterrupt
+            self.at.cursor = None
+            if self.accelerator.is_main_process:
+                self.run.save_phase(name, self.head)
+            self.save()
+        if self.stop:
+            raise KeyboardInterrupt
+
+    def _log(self, name: str, meter: "_Meter", rate: float, task: TaskID) -> None:
+        """Write what happened since the last row, and show it."""
+        row: dict[str, Any] = {"step": self.at.step, "phase": name, "tokens": self.at.tokens}
+        row |= meter.take(self.accelerator) | {"learning_rate": rate}
+        _refuse_divergence(row)
         if self.accelerator.is_main_process:
-            self.run.save_phase(name, self.head)
-        self.save()
+            self.tracker.log(row)
+        self.bar.update(task, numbers=_describe(row))
 
     def _world_tokens(self, batch: TokenBatch) -> int:
         return batch.tokens.numel() * self.accelerator.num_processes
@@ -253,8 +259,11 @@ class _Trainer:
         torch.set_rng_state(saved["random"])
 
     @contextmanager
-    def stopping_cleanly(self) -> Iterator[None]:
-        """Turn an interrupt into a request to stop after the step at hand."""
+    def _stopping_cleanly(self) -> Iterator[None]:
+        """Turn an interrupt into a request to stop after the step at hand.
+
+        Only while steps are made: text is written shard by shard, and may be cut off at once.
+        """
 
         def ask(number: int, frame: Any) -> None:
             del number, frame

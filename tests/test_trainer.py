@@ -170,21 +170,28 @@ def test_stopping_and_going_on_equals_never_stopping(
     assert losses(tmp_path / "parts")[-1] == losses(tmp_path / "whole")[-1]
 
 
+@pytest.mark.parametrize("at", [2, 5], ids=["in a phase", "in its last step"])
 def test_an_interrupt_leaves_a_checkpoint_to_go_on_from(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    schedule = Schedule(phases={"corpus": phase(), "distilled": phase()})
     step = trainer._Trainer._step
 
     def interrupted(self, *arguments):
-        if self.at.step == 2:
+        if self.at.step == at:
             os.kill(os.getpid(), signal.SIGTERM)
         return step(self, *arguments)
 
     monkeypatch.setattr(trainer._Trainer, "_step", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        run_training(tmp_path, Schedule(phases={"corpus": phase()}))
-    assert trainer.last_step(RunDirectory(tmp_path)) == 3
+        run_training(tmp_path, schedule)
+    run = RunDirectory(tmp_path)
+    assert trainer.last_step(run) == at + 1
+    assert run.phases.exists() == (at == 5)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    monkeypatch.undo()
+    run_training(tmp_path, schedule)
+    assert trainer.last_step(run) == 12
 
 
 def test_a_loss_that_is_not_finite_stops_training_with_a_remedy(tmp_path: Path):
