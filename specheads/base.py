@@ -1,6 +1,7 @@
 """The frozen base: load it, read text with it, verify trees with it, and never change it."""
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -191,17 +192,32 @@ class FrozenBase:
         tapped = torch.cat([out.hidden_states[k] for k in taps], dim=-1) if taps else None
         return Features(out.last_hidden_state, tapped)
 
-    @torch.no_grad()
     def project(self, hidden: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch vocab"]:
         """Return the base's own logits for final hidden states, scaled and capped as it does."""
-        logits = torch.nn.functional.linear(
-            hidden, self.projection, getattr(self._output_embedding(), "bias", None)
-        )
-        if divisor := getattr(self.config, "logits_scaling", None):
-            logits = logits / divisor
-        if cap := getattr(self.config, "final_logit_softcapping", None):
-            logits = cap * torch.tanh(logits / cap)
-        return logits
+        return self.projector()(hidden)
+
+    def projector(
+        self, tokens: Int[Tensor, " drafted"] | None = None
+    ) -> Callable[[Tensor], Tensor]:
+        """Return what gives the base's own logits of these tokens for final hidden states.
+
+        Args:
+            tokens: Whose logits; None is the whole vocabulary.
+        """
+        weight, bias = self.projection, getattr(self._output_embedding(), "bias", None)
+        if tokens is not None:
+            weight, bias = weight[tokens], None if bias is None else bias[tokens]
+        divisor = getattr(self.config, "logits_scaling", None)
+        cap = getattr(self.config, "final_logit_softcapping", None)
+
+        @torch.no_grad()
+        def project(hidden: Tensor) -> Tensor:
+            logits = torch.nn.functional.linear(hidden, weight, bias)
+            if divisor:
+                logits = logits / divisor
+            return cap * torch.tanh(logits / cap) if cap else logits
+
+        return project
 
     @torch.no_grad()
     def verify(self, tree: TokenTree, cache: KVCache, taps: tuple[int, ...] = ()) -> Verification:

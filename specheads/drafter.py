@@ -71,6 +71,10 @@ class Drafter(ABC):
         del index
         return memory
 
+    def to_tokens(self, drafted: Int[Tensor, "*any"]) -> Int[Tensor, "*any"]:
+        """Return the tokens that these columns of its logits stand for."""
+        return drafted
+
     @abstractmethod
     def begin(
         self,
@@ -111,10 +115,51 @@ class Head(Drafter, nn.Module, PyTorchModelHubMixin):
     EXPORTS: ClassVar[Mapping[str, Any]] = {}
     """Layouts of serving engines, by engine name."""
 
+    draft_ids: Tensor | None
+    """Tokens it can draft, in increasing order; None is the whole vocabulary."""
+
     def __init__(self, config: Any, width: int, vocab_size: int) -> None:
         super().__init__()
         self.config = config
         self.width, self.vocab_size = width, vocab_size
+        size = getattr(config, "draft_tokens", 0)
+        if not 0 <= size <= vocab_size:
+            raise ValueError(
+                f"draft_tokens must lie between 0 (all) and {vocab_size} (the vocabulary), got "
+                f"{size}"
+            )
+        # until a corpus is counted the first tokens stand there, so that shapes are right
+        self.register_buffer("draft_ids", torch.arange(size) if size else None)
+        self.drafted_size = size or vocab_size
+
+    def choose_vocabulary(self, counts: Int[Tensor, " vocab"]) -> None:
+        """Draft the most frequent tokens only, as many as the settings say.
+
+        Decoding stays lossless: what cannot be drafted is said by the base itself.
+
+        Args:
+            counts: How often each token of the vocabulary stands in the training text.
+
+        Source: Zhao et al. 2025, FR-Spec, arXiv:2502.14856.
+        """
+        if self.draft_ids is not None:
+            self.draft_ids.copy_(counts.topk(len(self.draft_ids)).indices.sort().values)
+
+    def coverage(self, counts: Int[Tensor, " vocab"]) -> float:
+        """Return the share of a text that the head could draft, from its token counts."""
+        drafted = self.to_drafted(torch.arange(len(counts), device=counts.device)) >= 0
+        return (counts[drafted].sum() / counts.sum().clamp(min=1)).item()
+
+    def to_tokens(self, drafted: Int[Tensor, "*any"]) -> Int[Tensor, "*any"]:
+        """Return the tokens that these columns of its logits stand for."""
+        return drafted if self.draft_ids is None else self.draft_ids[drafted]
+
+    def to_drafted(self, tokens: Int[Tensor, "*any"]) -> Int[Tensor, "*any"]:
+        """Return the columns of its logits that stand for these tokens, -1 where none does."""
+        if self.draft_ids is None:
+            return tokens
+        columns = torch.searchsorted(self.draft_ids, tokens).clamp(max=len(self.draft_ids) - 1)
+        return torch.where(self.draft_ids[columns] == tokens, columns, -1)
 
     @property
     def kind(self) -> str:
@@ -139,12 +184,25 @@ class Head(Drafter, nn.Module, PyTorchModelHubMixin):
         the logits of a whole batch.
         """
 
+    def projection_rows(self, projection: Weight) -> Float[Tensor, "drafted width"]:
+        """Return the rows of the base's projection that stand for what the head can draft."""
+        return projection if self.draft_ids is None else projection[self.draft_ids]
+
+    def choose_taps(self, num_layers: int) -> None:
+        """Settle `taps`, where the settings leave them open; called whenever a base is at hand.
+
+        Args:
+            num_layers: Of the base.
+        """
+        del num_layers
+
     def initialise(self, embedding: Tensor, projection: Tensor) -> None:
         """Start from the base's own tensors where that helps; called once, before training.
 
         Args:
             embedding: The base's input embedding (vocab, width).
-            projection: The matrix whose product with the final hidden state is its logits.
+            projection: The matrix whose product with the final hidden state is its logits, of
+                the tokens that the head can draft.
         """
         del embedding, projection
 

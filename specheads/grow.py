@@ -78,7 +78,7 @@ class Static(Policy):
         logits, state = drafter.begin(features, tokens, count, memory)
         drafted = [_root(tokens, count)]
         for index, level in enumerate(self._levels):
-            best = _best(logits, level.width)
+            best = drafter.to_tokens(_best(logits, level.width))
             new = best[:, level.parents, level.ranks]
             drafted.append(new)
             if index + 1 < self.depth:
@@ -157,7 +157,7 @@ class BestFirst(Policy):
         for level in range(self.depth):
             best, guesses = logits.log_softmax(-1).topk(self.branch, dim=-1)
             total = (score[..., None] + best).flatten(1)
-            drafted.append(guesses.flatten(1))
+            drafted.append(drafter.to_tokens(guesses).flatten(1))
             parents.append(above.repeat_interleave(self.branch, dim=1))
             scores.append(total)
             if level + 1 < self.depth:
@@ -167,6 +167,62 @@ class BestFirst(Policy):
                 logits, state = drafter.extend(state, inner, kept // self.branch)
             first += total.shape[1]
         return _prune(root, drafted, parents, scores, self.num_nodes)
+
+
+class Beam(Policy):
+    """The `width` best paths of every length, each level continuing those of the level above.
+
+    What ReDrafter drafts with. Every path that was ever among the best stays in the tree, also
+    one that nothing continued, so that all trees have the same size; the original keeps only
+    the beginnings of the last level's paths.
+
+    Args:
+        width: Paths kept per level.
+        depth: Levels below the root, at most the drafter's.
+        top: Guesses that count at each node; the law is that among them.
+
+    Raises:
+        ValueError: `width` or `depth` is below one, or the root has fewer guesses than `width`.
+
+    Source: Cheng et al. 2024, arXiv:2403.09919, section 3.2; `recurrent_drafting` of
+    apple/ml-recurrent-drafter for `top`.
+    """
+
+    def __init__(self, width: int, depth: int, top: int = 50) -> None:
+        if not 1 <= width <= top or depth < 1:
+            raise ValueError(
+                f"a beam needs a width from 1 to top={top} and a depth of at least 1, got "
+                f"{width} and {depth}"
+            )
+        self.name = "beam"
+        self.num_nodes, self.depth = 1 + width * depth, depth
+        self.width, self.top = width, top
+
+    def grow(
+        self,
+        drafter: Drafter,
+        features: Features,
+        tokens: Int[Tensor, "batch time"],
+        count: Int[Tensor, " batch"],
+        memory: Memory | None,
+    ) -> TokenTree:
+        """Draft `width` tokens a level, those that end the likeliest paths."""
+        root = _root(tokens, count)
+        logits, state = drafter.begin(features, tokens, count, memory)
+        drafted, parents = [root], [torch.full_like(root, -1)]
+        score = torch.zeros(root.shape, dtype=logits.dtype, device=root.device)
+        above = 0
+        for level in range(self.depth):
+            best, guesses = logits.topk(min(self.top, logits.shape[-1]), dim=-1)
+            total = (score[..., None] + best.log_softmax(-1)).flatten(1)
+            score, kept = total.topk(self.width, dim=1)
+            origin = kept // best.shape[-1]
+            drafted.append(drafter.to_tokens(guesses).flatten(1).gather(1, kept))
+            parents.append(above + origin)
+            above = 1 + level * self.width
+            if level + 1 < self.depth:
+                logits, state = drafter.extend(state, drafted[-1], origin)
+        return TokenTree(torch.cat(drafted, dim=1), torch.cat(parents, dim=1))
 
 
 def _prune(

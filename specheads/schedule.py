@@ -43,7 +43,7 @@ def optimizers(head: Head, schedule: Schedule) -> list[torch.optim.Optimizer]:
         for parameter in trained
         if schedule.muon_learning_rate > 0
         and parameter.ndim == 2
-        and head.vocab_size not in parameter.shape
+        and not {head.vocab_size, head.drafted_size} & set(parameter.shape)
     ]
     known = {id(parameter) for parameter in hidden}
     rest = [parameter for parameter in trained if id(parameter) not in known]

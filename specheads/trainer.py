@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -46,16 +46,20 @@ class Objective(nn.Module):
     ) -> losses.DepthLoss:
         """Return the loss of every depth over the labels that `scored` marks."""
         depth = self.head.depth
-        rows, labels = scored.nonzero(as_tuple=True)
+        drafted = self.head.to_drafted(tokens)
+        rows, labels = (scored & (drafted >= 0)).nonzero(as_tuple=True)
         states = [
             state[rows, labels - 2 - level]
             for level, state in enumerate(self.head.states(features, tokens))
         ]
         targets = losses.Targets(
-            tokens[rows, labels], features.hidden[rows, labels - 1].detach(), project
+            drafted[rows, labels], features.hidden[rows, labels - 1].detach(), project
         )
         projections = [self.head.projection(level) for level in range(depth)]
-        return losses.depth_loss(states, projections, targets, kind=phase.loss, decay=phase.decay)
+        loss = losses.depth_loss(states, projections, targets, kind=phase.loss, decay=phase.decay)
+        # a label that cannot be drafted is a draft that the base will not accept
+        covered = len(rows) / scored.sum().clamp(min=1)
+        return replace(loss, agreement=loss.agreement * covered)
 
 
 @dataclass(slots=True)
@@ -141,6 +145,7 @@ class _Trainer:
             accelerator.prepare_optimizer(optimizer) for optimizer in optimizers(head, schedule)
         ]
         self.objective = accelerator.prepare_model(Objective(head.train()))
+        self.project = base.projector(head.draft_ids)
         self.at = Progressed()
         self.stop = False
         self.bar = Progress(
@@ -201,7 +206,7 @@ class _Trainer:
         tokens = batch.tokens.to(self.base.device)
         features = self.base.read(tokens, self.head.taps)
         scored = self._scored(batch, phase).to(self.base.device)
-        project = None if phase.loss in losses.LABELS_ONLY else self.base.project
+        project = None if phase.loss in losses.LABELS_ONLY else self.project
         loss = self.objective(features, tokens, scored, project, phase)
         self.accelerator.backward(loss.total)
         self.accelerator.clip_grad_norm_(self.head.parameters(), self.schedule.clip_norm)

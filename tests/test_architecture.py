@@ -10,7 +10,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "specheads"
 LAYERS = (
     ("tree", "accept", "losses", "metrics", "muon", "layout"),
-    ("config", "drafter", "cache", "mask", "base"),
+    ("config", "drafter", "attention", "cache", "mask", "base", "prefix"),
     ("heads", "baselines", "grow", "text", "schedule"),
     ("decode", "measure", "tune", "trainer", "checkpoint", "export", "track"),
     ("commands",),

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from specheads.drafter import Drafter, Features
-from specheads.grow import NOTHING, BestFirst, Policy, Static, chain
+from specheads.grow import NOTHING, Beam, BestFirst, Policy, Static, chain
 from specheads.tree import TokenTree
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -202,3 +202,36 @@ def test_a_budget_that_cannot_be_drafted_is_refused_with_its_bounds(num_nodes, m
     # 2 children of the root, 2 of each of those, and 2 of each of the 4 best below: 14 drafts
     with pytest.raises(ValueError, match=f"2 to {most} nodes, got {num_nodes}"):
         BestFirst(num_nodes, depth=3, beam=4, branch=2)
+
+
+@pytest.mark.parametrize(("width", "depth"), [(1, 3), (3, 2), (4, 3)])
+def test_a_beam_holds_the_best_continuations_of_the_level_above(width: int, depth: int):
+    drafter = Walker(vocab=5, depth=depth, batch=2)
+    tree = grow(Beam(width, depth), drafter, [7, 8])
+    assert tree.tokens.shape == (2, 1 + width * depth)
+    for row in range(2):
+        probs = drafter.path_probs(row)
+        ours = paths_of(tree, row)
+        above: list[tuple[int, ...]] = [()]
+        for level in range(depth):
+            candidates = [(*path, token) for path in above for token in range(5)]
+            above = sorted(candidates, key=lambda path: -probs[path])[:width]
+            assert ours[level * width : (level + 1) * width] == above
+
+
+def test_a_beam_counts_only_the_best_guesses_of_a_node():
+    #  .52 a  ->  .6 a  .4 b                   among all four     aa .31  ab .21  ba .15
+    #  .48 b  ->  .32 a  .3 b  .2 c  .18 d     among the best two aa .31  ba .25  bb .23
+    table = torch.tensor([[0.52, 0.48, 1e-9, 1e-9], [0.6, 0.4, 1e-9, 1e-9], [0.32, 0.3, 0.2, 0.18]])
+    drafter = Walker(vocab=4, depth=2)
+    drafter.table[0, :3] = table.log().double()
+    everything = grow(Beam(3, 2), drafter, [7])
+    two = grow(Beam(2, 2, top=2), drafter, [7])
+    assert paths_of(everything)[3:5] == [(0, 0), (0, 1)]
+    assert paths_of(two)[2:] == [(0, 0), (1, 0)]
+
+
+@pytest.mark.parametrize(("width", "depth", "top"), [(0, 2, 50), (3, 0, 50), (6, 2, 5)])
+def test_a_beam_that_cannot_be_filled_is_refused(width: int, depth: int, top: int):
+    with pytest.raises(ValueError, match="a beam needs a width from 1 to top"):
+        Beam(width, depth, top)

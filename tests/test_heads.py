@@ -1,5 +1,7 @@
 """The contract every head fulfils; the list of heads is the folder."""
 
+import dataclasses
+import importlib
 import json
 from pathlib import Path
 
@@ -28,15 +30,22 @@ def base() -> FrozenBase:
 def make(kind: str, base: FrozenBase) -> Head:
     """Return an untrained head whose every tensor is random, in float64."""
     torch.manual_seed(1)
-    head = heads.build_for({"kind": kind, "num_heads": 3}, base).double().eval()
+    head = heads.build_for(tiny.head_settings(kind, depth=3), base).double().eval()
     for parameter in head.parameters():
         parameter.data += 0.2 * torch.randn_like(parameter)
     return head
 
 
-def read(base: FrozenBase, seed: int = 0) -> tuple[Features, torch.Tensor]:
+def read(
+    base: FrozenBase, taps: tuple[int, ...] = (), seed: int = 0
+) -> tuple[Features, torch.Tensor]:
     tokens = torch.randint(base.vocab_size, (2, TIME), generator=torch.manual_seed(seed))
-    return base.read(tokens), tokens
+    return base.read(tokens, taps), tokens
+
+
+def until(features: Features, time: int) -> Features:
+    """Return the features of the first positions."""
+    return features.at(torch.arange(time).expand(2, -1))
 
 
 def test_the_folder_holds_the_kinds_of_the_first_release():
@@ -46,7 +55,7 @@ def test_the_folder_holds_the_kinds_of_the_first_release():
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_parameter_learns(kind: str, base: FrozenBase):
     head = make(kind, base)
-    features, tokens = read(base)
+    features, tokens = read(base, head.taps)
     logits = offline_logits(head, features, tokens)
     assert len(logits) == head.depth
     loss = sum(
@@ -67,10 +76,10 @@ def test_every_parameter_learns(kind: str, base: FrozenBase):
 def test_drafting_a_chain_agrees_with_training(kind: str, base: FrozenBase):
     """begin/extend along the true tokens give the logits that states() trains."""
     head = make(kind, base)
-    features, tokens = read(base)
+    features, tokens = read(base, head.taps)
     place = 7
     trained = [logits[:, place] for logits in offline_logits(head, features, tokens)]
-    committed = Features(features.hidden[:, : place + 1])
+    committed = until(features, place + 1)
     count = torch.full((2,), place + 1)
     logits, state = head.begin(
         committed, tokens[:, 1 : place + 2], count, head.memory(2, capacity=64)
@@ -88,9 +97,9 @@ def test_drafting_a_chain_agrees_with_training(kind: str, base: FrozenBase):
 def test_siblings_are_drafted_from_their_own_parent(kind: str, base: FrozenBase):
     """A level of several nodes gives each the logits it has when drafted alone."""
     head = make(kind, base)
-    features, tokens = read(base)
+    features, tokens = read(base, head.taps)
     count = torch.full((2,), TIME - 1)
-    arguments = (Features(features.hidden[:, :-1]), tokens[:, 1:], count)
+    arguments = (until(features, TIME - 1), tokens[:, 1:], count)
     nodes = torch.tensor([[3, 9, 27], [4, 16, 1]])
     _, state = head.begin(*arguments, head.memory(2, 64))
     _, state = head.extend(state, nodes, torch.zeros_like(nodes))
@@ -110,14 +119,14 @@ def test_siblings_are_drafted_from_their_own_parent(kind: str, base: FrozenBase)
 def test_no_depth_reads_a_token_it_must_not_have_read(kind: str, base: FrozenBase):
     """Depth k at position t has read tokens up to t + 1 + k: later ones change nothing."""
     head = make(kind, base)
-    features, tokens = read(base)
+    features, tokens = read(base, head.taps)
     before = offline_logits(head, features, tokens)
     for changed in range(2, TIME):
         other = tokens.clone()
         other[:, changed] = (other[:, changed] + 1) % base.vocab_size
-        hidden = features.hidden.clone()
-        hidden[:, changed:] += 1.0
-        after = offline_logits(head, Features(hidden), other)
+        later = (torch.arange(TIME) >= changed)[:, None].double()
+        taps = None if features.taps is None else features.taps + later
+        after = offline_logits(head, Features(features.hidden + later, taps), other)
         for level, (old, new) in enumerate(zip(before, after, strict=True)):
             free = max(changed - 1 - level, 0)
             torch.testing.assert_close(old[:, :free], new[:, :free], rtol=0, atol=0)
@@ -146,7 +155,7 @@ def test_a_saved_head_comes_back_the_same(kind: str, base: FrozenBase, tmp_path:
     assert again.kind == kind
     for name, value in head.state_dict().items():
         assert torch.equal(value, again.state_dict()[name]), name
-    features, tokens = read(tiny.base("llama", dtype=torch.float32))
+    features, tokens = read(tiny.base("llama", dtype=torch.float32), head.taps)
     for ours, theirs in zip(
         offline_logits(head, features, tokens), offline_logits(again, features, tokens), strict=True
     ):
@@ -329,3 +338,49 @@ def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path):
     with pytest.raises(ValueError, match=r"medusa_lm_head\.pt"):
         heads.load_head(tmp_path)
     assert not (tmp_path / "ran").exists()
+
+
+def _reducible(kind: str) -> bool:
+    module = importlib.import_module(f"specheads.heads.{kind}")
+    return "draft_tokens" in {field.name for field in dataclasses.fields(module.Config)}
+
+
+REDUCED = [kind for kind in KINDS if _reducible(kind)]
+
+
+@pytest.mark.parametrize("kind", REDUCED)
+def test_a_reduced_vocabulary_drafts_its_own_tokens_and_stays_lossless(kind: str, base: FrozenBase):
+    counts = torch.randint(1, 100, (base.vocab_size,), generator=torch.manual_seed(2))
+    head = heads.build_for({"kind": kind, "draft_tokens": 20}, base, counts).double().eval()
+    allowed = set(counts.topk(20).indices.tolist())
+    assert head.draft_ids is not None
+    assert set(head.draft_ids.tolist()) == allowed
+    assert head.projection(0)[0].shape[0] == 20
+    prompts = tiny.prompts()
+    for policy in (grow.Static([(0,), (1,), (0, 0)]), grow.BestFirst(6, 2)):
+        ours = generate(base, head, prompts, max_new_tokens=20, tree=policy)
+        assert ours.tokens == generate(base, None, prompts, max_new_tokens=20).tokens
+        features, tokens = read(base, head.taps)
+        count = torch.full((2,), TIME - 1)
+        before = until(features, TIME - 1)
+        tree = policy.grow(head, before, tokens[:, 1:], count, head.memory(2, 64))
+        assert set(tree.tokens[:, 1:].flatten().tolist()) <= allowed
+
+
+@pytest.mark.parametrize("kind", REDUCED)
+def test_a_reduced_vocabulary_comes_back_with_the_head(kind: str, base: FrozenBase, tmp_path: Path):
+    counts = torch.arange(base.vocab_size)
+    head = heads.build_for({"kind": kind, "draft_tokens": 20}, base, counts)
+    head.save_pretrained(tmp_path)
+    again = heads.load_head(tmp_path)
+    assert again.draft_ids is not None
+    assert again.draft_ids.tolist() == list(range(base.vocab_size - 20, base.vocab_size))
+    assert again.coverage(counts) == pytest.approx(sum(range(41, 61)) / sum(range(61)))
+
+
+def test_tokens_and_columns_translate_into_each_other():
+    #  tokens   0 1 2 3 4 5       drafted  1 4 5   in columns  0 1 2
+    head = heads.build({"kind": "medusa", "draft_tokens": 3}, width=4, vocab_size=6)
+    head.choose_vocabulary(torch.tensor([0, 9, 0, 0, 7, 8]))
+    assert head.to_drafted(torch.arange(6)).tolist() == [-1, 0, -1, -1, 1, 2]
+    assert head.to_tokens(torch.arange(3)).tolist() == [1, 4, 5]

@@ -59,7 +59,7 @@ def run_training(
 ) -> Head:
     base = tiny.base("llama", dtype=torch.float32)
     torch.manual_seed(0)
-    head = heads.build_for({"kind": kind, "num_heads": 2}, base)
+    head = heads.build_for(tiny.head_settings(kind, depth=2), base)
     run = RunDirectory(folder)
     tracker = Tracker(
         run.metrics,
@@ -106,7 +106,7 @@ def test_the_base_stays_as_it_is_and_every_parameter_of_the_head_moves(kind: str
     base = tiny.base("llama", dtype=torch.float32)
     before = {name: value.clone() for name, value in base.model.state_dict().items()}
     torch.manual_seed(0)
-    fresh = heads.build_for({"kind": kind, "num_heads": 2}, base)
+    fresh = heads.build_for(tiny.head_settings(kind, depth=2), base)
     start = {name: value.clone() for name, value in fresh.named_parameters()}
     trained = run_training(tmp_path, Schedule(phases={"corpus": phase()}), kind=kind)
     for name, value in base.model.state_dict().items():
@@ -199,8 +199,10 @@ def test_a_loss_that_is_not_finite_stops_training_with_a_remedy(tmp_path: Path):
         run_training(tmp_path, Schedule(phases={"corpus": phase(learning_rate=1e30)}))
 
 
-def test_muon_takes_hidden_matrices_and_adamw_the_rest():
-    head = heads.build({"kind": "mlp_speculator", "num_heads": 3}, width=8, vocab_size=11)
+@pytest.mark.parametrize("draft_tokens", [0, 5])
+def test_muon_takes_hidden_matrices_and_adamw_the_rest(draft_tokens: int):
+    settings = {"kind": "mlp_speculator", "num_heads": 3, "draft_tokens": draft_tokens}
+    head = heads.build(settings, width=8, vocab_size=11)
     adamw, muon = optimizers(head, Schedule(phases={}, muon_learning_rate=0.1))
     shapes = [tuple(value.shape) for group in muon.param_groups for value in group["params"]]
     assert isinstance(muon, torch.optim.Muon)
@@ -223,3 +225,23 @@ def test_muon_takes_hidden_matrices_and_adamw_the_rest():
 def test_a_phase_that_could_only_fail_later_is_refused_at_once(changes: dict, message: str):
     with pytest.raises(ValueError, match=message):
         check_phase("corpus", phase(**changes), context=128)
+
+
+def test_a_label_that_cannot_be_drafted_is_not_trained_on_and_counts_as_not_accepted():
+    #  labels   0 1 2 3 0 1 2 3      draftable: 1 and 3, so half of the rows
+    base = tiny.base("llama", dtype=torch.float32)
+    counts = torch.zeros(base.vocab_size, dtype=torch.long)
+    counts[[1, 3]] = 1
+    head = heads.build_for(
+        {"kind": "mlp_speculator", "num_heads": 1, "draft_tokens": 2}, base, counts
+    )
+    tokens = (torch.arange(16) % 4)[None]
+    scored = torch.zeros_like(tokens, dtype=torch.bool)
+    scored[:, 4:12] = True
+    objective = trainer.Objective(head)
+    features = base.read(tokens)
+    project = base.projector(head.draft_ids)
+    whole = objective(features, tokens, scored, project, phase())
+    part = objective(features, tokens, scored & (tokens % 2 == 1), project, phase())
+    assert torch.equal(whole.total, part.total)
+    assert torch.equal(whole.agreement, part.agreement / 2)

@@ -1,12 +1,15 @@
 """Train a head through every phase of a recipe, then evaluate it."""
 
 import sys
+from itertools import islice
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs
 from rich.console import Console
 from rich.progress import Progress
+from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
 from specheads import decode, heads, track, trainer
@@ -22,6 +25,11 @@ from specheads.text.fingerprint import tokenizer_fingerprint
 from specheads.text.pack import PackedText, Text
 from specheads.track import Tracker
 
+COUNTED_TOKENS = 2**19
+"""Tokens of the corpus that a reduced draft vocabulary is counted on."""
+
+COUNTED_LENGTH = 512
+
 
 @_compose.command("train")
 def main(settings: Train) -> None:
@@ -30,7 +38,11 @@ def main(settings: Train) -> None:
         sys.stdout.write(_compose.as_yaml(settings))
         return
     transformers_logging.disable_progress_bar()
-    accelerator = Accelerator(mixed_precision="bf16" if _has_bf16() else "no")
+    accelerator = Accelerator(
+        mixed_precision="bf16" if _has_bf16() else "no",
+        # what a head borrows from the base is a buffer, the same everywhere already
+        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
+    )
     run = RunDirectory(Path(settings.run_dir))
     base = FrozenBase.load(
         settings.base.model,
@@ -43,7 +55,11 @@ def main(settings: Train) -> None:
     texts = _Texts(settings, base, run, accelerator)
     texts.refuse_too_short()
     torch.manual_seed(settings.seed)
-    head = heads.build_for(settings.head, base)
+    counts = texts.count_tokens() if settings.head.get("draft_tokens") else None
+    head = heads.build_for(settings.head, base, counts)
+    if counts is not None and accelerator.is_main_process:
+        share = head.coverage(counts)
+        Console().print(f"{head.drafted_size} draft tokens cover {share:.1%} of the corpus")
     if accelerator.is_main_process:
         run.begin(_compose.as_yaml(settings), {"base_fingerprint": base.fingerprint})
     accelerator.wait_for_everyone()
@@ -126,6 +142,21 @@ class _Texts:
                 self.prompts(phase.distill)
             else:
                 self.corpus(phase.sequence_length, phase.batch_size)
+
+    def count_tokens(self) -> Tensor:
+        """Return how often each token of the vocabulary stands in the corpus's beginning."""
+        assert self.base.tokenizer is not None
+        # every process counts the same text, so that all agree
+        rows = PackedText(
+            self.documents,
+            self.base.tokenizer,
+            sequence_length=COUNTED_LENGTH,
+            batch_size=1,
+            seed=self.settings.seed,
+        )
+        batches = islice(rows.batches(), COUNTED_TOKENS // COUNTED_LENGTH)
+        text = torch.cat([batch.tokens.flatten() for batch, _ in batches])
+        return torch.bincount(text, minlength=self.base.vocab_size)
 
     def prompts(self, settings: Distill) -> PackedText:
         """Return corpus rows whose beginnings the base continues."""

@@ -79,13 +79,23 @@ def build(settings: Mapping[str, Any], *, width: int, vocab_size: int) -> Head:
     return _module(settings["kind"]).Head(config, width=width, vocab_size=vocab_size)
 
 
-def build_for(settings: Mapping[str, Any], base: FrozenBase) -> Head:
-    """Make an untrained head that starts from the base's own tensors, on the base's device."""
+def build_for(settings: Mapping[str, Any], base: FrozenBase, counts: Tensor | None = None) -> Head:
+    """Make an untrained head that starts from the base's own tensors, on the base's device.
+
+    Args:
+        settings: As in `build`.
+        base: The base it is made for.
+        counts: How often each token stands in the training text, for a head that drafts the
+            most frequent ones only; None takes the first ones.
+    """
     head = build(settings, width=base.width, vocab_size=base.vocab_size)
+    if counts is not None:
+        head.choose_vocabulary(counts)
     # heads learn in float32 whatever the base computes in: small updates vanish in bfloat16
     embedding, projection = base.embedding.float(), base.scaled_projection.float()
-    head.to(base.device).initialise(embedding, projection)
-    head.bind(base.embedding, base.scaled_projection)
+    head.to(base.device)
+    head.initialise(embedding, head.projection_rows(projection))
+    _lend(head, base)
     return head
 
 
@@ -147,7 +157,7 @@ def fit(head: Head, base: FrozenBase) -> None:
     """Move a head to its base's device and lend it the base's tensors.
 
     Raises:
-        ValueError: The head was made for another width or vocabulary.
+        ValueError: The head was made for another width or vocabulary, or more layers.
     """
     for name, ours in (("width", base.width), ("vocab_size", base.vocab_size)):
         theirs = getattr(head, name)
@@ -158,6 +168,17 @@ def fit(head: Head, base: FrozenBase) -> None:
             )
     head.to(base.device, base.dtype)
     column_major(head)
+    _lend(head, base)
+
+
+def _lend(head: Head, base: FrozenBase) -> None:
+    """Show a head its base: the layers it may read and the tensors it may borrow."""
+    head.choose_taps(base.num_layers)
+    if max(head.taps, default=0) > base.num_layers:
+        raise ValueError(
+            f"the head reads the base after {max(head.taps)} layers, this base has "
+            f"{base.num_layers}; load the base it was trained on, or set other taps"
+        )
     head.bind(base.embedding, base.scaled_projection)
 
 

@@ -26,6 +26,9 @@ class Config:
     num_layers: int = 1
     """Residual blocks of each head."""
 
+    draft_tokens: int = 0
+    """Tokens it can draft, the most frequent ones of the training text. Zero is all."""
+
     def __post_init__(self) -> None:
         if self.num_heads < 1 or self.num_layers < 0:
             raise ValueError(
@@ -58,7 +61,7 @@ class Head(BaseHead):
             for _ in range(self.depth)
         )
         self.head = nn.ModuleList(
-            nn.Linear(width, vocab_size, bias=False) for _ in range(self.depth)
+            nn.Linear(width, self.drafted_size, bias=False) for _ in range(self.depth)
         )
 
     def initialise(self, embedding: Tensor, projection: Tensor) -> None:

@@ -37,6 +37,9 @@ class Config:
     scale_input: bool = True
     """Whether the base's hidden state is brought to norm 1/sqrt(2) per channel first."""
 
+    draft_tokens: int = 0
+    """Tokens it can draft, the most frequent ones of the training text. Zero is all."""
+
     def __post_init__(self) -> None:
         if self.num_heads < 1 or self.inner_dim < 0:
             raise ValueError(
@@ -75,7 +78,9 @@ class Head(BaseHead):
         self.proj = nn.ModuleList(
             nn.Linear(size, inner, bias=False) for size in [width] + [inner] * recurrences
         )
-        self.head = nn.ModuleList(nn.Linear(inner, vocab_size, bias=False) for _ in range(copies))
+        self.head = nn.ModuleList(
+            nn.Linear(inner, self.drafted_size, bias=False) for _ in range(copies)
+        )
         self.ln = nn.ModuleList(_Norm(inner) for _ in range(copies))
         for module in (*self.emb, *self.proj, *self.head):
             nn.init.normal_(module.get_parameter("weight"), std=1 / math.sqrt(inner))

@@ -93,10 +93,11 @@ def _ranks(head: Head, level: int, states: Tensor, answers: Tensor, width: int) 
     found = []
     for chunk, wanted in zip(states.split(CHUNK), answers.split(CHUNK), strict=True):
         logits = head.logits(chunk, level)
-        hits = logits.topk(min(width, logits.shape[-1]), dim=-1).indices == wanted[:, None]
+        guesses = logits.topk(min(width, logits.shape[-1]), dim=-1).indices
+        hits = head.to_tokens(guesses) == wanted[:, None]
         rank = torch.where(hits.any(-1), hits.int().argmax(-1), width)
         # chains draft the argmax and trees the topk, which may order equal logits differently
-        best = logits.argmax(-1) == wanted
+        best = head.to_tokens(logits.argmax(-1)) == wanted
         found.append(torch.where(best, 0, rank.clamp(min=1)))
     return torch.cat(found)
 

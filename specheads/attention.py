@@ -1,0 +1,291 @@
+"""Attention for heads that have some: committed positions, and a path of one's own beside them.
+
+Every query sees slots that all share, as far as it may, and then the path that led to it. In
+training the slots are a text and a path is what was drafted from one position of it; in drafting
+the slots are what was committed and a path is a branch of the tree. So both are one formula.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+from torch.utils.checkpoint import checkpoint
+
+from specheads.drafter import last, pick_parents
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """Heads of an attention.
+
+    Raises:
+        ValueError: The heads do not divide, or cannot be rotated.
+    """
+
+    num_heads: int
+    num_shared: int
+    """Heads of keys and values, each for several attention heads."""
+    head_dim: int
+    """Channels of a head."""
+    theta: float
+    """Base of the rotary position embedding."""
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_shared or self.head_dim % 2:
+            raise ValueError(
+                "attention needs key and value heads that divide its heads, and an even number "
+                f"of channels a head, got {self.num_shared}, {self.num_heads} and {self.head_dim}"
+            )
+
+
+class Attention(nn.Module):
+    """Rotary attention with grouped keys and values, and names as Llama has them.
+
+    Args:
+        input_width: Of what it reads.
+        width: Of what it returns.
+        shape: Of its heads.
+    """
+
+    def __init__(self, input_width: int, width: int, shape: AttentionShape) -> None:
+        super().__init__()
+        num_heads, num_shared, head_dim = shape.num_heads, shape.num_shared, shape.head_dim
+        self.num_shared, self.head_dim, self.theta = num_shared, head_dim, shape.theta
+        self.q_proj = nn.Linear(input_width, num_heads * head_dim, bias=False)
+        self.k_proj = nn.Linear(input_width, num_shared * head_dim, bias=False)
+        self.v_proj = nn.Linear(input_width, num_shared * head_dim, bias=False)
+        self.o_proj = nn.Linear(num_heads * head_dim, width, bias=False)
+
+    def keys_values(self, inputs: Tensor, positions: Int[Tensor, "batch time"]) -> Tensor:
+        """Return what may be attended to: (batch, 2, shared head, time, head_dim)."""
+        keys = _rotate(self._split(self.k_proj(inputs)), positions, self.theta)
+        return torch.stack([keys, self._split(self.v_proj(inputs))], dim=1)
+
+    def forward(
+        self,
+        inputs: Tensor,
+        positions: Int[Tensor, "batch time"],
+        past: Tensor,
+        visible: Tensor,
+        path: Tensor | None = None,
+    ) -> Tensor:
+        """Attend to the visible slots and to the path, itself included, as if they were one.
+
+        Args:
+            inputs: (batch, time, input_width).
+            positions: Of the inputs; only differences matter.
+            past: (batch, 2, shared head, slot, head_dim), from `keys_values`.
+            visible: (batch, time, slot); batch and time may be one.
+            path: (batch, 2, shared head, time, level, head_dim): each position's own; None where
+                it has none, as in a plain decoder layer.
+        """
+        queries = _rotate(self._split(self.q_proj(inputs)), positions, self.theta)
+        if path is None:
+            keys, values = past.unbind(1)
+            mixed = F.scaled_dot_product_attention(
+                queries, keys, values, attn_mask=visible[:, None], enable_gqa=True
+            )
+        elif torch.is_grad_enabled():
+            # the weights of all levels would not fit: the backward pass makes them again
+            mixed = checkpoint(_mix, queries, past, visible, path, use_reentrant=False)
+            assert isinstance(mixed, Tensor)
+        else:
+            mixed = _mix(queries, past, visible, path)
+        return self.o_proj(mixed.transpose(1, 2).flatten(2))
+
+    def _split(self, values: Tensor) -> Tensor:
+        return values.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+
+def _rotate(values: Tensor, positions: Tensor, theta: float) -> Tensor:
+    """Turn channels i and i + half of each head by their angle at the position."""
+    half = values.shape[-1] // 2
+    exponents = torch.arange(half, device=values.device) / half
+    angles = positions[:, None, :, None] * theta**-exponents
+    cos, sin = angles.cos().to(values.dtype), angles.sin().to(values.dtype)
+    first, second = values.split(half, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+def _mix(queries: Tensor, past: Tensor, visible: Tensor, path: Tensor) -> Tensor:
+    (keys, values), (own_keys, own_values) = past.unbind(1), path.unbind(1)
+    grouped = queries.unflatten(1, (keys.shape[1], -1)) / math.sqrt(queries.shape[-1])
+    scores = torch.einsum("bhgtd,bhsd->bhgts", grouped, keys)
+    scores = scores.masked_fill(~visible[:, None, None], -math.inf)
+    own = torch.einsum("bhgtd,bhtld->bhgtl", grouped, own_keys)
+    weights = torch.cat([scores, own], dim=-1).softmax(-1).to(values.dtype)
+    shared, alone = weights.split([keys.shape[2], own_keys.shape[3]], dim=-1)
+    mixed = torch.einsum("bhgts,bhsd->bhgtd", shared, values)
+    return (mixed + torch.einsum("bhgtl,bhtld->bhgtd", alone, own_values)).flatten(1, 2)
+
+
+class GatedMlp(nn.Module):
+    """down(SiLU(gate x) * up x), with names as Llama has them."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(width, inner, bias=False)
+        self.up_proj = nn.Linear(width, inner, bias=False)
+        self.down_proj = nn.Linear(inner, width, bias=False)
+
+    def forward(self, values: Tensor) -> Tensor:
+        """Return what is to be added to the residual stream."""
+        return self.down_proj(F.silu(self.gate_proj(values)) * self.up_proj(values))
+
+
+@dataclass(slots=True)
+class Slots:
+    """Keys and values of committed positions; what lies beyond a row's length is never seen."""
+
+    held: Tensor
+    """(batch, 2, shared head, capacity, head_dim)."""
+    lengths: Int[Tensor, " batch"]
+    """Committed positions of each row."""
+    extent: int = 0
+    """Slots that any row may use, known without asking the device."""
+
+    @classmethod
+    def empty(cls, attention: Attention, batch: int, capacity: int) -> "Slots":
+        """Return rows without positions, in the precision and place of their attention."""
+        weight = attention.k_proj.weight
+        shape = (batch, 2, attention.num_shared, capacity, attention.head_dim)
+        return cls(weight.new_zeros(shape), torch.zeros(batch, dtype=torch.long).to(weight.device))
+
+    def append(self, fresh: Tensor, count: Int[Tensor, " batch"]) -> None:
+        """Write the new positions behind each row's old ones; `count` of them stay."""
+        time = fresh.shape[3]
+        rows = torch.arange(len(count), device=count.device)[:, None]
+        self.held[rows, :, :, self.following(time)] = fresh.permute(0, 3, 1, 2, 4)
+        self.lengths = self.lengths + count
+        self.extent = min(self.extent + time, self.held.shape[3])
+
+    def following(self, time: int) -> Int[Tensor, "batch time"]:
+        """Return the next `time` positions of each row."""
+        return self.lengths[:, None] + torch.arange(time, device=self.lengths.device)
+
+    def past(self) -> tuple[Tensor, Tensor]:
+        """Return the slots in use, and which of them each row may see: (batch, 1, slot)."""
+        places = torch.arange(self.extent, device=self.lengths.device)
+        return self.held[:, :, :, : self.extent], (places < self.lengths[:, None])[:, None]
+
+    def keep_rows(self, index: Int[Tensor, " kept"]) -> "Slots":
+        """Return these rows alone."""
+        return Slots(self.held[index], self.lengths[index], self.extent)
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """Where a draft stands: the nodes of a level, and what each has seen on its way."""
+
+    hidden: Float[Tensor, "batch node width"]
+    """The layer's output at the nodes."""
+    path: Tensor
+    """(batch, 2, shared head, node, level, head_dim): keys and values of drafted tokens."""
+    memory: Slots
+
+
+class FeedbackLayer(nn.Module):
+    """A Llama layer that goes over its own output, and reads one more token in each round.
+
+    Its attention reads the token's embedding beside the stream. It sees the first round of all
+    positions so far, which the base has read, and the later rounds of its own path alone, which
+    the base has not.
+
+    Args:
+        width: Of both.
+        inner: Width of the MLP.
+        epsilon: Of the norms.
+        norm_before_residual: Whether the residual starts from the normed stream.
+        shape: Of its `Attention`, by name.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        *,
+        inner: int,
+        epsilon: float,
+        norm_before_residual: bool,
+        shape: AttentionShape,
+    ) -> None:
+        super().__init__()
+        self.norm_before_residual = norm_before_residual
+        self.input_layernorm = nn.RMSNorm(width, epsilon)
+        self.hidden_norm = nn.RMSNorm(width, epsilon)
+        self.self_attn = Attention(2 * width, width, shape)
+        self.post_attention_layernorm = nn.RMSNorm(width, epsilon)
+        self.mlp = GatedMlp(width, inner)
+
+    def rounds(
+        self, hidden: Float[Tensor, "batch time width"], embedded: Iterable[Tensor]
+    ) -> Iterator[Float[Tensor, "batch time width"]]:
+        """Yield each round's output, of every position at once: drafting from each of them.
+
+        Args:
+            hidden: Features of the base.
+            embedded: For each round the token that each position reads, (batch, time, width).
+        """
+        batch, time, _ = hidden.shape
+        first = torch.arange(time, device=hidden.device).expand(batch, -1)
+        visible = torch.ones(1, time, time, dtype=torch.bool, device=hidden.device).tril()
+        past = path = None
+        for level, tokens in enumerate(embedded):
+            inputs, fresh = self._read(hidden, tokens, first + level)
+            if past is None or path is None:
+                past, path = fresh, _no_path(fresh)
+            else:
+                path = torch.cat([path, fresh[..., None, :]], dim=4)
+            hidden = self(hidden, inputs, first + level, past, visible, path)
+            yield hidden
+
+    def commit(
+        self,
+        hidden: Float[Tensor, "batch time width"],
+        embedded: Float[Tensor, "batch time width"],
+        count: Int[Tensor, " batch"],
+        memory: Slots,
+    ) -> Branch:
+        """Remember what the base has read; return the first round at the last counted position."""
+        inputs, fresh = self._read(hidden, embedded, memory.following(hidden.shape[1]))
+        memory.append(fresh, count)
+        branch = Branch(last(hidden, count), _no_path(fresh[:, :, :, :1]), memory)
+        return self._go(branch, last(inputs, count), memory.lengths[:, None] - 1)
+
+    def branch(
+        self,
+        above: Branch,
+        embedded: Float[Tensor, "batch node width"],
+        parents: Int[Tensor, "batch node"],
+    ) -> Branch:
+        """Go one round further, from each node's parent in the level above."""
+        hidden = pick_parents(above.hidden, parents)
+        path = above.path.take_along_dim(parents[:, None, None, :, None, None], dim=3)
+        positions = (above.memory.lengths[:, None] + path.shape[4]).expand_as(parents)
+        inputs, fresh = self._read(hidden, embedded, positions)
+        path = torch.cat([path, fresh[..., None, :]], dim=4)
+        return self._go(Branch(hidden, path, above.memory), inputs, positions)
+
+    def _go(self, branch: Branch, inputs: Tensor, positions: Tensor) -> Branch:
+        past, visible = branch.memory.past()
+        hidden = self(branch.hidden, inputs, positions, past, visible, branch.path)
+        return Branch(hidden, branch.path, branch.memory)
+
+    def _read(self, hidden: Tensor, embedded: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what attention reads, twice the width, and its keys and values."""
+        inputs = torch.cat([self.input_layernorm(embedded), self.hidden_norm(hidden)], dim=-1)
+        return inputs, self.self_attn.keys_values(inputs, positions)
+
+    def forward(self, hidden: Tensor, inputs: Tensor, *attended: Tensor) -> Tensor:
+        """Return the stream after this layer; `attended` is what `Attention` takes."""
+        stream = self.hidden_norm(hidden) if self.norm_before_residual else hidden
+        stream = stream + self.self_attn(inputs, *attended)
+        return stream + self.mlp(self.post_attention_layernorm(stream))
+
+
+def _no_path(fresh: Tensor) -> Tensor:
+    """Return paths of length zero."""
+    return fresh[..., None, :][..., :0, :]
