@@ -54,6 +54,14 @@ class _Layer(CacheLayerMixin):
         self.keys[rows, :, target] = self.keys[rows, :, source]
         self.values[rows, :, target] = self.values[rows, :, source]
 
+    def gather(self, source: Tensor, first: int) -> None:
+        """Copy these slots of every row to the slots from `first` on, in order."""
+        assert self.keys is not None
+        assert self.values is not None
+        end = first + len(source)
+        self.keys[:, :, first:end] = self.keys.index_select(2, source)
+        self.values[:, :, first:end] = self.values.index_select(2, source)
+
     def keep_rows(self, index: Tensor) -> None:
         """Forget every row but these."""
         if self.is_initialized:
@@ -129,7 +137,14 @@ class KVCache(Cache):
             paths: Accepted nodes of each row, by their place in the last forward. They are on
                 the host because the engine reads what was accepted once a step anyway.
         """
-        if any(path != list(range(len(path))) for path in paths):
+        moved = any(path != list(range(len(path))) for path in paths)
+        if moved and len(paths) == 1:
+            # one row needs no index of rows, and slices are cheaper than indices
+            first = self.row_lengths[0]
+            source = torch.tensor(paths[0], device=self.device) + first
+            for layer in self._own_layers:
+                layer.gather(source, first)
+        elif moved:
             width = max(map(len, paths))
             # rows that keep fewer repeat their last node into slots that stay scratch
             padded = [path + path[-1:] * (width - len(path)) for path in paths]
