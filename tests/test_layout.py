@@ -6,12 +6,13 @@ from specheads.layout import column_major
 
 def test_weights_lie_by_column_and_are_the_same_bit_for_bit():
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3, bias=False))
+    first = nn.Linear(5, 7)
+    model = nn.Sequential(first, nn.ReLU(), nn.Linear(7, 3, bias=False))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     rows = torch.randn(4, 5)
     wanted = model(rows)
     column_major(model)
-    assert model[0].weight.stride() == (1, 7)
+    assert first.weight.stride() == (1, 7)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     torch.testing.assert_close(model(rows), wanted)
 

@@ -39,7 +39,7 @@ def test_a_recipe_composes_and_builds_its_head(name: str):
     for phase_name, phase in settings.schedule.phases.items():
         check_phase(phase_name, phase, context=8192)
     with torch.device("meta"):
-        head = heads.build(settings.head, width=64, vocab_size=128)
+        head = heads.build(settings.head, width=64, vocab_size=65536)
     assert head.depth >= 1
 
 
