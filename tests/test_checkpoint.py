@@ -106,6 +106,7 @@ def test_provenance_names_versions_and_machine_and_no_secret(monkeypatch: pytest
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setenv("WANDB_API_KEY", "wandb_secret")
     found = provenance()
-    assert found["versions"]["torch"] == torch.__version__
+    # the index's builds leave out of their metadata what comes after the plus sign
+    assert found["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
     assert found["hardware"]["cores"] >= 1
     assert "secret" not in json.dumps(found)
