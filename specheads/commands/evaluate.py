@@ -1,10 +1,12 @@
 """Measure a head: offline replay, online decoding, speed beside the base alone, and a report."""
 
 import json
+from dataclasses import fields
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from datasets import Dataset
 from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
@@ -12,7 +14,7 @@ from specheads import grow, heads
 from specheads.base import FrozenBase
 from specheads.checkpoint import RunDirectory, provenance, write_atomic
 from specheads.commands import _compose
-from specheads.config import Base, Evaluate, Evaluation, Train
+from specheads.config import Base, Data, Evaluate, Evaluation, Train
 from specheads.drafter import Head
 from specheads.measure import report
 from specheads.measure.offline import measure_offline
@@ -43,11 +45,11 @@ def main(settings: Evaluate) -> None:
         # what was not asked for is measured as the run's own recipe says
         for name in _compose.asked("evaluation", SHORT):
             setattr(trained.evaluation, name, getattr(settings.evaluation, name))
-        results = evaluate_run(run, trained, _load(trained.base), out=settings.out)
+        results = evaluate_run(run, trained, load_base(trained.base), out=settings.out)
     elif settings.head_path and settings.base.model:
         if not settings.out:
             raise ValueError("a head without a run needs out=FOLDER for its report")
-        base = _load(settings.base)
+        base = load_base(settings.base)
         head = heads.load_head(settings.head_path, base)
         results = _evaluate(base, head, settings, None)
         _write(Path(settings.out), results, [])
@@ -107,14 +109,21 @@ def check(settings: Train | Evaluate, base: FrozenBase) -> PromptSet:
     return prompts
 
 
-def _load(settings: Base) -> FrozenBase:
+def load_base(settings: Base, device: str = "auto") -> FrozenBase:
+    """Load the base that the settings name; `device` is what their auto stands for."""
     return FrozenBase.load(
         settings.model,
         revision=settings.revision,
         dtype=settings.dtype,
-        device=settings.device,
+        device=device if settings.device == "auto" else settings.device,
         attention=settings.attention,
     )
+
+
+def load_documents(data: Data, split: str, seed: int) -> Dataset:
+    """Load one split of the corpus that the settings name."""
+    choices = {field.name: getattr(data, field.name) for field in fields(data)}
+    return load_corpus(choices.pop("source"), split=split, seed=seed, **choices)
 
 
 def _evaluate(
@@ -185,18 +194,7 @@ def _choose(
     if wanted.kind == "best_first":
         return grow.BestFirst(wanted.num_nodes, depth, wanted.beam, wanted.branch), []
     assert base.tokenizer is not None
-    data = settings.data
-    documents = load_corpus(
-        data.source,
-        path=data.path,
-        split="validation",
-        config=data.config,
-        revision=data.revision,
-        column=data.column,
-        patterns=data.patterns,
-        max_documents=data.max_documents,
-        seed=settings.seed,
-    )
+    documents = load_documents(settings.data, "validation", settings.seed)
     windows = cut_windows(documents, base.tokenizer, how.prompt_tokens, settings.seed)
     prompts = list(islice(windows, how.tune_prompts))
     choice = pick_tree(base, head, prompts, progress=progress)

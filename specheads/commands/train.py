@@ -19,7 +19,6 @@ from specheads.commands import _compose, evaluate
 from specheads.config import Distill, Phase, Train
 from specheads.drafter import Head
 from specheads.schedule import check_phase
-from specheads.text.corpus import load_corpus
 from specheads.text.distill import DistilledText, write_shards
 from specheads.text.fingerprint import tokenizer_fingerprint
 from specheads.text.pack import PackedText, Text
@@ -44,13 +43,7 @@ def main(settings: Train) -> None:
         kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
     )
     run = RunDirectory(Path(settings.run_dir))
-    base = FrozenBase.load(
-        settings.base.model,
-        revision=settings.base.revision,
-        dtype=settings.base.dtype,
-        device=str(accelerator.device) if settings.base.device == "auto" else settings.base.device,
-        attention=settings.base.attention,
-    )
+    base = evaluate.load_base(settings.base, str(accelerator.device))
     _refuse_unusable(settings, base)
     texts = _Texts(settings, base, run, accelerator)
     texts.refuse_too_short()
@@ -111,17 +104,7 @@ class _Texts:
         self, settings: Train, base: FrozenBase, run: RunDirectory, accelerator: Accelerator
     ) -> None:
         self.settings, self.base, self.run, self.accelerator = settings, base, run, accelerator
-        data = settings.data
-        self.documents = load_corpus(
-            data.source,
-            path=data.path,
-            config=data.config,
-            revision=data.revision,
-            column=data.column,
-            patterns=data.patterns,
-            max_documents=data.max_documents,
-            seed=settings.seed,
-        )
+        self.documents = evaluate.load_documents(settings.data, "train", settings.seed)
 
     def corpus(self, sequence_length: int, batch_size: int) -> PackedText:
         assert self.base.tokenizer is not None
