@@ -108,7 +108,7 @@ def test_training_time_test_is_drafting_from_every_position(norm_before_residual
     base = tiny.base("llama")
     head = random(
         base,
-        num_heads=5,
+        depth=5,
         attention_heads=4,
         key_value_heads=2,
         norm_before_residual=norm_before_residual,
@@ -130,7 +130,7 @@ def test_training_time_test_is_drafting_from_every_position(norm_before_residual
 def test_ragged_rows_committed_bit_by_bit_draft_as_if_committed_at_once():
     """Rows keep different numbers of positions a step, and one of them leaves the batch."""
     base = tiny.base("llama")
-    head = random(base, num_heads=3)
+    head = random(base, depth=3)
     tokens = torch.randint(base.vocab_size, (3, 13), generator=torch.manual_seed(3))
     read = base.read(tokens, head.taps)
     at, kept = torch.zeros(3, dtype=torch.long), torch.arange(3)
@@ -176,7 +176,7 @@ def test_a_head_keeps_the_layers_it_was_trained_on(tmp_path: Path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"num_heads": 0}, "num_heads >= 1, got 0"),
+        ({"depth": 0}, "depth >= 1, got 0"),
         ({"taps": [3, 2]}, r"growing order, got \[3, 2\]"),
         ({"taps": [-1, 2]}, r"growing order, got \[-1, 2\]"),
         ({"taps": [1, 2, 4]}, "after 4 layers, this base has 3"),

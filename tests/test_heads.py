@@ -30,7 +30,7 @@ def base() -> FrozenBase:
 def make(kind: str, base: FrozenBase) -> Head:
     """Return an untrained head whose every tensor is random, in float64."""
     torch.manual_seed(1)
-    head = heads.build_for(tiny.head_settings(kind, depth=3), base).double().eval()
+    head = heads.build_for({"kind": kind, "depth": 3}, base).double().eval()
     for parameter in head.parameters():
         parameter.data += 0.2 * torch.randn_like(parameter)
     return head
@@ -187,18 +187,18 @@ def test_one_more_medusa_layer_adds_its_own_parameters():
         # llama-13b-accelerator, granite-20b-code, llama3-8b, llama3-70b as published
         ({"inner_dim": 4096, "tie_weights": False}, 5120, 32000, 840_982_528),
         (
-            {"inner_dim": 4096, "tie_weights": False, "num_heads": 4},
+            {"inner_dim": 4096, "tie_weights": False, "depth": 4},
             6144,
             49152,
             1_686_142_976,
         ),
         (
-            {"inner_dim": 3072, "tie_weights": False, "num_heads": 4},
+            {"inner_dim": 3072, "tie_weights": False, "depth": 4},
             4096,
             128256,
             3_192_938_496,
         ),
-        ({"inner_dim": 3584, "tie_weights": True, "num_heads": 4}, 8192, 128256, 961_551_360),
+        ({"inner_dim": 3584, "tie_weights": True, "depth": 4}, 8192, 128256, 961_551_360),
     ],
 )
 def test_an_mlp_speculator_has_the_published_number_of_parameters(
@@ -212,7 +212,7 @@ def test_an_mlp_speculator_has_the_published_number_of_parameters(
 
 
 @pytest.mark.parametrize(
-    ("num_heads", "inner", "state_weight", "token_weight"),
+    ("depth", "inner", "state_weight", "token_weight"),
     [
         (3, 4096, 0.890899, 20.554837),
         (4, 3072, 0.917004, 15.632757),
@@ -220,11 +220,11 @@ def test_an_mlp_speculator_has_the_published_number_of_parameters(
     ],
 )
 def test_old_and_new_are_weighed_as_published(
-    num_heads: int, inner: int, state_weight: float, token_weight: float
+    depth: int, inner: int, state_weight: float, token_weight: float
 ):
     with torch.device("meta"):
         head = heads.build(
-            {"kind": "mlp_speculator", "num_heads": num_heads, "inner_dim": inner},
+            {"kind": "mlp_speculator", "depth": depth, "inner_dim": inner},
             width=8,
             vocab_size=11,
         )
@@ -303,8 +303,8 @@ def test_a_checkpoint_that_does_not_fit_is_refused(change, message: str, tmp_pat
     [
         ({"kind": "os.system"}, "head kind must be one of"),
         ({"kind": "medusa", "inner_dim": 3}, "'medusa' does not know the setting 'inner_dim'"),
-        ({"num_heads": 3}, "got None"),
-        ({"kind": "medusa", "num_heads": 0}, "num_heads >= 1"),
+        ({"depth": 3}, "got None"),
+        ({"kind": "medusa", "depth": 0}, "depth >= 1"),
     ],
 )
 def test_settings_a_head_does_not_have_are_refused_by_name(settings: dict, message: str):

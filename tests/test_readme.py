@@ -95,7 +95,7 @@ def test_a_command_s_head_takes_its_settings(call: tuple[str, ...]):
     folder = str(config.data_dir("configs"))
     with initialize_config_dir(version_base="1.3", config_dir=folder):
         settings: Any = OmegaConf.to_object(compose("train", list(concrete(call)[1:])))
-    assert heads.configure(settings.head).num_heads >= 1
+    assert heads.configure(settings.head).depth >= 1
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

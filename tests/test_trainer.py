@@ -59,7 +59,7 @@ def run_training(
 ) -> Head:
     base = tiny.base("llama", dtype=torch.float32)
     torch.manual_seed(0)
-    head = heads.build_for(tiny.head_settings(kind, depth=2), base)
+    head = heads.build_for({"kind": kind, "depth": 2}, base)
     run = RunDirectory(folder)
     tracker = Tracker(
         run.metrics,
@@ -106,7 +106,7 @@ def test_the_base_stays_as_it_is_and_every_parameter_of_the_head_moves(kind: str
     base = tiny.base("llama", dtype=torch.float32)
     before = {name: value.clone() for name, value in base.model.state_dict().items()}
     torch.manual_seed(0)
-    fresh = heads.build_for(tiny.head_settings(kind, depth=2), base)
+    fresh = heads.build_for({"kind": kind, "depth": 2}, base)
     start = {name: value.clone() for name, value in fresh.named_parameters()}
     trained = run_training(tmp_path, Schedule(phases={"corpus": phase()}), kind=kind)
     for name, value in base.model.state_dict().items():
@@ -201,7 +201,7 @@ def test_a_loss_that_is_not_finite_stops_training_with_a_remedy(tmp_path: Path):
 
 @pytest.mark.parametrize("draft_tokens", [0, 5])
 def test_muon_takes_hidden_matrices_and_adamw_the_rest(draft_tokens: int):
-    settings = {"kind": "mlp_speculator", "num_heads": 3, "draft_tokens": draft_tokens}
+    settings = {"kind": "mlp_speculator", "depth": 3, "draft_tokens": draft_tokens}
     head = heads.build(settings, width=8, vocab_size=11)
     adamw, muon = optimizers(head, Schedule(phases={}, muon_learning_rate=0.1))
     shapes = [tuple(value.shape) for group in muon.param_groups for value in group["params"]]
@@ -232,9 +232,7 @@ def test_a_label_that_cannot_be_drafted_is_not_trained_on_and_counts_as_not_acce
     base = tiny.base("llama", dtype=torch.float32)
     counts = torch.zeros(base.vocab_size, dtype=torch.long)
     counts[[1, 3]] = 1
-    head = heads.build_for(
-        {"kind": "mlp_speculator", "num_heads": 1, "draft_tokens": 2}, base, counts
-    )
+    head = heads.build_for({"kind": "mlp_speculator", "depth": 1, "draft_tokens": 2}, base, counts)
     tokens = (torch.arange(16) % 4)[None]
     scored = torch.zeros_like(tokens, dtype=torch.bool)
     scored[:, 4:12] = True

@@ -1,6 +1,5 @@
 """Bases of three layers built from config objects, and what they say one token at a time."""
 
-import dataclasses
 import functools
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from specheads import heads
 from specheads.base import FrozenBase
 from specheads.drafter import Drafter, Features
 
@@ -128,13 +126,6 @@ def _continue(model: PreTrainedModel, prompt: list[int]) -> list[int]:
         chosen = model(input_ids=text, use_cache=False).logits[:, -1:].argmax(-1)
         text = torch.cat([text, chosen], dim=1)
     return text[0, len(prompt) :].tolist()
-
-
-def head_settings(kind: str, depth: int) -> dict[str, Any]:
-    """Return the settings of a head that drafts so many levels, whatever its kind calls them."""
-    known = {field.name for field in dataclasses.fields(heads.configure({"kind": kind}))}
-    (name,) = known & {"num_heads", "depth"}
-    return {"kind": kind, name: depth}
 
 
 class Oracle(Drafter):

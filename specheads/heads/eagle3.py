@@ -26,7 +26,7 @@ NUM_TAPS = 3
 class Config:
     """Settings of an EAGLE-3 head; the defaults are the published ones."""
 
-    num_heads: int = 7
+    depth: int = 7
     """Levels it drafts, and steps of its training-time test."""
 
     taps: Sequence[int] = ()
@@ -59,8 +59,8 @@ class Config:
 
     def __post_init__(self) -> None:
         self.taps = tuple(self.taps)
-        if self.num_heads < 1:
-            raise ValueError(f"eagle3 needs num_heads >= 1, got {self.num_heads}")
+        if self.depth < 1:
+            raise ValueError(f"eagle3 needs depth >= 1, got {self.depth}")
         # serving engines read the list as a sorted set
         if list(self.taps) != sorted({abs(tap) for tap in self.taps}):
             raise ValueError(
@@ -78,7 +78,7 @@ class Head(BaseHead):
 
     def __init__(self, config: Config, width: int, vocab_size: int) -> None:
         super().__init__(config, width, vocab_size)
-        self.depth, self.taps = config.num_heads, tuple(config.taps)
+        self.depth, self.taps = config.depth, tuple(config.taps)
         self.fc = nn.Linear((len(self.taps) or NUM_TAPS) * width, width, bias=False)
         num_heads = config.attention_heads or max(1, width // 64)
         num_shared = config.key_value_heads or num_heads
@@ -216,7 +216,7 @@ def _own_config(settings: dict[str, Any]) -> Config:
     proposal = settings.get("speculators_config", {}).get("proposal_methods", [{}])[0]
     drafted = settings.get("draft_vocab_size") or 0
     return Config(
-        num_heads=proposal.get("speculative_tokens") or Config().num_heads,
+        depth=proposal.get("speculative_tokens") or Config().depth,
         taps=tuple(sorted(set(settings.get("eagle_aux_hidden_state_layer_ids") or ()))),
         attention_heads=settings["num_attention_heads"],
         key_value_heads=settings.get("num_key_value_heads") or 0,

@@ -27,7 +27,7 @@ BORROWED = ("input_embed_fn.weight", "embed_tokens.weight", "rotary_emb.inv_freq
 class Config:
     """Settings of Hydra heads; the defaults are the published ones of Hydra++."""
 
-    num_heads: int = 4
+    depth: int = 4
     """Levels it drafts, each by a head of its own."""
 
     num_layers: int = 4
@@ -52,10 +52,10 @@ class Config:
     """Base of its rotary position embedding."""
 
     def __post_init__(self) -> None:
-        if min(self.num_heads, self.num_layers) < 1:
+        if min(self.depth, self.num_layers) < 1:
             raise ValueError(
-                "hydra_heads needs num_heads >= 1 and num_layers >= 1, got "
-                f"{self.num_heads} and {self.num_layers}"
+                "hydra_heads needs depth >= 1 and num_layers >= 1, got "
+                f"{self.depth} and {self.num_layers}"
             )
 
 
@@ -85,7 +85,7 @@ class Head(BaseHead):
 
     def __init__(self, config: Config, width: int, vocab_size: int) -> None:
         super().__init__(config, width, vocab_size)
-        self.depth = config.num_heads
+        self.depth = config.depth
         self.register_buffer("embedding", None, persistent=False)
         num_heads = config.attention_heads or max(1, width // 64)
         shared = config.key_value_heads or num_heads
@@ -181,7 +181,7 @@ def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | No
         )
     prefix = found[0] == "prefix-mlp"
     own = Config(
-        num_heads=config["hydra_num_heads"],
+        depth=config["hydra_num_heads"],
         num_layers=config["hydra_num_layers"],
         prefix=prefix,
         **(_prefix_shape(tensors) if prefix else {}),

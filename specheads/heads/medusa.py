@@ -20,7 +20,7 @@ from specheads.drafter import Head as BaseHead
 class Config:
     """Settings of Medusa heads; the defaults are the published ones."""
 
-    num_heads: int = 5
+    depth: int = 5
     """Levels it drafts, each by a head of its own."""
 
     num_layers: int = 1
@@ -30,10 +30,10 @@ class Config:
     """Tokens it can draft, the most frequent ones of the training text. Zero is all."""
 
     def __post_init__(self) -> None:
-        if self.num_heads < 1 or self.num_layers < 0:
+        if self.depth < 1 or self.num_layers < 0:
             raise ValueError(
-                "medusa needs num_heads >= 1 and num_layers >= 0, got "
-                f"{self.num_heads} and {self.num_layers}"
+                "medusa needs depth >= 1 and num_layers >= 0, got "
+                f"{self.depth} and {self.num_layers}"
             )
 
 
@@ -55,7 +55,7 @@ class Head(BaseHead):
 
     def __init__(self, config: Config, width: int, vocab_size: int) -> None:
         super().__init__(config, width, vocab_size)
-        self.depth = config.num_heads
+        self.depth = config.depth
         self.blocks = nn.ModuleList(
             nn.Sequential(*(_Block(width) for _ in range(config.num_layers)))
             for _ in range(self.depth)
@@ -111,9 +111,7 @@ def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | No
     """
     if "medusa_num_heads" not in config:
         return None
-    own = Config(
-        num_heads=config["medusa_num_heads"], num_layers=config.get("medusa_num_layers", 1)
-    )
+    own = Config(depth=config["medusa_num_heads"], num_layers=config.get("medusa_num_layers", 1))
     named = {name.removeprefix("medusa_heads."): value for name, value in tensors.items()}
     projection = f"0.{own.num_layers}.weight"
     if projection not in named:

@@ -24,7 +24,7 @@ EPSILON = 1e-6
 class Config:
     """Settings of an MLP speculator; the defaults are the published ones."""
 
-    num_heads: int = 3
+    depth: int = 3
     """Levels it drafts."""
 
     inner_dim: int = 0
@@ -41,10 +41,10 @@ class Config:
     """Tokens it can draft, the most frequent ones of the training text. Zero is all."""
 
     def __post_init__(self) -> None:
-        if self.num_heads < 1 or self.inner_dim < 0:
+        if self.depth < 1 or self.inner_dim < 0:
             raise ValueError(
-                "an mlp_speculator needs num_heads >= 1 and inner_dim >= 0, got "
-                f"{self.num_heads} and {self.inner_dim}"
+                "an mlp_speculator needs depth >= 1 and inner_dim >= 0, got "
+                f"{self.depth} and {self.inner_dim}"
             )
 
 
@@ -70,9 +70,9 @@ class Head(BaseHead):
     def __init__(self, config: Config, width: int, vocab_size: int) -> None:
         super().__init__(config, width, vocab_size)
         inner = config.inner_dim or width
-        copies = 1 if config.tie_weights else config.num_heads
-        recurrences = min(config.num_heads - 1, 1 if config.tie_weights else config.num_heads)
-        self.depth = config.num_heads
+        copies = 1 if config.tie_weights else config.depth
+        recurrences = min(config.depth - 1, 1 if config.tie_weights else config.depth)
+        self.depth = config.depth
         self.scale_input = config.scale_input
         self.emb = nn.ModuleList(nn.Embedding(vocab_size, inner) for _ in range(copies))
         self.proj = nn.ModuleList(
@@ -164,7 +164,7 @@ def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | No
     if config.get("model_type") != "mlp_speculator":
         return None
     own = Config(
-        num_heads=config["n_predict"],
+        depth=config["n_predict"],
         inner_dim=config.get("inner_dim") or config["emb_dim"],
         tie_weights=config.get("tie_weights", False),
         scale_input=config.get("scale_input", False),
