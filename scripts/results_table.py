@@ -3,7 +3,9 @@
     python scripts/results_table.py            write what is not current
     python scripts/results_table.py --check    write nothing; exit 1 when something is not current
 
-Only what stands between `<!-- results -->` and `<!-- /results -->` is written.
+Only what stands between `<!-- results -->` and `<!-- /results -->` is written, and in
+recipes/README.md what stands between `<!-- heads -->` and `<!-- /heads -->`: the table of
+scripts/bench_heads.py, from a recipe's heads.json.
 """
 
 import argparse
@@ -20,8 +22,18 @@ from specheads.commands import _compose
 from specheads.config import data_dir
 
 ROOT = Path(__file__).resolve().parents[1]
-BLOCK = re.compile(r"(<!-- results -->\n).*?(<!-- /results -->)", re.DOTALL)
 HEADER = ("recipe", "base", "head", "tokens per forward", "speed-up", "hardware")
+HEADS_HEADER = (
+    "head",
+    "parameters",
+    "training tokens/s",
+    "peak GiB",
+    "draft ms/step",
+    "chain, T=0",
+    "chain, T=1",
+    "tuned tree, T=0",
+    "speed-up, tuned tree",
+)
 NOT_YET = "not yet run"
 
 Results = Mapping[str, Any]
@@ -55,25 +67,31 @@ def render(root: Path) -> dict[Path, str]:
     """
     folders = sorted(path.parent for path in root.glob("recipes/*/recipe.yaml"))
     measured = {folder.name: _read(folder) for folder in folders}
-    blocks = {folder / "README.md": card(measured[folder.name]) for folder in folders}
-    blocks[root / "recipes" / "README.md"] = overview(measured)
-    blocks[root / "README.md"] = overview(measured, "recipes/")
-    return {file: _replace(file, block) for file, block in blocks.items()}
+    blocks = {folder / "README.md": {"results": card(measured[folder.name])} for folder in folders}
+    compared = [found for folder in folders if (found := _read(folder, "heads.json"))]
+    blocks[root / "recipes" / "README.md"] = {
+        "results": overview(measured),
+        "heads": "\n\n".join(map(heads, compared)) or NOT_YET,
+    }
+    blocks[root / "README.md"] = {"results": overview(measured, "recipes/")}
+    return {file: _replace(file, wanted) for file, wanted in blocks.items()}
 
 
-def _read(folder: Path) -> Results | None:
-    file = folder / "results.json"
+def _read(folder: Path, name: str = "results.json") -> Results | None:
+    file = folder / name
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
 
 
-def _replace(file: Path, block: str) -> str:
-    before = file.read_text(encoding="utf-8") if file.is_file() else ""
-    text, found = BLOCK.subn(lambda match: f"{match[1]}{block}\n{match[2]}", before)
-    if found != 1:
-        raise ValueError(
-            f"{file} needs one block from <!-- results --> to <!-- /results -->, it has {found}; "
-            "put both lines where the table belongs"
-        )
+def _replace(file: Path, blocks: Mapping[str, str]) -> str:
+    text = file.read_text(encoding="utf-8") if file.is_file() else ""
+    for name, block in blocks.items():
+        pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
+        text, found = pattern.subn(lambda match, new=block: f"{match[1]}{new}\n{match[2]}", text)
+        if found != 1:
+            raise ValueError(
+                f"{file} needs one block from <!-- {name} --> to <!-- /{name} -->, it has {found}; "
+                "put both lines where the table belongs"
+            )
     return text
 
 
@@ -97,6 +115,33 @@ def overview(measured: Mapping[str, Results | None], folder: str = "") -> str:
         )
         rows.append((link, *shown, *figures, hardware(results["provenance"])))
     return _table(HEADER, rows)
+
+
+def heads(compared: Results) -> str:
+    """Return the table of all kinds of head on one recipe, and what they have in common."""
+    rows: Rows = []
+    for row in sorted(compared["rows"], key=lambda row: row["greedy"]["tokens_per_forward"]):
+        tuned = row["tuned"]
+        rows.append(
+            (
+                f"`{row['kind']}`",
+                f"{row['parameters']:,}",
+                f"{row['training_tokens_per_second']:,.0f}",
+                f"{row['training_peak_gib']:.2f}",
+                f"{row['draft_milliseconds']:.2f}",
+                _figure(row["greedy"], "tokens_per_forward"),
+                _figure(row["sampled"], "tokens_per_forward"),
+                f"{_figure(tuned, 'tokens_per_forward')}, {tuned['num_nodes']} nodes",
+                _figure(row["speed"], "speedup"),
+            )
+        )
+    first, made = compared["rows"][0], compared["provenance"]
+    common = (
+        f"`{compared['recipe']}` with each kind of head in turn: {first['training_tokens']:,} "
+        f"training tokens, depth {first['depth']}, {first['prompts']} prompts; {hardware(made)}, "
+        f"torch {made['versions']['torch']}, commit {_commit(made.get('git'))}."
+    )
+    return f"{common}\n\n{_table(HEADS_HEADER, rows)}"
 
 
 def _planned(name: str) -> tuple[str, str]:

@@ -88,6 +88,9 @@ class Distill:
     batch_size: int = 64
     """Texts written at once, and kept in one shard."""
 
+    folder: str = ""
+    """Where the text is kept, so that several runs can share it. Empty is the run's own text/."""
+
 
 @dataclass(kw_only=True, slots=True)
 class Phase:

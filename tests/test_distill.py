@@ -95,6 +95,12 @@ def test_text_of_another_base_or_of_other_settings_is_refused(changes: dict, tmp
         write(tmp_path, **changes)
 
 
+def test_text_kept_elsewhere_is_the_same_text(tmp_path: Path):
+    write(tmp_path)
+    shared = Distill(num_samples=10, prompt_tokens=3, new_tokens=4, batch_size=4, folder="there")
+    assert write(tmp_path, shared) == []
+
+
 def test_only_what_the_base_wrote_counts(tmp_path: Path):
     #  prompt  p p p      counted  . . .
     #  written w w w w             x x x x   or, ended early:  x x . .

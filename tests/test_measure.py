@@ -330,6 +330,7 @@ def test_speed_reports_rates_their_ratio_and_the_cost_of_a_step():
     assert section["speedup"] == pytest.approx(ratio), "both arms say the same tokens"
     assert section["interval"][0] <= section["speedup"] <= section["interval"][1]
     assert section["step_overhead"] > 0
+    assert 0 < section["draft_milliseconds"] < section["step_milliseconds"]
     assert section["new_tokens"] == 36
     assert section["forwards"] < 33
     assert section["peak_gib"] > 0

@@ -9,6 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "scripts" / "results_table.py"
 EMPTY = "# A page\n\nBefore.\n\n<!-- results -->\n<!-- /results -->\n\nAfter.\n"
+OVERVIEW = EMPTY + "\n<!-- heads -->\n<!-- /heads -->\n"
 
 RESULTS: dict[str, Any] = {
     "head": {"kind": "mlp_speculator", "depth": 3, "parameters": 4_325_888},
@@ -93,13 +94,13 @@ def checkout(tmp_path: Path) -> Path:
         (folder / "recipe.yaml").touch()
         (folder / "README.md").write_text(EMPTY)
     (tmp_path / "README.md").write_text(EMPTY)
-    (tmp_path / "recipes" / "README.md").write_text(EMPTY)
+    (tmp_path / "recipes" / "README.md").write_text(OVERVIEW)
     (tmp_path / "recipes" / "tiny_code" / "results.json").write_text(json.dumps(RESULTS))
     return tmp_path
 
 
 def block(page: Path) -> str:
-    text = page.read_text()
+    text = page.read_text().partition("\n<!-- heads -->")[0]
     assert text.startswith("# A page\n\nBefore.\n\n<!-- results -->\n")
     assert text.endswith("\n<!-- /results -->\n\nAfter.\n")
     return text.partition("-->\n")[2].partition("\n<!-- /")[0]
@@ -120,6 +121,49 @@ def test_a_recipe_never_run_says_so_and_still_names_its_base(script: ModuleType,
         f"| [tiny_code](tiny_code/README.md) | {tiny} | AMD EPYC, 2 threads |",
     ]
     assert "[tiny_code](recipes/tiny_code/README.md)" in block(checkout / "README.md")
+
+
+HEADS: dict[str, Any] = {
+    "recipe": "tiny_code",
+    "provenance": RESULTS["provenance"],
+    "rows": [
+        {
+            "kind": "medusa",
+            "depth": 3,
+            "parameters": 1_770_240,
+            "training_tokens": 1_433_600,
+            "training_tokens_per_second": 4012.4,
+            "training_peak_gib": 1.284,
+            "draft_milliseconds": 0.512,
+            "prompts": 80,
+            "greedy": {"tokens_per_forward": 1.3, "interval": [1.25, 1.36]},
+            "sampled": {"tokens_per_forward": 1.2, "interval": [1.18, 1.22]},
+            "tuned": {"num_nodes": 6, "tokens_per_forward": 1.4, "interval": [1.33, 1.47]},
+            "speed": {"speedup": 0.98, "interval": [0.9, 1.07]},
+        }
+    ],
+}
+
+
+def test_all_kinds_of_head_stand_in_one_table_weakest_first(script: ModuleType, checkout: Path):
+    better = HEADS["rows"][0] | {
+        "kind": "redrafter",
+        "greedy": {"tokens_per_forward": 1.6, "interval": [1.5, 1.7]},
+    }
+    rows = [better, *HEADS["rows"]]
+    (checkout / "recipes/tiny_code/heads.json").write_text(json.dumps(HEADS | {"rows": rows}))
+    assert script.main(["--root", str(checkout)]) == 0
+    block = (checkout / "recipes/README.md").read_text().partition("<!-- heads -->\n")[2]
+    table = block.partition("\n<!-- /")[0].splitlines()
+    assert table[0] == (
+        "`tiny_code` with each kind of head in turn: 1,433,600 training tokens, depth 3, 80 "
+        "prompts; AMD EPYC, 2 threads, torch 2.13.0, commit `f1fca6e00000` and uncommitted changes."
+    )
+    rest = "1.20 [1.18, 1.22] | 1.40 [1.33, 1.47], 6 nodes | 0.98 [0.90, 1.07] |"
+    assert table[4:] == [
+        f"| `medusa` | 1,770,240 | 4,012 | 1.28 | 0.51 | 1.30 [1.25, 1.36] | {rest}",
+        f"| `redrafter` | 1,770,240 | 4,012 | 1.28 | 0.51 | 1.60 [1.50, 1.70] | {rest}",
+    ]
 
 
 def test_what_was_not_measured_is_named_and_not_made_up(script: ModuleType):
@@ -165,7 +209,7 @@ def test_a_page_without_a_block_is_told_in_one_line(
     assert script.main(["--root", str(checkout)]) == 2
     assert "README.md needs one block" in capsys.readouterr().err
     # nothing is half done
-    assert (checkout / "recipes/README.md").read_text() == EMPTY
+    assert (checkout / "recipes/README.md").read_text() == OVERVIEW
 
 
 def test_this_repository_s_own_pages_are_current(script: ModuleType):

@@ -152,7 +152,7 @@ class _Texts:
         self.write(phase.distill, bar)
         self.accelerator.wait_for_everyone()
         return DistilledText(
-            self.run.text,
+            self.folder(phase.distill),
             phase.batch_size,
             (self.base.eos_ids or (0,))[0],
             sequence_length=phase.sequence_length,
@@ -160,6 +160,10 @@ class _Texts:
             rank=self.accelerator.process_index,
             world_size=self.accelerator.num_processes,
         )
+
+    def folder(self, settings: Distill) -> Path:
+        """Return where the text that the base writes is kept."""
+        return Path(settings.folder) if settings.folder else self.run.text
 
     def write(self, settings: Distill, bar: Progress) -> None:
         """Have the base write what the run's text/ does not hold yet."""
@@ -185,7 +189,7 @@ class _Texts:
 
         task = bar.add_task("text by the base", total=settings.num_samples, numbers="")
         write_shards(
-            self.run.text,
+            self.folder(settings),
             self.prompts(settings),
             write,
             settings,

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from jaxtyping import Int
 from torch import Tensor
 
 from specheads import accept, decode, grow
 from specheads.base import FrozenBase
-from specheads.drafter import Drafter
+from specheads.drafter import Drafter, Features, Memory
 from specheads.measure.online import rule_for
 from specheads.measure.progress import bar
 from specheads.metrics import bootstrap_interval
@@ -43,6 +44,34 @@ class _Clock:
     def __call__(self, tree: TokenTree, logits: Tensor, ancestors: Tensor) -> accept.Verdict:
         self.ticks.append(time.perf_counter())
         return self.rule(tree, logits, ancestors)
+
+
+class _Stopwatch(grow.Policy):
+    """A policy that also notes how long each of its drafts takes.
+
+    It waits for the device before and after each, so what it times is not timed otherwise.
+    """
+
+    def __init__(self, policy: grow.Policy, base: FrozenBase) -> None:
+        self.policy, self.base = policy, base
+        self.name, self.num_nodes, self.depth = policy.name, policy.num_nodes, policy.depth
+        self.seconds: list[float] = []
+
+    def grow(
+        self,
+        drafter: Drafter,
+        features: Features,
+        tokens: Int[Tensor, "batch time"],
+        count: Int[Tensor, " batch"],
+        memory: Memory | None,
+    ) -> TokenTree:
+        """Draft, by the clock."""
+        synchronise(self.base)
+        start = time.perf_counter()
+        tree = self.policy.grow(drafter, features, tokens, count, memory)
+        synchronise(self.base)
+        self.seconds.append(time.perf_counter() - start)
+        return tree
 
 
 def synchronise(base: FrozenBase) -> None:
@@ -88,7 +117,7 @@ def time_generate(
 
 
 @dataclass(slots=True)
-class _Pair:
+class Pair:
     """One batch of prompts, every repetition of it, both ways."""
 
     alone: list[Timing]
@@ -115,7 +144,8 @@ def measure_speed(
     Each batch of prompts is decoded with the base alone and with the drafter, one right after
     the other; every other repetition swaps who goes first, so that a machine that grows slower
     slows both. Of a batch's repetitions the median counts. Times cover the prompt and all new
-    tokens; `step_overhead` covers decode steps only.
+    tokens; `step_overhead` covers decode steps only, and `draft_milliseconds` is the median time
+    that a step spends drafting, for a single row.
 
     Args:
         base: The model that decides.
@@ -156,7 +186,7 @@ def measure_speed(
         run(None, unit)
         run(drafter, unit)
     _reset_peak(base)
-    pairs = [_Pair([], []) for _ in units]
+    pairs = [Pair([], []) for _ in units]
     work = [(turn, place) for turn in range(repetitions) for place in range(len(units))]
     for turn, place in bar(work, "speed", progress):
         pair, unit = pairs[place], units[place]
@@ -165,10 +195,31 @@ def measure_speed(
         pair.drafted.append(run(drafter, unit))
         if turn % 2 == 1:
             pair.alone.append(run(None, unit))
-    return summarise(pairs) | {"repetitions": repetitions, "peak_gib": peak_gib(base)}
+    return summarise(pairs) | {
+        "draft_milliseconds": _draft_milliseconds(
+            base, drafter, prompts[0], policy or grow.chain(drafter.depth), max_new_tokens
+        ),
+        "repetitions": repetitions,
+        "peak_gib": peak_gib(base),
+    }
 
 
-def summarise(pairs: Sequence[_Pair]) -> dict[str, Any]:
+def _draft_milliseconds(
+    base: FrozenBase,
+    drafter: Drafter,
+    prompt: list[int],
+    policy: grow.Policy,
+    max_new_tokens: int,
+) -> float:
+    """Return the median time that a decode step spends drafting, greedy and one row."""
+    watch = _Stopwatch(policy, base)
+    decode.generate(
+        base, drafter, [prompt], max_new_tokens=max_new_tokens, tree=watch, stop_at_eos=False
+    )
+    return 1e3 * statistics.median(watch.seconds)
+
+
+def summarise(pairs: Sequence[Pair]) -> dict[str, Any]:
     """Return rates, their ratio and its interval from paired timings.
 
     Time is compared a token, because output may differ by a tie in rounding; where it does

@@ -53,7 +53,9 @@ def write_shards(
     Raises:
         ValueError: The folder holds text written with other settings or by another base.
     """
-    _claim(folder, text_fingerprint(**identity, **asdict(settings), seed=seed))
+    # where the text is kept does not decide what it says
+    decisive = {name: value for name, value in asdict(settings).items() if name != "folder"}
+    _claim(folder, text_fingerprint(**identity, **decisive, seed=seed))
     wanted = -(-settings.num_samples // world_size)
     progress = folder / f"progress-{rank}.json"
     done: dict[str, Any] = {"texts": 0, "shards": 0, "cursor": None}

@@ -1,0 +1,153 @@
+"""Train every kind of head on the same text, measure all alike, and put them into one table.
+
+    python scripts/bench_heads.py                        all kinds, into runs/heads
+    python scripts/bench_heads.py --kinds medusa eagle3 --set schedule.phases.corpus.steps=100
+    python scripts/bench_heads.py --record               the same, and into recipes/README.md
+
+Every part is a command that a user could give (`specheads train`, `specheads evaluate`), in a
+process of its own. What is finished is not done again, so an interrupted bench goes on. All kinds
+share the recipe's corpus, the text that the base wrote, optimizers, steps, depth and prompts.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+MEASURED = {
+    # the same chain for all, at both temperatures; then the tree that pays best for each
+    "greedy": ["tree=chain", "mode=all"],
+    "sampled": ["tree=chain", "mode=online", "temperature=1.0"],
+    "tuned": ["tree=tuned", "mode=all"],
+}
+"""What `specheads evaluate` is asked for, by the folder that keeps its report."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Train and measure; return the exit code."""
+    options = _parse(arguments)
+    rows = []
+    for kind in options.kinds:
+        run = options.out / kind
+        if code := _train(kind, run, options) or _evaluate(run, options):
+            return code
+        rows.append(row(run))
+    table = {"schema": 1, "recipe": options.recipe, "rows": rows}
+    table["provenance"] = json.loads(
+        (options.out / options.kinds[0] / "provenance.json").read_text()
+    )
+    (options.out / "heads.json").write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+    print(f"wrote {options.out / 'heads.json'}")
+    if not options.record:
+        return 0
+    kept = ROOT / "recipes" / options.recipe / "heads.json"
+    kept.write_text((options.out / "heads.json").read_text(encoding="utf-8"), encoding="utf-8")
+    return subprocess.call([sys.executable, str(ROOT / "scripts" / "results_table.py")])
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    found = sorted(path.stem for path in (ROOT / "configs" / "head").glob("*.yaml"))
+    parser.add_argument("--kinds", nargs="+", choices=found, default=found, help="default: all")
+    parser.add_argument("--recipe", default="tiny_code", help="whose head is replaced")
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "heads", help="for the runs")
+    parser.add_argument("--prompts", type=int, default=80, help="decoded at each temperature")
+    parser.add_argument("--set", nargs="*", default=[], help="further overrides for training")
+    parser.add_argument("--record", action="store_true", help="write recipes/README.md's table")
+    return parser.parse_args(arguments)
+
+
+def _train(kind: str, run: Path, options: argparse.Namespace) -> int:
+    """Train one kind, unless that is done; note how much memory its process took at its peak."""
+    if (run / "training.json").is_file():
+        return 0
+    text = options.out.resolve() / "text"
+    code, seconds, peak_gib = _run(
+        "train",
+        f"recipe={options.recipe}",
+        f"head={kind}",
+        f"name={kind}",
+        f"run_dir={run}",
+        f"schedule.phases.distilled.distill.folder={text}",
+        "evaluate_after=false",
+        *options.set,
+    )
+    if code == 0:
+        noted = {"seconds": seconds, "peak_gib": peak_gib}
+        (run / "training.json").write_text(json.dumps(noted) + "\n", encoding="utf-8")
+    return code
+
+
+def _evaluate(run: Path, options: argparse.Namespace) -> int:
+    for name, asked in MEASURED.items():
+        out = run / name
+        if (out / "results.json").is_file():
+            continue
+        prompts = f"num_prompts={options.prompts}"
+        code, _, _ = _run("evaluate", f"run={run}", f"out={out}", prompts, *asked)
+        if code:
+            return code
+    return 0
+
+
+def _run(*words: str) -> tuple[int, float, float]:
+    """Run one command of specheads; return its exit code, seconds, and peak memory in GiB."""
+    print(f"\n$ specheads {' '.join(words)}", flush=True)
+    start = time.perf_counter()
+    child = subprocess.Popen([sys.executable, "-m", "specheads", *words])
+    _, status, usage = os.wait4(child.pid, 0)
+    child.returncode = os.waitstatus_to_exitcode(status)
+    # kibibytes on Linux, bytes on macOS
+    unit = 2**30 if sys.platform == "darwin" else 2**20
+    return child.returncode, time.perf_counter() - start, usage.ru_maxrss / unit
+
+
+def row(run: Path) -> dict[str, Any]:
+    """Return what was measured of one kind, out of its run directory."""
+    greedy, sampled, tuned = (_read(run / name / "results.json") for name in MEASURED)
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    tokens = [now["tokens"] - before for now, before in zip(steps, _before(steps), strict=True)]
+    seconds = sum(
+        count / step["tokens_per_second"] for count, step in zip(tokens, steps, strict=True)
+    )
+    return {
+        "kind": greedy["head"]["kind"],
+        "depth": greedy["head"]["depth"],
+        "parameters": greedy["head"]["parameters"],
+        "training_tokens": steps[-1]["tokens"],
+        "training_tokens_per_second": steps[-1]["tokens"] / seconds,
+        "training_peak_gib": _read(run / "training.json")["peak_gib"],
+        "draft_milliseconds": greedy["speed"]["draft_milliseconds"],
+        "prompts": greedy["prompts"]["count"],
+        "greedy": _figure(greedy["online"], "tokens_per_forward"),
+        "sampled": _figure(sampled["online"], "tokens_per_forward"),
+        "identical": [greedy["lossless"]["identical"], greedy["lossless"]["compared"]],
+        "tuned": {
+            "tree": tuned["settings"]["tree"],
+            "num_nodes": tuned["settings"]["num_nodes"],
+            **_figure(tuned["online"], "tokens_per_forward"),
+        },
+        "speed": _figure(tuned["speed"], "speedup"),
+    }
+
+
+def _before(steps: list[dict[str, Any]]) -> list[int]:
+    return [0, *(step["tokens"] for step in steps[:-1])]
+
+
+def _figure(section: dict[str, Any], name: str) -> dict[str, Any]:
+    return {name: section[name], "interval": section["interval"]}
+
+
+def _read(file: Path) -> dict[str, Any]:
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
