@@ -49,7 +49,7 @@ def test_a_drafter_that_knows_the_text_gets_depth_plus_one_tokens_a_forward(dept
 
 def test_wrong_guesses_cost_forwards_and_change_nothing():
     right = tiny.oracle(4)
-    confused = tiny.Oracle([right.texts[row].tolist() for row in (1, 2, 0)], depth=4)
+    confused = tiny.Oracle([right.guesses[row].tolist() for row in (1, 2, 0)], 4, tiny.VOCAB)
     out = generate(tiny.base(), confused, tiny.prompts(), max_new_tokens=tiny.NEW_TOKENS)
     assert out.tokens == tiny.continuations()
     assert min(out.forwards) > 0.8 * tiny.NEW_TOKENS
@@ -59,7 +59,7 @@ def test_rows_that_finish_early_leave_the_others_undisturbed():
     # the oracle knows row 0 only, so rows end at very different steps
     texts = [tiny.prompts()[0] + tiny.continuations()[0], [0], [0]]
     out = generate(
-        tiny.base(), tiny.Oracle(texts, depth=5), tiny.prompts(), max_new_tokens=tiny.NEW_TOKENS
+        tiny.base(), tiny.Oracle(texts, 5, tiny.VOCAB), tiny.prompts(), max_new_tokens=tiny.NEW_TOKENS
     )
     assert out.tokens == tiny.continuations()
     assert out.forwards[0] == 7
@@ -106,7 +106,7 @@ def test_the_context_can_be_filled_to_its_last_position():
     base = FrozenBase(AutoModelForCausalLM.from_config(config))
     prompt = tiny.prompts()[2]
     plain = generate(base, None, [prompt], max_new_tokens=24 - len(prompt))
-    oracle = tiny.Oracle([prompt + plain.tokens[0]], depth=4)
+    oracle = tiny.Oracle([prompt + plain.tokens[0]], 4, tiny.VOCAB)
     tree = Static([(0,), (0, 0), (0, 0, 0), (0, 0, 0, 0), (1,), (1, 0)])
     out = generate(base, oracle, [prompt], max_new_tokens=24 - len(prompt), tree=tree)
     assert out.tokens == plain.tokens

@@ -6,12 +6,10 @@ from typing import Any
 
 import torch
 import transformers
-from jaxtyping import Float, Int
-from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from specheads.base import FrozenBase
-from specheads.drafter import Drafter, Features
+from specheads.measure.oracle import Oracle
 
 VOCAB = 61
 NEW_TOKENS = 40
@@ -128,53 +126,7 @@ def _continue(model: PreTrainedModel, prompt: list[int]) -> list[int]:
     return text[0, len(prompt) :].tolist()
 
 
-class Oracle(Drafter):
-    """Knows what will be said and guesses exactly that; its memory is how far each row is.
-
-    Args:
-        texts: Prompt and continuation of each row.
-        depth: Levels it drafts.
-    """
-
-    def __init__(self, texts: list[list[int]], depth: int) -> None:
-        self.depth = depth
-        longest = max(map(len, texts)) + depth + NEW_TOKENS
-        self.texts = torch.tensor([text + [0] * (longest - len(text)) for text in texts])
-
-    def memory(self, batch: int, capacity: int) -> Int[Tensor, "batch 2"]:
-        """Return each row's text and the position of its root."""
-        del capacity
-        return torch.stack([torch.arange(batch), torch.zeros(batch, dtype=torch.long)], dim=1)
-
-    def keep_rows(self, memory: Tensor, index: Int[Tensor, " kept"]) -> Tensor:
-        return memory[index]
-
-    def begin(
-        self,
-        features: Features,
-        tokens: Int[Tensor, "batch time"],
-        count: Int[Tensor, " batch"],
-        memory: Tensor | None,
-    ) -> tuple[Float[Tensor, "batch 1 vocab"], Tensor]:
-        del features, tokens
-        assert memory is not None
-        memory[:, 1] += count
-        after = torch.stack([memory[:, 0], memory[:, 1] + 1], dim=1)
-        return self._logits(after, 1), after
-
-    def extend(
-        self, state: Tensor, tokens: Int[Tensor, "batch node"], parents: Int[Tensor, "batch node"]
-    ) -> tuple[Float[Tensor, "batch node vocab"], Tensor]:
-        del parents
-        after = torch.stack([state[:, 0], state[:, 1] + 1], dim=1)
-        return self._logits(after, tokens.shape[1]), after
-
-    def _logits(self, places: Tensor, num_nodes: int) -> Tensor:
-        said = self.texts[places[:, 0], places[:, 1]]
-        return torch.nn.functional.one_hot(said, VOCAB).double()[:, None].expand(-1, num_nodes, -1)
-
-
 def oracle(depth: int, architecture: str = "llama") -> Oracle:
     """Return the drafter that knows the reference continuations."""
     said = zip(prompts(), continuations(architecture), strict=True)
-    return Oracle([prompt + continuation for prompt, continuation in said], depth)
+    return Oracle([prompt + continuation for prompt, continuation in said], depth, VOCAB)
