@@ -1,0 +1,68 @@
+"""Gradients of states and vocabulary projections, added up chunk by chunk."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+
+class Gradients:
+    """Adds up the gradients of states, weights and biases, of those that are wanted.
+
+    Products run in the states' own precision, as autocast chose it; losses in at least float32.
+    """
+
+    def __init__(
+        self, depth: int, tensors: Sequence[Tensor | None], wanted: Sequence[bool]
+    ) -> None:
+        self.states = [tensor for tensor in tensors[:depth] if tensor is not None]
+        dtype = self.states[0].dtype
+        self.precision = torch.promote_types(dtype, torch.float32)
+        # a tensor that several depths share gets one gradient, and one copy in the states'
+        # precision, at its first place
+        self.place = [
+            next(first for first, other in enumerate(tensors) if other is tensor)
+            for tensor in tensors
+        ]
+        own = [first == place for place, first in enumerate(self.place)]
+        self.sums = [
+            torch.zeros_like(tensor) if want and first and tensor is not None else None
+            for tensor, want, first in zip(tensors, wanted, own, strict=True)
+        ]
+        self.cast = [
+            tensor.to(dtype) if first and tensor is not None else None
+            for tensor, first in zip(tensors, own, strict=True)
+        ]
+
+    def _weight_at(self, level: int) -> int:
+        return self.place[len(self.states) + 2 * level]
+
+    def _bias_at(self, level: int) -> int:
+        return self.place[len(self.states) + 2 * level + 1]
+
+    def _weight(self, level: int) -> Tensor:
+        weight = self.cast[self._weight_at(level)]
+        assert weight is not None
+        return weight
+
+    def logits(self, level: int, rows: slice) -> Tensor:
+        """Return a depth's logits of some rows, in at least float32."""
+        bias = self.cast[self._bias_at(level)]
+        logits = F.linear(self.states[level][rows], self._weight(level), bias)
+        return logits.to(self.precision)
+
+    def add(self, level: int, rows: slice, slopes: Tensor) -> None:
+        """Add what the slopes of some rows' logits give."""
+        state = self.states[level][rows]
+        slopes = slopes.to(state.dtype)
+        if (sums := self.sums[self.place[level]]) is not None:
+            sums[rows] += slopes @ self._weight(level)
+        if (sums := self.sums[self._weight_at(level)]) is not None:
+            # in place where precisions agree: the product alone is as large as the weight
+            if sums.dtype == state.dtype:
+                sums.addmm_(slopes.T, state)
+            else:
+                sums += slopes.T @ state
+        if (sums := self.sums[self._bias_at(level)]) is not None:
+            sums += slopes.sum(0)

@@ -1,0 +1,179 @@
+"""The loss of one drafted position and its slope, in closed form and in place.
+
+p is the base's law and q the draft's. Each kind reads a block of rows of log q and overwrites
+it with the gradient by the draft's logits, so that a block costs one buffer and no graph.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+RULED_OUT = -1e4
+"""Nats in place of a minus infinity in the base's law, so that a token it rules out costs much
+and not infinitely much; no finite logit in use comes near."""
+
+TRUST = 3.0
+"""How fast `lk_hybrid` leaves KL for total variation as acceptance grows: the paper's eta."""
+
+
+@dataclass(frozen=True, slots=True)
+class Law:
+    """What a block of rows is to predict."""
+
+    labels: Int[Tensor, " row"]
+    """The text's own token."""
+    best: Int[Tensor, " row"]
+    """The base's likeliest token; the label where the base's law is unknown."""
+    values: Float[Tensor, "row vocab"] | None = None
+    """p, or log p: as the kind reads it."""
+    entropy: Float[Tensor, " row"] | None = None
+    """Of p, in nats."""
+
+
+RowLoss = Callable[[Tensor, Law], Tensor]
+"""(log q, law) -> one loss a row; log q holds the slopes afterwards."""
+
+
+def _values(law: Law) -> Tensor:
+    assert law.values is not None
+    return law.values
+
+
+def _surprise(log_draft: Tensor, tokens: Tensor) -> Tensor:
+    place = tokens[:, None]
+    loss = -log_draft.gather(-1, place)
+    log_draft.exp_().scatter_add_(-1, place, torch.full_like(loss, -1.0))
+    return loss[:, 0]
+
+
+def cross_entropy(log_draft: Float[Tensor, "row vocab"], law: Law) -> Float[Tensor, " row"]:
+    """Return the surprise of the text's own next token, in nats."""
+    return _surprise(log_draft, law.labels)
+
+
+def argmax_cross_entropy(log_draft: Float[Tensor, "row vocab"], law: Law) -> Float[Tensor, " row"]:
+    """Return the surprise of the token the base itself would choose at temperature zero."""
+    return _surprise(log_draft, law.best)
+
+
+def soft_cross_entropy(log_draft: Float[Tensor, "row vocab"], law: Law) -> Float[Tensor, " row"]:
+    """Return the cross-entropy to the base's whole law: its KL divergence plus a constant.
+
+    Source: Ankner et al. 2024, arXiv:2402.05109, the teacher loss of Hydra++.
+    """
+    base_probs = _values(law)
+    loss = -(base_probs * log_draft).sum(-1)
+    log_draft.exp_().sub_(base_probs)
+    return loss
+
+
+def kl(log_draft: Float[Tensor, "row vocab"], law: Law) -> Float[Tensor, " row"]:
+    """Return KL(p || q) in nats: zero where the draft has the base's law."""
+    assert law.entropy is not None
+    return soft_cross_entropy(log_draft, law) - law.entropy
+
+
+def reverse_kl(log_draft: Float[Tensor, "row vocab"], law: Law) -> Float[Tensor, " row"]:
+    """Return KL(q || p) in nats, which costs a draft mass where the base has none."""
+    gap = log_draft - _values(law)
+    draft_probs = log_draft.exp_()
+    loss = (draft_probs * gap).sum(-1)
+    draft_probs.mul_(gap.sub_(loss[:, None]))
+    return loss
+
+
+def _missed(draft_probs: Tensor, base_probs: Tensor) -> tuple[Tensor, Tensor]:
+    """Return 1 - acceptance of each row and its slopes.
+
+    Acceptance grows with q only where q < p; a softmax takes from every token what it gives
+    to one.
+    """
+    short = draft_probs < base_probs
+    missed = 1.0 - torch.minimum(draft_probs, base_probs).sum(-1)
+    slope = draft_probs * short
+    pulled = slope.sum(-1, keepdim=True)
+    return missed, torch.addcmul(-slope, draft_probs, pulled)
+
+
+def total_variation(log_draft: Float[Tensor, "row vocab"], law: Law) -> Float[Tensor, " row"]:
+    """Return the total variation distance, one minus the rate of acceptance in exact sampling.
+
+    Its slope vanishes where the draft has no mass on what the base would say.
+    """
+    missed, slope = _missed(log_draft.exp_(), _values(law))
+    log_draft.copy_(slope)
+    return missed
+
+
+def lk(log_draft: Float[Tensor, "row vocab"], law: Law) -> Float[Tensor, " row"]:
+    """Return minus the logarithm of the rate of acceptance, in nats.
+
+    Its slope is total variation's over the acceptance. All is in logarithms, for acceptance
+    may be less than the least number.
+
+    Source: Samarin et al. 2026, arXiv:2602.23881.
+    """
+    base_log_probs = _values(law)
+    log_accepted = torch.minimum(log_draft, base_log_probs).logsumexp(-1, keepdim=True)
+    short = log_draft < base_log_probs
+    share = (log_draft - log_accepted).masked_fill_(~short, -torch.inf).exp_()
+    log_draft.exp_().mul_(share.sum(-1, keepdim=True)).sub_(share)
+    return -log_accepted[:, 0]
+
+
+def lk_hybrid(log_draft: Float[Tensor, "row vocab"], law: Law) -> Float[Tensor, " row"]:
+    """Return lambda KL(p || q) + (1 - lambda) TV(p, q) with lambda = exp(-3 acceptance).
+
+    KL leads while the draft is far off and total variation has no slope; total variation leads
+    once drafts are accepted. Lambda is a row's own and carries no gradient.
+
+    Source: Samarin et al. 2026, arXiv:2602.23881, the hybrid objective with eta = 3.
+    """
+    assert law.entropy is not None
+    base_probs = _values(law)
+    divergence = -(base_probs * log_draft).sum(-1) - law.entropy
+    missed, slope = _missed(log_draft.exp_(), base_probs)
+    trust = torch.exp(-TRUST * (1.0 - missed))
+    log_draft.sub_(base_probs).mul_(trust[:, None]).addcmul_(slope, (1.0 - trust)[:, None])
+    return trust * divergence + (1.0 - trust) * missed
+
+
+LABELS_ONLY = ("cross_entropy",)
+"""Kinds that need no law of the base."""
+
+PROBS = ("soft_cross_entropy", "kl", "total_variation", "lk_hybrid")
+"""Kinds that read p."""
+
+LOG_PROBS = ("reverse_kl", "lk")
+"""Kinds that read log p."""
+
+KINDS: dict[str, RowLoss] = {
+    "cross_entropy": cross_entropy,
+    "soft_cross_entropy": soft_cross_entropy,
+    "argmax_cross_entropy": argmax_cross_entropy,
+    "kl": kl,
+    "reverse_kl": reverse_kl,
+    "total_variation": total_variation,
+    "lk": lk,
+    "lk_hybrid": lk_hybrid,
+}
+"""Losses by the name that configurations give them."""
+
+
+def read_law(
+    kind: str, labels: Int[Tensor, " row"], base_logits: Float[Tensor, "row vocab"] | None
+) -> Law:
+    """Return what a kind of loss needs of the base's logits, which are left as they are."""
+    if base_logits is None:
+        return Law(labels, labels)
+    best = base_logits.argmax(-1)
+    if kind not in PROBS + LOG_PROBS:
+        return Law(labels, best)
+    log_probs = base_logits.log_softmax(-1).clamp_(min=RULED_OUT)
+    if kind in LOG_PROBS:
+        return Law(labels, best, log_probs)
+    probs = log_probs.exp()
+    return Law(labels, best, probs, -(probs * log_probs).sum(-1))
