@@ -80,8 +80,7 @@ class Attention(nn.Module):
             positions: Of the inputs; only differences matter.
             past: (batch, 2, shared head, slot, head_dim), from `keys_values`.
             visible: (batch, time, slot); batch and time may be one.
-            path: (batch, 2, shared head, time, level, head_dim): each position's own; None where
-                it has none, as in a plain decoder layer.
+            path: (batch, 2, shared head, time, level, head_dim): each position's own, if any.
         """
         queries = _rotate(self._split(self.q_proj(inputs)), positions, self.theta)
         if path is None:
@@ -147,6 +146,8 @@ class Slots:
     """Committed positions of each row."""
     extent: int = 0
     """Slots that any row may use, known without asking the device."""
+    places: Int[Tensor, "batch slot"] | None = None
+    """Where each position lies in the only row of `held`; None is a row of its own, in order."""
 
     @classmethod
     def empty(cls, attention: Attention, batch: int, capacity: int) -> "Slots":
@@ -157,11 +158,14 @@ class Slots:
 
     def append(self, fresh: Tensor, count: Int[Tensor, " batch"]) -> None:
         """Write the new positions behind each row's old ones; `count` of them stay."""
-        time = fresh.shape[3]
+        slots = self.following(fresh.shape[3])
         rows = torch.arange(len(count), device=count.device)[:, None]
-        self.held[rows, :, :, self.following(time)] = fresh.permute(0, 3, 1, 2, 4)
+        if self.places is not None:
+            rows, slots = 0 * rows, self.places.gather(1, slots)
+        else:
+            self.extent = min(self.extent + fresh.shape[3], self.held.shape[3])
+        self.held[rows, :, :, slots] = fresh.permute(0, 3, 1, 2, 4)
         self.lengths = self.lengths + count
-        self.extent = min(self.extent + time, self.held.shape[3])
 
     def following(self, time: int) -> Int[Tensor, "batch time"]:
         """Return the next `time` positions of each row."""
@@ -169,8 +173,15 @@ class Slots:
 
     def past(self) -> tuple[Tensor, Tensor]:
         """Return the slots in use, and which of them each row may see: (batch, 1, slot)."""
-        places = torch.arange(self.extent, device=self.lengths.device)
-        return self.held[:, :, :, : self.extent], (places < self.lengths[:, None])[:, None]
+        positions = torch.arange(self.extent, device=self.lengths.device)[None, None]
+        visible = positions < self.lengths[:, None, None]
+        if self.places is not None:
+            return self.held[0][:, :, self.places].permute(2, 0, 1, 3, 4), visible
+        return self.held[:, :, :, : self.extent], visible
+
+    def scatter(self, places: Tensor, lengths: Tensor) -> "Slots":
+        """Return rows that lie anywhere in the only row of this: see `Drafter.scatter`."""
+        return Slots(self.held, lengths, places.shape[1], places)
 
     def keep_rows(self, index: Int[Tensor, " kept"]) -> "Slots":
         """Return these rows alone."""

@@ -5,14 +5,14 @@ See docs/add_a_head.md.
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from huggingface_hub import PyTorchModelHubMixin
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor, nn
 
 Memory = Any
@@ -20,6 +20,9 @@ Memory = Any
 
 State = Any
 """What a drafter keeps between the levels of one draft; opaque to the engines."""
+
+MAX_MODULES = 64
+"""Levels of a head, and blocks of a level: settings may come from a stranger."""
 
 Weight = Float[Tensor, "vocab width"]
 Bias = Float[Tensor, " vocab"]
@@ -35,17 +38,28 @@ class Features:
     taps: Float[Tensor, "batch time tapped"] | None = None
     """The residual streams a head names, concatenated (EAGLE-3)."""
 
+    tokens: Int[Tensor, "batch time"] | None = None
+    """What the base read there, for drafters that read text and not features."""
+
     def at(self, rows: Int[Tensor, "batch path"]) -> "Features":
         """Return the features of positions `rows[b]` of each row b."""
 
         def pick(values: Tensor) -> Tensor:
             return values.gather(1, rows[..., None].expand(-1, -1, values.shape[-1]))
 
-        return Features(pick(self.hidden), None if self.taps is None else pick(self.taps))
+        return Features(
+            pick(self.hidden),
+            None if self.taps is None else pick(self.taps),
+            None if self.tokens is None else self.tokens.gather(1, rows),
+        )
 
     def rows(self, index: Int[Tensor, " kept"]) -> "Features":
         """Return the features of these rows of the batch."""
-        return Features(self.hidden[index], None if self.taps is None else self.taps[index])
+        return Features(
+            self.hidden[index],
+            None if self.taps is None else self.taps[index],
+            None if self.tokens is None else self.tokens[index],
+        )
 
 
 class Drafter(ABC):
@@ -69,6 +83,23 @@ class Drafter(ABC):
     def keep_rows(self, memory: Memory, index: Int[Tensor, " kept"]) -> Memory:
         """Return the memory of these rows: finished requests leave the batch."""
         del index
+        return memory
+
+    def scatter(
+        self, memory: Memory, places: Int[Tensor, "batch slot"], lengths: Int[Tensor, " batch"]
+    ) -> Memory:
+        """Return rows whose positions lie anywhere in the first row of `memory`.
+
+        For engines that give each position of a text a slot of one large cache: what `begin`
+        remembers of a scattered row is written there, and serves that one `begin` and what
+        follows from it.
+
+        Args:
+            memory: From `memory(1, slots)`.
+            places: In which slot each position lies.
+            lengths: Positions of each row that are remembered already.
+        """
+        del places, lengths
         return memory
 
     def to_tokens(self, drafted: Int[Tensor, "*any"]) -> Int[Tensor, "*any"]:
@@ -112,9 +143,6 @@ class Head(Drafter, nn.Module, PyTorchModelHubMixin):
         vocab_size: Rows of the base's vocabulary projection.
     """
 
-    EXPORTS: ClassVar[Mapping[str, Any]] = {}
-    """Layouts of serving engines, by engine name."""
-
     draft_ids: Tensor | None
     """Tokens it can draft, in increasing order; None is the whole vocabulary."""
 
@@ -122,6 +150,12 @@ class Head(Drafter, nn.Module, PyTorchModelHubMixin):
         super().__init__()
         self.config = config
         self.width, self.vocab_size = width, vocab_size
+        for name in ("depth", "num_layers"):
+            if getattr(config, name, 0) > MAX_MODULES:
+                raise ValueError(
+                    f"a head may have at most {MAX_MODULES} levels, and blocks in each, got "
+                    f"{name}={getattr(config, name)}"
+                )
         size = getattr(config, "draft_tokens", 0)
         if not 0 <= size <= vocab_size:
             raise ValueError(
@@ -160,6 +194,19 @@ class Head(Drafter, nn.Module, PyTorchModelHubMixin):
             return tokens
         columns = torch.searchsorted(self.draft_ids, tokens).clamp(max=len(self.draft_ids) - 1)
         return torch.where(self.draft_ids[columns] == tokens, columns, -1)
+
+    def draft_maps(self) -> tuple[Int[Tensor, " drafted"], Bool[Tensor, " vocab"]]:
+        """Return the two maps that serving engines and public checkpoints call d2t and t2d.
+
+        Returns:
+            How far the token of each column of its logits stands from that column, and which
+            tokens of the vocabulary it can draft.
+        """
+        columns = torch.arange(self.drafted_size)
+        tokens = columns if self.draft_ids is None else self.draft_ids.to(columns.device)
+        marks = torch.zeros(self.vocab_size, dtype=torch.bool)
+        marks[tokens] = True
+        return tokens - columns, marks
 
     @property
     def kind(self) -> str:

@@ -1,12 +1,13 @@
 """EAGLE-3: its own projects' numbers, and training that is drafting from everywhere at once."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specheads import heads
+from specheads import grow, heads
 from specheads.base import FrozenBase
 from specheads.drafter import Features
 from specheads.heads import eagle3
@@ -78,6 +79,23 @@ def test_a_public_eagle3_drafts_its_project_s_tokens(golden: dict[str, torch.Ten
     torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(("search", "top_k", "num_nodes"), [(0, 1, 5), (1, 4, 16)])
+def test_a_public_eagle3_grows_its_project_s_trees(
+    golden: dict[str, torch.Tensor], search: int, top_k: int, num_nodes: int
+):
+    """There a depth of 3 counts the levels after the first."""
+    head = loaded(CHAIN)
+    head.bind(golden["in.embed_tokens"])
+    policy = grow.BestFirst(num_nodes, depth=4, beam=top_k, branch=top_k)
+    taps, following = golden["in.aux"], golden["in.tokens"][:, 1:]
+    count, memory = torch.full((2,), 10), head.memory(2, capacity=16)
+    tree = policy.grow(head, features(taps), following, count, memory)
+    assert torch.equal(tree.tokens[0], golden[f"out.tree.tokens.{search}"])
+    mask = golden[f"out.tree.attn_mask.{search}"].bool()
+    assert torch.equal(tree.ancestors()[0], mask)
+    assert torch.equal(tree.depths()[0], golden[f"out.tree.position_offsets.{search}"])
+
+
 def test_a_public_eagle3_reads_known_text_as_its_project_does(golden: dict[str, torch.Tensor]):
     head = loaded(CHAIN)
     head.bind(golden["in.embed_tokens"])
@@ -125,6 +143,33 @@ def test_training_time_test_is_drafting_from_every_position(norm_before_residual
         drafted = chain(head, taps[:, : anchor + 1], along)
         at_anchor = torch.stack([logits[:, anchor] for logits in trained], dim=1)
         torch.testing.assert_close(drafted, at_anchor, rtol=0, atol=1e-10)
+
+
+def test_seven_rounds_from_ragged_anchors_are_what_training_saw():
+    """Rows drafted together from anchors of their own, with padding that must not be seen."""
+    base = tiny.base("llama")
+    head = random(base, attention_heads=4, key_value_heads=2)
+    assert head.depth == 7
+    time = 20
+    tokens = torch.randint(base.vocab_size, (3, time), generator=torch.manual_seed(5))
+    taps = base.read(tokens, head.taps).taps
+    assert taps is not None
+    states = head.states(features(taps), tokens)
+    trained = torch.stack([head.logits(state, k) for k, state in enumerate(states)])
+    for anchors in ([0, 12, 5], [7, 1, 12], [3, 3, 0]):
+        at = torch.tensor(anchors)
+        longest = max(anchors) + 1
+        garbage = torch.arange(longest) > at[:, None]
+        committed = features(taps[:, :longest].masked_fill(garbage[..., None], 9.0))
+        following = tokens[:, 1 : longest + 1].masked_fill(garbage, 3)
+        logits, state = head.begin(committed, following, at + 1, head.memory(3, capacity=32))
+        drafted = [logits[:, 0]]
+        for level in range(1, head.depth):
+            node = tokens.gather(1, at[:, None] + 1 + level)
+            logits, state = head.extend(state, node, torch.zeros_like(node))
+            drafted.append(logits[:, 0])
+        wanted = trained[:, torch.arange(3), at]
+        torch.testing.assert_close(torch.stack(drafted), wanted, rtol=0, atol=1e-10)
 
 
 def test_ragged_rows_committed_bit_by_bit_draft_as_if_committed_at_once():
@@ -216,6 +261,30 @@ def test_checkpoints_of_another_make_are_refused(change: dict, message: str):
     config = {"hidden_size": 48, "vocab_size": 211, "num_hidden_layers": 1} | change
     with pytest.raises(ValueError, match=message):
         eagle3.read_public(config, load_file(CHAIN / "model.safetensors"))
+
+
+@pytest.mark.parametrize("draft_tokens", [0, 20])
+def test_the_maps_that_are_exported_are_read_back(draft_tokens: int, tmp_path: Path):
+    """A head written as its project writes it comes back with the tokens it drafts."""
+    base = tiny.base("llama", dtype=torch.float32)
+    counts = torch.randint(1, 100, (base.vocab_size,), generator=torch.manual_seed(2))
+    settings = {"kind": "eagle3", "attention_heads": 4, "draft_tokens": draft_tokens}
+    ours = heads.build_for(settings, base, counts)
+    d2t, t2d = ours.draft_maps()
+    assert (d2t.dtype, t2d.dtype, len(t2d)) == (torch.int64, torch.bool, base.vocab_size)
+    assert int(t2d.sum()) == ours.drafted_size
+    tensors = ours.state_dict() | {"d2t": d2t, "t2d": t2d}
+    tensors.pop("draft_ids", None)
+    save_file(tensors, tmp_path / "model.safetensors")
+    shape = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 96}
+    sizes = {"vocab_size": base.vocab_size, "draft_vocab_size": ours.drafted_size}
+    config = shape | sizes | {"rms_norm_eps": 1e-5, "rope_theta": 1e4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    again = heads.load_head(tmp_path, base)
+    columns = torch.arange(ours.drafted_size)
+    assert torch.equal(again.to_tokens(columns), ours.to_tokens(columns))
+    assert torch.equal(again.to_tokens(columns), columns + d2t)
+    assert torch.equal(t2d.nonzero()[:, 0], again.to_tokens(columns))
 
 
 def test_a_reduced_vocabulary_without_its_map_is_refused(tmp_path: Path):

@@ -75,8 +75,11 @@ def test_a_public_hydra_proposes_its_project_s_tree(case: str, dtype: torch.dtyp
         ours.add(tuple(tree.tokens[0, path].tolist()))
     paths, places = golden["out.proposal.paths"], golden["out.tree.retrieve_indices"]
     theirs = {tuple(path[known].tolist()) for path, known in zip(paths, places >= 0, strict=True)}
-    assert tree.tokens.shape[1] == len(golden["out.proposal.tokens"])
+    assert torch.equal(tree.tokens[0], golden["out.proposal.tokens"])
     assert ours == theirs
+    buffers = load_file(GOLDEN / case / "buffers.safetensors")
+    assert torch.equal(tree.ancestors()[0], buffers["out.tree.attn_mask"].bool())
+    assert torch.equal(tree.depths()[0], buffers["out.tree.position_offsets"])
 
 
 def test_a_prefix_layer_reads_a_prompt_in_pieces_as_at_once():

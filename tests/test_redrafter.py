@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from specheads import grow, heads
 from specheads.decode import generate
 from specheads.drafter import Features, Head
+from specheads.tree import from_paths
 from tests import tiny
 
 GOLDEN = Path(__file__).with_name("golden")
@@ -104,6 +105,35 @@ def test_drafting_along_its_project_s_beams_gives_their_scores(
         logits, state = head.extend(state, beams[:, :, place], parents)
     wanted = golden[f"out64.beam_scores.{search}"].to(dtype)
     torch.testing.assert_close(score, wanted, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize(
+    ("case", "part", "given"),
+    [("redrafter_pack", "expected", "in.beams")]
+    + [(case, "packed", "out.beams") for case in CASES],
+)
+def test_beams_share_their_beginnings_as_its_project_packs_them(case: str, part: str, given: str):
+    packed = load_file(GOLDEN / case / f"{part}.safetensors")
+    beams_of = load_file(GOLDEN / case / "expected.safetensors")
+    for search in range(len([name for name in packed if name.startswith("out.packed")])):
+        beams = beams_of[f"{given}.{search}"]
+        tree = from_paths(beams)
+        assert tree.tokens.shape == packed[f"out.packed.{search}"].shape
+        unpacker = packed[f"out.unpacker.{search}"]
+        reach, depths = tree.ancestors(), tree.depths()
+        for row, places in enumerate(unpacker):
+            # what follows a row's own beginnings is filler, there and here
+            own = int(places.max()) + 1
+            assert torch.equal(tree.tokens[row, :own], packed[f"out.packed.{search}"][row, :own])
+            offsets = packed[f"out.position_offsets.{search}"][row, :own]
+            assert torch.equal(depths[row, :own], offsets)
+            assert torch.equal(tree.tokens[row][places], beams[row])
+            for beam in places:
+                assert torch.equal(reach[row, beam[-1]].nonzero()[:, 0], beam.sort().values)
+            mask = packed.get(f"out.causal_mask.{search}")
+            if mask is not None:
+                seen = mask[row, :own, -tree.tokens.shape[1] :][:, :own].bool()
+                assert torch.equal(reach[row, :own, :own], seen)
 
 
 @pytest.mark.parametrize("rnn", [True, False])

@@ -7,8 +7,6 @@ not its own. See docs/add_a_head.md.
 
 import dataclasses
 import importlib
-import json
-import pickle
 import pkgutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,22 +15,12 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from safetensors.torch import load_file
 from torch import Tensor
 
 from specheads.base import FrozenBase
 from specheads.drafter import Head
 from specheads.layout import column_major
-
-WEIGHT_FILES = (
-    "model*.safetensors",
-    "medusa_lm_head*.safetensors",
-    "*.safetensors",
-    "pytorch_model*.bin",
-    "*.bin",
-    "*.pt",
-)
-"""Where tensors are looked for, the first pattern with a match wins; pickles as weights only."""
+from specheads.weights import INDEX_FILES, WEIGHT_FILES, read_settings, read_tensors
 
 
 def kinds() -> list[str]:
@@ -99,6 +87,26 @@ def build_for(settings: Mapping[str, Any], base: FrozenBase, counts: Tensor | No
     return head
 
 
+def resume_head(path: str | Path, base: FrozenBase, kind: str) -> Head:
+    """Load a head to train it further: in float32, on the base's device, bound to the base.
+
+    Args:
+        path: As in `load_head`.
+        base: As in `build_for`.
+        kind: What it has to be.
+
+    Raises:
+        ValueError: As `load_head`, or it is another kind.
+    """
+    head = load_head(path)
+    if head.kind != kind:
+        raise ValueError(f"init={path} is a head of kind {head.kind}: set head={head.kind}")
+    _refuse_misfit(head, base)
+    head.to(base.device).train()
+    _lend(head, base)
+    return head
+
+
 def load_head(path: str | Path, base: FrozenBase | None = None, *, revision: str = "main") -> Head:
     """Load a trained head: ours, or a public checkpoint as its own project published it.
 
@@ -110,32 +118,45 @@ def load_head(path: str | Path, base: FrozenBase | None = None, *, revision: str
 
     Raises:
         ValueError: No config.json or no weights, an unknown layout, tensors missing, left over
-            or of the wrong shape, or a head that does not fit the base.
+            or of the wrong shape, a head that does not fit the base, or a folder that is not to
+            be trusted: see weights.py.
     """
     folder = _fetch(path, revision)
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"a head needs a config.json; {folder} has none")
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    tensors = _read_tensors(folder)
-    if "kind" in config:
-        sizes = {name: config.pop(name, 0) for name in ("width", "vocab_size")}
-        head = build(config, **sizes)
-        fill(head, tensors)
-    else:
-        found = (_read_public(kind, config, tensors) for kind in kinds())
-        head = next((head for head in found if head is not None), None)
-        if head is None:
-            raise ValueError(
-                f"{folder} is no checkpoint that one of {', '.join(kinds())} can read: its "
-                f"config.json names {config.get('architectures') or config.get('model_type')!r}"
-            )
+    config, tensors = read_settings(folder), read_tensors(folder)
+    try:
+        # no memory before sizes are known to be those of the tensors: config.json may say anything
+        with torch.device("meta"):
+            head = _interpret(config, tensors)
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"config.json and tensors of {folder} describe no head: {type(error).__name__} "
+            f"{str(error).partition(chr(10))[0]}"
+        ) from error
+    if head is None:
+        raise ValueError(
+            f"{folder} is no checkpoint that one of {', '.join(kinds())} can read: its "
+            f"config.json names {config.get('architectures') or config.get('model_type')!r}"
+        )
     if base is not None:
         fit(head, base)
     return head.eval()
 
 
+def _interpret(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | None:
+    """Return the head that a folder holds; None where its layout is nobody's."""
+    if "kind" not in config:
+        found = (_read_public(kind, config, tensors) for kind in kinds())
+        return next((head for head in found if head is not None), None)
+    sizes = {name: config.pop(name, 0) for name in ("width", "vocab_size")}
+    head = build(config, **sizes)
+    fill(head, tensors)
+    return head
+
+
 def fill(head: Head, tensors: Mapping[str, Tensor]) -> None:
     """Copy tensors into a head, name by name; nothing may be missing, left over or misshapen.
+
+    The head may be one without memory, of the meta device: its tensors are replaced.
 
     Raises:
         ValueError: Names the first tensor that does not fit.
@@ -150,7 +171,19 @@ def fill(head: Head, tensors: Mapping[str, Tensor]) -> None:
             raise ValueError(
                 f"{name!r} must have shape {tuple(value.shape)}, got {tuple(tensors[name].shape)}"
             )
-    head.load_state_dict(dict(tensors))
+    _check_draft_ids(head, tensors.get("draft_ids"))
+    copies = {name: tensors[name].to(value.dtype, copy=True) for name, value in wanted.items()}
+    head.load_state_dict(copies, assign=True)
+
+
+def _check_draft_ids(head: Head, ids: Tensor | None) -> None:
+    if ids is None:
+        return
+    if ids.is_floating_point() or ids[0] < 0 or ids[-1] >= head.vocab_size or ids.diff().min() < 1:
+        raise ValueError(
+            f"tokens that can be drafted must grow within 0 and {head.vocab_size}; repair the "
+            "checkpoint's map"
+        )
 
 
 def fit(head: Head, base: FrozenBase) -> None:
@@ -159,16 +192,21 @@ def fit(head: Head, base: FrozenBase) -> None:
     Raises:
         ValueError: The head was made for another width or vocabulary, or more layers.
     """
+    _refuse_misfit(head, base)
+    head.to(base.device, base.dtype)
+    column_major(head)
+    _lend(head, base)
+
+
+def _refuse_misfit(head: Head, base: FrozenBase) -> None:
     for name, ours in (("width", base.width), ("vocab_size", base.vocab_size)):
         theirs = getattr(head, name)
-        if ours != theirs:
+        # zero: a public checkpoint that does not say, because it borrows what would tell
+        if theirs and ours != theirs:
             raise ValueError(
                 f"the head was made for a base of {name} {theirs}, this base has {ours}; "
                 "load the base it was trained on"
             )
-    head.to(base.device, base.dtype)
-    column_major(head)
-    _lend(head, base)
 
 
 def _lend(head: Head, base: FrozenBase) -> None:
@@ -188,41 +226,15 @@ def _fetch(path: str | Path, revision: str) -> Path:
     try:
         return Path(
             snapshot_download(
-                str(path), revision=revision, allow_patterns=["config.json", *WEIGHT_FILES]
+                str(path),
+                revision=revision,
+                allow_patterns=["config.json", INDEX_FILES, *WEIGHT_FILES],
             )
         )
     except (OSError, ValueError) as error:
         raise ValueError(
             f"a head must be a folder or a Hub id that can be reached, got {str(path)!r}: "
             f"{str(error).splitlines()[0]}"
-        ) from error
-
-
-def _read_tensors(folder: Path) -> dict[str, Tensor]:
-    for pattern in WEIGHT_FILES:
-        files = sorted(folder.glob(pattern))
-        if files:
-            break
-    else:
-        raise ValueError(
-            f"a head needs weights, as *.safetensors, *.bin or *.pt; {folder} has none"
-        )
-    tensors: dict[str, Tensor] = {}
-    for file in files:
-        if file.suffix == ".safetensors":
-            tensors |= load_file(file)
-        else:
-            tensors |= _read_pickle(file)
-    return tensors
-
-
-def _read_pickle(file: Path) -> dict[str, Tensor]:
-    try:
-        return torch.load(file, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise ValueError(
-            f"a pickled checkpoint may hold tensors only, and {file.name} holds other objects; "
-            "convert it to safetensors where you trust it"
         ) from error
 
 

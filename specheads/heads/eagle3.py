@@ -134,6 +134,12 @@ class Head(BaseHead):
         """Return the keys and values of these rows."""
         return memory.keep_rows(index)
 
+    def scatter(
+        self, memory: Memory, places: Int[Tensor, "batch slot"], lengths: Int[Tensor, " batch"]
+    ) -> Memory:
+        """Return rows of keys and values that lie scattered."""
+        return memory.scatter(places, lengths)
+
     @torch.no_grad()
     def begin(
         self,
@@ -168,6 +174,8 @@ class Head(BaseHead):
         return F.embedding(tokens, self.embedding).to(self.fc.weight.dtype)
 
 
+IDS = "eagle_aux_hidden_state_layer_ids"
+
 PLAIN = {
     "num_hidden_layers": 1,
     "hidden_act": "silu",
@@ -189,7 +197,11 @@ def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | No
     kind = config.get("speculators_model_type", "eagle3")
     if kind != "eagle3" or "midlayer.hidden_norm.weight" not in named:
         return None
-    settings = config.get("transformer_layer_config", {}) | config.get("eagle_config", {}) | config
+    nested = dict(config.get("eagle_config", {}))
+    if IDS in nested:
+        # SpecForge, SGLang and ModelOpt, who write them there, count outputs of layers from zero
+        nested[IDS] = [layer + 1 for layer in nested[IDS]]
+    settings = config.get("transformer_layer_config", {}) | nested | config
     rope = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
     settings["rope_type"] = rope.get("rope_type", rope.get("type"))
     settings["rope_theta"] = settings.get("rope_theta") or rope.get("rope_theta")
@@ -200,12 +212,15 @@ def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | No
                 f"{settings[name]!r}; choose another checkpoint"
             )
     head = Head(_own_config(settings), settings["hidden_size"], settings["vocab_size"])
-    embedding, marks = named.pop("embed_tokens.weight", None), named.pop("t2d", None)
-    if head.draft_ids is not None and "d2t" in named:
-        # offsets: the i-th draft token is token i + d2t[i] of the base
-        named["draft_ids"] = torch.arange(head.drafted_size) + named.pop("d2t")
-        if marks is not None and not torch.equal(marks.nonzero()[:, 0], named["draft_ids"]):
+    embedding = named.pop("embed_tokens.weight", None)
+    marks, offsets = named.pop("t2d", None), named.pop("d2t", None)
+    if offsets is not None:
+        # the i-th draft token is token i + d2t[i] of the base
+        ids = torch.arange(head.drafted_size, device=offsets.device) + offsets
+        if marks is not None and not torch.equal(marks.nonzero()[:, 0], ids):
             raise ValueError("d2t and t2d must name the same tokens, in order; repair the maps")
+        if head.draft_ids is not None:
+            named["draft_ids"] = ids
     heads.fill(head, named)
     if embedding is not None:
         head.bind(embedding)
@@ -217,7 +232,7 @@ def _own_config(settings: dict[str, Any]) -> Config:
     drafted = settings.get("draft_vocab_size") or 0
     return Config(
         depth=proposal.get("speculative_tokens") or Config().depth,
-        taps=tuple(sorted(set(settings.get("eagle_aux_hidden_state_layer_ids") or ()))),
+        taps=tuple(sorted(set(settings.get(IDS) or ()))),
         attention_heads=settings["num_attention_heads"],
         key_value_heads=settings.get("num_key_value_heads") or 0,
         head_dim=settings.get("head_dim") or 0,

@@ -121,6 +121,12 @@ class Head(BaseHead):
         """Return the keys and values of these rows."""
         return memory.keep_rows(index)
 
+    def scatter(
+        self, memory: Memory, places: Int[Tensor, "batch slot"], lengths: Int[Tensor, " batch"]
+    ) -> Memory:
+        """Return rows of keys and values that lie scattered."""
+        return memory.scatter(places, lengths)
+
     def states(
         self, features: Features, tokens: Int[Tensor, "batch time"]
     ) -> Iterator[Float[Tensor, "batch time width"]]:

@@ -1,9 +1,11 @@
 """IBM's MLP speculator: a small recurrence over the tokens drafted before.
 
-Source: Wertheimer et al. 2024, arXiv:2404.19124; foundation-model-stack/fms-extras.
+Source: Wertheimer et al. 2024, arXiv:2404.19124; foundation-model-stack/fms-extras. The gated
+state: `ArcticLSTMSpeculator` of snowflakedb/ArcticInference.
 """
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +20,9 @@ from specheads.drafter import Bias, Features, Memory, State, Weight, last, pick_
 from specheads.drafter import Head as BaseHead
 
 EPSILON = 1e-6
+STATES = ("mlp", "gated")
+GATES = ("forget", "input", "output", "cell")
+"""Parts of the gated recurrence, in the order of their rows; the last one is no gate."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -29,6 +34,9 @@ class Config:
 
     inner_dim: int = 0
     """Width of its state. Zero takes the base's."""
+
+    state: str = "mlp"
+    """How a token updates it: mlp (a layer of its own) or gated (as an LSTM does)."""
 
     tie_weights: bool = True
     """Whether all levels share embedding, projection and norm, and all but the first the
@@ -46,6 +54,8 @@ class Config:
                 "an mlp_speculator needs depth >= 1 and inner_dim >= 0, got "
                 f"{self.depth} and {self.inner_dim}"
             )
+        if self.state not in STATES:
+            raise ValueError(f"head.state must be one of {', '.join(STATES)}, got {self.state!r}")
 
 
 class _Norm(nn.Module):
@@ -65,6 +75,10 @@ class Head(BaseHead):
 
     a and b weigh old against new, so that after all levels half of the first state's energy is
     left: a = 0.5 ** (0.5 / depth), b = sqrt((1 - a**2) * inner_dim / 2).
+
+    Gated, W has four parts that read the same token: f, i, o and c. A cell, empty at first, is
+    kept beside the state: cell <- cell * sigmoid(f) + GELU(norm(c)) * sigmoid(i), and
+    state <- GELU(norm(cell)) * sigmoid(o).
     """
 
     def __init__(self, config: Config, width: int, vocab_size: int) -> None:
@@ -74,14 +88,18 @@ class Head(BaseHead):
         recurrences = min(config.depth - 1, 1 if config.tie_weights else config.depth)
         self.depth = config.depth
         self.scale_input = config.scale_input
+        self.inner = inner
+        self.gated = config.state == "gated"
         self.emb = nn.ModuleList(nn.Embedding(vocab_size, inner) for _ in range(copies))
         self.proj = nn.ModuleList(
-            nn.Linear(size, inner, bias=False) for size in [width] + [inner] * recurrences
+            nn.Linear(size, inner * (len(GATES) if self.gated else 1), bias=False)
+            for size in [width] + [inner] * recurrences
         )
         self.head = nn.ModuleList(
             nn.Linear(inner, self.drafted_size, bias=False) for _ in range(copies)
         )
         self.ln = nn.ModuleList(_Norm(inner) for _ in range(copies))
+        self.state_ln = nn.ModuleList(_Norm(inner) for _ in range(copies * self.gated))
         for module in (*self.emb, *self.proj, *self.head):
             nn.init.normal_(module.get_parameter("weight"), std=1 / math.sqrt(inner))
         self.state_weight = 0.5 ** (0.5 / self.depth)
@@ -100,7 +118,7 @@ class Head(BaseHead):
             level.get_parameter("weight").data.copy_(embedding / scale)
         for level in self.head:
             level.get_parameter("weight").data.copy_(projection)
-        nn.init.eye_(self.proj[0].get_parameter("weight"))
+        nn.init.eye_(self.proj[0].get_parameter("weight").data[-self.inner :])
 
     def states(
         self, features: Features, tokens: Int[Tensor, "batch time"]
@@ -109,7 +127,7 @@ class Head(BaseHead):
         state = self._first(features.hidden)
         for level in range(self.depth):
             state = self._step(state, tokens.roll(-1 - level, 1), level)
-            yield state
+            yield state[..., : self.inner]
 
     def projection(self, level: int) -> tuple[Weight, Bias | None]:
         """Return the level's vocabulary projection; it has no bias."""
@@ -125,7 +143,7 @@ class Head(BaseHead):
         """Read the root on top of the base's last state."""
         del memory
         state = self._step(self._first(last(features.hidden, count)), last(tokens, count), 0)
-        return self.logits(state, 0), (state, 0)
+        return self.logits(state[..., : self.inner], 0), (state, 0)
 
     def extend(
         self, state: State, tokens: Int[Tensor, "batch node"], parents: Int[Tensor, "batch node"]
@@ -133,22 +151,28 @@ class Head(BaseHead):
         """Read each node on top of its parent's state."""
         above, level = state
         below = self._step(pick_parents(above, parents), tokens, level + 1)
-        return self.logits(below, level + 1), (below, level + 1)
+        return self.logits(below[..., : self.inner], level + 1), (below, level + 1)
 
     def _first(self, hidden: Tensor) -> Tensor:
-        if not self.scale_input:
-            return hidden
-        return F.rms_norm(hidden, hidden.shape[-1:], eps=EPSILON) / math.sqrt(2)
+        if self.scale_input:
+            hidden = F.rms_norm(hidden, hidden.shape[-1:], eps=EPSILON) / math.sqrt(2)
+        return F.pad(hidden, (0, self.inner)) if self.gated else hidden
 
     def _step(self, state: Tensor, tokens: Tensor, level: int) -> Tensor:
+        """Return the state after one more token; where it is gated, [state, cell]."""
+        norm, read = _of(self.ln, level), _of(self.emb, level)(tokens)
         # scaled by 1 / a against the formula, as its own project has it: the norm undoes that
         # but for its epsilon
-        mixed = torch.add(
-            _of(self.proj, level)(state),
-            _of(self.emb, level)(tokens),
-            alpha=self.token_weight / self.state_weight,
-        )
-        return F.gelu(_of(self.ln, level)(mixed))
+        scale = self.token_weight / self.state_weight
+        if not self.gated:
+            return F.gelu(norm(torch.add(_of(self.proj, level)(state), read, alpha=scale)))
+        above, cell = state.split([state.shape[-1] - self.inner, self.inner], dim=-1)
+        mixed = _of(self.proj, level)(above).unflatten(-1, (len(GATES), self.inner))
+        mixed = torch.add(mixed, read[..., None, :], alpha=scale)
+        keep, enter, leave = mixed[..., :3, :].sigmoid().unbind(-2)
+        cell = cell * keep + F.gelu(norm(mixed[..., 3, :])) * enter
+        shown = F.gelu(_of(self.state_ln, level)(cell)) * leave
+        return torch.cat([shown, cell], dim=-1)
 
 
 def _of(modules: nn.ModuleList, level: int) -> Any:
@@ -157,24 +181,62 @@ def _of(modules: nn.ModuleList, level: int) -> Any:
 
 
 def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | None:
-    """Read an IBM accelerator: model_type mlp_speculator, tensors under `speculator.`.
+    """Read an IBM accelerator or one of Snowflake's Arctic speculators.
 
-    Tied tensors stand there once a level, as copies; they must agree.
+    Both say model_type mlp_speculator; Arctic's recurrent ones also name a method. Tied tensors
+    stand there once a level, as copies; they must agree.
     """
     if config.get("model_type") != "mlp_speculator":
         return None
+    method = config.get("method")
+    width = config["input_hidden_dim" if method else "emb_dim"]
     own = Config(
         depth=config["n_predict"],
-        inner_dim=config.get("inner_dim") or config["emb_dim"],
+        inner_dim=_arctic_width(config) if method else config.get("inner_dim") or width,
+        state="gated" if method == "sum_lstm" else "mlp",
         tie_weights=config.get("tie_weights", False),
         scale_input=config.get("scale_input", False),
     )
-    head = Head(own, width=config["emb_dim"], vocab_size=config["vocab_size"])
+    head = Head(own, width=width, vocab_size=config["vocab_size"])
     named = {name.removeprefix("speculator."): value for name, value in tensors.items()}
+    if head.gated:
+        named = _join_gates(named)
+    elif method:
+        # each is the first and only one of a sequence there
+        named = {re.sub(r"^(emb|proj|ln)\.(\d+)\.0\.", r"\1.\2.", n): t for n, t in named.items()}
     if own.tie_weights:
         named = _untie(named, set(head.state_dict()))
     heads.fill(head, named)
     return head
+
+
+def _arctic_width(config: dict[str, Any]) -> int:
+    """Return the one width of an Arctic speculator; refuse those with several, or more parts."""
+    widths = {str(config[name]) for name in ("inner_dim", "emb_dim", "proj_dim")}
+    tied = config.get("tie_weights") and config.get("tie_lstm_embs")
+    known = config["method"] == "sum_rnn" or (config["method"] == "sum_lstm" and tied)
+    width = max(widths)
+    if not known or len(widths) > 1 or not width.isdigit():
+        raise ValueError(
+            "of Arctic's speculators those of one width can be read, sum_rnn or sum_lstm with tied "
+            f"weights and embeddings; this one is {config['method']!r} of widths {sorted(widths)}"
+        )
+    return int(width)
+
+
+def _join_gates(named: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Stack what Arctic stores gate by gate; all gates share one embedding."""
+    named = {name.replace("cell_ln.", "ln."): value for name, value in named.items()}
+    for part in ("emb", "proj"):
+        for level in ("0", "1"):
+            found = [named.pop(f"{gate}_{part}.{level}.weight", None) for gate in GATES]
+            gates = [gate for gate in found if gate is not None]
+            if len(gates) < len(found):
+                continue
+            if part == "emb" and not all(torch.equal(gates[0], gate) for gate in gates):
+                raise ValueError("tie_lstm_embs is set, but the gates' embeddings differ")
+            named[f"{part}.{level}.weight"] = gates[0] if part == "emb" else torch.cat(gates)
+    return named
 
 
 def _untie(named: dict[str, Tensor], wanted: set[str]) -> dict[str, Tensor]:
