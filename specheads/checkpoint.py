@@ -13,15 +13,27 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from specheads import adapter as adapters
+from specheads.adapter import Adapter
 from specheads.drafter import Head
 
-PACKAGES = ("specheads", "torch", "transformers", "accelerate", "datasets", "safetensors")
+PACKAGES = ("specheads", "torch", "transformers", "accelerate", "peft", "datasets", "safetensors")
+
+
+class Checkpoint(NamedTuple):
+    """What a checkpoint holds."""
+
+    state: dict[str, Any]
+    weights: dict[str, Tensor]
+    optimizer: dict[str, Any]
+    adapter: dict[str, Tensor]
+    """Empty where no phase trains the base."""
 
 
 @contextmanager
@@ -72,6 +84,7 @@ class RunDirectory:
         self.checkpoints = path / "checkpoints"
         self.phases = path / "phases"
         self.head = path / "head"
+        self.adapter = path / "adapter"
         self.report = path / "report"
 
     @property
@@ -115,10 +128,23 @@ class RunDirectory:
         write_atomic(self.config, config_text)
 
     def end(self, head: Head) -> None:
-        """Save the trained head and close the run."""
+        """Save the trained head and close the run.
+
+        A head of joint training belongs to base and adapter together, and its folder says so.
+        """
+        known = self._provenance()
+        owner: dict[str, Any] = {}
+        if self.adapter.is_dir():
+            owner["adapter_fingerprint"] = adapters.fingerprint(self.adapter)
         with atomic_folder(self.head) as folder:
             head.save_pretrained(folder)
-        write_atomic(self.provenance, _json({**self._provenance(), "end": _now()}))
+            if owner:
+                beside = {"adapter": f"../{self.adapter.name}"}
+                fingerprint = {"base_fingerprint": known.get("base_fingerprint")}
+                (folder / "base.json").write_text(
+                    _json(fingerprint | beside | owner), encoding="utf-8"
+                )
+        write_atomic(self.provenance, _json({**known, **owner, "end": _now()}))
 
     def _refuse_another(self, identity: dict[str, Any]) -> None:
         before = self._provenance()
@@ -137,8 +163,17 @@ class RunDirectory:
         with atomic_folder(self.phases / name) as folder:
             head.save_pretrained(folder)
 
+    def save_adapter(self, adapter: Adapter) -> None:
+        """Keep what joint training has added to the base so far, as peft loads it."""
+        with atomic_folder(self.adapter) as folder:
+            adapter.save(folder)
+
     def save_checkpoint(
-        self, state: dict[str, Any], weights: dict[str, Tensor], optimizer: dict[str, Any]
+        self,
+        state: dict[str, Any],
+        weights: dict[str, Tensor],
+        optimizer: dict[str, Any],
+        adapter: dict[str, Tensor] | None = None,
     ) -> None:
         """Write a checkpoint of this step and remove the older ones.
 
@@ -146,13 +181,13 @@ class RunDirectory:
             state: JSON-able; holds at least `step`.
             weights: The head's.
             optimizer: State dicts of tensors and plain values.
+            adapter: The tensors of the base's adapter, where one is trained.
         """
         target = self.checkpoints / f"step-{state['step']}"
         with atomic_folder(target) as folder:
-            save_file(
-                {name: value.contiguous() for name, value in weights.items()},
-                folder / "head.safetensors",
-            )
+            _save_tensors(weights, folder / "head.safetensors")
+            if adapter:
+                _save_tensors(adapter, folder / "adapter.safetensors")
             torch.save(optimizer, folder / "optimizer.pt")
             (folder / "state.json").write_text(_json(state), encoding="utf-8")
             sums = {file.name: _sha256(file) for file in sorted(folder.iterdir())}
@@ -161,14 +196,16 @@ class RunDirectory:
             if other != target:
                 shutil.rmtree(other)
 
-    def load_checkpoint(self) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Any]] | None:
-        """Return state, weights and optimizer of the newest checkpoint that is whole."""
+    def load_checkpoint(self) -> Checkpoint | None:
+        """Return the newest checkpoint that is whole."""
         for folder in reversed(self._steps()):
             if _is_whole(folder):
-                return (
+                adapter = folder / "adapter.safetensors"
+                return Checkpoint(
                     json.loads((folder / "state.json").read_text(encoding="utf-8")),
                     load_file(folder / "head.safetensors"),
                     torch.load(folder / "optimizer.pt", weights_only=True, map_location="cpu"),
+                    load_file(adapter) if adapter.is_file() else {},
                 )
         return None
 
@@ -192,6 +229,10 @@ def provenance() -> dict[str, Any]:
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         },
     }
+
+
+def _save_tensors(tensors: dict[str, Tensor], file: Path) -> None:
+    save_file({name: value.contiguous() for name, value in tensors.items()}, file)
 
 
 def _version(package: str) -> str | None:

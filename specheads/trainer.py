@@ -1,11 +1,6 @@
 """The one training loop over phases. accelerate lives here and nowhere below."""
 
-import math
-import signal
-import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +8,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from jaxtyping import Bool
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import Progress, TaskID
 from torch import Tensor, nn
 
 from specheads import losses
@@ -21,7 +16,10 @@ from specheads.base import FrozenBase
 from specheads.checkpoint import RunDirectory
 from specheads.config import Phase, Schedule
 from specheads.drafter import Features, Head
-from specheads.schedule import learning_rate_share, optimizers
+from specheads.interrupt import on_interrupt
+from specheads.joint import JointBase, average_gradients, head_weight
+from specheads.meter import Meter, describe, figures, progress_bar, refuse_divergence
+from specheads.schedule import adapter_settings, learning_rate_share, optimizers, peak_rates
 from specheads.text.pack import Text, TokenBatch
 from specheads.track import Tracker
 
@@ -44,22 +42,34 @@ class Objective(nn.Module):
         project: Callable[[Tensor], Tensor] | None,
         phase: Phase,
     ) -> losses.DepthLoss:
-        """Return the loss of every depth over the labels that `scored` marks."""
-        depth = self.head.depth
+        """Return the loss of every depth over the labels that `scored` marks.
+
+        With D-PACE those are first labels of whole chains, each drafted from one position.
+        """
+        depth, chains = self.head.depth, phase.weighting == "dpace"
         drafted = self.head.to_drafted(tokens)
-        rows, labels = (scored & (drafted >= 0)).nonzero(as_tuple=True)
+        rows, labels = (scored & (chains | (drafted >= 0))).nonzero(as_tuple=True)
+        at = [labels + level if chains else labels for level in range(depth)]
         states = [
-            state[rows, labels - 2 - level]
+            state[rows, at[level] - 2 - level]
             for level, state in enumerate(self.head.states(features, tokens))
         ]
-        targets = losses.Targets(
-            drafted[rows, labels], features.hidden[rows, labels - 1].detach(), project
+        targets = [
+            losses.Targets(drafted[rows, each], features.hidden[rows, each - 1].detach(), project)
+            for each in at[: depth if chains else 1]
+        ]
+        loss = losses.depth_loss(
+            states,
+            [self.head.projection(level) for level in range(depth)],
+            targets if chains else targets[0],
+            kind=phase.loss,
+            decay=phase.decay,
+            depth_weights=phase.depth_weights,
+            weighting=phase.weighting,
         )
-        projections = [self.head.projection(level) for level in range(depth)]
-        loss = losses.depth_loss(states, projections, targets, kind=phase.loss, decay=phase.decay)
         # a label that cannot be drafted is a draft that the base will not accept
-        covered = len(rows) / scored.sum().clamp(min=1)
-        return replace(loss, agreement=loss.agreement * covered)
+        counted = torch.stack([(target.labels >= 0).sum() for target in targets])
+        return replace(loss, agreement=loss.agreement * counted / scored.sum().clamp(min=1))
 
 
 @dataclass(slots=True)
@@ -93,29 +103,35 @@ def train(
     KeyboardInterrupt.
 
     Args:
-        base: Frozen; reads the text and gives its law.
+        base: Reads the text and gives its law. Its weights are never changed: what joint phases
+            teach it is saved as an adapter in the run directory, and taken out of it at the end.
         head: Trained in place, and saved in the run directory after each phase.
         schedule: Phases, in order, and the optimizer's settings.
         open_text: Gives each phase its text.
         run: Holds checkpoints and phases.
         tracker: Where rows of metrics go, on the main process.
         accelerator: Made by the caller.
-        seed: Of the positions that are scored.
+        seed: Of the positions that are scored, and of the adapter.
         log_every: Steps between two rows.
         checkpoint_every: Steps between two checkpoints; zero keeps those at phase ends only.
 
     Raises:
         ValueError: The loss is no longer finite, or the newest checkpoint was written by another
-            number of processes.
+            number of processes. Joint phases disagree about their adapter, or the base has no
+            layers for it.
     """
     trainer = _Trainer(base, head, schedule, run, tracker, accelerator, seed, log_every)
-    trainer.resume()
-    first = 0
-    with trainer.bar:
-        for name, phase in schedule.phases.items():
-            if trainer.at.step < first + phase.steps:
-                trainer.run_phase(name, phase, first, open_text, checkpoint_every)
-            first += phase.steps
+    try:
+        trainer.resume()
+        first = 0
+        with trainer.bar:
+            for name, phase in schedule.phases.items():
+                if trainer.at.step < first + phase.steps:
+                    trainer.run_phase(name, phase, first, open_text, checkpoint_every)
+                first += phase.steps
+    finally:
+        if trainer.tuned is not None:
+            trainer.tuned.adapter.remove()
 
 
 def last_step(run: RunDirectory) -> int:
@@ -141,42 +157,41 @@ class _Trainer:
         self.base, self.head, self.schedule = base, head, schedule
         self.run, self.tracker, self.accelerator = run, tracker, accelerator
         self.seed, self.log_every = seed, log_every
+        joint = adapter_settings(schedule)
+        self.tuned = JointBase(base, joint, seed) if joint else None
+        self.learned = self.tuned.adapter.parameters if self.tuned else []
         self.optimizers = [
-            accelerator.prepare_optimizer(optimizer) for optimizer in optimizers(head, schedule)
+            accelerator.prepare_optimizer(optimizer)
+            for optimizer in optimizers(head, schedule, self.learned)
         ]
         self.objective = accelerator.prepare_model(Objective(head.train()))
         self.project = base.projector(head.draft_ids)
         self.at = Progressed()
         self.stop = False
-        self.bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.completed}/{task.total}"),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[numbers]}"),
-            disable=not accelerator.is_main_process,
-        )
+        self.bar = progress_bar(shown=accelerator.is_main_process)
 
     def run_phase(
         self, name: str, phase: Phase, first: int, open_text: OpenText, checkpoint_every: int
     ) -> None:
         """Train from wherever the phase stands to its end."""
-        text = open_text(phase, self.bar)
+        text = self._open(phase, open_text)
         task = self.bar.add_task(
             name, total=phase.steps, completed=self.at.step - first, numbers=""
         )
-        meter = _Meter(self.head.depth, self.base.device)
+        meter = Meter()
         batches = text.batches(self.at.cursor)
         end = first + phase.steps
-        with self._stopping_cleanly():
+        if self.tuned is not None:
+            self.tuned.adapter.learn(phase.joint is not None)
+        self._follow_base()
+        with on_interrupt(self._ask_to_stop):
             while self.at.step < end:
                 batch, self.at.cursor = next(batches)
-                share = learning_rate_share(self.at.step - first, phase)
-                meter.add(self._step(batch, phase, share), self._world_tokens(batch))
+                meter.add(self._step(batch, phase, first), self._world_tokens(batch))
                 self.at.step += 1
                 self.at.tokens += self._world_tokens(batch)
                 if self.at.step % self.log_every == 0 or self.at.step == end:
-                    self._log(name, meter, share * phase.learning_rate, task)
+                    self._log(name, phase, first, meter, task)
                 self.bar.update(task, completed=self.at.step - first)
                 due = checkpoint_every and self.at.step % checkpoint_every == 0
                 if self.at.step < end and (due or self.stop):
@@ -186,51 +201,108 @@ class _Trainer:
             self.at.cursor = None
             if self.accelerator.is_main_process:
                 self.run.save_phase(name, self.head)
+                if self.tuned and phase.joint:
+                    self.run.save_adapter(self.tuned.adapter)
             self.save()
         if self.stop:
             raise KeyboardInterrupt
 
-    def _log(self, name: str, meter: "_Meter", rate: float, task: TaskID) -> None:
+    def _open(self, phase: Phase, open_text: OpenText) -> Text:
+        """Return the phase's text; what the base writes for it, it writes without an adapter."""
+        if self.tuned is None:
+            return open_text(phase, self.bar)
+        with self.tuned.adapter.off():
+            return open_text(phase, self.bar)
+
+    def _log(self, name: str, phase: Phase, first: int, meter: Meter, task: TaskID) -> None:
         """Write what happened since the last row, and show it."""
         row: dict[str, Any] = {"step": self.at.step, "phase": name, "tokens": self.at.tokens}
-        row |= meter.take(self.accelerator) | {"learning_rate": rate}
-        _refuse_divergence(row)
+        row |= meter.take(self._mean)
+        share = learning_rate_share(self.at.step - 1 - first, phase)
+        row["learning_rate"] = share * phase.learning_rate
+        if phase.joint:
+            row["learning_rate/base"] = share * phase.joint.learning_rate
+        refuse_divergence(row)
         if self.accelerator.is_main_process:
             self.tracker.log(row)
-        self.bar.update(task, numbers=_describe(row))
+        self.bar.update(task, numbers=describe(row))
+
+    def _mean(self, values: Tensor) -> Tensor:
+        """Return the mean of a tensor over all processes."""
+        mean = self.accelerator.reduce(values, reduction="mean")
+        assert isinstance(mean, Tensor)
+        return mean
 
     def _world_tokens(self, batch: TokenBatch) -> int:
         return batch.tokens.numel() * self.accelerator.num_processes
 
-    def _step(self, batch: TokenBatch, phase: Phase, share: float) -> losses.DepthLoss:
+    def _step(self, batch: TokenBatch, phase: Phase, first: int) -> dict[str, Tensor]:
+        """Make one optimizer step; return what is logged of it."""
         tokens = batch.tokens.to(self.base.device)
-        features = self.base.read(tokens, self.head.taps)
-        scored = self._scored(batch, phase).to(self.base.device)
-        project = None if phase.loss in losses.LABELS_ONLY else self.project
-        loss = self.objective(features, tokens, scored, project, phase)
-        self.accelerator.backward(loss.total)
-        self.accelerator.clip_grad_norm_(self.head.parameters(), self.schedule.clip_norm)
-        peaks = [phase.learning_rate, self.schedule.muon_learning_rate]
+        drawn = self._drawn(batch, phase).to(self.base.device)
+        if phase.joint and self.tuned:
+            total, values = self._joint_loss(self.tuned, phase, tokens, drawn, first)
+        else:
+            loss = self._head_loss(self.base.read(tokens, self.head.taps), tokens, drawn, phase)
+            total, values = loss.total, figures(loss)
+        self.accelerator.backward(total)
+        average_gradients(self.learned, self._mean)
+        trained = [*self.head.parameters(), *self.learned]
+        self.accelerator.clip_grad_norm_(trained, self.schedule.clip_norm)
+        share = learning_rate_share(self.at.step - first, phase)
+        peaks = peak_rates(phase, self.schedule)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = share * peaks[group["is_muon"]]
+                group["lr"] = share * peaks[group["role"]]
             optimizer.step()
             optimizer.zero_grad()
-        return loss
+        return values
 
-    def _scored(self, batch: TokenBatch, phase: Phase) -> Bool[Tensor, "batch time"]:
-        """Return which labels the loss covers: counted, and predicted by every depth."""
-        scored = batch.counted.clone()
+    def _head_loss(
+        self, features: Features, tokens: Tensor, drawn: Tensor, phase: Phase
+    ) -> losses.DepthLoss:
+        scored = drawn.clone()
         # the first labels have no position early enough for the deepest head
         scored[:, : self.head.depth + 1] = False
-        if phase.scored_share < 1.0:
-            # drawn from the step's number, so that a resumed run draws the same
-            generator = torch.Generator().manual_seed(
-                (self.seed * 1_009 + self.accelerator.process_index) * 10_000_019 + self.at.step
-            )
-            drawn = torch.rand(scored.shape, generator=generator) < phase.scored_share
-            scored &= drawn
-        return scored
+        project = None if phase.loss in losses.LABELS_ONLY else self.project
+        return self.objective(features, tokens, scored, project, phase)
+
+    def _joint_loss(
+        self, tuned: JointBase, phase: Phase, tokens: Tensor, drawn: Tensor, first: int
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the base's own loss plus the weighted loss of the head, and what to log."""
+        assert phase.joint is not None
+        # dropout is drawn from the step's number, so that a resumed run draws the same
+        torch.manual_seed(self._draw())
+        features, own = tuned.read(tokens, self.head.taps, drawn, phase.joint)
+        self._follow_base()
+        loss = self._head_loss(features, tokens, drawn, phase)
+        weight = head_weight(phase.joint, (self.at.step - first) / max(phase.steps - 1, 1))
+        total = own + weight * loss.total
+        values = {"loss": total, "loss/base": own, "head_weight": torch.full_like(own, weight)}
+        return total, figures(loss) | {name: value.detach() for name, value in values.items()}
+
+    def _follow_base(self) -> None:
+        """Take up the base's law as it is now: what a head learns from, and what it borrows."""
+        self.project = self.base.projector(self.head.draft_ids)
+        self.head.bind(self.base.embedding, self.base.scaled_projection)
+
+    def _drawn(self, batch: TokenBatch, phase: Phase) -> Bool[Tensor, "batch time"]:
+        """Return which labels the losses cover, drawn among the counted ones."""
+        counted = batch.counted
+        if phase.weighting == "dpace":
+            counted = losses.whole_chains(counted, self.head.depth)
+        if phase.scored_share == 1.0:
+            return counted
+        # drawn from the step's number, so that a resumed run draws the same
+        generator = torch.Generator().manual_seed(self._draw())
+        drawn = torch.rand(counted.shape, generator=generator) < phase.scored_share
+        return counted & drawn
+
+    def _draw(self) -> int:
+        """Return a seed of this step and process."""
+        rank = self.accelerator.process_index
+        return (self.seed * 1_009 + rank) * 10_000_019 + self.at.step
 
     def save(self) -> None:
         """Write a checkpoint on the main process; every process waits for it."""
@@ -241,7 +313,8 @@ class _Trainer:
                 "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
                 "random": torch.get_rng_state(),
             }
-            self.run.save_checkpoint(state, self.head.state_dict(), optimizer)
+            adapter = self.tuned.adapter.weights() if self.tuned else None
+            self.run.save_checkpoint(state, self.head.state_dict(), optimizer, adapter)
         self.accelerator.wait_for_everyone()
 
     def resume(self) -> None:
@@ -249,7 +322,7 @@ class _Trainer:
         found = self.run.load_checkpoint()
         if found is None:
             return
-        state, weights, saved = found
+        state, weights, saved, adapter = found
         cursors, processes = state["cursors"], self.accelerator.num_processes
         if len(cursors) != processes:
             raise ValueError(
@@ -259,70 +332,11 @@ class _Trainer:
         place = cursors[self.accelerator.process_index]
         self.at = Progressed(state["step"], state["tokens"], place)
         self.head.load_state_dict(weights)
+        if self.tuned is not None:
+            self.tuned.adapter.load(adapter)
         for optimizer, values in zip(self.optimizers, saved["optimizers"], strict=True):
             optimizer.load_state_dict(values)
         torch.set_rng_state(saved["random"])
 
-    @contextmanager
-    def _stopping_cleanly(self) -> Iterator[None]:
-        """Turn an interrupt into a request to stop after the step at hand.
-
-        Only while steps are made: text is written shard by shard, and may be cut off at once.
-        """
-
-        def ask(number: int, frame: Any) -> None:
-            del number, frame
-            self.stop = True
-
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-
-class _Meter:
-    """Sums up what happened since the last row, on the device, read once a row."""
-
-    def __init__(self, depth: int, device: torch.device) -> None:
-        self.sums = torch.zeros(1 + 2 * depth, device=device)
-        self.steps, self.tokens, self.since = 0, 0, time.perf_counter()
-
-    def add(self, loss: losses.DepthLoss, tokens: int) -> None:
-        self.sums += torch.cat([loss.total.detach()[None], loss.by_depth, loss.agreement])
-        self.steps += 1
-        self.tokens += tokens
-
-    def take(self, accelerator: Accelerator) -> dict[str, float]:
-        """Return means since the last call, over all processes, and begin again."""
-        reduced = accelerator.reduce(self.sums / self.steps, reduction="mean")
-        assert isinstance(reduced, Tensor)
-        means = reduced.tolist()
-        now, depth = time.perf_counter(), len(means) // 2
-        row = {"loss": means[0]}
-        row |= {f"loss/depth_{level}": means[1 + level] for level in range(depth)}
-        row |= {f"accept/depth_{level}": means[1 + depth + level] for level in range(depth)}
-        row["tokens_per_second"] = self.tokens / (now - self.since)
-        self.sums.zero_()
-        self.steps, self.tokens, self.since = 0, 0, now
-        return row
-
-
-def _refuse_divergence(row: dict[str, Any]) -> None:
-    if not math.isfinite(row["loss"]):
-        raise ValueError(
-            f"training needs a finite loss, got {row['loss']} at step {row['step']}; lower "
-            "learning_rate"
-        )
-
-
-def _describe(row: dict[str, Any]) -> str:
-    accepted = (value for name, value in row.items() if name.startswith("accept/"))
-    return (
-        f"loss {row['loss']:.3f}  accept {' '.join(f'{value:.2f}' for value in accepted)}  "
-        f"{row['tokens_per_second']:,.0f} tokens/s"
-    )
+    def _ask_to_stop(self) -> None:
+        self.stop = True

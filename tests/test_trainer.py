@@ -16,6 +16,7 @@ from specheads.base import FrozenBase
 from specheads.checkpoint import RunDirectory
 from specheads.config import Phase, Schedule
 from specheads.drafter import Head
+from specheads.losses import whole_chains
 from specheads.schedule import check_phase, learning_rate_share, optimizers
 from specheads.text.pack import TokenBatch
 from specheads.track import Tracker, read_metrics
@@ -243,3 +244,30 @@ def test_a_label_that_cannot_be_drafted_is_not_trained_on_and_counts_as_not_acce
     part = objective(features, tokens, scored & (tokens % 2 == 1), project, phase())
     assert torch.equal(whole.total, part.total)
     assert torch.equal(whole.agreement, part.agreement / 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"weighting": "flat"}, "weighting must be one of geometric, dpace"),
+        ({"weighting": "dpace", "decay": 0.8}, "two ways, by decay=0.8"),
+        ({"depth_weights": [1.0, 0.5], "decay": 0.8}, "two ways, by decay=0.8"),
+        ({"weighting": "dpace", "depth_weights": [1.0, 0.5]}, "two ways, by weighting=dpace"),
+        ({"depth_weights": [1.0]}, "each of the head's 2 depths, got 1"),
+        ({"depth_weights": [1.0, -0.5]}, "at least 0"),
+    ],
+)
+def test_weights_of_depths_that_contradict_each_other_are_refused(
+    changes: dict[str, Any], message: str
+):
+    with pytest.raises(ValueError, match=message):
+        check_phase("corpus", phase(**changes), context=128, depth=2)
+
+
+def test_dpace_scores_whole_chains_each_drafted_from_one_position(tmp_path: Path):
+    counted = torch.tensor([[False, True, True, True, False, True]])
+    assert whole_chains(counted, 2).tolist() == [[False, True, True, False, False, False]]
+    chains = Schedule(phases={"corpus": phase(weighting="dpace", loss="cross_entropy", steps=60)})
+    run_training(tmp_path, chains)
+    rows = read_metrics(RunDirectory(tmp_path).metrics)
+    assert rows[-1]["loss/depth_1"] < 0.7 * rows[0]["loss/depth_1"]

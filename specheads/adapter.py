@@ -1,0 +1,198 @@
+"""LoRA on the base: layers that learn beside weights that stay. peft lives here only.
+
+See docs/joint_training.md. Source: Hu et al. 2021, arXiv:2106.09685.
+"""
+
+import hashlib
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from peft import LoraConfig, PeftConfig, get_peft_model
+from peft.tuners.lora import LoraLayer
+from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from specheads.config import Joint
+
+WEIGHTS = "adapter_model.safetensors"
+
+
+class Adapter:
+    """LoRA layers inside a model, which begin as zero and can be taken out again.
+
+    The model's own weights are never touched. It stays in eval mode: only LoRA's own dropout is
+    ever on.
+
+    Args:
+        model: Gets the layers in place, until `remove`.
+        settings: Rank, scale, dropout and which layers.
+        seed: Of the first factors; the second ones are zero.
+
+    Raises:
+        ValueError: As `targets`.
+    """
+
+    def __init__(self, model: PreTrainedModel, settings: Joint, seed: int = 0) -> None:
+        names = targets(model, settings.target_modules)
+        config = LoraConfig(
+            task_type="CAUSAL_LM",
+            r=settings.rank,
+            lora_alpha=settings.alpha,  # pyright: ignore[reportArgumentType]
+            lora_dropout=settings.dropout,
+            target_modules=names,
+        )
+        with torch.random.fork_rng(devices=[]), _quiet():
+            torch.manual_seed(seed)
+            self._wrapped = get_peft_model(model, config)
+        self.parameters = [value for value in model.parameters() if value.requires_grad]
+        self.learn(False)
+
+    def learn(self, on: bool) -> None:
+        """Let the layers take gradients, with dropout; or only compute, without."""
+        self._learning = on
+        for layer in self._layers():
+            layer.lora_dropout.train(on)
+        for value in self.parameters:
+            value.requires_grad_(on)
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Have the model compute as it did before it had these layers."""
+        with self._wrapped.disable_adapter():
+            yield
+        self.learn(self._learning)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return its tensors, by the names that peft gives them."""
+        return get_peft_model_state_dict(self._wrapped, save_embedding_layers=False)
+
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        """Take tensors that `weights` returned."""
+        set_peft_model_state_dict(self._wrapped, dict(weights))
+
+    def save(self, folder: Path) -> None:
+        """Write it as peft does: adapter_config.json and safetensors."""
+        # embeddings are never trained here, and "auto" would ask the Hub about them
+        self._wrapped.save_pretrained(str(folder), save_embedding_layers=False)
+
+    def remove(self) -> None:
+        """Take the layers out: the model is then bitwise what it was."""
+        self._wrapped.unload()
+
+    def _layers(self) -> list[LoraLayer]:
+        return [layer for layer in self._wrapped.modules() if isinstance(layer, LoraLayer)]
+
+
+def targets(model: PreTrainedModel, wanted: Sequence[str] = ()) -> list[str]:
+    """Return the full names of the linear layers that get LoRA.
+
+    Args:
+        model: Whose layers.
+        wanted: Full names, or their ends such as `q_proj`. Empty is every linear layer, the
+            vocabulary projection included unless it is the input embedding's own matrix: what
+            is added to that one could not be merged without changing the embedding too.
+
+    Raises:
+        ValueError: The model is quantised, a name matches no linear layer, or it is that of a
+            projection tied to the embedding.
+    """
+    if getattr(model.config, "quantization_config", None) is not None:
+        raise ValueError(
+            "a joint phase needs a base of plain weights, to teach exactly and to merge into, and "
+            "this one is quantised; load an unquantised base, or leave joint out"
+        )
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    tied = head is not None and head.weight is embedding.weight
+    linear = [
+        name for name, layer in model.named_modules() if isinstance(layer, nn.Linear | Conv1D)
+    ]
+    known = [name for name in linear if not (tied and model.get_submodule(name) is head)]
+    found = [name for name in known if not wanted or any(_ends(name, end) for end in wanted)]
+    missed = [end for end in wanted if not any(_ends(name, end) for name in known)]
+    if missed or not found:
+        ends = ", ".join(sorted({name.rpartition(".")[2] for name in known})) or "none"
+        raise ValueError(
+            "joint.target_modules must name linear layers of the base (a vocabulary projection "
+            f"tied to the embedding is none), got {missed[0] if missed else 'a base without'!r}; "
+            f"it has {ends}"
+        )
+    return found
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence what peft says of itself: an old name it uses, and layers that it tells apart."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
+        warnings.filterwarnings("ignore", message="fan_in_fan_out is set")
+        yield
+
+
+def _ends(name: str, end: str) -> bool:
+    return name == end or name.endswith(f".{end}")
+
+
+@torch.no_grad()
+def whole_weight(layer: nn.Module) -> Float[Tensor, "vocab width"]:
+    """Return a layer's matrix, and what LoRA adds to it where it is on."""
+    weight = layer.weight
+    assert isinstance(weight, Tensor)
+    if not isinstance(layer, LoraLayer) or layer.disable_adapters:
+        return weight
+    adapted: Any = layer
+    for name in layer.active_adapters:
+        weight = (weight + adapted.get_delta_weight(name)).to(weight.dtype)
+    return weight
+
+
+def merge(model: PreTrainedModel, adapter: str | Path) -> None:
+    """Add an adapter to a model's own weights, for good.
+
+    Args:
+        model: The one it was trained on; changed in place.
+        adapter: Folder or Hub id, in peft's layout.
+
+    Raises:
+        ValueError: There is no such adapter, or it does not fit.
+    """
+    if Path(adapter).is_dir() and not (Path(adapter) / WEIGHTS).is_file():
+        raise ValueError(
+            f"an adapter's folder needs adapter_config.json and {WEIGHTS}; {adapter} lacks the "
+            "weights; name a run's adapter/"
+        )
+    try:
+        with _quiet():
+            wrapped = _wrap(model, str(adapter))
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            "base.adapter must be a LoRA adapter that peft can load onto this base, got "
+            f"{str(adapter)!r}: {str(error).splitlines()[0]}"
+        ) from error
+    wrapped.merge_and_unload(safe_merge=True)
+    model.eval().requires_grad_(False)
+
+
+def _wrap(model: PreTrainedModel, adapter: str) -> Any:
+    config = PeftConfig.from_pretrained(adapter)
+    if config.peft_type != "LORA":
+        raise ValueError(f"it is of the kind {config.peft_type}")
+    wrapped = get_peft_model(model, config)
+    result = wrapped.load_adapter(adapter, "default")
+    # peft itself takes what fits and leaves the rest as it was
+    lacking = [name for name in result.missing_keys if "lora_" in name]
+    if strange := lacking + result.unexpected_keys:
+        wrapped.unload()
+        raise ValueError(f"it has too much or too little for {strange[0]}")
+    return wrapped
+
+
+def fingerprint(adapter: Path) -> str:
+    """Return the hash of a saved adapter's weights."""
+    return hashlib.sha256((adapter / WEIGHTS).read_bytes()).hexdigest()[:32]
