@@ -9,13 +9,16 @@ from typing import Any, cast
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from specheads.cache import KVCache
+from specheads.cache import KVCache, RowCache, upload
 from specheads.drafter import Features
+from specheads.flex import attending, reads_in_place, tree_block_mask
 from specheads.layout import column_major
-from specheads.mask import attention_windows, refuse_attention, tree_mask
+from specheads.mask import attention_windows, context_length, refuse_attention, tree_mask
+from specheads.paged import BlockPool
 from specheads.tree import TokenTree
 
 
@@ -53,6 +56,7 @@ class FrozenBase:
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.name, self.revision = name, revision
+        self.adapter = ""
         column_major(self.model)
         self.config = model.config.get_text_config()
         self.windows = attention_windows(self.config)
@@ -70,6 +74,7 @@ class FrozenBase:
         dtype: str = "auto",
         device: str = "auto",
         attention: str = "sdpa",
+        adapter: str | Path = "",
     ) -> "FrozenBase":
         """Load a base from a folder or the Hub. Code that comes with a checkpoint is never run.
 
@@ -80,6 +85,10 @@ class FrozenBase:
                 float32 elsewhere.
             device: A torch device, or "auto": CUDA where there is one.
             attention: "sdpa" or "eager".
+            adapter: Folder or Hub id of a LoRA adapter that is merged into it; empty is none.
+
+        Raises:
+            ValueError: There is no such base or adapter, or they do not fit, or as the class.
         """
         refuse_attention(attention)
         place = torch.device(
@@ -107,7 +116,27 @@ class FrozenBase:
         )
         # transformers wraps `to` in a way that hides from pyright what it is bound to
         loaded.to(place)  # pyright: ignore[reportArgumentType]
-        return cls(loaded, tokenizer, name=source, revision=revision)
+        base = cls(loaded, tokenizer, name=source, revision=revision)
+        if adapter:
+            base.merge(adapter)
+        return base
+
+    def merge(self, adapter: str | Path) -> None:
+        """Add a LoRA adapter to the weights, for good: from here on this is another base.
+
+        Heads that borrow the base's tensors have to be bound after this.
+
+        Args:
+            adapter: Folder or Hub id, in peft's layout.
+
+        Raises:
+            ValueError: There is no such adapter, or it does not fit.
+        """
+        from specheads import adapter as adapters  # imports peft, which serving does without
+
+        adapters.merge(self.model, adapter)
+        column_major(self.model)
+        self.adapter = str(adapter)
 
     @property
     def width(self) -> int:
@@ -126,8 +155,8 @@ class FrozenBase:
 
     @property
     def max_length(self) -> int:
-        """Positions of its context."""
-        return self.config.max_position_embeddings
+        """Positions of its context; see `mask.context_length`."""
+        return context_length(self.config)
 
     @property
     def device(self) -> torch.device:
@@ -158,8 +187,13 @@ class FrozenBase:
 
     @property
     def projection(self) -> Tensor:
-        """The vocabulary projection (vocab, width), for heads that borrow it."""
-        return self._output_embedding().weight
+        """The vocabulary projection (vocab, width), for heads that borrow it.
+
+        Where an adapter is being trained, this is what both are together now.
+        """
+        from specheads.adapter import whole_weight  # as in merge
+
+        return whole_weight(self._output_embedding())
 
     @property
     def scaled_projection(self) -> Tensor:
@@ -183,14 +217,33 @@ class FrozenBase:
         """Return an empty cache of `batch` rows with `capacity` slots each."""
         return KVCache(self.num_layers, batch, capacity, self.device)
 
-    @torch.no_grad()
-    def read(self, tokens: Int[Tensor, "batch time"], taps: tuple[int, ...] = ()) -> Features:
-        """Read whole sequences from their first token, without logits and without a cache."""
-        out = self.model.base_model(
-            input_ids=tokens.to(self.device), use_cache=False, output_hidden_states=bool(taps)
-        )
-        tapped = torch.cat([out.hidden_states[k] for k in taps], dim=-1) if taps else None
-        return Features(out.last_hidden_state, tapped)
+    def pool(self, num_blocks: int, block_size: int = 16) -> BlockPool:
+        """Return blocks for paged caches, `PagedKVCache(pool, batch)`, of this base."""
+        return BlockPool(self.num_layers, num_blocks, block_size, self.device)
+
+    def read(
+        self,
+        tokens: Int[Tensor, "batch time"],
+        taps: tuple[int, ...] = (),
+        *,
+        gradients: bool = False,
+    ) -> Features:
+        """Read whole sequences from their first token, without logits and without a cache.
+
+        Args:
+            tokens: The sequences.
+            taps: Layers whose residual stream is wanted too.
+            gradients: Whether the features carry gradients, to an adapter that is trained.
+        """
+        with torch.set_grad_enabled(gradients):
+            out = self.model.base_model(
+                input_ids=tokens.to(self.device), use_cache=False, output_hidden_states=bool(taps)
+            )
+        return Features(out.last_hidden_state, _tapped(out, taps), tokens)
+
+    def logits(self, hidden: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch vocab"]:
+        """Return the base's own logits with gradients, an adapter that is trained included."""
+        return self._scale(self._output_embedding()(hidden))
 
     def project(self, hidden: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch vocab"]:
         """Return the base's own logits for final hidden states, scaled and capped as it does."""
@@ -207,81 +260,124 @@ class FrozenBase:
         weight, bias = self.projection, getattr(self._output_embedding(), "bias", None)
         if tokens is not None:
             weight, bias = weight[tokens], None if bias is None else bias[tokens]
-        divisor = getattr(self.config, "logits_scaling", None)
-        cap = getattr(self.config, "final_logit_softcapping", None)
 
         @torch.no_grad()
         def project(hidden: Tensor) -> Tensor:
-            logits = torch.nn.functional.linear(hidden, weight, bias)
-            if divisor:
-                logits = logits / divisor
-            return cap * torch.tanh(logits / cap) if cap else logits
+            return self._scale(torch.nn.functional.linear(hidden, weight, bias))
 
         return project
 
+    def _scale(self, logits: Tensor) -> Tensor:
+        """Scale and cap as the base does after its vocabulary projection."""
+        divisor = getattr(self.config, "logits_scaling", None)
+        cap = getattr(self.config, "final_logit_softcapping", None)
+        if divisor:
+            logits = logits / divisor
+        return cap * torch.tanh(logits / cap) if cap else logits
+
     @torch.no_grad()
-    def verify(self, tree: TokenTree, cache: KVCache, taps: tuple[int, ...] = ()) -> Verification:
+    def verify(self, tree: TokenTree, cache: RowCache, taps: tuple[int, ...] = ()) -> Verification:
         """Run every node of a tree in one forward, each seeing the committed text and its path.
 
         The keys and values stay in the cache's scratch until `cache.commit`.
+
+        Raises:
+            ValueError: The rows of a contiguous cache have no room for the tree.
+            PoolFullError: The pool of a paged one has too few free blocks; nothing has changed.
         """
         ancestors = tree.ancestors()
-        return self._forward(tree.tokens, ancestors, ancestors.sum(-1) - 1, cache, taps)
+        cache.reserve(tree.tokens.shape[1])
+        self._heard.clear()
+        out = self._forward(
+            self.model, tree.tokens, ancestors, ancestors.sum(-1) - 1, cache, bool(taps)
+        )
+        features = Features(self._heard.pop(), _tapped(out, taps), tree.tokens)
+        return Verification(out.logits, features, ancestors)
 
     @torch.no_grad()
     def prefill(
         self,
         tokens: Int[Tensor, "batch time"],
-        cache: KVCache,
+        cache: RowCache,
         counts: list[int],
         taps: tuple[int, ...] = (),
-    ) -> Verification:
+        chunk: int = 512,
+    ) -> tuple[Float[Tensor, "batch vocab"], Features]:
         """Read prompts of different lengths, padded on the right, and commit them.
 
         Args:
-            tokens: Prompts; row b counts its first `counts[b]` tokens.
+            tokens: Prompts; row b counts its first `counts[b]` tokens, at least one.
             cache: Empty, or holding earlier text of the same rows.
             counts: Tokens of each row; the padding after them is never attended to.
             taps: As in `verify`.
+            chunk: Positions a forward reads at most: masks and activations grow with it and not
+                with the prompt.
+
+        Returns:
+            The logits after each row's last token, and the features of every position.
+
+        Raises:
+            ValueError: As in `verify`.
+            PoolFullError: As in `verify`; the chunks before stay committed.
         """
-        batch, length = tokens.shape
-        ancestors = torch.ones(length, length, dtype=torch.bool, device=tokens.device).tril()
-        depths = torch.arange(length, device=tokens.device)
-        out = self._forward(
-            tokens, ancestors.expand(batch, -1, -1), depths.expand(batch, -1), cache, taps
-        )
-        cache.commit([list(range(count)) for count in counts])
-        return out
+        pieces: list[Features] = []
+        for first in range(0, tokens.shape[1], chunk):
+            piece = tokens[:, first : first + chunk]
+            batch, length = piece.shape
+            left = [min(max(count - first, 0), length) for count in counts]
+            depths = torch.arange(length, device=tokens.device)
+            ancestors = (depths[:, None] >= depths).expand(batch, -1, -1)
+            cache.reserve(length, left)
+            out = self._forward(
+                self.model.base_model, piece, ancestors, depths.expand(batch, -1), cache, bool(taps)
+            )
+            pieces.append(Features(out.last_hidden_state, _tapped(out, taps), piece))
+            cache.commit([list(range(count)) for count in left])
+        features = _joined(pieces)
+        last = upload([count - 1 for count in counts], self.device)
+        return self.project(features.at(last[:, None]).hidden[:, 0]), features
 
     def _forward(
-        self, tokens: Tensor, ancestors: Tensor, depths: Tensor, cache: KVCache, taps: tuple
-    ) -> Verification:
+        self,
+        model: torch.nn.Module,
+        tokens: Tensor,
+        ancestors: Tensor,
+        depths: Tensor,
+        cache: RowCache,
+        tapping: bool,
+    ) -> Any:
         masks = {
-            window: tree_mask(ancestors, depths, cache, window, self.dtype)
+            window: self._mask(ancestors, depths, cache, window)
             for window in set(self.windows.values())
         }
         by_type: Any = {kind: masks[window] for kind, window in self.windows.items()}
-        self._heard.clear()
-        out = self.model(
-            input_ids=tokens,
-            # models that mix kinds of layer take one mask a kind; the others take the mask
-            attention_mask=by_type if len(by_type) > 1 else next(iter(masks.values())),
-            # a tree may reach past the context at its end, with nodes that are never asked for
-            position_ids=(cache.lengths[:, None] + depths).clamp(max=self.max_length - 1),
-            past_key_values=cache,
-            use_cache=True,
-            output_hidden_states=bool(taps),
-        )
-        tapped = torch.cat([out.hidden_states[k] for k in taps], dim=-1) if taps else None
-        return Verification(out.logits, Features(self._heard.pop(), tapped), ancestors)
+        with attending(self.config, cache):
+            return model(
+                input_ids=tokens,
+                # models that mix kinds of layer take one mask a kind; the others take the mask
+                attention_mask=by_type if len(by_type) > 1 else next(iter(masks.values())),
+                # a tree may reach past the context at its end, with nodes never asked for
+                position_ids=(cache.positions[:, None] + depths).clamp(max=self.max_length - 1),
+                past_key_values=cache,
+                use_cache=True,
+                output_hidden_states=tapping,
+            )
+
+    def _mask(
+        self, ancestors: Tensor, depths: Tensor, cache: RowCache, window: int | None
+    ) -> Tensor | BlockMask:
+        if reads_in_place(cache):
+            return tree_block_mask(ancestors, depths, cache, window)
+        return tree_mask(ancestors, depths, cache, window, self.dtype)
 
     def _listen(self, module: torch.nn.Module, args: tuple[Tensor, ...]) -> None:
         """Keep what the vocabulary projection receives: the state every head is trained on."""
         del module
-        self._heard[:] = [args[0]]
+        self._heard[:] = [args[0].detach()]
 
-    def _output_embedding(self) -> torch.nn.Linear:
-        return cast(torch.nn.Linear, self.model.get_output_embeddings())
+    def _output_embedding(self) -> Any:
+        """Return a linear layer, or what an adapter has put round it."""
+        return self.model.get_output_embeddings()
 
     @torch.no_grad()
     def _check_itself(self) -> None:
@@ -312,3 +408,19 @@ class FrozenBase:
                 f"tree verification needs a base that knows tokens by mask and position; {kind!r} "
                 "reads a path among siblings differently; choose another base"
             )
+
+
+def _tapped(out: Any, taps: tuple[int, ...]) -> Tensor | None:
+    return torch.cat([out.hidden_states[k] for k in taps], dim=-1) if taps else None
+
+
+def _joined(pieces: list[Features]) -> Features:
+    """Return the features of consecutive positions as one."""
+
+    def join(values: list[Tensor | None]) -> Tensor | None:
+        present = [value for value in values if value is not None]
+        return torch.cat(present, dim=1) if present else None
+
+    hidden = torch.cat([piece.hidden for piece in pieces], dim=1)
+    taps, tokens = join([p.taps for p in pieces]), join([p.tokens for p in pieces])
+    return Features(hidden, taps, tokens)

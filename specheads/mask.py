@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from specheads.cache import KVCache
+from specheads.cache import RowCache
 
 ATTENTION = ("sdpa", "eager")
 """Attention implementations that take an arbitrary 4D mask."""
@@ -18,7 +18,7 @@ ATTENTION = ("sdpa", "eager")
 def tree_mask(
     ancestors: Bool[Tensor, "batch node node"],
     depths: Int[Tensor, "batch node"],
-    cache: KVCache,
+    cache: RowCache,
     window: int | None,
     dtype: torch.dtype,
 ) -> Float[Tensor, "batch 1 node slot"]:
@@ -45,10 +45,10 @@ def tree_mask(
         _, scratch = cache.scratch(num_nodes)
         visible.scatter_(-1, scratch[:, None].expand(-1, num_nodes, -1), ancestors)
     if window is not None:
-        positions = slots.repeat(batch, 1)
         _, scratch = cache.scratch(num_nodes)
-        positions.scatter_(1, scratch, lengths + depths)
-        visible = visible & (positions[:, None] > (lengths + depths)[..., None] - window)
+        own = cache.positions[:, None] + depths
+        positions = cache.slot_positions(end).scatter(1, scratch, own)
+        visible = visible & (positions[:, None] > own[..., None] - window)
     blocked = torch.zeros(visible.shape, dtype=dtype, device=device)
     return blocked.masked_fill_(~visible, torch.finfo(dtype).min)[:, None]
 
@@ -66,6 +66,12 @@ def attention_windows(config: Any) -> dict[str, int | None]:
             f"back; {config.model_type!r} has layers of kind {', '.join(unknown)}; "
             "choose a base with full or sliding attention only"
         )
+    if "local" in (getattr(config, "attention_layers", None) or []):
+        raise ValueError(
+            f"tree verification needs windows that follow the mask; {config.model_type!r} has "
+            "attention_layers of kind local, which count slots and not positions; choose a base "
+            "with global, full or sliding attention"
+        )
     if not kinds and (name := _state_space_setting(config)):
         raise ValueError(
             f"tree verification cannot roll back a state-space base: {config.model_type!r} has "
@@ -77,6 +83,22 @@ def attention_windows(config: Any) -> dict[str, int | None]:
 def _state_space_setting(config: Any) -> str | None:
     names = ("mamba_d_state", "state_size", "ssm_state_size", "time_step_rank", "mamba_config")
     return next((name for name in names if getattr(config, name, None) is not None), None)
+
+
+def context_length(config: Any) -> int:
+    """Return up to how many positions a token's place in the text always means the same.
+
+    LongRoPE turns by other angles as soon as a text is longer than its original context,
+    and what was read before keeps the old ones: beyond it, text read at once and text
+    read step by step are two different laws. So such a base is offered up to there.
+    """
+    limits = [config.max_position_embeddings]
+    rope = getattr(config, "rope_parameters", None) or {}
+    for settings in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        if settings.get("rope_type") == "longrope":
+            original = settings.get("original_max_position_embeddings")
+            limits.append(original or config.original_max_position_embeddings)
+    return min(limits)
 
 
 def refuse_attention(name: str | None) -> None:

@@ -164,3 +164,80 @@ def test_a_base_that_tells_positions_by_slot_is_refused():
     config = transformers.BloomConfig(vocab_size=61, hidden_size=32, n_layer=2, n_head=4)
     with pytest.raises(ValueError, match=r"'bloom'.*choose another base"):
         FrozenBase(transformers.AutoModelForCausalLM.from_config(config))
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 7])
+@pytest.mark.parametrize("architecture", ["granite", "gpt2", "gemma3"])
+def test_prompts_read_in_chunks_give_what_whole_prompts_give(architecture, chunk):
+    base, prompts = tiny.base(architecture), tiny.prompts()
+    counts = [*map(len, prompts)]
+    padded = torch.tensor([prompt + [0] * (max(counts) - len(prompt)) for prompt in prompts])
+    seen: list[int] = []
+    handle = base.model.base_model.register_forward_pre_hook(
+        lambda *call: seen.append(call[-1]["input_ids"].shape[1]), with_kwargs=True
+    )
+    cache = base.cache(3, max(counts) + 1)
+    logits, features = base.prefill(padded, cache, counts, taps=(1, 2), chunk=chunk)
+    handle.remove()
+    assert max(seen) == chunk
+    assert sum(seen) == max(counts)
+    assert cache.row_lengths == counts
+    assert features.taps is not None
+    for row, prompt in enumerate(prompts):
+        read = base.read(torch.tensor([prompt]), taps=(1, 2))
+        assert read.taps is not None
+        torch.testing.assert_close(features.hidden[row, : len(prompt)], read.hidden[0])
+        torch.testing.assert_close(features.taps[row, : len(prompt)], read.taps[0])
+        plain = base.model(input_ids=torch.tensor([prompt]), use_cache=False).logits[0, -1]
+        torch.testing.assert_close(logits[row], plain)
+    # what was committed goes on like the text itself
+    root = logits.argmax(-1)
+    seen_next = base.verify(chain(root[:, None]), cache).logits[:, 0]
+    assert root.tolist() == [said[0] for said in tiny.continuations(architecture)]
+    assert seen_next.argmax(-1).tolist() == [said[1] for said in tiny.continuations(architecture)]
+
+
+def test_prefill_projects_only_the_last_token_of_each_row(monkeypatch):
+    base, shapes = tiny.base(), []
+    project = base.project
+    monkeypatch.setattr(
+        base, "project", lambda hidden: (shapes.append(hidden.shape), project(hidden))[1]
+    )
+    heard = []
+    handle = base.model.lm_head.register_forward_hook(lambda *call: heard.append(call))
+    base.prefill(torch.ones(2, 9, dtype=torch.long), base.cache(2, 9), [9, 4], chunk=4)
+    handle.remove()
+    assert shapes == [(2, base.width)]
+    assert heard == []
+
+
+def test_a_longrope_base_is_exact_up_to_its_original_context_and_refused_beyond():
+    config = transformers.Phi3Config(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        original_max_position_embeddings=24,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "original_max_position_embeddings": 24,
+            "short_factor": [1.0] * 4,
+            "long_factor": [4.0] * 4,
+        },
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    base = FrozenBase(AutoModelForCausalLM.from_config(config, dtype=torch.float64))
+    prompt = tiny.prompts()[2]
+    assert base.max_length == 24
+    said = generate(base, None, [prompt], max_new_tokens=24 - len(prompt)).tokens[0]
+    text = torch.tensor([prompt + said])
+    logits = base.model(input_ids=text, use_cache=False).logits[0, len(prompt) - 1 : -1]
+    assert logits.argmax(-1).tolist() == said
+    with pytest.raises(ValueError, match=r"exceed 24; shorten"):
+        generate(base, None, [prompt], max_new_tokens=25 - len(prompt))

@@ -15,6 +15,7 @@ def written(batch: int, length: int, start: int) -> Tensor:
 
 def write(cache: KVCache, length: int, start: int) -> tuple[Tensor, Tensor]:
     """Write the next positions into every layer, as a base's forward does."""
+    cache.reserve(length)
     keys = written(len(cache.row_lengths), length, start)
     seen = [cache.update(keys, -keys, layer) for layer in range(len(cache.layers))]
     return seen[-1]

@@ -2,9 +2,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 
 from specheads.cache import KVCache
-from specheads.mask import attention_windows, tree_mask
+from specheads.mask import attention_windows, context_length, tree_mask
 from specheads.tree import TokenTree
 from tests import tiny
 
@@ -88,3 +89,20 @@ def test_a_state_space_config_without_layer_kinds_is_refused_by_its_setting():
     config = SimpleNamespace(model_type="old_mamba", state_size=16)
     with pytest.raises(ValueError, match="'old_mamba' has state_size; choose a base with"):
         attention_windows(config)
+
+
+def test_local_layers_that_count_slots_are_refused_and_global_ones_are_not():
+    config = transformers.GPTNeoConfig(attention_types=[[["global", "local"], 1]], num_layers=2)
+    with pytest.raises(ValueError, match=r"'gpt_neo' has attention_layers of kind local.*choose"):
+        attention_windows(config)
+    config = transformers.GPTNeoConfig(attention_types=[[["global"], 2]], num_layers=2)
+    assert attention_windows(config) == {"all": None}
+
+
+def test_a_base_whose_angles_change_with_the_length_is_offered_up_to_there():
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": 16, "rope_theta": 1e4}
+    longrope = SimpleNamespace(max_position_embeddings=64, rope_parameters=rope)
+    assert context_length(longrope) == 16
+    by_kind = SimpleNamespace(max_position_embeddings=64, rope_parameters={"full": rope})
+    assert context_length(by_kind) == 16
+    assert context_length(tiny.config("llama")) == context_length(tiny.config("gpt2")) == 128
