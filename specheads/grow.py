@@ -8,6 +8,8 @@ from jaxtyping import Int
 from torch import Tensor
 
 from specheads.drafter import Drafter, Features, Memory
+from specheads.sampling import Rows
+from specheads.stop import Stop, share
 from specheads.tree import TokenTree
 
 
@@ -28,8 +30,12 @@ class Policy(ABC):
         tokens: Int[Tensor, "batch time"],
         count: Int[Tensor, " batch"],
         memory: Memory | None,
+        rows: Rows | None = None,
     ) -> TokenTree:
-        """Draft one tree; the arguments are those of `Drafter.begin`."""
+        """Draft one tree; the arguments are those of `Drafter.begin`.
+
+        `rows` says what the rows ask for: only a policy that draws has to know.
+        """
 
 
 class Static(Policy):
@@ -40,14 +46,20 @@ class Static(Policy):
     Args:
         paths: Rank paths, closed under prefixes.
         name: What reports call it.
+        confidence: Where the drafter gives a token less than this probability, it is verified
+            and nothing is drafted below it. Zero drafts every path to its end.
 
     Raises:
-        ValueError: A path occurs twice, or its parent path is missing.
+        ValueError: A path occurs twice, or its parent path is missing, or `confidence` is no
+            probability.
 
-    Source: Cai et al. 2024, arXiv:2401.10774, section 2.3.3.
+    Source: Cai et al. 2024, arXiv:2401.10774, section 2.3.3; Mamou et al. 2024,
+    arXiv:2405.04304, for stopping.
     """
 
-    def __init__(self, paths: Sequence[Sequence[int]], name: str = "static") -> None:
+    def __init__(
+        self, paths: Sequence[Sequence[int]], name: str = "static", confidence: float = 0.0
+    ) -> None:
         ordered = sorted((tuple(path) for path in paths), key=lambda path: (len(path), path))
         known = {(): 0} | {path: node for node, path in enumerate(ordered, start=1)}
         orphans = [path for path in ordered if path[:-1] not in known]
@@ -56,11 +68,11 @@ class Static(Policy):
                 "a static tree needs distinct, non-empty rank paths whose parents are in it too, "
                 f"got {orphans or ordered}"
             )
-        self.name, self.paths = name, tuple(ordered)
+        self.name, self.paths, self.confidence = name, tuple(ordered), share(confidence)
         self.num_nodes, self.depth = len(known), max(map(len, ordered), default=0)
         self.parents = torch.tensor([-1] + [known[path[:-1]] for path in ordered])
-        # the shape never changes, so what follows from it is worked out once
-        self._reach = TokenTree(self.parents[None], self.parents[None]).ancestors()
+        # the shape never changes, so what follows from it is worked out once: who has whom above
+        self.reach = TokenTree(self.parents[None], self.parents[None]).ancestors()
         self._levels = [_Level(ordered, length) for length in range(1, self.depth + 1)]
 
     def grow(
@@ -70,23 +82,25 @@ class Static(Policy):
         tokens: Int[Tensor, "batch time"],
         count: Int[Tensor, " batch"],
         memory: Memory | None,
+        rows: Rows | None = None,
     ) -> TokenTree:
         """Draft `num_nodes - 1` tokens by their ranks."""
+        del rows
         if not self._levels:
             return root_only(tokens, count)
         batch, device = len(count), count.device
         logits, state = drafter.begin(features, tokens, count, memory)
-        drafted = [_root(tokens, count)]
+        drafted = [first_node(tokens, count)]
+        stop = Stop(self.confidence, batch, device)
         for index, level in enumerate(self._levels):
-            best = drafter.to_tokens(_best(logits, level.width))
-            new = best[:, level.parents, level.ranks]
-            drafted.append(new)
-            if index + 1 < self.depth:
-                inner, parents = new[:, level.inner], level.inner_parents.expand(batch, -1)
-                logits, state = drafter.extend(state, inner, parents.to(device))
-        parents = self.parents.to(device).expand(batch, -1)
-        reach = self._reach.to(device).expand(batch, -1, -1)
-        return TokenTree(torch.cat(drafted, dim=1), parents, reach)
+            best = _best(logits, level.width)[:, level.parents, level.ranks]
+            drafted.append(drafter.to_tokens(best))
+            stop.level(logits, best, level.parents, level.inner)
+            if index + 1 == self.depth or stop.everywhere():
+                break
+            inner, parents = drafted[-1][:, level.inner], level.inner_parents.expand(batch, -1)
+            logits, state = drafter.extend(state, inner, parents.to(device))
+        return shaped(drafted, self.parents, self.reach, stop)
 
 
 class _Level:
@@ -144,9 +158,11 @@ class BestFirst(Policy):
         tokens: Int[Tensor, "batch time"],
         count: Int[Tensor, " batch"],
         memory: Memory | None,
+        rows: Rows | None = None,
     ) -> TokenTree:
         """Draft level by level, then keep the best nodes of all levels."""
-        root = _root(tokens, count)
+        del rows
+        root = first_node(tokens, count)
         logits, state = drafter.begin(features, tokens, count, memory)
         drafted: list[Tensor] = []
         parents: list[Tensor] = []
@@ -205,9 +221,11 @@ class Beam(Policy):
         tokens: Int[Tensor, "batch time"],
         count: Int[Tensor, " batch"],
         memory: Memory | None,
+        rows: Rows | None = None,
     ) -> TokenTree:
         """Draft `width` tokens a level, those that end the likeliest paths."""
-        root = _root(tokens, count)
+        del rows
+        root = first_node(tokens, count)
         logits, state = drafter.begin(features, tokens, count, memory)
         drafted, parents = [root], [torch.full_like(root, -1)]
         score = torch.zeros(root.shape, dtype=logits.dtype, device=root.device)
@@ -243,14 +261,27 @@ def _prune(
     )
 
 
+def shaped(drafted: list[Tensor], parents: Tensor, reach: Tensor, stop: Stop) -> TokenTree:
+    """Return a tree of known shape, as far as it was drafted, from the tokens of its levels."""
+    tokens = torch.cat(drafted, dim=1)
+    batch, size = tokens.shape
+    parents = parents[:size].to(tokens.device).expand(batch, -1)
+    if stop.confidence:
+        # whether an absent node is among the ancestors of another does not matter
+        parents = parents.masked_fill(~torch.cat(stop.present, dim=1), -1)
+    return TokenTree(
+        tokens, parents, reach[:, :size, :size].to(tokens.device).expand(batch, -1, -1)
+    )
+
+
 def root_only(tokens: Int[Tensor, "batch time"], count: Int[Tensor, " batch"]) -> TokenTree:
     """Return the tree without a draft: the base alone, in the same loop."""
-    root = _root(tokens, count)
+    root = first_node(tokens, count)
     alone = torch.ones_like(root, dtype=torch.bool)[..., None]
     return TokenTree(root, torch.full_like(root, -1), alone)
 
 
-def _root(tokens: Tensor, count: Tensor) -> Tensor:
+def first_node(tokens: Tensor, count: Tensor) -> Tensor:
     """Return the last counted token of each row: (batch, 1)."""
     return tokens.gather(1, count[:, None] - 1)
 
@@ -262,9 +293,9 @@ def _best(logits: Tensor, width: int) -> Tensor:
     return logits.topk(width, dim=-1).indices
 
 
-def chain(depth: int) -> Static:
-    """Return the policy that drafts one token a level."""
-    return Static([(0,) * length for length in range(1, depth + 1)], name="chain")
+def chain(depth: int, confidence: float = 0.0) -> Static:
+    """Return the policy that drafts one token a level, until it doubts one (see `Static`)."""
+    return Static([(0,) * length for length in range(1, depth + 1)], "chain", confidence)
 
 
 NOTHING = Static([], name="none")

@@ -59,7 +59,10 @@ def test_rows_that_finish_early_leave_the_others_undisturbed():
     # the oracle knows row 0 only, so rows end at very different steps
     texts = [tiny.prompts()[0] + tiny.continuations()[0], [0], [0]]
     out = generate(
-        tiny.base(), tiny.Oracle(texts, 5, tiny.VOCAB), tiny.prompts(), max_new_tokens=tiny.NEW_TOKENS
+        tiny.base(),
+        tiny.Oracle(texts, 5, tiny.VOCAB),
+        tiny.prompts(),
+        max_new_tokens=tiny.NEW_TOKENS,
     )
     assert out.tokens == tiny.continuations()
     assert out.forwards[0] == 7

@@ -10,6 +10,7 @@ import specheads.base
 from specheads.decode import Decoding, generate
 from specheads.drafter import Drafter, Features
 from specheads.grow import Policy
+from specheads.sampling import Rows
 from specheads.tree import TokenTree
 from tests import tiny
 
@@ -33,16 +34,19 @@ class RandomTrees(Policy):
         tokens: Tensor,
         count: Tensor,
         memory: Tensor | None,
+        rows: Rows | None = None,
     ) -> TokenTree:
+        del rows
         assert isinstance(drafter, tiny.Oracle)
         assert memory is not None
         drafter.begin(features, tokens, count, memory)
         roots = tokens.gather(1, count[:, None] - 1)[:, 0].tolist()
         trees = [
-            self._row(root, drafter.texts[row, place:].tolist())
+            self._row(root, drafter.guesses[row, place:].tolist())
             for root, (row, place) in zip(roots, memory.tolist(), strict=True)
         ]
-        return TokenTree(*(torch.tensor(values) for values in zip(*trees, strict=True)))
+        drafted, parents = zip(*trees, strict=True)
+        return TokenTree(torch.tensor(drafted), torch.tensor(parents))
 
     def _row(self, root: int, said: list[int]) -> tuple[list[int], list[int]]:
         tokens, parents, depths = [root], [-1], [0]

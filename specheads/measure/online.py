@@ -1,7 +1,7 @@
 """Online measurement: decode with the head, count what was accepted, compare with the base."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,8 @@ from specheads.drafter import Drafter
 from specheads.measure.offline import interval
 from specheads.measure.progress import bar
 from specheads.metrics import DepthCounts, loops
+from specheads.rules import Rule, rule_named
+from specheads.sampling import GREEDY, Rows, Sampling, each_prompt
 from specheads.tree import TokenTree
 
 
@@ -26,23 +28,20 @@ class Decoded:
     """Of the base forwards that gave all of them but the first."""
 
 
-def rule_for(temperature: float, seed: int) -> decode.Accept:
-    """Return the lossless rule of this temperature: greedy at zero, sampling above."""
-    return accept.Sampling(temperature, seed=seed) if temperature else accept.greedy
-
-
 class _Watch:
     """A rule that also notes whether a draft followed the last accepted node.
 
     Steps carry paths and not trees, and a tree may end where its path does.
     """
 
-    def __init__(self, rule: decode.Accept) -> None:
+    def __init__(self, rule: Rule) -> None:
         self.rule = rule
         self.noted: list[Tensor] = []
 
-    def __call__(self, tree: TokenTree, logits: Tensor, ancestors: Tensor) -> accept.Verdict:
-        verdict = self.rule(tree, logits, ancestors)
+    def __call__(
+        self, tree: TokenTree, logits: Tensor, ancestors: Tensor, rows: Rows
+    ) -> accept.Verdict:
+        verdict = self.rule(tree, logits, ancestors, rows)
         last = verdict.path.gather(1, verdict.count[:, None] - 1)
         self.noted.append((tree.parents == last).any(-1))
         return verdict
@@ -55,8 +54,8 @@ def decode_prompts(
     *,
     policy: grow.Policy | None = None,
     max_new_tokens: int,
-    temperature: float = 0.0,
-    seed: int = 0,
+    settings: Sampling = GREEDY,
+    rule: str = "match",
     batch_size: int = 1,
     stop_at_eos: bool = True,
     progress: bool = False,
@@ -69,8 +68,8 @@ def decode_prompts(
         prompts: Token ids.
         policy: How drafts grow; None is a chain as deep as the drafter.
         max_new_tokens: Limit for each prompt.
-        temperature: Zero is greedy; above it tokens are sampled.
-        seed: Of sampling.
+        settings: How tokens are chosen; each prompt draws with a seed of its own.
+        rule: What is kept of a tree: a name in `specheads.rules.RULES`.
         batch_size: Prompts decoded together.
         stop_at_eos: Whether the base's end-of-text token ends a text.
         progress: Whether to show a progress bar.
@@ -79,16 +78,17 @@ def decode_prompts(
         policy = grow.NOTHING
     elif policy is None:
         policy = grow.chain(drafter.depth)
+    each = each_prompt(settings, len(prompts))
     starts = range(0, len(prompts), batch_size)
     decoded: list[Decoded] = []
     for start in bar(starts, "online" if drafter is not None else "base alone", progress):
-        # every batch draws anew, or equal prompts would be answered alike in each
-        watch = _Watch(rule_for(temperature, seed + start))
+        watch = _Watch(rule_named(rule))
         out = decode.generate(
             base,
             drafter,
             prompts[start : start + batch_size],
             max_new_tokens=max_new_tokens,
+            settings=each[start : start + batch_size],
             tree=policy,
             rule=watch,
             stop_at_eos=stop_at_eos,
@@ -104,9 +104,7 @@ def decode_prompts(
 def _by_row(watch: _Watch, out: decode.Decoding) -> list[list[bool]]:
     """Sort what was noted a step into prompts: finished ones leave, the others keep order."""
     rows: list[list[bool]] = [[] for _ in out.steps]
-    # the rule may also have been asked for the first token, before the first step
-    num_steps = max(out.forwards, default=0)
-    for number, noted in enumerate(watch.noted[len(watch.noted) - num_steps :]):
+    for number, noted in enumerate(watch.noted):
         live = [row for row, steps in enumerate(out.steps) if len(steps) > number]
         for row, followed in zip(live, noted.tolist(), strict=True):
             rows[row].append(followed)
@@ -134,8 +132,8 @@ def measure_online(
     policy: grow.Policy | None = None,
     categories: Sequence[str] | None = None,
     max_new_tokens: int,
-    temperature: float = 0.0,
-    seed: int = 0,
+    settings: Sampling = GREEDY,
+    rule: str = "match",
     batch_size: int = 1,
     stop_at_eos: bool = True,
     progress: bool = False,
@@ -146,12 +144,13 @@ def measure_online(
         base: The model that decides.
         drafter: What guesses.
         prompts: Token ids.
-        alone: What `decode_prompts` without a drafter gave each prompt, with the same limits.
+        alone: What `decode_prompts` without a drafter gave each prompt, with the same limits
+            and settings.
         policy: How drafts grow; None is a chain as deep as the drafter.
         categories: One name a prompt, where prompts have any.
         max_new_tokens: Limit for each prompt.
-        temperature: Zero is greedy; above it tokens are sampled.
-        seed: Of sampling.
+        settings: How tokens are chosen; each prompt draws with a seed of its own.
+        rule: What is kept of a tree: a name in `specheads.rules.RULES`.
         batch_size: Prompts decoded together.
         stop_at_eos: Whether the base's end-of-text token ends a text.
         progress: Whether to show a progress bar.
@@ -162,8 +161,8 @@ def measure_online(
         prompts,
         policy=policy,
         max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        seed=seed,
+        settings=settings,
+        rule=rule,
         batch_size=batch_size,
         stop_at_eos=stop_at_eos,
         progress=progress,
@@ -177,11 +176,16 @@ def measure_online(
         "forwards": total.forwards,
         "new_tokens": total.new_tokens,
     }
-    # samples are equal in law and not in letters: there is nothing to compare above zero
-    pairs = list(zip(prompts, decoded, alone, strict=True)) if temperature == 0 else []
+    # by rejection samples are equal in law and not in letters: there is nothing to compare
+    comparable = settings.temperature == 0 or rule == "match"
+    pairs = list(zip(prompts, decoded, alone, strict=True)) if comparable else []
+    lossless = compare(base, [(prompt, one.tokens, said) for prompt, one, said in pairs])
+    if settings != replace(GREEDY, seed=settings.seed):
+        # how close a call a draw was is no matter of the two best logits
+        lossless["first_divergence_logit_gap"] = None
     return {
         "online": online,
-        "lossless": compare(base, [(prompt, one.tokens, said) for prompt, one, said in pairs]),
+        "lossless": lossless,
         "degenerate": degenerate(counts, alone),
     }
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specheads import accept, decode, grow
+from specheads import decode, grow, rules
 from specheads.base import FrozenBase
 from specheads.drafter import Head
 from specheads.measure.offline import guess_ranks, replay
@@ -203,7 +203,7 @@ def time_steps(
             for place, (policy, drafter, state) in enumerate(runs):
                 synchronise(base)
                 start = time.perf_counter()
-                decode.step(base, drafter, policy, accept.greedy, state)
+                decode.step(base, drafter, policy, rules.match, state)
                 synchronise(base)
                 if turn > 0:
                     seconds[place].append(time.perf_counter() - start)

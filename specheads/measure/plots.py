@@ -113,3 +113,27 @@ def _speed(speed: Mapping[str, Any]) -> Figure:
     labels = [f"{alone:.0f}", f"{drafted:.0f} ({speed['speedup']:.2f}x)"]
     axes.bar_label(bars, labels, label_type="center", color="white", fontweight="bold")
     return figure
+
+
+def draw_comparison(rows: Mapping[str, Mapping[str, Any]]) -> bytes:
+    """Return tokens per forward and speed-up of several drafters, with intervals.
+
+    Args:
+        rows: As in compare.json, by drafter.
+    """
+    figure = Figure(figsize=(8.0, 1.2 + 0.45 * len(rows)), layout="constrained")
+    panels = (
+        ("online", "tokens_per_forward", "tokens per forward"),
+        ("speed", "speedup", "speed-up over the base alone"),
+    )
+    for axes, (section, key, label) in zip(figure.subplots(1, 2, sharey=True), panels, strict=True):
+        values = [row[section][key] for row in rows.values()]
+        bounds = [row[section]["interval"] for row in rows.values()]
+        below = [max(value - low, 0) for value, (low, _) in zip(values, bounds, strict=True)]
+        above = [max(high - value, 0) for value, (_, high) in zip(values, bounds, strict=True)]
+        axes.barh(list(rows), values, xerr=[below, above], color=BLUE, ecolor="black", capsize=3)
+        axes.axvline(1.0, color=GREY, linestyle="--")
+        axes.set(xlabel=label)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.axes[0].invert_yaxis()
+    return _png(figure)

@@ -98,11 +98,15 @@ def summary(results: Mapping[str, Any]) -> Rows:
     """Return the report's main table: what was measured, and the figure."""
     head, base, settings = results["head"], results["base"], results["settings"]
     prompts = results["prompts"]
+    # results of before there were adapters do not name one
+    added = f" + {base['adapter']}" if base.get("adapter") else ""
     rows = [
         ("head", f"{head['kind']}, depth {head['depth']}, {head['parameters']:,} parameters"),
-        ("base", f"{base['name']}, {base['parameters']:,} parameters"),
+        ("base", f"{base['name']}{added}, {base['parameters']:,} parameters"),
         ("prompts", f"{prompts['count']} of {prompts['name']}"),
         ("tree", f"{settings['tree']}, {settings['num_nodes']} nodes"),
+        *_sampling(settings),
+        *_draft_vocabulary(results.get("draft_vocabulary")),
     ]
     rows += [
         (f"tokens per forward, {name}", _figure(section))
@@ -112,7 +116,31 @@ def summary(results: Mapping[str, Any]) -> Rows:
     for phase in results.get("phases") or []:
         name = f"tokens per forward after phase {phase['phase']}"
         rows.append((name, f"{phase['tokens_per_forward']:.3f}"))
+    rows += _base_quality(results.get("base_quality"))
     return rows + _degenerate(results.get("degenerate")) + _lossless(results) + _speed(results)
+
+
+def _base_quality(section: Mapping[str, Any] | None) -> Rows:
+    """Return what joint training did to the base itself."""
+    if not section:
+        return []
+    rows = []
+    for when, name in (("before", "base"), ("after", "base + adapter")):
+        found = section[when]
+        low, high = found["cross_entropy_interval"]
+        text = f"{found['cross_entropy']:.4f} ({low:.4f} to {high:.4f})"
+        rows.append((f"nats per token, {name}", f"{text}; {found['accuracy']:.1%} right"))
+    low, high = section["change"]["interval"]
+    change = f"{section['change']['cross_entropy']:+.4f} ({low:+.4f} to {high:+.4f})"
+    return [*rows, ("change of the base's nats per token", change)]
+
+
+def _draft_vocabulary(section: Mapping[str, Any] | None) -> Rows:
+    if not section or section["coverage"] == 1.0:
+        return []
+    share = section["coverage"]
+    known = "" if share is None else f", {share:.1%} of the training text"
+    return [("draft vocabulary", f"{section['size']:,} tokens{known}")]
 
 
 def _degenerate(section: Mapping[str, Any] | None) -> Rows:
@@ -122,6 +150,16 @@ def _degenerate(section: Mapping[str, Any] | None) -> Rows:
     if section["flagged"] and section.get("without"):
         rows.append(("tokens per forward without those", _figure(section["without"])))
     return rows
+
+
+def _sampling(settings: Mapping[str, Any]) -> Rows:
+    """Return how tokens were chosen, and a warning where the base's law was not kept."""
+    if not settings["temperature"]:
+        return []
+    # results of before there were rules were all made by match
+    rule = settings.get("rule", "match")
+    kept = "lossless" if settings.get("lossless", True) else "LOSSY: not the base's own law"
+    return [("sampling", f"temperature {settings['temperature']:g}, rule {rule} ({kept})")]
 
 
 def _lossless(results: Mapping[str, Any]) -> Rows:

@@ -15,9 +15,10 @@ from torch import Tensor
 from specheads import accept, decode, grow
 from specheads.base import FrozenBase
 from specheads.drafter import Drafter, Features, Memory
-from specheads.measure.online import rule_for
 from specheads.measure.progress import bar
 from specheads.metrics import bootstrap_interval
+from specheads.rules import Rule, rule_named
+from specheads.sampling import GREEDY, Rows, Sampling, each_prompt
 from specheads.tree import TokenTree
 
 
@@ -37,13 +38,15 @@ class Timing:
 class _Clock:
     """A rule that also notes when it is called: once in every step."""
 
-    def __init__(self, rule: decode.Accept) -> None:
+    def __init__(self, rule: Rule) -> None:
         self.rule = rule
         self.ticks: list[float] = []
 
-    def __call__(self, tree: TokenTree, logits: Tensor, ancestors: Tensor) -> accept.Verdict:
+    def __call__(
+        self, tree: TokenTree, logits: Tensor, ancestors: Tensor, rows: Rows
+    ) -> accept.Verdict:
         self.ticks.append(time.perf_counter())
-        return self.rule(tree, logits, ancestors)
+        return self.rule(tree, logits, ancestors, rows)
 
 
 class _Stopwatch(grow.Policy):
@@ -64,11 +67,12 @@ class _Stopwatch(grow.Policy):
         tokens: Int[Tensor, "batch time"],
         count: Int[Tensor, " batch"],
         memory: Memory | None,
+        rows: Rows | None = None,
     ) -> TokenTree:
         """Draft, by the clock."""
         synchronise(self.base)
         start = time.perf_counter()
-        tree = self.policy.grow(drafter, features, tokens, count, memory)
+        tree = self.policy.grow(drafter, features, tokens, count, memory, rows)
         synchronise(self.base)
         self.seconds.append(time.perf_counter() - start)
         return tree
@@ -86,12 +90,13 @@ def time_generate(
     prompts: list[list[int]],
     *,
     policy: grow.Policy | None,
-    rule: decode.Accept,
+    settings: Sampling = GREEDY,
+    rule: str = "match",
     max_new_tokens: int,
     stop_at_eos: bool,
 ) -> Timing:
     """Decode once, by the clock."""
-    clock = _Clock(rule)
+    clock = _Clock(rule_named(rule))
     synchronise(base)
     start = time.perf_counter()
     out = decode.generate(
@@ -100,13 +105,13 @@ def time_generate(
         prompts,
         max_new_tokens=max_new_tokens,
         tree=policy,
+        settings=each_prompt(settings, len(prompts)),
         rule=clock,
         stop_at_eos=stop_at_eos,
     )
     synchronise(base)
     seconds = time.perf_counter() - start
-    # the rule may also have been asked for the first token, before the first step
-    ticks = clock.ticks[len(clock.ticks) - max(out.forwards) :]
+    ticks = clock.ticks
     return Timing(
         seconds=seconds,
         step_seconds=ticks[-1] - ticks[0] if ticks else 0.0,
@@ -131,8 +136,8 @@ def measure_speed(
     *,
     policy: grow.Policy | None = None,
     max_new_tokens: int,
-    temperature: float = 0.0,
-    seed: int = 0,
+    settings: Sampling = GREEDY,
+    rule: str = "match",
     repetitions: int = 3,
     batch_size: int = 1,
     warmup: int = 1,
@@ -153,8 +158,8 @@ def measure_speed(
         prompts: Token ids.
         policy: How drafts grow; None is a chain as deep as the drafter.
         max_new_tokens: Limit for each prompt.
-        temperature: Zero is greedy; above it tokens are sampled.
-        seed: Of sampling.
+        settings: How tokens are chosen; each prompt draws with a seed of its own.
+        rule: What is kept of a tree: a name in `specheads.rules.RULES`.
         repetitions: How often everything is timed.
         batch_size: Prompts decoded together; intervals are over these batches.
         warmup: Batches decoded both ways before the clock counts.
@@ -177,7 +182,8 @@ def measure_speed(
             arm,
             unit,
             policy=policy,
-            rule=rule_for(temperature, seed),
+            settings=settings,
+            rule="match" if arm is None else rule,
             max_new_tokens=max_new_tokens,
             stop_at_eos=stop_at_eos,
         )

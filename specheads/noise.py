@@ -1,0 +1,69 @@
+"""Random numbers as pure functions of integers: no generator, no state, the same everywhere.
+
+What a request draws follows from its own seed and the place in its text, and so neither from
+its neighbours in the batch nor from how many tokens a step happened to accept.
+"""
+
+import torch
+from jaxtyping import Float64, Int64
+from torch import Tensor
+
+_STEP = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed number: the golden ratio's bits
+_FIRST = -4658895280553007687  # 0xBF58476D1CE4E5B9
+_SECOND = -7723592293110705685  # 0x94D049BB133111EB
+
+
+def bits(*keys: Int64[Tensor, "..."] | int) -> Int64[Tensor, "..."]:
+    """Return 64 random bits for each combination of keys, which broadcast.
+
+    Each key is mixed in by one step of SplitMix64. Whoever needs numbers of several kinds for
+    the same keys gives each kind a key of its own.
+
+    Source: Steele, Lea and Flood 2014, Fast splittable pseudorandom number generators.
+    """
+    device = next((key.device for key in keys if isinstance(key, Tensor)), None)
+    state = torch.zeros((), dtype=torch.int64, device=device)
+    for key in keys:
+        # products and sums wrap round, as the algorithm wants them to
+        state = _mix(state + key + _STEP)
+    return state
+
+
+def uniform(*keys: Int64[Tensor, "..."] | int) -> Float64[Tensor, "..."]:
+    """Return a uniform number for each combination of keys: above zero and below one."""
+    return (_unsigned_shift(bits(*keys), 12).double() + 0.5) * 2.0**-52
+
+
+def gumbel(*keys: Int64[Tensor, "..."] | int) -> Float64[Tensor, "..."]:
+    """Return Gumbel noise for each combination of keys.
+
+    The largest of log-probabilities with this added is a draw from their law, and the largest
+    k in order are k draws without replacement (Kool et al. 2019, arXiv:1903.06059).
+    """
+    return -(-uniform(*keys).log()).log()
+
+
+def derive(seed: int, index: int) -> int:
+    """Return a seed of its own for the `index`-th of many requests made with one seed.
+
+    It is `bits(seed, index)` without its sign, in whole numbers of Python: many prompts would
+    wait long for as many little tensors.
+    """
+    state = 0
+    for key in (seed, index):
+        state = (state + key + _STEP) % 2**64
+        state = (state ^ (state >> 30)) * _FIRST % 2**64
+        state = (state ^ (state >> 27)) * _SECOND % 2**64
+        state ^= state >> 31
+    return state % 2**63
+
+
+def _mix(value: Tensor) -> Tensor:
+    value = (value ^ _unsigned_shift(value, 30)) * _FIRST
+    value = (value ^ _unsigned_shift(value, 27)) * _SECOND
+    return value ^ _unsigned_shift(value, 31)
+
+
+def _unsigned_shift(value: Tensor, places: int) -> Tensor:
+    # torch shifts signed numbers and drags the sign along
+    return (value >> places) & ((1 << (64 - places)) - 1)
