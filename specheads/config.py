@@ -39,6 +39,9 @@ class Base:
     attention: str = "sdpa"
     """sdpa or eager: what takes an arbitrary mask."""
 
+    adapter: str = ""
+    """Folder or Hub id of a LoRA adapter that is merged into it. Empty is none."""
+
 
 @dataclass(kw_only=True, slots=True)
 class Data:
@@ -93,6 +96,40 @@ class Distill:
 
 
 @dataclass(kw_only=True, slots=True)
+class Joint:
+    """The base learns along with the head, by LoRA. The defaults are Medusa-2's for Vicuna.
+
+    Source: Cai et al. 2024, arXiv:2401.10774.
+    """
+
+    rank: int = 32
+    """Of what is added to each matrix."""
+
+    alpha: float = 16.0
+    """What is added is scaled by alpha / rank."""
+
+    dropout: float = 0.05
+    """Share of each adapted layer's inputs that what is added does not see, in training."""
+
+    target_modules: list[str] = field(default_factory=list)
+    """Ends of linear layers' names, such as q_proj. Empty is all, the vocabulary projection
+    included unless it is tied to the embedding."""
+
+    learning_rate: float = 5e-4
+    """The base's, at its peak; the head's is the phase's."""
+
+    head_weight: float = 0.2
+    """Of the head's loss beside the base's own: lambda0 of the paper."""
+
+    ramp: str = "constant"
+    """constant, or sine: from zero in the phase's first step to head_weight in its last."""
+
+    target: str = "text"
+    """What the base learns: text (the surprise of the counted tokens), or base (KL divergence to
+    itself without the adapter, so that it keeps its law)."""
+
+
+@dataclass(kw_only=True, slots=True)
 class Phase:
     """One stretch of training: where its text comes from, how long, how fast."""
 
@@ -118,10 +155,17 @@ class Phase:
     """Share of the steps that warm up, at most 2000 of them."""
 
     loss: str = "soft_cross_entropy"
-    """Which loss: see specheads/losses.py."""
+    """Which loss: see docs/losses.md."""
 
     decay: float = 1.0
     """Weight of each depth's loss relative to the depth before."""
+
+    depth_weights: list[float] = field(default_factory=list)
+    """Weight of each depth's loss, one a depth, in place of decay. Empty leaves it to decay."""
+
+    weighting: str = "geometric"
+    """geometric (by decay or depth_weights, the same for every position), or dpace (each chain by
+    how far its own drafts are likely to reach)."""
 
     scored_share: float = 1.0
     """Share of the counted positions that the loss covers, drawn anew in each step. The base's
@@ -130,6 +174,9 @@ class Phase:
 
     distill: Distill | None = None
     """How distilled text is written; only for text=distilled."""
+
+    joint: Joint | None = None
+    """How the base learns along with the head. None trains the head alone."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -171,6 +218,22 @@ class Evaluation:
     temperature: float = 0.0
     """Zero is greedy; above it tokens are sampled, and there is nothing to replay offline."""
 
+    top_k: int = 0
+    """Tokens sampled from, the likeliest ones. Zero samples from all."""
+
+    top_p: float = 1.0
+    """Probability that the tokens sampled from reach together, likeliest first. One is all."""
+
+    min_p: float = 0.0
+    """Probability that a token needs, as a share of the likeliest one's. Zero is none."""
+
+    repetition_penalty: float = 1.0
+    """Of tokens already in the text. One is none."""
+
+    rule: str = "match"
+    """What is kept of a tree: match (the base's own tokens, at every temperature), rejection (its
+    law; for sampled trees), or typical (neither, above temperature zero)."""
+
     batch_size: int = 1
     """Prompts decoded at once."""
 
@@ -186,25 +249,37 @@ class Evaluation:
     tune_prompts: int = 24
     """Validation prompts on which a tuned tree is picked."""
 
+    quality_windows: int = 64
+    """Windows of validation text on which the base's own quality is measured without and with the
+    adapter that joint training gave it."""
+
 
 @dataclass(kw_only=True, slots=True)
 class Tree:
     """How drafts grow."""
 
     kind: str = "tuned"
-    """tuned (picked by a short measurement), chain, static or best_first."""
+    """tuned (picked by a short measurement), chain, static, best_first, beam, product or
+    sampled."""
 
     depth: int = 0
     """Levels. Zero takes the head's own."""
 
     num_nodes: int = 8
-    """Nodes of a best-first tree, root included."""
+    """Nodes of a best-first or product tree, root included."""
 
     beam: int = 4
-    """Nodes a best-first tree expands per level."""
+    """Nodes that a best-first tree or a beam continues per level."""
 
     branch: int = 4
-    """Children of each."""
+    """Children of each in a best-first tree."""
+
+    branches: list[int] = field(default_factory=list)
+    """Children of every node of a product or sampled tree, level by level. Empty is one each."""
+
+    confidence: float = 0.0
+    """Where the head gives a token less than this probability, a chain, static or sampled tree goes
+    no further below it; the token itself is verified. Zero never stops."""
 
     paths: list[list[int]] = field(default_factory=list)
     """Rank paths of a static tree."""
@@ -237,6 +312,11 @@ class Train:
     base: Base
     head: dict[str, Any]
     """`kind` and that kind's own settings."""
+
+    init: str = ""
+    """Folder or Hub id of a head of that kind, ours or public, to start from; its own settings
+    count then, and not those of `head`. Empty starts anew."""
+
     data: Data
     schedule: Schedule
     tree: Tree
@@ -278,3 +358,74 @@ class Evaluate:
     """A recipe folder whose results.json is to be replaced by what was measured."""
 
     seed: int = 0
+
+
+@dataclass(kw_only=True, slots=True)
+class Compare:
+    """`specheads compare`."""
+
+    run: str = ""
+    """A finished run's directory."""
+
+    drafters: list[str] = field(default_factory=list)
+    """Of head, prompt_lookup, hybrid, streaming and draft_model. Empty is all, draft_model only
+    where one is named."""
+
+    draft_model: str = ""
+    """Folder or Hub id of a smaller model that shares the base's vocabulary. Empty is none."""
+
+    draft_depth: int = 4
+    """Tokens that streaming and draft_model draft: a chain."""
+
+    copied_tokens: int = 10
+    """Tokens that prompt lookup copies at most, alone and in the hybrid's tree."""
+
+    max_ngram: int = 3
+    """Longest suffix that prompt lookup looks for."""
+
+    sinks: int = 4
+    """First tokens of a text that streaming sees."""
+
+    window: int = 60
+    """Recent tokens that streaming sees; as many as the context make its draft the base's own."""
+
+    tree: Tree
+    """The head's, alone and in the hybrid."""
+    evaluation: Evaluation
+    out: str = ""
+    """Where compare.json goes. Empty is the run's own report/."""
+
+    seed: int = 0
+
+
+@dataclass(kw_only=True, slots=True)
+class Export:
+    """`specheads export`."""
+
+    run: str = ""
+    """A run directory; or name head and base."""
+
+    head_path: str = ""
+    """Folder or Hub id of a head; `head=` on the command line."""
+
+    base: Base
+    """Of a head without a run. Its name is what the engine will load, so a Hub id travels best."""
+
+    engine: str = ""
+    """Whose layout: a module of specheads/export/layouts."""
+
+    out: str = ""
+    """The new folder."""
+
+    prompts: str = ""
+    """On which head and export must draft alike: a name or a .jsonl file. Empty is the run's own,
+    or python_stdlib."""
+
+    num_prompts: int = 8
+    """Prompts used."""
+
+    prompt_tokens: int = 64
+    """Tokens of each, at most."""
+
+    new_tokens: int = 64
+    """Tokens that the base says after each."""

@@ -14,7 +14,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 from specheads import config
 
-SCHEMAS = {"train": config.Train, "evaluate": config.Evaluate}
+SCHEMAS = {
+    "train": config.Train,
+    "evaluate": config.Evaluate,
+    "compare": config.Compare,
+    "export": config.Export,
+}
 
 
 def register() -> None:

@@ -13,25 +13,30 @@ from transformers.utils import logging as transformers_logging
 from specheads import grow, heads
 from specheads.base import FrozenBase
 from specheads.checkpoint import RunDirectory, provenance, write_atomic
-from specheads.commands import _compose
+from specheads.commands import _compose, _tree
 from specheads.config import Base, Data, Evaluate, Evaluation, Train
 from specheads.drafter import Head
 from specheads.measure import report
 from specheads.measure.offline import measure_offline
 from specheads.measure.online import decode_prompts, measure_online
 from specheads.measure.pick import pick_tree
+from specheads.measure.quality import compare, measure_quality
 from specheads.measure.speed import measure_speed
+from specheads.rules import LOSSY, rule_named
+from specheads.sampling import Sampling
 from specheads.text.corpus import load_corpus
 from specheads.text.prompts import PromptSet, cut_windows, load_prompts
 from specheads.track import read_metrics
 
 MODES = ("offline", "online", "all")
-TREES = ("tuned", "chain", "static", "best_first")
 SHORT = {"head": "head_path", "base": "base.model"} | {
     name: f"evaluation.{name}"
     for name in ("prompts", "num_prompts", "max_new_tokens", "temperature", "mode")
 }
 """The names that docs and scripts use on the command line, and the settings they stand for."""
+
+QUALITY_TOKENS = 512
+"""Of a window that the base's own quality is measured on, where documents are long enough."""
 
 
 @_compose.command("evaluate", SHORT)
@@ -64,6 +69,12 @@ def evaluate_run(
 ) -> dict[str, Any]:
     """Evaluate a finished run's head and write its report; return what was measured.
 
+    Args:
+        run: Finished.
+        settings: Its own.
+        base: As it was before the run. Where the run trained an adapter, that is merged into it.
+        out: Where the report goes; empty is the run's own report/.
+
     Raises:
         ValueError: The run is not finished.
     """
@@ -72,29 +83,32 @@ def evaluate_run(
             f"only a finished run can be evaluated: {run.path} is not; finish it with the same "
             "specheads train command"
         )
+    quality = None
+    if run.adapter.is_dir():
+        windows = quality_windows(settings, base)
+        before = measure_quality(base, windows, progress=True)
+        base.merge(run.adapter)
+        quality = compare(before, measure_quality(base, windows, progress=True))
     head = heads.load_head(run.head, base)
-    results = _evaluate(base, head, settings, run)
+    results = _evaluate(base, head, settings, run) | {"base_quality": quality}
     _write(Path(out) if out else run.report, results, read_metrics(run.metrics))
     return results
 
 
-def check(settings: Train | Evaluate, base: FrozenBase) -> PromptSet:
+def check(settings: Train | Evaluate, base: FrozenBase, head_depth: int) -> PromptSet:
     """Refuse an evaluation that could only fail later; return the prompts it would use.
 
     Raises:
         ValueError: The mode, the tree or the prompts are unknown, or do not fit the context.
     """
-    how, tree = settings.evaluation, settings.tree
+    how = settings.evaluation
     if how.mode not in MODES:
         raise ValueError(f"mode must be one of {', '.join(MODES)}, got {how.mode!r}")
-    if how.temperature < 0 or (how.temperature > 0 and how.mode == "offline"):
-        raise ValueError(
-            f"temperature must be at least 0, and 0 for mode=offline, got {how.temperature} with "
-            f"mode={how.mode}"
-        )
-    if tree.kind not in TREES:
-        raise ValueError(f"tree.kind must be one of {', '.join(TREES)}, got {tree.kind!r}")
-    grow.Static(tree.paths)
+    sampling_of(how, settings.seed)
+    rule_named(how.rule)
+    if how.temperature > 0 and how.mode == "offline":
+        raise ValueError(f"temperature must be 0 for mode=offline, got {how.temperature}")
+    _tree.fixed_policy(settings.tree, head_depth)
     if base.tokenizer is None:
         raise ValueError(f"evaluation reads text: the base {base.name} needs a tokenizer")
     prompts = load_prompts(
@@ -117,6 +131,44 @@ def load_base(settings: Base, device: str = "auto") -> FrozenBase:
         dtype=settings.dtype,
         device=device if settings.device == "auto" else settings.device,
         attention=settings.attention,
+        adapter=settings.adapter,
+    )
+
+
+def quality_windows(settings: Train, base: FrozenBase) -> list[list[int]]:
+    """Cut the validation text that the base's own quality is measured on.
+
+    Raises:
+        ValueError: The corpus has none.
+    """
+    assert base.tokenizer is not None
+    documents = load_documents(settings.data, "validation", settings.seed)
+    length = min(QUALITY_TOKENS, base.max_length)
+    while length > 1:
+        windows = cut_windows(documents, base.tokenizer, length, settings.seed)
+        if found := list(islice(windows, settings.evaluation.quality_windows)):
+            return found
+        # every document is shorter
+        length //= 2
+    raise ValueError(
+        "the base's quality is measured on validation text, and there is none; raise "
+        "evaluation.quality_windows above 0, or give longer documents"
+    )
+
+
+def sampling_of(how: Evaluation, seed: int) -> Sampling:
+    """Return how the settings of an evaluation want tokens chosen.
+
+    Raises:
+        ValueError: One of them lies outside its range.
+    """
+    return Sampling(
+        temperature=how.temperature,
+        top_k=how.top_k,
+        top_p=how.top_p,
+        min_p=how.min_p,
+        repetition_penalty=how.repetition_penalty,
+        seed=seed,
     )
 
 
@@ -130,16 +182,24 @@ def _evaluate(
     base: FrozenBase, head: Head, settings: Train | Evaluate, run: RunDirectory | None
 ) -> dict[str, Any]:
     how = settings.evaluation
-    prompts = check(settings, base)
+    prompts = check(settings, base, head.depth)
+    sampling = sampling_of(how, settings.seed)
     tokens = [prompt.tokens for prompt in prompts.prompts]
     alone = [
         one.tokens
         for one in decode_prompts(
-            base, None, tokens, max_new_tokens=how.max_new_tokens, batch_size=8, progress=True
+            base,
+            None,
+            tokens,
+            max_new_tokens=how.max_new_tokens,
+            settings=sampling,
+            batch_size=8,
+            progress=True,
         )
     ]
-    policy, candidates = _choose(base, head, settings, progress=True)
+    policy, candidates = choose_tree(base, head, settings, progress=True)
     results = _describe(base, head, prompts, how, policy, settings.seed)
+    results["draft_vocabulary"] = _draft_vocabulary(head, run)
     # a tree that is not the same in every step has no replay; the chain stands for it
     static = policy if isinstance(policy, grow.Static) else grow.chain(head.depth)
     if how.temperature == 0:
@@ -157,12 +217,12 @@ def _evaluate(
             categories=categories,
             max_new_tokens=how.max_new_tokens,
             batch_size=how.batch_size,
-            temperature=how.temperature,
-            seed=settings.seed,
+            settings=sampling,
+            rule=how.rule,
             progress=True,
         )
         if how.temperature == 0:
-            results["replay"] = _replay(base, head, tokens, alone, how.max_new_tokens)
+            results["replay"] = _replay(base, head, tokens, alone, how.max_new_tokens, sampling)
     if how.mode == "all":
         results["speed"] = measure_speed(
             base,
@@ -172,8 +232,8 @@ def _evaluate(
             max_new_tokens=how.max_new_tokens,
             repetitions=how.repeats,
             batch_size=how.batch_size,
-            temperature=how.temperature,
-            seed=settings.seed,
+            settings=sampling,
+            rule=how.rule,
             progress=True,
         )
     results["tree_candidates"] = candidates
@@ -181,18 +241,13 @@ def _evaluate(
     return results
 
 
-def _choose(
+def choose_tree(
     base: FrozenBase, head: Head, settings: Train | Evaluate, *, progress: bool
 ) -> tuple[grow.Policy, list[dict[str, Any]]]:
     """Return the tree that was asked for, and what was tried where one is to be picked."""
-    wanted, how = settings.tree, settings.evaluation
-    depth = wanted.depth or head.depth
-    if wanted.kind == "chain":
-        return grow.chain(depth), []
-    if wanted.kind == "static":
-        return grow.Static(wanted.paths), []
-    if wanted.kind == "best_first":
-        return grow.BestFirst(wanted.num_nodes, depth, wanted.beam, wanted.branch), []
+    how = settings.evaluation
+    if (policy := _tree.fixed_policy(settings.tree, head.depth)) is not None:
+        return policy, []
     assert base.tokenizer is not None
     documents = load_documents(settings.data, "validation", settings.seed)
     windows = cut_windows(documents, base.tokenizer, how.prompt_tokens, settings.seed)
@@ -221,6 +276,7 @@ def _describe(
         "base": {
             "name": base.name,
             "revision": base.revision,
+            "adapter": base.adapter,
             "fingerprint": base.fingerprint,
             "parameters": base.num_parameters,
         },
@@ -231,6 +287,12 @@ def _describe(
         },
         "settings": {
             "temperature": how.temperature,
+            "top_k": how.top_k,
+            "top_p": how.top_p,
+            "min_p": how.min_p,
+            "repetition_penalty": how.repetition_penalty,
+            "rule": how.rule,
+            "lossless": how.temperature == 0 or how.rule not in LOSSY,
             "max_new_tokens": how.max_new_tokens,
             "tree": policy.name,
             "num_nodes": policy.num_nodes,
@@ -249,14 +311,34 @@ def _describe(
     }
 
 
+def _draft_vocabulary(head: Head, run: RunDirectory | None) -> dict[str, Any]:
+    """Return how many tokens the head can draft, and their share of its training text."""
+    if head.draft_ids is None:
+        return {"size": head.vocab_size, "coverage": 1.0}
+    known = json.loads(run.provenance.read_text(encoding="utf-8")) if run is not None else {}
+    return known.get("draft_vocabulary") or {"size": head.drafted_size, "coverage": None}
+
+
 def _replay(
-    base: FrozenBase, head: Head, prompts: list[list[int]], alone: list[list[int]], limit: int
+    base: FrozenBase,
+    head: Head,
+    prompts: list[list[int]],
+    alone: list[list[int]],
+    limit: int,
+    sampling: Sampling,
 ) -> dict[str, Any]:
     """Hold the offline replay of a chain against the same chain decoded for real."""
     chain = grow.chain(head.depth)
     offline = measure_offline(base, head, prompts, alone, policy=chain)
     online = measure_online(
-        base, head, prompts, alone, policy=chain, max_new_tokens=limit, batch_size=8
+        base,
+        head,
+        prompts,
+        alone,
+        policy=chain,
+        max_new_tokens=limit,
+        settings=sampling,
+        batch_size=8,
     )["online"]
     counted = ("forwards", "per_depth", "tokens_per_forward")
     return {

@@ -3,6 +3,7 @@
 import sys
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -12,13 +13,13 @@ from rich.progress import Progress
 from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
-from specheads import decode, heads, track, trainer
+from specheads import adapter, decode, heads, track, trainer
 from specheads.base import FrozenBase
 from specheads.checkpoint import RunDirectory
 from specheads.commands import _compose, evaluate
 from specheads.config import Distill, Phase, Train
 from specheads.drafter import Head
-from specheads.schedule import check_phase
+from specheads.schedule import adapter_settings, check_names, check_phase
 from specheads.text.distill import DistilledText, write_shards
 from specheads.text.fingerprint import tokenizer_fingerprint
 from specheads.text.pack import PackedText, Text
@@ -48,21 +49,34 @@ def main(settings: Train) -> None:
     texts = _Texts(settings, base, run, accelerator)
     texts.refuse_too_short()
     torch.manual_seed(settings.seed)
-    counts = texts.count_tokens() if settings.head.get("draft_tokens") else None
-    head = heads.build_for(settings.head, base, counts)
-    if counts is not None and accelerator.is_main_process:
+    head, counts = _start(settings, base, texts)
+    identity: dict[str, Any] = {"base_fingerprint": base.fingerprint}
+    if counts is not None:
         share = head.coverage(counts)
-        Console().print(f"{head.drafted_size} draft tokens cover {share:.1%} of the corpus")
+        identity["draft_vocabulary"] = {"size": head.drafted_size, "coverage": share}
+        if accelerator.is_main_process:
+            Console().print(f"{head.drafted_size} draft tokens cover {share:.1%} of the corpus")
     if accelerator.is_main_process:
-        run.begin(_compose.as_yaml(settings), {"base_fingerprint": base.fingerprint})
+        run.begin(_compose.as_yaml(settings), identity)
     accelerator.wait_for_everyone()
     _train(settings, base, head, texts, run, accelerator)
     if not accelerator.is_main_process:
         return
     run.end(head)
     Console().print(f"head: {run.head}")
+    if run.adapter.is_dir():
+        Console().print(f"adapter of the base: {run.adapter}")
     if settings.evaluate_after:
         evaluate.evaluate_run(run, settings, base)
+
+
+def _start(settings: Train, base: FrozenBase, texts: "_Texts") -> tuple[Head, Tensor | None]:
+    """Return the head training begins with, and token counts where it drafts only some tokens."""
+    if settings.init:
+        head = heads.resume_head(settings.init, base, settings.head["kind"])
+        return head, None if head.draft_ids is None else texts.count_tokens()
+    counts = texts.count_tokens() if settings.head.get("draft_tokens") else None
+    return heads.build_for(settings.head, base, counts), counts
 
 
 def _train(
@@ -104,6 +118,8 @@ class _Texts:
         self, settings: Train, base: FrozenBase, run: RunDirectory, accelerator: Accelerator
     ) -> None:
         self.settings, self.base, self.run, self.accelerator = settings, base, run, accelerator
+        # of the weights alone: while an adapter is trained, the model has more of them
+        self.fingerprint = base.fingerprint
         self.documents = evaluate.load_documents(settings.data, "train", settings.seed)
 
     def corpus(self, sequence_length: int, batch_size: int) -> PackedText:
@@ -170,7 +186,7 @@ class _Texts:
         base = self.base
         assert base.tokenizer is not None
         identity = {
-            "base": base.fingerprint,
+            "base": self.fingerprint,
             "tokenizer": tokenizer_fingerprint(base.tokenizer),
             "corpus": [self.settings.data.source, self.settings.data.path],
             "processes": self.accelerator.num_processes,
@@ -203,7 +219,7 @@ class _Texts:
 
 def _refuse_unusable(settings: Train, base: FrozenBase) -> None:
     """Refuse settings that could only fail later, before anything is written."""
-    heads.configure(settings.head)
+    head_depth = heads.configure(settings.head).depth
     if base.tokenizer is None:
         raise ValueError(f"training reads text: the base {base.name} needs a tokenizer")
     if len(base.tokenizer) > base.vocab_size:
@@ -211,11 +227,16 @@ def _refuse_unusable(settings: Train, base: FrozenBase) -> None:
             f"the tokenizer must be the base's own: it has {len(base.tokenizer)} tokens, the base "
             f"{base.vocab_size}; load the tokenizer the base was trained with"
         )
+    check_names(settings.schedule.phases)
     for name, phase in settings.schedule.phases.items():
-        check_phase(name, phase, base.max_length)
+        check_phase(name, phase, base.max_length, head_depth)
+    if joint := adapter_settings(settings.schedule):
+        adapter.targets(base.model, joint.target_modules)
+        if settings.evaluate_after:
+            evaluate.quality_windows(settings, base)
     track.check_kind(settings.tracker.kind)
     if settings.evaluate_after:
-        evaluate.check(settings, base)
+        evaluate.check(settings, base, head_depth)
 
 
 def _has_bf16() -> bool:

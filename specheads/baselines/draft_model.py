@@ -1,0 +1,125 @@
+"""A smaller language model of the same vocabulary as the drafter."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from specheads.base import FrozenBase
+from specheads.cache import KVCache, upload
+from specheads.drafter import Drafter, Features
+from specheads.tree import TokenTree
+
+
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    """What has been drafted so far."""
+
+    cache: KVCache
+    tree: TokenTree | None
+    """All levels that the model has read; the children of the root, which it keeps, are roots."""
+    above: int
+    """The first node of the level read last."""
+
+
+class DraftModel(Drafter):
+    """Drafts with another causal LM, which keeps keys and values of its own.
+
+    What was committed is read once and kept, the root included; the nodes of a draft are read
+    into the cache's scratch and forgotten with the next draft. Each level is one forward over
+    all nodes so far, so that a tree needs nothing that a chain does not.
+
+    Args:
+        model: What drafts.
+        depth: Levels it drafts.
+        base: What decides; its vocabulary must be the model's own.
+        max_nodes: Nodes it may read in one draft.
+        chunk: Committed tokens that one forward reads at most.
+
+    Raises:
+        ValueError: The vocabularies differ, or `depth` is below one.
+
+    Source: Leviathan et al. 2023, arXiv:2211.17192; Chen et al. 2023, arXiv:2302.01318.
+    """
+
+    def __init__(
+        self,
+        model: FrozenBase,
+        depth: int,
+        base: FrozenBase,
+        *,
+        max_nodes: int = 128,
+        chunk: int = 512,
+    ) -> None:
+        if depth < 1:
+            raise ValueError(f"a draft model needs a depth of at least 1, got {depth}")
+        refuse_vocabulary(model, base)
+        self.model, self.depth = model, depth
+        self.max_nodes, self.chunk = max_nodes, chunk
+        # either projection may have padding rows, which stand for no token
+        self.vocab_size = min(model.vocab_size, base.vocab_size)
+
+    def memory(self, batch: int, capacity: int) -> KVCache:
+        """Return an empty cache of the draft model."""
+        return self.model.cache(batch, capacity + self.max_nodes)
+
+    def keep_rows(self, memory: KVCache, index: Int[Tensor, " kept"]) -> KVCache:
+        """Return the cache of these rows."""
+        memory.keep_rows(index.tolist())
+        return memory
+
+    def begin(
+        self,
+        features: Features,
+        tokens: Int[Tensor, "batch time"],
+        count: Int[Tensor, " batch"],
+        memory: KVCache | None,
+    ) -> tuple[Float[Tensor, "batch 1 vocab"], _Draft]:
+        """Read what was committed since, the root included, in one forward."""
+        assert memory is not None
+        assert features.tokens is not None
+        # the root of the last draft has been read; only a new row's first token has not
+        text = torch.cat([features.tokens[:, :1], tokens], dim=1)
+        is_new = [length == 0 for length in memory.row_lengths]
+        first = 1 - upload(is_new, tokens.device)
+        places = first[:, None] + torch.arange(text.shape[1], device=tokens.device)
+        reading = text.gather(1, places.clamp(max=text.shape[1] - 1))
+        counts = [new + old for new, old in zip(is_new, count.tolist(), strict=True)]
+        reading = reading[:, : max(counts)]
+        logits, _ = self.model.prefill(reading, memory, counts, chunk=self.chunk)
+        return logits[:, None, : self.vocab_size], _Draft(memory, None, 0)
+
+    def extend(
+        self, state: _Draft, tokens: Int[Tensor, "batch node"], parents: Int[Tensor, "batch node"]
+    ) -> tuple[Float[Tensor, "batch node vocab"], _Draft]:
+        """Read the tree so far and this level."""
+        if state.tree is None:
+            tree, above = TokenTree(tokens, torch.full_like(tokens, -1)), 0
+        else:
+            old, above = state.tree, state.tree.tokens.shape[1]
+            tree = TokenTree(
+                torch.cat([old.tokens, tokens], dim=1),
+                torch.cat([old.parents, state.above + parents], dim=1),
+            )
+        logits = self.model.verify(tree, state.cache).logits[:, above:]
+        return logits[..., : self.vocab_size], _Draft(state.cache, tree, above)
+
+
+def refuse_vocabulary(model: FrozenBase, base: FrozenBase) -> None:
+    """Refuse a draft model whose tokens are not the base's.
+
+    Raises:
+        ValueError: The tokenizers' vocabularies differ, or, where either has no tokenizer, the
+            numbers of tokens do.
+    """
+    if model.tokenizer is None or base.tokenizer is None:
+        equal = model.vocab_size == base.vocab_size
+    else:
+        equal = model.tokenizer.get_vocab() == base.tokenizer.get_vocab()
+    if not equal:
+        raise ValueError(
+            f"a draft model must share the base's vocabulary: {model.name!r} has "
+            f"{model.vocab_size} tokens, {base.name!r} has {base.vocab_size}, and they differ; "
+            "choose a smaller model of the same family"
+        )

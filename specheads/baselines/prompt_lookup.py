@@ -1,0 +1,181 @@
+"""Prompt lookup: what followed the last few tokens when they stood in the text before."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from specheads.drafter import Drafter, Features
+
+
+@dataclass(slots=True)
+class Text:
+    """Prompt and new text of each row; what lies beyond a row's root is never looked at."""
+
+    tokens: Int[Tensor, "batch slot"]
+    lengths: Int[Tensor, " batch"]
+    """Tokens that the base has read; the root stands right behind them."""
+    extent: int = 0
+    """Slots that any row may use, known without asking the device."""
+
+    def append(
+        self,
+        read: Int[Tensor, "batch time"],
+        root: Int[Tensor, "batch 1"],
+        count: Int[Tensor, " batch"],
+    ) -> None:
+        """Write what was committed behind what stands there, and the root behind that."""
+        new = torch.cat([read, root], dim=1).scatter(1, count[:, None], root)
+        slots = self.lengths[:, None] + torch.arange(new.shape[1], device=new.device)
+        self.tokens.scatter_(1, slots, new)
+        self.lengths = self.lengths + count
+        self.extent += new.shape[1] - 1
+
+    def written(self) -> Int[Tensor, "batch slot"]:
+        """Return the slots in use, roots included."""
+        return self.tokens[:, : self.extent + 1]
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a draft stands: nodes that copy the text so far, and what would come next."""
+
+    continuation: Int[Tensor, "batch copied"]
+    copying: Tensor
+    """(batch, node): whether the path down to the node is the copied text."""
+    level: int
+
+
+class PromptLookup(Drafter):
+    """Copies what followed the same tokens earlier in prompt and new text.
+
+    The longest suffix of at most `max_ngram` tokens that stands earlier in the text decides,
+    and of several such places the most recent that is followed by enough text. Where none does,
+    the policy `graft.Lookup` drafts nothing; any other drafts something always, and is told that
+    all tokens are equally likely.
+
+    Args:
+        vocab_size: Of the base.
+        depth: Tokens copied at most.
+        max_ngram: Longest suffix that is looked for.
+        min_ngram: Shortest one that counts as a match.
+        device: Where the texts lie: with the base.
+
+    Raises:
+        ValueError: `depth` or an n-gram is below one, or the shortest is longer than the longest.
+
+    Source: Saxena 2023, apoorvumang/prompt-lookup-decoding, whose longest suffix is 3 tokens as
+    here; transformers' is 2. Both copy from the first place, not from the most recent.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        depth: int = 10,
+        *,
+        max_ngram: int = 3,
+        min_ngram: int = 1,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if depth < 1 or not 1 <= min_ngram <= max_ngram:
+            raise ValueError(
+                "prompt lookup needs a depth of at least 1 and n-grams with 1 <= min <= max, got "
+                f"depth {depth}, min_ngram {min_ngram} and max_ngram {max_ngram}"
+            )
+        self.vocab_size, self.depth = vocab_size, depth
+        self.max_ngram, self.min_ngram, self.device = max_ngram, min_ngram, device
+
+    def memory(self, batch: int, capacity: int) -> Text:
+        """Return empty texts of at most `capacity` tokens."""
+        # a row's padding may reach past its own capacity, by what one step commits at most
+        tokens = torch.zeros(batch, 2 * capacity + 1, dtype=torch.long, device=self.device)
+        return Text(tokens, torch.zeros_like(tokens[:, 0]))
+
+    def keep_rows(self, memory: Text, index: Int[Tensor, " kept"]) -> Text:
+        """Return the texts of these rows."""
+        return Text(memory.tokens[index], memory.lengths[index], memory.extent)
+
+    def copy(
+        self,
+        features: Features,
+        tokens: Int[Tensor, "batch time"],
+        count: Int[Tensor, " batch"],
+        memory: Text,
+    ) -> Int[Tensor, "batch copied"]:
+        """Read what was committed; return the copied continuation, -1 where there is none.
+
+        The arguments are those of `begin`.
+        """
+        assert features.tokens is not None
+        memory.append(features.tokens, tokens.gather(1, count[:, None] - 1), count)
+        return continuation(
+            memory.written(), memory.lengths, self.depth, self.max_ngram, self.min_ngram
+        )
+
+    def begin(
+        self,
+        features: Features,
+        tokens: Int[Tensor, "batch time"],
+        count: Int[Tensor, " batch"],
+        memory: Text | None,
+    ) -> tuple[Float[Tensor, "batch 1 vocab"], _Place]:
+        """Read what was committed; all mass is on the first copied token, if any."""
+        assert memory is not None
+        copied = self.copy(features, tokens, count, memory)
+        everywhere = torch.ones_like(copied[:, :1], dtype=torch.bool)
+        return self._next(_Place(copied, everywhere, 0))
+
+    def extend(
+        self, state: _Place, tokens: Int[Tensor, "batch node"], parents: Int[Tensor, "batch node"]
+    ) -> tuple[Float[Tensor, "batch node vocab"], _Place]:
+        """Go on copying below the nodes that are copies themselves."""
+        agrees = tokens == state.continuation[:, state.level, None]
+        copying = state.copying.gather(1, parents) & agrees
+        return self._next(_Place(state.continuation, copying, state.level + 1))
+
+    def _next(self, place: _Place) -> tuple[Tensor, _Place]:
+        following = place.continuation[:, place.level, None].expand_as(place.copying)
+        known = (place.copying & (following >= 0))[..., None]
+        one_hot = torch.nn.functional.one_hot(following.clamp(min=0), self.vocab_size)
+        # the logarithm of one token's certainty, or of nothing known
+        return torch.where(known, one_hot, 1).float().log(), place
+
+
+def continuation(
+    text: Int[Tensor, "batch slot"],
+    lengths: Int[Tensor, " batch"],
+    copied: int,
+    max_ngram: int,
+    min_ngram: int = 1,
+) -> Int[Tensor, "batch copied"]:
+    """Return what followed the text's longest suffix where it stood before, -1 beyond the end.
+
+    All places of all rows are compared at once. Of places that agree in as many tokens, one with
+    a whole continuation behind it is better, and of those the most recent.
+
+    Args:
+        text: Row b holds `lengths[b] + 1` tokens.
+        lengths: Place of each row's last token.
+        copied: Tokens returned.
+        max_ngram: Longest suffix looked for.
+        min_ngram: Shortest suffix looked for; where it stands nowhere else, all is -1.
+    """
+    num_slots = text.shape[1]
+    slots = torch.arange(num_slots, device=text.device)
+    last = lengths[:, None]
+    # matched[b, i]: how many tokens up to place i agree with as many up to the last one
+    matched = torch.zeros_like(text)
+    agrees = slots < last
+    for back in range(max_ngram):
+        suffix = text.gather(1, (last - back).clamp(min=0))
+        earlier = text.roll(back, dims=1)
+        agrees = agrees & (slots >= back) & (earlier == suffix)
+        matched = matched + agrees
+    # three criteria as one number, in which no two places are equal
+    room = (last - slots).clamp(0, copied)
+    best = ((matched * (copied + 1) + room) * num_slots + slots).argmax(-1, keepdim=True)
+    found = matched.gather(1, best) >= min_ngram
+    places = best + 1 + torch.arange(copied, device=text.device)
+    following = text.gather(1, places.clamp(max=num_slots - 1))
+    return torch.where(found & (places <= last), following, -1)

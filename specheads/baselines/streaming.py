@@ -1,0 +1,165 @@
+"""Self-speculation: the base drafts for itself, seeing the text's first tokens and its last."""
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from specheads.base import FrozenBase
+from specheads.baselines.draft_model import DraftModel
+from specheads.cache import KVCache, RowCache, upload
+from specheads.drafter import Drafter, Features, State
+from specheads.tree import chain
+
+
+class WindowCache(KVCache):
+    """A cache that keeps a text's first tokens and its most recent ones.
+
+    Keys keep the place in the text at which they were read, so any kind of position encoding
+    will do, and a window as long as the text is the text.
+
+    Args:
+        base: Whose keys and values.
+        batch: Rows.
+        sinks: First tokens kept.
+        window: Recent tokens kept.
+        scratch: Slots for one forward.
+    """
+
+    def __init__(
+        self, base: FrozenBase, batch: int, *, sinks: int, window: int, scratch: int
+    ) -> None:
+        super().__init__(base.num_layers, batch, sinks + window + scratch, base.device)
+        self.sinks, self.window = sinks, window
+        self.dropped = torch.zeros_like(self.lengths)
+
+    @property
+    def positions(self) -> Tensor:
+        """Where in the text each row's next token stands: (batch)."""
+        return self.lengths + self.dropped
+
+    def slot_positions(self, end: int) -> Tensor:
+        """Return where in the text each committed slot's token stands: (batch, end)."""
+        slots = torch.arange(end, device=self.device)
+        return slots + (slots >= self.sinks) * self.dropped[:, None]
+
+    def skip(self, count: Int[Tensor, " batch"]) -> None:
+        """Leave out the next `count[b]` tokens of each row's text; the sinks must stand."""
+        self.dropped = self.dropped + count
+
+    def commit(self, paths: list[list[int]]) -> None:
+        """Keep nodes `paths[b]` of the last forward, and let go of what leaves the window."""
+        super().commit(paths)
+        most = self.sinks + self.window
+        excess = [max(length - most, 0) for length in self.row_lengths]
+        if not any(excess):
+            return
+        rows = torch.arange(len(excess), device=self.device)[:, None]
+        target = torch.arange(self.sinks, most, device=self.device).expand(len(excess), -1)
+        leaving = upload(excess, self.device)
+        for layer in self._own_layers:
+            layer.move(rows, target, target + leaving[:, None])
+        self.skip(leaving)
+        self._set_lengths([min(length, most) for length in self.row_lengths])
+
+    def keep_rows(self, rows: list[int]) -> None:
+        """Forget every row but these, in this order."""
+        super().keep_rows(rows)
+        self.dropped = self.dropped[upload(rows, self.device)]
+
+    def join(self, other: RowCache) -> None:
+        """Take over another cache's rows; both are copied into new, larger tensors."""
+        assert isinstance(other, WindowCache)
+        dropped = torch.cat([self.dropped, other.dropped])
+        super().join(other)
+        self.dropped = dropped
+
+
+class Streaming(Drafter):
+    """The base as its own draft model, over attention sinks and a window of recent text.
+
+    Neither its cache nor the time of a draft grows with the context. Of a long prompt it reads
+    the sinks and the window only, and from then on every token that is committed.
+
+    Args:
+        base: What drafts and decides.
+        depth: Levels it drafts.
+        sinks: First tokens of the text that stay visible, at least one.
+        window: Recent tokens that stay visible. As long as the context, the draft is the base.
+        max_nodes: Nodes it may read in one draft, and tokens in one forward.
+
+    Raises:
+        ValueError: `sinks` is below one, or the window is not longer than a draft.
+
+    Source: Sadhukhan et al. 2024, MagicDec, arXiv:2408.11049; Xiao et al. 2023, StreamingLLM,
+    arXiv:2309.17453, who number positions within the cache where we keep those of the text.
+    """
+
+    def __init__(
+        self,
+        base: FrozenBase,
+        depth: int,
+        *,
+        sinks: int = 4,
+        window: int = 508,
+        max_nodes: int = 128,
+    ) -> None:
+        if sinks < 1 or window <= depth:
+            raise ValueError(
+                f"streaming needs sinks >= 1 and a window longer than its depth of {depth}, got "
+                f"{sinks} and {window}"
+            )
+        self.draft = DraftModel(base, depth, base, max_nodes=max_nodes, chunk=max_nodes)
+        self.depth, self.sinks, self.window = depth, sinks, window
+
+    def memory(self, batch: int, capacity: int) -> WindowCache:
+        """Return an empty window, however long the text will be."""
+        del capacity
+        scratch = self.draft.max_nodes
+        return WindowCache(
+            self.draft.model, batch, sinks=self.sinks, window=self.window, scratch=scratch
+        )
+
+    def keep_rows(self, memory: WindowCache, index: Int[Tensor, " kept"]) -> WindowCache:
+        """Return the windows of these rows."""
+        memory.keep_rows(index.tolist())
+        return memory
+
+    def begin(
+        self,
+        features: Features,
+        tokens: Int[Tensor, "batch time"],
+        count: Int[Tensor, " batch"],
+        memory: WindowCache | None,
+    ) -> tuple[Float[Tensor, "batch 1 vocab"], State]:
+        """Read what was committed; of a long prompt what the window can hold."""
+        assert memory is not None
+        assert features.tokens is not None
+        if tokens.shape[1] > self.window:
+            start = self._skip(features.tokens, count, memory)
+            recent = start[:, None] + torch.arange(self.window, device=count.device)
+            recent = recent.clamp(max=tokens.shape[1] - 1)
+            features, tokens = features.at(recent), tokens.gather(1, recent)
+            count = count - start
+        return self.draft.begin(features, tokens, count, memory)
+
+    def extend(
+        self, state: State, tokens: Int[Tensor, "batch node"], parents: Int[Tensor, "batch node"]
+    ) -> tuple[Float[Tensor, "batch node vocab"], State]:
+        """Read the tree so far and this level."""
+        return self.draft.extend(state, tokens, parents)
+
+    def _skip(
+        self,
+        read: Int[Tensor, "batch time"],
+        count: Int[Tensor, " batch"],
+        memory: WindowCache,
+    ) -> Int[Tensor, " batch"]:
+        """Read each new row's sinks, and skip to its window; return the position before that."""
+        is_new = upload([length == 0 for length in memory.row_lengths], count.device)
+        first = count.clamp(max=self.sinks) * is_new
+        self.draft.model.verify(chain(read[:, : self.sinks]), memory)
+        memory.commit([list(range(length)) for length in first.tolist()])
+        # the root stands behind the last position, and belongs to the window
+        skipped = (count + 1 - first - self.window).clamp(min=0) * is_new
+        memory.skip(skipped)
+        return (first + skipped - 1).clamp(min=0)
