@@ -6,14 +6,18 @@
 
 Every part is a command that a user could give (`specheads train`, `specheads evaluate`), in a
 process of its own. What is finished is not done again, so an interrupted bench goes on. All kinds
-share the recipe's corpus, the text that the base wrote, optimizers, steps, depth and prompts.
+share the recipe's corpus, the text that the base wrote, optimizers, steps, depth and prompts. How
+fast each trains is measured in short runs of its own, one after the other, at the very end.
 """
 
 import argparse
 import json
 import os
+import shutil
+import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,16 +32,19 @@ MEASURED = {
 }
 """What `specheads evaluate` is asked for, by the folder that keeps its report."""
 
+SPEED_STEPS = 40
+"""Of the short training run that tells tokens per second; the first quarter does not count."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train and measure; return the exit code."""
     options = _parse(arguments)
-    rows = []
-    for kind in options.kinds:
-        run = options.out / kind
-        if code := _train(kind, run, options) or _evaluate(run, options):
-            return code
-        rows.append(row(run))
+    runs = {kind: options.out / kind for kind in options.kinds}
+    for part in (_train, _evaluate, _time):
+        for kind, run in runs.items():
+            if code := part(kind, run, options):
+                return code
+    rows = [row(run) for run in runs.values()]
     table = {"schema": 1, "recipe": options.recipe, "rows": rows}
     table["provenance"] = json.loads(
         (options.out / options.kinds[0] / "provenance.json").read_text()
@@ -84,7 +91,8 @@ def _train(kind: str, run: Path, options: argparse.Namespace) -> int:
     return code
 
 
-def _evaluate(run: Path, options: argparse.Namespace) -> int:
+def _evaluate(kind: str, run: Path, options: argparse.Namespace) -> int:
+    del kind
     for name, asked in MEASURED.items():
         out = run / name
         if (out / "results.json").is_file():
@@ -94,6 +102,29 @@ def _evaluate(run: Path, options: argparse.Namespace) -> int:
         if code:
             return code
     return 0
+
+
+def _time(kind: str, run: Path, options: argparse.Namespace) -> int:
+    """Train a few steps, as fast as it goes, and keep the log alone."""
+    if (run / "speed.jsonl").is_file():
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        short = Path(folder) / kind
+        code, _, _ = _run(
+            "train",
+            f"recipe={options.recipe}",
+            f"head={kind}",
+            f"name={kind}",
+            f"run_dir={short}",
+            "~schedule.phases.distilled",
+            "evaluate_after=false",
+            *options.set,
+            f"schedule.phases.corpus.steps={SPEED_STEPS}",
+            f"log_every={SPEED_STEPS // 4}",
+        )
+        if code == 0:
+            shutil.copy(short / "metrics.jsonl", run / "speed.jsonl")
+    return code
 
 
 def _run(*words: str) -> tuple[int, float, float]:
@@ -111,17 +142,15 @@ def _run(*words: str) -> tuple[int, float, float]:
 def row(run: Path) -> dict[str, Any]:
     """Return what was measured of one kind, out of its run directory."""
     greedy, sampled, tuned = (_read(run / name / "results.json") for name in MEASURED)
-    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    tokens = [now["tokens"] - before for now, before in zip(steps, _before(steps), strict=True)]
-    seconds = sum(
-        count / step["tokens_per_second"] for count, step in zip(tokens, steps, strict=True)
-    )
+    steps, speeds = (_lines(run / name) for name in ("metrics.jsonl", "speed.jsonl"))
     return {
         "kind": greedy["head"]["kind"],
         "depth": greedy["head"]["depth"],
         "parameters": greedy["head"]["parameters"],
         "training_tokens": steps[-1]["tokens"],
-        "training_tokens_per_second": steps[-1]["tokens"] / seconds,
+        "training_tokens_per_second": statistics.median(
+            row["tokens_per_second"] for row in speeds[1:]
+        ),
         "training_peak_gib": _read(run / "training.json")["peak_gib"],
         "draft_milliseconds": greedy["speed"]["draft_milliseconds"],
         "prompts": greedy["prompts"]["count"],
@@ -137,12 +166,12 @@ def row(run: Path) -> dict[str, Any]:
     }
 
 
-def _before(steps: list[dict[str, Any]]) -> list[int]:
-    return [0, *(step["tokens"] for step in steps[:-1])]
-
-
 def _figure(section: dict[str, Any], name: str) -> dict[str, Any]:
     return {name: section[name], "interval": section["interval"]}
+
+
+def _lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 def _read(file: Path) -> dict[str, Any]:
