@@ -1,7 +1,7 @@
 """The one training loop over phases. accelerate lives here and nowhere below."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from jaxtyping import Bool
 from rich.progress import Progress, TaskID
-from torch import Tensor, nn
+from torch import Tensor
 
 from specheads import losses
 from specheads.base import FrozenBase
@@ -19,57 +19,13 @@ from specheads.drafter import Features, Head
 from specheads.interrupt import on_interrupt
 from specheads.joint import JointBase, average_gradients, head_weight
 from specheads.meter import Meter, describe, figures, progress_bar, refuse_divergence
+from specheads.objective import Objective
 from specheads.schedule import adapter_settings, learning_rate_share, optimizers, peak_rates
 from specheads.text.pack import Text, TokenBatch
 from specheads.track import Tracker
 
 OpenText = Callable[[Phase, Progress], Text]
 """Gives a phase its text when it begins, so that text can be written then, with progress."""
-
-
-class Objective(nn.Module):
-    """A head and its loss as one module, so that accelerate can wrap both together."""
-
-    def __init__(self, head: Head) -> None:
-        super().__init__()
-        self.head = head
-
-    def forward(
-        self,
-        features: Features,
-        tokens: Tensor,
-        scored: Bool[Tensor, "batch time"],
-        project: Callable[[Tensor], Tensor] | None,
-        phase: Phase,
-    ) -> losses.DepthLoss:
-        """Return the loss of every depth over the labels that `scored` marks.
-
-        With D-PACE those are first labels of whole chains, each drafted from one position.
-        """
-        depth, chains = self.head.depth, phase.weighting == "dpace"
-        drafted = self.head.to_drafted(tokens)
-        rows, labels = (scored & (chains | (drafted >= 0))).nonzero(as_tuple=True)
-        at = [labels + level if chains else labels for level in range(depth)]
-        states = [
-            state[rows, at[level] - 2 - level]
-            for level, state in enumerate(self.head.states(features, tokens))
-        ]
-        targets = [
-            losses.Targets(drafted[rows, each], features.hidden[rows, each - 1].detach(), project)
-            for each in at[: depth if chains else 1]
-        ]
-        loss = losses.depth_loss(
-            states,
-            [self.head.projection(level) for level in range(depth)],
-            targets if chains else targets[0],
-            kind=phase.loss,
-            decay=phase.decay,
-            depth_weights=phase.depth_weights,
-            weighting=phase.weighting,
-        )
-        # a label that cannot be drafted is a draft that the base will not accept
-        counted = torch.stack([(target.labels >= 0).sum() for target in targets])
-        return replace(loss, agreement=loss.agreement * counted / scored.sum().clamp(min=1))
 
 
 @dataclass(slots=True)

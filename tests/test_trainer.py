@@ -17,6 +17,7 @@ from specheads.checkpoint import RunDirectory
 from specheads.config import Phase, Schedule
 from specheads.drafter import Head
 from specheads.losses import whole_chains
+from specheads.objective import Objective
 from specheads.schedule import check_phase, learning_rate_share, optimizers
 from specheads.text.pack import TokenBatch
 from specheads.track import Tracker, read_metrics
@@ -237,7 +238,7 @@ def test_a_label_that_cannot_be_drafted_is_not_trained_on_and_counts_as_not_acce
     tokens = (torch.arange(16) % 4)[None]
     scored = torch.zeros_like(tokens, dtype=torch.bool)
     scored[:, 4:12] = True
-    objective = trainer.Objective(head)
+    objective = Objective(head)
     features = base.read(tokens)
     project = base.projector(head.draft_ids)
     whole = objective(features, tokens, scored, project, phase())
