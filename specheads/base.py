@@ -10,15 +10,17 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from specheads.cache import KVCache, RowCache, upload
 from specheads.drafter import Features
 from specheads.flex import attending, reads_in_place, tree_block_mask
 from specheads.layout import column_major
+from specheads.loading import load_model
 from specheads.mask import attention_windows, context_length, refuse_attention, tree_mask
 from specheads.paged import BlockPool
+from specheads.selfcheck import check
 from specheads.tree import TokenTree
 
 
@@ -63,7 +65,7 @@ class FrozenBase:
         refuse_attention(self.config._attn_implementation)
         self._heard: list[Tensor] = []
         self._output_embedding().register_forward_pre_hook(self._listen)
-        self._check_itself()
+        check(self)
 
     @classmethod
     def load(
@@ -90,33 +92,10 @@ class FrozenBase:
         Raises:
             ValueError: There is no such base or adapter, or they do not fit, or as the class.
         """
-        refuse_attention(attention)
-        place = torch.device(
-            ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+        loaded, tokenizer = load_model(
+            str(model), revision=revision, dtype=dtype, device=device, attention=attention
         )
-        if dtype == "auto":
-            dtype = "bfloat16" if place.type == "cuda" else "float32"
-        if not isinstance(getattr(torch, dtype, None), torch.dtype):
-            raise ValueError(f"dtype must name a torch dtype such as 'float32', got {dtype!r}")
-        source = str(model)
-        try:
-            AutoConfig.from_pretrained(source, revision=revision)
-            tokenizer = AutoTokenizer.from_pretrained(source, revision=revision)
-        except (OSError, ValueError) as error:
-            raise ValueError(
-                f"a base must be a folder or a Hub id that transformers can load, got "
-                f"{source!r}: {str(error).splitlines()[0]}"
-            ) from error
-        loaded = AutoModelForCausalLM.from_pretrained(
-            source,
-            revision=revision,
-            dtype=getattr(torch, dtype),
-            attn_implementation=attention,
-            use_safetensors=True,
-        )
-        # transformers wraps `to` in a way that hides from pyright what it is bound to
-        loaded.to(place)  # pyright: ignore[reportArgumentType]
-        base = cls(loaded, tokenizer, name=source, revision=revision)
+        base = cls(loaded, tokenizer, name=str(model), revision=revision)
         if adapter:
             base.merge(adapter)
         return base
@@ -333,7 +312,7 @@ class FrozenBase:
             )
             pieces.append(Features(out.last_hidden_state, _tapped(out, taps), piece))
             cache.commit([list(range(count)) for count in left])
-        features = _joined(pieces)
+        features = Features.consecutive(pieces)
         last = upload([count - 1 for count in counts], self.device)
         return self.project(features.at(last[:, None]).hidden[:, 0]), features
 
@@ -379,48 +358,6 @@ class FrozenBase:
         """Return a linear layer, or what an adapter has put round it."""
         return self.model.get_output_embeddings()
 
-    @torch.no_grad()
-    def _check_itself(self) -> None:
-        """Read four tokens plainly, and once more among siblings in a tree: both must agree."""
-        path = torch.arange(1, 5, device=self.device) % self.vocab_size
-        #  0 - 2 - 4 - 5     the path, with a wrong sibling beside its second and third token
-        #   `- 1  `- 3
-        tokens = path[torch.tensor([0, 3, 1, 0, 2, 3], device=self.device)][None]
-        parents = torch.tensor([[-1, 0, 0, 2, 2, 4]], device=self.device)
-        kind = self.config.model_type
-        try:
-            plain = self.model(input_ids=path[None], use_cache=False).logits[0]
-            projected = self.project(self.read(path[None]).hidden)[0]
-            verified = self.verify(TokenTree(tokens, parents), self.cache(1, 6)).logits[0]
-        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"tree verification needs a base that takes a 4D mask and positions; {kind!r} "
-                f"fails with {str(error).splitlines()[0]!r}; choose another base"
-            ) from error
-        bound = 0.05 * plain.abs().max() + 1e-3
-        if not (plain - projected).abs().max() <= bound:
-            raise ValueError(
-                f"the logits of {kind!r} must be its vocabulary projection of the final hidden "
-                "state, and are not; teach FrozenBase.project its rule"
-            )
-        if not (plain - verified[[0, 2, 4, 5]]).abs().max() <= bound:
-            raise ValueError(
-                f"tree verification needs a base that knows tokens by mask and position; {kind!r} "
-                "reads a path among siblings differently; choose another base"
-            )
-
 
 def _tapped(out: Any, taps: tuple[int, ...]) -> Tensor | None:
     return torch.cat([out.hidden_states[k] for k in taps], dim=-1) if taps else None
-
-
-def _joined(pieces: list[Features]) -> Features:
-    """Return the features of consecutive positions as one."""
-
-    def join(values: list[Tensor | None]) -> Tensor | None:
-        present = [value for value in values if value is not None]
-        return torch.cat(present, dim=1) if present else None
-
-    hidden = torch.cat([piece.hidden for piece in pieces], dim=1)
-    taps, tokens = join([p.taps for p in pieces]), join([p.tokens for p in pieces])
-    return Features(hidden, taps, tokens)

@@ -216,3 +216,29 @@ def test_a_dry_run_prints_the_settings_and_writes_nothing(
     train.main()
     assert "kind: mlp_speculator" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
+
+
+def test_export_writes_a_folder_and_the_line_that_serves_it(finished: tuple[Path, str]):
+    cwd = finished[0]
+    done = specheads_command(
+        "export", "run=runs/smoke", "engine=vllm", "out=served", "num_prompts=2", "new_tokens=16",
+        cwd=cwd,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.splitlines()
+    assert "vllm serve" in line
+    assert str(cwd / "served") in line
+    record = json.loads((cwd / "served" / "specheads.json").read_text())
+    assert record["parity"]["texts"] == 2
+    assert specheads.load_head(cwd / "served").kind == "mlp_speculator"
+
+
+def test_training_starts_from_a_head_that_is_named(finished: tuple[Path, str]):
+    cwd = finished[0]
+    done = specheads_command(
+        "train", "recipe=smoke", "name=further", "init=runs/smoke/head", "evaluate_after=false",
+        cwd=cwd,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    first = read_metrics(cwd / "runs" / "smoke" / "metrics.jsonl")[0]["loss"]
+    assert read_metrics(cwd / "runs" / "further" / "metrics.jsonl")[0]["loss"] < first

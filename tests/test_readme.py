@@ -1,5 +1,6 @@
 """The README does what it says: its commands compose, its links lead somewhere, its code runs."""
 
+import importlib
 import re
 import shlex
 import sys
@@ -13,7 +14,7 @@ from omegaconf import OmegaConf
 from specheads import config, heads
 from specheads.__main__ import commands
 from specheads.base import FrozenBase
-from specheads.commands import _compose, evaluate, train
+from specheads.commands import _compose, train
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -83,9 +84,10 @@ def test_a_command_is_one_of_ours_and_composes(
         _compose.register()
         folder = str(config.data_dir("configs"))
         with initialize_config_dir(version_base="1.3", config_dir=folder):
-            composed = compose(name, _compose.lengthen(overrides, evaluate.SHORT))
-        settings = OmegaConf.to_object(composed)
-        assert isinstance(settings, config.Evaluate)
+            short = getattr(importlib.import_module(f"specheads.commands.{name}"), "SHORT", {})
+            composed = compose(name, _compose.lengthen(overrides, short))
+        settings: Any = OmegaConf.to_object(composed)
+        assert isinstance(settings, _compose.SCHEMAS[name])
         assert settings.run or (settings.head_path and settings.out)
 
 

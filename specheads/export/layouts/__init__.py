@@ -1,0 +1,1 @@
+"""One module a serving engine: the layouts it reads, by kind of head."""

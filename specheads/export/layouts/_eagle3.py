@@ -1,0 +1,96 @@
+"""EAGLE-3 as all its engines read it: one folder, save for what each cannot hold.
+
+Source: SafeAILab/EAGLE, and the engines' sources as in readers/eagle3.py.
+"""
+
+from collections.abc import Collection
+from typing import Any
+
+from torch import Tensor
+
+from specheads.base import FrozenBase
+from specheads.drafter import Head
+from specheads.heads.eagle3 import Head as Eagle3
+
+IDS = "eagle_aux_hidden_state_layer_ids"
+PLAIN_RESIDUAL: dict[str, Collection[Any] | None] = {
+    **dict.fromkeys(("depth", "taps", "attention_heads", "key_value_heads", "head_dim")),
+    **dict.fromkeys(("inner_dim", "rope_theta", "epsilon", "draft_tokens")),
+    "norm_before_residual": (False,),
+}
+"""Settings that an engine holds which does not know norm_before_residual."""
+
+SETTINGS: dict[str, Collection[Any] | None] = PLAIN_RESIDUAL | {"norm_before_residual": None}
+
+
+def hidden_tap(head: Head, base: FrozenBase) -> str:
+    """Return why engines cannot hand on the layers this head reads; empty where they can."""
+    if max(head.taps) < base.num_layers:
+        return ""
+    # the last one is the final norm's output here, and no residual stream
+    return f"streams end after layer {base.num_layers - 1}, taps are {list(head.taps)}"
+
+
+def embedding_tap(head: Head, base: FrozenBase) -> str:
+    """Return why an engine that counts outputs of layers cannot hand on the embedding."""
+    if min(head.taps) > 0:
+        return hidden_tap(head, base)
+    return f"it hands on outputs of layers, taps are {list(head.taps)}, of which 0 is none"
+
+
+def layer(head: Head, base: FrozenBase) -> dict[str, Any]:
+    """Return the settings of its Llama layer."""
+    assert isinstance(head, Eagle3)
+    weights, settings, size = head.state_dict(), head.config, head.midlayer.self_attn.head_dim
+    return {
+        "model_type": "llama",
+        "hidden_size": head.width,
+        "intermediate_size": weights["midlayer.mlp.gate_proj.weight"].shape[0],
+        "num_hidden_layers": 1,
+        "num_attention_heads": weights["midlayer.self_attn.q_proj.weight"].shape[0] // size,
+        "num_key_value_heads": weights["midlayer.self_attn.k_proj.weight"].shape[0] // size,
+        "head_dim": size,
+        "hidden_act": "silu",
+        "rms_norm_eps": settings.epsilon,
+        "rope_theta": settings.rope_theta,
+        "max_position_embeddings": base.max_length,
+        "vocab_size": head.vocab_size,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "bos_token_id": base.config.bos_token_id,
+        "eos_token_id": base.config.eos_token_id,
+    }
+
+
+def config(head: Head, base: FrozenBase) -> dict[str, Any]:
+    """Return config.json; layer ids stand there twice, once in each convention.
+
+    At the top level k is the stream after k layers (vLLM); in eagle_config, where SGLang looks
+    and vLLM only if the first is missing, the output of layer k, counted from zero.
+    """
+    nested: dict[str, Any] = {"use_aux_hidden_state": True, "norm_before_fc": False}
+    if min(head.taps) > 0:
+        nested[IDS] = [tap - 1 for tap in head.taps]
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        **layer(head, base),
+        "draft_vocab_size": head.drafted_size,
+        "target_hidden_size": head.width,
+        "norm_before_residual": head.config.norm_before_residual,
+        "norm_before_fc": False,
+        "fc_norm": False,
+        "norm_output": False,
+        IDS: list(head.taps),
+        "num_aux_hidden_states": len(head.taps),
+        "eagle_config": nested,
+        "torch_dtype": str(next(head.parameters()).dtype).removeprefix("torch."),
+    }
+
+
+def tensors(head: Head) -> dict[str, Tensor]:
+    """Return the weights and, for a reduced vocabulary, both maps; never the base's embedding."""
+    named = head.state_dict()
+    if named.pop("draft_ids", None) is not None:
+        named["d2t"], named["t2d"] = head.draft_maps()
+    return named

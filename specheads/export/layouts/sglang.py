@@ -1,0 +1,43 @@
+"""SGLang: EAGLE-3, with layer ids one below everybody else's."""
+
+import shlex
+from pathlib import Path
+
+from specheads.base import FrozenBase
+from specheads.drafter import Head
+from specheads.export import Folder, Layout
+from specheads.export.layouts import _eagle3
+from specheads.export.readers import eagle3
+
+ABOUT = "SGLang 0.5.23"
+
+
+def write(head: Head, base: FrozenBase, out: Path) -> Folder:
+    """Return the folder and the line that serves it; a chain, as deep as the head."""
+    line = (
+        f"python3 -m sglang.launch_server --model-path {shlex.quote(base.name)} "
+        f"--speculative-algorithm EAGLE3 --speculative-draft-model-path {shlex.quote(str(out))} "
+        f"--speculative-num-steps {head.depth} --speculative-eagle-topk 1 "
+        f"--speculative-num-draft-tokens {head.depth + 1}"
+    )
+    return Folder(_eagle3.config(head, base), _eagle3.tensors(head), (line,))
+
+
+def objection(head: Head, base: FrozenBase) -> str:
+    """Return why it cannot read this head's layers; empty where it can."""
+    if len(head.taps) != 3:
+        return f"it reads three layers, taps are {list(head.taps)}"
+    return _eagle3.embedding_tap(head, base)
+
+
+LAYOUTS = {
+    "eagle3": Layout(
+        write,
+        eagle3.sglang,
+        _eagle3.PLAIN_RESIDUAL,
+        "layout",
+        "as SGLang 0.5.23's sources read it",
+        objection,
+        "three taps, none of them 0",
+    )
+}

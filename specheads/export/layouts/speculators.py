@@ -1,0 +1,64 @@
+"""EAGLE-3 in the format of vllm-project/speculators, which vLLM serves by its folder alone."""
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+from specheads.base import FrozenBase
+from specheads.drafter import Head
+from specheads.export import Folder, Layout
+from specheads.export.layouts import _eagle3
+from specheads.export.readers import eagle3
+
+ABOUT = "speculators 0.9 format, for vLLM 0.32 and later"
+
+
+def write(head: Head, base: FrozenBase, out: Path) -> Folder:
+    """Return a folder that names its base and holds a copy of the base's embedding."""
+    method = {
+        "proposal_type": "greedy",
+        "speculative_tokens": head.depth,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
+    config = _eagle3.config(head, base)
+    layer = _eagle3.layer(head, base)
+    outer: dict[str, Any] = {
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.9.0",
+        "transformer_layer_config": layer,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [method],
+            "verifier": {
+                "name_or_path": base.name,
+                "architectures": base.config.architectures or [type(base.model).__name__],
+            },
+        },
+        "tie_word_embeddings": False,
+        "embed_requires_grad": False,
+    }
+    kept = ("draft_vocab_size", "target_hidden_size", "norm_before_residual", "norm_before_fc")
+    kept = (*kept, "fc_norm", "norm_output", _eagle3.IDS, "torch_dtype")
+    outer |= {name: config[name] for name in kept}
+    named = {
+        name.replace("midlayer.", "layers.0."): value
+        for name, value in _eagle3.tensors(head).items()
+    }
+    named["embed_tokens.weight"] = base.embedding
+    return Folder(outer, named, (f"vllm serve {shlex.quote(str(out))}",))
+
+
+LAYOUTS = {
+    "eagle3": Layout(
+        write,
+        eagle3.speculators,
+        _eagle3.SETTINGS,
+        "layout",
+        "as vLLM 0.33's sources read it",
+        _eagle3.hidden_tap,
+        "taps below the last layer",
+    )
+}

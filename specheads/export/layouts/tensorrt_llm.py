@@ -1,0 +1,50 @@
+"""TensorRT-LLM, PyTorch backend: EAGLE-3, with layers named in options and not in the head."""
+
+import json
+import shlex
+from pathlib import Path
+
+from specheads.base import FrozenBase
+from specheads.drafter import Head
+from specheads.export import Folder, Layout
+from specheads.export.layouts import _eagle3
+from specheads.export.readers import eagle3
+
+ABOUT = "TensorRT-LLM main, PyTorch backend"
+OPTIONS = "trtllm.yaml"
+
+
+def write(head: Head, base: FrozenBase, out: Path) -> Folder:
+    """Return the folder, its options and the line that serves it."""
+    options = {
+        "speculative_config": {
+            "decoding_type": "Eagle3",
+            "max_draft_len": head.depth,
+            "speculative_model": str(out),
+            "eagle3_layers_to_capture": [tap - 1 for tap in head.taps],
+        }
+    }
+    line = (
+        f"trtllm-serve {shlex.quote(base.name)} --backend pytorch "
+        f"--extra_llm_api_options {shlex.quote(str(out / OPTIONS))}"
+    )
+    return Folder(
+        _eagle3.config(head, base),
+        _eagle3.tensors(head),
+        (line,),
+        # JSON is YAML too
+        files={OPTIONS: json.dumps(options, indent=2) + "\n"},
+    )
+
+
+LAYOUTS = {
+    "eagle3": Layout(
+        write,
+        eagle3.tensorrt_llm,
+        _eagle3.PLAIN_RESIDUAL,
+        "layout",
+        "as its sources (00679c66) read it",
+        _eagle3.embedding_tap,
+        "no tap 0",
+    )
+}

@@ -1,0 +1,74 @@
+"""vLLM, current: EAGLE-3 as it loads it itself, every other kind through our plug-in.
+
+The plug-in's folder is our own layout, `config.json` with a `kind` beside `model.safetensors`, as
+`load_head` reads it. The engine lends it the base's embedding and projection.
+"""
+
+import json
+import shlex
+from pathlib import Path
+
+from specheads.base import FrozenBase
+from specheads.drafter import Head
+from specheads.export import Folder, Layout
+from specheads.export.layouts import _eagle3, _own
+from specheads.export.readers import eagle3, hydra_heads, medusa, mlp_speculator, redrafter
+
+ABOUT = "vLLM 0.33 (EAGLE-3 natively, other kinds through the plug-in of specheads)"
+
+PROPOSER = "specheads.export.vllm.Proposer"
+"""What vLLM's `custom_class` is to be set to."""
+
+HEAD_VARIABLE = "SPECHEADS_HEAD"
+"""Environment variable in which the plug-in finds the exported folder."""
+
+
+def serve(base: str, settings: dict[str, object]) -> str:
+    """Return the command line that serves a base with these speculative settings."""
+    return (
+        f"vllm serve {shlex.quote(base)} --speculative-config {shlex.quote(json.dumps(settings))}"
+    )
+
+
+def write_plugin(head: Head, base: FrozenBase, out: Path) -> Folder:
+    """Return our own layout, and how the plug-in serves it."""
+    settings: dict[str, object] = {
+        "method": "custom_class",
+        "model": PROPOSER,
+        "num_speculative_tokens": head.depth,
+    }
+    line = f"{HEAD_VARIABLE}={shlex.quote(str(out))} {serve(base.name, settings)}"
+    return Folder(_own.config(head), _own.tensors(head), (line,))
+
+
+def write_eagle3(head: Head, base: FrozenBase, out: Path) -> Folder:
+    """Return the folder vLLM loads as `eagle3`."""
+    settings: dict[str, object] = {
+        "method": "eagle3",
+        "model": str(out),
+        "num_speculative_tokens": head.depth,
+    }
+    config = _eagle3.config(head, base)
+    return Folder(config, _eagle3.tensors(head), (serve(base.name, settings),))
+
+
+NOTE = "plug-in: the folder is read back here"
+LAYOUTS = {
+    "eagle3": Layout(
+        write_eagle3,
+        eagle3.vllm,
+        _eagle3.SETTINGS,
+        "layout",
+        "as vLLM 0.33's sources read it",
+        _eagle3.hidden_tap,
+        "taps below the last layer",
+    ),
+    "medusa": Layout(write_plugin, medusa.own, _own.SETTINGS["medusa"], "layout", NOTE),
+    "mlp_speculator": Layout(
+        write_plugin, mlp_speculator.own, _own.SETTINGS["mlp_speculator"], "layout", NOTE
+    ),
+    "hydra_heads": Layout(
+        write_plugin, hydra_heads.own, _own.SETTINGS["hydra_heads"], "layout", NOTE
+    ),
+    "redrafter": Layout(write_plugin, redrafter.own, _own.SETTINGS["redrafter"], "layout", NOTE),
+}

@@ -1,0 +1,16 @@
+"""vLLM 0.32.0, the last version with a loader for Medusa of its own."""
+
+from specheads.export import Layout
+from specheads.export.layouts import _medusa
+from specheads.export.readers import medusa
+
+ABOUT = "vLLM 0.32.0, its own Medusa loader"
+LAYOUTS = {
+    "medusa": Layout(
+        _medusa.write,
+        medusa.vllm_0_32,
+        _medusa.SETTINGS,
+        "layout",
+        "same folder as TGI's; as vLLM 0.32's sources read it",
+    )
+}

@@ -1,0 +1,139 @@
+"""Exports read back by code that shares nothing with the heads that were exported.
+
+One module a kind of head, plain functions over stored tensors, each after what an engine's
+sources or documents say it does with such a folder: names, layer ids, tying, maps and formulas.
+A reader takes every tensor there is and refuses what is missing, left over or misshapen, where
+an engine may pass over it in silence. Source of the rules: docs/export_matrix.md.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class BaseView:
+    """What an engine has of the base while it drafts on one text; all in float64."""
+
+    streams: tuple[Tensor, ...]
+    """The k-th is the residual stream after k layers, (time, width); the embedding is first."""
+    hidden: Tensor
+    """(time, width), after the final norm."""
+    tokens: Tensor
+    """(time,)."""
+    embedding: Tensor
+    """(vocab, width)."""
+    projection: Tensor
+    """(vocab, width), whose product with `hidden` is the base's logits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """What a drafter says at one depth, at every position of a text."""
+
+    logits: Tensor
+    """(time, drafted); rows too close to the end to have read a token are meaningless."""
+    ids: Tensor
+    """(drafted,): the token of each column."""
+
+
+Reader = Callable[[Path, BaseView, int], Iterator[Guess]]
+"""Takes a folder, the base on one text, and how many tokens a server is told to draft."""
+
+
+class Stored:
+    """The tensors of an export, each to be taken once.
+
+    Args:
+        file: safetensors.
+    """
+
+    def __init__(self, file: Path) -> None:
+        if not file.is_file():
+            raise ValueError(f"the engine reads {file.name}; {file.parent} has none")
+        self.name = file.name
+        self.left: dict[str, Tensor] = load_file(file)
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        """Return a tensor in float64, or as it is where it holds integers.
+
+        Raises:
+            ValueError: It is missing or has another shape.
+        """
+        if name not in self.left:
+            raise ValueError(f"{self.name} lacks {name!r}")
+        value = self.left.pop(name)
+        if value.shape != shape:
+            raise ValueError(f"{name!r} must have shape {shape}, got {tuple(value.shape)}")
+        return value.double() if value.is_floating_point() else value
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.left
+
+    def close(self) -> None:
+        """Refuse what nobody took.
+
+        Raises:
+            ValueError: A tensor is left over: the engine would ignore it.
+        """
+        if self.left:
+            raise ValueError(f"{self.name} has {min(self.left)!r}, which the engine ignores")
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return an export's config.json."""
+    return json.loads((folder / "config.json").read_text(encoding="utf-8"))
+
+
+def require(config: dict[str, Any], **wanted: Any) -> None:
+    """Refuse a setting that an engine would read as something else.
+
+    Raises:
+        ValueError: A setting has another value, or is missing.
+    """
+    for name, value in wanted.items():
+        if config.get(name) != value:
+            raise ValueError(
+                f"the engine needs {name}={value!r} in config.json, got {config.get(name)!r}"
+            )
+
+
+def rms(values: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """Divide by the root mean square and scale by channel."""
+    return values / (values.pow(2).mean(-1, keepdim=True) + epsilon).sqrt() * weight
+
+
+def silu(values: Tensor) -> Tensor:
+    """Multiply by the sigmoid."""
+    return values * values.sigmoid()
+
+
+def rotate(values: Tensor, positions: Tensor, theta: float) -> Tensor:
+    """Turn the pairs (i, i + half) of each head as numbers of the complex plane.
+
+    Args:
+        values: (time, head, channel).
+        positions: (time,).
+        theta: Base of the angles.
+    """
+    half = values.shape[-1] // 2
+    steps = theta ** (-torch.arange(half, dtype=torch.float64) / half)
+    angles = positions[:, None, None].double() * steps
+    turned = torch.complex(values[..., :half], values[..., half:]) * torch.exp(1j * angles)
+    return torch.cat([turned.real, turned.imag], dim=-1)
+
+
+def draft_tokens(stored: Stored, size: int, vocab: int) -> Tensor:
+    """Take a list of the tokens that our own layout drafts, or return all."""
+    if not size:
+        return torch.arange(vocab)
+    ids = stored.take("draft_ids", size)
+    if not (ids.diff() > 0).all() or ids[0] < 0 or ids[-1] >= vocab:
+        raise ValueError(f"'draft_ids' must grow within 0 and {vocab}")
+    return ids

@@ -1,0 +1,87 @@
+"""Medusa as TGI, vLLM 0.32 and our plug-in read it.
+
+Sources: text-generation-inference server/layers/medusa.py; vLLM 0.32 models/medusa.py and
+transformers_utils/configs/medusa.py.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specheads.export.readers import BaseView, Guess, Stored, draft_tokens, read_config, silu
+from specheads.export.readers import require as need
+
+FILE = "medusa_lm_head.safetensors"
+
+
+def tgi(folder: Path, base: BaseView, depth: int) -> Iterator[Guess]:
+    """Read `{head}.{layer}.linear.*` and each head's own `{head}.{layers}.weight`.
+
+    Any `architectures` but the MLP speculator's leaves its server without a head.
+    """
+    config = read_config(folder)
+    need(config, architectures=None, medusa_num_heads=depth)
+    if not config.get("base_model_name_or_path"):
+        raise ValueError("TGI needs base_model_name_or_path in config.json")
+    yield from _fasterdecoding(folder, config, base, depth, biased=True)
+
+
+def vllm_0_32(folder: Path, base: BaseView, depth: int) -> Iterator[Guess]:
+    """Read the same names; without medusa_fc_bias that version drops every bias."""
+    config = read_config(folder)
+    width, vocab = base.hidden.shape[1], len(base.embedding)
+    need(config, model_type="medusa", hidden_size=width, vocab_size=vocab, medusa_num_heads=depth)
+    stray = [n for n in config if "num" in n and "heads" in n and n != "medusa_num_heads"]
+    if stray or config.get("truncated_vocab_size", vocab) != vocab:
+        raise ValueError(f"vLLM 0.32 misreads {stray or 'truncated_vocab_size'} in config.json")
+    biased = config.get("medusa_fc_bias", False)
+    yield from _fasterdecoding(folder, config, base, depth, biased=biased)
+
+
+def _fasterdecoding(
+    folder: Path, config: dict[str, Any], base: BaseView, depth: int, *, biased: bool
+) -> Iterator[Guess]:
+    stored = Stored(folder / FILE)
+    width, vocab, layers = base.hidden.shape[1], len(base.embedding), config["medusa_num_layers"]
+    for head in range(depth):
+        state = base.hidden
+        for layer in range(layers):
+            name = f"{head}.{layer}.linear"
+            weight = stored.take(f"{name}.weight", width, width)
+            bias = stored.take(f"{name}.bias", width)
+            state = state + silu(state @ weight.T + (bias if biased else 0))
+        projection = stored.take(f"{head}.{layers}.weight", vocab, width)
+        yield Guess(state @ projection.T, torch.arange(vocab))
+    stored.close()
+
+
+def own(folder: Path, base: BaseView, depth: int) -> Iterator[Guess]:
+    """Read our own layout: three ways from a state to logits, and perhaps fewer tokens."""
+    config, stored = read_config(folder), Stored(folder / "model.safetensors")
+    width, vocab = base.hidden.shape[1], len(base.embedding)
+    need(config, kind="medusa", depth=depth, width=width, vocab_size=vocab)
+    ids = draft_tokens(stored, config["draft_tokens"], vocab)
+    for head in range(depth):
+        state = base.hidden
+        for layer in range(config["num_layers"]):
+            name = f"blocks.{head}.{layer}.linear"
+            weight, bias = stored.take(f"{name}.weight", width, width), f"{name}.bias"
+            state = state + silu(state @ weight.T + stored.take(bias, width))
+        yield Guess(_own_logits(stored, config, base.projection[ids], state, head), ids)
+    stored.close()
+
+
+def _own_logits(
+    stored: Stored, config: dict[str, Any], lent: Tensor, state: Tensor, head: int
+) -> Tensor:
+    drafted, width = lent.shape
+    if config["projection"] == "own":
+        return state @ stored.take(f"head.{head}.weight", drafted, width).T
+    if config["projection"] == "shared":
+        return state @ lent.T
+    down = stored.take(f"down.{head}.weight", config["rank"], width)
+    up = stored.take(f"up.{head}.weight", drafted, config["rank"])
+    return state @ (lent + up @ down).T

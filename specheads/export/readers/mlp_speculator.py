@@ -1,0 +1,113 @@
+"""MLP speculators as TGI and our plug-in read them.
+
+Source: fms-extras models/speculator.py; text-generation-inference server/layers/mlp.py.
+"""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from specheads.export.readers import BaseView, Guess, Stored, draft_tokens, read_config, rms
+from specheads.export.readers import require as need
+
+EPSILON = 1e-6
+
+
+def tgi(folder: Path, base: BaseView, depth: int) -> Iterator[Guess]:
+    """Read the first of what is tied, and the second projection, as its server does.
+
+    Its weighing of state and token follows `--speculate`, so that number must be n_predict. Other
+    readers of the format take each level's own tensors: all must be copies.
+    """
+    config = read_config(folder)
+    need(config, model_type="mlp_speculator", tie_weights=True, n_predict=depth)
+    need(config, architectures=["MLPSpeculatorPreTrainedModel"])
+    if not config.get("base_model_name_or_path") or len(config["top_k_tokens_per_head"]) != depth:
+        raise ValueError("TGI needs base_model_name_or_path, and top_k_tokens_per_head a level")
+    stored = Stored(folder / "model.safetensors")
+    width, vocab, inner = base.hidden.shape[1], len(base.embedding), config["inner_dim"]
+    need(config, emb_dim=width, vocab_size=vocab)
+    shapes = {"emb.weight": (vocab, inner), "head.weight": (vocab, inner)}
+    shapes |= {"ln.weight": (inner,), "ln.bias": (inner,)}
+    tied = {name: _tied(stored, name, shapes[name], range(depth)) for name in shapes}
+    first = stored.take("speculator.proj.0.weight", inner, width)
+    later = _tied(stored, "proj.weight", (inner, inner), range(1, depth))
+    stored.close()
+    state = _scaled(base.hidden) if config["scale_input"] else base.hidden
+    old, new = weigh(depth, inner)
+    for level in range(depth):
+        read = tied["emb.weight"][base.tokens.roll(-1 - level)]
+        mixed = old * (state @ (later if level else first).T) + new * read
+        state = _gelu(rms(mixed, tied["ln.weight"], EPSILON) + tied["ln.bias"])
+        yield Guess(state @ tied["head.weight"].T, torch.arange(vocab))
+
+
+def _tied(stored: Stored, name: str, shape: tuple[int, ...], levels: range) -> Tensor:
+    part, _, suffix = name.partition(".")
+    copies = [stored.take(f"speculator.{part}.{level}.{suffix}", *shape) for level in levels]
+    for level, copy in zip(levels, copies, strict=True):
+        if not torch.equal(copy, copies[0]):
+            raise ValueError(f"tied weights must agree: {part}.{level} differs from the first")
+    return copies[0]
+
+
+def own(folder: Path, base: BaseView, depth: int) -> Iterator[Guess]:
+    """Read our own layout: tied or not, a plain or a gated state, perhaps fewer tokens."""
+    config, stored = read_config(folder), Stored(folder / "model.safetensors")
+    width, vocab = base.hidden.shape[1], len(base.embedding)
+    inner, gated = config["inner_dim"] or width, config["state"] == "gated"
+    need(config, kind="mlp_speculator", depth=depth, width=width, vocab_size=vocab)
+    ids = draft_tokens(stored, config["draft_tokens"], vocab)
+    sets, rows = 1 if config["tie_weights"] else depth, inner * (4 if gated else 1)
+    emb = [stored.take(f"emb.{level}.weight", vocab, inner) for level in range(sets)]
+    head = [stored.take(f"head.{level}.weight", len(ids), inner) for level in range(sets)]
+    norms = {
+        part: [
+            [stored.take(f"{part}.{n}.{name}", inner) for name in ("weight", "bias")]
+            for n in range(sets)
+        ]
+        for part in (("ln", "state_ln") if gated else ("ln",))
+    }
+    later = min(depth - 1, 1 if config["tie_weights"] else depth)
+    proj = [stored.take(f"proj.{n}.weight", rows, inner if n else width) for n in range(1 + later)]
+    stored.close()
+    state = _scaled(base.hidden) if config["scale_input"] else base.hidden
+    cell = torch.zeros(len(state), inner, dtype=state.dtype)
+    old, new = weigh(depth, inner)
+    for level in range(depth):
+        own_set, read = min(level, sets - 1), emb[min(level, sets - 1)]
+        read = read[base.tokens.roll(-1 - level)]
+        moved = state @ proj[min(level, later)].T
+        scale, shift = norms["ln"][own_set]
+        if gated:
+            forget, enter, leave, fresh = (
+                part + new / old * read for part in moved.split(inner, dim=-1)
+            )
+            fresh = _gelu(rms(fresh, scale, EPSILON) + shift)
+            cell = cell * forget.sigmoid() + fresh * enter.sigmoid()
+            scale, shift = norms["state_ln"][own_set]
+            state = _gelu(rms(cell, scale, EPSILON) + shift) * leave.sigmoid()
+        else:
+            state = _gelu(rms(old * moved + new * read, scale, EPSILON) + shift)
+        yield Guess(state @ head[own_set].T, ids)
+
+
+def weigh(depth: int, inner: int) -> tuple[float, float]:
+    """Return how state and token are weighed: half of the first state's energy stays at the end.
+
+    >>> [round(value, 6) for value in weigh(3, 4096)]
+    [0.890899, 20.554837]
+    """
+    old = 0.5 ** (0.5 / depth)
+    return old, math.sqrt((1 - old**2) * inner / 2)
+
+
+def _scaled(hidden: Tensor) -> Tensor:
+    return hidden / (2 * (hidden.pow(2).mean(-1, keepdim=True) + EPSILON)).sqrt()
+
+
+def _gelu(values: Tensor) -> Tensor:
+    return values * 0.5 * (1 + torch.erf(values / math.sqrt(2)))

@@ -1,0 +1,78 @@
+"""Write an export, whole and through the parity gate, or not at all."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+
+from specheads.base import FrozenBase
+from specheads.checkpoint import atomic_folder
+from specheads.drafter import Head
+from specheads.export import RECORD, Folder, find_layout
+from specheads.export.parity import Parity, Text, check, expect
+
+
+def export_head(
+    head: Head, base: FrozenBase, engine: str, out: Path, texts: Sequence[Text]
+) -> tuple[tuple[str, ...], Parity]:
+    """Write a head for an engine; return the command lines that serve it and what was checked.
+
+    The folder holds the head's own weights, its settings, the base's name and what the gate
+    counted: nothing of the environment.
+
+    Args:
+        head: Bound to its base.
+        base: The base it was trained on.
+        engine: One of `engines()`.
+        out: New, empty or an earlier export, which is replaced.
+        texts: Prompts and what the base says after them, for the gate.
+
+    Raises:
+        ValueError: The engine cannot serve this head, or `out` holds something else, or the gate
+            refuses. Nothing is written then.
+    """
+    layout = find_layout(head, base, engine)
+    out = out.resolve()
+    if out.exists() and not (out / RECORD).is_file() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(
+            f"out= must be a new or empty folder, or an earlier export; {out} holds other files"
+        )
+    folder, expected = layout.write(head, base, out), expect(head, base, texts)
+    with atomic_folder(out) as scratch:
+        save(folder, scratch)
+        parity = check(expected, scratch, layout.read)
+        record = _record(head, base, engine, parity, len(texts))
+        (scratch / RECORD).write_text(_json(record), encoding="utf-8")
+    return folder.serve, parity
+
+
+def save(folder: Folder, place: Path) -> None:
+    """Write the files of an export into an existing folder."""
+    (place / "config.json").write_text(_json(folder.config), encoding="utf-8")
+    # safetensors takes no tensor that shares its memory, as tied ones do
+    copies = {
+        name: value.detach().cpu().clone().contiguous() for name, value in folder.tensors.items()
+    }
+    save_file(copies, place / folder.weights_file, metadata={"format": "pt"})
+    for name, text in folder.files.items():
+        (place / name).write_text(text, encoding="utf-8")
+
+
+def _record(
+    head: Head, base: FrozenBase, engine: str, parity: Parity, num_texts: int
+) -> dict[str, Any]:
+    return {
+        "engine": engine,
+        "head": {"kind": head.kind, "depth": head.depth},
+        "base": {"name": base.name, "revision": base.revision, "fingerprint": base.fingerprint},
+        "parity": {"texts": num_texts, **asdict(parity)},
+        "specheads": metadata.version("specheads"),
+    }
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, indent=2) + "\n"
