@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
-from specheads import decode, grow, heads, rules
+from specheads import decode, grow, heads, loop, rules
 from specheads.base import FrozenBase
 from specheads.baselines.prompt_lookup import PromptLookup
 from specheads.baselines.streaming import Streaming
@@ -326,7 +326,7 @@ def _paired_steps(bench: Bench, prompt: list[int], nodes: int) -> tuple[list[flo
     drafter = Oracle([prompt], max(nodes - 1, 1), base.vocab_size, rate=0.0, device=base.device)
     policy = grow.chain(nodes - 1)
     arm = drafter if nodes > 1 else None
-    state, _ = decode.start(base, arm, [prompt], len(prompt) + 2 * nodes + 2 * count + 8)
+    state, _ = loop.start(base, arm, [prompt], len(prompt) + 2 * nodes + 2 * count + 8)
     cache = DynamicCache(config=base.config)
     read = torch.tensor([prompt], device=base.device)
     base.model(input_ids=read, past_key_values=cache, use_cache=True, logits_to_keep=1)
@@ -337,7 +337,7 @@ def _paired_steps(bench: Bench, prompt: list[int], nodes: int) -> tuple[list[flo
 
     ours, theirs = [], []
     for turn in range(count + 2):
-        mine, _ = _time(base, lambda: decode.step(base, arm, policy, rules.match, state))
+        mine, _ = _time(base, lambda: loop.step(base, arm, policy, rules.match, state))
         plain, _ = _time(base, bare)
         cache.crop(-nodes)
         if turn >= 2:

@@ -9,16 +9,23 @@ See docs/index_convention.md.
 from specheads.base import FrozenBase
 from specheads.decode import Decoding, generate
 from specheads.drafter import Drafter, Features, Head
+from specheads.engine import Engine
 from specheads.heads import load_head
 from specheads.measure.offline import offline_logits
+from specheads.sampling import Sampling
+from specheads.stream import Request, Stream
 from specheads.tree import TokenTree
 
 __all__ = [
     "Decoding",
     "Drafter",
+    "Engine",
     "Features",
     "FrozenBase",
     "Head",
+    "Request",
+    "Sampling",
+    "Stream",
     "TokenTree",
     "generate",
     "load_head",

@@ -6,7 +6,7 @@ See docs/add_a_head.md.
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ import torch
 from huggingface_hub import PyTorchModelHubMixin
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor, nn
+
+from specheads.features import Features
 
 Memory = Any
 """What a drafter keeps between decode steps (EAGLE's keys and values); opaque to the engines."""
@@ -26,40 +28,6 @@ MAX_MODULES = 64
 
 Weight = Float[Tensor, "vocab width"]
 Bias = Float[Tensor, " vocab"]
-
-
-@dataclass(frozen=True, slots=True)
-class Features:
-    """What the frozen base computed at some positions: `hidden[:, t]` has read `tokens[:, t]`."""
-
-    hidden: Float[Tensor, "batch time width"]
-    """After the base's final norm, as its vocabulary projection receives it."""
-
-    taps: Float[Tensor, "batch time tapped"] | None = None
-    """The residual streams a head names, concatenated (EAGLE-3)."""
-
-    tokens: Int[Tensor, "batch time"] | None = None
-    """What the base read there, for drafters that read text and not features."""
-
-    def at(self, rows: Int[Tensor, "batch path"]) -> "Features":
-        """Return the features of positions `rows[b]` of each row b."""
-
-        def pick(values: Tensor) -> Tensor:
-            return values.gather(1, rows[..., None].expand(-1, -1, values.shape[-1]))
-
-        return Features(
-            pick(self.hidden),
-            None if self.taps is None else pick(self.taps),
-            None if self.tokens is None else self.tokens.gather(1, rows),
-        )
-
-    def rows(self, index: Int[Tensor, " kept"]) -> "Features":
-        """Return the features of these rows of the batch."""
-        return Features(
-            self.hidden[index],
-            None if self.taps is None else self.taps[index],
-            None if self.tokens is None else self.tokens[index],
-        )
 
 
 class Drafter(ABC):
@@ -83,6 +51,14 @@ class Drafter(ABC):
     def keep_rows(self, memory: Memory, index: Int[Tensor, " kept"]) -> Memory:
         """Return the memory of these rows: finished requests leave the batch."""
         del index
+        return memory
+
+    def join_rows(self, memory: Memory, other: Memory) -> Memory:
+        """Return the memory of both batches' rows, those of `other` last: new requests join.
+
+        Both come from `memory()` with the same capacity, and neither is used any more.
+        """
+        del other
         return memory
 
     def scatter(

@@ -112,6 +112,11 @@ class Hybrid(Drafter):
         head = None if memory.head is None else self.head.keep_rows(memory.head, index)
         return _Memory(head, self.lookup.keep_rows(memory.text, index))
 
+    def join_rows(self, memory: _Memory, other: _Memory) -> _Memory:
+        """Return the memories of both batches' rows."""
+        head = None if memory.head is None else self.head.join_rows(memory.head, other.head)
+        return _Memory(head, self.lookup.join_rows(memory.text, other.text))
+
     def begin(
         self,
         features: Features,

@@ -119,6 +119,12 @@ class Rows:
         settings = [self.settings[row] for row in rows]
         return Rows(settings, self.lengths[index], self.text[index], self.vocab_size)
 
+    def join(self, other: "Rows") -> "Rows":
+        """Return what is known of both batches' rows: new requests join, with texts as wide."""
+        lengths = torch.cat([self.lengths, other.lengths])
+        text = torch.cat([self.text, other.text])
+        return Rows(self.settings + other.settings, lengths, text, self.vocab_size)
+
     def advance(self, tokens: Int[Tensor, "batch path"], lengths: Int[Tensor, " batch"]) -> None:
         """Note what a step added after the root, padding last, and where the new root stands."""
         if any(one.repetition_penalty != 1 for one in self.settings):

@@ -139,6 +139,36 @@ def test_siblings_are_drafted_from_their_own_parent(settings: dict, base: Frozen
 
 
 @each_case
+def test_rows_that_join_a_batch_are_drafted_as_if_alone(settings: dict, base: FrozenBase):
+    head = make(settings, base)
+    features, tokens = read(base, head.taps)
+    lengths = (5, 9)
+
+    def row_alone(row: int) -> tuple[Features, torch.Tensor, Any]:
+        """Return one row, and the head's memory once it has read its first positions."""
+        own, said, length = features.rows(torch.tensor([row])), tokens[row][None], lengths[row]
+        memory = head.memory(1, 64)
+        first = own.at(torch.arange(length)[None])
+        head.begin(first, said[:, 1 : length + 1], torch.tensor([length]), memory)
+        return own, said, memory
+
+    def draft(features: Features, tokens: torch.Tensor, starts: list[int], memory: Any):
+        places = torch.tensor(starts)[:, None] + torch.arange(2)
+        count = torch.full((len(starts),), 2)
+        logits, state = head.begin(features.at(places), tokens.gather(1, places + 1), count, memory)
+        node = torch.full((len(starts), 1), 7)
+        return torch.cat([logits, head.extend(state, node, torch.zeros_like(node))[0]], dim=1)
+
+    (_, _, memory), (_, _, other) = row_alone(0), row_alone(1)
+    joined = None if memory is None else head.join_rows(memory, other)
+    together = draft(features, tokens, [*lengths], joined)
+    for row, length in enumerate(lengths):
+        own, said, memory = row_alone(row)
+        apart = draft(own, said, [length], memory)
+        torch.testing.assert_close(together[row], apart[0], rtol=0, atol=1e-12)
+
+
+@each_case
 def test_no_depth_reads_a_token_it_must_not_have_read(settings: dict, base: FrozenBase):
     """Depth k at position t has read tokens up to t + 1 + k: later ones change nothing."""
     head = make(settings, base)

@@ -69,6 +69,11 @@ class DraftModel(Drafter):
         memory.keep_rows(index.tolist())
         return memory
 
+    def join_rows(self, memory: KVCache, other: KVCache) -> KVCache:
+        """Return the cache of both batches' rows."""
+        memory.join(other)
+        return memory
+
     def begin(
         self,
         features: Features,

@@ -93,8 +93,15 @@ class PromptLookup(Drafter):
         return Text(tokens, torch.zeros_like(tokens[:, 0]))
 
     def keep_rows(self, memory: Text, index: Int[Tensor, " kept"]) -> Text:
-        """Return the texts of these rows."""
-        return Text(memory.tokens[index], memory.lengths[index], memory.extent)
+        """Return the texts of these rows, and ask the device how long they are."""
+        lengths = memory.lengths[index]
+        return Text(memory.tokens[index], lengths, int(lengths.max()))
+
+    def join_rows(self, memory: Text, other: Text) -> Text:
+        """Return the texts of both batches' rows."""
+        lengths = torch.cat([memory.lengths, other.lengths])
+        tokens = torch.cat([memory.tokens, other.tokens])
+        return Text(tokens, lengths, max(memory.extent, other.extent))
 
     def copy(
         self,

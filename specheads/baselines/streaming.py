@@ -124,6 +124,11 @@ class Streaming(Drafter):
         memory.keep_rows(index.tolist())
         return memory
 
+    def join_rows(self, memory: WindowCache, other: WindowCache) -> WindowCache:
+        """Return the windows of both batches' rows."""
+        memory.join(other)
+        return memory
+
     def begin(
         self,
         features: Features,

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from specheads import heads
-from specheads.attention import AttentionShape, Branch, FeedbackLayer, Slots
+from specheads.attention import AttentionShape, Slots
 from specheads.drafter import Bias, Features, Memory, State, Weight
 from specheads.drafter import Head as BaseHead
+from specheads.feedback import Branch, FeedbackLayer
 
 NUM_TAPS = 3
 """Low, middle and high: layers it reads where the settings name none."""
@@ -133,6 +134,10 @@ class Head(BaseHead):
     def keep_rows(self, memory: Memory, index: Int[Tensor, " kept"]) -> Memory:
         """Return the keys and values of these rows."""
         return memory.keep_rows(index)
+
+    def join_rows(self, memory: Memory, other: Memory) -> Memory:
+        """Return the keys and values of both batches' rows."""
+        return memory.join(other)
 
     def scatter(
         self, memory: Memory, places: Int[Tensor, "batch slot"], lengths: Int[Tensor, " batch"]

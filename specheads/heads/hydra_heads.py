@@ -121,6 +121,10 @@ class Head(BaseHead):
         """Return the keys and values of these rows."""
         return memory.keep_rows(index)
 
+    def join_rows(self, memory: Memory, other: Memory) -> Memory:
+        """Return the keys and values of both batches' rows."""
+        return memory.join(other)
+
     def scatter(
         self, memory: Memory, places: Int[Tensor, "batch slot"], lengths: Int[Tensor, " batch"]
     ) -> Memory:

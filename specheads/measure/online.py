@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specheads import accept, decode, grow
+from specheads import accept, decode, grow, loop
 from specheads.base import FrozenBase
 from specheads.drafter import Drafter
 from specheads.measure.offline import interval
@@ -111,7 +111,7 @@ def _by_row(watch: _Watch, out: decode.Decoding) -> list[list[bool]]:
     return rows
 
 
-def _count(steps: list[decode.Step], followed: list[bool], length: int, depth: int) -> DepthCounts:
+def _count(steps: list[loop.Step], followed: list[bool], length: int, depth: int) -> DepthCounts:
     """Count one prompt's forwards; see `DepthCounts` for what the end of the text cuts off."""
     counts = DepthCounts.zeros(depth)
     room = length - 1

@@ -10,7 +10,9 @@ from specheads.drafter import Drafter, Features
 class Oracle(Drafter):
     """Guesses what will be said, right at a settable rate; its memory is how far each row is.
 
-    It costs next to nothing, so what a step takes with it is what the loop and the base take.
+    It hands out its texts in turn, to rows in the order in which they begin, and after the last
+    from the first again. It costs next to nothing, so what a step takes with it is what the loop
+    and the base take.
 
     Args:
         texts: Prompt and continuation of each row, as the base alone says it.
@@ -38,6 +40,7 @@ class Oracle(Drafter):
         if not 0 <= rate <= 1:
             raise ValueError(f"an oracle's rate must lie in [0, 1], got {rate}")
         self.depth, self.vocab_size = depth, vocab_size
+        self.num_handed_out = 0
         # the last draft may reach past the end of the text
         width = max(map(len, texts)) + 2 * depth + 2
         said = torch.tensor([text + [0] * (width - len(text)) for text in texts])
@@ -48,12 +51,17 @@ class Oracle(Drafter):
     def memory(self, batch: int, capacity: int) -> Int[Tensor, "batch 2"]:
         """Return each row's text and the position of its root."""
         del capacity
-        rows = torch.arange(batch, device=self.guesses.device)
+        first, self.num_handed_out = self.num_handed_out, self.num_handed_out + batch
+        rows = torch.arange(first, first + batch, device=self.guesses.device) % len(self.guesses)
         return torch.stack([rows, torch.zeros_like(rows)], dim=1)
 
     def keep_rows(self, memory: Tensor, index: Int[Tensor, " kept"]) -> Tensor:
         """Return where these rows are."""
         return memory[index]
+
+    def join_rows(self, memory: Tensor, other: Tensor) -> Tensor:
+        """Return where both batches' rows are."""
+        return torch.cat([memory, other])
 
     def begin(
         self,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specheads import decode, grow, rules
+from specheads import grow, loop, rules
 from specheads.base import FrozenBase
 from specheads.drafter import Head
 from specheads.measure.offline import guess_ranks, replay
@@ -195,7 +195,7 @@ def time_steps(
     for prompt in bar(rounds, "step times", progress):
         capacity = len(prompt) + (each + 1) * (deepest + 1) + max(p.num_nodes for p in policies)
         runs = [
-            (policy, drafter, decode.start(base, drafter, [prompt], capacity)[0])
+            (policy, drafter, loop.start(base, drafter, [prompt], capacity)[0])
             for policy in policies
             for drafter in [head if policy.depth else None]
         ]
@@ -203,7 +203,7 @@ def time_steps(
             for place, (policy, drafter, state) in enumerate(runs):
                 synchronise(base)
                 start = time.perf_counter()
-                decode.step(base, drafter, policy, rules.match, state)
+                loop.step(base, drafter, policy, rules.match, state)
                 synchronise(base)
                 if turn > 0:
                     seconds[place].append(time.perf_counter() - start)
