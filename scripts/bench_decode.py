@@ -40,7 +40,7 @@ from specheads.measure.speed import synchronise
 from specheads.metrics import bootstrap_interval
 
 ROOT = Path(__file__).resolve().parents[1]
-SHAPES: dict[str, dict[str, int]] = {
+SHAPES: dict[str, dict[str, Any]] = {
     "8b": {
         "hidden_size": 4096,
         "intermediate_size": 14336,

@@ -340,7 +340,7 @@ def resume(run: Run) -> None:
     """Go on from the newest checkpoint, if there is one."""
     if (found := run.work.load_checkpoint()) is None:
         return
-    state, weights, optimizers = found
+    state, weights, optimizers, _ = found
     run.step, run.cursor, run.loss = state["step"], state["cursor"], state["loss"]
     parameters = dict(run.model.named_parameters())
     for name, value in weights.items():

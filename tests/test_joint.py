@@ -25,6 +25,7 @@ from specheads.config import Joint, Phase, Schedule
 from specheads.drafter import Head
 from specheads.joint import JointBase, chunked_loss, head_weight
 from specheads.schedule import adapter_settings, check_names, check_phase, optimizers, peak_rates
+from specheads.selfcheck import check
 from specheads.text.pack import TokenBatch
 from specheads.track import Tracker, read_metrics
 from tests import tiny
@@ -142,7 +143,7 @@ def test_switched_off_it_is_the_original_and_merged_it_is_the_adapted_base(
     assert base.adapter == str(tmp_path)
     assert not any(parameter.requires_grad for parameter in base.model.parameters())
     # its other ways of reading the text agree with the merged weights too
-    base._check_itself()
+    check(base)
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
