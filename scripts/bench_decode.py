@@ -143,7 +143,7 @@ def _base(options: argparse.Namespace) -> FrozenBase:
         return FrozenBase.load(options.base, device=options.device, dtype=options.dtype)
     cuda = options.device != "cpu" and torch.cuda.is_available()
     named = ("bfloat16" if cuda else "float32") if options.dtype == "auto" else options.dtype
-    shape = SHAPES[options.shape] | {"max_position_embeddings": 65536}
+    shape: dict[str, Any] = SHAPES[options.shape] | {"max_position_embeddings": 65536}
     settings = LlamaConfig(**shape, bos_token_id=None, eos_token_id=None, pad_token_id=None)
     torch.manual_seed(0)
     with torch.device("cuda" if cuda else "cpu"):
