@@ -16,7 +16,8 @@ READY := $(VENV)/.installed
 READY_MIN := $(VENV_MIN)/.installed
 READY_VLLM := $(VENV_VLLM)/.installed
 PIP_FLAGS := --disable-pip-version-check $(TORCH_INDEX:%=--extra-index-url %)
-TESTS := $(VENV)/bin/python -m pytest
+# one process a core; the models are tiny, and torch is held to one thread in each
+TESTS := $(VENV)/bin/python -m pytest -n auto
 
 .PHONY: quickstart test test-all test-min vllm lint wheel clean
 
@@ -30,7 +31,7 @@ test-all: $(READY)  ## the slow ones too
 	$(TESTS) -m "not gpu and not hub and not vllm"
 
 test-min: $(READY_MIN)  ## on the oldest supported torch and transformers
-	$(VENV_MIN)/bin/python -m pytest
+	$(VENV_MIN)/bin/python -m pytest -n auto
 
 vllm: $(READY_VLLM)  ## real vLLM for CPU, 3.5 GB in an environment of its own, serves every kind of head
 	$(VENV_VLLM)/bin/python -m pytest -m vllm tests/test_vllm.py

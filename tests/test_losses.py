@@ -252,7 +252,7 @@ def test_three_tokens_give_the_losses_one_works_out_by_hand(kind: str, value: fl
     assert found == pytest.approx(value, abs=1e-10)
 
 
-@pytest.mark.parametrize("kind", set(KINDS) - {"cross_entropy", "argmax_cross_entropy"})
+@pytest.mark.parametrize("kind", sorted(set(KINDS) - {"cross_entropy", "argmax_cross_entropy"}))
 def test_the_base_s_own_law_is_the_least_any_draft_can_reach(kind: str):
     law = _log(0.5, 0.3, 0.2)
     at_law, slope = _one_row(kind, law, law)
