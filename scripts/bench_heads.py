@@ -33,7 +33,7 @@ MEASURED: dict[str, tuple[int, list[str]]] = {
     "greedy": (0, ["tree=chain", *ACCEPTED]),
     "sampled": (0, ["tree=chain", *ACCEPTED, "temperature=1.0"]),
     "chain": (8, ["tree=chain", "mode=all", "evaluation.speed_prompts=6"]),
-    "tuned": (40, ["tree=tuned", "mode=all"]),
+    "tuned": (24, ["tree=tuned", "mode=all", "evaluation.speed_prompts=10"]),
 }
 """What `specheads evaluate` is asked for, by the folder that keeps its report: at most so many
 prompts, 0 for all of them, and how."""
