@@ -220,7 +220,9 @@ def test_padding_is_written_where_no_request_reads(prepared, tmp_path, monkeypat
     table = runner.input_batch.block_table[0].get_device_tensor(2)
     table[1, 1] = table[0, 0]
     first = BLOCK * int(table[0, 0])
-    remembered = runner.drafter._memory.held[0, :, :, first : first + BLOCK]
+    memory = runner.drafter._memory
+    assert memory is not None
+    remembered = memory.held[0, :, :, first : first + BLOCK]
     before = remembered.clone()
     drafts = forward(runner, texts, [(8, 4, 3, 13), (3, 1, 0, 5)])
     assert drafts == [drafted(head, text) for text in texts]
