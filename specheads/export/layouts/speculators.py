@@ -56,8 +56,8 @@ LAYOUTS = {
         write,
         eagle3.speculators,
         _eagle3.SETTINGS,
-        "layout",
-        "as vLLM 0.33's sources read it",
+        "run",
+        "by vLLM 0.32.0 on a CPU (`make vllm`); 0.33 by its sources",
         _eagle3.hidden_tap,
         "taps below the last layer",
     )

@@ -52,23 +52,23 @@ def write_eagle3(head: Head, base: FrozenBase, out: Path) -> Folder:
     return Folder(config, _eagle3.tensors(head), (serve(base.name, settings),))
 
 
-NOTE = "plug-in: the folder is read back here"
+NOTE = "plug-in, in vLLM 0.32.0 on a CPU (`make vllm`); 0.33 by its sources"
 LAYOUTS = {
     "eagle3": Layout(
         write_eagle3,
         eagle3.vllm,
         _eagle3.SETTINGS,
-        "layout",
-        "as vLLM 0.33's sources read it",
+        "run",
+        "natively, in vLLM 0.32.0 on a CPU (`make vllm`); 0.33 by its sources",
         _eagle3.hidden_tap,
         "taps below the last layer",
     ),
-    "medusa": Layout(write_plugin, medusa.own, _own.SETTINGS["medusa"], "layout", NOTE),
+    "medusa": Layout(write_plugin, medusa.own, _own.SETTINGS["medusa"], "run", NOTE),
     "mlp_speculator": Layout(
-        write_plugin, mlp_speculator.own, _own.SETTINGS["mlp_speculator"], "layout", NOTE
+        write_plugin, mlp_speculator.own, _own.SETTINGS["mlp_speculator"], "run", NOTE
     ),
     "hydra_heads": Layout(
-        write_plugin, hydra_heads.own, _own.SETTINGS["hydra_heads"], "layout", NOTE
+        write_plugin, hydra_heads.own, _own.SETTINGS["hydra_heads"], "run", NOTE
     ),
-    "redrafter": Layout(write_plugin, redrafter.own, _own.SETTINGS["redrafter"], "layout", NOTE),
+    "redrafter": Layout(write_plugin, redrafter.own, _own.SETTINGS["redrafter"], "run", NOTE),
 }

@@ -10,7 +10,7 @@ LAYOUTS = {
         _medusa.write,
         medusa.vllm_0_32,
         _medusa.SETTINGS,
-        "layout",
-        "same folder as TGI's; as vLLM 0.32's sources read it",
+        "run",
+        "same folder as TGI's; in vLLM 0.32.0 on a CPU (`make vllm`)",
     )
 }
