@@ -10,6 +10,7 @@ from specheads.base import FrozenBase
 from specheads.decode import Decoding, generate
 from specheads.drafter import Drafter, Features, Head
 from specheads.engine import Engine
+from specheads.export.custom_generate import custom_generate
 from specheads.heads import load_head
 from specheads.measure.offline import offline_logits
 from specheads.sampling import Sampling
@@ -27,6 +28,7 @@ __all__ = [
     "Sampling",
     "Stream",
     "TokenTree",
+    "custom_generate",
     "generate",
     "load_head",
     "offline_logits",

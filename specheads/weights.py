@@ -26,7 +26,7 @@ WEIGHT_FILES = (
 )
 """Where tensors are looked for, the first pattern with a match wins; pickles as weights only."""
 
-INDEX_FILES = "*.index.json"
+INDEX_SUFFIX = ".index.json"
 
 MAX_SETTINGS_BYTES = 2**20
 """Of config.json; the largest public ones have some kilobytes."""
@@ -91,7 +91,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
         raise ValueError(
             f"a head needs weights, as *.safetensors, *.bin or *.pt; {folder} has none"
         )
-    for index in _files(folder, INDEX_FILES):
+    for index in _files(folder, f"*{INDEX_SUFFIX}"):
         _check_index(index)
     tensors: dict[str, Tensor] = {}
     for file in files:

@@ -20,7 +20,7 @@ from torch import Tensor
 from specheads.base import FrozenBase
 from specheads.drafter import Head
 from specheads.layout import column_major
-from specheads.weights import INDEX_FILES, WEIGHT_FILES, read_settings, read_tensors
+from specheads.weights import INDEX_SUFFIX, WEIGHT_FILES, read_settings, read_tensors
 
 
 def kinds() -> list[str]:
@@ -221,21 +221,28 @@ def _lend(head: Head, base: FrozenBase) -> None:
 
 
 def _fetch(path: str | Path, revision: str) -> Path:
-    if Path(path).is_dir():
-        return Path(path)
-    try:
-        return Path(
-            snapshot_download(
+    """Return the folder; of the Hub no more than the settings and one format's weights."""
+    folder = Path(path)
+    if folder.is_dir():
+        return folder
+    for pattern in WEIGHT_FILES:
+        index = f"*{Path(pattern).suffix}{INDEX_SUFFIX}"
+        try:
+            found = snapshot_download(
                 str(path),
                 revision=revision,
-                allow_patterns=["config.json", INDEX_FILES, *WEIGHT_FILES],
+                allow_patterns=["config.json", index, pattern],
+                ignore_patterns="*/*",
             )
-        )
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"a head must be a folder or a Hub id that can be reached, got {str(path)!r}: "
-            f"{str(error).splitlines()[0]}"
-        ) from error
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"a head must be a folder or a Hub id that can be reached, got {str(path)!r}: "
+                f"{str(error).splitlines()[0]}"
+            ) from error
+        folder = Path(found)
+        if any(folder.glob(pattern)):
+            break
+    return folder
 
 
 def _read_public(kind: str, config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | None:

@@ -67,8 +67,6 @@ LAYOUTS = {
     "mlp_speculator": Layout(
         write_plugin, mlp_speculator.own, _own.SETTINGS["mlp_speculator"], "run", NOTE
     ),
-    "hydra_heads": Layout(
-        write_plugin, hydra_heads.own, _own.SETTINGS["hydra_heads"], "run", NOTE
-    ),
+    "hydra_heads": Layout(write_plugin, hydra_heads.own, _own.SETTINGS["hydra_heads"], "run", NOTE),
     "redrafter": Layout(write_plugin, redrafter.own, _own.SETTINGS["redrafter"], "run", NOTE),
 }
