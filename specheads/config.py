@@ -42,6 +42,9 @@ class Base:
     adapter: str = ""
     """Folder or Hub id of a LoRA adapter that is merged into it. Empty is none."""
 
+    compile: bool = False
+    """Verify trees with compiled graphs: faster steps, after minutes of compiling at first."""
+
 
 @dataclass(kw_only=True, slots=True)
 class Data:
@@ -429,3 +432,32 @@ class Export:
 
     new_tokens: int = 64
     """Tokens that the base says after each."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Push:
+    """`specheads push`. Tokens are huggingface_hub's own matter: there is no setting for them."""
+
+    run: str = ""
+    """A finished run's directory."""
+
+    repo: str = ""
+    """USER/NAME on the Hub; made where it is missing."""
+
+    private: bool | None = None
+    """Whether only its owner sees it. None leaves a repository as it is, and makes a public one."""
+
+    gated: str = ""
+    """Whether others have to ask for the files: false, auto or manual. Empty leaves it as it is."""
+
+    base_repo: str = ""
+    """Hub id under which others find the base. Empty is what the run loaded, where that is one."""
+
+    licence: str = "unknown"
+    """Of the head, as the Hub writes it, such as apache-2.0."""
+
+    data_licence: str = ""
+    """Of the training text. Empty is what is known of the corpus."""
+
+    dry_run: bool = False
+    """List what would be uploaded, and stop."""

@@ -19,6 +19,7 @@ SCHEMAS = {
     "evaluate": config.Evaluate,
     "compare": config.Compare,
     "export": config.Export,
+    "push": config.Push,
 }
 
 

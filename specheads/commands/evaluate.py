@@ -1,7 +1,7 @@
 """Measure a head: offline replay, online decoding, speed beside the base alone, and a report."""
 
 import json
-from dataclasses import fields
+from dataclasses import asdict, fields
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from specheads.checkpoint import RunDirectory, provenance, write_atomic
 from specheads.commands import _compose, _tree
 from specheads.config import Base, Data, Evaluate, Evaluation, Train
 from specheads.drafter import Head
+from specheads.export import card
 from specheads.measure import report
 from specheads.measure.offline import measure_offline
 from specheads.measure.online import decode_prompts, measure_online
@@ -92,6 +93,8 @@ def evaluate_run(
     head = heads.load_head(run.head, base)
     results = _evaluate(base, head, settings, run) | {"base_quality": quality}
     _write(Path(out) if out else run.report, results, read_metrics(run.metrics))
+    if not out:
+        card.write_card(run, asdict(settings), head, base)
     return results
 
 
@@ -132,6 +135,7 @@ def load_base(settings: Base, device: str = "auto") -> FrozenBase:
         device=device if settings.device == "auto" else settings.device,
         attention=settings.attention,
         adapter=settings.adapter,
+        compile=settings.compile,
     )
 
 

@@ -1,6 +1,7 @@
 """Train a head through every phase of a recipe, then evaluate it."""
 
 import sys
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from specheads.checkpoint import RunDirectory
 from specheads.commands import _compose, evaluate
 from specheads.config import Distill, Phase, Train
 from specheads.drafter import Head
+from specheads.export import card
 from specheads.schedule import adapter_settings, check_names, check_phase
 from specheads.text.distill import DistilledText, write_shards
 from specheads.text.fingerprint import tokenizer_fingerprint
@@ -63,6 +65,7 @@ def main(settings: Train) -> None:
     if not accelerator.is_main_process:
         return
     run.end(head)
+    card.write_card(run, asdict(settings), head, base)
     Console().print(f"head: {run.head}")
     if run.adapter.is_dir():
         Console().print(f"adapter of the base: {run.adapter}")

@@ -1,0 +1,446 @@
+"""A Hub on the loopback: the routes that huggingface_hub calls, in memory, behind real HTTP.
+
+It keeps the rules that matter to whoever pushes and loads: tokens, private and gated
+repositories, large files by LFS (single and multi-part), commits that are whole or absent.
+"""
+
+import base64
+import hashlib
+import json
+import math
+import re
+import socket
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Lock, Thread
+from types import SimpleNamespace
+from typing import Any, ClassVar, Self
+from urllib.parse import unquote, urlsplit
+
+import huggingface_hub
+import pytest
+import yaml
+from huggingface_hub import constants
+
+OWNER, STRANGER = "ada", "eve"
+REPO = r"(?P<repo>[^/]+/[^/]+)"
+REVISION = r"(?P<revision>[^/]+)"
+
+
+@dataclass(frozen=True)
+class Blob:
+    data: bytes
+    large: bool
+
+    @property
+    def oid(self) -> str:
+        if self.large:
+            return hashlib.sha256(self.data).hexdigest()
+        return hashlib.sha1(b"blob %d\0" % len(self.data) + self.data).hexdigest()
+
+
+@dataclass
+class Repository:
+    private: bool
+    gated: Any = False
+    commits: dict[str, dict[str, Blob]] = field(default_factory=dict)
+    branches: dict[str, str] = field(default_factory=dict)
+
+    def commit(self, branch: str, files: dict[str, Blob]) -> str:
+        sha = hashlib.sha1(f"{len(self.commits)} {sorted(files)}".encode()).hexdigest()
+        self.commits[sha], self.branches[branch] = files, sha
+        return sha
+
+
+@dataclass
+class Reply:
+    status: int = 200
+    body: bytes = b"{}"
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+class RefusedError(Exception):
+    """What a request is answered with when it may not have what it asks for."""
+
+    def __init__(self, status: int, message: str, code: str = "") -> None:
+        super().__init__(message)
+        headers = {"X-Error-Message": message} | ({"X-Error-Code": code} if code else {})
+        self.reply = Reply(status, json.dumps({"error": message}).encode(), headers)
+
+
+@dataclass
+class Call:
+    """One request: who asks, with what."""
+
+    user: str | None
+    body: bytes
+    path: str
+    parts: dict[str, str]
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+class HubServer:
+    """A Hub of its own, up while the context lasts.
+
+    Args:
+        large_bytes: Files from this size on go through LFS.
+        part_bytes: Size of the parts that larger LFS files are uploaded in. Zero takes them whole.
+    """
+
+    def __init__(self, large_bytes: int = 10_000, part_bytes: int = 0) -> None:
+        self.large_bytes, self.part_bytes = large_bytes, part_bytes
+        self.token, self.stranger = "hf_ownerOwnerOwner", "hf_strangerStranger"
+        self.users = {self.token: OWNER, self.stranger: STRANGER}
+        self.repositories: dict[str, Repository] = {}
+        self.objects: dict[str, bytes] = {}
+        self.parts: dict[tuple[str, int], bytes] = {}
+        self.requests: list[str] = []
+        self.fail_at: int | None = None
+        """The connection is lost at the request of this number, from 1, and at all after it."""
+        self.fails_once = False
+        """Lose that one request only."""
+        self.loses_replies = False
+        """Lose the replies only: what was asked for is done."""
+        self.lock = Lock()
+        handler = type("HubHandler", (Handler,), {"hub": self})
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        # another host to the client, so that it must not send its token there
+        self.cdn = f"http://localhost:{self.http.server_port}"
+        self.url = f"http://127.0.0.1:{self.http.server_port}"
+
+    def __enter__(self) -> Self:
+        Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.http.shutdown()
+        self.http.server_close()
+
+    def files(self, repo: str, revision: str = "main") -> dict[str, bytes]:
+        """Return what a repository holds by path; nothing where there is none."""
+        if repo not in self.repositories:
+            return {}
+        found = _snapshot(self.repositories[repo], revision)[1]
+        return {path: blob.data for path, blob in found.items()}
+
+    def environment(self, home: Path, token: str | None = None) -> dict[str, str]:
+        """Return the variables with which another process meets this Hub and no other."""
+        secret = {"HF_TOKEN": token} if token else {}
+        # hf_xet uploads to a store of its own protocol; without it the client speaks LFS
+        return secret | {
+            "HF_ENDPOINT": self.url,
+            "HF_HOME": str(home),
+            "HF_HUB_OFFLINE": "0",
+            "HF_HUB_DISABLE_XET": "1",
+        }
+
+    def connect(self, patch: pytest.MonkeyPatch, home: Path, token: str | None = None) -> None:
+        """Make huggingface_hub of this process meet this Hub and no other, without waiting."""
+        template = f"{self.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        patch.setattr(constants, "ENDPOINT", self.url)
+        # what is called without an HfApi of one's own
+        patch.setattr(huggingface_hub.hf_api.api, "endpoint", self.url)
+        patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        patch.setattr(constants, "HF_HUB_CACHE", str(home / "hub"))
+        patch.setattr(constants, "HF_TOKEN_PATH", str(home / "token"))
+        patch.setattr(constants, "HF_HUB_OFFLINE", False)
+        patch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        patch.setattr("huggingface_hub.utils._http.time", SimpleNamespace(sleep=lambda _: None))
+        patch.delenv("HF_TOKEN", raising=False)
+        if token:
+            patch.setenv("HF_TOKEN", token)
+        # huggingface_hub 2.4 hands files to its client in a way that this one has deprecated
+        warnings.filterwarnings("ignore", "Use 'content=", DeprecationWarning)
+        # an open connection of before may be offline, or to another server
+        huggingface_hub.close_session()
+
+    def loses(self, line: str) -> bool:
+        """Count a request; return whether it is lost."""
+        if line.endswith("/agent-harnesses"):
+            # once a process, and it does without an answer: nothing to number requests by
+            return False
+        with self.lock:
+            self.requests.append(line)
+            number = len(self.requests)
+        if self.fail_at is None:
+            return False
+        return number == self.fail_at if self.fails_once else number >= self.fail_at
+
+    def answer(self, method: str, path: str, user: str | None, body: bytes) -> Reply:
+        """Find the route and take it."""
+        for verb, pattern, route in ROUTES:
+            if verb == method and (match := re.fullmatch(pattern, path)):
+                parts = {name: unquote(value or "") for name, value in match.groupdict().items()}
+                try:
+                    with self.lock:
+                        return route(self, Call(user, body, path, parts))
+                except RefusedError as refusal:
+                    return refusal.reply
+        return RefusedError(404, f"no route {method} {path}").reply
+
+
+def _snapshot(repository: Repository, revision: str) -> tuple[str, dict[str, Blob]]:
+    sha = repository.branches.get(revision, revision)
+    if sha not in repository.commits:
+        raise RefusedError(404, f"no revision {revision}", "RevisionNotFound")
+    return sha, repository.commits[sha]
+
+
+def _open(hub: HubServer, call: Call, *, write: bool = False, files: bool = False) -> Repository:
+    """Return the repository a request names, if it may see it, write to it, or read its files."""
+    repository = hub.repositories.get(call.parts["repo"])
+    if repository is None or (repository.private and call.user != OWNER):
+        raise RefusedError(404 if call.user else 401, "Repository not found", "RepoNotFound")
+    if write and call.user != OWNER:
+        raise RefusedError(403 if call.user else 401, "no write access to this repository")
+    if files and repository.gated and call.user != OWNER:
+        raise RefusedError(403 if call.user else 401, "Access is restricted", "GatedRepo")
+    return repository
+
+
+def _reply(value: Any, status: int = 200, **headers: str) -> Reply:
+    return Reply(status, json.dumps(value).encode(), {"Content-Type": "application/json"} | headers)
+
+
+def _whoami(hub: HubServer, call: Call) -> Reply:
+    del hub
+    if call.user is None:
+        raise RefusedError(401, "Invalid username or password.")
+    return _reply({"type": "user", "name": call.user, "orgs": [], "auth": {"type": "access_token"}})
+
+
+def _create(hub: HubServer, call: Call) -> Reply:
+    if call.user is None:
+        raise RefusedError(401, "Invalid username or password.")
+    asked = call.json
+    owner = asked.get("organization") or call.user
+    if owner != call.user:
+        raise RefusedError(403, f"You don't have the rights to create a model under {owner}")
+    repo = f"{owner}/{asked['name']}"
+    url = {"url": f"{hub.url}/{repo}", "id": repo}
+    if repo in hub.repositories:
+        return _reply({"error": "You already created this model repo", **url}, 409)
+    private = asked.get("visibility") == "private" or bool(asked.get("private"))
+    hub.repositories[repo] = Repository(private)
+    hub.repositories[repo].commit("main", {})
+    return _reply(url)
+
+
+def _validate(hub: HubServer, call: Call) -> Reply:
+    del hub
+    _, front, _ = call.json["content"].split("---\n", 2)
+    found, errors = yaml.safe_load(front), []
+    if not re.fullmatch(r"[a-z0-9.+-]+", str(found.get("license"))):
+        errors.append({"message": f'"license" must be one of the known ones: {found}'})
+    return _reply({"errors": errors, "warnings": []}, 400 if errors else 200)
+
+
+def _settings(hub: HubServer, call: Call) -> Reply:
+    repository, asked = _open(hub, call, write=True), call.json
+    repository.gated = asked.get("gated", repository.gated)
+    if "visibility" in asked:
+        repository.private = asked["visibility"] == "private"
+    return _reply({})
+
+
+def _preupload(hub: HubServer, call: Call) -> Reply:
+    there = _snapshot(_open(hub, call, write=True), call.parts["revision"])[1]
+    files = [
+        {
+            "path": file["path"],
+            "uploadMode": "lfs" if file["size"] >= hub.large_bytes else "regular",
+            "shouldIgnore": False,
+            "oid": there[file["path"]].oid if file["path"] in there else None,
+        }
+        for file in call.json["files"]
+    ]
+    return _reply({"files": files})
+
+
+def _batch(hub: HubServer, call: Call) -> Reply:
+    _open(hub, call, write=True)
+    objects = [_upload_actions(hub, **asked) for asked in call.json["objects"]]
+    return _reply({"transfer": "basic", "objects": objects})
+
+
+def _upload_actions(hub: HubServer, oid: str, size: int) -> dict[str, Any]:
+    known: dict[str, Any] = {"oid": oid, "size": size}
+    if oid in hub.objects:
+        return known
+    upload: dict[str, Any] = {"href": f"{hub.url}/_lfs/{oid}"}
+    if hub.part_bytes and size > hub.part_bytes:
+        count = math.ceil(size / hub.part_bytes)
+        parts = {str(part): f"{hub.url}/_lfs/{oid}/{part}" for part in range(1, count + 1)}
+        upload["header"] = {"chunk_size": str(hub.part_bytes)} | parts
+    verify = {"href": f"{hub.url}/_lfs/verify"}
+    return known | {"actions": {"upload": upload, "verify": verify}}
+
+
+def _put(hub: HubServer, call: Call) -> Reply:
+    oid, part = call.parts["oid"], int(call.parts["part"] or 0)
+    if part:
+        hub.parts[oid, part] = call.body
+        return _reply({}, ETag=f'"{part}"')
+    return _keep(hub, oid, call.body)
+
+
+def _complete(hub: HubServer, call: Call) -> Reply:
+    oid = call.parts["oid"]
+    return _keep(hub, oid, b"".join(hub.parts[oid, n["partNumber"]] for n in call.json["parts"]))
+
+
+def _keep(hub: HubServer, oid: str, data: bytes) -> Reply:
+    if hashlib.sha256(data).hexdigest() != oid:
+        raise RefusedError(400, "The sum of what was uploaded is another")
+    hub.objects[oid] = data
+    return _reply({})
+
+
+def _verify(hub: HubServer, call: Call) -> Reply:
+    if call.user is None or len(hub.objects.get(call.json["oid"], b"")) != call.json["size"]:
+        raise RefusedError(404, "Object not found")
+    return _reply({})
+
+
+def _commit(hub: HubServer, call: Call) -> Reply:
+    repository, branch = _open(hub, call, write=True), call.parts["revision"]
+    sha, files = _snapshot(repository, branch)
+    files = dict(files)
+    for line in call.body.splitlines():
+        item = json.loads(line)
+        key, value = item["key"], item["value"]
+        if key == "header" and value.get("parentCommit", sha) != sha:
+            raise RefusedError(412, "A commit has happened since. Please refresh and try again.")
+        if key == "file":
+            files[value["path"]] = Blob(base64.b64decode(value["content"]), large=False)
+        elif key == "lfsFile":
+            if value["oid"] not in hub.objects:
+                raise RefusedError(400, f"LFS object {value['oid']} was not uploaded")
+            files[value["path"]] = Blob(hub.objects[value["oid"]], large=True)
+        elif key == "deletedFile":
+            del files[value["path"]]
+        elif key == "deletedFolder":
+            files = {name: files[name] for name in files if not name.startswith(value["path"])}
+    made = repository.commit(branch, files)
+    url = f"{hub.url}/{call.parts['repo']}/commit/{made}"
+    return _reply({"commitUrl": url, "commitOid": made, "success": True})
+
+
+def _info(hub: HubServer, call: Call) -> Reply:
+    repository, repo = _open(hub, call), call.parts["repo"]
+    sha, files = _snapshot(repository, call.parts.get("revision") or "main")
+    told = {"private": repository.private, "gated": repository.gated, "downloads": 0, "likes": 0}
+    siblings = [{"rfilename": path} for path in files]
+    return _reply(
+        {"id": repo, "modelId": repo, "sha": sha, "tags": [], "siblings": siblings, **told}
+    )
+
+
+def _tree(hub: HubServer, call: Call) -> Reply:
+    _, files = _snapshot(_open(hub, call), call.parts["revision"])
+    return _reply([_entry(path, blob) for path, blob in files.items()])
+
+
+def _entry(path: str, blob: Blob) -> dict[str, Any]:
+    size = len(blob.data)
+    entry = {"type": "file", "path": path, "size": size, "oid": blob.oid}
+    return entry | (
+        {"lfs": {"oid": blob.oid, "size": size, "pointerSize": 134}} if blob.large else {}
+    )
+
+
+def _resolve(hub: HubServer, call: Call) -> Reply:
+    repository = _open(hub, call, files=True)
+    sha, files = _snapshot(repository, call.parts["revision"])
+    headers = {"X-Repo-Commit": sha}
+    if (blob := files.get(call.parts["file"])) is None:
+        reply = RefusedError(404, "Entry not found", "EntryNotFound").reply
+        return Reply(reply.status, reply.body, reply.headers | headers)
+    if not blob.large:
+        return Reply(200, blob.data, headers | {"ETag": f'"{blob.oid}"'})
+    # as the Hub does: what is large lies elsewhere
+    linked = {"X-Linked-Size": str(len(blob.data)), "X-Linked-Etag": f'"{blob.oid}"'}
+    return Reply(302, b"", headers | linked | {"Location": f"{hub.cdn}/_cdn/{blob.oid}"})
+
+
+def _cdn(hub: HubServer, call: Call) -> Reply:
+    assert call.user is None, "a token was sent to the store of large files"
+    oid = call.parts["oid"]
+    return Reply(200, hub.objects[oid], {"ETag": f'"{oid}"'})
+
+
+Route = Callable[[HubServer, Call], Reply]
+ROUTES: list[tuple[str, str, Route]] = [
+    ("GET", "/api/whoami-v2", _whoami),
+    ("POST", "/api/repos/create", _create),
+    ("POST", "/api/validate-yaml", _validate),
+    ("PUT", f"/api/models/{REPO}/settings", _settings),
+    ("POST", f"/api/models/{REPO}/preupload/{REVISION}", _preupload),
+    ("POST", f"/api/models/{REPO}/commit/{REVISION}", _commit),
+    ("GET", f"/api/models/{REPO}", _info),
+    ("GET", f"/api/models/{REPO}/revision/{REVISION}", _info),
+    ("GET", f"/api/models/{REPO}/tree/{REVISION}(?:/.*)?", _tree),
+    ("POST", f"/{REPO}\\.git/info/lfs/objects/batch", _batch),
+    ("PUT", r"/_lfs/(?P<oid>\w+)(?:/(?P<part>\d+))?", _put),
+    ("POST", r"/_lfs/verify", _verify),
+    ("POST", r"/_lfs/(?P<oid>\w+)", _complete),
+    ("GET", f"/{REPO}/resolve/{REVISION}/(?P<file>.+)", _resolve),
+    ("GET", r"/_cdn/(?P<oid>\w+)", _cdn),
+]
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Takes a request to the Hub that it is made for, or loses it."""
+
+    hub: ClassVar[HubServer]
+    protocol_version = "HTTP/1.1"
+    # headers and body are two writes, and the second would wait for the first's receipt
+    disable_nagle_algorithm = True
+
+    def take(self) -> None:
+        path = urlsplit(self.path).path
+        lost = self.hub.loses(f"{self.command} {path}")
+        if lost and not self.hub.loses_replies:
+            self.hang_up()
+            return
+        scheme, _, token = self.headers.get("Authorization", "").partition(" ")
+        user = self.hub.users.get(token) if scheme == "Bearer" else None
+        method = "GET" if self.command == "HEAD" else self.command
+        reply = self.hub.answer(method, path, user, b"".join(self.body()))
+        if lost:
+            self.hang_up()
+        else:
+            self.send(reply)
+
+    do_GET = do_HEAD = do_POST = do_PUT = take  # noqa: N815
+
+    def body(self) -> Iterator[bytes]:
+        if self.headers.get("Transfer-Encoding") != "chunked":
+            yield self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            return
+        while size := int(self.rfile.readline(), 16):
+            yield self.rfile.read(size)
+            self.rfile.readline()
+        self.rfile.readline()
+
+    def send(self, reply: Reply) -> None:
+        self.send_response(reply.status)
+        for name, value in reply.headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(reply.body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(reply.body)
+
+    def hang_up(self) -> None:
+        self.close_connection = True
+        self.connection.shutdown(socket.SHUT_RDWR)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing: the console belongs to what is tested."""
