@@ -3,11 +3,13 @@
     python scripts/bench_decode.py                                 the shipped base, on this machine
     python scripts/bench_decode.py --head runs/tiny_code/head      with a trained head
     python scripts/bench_decode.py --shape 8b --device cuda        a random base of that shape
+    python scripts/bench_decode.py --compile                       ... with compiled verification
     python scripts/bench_decode.py --parts steps batch --out FILE  some parts; keep the numbers
 
 Parts
     arms      tokens per second of every way to decode, one prompt at a time, taking turns
     steps     a speculative step over n nodes against a bare forward over n tokens
+    compiled  such a step with compile=true against one without
     batch     tokens per second of the base alone and with the oracle, by batch
     context   the step over n nodes against the base alone, by length of the text before it
 
@@ -16,6 +18,7 @@ down slows both. Ratios carry 95 % bootstrap intervals over prompts or turns.
 """
 
 import argparse
+import copy
 import json
 import statistics
 import sys
@@ -59,6 +62,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 """Bases with random weights: only their speed means anything."""
+
+WARM_UP, STEPS = 3, 12
+"""Steps before the clock counts, and steps a turn after that."""
 
 Timed = tuple[float, int, int]
 """Seconds, new tokens, forwards of the base."""
@@ -104,7 +110,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         [length for length in options.contexts if length + 64 <= base.max_length],
         heads.load_head(options.head, base) if options.head else None,
     )
-    parts = {"arms": arms, "steps": steps, "batch": batch, "context": context}
+    parts = {
+        "arms": arms,
+        "steps": steps,
+        "compiled": compiled,
+        "batch": batch,
+        "context": context,
+    }
     results: dict[str, Any] = {"schema": 1, "machine": _machine(base, options)}
     for name in options.parts:
         print(f"\n{name}", flush=True)
@@ -123,8 +135,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--head", type=Path, help="folder of a trained head")
     add("--device", default="auto")
     add("--dtype", default="auto")
+    add("--compile", action="store_true", help="verify with compiled graphs in every part")
     add("--threads", type=int, default=0, help="of the processor; 0 leaves torch's choice")
-    names = ["arms", "steps", "batch", "context"]
+    names = ["arms", "steps", "compiled", "batch", "context"]
     add("--parts", nargs="+", choices=names, default=names)
     add("--prompts", type=int, default=8)
     add("--prompt-tokens", type=int, default=64)
@@ -140,7 +153,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def _base(options: argparse.Namespace) -> FrozenBase:
     if not options.shape:
-        return FrozenBase.load(options.base, device=options.device, dtype=options.dtype)
+        return FrozenBase.load(
+            options.base, device=options.device, dtype=options.dtype, compile=options.compile
+        )
     cuda = options.device != "cpu" and torch.cuda.is_available()
     named = ("bfloat16" if cuda else "float32") if options.dtype == "auto" else options.dtype
     shape: dict[str, Any] = SHAPES[options.shape] | {"max_position_embeddings": 65536}
@@ -148,7 +163,8 @@ def _base(options: argparse.Namespace) -> FrozenBase:
     torch.manual_seed(0)
     with torch.device("cuda" if cuda else "cpu"):
         model = AutoModelForCausalLM.from_config(settings, dtype=getattr(torch, named))
-    return FrozenBase(model, name=f"random weights, shape {options.shape}")
+    name = f"random weights, shape {options.shape}"
+    return FrozenBase(model, name=name, compile=options.compile)
 
 
 def _prompts(base: FrozenBase, count: int, length: int) -> list[list[int]]:
@@ -246,6 +262,10 @@ def arms(bench: Bench) -> list[dict[str, Any]]:
         Arm("streaming window, chain of 3", _ours(bench, Streaming(base, depth=3), grow.chain(3))),
         Arm(f"oracle {bench.rate:g}, chain of 4", _oracle_arm(bench, said)),
     ]
+    if base.device.type == "cuda":
+        # transformers compiles a static cache by itself
+        static = _theirs(bench, cache_implementation="static")
+        tried.append(Arm("transformers generate, static cache, compiled", static))
     if base.num_layers > 1:
         half = base.num_layers // 2
         name = f"transformers assisted by its first {half} layers"
@@ -305,45 +325,86 @@ def steps(bench: Bench, prompt: list[int] | None = None) -> list[dict[str, Any]]
     prompt = bench.prompts[0] if prompt is None else prompt
     rows = []
     for nodes in bench.nodes:
-        ours, bare = _paired_steps(bench, prompt, nodes)
-        row = {
-            "context": len(prompt),
-            "nodes": nodes,
-            "step_milliseconds": 1e3 * statistics.median(ours),
-            "bare_milliseconds": 1e3 * statistics.median(bare),
-            "step_over_bare": statistics.median(ours) / statistics.median(bare),
-            "interval": list(bootstrap_interval(ours, bare)),
-        }
+        tokens, cache = _bare_cache(bench.base, prompt, nodes)
+
+        def bare(tokens: torch.Tensor = tokens, cache: DynamicCache = cache) -> None:
+            bench.base.model(input_ids=tokens, past_key_values=cache, use_cache=True)
+
+        def forget(nodes: int = nodes, cache: DynamicCache = cache) -> None:
+            cache.crop(-nodes)
+
+        ours = _stepper(bench.base, prompt, nodes, bench.turns)
+        row = _compared(bench, prompt, nodes, {"step": ours, "bare": bare}, forget)
         if floor := _bandwidth_floor(bench.base, len(prompt) + nodes):
-            row["step_over_bandwidth_floor"] = statistics.median(ours) / floor
+            row["step_over_bandwidth_floor"] = row["step_milliseconds"] / 1e3 / floor
         rows.append(row)
     return rows
 
 
-def _paired_steps(bench: Bench, prompt: list[int], nodes: int) -> tuple[list[float], list[float]]:
-    """Time whole steps with an oracle that is never right, and plain forwards, in turn."""
-    base, count = bench.base, 12 * bench.turns
-    drafter = Oracle([prompt], max(nodes - 1, 1), base.vocab_size, rate=0.0, device=base.device)
-    policy = grow.chain(nodes - 1)
-    arm = drafter if nodes > 1 else None
-    state, _ = loop.start(base, arm, [prompt], len(prompt) + 2 * nodes + 2 * count + 8)
+@torch.inference_mode()
+def compiled(bench: Bench) -> list[dict[str, Any]]:
+    """Return what a step over n nodes takes with compiled verification, over one without."""
+    graphs = FrozenBase(copy.deepcopy(bench.base.model), compile=True)
+    rows, prompt = [], bench.prompts[0]
+    for nodes in bench.nodes:
+        sides = {
+            "compiled": _stepper(graphs, prompt, nodes, bench.turns),
+            "eager": _stepper(bench.base, prompt, nodes, bench.turns),
+        }
+        rows.append(_compared(bench, prompt, nodes, sides))
+    return rows
+
+
+def _compared(
+    bench: Bench,
+    prompt: list[int],
+    nodes: int,
+    sides: dict[str, Callable[[], Any]],
+    after: Callable[[], Any] = lambda: None,
+) -> dict[str, Any]:
+    """Time two things in turn, and say how much longer the first takes."""
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    for turn in range(WARM_UP + STEPS * bench.turns):
+        for name in sides if turn % 2 else reversed(sides):
+            seconds, _ = _time(bench.base, sides[name])
+            if turn >= WARM_UP:
+                times[name].append(seconds)
+        after()
+    (first, ours), (second, theirs) = times.items()
+    return {
+        "context": len(prompt),
+        "nodes": nodes,
+        f"{first}_milliseconds": 1e3 * statistics.median(ours),
+        f"{second}_milliseconds": 1e3 * statistics.median(theirs),
+        f"{first}_over_{second}": statistics.median(ours) / statistics.median(theirs),
+        "interval": list(bootstrap_interval(ours, theirs)),
+    }
+
+
+def _stepper(base: FrozenBase, prompt: list[int], nodes: int, turns: int) -> Callable[[], Any]:
+    """Return what takes one step with an oracle that is never right."""
+    policy = _tree(nodes)
+    oracle = Oracle([prompt], policy.depth, base.vocab_size, rate=0.0, device=base.device)
+    drafter = oracle if policy.depth else None
+    room = len(prompt) + 2 * nodes + 2 * (WARM_UP + STEPS * turns)
+    state, _ = loop.start(base, drafter, [prompt], room)
+    return lambda: loop.step(base, drafter, policy, rules.match, state)
+
+
+def _tree(nodes: int) -> grow.Static:
+    """Return a tree of this size with four levels at most: a chain, and siblings all along it."""
+    paths = [(0,) * depth + (rank,) for rank in range(nodes) for depth in range(4)]
+    return grow.Static(sorted(paths[: nodes - 1]), "caterpillar")
+
+
+def _bare_cache(
+    base: FrozenBase, prompt: list[int], nodes: int
+) -> tuple[torch.Tensor, DynamicCache]:
+    """Return tokens for a plain forward of the model, and the cache of the text before them."""
     cache = DynamicCache(config=base.config)
     read = torch.tensor([prompt], device=base.device)
     base.model(input_ids=read, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    tokens = torch.zeros(1, nodes, dtype=torch.long, device=base.device)
-
-    def bare() -> None:
-        base.model(input_ids=tokens, past_key_values=cache, use_cache=True)
-
-    ours, theirs = [], []
-    for turn in range(count + 2):
-        mine, _ = _time(base, lambda: loop.step(base, arm, policy, rules.match, state))
-        plain, _ = _time(base, bare)
-        cache.crop(-nodes)
-        if turn >= 2:
-            ours.append(mine)
-            theirs.append(plain)
-    return ours, theirs
+    return torch.zeros(1, nodes, dtype=torch.long, device=base.device), cache
 
 
 def _bandwidth_floor(base: FrozenBase, slots: int) -> float | None:
@@ -420,6 +481,7 @@ def _machine(base: FrozenBase, options: argparse.Namespace) -> dict[str, Any]:
     return {
         "base": base.name,
         "parameters": base.num_parameters,
+        "compile": options.compile,
         "dtype": str(base.dtype).removeprefix("torch."),
         "device": base.device.type,
         "prompts": options.prompts,

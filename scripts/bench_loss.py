@@ -14,7 +14,6 @@ processor's own, which other programs disturb less.
 """
 
 import argparse
-import importlib
 import json
 import os
 import platform
@@ -24,23 +23,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-
-def load_losses() -> Any:
-    """Import specheads.losses alone: a GPU machine may have nothing but torch and jaxtyping."""
-    package = ModuleType("specheads")
-    package.__path__ = [str(Path(__file__).parents[1] / "specheads")]
-    sys.modules["specheads"] = package
-    return importlib.import_module("specheads.losses")
-
-
-losses = load_losses()
+from specheads import losses
 
 SIZES = {
     "cpu": {"depth": 4, "rows": 2048, "vocab": 49_152, "width": 1024, "dtype": "float32"},

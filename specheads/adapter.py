@@ -1,6 +1,7 @@
 """LoRA on the base: layers that learn beside weights that stay. peft lives here only.
 
-See docs/joint_training.md. Source: Hu et al. 2021, arXiv:2106.09685.
+It is imported where it is used, so whoever has no adapter does without it. See
+docs/joint_training.md. Source: Hu et al. 2021, arXiv:2106.09685.
 """
 
 import hashlib
@@ -12,9 +13,6 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
-from peft import LoraConfig, PeftConfig, get_peft_model
-from peft.tuners.lora import LoraLayer
-from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -40,6 +38,8 @@ class Adapter:
     """
 
     def __init__(self, model: PreTrainedModel, settings: Joint, seed: int = 0) -> None:
+        from peft import LoraConfig, get_peft_model
+
         names = targets(model, settings.target_modules)
         config = LoraConfig(
             task_type="CAUSAL_LM",
@@ -71,10 +71,14 @@ class Adapter:
 
     def weights(self) -> dict[str, Tensor]:
         """Return its tensors, by the names that peft gives them."""
+        from peft.utils import get_peft_model_state_dict
+
         return get_peft_model_state_dict(self._wrapped, save_embedding_layers=False)
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
         """Take tensors that `weights` returned."""
+        from peft.utils import set_peft_model_state_dict
+
         set_peft_model_state_dict(self._wrapped, dict(weights))
 
     def save(self, folder: Path) -> None:
@@ -86,7 +90,9 @@ class Adapter:
         """Take the layers out: the model is then bitwise what it was."""
         self._wrapped.unload()
 
-    def _layers(self) -> list[LoraLayer]:
+    def _layers(self) -> list[Any]:
+        from peft.tuners.lora import LoraLayer
+
         return [layer for layer in self._wrapped.modules() if isinstance(layer, LoraLayer)]
 
 
@@ -144,10 +150,11 @@ def whole_weight(layer: nn.Module) -> Float[Tensor, "vocab width"]:
     """Return a layer's matrix, and what LoRA adds to it where it is on."""
     weight = layer.weight
     assert isinstance(weight, Tensor)
-    if not isinstance(layer, LoraLayer) or layer.disable_adapters:
+    # only what an adapter has put round a layer can switch it off
+    if getattr(layer, "disable_adapters", True):
         return weight
     adapted: Any = layer
-    for name in layer.active_adapters:
+    for name in adapted.active_adapters:
         weight = (weight + adapted.get_delta_weight(name)).to(weight.dtype)
     return weight
 
@@ -180,6 +187,8 @@ def merge(model: PreTrainedModel, adapter: str | Path) -> None:
 
 
 def _wrap(model: PreTrainedModel, adapter: str) -> Any:
+    from peft import PeftConfig, get_peft_model
+
     config = PeftConfig.from_pretrained(adapter)
     if config.peft_type != "LORA":
         raise ValueError(f"it is of the kind {config.peft_type}")

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from specheads.cache import KVCache, RowCache, upload
+from specheads.compiled import compiled
 from specheads.drafter import Features
 from specheads.flex import attending, reads_in_place, tree_block_mask
 from specheads.layout import column_major
@@ -41,6 +42,7 @@ class FrozenBase:
         tokenizer: Its tokenizer, where text has to be read or shown.
         name: What to call it in reports: a path or a Hub id.
         revision: The Hub revision it was loaded from.
+        compile: Whether trees are verified by a compiled graph: see docs/compile.md.
 
     Raises:
         ValueError: The model keeps a state that cannot be rolled back, or its attention takes
@@ -54,6 +56,7 @@ class FrozenBase:
         *,
         name: str = "",
         revision: str = "main",
+        compile: bool = False,
     ) -> None:
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
@@ -65,7 +68,10 @@ class FrozenBase:
         refuse_attention(self.config._attn_implementation)
         self._heard: list[Tensor] = []
         self._output_embedding().register_forward_pre_hook(self._listen)
+        self._run: Callable[..., Any] = self.model
         check(self)
+        if compile:
+            self._run = compiled(self.model.forward, self.device)
 
     @classmethod
     def load(
@@ -77,6 +83,7 @@ class FrozenBase:
         device: str = "auto",
         attention: str = "sdpa",
         adapter: str | Path = "",
+        compile: bool = False,
     ) -> "FrozenBase":
         """Load a base from a folder or the Hub. Code that comes with a checkpoint is never run.
 
@@ -88,6 +95,7 @@ class FrozenBase:
             device: A torch device, or "auto": CUDA where there is one.
             attention: "sdpa" or "eager".
             adapter: Folder or Hub id of a LoRA adapter that is merged into it; empty is none.
+            compile: As the class.
 
         Raises:
             ValueError: There is no such base or adapter, or they do not fit, or as the class.
@@ -95,7 +103,7 @@ class FrozenBase:
         loaded, tokenizer = load_model(
             str(model), revision=revision, dtype=dtype, device=device, attention=attention
         )
-        base = cls(loaded, tokenizer, name=str(model), revision=revision)
+        base = cls(loaded, tokenizer, name=str(model), revision=revision, compile=compile)
         if adapter:
             base.merge(adapter)
         return base
@@ -181,6 +189,11 @@ class FrozenBase:
         return self.projection / divisor if divisor else self.projection
 
     @property
+    def static(self) -> bool:
+        """Whether forwards should look alike to a compiler: CUDA graphs know one shape each."""
+        return self._run is not self.model and self.device.type == "cuda"
+
+    @property
     def fingerprint(self) -> str:
         """Hash of the weights (evenly spaced samples of each tensor) and of the vocabulary."""
         digest = hashlib.sha256()
@@ -194,7 +207,7 @@ class FrozenBase:
 
     def cache(self, batch: int, capacity: int) -> KVCache:
         """Return an empty cache of `batch` rows with `capacity` slots each."""
-        return KVCache(self.num_layers, batch, capacity, self.device)
+        return KVCache(self.num_layers, batch, capacity, self.device, static=self.static)
 
     def pool(self, num_blocks: int, block_size: int = 16) -> BlockPool:
         """Return blocks for paged caches, `PagedKVCache(pool, batch)`, of this base."""
@@ -267,8 +280,10 @@ class FrozenBase:
         ancestors = tree.ancestors()
         cache.reserve(tree.tokens.shape[1])
         self._heard.clear()
+        # what is recorded for one shape would be recorded again for each length of such rows
+        run = self.model if self.static and not cache.static else self._run
         out = self._forward(
-            self.model, tree.tokens, ancestors, ancestors.sum(-1) - 1, cache, bool(taps)
+            run, tree.tokens, ancestors, ancestors.sum(-1) - 1, cache, bool(taps)
         )
         features = Features(self._heard.pop(), _tapped(out, taps), tree.tokens)
         return Verification(out.logits, features, ancestors)
@@ -318,7 +333,7 @@ class FrozenBase:
 
     def _forward(
         self,
-        model: torch.nn.Module,
+        model: Callable[..., Any],
         tokens: Tensor,
         ancestors: Tensor,
         depths: Tensor,

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from specheads.compiled import EXTENT
+
 
 class RowCache(Cache, ABC):
     """Rows of committed tokens, each with scratch behind it: what every cache here has in common.
@@ -28,6 +30,9 @@ class RowCache(Cache, ABC):
         device: Where lengths live; keys and values follow the base.
     """
 
+    static = False
+    """Whether forwards of one length look alike to a compiler while rows grow."""
+
     def __init__(self, layers: list[Any], batch: int, device: torch.device | str) -> None:
         self.device = torch.device(device)
         self._set_lengths([0] * batch)
@@ -42,7 +47,7 @@ class RowCache(Cache, ABC):
 
     def scratch(self, length: int) -> tuple[Tensor, Tensor]:
         """Return row and slot indices of the next `length` positions, each (batch, length)."""
-        rows = torch.arange(len(self.row_lengths), device=self.device)[:, None]
+        rows = torch.arange(len(self.lengths), device=self.device)[:, None]
         slots = self.lengths[:, None] + torch.arange(length, device=self.device)
         return rows.expand_as(slots), slots
 
@@ -53,7 +58,7 @@ class RowCache(Cache, ABC):
 
     def slot_positions(self, end: int) -> Tensor:
         """Return the position of the token in each of the first slots: (batch, end)."""
-        return torch.arange(end, device=self.device).repeat(len(self.row_lengths), 1)
+        return torch.arange(end, device=self.device).repeat(len(self.lengths), 1)
 
     def extent(self, length: int) -> int:
         """Return how many slots a forward over `length` new positions looks at."""
@@ -114,6 +119,10 @@ def upload(values: list[Any], device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
+def _whole(slots: int) -> int:
+    return -(-slots // EXTENT) * EXTENT
+
+
 class _Layer(CacheLayerMixin):
     """One layer's rows; reads its place from the cache it belongs to."""
 
@@ -130,6 +139,10 @@ class _Layer(CacheLayerMixin):
         self.keys = key_states.new_zeros(batch, heads, capacity, width)
         self.values = value_states.new_zeros(batch, heads, capacity, value_states.shape[-1])
         self.is_initialized = True
+        if self.cache.static:
+            # a CUDA graph then reads them where they are, instead of a copy of its own
+            torch._dynamo.mark_static_address(self.keys)
+            torch._dynamo.mark_static_address(self.values)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
@@ -138,8 +151,7 @@ class _Layer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         keys, values = self.held()
-        length, shared = key_states.shape[2], self.cache.shared_length
-        end = self.cache.extent(length)
+        length, shared, end = key_states.shape[2], self.cache.shared_length, self.cache.end
         if shared is not None:
             keys[:, :, shared : shared + length] = key_states
             values[:, :, shared : shared + length] = value_states
@@ -180,7 +192,8 @@ class _Layer(CacheLayerMixin):
             self.is_initialized = True
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.cache.extent(query_length), 0
+        del query_length
+        return self.cache.end, 0
 
     def get_seq_length(self) -> int:
         return self.cache.longest
@@ -197,12 +210,22 @@ class KVCache(RowCache):
         batch: Rows.
         capacity: Slots of a row: committed tokens and the scratch of one forward together.
         device: Where lengths live; keys and values follow the base.
+        static: As in the class. Lengths are then known to the device only, and slots are looked
+            at `EXTENT` at a time.
     """
 
     def __init__(
-        self, num_layers: int, batch: int, capacity: int, device: torch.device | str = "cpu"
+        self,
+        num_layers: int,
+        batch: int,
+        capacity: int,
+        device: torch.device | str = "cpu",
+        *,
+        static: bool = False,
     ) -> None:
-        self.capacity = capacity
+        self.capacity, self.static = _whole(capacity) if static else capacity, static
+        self.end = 0
+        """Slots that the reserved forward looks at."""
         self._own_layers = [_Layer(self) for _ in range(num_layers)]
         super().__init__(self._own_layers, batch, device)
 
@@ -213,11 +236,22 @@ class KVCache(RowCache):
             ValueError: The rows have no room for it.
         """
         del counts
-        if self.extent(length) > self.capacity:
+        if self.longest + length > self.capacity:
             raise ValueError(
                 f"the cache must hold committed and new tokens together: {self.longest} + "
                 f"{length} exceed its {self.capacity} slots; allocate more"
             )
+        self.end = self.extent(length)
+
+    def extent(self, length: int) -> int:
+        """Return how many slots a forward over `length` new positions looks at."""
+        end = super().extent(length)
+        return _whole(end) if self.static else end
+
+    def _set_lengths(self, lengths: list[int]) -> None:
+        super()._set_lengths(lengths)
+        if self.static:
+            self.shared_length = None
 
     def _move(self, paths: list[list[int]]) -> None:
         if len(paths) == 1:

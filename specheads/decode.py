@@ -102,7 +102,12 @@ def generate(
         )
         for prompt, sampling in zip(prompts, each, strict=True)
     ]
-    engine.run()
+    try:
+        engine.run()
+    finally:
+        # whatever was raised, the pool gets everything back; where all is done, this is nothing
+        for stream in streams:
+            stream.cancel()
     return Decoding(
         [stream.tokens for stream in streams],
         [len(stream.steps) for stream in streams],

@@ -4,11 +4,13 @@ See docs/serving_loop.md.
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from specheads import grow, rules
 from specheads.base import FrozenBase
+from specheads.cache import RowCache
 from specheads.drafter import Drafter
 from specheads.loop import State, start, step
 from specheads.paged import BlockPool, PagedKVCache, PoolFullError
@@ -123,19 +125,24 @@ class Engine:
     def step(self) -> bool:
         """Admit who fits, decode one step for everybody; return whether any request is left.
 
-        Newcomers take their first step among themselves, and join the others after it.
+        Newcomers take their first step among themselves, and join the others after it. What
+        base, drafter or tokenizer raise goes to the caller; the requests it was raised for end
+        as failed and give back what they hold, and the others go on with the next step.
         """
         self._admit()
         for batch in self._batches:
-            steps = step(self.base, self.drafter, self.policy, self.rule, batch.state)
-            for stream, taken in zip(batch.streams, steps, strict=True):
-                stream.steps.append(taken)
-                stream.take(taken.tokens)
+            with self._failing(batch.streams, batch.state.cache):
+                steps = step(self.base, self.drafter, self.policy, self.rule, batch.state)
+                for stream, taken in zip(batch.streams, steps, strict=True):
+                    stream.steps.append(taken)
+                    stream.take(taken.tokens)
         self._let_go()
         if len(self._batches) > 1:
             first, second = self._batches
-            first.state.join(second.state, self.drafter)
-            self._batches = [_Batch(first.state, first.streams + second.streams)]
+            together = first.streams + second.streams
+            with self._failing(together, first.state.cache):
+                first.state.join(second.state, self.drafter)
+            self._batches = [_Batch(first.state, together)]
         return bool(self._batches or self._waiting)
 
     def cancel(self, stream: Stream) -> None:
@@ -160,11 +167,34 @@ class Engine:
             return
         prompts = [stream.request.prompt for stream in streams]
         settings = [stream.request.sampling for stream in streams]
-        state, first = start(self.base, self.drafter, prompts, self._capacity, settings, self.pool)
-        self._batches.append(_Batch(state, streams))
-        for stream, taken in zip(streams, first, strict=True):
-            stream.take(taken.tokens)
+        cache = self._cache(len(streams))
+        with self._failing(streams, cache):
+            state, first = start(self.base, self.drafter, prompts, self._capacity, settings, cache)
+            self._batches.append(_Batch(state, streams))
+            for stream, taken in zip(streams, first, strict=True):
+                stream.take(taken.tokens)
         self._let_go()
+
+    def _cache(self, batch: int) -> RowCache:
+        if self.pool is None:
+            return self.base.cache(batch, self._capacity)
+        return PagedKVCache(self.pool, batch)
+
+    @contextmanager
+    def _failing(self, streams: list[Stream], cache: RowCache) -> Iterator[None]:
+        """End these requests, and give back what they hold, where what is done for them raises.
+
+        A step that was not taken to its end cannot be taken again: the drafter may have read
+        what was committed already.
+        """
+        try:
+            yield
+        except BaseException:
+            for stream in streams:
+                stream.finish_reason = stream.finish_reason or "failed"
+            cache.keep_rows([])
+            self._let_go()
+            raise
 
     def _has_blocks(self, newcomers: list[Stream]) -> bool:
         """Return whether the pool has what these and those running may come to need."""
@@ -184,7 +214,8 @@ class Engine:
             if not kept:
                 batch.state.cache.keep_rows([])
             elif len(kept) < len(batch.streams):
-                batch.state.keep(kept, self.drafter)
+                with self._failing(batch.streams, batch.state.cache):
+                    batch.state.keep(kept, self.drafter)
             batch.streams = [batch.streams[row] for row in kept]
         self._batches = [batch for batch in self._batches if batch.streams]
 

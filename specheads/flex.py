@@ -167,10 +167,12 @@ def reads_in_place(cache: RowCache) -> TypeGuard[PagedKVCache]:
 @contextmanager
 def attending(config: PreTrainedConfig, cache: RowCache) -> Iterator[None]:
     """Let the model of this config attend in the way that the cache asks for, meanwhile."""
+    if not reads_in_place(cache):
+        yield
+        return
     before = config._attn_implementation
-    if reads_in_place(cache):
-        AttentionInterface.register(NAME, paged_attention)
-        config._attn_implementation = NAME
+    AttentionInterface.register(NAME, paged_attention)
+    config._attn_implementation = NAME
     try:
         yield
     finally:

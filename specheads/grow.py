@@ -9,6 +9,7 @@ from torch import Tensor
 
 from specheads.drafter import Drafter, Features, Memory
 from specheads.sampling import Rows
+from specheads.shape import Shape
 from specheads.stop import Stop, share
 from specheads.tree import TokenTree
 
@@ -61,7 +62,7 @@ class Static(Policy):
         self, paths: Sequence[Sequence[int]], name: str = "static", confidence: float = 0.0
     ) -> None:
         ordered = sorted((tuple(path) for path in paths), key=lambda path: (len(path), path))
-        known = {(): 0} | {path: node for node, path in enumerate(ordered, start=1)}
+        known = {(), *ordered}
         orphans = [path for path in ordered if path[:-1] not in known]
         if orphans or len(known) <= len(ordered) or () in ordered:
             raise ValueError(
@@ -70,10 +71,13 @@ class Static(Policy):
             )
         self.name, self.paths, self.confidence = name, tuple(ordered), share(confidence)
         self.num_nodes, self.depth = len(known), max(map(len, ordered), default=0)
-        self.parents = torch.tensor([-1] + [known[path[:-1]] for path in ordered])
-        # the shape never changes, so what follows from it is worked out once: who has whom above
-        self.reach = TokenTree(self.parents[None], self.parents[None]).ancestors()
-        self._levels = [_Level(ordered, length) for length in range(1, self.depth + 1)]
+        self._shapes: dict[torch.device, Shape] = {}
+
+    def shape(self, device: torch.device) -> Shape:
+        """Return what follows from the paths, copied to a device when it is first asked for."""
+        if device not in self._shapes:
+            self._shapes[device] = Shape.of(self.paths).to(device)
+        return self._shapes[device]
 
     def grow(
         self,
@@ -86,37 +90,21 @@ class Static(Policy):
     ) -> TokenTree:
         """Draft `num_nodes - 1` tokens by their ranks."""
         del rows
-        if not self._levels:
+        if not self.depth:
             return root_only(tokens, count)
-        batch, device = len(count), count.device
+        batch, shape = len(count), self.shape(count.device)
         logits, state = drafter.begin(features, tokens, count, memory)
         drafted = [first_node(tokens, count)]
-        stop = Stop(self.confidence, batch, device)
-        for index, level in enumerate(self._levels):
+        stop = Stop(self.confidence, batch, count.device)
+        for index, level in enumerate(shape.levels):
             best = _best(logits, level.width)[:, level.parents, level.ranks]
             drafted.append(drafter.to_tokens(best))
             stop.level(logits, best, level.parents, level.inner)
             if index + 1 == self.depth or stop.everywhere():
                 break
-            inner, parents = drafted[-1][:, level.inner], level.inner_parents.expand(batch, -1)
-            logits, state = drafter.extend(state, inner, parents.to(device))
-        return shaped(drafted, self.parents, self.reach, stop)
-
-
-class _Level:
-    """One level of a static tree; only nodes with children are read by the drafter."""
-
-    def __init__(self, paths: list[tuple[int, ...]], length: int) -> None:
-        has_children = {path[:-1] for path in paths}
-        above = [path for path in paths if len(path) == length - 1 and path in has_children]
-        here = [path for path in paths if len(path) == length]
-        read = {path: place for place, path in enumerate(above or [()])}
-        inner = [place for place, path in enumerate(here) if path in has_children]
-        self.parents = torch.tensor([read[path[:-1]] for path in here])
-        self.ranks = torch.tensor([path[-1] for path in here])
-        self.width = int(self.ranks.max()) + 1
-        self.inner = torch.tensor(inner, dtype=torch.long)
-        self.inner_parents = self.parents[self.inner][None]
+            inner, parents = drafted[-1][:, level.inner], level.parents[level.inner]
+            logits, state = drafter.extend(state, inner, parents.expand(batch, -1))
+        return shaped(drafted, shape, stop)
 
 
 class BestFirst(Policy):
@@ -261,17 +249,15 @@ def _prune(
     )
 
 
-def shaped(drafted: list[Tensor], parents: Tensor, reach: Tensor, stop: Stop) -> TokenTree:
+def shaped(drafted: list[Tensor], shape: Shape, stop: Stop) -> TokenTree:
     """Return a tree of known shape, as far as it was drafted, from the tokens of its levels."""
     tokens = torch.cat(drafted, dim=1)
     batch, size = tokens.shape
-    parents = parents[:size].to(tokens.device).expand(batch, -1)
+    parents = shape.parents[:size].expand(batch, -1)
     if stop.confidence:
         # whether an absent node is among the ancestors of another does not matter
         parents = parents.masked_fill(~torch.cat(stop.present, dim=1), -1)
-    return TokenTree(
-        tokens, parents, reach[:, :size, :size].to(tokens.device).expand(batch, -1, -1)
-    )
+    return TokenTree(tokens, parents, shape.reach[:, :size, :size].expand(batch, -1, -1))
 
 
 def root_only(tokens: Int[Tensor, "batch time"], count: Int[Tensor, " batch"]) -> TokenTree:

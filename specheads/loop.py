@@ -10,10 +10,9 @@ from torch import Tensor
 
 from specheads import accept, grow, rules
 from specheads.base import FrozenBase, Verification
-from specheads.cache import RowCache
+from specheads.cache import RowCache, upload
 from specheads.drafter import Drafter, Memory
 from specheads.features import Features, stack_rows
-from specheads.paged import BlockPool, PagedKVCache
 from specheads.sampling import GREEDY, Rows, Sampling
 from specheads.tree import TokenTree
 
@@ -111,7 +110,7 @@ def _advance(
     width = max(len(taken.path) for taken in steps)
     state.features = verified.features.at(verdict.path[:, :width])
     padded = [taken.tokens + taken.tokens[-1:] * (width - len(taken.tokens)) for taken in steps]
-    state.tokens = torch.tensor(padded, device=verdict.path.device)
+    state.tokens = upload(padded, verdict.path.device)
     state.count = verdict.count
     state.rows.advance(state.tokens, state.cache.positions)
 
@@ -123,7 +122,7 @@ def start(
     prompts: list[list[int]],
     capacity: int,
     settings: list[Sampling] | None = None,
-    pool: BlockPool | None = None,
+    cache: RowCache | None = None,
 ) -> tuple[State, list[Step]]:
     """Read the prompts; return the loop's state and each row's first token as a step.
 
@@ -133,10 +132,10 @@ def start(
         prompts: Token ids.
         capacity: Tokens of a row at most, the nodes of a last tree included.
         settings: How each row wants its tokens chosen; None is greedily.
-        pool: Where keys and values lie; None is contiguous rows of this capacity.
+        cache: Empty, a row a prompt; None is contiguous rows of this capacity.
 
     Raises:
-        PoolFullError: The pool cannot hold the prompts.
+        PoolFullError: The cache's pool cannot hold the prompts.
     """
     batch = len(prompts)
     counts = [len(prompt) for prompt in prompts]
@@ -144,7 +143,7 @@ def start(
     for row, prompt in enumerate(prompts):
         padded[row, : len(prompt)] = torch.tensor(prompt)
     padded = padded.to(base.device)
-    cache = base.cache(batch, capacity) if pool is None else PagedKVCache(pool, batch)
+    cache = base.cache(batch, capacity) if cache is None else cache
     memory = drafter.memory(batch, capacity) if drafter is not None else None
     taps = drafter.taps if drafter is not None else ()
     logits, features = base.prefill(padded, cache, counts, taps)

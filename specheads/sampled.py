@@ -44,9 +44,8 @@ class Sampled(Policy):
             for depth in range(1, len(branches) + 1)
             for path in itertools.product(*map(range, branches[:depth]))
         ]
-        shape = Static(paths)
-        self.num_nodes, self.depth = shape.num_nodes, shape.depth
-        self.parents, self._reach = shape.parents, shape.reach
+        self._static = Static(paths)
+        self.num_nodes, self.depth = self._static.num_nodes, self._static.depth
 
     def grow(
         self,
@@ -74,7 +73,7 @@ class Sampled(Policy):
                 break
             paths = torch.cat([paths[:, parents], drawn[..., None]], dim=-1)
             logits, state = drafter.extend(state, drawn, parents.expand(len(count), -1))
-        tree = shaped(drafted, self.parents, self._reach, stop)
+        tree = shaped(drafted, self._static.shape(count.device), stop)
         how = Drawn(self.branches[: len(laws)], torch.cat(laws, dim=1))
         return replace(tree, drawn=how)
 

@@ -9,8 +9,9 @@ from specheads.detokenize import Text
 from specheads.loop import Step
 from specheads.sampling import GREEDY, Sampling
 
-FinishReason = Literal["eos", "stop", "length", "context", "cancelled"]
-"""An end-of-text token, a stop string, the request's own limit, a full context, `cancel`."""
+FinishReason = Literal["eos", "stop", "length", "context", "cancelled", "failed"]
+"""An end-of-text token, a stop string, the request's own limit, a full context, `cancel`, and a
+step for this request that raised."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

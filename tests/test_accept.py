@@ -1,5 +1,6 @@
 """Acceptance rules, proven by integrating them over the random numbers they are given."""
 
+import functools
 import itertools
 import json
 import math
@@ -103,15 +104,19 @@ def test_the_verdict_is_that_of_a_walk_from_the_root(rows):
         assert found == walk(*judged)
 
 
+def medusa_tree(case: str, tokens: torch.Tensor) -> TokenTree:
+    policy = Static(json.loads((GOLDEN / case / "config.json").read_text())["choices"])
+    parents = policy.shape(tokens.device).parents
+    return TokenTree(tokens, parents.expand(len(tokens), -1))
+
+
 @pytest.mark.parametrize("case", MEDUSA_TREES)
 def test_medusas_own_code_accepts_the_same_tokens(case):
     io = load_file(GOLDEN / case / "io.safetensors")
-    policy = Static(json.loads((GOLDEN / case / "config.json").read_text())["choices"])
-    tokens = io["out.tree_candidates"]
-    tree = TokenTree(tokens, policy.parents.expand(len(tokens), -1))
+    tree = medusa_tree(case, io["out.tree_candidates"])
     verdict = greedy(tree, io["in.tree_logits"])
     assert (verdict.count - 1).tolist() == io["out.greedy.accept_length"].tolist()
-    accepted = tokens.gather(1, verdict.path)
+    accepted = tree.tokens.gather(1, verdict.path)
     for row, count in enumerate(verdict.count.tolist()):
         expected = io["out.greedy.accepted_tokens"][row]
         assert accepted[row, :count].tolist() == expected[expected >= 0].tolist()
@@ -240,8 +245,11 @@ Judged = tuple[Verdict, torch.Tensor]
 """A verdict in every cell, and the cells' volumes."""
 
 
-def by_rejection(one: Grown, base: Laws) -> Judged:
-    """Integrate over one coin a node, and one number for the draw at the end of the path."""
+def by_rejection(one: Grown, base: Laws, shared: bool = False) -> Judged:
+    """Integrate over one coin a node, and one number for the draw at the end of the path.
+
+    `shared` has all children of a node tested with one coin, which is wrong.
+    """
     tree = one.tree
     assert tree.drawn is not None
     coins: list[list[float]] = [[] for _ in one.prefixes]
@@ -261,12 +269,16 @@ def by_rejection(one: Grown, base: Laws) -> Judged:
                 left[[one.prefixes[tried][-1] for tried in below[: place + 1]]] = 0.0
             left = left / left.sum()
         ends += sums(law)
+    num_nodes, whose = len(coins), torch.arange(len(coins))
+    if shared:
+        whose = tree.parents[0].clamp(min=0)
+        for child, parent in enumerate(whose.tolist()):
+            coins[parent] = coins[parent] + coins[child]
     numbers, volumes = cells(*coins, ends)
-    num_nodes = len(coins)
     verdict = rejection(
         repeated(tree, len(numbers)),
         one.base_probs(base).expand(len(numbers), -1, -1),
-        numbers[:, :num_nodes],
+        numbers[:, whose],
         numbers[:, num_nodes, None].expand(-1, num_nodes),
     )
     return verdict, volumes
@@ -414,12 +426,23 @@ def test_the_check_catches_a_draw_for_each_sibling():
     assert variation(law, base[()]) == pytest.approx(0.175)
 
 
-P, Q = torch.tensor([0.5, 0.3, 0.15, 0.05]).double(), torch.tensor([0.2, 0.2, 0.5, 0.1]).double()
+P, Q = (
+    torch.tensor(law, dtype=torch.float64) for law in ([0.5, 0.3, 0.15, 0.05], [0.2, 0.2, 0.5, 0.1])
+)
 
 
 def after_any(law: torch.Tensor) -> Laws:
     """Return laws of two tokens that do not depend on the first."""
     return {(): law} | {(token,): law for token in range(len(law))}
+
+
+def test_the_check_catches_a_coin_that_siblings_share():
+    # the second sibling is tested with a coin that is known to have failed the first
+    base, draft = after_any(P), after_any(Q)
+    law = emitted(functools.partial(by_rejection, shared=True), grown(draft, (2,)), base, 1)
+    torch.testing.assert_close(law, torch.tensor([0.5225, 0.2775, 0.15, 0.05]))
+    law = emitted(by_rejection, grown(draft, (2,)), base, 1)
+    assert variation(law, P) < 1e-12
 
 
 def test_the_check_catches_dropping_a_doubted_token_unverified():
@@ -464,10 +487,52 @@ def bound(base: torch.Tensor, draft: torch.Tensor, width: int) -> float:
     ("width", "accepted", "most"), [(1, 0.6, 0.6), (2, 0.849722, 0.972222), (3, 0.935, 1.0)]
 )
 def test_known_laws_are_accepted_as_often_as_they_should_be(width, accepted, most):
-    assert acceptance(grown(after_any(Q), (width,)), after_any(P)) == pytest.approx(
-        accepted, abs=1e-6
-    )
+    trees = list(grown(after_any(Q), (width,)))
+    assert acceptance(trees, after_any(P)) == pytest.approx(accepted, abs=1e-6)
     assert bound(P, Q, width) == pytest.approx(most, abs=1e-6)
+    assert (emitted(by_rejection, trees, after_any(P), 1) - P).abs().max() < 1e-12
+
+
+def with_replacement(base: torch.Tensor, draft: torch.Tensor, width: int) -> float:
+    """Return what SpecInfer accepts: children drawn alike, each tested against what is left."""
+    left, rejected = base, 1.0
+    for _ in range(width):
+        rejected *= 1 - float(torch.minimum(left, draft).sum())
+        left = (left - draft).clamp(min=0)
+        left = left / left.sum()
+    return 1 - rejected
+
+
+def k_seq(base: torch.Tensor, draft: torch.Tensor, width: int) -> tuple[float, float]:
+    """Return SpecTr's divisor, which makes it lossless, and what it accepts; by bisection."""
+    low, high = 1.0, float(width)
+    while high - low > 1e-12:
+        rho = (low + high) / 2
+        share = float(torch.minimum(base / rho, draft).sum())
+        low, high = (rho, high) if 1 - (1 - share) ** width > rho * share else (low, rho)
+    return low, 1 - (1 - float(torch.minimum(base / low, draft).sum())) ** width
+
+
+@pytest.mark.parametrize(
+    ("width", "replaced", "rho", "sequential", "most"),
+    [(2, 0.76, 1.463325, 0.785330, 0.84), (3, 0.828, 1.792593, 0.858519, 0.984)],
+)
+def test_drawing_without_replacement_accepts_more_than_any_rule_with_it(
+    width, replaced, rho, sequential, most
+):
+    assert with_replacement(P, Q, width) == pytest.approx(replaced, abs=1e-6)
+    assert k_seq(P, Q, width) == pytest.approx((rho, sequential), abs=1e-6)
+    # the minimal cut of independent draws
+    subsets = itertools.chain.from_iterable(
+        itertools.combinations(range(4), size) for size in range(5)
+    )
+    cuts = [float(P[[*kept]].sum() + 1 - Q[[*kept]].sum() ** width) for kept in subsets]
+    assert min(cuts) == pytest.approx(most, abs=1e-6)
+    ours = acceptance(grown(after_any(Q), (width,)), after_any(P))
+    assert replaced < sequential < most
+    # more than SpecInfer's and SpecTr's rules; at two children, more than any rule could
+    assert ours > sequential
+    assert width > 2 or ours > most
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -479,6 +544,12 @@ def test_acceptance_is_optimal_for_one_child_grows_with_more_and_covers_with_all
     for width, share in enumerate(accepted, start=1):
         assert share <= bound(base, draft, width) + 1e-12
     assert accepted[3] == pytest.approx(1.0, abs=1e-12)
+
+
+def test_as_many_children_as_tokens_are_never_all_rejected_and_drawn_alike_they_are():
+    base, draft = torch.tensor([0.05, 0.05, 0.9]), torch.tensor([0.6, 0.39, 0.01])
+    assert acceptance(grown(after_any(draft), (3,)), after_any(base)) == pytest.approx(1.0)
+    assert 1 - with_replacement(base, draft, 3) > 0.8
 
 
 def test_at_temperature_zero_rejection_is_matching_whatever_the_coins():
@@ -555,13 +626,11 @@ def test_a_chain_has_the_law_that_transformers_measured():
 def test_medusas_own_code_finds_the_same_tokens_typical(case, name, temperature):
     io = load_file(GOLDEN / case / "io.safetensors")
     wanted = load_file(GOLDEN / case / "typical.safetensors")
-    policy = Static(json.loads((GOLDEN / case / "config.json").read_text())["choices"])
-    tokens = io["out.tree_candidates"]
-    tree = TokenTree(tokens, policy.parents.expand(len(tokens), -1))
+    tree = medusa_tree(case, io["out.tree_candidates"])
     base_probs = (io["in.tree_logits"].double() / temperature).softmax(-1)
     verdict = typical(tree, base_probs)
     assert (verdict.count - 1).tolist() == wanted[f"out.{name}.accept_length"].tolist()
-    accepted = tokens.gather(1, verdict.path)
+    accepted = tree.tokens.gather(1, verdict.path)
     for row, count in enumerate(verdict.count.tolist()):
         expected = wanted[f"out.{name}.accepted_tokens"][row]
         assert accepted[row, :count].tolist() == expected[expected >= 0].tolist()

@@ -3,7 +3,7 @@
 import functools
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specheads import grow, heads
+from specheads.base import FrozenBase
 from specheads.baselines import DraftModel, PromptLookup, Streaming
 from specheads.decode import Decoding, generate
 from specheads.drafter import Drafter
@@ -21,7 +22,7 @@ from specheads.sampled import Sampled
 from specheads.sampling import Sampling
 from specheads.stream import Piece, Request, Stream
 from tests import tiny
-from tests.test_detokenize import tokenizer
+from tests.test_detokenize import PIECES, tokenizer
 
 Arm = tuple[Drafter | None, grow.Policy | None]
 NEW = 14
@@ -40,7 +41,7 @@ def head(**settings: Any) -> Drafter:
 ARMS: dict[str, Callable[[], Arm]] = {
     "base alone": lambda: (None, None),
     "eagle3": lambda: (head(kind="eagle3"), TREE),
-    "hydra with a prefix": lambda: (head(kind="hydra_heads", prefix=True), TREE),
+    "beam": lambda: (head(kind="hydra_heads", prefix=True), grow.Beam(2, 3)),
     "draft model": lambda: (DraftModel(tiny.base(), 3, tiny.base()), grow.chain(3)),
     "window": lambda: (Streaming(tiny.base(), 2, sinks=2, window=9, max_nodes=16), TREE),
     "lookup": lambda: (PromptLookup(tiny.VOCAB, 4), Lookup(4)),
@@ -202,39 +203,147 @@ def test_cancelling_frees_blocks_at_once_wherever_the_request_is():
     assert engine.pool.num_free == 12
 
 
-MOVES = st.lists(
-    st.one_of(
-        st.tuples(st.just("submit"), st.integers(1, 12), st.integers(0, 6)),
-        st.tuples(st.just("cancel"), st.integers(0, 30), st.just(0)),
-        st.tuples(st.just("step"), st.just(0), st.just(0)),
-    ),
-    min_size=20,
-    max_size=60,
+class Visit(NamedTuple):
+    """A request, when it comes and what happens then."""
+
+    prompt: int
+    limit: int
+    steps: int
+    """Taken after it came."""
+    stop: str
+    eos: int
+    leaving: int | None
+    """Which of those that came before is cancelled then."""
+
+
+VISITS = st.builds(
+    Visit,
+    prompt=st.integers(1, 12),
+    limit=st.integers(0, 9),
+    steps=st.integers(0, 2),
+    stop=st.sampled_from("bcdw01"),
+    eos=st.integers(0, tiny.VOCAB - 1),
+    leaving=st.one_of(st.none(), st.integers(0, 19)),
 )
+SERVERS: dict[str, Callable[[], Arm]] = {
+    "base alone": lambda: (None, None),
+    "beam": lambda: (tiny.oracle(2), grow.Beam(2, 2)),
+    "hybrid": lambda: (
+        Hybrid(tiny.oracle(2), PromptLookup(tiny.VOCAB, 4)),
+        Graft(grow.chain(2), 3),
+    ),
+}
+SERVED = {
+    "num_blocks": st.sampled_from([7, 11, 16, 40]),
+    "max_batch": st.integers(1, 5),
+    "name": st.sampled_from([*SERVERS]),
+}
 
 
-@settings(max_examples=8)
-@given(MOVES)
-def test_after_any_submissions_and_cancellations_every_block_is_free(moves):
-    pool = blocks(16)
-    engine = Engine(tiny.base(), tiny.oracle(2), pool=pool, max_batch=4)
+@functools.cache
+def speaking() -> FrozenBase:
+    """Return the tiny base with a tokenizer, so that requests may have stop strings."""
+    return FrozenBase(tiny.base().model, tokenizer())
+
+
+@functools.cache
+def said_after(prompt: int) -> list[int]:
+    return generate(tiny.base(), None, [[prompt] * prompt], max_new_tokens=9).tokens[0]
+
+
+def serve(visits: list[Visit], num_blocks: int, max_batch: int, name: str) -> None:
+    """Let requests come, stop as they like and be cancelled; all blocks must be free again."""
+    pool, (drafter, tree) = blocks(num_blocks), SERVERS[name]()
+    engine = Engine(speaking(), drafter, tree=tree, pool=pool, max_batch=max_batch)
     streams: list[Stream] = []
-    for move, first, second in moves:
-        if move == "submit":
-            streams.append(ask(engine, prompt=[first] * first, max_new_tokens=second))
-        elif move == "step":
+    for visit in visits:
+        streams.append(
+            ask(
+                engine,
+                prompt=[visit.prompt] * visit.prompt,
+                max_new_tokens=visit.limit,
+                stop=(visit.stop,),
+                eos_ids=(visit.eos,),
+            )
+        )
+        for _ in range(visit.steps):
             engine.step()
-        elif streams:
-            streams[first % len(streams)].cancel()
-        held = sum(one.num_blocks for one in engine.running)
-        assert pool.num_blocks - pool.num_free <= held <= pool.num_blocks
+            held = sum(one.num_blocks for one in engine.running)
+            assert pool.num_blocks - pool.num_free <= held <= pool.num_blocks
+        if visit.leaving is not None:
+            streams[visit.leaving % len(streams)].cancel()
     engine.run()
     assert pool.num_free == pool.num_blocks
     assert not any(pool.references)
-    for stream in streams:
-        assert stream.finish_reason in ("length", "cancelled")
+    assert pool.copied_blocks == 0
+    for visit, stream in zip(visits, streams, strict=True):
+        assert stream.finish_reason in ("length", "cancelled", "stop", "eos")
+        assert stream.tokens == said_after(visit.prompt)[: len(stream.tokens)]
         if stream.finish_reason == "length":
-            assert len(stream.tokens) == stream.request.max_new_tokens
+            assert len(stream.tokens) == visit.limit
+
+
+@settings(max_examples=6)
+@given(visits=st.lists(VISITS, min_size=8, max_size=8), **SERVED)
+def test_after_any_submissions_and_cancellations_every_block_is_free(**served):
+    serve(**served)
+
+
+@pytest.mark.slow
+@settings(max_examples=50)
+@given(visits=st.lists(VISITS, min_size=20, max_size=20), **SERVED)
+def test_after_a_thousand_requests_of_one_engine_after_another_every_block_is_free(**served):
+    serve(**served)
+
+
+# --- what raises -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "paged"])
+@pytest.mark.parametrize("place", ["prefill", "verify", "begin", "join_rows", "keep_rows"])
+def test_what_raises_ends_the_rows_it_was_raised_for_and_no_others(place, paged, monkeypatch):
+    drafter, pool = tiny.oracle(2), blocks(24) if paged else None
+    engine = Engine(tiny.base(), drafter, max_batch=2, max_length=40, pool=pool)
+    limits = (4, 14, 9, 12, 6, 14)
+    streams = [
+        ask(engine, prompt=prompt, max_new_tokens=limit)
+        for prompt, limit in zip(tiny.prompts() * 2, limits, strict=True)
+    ]
+    engine.step()
+
+    def raising(*_: Any) -> None:
+        monkeypatch.undo()
+        raise MemoryError("there is no more")
+
+    monkeypatch.setattr(engine.base if place in ("prefill", "verify") else drafter, place, raising)
+    with pytest.raises(MemoryError):
+        engine.run()
+    failed = [stream for stream in streams if stream.finish_reason == "failed"]
+    assert failed
+    assert not {*failed} & {*engine.running, *engine.waiting}
+    assert engine.waiting
+    engine.run()
+    for stream, said, limit in zip(streams, tiny.continuations() * 2, limits, strict=True):
+        assert stream.tokens == said[: len(stream.tokens)]
+        assert stream in failed or (stream.finish_reason, len(stream.tokens)) == ("length", limit)
+    if pool is not None:
+        assert pool.num_free == pool.num_blocks
+        assert not any(pool.references)
+
+
+def test_a_call_that_raises_gives_its_pool_back_to_whoever_lent_it(monkeypatch):
+    pool, calls, verify = blocks(), [], tiny.base().verify
+
+    def raising(*arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return verify(*arguments)
+
+    monkeypatch.setattr(tiny.base(), "verify", raising)
+    with pytest.raises(KeyboardInterrupt):
+        generate(tiny.base(), None, tiny.prompts(), max_new_tokens=9, max_batch=2, pool=pool)
+    assert pool.num_free == pool.num_blocks
 
 
 # --- why requests end --------------------------------------------------------------------------
@@ -327,14 +436,15 @@ def test_streamed_text_is_the_text_however_many_tokens_come_at_once(depth, base)
         assert whole == before + stream.text
 
 
+# 0 | ing | F | d | c d     the second string begins within a token and ends within another
+@pytest.mark.parametrize("stop", ["0ingF", "ngFdc"])
 @pytest.mark.parametrize("depth", [0, 4])
-def test_a_stop_string_ends_the_text_right_before_it(depth, base):
+def test_a_stop_string_ends_the_text_right_before_it(depth, stop, base):
     said = tiny.continuations()[0]
     text = ask(Engine(base), max_new_tokens=30)
     list(text)
-    # a string that stands once, from the middle of the text, over several tokens
-    start = next(n for n in range(9, 25) if text.text.find(text.text[n : n + 5]) == n)
-    stop = text.text[start : start + 5]
+    assert [PIECES[token] for token in said[6:11]] == [b"0", b"ing", b"F", b"d", b"c d"]
+    start = text.text.index(stop)
     engine = Engine(base, tiny.oracle(depth) if depth else None, pool=base.pool(40, 4))
     stream = ask(engine, max_new_tokens=30, stop=("never said", stop))
     pieces = list(stream)

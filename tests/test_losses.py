@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
@@ -128,6 +128,7 @@ def test_dpace_weighs_each_row_by_its_own_drafts(kind: str, chunk_rows: int):
     _assert_same(fused.total, _dense(kind, problem, targets=targets, dpace=True), leaves)
 
 
+@settings(max_examples=40)
 @given(
     kind=st.sampled_from(KINDS),
     weights=st.lists(st.floats(0, 2), min_size=DEPTH, max_size=DEPTH),

@@ -61,6 +61,20 @@ def test_acceptance_length_matches_the_published_formula(rates, length):
     assert acceptance_length(torch.tensor(rates)) == pytest.approx(length, abs=5e-4)
 
 
+def test_conditional_rates_give_the_length_and_the_mean_rates_of_each_depth_do_not():
+    # half of the forwards easy at .9, half hard at .3, each draft right or wrong by itself
+    generator = torch.Generator().manual_seed(0)
+    rate = torch.tensor([0.9, 0.3]).repeat(10_000)[:, None]
+    right = torch.rand(20_000, 4, generator=generator) < rate
+    counts = DepthCounts.zeros(4)
+    for accepted in right.long().cumprod(1).sum(1).tolist():
+        counts.add(accepted, drafted_beyond=accepted < 4)
+    rates = [taken / of for taken, of in zip(counts.accepted, counts.offered, strict=True)]
+    assert acceptance_length(torch.tensor(rates)) == pytest.approx(counts.tokens_per_forward)
+    assert counts.tokens_per_forward == pytest.approx(2.7601, abs=0.03)
+    assert acceptance_length(right.double().mean(0)) == pytest.approx(2.3056, abs=0.03)
+
+
 def test_a_rate_outside_the_unit_interval_is_refused_by_value():
     with pytest.raises(ValueError, match=r"must lie in \[0, 1\], got \[0.5, 1.5\]"):
         acceptance_length(torch.tensor([0.5, 1.5]))

@@ -10,13 +10,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from specheads.base import FrozenBase
+from specheads.base import FrozenBase, Verification
+from specheads.baselines import PromptLookup
 from specheads.cache import KVCache, RowCache
 from specheads.decode import generate
+from specheads.drafter import Drafter
+from specheads.engine import Engine
 from specheads.flex import paged_attention, tree_block_mask
-from specheads.grow import chain
+from specheads.graft import Graft, Hybrid
+from specheads.grow import Beam, BestFirst, chain
 from specheads.mask import tree_mask
 from specheads.paged import BlockPool, PagedKVCache, PoolFullError
+from specheads.sampled import Sampled
+from specheads.stream import Request
 from specheads.tree import TokenTree
 from tests import tiny
 from tests.test_exact import RandomTrees
@@ -359,27 +365,56 @@ def test_after_random_requests_forks_and_cancellations_every_block_is_free(seed)
     assert serve(random.Random(seed), requests=20).num_free == 40
 
 
+@pytest.mark.slow
 def test_after_a_thousand_requests_every_block_is_free():
     blocks = serve(random.Random(5), requests=1000)
     assert blocks.num_free == 40
     assert blocks.copied_blocks > 0
 
 
-def test_candidates_of_one_request_never_copy_a_block(monkeypatch):
-    base, blocks = tiny.base(), pool()
-    monkeypatch.setattr(base, "cache", lambda batch, _: PagedKVCache(blocks, batch))
-    caches: list[list[int]] = []
-    verify = base.verify
+POLICIES = {
+    "chain": chain(3),
+    "best first": BestFirst(9, 3),
+    "beam": Beam(3, 3),
+    "sampled": Sampled((3, 2)),
+    "graft": Graft(Beam(2, 2), 4),
+}
 
-    def watched(tree, cache, taps=()):
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_candidates_of_one_request_never_copy_a_block(name, monkeypatch):
+    base, blocks, verify = tiny.base(), pool(), tiny.base().verify
+    drafter: Drafter = tiny.oracle(3)
+    if name == "graft":
+        drafter = Hybrid(drafter, PromptLookup(tiny.VOCAB, 4))
+    seen: list[int] = []
+
+    def watched(tree: TokenTree, cache: PagedKVCache, taps: tuple[int, ...] = ()) -> Verification:
         before = [list(row) for row in cache.blocks]
-        seen = verify(tree, cache, taps)
-        after = [row[: len(old)] for row, old in zip(cache.blocks, before, strict=True)]
-        assert after == before
-        caches.extend(before)
-        return seen
+        whole = [length // blocks.block_size for length in cache.row_lengths]
+        said = [full_blocks(cache, row, count) for row, count in enumerate(whole)]
+        out = verify(tree, cache, taps)
+        nodes = tree.tokens.shape[1]
+        for row, (old, now) in enumerate(zip(before, cache.blocks, strict=True)):
+            # the blocks of the prefix stay where they are, and all candidates share as many more
+            # as one row of them needs
+            assert now[: len(old)] == old
+            assert len(now) == blocks.blocks_for(cache.row_lengths[row] + nodes)
+            assert torch.equal(said[row], full_blocks(cache, row, whole[row]))
+            seen.append(whole[row])
+        return out
 
     monkeypatch.setattr(base, "verify", watched)
-    generate(base, tiny.oracle(4), tiny.prompts(), max_new_tokens=12, tree=chain(4))
-    assert caches
+    engine = Engine(base, drafter, tree=POLICIES[name], max_batch=2, pool=blocks)
+    streams = [engine.submit(Request(prompt=one, max_new_tokens=12)) for one in tiny.prompts()]
+    engine.run()
+    assert [one.tokens for one in streams] == [said[:12] for said in tiny.continuations()]
+    assert max(seen) > 5
     assert blocks.copied_blocks == 0
+
+
+def full_blocks(cache: PagedKVCache, row: int, count: int) -> Tensor:
+    """Return a copy of the keys of a row's first blocks, in the first layer."""
+    held = cache.pool.stores[0].held
+    assert held is not None
+    return held[0][:, cache.blocks[row][:count]].clone()

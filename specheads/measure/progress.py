@@ -3,9 +3,6 @@
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
-from rich.console import Console
-from rich.progress import track
-
 Item = TypeVar("Item")
 
 
@@ -14,4 +11,8 @@ def bar(items: Sequence[Item], description: str, show: bool) -> Iterator[Item]:
     if not show:
         yield from items
         return
+    # rich is needed on a screen only
+    from rich.console import Console
+    from rich.progress import track
+
     yield from track(items, description, console=Console(stderr=True), transient=True)

@@ -1,0 +1,45 @@
+"""Forwards as compiled graphs: one for all shapes on a CPU, a CUDA graph for each on a GPU.
+
+See docs/compile.md.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._inductor.exc import InductorError
+
+EXTENT = 256
+"""On CUDA a forward looks at a multiple of so many slots: as many graphs as a text is long."""
+
+MOST_GRAPHS = 128
+"""Shapes of one function that are compiled; beyond them it runs as it is written."""
+
+
+def compiled(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    """Return the function compiled for this device; it is compiled when it is called first.
+
+    On a CPU sizes are symbols: rows, nodes and slots may change from call to call. On CUDA every
+    combination of them is recorded as a CUDA graph of its own, and what the function returns is
+    overwritten by its next call.
+
+    Raises:
+        ValueError: Later, when it is called: what is needed to compile is missing.
+    """
+    static = device.type == "cuda"
+    mode = "reduce-overhead" if static else None
+    graphs = torch.compile(function, dynamic=not static, mode=mode)
+
+    def call(*args: Any, **settings: Any) -> Any:
+        if static:
+            torch.compiler.cudagraph_mark_step_begin()
+        try:
+            with torch._dynamo.config.patch(recompile_limit=MOST_GRAPHS):
+                return graphs(*args, **settings)
+        except InductorError as error:
+            raise ValueError(
+                f"compile=true needs a working compiler, C++ on a CPU and Triton on CUDA: "
+                f"{str(error).splitlines()[0]}; install one (g++), or leave compile=true out"
+            ) from error
+
+    return call
