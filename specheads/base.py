@@ -282,9 +282,7 @@ class FrozenBase:
         self._heard.clear()
         # what is recorded for one shape would be recorded again for each length of such rows
         run = self.model if self.static and not cache.static else self._run
-        out = self._forward(
-            run, tree.tokens, ancestors, ancestors.sum(-1) - 1, cache, bool(taps)
-        )
+        out = self._forward(run, tree.tokens, ancestors, ancestors.sum(-1) - 1, cache, bool(taps))
         features = Features(self._heard.pop(), _tapped(out, taps), tree.tokens)
         return Verification(out.logits, features, ancestors)
 
