@@ -276,7 +276,7 @@ def arms(bench: Bench) -> list[dict[str, Any]]:
         tried += [
             Arm("head, chain", _ours(bench, head, chain)),
             Arm("head, chain of 1", _ours(bench, head, grow.chain(1))),
-            Arm("head and prompt lookup", _ours(bench, both, Graft(chain, 6, trim=True))),
+            Arm("head and prompt lookup", _ours(bench, both, Graft(chain, 10, trim=True))),
         ]
     timed: dict[str, list[list[Timed]]] = {arm.name: [] for arm in tried}
     for arm in tried:

@@ -85,7 +85,8 @@ def verdict_of_nobody(tree: Any, verdict: Any) -> list[loop.Step]:
 @pytest.fixture(scope="module")
 def meta() -> FrozenBase:
     base = FrozenBase(copy.deepcopy(tiny.base("llama", dtype=torch.float32).model))
-    base.model.to(META)
+    model: torch.nn.Module = base.model
+    model.to(META)
     return base
 
 
