@@ -66,7 +66,7 @@ class FrozenBase:
         self.config = model.config.get_text_config()
         self.windows = attention_windows(self.config)
         refuse_attention(self.config._attn_implementation)
-        self._heard: list[Tensor] = []
+        self._heard: Tensor | None = None
         self._output_embedding().register_forward_pre_hook(self._listen)
         self._run: Callable[..., Any] = self.model
         check(self)
@@ -279,11 +279,12 @@ class FrozenBase:
         """
         ancestors = tree.ancestors()
         cache.reserve(tree.tokens.shape[1])
-        self._heard.clear()
         # what is recorded for one shape would be recorded again for each length of such rows
         run = self.model if self.static and not cache.static else self._run
         out = self._forward(run, tree.tokens, ancestors, ancestors.sum(-1) - 1, cache, bool(taps))
-        features = Features(self._heard.pop(), _tapped(out, taps), tree.tokens)
+        hidden, self._heard = self._heard, None
+        assert hidden is not None
+        features = Features(hidden, _tapped(out, taps), tree.tokens)
         return Verification(out.logits, features, ancestors)
 
     @torch.no_grad()
@@ -365,7 +366,7 @@ class FrozenBase:
     def _listen(self, module: torch.nn.Module, args: tuple[Tensor, ...]) -> None:
         """Keep what the vocabulary projection receives: the state every head is trained on."""
         del module
-        self._heard[:] = [args[0].detach()]
+        self._heard = args[0].detach()
 
     def _output_embedding(self) -> Any:
         """Return a linear layer, or what an adapter has put round it."""

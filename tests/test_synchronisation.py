@@ -85,8 +85,7 @@ def verdict_of_nobody(tree: Any, verdict: Any) -> list[loop.Step]:
 @pytest.fixture(scope="module")
 def meta() -> FrozenBase:
     base = FrozenBase(copy.deepcopy(tiny.base("llama", dtype=torch.float32).model))
-    model: torch.nn.Module = base.model
-    model.to(META)
+    torch.nn.Module.to(base.model, META)
     return base
 
 
