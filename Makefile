@@ -19,7 +19,7 @@ PIP_FLAGS := --disable-pip-version-check $(TORCH_INDEX:%=--extra-index-url %)
 # one process a core; the models are tiny, and torch is held to one thread in each
 TESTS := $(VENV)/bin/python -m pytest -n auto
 
-.PHONY: quickstart test test-all test-min vllm lint wheel clean
+.PHONY: quickstart test test-all test-min gpu vllm bench lint wheel clean
 
 quickstart: $(READY)  ## train a head on the shipped base, measure it, say where the report lies
 	$(VENV)/bin/specheads train recipe=tiny_code
@@ -35,6 +35,12 @@ test-min: $(READY_MIN)  ## on the oldest supported torch and transformers
 
 vllm: $(READY_VLLM)  ## real vLLM for CPU, 3.5 GB in an environment of its own, serves every kind of head
 	$(VENV_VLLM)/bin/python -m pytest -m vllm tests/test_vllm.py
+
+gpu: $(READY)  ## tests that need CUDA
+	$(VENV)/bin/python -m pytest -m gpu
+
+bench: $(READY)  ## the decoding loop against transformers and bare forwards, on this machine
+	$(VENV)/bin/python scripts/bench_decode.py
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .
