@@ -148,6 +148,8 @@ def test_a_pickle_that_would_run_something_is_refused_and_does_not_run(folder: P
     assert not Path("/tmp/specheads-was-here").exists()
 
 
+# of torch 2.11, which warns of any sparse tensor
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 @pytest.mark.parametrize(
     ("content", "message"),
     [
