@@ -157,6 +157,20 @@ def test_evaluate_keeps_the_run_s_own_settings_but_for_those_asked_for(
     assert results["online"]["tokens_per_forward"] >= 1.0
 
 
+def test_evaluate_measures_a_run_on_its_own_base_in_another_way(
+    finished: tuple[Path, str], here: Callable[..., None], capsys: pytest.CaptureFixture[str]
+):
+    wanted = ("run=runs/smoke", "num_prompts=1", "max_new_tokens=4", "mode=online")
+    here(evaluate, *wanted, "base.dtype=float64", "tree=chain", "out=fine")
+    results = json.loads((finished[0] / "fine" / "results.json").read_text())
+    assert results["settings"]["dtype"] == "float64"
+    with pytest.raises(SystemExit) as left:
+        here(evaluate, *wanted, "base=elsewhere", "out=never")
+    assert left.value.code == 2
+    assert "measured on its own base, got base.model" in capsys.readouterr().err
+    assert not (finished[0] / "never").exists()
+
+
 def test_an_interrupted_command_goes_on_and_ends_where_an_undisturbed_one_does(
     finished: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ):

@@ -40,6 +40,10 @@ QUALITY_TOKENS = 512
 """Of a window that the base's own quality is measured on, where documents are long enough."""
 
 
+HOW_IT_COMPUTES = ("compile", "device", "dtype", "attention")
+"""Settings of a run's base that another measurement may change."""
+
+
 @_compose.command("evaluate", SHORT)
 def main(settings: Evaluate) -> None:
     """Evaluate a run, or any head on the base it was made for."""
@@ -51,6 +55,13 @@ def main(settings: Evaluate) -> None:
         # what was not asked for is measured as the run's own recipe says
         for name in _compose.asked("evaluation", SHORT):
             setattr(trained.evaluation, name, getattr(settings.evaluation, name))
+        for name in _compose.asked("base", SHORT):
+            if name not in HOW_IT_COMPUTES:
+                raise ValueError(
+                    f"a run is measured on its own base, got base.{name}; leave it out, or name "
+                    f"head={run.head} and base=PATH"
+                )
+            setattr(trained.base, name, getattr(settings.base, name))
         results = evaluate_run(run, trained, load_base(trained.base), out=settings.out)
     elif settings.head_path and settings.base.model:
         if not settings.out:
