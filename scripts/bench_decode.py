@@ -18,7 +18,6 @@ down slows both. Ratios carry 95 % bootstrap intervals over prompts or turns.
 """
 
 import argparse
-import copy
 import json
 import statistics
 import sys
@@ -110,17 +109,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         [length for length in options.contexts if length + 64 <= base.max_length],
         heads.load_head(options.head, base) if options.head else None,
     )
-    parts = {
-        "arms": arms,
-        "steps": steps,
-        "compiled": compiled,
-        "batch": batch,
-        "context": context,
-    }
     results: dict[str, Any] = {"schema": 1, "machine": _machine(base, options)}
     for name in options.parts:
         print(f"\n{name}", flush=True)
-        results[name] = parts[name](bench)
+        results[name] = PARTS[name](bench)
         _show(results[name])
     if options.out:
         options.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
@@ -137,8 +129,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--dtype", default="auto")
     add("--compile", action="store_true", help="verify with compiled graphs in every part")
     add("--threads", type=int, default=0, help="of the processor; 0 leaves torch's choice")
-    names = ["arms", "steps", "compiled", "batch", "context"]
-    add("--parts", nargs="+", choices=names, default=names)
+    add("--parts", nargs="+", choices=[*PARTS], default=[*PARTS])
     add("--prompts", type=int, default=8)
     add("--prompt-tokens", type=int, default=64)
     add("--new-tokens", type=int, default=96)
@@ -325,15 +316,8 @@ def steps(bench: Bench, prompt: list[int] | None = None) -> list[dict[str, Any]]
     prompt = bench.prompts[0] if prompt is None else prompt
     rows = []
     for nodes in bench.nodes:
-        tokens, cache = _bare_cache(bench.base, prompt, nodes)
-
-        def bare(tokens: torch.Tensor = tokens, cache: DynamicCache = cache) -> None:
-            bench.base.model(input_ids=tokens, past_key_values=cache, use_cache=True)
-
-        def forget(nodes: int = nodes, cache: DynamicCache = cache) -> None:
-            cache.crop(-nodes)
-
         ours = _stepper(bench.base, prompt, nodes, bench.turns)
+        bare, forget = _bare(bench.base, prompt, nodes)
         row = _compared(bench, prompt, nodes, {"step": ours, "bare": bare}, forget)
         if floor := _bandwidth_floor(bench.base, len(prompt) + nodes):
             row["step_over_bandwidth_floor"] = row["step_milliseconds"] / 1e3 / floor
@@ -344,12 +328,13 @@ def steps(bench: Bench, prompt: list[int] | None = None) -> list[dict[str, Any]]
 @torch.inference_mode()
 def compiled(bench: Bench) -> list[dict[str, Any]]:
     """Return what a step over n nodes takes with compiled verification, over one without."""
-    graphs = FrozenBase(copy.deepcopy(bench.base.model), compile=True)
-    rows, prompt = [], bench.prompts[0]
+    # one model for both, whatever --compile says of the other parts
+    model, rows, prompt = bench.base.model, [], bench.prompts[0]
+    graphs, eager = FrozenBase(model, compile=True), FrozenBase(model)
     for nodes in bench.nodes:
         sides = {
             "compiled": _stepper(graphs, prompt, nodes, bench.turns),
-            "eager": _stepper(bench.base, prompt, nodes, bench.turns),
+            "eager": _stepper(eager, prompt, nodes, bench.turns),
         }
         rows.append(_compared(bench, prompt, nodes, sides))
     return rows
@@ -397,14 +382,19 @@ def _tree(nodes: int) -> grow.Static:
     return grow.Static(sorted(paths[: nodes - 1]), "caterpillar")
 
 
-def _bare_cache(
+def _bare(
     base: FrozenBase, prompt: list[int], nodes: int
-) -> tuple[torch.Tensor, DynamicCache]:
-    """Return tokens for a plain forward of the model, and the cache of the text before them."""
+) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """Return what takes a plain forward of the model, and what takes it back."""
     cache = DynamicCache(config=base.config)
     read = torch.tensor([prompt], device=base.device)
     base.model(input_ids=read, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    return torch.zeros(1, nodes, dtype=torch.long, device=base.device), cache
+    tokens = torch.zeros(1, nodes, dtype=torch.long, device=base.device)
+
+    def forward() -> None:
+        base.model(input_ids=tokens, past_key_values=cache, use_cache=True)
+
+    return forward, lambda: cache.crop(-nodes)
 
 
 def _bandwidth_floor(base: FrozenBase, slots: int) -> float | None:
@@ -472,6 +462,15 @@ def context(bench: Bench) -> list[dict[str, Any]]:
         prompt = (text * (length // len(text) + 1))[:length]
         rows += steps(bench, prompt)
     return rows
+
+
+PARTS = {
+    "arms": arms,
+    "steps": steps,
+    "compiled": compiled,
+    "batch": batch,
+    "context": context,
+}
 
 
 def _machine(base: FrozenBase, options: argparse.Namespace) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from specheads import adapter as adapters
 from specheads.cache import KVCache, RowCache, upload
 from specheads.compiled import compiled
 from specheads.drafter import Features
@@ -119,8 +120,6 @@ class FrozenBase:
         Raises:
             ValueError: There is no such adapter, or it does not fit.
         """
-        from specheads import adapter as adapters  # imports peft, which serving does without
-
         adapters.merge(self.model, adapter)
         column_major(self.model)
         self.adapter = str(adapter)
@@ -178,9 +177,7 @@ class FrozenBase:
 
         Where an adapter is being trained, this is what both are together now.
         """
-        from specheads.adapter import whole_weight  # as in merge
-
-        return whole_weight(self._output_embedding())
+        return adapters.whole_weight(self._output_embedding())
 
     @property
     def scaled_projection(self) -> Tensor:

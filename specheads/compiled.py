@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._inductor.exc import InductorError
 
 EXTENT = 256
 """On CUDA a forward looks at a multiple of so many slots: as many graphs as a text is long."""
@@ -26,6 +25,9 @@ def compiled(function: Callable[..., Any], device: torch.device) -> Callable[...
     Raises:
         ValueError: Later, when it is called: what is needed to compile is missing.
     """
+    # the compiler takes a second or two to import: whoever does not compile does without it
+    from torch._inductor.exc import InductorError
+
     static = device.type == "cuda"
     mode = "reduce-overhead" if static else None
     graphs = torch.compile(function, dynamic=not static, mode=mode)

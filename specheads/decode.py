@@ -83,7 +83,7 @@ def generate(
         seed=seed,
     )
     each = each_prompt(shared if settings is None else settings, len(prompts))
-    _refuse(base, prompts, max_new_tokens)
+    refuse_unfit(base, prompts, max_new_tokens)
     engine = Engine(
         base,
         head,
@@ -115,7 +115,12 @@ def generate(
     )
 
 
-def _refuse(base: FrozenBase, prompts: list[list[int]], max_new_tokens: int) -> None:
+def refuse_unfit(base: FrozenBase, prompts: list[list[int]], max_new_tokens: int) -> None:
+    """Refuse prompts that cannot be continued so far.
+
+    Raises:
+        ValueError: One is empty, or there is no room in the context for it and its new tokens.
+    """
     if empty := [place for place, prompt in enumerate(prompts) if not prompt]:
         raise ValueError(f"a prompt needs at least one token; prompt {empty[0]} has none")
     longest = max(map(len, prompts), default=0)

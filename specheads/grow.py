@@ -102,8 +102,8 @@ class Static(Policy):
             stop.level(logits, best, level.parents, level.inner)
             if index + 1 == self.depth or stop.everywhere():
                 break
-            inner, parents = drafted[-1][:, level.inner], level.parents[level.inner]
-            logits, state = drafter.extend(state, inner, parents.expand(batch, -1))
+            inner = drafted[-1][:, level.inner]
+            logits, state = drafter.extend(state, inner, level.inner_parents.expand(batch, -1))
         return shaped(drafted, shape, stop)
 
 

@@ -45,7 +45,7 @@ class State:
     @torch.inference_mode()
     def keep(self, rows: list[int], drafter: Drafter | None) -> None:
         """Forget every row but these, at least one, in this order."""
-        index = torch.tensor(rows, device=self.tokens.device)
+        index = upload(rows, self.tokens.device)
         self.cache.keep_rows(rows)
         self.features = self.features.rows(index)
         self.tokens, self.count = self.tokens[index], self.count[index]

@@ -22,6 +22,8 @@ class Level(NamedTuple):
     """Which of its parent's guesses each node is."""
     inner: Int[Tensor, " node"]
     """The nodes that are read."""
+    inner_parents: Int[Tensor, " node"]
+    """Of those."""
     width: int
     """Guesses that are asked for."""
 
@@ -50,8 +52,8 @@ class Shape:
     def to(self, device: torch.device) -> "Shape":
         """Return the same there."""
         levels = [
-            Level(one.parents.to(device), one.ranks.to(device), one.inner.to(device), one.width)
-            for one in self.levels
+            Level(*(value.to(device) for value in tensors), width)
+            for *tensors, width in self.levels
         ]
         return Shape(self.parents.to(device), self.reach.to(device), levels)
 
@@ -62,9 +64,7 @@ def _level(paths: Sequence[Path], length: int) -> Level:
     here = [path for path in paths if len(path) == length]
     read = {path: place for place, path in enumerate(above or [()])}
     inner = [place for place, path in enumerate(here) if path in has_children]
-    return Level(
-        torch.tensor([read[path[:-1]] for path in here]),
-        torch.tensor([path[-1] for path in here]),
-        torch.tensor(inner, dtype=torch.long),
-        1 + max(path[-1] for path in here),
-    )
+    parents = torch.tensor([read[path[:-1]] for path in here])
+    index = torch.tensor(inner, dtype=torch.long)
+    ranks = [path[-1] for path in here]
+    return Level(parents, torch.tensor(ranks), index, parents[index], 1 + max(ranks))

@@ -25,6 +25,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from specheads import grow, heads, rules
 from specheads.base import FrozenBase
+from specheads.decode import refuse_unfit
 from specheads.drafter import Drafter, Head
 from specheads.engine import Engine
 from specheads.export.generate_call import Call, caller, read_call
@@ -146,13 +147,8 @@ def _decode(
     input_ids: Int[Tensor, "batch time"],
 ) -> list[list[int]]:
     """Return the new tokens of each row."""
-    longest = max(map(len, call.prompts)) + call.max_new_tokens
-    if longest > base.max_length:
-        raise ValueError(
-            f"prompt and new tokens must fit the context: {longest} exceed {base.max_length}; "
-            "shorten the prompt or max_new_tokens"
-        )
-    batch = len(call.prompts)
+    refuse_unfit(base, call.prompts, call.max_new_tokens)
+    batch, longest = len(call.prompts), max(map(len, call.prompts)) + call.max_new_tokens
     engine = Engine(base, head, tree=tree, rule=rule, max_batch=batch, max_length=longest)
     requests = [
         Request(
