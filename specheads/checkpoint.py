@@ -92,6 +92,18 @@ class RunDirectory:
         """Whether training ended and its head was saved."""
         return self.provenance.is_file() and bool(self._provenance().get("end"))
 
+    def refuse_unfinished(self, what: str) -> None:
+        """Refuse to do this with a run whose training has not ended.
+
+        Raises:
+            ValueError: It has not.
+        """
+        if not self.finished:
+            raise ValueError(
+                f"only a finished run can be {what}: {self.path} is not; finish it with the same "
+                "specheads train command"
+            )
+
     def begin(self, config_text: str, identity: dict[str, Any]) -> None:
         """Open a new run, or an unfinished one made with the very same settings.
 

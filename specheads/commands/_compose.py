@@ -126,6 +126,32 @@ def asked(group: str, short: Mapping[str, str]) -> list[str]:
     return [key.removeprefix(f"{group}.") for key in keys if key.startswith(f"{group}.")]
 
 
+HOW_IT_COMPUTES = ("compile", "device", "dtype", "attention")
+"""Settings of a run's base that another command may change."""
+
+
+def overlay(trained: config.Train, settings: Any, short: Mapping[str, str]) -> None:
+    """Put what the command line asks for into a run's own settings; the rest is as it was.
+
+    Args:
+        trained: The run's own, changed in place.
+        settings: Of the command: `evaluation` and `base`, as far as it has them.
+        short: As for `asked`.
+
+    Raises:
+        ValueError: Another base is asked for.
+    """
+    for name in asked("evaluation", short):
+        setattr(trained.evaluation, name, getattr(settings.evaluation, name))
+    for name in asked("base", short):
+        if name not in HOW_IT_COMPUTES:
+            raise ValueError(
+                f"a run is measured on its own base, got base.{name}; leave it out, or name "
+                f"head={settings.run}/head and base=PATH"
+            )
+        setattr(trained.base, name, getattr(settings.base, name))
+
+
 def fail(error: Exception) -> None:
     """Tell a mistake in one line and leave with exit code 2."""
     text = " ".join(str(error).split())

@@ -41,14 +41,8 @@ def main(settings: Compare) -> None:
     run = RunDirectory(Path(settings.run))
     trained = _compose.read_run(run.config, Train)
     trained.tree = settings.tree
-    # what was not asked for is measured as the run's own recipe says
-    for name in _compose.asked("evaluation", SHORT):
-        setattr(trained.evaluation, name, getattr(settings.evaluation, name))
-    if not run.finished:
-        raise ValueError(
-            f"only a finished run can be compared: {run.path} is not; finish it with the same "
-            "specheads train command"
-        )
+    _compose.overlay(trained, settings, SHORT)
+    run.refuse_unfinished("compared")
     base = evaluate.load_base(trained.base)
     if run.adapter.is_dir():
         base.merge(run.adapter)

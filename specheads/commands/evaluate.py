@@ -40,10 +40,6 @@ QUALITY_TOKENS = 512
 """Of a window that the base's own quality is measured on, where documents are long enough."""
 
 
-HOW_IT_COMPUTES = ("compile", "device", "dtype", "attention")
-"""Settings of a run's base that another measurement may change."""
-
-
 @_compose.command("evaluate", SHORT)
 def main(settings: Evaluate) -> None:
     """Evaluate a run, or any head on the base it was made for."""
@@ -52,16 +48,7 @@ def main(settings: Evaluate) -> None:
         run = RunDirectory(Path(settings.run))
         trained = _compose.read_run(run.config, Train)
         trained.tree = settings.tree
-        # what was not asked for is measured as the run's own recipe says
-        for name in _compose.asked("evaluation", SHORT):
-            setattr(trained.evaluation, name, getattr(settings.evaluation, name))
-        for name in _compose.asked("base", SHORT):
-            if name not in HOW_IT_COMPUTES:
-                raise ValueError(
-                    f"a run is measured on its own base, got base.{name}; leave it out, or name "
-                    f"head={run.head} and base=PATH"
-                )
-            setattr(trained.base, name, getattr(settings.base, name))
+        _compose.overlay(trained, settings, SHORT)
         results = evaluate_run(run, trained, load_base(trained.base), out=settings.out)
     elif settings.head_path and settings.base.model:
         if not settings.out:
@@ -90,11 +77,7 @@ def evaluate_run(
     Raises:
         ValueError: The run is not finished.
     """
-    if not run.finished:
-        raise ValueError(
-            f"only a finished run can be evaluated: {run.path} is not; finish it with the same "
-            "specheads train command"
-        )
+    run.refuse_unfinished("evaluated")
     quality = None
     if run.adapter.is_dir():
         windows = quality_windows(settings, base)

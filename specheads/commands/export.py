@@ -49,11 +49,8 @@ def _load(settings: Export) -> tuple[FrozenBase, Head, str]:
         return base, heads.load_head(settings.head_path, base), "python_stdlib"
     run = RunDirectory(Path(settings.run))
     trained = _compose.read_run(run.config, Train)
-    if not run.finished:
-        raise ValueError(
-            f"only a finished run can be exported: {run.path} is not; finish it with the same "
-            "specheads train command"
-        )
+    _compose.overlay(trained, settings, SHORT)
+    run.refuse_unfinished("exported")
     if run.adapter.is_dir():
         raise ValueError(
             f"an engine loads whole bases, and the base of {run.path} learned along as an adapter; "

@@ -87,11 +87,7 @@ def _measured_base(run: RunDirectory, trained: Train) -> FrozenBase:
 
 
 def _refuse_unusable(run: RunDirectory, trained: Train) -> None:
-    if not run.finished:
-        raise ValueError(
-            f"only a finished run can be pushed: {run.path} is not; finish it with the same "
-            "specheads train command"
-        )
+    run.refuse_unfinished("pushed")
     if run.adapter.is_dir() or trained.base.adapter:
         raise ValueError(
             f"a pushed head has to fit a base that others can load, and that of {run.path} is one "
