@@ -31,15 +31,19 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
-from specheads import decode, grow, heads, loop, rules
-from specheads.base import FrozenBase
+from specheads.base.model import FrozenBase
+from specheads.baselines.hybrid import Graft, Hybrid, Lookup
 from specheads.baselines.prompt_lookup import PromptLookup
 from specheads.baselines.streaming import Streaming
-from specheads.drafter import Drafter
-from specheads.graft import Graft, Hybrid, Lookup
+from specheads.core.drafter import Drafter
+from specheads.decoding import loop
+from specheads.decoding.acceptance import rules
+from specheads.decoding.generate import Decoding, generate
+from specheads.decoding.trees import policies
+from specheads.heads.load import load_head
+from specheads.measure.counts import bootstrap_interval
 from specheads.measure.oracle import Oracle
 from specheads.measure.speed import synchronise
-from specheads.metrics import bootstrap_interval
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAPES: dict[str, dict[str, Any]] = {
@@ -107,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.turns,
         options.batches,
         [length for length in options.contexts if length + 64 <= base.max_length],
-        heads.load_head(options.head, base) if options.head else None,
+        load_head(options.head, base) if options.head else None,
     )
     results: dict[str, Any] = {"schema": 1, "machine": _machine(base, options)}
     for name in options.parts:
@@ -186,12 +190,12 @@ def _time(base: FrozenBase, call: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def _ours(
-    bench: Bench, drafter: Drafter | None, policy: grow.Policy | None
+    bench: Bench, drafter: Drafter | None, policy: policies.Policy | None
 ) -> Callable[[list[int]], Timed]:
     def run(prompt: list[int]) -> Timed:
         seconds, out = _time(
             bench.base,
-            lambda: decode.generate(
+            lambda: generate(
                 bench.base,
                 drafter,
                 [prompt],
@@ -241,7 +245,7 @@ def _theirs(bench: Bench, **how: Any) -> Callable[[list[int]], Timed]:
 def arms(bench: Bench) -> list[dict[str, Any]]:
     """Return a row for every way to decode, against the base alone in our loop."""
     base = bench.base
-    said = decode.generate(
+    said = generate(
         base, None, bench.prompts, max_new_tokens=bench.new_tokens, stop_at_eos=False
     ).tokens
     lookup = PromptLookup(base.vocab_size, 10)
@@ -250,7 +254,10 @@ def arms(bench: Bench) -> list[dict[str, Any]]:
         Arm("transformers generate", _theirs(bench)),
         Arm("transformers prompt lookup", _theirs(bench, prompt_lookup_num_tokens=10)),
         Arm("prompt lookup", _ours(bench, lookup, Lookup(10))),
-        Arm("streaming window, chain of 3", _ours(bench, Streaming(base, depth=3), grow.chain(3))),
+        Arm(
+            "streaming window, chain of 3",
+            _ours(bench, Streaming(base, depth=3), policies.chain(3)),
+        ),
         Arm(f"oracle {bench.rate:g}, chain of 4", _oracle_arm(bench, said)),
     ]
     if base.device.type == "cuda":
@@ -262,11 +269,11 @@ def arms(bench: Bench) -> list[dict[str, Any]]:
         name = f"transformers assisted by its first {half} layers"
         tried.insert(2, Arm(name, _theirs(bench, assistant_early_exit=half)))
     if (head := bench.head) is not None:
-        chain = grow.chain(head.depth)
+        chain = policies.chain(head.depth)
         both = Hybrid(head, lookup)
         tried += [
             Arm("head, chain", _ours(bench, head, chain)),
-            Arm("head, chain of 1", _ours(bench, head, grow.chain(1))),
+            Arm("head, chain of 1", _ours(bench, head, policies.chain(1))),
             Arm("head and prompt lookup", _ours(bench, both, Graft(chain, 10, trim=True))),
         ]
     timed: dict[str, list[list[Timed]]] = {arm.name: [] for arm in tried}
@@ -288,7 +295,7 @@ def _oracle_arm(bench: Bench, said: list[list[int]]) -> Callable[[list[int]], Ti
     def run(prompt: list[int]) -> Timed:
         text = [whole[tuple(prompt)]]
         oracle = Oracle(text, 4, base.vocab_size, rate=bench.rate, device=base.device)
-        return _ours(bench, oracle, grow.chain(4))(prompt)
+        return _ours(bench, oracle, policies.chain(4))(prompt)
 
     return run
 
@@ -376,10 +383,10 @@ def _stepper(base: FrozenBase, prompt: list[int], nodes: int, turns: int) -> Cal
     return lambda: loop.step(base, drafter, policy, rules.match, state)
 
 
-def _tree(nodes: int) -> grow.Static:
+def _tree(nodes: int) -> policies.Static:
     """Return a tree of this size with four levels at most: a chain, and siblings all along it."""
     paths = [(0,) * depth + (rank,) for rank in range(nodes) for depth in range(4)]
-    return grow.Static(sorted(paths[: nodes - 1]), "caterpillar")
+    return policies.Static(sorted(paths[: nodes - 1]), "caterpillar")
 
 
 def _bare(
@@ -425,19 +432,15 @@ def batch(bench: Bench) -> list[dict[str, Any]]:
     for size in bench.batches:
         prompts = [bench.prompts[place % len(bench.prompts)] for place in range(size)]
 
-        def alone(prompts: list[list[int]] = prompts) -> decode.Decoding:
-            return decode.generate(
-                base, None, prompts, max_new_tokens=new_tokens, stop_at_eos=False
-            )
+        def alone(prompts: list[list[int]] = prompts) -> Decoding:
+            return generate(base, None, prompts, max_new_tokens=new_tokens, stop_at_eos=False)
 
         said = alone().tokens
         whole = [prompt + text for prompt, text in zip(prompts, said, strict=True)]
         oracle = Oracle(whole, 3, base.vocab_size, rate=bench.rate, device=base.device)
 
-        def drafted(oracle: Oracle = oracle, prompts: list = prompts) -> decode.Decoding:
-            return decode.generate(
-                base, oracle, prompts, max_new_tokens=new_tokens, stop_at_eos=False
-            )
+        def drafted(oracle: Oracle = oracle, prompts: list = prompts) -> Decoding:
+            return generate(base, oracle, prompts, max_new_tokens=new_tokens, stop_at_eos=False)
 
         pairs = [(_time(base, alone)[0], _time(base, drafted)[0]) for _ in range(bench.turns + 1)]
         plain, fast = zip(*pairs[1:], strict=True)
@@ -474,7 +477,7 @@ PARTS = {
 
 
 def _machine(base: FrozenBase, options: argparse.Namespace) -> dict[str, Any]:
-    from specheads.checkpoint import provenance
+    from specheads.runs.provenance import provenance
 
     made = provenance()
     return {

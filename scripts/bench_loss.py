@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from specheads import losses
+from specheads.training.losses.depth_loss import KINDS, LABELS_ONLY, Targets, depth_loss
 
 SIZES = {
     "cpu": {"depth": 4, "rows": 2048, "vocab": 49_152, "width": 1024, "dtype": "float32"},
@@ -77,8 +77,8 @@ def dense(kind: str, problem: Problem) -> Tensor:
 
 
 def fused(kind: str, problem: Problem) -> Tensor:
-    """Return the same from specheads.losses."""
-    return losses.depth_loss(*problem, kind=kind).total
+    """Return the same from specheads.training.losses.depth_loss."""
+    return depth_loss(*problem, kind=kind).total
 
 
 VARIANTS: dict[str, Callable[[str, Problem], Tensor]] = {"dense": dense, "fused": fused}
@@ -105,11 +105,11 @@ def make(options: argparse.Namespace) -> Problem:
     def project(rows: Tensor) -> Tensor:
         return F.linear(rows, base_weight)
 
-    law = None if options.kind in losses.LABELS_ONLY else project
+    law = None if options.kind in LABELS_ONLY else project
     projections: list[tuple[Tensor, None]] = [
         (own[0 if options.tied else level], None) for level in range(options.depth)
     ]
-    return states, projections, losses.Targets(labels, hidden, law)
+    return states, projections, Targets(labels, hidden, law)
 
 
 def leaves(problem: Problem) -> list[Tensor]:
@@ -207,7 +207,7 @@ def parse() -> argparse.Namespace:
     """Read the command line; sizes default to the device's case."""
     parser = argparse.ArgumentParser(description="Measure the fused loss against the dense.")
     parser.add_argument("--device", choices=tuple(SIZES), default="cpu")
-    parser.add_argument("--kind", choices=tuple(losses.KINDS), default="soft_cross_entropy")
+    parser.add_argument("--kind", choices=tuple(KINDS), default="soft_cross_entropy")
     for name in ("depth", "rows", "vocab", "width"):
         parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"))

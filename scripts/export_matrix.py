@@ -12,7 +12,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from specheads import export, heads
+from specheads.export.engines import engine_module, engines
+from specheads.export.layout import Layout
+from specheads.heads.load import kinds
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "export_matrix.md"
 SECTION = re.compile(r"(<!-- matrix -->\n).*?(<!-- /matrix -->)", re.DOTALL)
@@ -22,13 +24,13 @@ NOTHING = "no"
 
 def render() -> str:
     """Return both tables: every head on every engine, and what each cell stands on."""
-    engines = export.engines()
-    matrix = [("head", *engines)]
+    known = engines()
+    matrix = [("head", *known)]
     details = [("engine", "head", "holds", "verified")]
-    for kind in heads.kinds():
-        matrix.append((kind, *(_cell(kind, engine) for engine in engines)))
-    for engine in engines:
-        module = export.engine_module(engine)
+    for kind in kinds():
+        matrix.append((kind, *(_cell(kind, engine) for engine in known)))
+    for engine in known:
+        module = engine_module(engine)
         for kind, layout in sorted(module.LAYOUTS.items()):
             verified = f"{CELLS[layout.verified]}: {layout.note}"
             details.append((f"`{engine}`: {module.ABOUT}", kind, _limits(layout), verified))
@@ -36,11 +38,11 @@ def render() -> str:
 
 
 def _cell(kind: str, engine: str) -> str:
-    layout = export.engine_module(engine).LAYOUTS.get(kind)
+    layout = engine_module(engine).LAYOUTS.get(kind)
     return NOTHING if layout is None else CELLS[layout.verified]
 
 
-def _limits(layout: export.Layout) -> str:
+def _limits(layout: Layout) -> str:
     """Return what of a head's settings the layout is bound to."""
     bound = [
         f"{name} {' or '.join(map(str, allowed))} only"

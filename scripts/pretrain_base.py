@@ -30,11 +30,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from specheads.checkpoint import RunDirectory, atomic_folder, write_atomic
-from specheads.muon import Muon
-from specheads.text.bpe import train_tokenizer
-from specheads.text.corpus import SUFFIXES, load_corpus
-from specheads.text.pack import PackedText
+from specheads.data.bpe import train_tokenizer
+from specheads.data.corpora import SUFFIXES, load_corpus
+from specheads.data.packing import PackedText
+from specheads.runs.directory import RunDirectory, atomic_folder, write_atomic
+from specheads.training.muon import Muon
 
 CONSOLE = Console(stderr=True, highlight=False)
 

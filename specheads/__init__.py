@@ -6,16 +6,16 @@ base itself predicts `tokens[:, t + 1]`. A head of depth K predicts, from positi
 See docs/index_convention.md.
 """
 
-from specheads.base import FrozenBase
-from specheads.decode import Decoding, generate
-from specheads.drafter import Drafter, Features, Head
-from specheads.engine import Engine
-from specheads.export.custom_generate import custom_generate
-from specheads.heads import load_head
+from specheads.base.model import FrozenBase
+from specheads.core.drafter import Drafter, Features, Head
+from specheads.core.tree import TokenTree
+from specheads.decoding.acceptance.sampling import Sampling
+from specheads.decoding.engine import Engine
+from specheads.decoding.generate import Decoding, generate
+from specheads.decoding.request import Request, Stream
+from specheads.export.plugins.custom_generate import custom_generate
+from specheads.heads.load import load_head
 from specheads.measure.offline import offline_logits
-from specheads.sampling import Sampling
-from specheads.stream import Request, Stream
-from specheads.tree import TokenTree
 
 __all__ = [
     "Decoding",

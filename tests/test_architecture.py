@@ -1,4 +1,4 @@
-"""Imports go up the page of layers only, and each outside library has its room."""
+"""The house: folders are floors, imports go up no stairs and round no corner."""
 
 import ast
 import sys
@@ -8,130 +8,166 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "specheads"
-LAYERS = (
-    (
-        "tree",
-        "accept",
-        "noise",
-        "losses",
-        "row_losses",
-        "gradients",
-        "liger",
-        "metrics",
-        "muon",
-        "layout",
-        "interrupt",
-    ),
-    (
-        "config",
-        "detokenize",
-        "drafter",
-        "features",
-        "feedback",
-        "sampling",
-        "rules",
-        "attention",
-        "cache",
-        "compiled",
-        "paged",
-        "flex",
-        "mask",
-        "adapter",
-        "base",
-        "loading",
-        "selfcheck",
-        "joint",
-        "prefix",
-        "weights",
-    ),
-    (
-        "heads",
-        "baselines",
-        "graft",
-        "shape",
-        "stop",
-        "grow",
-        "sampled",
-        "product",
-        "text",
-        "schedule",
-    ),
-    (
-        "decode",
-        "engine",
-        "loop",
-        "stream",
-        "measure",
-        "tune",
-        "trainer",
-        "objective",
-        "meter",
-        "checkpoint",
-        "export",
-        "track",
-    ),
+FLOORS = (
+    ("config", "core"),
+    ("base", "data"),
+    ("heads", "decoding", "runs"),
+    ("baselines", "training", "measure"),
+    ("export",),
     ("commands",),
 )
-LAYER = {room: layer for layer, rooms in enumerate(LAYERS) for room in rooms}
-ROOMS = {
+"""Lowest first: a folder imports from its own floor and from those below."""
+
+FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+LIBRARIES = {
     "hydra": {"commands"},
     "omegaconf": {"commands"},
-    "accelerate": {"commands", "trainer"},
-    "peft": {"adapter"},
-    "wandb": {"track"},
-    "trackio": {"track"},
-    "tensorboard": {"track"},
-    "torch.utils.tensorboard": {"track"},
+    "accelerate": {"commands", "training"},
+    "peft": {"base.lora"},
+    "wandb": {"runs.trackers"},
+    "trackio": {"runs.trackers"},
+    "tensorboard": {"runs.trackers"},
+    "torch.utils.tensorboard": {"runs.trackers"},
 }
-# __init__ and __main__ stand above the layers: the public names and the command line
-MODULES = [
+"""Where an outside library may be known: a folder or a module."""
+
+# __init__ and __main__ stand above the floors: the public names and the command line
+FILES = [
     path for path in sorted(PACKAGE.rglob("*.py")) if path.parent != PACKAGE or path.stem[0] != "_"
 ]
-HEADS = sorted(path.stem for path in (PACKAGE / "heads").glob("[!_]*.py"))
 
 
 def name(path: Path) -> str:
-    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+    """Return a module's name below the package; a folder's own is that of the folder."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {name(path): path for path in FILES}
+KINDS = sorted(module for module in MODULES if module.startswith("heads.kinds."))
 
 
 def imported(path: Path) -> Iterator[str]:
+    """Yield what a module imports, also by name through import_module, also late, also for types.
+
+    Of a name that is put together the known beginning is yielded, with a star behind it.
+    """
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and called(node) in ("import_module", "__import__"):
+            yield beginning(node.args[0])
 
 
-def rooms(path: Path) -> set[str]:
-    return {module.split(".")[1] for module in imported(path) if module.startswith("specheads.")}
+def called(node: ast.Call) -> str:
+    return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name)
-def test_every_module_imports_only_its_own_layer_and_those_below(path):
-    layer = LAYER[name(path).split(".")[0]]
-    assert {room for room in rooms(path) if LAYER.get(room, len(LAYERS)) > layer} == set()
+def beginning(argument: ast.expr) -> str:
+    if isinstance(argument, ast.Constant):
+        return str(argument.value)
+    if isinstance(argument, ast.JoinedStr) and isinstance(argument.values[0], ast.Constant):
+        return f"{argument.values[0].value}*"
+    return ""
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name)
-def test_outside_libraries_stay_in_their_rooms(path):
-    room = name(path).split(".")[0]
+def inside(path: Path) -> set[str]:
+    """Return the modules of the package that a module imports."""
+    found = set()
+    for full in imported(path):
+        if not full.startswith("specheads."):
+            continue
+        inner = full.removeprefix("specheads.")
+        if inner.endswith("*"):
+            found |= {other for other in MODULES if other.startswith(inner[:-1])}
+        # of `from specheads.a.b import c` either a.b.c or a.b is the module
+        elif inner in MODULES:
+            found.add(inner)
+        elif (outer := inner.rpartition(".")[0]) in MODULES:
+            found.add(outer)
+    return found - {name(path)}
+
+
+GRAPH = {module: inside(path) for module, path in MODULES.items()}
+
+
+def room(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def cycle(graph: dict[str, set[str]]) -> list[str]:
+    """Return one cycle of a graph; empty where it has none."""
+    done: set[str] = set()
+
+    def visit(node: str, way: list[str]) -> list[str]:
+        if node in way:
+            return [*way[way.index(node) :], node]
+        if node in done:
+            return []
+        found = next(
+            (one for next_ in sorted(graph[node]) if (one := visit(next_, [*way, node]))), []
+        )
+        done.add(node)
+        return found
+
+    return next((found for node in sorted(graph) if (found := visit(node, []))), [])
+
+
+def test_the_top_level_is_the_floors_and_at_most_twelve_names():
+    rooms = {module.partition(".")[0] for module in MODULES}
+    assert rooms == set(FLOOR)
+    assert len(rooms) <= 12
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_module_imports_only_its_own_floor_and_those_below(module):
+    floor = FLOOR[room(module)]
+    assert {other for other in GRAPH[module] if FLOOR[room(other)] > floor} == set()
+
+
+def test_folders_form_no_cycle():
+    folders = {
+        one: {room(other) for module in MODULES if room(module) == one for other in GRAPH[module]}
+        - {one}
+        for one in FLOOR
+    }
+    assert cycle(folders) == []
+
+
+def test_modules_form_no_cycle():
+    assert cycle(GRAPH) == []
+
+
+def test_cycles_are_seen_also_through_names():
+    assert cycle({"a": {"b"}, "b": {"c"}, "c": {"a"}}) == ["a", "b", "c", "a"]
+    assert "heads.kinds.medusa" in GRAPH["heads.load"]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_outside_libraries_stay_in_their_rooms(module):
     strangers = {
         library
-        for library, allowed in ROOMS.items()
-        for module in imported(path)
-        if f"{module}.".startswith(f"{library}.") and room not in allowed
+        for library, allowed in LIBRARIES.items()
+        for full in imported(MODULES[module])
+        if f"{full}.".startswith(f"{library}.") and not {room(module), module} & allowed
     }
     assert strangers == set()
 
 
-@pytest.mark.parametrize("path", [path for path in MODULES if path.stem in LAYERS[0]], ids=name)
-def test_the_lowest_layer_knows_torch_and_nothing_heavier(path):
-    known = {"specheads", "torch", "jaxtyping", *sys.stdlib_module_names}
-    assert {module.split(".")[0] for module in imported(path)} <= known
+@pytest.mark.parametrize("module", [module for module in MODULES if room(module) == "core"])
+def test_the_lowest_floor_knows_torch_and_nothing_heavier(module):
+    known = {"specheads", "torch", "jaxtyping", "huggingface_hub", *sys.stdlib_module_names}
+    assert {full.partition(".")[0] for full in imported(MODULES[module])} <= known
 
 
-@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_no_head_imports_another(kind):
-    others = {f"specheads.heads.{other}" for other in HEADS if other != kind}
-    modules = set(imported(PACKAGE / "heads" / f"{kind}.py"))
-    assert not any(f"{module}.".startswith(f"{other}.") for module in modules for other in others)
+    assert not GRAPH[kind] & (set(KINDS) - {kind})
+
+
+def test_tests_have_the_same_folders():
+    folders = {path.name for path in Path(__file__).parent.iterdir() if path.is_dir()}
+    extra = {"golden", "scripts", "__pycache__"}
+    assert folders - extra == {one for one in FLOOR if (PACKAGE / one).is_dir()}

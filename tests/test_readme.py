@@ -11,10 +11,11 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from specheads import config, heads
+from specheads import config
 from specheads.__main__ import commands
-from specheads.base import FrozenBase
+from specheads.base.model import FrozenBase
 from specheads.commands import _compose, train
+from specheads.heads.load import build_for, configure
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -97,7 +98,7 @@ def test_a_command_s_head_takes_its_settings(call: tuple[str, ...]):
     folder = str(config.data_dir("configs"))
     with initialize_config_dir(version_base="1.3", config_dir=folder):
         settings: Any = OmegaConf.to_object(compose("train", list(concrete(call)[1:])))
-    assert heads.configure(settings.head).depth >= 1
+    assert configure(settings.head).depth >= 1
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -132,7 +133,7 @@ def test_the_python_example_runs(
     (example,) = [body for kind, body in FENCED.findall(PAGES[0].read_text()) if kind == "python"]
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     base = FrozenBase.load(ROOT / "recipes/tiny_code/base", dtype="float32")
-    untrained = heads.build_for({"kind": "mlp_speculator"}, base)
+    untrained = build_for({"kind": "mlp_speculator"}, base)
     untrained.save_pretrained(tmp_path / "runs/tiny_code/head")
     monkeypatch.chdir(tmp_path)
     exec(compile(example, "README.md", "exec"), {})

@@ -8,9 +8,10 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from specheads import config, heads
+from specheads import config
 from specheads.commands import _compose
-from specheads.schedule import check_phase
+from specheads.heads.load import build
+from specheads.training.schedule import check_phase
 
 RECIPES = _compose.recipes()
 HEADINGS = ["What", "Command", "Cost", "Results", "Not measured", "Changes"]
@@ -39,7 +40,7 @@ def test_a_recipe_composes_and_builds_its_head(name: str):
     for phase_name, phase in settings.schedule.phases.items():
         check_phase(phase_name, phase, context=8192)
     with torch.device("meta"):
-        head = heads.build(settings.head, width=64, vocab_size=65536)
+        head = build(settings.head, width=64, vocab_size=65536)
     assert head.depth >= 1
 
 

@@ -8,7 +8,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from specheads.base import FrozenBase
+from specheads.base.model import FrozenBase
 from specheads.measure.oracle import Oracle
 
 VOCAB = 61

@@ -6,10 +6,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from specheads.base import FrozenBase
-from specheads.cache import KVCache, upload
-from specheads.drafter import Drafter, Features
-from specheads.tree import TokenTree
+from specheads.base.cache import KVCache, upload
+from specheads.base.model import FrozenBase
+from specheads.core.drafter import Drafter, Features
+from specheads.core.tree import TokenTree
 
 
 @dataclass(frozen=True, slots=True)

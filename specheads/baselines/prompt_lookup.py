@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from specheads.drafter import Drafter, Features
+from specheads.core.drafter import Drafter, Features
 
 
 @dataclass(slots=True)

@@ -4,11 +4,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from specheads.base import FrozenBase
+from specheads.base.cache import KVCache, RowCache, upload
+from specheads.base.model import FrozenBase
 from specheads.baselines.draft_model import DraftModel
-from specheads.cache import KVCache, RowCache, upload
-from specheads.drafter import Drafter, Features, State
-from specheads.tree import chain
+from specheads.core.drafter import Drafter, Features, State
+from specheads.core.tree import chain
 
 
 class WindowCache(KVCache):

@@ -6,22 +6,18 @@ from typing import Any
 from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
-from specheads import grow, heads
-from specheads.base import FrozenBase
+from specheads.base.model import FrozenBase
 from specheads.baselines import DraftModel, PromptLookup, Streaming
-from specheads.checkpoint import RunDirectory, provenance
+from specheads.baselines.hybrid import Graft, Hybrid, Lookup
 from specheads.commands import _compose, evaluate
 from specheads.config import Compare, Train
-from specheads.drafter import Head
-from specheads.graft import Graft, Hybrid, Lookup
-from specheads.measure.compare import (
-    Arm,
-    compare_drafters,
-    compare_speed,
-    table,
-    write_comparison,
-)
+from specheads.core.drafter import Head
+from specheads.decoding.trees import policies
+from specheads.heads.load import load_head
+from specheads.measure.compare import Arm, compare_drafters, compare_speed, table, write_comparison
 from specheads.measure.online import decode_prompts
+from specheads.runs.directory import RunDirectory
+from specheads.runs.provenance import provenance
 
 DRAFTERS = ("head", "prompt_lookup", "hybrid", "streaming", "draft_model")
 SHORT = {
@@ -46,7 +42,7 @@ def main(settings: Compare) -> None:
     base = evaluate.load_base(trained.base)
     if run.adapter.is_dir():
         base.merge(run.adapter)
-    head = heads.load_head(run.head, base)
+    head = load_head(run.head, base)
     comparison = _compare(base, head, names, settings, trained)
     path = write_comparison(Path(settings.out) if settings.out else run.report, comparison)
     console = Console()
@@ -135,7 +131,7 @@ def _arms(
 ) -> dict[str, Arm]:
     """Return the drafters that are asked for, each with its own way to grow."""
     copied, depth = settings.copied_tokens, settings.draft_depth
-    tree: grow.Policy = grow.NOTHING
+    tree: policies.Policy = policies.NOTHING
     if {"head", "hybrid"} & set(names):
         tree, _ = evaluate.choose_tree(base, head, trained, progress=True)
 
@@ -156,9 +152,9 @@ def _arms(
                 return Arm(both, Graft(tree, copied, trim=base.device.type == "cpu"))
             case "streaming":
                 alike = Streaming(base, depth, sinks=settings.sinks, window=settings.window)
-                return Arm(alike, grow.chain(depth))
+                return Arm(alike, policies.chain(depth))
             case _:
-                return Arm(_draft_model(base, settings), grow.chain(depth))
+                return Arm(_draft_model(base, settings), policies.chain(depth))
 
     return {name: arm(name) for name in names}
 

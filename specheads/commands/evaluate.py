@@ -10,24 +10,27 @@ from datasets import Dataset
 from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
-from specheads import grow, heads
-from specheads.base import FrozenBase
-from specheads.checkpoint import RunDirectory, provenance, write_atomic
-from specheads.commands import _compose, _tree
+from specheads.base.model import FrozenBase
+from specheads.commands import _compose
 from specheads.config import Base, Data, Evaluate, Evaluation, Train
-from specheads.drafter import Head
-from specheads.export import card
+from specheads.core.drafter import Head
+from specheads.data.corpora import load_corpus
+from specheads.data.prompts import PromptSet, cut_windows, load_prompts
+from specheads.decoding.acceptance.rules import LOSSY, rule_named
+from specheads.decoding.acceptance.sampling import Sampling
+from specheads.decoding.trees import policies
+from specheads.decoding.trees.named import fixed_policy
+from specheads.export.hub import card
+from specheads.heads.load import load_head
 from specheads.measure import report
 from specheads.measure.offline import measure_offline
 from specheads.measure.online import decode_prompts, measure_online
-from specheads.measure.pick import pick_tree
 from specheads.measure.quality import compare, measure_quality
 from specheads.measure.speed import measure_speed
-from specheads.rules import LOSSY, rule_named
-from specheads.sampling import Sampling
-from specheads.text.corpus import load_corpus
-from specheads.text.prompts import PromptSet, cut_windows, load_prompts
-from specheads.track import read_metrics
+from specheads.measure.tune.trees import pick_tree
+from specheads.runs.directory import RunDirectory, write_atomic
+from specheads.runs.provenance import provenance
+from specheads.runs.trackers import read_metrics
 
 MODES = ("offline", "online", "all")
 SHORT = {"head": "head_path", "base": "base.model"} | {
@@ -54,7 +57,7 @@ def main(settings: Evaluate) -> None:
         if not settings.out:
             raise ValueError("a head without a run needs out=FOLDER for its report")
         base = load_base(settings.base)
-        head = heads.load_head(settings.head_path, base)
+        head = load_head(settings.head_path, base)
         results = _evaluate(base, head, settings, None)
         _write(Path(settings.out), results, [])
     else:
@@ -84,7 +87,7 @@ def evaluate_run(
         before = measure_quality(base, windows, progress=True)
         base.merge(run.adapter)
         quality = compare(before, measure_quality(base, windows, progress=True))
-    head = heads.load_head(run.head, base)
+    head = load_head(run.head, base)
     results = _evaluate(base, head, settings, run) | {"base_quality": quality}
     _write(Path(out) if out else run.report, results, read_metrics(run.metrics))
     if not out:
@@ -105,7 +108,7 @@ def check(settings: Train | Evaluate, base: FrozenBase, head_depth: int) -> Prom
     rule_named(how.rule)
     if how.temperature > 0 and how.mode == "offline":
         raise ValueError(f"temperature must be 0 for mode=offline, got {how.temperature}")
-    _tree.fixed_policy(settings.tree, head_depth)
+    fixed_policy(settings.tree, head_depth)
     if base.tokenizer is None:
         raise ValueError(f"evaluation reads text: the base {base.name} needs a tokenizer")
     prompts = load_prompts(
@@ -199,7 +202,7 @@ def _evaluate(
     results = _describe(base, head, prompts, how, policy, settings.seed)
     results["draft_vocabulary"] = _draft_vocabulary(head, run)
     # a tree that is not the same in every step has no replay; the chain stands for it
-    static = policy if isinstance(policy, grow.Static) else grow.chain(head.depth)
+    static = policy if isinstance(policy, policies.Static) else policies.chain(head.depth)
     if how.temperature == 0:
         results["offline"] = measure_offline(
             base, head, tokens, alone, policy=static, progress=True
@@ -241,10 +244,10 @@ def _evaluate(
 
 def choose_tree(
     base: FrozenBase, head: Head, settings: Train | Evaluate, *, progress: bool
-) -> tuple[grow.Policy, list[dict[str, Any]]]:
+) -> tuple[policies.Policy, list[dict[str, Any]]]:
     """Return the tree that was asked for, and what was tried where one is to be picked."""
     how = settings.evaluation
-    if (policy := _tree.fixed_policy(settings.tree, head.depth)) is not None:
+    if (policy := fixed_policy(settings.tree, head.depth)) is not None:
         return policy, []
     assert base.tokenizer is not None
     documents = load_documents(settings.data, "validation", settings.seed)
@@ -259,11 +262,11 @@ def _describe(
     head: Head,
     prompts: PromptSet,
     how: Evaluation,
-    policy: grow.Policy,
+    policy: policies.Policy,
     seed: int,
 ) -> dict[str, Any]:
     """Return the sections of results.json that say what was measured, all others null."""
-    paths = policy.paths if isinstance(policy, grow.Static) else ()
+    paths = policy.paths if isinstance(policy, policies.Static) else ()
     return {
         "schema": 1,
         "head": {
@@ -326,7 +329,7 @@ def _replay(
     sampling: Sampling,
 ) -> dict[str, Any]:
     """Hold the offline replay of a chain against the same chain decoded for real."""
-    chain = grow.chain(head.depth)
+    chain = policies.chain(head.depth)
     offline = measure_offline(base, head, prompts, alone, policy=chain)
     online = measure_online(
         base,
@@ -358,8 +361,8 @@ def _phases(
         return []
     rows = []
     for name in settings.schedule.phases:
-        head = heads.load_head(run.phases / name, base)
-        measured = measure_offline(base, head, prompts, alone, policy=grow.chain(head.depth))
+        head = load_head(run.phases / name, base)
+        measured = measure_offline(base, head, prompts, alone, policy=policies.chain(head.depth))
         rows.append(
             {
                 "phase": name,

@@ -6,16 +6,17 @@ from pathlib import Path
 from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
-from specheads import export, heads
-from specheads.base import FrozenBase
-from specheads.checkpoint import RunDirectory
+from specheads.base.model import FrozenBase
 from specheads.commands import _compose, evaluate
 from specheads.config import Export, Train
-from specheads.drafter import Head
-from specheads.export.parity import Text
+from specheads.core.drafter import Head
+from specheads.data.prompts import load_prompts
+from specheads.export.engines import engine_module
+from specheads.export.gate import Text
 from specheads.export.write import export_head
+from specheads.heads.load import load_head
 from specheads.measure.online import decode_prompts
-from specheads.text.prompts import load_prompts
+from specheads.runs.directory import RunDirectory
 
 SHORT = {"head": "head_path", "base": "base.model"}
 
@@ -24,7 +25,7 @@ SHORT = {"head": "head_path", "base": "base.model"}
 def main(settings: Export) -> None:
     """Export a run's head, or any head with the base it was made for."""
     transformers_logging.disable_progress_bar()
-    export.engine_module(settings.engine)
+    engine_module(settings.engine)
     if not settings.out:
         raise ValueError("an export needs a folder of its own: add out=FOLDER")
     base, head, prompts = _load(settings)
@@ -46,7 +47,7 @@ def _load(settings: Export) -> tuple[FrozenBase, Head, str]:
         if not settings.head_path:
             raise ValueError("name what to export: run=DIR, or head=PATH and base=PATH")
         base = evaluate.load_base(settings.base)
-        return base, heads.load_head(settings.head_path, base), "python_stdlib"
+        return base, load_head(settings.head_path, base), "python_stdlib"
     run = RunDirectory(Path(settings.run))
     trained = _compose.read_run(run.config, Train)
     _compose.overlay(trained, settings, SHORT)
@@ -57,7 +58,7 @@ def _load(settings: Export) -> tuple[FrozenBase, Head, str]:
             f"merge {run.adapter} into it, save that, and export head={run.head} base=FOLDER"
         )
     base = evaluate.load_base(trained.base)
-    return base, heads.load_head(run.head, base), trained.evaluation.prompts
+    return base, load_head(run.head, base), trained.evaluation.prompts
 
 
 def _texts(base: FrozenBase, head: Head, settings: Export, prompts: str) -> list[Text]:

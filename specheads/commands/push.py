@@ -9,14 +9,14 @@ from huggingface_hub.utils import logging as hub_logging
 from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
-from specheads import heads
-from specheads.base import FrozenBase
-from specheads.checkpoint import RunDirectory
+from specheads.base.model import FrozenBase
 from specheads.commands import _compose, evaluate
 from specheads.config import Push, Train
-from specheads.export import hub
-from specheads.export.card import model_card
-from specheads.export.facts import HUB_ID, read_facts
+from specheads.export.hub import upload
+from specheads.export.hub.card import model_card
+from specheads.export.hub.summary import HUB_ID, read_facts
+from specheads.heads.load import load_head
+from specheads.runs.directory import RunDirectory
 
 
 @_compose.command("push")
@@ -39,25 +39,25 @@ def push_run(settings: Push) -> None:
     if not HUB_ID.fullmatch(settings.repo):
         raise ValueError(f"name where to push, as repo=USER/NAME; got {settings.repo!r}")
     gated = settings.gated.lower()
-    if gated and gated not in hub.GATES:
-        raise ValueError(f"gated must be one of {', '.join(hub.GATES)}, got {settings.gated!r}")
+    if gated and gated not in upload.GATES:
+        raise ValueError(f"gated must be one of {', '.join(upload.GATES)}, got {settings.gated!r}")
     files = _files(settings)
     if settings.dry_run:
-        sizes = {path: hub.size(content) for path, content in files.items()}
+        sizes = {path: upload.size(content) for path, content in files.items()}
         lines = [f"{size:>15,}  {path}\n" for path, size in sizes.items()]
         sys.stdout.write("".join([*lines, f"{sum(sizes.values()):>15,}  bytes in all\n"]))
         return
-    address = hub.push(settings.repo, files, private=settings.private, gated=gated)
+    address = upload.push(settings.repo, files, private=settings.private, gated=gated)
     Console().print(f"pushed: {address}", soft_wrap=True)
 
 
-def _files(settings: Push) -> hub.Contents:
+def _files(settings: Push) -> upload.Contents:
     """Return what is to be uploaded, once the head has shown that it loads on its base."""
     run = RunDirectory(Path(settings.run))
     trained = _compose.read_run(run.config, Train)
     _refuse_unusable(run, trained)
     base = _measured_base(run, trained)
-    head = heads.load_head(run.head, base)
+    head = load_head(run.head, base)
     facts = read_facts(run, asdict(trained), base, settings.base_repo)
     card = model_card(
         facts,
@@ -66,9 +66,9 @@ def _files(settings: Push) -> hub.Contents:
         repo=settings.repo,
         licence=settings.licence,
         data_licence=settings.data_licence,
-        pictures=hub.pictures(run),
+        pictures=upload.pictures(run),
     )
-    return hub.contents(run, facts, card, settings.repo)
+    return upload.contents(run, facts, card, settings.repo)
 
 
 def _measured_base(run: RunDirectory, trained: Train) -> FrozenBase:

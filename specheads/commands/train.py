@@ -14,18 +14,22 @@ from rich.progress import Progress
 from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
-from specheads import adapter, decode, heads, track, trainer
-from specheads.base import FrozenBase
-from specheads.checkpoint import RunDirectory
+from specheads.base import lora
+from specheads.base.model import FrozenBase
 from specheads.commands import _compose, evaluate
 from specheads.config import Distill, Phase, Train
-from specheads.drafter import Head
-from specheads.export import card
-from specheads.schedule import adapter_settings, check_names, check_phase
-from specheads.text.distill import DistilledText, write_shards
-from specheads.text.fingerprint import tokenizer_fingerprint
-from specheads.text.pack import PackedText, Text
-from specheads.track import Tracker
+from specheads.core.drafter import Head
+from specheads.data.distill import DistilledText, write_shards
+from specheads.data.fingerprint import tokenizer_fingerprint
+from specheads.data.packing import PackedText, Text
+from specheads.decoding.generate import generate
+from specheads.export.hub import card
+from specheads.heads.load import build_for, configure, resume_head
+from specheads.runs import trackers
+from specheads.runs.directory import RunDirectory
+from specheads.runs.trackers import Tracker
+from specheads.training import trainer
+from specheads.training.schedule import adapter_settings, check_names, check_phase
 
 COUNTED_TOKENS = 2**19
 """Tokens of the corpus that a reduced draft vocabulary is counted on."""
@@ -76,10 +80,10 @@ def main(settings: Train) -> None:
 def _start(settings: Train, base: FrozenBase, texts: "_Texts") -> tuple[Head, Tensor | None]:
     """Return the head training begins with, and token counts where it drafts only some tokens."""
     if settings.init:
-        head = heads.resume_head(settings.init, base, settings.head["kind"])
+        head = resume_head(settings.init, base, settings.head["kind"])
         return head, None if head.draft_ids is None else texts.count_tokens()
     counts = texts.count_tokens() if settings.head.get("draft_tokens") else None
-    return heads.build_for(settings.head, base, counts), counts
+    return build_for(settings.head, base, counts), counts
 
 
 def _train(
@@ -196,7 +200,7 @@ class _Texts:
         }
 
         def write(prompts: list[list[int]], seed: int) -> list[list[int]]:
-            return decode.generate(
+            return generate(
                 base,
                 None,
                 prompts,
@@ -222,7 +226,7 @@ class _Texts:
 
 def _refuse_unusable(settings: Train, base: FrozenBase) -> None:
     """Refuse settings that could only fail later, before anything is written."""
-    head_depth = heads.configure(settings.head).depth
+    head_depth = configure(settings.head).depth
     if base.tokenizer is None:
         raise ValueError(f"training reads text: the base {base.name} needs a tokenizer")
     if len(base.tokenizer) > base.vocab_size:
@@ -234,10 +238,10 @@ def _refuse_unusable(settings: Train, base: FrozenBase) -> None:
     for name, phase in settings.schedule.phases.items():
         check_phase(name, phase, base.max_length, head_depth)
     if joint := adapter_settings(settings.schedule):
-        adapter.targets(base.model, joint.target_modules)
+        lora.targets(base.model, joint.target_modules)
         if settings.evaluate_after:
             evaluate.quality_windows(settings, base)
-    track.check_kind(settings.tracker.kind)
+    trackers.check_kind(settings.tracker.kind)
     if settings.evaluate_after:
         evaluate.check(settings, base, head_depth)
 

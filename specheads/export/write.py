@@ -9,11 +9,12 @@ from typing import Any
 
 from safetensors.torch import save_file
 
-from specheads.base import FrozenBase
-from specheads.checkpoint import atomic_folder
-from specheads.drafter import Head
-from specheads.export import RECORD, Folder, find_layout
-from specheads.export.parity import Parity, Text, check, expect
+from specheads.base.model import FrozenBase
+from specheads.core.drafter import Head
+from specheads.export.engines import find_layout
+from specheads.export.gate import Parity, Text, check, expect
+from specheads.export.layout import RECORD, Folder
+from specheads.runs.directory import atomic_folder
 
 
 def export_head(

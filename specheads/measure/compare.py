@@ -8,15 +8,15 @@ from typing import Any
 
 from rich.table import Table
 
-from specheads import grow
-from specheads.base import FrozenBase
-from specheads.checkpoint import write_atomic
-from specheads.drafter import Drafter
+from specheads.base.model import FrozenBase
+from specheads.core.drafter import Drafter
+from specheads.decoding.acceptance.sampling import GREEDY, Sampling
+from specheads.decoding.trees import policies
 from specheads.measure.online import measure_online
 from specheads.measure.plots import draw_comparison
 from specheads.measure.progress import bar
 from specheads.measure.speed import Pair, Timing, summarise, time_generate
-from specheads.sampling import GREEDY, Sampling
+from specheads.runs.directory import write_atomic
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Arm:
     """One way of drafting."""
 
     drafter: Drafter
-    policy: grow.Policy
+    policy: policies.Policy
 
 
 def compare_drafters(

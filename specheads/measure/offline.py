@@ -14,11 +14,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from specheads import grow
-from specheads.base import FrozenBase
-from specheads.drafter import Features, Head
+from specheads.base.model import FrozenBase
+from specheads.core.drafter import Features, Head
+from specheads.decoding.trees import policies
+from specheads.measure.counts import DepthCounts, bootstrap_interval
 from specheads.measure.progress import bar
-from specheads.metrics import DepthCounts, bootstrap_interval
 
 TOP = 5
 """Ranks the top-k accuracy reports: k = 1..TOP."""
@@ -102,7 +102,7 @@ def _ranks(head: Head, level: int, states: Tensor, answers: Tensor, width: int) 
     return torch.cat(found)
 
 
-def replay(ranks: Int[Tensor, "drafted depth"], policy: grow.Static) -> DepthCounts:
+def replay(ranks: Int[Tensor, "drafted depth"], policy: policies.Static) -> DepthCounts:
     """Walk one stored continuation as the loop would and return the loop's own integers.
 
     The first token comes from reading the prompt and is no forward. Where `room` tokens are
@@ -150,7 +150,7 @@ def replay_chain(
         continuations: What the base alone says after each, greedily, cut as it should be cut.
         depth: Levels of the chain.
     """
-    policy = grow.chain(depth)
+    policy = policies.chain(depth)
     return [
         replay(guess_ranks(base, head, prompt, continuation, width=1), policy)
         for prompt, continuation in zip(prompts, continuations, strict=True)
@@ -176,7 +176,7 @@ def measure_offline(
     prompts: list[list[int]],
     continuations: list[list[int]],
     *,
-    policy: grow.Policy | None = None,
+    policy: policies.Policy | None = None,
     progress: bool = False,
 ) -> dict[str, Any]:
     """Return the `offline` section of results.json.
@@ -191,7 +191,7 @@ def measure_offline(
             which it was.
         progress: Whether to show a progress bar.
     """
-    static = policy if isinstance(policy, grow.Static) else grow.chain(head.depth)
+    static = policy if isinstance(policy, policies.Static) else policies.chain(head.depth)
     width = max([TOP, *(path[-1] + 1 for path in static.paths)])
     pairs = list(zip(prompts, continuations, strict=True))
     ranks = [

@@ -7,15 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specheads import accept, decode, grow, loop
-from specheads.base import FrozenBase
-from specheads.drafter import Drafter
+from specheads.base.model import FrozenBase
+from specheads.core.drafter import Drafter
+from specheads.core.tree import TokenTree
+from specheads.decoding import loop
+from specheads.decoding.acceptance import accept
+from specheads.decoding.acceptance.rules import Rule, rule_named
+from specheads.decoding.acceptance.sampling import GREEDY, Rows, Sampling, each_prompt
+from specheads.decoding.generate import Decoding, generate
+from specheads.decoding.trees import policies
+from specheads.measure.counts import DepthCounts, loops
 from specheads.measure.offline import interval
 from specheads.measure.progress import bar
-from specheads.metrics import DepthCounts, loops
-from specheads.rules import Rule, rule_named
-from specheads.sampling import GREEDY, Rows, Sampling, each_prompt
-from specheads.tree import TokenTree
 
 
 @dataclass(slots=True)
@@ -52,7 +55,7 @@ def decode_prompts(
     drafter: Drafter | None,
     prompts: list[list[int]],
     *,
-    policy: grow.Policy | None = None,
+    policy: policies.Policy | None = None,
     max_new_tokens: int,
     settings: Sampling = GREEDY,
     rule: str = "match",
@@ -69,21 +72,21 @@ def decode_prompts(
         policy: How drafts grow; None is a chain as deep as the drafter.
         max_new_tokens: Limit for each prompt.
         settings: How tokens are chosen; each prompt draws with a seed of its own.
-        rule: What is kept of a tree: a name in `specheads.rules.RULES`.
+        rule: What is kept of a tree: a name in `specheads.decoding.acceptance.rules.RULES`.
         batch_size: Prompts decoded together.
         stop_at_eos: Whether the base's end-of-text token ends a text.
         progress: Whether to show a progress bar.
     """
     if drafter is None:
-        policy = grow.NOTHING
+        policy = policies.NOTHING
     elif policy is None:
-        policy = grow.chain(drafter.depth)
+        policy = policies.chain(drafter.depth)
     each = each_prompt(settings, len(prompts))
     starts = range(0, len(prompts), batch_size)
     decoded: list[Decoded] = []
     for start in bar(starts, "online" if drafter is not None else "base alone", progress):
         watch = _Watch(rule_named(rule))
-        out = decode.generate(
+        out = generate(
             base,
             drafter,
             prompts[start : start + batch_size],
@@ -101,7 +104,7 @@ def decode_prompts(
     return decoded
 
 
-def _by_row(watch: _Watch, out: decode.Decoding) -> list[list[bool]]:
+def _by_row(watch: _Watch, out: Decoding) -> list[list[bool]]:
     """Sort what was noted a step into prompts: finished ones leave, the others keep order."""
     rows: list[list[bool]] = [[] for _ in out.steps]
     for number, noted in enumerate(watch.noted):
@@ -129,7 +132,7 @@ def measure_online(
     prompts: list[list[int]],
     alone: list[list[int]],
     *,
-    policy: grow.Policy | None = None,
+    policy: policies.Policy | None = None,
     categories: Sequence[str] | None = None,
     max_new_tokens: int,
     settings: Sampling = GREEDY,
@@ -150,7 +153,7 @@ def measure_online(
         categories: One name a prompt, where prompts have any.
         max_new_tokens: Limit for each prompt.
         settings: How tokens are chosen; each prompt draws with a seed of its own.
-        rule: What is kept of a tree: a name in `specheads.rules.RULES`.
+        rule: What is kept of a tree: a name in `specheads.decoding.acceptance.rules.RULES`.
         batch_size: Prompts decoded together.
         stop_at_eos: Whether the base's end-of-text token ends a text.
         progress: Whether to show a progress bar.

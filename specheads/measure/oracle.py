@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from specheads.drafter import Drafter, Features
+from specheads.core.drafter import Drafter, Features
 
 
 class Oracle(Drafter):

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from specheads.base import FrozenBase
+from specheads.base.model import FrozenBase
+from specheads.measure.counts import bootstrap_interval
 from specheads.measure.progress import bar
-from specheads.metrics import bootstrap_interval
 
 
 @dataclass(frozen=True, slots=True)

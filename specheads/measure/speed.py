@@ -12,14 +12,16 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from specheads import accept, decode, grow
-from specheads.base import FrozenBase
-from specheads.drafter import Drafter, Features, Memory
+from specheads.base.model import FrozenBase
+from specheads.core.drafter import Drafter, Features, Memory
+from specheads.core.tree import TokenTree
+from specheads.decoding.acceptance import accept
+from specheads.decoding.acceptance.rules import Rule, rule_named
+from specheads.decoding.acceptance.sampling import GREEDY, Rows, Sampling, each_prompt
+from specheads.decoding.generate import generate
+from specheads.decoding.trees import policies
+from specheads.measure.counts import bootstrap_interval
 from specheads.measure.progress import bar
-from specheads.metrics import bootstrap_interval
-from specheads.rules import Rule, rule_named
-from specheads.sampling import GREEDY, Rows, Sampling, each_prompt
-from specheads.tree import TokenTree
 
 
 @dataclass(slots=True)
@@ -49,13 +51,13 @@ class _Clock:
         return self.rule(tree, logits, ancestors, rows)
 
 
-class _Stopwatch(grow.Policy):
+class _Stopwatch(policies.Policy):
     """A policy that also notes how long each of its drafts takes.
 
     It waits for the device before and after each, so what it times is not timed otherwise.
     """
 
-    def __init__(self, policy: grow.Policy, base: FrozenBase) -> None:
+    def __init__(self, policy: policies.Policy, base: FrozenBase) -> None:
         self.policy, self.base = policy, base
         self.name, self.num_nodes, self.depth = policy.name, policy.num_nodes, policy.depth
         self.seconds: list[float] = []
@@ -89,7 +91,7 @@ def time_generate(
     drafter: Drafter | None,
     prompts: list[list[int]],
     *,
-    policy: grow.Policy | None,
+    policy: policies.Policy | None,
     settings: Sampling = GREEDY,
     rule: str = "match",
     max_new_tokens: int,
@@ -99,7 +101,7 @@ def time_generate(
     clock = _Clock(rule_named(rule))
     synchronise(base)
     start = time.perf_counter()
-    out = decode.generate(
+    out = generate(
         base,
         drafter,
         prompts,
@@ -134,7 +136,7 @@ def measure_speed(
     drafter: Drafter,
     prompts: list[list[int]],
     *,
-    policy: grow.Policy | None = None,
+    policy: policies.Policy | None = None,
     max_new_tokens: int,
     settings: Sampling = GREEDY,
     rule: str = "match",
@@ -159,7 +161,7 @@ def measure_speed(
         policy: How drafts grow; None is a chain as deep as the drafter.
         max_new_tokens: Limit for each prompt.
         settings: How tokens are chosen; each prompt draws with a seed of its own.
-        rule: What is kept of a tree: a name in `specheads.rules.RULES`.
+        rule: What is kept of a tree: a name in `specheads.decoding.acceptance.rules.RULES`.
         repetitions: How often everything is timed.
         batch_size: Prompts decoded together; intervals are over these batches.
         warmup: Batches decoded both ways before the clock counts.
@@ -203,7 +205,7 @@ def measure_speed(
             pair.alone.append(run(None, unit))
     return summarise(pairs) | {
         "draft_milliseconds": _draft_milliseconds(
-            base, drafter, prompts[0], policy or grow.chain(drafter.depth), max_new_tokens
+            base, drafter, prompts[0], policy or policies.chain(drafter.depth), max_new_tokens
         ),
         "repetitions": repetitions,
         "peak_gib": peak_gib(base),
@@ -214,14 +216,12 @@ def _draft_milliseconds(
     base: FrozenBase,
     drafter: Drafter,
     prompt: list[int],
-    policy: grow.Policy,
+    policy: policies.Policy,
     max_new_tokens: int,
 ) -> float:
     """Return the median time that a decode step spends drafting, greedy and one row."""
     watch = _Stopwatch(policy, base)
-    decode.generate(
-        base, drafter, [prompt], max_new_tokens=max_new_tokens, tree=watch, stop_at_eos=False
-    )
+    generate(base, drafter, [prompt], max_new_tokens=max_new_tokens, tree=watch, stop_at_eos=False)
     return 1e3 * statistics.median(watch.seconds)
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from specheads.base import FrozenBase
-from specheads.drafter import Head
-from specheads.heads.eagle3 import Head as Eagle3
+from specheads.base.model import FrozenBase
+from specheads.core.drafter import Head
+from specheads.heads.kinds.eagle3 import Head as Eagle3
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 PLAIN_RESIDUAL: dict[str, Collection[Any] | None] = {

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from specheads.base import FrozenBase
-from specheads.drafter import Head
-from specheads.export import Folder
+from specheads.base.model import FrozenBase
+from specheads.core.drafter import Head
+from specheads.export.layout import Folder
 from specheads.export.layouts.vllm import serve
 from specheads.export.readers.medusa import FILE
 

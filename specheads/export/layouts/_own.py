@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from specheads.drafter import Head
+from specheads.core.drafter import Head
 
 Values = dict[str, Collection[Any] | None]
 

@@ -4,9 +4,9 @@ import json
 import shlex
 from pathlib import Path
 
-from specheads.base import FrozenBase
-from specheads.drafter import Head
-from specheads.export import Folder, Layout
+from specheads.base.model import FrozenBase
+from specheads.core.drafter import Head
+from specheads.export.layout import Folder, Layout
 from specheads.export.layouts import _eagle3
 from specheads.export.readers import eagle3
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from specheads.base import FrozenBase
-from specheads.drafter import Head
-from specheads.export import Folder, Layout
+from specheads.base.model import FrozenBase
+from specheads.core.drafter import Head
+from specheads.export.layout import Folder, Layout
 from specheads.export.layouts import _medusa
 from specheads.export.readers import medusa, mlp_speculator
 

@@ -1,6 +1,6 @@
 """vLLM 0.32.0, the last version with a loader for Medusa of its own."""
 
-from specheads.export import Layout
+from specheads.export.layout import Layout
 from specheads.export.layouts import _medusa
 from specheads.export.readers import medusa
 

@@ -1,0 +1,114 @@
+"""What a node may see: tree masks, sliding windows, and the attention that can take them.
+
+See docs/tree_verification.md.
+"""
+
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from specheads.base.cache import RowCache
+
+ATTENTION = ("sdpa", "eager")
+"""Attention implementations that take an arbitrary 4D mask."""
+
+
+def tree_mask(
+    ancestors: Bool[Tensor, "batch node node"],
+    depths: Int[Tensor, "batch node"],
+    cache: RowCache,
+    window: int | None,
+    dtype: torch.dtype,
+) -> Float[Tensor, "batch 1 node slot"]:
+    """Return the additive mask under which each node sees the committed text and its path.
+
+    Args:
+        ancestors: Which nodes each node may see: itself and those above it.
+        depths: Edges between each node and the root.
+        cache: Its lengths say where each row's scratch begins.
+        window: How many positions a node looks back, itself included; None looks back to the
+            first. Positions follow the path, not the slots, so siblings share one.
+        dtype: Of the mask.
+    """
+    batch, num_nodes, _ = ancestors.shape
+    device = ancestors.device
+    end = cache.extent(num_nodes)
+    lengths = cache.lengths[:, None]
+    slots = torch.arange(end, device=device)
+    if cache.shared_length is not None:
+        committed = ancestors.new_ones(batch, num_nodes, cache.shared_length)
+        visible = torch.cat([committed, ancestors], dim=-1)
+    else:
+        visible = (slots < lengths)[:, None].repeat(1, num_nodes, 1)
+        _, scratch = cache.scratch(num_nodes)
+        visible.scatter_(-1, scratch[:, None].expand(-1, num_nodes, -1), ancestors)
+    if window is not None:
+        _, scratch = cache.scratch(num_nodes)
+        own = cache.positions[:, None] + depths
+        positions = cache.slot_positions(end).scatter(1, scratch, own)
+        visible = visible & (positions[:, None] > own[..., None] - window)
+    blocked = torch.zeros(visible.shape, dtype=dtype, device=device)
+    return blocked.masked_fill_(~visible, torch.finfo(dtype).min)[:, None]
+
+
+def attention_windows(config: Any) -> dict[str, int | None]:
+    """Return how far each kind of layer looks back; refuse kinds that cannot be rolled back."""
+    window = getattr(config, "sliding_window", None)
+    if not getattr(config, "use_sliding_window", True):
+        window = None
+    known = {"full_attention": None, "sliding_attention": window}
+    kinds = set(getattr(config, "layer_types", None) or [])
+    if unknown := sorted(kinds - set(known)):
+        raise ValueError(
+            f"tree verification needs attention layers whose keys and values can be rolled "
+            f"back; {config.model_type!r} has layers of kind {', '.join(unknown)}; "
+            "choose a base with full or sliding attention only"
+        )
+    if "local" in (getattr(config, "attention_layers", None) or []):
+        raise ValueError(
+            f"tree verification needs windows that follow the mask; {config.model_type!r} has "
+            "attention_layers of kind local, which count slots and not positions; choose a base "
+            "with global, full or sliding attention"
+        )
+    if not kinds and (name := _state_space_setting(config)):
+        raise ValueError(
+            f"tree verification cannot roll back a state-space base: {config.model_type!r} has "
+            f"{name}; choose a base with attention layers only"
+        )
+    return {kind: known[kind] for kind in kinds} or {"all": window}
+
+
+def _state_space_setting(config: Any) -> str | None:
+    names = ("mamba_d_state", "state_size", "ssm_state_size", "time_step_rank", "mamba_config")
+    return next((name for name in names if getattr(config, name, None) is not None), None)
+
+
+def context_length(config: Any) -> int:
+    """Return up to how many positions a token's place in the text always means the same.
+
+    LongRoPE turns by other angles as soon as a text is longer than its original context,
+    and what was read before keeps the old ones: beyond it, text read at once and text
+    read step by step are two different laws. So such a base is offered up to there.
+    """
+    limits = [config.max_position_embeddings]
+    rope = getattr(config, "rope_parameters", None) or {}
+    for settings in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        if settings.get("rope_type") == "longrope":
+            original = settings.get("original_max_position_embeddings")
+            limits.append(original or config.original_max_position_embeddings)
+    return min(limits)
+
+
+def refuse_attention(name: str | None) -> None:
+    """Refuse an attention implementation that cannot show a node its path only.
+
+    Raises:
+        ValueError: It takes no 4D mask.
+    """
+    if name not in ATTENTION:
+        raise ValueError(
+            f"tree verification needs an attention that takes a 4D mask, got {name!r}; "
+            f"load the base with one of {ATTENTION}"
+        )

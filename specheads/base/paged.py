@@ -1,0 +1,303 @@
+"""Keys and values in blocks: rows take them as they grow, share them, and give them back.
+
+See docs/caches.md.
+"""
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from specheads.base.cache import RowCache, upload
+
+
+class PoolFullError(Exception):
+    """The pool has too few free blocks; nothing was taken. Release rows, or wait, and retry."""
+
+
+class BlockPool:
+    """Blocks of slots that any number of `PagedKVCache`s hand out, share and return.
+
+    Only references are counted here; who holds which block stands in the caches.
+
+    Args:
+        num_layers: Layers of the base. A block holds its slots in all of them.
+        num_blocks: Blocks of the pool.
+        block_size: Slots of a block.
+        device: Where the base computes.
+        flex: Whether attention reads the blocks where they lie, by flex_attention. False gathers
+            each row's blocks first and then attends as over contiguous rows, bit for bit. None
+            is flex on CUDA and gather elsewhere.
+
+    Source: Kwon et al. 2023, arXiv:2309.06180, section 4.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int = 16,
+        device: torch.device | str = "cpu",
+        *,
+        flex: bool | None = None,
+    ) -> None:
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self.device = torch.device(device)
+        self.flex = self.device.type == "cuda" if flex is None else flex
+        self.references = [0] * num_blocks
+        self.copied_blocks = 0
+        """Blocks copied so far because a fork wrote into one it shared."""
+        self.stores = [_Store(self) for _ in range(num_layers)]
+        self._free = list(range(num_blocks - 1, -1, -1))
+
+    @property
+    def spare(self) -> int:
+        """The block behind the last, which takes padding and is nobody's."""
+        return self.num_blocks
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that nobody holds."""
+        return len(self._free)
+
+    def blocks_for(self, slots: int) -> int:
+        """Return how many blocks hold this many slots."""
+        return -(-slots // self.block_size)
+
+    def can_admit(self, slots: int) -> bool:
+        """Return whether a row of this many slots could be held now."""
+        return self.blocks_for(slots) <= self.num_free
+
+    def take(self, count: int) -> list[int]:
+        """Hand out free blocks, each held once.
+
+        Raises:
+            PoolFullError: There are not as many.
+        """
+        if count > self.num_free:
+            raise PoolFullError(
+                f"the pool must have {count} free blocks, has {self.num_free} of "
+                f"{self.num_blocks}; release rows or allocate more"
+            )
+        taken = [self._free.pop() for _ in range(count)]
+        for block in taken:
+            self.references[block] = 1
+        return taken
+
+    def share(self, blocks: list[int]) -> None:
+        """Hold these blocks once more."""
+        for block in blocks:
+            self.references[block] += 1
+
+    def release(self, blocks: list[int]) -> None:
+        """Hold these blocks once less; those that nobody holds any more are free."""
+        for block in blocks:
+            self.references[block] -= 1
+            if not self.references[block]:
+                self._free.append(block)
+
+    def copy(self, pairs: list[tuple[int, int]]) -> None:
+        """Copy the first block of each pair to the second, in every layer."""
+        self.copied_blocks += len(pairs)
+        source, target = upload(list(zip(*pairs, strict=True)), self.device)
+        for store in self.stores:
+            store.copy(source, target)
+
+
+class _Store:
+    """One layer's keys and values of all blocks, each (heads, blocks, slots, width)."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self.pool = pool
+        self.held: tuple[Tensor, Tensor] | None = None
+
+    def write(self, new: tuple[Tensor, Tensor], slots: Tensor) -> None:
+        """Write keys and values (batch, heads, length, width) to these slots of the pool."""
+        if self.held is None:
+            self.held = self._allocated(new[0]), self._allocated(new[1])
+        for held, states in zip(self.held, new, strict=True):
+            held.flatten(1, 2)[:, slots] = states.transpose(0, 1)
+
+    def _allocated(self, like: Tensor) -> Tensor:
+        blocks, size = self.pool.num_blocks + 1, self.pool.block_size
+        return like.new_zeros(like.shape[1], blocks, size, like.shape[-1])
+
+    def gather(self, table: Tensor, end: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values of these blocks as contiguous rows of `end` slots."""
+
+        def rows(held: Tensor) -> Tensor:
+            # the very layout of contiguous rows, or matrix products would round differently
+            heads = torch.arange(len(held), device=held.device)[:, None] * held.shape[1]
+            index = (table[:, None] + heads).flatten()
+            picked = held.flatten(0, 1).index_select(0, index)
+            slots = table.shape[1] * held.shape[2]
+            return picked.view(len(table), len(held), slots, held.shape[-1])[:, :, :end]
+
+        assert self.held is not None
+        return rows(self.held[0]), rows(self.held[1])
+
+    def all_slots(self) -> tuple[Tensor, Tensor]:
+        """Return keys and values of the whole pool as one row, where they lie."""
+        assert self.held is not None
+        return self.held[0].flatten(1, 2)[None], self.held[1].flatten(1, 2)[None]
+
+    def move(self, target: Tensor, source: Tensor) -> None:
+        """Copy slots of the pool."""
+        for held in self.held or ():
+            flat = held.flatten(1, 2)
+            flat[:, target] = flat[:, source]
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        """Copy whole blocks."""
+        for held in self.held or ():
+            held[:, target] = held[:, source]
+
+
+class _PagedLayer(CacheLayerMixin):
+    """One layer of a batch of rows, over the pool's store of that layer."""
+
+    is_croppable = False
+
+    def __init__(self, cache: "PagedKVCache", store: _Store) -> None:
+        super().__init__()
+        self.cache, self.store = cache, store
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Do nothing: the pool allocates."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write the new positions into each row's blocks; return what attention reads."""
+        self.store.write((key_states, value_states), self.cache.scratch_slots)
+        if self.cache.pool.flex:
+            return self.store.all_slots()
+        return self.store.gather(self.cache.table, self.cache.extent(key_states.shape[2]))
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.cache.extent(query_length), 0
+
+    def get_seq_length(self) -> int:
+        return self.cache.longest
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class PagedKVCache(RowCache):
+    """Rows as tables of blocks: memory follows what is used, and forks share their prefix.
+
+    A row takes blocks when a forward needs them and gives them back when it commits less, is
+    dropped or forgotten. A fork holds the same blocks; the first of the two to write into
+    a shared, partly filled block copies that one. Candidates in a row's scratch copy nothing.
+
+    Args:
+        pool: Where the blocks come from. Batches over one pool can be joined without copying.
+        batch: Rows.
+    """
+
+    def __init__(self, pool: BlockPool, batch: int) -> None:
+        self.pool = pool
+        self.blocks: list[list[int]] = [[] for _ in range(batch)]
+        """Each row's blocks, first slots first."""
+        super().__init__([_PagedLayer(self, store) for store in pool.stores], batch, pool.device)
+        self.table = torch.empty(0, 0, dtype=torch.long)
+        """(batch, blocks) of the reserved forward; shorter rows end in the spare block."""
+        self.scratch_slots = self.table
+        """(batch, length): where in the pool the reserved forward's positions go."""
+
+    def reserve(self, length: int, counts: list[int] | None = None) -> None:
+        """Take the blocks of the next forward.
+
+        Raises:
+            PoolFullError: The pool has too few; no row has changed.
+        """
+        own = [length] * len(self.blocks) if counts is None else counts
+        ends = [old + new for old, new in zip(self.row_lengths, own, strict=True)]
+        shared = self._shared_tails(own)
+        missing = [self.pool.blocks_for(end) for end in ends]
+        missing = [max(n - len(row), 0) for n, row in zip(missing, self.blocks, strict=True)]
+        copies = sum(
+            min(writers, self.pool.references[block] - 1)
+            for block, writers in Counter(shared.values()).items()
+        )
+        new = self.pool.take(sum(missing) + copies)
+        self._separate(shared, new)
+        for row, count in zip(self.blocks, missing, strict=True):
+            row += [new.pop() for _ in range(count)]
+        width = self.pool.blocks_for(self.extent(length))
+        spare = self.pool.spare
+        table = [(row + [spare] * (width - len(row)))[:width] for row in self.blocks]
+        self.table = upload(table, self.device).view(len(table), width)
+        self.scratch_slots = self._in_pool(self.scratch(length)[1])
+
+    def _shared_tails(self, counts: list[int]) -> dict[int, int]:
+        """Return the partly filled blocks that rows are about to write into but do not own."""
+        size, references = self.pool.block_size, self.pool.references
+        tails = {
+            row: self.blocks[row][length // size]
+            for row, (length, count) in enumerate(zip(self.row_lengths, counts, strict=True))
+            if count and length % size
+        }
+        return {row: block for row, block in tails.items() if references[block] > 1}
+
+    def _separate(self, shared: dict[int, int], new: list[int]) -> None:
+        """Give these rows their own copy of their last block; the last holder needs none."""
+        pairs: list[tuple[int, int]] = []
+        for row, block in shared.items():
+            if self.pool.references[block] > 1:
+                pairs.append((block, new.pop()))
+                self.blocks[row][self.row_lengths[row] // self.pool.block_size] = pairs[-1][1]
+                self.pool.release([block])
+        if pairs:
+            self.pool.copy(pairs)
+
+    def _in_pool(self, slots: Tensor) -> Tensor:
+        """Return where in the pool these slots (batch, length) of each row lie."""
+        size = self.pool.block_size
+        return self.table.gather(1, slots // size) * size + slots % size
+
+    def _move(self, paths: list[list[int]]) -> None:
+        _, target, source = self._moves(paths)
+        moves = self._in_pool(target), self._in_pool(source)
+        for store in self.pool.stores:
+            store.move(*moves)
+
+    def commit(self, paths: list[list[int]]) -> None:
+        """Keep nodes `paths[b]` of the last forward; blocks that then hold nothing are free."""
+        super().commit(paths)
+        self._trim()
+
+    def _trim(self) -> None:
+        for row, length in zip(self.blocks, self.row_lengths, strict=True):
+            kept = self.pool.blocks_for(length)
+            self.pool.release(row[kept:])
+            del row[kept:]
+
+    def keep_rows(self, rows: list[int]) -> None:
+        """Forget every row but these, in this order; a row named twice shares its blocks."""
+        self._trim()
+        before = self.blocks
+        self.blocks = [list(before[row]) for row in rows]
+        for row in self.blocks:
+            self.pool.share(row)
+        for row in before:
+            self.pool.release(row)
+        self._set_lengths([self.row_lengths[row] for row in rows])
+
+    def join(self, other: RowCache) -> None:
+        """Take over another batch's rows, without copying.
+
+        Raises:
+            ValueError: They are over another pool.
+        """
+        if not isinstance(other, PagedKVCache) or other.pool is not self.pool:
+            raise ValueError("paged rows that join a batch must be over its pool; share one pool")
+        self._trim()
+        other._trim()
+        self.blocks += other.blocks
+        self._set_lengths(self.row_lengths + other.row_lengths)
+        other.blocks = []
+        other._set_lengths([])

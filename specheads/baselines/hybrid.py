@@ -1,0 +1,176 @@
+"""Trees with copied text in them: prompt lookup alone, and grafted onto a head's own tree."""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from specheads.baselines.prompt_lookup import PromptLookup, Text
+from specheads.core.drafter import Drafter, Features, Memory, State
+from specheads.core.tree import TokenTree
+from specheads.decoding.acceptance.sampling import Rows
+from specheads.decoding.trees import policies
+
+
+def graft(
+    tree: TokenTree, copied: Int[Tensor, "batch copied"], size: int, *, trim: bool = False
+) -> TokenTree:
+    """Return the tree with a path of copied tokens in it, sharing the nodes it already has.
+
+    The path begins where the tree's own nodes cease to agree with it, so a (parent, token) pair
+    still occurs once. New nodes that the path does not need are absent.
+
+    Args:
+        tree: What the path joins.
+        copied: Tokens after the root, -1 from where there are none.
+        size: Nodes added, the same for every row.
+        trim: Whether to add only as many as the longest path needs, which asks the device.
+    """
+    batch, num_nodes = tree.tokens.shape
+    device, length = copied.device, copied.shape[1]
+    ancestors = tree.ancestors()
+    depths = ancestors.sum(-1) - 1
+    wrong = tree.tokens != copied.gather(1, (depths - 1).clamp(0, length - 1))
+    wrong = wrong | (depths > length) | (tree.parents < 0)
+    wrong[:, 0] = False
+    shared = ~(ancestors & wrong[:, None]).any(-1)
+    # the shared nodes are one path, so the deepest of them is its end
+    end = (shared * depths).argmax(-1, keepdim=True)
+    places = shared.sum(-1, keepdim=True) - 1 + torch.arange(size, device=device)
+    tokens = copied.gather(1, places.clamp(max=length - 1))
+    present = (tokens >= 0) & (places < length)
+    if trim:
+        size = int(present.sum(-1).max())
+        tokens, present = tokens[:, :size], present[:, :size]
+    below = torch.arange(num_nodes, num_nodes + size, device=device).expand(batch, -1)
+    parents = torch.cat([end, below], dim=1)[:, :size].masked_fill(~present, -1)
+    # each new node sees what the end sees, and the new nodes down to itself
+    seen = ancestors.gather(1, end[..., None].expand(-1, -1, num_nodes)).expand(-1, size, -1)
+    own = torch.ones(size, size, dtype=torch.bool, device=device).tril().expand(batch, -1, -1)
+    unseen = ancestors.new_zeros(batch, num_nodes, size)
+    reach = torch.cat([torch.cat([ancestors, unseen], dim=2), torch.cat([seen, own], dim=2)], dim=1)
+    return TokenTree(
+        torch.cat([tree.tokens, tokens.clamp(min=0)], dim=1),
+        torch.cat([tree.parents, parents], dim=1),
+        reach,
+    )
+
+
+class Lookup(policies.Policy):
+    """The chain that prompt lookup copies, as long as the longest of the batch.
+
+    Where no row has a match the tree is the root alone, and a step costs what the base costs.
+
+    Args:
+        depth: Tokens copied at most, no more than the drafter's own limit.
+    """
+
+    def __init__(self, depth: int) -> None:
+        self.name, self.depth, self.num_nodes = "lookup", depth, depth + 1
+
+    def grow(
+        self,
+        drafter: Drafter,
+        features: Features,
+        tokens: Int[Tensor, "batch time"],
+        count: Int[Tensor, " batch"],
+        memory: Memory | None,
+        rows: Rows | None = None,
+    ) -> TokenTree:
+        """Copy, and nothing else."""
+        del rows
+        assert isinstance(drafter, PromptLookup)
+        assert isinstance(memory, Text)
+        copied = drafter.copy(features, tokens, count, memory)
+        return graft(policies.root_only(tokens, count), copied, self.depth, trim=True)
+
+
+class _Memory(NamedTuple):
+    head: Memory | None
+    text: Text
+
+
+class Hybrid(Drafter):
+    """A head and prompt lookup side by side; `Graft` makes one tree of what both propose.
+
+    Args:
+        head: What guesses.
+        lookup: What copies.
+    """
+
+    def __init__(self, head: Drafter, lookup: PromptLookup) -> None:
+        self.head, self.lookup = head, lookup
+        self.depth, self.taps = head.depth + lookup.depth, head.taps
+
+    def memory(self, batch: int, capacity: int) -> _Memory:
+        """Return the memories of both."""
+        return _Memory(self.head.memory(batch, capacity), self.lookup.memory(batch, capacity))
+
+    def keep_rows(self, memory: _Memory, index: Int[Tensor, " kept"]) -> _Memory:
+        """Return the memories of these rows."""
+        head = None if memory.head is None else self.head.keep_rows(memory.head, index)
+        return _Memory(head, self.lookup.keep_rows(memory.text, index))
+
+    def join_rows(self, memory: _Memory, other: _Memory) -> _Memory:
+        """Return the memories of both batches' rows."""
+        head = None if memory.head is None else self.head.join_rows(memory.head, other.head)
+        return _Memory(head, self.lookup.join_rows(memory.text, other.text))
+
+    def begin(
+        self,
+        features: Features,
+        tokens: Int[Tensor, "batch time"],
+        count: Int[Tensor, " batch"],
+        memory: _Memory | None,
+    ) -> tuple[Float[Tensor, "batch 1 vocab"], State]:
+        """Refuse to draft level by level: two proposals are one tree only when both are whole.
+
+        Raises:
+            ValueError: Always.
+        """
+        del features, tokens, count, memory
+        raise ValueError("a hybrid drafts whole trees: decode it with tree=Graft(...)")
+
+    def extend(
+        self, state: State, tokens: Int[Tensor, "batch node"], parents: Int[Tensor, "batch node"]
+    ) -> tuple[Float[Tensor, "batch node vocab"], State]:
+        """Refuse, as `begin` does."""
+        del state, tokens, parents
+        raise ValueError("a hybrid drafts whole trees: decode it with tree=Graft(...)")
+
+
+class Graft(policies.Policy):
+    """A head's own tree with copied text grafted onto it, so that one forward tries both.
+
+    Args:
+        inner: How the head's tree grows.
+        size: Nodes added for copied tokens. Tokens that the head guesses too need none of them,
+            and leave room for more copied ones.
+        trim: Whether a step leaves out added nodes that no row of the batch needs. It saves
+            time where a forward's time grows with its nodes, and costs a static shape.
+
+    Source: Saxena 2023, prompt lookup, for what is copied; the union of drafts of several
+    sources in one verified tree is that of Miao et al. 2023, SpecInfer, arXiv:2305.09781.
+    """
+
+    def __init__(self, inner: policies.Policy, size: int, *, trim: bool = False) -> None:
+        self.name = f"{inner.name}+lookup"
+        self.inner, self.size, self.trim = inner, size, trim
+        self.num_nodes, self.depth = inner.num_nodes + size, inner.depth + size
+
+    def grow(
+        self,
+        drafter: Drafter,
+        features: Features,
+        tokens: Int[Tensor, "batch time"],
+        count: Int[Tensor, " batch"],
+        memory: Memory | None,
+        rows: Rows | None = None,
+    ) -> TokenTree:
+        """Draft with the head, copy, and join the two."""
+        assert isinstance(drafter, Hybrid)
+        assert isinstance(memory, _Memory)
+        copied = drafter.lookup.copy(features, tokens, count, memory.text)
+        tree = self.inner.grow(drafter.head, features, tokens, count, memory.head, rows)
+        return graft(tree, copied, self.size, trim=self.trim)

@@ -1,0 +1,1 @@
+"""The contracts everything else is written against: trees, features, drafters."""

@@ -1,0 +1,272 @@
+"""The contracts of drafting and of training a drafter; tests/heads/test_heads.py checks every head.
+
+See docs/add_a_head.md.
+"""
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import PyTorchModelHubMixin
+from jaxtyping import Bool, Float, Int, Shaped
+from torch import Tensor, nn
+
+from specheads.core.features import Features
+
+Memory = Any
+"""What a drafter keeps between decode steps (EAGLE's keys and values); opaque to the engines."""
+
+State = Any
+"""What a drafter keeps between the levels of one draft; opaque to the engines."""
+
+MAX_MODULES = 64
+"""Levels of a head, and blocks of a level: settings may come from a stranger."""
+
+Weight = Float[Tensor, "vocab width"]
+Bias = Float[Tensor, " vocab"]
+
+
+class Drafter(ABC):
+    """Proposes the next tokens, one level of nodes at a time.
+
+    A draft is one `begin`, which reads what was committed since the last draft and answers for
+    the root, and then one `extend` per further level.
+    """
+
+    depth: int
+    """Levels it can draft."""
+
+    taps: tuple[int, ...] = ()
+    """Base layers whose residual stream it reads: k is the stream after k layers."""
+
+    def memory(self, batch: int, capacity: int) -> Memory | None:
+        """Return what persists between decode steps for `batch` rows of at most `capacity`."""
+        del batch, capacity
+        return None
+
+    def keep_rows(self, memory: Memory, index: Int[Tensor, " kept"]) -> Memory:
+        """Return the memory of these rows: finished requests leave the batch."""
+        del index
+        return memory
+
+    def join_rows(self, memory: Memory, other: Memory) -> Memory:
+        """Return the memory of both batches' rows, those of `other` last: new requests join.
+
+        Both come from `memory()` with the same capacity, and neither is used any more.
+        """
+        del other
+        return memory
+
+    def scatter(
+        self, memory: Memory, places: Int[Tensor, "batch slot"], lengths: Int[Tensor, " batch"]
+    ) -> Memory:
+        """Return rows whose positions lie anywhere in the first row of `memory`.
+
+        For engines that give each position of a text a slot of one large cache: what `begin`
+        remembers of a scattered row is written there, and serves that one `begin` and what
+        follows from it.
+
+        Args:
+            memory: From `memory(1, slots)`.
+            places: In which slot each position lies.
+            lengths: Positions of each row that are remembered already.
+        """
+        del places, lengths
+        return memory
+
+    def to_tokens(self, drafted: Int[Tensor, "*any"]) -> Int[Tensor, "*any"]:
+        """Return the tokens that these columns of its logits stand for."""
+        return drafted
+
+    @abstractmethod
+    def begin(
+        self,
+        features: Features,
+        tokens: Int[Tensor, "batch time"],
+        count: Int[Tensor, " batch"],
+        memory: Memory | None,
+    ) -> tuple[Float[Tensor, "batch 1 vocab"], State]:
+        """Read what was committed; return logits for the token after the root.
+
+        Args:
+            features: The base at the committed positions, `count[b]` of them in row b.
+            tokens: `tokens[:, t]` is the token that follows position t, so the last counted
+                one is the root: the token the base chose and has not read yet.
+            count: Positions that count in each row; later ones are padding.
+            memory: From `memory()`, updated in place.
+        """
+
+    @abstractmethod
+    def extend(
+        self, state: State, tokens: Int[Tensor, "batch node"], parents: Int[Tensor, "batch node"]
+    ) -> tuple[Float[Tensor, "batch node vocab"], State]:
+        """Read one level of nodes; return logits for the token after each.
+
+        `parents[b, i]` says which node of the previous level node i continues.
+        """
+
+
+class Head(Drafter, nn.Module, PyTorchModelHubMixin):
+    """A trained drafter: adds teacher-forced states, so that one loop can train any kind.
+
+    Args:
+        config: The kind's own `Config`.
+        width: Of the base's final hidden state.
+        vocab_size: Rows of the base's vocabulary projection.
+    """
+
+    draft_ids: Tensor | None
+    """Tokens it can draft, in increasing order; None is the whole vocabulary."""
+
+    def __init__(self, config: Any, width: int, vocab_size: int) -> None:
+        super().__init__()
+        self.config = config
+        self.width, self.vocab_size = width, vocab_size
+        for name in ("depth", "num_layers"):
+            if getattr(config, name, 0) > MAX_MODULES:
+                raise ValueError(
+                    f"a head may have at most {MAX_MODULES} levels, and blocks in each, got "
+                    f"{name}={getattr(config, name)}"
+                )
+        size = getattr(config, "draft_tokens", 0)
+        if not 0 <= size <= vocab_size:
+            raise ValueError(
+                f"draft_tokens must lie between 0 (all) and {vocab_size} (the vocabulary), got "
+                f"{size}"
+            )
+        # until a corpus is counted the first tokens stand there, so that shapes are right
+        self.register_buffer("draft_ids", torch.arange(size) if size else None)
+        self.drafted_size = size or vocab_size
+
+    def choose_vocabulary(self, counts: Int[Tensor, " vocab"]) -> None:
+        """Draft the most frequent tokens only, as many as the settings say.
+
+        Decoding stays lossless: what cannot be drafted is said by the base itself.
+
+        Args:
+            counts: How often each token of the vocabulary stands in the training text.
+
+        Source: Zhao et al. 2025, FR-Spec, arXiv:2502.14856.
+        """
+        if self.draft_ids is not None:
+            self.draft_ids.copy_(counts.topk(len(self.draft_ids)).indices.sort().values)
+
+    def coverage(self, counts: Int[Tensor, " vocab"]) -> float:
+        """Return the share of a text that the head could draft, from its token counts."""
+        drafted = self.to_drafted(torch.arange(len(counts), device=counts.device)) >= 0
+        return (counts[drafted].sum() / counts.sum().clamp(min=1)).item()
+
+    def to_tokens(self, drafted: Int[Tensor, "*any"]) -> Int[Tensor, "*any"]:
+        """Return the tokens that these columns of its logits stand for."""
+        return drafted if self.draft_ids is None else self.draft_ids[drafted]
+
+    def to_drafted(self, tokens: Int[Tensor, "*any"]) -> Int[Tensor, "*any"]:
+        """Return the columns of its logits that stand for these tokens, -1 where none does."""
+        if self.draft_ids is None:
+            return tokens
+        columns = torch.searchsorted(self.draft_ids, tokens).clamp(max=len(self.draft_ids) - 1)
+        return torch.where(self.draft_ids[columns] == tokens, columns, -1)
+
+    def draft_maps(self) -> tuple[Int[Tensor, " drafted"], Bool[Tensor, " vocab"]]:
+        """Return the two maps that serving engines and public checkpoints call d2t and t2d.
+
+        Returns:
+            How far the token of each column of its logits stands from that column, and which
+            tokens of the vocabulary it can draft.
+        """
+        columns = torch.arange(self.drafted_size)
+        tokens = columns if self.draft_ids is None else self.draft_ids.to(columns.device)
+        marks = torch.zeros(self.vocab_size, dtype=torch.bool)
+        marks[tokens] = True
+        return tokens - columns, marks
+
+    @property
+    def kind(self) -> str:
+        """The name of its module: what `kind` says in a configuration and in config.json."""
+        return type(self).__module__.rpartition(".")[2]
+
+    @abstractmethod
+    def states(
+        self, features: Features, tokens: Int[Tensor, "batch time"]
+    ) -> Iterator[Float[Tensor, "batch time width"]]:
+        """Yield `depth` states; position t of the k-th predicts `tokens[:, t + 2 + k]`.
+
+        The k-th state at t may have read `tokens[:, ..t + 1 + k]` and nothing later. Positions
+        too close to the end for that wrap round and are meaningless; callers leave them out.
+        """
+
+    @abstractmethod
+    def projection(self, level: int) -> tuple[Weight, Bias | None]:
+        """Return the matrix that turns the state of this level into logits.
+
+        States and matrix are given apart so that the loss can fuse the product and never hold
+        the logits of a whole batch.
+        """
+
+    def projection_rows(self, projection: Weight) -> Float[Tensor, "drafted width"]:
+        """Return the rows of the base's projection that stand for what the head can draft."""
+        return projection if self.draft_ids is None else projection[self.draft_ids]
+
+    def choose_taps(self, num_layers: int) -> None:
+        """Settle `taps`, where the settings leave them open; called whenever a base is at hand.
+
+        Args:
+            num_layers: Of the base.
+        """
+        del num_layers
+
+    def initialise(self, embedding: Tensor, projection: Tensor) -> None:
+        """Start from the base's own tensors where that helps; called once, before training.
+
+        Args:
+            embedding: The base's input embedding (vocab, width).
+            projection: The matrix whose product with the final hidden state is its logits, of
+                the tokens that the head can draft.
+        """
+        del embedding, projection
+
+    def bind(self, embedding: Tensor, projection: Tensor | None = None) -> None:
+        """Lend the base's own tensors to a head that borrows them: never trained, never saved.
+
+        Args:
+            embedding: The base's input embedding (vocab, width).
+            projection: Its vocabulary projection; None when it is the embedding itself.
+        """
+        del embedding, projection
+
+    def logits(
+        self, state: Float[Tensor, "*batch width"], level: int
+    ) -> Float[Tensor, "*batch vocab"]:
+        """Return the logits that `state` of this level stands for."""
+        weight, bias = self.projection(level)
+        return nn.functional.linear(state, weight, bias)
+
+    def _save_pretrained(self, save_directory: Path) -> None:
+        """Write the weights, and a config.json that says which kind of head it is."""
+        super()._save_pretrained(save_directory)
+        sizes = {"width": self.width, "vocab_size": self.vocab_size}
+        settings = {"kind": self.kind, **asdict(self.config), **sizes}
+        text = json.dumps(settings, indent=2, sort_keys=True)
+        (save_directory / "config.json").write_text(text + "\n", encoding="utf-8")
+
+
+def last(
+    values: Shaped[Tensor, "batch time *rest"], count: Int[Tensor, " batch"]
+) -> Shaped[Tensor, "batch 1 *rest"]:
+    """Return the last counted position of each row."""
+    if values.shape[1] == 1:
+        return values
+    return values[torch.arange(len(count), device=count.device), count - 1][:, None]
+
+
+def pick_parents(
+    state: Float[Tensor, "batch level width"], parents: Int[Tensor, "batch node"]
+) -> Float[Tensor, "batch node width"]:
+    """Return the state of each node's parent."""
+    if state.shape[1] == 1:
+        return state.expand(-1, parents.shape[1], -1)
+    return state.gather(1, parents[..., None].expand(-1, -1, state.shape[-1]))

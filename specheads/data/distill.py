@@ -1,0 +1,173 @@
+"""Phase two's text: what the frozen base itself writes, kept in shards and written once.
+
+See docs/two_phases.md.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from specheads.config import Distill
+from specheads.data.fingerprint import text_fingerprint
+from specheads.data.packing import Text, TokenBatch
+
+Write = Callable[[list[list[int]], int], list[list[int]]]
+"""(prompts, seed) -> the new tokens of each."""
+
+
+def write_shards(
+    folder: Path,
+    prompts: Text,
+    write: Write,
+    settings: Distill,
+    identity: dict[str, Any],
+    *,
+    seed: int = 0,
+    rank: int = 0,
+    world_size: int = 1,
+    on_shard: Callable[[int, int], None] | None = None,
+) -> None:
+    """Have the base continue corpus prompts; go on where an earlier call stopped.
+
+    Every shard is drawn from a seed of its own, so stopping and going on gives the same text
+    as never stopping.
+
+    Args:
+        folder: Where shards lie, `shard-RANK-NUMBER.parquet` each.
+        prompts: Corpus text; the first `prompt_tokens` of each row are continued, so rows as long
+            as the text to be written spread the prompts over more documents.
+        write: The base's pen.
+        settings: How much, how long, how it is sampled.
+        identity: What else decides the text: base and tokenizer fingerprints, corpus.
+        seed: Of the run.
+        rank: This process; it writes its own shards.
+        world_size: Processes.
+        on_shard: Called after each shard with texts done and texts wanted.
+
+    Raises:
+        ValueError: The folder holds text written with other settings or by another base.
+    """
+    # where the text is kept does not decide what it says
+    decisive = {name: value for name, value in asdict(settings).items() if name != "folder"}
+    _claim(folder, text_fingerprint(**identity, **decisive, seed=seed))
+    wanted = -(-settings.num_samples // world_size)
+    progress = folder / f"progress-{rank}.json"
+    done: dict[str, Any] = {"texts": 0, "shards": 0, "cursor": None}
+    if progress.is_file():
+        done = json.loads(progress.read_text(encoding="utf-8"))
+    batches = prompts.batches(done["cursor"])
+    while done["texts"] < wanted:
+        batch, cursor = next(batches)
+        rows = batch.tokens[: wanted - done["texts"], : settings.prompt_tokens].tolist()
+        number = done["shards"]
+        written = write(rows, _shard_seed(seed, rank, number))
+        _write_shard(folder / f"shard-{rank}-{number:05d}.parquet", rows, written)
+        done = {"texts": done["texts"] + len(rows), "shards": number + 1, "cursor": cursor}
+        scratch = progress.with_suffix(".tmp")
+        scratch.write_text(json.dumps(done), encoding="utf-8")
+        scratch.replace(progress)
+        if on_shard is not None:
+            on_shard(done["texts"], wanted)
+
+
+class DistilledText:
+    """Batches of self-distilled text, epoch after epoch, in an order drawn from the seed.
+
+    Args:
+        folder: Of the shards, all ranks' together.
+        batch_size: Rows of a batch.
+        padding_id: Token that fills rows the base ended early; never counted.
+        sequence_length: Tokens kept of each row. Zero keeps all.
+        seed: Of the order.
+        rank: This process; processes read disjoint rows.
+        world_size: Processes.
+
+    Raises:
+        ValueError: There are too few texts for one batch on each process.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        batch_size: int,
+        padding_id: int,
+        *,
+        sequence_length: int = 0,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        files = sorted(folder.glob("shard-*.parquet"))
+        table = pa.concat_tables([pq.read_table(file) for file in files]) if files else None
+        num_rows = table.num_rows if table is not None else 0
+        self.batch_size, self.seed, self.rank, self.world_size = batch_size, seed, rank, world_size
+        self.batches_per_epoch = num_rows // (batch_size * world_size)
+        if table is None or self.batches_per_epoch == 0:
+            raise ValueError(
+                f"a batch needs {batch_size} texts on each of {world_size} processes; "
+                f"{folder} holds {num_rows}; write more (num_samples) or use a smaller batch_size"
+            )
+        texts = table["tokens"].combine_chunks()
+        lengths = torch.from_numpy(texts.value_lengths().to_numpy().copy())[:, None]
+        starts = torch.from_numpy(table["prompt_tokens"].to_numpy().copy())[:, None]
+        place = torch.arange(int(lengths.max()))
+        self.tokens = torch.full((num_rows, len(place)), padding_id)
+        self.tokens[place < lengths] = torch.from_numpy(texts.flatten().to_numpy().copy()).long()
+        self.counted = (place >= starts) & (place < lengths)
+        if sequence_length:
+            self.tokens = self.tokens[:, :sequence_length]
+            self.counted = self.counted[:, :sequence_length]
+
+    def batches(
+        self, cursor: dict[str, Any] | None = None
+    ) -> Iterator[tuple[TokenBatch, dict[str, Any]]]:
+        """Yield batches for ever, each with the cursor from which the next one follows."""
+        batch = int(cursor["batch"]) if cursor else 0
+        while True:
+            epoch, place = divmod(batch, self.batches_per_epoch)
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+            order = torch.randperm(len(self.tokens), generator=generator)
+            start = (place * self.world_size + self.rank) * self.batch_size
+            rows = order[start : start + self.batch_size]
+            batch += 1
+            yield TokenBatch(self.tokens[rows], self.counted[rows]), {"batch": batch}
+
+
+def _claim(folder: Path, fingerprint: str) -> None:
+    """Mark the folder as holding this text, or refuse it when it holds another."""
+    mark = folder / "fingerprint.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    if mark.is_file():
+        before = json.loads(mark.read_text(encoding="utf-8"))["text"]
+        if before != fingerprint:
+            raise ValueError(
+                f"self-distilled text is used with the base and settings that wrote it only: "
+                f"{folder} holds {before}, wanted {fingerprint}; remove it or choose another folder"
+            )
+        return
+    mark.write_text(json.dumps({"text": fingerprint}) + "\n", encoding="utf-8")
+
+
+def _write_shard(path: Path, prompts: list[list[int]], written: list[list[int]]) -> None:
+    table = pa.table(
+        {
+            "tokens": pa.array(
+                [row + new for row, new in zip(prompts, written, strict=True)],
+                pa.list_(pa.int32()),
+            ),
+            "prompt_tokens": pa.array([len(row) for row in prompts], pa.int32()),
+        }
+    )
+    scratch = path.with_suffix(".tmp")
+    pq.write_table(table, scratch)
+    scratch.replace(path)
+
+
+def _shard_seed(seed: int, rank: int, number: int) -> int:
+    return (seed * 1_000 + rank) * 1_000_000 + number

@@ -1,0 +1,273 @@
+"""Prompts: what drafters are measured on. Never text that was trained on."""
+
+import gzip
+import hashlib
+import json
+import random
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain, islice, zip_longest
+from pathlib import Path
+from typing import Any, TypeGuard
+from urllib.request import urlopen
+
+from datasets import Dataset
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from specheads.data.corpora import load_corpus, load_from_hub
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One text to continue. `text` is for people; `tokens` are what the base reads."""
+
+    tokens: list[int]
+    category: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSet:
+    """Prompts under a name. `version` is a hash of their token ids: equal means comparable."""
+
+    name: str
+    version: str
+    prompts: list[Prompt]
+
+
+@dataclass(frozen=True, slots=True)
+class _OnHub:
+    dataset: str
+    split: str
+    column: str
+    config: str | None = None
+
+
+ON_HUB = {
+    "humaneval": _OnHub("openai/openai_humaneval", "test", "prompt"),
+    "mbpp": _OnHub("google-research-datasets/mbpp", "test", "text", config="full"),
+    "gsm8k": _OnHub("openai/gsm8k", "test", "question", config="main"),
+    "mt_bench": _OnHub("HuggingFaceH4/mt_bench_prompts", "train", "prompt"),
+}
+"""Public sets by name. Each is also read from a local .jsonl as its project publishes it."""
+
+SPEC_BENCH = (
+    "https://raw.githubusercontent.com/hemingkx/Spec-Bench/fd2c1cd7d2201ef71db4c5f4e455008f017967bf/"
+    "data/spec_bench/question.jsonl"
+)
+"""Spec-Bench lives in its own repository and on no Hub."""
+
+NAMES = ("python_stdlib", "spec_bench", *ON_HUB)
+
+TEXT_COLUMNS = ("prompt", "question", "text")
+"""Where a row's plain prompt may stand: ours, GSM8K's and MBPP's."""
+
+SUFFIXES = (".jsonl", ".jsonl.gz", ".json.gz")
+
+
+def load_prompts(
+    name: str,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    num_prompts: int,
+    prompt_tokens: int = 64,
+    all_turns: bool = False,
+    seed: int = 0,
+) -> PromptSet:
+    """Load prompts by name or from a file, whole and tokenised.
+
+    Args:
+        name: "python_stdlib", a named public set, or a JSONL file (.gz too) whose rows have
+            `prompt` (text), `turns` (user turns) or `messages` (chat), and maybe `category`.
+            Turns go through the chat template where the tokenizer has one, messages always.
+        tokenizer: The base's own.
+        num_prompts: How many; a larger set is sampled, a smaller one is taken as it is.
+        prompt_tokens: Length of the windows cut from the standard library. Prompts that came as
+            prompts are never cut.
+        all_turns: Make a prompt of every turn of a row, behind the row's earlier turns and
+            without answers in between, and not of its first turn only.
+        seed: Of the sample.
+
+    Raises:
+        ValueError: An unknown name, a file or set that cannot be read, or a row without a
+            prompt; names the line.
+    """
+    if num_prompts < 1:
+        raise ValueError(f"num_prompts must be at least 1, got {num_prompts}")
+    if name == "python_stdlib":
+        documents = load_corpus("python_stdlib", split="prompts", seed=seed)
+        prompts = [
+            Prompt(ids, "python_stdlib", str(tokenizer.decode(ids)))
+            for ids in islice(cut_windows(documents, tokenizer, prompt_tokens, seed), num_prompts)
+        ]
+    else:
+        prompts = [
+            prompt
+            for where, row in _rows(name)
+            for prompt in _row_prompts(row, where, tokenizer, all_turns)
+        ]
+        if len(prompts) > num_prompts:
+            kept = sorted(random.Random(seed).sample(range(len(prompts)), num_prompts))
+            prompts = [prompts[place] for place in kept]
+    if not prompts:
+        raise ValueError(f"prompts {name!r} hold no prompt; give a set that has some")
+    ids = json.dumps([prompt.tokens for prompt in prompts]).encode()
+    short = name if name in NAMES else Path(name).name
+    return PromptSet(short, hashlib.sha256(ids).hexdigest()[:12], prompts)
+
+
+def cut_windows(
+    documents: Dataset, tokenizer: PreTrainedTokenizerBase, prompt_tokens: int, seed: int = 0
+) -> Iterator[list[int]]:
+    """Cut windows that do not overlap: one of every document, then another of every one, ...
+
+    Args:
+        documents: With a column `text`, as `load_corpus` returns.
+        tokenizer: The base's own.
+        prompt_tokens: Tokens of a window, those that begin every text included.
+        seed: Of which windows of a document come first.
+
+    Raises:
+        ValueError: A window has no room for a token of the text.
+    """
+    opening = _opening(tokenizer)
+    room = prompt_tokens - len(opening)
+    if room < 1:
+        raise ValueError(f"prompt_tokens must be at least {len(opening) + 1}, got {prompt_tokens}")
+    later: list[list[list[int]]] = []
+    for place, text in enumerate(documents["text"]):
+        ids = _ids(tokenizer, text, add_special_tokens=False)
+        starts = list(range(0, len(ids) - room + 1, room))
+        random.Random(f"{seed} {place}").shuffle(starts)
+        # the first round goes out as it is cut: a caller of few windows reads few documents
+        windows = [opening + ids[start : start + room] for start in starts]
+        yield from windows[:1]
+        later.append(windows[1:])
+    yield from (row for row in chain.from_iterable(zip_longest(*later)) if row is not None)
+
+
+def _opening(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return what the tokenizer puts before every text: a token that begins it, or nothing."""
+    bare = tokenizer("a", add_special_tokens=False)["input_ids"]
+    whole = list(tokenizer("a")["input_ids"])
+    return whole[: whole.index(bare[0])]
+
+
+def _rows(name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield where each row stands, for errors, and the row."""
+    if name in ON_HUB:
+        yield from _hub_rows(ON_HUB[name])
+    elif name == "spec_bench":
+        yield from _parse(_download(SPEC_BENCH).split("\n"), name)
+    else:
+        yield from _file_rows(name)
+
+
+def _hub_rows(source: _OnHub) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    table = load_from_hub(source.dataset, name=source.config, split=source.split)
+    for place, row in enumerate(table, start=1):
+        value = row[source.column]
+        kind = "turns" if isinstance(value, list) else "prompt"
+        yield f"row {place} of {source.dataset}", {kind: value, "category": row.get("category")}
+
+
+def _download(address: str) -> str:
+    try:
+        with urlopen(address, timeout=30) as answer:
+            return answer.read().decode()
+    except OSError as error:
+        raise ValueError(
+            f"cannot reach {address}: {error}; pass a local .jsonl file instead"
+        ) from error
+
+
+def _file_rows(name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    path = Path(name).expanduser()
+    if not name.endswith(SUFFIXES):
+        raise ValueError(f"prompts must be {', '.join(NAMES)} or a .jsonl file; got {name!r}")
+    if not path.is_file():
+        raise ValueError(f"prompts must be a file that exists, got {name!r}")
+    reading = gzip.open if path.suffix == ".gz" else Path.open
+    try:
+        with reading(path, mode="rt", encoding="utf-8") as lines:
+            yield from _parse(lines, name)
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise ValueError(f"prompts must be a readable UTF-8 file; {name}: {error}") from error
+
+
+def _parse(lines: Iterable[str], name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            where = f"line {number} of {name}"
+            yield where, _object(line, where)
+
+
+def _object(line: str, where: str) -> Mapping[str, Any]:
+    rule = f"a prompts file has one JSON object a line; {where}"
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{rule}: {error}") from error
+    if not isinstance(row, dict):
+        raise ValueError(f"{rule}: {line.strip()[:40]}")
+    return row
+
+
+def _row_prompts(
+    row: Mapping[str, Any], where: str, tokenizer: PreTrainedTokenizerBase, all_turns: bool
+) -> Iterator[Prompt]:
+    category = str(row.get("category") or "")
+    plain = next((row[name] for name in TEXT_COLUMNS if name in row), None)
+    if "messages" in row:
+        yield _chat(row["messages"], where, tokenizer, category)
+    elif "turns" in row:
+        turns = row["turns"]
+        if not isinstance(turns, list) or not turns or not all(map(_is_text, turns)):
+            raise ValueError(f"turns must be a list of texts that are not empty, {where} has none")
+        for last in range(len(turns) if all_turns else 1):
+            yield _turn("\n\n".join(turns[: last + 1]), where, tokenizer, category)
+    elif _is_text(plain):
+        yield Prompt(_ids(tokenizer, plain), category, plain)
+    else:
+        raise ValueError(
+            f"a prompt row needs text in prompt, turns or messages, {where} has none; it has "
+            f"{', '.join(row) or 'no key'}"
+        )
+
+
+def _is_text(value: Any) -> TypeGuard[str]:
+    return isinstance(value, str) and bool(value.strip())
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and "role" in value and _is_text(value.get("content"))
+
+
+def _turn(text: str, where: str, tokenizer: PreTrainedTokenizerBase, category: str) -> Prompt:
+    if tokenizer.chat_template is None:
+        return Prompt(_ids(tokenizer, text), category, text)
+    return _chat([{"role": "user", "content": text}], where, tokenizer, category)
+
+
+def _chat(messages: Any, where: str, tokenizer: PreTrainedTokenizerBase, category: str) -> Prompt:
+    if tokenizer.chat_template is None:
+        raise ValueError(
+            f"messages need a tokenizer with a chat template, {where} has messages and this "
+            "tokenizer has no template; give rows with prompt, or an instruction-tuned base"
+        )
+    if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
+        raise ValueError(
+            "messages must be a list of objects with role and content, and not empty; "
+            f"{where} has {messages!r:.60}"
+        )
+    text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    # the template wrote the special tokens itself
+    return Prompt(_ids(tokenizer, text, add_special_tokens=False), category, text)
+
+
+def _ids(
+    tokenizer: PreTrainedTokenizerBase, text: str, *, add_special_tokens: bool = True
+) -> list[int]:
+    # verbose: whether a prompt fits the context is the caller's check, not a warning's
+    reading = tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
+    return list(reading["input_ids"])

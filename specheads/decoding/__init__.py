@@ -1,0 +1,1 @@
+"""The loop: draft, verify, accept, commit; one step, many requests, whole prompts."""

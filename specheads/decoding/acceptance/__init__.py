@@ -1,0 +1,1 @@
+"""What is kept of a verified tree, and the random numbers it takes."""

@@ -1,0 +1,64 @@
+"""What is kept of a verified tree, by name: acceptance rules for the laws that rows ask for."""
+
+from collections.abc import Callable
+
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from specheads.core.tree import TokenTree
+from specheads.decoding.acceptance import accept
+from specheads.decoding.acceptance.sampling import Rows
+
+Rule = Callable[
+    [TokenTree, Float[Tensor, "batch node vocab"], Bool[Tensor, "batch node node"], Rows],
+    accept.Verdict,
+]
+"""What is kept of a verified tree: called with it, the base's logits, its ancestors, the rows."""
+
+
+def match(tree: TokenTree, logits: Tensor, ancestors: Tensor, rows: Rows) -> accept.Verdict:
+    """Draw one token after every node and keep the path that agrees: lossless for any tree.
+
+    Nodes of one depth share their random number, the one that the base alone would use at that
+    position: so this says what the base alone says, token for token.
+    """
+    if rows.greedy:
+        return accept.greedy(tree, logits, ancestors)
+    drawn = accept.draw(rows.tree_law(tree, logits, ancestors), rows.uniforms(ancestors))
+    return accept.match(tree, drawn, ancestors)
+
+
+def rejection(tree: TokenTree, logits: Tensor, ancestors: Tensor, rows: Rows) -> accept.Verdict:
+    """Test drawn nodes against what their siblings left over: lossless, and equal in law only.
+
+    A tree of best guesses was not drawn from anything. Its children are tested with the draft
+    law that is one at each, as EAGLE does: child c is kept with the base's law of c, of what
+    remains after its siblings. That is to draw from the base and see who agrees, so `match`.
+    """
+    if rows.greedy or tree.drawn is None:
+        return match(tree, logits, ancestors, rows)
+    base_probs = rows.tree_law(tree, logits, ancestors)
+    return accept.rejection(tree, base_probs, rows.coins(ancestors), rows.uniforms(ancestors))
+
+
+def typical(tree: TokenTree, logits: Tensor, ancestors: Tensor, rows: Rows) -> accept.Verdict:
+    """Keep what the base finds likely enough: LOSSY above temperature zero."""
+    if rows.greedy:
+        return accept.greedy(tree, logits, ancestors)
+    return accept.typical(tree, rows.tree_law(tree, logits, ancestors), ancestors)
+
+
+RULES: dict[str, Rule] = {"match": match, "rejection": rejection, "typical": typical}
+LOSSY = ("typical",)
+"""Rules whose output does not have the law that was asked for."""
+
+
+def rule_named(name: str) -> Rule:
+    """Return the rule of this name.
+
+    Raises:
+        ValueError: There is none.
+    """
+    if name not in RULES:
+        raise ValueError(f"rule must be one of {', '.join(RULES)}, got {name!r}")
+    return RULES[name]

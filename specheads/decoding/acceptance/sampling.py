@@ -1,0 +1,261 @@
+"""From logits to the law a request asks for, and the random numbers it draws with.
+
+The laws are those of transformers' own logits processors, for base and drafter alike, and what
+a request draws depends on its own seed and on places in its text alone. See docs/losslessness.md.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import cast
+
+import torch
+from jaxtyping import Bool, Float, Float64, Int
+from torch import Tensor
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from specheads.core.tree import TokenTree
+from specheads.decoding.acceptance import noise
+
+_AFTER, _COIN, _DRAFT = range(3)
+"""Kinds of random numbers, the third key of each: the token after a node, its test, its draft."""
+
+_NO_CHANCE = -2000.0
+"""Stands for the logarithm of zero: below that of any float, noise included, and not infinite,
+so that noise still orders tokens without a chance."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How one request wants its tokens chosen; as it stands, greedily.
+
+    Raises:
+        ValueError: A setting lies outside its range.
+    """
+
+    temperature: float = 0.0
+    """Divides logits. Zero is greedy, whatever `top_k`, `top_p` and `min_p` say."""
+
+    top_k: int = 0
+    """Tokens drawn from, the likeliest ones. Zero draws from all."""
+
+    top_p: float = 1.0
+    """Probability that the tokens drawn from reach together, likeliest first. One is all."""
+
+    min_p: float = 0.0
+    """Probability that a token needs, as a share of the likeliest one's. Zero is none."""
+
+    repetition_penalty: float = 1.0
+    """Divides positive logits, and multiplies negative ones, of tokens already in the text, the
+    prompt included. One is none."""
+
+    seed: int = 0
+    """Of the draws."""
+
+    def __post_init__(self) -> None:
+        for name, allowed, holds in (
+            ("temperature", "at least 0", self.temperature >= 0),
+            ("top_k", "at least 0, where 0 is all", self.top_k >= 0),
+            ("top_p", "above 0 and at most 1, where 1 is all", 0 < self.top_p <= 1),
+            ("min_p", "from 0 (none) to 1", 0 <= self.min_p <= 1),
+            ("repetition_penalty", "above 0, where 1 is none", self.repetition_penalty > 0),
+            ("seed", "from 0 to 2**63 - 1", 0 <= self.seed < 2**63),
+        ):
+            if not holds:
+                raise ValueError(f"{name} must be {allowed}, got {getattr(self, name)}")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the base's likeliest token is what it wants, and nothing else."""
+        return self.temperature == 0 and self.repetition_penalty == 1
+
+    def of_prompt(self, index: int) -> "Sampling":
+        """Return these settings with a seed of its own for the `index`-th of many prompts."""
+        return replace(self, seed=noise.derive(self.seed, index))
+
+
+GREEDY = Sampling()
+
+
+@dataclass(slots=True)
+class Rows:
+    """What rules and policies may know of a batch: its rows' settings, places and texts."""
+
+    settings: list[Sampling]
+    lengths: Int[Tensor, " batch"]
+    """Position of each row's root: how many tokens were committed before it."""
+    text: Int[Tensor, "batch time"]
+    """Each row's tokens, the root at `lengths` the last that counts; wide enough for all that
+    is to come, and kept up where a repetition penalty asks for it."""
+    vocab_size: int
+    """Columns of the base's logits."""
+    greedy: bool = field(init=False)
+    """Whether every row is."""
+    _seeds: Int[Tensor, " batch"] = field(init=False)
+    _drawing: Bool[Tensor, " batch"] = field(init=False)
+    _groups: list[tuple[Sampling, Tensor]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        device = self.lengths.device
+        self.greedy = all(settings.greedy for settings in self.settings)
+        self._seeds = torch.tensor([one.seed for one in self.settings], device=device)
+        self._drawing = torch.tensor([one.temperature > 0 for one in self.settings], device=device)
+        places: dict[Sampling, list[int]] = {}
+        for place, settings in enumerate(self.settings):
+            places.setdefault(replace(settings, seed=0), []).append(place)
+        self._groups = [
+            (settings, torch.tensor(rows, device=device)) for settings, rows in places.items()
+        ]
+
+    def keep(self, rows: list[int]) -> "Rows":
+        """Return what is known of these rows: finished requests leave the batch."""
+        index = torch.tensor(rows, device=self.lengths.device)
+        settings = [self.settings[row] for row in rows]
+        return Rows(settings, self.lengths[index], self.text[index], self.vocab_size)
+
+    def join(self, other: "Rows") -> "Rows":
+        """Return what is known of both batches' rows: new requests join, with texts as wide."""
+        lengths = torch.cat([self.lengths, other.lengths])
+        text = torch.cat([self.text, other.text])
+        return Rows(self.settings + other.settings, lengths, text, self.vocab_size)
+
+    def advance(self, tokens: Int[Tensor, "batch path"], lengths: Int[Tensor, " batch"]) -> None:
+        """Note what a step added after the root, padding last, and where the new root stands."""
+        if any(one.repetition_penalty != 1 for one in self.settings):
+            offsets = torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
+            self.text.scatter_(1, self.lengths[:, None] + offsets, tokens)
+        self.lengths = lengths
+
+    def law(
+        self, logits: Float[Tensor, "batch node vocab"], paths: Int[Tensor, "batch node path"]
+    ) -> Float[Tensor, "batch node vocab"]:
+        """Return the law that each row asks for, from a base's or a drafter's logits.
+
+        At temperature zero all of it is on one token.
+
+        Args:
+            logits: After each node, over the base's vocabulary.
+            paths: The tokens from the root to each node; any of them may stand twice.
+        """
+        scores = logits if logits.dtype == torch.float64 else logits.float()
+        if len(self._groups) == 1:
+            return self._group_law(self._groups[0][0], scores, paths, self.text, self.lengths)
+        out = torch.empty_like(scores)
+        for settings, rows in self._groups:
+            inputs = (values[rows] for values in (scores, paths, self.text, self.lengths))
+            out[rows] = self._group_law(settings, *inputs)
+        return out
+
+    def tree_law(
+        self,
+        tree: TokenTree,
+        logits: Float[Tensor, "batch node vocab"],
+        ancestors: Bool[Tensor, "batch node node"],
+    ) -> Float[Tensor, "batch node vocab"]:
+        """Return the base's law after each node of a tree."""
+        paths = torch.where(ancestors, tree.tokens[:, None], tree.tokens[:, :1, None])
+        return self.law(logits, paths)
+
+    def uniforms(self, ancestors: Bool[Tensor, "batch node node"]) -> Float64[Tensor, "batch node"]:
+        """Return the number that draws the token after each node: one for each position."""
+        return noise.uniform(self._seeds[:, None], self._after(ancestors), _AFTER)
+
+    def coins(self, ancestors: Bool[Tensor, "batch node node"]) -> Float64[Tensor, "batch node"]:
+        """Return the number that decides the test of each node."""
+        nodes = torch.arange(ancestors.shape[1], device=ancestors.device)
+        return noise.uniform(self._seeds[:, None], self._after(ancestors) - 1, _COIN, nodes)
+
+    def draft(
+        self,
+        logits: Float[Tensor, "batch node vocab"],
+        probs: Float[Tensor, "batch node vocab"],
+        level: int,
+        count: int,
+    ) -> Int[Tensor, "batch node path"]:
+        """Return tokens drawn without replacement after each node, in the order of drawing.
+
+        A greedy row gets the likeliest ones instead. Where a law has too few tokens, those it
+        gives no chance follow in random order.
+
+        Args:
+            logits: Of the drafter after each node of one level.
+            probs: The law of each.
+            level: Edges between these nodes and the root.
+            count: Tokens a node.
+        """
+        order = logits.double().log_softmax(-1)
+        if not all(one.temperature == 0 for one in self.settings):
+            tokens = torch.arange(logits.shape[-1], device=logits.device)
+            after = self.lengths + level + 1
+            drawn = noise.gumbel(self._seeds[:, None, None], after[:, None, None], _DRAFT, tokens)
+            order = torch.where(self._drawing[:, None, None], drawn, order)
+        chance = probs.double().log().clamp(min=_NO_CHANCE)
+        return (chance + order).topk(count, dim=-1).indices
+
+    def _after(self, ancestors: Tensor) -> Tensor:
+        """Return the position after each node."""
+        return self.lengths[:, None] + ancestors.sum(-1)
+
+    def _group_law(
+        self, settings: Sampling, scores: Tensor, paths: Tensor, text: Tensor, lengths: Tensor
+    ) -> Tensor:
+        """Return the law of rows with the same settings."""
+        shape = scores.shape
+        flat = scores.flatten(0, 1)
+        said = paths.flatten(0, 1)
+        if settings.repetition_penalty != 1:
+            places = torch.arange(text.shape[1], device=text.device)
+            root = text.gather(1, lengths[:, None])
+            before = torch.where(places <= lengths[:, None], text, root)
+            said = torch.cat([before.repeat_interleave(shape[1], dim=0), said], dim=1)
+        flat = _processors(settings)(cast(torch.LongTensor, said), flat)
+        if settings.temperature == 0:
+            return (
+                torch.zeros_like(flat).scatter_(1, flat.argmax(-1, keepdim=True), 1.0).view(shape)
+            )
+        return flat.softmax(-1).view(shape)
+
+
+def _processors(settings: Sampling) -> LogitsProcessorList:
+    """Return what transformers would apply, in its order."""
+    chosen = LogitsProcessorList()
+    if settings.repetition_penalty != 1:
+        chosen.append(RepetitionPenaltyLogitsProcessor(float(settings.repetition_penalty)))
+    if settings.temperature == 0:
+        return chosen
+    if settings.temperature != 1:
+        chosen.append(TemperatureLogitsWarper(float(settings.temperature)))
+    if settings.top_k:
+        chosen.append(TopKLogitsWarper(settings.top_k))
+    if settings.top_p < 1:
+        chosen.append(TopPLogitsWarper(settings.top_p))
+    if settings.min_p:
+        chosen.append(MinPLogitsWarper(settings.min_p))
+    return chosen
+
+
+def each_prompt(settings: Sampling | Sequence[Sampling], count: int) -> list[Sampling]:
+    """Return the settings of each of `count` prompts, each with a seed of its own.
+
+    Args:
+        settings: Of all prompts, or a list with those of each, whose seeds are taken as they
+            stand.
+        count: Prompts.
+
+    Raises:
+        ValueError: The list has another length.
+    """
+    if isinstance(settings, Sampling):
+        return [settings.of_prompt(index) for index in range(count)]
+    if len(settings) != count:
+        raise ValueError(
+            f"sampling needs settings for each prompt, got {len(settings)} for {count}; give a "
+            "list as long as the prompts"
+        )
+    return list(settings)

@@ -1,0 +1,242 @@
+"""Continuous batching: requests enter and leave between steps, each with its own rules.
+
+See docs/serving_loop.md.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from specheads.base.cache import RowCache
+from specheads.base.model import FrozenBase
+from specheads.base.paged import BlockPool, PagedKVCache, PoolFullError
+from specheads.core.drafter import Drafter
+from specheads.decoding.acceptance import rules
+from specheads.decoding.loop import State, start, step
+from specheads.decoding.request import Request, Stream
+from specheads.decoding.trees import policies
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Rows that are decoded together."""
+
+    state: State
+    streams: list[Stream]
+
+
+class Engine:
+    """Decodes any number of requests, some at a time, each as if it were alone.
+
+    Not for several threads: whoever steps it, or iterates over a stream, drives it for all.
+
+    Args:
+        base: The model that decides.
+        drafter: What guesses; None decodes with the base alone, in the same loop.
+        tree: How drafts grow; None is a chain as deep as the drafter.
+        rule: What is kept of a verified tree: as for `generate`.
+        max_batch: Rows decoded together; further requests wait.
+        max_length: Longest text, prompt and new tokens together; None is the base's context.
+            Contiguous rows and a drafter's memory are as long from the start.
+        pool: Where keys and values lie, this engine's own; None is contiguous rows. A request is
+            admitted once the pool can hold all that it may come to need, and waits until then.
+
+    Raises:
+        ValueError: The tree is deeper than the drafter drafts, or a setting is out of range.
+    """
+
+    def __init__(
+        self,
+        base: FrozenBase,
+        drafter: Drafter | None = None,
+        *,
+        tree: policies.Policy | None = None,
+        rule: str | rules.Rule = "match",
+        max_batch: int = 16,
+        max_length: int | None = None,
+        pool: BlockPool | None = None,
+    ) -> None:
+        if max_batch < 1:
+            raise ValueError(f"max_batch must be at least 1, got {max_batch}")
+        self.base, self.drafter, self.max_batch, self.pool = base, drafter, max_batch, pool
+        self.rule = rules.rule_named(rule) if isinstance(rule, str) else rule
+        self.policy = _policy(drafter, tree)
+        context = base.max_length
+        self.max_length = context if max_length is None else min(max_length, context)
+        # a row may overshoot its limit by one draft, and the tree of its last step needs slots too
+        self._capacity = self.max_length + 2 * self.policy.num_nodes
+        self._waiting: deque[Stream] = deque()
+        self._batches: list[_Batch] = []
+
+    @property
+    def running(self) -> list[Stream]:
+        """Requests that are being decoded."""
+        return [stream for batch in self._batches for stream in batch.streams]
+
+    @property
+    def waiting(self) -> list[Stream]:
+        """Requests that are not yet, first come first."""
+        return list(self._waiting)
+
+    def submit(self, request: Request) -> Stream:
+        """Put a request at the end of the queue; it is decoded by the steps that follow.
+
+        Raises:
+            ValueError: It can never be decoded: its prompt is longer than the context, it needs
+                more blocks than the pool has, or it names stop strings to a base without a
+                tokenizer.
+        """
+        length = len(request.prompt)
+        if length > self.max_length:
+            raise ValueError(
+                f"a prompt must fit the context: {length} tokens exceed {self.max_length}; "
+                "shorten it"
+            )
+        if request.stop and self.base.tokenizer is None:
+            raise ValueError(
+                f"stop strings need a base with a tokenizer, and {self.base.name!r} has none; "
+                "name eos_ids instead"
+            )
+        limit = min(request.max_new_tokens, self.max_length - length)
+        needed = self._blocks(length + limit)
+        stream = Stream(request, self.base, limit, needed, advance=self.step, leave=self.cancel)
+        if stream.finish_reason is None:
+            self._waiting.append(stream)
+        return stream
+
+    def _blocks(self, length: int) -> int:
+        """Return how many blocks a text of this length needs, the tree of its last step too."""
+        if self.pool is None:
+            return 0
+        needed = self.pool.blocks_for(length + self.policy.num_nodes)
+        if needed > self.pool.num_blocks:
+            raise ValueError(
+                f"a request must fit the pool: {length} tokens and a tree of "
+                f"{self.policy.num_nodes} need {needed} blocks of {self.pool.num_blocks}; ask for "
+                "fewer tokens or allocate more blocks"
+            )
+        return needed
+
+    def run(self) -> None:
+        """Decode until no request is left."""
+        while self.step():
+            pass
+
+    def step(self) -> bool:
+        """Admit who fits, decode one step for everybody; return whether any request is left.
+
+        Newcomers take their first step among themselves, and join the others after it. What
+        base, drafter or tokenizer raise goes to the caller; the requests it was raised for end
+        as failed and give back what they hold, and the others go on with the next step.
+        """
+        self._admit()
+        for batch in self._batches:
+            with self._failing(batch.streams, batch.state.cache):
+                steps = step(self.base, self.drafter, self.policy, self.rule, batch.state)
+                for stream, taken in zip(batch.streams, steps, strict=True):
+                    stream.steps.append(taken)
+                    stream.take(taken.tokens)
+        self._let_go()
+        if len(self._batches) > 1:
+            first, second = self._batches
+            together = first.streams + second.streams
+            with self._failing(together, first.state.cache):
+                first.state.join(second.state, self.drafter)
+            self._batches = [_Batch(first.state, together)]
+        return bool(self._batches or self._waiting)
+
+    def cancel(self, stream: Stream) -> None:
+        """Let go of a request, whether it is waiting or running; nothing where it is done."""
+        if stream.finish_reason is None:
+            stream.finish_reason = "cancelled"
+            if stream in self._waiting:
+                self._waiting.remove(stream)
+            self._let_go()
+
+    def _admit(self) -> None:
+        """Read the prompts of those who are next and fit."""
+        streams: list[Stream] = []
+        running = len(self.running)
+        while self._waiting and running + len(streams) < self.max_batch:
+            if not self._has_blocks([*streams, self._waiting[0]]):
+                break
+            streams.append(self._waiting.popleft())
+        if not streams:
+            if self._waiting and not running:
+                raise PoolFullError("others hold the pool's blocks; give an engine its own pool")
+            return
+        prompts = [stream.request.prompt for stream in streams]
+        settings = [stream.request.sampling for stream in streams]
+        cache = self._cache(len(streams))
+        with self._failing(streams, cache):
+            state, first = start(self.base, self.drafter, prompts, self._capacity, settings, cache)
+            self._batches.append(_Batch(state, streams))
+            for stream, taken in zip(streams, first, strict=True):
+                stream.take(taken.tokens)
+        self._let_go()
+
+    def _cache(self, batch: int) -> RowCache:
+        if self.pool is None:
+            return self.base.cache(batch, self._capacity)
+        return PagedKVCache(self.pool, batch)
+
+    @contextmanager
+    def _failing(self, streams: list[Stream], cache: RowCache) -> Iterator[None]:
+        """End these requests, and give back what they hold, where what is done for them raises.
+
+        A step that was not taken to its end cannot be taken again: the drafter may have read
+        what was committed already.
+        """
+        try:
+            yield
+        except BaseException:
+            for stream in streams:
+                stream.finish_reason = stream.finish_reason or "failed"
+            cache.keep_rows([])
+            self._let_go()
+            raise
+
+    def _has_blocks(self, newcomers: list[Stream]) -> bool:
+        """Return whether the pool has what these and those running may come to need."""
+        if self.pool is None:
+            return True
+        caches = [batch.state.cache for batch in self._batches]
+        held = sum(
+            len(row) for one in caches if isinstance(one, PagedKVCache) for row in one.blocks
+        )
+        promised = _promised(self.running) + _promised(newcomers)
+        return promised <= self.pool.num_free + held
+
+    def _let_go(self) -> None:
+        """Forget the rows that are done; give back what they held."""
+        for batch in self._batches:
+            kept = [row for row, one in enumerate(batch.streams) if one.finish_reason is None]
+            if not kept:
+                batch.state.cache.keep_rows([])
+            elif len(kept) < len(batch.streams):
+                with self._failing(batch.streams, batch.state.cache):
+                    batch.state.keep(kept, self.drafter)
+            batch.streams = [batch.streams[row] for row in kept]
+        self._batches = [batch for batch in self._batches if batch.streams]
+
+
+def _promised(streams: Iterable[Stream]) -> int:
+    return sum(stream.num_blocks for stream in streams)
+
+
+def _policy(drafter: Drafter | None, tree: policies.Policy | None) -> policies.Policy:
+    """Return how drafts grow.
+
+    Raises:
+        ValueError: The tree is deeper than the drafter drafts.
+    """
+    if drafter is None:
+        return policies.NOTHING
+    policy = policies.chain(drafter.depth) if tree is None else tree
+    if policy.depth > drafter.depth:
+        raise ValueError(
+            f"the tree has {policy.depth} levels but the head drafts {drafter.depth}; "
+            "choose a shallower tree"
+        )
+    return policy

@@ -1,0 +1,132 @@
+"""Decoding of whole prompts: the engine, submitted to once and run to its end."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from specheads.base.model import FrozenBase
+from specheads.base.paged import BlockPool
+from specheads.core.drafter import Drafter
+from specheads.decoding.acceptance import rules
+from specheads.decoding.acceptance.sampling import Sampling, each_prompt
+from specheads.decoding.engine import Engine
+from specheads.decoding.loop import Step
+from specheads.decoding.request import Request
+from specheads.decoding.trees import policies
+
+
+@dataclass(slots=True)
+class Decoding:
+    """What `generate` returns; every list has one entry a prompt."""
+
+    tokens: list[list[int]]
+    """The new tokens, cut at the limit and after the first end-of-text token."""
+    forwards: list[int]
+    """Base forwards each prompt took, prefill excluded."""
+    steps: list[list[Step]] = field(default_factory=list)
+    """The same forwards one by one, for measuring."""
+
+
+def generate(
+    base: FrozenBase,
+    head: Drafter | None,
+    prompts: list[list[int]],
+    *,
+    max_new_tokens: int = 64,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
+    seed: int = 0,
+    settings: Sequence[Sampling] | None = None,
+    tree: policies.Policy | None = None,
+    rule: str | rules.Rule = "match",
+    stop_at_eos: bool = True,
+    max_batch: int | None = None,
+    pool: BlockPool | None = None,
+) -> Decoding:
+    """Decode prompts, several tokens a forward where the head's guesses are right.
+
+    With the rule `match` the output is that of the base alone, token for token, at every
+    temperature (up to ties in rounding: see docs/losslessness.md); with `rejection` it has the
+    same law; with `typical` it has not, above temperature zero.
+
+    Args:
+        base: The model that decides.
+        head: The drafter that guesses; None decodes with the base alone, in the same loop.
+        prompts: Token ids; none may be empty.
+        max_new_tokens: Limit for each prompt.
+        temperature: Zero is greedy; above it tokens are sampled.
+        top_k: Tokens sampled from, the likeliest ones. Zero samples from all.
+        top_p: Probability that the tokens sampled from reach together. One is all.
+        min_p: Probability they need, as a share of the likeliest one's. Zero is none.
+        repetition_penalty: Of tokens already in the text. One is none.
+        seed: Of sampling; each prompt draws with a seed of its own that follows from this one.
+        settings: All of sampling for each prompt, in place of the ones above.
+        tree: How drafts grow; None is a chain as deep as the head.
+        rule: What is kept of a verified tree: "match", "rejection", "typical", or a function
+            like those in `specheads.decoding.acceptance.rules`.
+        stop_at_eos: Whether the base's end-of-text token ends a row.
+        max_batch: Rows decoded together; further prompts wait until one is done. None is all.
+        pool: Where keys and values lie, `base.pool(num_blocks)`; where it is full, prompts wait.
+            None is contiguous rows.
+
+    Raises:
+        ValueError: A prompt is empty, or prompt and new tokens exceed the context or the pool, or
+            a setting lies outside its range.
+    """
+    shared = Sampling(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+    )
+    each = each_prompt(shared if settings is None else settings, len(prompts))
+    refuse_unfit(base, prompts, max_new_tokens)
+    engine = Engine(
+        base,
+        head,
+        tree=tree,
+        rule=rule,
+        max_batch=max(len(prompts), 1) if max_batch is None else max_batch,
+        max_length=max(map(len, prompts), default=0) + max_new_tokens,
+        pool=pool,
+    )
+    eos_ids = None if stop_at_eos else ()
+    streams = [
+        engine.submit(
+            Request(
+                prompt=prompt, max_new_tokens=max_new_tokens, sampling=sampling, eos_ids=eos_ids
+            )
+        )
+        for prompt, sampling in zip(prompts, each, strict=True)
+    ]
+    try:
+        engine.run()
+    finally:
+        # whatever was raised, the pool gets everything back; where all is done, this is nothing
+        for stream in streams:
+            stream.cancel()
+    return Decoding(
+        [stream.tokens for stream in streams],
+        [len(stream.steps) for stream in streams],
+        [stream.steps for stream in streams],
+    )
+
+
+def refuse_unfit(base: FrozenBase, prompts: list[list[int]], max_new_tokens: int) -> None:
+    """Refuse prompts that cannot be continued so far.
+
+    Raises:
+        ValueError: One is empty, or there is no room in the context for it and its new tokens.
+    """
+    if empty := [place for place, prompt in enumerate(prompts) if not prompt]:
+        raise ValueError(f"a prompt needs at least one token; prompt {empty[0]} has none")
+    longest = max(map(len, prompts), default=0)
+    if longest + max_new_tokens > base.max_length:
+        raise ValueError(
+            f"prompt and new tokens must fit the context: {longest} + {max_new_tokens} exceed "
+            f"{base.max_length}; shorten the prompt or max_new_tokens"
+        )

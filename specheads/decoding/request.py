@@ -1,0 +1,160 @@
+"""Requests, and what comes back of each while it is being decoded."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from specheads.base.model import FrozenBase
+from specheads.decoding.acceptance.sampling import GREEDY, Sampling
+from specheads.decoding.detokenize import Text
+from specheads.decoding.loop import Step
+
+FinishReason = Literal["eos", "stop", "length", "context", "cancelled", "failed"]
+"""An end-of-text token, a stop string, the request's own limit, a full context, `cancel`, and a
+step for this request that raised."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What to continue, and until when.
+
+    Raises:
+        ValueError: The prompt is empty, the limit is negative, or a stop string is empty.
+    """
+
+    prompt: list[int]
+
+    max_new_tokens: int = 64
+    """Limit. Zero asks for nothing, and gets it at once."""
+
+    sampling: Sampling = GREEDY
+
+    stop: tuple[str, ...] = ()
+    """Strings: the text ends right before the first one that it completes."""
+
+    eos_ids: tuple[int, ...] | None = None
+    """Tokens that end the text, as its last; None are the base's own."""
+
+    def __post_init__(self) -> None:
+        if not self.prompt:
+            raise ValueError("a prompt needs at least one token, got none")
+        if self.max_new_tokens < 0:
+            raise ValueError(f"max_new_tokens must be at least 0, got {self.max_new_tokens}")
+        if "" in self.stop:
+            raise ValueError("a stop string needs at least one character; leave empty ones out")
+
+
+class Piece(NamedTuple):
+    """What a stream yields: together the pieces are its tokens and its text."""
+
+    tokens: list[int]
+    text: str
+
+
+class Stream:
+    """One request's output. Iterating over it drives the engine, and so everybody's.
+
+    Args:
+        request: What was submitted.
+        base: What decides; its tokenizer writes the text.
+        limit: New tokens that request and context allow.
+        num_blocks: Of the pool, that the request may come to need.
+        advance: Takes a step of the engine.
+        leave: Takes a stream out of it.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        base: FrozenBase,
+        limit: int,
+        num_blocks: int,
+        *,
+        advance: Callable[[], object],
+        leave: Callable[["Stream"], None],
+    ) -> None:
+        self.request, self.num_blocks = request, num_blocks
+        self.steps: list[Step] = []
+        """Its forwards of the base, prefill excluded."""
+        self.finish_reason: FinishReason | None = None
+        """None while tokens may follow."""
+        self._limit, self._advance, self._leave = limit, advance, leave
+        self._eos = base.eos_ids if request.eos_ids is None else request.eos_ids
+        self._tokenizer = base.tokenizer
+        self._text: Text | None = None
+        self._said: list[int] = []
+        self._yielded = 0, 0
+        if not limit:
+            self.finish_reason = self._limit_reason()
+
+    @property
+    def tokens(self) -> list[int]:
+        """The new tokens that stand, an end-of-text token included; no part of a stop string."""
+        return self._said[: self._num_tokens()]
+
+    @property
+    def text(self) -> str:
+        """The text that stands, without a stop string; empty where the base has no tokenizer."""
+        return self._text_from(0)
+
+    def cancel(self) -> None:
+        """Leave the engine at once, and give back what the request holds there."""
+        self._leave(self)
+
+    def __iter__(self) -> Iterator[Piece]:
+        return self
+
+    def __next__(self) -> Piece:
+        """Return what is new and stands, after as many steps as that takes."""
+        while True:
+            tokens, characters = self._yielded
+            piece = Piece(self._said[tokens : self._num_tokens()], self._text_from(characters))
+            if piece.tokens or piece.text:
+                self._yielded = tokens + len(piece.tokens), characters + len(piece.text)
+                return piece
+            if self.finish_reason is not None:
+                raise StopIteration
+            self._advance()
+
+    def take(self, tokens: list[int]) -> None:
+        """Note what the engine decoded, as far as the request wants it."""
+        for token in tokens:
+            self._said.append(token)
+            self.finish_reason = self._reason(token)
+            if self.finish_reason is not None:
+                break
+
+    def _reason(self, newest: int) -> FinishReason | None:
+        """Return why the request ends with its newest token, if it does."""
+        if newest in self._eos:
+            return "eos"
+        if self.request.stop and (text := self._read()) and text.is_over:
+            return "stop"
+        return self._limit_reason() if len(self._said) == self._limit else None
+
+    def _limit_reason(self) -> FinishReason:
+        return "length" if self._limit == self.request.max_new_tokens else "context"
+
+    def _num_tokens(self) -> int:
+        """Return how many tokens stand: only a stop string takes any back."""
+        text = self._read() if self.request.stop else None
+        if text is None or self.finish_reason not in (None, "stop"):
+            return len(self._said)
+        return text.settled()[0]
+
+    def _text_from(self, first: int) -> str:
+        text = self._read()
+        return "" if text is None else text.written[first : text.settled()[1]]
+
+    def _read(self) -> Text | None:
+        """Return the text of all tokens, but for one that ends it."""
+        if self._tokenizer is None:
+            return None
+        if self._text is None:
+            self._text = Text(self._tokenizer, self.request.prompt, self.request.stop)
+        end = len(self._said) - (self.finish_reason == "eos")
+        for token in self._said[self._text.num_tokens : end]:
+            self._text.push(token)
+        if self.finish_reason is not None:
+            self._text.close()
+        return self._text

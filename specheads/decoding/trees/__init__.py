@@ -1,0 +1,1 @@
+"""How a drafter's guesses become a token tree."""

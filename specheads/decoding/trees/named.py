@@ -1,0 +1,45 @@
+"""The tree policies that `tree.kind` names."""
+
+from specheads.config import Tree
+from specheads.decoding.trees import policies
+from specheads.decoding.trees.product import Product
+from specheads.decoding.trees.sampled import Sampled
+
+KINDS = ("tuned", "chain", "static", "best_first", "beam", "product", "sampled")
+
+
+def fixed_policy(settings: Tree, head_depth: int) -> policies.Policy | None:
+    """Return the policy that was asked for; None where it is to be picked by measurement.
+
+    Args:
+        settings: Of the tree.
+        head_depth: Levels the head drafts.
+
+    Raises:
+        ValueError: The kind is unknown, the settings make no tree, or it is deeper than the head.
+    """
+    depth = settings.depth or head_depth
+    branches = settings.branches or [1] * depth
+    match settings.kind:
+        case "tuned":
+            return None
+        case "chain":
+            policy = policies.chain(depth, settings.confidence)
+        case "static":
+            policy = policies.Static(settings.paths, confidence=settings.confidence)
+        case "best_first":
+            policy = policies.BestFirst(settings.num_nodes, depth, settings.beam, settings.branch)
+        case "beam":
+            policy = policies.Beam(settings.beam, depth)
+        case "product":
+            policy = Product(branches, settings.num_nodes)
+        case "sampled":
+            policy = Sampled(branches, settings.confidence)
+        case _:
+            raise ValueError(f"tree.kind must be one of {', '.join(KINDS)}, got {settings.kind!r}")
+    if policy.depth > head_depth:
+        raise ValueError(
+            f"a tree can be as deep as the head, {head_depth} levels, got {policy.depth}; lower "
+            "tree.depth, or give shorter tree.paths or tree.branches"
+        )
+    return policy

@@ -1,0 +1,288 @@
+"""Tree policies: how a drafter's guesses become a token tree."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from specheads.core.drafter import Drafter, Features, Memory
+from specheads.core.tree import TokenTree
+from specheads.decoding.acceptance.sampling import Rows
+from specheads.decoding.trees.early_stop import Stop, share
+from specheads.decoding.trees.static_shape import Shape
+
+
+class Policy(ABC):
+    """Grows one tree a row from a drafter, level by level."""
+
+    name: str
+    num_nodes: int
+    """Nodes of every tree, root included."""
+    depth: int
+    """Levels below the root."""
+
+    @abstractmethod
+    def grow(
+        self,
+        drafter: Drafter,
+        features: Features,
+        tokens: Int[Tensor, "batch time"],
+        count: Int[Tensor, " batch"],
+        memory: Memory | None,
+        rows: Rows | None = None,
+    ) -> TokenTree:
+        """Draft one tree; the arguments are those of `Drafter.begin`.
+
+        `rows` says what the rows ask for: only a policy that draws has to know.
+        """
+
+
+class Static(Policy):
+    """The same shape in every step: each path names the ranks of the guesses along it.
+
+    `((0,), (1,), (0, 0))` drafts the two best next tokens and the best token after the first.
+
+    Args:
+        paths: Rank paths, closed under prefixes.
+        name: What reports call it.
+        confidence: Where the drafter gives a token less than this probability, it is verified
+            and nothing is drafted below it. Zero drafts every path to its end.
+
+    Raises:
+        ValueError: A path occurs twice, or its parent path is missing, or `confidence` is no
+            probability.
+
+    Source: Cai et al. 2024, arXiv:2401.10774, section 2.3.3; Mamou et al. 2024,
+    arXiv:2405.04304, for stopping.
+    """
+
+    def __init__(
+        self, paths: Sequence[Sequence[int]], name: str = "static", confidence: float = 0.0
+    ) -> None:
+        ordered = sorted((tuple(path) for path in paths), key=lambda path: (len(path), path))
+        known = {(), *ordered}
+        orphans = [path for path in ordered if path[:-1] not in known]
+        if orphans or len(known) <= len(ordered) or () in ordered:
+            raise ValueError(
+                "a static tree needs distinct, non-empty rank paths whose parents are in it too, "
+                f"got {orphans or ordered}"
+            )
+        self.name, self.paths, self.confidence = name, tuple(ordered), share(confidence)
+        self.num_nodes, self.depth = len(known), max(map(len, ordered), default=0)
+        self._shapes: dict[torch.device, Shape] = {}
+
+    def shape(self, device: torch.device) -> Shape:
+        """Return what follows from the paths, copied to a device when it is first asked for."""
+        if device not in self._shapes:
+            self._shapes[device] = Shape.of(self.paths).to(device)
+        return self._shapes[device]
+
+    def grow(
+        self,
+        drafter: Drafter,
+        features: Features,
+        tokens: Int[Tensor, "batch time"],
+        count: Int[Tensor, " batch"],
+        memory: Memory | None,
+        rows: Rows | None = None,
+    ) -> TokenTree:
+        """Draft `num_nodes - 1` tokens by their ranks."""
+        del rows
+        if not self.depth:
+            return root_only(tokens, count)
+        batch, shape = len(count), self.shape(count.device)
+        logits, state = drafter.begin(features, tokens, count, memory)
+        drafted = [first_node(tokens, count)]
+        stop = Stop(self.confidence, batch, count.device)
+        for index, level in enumerate(shape.levels):
+            best = _best(logits, level.width)[:, level.parents, level.ranks]
+            drafted.append(drafter.to_tokens(best))
+            stop.level(logits, best, level.parents, level.inner)
+            if index + 1 == self.depth or stop.everywhere():
+                break
+            inner = drafted[-1][:, level.inner]
+            logits, state = drafter.extend(state, inner, level.inner_parents.expand(batch, -1))
+        return shaped(drafted, shape, stop)
+
+
+class BestFirst(Policy):
+    """The nodes the drafter itself believes in most, under a budget: EAGLE-2 and OPT-Tree.
+
+    A node's score is the probability of its path. Each level expands the `beam` best nodes
+    drafted so far at that depth into `branch` children each; of all of them the best
+    `num_nodes - 1` stay. Scores only shrink along a path, so what stays is a tree.
+
+    Args:
+        num_nodes: Nodes of the tree, root included.
+        depth: Levels below the root, at most the drafter's.
+        beam: Nodes the drafter reads per level.
+        branch: Children of each.
+
+    Raises:
+        ValueError: The budget is larger than what beam, branch and depth can draft.
+
+    Source: Li et al. 2024, arXiv:2406.16858, section 4; Wang et al. 2024, arXiv:2406.17276.
+    """
+
+    def __init__(self, num_nodes: int, depth: int, beam: int = 4, branch: int = 4) -> None:
+        most, level = 1, 1
+        for _ in range(depth):
+            level = min(level, beam) * branch
+            most += level
+        if not 2 <= num_nodes <= most:
+            raise ValueError(
+                f"a best-first tree of depth {depth}, beam {beam} and branch {branch} has 2 to "
+                f"{most} nodes, got {num_nodes}; raise beam, branch or depth"
+            )
+        self.name = "best_first"
+        self.num_nodes, self.depth, self.beam, self.branch = num_nodes, depth, beam, branch
+
+    def grow(
+        self,
+        drafter: Drafter,
+        features: Features,
+        tokens: Int[Tensor, "batch time"],
+        count: Int[Tensor, " batch"],
+        memory: Memory | None,
+        rows: Rows | None = None,
+    ) -> TokenTree:
+        """Draft level by level, then keep the best nodes of all levels."""
+        del rows
+        root = first_node(tokens, count)
+        logits, state = drafter.begin(features, tokens, count, memory)
+        drafted: list[Tensor] = []
+        parents: list[Tensor] = []
+        scores: list[Tensor] = []
+        above = torch.zeros_like(root)
+        score = torch.zeros(root.shape, dtype=logits.dtype, device=root.device)
+        first = 1
+        for level in range(self.depth):
+            best, guesses = logits.log_softmax(-1).topk(self.branch, dim=-1)
+            total = (score[..., None] + best).flatten(1)
+            drafted.append(drafter.to_tokens(guesses).flatten(1))
+            parents.append(above.repeat_interleave(self.branch, dim=1))
+            scores.append(total)
+            if level + 1 < self.depth:
+                score, kept = total.topk(min(self.beam, total.shape[1]), dim=1)
+                above = first + kept
+                inner = drafted[-1].gather(1, kept)
+                logits, state = drafter.extend(state, inner, kept // self.branch)
+            first += total.shape[1]
+        return _prune(root, drafted, parents, scores, self.num_nodes)
+
+
+class Beam(Policy):
+    """The `width` best paths of every length, each level continuing those of the level above.
+
+    What ReDrafter drafts with. Every path that was ever among the best stays in the tree, also
+    one that nothing continued, so that all trees have the same size; the original keeps only
+    the beginnings of the last level's paths.
+
+    Args:
+        width: Paths kept per level.
+        depth: Levels below the root, at most the drafter's.
+        top: Guesses that count at each node; the law is that among them.
+
+    Raises:
+        ValueError: `width` or `depth` is below one, or the root has fewer guesses than `width`.
+
+    Source: Cheng et al. 2024, arXiv:2403.09919, section 3.2; `recurrent_drafting` of
+    apple/ml-recurrent-drafter for `top`.
+    """
+
+    def __init__(self, width: int, depth: int, top: int = 50) -> None:
+        if not 1 <= width <= top or depth < 1:
+            raise ValueError(
+                f"a beam needs a width from 1 to top={top} and a depth of at least 1, got "
+                f"{width} and {depth}"
+            )
+        self.name = "beam"
+        self.num_nodes, self.depth = 1 + width * depth, depth
+        self.width, self.top = width, top
+
+    def grow(
+        self,
+        drafter: Drafter,
+        features: Features,
+        tokens: Int[Tensor, "batch time"],
+        count: Int[Tensor, " batch"],
+        memory: Memory | None,
+        rows: Rows | None = None,
+    ) -> TokenTree:
+        """Draft `width` tokens a level, those that end the likeliest paths."""
+        del rows
+        root = first_node(tokens, count)
+        logits, state = drafter.begin(features, tokens, count, memory)
+        drafted, parents = [root], [torch.full_like(root, -1)]
+        score = torch.zeros(root.shape, dtype=logits.dtype, device=root.device)
+        above = 0
+        for level in range(self.depth):
+            best, guesses = logits.topk(min(self.top, logits.shape[-1]), dim=-1)
+            total = (score[..., None] + best.log_softmax(-1)).flatten(1)
+            score, kept = total.topk(self.width, dim=1)
+            origin = kept // best.shape[-1]
+            drafted.append(drafter.to_tokens(guesses).flatten(1).gather(1, kept))
+            parents.append(above + origin)
+            above = 1 + level * self.width
+            if level + 1 < self.depth:
+                logits, state = drafter.extend(state, drafted[-1], origin)
+        return TokenTree(torch.cat(drafted, dim=1), torch.cat(parents, dim=1))
+
+
+def _prune(
+    root: Tensor, drafted: list[Tensor], parents: list[Tensor], scores: list[Tensor], size: int
+) -> TokenTree:
+    """Keep the root and the `size - 1` best nodes, in their old order, renumbering parents."""
+    all_scores = torch.cat(scores, dim=1)
+    # ties go to the shallower node, which stands first: a stable sort keeps the set a tree
+    order = all_scores.argsort(dim=1, descending=True, stable=True)[:, : size - 1]
+    kept = order.sort(dim=1).values
+    tokens = torch.cat(drafted, dim=1).gather(1, kept)
+    old_parents = torch.cat(parents, dim=1).gather(1, kept)
+    old_ids = torch.cat([torch.zeros_like(root), kept + 1], dim=1)
+    new_parents = torch.searchsorted(old_ids, old_parents.contiguous())
+    return TokenTree(
+        torch.cat([root, tokens], dim=1),
+        torch.cat([torch.full_like(root, -1), new_parents], dim=1),
+    )
+
+
+def shaped(drafted: list[Tensor], shape: Shape, stop: Stop) -> TokenTree:
+    """Return a tree of known shape, as far as it was drafted, from the tokens of its levels."""
+    tokens = torch.cat(drafted, dim=1)
+    batch, size = tokens.shape
+    parents = shape.parents[:size].expand(batch, -1)
+    if stop.confidence:
+        # whether an absent node is among the ancestors of another does not matter
+        parents = parents.masked_fill(~torch.cat(stop.present, dim=1), -1)
+    return TokenTree(tokens, parents, shape.reach[:, :size, :size].expand(batch, -1, -1))
+
+
+def root_only(tokens: Int[Tensor, "batch time"], count: Int[Tensor, " batch"]) -> TokenTree:
+    """Return the tree without a draft: the base alone, in the same loop."""
+    root = first_node(tokens, count)
+    alone = torch.ones_like(root, dtype=torch.bool)[..., None]
+    return TokenTree(root, torch.full_like(root, -1), alone)
+
+
+def first_node(tokens: Tensor, count: Tensor) -> Tensor:
+    """Return the last counted token of each row: (batch, 1)."""
+    return tokens.gather(1, count[:, None] - 1)
+
+
+def _best(logits: Tensor, width: int) -> Tensor:
+    """Return the `width` best tokens, best first; argmax is much cheaper than a sort of one."""
+    if width == 1:
+        return logits.argmax(-1, keepdim=True)
+    return logits.topk(width, dim=-1).indices
+
+
+def chain(depth: int, confidence: float = 0.0) -> Static:
+    """Return the policy that drafts one token a level, until it doubts one (see `Static`)."""
+    return Static([(0,) * length for length in range(1, depth + 1)], "chain", confidence)
+
+
+NOTHING = Static([], name="none")
+"""No draft at all: the base alone, in the same loop."""

@@ -1,0 +1,172 @@
+"""The gate every export passes: read back by other code, does it draft what the run's head drafts?
+
+A folder in the wrong shape is rarely an error in an engine: output stays lossless, acceptance
+falls, and nothing is logged. So both sides draft from every position of text the base wrote
+itself; logits must agree, and a chain's walk over the text must count the same integers.
+"""
+
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from specheads.base.model import FrozenBase
+from specheads.core.drafter import Features, Head
+from specheads.decoding.trees import policies
+from specheads.export.readers import BaseView, Guess, Reader
+from specheads.measure.counts import DepthCounts
+from specheads.measure.offline import replay
+
+TOLERANCE = 1e-4
+"""Largest difference of two logits, as a share of the largest logit: rotary tables in float32."""
+
+Text = tuple[list[int], list[int]]
+"""A prompt, and what the base says after it, greedily."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parity:
+    """What the gate counted, the same for head and export."""
+
+    per_depth: list[dict[str, int]]
+    """Drafts offered and accepted at each depth of a chain."""
+    tokens_per_forward: float
+    largest_difference: float
+    """Of any two logits, as a share of the largest one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What the run's head drafts on one text."""
+
+    text: Text
+    view: BaseView
+    guesses: list[Guess]
+
+
+@torch.no_grad()
+def expect(head: Head, base: FrozenBase, texts: Sequence[Text]) -> list[Expected]:
+    """Return what an export of this head has to draft; in float64 on the CPU.
+
+    Args:
+        head: The run's own.
+        base: The base it was trained on.
+        texts: Where it drafts.
+    """
+    own = deepcopy(head).cpu().double()
+    expected = []
+    for text in texts:
+        view = look(base, *text)
+        own.bind(view.embedding, view.projection)
+        expected.append(Expected(text, view, guess(own, view)))
+    return expected
+
+
+@torch.no_grad()
+def check(expected: Sequence[Expected], folder: Path, read: Reader) -> Parity:
+    """Hold an export against the head it was made of.
+
+    Args:
+        expected: From `expect`.
+        folder: The export.
+        read: Loads it as its engine would.
+
+    Raises:
+        ValueError: A tensor is missing, left over or misshapen, or what the two draft differs:
+            names the depth and both numbers.
+    """
+    counts: list[tuple[DepthCounts, DepthCounts]] = []
+    differences: list[list[float]] = []
+    depth = len(expected[0].guesses)
+    for one in expected:
+        theirs = list(read(folder, one.view, depth))
+        counts.append((_walk(one.guesses, *one.text), _walk(theirs, *one.text)))
+        pairs = zip(one.guesses, theirs, strict=True)
+        differences.append([_difference(*pair, level) for level, pair in enumerate(pairs)])
+    own_counts, other_counts = (
+        DepthCounts.total(side, depth) for side in zip(*counts, strict=True)
+    )
+    _refuse_other_counts(own_counts, other_counts)
+    worst = torch.tensor(differences).amax(0)
+    _refuse_other_logits(worst.tolist())
+    return Parity(own_counts.per_depth(), own_counts.tokens_per_forward, worst.max().item())
+
+
+def _walk(guesses: Sequence[Guess], prompt: list[int], continuation: list[int]) -> DepthCounts:
+    return replay(hits(guesses, prompt, continuation), policies.chain(len(guesses)))
+
+
+def look(base: FrozenBase, prompt: list[int], continuation: list[int]) -> BaseView:
+    """Return what an engine has of the base on one text, in float64 on the CPU."""
+    tokens = torch.tensor([prompt + continuation])
+    read = base.read(tokens.to(base.device), tuple(range(base.num_layers + 1)))
+    assert read.taps is not None
+
+    def wide(values: Tensor) -> Tensor:
+        return values.detach().cpu().double()
+
+    streams = tuple(wide(read.taps[0]).split(base.width, dim=-1))
+    projection = wide(base.scaled_projection)
+    return BaseView(streams, wide(read.hidden[0]), tokens[0], wide(base.embedding), projection)
+
+
+def guess(head: Head, view: BaseView) -> list[Guess]:
+    """Return what a head of ours says on a text, as a reader does of an export."""
+    taps = torch.cat([view.streams[tap] for tap in head.taps], dim=-1)[None] if head.taps else None
+    tokens = view.tokens[None]
+    ids = head.to_tokens(torch.arange(head.drafted_size))
+    states = head.states(Features(view.hidden[None], taps, tokens), tokens)
+    return [Guess(head.logits(state[0], level), ids) for level, state in enumerate(states)]
+
+
+def hits(guesses: Sequence[Guess], prompt: list[int], continuation: list[int]) -> Tensor:
+    """Return for each root and depth whether the best guess is what the base said: 0, else 1.
+
+    As `measure.offline.guess_ranks` does: -1 stands for "beyond the text".
+    """
+    first, num_roots = len(prompt) - 1, len(continuation) - 1
+    ranks = torch.full((num_roots, len(guesses)), -1)
+    said = torch.tensor(continuation)
+    for level, one in enumerate(guesses):
+        num_known = max(num_roots - level, 0)
+        best = one.ids[one.logits[first : first + num_known].argmax(-1)]
+        ranks[:num_known, level] = (best != said[1 + level : 1 + level + num_known]).long()
+    return ranks
+
+
+def _difference(ours: Guess, theirs: Guess, level: int) -> float:
+    """Return the largest difference of two logits, as a share of the largest logit.
+
+    Rows whose answer lies beyond the text are left out.
+    """
+    if not torch.equal(ours.ids, theirs.ids):
+        raise ValueError(
+            f"the export drafts other tokens than the run at depth {level}: {len(theirs.ids)} and "
+            f"{len(ours.ids)} of them, or others; nothing was written"
+        )
+    known = len(ours.logits) - 2 - level
+    apart = (ours.logits[:known] - theirs.logits[:known]).abs().max()
+    return (apart / ours.logits[:known].abs().max()).item()
+
+
+def _refuse_other_counts(ours: DepthCounts, theirs: DepthCounts) -> None:
+    pairs = zip(ours.per_depth(), theirs.per_depth(), strict=True)
+    for depth, (own, other) in enumerate(pairs):
+        if own != other:
+            raise ValueError(
+                f"the export accepts {other['accepted']} of {other['offered']} drafts at depth "
+                f"{depth}, the run {own['accepted']} of {own['offered']}; nothing was written"
+            )
+
+
+def _refuse_other_logits(differences: Sequence[float]) -> None:
+    for depth, difference in enumerate(differences):
+        # written so that not-a-number is refused too
+        if not difference <= TOLERANCE:
+            raise ValueError(
+                f"the export's logits at depth {depth} are {difference:.1e} of the largest one "
+                f"away from the run's, rounding explains {TOLERANCE:.1e}; nothing was written"
+            )

@@ -1,0 +1,1 @@
+"""What the Hub gets of a run: its card, its files, and one commit."""

@@ -1,0 +1,185 @@
+"""What a head's Hub repository holds, and how it gets there: in one commit, or not at all."""
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
+
+# HTTPError is its HTTP client's, which is another library in some versions
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HTTPError,  # pyright: ignore[reportPrivateImportUsage]
+)
+
+from specheads.export.hub.card import PICTURES
+from specheads.export.hub.summary import Facts
+from specheads.export.plugins.custom_generate import hub_files
+from specheads.runs.directory import RunDirectory
+
+Contents = dict[str, bytes | Path]
+"""Files by their path in the repository: written here, or read from disk."""
+
+GATES: dict[str, Literal["auto", "manual", False]] = {
+    "auto": "auto",
+    "manual": "manual",
+    "false": False,
+}
+
+RESULTS = "results.json"
+
+MAX_PICTURE_BYTES = 2**20
+
+SECRET = re.compile("TOKEN|SECRET|PASSW|CREDENTIAL|PRIVATE|KEY", re.IGNORECASE)
+"""Names of environment variables whose values must never be uploaded."""
+
+REMEDIES = {
+    401: "log in with hf auth login, or set HF_TOKEN",
+    403: "use a token that may write there, or a repo= of your own",
+    404: "check repo=, and that the token may see it",
+    409: "somebody else is changing it; try again",
+    412: "somebody else has changed it meanwhile; look, and push again",
+    429: "the Hub asks for patience; try again later",
+}
+
+
+def pictures(run: RunDirectory) -> list[str]:
+    """Return the names of the report's pictures that are small enough to publish."""
+    found = (run.report / name for name in PICTURES)
+    return [
+        file.name for file in found if file.is_file() and file.stat().st_size < MAX_PICTURE_BYTES
+    ]
+
+
+def contents(run: RunDirectory, facts: Facts, card: str, repo: str) -> Contents:
+    """Return the files of a head's repository.
+
+    Args:
+        run: Finished.
+        facts: What it tells.
+        card: README.md.
+        repo: Hub id.
+
+    Raises:
+        ValueError: A text among them holds a secret of the environment, or where on this machine
+            something lies.
+    """
+    files: Contents = {
+        "README.md": card.encode(),
+        "config.json": run.head / "config.json",
+        "model.safetensors": run.head / "model.safetensors",
+        "training.json": _json({"settings": facts.settings, "provenance": facts.provenance}),
+    }
+    if facts.results is not None:
+        files[RESULTS] = _json(facts.results)
+    for path, text in hub_files(repo).items():
+        files[path] = text.encode()
+    files |= {name: run.report / name for name in pictures(run)}
+    for path, content in files.items():
+        if Path(path).suffix not in (".safetensors", ".png"):
+            _refuse_secrets(path, content if isinstance(content, bytes) else content.read_bytes())
+    return files
+
+
+def size(content: bytes | Path) -> int:
+    """Return the bytes of one of the files."""
+    return len(content) if isinstance(content, bytes) else content.stat().st_size
+
+
+def push(repo: str, files: Contents, *, private: bool | None = None, gated: str = "") -> str:
+    """Upload the files in one commit; return its address.
+
+    Who may see and read the repository is settled before anything is in it. Large files are
+    stored before the commit that names them, so whoever loads the head at any time finds all of
+    one push or all of the one before.
+
+    Args:
+        repo: Hub id; made where it is missing.
+        files: As `contents` returns them.
+        private: As for `specheads push`, and so is `gated`.
+        gated: One of `GATES`, or empty.
+
+    Raises:
+        ValueError: No token is known, the repository holds another model, or the Hub refused or
+            could not be reached.
+    """
+    if get_token() is None:
+        raise ValueError("a push needs a token of the Hub: run hf auth login, or set HF_TOKEN")
+    try:
+        return _push(HfApi(), repo, files, private, gated)
+    # huggingface_hub wraps what goes wrong in its upload threads
+    except (HTTPError, OSError, RuntimeError) as error:
+        raise ValueError(_explain(repo, error)) from error
+
+
+def _push(api: HfApi, repo: str, files: Contents, private: bool | None, gated: str) -> str:
+    api.create_repo(repo, private=private, exist_ok=True)
+    if private is not None or gated:
+        api.update_repo_settings(repo, private=private, gated=GATES[gated] if gated else None)
+    there = api.list_repo_files(repo)
+    _refuse_another_model(repo, files, there)
+    # figures of an earlier push must not stand beside a head they are not of
+    old = [name for name in (RESULTS, *PICTURES) if name in there and name not in files]
+    operations = [
+        *(CommitOperationAdd(path, content) for path, content in files.items()),
+        *(CommitOperationDelete(name) for name in old),
+    ]
+    done = api.create_commit(repo, operations, commit_message="Upload a head of specheads")
+    return done.commit_url
+
+
+def _refuse_another_model(repo: str, files: Contents, there: list[str]) -> None:
+    """Refuse to mix a head's weights with others, which would load as one model."""
+    others = [
+        name
+        for name in there
+        if "/" not in name and name.endswith((".safetensors", ".bin", ".pt")) and name not in files
+    ]
+    if others:
+        raise ValueError(
+            f"a head needs a repository of its own, and {repo} holds {others[0]}; name another"
+        )
+
+
+def _explain(repo: str, error: BaseException) -> str:
+    """Say what went wrong, and what to do, without the addresses that such errors hold."""
+    answer: BaseException | None = error
+    while answer is not None and not isinstance(answer, HfHubHTTPError):
+        answer = answer.__cause__
+    if answer is None:
+        what = f"the upload broke off ({type(error.__cause__ or error).__name__})"
+        remedy = "check the network and HF_ENDPOINT, and push again"
+    else:
+        status = answer.response.status_code
+        said = (answer.server_message or "without a reason").splitlines()[0]
+        what = f"the Hub answered {status} ({said})"
+        remedy = REMEDIES.get(status, "push again later")
+    return f"{repo} holds either all of this push or what it held before: {what}; {remedy}"
+
+
+def _refuse_secrets(path: str, data: bytes) -> None:
+    secrets = {
+        f"the value of {name}": re.escape(value)
+        for name, value in os.environ.items()
+        if SECRET.search(name) and len(value) >= 8
+    }
+    # a path begins a word, and ends with a part of its own
+    places = {
+        what: rf"(?<![\w.:/-]){re.escape(str(place))}(?![\w.-])"
+        for what, place in (("the home folder", Path.home()), ("the working folder", Path.cwd()))
+        if place != Path(place.anchor)
+    }
+    token = {"the token": re.escape(known)} if (known := get_token()) else {}
+    for what, pattern in (token | secrets | places).items():
+        if re.search(pattern.encode(), data):
+            raise ValueError(
+                f"a push tells nothing of its machine, and {path} holds {what}; take it out of the "
+                "run's settings"
+            )
+
+
+def _json(value: Mapping[str, Any]) -> bytes:
+    return (json.dumps(value, indent=1, sort_keys=True) + "\n").encode()

@@ -1,0 +1,60 @@
+"""Heads in the layouts of serving engines: one module of `layouts/` an engine, none registered.
+
+An engine's module has `ABOUT` and `LAYOUTS`, by kind of head. A layout says what it can hold,
+writes it, and names the reader that loads it back for the parity gate (see gate.py): readers
+follow the engine's documented formulas and share no code with the heads. The runtime of vLLM's
+plug-in is specheads/export/plugins/vllm.py; `layouts/vllm.py` is what it is given. See
+docs/export_matrix.md.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from specheads.base.model import FrozenBase
+from specheads.core.drafter import Head
+from specheads.export.readers import Reader
+
+RECORD = "specheads.json"
+"""In every export: which head for which base, and what the gate counted. Engines ignore it."""
+
+VERIFIED = ("run", "layout")
+"""How far a layout is verified: by running the engine, or by reading it back as documented."""
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """What an export consists of, before it is written."""
+
+    config: dict[str, Any]
+    """config.json."""
+    tensors: dict[str, Tensor]
+    serve: tuple[str, ...]
+    """Command lines that serve it."""
+    weights_file: str = "model.safetensors"
+    files: dict[str, str] = field(default_factory=dict)
+    """Further text files, by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How one engine has one kind of head."""
+
+    write: Callable[[Head, FrozenBase, Path], Folder]
+    """Takes the folder's future place too, for command lines."""
+    read: Reader
+    """Loads it back as the engine would: see readers/."""
+    settings: Mapping[str, Collection[Any] | None]
+    """Which values of the kind's `Config` it can hold, None being all. What is not named must
+    stand at its default, so that no option is ever left out silently."""
+    verified: str
+    """One of `VERIFIED`."""
+    note: str
+    """What was verified, against which version."""
+    objection: Callable[[Head, FrozenBase], str] | None = None
+    """Says why this head on this base does not fit, where its settings alone do not tell."""
+    limits: str = ""
+    """The rule behind `objection`, for people."""

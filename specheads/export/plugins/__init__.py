@@ -1,0 +1,1 @@
+"""A head inside somebody else's engine: vLLM, and transformers' own generate."""

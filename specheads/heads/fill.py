@@ -1,0 +1,40 @@
+"""Tensors into a head, name by name: what is missing, left over or misshapen is refused."""
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from specheads.core.drafter import Head
+
+
+def fill(head: Head, tensors: Mapping[str, Tensor]) -> None:
+    """Copy tensors into a head, name by name; nothing may be missing, left over or misshapen.
+
+    The head may be one without memory, of the meta device: its tensors are replaced.
+
+    Raises:
+        ValueError: Names the first tensor that does not fit.
+    """
+    wanted = head.state_dict()
+    if missing := sorted(set(wanted) - set(tensors)):
+        raise ValueError(f"the checkpoint lacks {missing[0]!r}; it is incomplete or another kind's")
+    if extra := sorted(set(tensors) - set(wanted)):
+        raise ValueError(f"the checkpoint has {extra[0]!r}, which this head does not use")
+    for name, value in wanted.items():
+        if value.shape != tensors[name].shape:
+            raise ValueError(
+                f"{name!r} must have shape {tuple(value.shape)}, got {tuple(tensors[name].shape)}"
+            )
+    _check_draft_ids(head, tensors.get("draft_ids"))
+    copies = {name: tensors[name].to(value.dtype, copy=True) for name, value in wanted.items()}
+    head.load_state_dict(copies, assign=True)
+
+
+def _check_draft_ids(head: Head, ids: Tensor | None) -> None:
+    if ids is None:
+        return
+    if ids.is_floating_point() or ids[0] < 0 or ids[-1] >= head.vocab_size or ids.diff().min() < 1:
+        raise ValueError(
+            f"tokens that can be drafted must grow within 0 and {head.vocab_size}; repair the "
+            "checkpoint's map"
+        )

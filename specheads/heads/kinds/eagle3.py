@@ -1,0 +1,249 @@
+"""EAGLE-3: one attention layer over features of the base, fed back on its own output.
+
+Source: Li et al. 2025, arXiv:2503.01840; SafeAILab/EAGLE, vllm-project/speculators.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from specheads.core.drafter import Bias, Features, Memory, State, Weight
+from specheads.core.drafter import Head as BaseHead
+from specheads.heads.fill import fill
+from specheads.heads.layers.attention import AttentionShape, Slots
+from specheads.heads.layers.feedback import Branch, FeedbackLayer
+
+NUM_TAPS = 3
+"""Low, middle and high: layers it reads where the settings name none."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Config:
+    """Settings of an EAGLE-3 head; the defaults are the published ones."""
+
+    depth: int = 7
+    """Levels it drafts, and steps of its training-time test."""
+
+    taps: Sequence[int] = ()
+    """Base layers it reads, in growing order: k is the residual stream after k layers. Empty
+    takes 2, n // 2 and n - 3 of n, as serving engines do, and others in a base too shallow."""
+
+    attention_heads: int = 0
+    """Zero takes one for each 64 channels of the base."""
+
+    key_value_heads: int = 0
+    """Heads of keys and values. Zero takes as many as there are attention heads."""
+
+    head_dim: int = 0
+    """Channels of an attention head. Zero divides the base's among them."""
+
+    inner_dim: int = 0
+    """Width of its MLP. Zero takes 8/3 of the base's, rounded up to a multiple of 16."""
+
+    norm_before_residual: bool = False
+    """Whether the residual starts from the normed features, as in some checkpoints."""
+
+    rope_theta: float = 10_000.0
+    """Base of the rotary position embedding."""
+
+    epsilon: float = 1e-5
+    """Of its norms."""
+
+    draft_tokens: int = 0
+    """Tokens it can draft, the most frequent ones of the training text. Zero is all."""
+
+    def __post_init__(self) -> None:
+        self.taps = tuple(self.taps)
+        if self.depth < 1:
+            raise ValueError(f"eagle3 needs depth >= 1, got {self.depth}")
+        # serving engines read the list as a sorted set
+        if list(self.taps) != sorted({abs(tap) for tap in self.taps}):
+            raise ValueError(
+                f"eagle3 needs taps in growing order, got {list(self.taps)}; set head.taps"
+            )
+
+
+class Head(BaseHead):
+    """Features of three layers, fused, then `depth` rounds of one layer over its own output.
+
+    Each round reads the token drafted last, and attends to the committed positions and to the
+    earlier rounds on its path. Training runs the same rounds from every position at once
+    (training-time test), so that each learns from what it will see.
+    """
+
+    def __init__(self, config: Config, width: int, vocab_size: int) -> None:
+        super().__init__(config, width, vocab_size)
+        self.depth, self.taps = config.depth, tuple(config.taps)
+        self.fc = nn.Linear((len(self.taps) or NUM_TAPS) * width, width, bias=False)
+        num_heads = config.attention_heads or max(1, width // 64)
+        num_shared = config.key_value_heads or num_heads
+        head_dim = config.head_dim or width // num_heads
+        self.midlayer = FeedbackLayer(
+            width,
+            inner=config.inner_dim or math.ceil(width / 6) * 16,
+            epsilon=config.epsilon,
+            norm_before_residual=config.norm_before_residual,
+            shape=AttentionShape(num_heads, num_shared, head_dim, config.rope_theta),
+        )
+        self.norm = nn.RMSNorm(width, config.epsilon)
+        self.lm_head = nn.Linear(width, self.drafted_size, bias=False)
+        self.embedding: Tensor | None = None
+
+    def choose_taps(self, num_layers: int) -> None:
+        """Take the published layers, or three spread out where those would not be different."""
+        if not self.taps:
+            first, end = (2, 3) if num_layers >= 7 else (int(num_layers > 3), 1)
+            taps = (first, num_layers // 2, num_layers - end)
+            self.config = replace(self.config, taps=taps)
+            self.taps = taps
+
+    def initialise(self, embedding: Tensor, projection: Tensor) -> None:
+        """Start the vocabulary projection from the base's own."""
+        del embedding
+        self.lm_head.weight.data.copy_(projection)
+
+    def bind(self, embedding: Tensor, projection: Tensor | None = None) -> None:
+        """Borrow the base's input embedding."""
+        del projection
+        # detached, or it would count as a parameter of this head
+        self.embedding = embedding.detach()
+
+    def states(
+        self, features: Features, tokens: Int[Tensor, "batch time"]
+    ) -> Iterator[Float[Tensor, "batch time width"]]:
+        """Yield each round's state, of every position at once."""
+        read = (self._embed(tokens.roll(-1 - level, 1)) for level in range(self.depth))
+        for hidden in self.midlayer.rounds(self._fuse(features), read):
+            yield self.norm(hidden)
+
+    def projection(self, level: int) -> tuple[Weight, Bias | None]:
+        """Return the projection to the tokens it can draft, the same at every level."""
+        del level
+        return self.lm_head.weight, None
+
+    def memory(self, batch: int, capacity: int) -> Slots:
+        """Return room for the keys and values of committed positions."""
+        return Slots.empty(self.midlayer.self_attn, batch, capacity)
+
+    def keep_rows(self, memory: Memory, index: Int[Tensor, " kept"]) -> Memory:
+        """Return the keys and values of these rows."""
+        return memory.keep_rows(index)
+
+    def join_rows(self, memory: Memory, other: Memory) -> Memory:
+        """Return the keys and values of both batches' rows."""
+        return memory.join(other)
+
+    def scatter(
+        self, memory: Memory, places: Int[Tensor, "batch slot"], lengths: Int[Tensor, " batch"]
+    ) -> Memory:
+        """Return rows of keys and values that lie scattered."""
+        return memory.scatter(places, lengths)
+
+    @torch.no_grad()
+    def begin(
+        self,
+        features: Features,
+        tokens: Int[Tensor, "batch time"],
+        count: Int[Tensor, " batch"],
+        memory: Memory | None,
+    ) -> tuple[Float[Tensor, "batch 1 vocab"], State]:
+        """Commit every position's keys and values; answer from the last."""
+        assert isinstance(memory, Slots)
+        fused, embedded = self._fuse(features), self._embed(tokens)
+        return self._answer(self.midlayer.commit(fused, embedded, count, memory))
+
+    @torch.no_grad()
+    def extend(
+        self, state: State, tokens: Int[Tensor, "batch node"], parents: Int[Tensor, "batch node"]
+    ) -> tuple[Float[Tensor, "batch node vocab"], State]:
+        """Read each node on top of its parent's features, seeing the path that led to it."""
+        return self._answer(self.midlayer.branch(state, self._embed(tokens), parents))
+
+    def _answer(self, branch: Branch) -> tuple[Tensor, State]:
+        return self.logits(self.norm(branch.hidden), branch.path.shape[4]), branch
+
+    def _fuse(self, features: Features) -> Tensor:
+        if features.taps is None:
+            raise ValueError("eagle3 reads taps, got none; read the base with taps=head.taps")
+        return self.fc(features.taps)
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        if self.embedding is None:
+            raise ValueError("eagle3 reads its base's embedding; load the head with its base")
+        return F.embedding(tokens, self.embedding).to(self.fc.weight.dtype)
+
+
+IDS = "eagle_aux_hidden_state_layer_ids"
+
+PLAIN = {
+    "num_hidden_layers": 1,
+    "hidden_act": "silu",
+    "rope_type": "default",
+    "norm_before_fc": False,
+    "fc_norm": False,
+    "norm_output": False,
+    "embed_requires_grad": False,
+}
+"""Settings of public checkpoints that may differ, and whose other values nothing here reads."""
+
+
+def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | None:
+    """Read a folder of SafeAILab's EAGLE or of vllm-project's speculators.
+
+    They name the layer `midlayer` or `layers.0`. An embedding in it is a copy of the base's.
+    """
+    named = {name.replace("layers.0.", "midlayer."): value for name, value in tensors.items()}
+    kind = config.get("speculators_model_type", "eagle3")
+    if kind != "eagle3" or "midlayer.hidden_norm.weight" not in named:
+        return None
+    nested = dict(config.get("eagle_config", {}))
+    if IDS in nested:
+        # SpecForge, SGLang and ModelOpt, who write them there, count outputs of layers from zero
+        nested[IDS] = [layer + 1 for layer in nested[IDS]]
+    settings = config.get("transformer_layer_config", {}) | nested | config
+    rope = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
+    settings["rope_type"] = rope.get("rope_type", rope.get("type"))
+    settings["rope_theta"] = settings.get("rope_theta") or rope.get("rope_theta")
+    for name, value in (PLAIN | {"target_hidden_size": settings["hidden_size"]}).items():
+        if settings.get(name) not in (None, value):
+            raise ValueError(
+                f"eagle3 reads checkpoints with {name}={value!r}, this one has "
+                f"{settings[name]!r}; choose another checkpoint"
+            )
+    head = Head(_own_config(settings), settings["hidden_size"], settings["vocab_size"])
+    embedding = named.pop("embed_tokens.weight", None)
+    marks, offsets = named.pop("t2d", None), named.pop("d2t", None)
+    if offsets is not None:
+        # the i-th draft token is token i + d2t[i] of the base
+        ids = torch.arange(head.drafted_size, device=offsets.device) + offsets
+        if marks is not None and not torch.equal(marks.nonzero()[:, 0], ids):
+            raise ValueError("d2t and t2d must name the same tokens, in order; repair the maps")
+        if head.draft_ids is not None:
+            named["draft_ids"] = ids
+    fill(head, named)
+    if embedding is not None:
+        head.bind(embedding)
+    return head
+
+
+def _own_config(settings: dict[str, Any]) -> Config:
+    proposal = settings.get("speculators_config", {}).get("proposal_methods", [{}])[0]
+    drafted = settings.get("draft_vocab_size") or 0
+    return Config(
+        depth=proposal.get("speculative_tokens") or Config().depth,
+        taps=tuple(sorted(set(settings.get(IDS) or ()))),
+        attention_heads=settings["num_attention_heads"],
+        key_value_heads=settings.get("num_key_value_heads") or 0,
+        head_dim=settings.get("head_dim") or 0,
+        inner_dim=settings["intermediate_size"],
+        norm_before_residual=settings.get("norm_before_residual", False),
+        rope_theta=settings["rope_theta"] or Config().rope_theta,
+        epsilon=settings["rms_norm_eps"],
+        draft_tokens=drafted if drafted != settings["vocab_size"] else 0,
+    )

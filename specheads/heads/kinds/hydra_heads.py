@@ -1,0 +1,235 @@
+"""Hydra: heads that read the path drafted before them, as embeddings of the base.
+
+Source: Ankner et al. 2024, arXiv:2402.05109; zankner/Hydra, hydra/model/hydra_heads.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from specheads.core.drafter import Bias, Features, Memory, State, Weight, last, pick_parents
+from specheads.core.drafter import Head as BaseHead
+from specheads.heads.fill import fill
+from specheads.heads.layers.attention import AttentionShape, Slots
+from specheads.heads.layers.prefix import PrefixLayer
+
+BORROWED = ("input_embed_fn.weight", "embed_tokens.weight", "rotary_emb.inv_freq")
+"""Stored by the project and no part of the head: the base's embedding, twice, and a table."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Config:
+    """Settings of Hydra heads; the defaults are the published ones of Hydra++."""
+
+    depth: int = 4
+    """Levels it drafts, each by a head of its own."""
+
+    num_layers: int = 4
+    """Blocks of each head: 1 is Hydra, 4 is Hydra++."""
+
+    draft_tokens: int = 0
+    """Tokens it can draft, the most frequent ones of the training text. Zero is all."""
+
+    prefix: bool = True
+    """Whether a decoder layer of its own reads the base's states first, as in Hydra++."""
+
+    attention_heads: int = 0
+    """Of that layer. Zero takes one for each 64 channels of the base."""
+
+    key_value_heads: int = 0
+    """Heads of keys and values. Zero takes as many as there are attention heads."""
+
+    inner_dim: int = 0
+    """Width of its MLP. Zero takes 8/3 of the base's, rounded up to a multiple of 16."""
+
+    rope_theta: float = 10_000.0
+    """Base of its rotary position embedding."""
+
+    def __post_init__(self) -> None:
+        if min(self.depth, self.num_layers) < 1:
+            raise ValueError(
+                "hydra_heads needs depth >= 1 and num_layers >= 1, got "
+                f"{self.depth} and {self.num_layers}"
+            )
+
+
+class _Block(nn.Module):
+    """R x + SiLU(W x + b): at first its leading `width` channels as they are.
+
+    R is the identity except where the input is wider than the output.
+    """
+
+    def __init__(self, wide: int, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(wide, width)
+        self.res_connection = nn.Linear(wide, width) if wide > width else nn.Identity()
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
+        if wide > width:
+            nn.init.eye_(self.res_connection.get_parameter("weight"))
+
+    def forward(self, values: Tensor) -> Tensor:
+        return self.res_connection(values) + F.silu(self.linear(values))
+
+
+class Head(BaseHead):
+    """`depth` heads; the k-th reads the state and the embeddings of k + 1 tokens after it."""
+
+    embedding: Tensor | None
+
+    def __init__(self, config: Config, width: int, vocab_size: int) -> None:
+        super().__init__(config, width, vocab_size)
+        self.depth = config.depth
+        self.register_buffer("embedding", None, persistent=False)
+        num_heads = config.attention_heads or max(1, width // 64)
+        shared = config.key_value_heads or num_heads
+        shape = AttentionShape(num_heads, shared, width // num_heads, config.rope_theta)
+        inner = config.inner_dim or math.ceil(width / 6) * 16
+        self.prefix = PrefixLayer(width, inner, shape) if config.prefix else None
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                _Block((level + 2) * width, width),
+                *(_Block(width, width) for _ in range(config.num_layers - 1)),
+            )
+            for level in range(self.depth)
+        )
+        self.head = nn.ModuleList(nn.Linear(width, self.drafted_size) for _ in range(self.depth))
+
+    def initialise(self, embedding: Tensor, projection: Tensor) -> None:
+        """Start every head from the base's own next-token law, whatever it read."""
+        del embedding
+        for head in self.head:
+            head.get_parameter("weight").data.copy_(projection)
+            nn.init.zeros_(head.get_parameter("bias"))
+
+    def bind(self, embedding: Tensor, projection: Tensor | None = None) -> None:
+        """Borrow the base's input embedding."""
+        del projection
+        self.embedding = embedding.detach()
+
+    def memory(self, batch: int, capacity: int) -> Slots | None:
+        """Return room for the prefix layer's keys and values."""
+        return Slots.empty(self.prefix.self_attn, batch, capacity) if self.prefix else None
+
+    def keep_rows(self, memory: Memory, index: Int[Tensor, " kept"]) -> Memory:
+        """Return the keys and values of these rows."""
+        return memory.keep_rows(index)
+
+    def join_rows(self, memory: Memory, other: Memory) -> Memory:
+        """Return the keys and values of both batches' rows."""
+        return memory.join(other)
+
+    def scatter(
+        self, memory: Memory, places: Int[Tensor, "batch slot"], lengths: Int[Tensor, " batch"]
+    ) -> Memory:
+        """Return rows of keys and values that lie scattered."""
+        return memory.scatter(places, lengths)
+
+    def states(
+        self, features: Features, tokens: Int[Tensor, "batch time"]
+    ) -> Iterator[Float[Tensor, "batch time width"]]:
+        """Yield the states that read one token after each position, then two, and so on."""
+        path = self.prefix(features.hidden) if self.prefix else features.hidden
+        embedded = self._embed(tokens, path)
+        for level, blocks in enumerate(self.blocks):
+            path = torch.cat([path, embedded.roll(-1 - level, 1)], dim=-1)
+            yield blocks(path)
+
+    def projection(self, level: int) -> tuple[Weight, Bias | None]:
+        """Return the level's own vocabulary projection."""
+        head = self.head[level]
+        return head.get_parameter("weight"), head.get_parameter("bias")
+
+    def begin(
+        self,
+        features: Features,
+        tokens: Int[Tensor, "batch time"],
+        count: Int[Tensor, " batch"],
+        memory: Memory | None,
+    ) -> tuple[Float[Tensor, "batch 1 vocab"], State]:
+        """Read the root on top of the base's last state."""
+        hidden = features.hidden
+        path = self.prefix.newest(hidden, count, memory) if self.prefix else last(hidden, count)
+        return self._step(path, last(tokens, count), 0)
+
+    def extend(
+        self, state: State, tokens: Int[Tensor, "batch node"], parents: Int[Tensor, "batch node"]
+    ) -> tuple[Float[Tensor, "batch node vocab"], State]:
+        """Read each node on top of its parent's path."""
+        above, level = state
+        return self._step(pick_parents(above, parents), tokens, level + 1)
+
+    def _step(self, path: Tensor, tokens: Tensor, level: int) -> tuple[Tensor, State]:
+        path = torch.cat([path, self._embed(tokens, path)], dim=-1)
+        return self.logits(self.blocks[level](path), level), (path, level)
+
+    def _embed(self, tokens: Tensor, like: Tensor) -> Tensor:
+        if self.embedding is None:
+            raise ValueError("hydra_heads reads its base's embedding; load the head with its base")
+        return F.embedding(tokens, self.embedding).to(like.dtype)
+
+
+def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | None:
+    """Read zankner's layout: `hydra_mlp`, `hydra_lm_head` and `prefix_embeding_layer` (sic).
+
+    The table of rotary frequencies tells the prefix layer's heads; config.json does not. Blocks
+    after a head's first are one and the same there, and copies here.
+    """
+    if "hydra_num_heads" not in config:
+        return None
+    found = [config.get(name) for name in ("hydra_head_arch", "grounded_heads")]
+    if found not in (["mlp", True], ["prefix-mlp", True]) or config.get("hidden_state_offset"):
+        raise ValueError(
+            "of Hydra's heads only 'mlp' and 'prefix-mlp' can be read, grounded and on the last "
+            f"hidden state; this one is {found[0]!r}, or not grounded, or reads an earlier state"
+        )
+    prefix = found[0] == "prefix-mlp"
+    own = Config(
+        depth=config["hydra_num_heads"],
+        num_layers=config["hydra_num_layers"],
+        prefix=prefix,
+        **(_prefix_shape(tensors) if prefix else {}),
+    )
+    embedding = _need(tensors, "input_embed_fn.weight")
+    head = Head(own, width=embedding.shape[1], vocab_size=embedding.shape[0])
+    places = 2 if prefix else 1
+    kept = [name for name in tensors if not name.endswith(BORROWED)]
+    fill(head, {_own_name(name, places): tensors[name] for name in kept})
+    head.bind(embedding)
+    return head
+
+
+def _need(tensors: dict[str, Tensor], name: str) -> Tensor:
+    if name not in tensors:
+        raise ValueError(f"a Hydra checkpoint needs {name!r}; this one is incomplete")
+    return tensors[name]
+
+
+def _prefix_shape(tensors: dict[str, Tensor]) -> dict[str, Any]:
+    layer = "prefix_embeding_layer.layers.0."
+    names = ("self_attn.rotary_emb.inv_freq", "self_attn.k_proj.weight", "mlp.gate_proj.weight")
+    frequencies, keys, gate = (_need(tensors, layer + name) for name in names)
+    num = len(frequencies)
+    return {
+        "attention_heads": keys.shape[1] // (2 * num),
+        "key_value_heads": keys.shape[0] // (2 * num),
+        "inner_dim": gate.shape[0],
+        # the i-th of num frequencies is theta ** (-i / num), in float32
+        "rope_theta": round(frequencies[-1].item() ** (-num / (num - 1)), 1),
+    }
+
+
+def _own_name(name: str, places: int) -> str:
+    """Name a tensor as `Head` does; a block takes `places` places there, its dropout included."""
+    part, head, *rest = name.split(".")
+    if part == "prefix_embeding_layer":
+        return f"prefix.{name.removeprefix(f'{part}.').removeprefix('layers.0.')}"
+    if part == "hydra_lm_head":
+        return f"head.{head}.{rest[-1]}"
+    return ".".join(["blocks", head, str(int(rest[0]) // places), *rest[1:]])

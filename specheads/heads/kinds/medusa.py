@@ -1,0 +1,200 @@
+"""Medusa: independent heads that all read the same hidden state.
+
+Source: Cai et al. 2024, arXiv:2401.10774, section 2.1; FasterDecoding/Medusa.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from specheads.core.drafter import Bias, Features, Memory, State, Weight, last
+from specheads.core.drafter import Head as BaseHead
+from specheads.heads.fill import fill
+
+PROJECTIONS = ("own", "shared", "low_rank")
+
+
+@dataclass(kw_only=True, slots=True)
+class Config:
+    """Settings of Medusa heads; the defaults are the published ones."""
+
+    depth: int = 5
+    """Levels it drafts, each by a head of its own."""
+
+    num_layers: int = 1
+    """Residual blocks of each head."""
+
+    projection: str = "own"
+    """Where a head's state becomes logits: own (a matrix of each head), shared (the base's, never
+    trained nor saved) or low_rank (the base's, plus the product of two thin matrices)."""
+
+    rank: int = 64
+    """Inner width of that product."""
+
+    draft_tokens: int = 0
+    """Tokens it can draft, the most frequent ones of the training text. Zero is all."""
+
+    def __post_init__(self) -> None:
+        if self.depth < 1 or self.num_layers < 0:
+            raise ValueError(
+                "medusa needs depth >= 1 and num_layers >= 0, got "
+                f"{self.depth} and {self.num_layers}"
+            )
+        if self.projection not in PROJECTIONS or self.rank < 1:
+            raise ValueError(
+                f"medusa needs projection to be one of {', '.join(PROJECTIONS)} and rank >= 1, got "
+                f"{self.projection!r} and {self.rank}"
+            )
+
+
+class _Block(nn.Module):
+    """x + SiLU(W x + b), the identity until W and b have learned something."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, values: Tensor) -> Tensor:
+        return values + F.silu(self.linear(values))
+
+
+class Head(BaseHead):
+    """`depth` heads, each some residual blocks and a vocabulary projection.
+
+    With a low rank, logits are W h + U (D h) of the base's W. States are then [h, D h] and
+    projections [W, U], one matrix as the loss wants it, and no W + U D is ever rounded to the
+    precision of the products.
+    """
+
+    borrowed: Tensor | None
+
+    def __init__(self, config: Config, width: int, vocab_size: int) -> None:
+        super().__init__(config, width, vocab_size)
+        self.depth = config.depth
+        self.register_buffer("borrowed", None, persistent=False)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(*(_Block(width) for _ in range(config.num_layers)))
+            for _ in range(self.depth)
+        )
+        own, thin = (self.depth * (config.projection == kind) for kind in ("own", "low_rank"))
+        self.head = nn.ModuleList(
+            nn.Linear(width, self.drafted_size, bias=False) for _ in range(own)
+        )
+        self.down = nn.ModuleList(nn.Linear(width, config.rank, bias=False) for _ in range(thin))
+        self.up = nn.ModuleList(
+            nn.Linear(config.rank, self.drafted_size, bias=False) for _ in range(thin)
+        )
+        for up in self.up:
+            nn.init.zeros_(up.get_parameter("weight"))
+
+    def initialise(self, embedding: Tensor, projection: Tensor) -> None:
+        """Start every head as the base's own next-token law (the blocks begin as identities)."""
+        del embedding
+        for head in self.head:
+            head.get_parameter("weight").data.copy_(projection)
+
+    def bind(self, embedding: Tensor, projection: Tensor | None = None) -> None:
+        """Borrow the base's vocabulary projection, where the heads have none of their own."""
+        if self.config.projection == "own":
+            return
+        projection = embedding if projection is None else projection
+        if not self.vocab_size:
+            # a public checkpoint without projections does not say how many tokens there are
+            self.vocab_size = self.drafted_size = len(projection)
+        self.borrowed = self.projection_rows(projection.detach())
+
+    def states(
+        self, features: Features, tokens: Int[Tensor, "batch time"]
+    ) -> Iterator[Float[Tensor, "batch time width"]]:
+        """Yield each head's state; none of them reads a drafted token."""
+        del tokens
+        for level in range(self.depth):
+            yield self._state(features.hidden, level)
+
+    def projection(self, level: int) -> tuple[Weight, Bias | None]:
+        """Return the level's vocabulary projection; it has no bias."""
+        if self.head:
+            return self.head[level].get_parameter("weight"), None
+        if not self.up:
+            return self._lent(), None
+        return torch.cat([self._lent(), self.up[level].get_parameter("weight")], dim=1), None
+
+    def logits(
+        self, state: Float[Tensor, "*batch width"], level: int
+    ) -> Float[Tensor, "*batch vocab"]:
+        """Return the logits that `state` of this level stands for."""
+        if not self.up:
+            return super().logits(state, level)
+        # two products, so that drafting does not put the projection together in every step
+        hidden, thin = state.split([self.width, self.config.rank], dim=-1)
+        return F.linear(hidden, self._lent()) + self.up[level](thin)
+
+    def begin(
+        self,
+        features: Features,
+        tokens: Int[Tensor, "batch time"],
+        count: Int[Tensor, " batch"],
+        memory: Memory | None,
+    ) -> tuple[Float[Tensor, "batch 1 vocab"], State]:
+        """Answer for the root from the base's last state."""
+        del tokens, memory
+        hidden = last(features.hidden, count)
+        return self.logits(self._state(hidden, 0), 0), (hidden, 0)
+
+    def extend(
+        self, state: State, tokens: Int[Tensor, "batch node"], parents: Int[Tensor, "batch node"]
+    ) -> tuple[Float[Tensor, "batch node vocab"], State]:
+        """Give every node of the level the same answer: Medusa's guesses ignore the path."""
+        del parents
+        hidden, level = state[0], state[1] + 1
+        logits = self.logits(self._state(hidden, level), level)
+        return logits.expand(-1, tokens.shape[1], -1), (hidden, level)
+
+    def _state(self, hidden: Tensor, level: int) -> Tensor:
+        state = self.blocks[level](hidden)
+        return torch.cat([state, self.down[level](state)], dim=-1) if self.down else state
+
+    def _lent(self) -> Tensor:
+        if self.borrowed is None:
+            raise ValueError("medusa shares its base's projection; load the head with its base")
+        return self.borrowed
+
+
+def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | None:
+    """Read FasterDecoding's layout: `{head}.{layer}.linear.*`, then `{head}.{layers}.weight`.
+
+    Its legacy heads have no projections and share the base's. Its config.json has neither width
+    nor vocabulary; the tensors do, but for the vocabulary of legacy heads.
+    """
+    if "medusa_num_heads" not in config:
+        return None
+    num_layers = config.get("medusa_num_layers", 1)
+    named = {name.removeprefix("medusa_heads."): value for name, value in tensors.items()}
+    named = {_own_name(name, num_layers): value for name, value in named.items()}
+    is_legacy = num_layers > 0 and not any(name.startswith("head.") for name in named)
+    own = Config(
+        depth=config["medusa_num_heads"],
+        num_layers=num_layers,
+        projection="shared" if is_legacy else "own",
+    )
+    known = "blocks.0.0.linear.weight" if is_legacy else "head.0.weight"
+    if known not in named:
+        raise ValueError(f"a Medusa checkpoint needs {known!r}; this one is incomplete")
+    rows, width = named[known].shape
+    head = Head(own, width=width, vocab_size=0 if is_legacy else rows)
+    fill(head, named)
+    return head
+
+
+def _own_name(name: str, num_layers: int) -> str:
+    head, layer, rest = (*name.split(".", 2), "")[:3]
+    if layer == str(num_layers):
+        return f"head.{head}.{rest}"
+    return f"blocks.{head}.{layer}.{rest}"

@@ -1,0 +1,250 @@
+"""IBM's MLP speculator: a small recurrence over the tokens drafted before.
+
+Source: Wertheimer et al. 2024, arXiv:2404.19124; foundation-model-stack/fms-extras. The gated
+state: `ArcticLSTMSpeculator` of snowflakedb/ArcticInference.
+"""
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from specheads.core.drafter import Bias, Features, Memory, State, Weight, last, pick_parents
+from specheads.core.drafter import Head as BaseHead
+from specheads.heads.fill import fill
+
+EPSILON = 1e-6
+STATES = ("mlp", "gated")
+GATES = ("forget", "input", "output", "cell")
+"""Parts of the gated recurrence, in the order of their rows; the last one is no gate."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Config:
+    """Settings of an MLP speculator; the defaults are the published ones."""
+
+    depth: int = 3
+    """Levels it drafts."""
+
+    inner_dim: int = 0
+    """Width of its state. Zero takes the base's."""
+
+    state: str = "mlp"
+    """How a token updates it: mlp (a layer of its own) or gated (as an LSTM does)."""
+
+    tie_weights: bool = True
+    """Whether all levels share embedding, projection and norm, and all but the first the
+    recurrence."""
+
+    scale_input: bool = True
+    """Whether the base's hidden state is brought to norm 1/sqrt(2) per channel first."""
+
+    draft_tokens: int = 0
+    """Tokens it can draft, the most frequent ones of the training text. Zero is all."""
+
+    def __post_init__(self) -> None:
+        if self.depth < 1 or self.inner_dim < 0:
+            raise ValueError(
+                "an mlp_speculator needs depth >= 1 and inner_dim >= 0, got "
+                f"{self.depth} and {self.inner_dim}"
+            )
+        if self.state not in STATES:
+            raise ValueError(f"head.state must be one of {', '.join(STATES)}, got {self.state!r}")
+
+
+class _Norm(nn.Module):
+    """Root-mean-square norm with a bias, as the published checkpoints have it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.bias = nn.Parameter(torch.zeros(width))
+
+    def forward(self, values: Tensor) -> Tensor:
+        return F.rms_norm(values, self.weight.shape, self.weight, EPSILON) + self.bias
+
+
+class Head(BaseHead):
+    """`depth` steps of state <- GELU(norm(a * W state + b * E token)), each with its logits.
+
+    a and b weigh old against new, so that after all levels half of the first state's energy is
+    left: a = 0.5 ** (0.5 / depth), b = sqrt((1 - a**2) * inner_dim / 2).
+
+    Gated, W has four parts that read the same token: f, i, o and c. A cell, empty at first, is
+    kept beside the state: cell <- cell * sigmoid(f) + GELU(norm(c)) * sigmoid(i), and
+    state <- GELU(norm(cell)) * sigmoid(o).
+    """
+
+    def __init__(self, config: Config, width: int, vocab_size: int) -> None:
+        super().__init__(config, width, vocab_size)
+        inner = config.inner_dim or width
+        copies = 1 if config.tie_weights else config.depth
+        recurrences = min(config.depth - 1, 1 if config.tie_weights else config.depth)
+        self.depth = config.depth
+        self.scale_input = config.scale_input
+        self.inner = inner
+        self.gated = config.state == "gated"
+        self.emb = nn.ModuleList(nn.Embedding(vocab_size, inner) for _ in range(copies))
+        self.proj = nn.ModuleList(
+            nn.Linear(size, inner * (len(GATES) if self.gated else 1), bias=False)
+            for size in [width] + [inner] * recurrences
+        )
+        self.head = nn.ModuleList(
+            nn.Linear(inner, self.drafted_size, bias=False) for _ in range(copies)
+        )
+        self.ln = nn.ModuleList(_Norm(inner) for _ in range(copies))
+        self.state_ln = nn.ModuleList(_Norm(inner) for _ in range(copies * self.gated))
+        for module in (*self.emb, *self.proj, *self.head):
+            nn.init.normal_(module.get_parameter("weight"), std=1 / math.sqrt(inner))
+        self.state_weight = 0.5 ** (0.5 / self.depth)
+        self.token_weight = math.sqrt((1 - self.state_weight**2) * inner / 2)
+
+    def initialise(self, embedding: Tensor, projection: Tensor) -> None:
+        """Start embedding and projection from the base's own, where the widths agree.
+
+        At equal width this saves the first few hundred steps; otherwise the published random
+        initialisation stays.
+        """
+        if embedding.shape != self.emb[0].get_parameter("weight").shape:
+            return
+        scale = embedding.pow(2).mean().sqrt() * math.sqrt(embedding.shape[1])
+        for level in self.emb:
+            level.get_parameter("weight").data.copy_(embedding / scale)
+        for level in self.head:
+            level.get_parameter("weight").data.copy_(projection)
+        nn.init.eye_(self.proj[0].get_parameter("weight").data[-self.inner :])
+
+    def states(
+        self, features: Features, tokens: Int[Tensor, "batch time"]
+    ) -> Iterator[Float[Tensor, "batch time width"]]:
+        """Yield the states that read tokens[:, t + 1], then tokens[:, t + 2], and so on."""
+        state = self._first(features.hidden)
+        for level in range(self.depth):
+            state = self._step(state, tokens.roll(-1 - level, 1), level)
+            yield state[..., : self.inner]
+
+    def projection(self, level: int) -> tuple[Weight, Bias | None]:
+        """Return the level's vocabulary projection; it has no bias."""
+        return _of(self.head, level).weight, None
+
+    def begin(
+        self,
+        features: Features,
+        tokens: Int[Tensor, "batch time"],
+        count: Int[Tensor, " batch"],
+        memory: Memory | None,
+    ) -> tuple[Float[Tensor, "batch 1 vocab"], State]:
+        """Read the root on top of the base's last state."""
+        del memory
+        state = self._step(self._first(last(features.hidden, count)), last(tokens, count), 0)
+        return self.logits(state[..., : self.inner], 0), (state, 0)
+
+    def extend(
+        self, state: State, tokens: Int[Tensor, "batch node"], parents: Int[Tensor, "batch node"]
+    ) -> tuple[Float[Tensor, "batch node vocab"], State]:
+        """Read each node on top of its parent's state."""
+        above, level = state
+        below = self._step(pick_parents(above, parents), tokens, level + 1)
+        return self.logits(below[..., : self.inner], level + 1), (below, level + 1)
+
+    def _first(self, hidden: Tensor) -> Tensor:
+        if self.scale_input:
+            hidden = F.rms_norm(hidden, hidden.shape[-1:], eps=EPSILON) / math.sqrt(2)
+        return F.pad(hidden, (0, self.inner)) if self.gated else hidden
+
+    def _step(self, state: Tensor, tokens: Tensor, level: int) -> Tensor:
+        """Return the state after one more token; where it is gated, [state, cell]."""
+        norm, read = _of(self.ln, level), _of(self.emb, level)(tokens)
+        # scaled by 1 / a against the formula, as its own project has it: the norm undoes that
+        # but for its epsilon
+        scale = self.token_weight / self.state_weight
+        if not self.gated:
+            return F.gelu(norm(torch.add(_of(self.proj, level)(state), read, alpha=scale)))
+        above, cell = state.split([state.shape[-1] - self.inner, self.inner], dim=-1)
+        mixed = _of(self.proj, level)(above).unflatten(-1, (len(GATES), self.inner))
+        mixed = torch.add(mixed, read[..., None, :], alpha=scale)
+        keep, enter, leave = mixed[..., :3, :].sigmoid().unbind(-2)
+        cell = cell * keep + F.gelu(norm(mixed[..., 3, :])) * enter
+        shown = F.gelu(_of(self.state_ln, level)(cell)) * leave
+        return torch.cat([shown, cell], dim=-1)
+
+
+def _of(modules: nn.ModuleList, level: int) -> Any:
+    """Return the level's own module, or the last one where later levels share it."""
+    return modules[min(level, len(modules) - 1)]
+
+
+def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | None:
+    """Read an IBM accelerator or one of Snowflake's Arctic speculators.
+
+    Both say model_type mlp_speculator; Arctic's recurrent ones also name a method. Tied tensors
+    stand there once a level, as copies; they must agree.
+    """
+    if config.get("model_type") != "mlp_speculator":
+        return None
+    method = config.get("method")
+    width = config["input_hidden_dim" if method else "emb_dim"]
+    own = Config(
+        depth=config["n_predict"],
+        inner_dim=_arctic_width(config) if method else config.get("inner_dim") or width,
+        state="gated" if method == "sum_lstm" else "mlp",
+        tie_weights=config.get("tie_weights", False),
+        scale_input=config.get("scale_input", False),
+    )
+    head = Head(own, width=width, vocab_size=config["vocab_size"])
+    named = {name.removeprefix("speculator."): value for name, value in tensors.items()}
+    if head.gated:
+        named = _join_gates(named)
+    elif method:
+        # each is the first and only one of a sequence there
+        named = {re.sub(r"^(emb|proj|ln)\.(\d+)\.0\.", r"\1.\2.", n): t for n, t in named.items()}
+    if own.tie_weights:
+        named = _untie(named, set(head.state_dict()))
+    fill(head, named)
+    return head
+
+
+def _arctic_width(config: dict[str, Any]) -> int:
+    """Return the one width of an Arctic speculator; refuse those with several, or more parts."""
+    widths = {str(config[name]) for name in ("inner_dim", "emb_dim", "proj_dim")}
+    tied = config.get("tie_weights") and config.get("tie_lstm_embs")
+    known = config["method"] == "sum_rnn" or (config["method"] == "sum_lstm" and tied)
+    width = max(widths)
+    if not known or len(widths) > 1 or not width.isdigit():
+        raise ValueError(
+            "of Arctic's speculators those of one width can be read, sum_rnn or sum_lstm with tied "
+            f"weights and embeddings; this one is {config['method']!r} of widths {sorted(widths)}"
+        )
+    return int(width)
+
+
+def _join_gates(named: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Stack what Arctic stores gate by gate; all gates share one embedding."""
+    named = {name.replace("cell_ln.", "ln."): value for name, value in named.items()}
+    for part in ("emb", "proj"):
+        for level in ("0", "1"):
+            found = [named.pop(f"{gate}_{part}.{level}.weight", None) for gate in GATES]
+            gates = [gate for gate in found if gate is not None]
+            if len(gates) < len(found):
+                continue
+            if part == "emb" and not all(torch.equal(gates[0], gate) for gate in gates):
+                raise ValueError("tie_lstm_embs is set, but the gates' embeddings differ")
+            named[f"{part}.{level}.weight"] = gates[0] if part == "emb" else torch.cat(gates)
+    return named
+
+
+def _untie(named: dict[str, Tensor], wanted: set[str]) -> dict[str, Tensor]:
+    """Drop the copies of tied tensors, after checking that they are copies."""
+    for name in sorted(set(named) - wanted):
+        part, _, rest = name.partition(".")
+        suffix = rest.partition(".")[2]
+        kept = f"{part}.{1 if part == 'proj' else 0}.{suffix}"
+        if kept not in named or not torch.equal(named[kept], named[name]):
+            raise ValueError(f"tie_weights is set, but {name!r} differs from {kept!r}")
+    return {name: value for name, value in named.items() if name in wanted}

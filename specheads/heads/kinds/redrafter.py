@@ -1,0 +1,169 @@
+"""ReDrafter: one small recurrent cell over the base's embeddings, the same at every level.
+
+Source: Cheng et al. 2024, arXiv:2403.09919; apple/ml-recurrent-drafter.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from specheads.core.drafter import Bias, Features, Memory, State, Weight, last, pick_parents
+from specheads.core.drafter import Head as BaseHead
+from specheads.heads.fill import fill
+
+
+@dataclass(kw_only=True, slots=True)
+class Config:
+    """Settings of a recurrent drafter; the defaults are the published ones."""
+
+    depth: int = 5
+    """Levels it learns and drafts; its size does not depend on them."""
+
+    num_layers: int = 2
+    """Residual blocks before its vocabulary projection."""
+
+    exit_dim: int = 0
+    """Width of blocks and projection. Zero takes twice the base's, which needs no adapter."""
+
+    rnn: bool = True
+    """Whether a cell reads the drafted tokens; without it their embeddings are summed up."""
+
+    draft_tokens: int = 0
+    """Tokens it can draft, the most frequent ones of the training text. Zero is all."""
+
+    def __post_init__(self) -> None:
+        if self.depth < 1 or self.num_layers < 0 or self.exit_dim < 0:
+            raise ValueError(
+                "redrafter needs depth >= 1, num_layers >= 0 and exit_dim >= 0, got "
+                f"{self.depth}, {self.num_layers} and {self.exit_dim}"
+            )
+
+
+class _Block(nn.Module):
+    """x + SiLU(W x + b), the identity until W and b have learned something."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, values: Tensor) -> Tensor:
+        return values + F.silu(self.linear(values))
+
+
+class Head(BaseHead):
+    """state <- SiLU(W embedding + U state + b) from zero on; logits from [hidden, state]."""
+
+    embedding: Tensor | None
+
+    def __init__(self, config: Config, width: int, vocab_size: int) -> None:
+        super().__init__(config, width, vocab_size)
+        self.depth = config.depth
+        exit_dim = config.exit_dim or 2 * width
+        self.register_buffer("embedding", None, persistent=False)
+        self.rnn_w = nn.Linear(width, width, bias=False) if config.rnn else None
+        self.rnn_u = nn.Linear(width, width) if config.rnn else None
+        self.input_proj = nn.Linear(2 * width, exit_dim) if exit_dim != 2 * width else None
+        self.blocks = nn.Sequential(*(_Block(exit_dim) for _ in range(config.num_layers)))
+        self.head = nn.Linear(exit_dim, self.drafted_size, bias=False)
+
+    def initialise(self, embedding: Tensor, projection: Tensor) -> None:
+        """Start from the base's own next-token law, with a cell that hears its embeddings.
+
+        An `exit_dim` below the base's width has no room for that law and starts at random.
+        """
+        width = self.width
+        if self.rnn_w is not None:
+            # embeddings are often small numbers: brought to unit size, the cell can use them
+            size = embedding.pow(2).mean().sqrt().item() * math.sqrt(width)
+            nn.init.normal_(self.rnn_w.weight, std=1 / size)
+        if self.head.in_features < width:
+            return
+        if self.input_proj is not None:
+            nn.init.eye_(self.input_proj.weight)
+            nn.init.zeros_(self.input_proj.bias)
+        nn.init.zeros_(self.head.weight)
+        self.head.weight.data[:, :width].copy_(projection)
+
+    def bind(self, embedding: Tensor, projection: Tensor | None = None) -> None:
+        """Borrow the base's input embedding."""
+        del projection
+        self.embedding = embedding.detach()
+
+    def states(
+        self, features: Features, tokens: Int[Tensor, "batch time"]
+    ) -> Iterator[Float[Tensor, "batch time width"]]:
+        """Yield the states that read one token after each position, then two, and so on."""
+        embedded = self._embed(tokens, features.hidden)
+        state = torch.zeros_like(features.hidden)
+        for level in range(self.depth):
+            state = self._read(state, embedded.roll(-1 - level, 1))
+            yield self._exit(features.hidden, state)
+
+    def projection(self, level: int) -> tuple[Weight, Bias | None]:
+        """Return the one vocabulary projection; it has no bias."""
+        del level
+        return self.head.weight, None
+
+    def begin(
+        self,
+        features: Features,
+        tokens: Int[Tensor, "batch time"],
+        count: Int[Tensor, " batch"],
+        memory: Memory | None,
+    ) -> tuple[Float[Tensor, "batch 1 vocab"], State]:
+        """Read the root from an empty state, beside the base's last hidden state."""
+        del memory
+        hidden = last(features.hidden, count)
+        state = self._read(torch.zeros_like(hidden), self._embed(last(tokens, count), hidden))
+        return self.logits(self._exit(hidden, state), 0), (hidden, state)
+
+    def extend(
+        self, state: State, tokens: Int[Tensor, "batch node"], parents: Int[Tensor, "batch node"]
+    ) -> tuple[Float[Tensor, "batch node vocab"], State]:
+        """Read each node on top of its parent's state."""
+        hidden, above = state
+        below = self._read(pick_parents(above, parents), self._embed(tokens, hidden))
+        return self.logits(self._exit(hidden.expand_as(below), below), 0), (hidden, below)
+
+    def _embed(self, tokens: Tensor, like: Tensor) -> Tensor:
+        if self.embedding is None:
+            raise ValueError("redrafter reads its base's embedding; load the head with its base")
+        return F.embedding(tokens, self.embedding).to(like.dtype)
+
+    def _read(self, state: Tensor, embedded: Tensor) -> Tensor:
+        if self.rnn_w is None or self.rnn_u is None:
+            return state + embedded
+        return F.silu(self.rnn_w(embedded) + self.rnn_u(state))
+
+    def _exit(self, hidden: Tensor, state: Tensor) -> Tensor:
+        both = torch.cat([hidden, state], dim=-1)
+        return self.blocks(both if self.input_proj is None else self.input_proj(both))
+
+
+def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | None:
+    """Read Apple's layout: `rnn_*`, `input_proj`, `lm_head.{layer}.linear`, `lm_head.{layers}`.
+
+    It does not say how deep it was trained; the published five levels are taken.
+    """
+    if config.get("model_type") != "recurrent_drafting_drafter":
+        return None
+    own = Config(
+        num_layers=config["num_draft_layers"], exit_dim=config["exit_dim"], rnn=config["rnn"]
+    )
+    head = Head(own, width=config["hidden_size"], vocab_size=config["vocab_size"])
+    fill(head, {_own_name(name, own.num_layers): value for name, value in tensors.items()})
+    return head
+
+
+def _own_name(name: str, num_layers: int) -> str:
+    if name == f"lm_head.{num_layers}.weight":
+        return "head.weight"
+    return name.replace("lm_head.", "blocks.", 1)

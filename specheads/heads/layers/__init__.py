@@ -1,0 +1,1 @@
+"""What kinds of head share: attention and blocks."""

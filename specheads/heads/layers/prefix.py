@@ -1,0 +1,58 @@
+"""A Llama layer of a head's own, over the base's last hidden states: Hydra's prefix attention."""
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from specheads.core.drafter import Memory, last
+from specheads.heads.layers.attention import Attention, AttentionShape, GatedMlp
+
+
+class PrefixLayer(nn.Module):
+    """One layer and its norm; at first that norm alone, so that training starts from the base.
+
+    Args:
+        width: Of the states.
+        inner: Width of the MLP.
+        shape: Of its heads.
+        epsilon: Of the norms.
+    """
+
+    def __init__(
+        self, width: int, inner: int, shape: AttentionShape, epsilon: float = 1e-5
+    ) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(width, epsilon)
+        self.self_attn = Attention(width, width, shape)
+        self.post_attention_layernorm = nn.RMSNorm(width, epsilon)
+        self.mlp = GatedMlp(width, inner)
+        self.norm = nn.RMSNorm(width, epsilon)
+        for closed in (self.self_attn.o_proj, self.mlp.down_proj):
+            nn.init.zeros_(closed.weight)
+
+    def forward(self, hidden: Float[Tensor, "batch time width"]) -> Tensor:
+        """Read whole texts, each position those up to itself."""
+        places = torch.arange(hidden.shape[1], device=hidden.device)[None]
+        visible = places[:, :, None] >= places[:, None]
+        # a base in bfloat16 trains a float32 layer: its norms and sums stay in float32
+        hidden = hidden.to(self.norm.weight.dtype)
+        normed = self.input_layernorm(hidden)
+        past = self.self_attn.keys_values(normed, places)
+        return self._rest(hidden, normed, places, past, visible)
+
+    def newest(
+        self,
+        hidden: Float[Tensor, "batch time width"],
+        count: Int[Tensor, " batch"],
+        memory: Memory,
+    ) -> Float[Tensor, "batch 1 width"]:
+        """Remember the counted positions; return what the last of each row becomes."""
+        normed = self.input_layernorm(hidden)
+        places = memory.following(hidden.shape[1])
+        memory.append(self.self_attn.keys_values(normed, places), count)
+        newest = memory.lengths[:, None] - 1
+        return self._rest(last(hidden, count), last(normed, count), newest, *memory.past())
+
+    def _rest(self, hidden: Tensor, normed: Tensor, *attended: Tensor) -> Tensor:
+        mixed = hidden + self.self_attn(normed, *attended)
+        return self.norm(mixed + self.mlp(self.post_attention_layernorm(mixed)))

@@ -1,0 +1,219 @@
+"""Trained drafters, one file a kind. The file's name is the kind: there is no registry.
+
+A kind's module has `Config`, `Head(config, width, vocab_size)` and, where its original project
+published checkpoints, `read_public(config, tensors)`, which returns None for a layout that is
+not its own. See docs/add_a_head.md.
+"""
+
+import dataclasses
+import importlib
+import pkgutil
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from torch import Tensor
+
+from specheads.base.model import FrozenBase
+from specheads.base.weight_layout import column_major
+from specheads.core.drafter import Head
+from specheads.heads.fill import fill
+from specheads.heads.untrusted import INDEX_SUFFIX, WEIGHT_FILES, read_settings, read_tensors
+
+
+def kinds() -> list[str]:
+    """Return the kinds of head there are: the modules of this folder."""
+    folder = str(Path(__file__).with_name("kinds"))
+    return sorted(module.name for module in pkgutil.iter_modules([folder]))
+
+
+def _module(kind: Any) -> ModuleType:
+    if kind not in kinds():
+        raise ValueError(f"head kind must be one of {', '.join(kinds())}; got {kind!r}")
+    return importlib.import_module(f"specheads.heads.kinds.{kind}")
+
+
+def configure(settings: Mapping[str, Any]) -> Any:
+    """Return the kind's own `Config` for `kind` and its settings; refuse what it does not know.
+
+    Raises:
+        ValueError: The kind is unknown, or a setting is unknown to it or unusable.
+    """
+    values = dict(settings)
+    module = _module(values.pop("kind", None))
+    known = {field.name for field in dataclasses.fields(module.Config)}
+    if unknown := sorted(set(values) - known):
+        raise ValueError(
+            f"head {settings['kind']!r} does not know the setting {unknown[0]!r}; it has "
+            f"{', '.join(sorted(known))}"
+        )
+    return module.Config(**values)
+
+
+def build(settings: Mapping[str, Any], *, width: int, vocab_size: int) -> Head:
+    """Make an untrained head.
+
+    Args:
+        settings: `kind` and that kind's own settings. Never code: the kind is looked up among
+            `kinds()`.
+        width: Of the base's final hidden state.
+        vocab_size: Rows of the base's vocabulary projection.
+
+    Raises:
+        ValueError: As `configure`.
+    """
+    config = configure(settings)
+    return _module(settings["kind"]).Head(config, width=width, vocab_size=vocab_size)
+
+
+def build_for(settings: Mapping[str, Any], base: FrozenBase, counts: Tensor | None = None) -> Head:
+    """Make an untrained head that starts from the base's own tensors, on the base's device.
+
+    Args:
+        settings: As in `build`.
+        base: The base it is made for.
+        counts: How often each token stands in the training text, for a head that drafts the
+            most frequent ones only; None takes the first ones.
+    """
+    head = build(settings, width=base.width, vocab_size=base.vocab_size)
+    if counts is not None:
+        head.choose_vocabulary(counts)
+    # heads learn in float32 whatever the base computes in: small updates vanish in bfloat16
+    embedding, projection = base.embedding.float(), base.scaled_projection.float()
+    head.to(base.device)
+    head.initialise(embedding, head.projection_rows(projection))
+    _lend(head, base)
+    return head
+
+
+def resume_head(path: str | Path, base: FrozenBase, kind: str) -> Head:
+    """Load a head to train it further: in float32, on the base's device, bound to the base.
+
+    Args:
+        path: As in `load_head`.
+        base: As in `build_for`.
+        kind: What it has to be.
+
+    Raises:
+        ValueError: As `load_head`, or it is another kind.
+    """
+    head = load_head(path)
+    if head.kind != kind:
+        raise ValueError(f"init={path} is a head of kind {head.kind}: set head={head.kind}")
+    _refuse_misfit(head, base)
+    head.to(base.device).train()
+    _lend(head, base)
+    return head
+
+
+def load_head(path: str | Path, base: FrozenBase | None = None, *, revision: str = "main") -> Head:
+    """Load a trained head: ours, or a public checkpoint as its own project published it.
+
+    Args:
+        path: Folder or Hub id. config.json tells whose layout it is.
+        base: Lends its embedding and projection to heads that borrow them, and refuses a head
+            made for another width or vocabulary.
+        revision: Hub revision; ignored for a folder.
+
+    Raises:
+        ValueError: No config.json or no weights, an unknown layout, tensors missing, left over
+            or of the wrong shape, a head that does not fit the base, or a folder that is not to
+            be trusted: see untrusted.py.
+    """
+    folder = _fetch(path, revision)
+    config, tensors = read_settings(folder), read_tensors(folder)
+    try:
+        # no memory before sizes are known to be those of the tensors: config.json may say anything
+        with torch.device("meta"):
+            head = _interpret(config, tensors)
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"config.json and tensors of {folder} describe no head: {type(error).__name__} "
+            f"{str(error).partition(chr(10))[0]}"
+        ) from error
+    if head is None:
+        raise ValueError(
+            f"{folder} is no checkpoint that one of {', '.join(kinds())} can read: its "
+            f"config.json names {config.get('architectures') or config.get('model_type')!r}"
+        )
+    if base is not None:
+        fit(head, base)
+    return head.eval()
+
+
+def _interpret(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | None:
+    """Return the head that a folder holds; None where its layout is nobody's."""
+    if "kind" not in config:
+        found = (_read_public(kind, config, tensors) for kind in kinds())
+        return next((head for head in found if head is not None), None)
+    sizes = {name: config.pop(name, 0) for name in ("width", "vocab_size")}
+    head = build(config, **sizes)
+    fill(head, tensors)
+    return head
+
+
+def fit(head: Head, base: FrozenBase) -> None:
+    """Move a head to its base's device and lend it the base's tensors.
+
+    Raises:
+        ValueError: The head was made for another width or vocabulary, or more layers.
+    """
+    _refuse_misfit(head, base)
+    head.to(base.device, base.dtype)
+    column_major(head)
+    _lend(head, base)
+
+
+def _refuse_misfit(head: Head, base: FrozenBase) -> None:
+    for name, ours in (("width", base.width), ("vocab_size", base.vocab_size)):
+        theirs = getattr(head, name)
+        # zero: a public checkpoint that does not say, because it borrows what would tell
+        if theirs and ours != theirs:
+            raise ValueError(
+                f"the head was made for a base of {name} {theirs}, this base has {ours}; "
+                "load the base it was trained on"
+            )
+
+
+def _lend(head: Head, base: FrozenBase) -> None:
+    """Show a head its base: the layers it may read and the tensors it may borrow."""
+    head.choose_taps(base.num_layers)
+    if max(head.taps, default=0) > base.num_layers:
+        raise ValueError(
+            f"the head reads the base after {max(head.taps)} layers, this base has "
+            f"{base.num_layers}; load the base it was trained on, or set other taps"
+        )
+    head.bind(base.embedding, base.scaled_projection)
+
+
+def _fetch(path: str | Path, revision: str) -> Path:
+    """Return the folder; of the Hub no more than the settings and one format's weights."""
+    folder = Path(path)
+    if folder.is_dir():
+        return folder
+    for pattern in WEIGHT_FILES:
+        index = f"*{Path(pattern).suffix}{INDEX_SUFFIX}"
+        try:
+            found = snapshot_download(
+                str(path),
+                revision=revision,
+                allow_patterns=["config.json", index, pattern],
+                ignore_patterns="*/*",
+            )
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"a head must be a folder or a Hub id that can be reached, got {str(path)!r}: "
+                f"{str(error).splitlines()[0]}"
+            ) from error
+        folder = Path(found)
+        if any(folder.glob(pattern)):
+            break
+    return folder
+
+
+def _read_public(kind: str, config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | None:
+    read = getattr(_module(kind), "read_public", None)
+    return None if read is None else read(config, tensors)

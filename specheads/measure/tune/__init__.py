@@ -1,0 +1,1 @@
+"""What to draft with on this machine: trees picked by measurement."""

@@ -1,0 +1,214 @@
+"""Pick the tree by measurement: what each shape would give, against what a step of it costs."""
+
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specheads.base.model import FrozenBase
+from specheads.core.drafter import Head
+from specheads.decoding import loop
+from specheads.decoding.acceptance import rules
+from specheads.decoding.trees import policies
+from specheads.measure.counts import DepthCounts
+from specheads.measure.offline import guess_ranks, replay
+from specheads.measure.online import decode_prompts
+from specheads.measure.progress import bar
+from specheads.measure.speed import synchronise
+
+SIZES = (4, 6, 8, 12, 16)
+"""Nodes of the trees tried, root included."""
+
+WIDTH = 8
+"""Guesses a node may have as children."""
+
+Timer = Callable[[Sequence[policies.Policy]], list[float]]
+"""Seconds of one decode step with each policy, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The tree that decodes fastest on this machine, and what it was chosen among."""
+
+    policy: policies.Static
+    table: list[dict[str, Any]]
+    """One row a candidate, JSON-able; the first is the base alone, for comparison only."""
+
+
+def pick_tree(
+    base: FrozenBase,
+    head: Head,
+    prompts: list[list[int]],
+    *,
+    max_new_tokens: int = 64,
+    sizes: Sequence[int] = SIZES,
+    timer: Timer | None = None,
+    progress: bool = False,
+) -> Choice:
+    """Choose the chain or static tree with the most tokens per second.
+
+    Candidates are chains of every depth and one tree a size, grown from how often the base's
+    own text follows each rank path. Tokens per forward come from exact replay, step times from
+    real steps. Every other prompt grows the trees and the rest judge them, because a tree looks
+    too good on the very text it was grown from; a single prompt does both.
+
+    Args:
+        base: The model that decides.
+        head: What guesses.
+        prompts: Token ids of training or validation text: never those of the evaluation.
+        max_new_tokens: Continuation of each prompt.
+        sizes: Nodes of the trees tried, root included.
+        timer: Tells step times; None measures them here and now.
+        progress: Whether to show progress bars.
+
+    Raises:
+        ValueError: There is no prompt, or no continuation took a forward.
+
+    Source: Cai et al. 2024, arXiv:2401.10774, section 2.3.3, with joint counts in place of
+    products of per-depth accuracies, which are too low where difficulty comes in bursts.
+    """
+    if not prompts:
+        raise ValueError("picking a tree needs prompts to measure on, got none")
+    ranks = _measure_ranks(base, head, prompts, max_new_tokens, progress)
+    grown, judged = ranks[::2], ranks[1::2] or ranks
+    candidates = propose(grown, head.depth, sizes)
+    if timer is None:
+        timer = _step_timer(base, head, prompts, max_new_tokens, progress)
+    base_seconds, *seconds = timer([policies.NOTHING, *candidates])
+    table = [_row(policies.NOTHING, 1.0, 1.0)]
+    for policy, step in zip(candidates, seconds, strict=True):
+        counts = [replay(rows, policy) for rows in judged]
+        tokens = DepthCounts.total(counts, policy.depth).tokens_per_forward
+        table.append(_row(policy, tokens, step / base_seconds))
+    best = max(range(len(candidates)), key=lambda place: table[place + 1]["speedup"])
+    table[best + 1]["chosen"] = True
+    return Choice(candidates[best], table)
+
+
+def _row(
+    policy: policies.Static, tokens_per_forward: float, step_overhead: float
+) -> dict[str, Any]:
+    return {
+        "tree": policy.name,
+        "num_nodes": policy.num_nodes,
+        "depth": policy.depth,
+        "tokens_per_forward": tokens_per_forward,
+        "step_overhead": step_overhead,
+        "speedup": tokens_per_forward / step_overhead,
+        "paths": [list(path) for path in policy.paths],
+        "chosen": False,
+    }
+
+
+def _measure_ranks(
+    base: FrozenBase, head: Head, prompts: list[list[int]], max_new_tokens: int, progress: bool
+) -> list[Tensor]:
+    alone = decode_prompts(
+        base, None, prompts, max_new_tokens=max_new_tokens, batch_size=8, progress=progress
+    )
+    return [
+        guess_ranks(base, head, prompt, one.tokens, width=WIDTH)
+        for prompt, one in zip(prompts, alone, strict=True)
+    ]
+
+
+def propose(ranks: list[Tensor], depth: int, sizes: Sequence[int]) -> list[policies.Static]:
+    """Return the chains of depth 1 to `depth` and the best tree of each size.
+
+    Args:
+        ranks: One tensor a text, from `guess_ranks` with width `WIDTH`.
+        depth: Of the head.
+        sizes: Nodes of each tree, root included. A size that the text never fills gives the
+            largest tree it does fill; trees that are chains, or were proposed before, are not
+            proposed again.
+    """
+    chains = [policies.chain(length) for length in range(1, depth + 1)]
+    known = {policy.paths for policy in chains}
+    trees = []
+    # a path is never more frequent than its beginning, so the most frequent paths are a tree,
+    # and no other tree of that size is followed further on this text
+    followed = count_paths(ranks)
+    ordered = sorted(followed, key=lambda path: (-followed[path], len(path), path))
+    for size in sizes:
+        tree = policies.Static(ordered[: size - 1], name="static")
+        if ordered and tree.paths not in known:
+            known.add(tree.paths)
+            trees.append(tree)
+    return chains + trees
+
+
+def count_paths(ranks: list[Tensor]) -> Counter[tuple[int, ...]]:
+    """Return how often the text follows each rank path, over all places of all texts."""
+    followed: Counter[tuple[int, ...]] = Counter()
+    for row in torch.cat(ranks).tolist():
+        path: tuple[int, ...] = ()
+        for rank in row:
+            if not 0 <= rank < WIDTH:
+                break
+            path = (*path, rank)
+            followed[path] += 1
+    return followed
+
+
+def _step_timer(
+    base: FrozenBase, head: Head, prompts: list[list[int]], max_new_tokens: int, progress: bool
+) -> Timer:
+    def timer(policies: Sequence[policies.Policy]) -> list[float]:
+        return time_steps(
+            base, head, prompts, policies, max_new_tokens=max_new_tokens, progress=progress
+        )
+
+    return timer
+
+
+@torch.inference_mode()
+def time_steps(
+    base: FrozenBase,
+    head: Head,
+    prompts: list[list[int]],
+    policies: Sequence[policies.Policy],
+    *,
+    max_new_tokens: int = 64,
+    num_steps: int = 36,
+    progress: bool = False,
+) -> list[float]:
+    """Return the median seconds of a real decode step with each policy.
+
+    Policies take turns step by step, so what else the machine does slows them alike, and all
+    of them continue the same prompts. `grow.NOTHING` steps with the base alone.
+
+    Args:
+        base: The model that decides.
+        head: What guesses.
+        prompts: Token ids; as many as it takes, one after the other, round and round.
+        policies: What to time.
+        max_new_tokens: How far each prompt is continued at most.
+        num_steps: Steps timed of each policy, at least.
+        progress: Whether to show a progress bar.
+    """
+    deepest = max(policy.depth for policy in policies)
+    # the first step after a prompt is not timed: it reads the whole prompt's features
+    each = max(max_new_tokens // (deepest + 1), 2) - 1
+    rounds = [prompts[turn % len(prompts)] for turn in range(-(-num_steps // each))]
+    seconds: list[list[float]] = [[] for _ in policies]
+    for prompt in bar(rounds, "step times", progress):
+        capacity = len(prompt) + (each + 1) * (deepest + 1) + max(p.num_nodes for p in policies)
+        runs = [
+            (policy, drafter, loop.start(base, drafter, [prompt], capacity)[0])
+            for policy in policies
+            for drafter in [head if policy.depth else None]
+        ]
+        for turn in range(each + 1):
+            for place, (policy, drafter, state) in enumerate(runs):
+                synchronise(base)
+                start = time.perf_counter()
+                loop.step(base, drafter, policy, rules.match, state)
+                synchronise(base)
+                if turn > 0:
+                    seconds[place].append(time.perf_counter() - start)
+    return [statistics.median(times) for times in seconds]

@@ -1,0 +1,252 @@
+"""The run directory: checkpoints that are whole or absent, what made them, and when it ended."""
+
+import hashlib
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from specheads.base import lora
+from specheads.base.lora import Adapter
+from specheads.core.drafter import Head
+from specheads.runs.provenance import provenance
+
+class Checkpoint(NamedTuple):
+    """What a checkpoint holds."""
+
+    state: dict[str, Any]
+    weights: dict[str, Tensor]
+    optimizer: dict[str, Any]
+    adapter: dict[str, Tensor]
+    """Empty where no phase trains the base."""
+
+
+@contextmanager
+def atomic_folder(target: Path) -> Iterator[Path]:
+    """Give a folder to fill that becomes `target` at once, or never.
+
+    A folder that stands at `target` already is replaced.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}"
+    scratch.mkdir()
+    try:
+        yield scratch
+        if target.exists():
+            old = target.parent / f".{target.name}.old"
+            shutil.rmtree(old, ignore_errors=True)
+            target.rename(old)
+        scratch.rename(target)
+        shutil.rmtree(target.parent / f".{target.name}.old", ignore_errors=True)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Write a text file that is whole or absent."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.parent / f".{path.name}.{uuid.uuid4().hex[:8]}"
+    try:
+        scratch.write_text(text, encoding="utf-8")
+        scratch.replace(path)
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+class RunDirectory:
+    """One run's folder, laid out as contracts say; see the README's room map.
+
+    Args:
+        path: The folder; it need not exist.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.yaml"
+        self.provenance = path / "provenance.json"
+        self.metrics = path / "metrics.jsonl"
+        self.text = path / "text"
+        self.checkpoints = path / "checkpoints"
+        self.phases = path / "phases"
+        self.head = path / "head"
+        self.adapter = path / "adapter"
+        self.report = path / "report"
+
+    @property
+    def finished(self) -> bool:
+        """Whether training ended and its head was saved."""
+        return self.provenance.is_file() and bool(self._provenance().get("end"))
+
+    def refuse_unfinished(self, what: str) -> None:
+        """Refuse to do this with a run whose training has not ended.
+
+        Raises:
+            ValueError: It has not.
+        """
+        if not self.finished:
+            raise ValueError(
+                f"only a finished run can be {what}: {self.path} is not; finish it with the same "
+                "specheads train command"
+            )
+
+    def begin(self, config_text: str, identity: dict[str, Any]) -> None:
+        """Open a new run, or an unfinished one made with the very same settings.
+
+        Args:
+            config_text: The resolved settings, as YAML.
+            identity: What else must not change between stop and resume, such as the base's
+                fingerprint.
+
+        Raises:
+            ValueError: The run is finished, or the folder holds other settings or other files.
+        """
+        if self.finished:
+            raise ValueError(
+                f"a finished run is never overwritten: {self.path} is finished; choose another "
+                "name=, or remove it"
+            )
+        if self.config.is_file():
+            if self.config.read_text(encoding="utf-8") != config_text:
+                raise ValueError(
+                    f"an unfinished run resumes with its own settings only: those of {self.path} "
+                    f"differ from {self.config.name}; choose another name=, or remove the folder"
+                )
+            if self.provenance.is_file():
+                self._refuse_another(identity)
+        elif self.path.is_dir() and any(self.path.iterdir()):
+            raise ValueError(
+                f"a run needs a folder of its own: {self.path} holds other files; choose another "
+                "run_dir="
+            )
+        if not self.provenance.is_file():
+            write_atomic(
+                self.provenance, _json({"start": _now(), "end": None, **identity, **provenance()})
+            )
+        write_atomic(self.config, config_text)
+
+    def end(self, head: Head) -> None:
+        """Save the trained head and close the run.
+
+        A head of joint training belongs to base and adapter together, and its folder says so.
+        """
+        known = self._provenance()
+        owner: dict[str, Any] = {}
+        if self.adapter.is_dir():
+            owner["adapter_fingerprint"] = lora.fingerprint(self.adapter)
+        with atomic_folder(self.head) as folder:
+            head.save_pretrained(folder)
+            if owner:
+                beside = {"adapter": f"../{self.adapter.name}"}
+                fingerprint = {"base_fingerprint": known.get("base_fingerprint")}
+                (folder / "base.json").write_text(
+                    _json(fingerprint | beside | owner), encoding="utf-8"
+                )
+        write_atomic(self.provenance, _json({**known, **owner, "end": _now()}))
+
+    def _refuse_another(self, identity: dict[str, Any]) -> None:
+        before = self._provenance()
+        for name, value in identity.items():
+            if before.get(name) != value:
+                raise ValueError(
+                    f"an unfinished run resumes on the same {name.replace('_', ' ')} only: it "
+                    f"was {before.get(name)}, now it is {value}; choose another name="
+                )
+
+    def _provenance(self) -> dict[str, Any]:
+        return json.loads(self.provenance.read_text(encoding="utf-8"))
+
+    def save_phase(self, name: str, head: Head) -> None:
+        """Keep the head as it was at the end of a phase, so that phases can be compared."""
+        with atomic_folder(self.phases / name) as folder:
+            head.save_pretrained(folder)
+
+    def save_adapter(self, adapter: Adapter) -> None:
+        """Keep what joint training has added to the base so far, as peft loads it."""
+        with atomic_folder(self.adapter) as folder:
+            adapter.save(folder)
+
+    def save_checkpoint(
+        self,
+        state: dict[str, Any],
+        weights: dict[str, Tensor],
+        optimizer: dict[str, Any],
+        adapter: dict[str, Tensor] | None = None,
+    ) -> None:
+        """Write a checkpoint of this step and remove the older ones.
+
+        Args:
+            state: JSON-able; holds at least `step`.
+            weights: The head's.
+            optimizer: State dicts of tensors and plain values.
+            adapter: The tensors of the base's adapter, where one is trained.
+        """
+        target = self.checkpoints / f"step-{state['step']}"
+        with atomic_folder(target) as folder:
+            _save_tensors(weights, folder / "head.safetensors")
+            if adapter:
+                _save_tensors(adapter, folder / "adapter.safetensors")
+            torch.save(optimizer, folder / "optimizer.pt")
+            (folder / "state.json").write_text(_json(state), encoding="utf-8")
+            sums = {file.name: _sha256(file) for file in sorted(folder.iterdir())}
+            (folder / "checksums.json").write_text(_json(sums), encoding="utf-8")
+        for other in self._steps():
+            if other != target:
+                shutil.rmtree(other)
+
+    def load_checkpoint(self) -> Checkpoint | None:
+        """Return the newest checkpoint that is whole."""
+        for folder in reversed(self._steps()):
+            if _is_whole(folder):
+                adapter = folder / "adapter.safetensors"
+                return Checkpoint(
+                    json.loads((folder / "state.json").read_text(encoding="utf-8")),
+                    load_file(folder / "head.safetensors"),
+                    torch.load(folder / "optimizer.pt", weights_only=True, map_location="cpu"),
+                    load_file(adapter) if adapter.is_file() else {},
+                )
+        return None
+
+    def _steps(self) -> list[Path]:
+        found = [folder for folder in self.checkpoints.glob("step-*") if folder.is_dir()]
+        return sorted(found, key=lambda folder: int(folder.name.removeprefix("step-")))
+
+
+def _save_tensors(tensors: dict[str, Tensor], file: Path) -> None:
+    save_file({name: value.contiguous() for name, value in tensors.items()}, file)
+
+
+def _is_whole(folder: Path) -> bool:
+    sums = folder / "checksums.json"
+    if not sums.is_file():
+        return False
+    expected = json.loads(sums.read_text(encoding="utf-8"))
+    return all(
+        (folder / name).is_file() and _sha256(folder / name) == value
+        for name, value in expected.items()
+    )
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, indent=2, sort_keys=True) + "\n"

@@ -1,0 +1,295 @@
+"""Losses of drafted depths, fused with the vocabulary projection.
+
+One chunk of rows at a time goes through the projection, gives its loss and its gradients, and
+is forgotten, so that neither (depth, row, vocab) nor (row, vocab) is ever held. The base's own
+law is projected from its hidden states in the same chunk, once for all depths that share it.
+See docs/losses.md.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch._C._autograd import _get_current_graph_task_keep_graph
+from torch.nn import functional as F  # noqa: N812
+
+from specheads.training.losses import liger
+from specheads.training.losses.gradients import Gradients
+from specheads.training.losses.row_losses import KINDS as KINDS
+from specheads.training.losses.row_losses import LABELS_ONLY as LABELS_ONLY
+from specheads.training.losses.row_losses import Law, read_law
+
+WEIGHTINGS = ("geometric", "dpace")
+"""How depths are weighted against each other: by numbers given, or also by each row's drafts."""
+
+SMOOTHING = 0.5
+"""Of D-PACE: how far a draft's confidence is drawn towards one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """What drafted depths should predict, one row for each scored position."""
+
+    labels: Int[Tensor, " row"]
+    """The text's own token; -1 leaves the row out."""
+    base_hidden: Float[Tensor, "row width"]
+    """The base's final hidden state one position before the label."""
+    project: Callable[[Tensor], Tensor] | None
+    """Turns those states into the base's own logits; None where the loss reads only labels,
+    which then stand for the base's choice as well."""
+
+
+@dataclass(frozen=True, slots=True)
+class DepthLoss:
+    """The loss of all depths together, and what to log of each."""
+
+    total: Float[Tensor, ""]
+    """Weighted sum over depths of the mean over rows; carries the gradients."""
+    by_depth: Float[Tensor, " depth"]
+    """Mean loss of each depth, unweighted."""
+    agreement: Float[Tensor, " depth"]
+    """Share of rows in which the draft's best token is the base's own best."""
+
+
+def depth_loss(
+    states: Sequence[Float[Tensor, "row width"]],
+    projections: Sequence[tuple[Tensor, Tensor | None]],
+    targets: Targets | Sequence[Targets],
+    *,
+    kind: str = "soft_cross_entropy",
+    decay: float = 1.0,
+    depth_weights: Sequence[float] = (),
+    weighting: str = "geometric",
+    chunk_rows: int | None = None,
+) -> DepthLoss:
+    """Return the loss of the states of every depth, without ever holding all their logits.
+
+    Args:
+        states: One for each depth; row r of each stands for the r-th label.
+        projections: Weight (vocab, width) and bias of each depth; tied depths repeat them.
+        targets: Labels and the base's law, shared by all depths or one for each.
+        kind: One of `KINDS`.
+        decay: Weight of each depth relative to the one before it.
+        depth_weights: Weight of each depth, in place of decay.
+        weighting: One of `WEIGHTINGS`. dpace multiplies by `dpace_weights`; row r of every depth
+            must then be drafted from the same position, so that the depths have targets of
+            their own.
+        chunk_rows: Rows whose logits are held at once. None fits them to the device.
+
+    Raises:
+        ValueError: An unknown kind or weighting, a kind that needs the base's law without
+            `project`, or not one weight for each depth.
+    """
+    depth = len(states)
+    each = [targets] * depth if isinstance(targets, Targets) else list(targets)
+    _check(kind, weighting, depth_weights, each, depth)
+    weights = list(depth_weights) or [decay**level for level in range(depth)]
+    if weighting == "geometric" and liger.fits(kind, states, projections):
+        return _by_liger(states, projections, each, weights)
+    if chunk_rows is None:
+        chunk_rows = _rows_within(CHUNK_LOGITS, projections[0][0])
+    block_rows = _rows_within(BLOCK_LOGITS, projections[0][0])
+    plan = _Plan(kind, each, weights, weighting == "dpace", chunk_rows, block_rows)
+    flat = [tensor for pair in projections for tensor in pair]
+    total, by_depth, agreement = _FusedDepthLoss.apply(plan, depth, *states, *flat)
+    return DepthLoss(total, by_depth, agreement)
+
+
+def dpace_weights(confidence: Float[Tensor, "depth row"]) -> Float[Tensor, "depth row"]:
+    """Return how much of a drafted chain's expected length hangs on each of its depths.
+
+    Depth j weighs the sum over m >= j of the product over i <= m of the smoothed confidences:
+    the expected number of accepted tokens that an error at j would lose. Carries no gradient.
+
+    Args:
+        confidence: The draft's probability of the token it should predict.
+
+    Source: Wu et al. 2026, arXiv:2605.18810, with smoothing 0.5.
+    """
+    reach = (SMOOTHING + (1 - SMOOTHING) * confidence.detach()).cumprod(0)
+    return reach.flip(0).cumsum(0).flip(0)
+
+
+def whole_chains(counted: Bool[Tensor, "batch time"], depth: int) -> Bool[Tensor, "batch time"]:
+    """Return which labels begin `depth` counted ones: a chain drafted from one position."""
+    return F.pad(counted, (0, depth - 1)).unfold(-1, depth, 1).all(-1)
+
+
+def _check(
+    kind: str,
+    weighting: str,
+    depth_weights: Sequence[float],
+    targets: Sequence[Targets],
+    depth: int,
+) -> None:
+    if kind not in KINDS:
+        raise ValueError(f"loss must be one of {', '.join(KINDS)}, got {kind!r}")
+    if weighting not in WEIGHTINGS:
+        raise ValueError(f"weighting must be one of {', '.join(WEIGHTINGS)}, got {weighting!r}")
+    if len(depth_weights) not in (0, depth):
+        raise ValueError(
+            f"depth_weights needs one weight for each of {depth} depths, got {len(depth_weights)}"
+        )
+    if len(targets) != depth:
+        raise ValueError(f"targets are one for all, or one for each of {depth}: got {len(targets)}")
+    if kind not in LABELS_ONLY and any(target.project is None for target in targets):
+        raise ValueError(f"loss {kind} reads the base's law, got project=None; pass a projection")
+
+
+def _by_liger(
+    states: Sequence[Tensor],
+    projections: Sequence[tuple[Tensor, Tensor | None]],
+    targets: Sequence[Targets],
+    weights: Sequence[float],
+) -> DepthLoss:
+    found = [
+        liger.cross_entropy(state, *projection, target.labels)
+        for state, projection, target in zip(states, projections, targets, strict=True)
+    ]
+    by_depth = torch.stack([loss for loss, _ in found])
+    total = (by_depth * by_depth.new_tensor(weights)).sum()
+    return DepthLoss(total, by_depth.detach(), torch.stack([accuracy for _, accuracy in found]))
+
+
+CHUNK_LOGITS = {"cpu": 2**23, "cuda": 2**26}
+"""Logits of a chunk: few enough to be small beside the weights, enough for a matrix product."""
+
+BLOCK_LOGITS = {"cpu": 2**19, "cuda": 2**26}
+"""Logits that are worked on at once: what a core's cache holds, or all of a chunk."""
+
+
+def _rows_within(logits: dict[str, int], weight: Tensor) -> int:
+    return max(1, logits.get(weight.device.type, 2**26) // len(weight))
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    kind: str
+    targets: list[Targets]
+    weights: list[float]
+    dpace: bool
+    chunk_rows: int
+    block_rows: int
+
+    def chunks(self) -> Iterator[slice]:
+        # D-PACE holds the slopes of all depths at once, so its chunks are that much shorter
+        rows = self.chunk_rows // len(self.targets) if self.dpace else self.chunk_rows
+        return _slices(len(self.targets[0].labels), max(1, rows))
+
+
+def _slices(total: int, step: int) -> Iterator[slice]:
+    for start in range(0, total, step):
+        yield slice(start, min(start + step, total))
+
+
+class _FusedDepthLoss(torch.autograd.Function):
+    """Computes gradients in the forward pass, while a chunk's logits are at hand."""
+
+    @staticmethod
+    @torch.autocast("cuda", enabled=False)
+    @torch.autocast("cpu", enabled=False)
+    def forward(ctx: Any, plan: _Plan, depth: int, *tensors: Tensor | None) -> Any:
+        gradients = Gradients(depth, tensors, ctx.needs_input_grad[2:])
+        scores = _Scores(plan, gradients)
+        laws: list[Law] = []
+        for rows in plan.chunks():
+            for level, target in enumerate(plan.targets):
+                if level == 0 or target is not plan.targets[level - 1]:
+                    laws.clear()  # before the next one is made, not after
+                    laws = _laws(plan, target, rows, gradients.precision)
+                scores.add(level, rows, laws)
+                if not plan.dpace or level == depth - 1:
+                    scores.flush(rows)
+        ctx.gradients = gradients.sums
+        ctx.mark_non_differentiable(scores.by_depth, scores.agreement)
+        return scores.total, scores.by_depth, scores.agreement
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        if ctx.gradients is None:
+            raise RuntimeError(
+                "a loss gives its gradients once, got a second backward; pass retain_graph=True "
+                "to the first"
+            )
+        scale = grad_outputs[0]
+        if _get_current_graph_task_keep_graph():
+            return None, None, *(None if grad is None else grad * scale for grad in ctx.gradients)
+        # nobody asks again, so the sums themselves are handed over: a second copy of every
+        # projection's gradient would be the largest thing this loss holds
+        given, ctx.gradients = ctx.gradients, None
+        return None, None, *(None if grad is None else grad.mul_(scale) for grad in given)
+
+
+def _laws(plan: _Plan, targets: Targets, rows: slice, precision: torch.dtype) -> list[Law]:
+    """Return what each block of a chunk is to predict."""
+    labels = targets.labels[rows].clamp(min=0)
+    blocks = _slices(len(labels), plan.block_rows)
+    if targets.project is None:
+        return [read_law(plan.kind, labels[block], None) for block in blocks]
+    base_logits = targets.project(targets.base_hidden[rows])
+    return [
+        read_law(plan.kind, labels[block], base_logits[block].to(precision)) for block in blocks
+    ]
+
+
+@dataclass(slots=True)
+class _Scored:
+    level: int
+    slopes: Tensor
+    losses: Tensor
+    confidence: Tensor
+    counted: Tensor
+
+
+class _Scores:
+    """Adds up losses and agreement, and hands weighted slopes on to the gradients."""
+
+    def __init__(self, plan: _Plan, gradients: Gradients) -> None:
+        self.plan, self.gradients = plan, gradients
+        self.pending: list[_Scored] = []
+        device, precision = gradients.states[0].device, gradients.precision
+        self.total = torch.zeros((), device=device, dtype=precision)
+        self.by_depth = torch.zeros(len(plan.targets), device=device, dtype=precision)
+        self.agreement = torch.zeros_like(self.by_depth)
+        num_rows = [(target.labels >= 0).sum().clamp(min=1) for target in plan.targets]
+        self.shares = [1.0 / rows.to(precision) for rows in num_rows]
+
+    def add(self, level: int, rows: slice, laws: list[Law]) -> None:
+        """Turn one depth's logits of a chunk into slopes, and keep them until they are weighted."""
+        slopes = self.gradients.logits(level, rows)
+        losses, confidence, agreed = _overwrite_with_slopes(self.plan, slopes, laws)
+        counted = self.plan.targets[level].labels[rows] >= 0
+        losses = losses.where(counted, 0.0)
+        self.by_depth[level] += losses.sum() * self.shares[level]
+        self.agreement[level] += (agreed & counted).sum() * self.shares[level]
+        self.pending.append(_Scored(level, slopes, losses, confidence * counted, counted))
+
+    def flush(self, rows: slice) -> None:
+        """Weight the slopes that are kept, and turn them into gradients."""
+        confidence = torch.stack([scored.confidence for scored in self.pending])
+        factors = dpace_weights(confidence) if self.plan.dpace else torch.ones_like(confidence)
+        for scored, factor in zip(self.pending, factors, strict=True):
+            weight = self.plan.weights[scored.level] * self.shares[scored.level]
+            scale = factor * scored.counted * weight
+            self.total += (scored.losses * scale).sum()
+            self.gradients.add(scored.level, rows, scored.slopes.mul_(scale[:, None]))
+        self.pending.clear()
+
+
+def _overwrite_with_slopes(
+    plan: _Plan, logits: Tensor, laws: list[Law]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return each row's loss, its confidence in what it should predict, and its agreement."""
+    found: list[tuple[Tensor, Tensor, Tensor]] = []
+    for block, law in zip(_slices(len(logits), plan.block_rows), laws, strict=True):
+        log_draft = logits[block].log_softmax(-1)
+        agreed = log_draft.argmax(-1) == law.best
+        expected = law.best if plan.kind == "argmax_cross_entropy" else law.labels
+        confidence = log_draft.gather(-1, expected[:, None])[:, 0].exp()
+        found.append((KINDS[plan.kind](log_draft, law), confidence, agreed))
+        logits[block] = log_draft
+    losses, confidence, agreed = (torch.cat(column) for column in zip(*found, strict=True))
+    return losses, confidence, agreed

@@ -1,0 +1,103 @@
+import pytest
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from specheads.base.cache import KVCache
+
+
+def written(batch: int, length: int, start: int) -> Tensor:
+    """Return keys (batch, 2 heads, length, width 1) that say row, head and place: r.h.place."""
+    rows = 1000 * torch.arange(batch)[:, None, None, None]
+    heads = 100 * torch.arange(2)[:, None, None]
+    return (rows + heads + start + torch.arange(length)[:, None]).double()
+
+
+def write(cache: KVCache, length: int, start: int) -> tuple[Tensor, Tensor]:
+    """Write the next positions into every layer, as a base's forward does."""
+    cache.reserve(length)
+    keys = written(len(cache.row_lengths), length, start)
+    seen = [cache.update(keys, -keys, layer) for layer in range(len(cache.layers))]
+    return seen[-1]
+
+
+def held(cache: KVCache, layer: int) -> tuple[Tensor, Tensor]:
+    """Return all slots of a layer, scratch included."""
+    own = cache.layers[layer]
+    assert isinstance(own, CacheLayerMixin)
+    assert own.keys is not None
+    assert own.values is not None
+    return own.keys, own.values
+
+
+def committed(cache: KVCache, layer: int = 0) -> list[list[int]]:
+    """Return what each row holds, without row and head."""
+    keys, values = held(cache, layer)
+    assert torch.equal(values, -keys)
+    assert torch.equal(keys[:, 1] % 100, keys[:, 0] % 100)
+    return [
+        (keys[row, 0, :length, 0] % 100).int().tolist()
+        for row, length in enumerate(cache.row_lengths)
+    ]
+
+
+def test_a_row_keeps_the_nodes_of_its_path_in_their_order():
+    cache = KVCache(num_layers=2, batch=3, capacity=12)
+    write(cache, 3, start=0)
+    cache.commit([[0, 1, 2], [0], [0, 1]])
+    assert committed(cache) == [[0, 1, 2], [0], [0, 1]]
+    # rows of 3, 1 and 2 tokens try a tree of five nodes, 10 to 14, and keep different paths
+    write(cache, 5, start=10)
+    cache.commit([[0, 2, 4], [0], [0, 3]])
+    for layer in range(2):
+        assert committed(cache, layer) == [[0, 1, 2, 10, 12, 14], [0, 10], [0, 1, 10, 13]]
+    # what was rejected leaves no trace in what comes next
+    write(cache, 1, start=20)
+    cache.commit([[0], [0], [0]])
+    assert committed(cache) == [[0, 1, 2, 10, 12, 14, 20], [0, 10, 20], [0, 1, 10, 13, 20]]
+
+
+def test_rows_of_one_length_and_ragged_rows_hold_the_same():
+    alone = KVCache(num_layers=1, batch=1, capacity=8)
+    beside = KVCache(num_layers=1, batch=2, capacity=8)
+    for cache, first in ((alone, [[0, 1]]), (beside, [[0, 1], [0]])):
+        write(cache, 2, start=0)
+        cache.commit(first)
+        write(cache, 3, start=10)
+        cache.commit([[0, 2]] * len(first))
+    assert alone.shared_length == 4
+    assert beside.shared_length is None
+    assert committed(beside)[0] == committed(alone)[0] == [0, 1, 10, 12]
+
+
+def test_a_forward_looks_at_the_longest_row_and_its_own_tokens():
+    cache = KVCache(num_layers=1, batch=2, capacity=10)
+    write(cache, 4, start=0)
+    cache.commit([[0, 1, 2, 3], [0]])
+    keys, values = write(cache, 2, start=10)
+    assert keys.shape == values.shape == (2, 2, 6, 1)
+    assert (keys[0, 0, :, 0] % 100).tolist() == [0, 1, 2, 3, 10, 11]
+    assert (keys[1, 0, :3, 0] % 100).tolist() == [0, 10, 11]
+    assert cache.get_seq_length() == 4
+    assert cache.get_mask_sizes(2, 0) == (6, 0)
+
+
+def test_finished_rows_leave_and_the_others_stay_as_they_were():
+    cache = KVCache(num_layers=2, batch=3, capacity=6)
+    write(cache, 3, start=0)
+    cache.commit([[0, 1, 2], [0, 2], [0, 1]])
+    cache.keep_rows([2, 1])
+    assert cache.row_lengths == cache.lengths.tolist() == [2, 2]
+    assert cache.longest == cache.shared_length == 2
+    for layer in range(2):
+        assert committed(cache, layer) == [[0, 1], [0, 2]]
+    assert held(cache, 0)[0][0, 0, 0, 0] == 2000
+
+
+def test_more_tokens_than_slots_are_refused_with_both_numbers():
+    cache = KVCache(num_layers=1, batch=2, capacity=5)
+    write(cache, 3, start=0)
+    cache.commit([[0, 1, 2], [0]])
+    with pytest.raises(ValueError, match=r"3 \+ 3 exceed its 5 slots"):
+        write(cache, 3, start=10)
+    assert committed(cache) == [[0, 1, 2], [0]]

@@ -1,0 +1,140 @@
+"""Compiled verification says what eager verification says, and is not compiled again and again."""
+
+import copy
+import functools
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jaxtyping
+import pytest
+import torch
+from torch._inductor import config as inductor
+
+from specheads.base.cache import KVCache
+from specheads.base.compile import EXTENT, compiled
+from specheads.base.model import FrozenBase
+from specheads.decoding.generate import generate
+from specheads.decoding.trees import policies
+from specheads.heads.load import Head, build_for
+from specheads.measure.oracle import Oracle
+from tests import tiny
+
+# of torch, about its own compiler
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+ROOT = Path(__file__).parents[2]
+TREE = policies.Static([(0,), (1,), (0, 0), (0, 1)])
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled() -> Iterator[None]:
+    torch._dynamo.reset()
+    # no compiler sees through the checks of types that tests run with
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+    torch._dynamo.reset()
+
+
+def copied(architecture: str, device: str = "cpu", **settings: Any) -> FrozenBase:
+    """Return a base of its own: what is compiled listens to it."""
+    model = copy.deepcopy(tiny.base(architecture).model)
+    torch.nn.Module.to(model, device)
+    return FrozenBase(model, **settings)
+
+
+def graphs() -> int:
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def oracle(base: FrozenBase, prompts: list[list[int]], length: int) -> Oracle:
+    said = generate(base, None, prompts, max_new_tokens=length).tokens
+    texts = [prompt + text for prompt, text in zip(prompts, said, strict=True)]
+    return Oracle(texts, 2, base.vocab_size, rate=0.6, device=base.device)
+
+
+def test_a_static_cache_makes_one_graph_of_all_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    # how CUDA compiles, without what only CUDA has: sizes are no symbols, a new one is a new graph
+    plain, base = tiny.base("llama"), copied("llama")
+    forward = torch.compile(base.model.forward, backend="eager", dynamic=False, fullgraph=True)
+    monkeypatch.setattr(base, "_run", forward)
+    monkeypatch.setattr(
+        base,
+        "cache",
+        lambda batch, capacity: KVCache(base.num_layers, batch, capacity, static=True),
+    )
+    prompts, before = tiny.prompts()[:1], graphs()
+    for length in (8, 40):
+        drafter = oracle(plain, prompts, length)
+        found = generate(base, drafter, prompts, max_new_tokens=length, tree=TREE)
+        drafter = oracle(plain, prompts, length)
+        assert found == generate(plain, drafter, prompts, max_new_tokens=length, tree=TREE)
+    assert graphs() - before == 1
+
+
+def test_a_static_cache_looks_at_whole_pieces_and_never_past_its_end() -> None:
+    cache = KVCache(1, 2, EXTENT + 10, static=True)
+    assert [cache.extent(length) for length in (1, EXTENT)] == [EXTENT, EXTENT]
+    assert cache.extent(EXTENT + 1) == cache.capacity == 2 * EXTENT
+    with pytest.raises(ValueError, match="allocate more"):
+        cache.reserve(2 * EXTENT + 1)
+
+
+def test_a_machine_without_a_compiler_gets_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inductor.cpp, "cxx", ("/no/such/compiler",))
+    monkeypatch.setattr(inductor, "force_disable_caches", True)
+    double = compiled(lambda values: (values.sin() + values).cos() * 3.25, torch.device("cpu"))
+    with pytest.raises(ValueError, match="needs a working compiler") as raised:
+        double(torch.ones(41))
+    assert "\n" not in str(raised.value)
+
+
+@functools.cache
+def eagle(architecture: str) -> Head:
+    torch.manual_seed(0)
+    base = tiny.base(architecture)
+    return build_for({"kind": "eagle3", "depth": 2}, base).eval().double()
+
+
+def rounds(architecture: str) -> None:
+    """Decode in every way, twice, and say how many graphs there are after each time."""
+    plain, base = tiny.base(architecture), copied(architecture, compile=True)
+    prompts, head = tiny.prompts(), eagle(architecture)
+    drafters: list[tuple[Callable[[], Any], policies.Policy | None]] = [
+        (lambda: None, None),
+        (lambda: head, policies.chain(2)),
+        (lambda: oracle(plain, prompts, 31), TREE),
+    ]
+    for length in (24, 31):
+        for drafter, tree in drafters:
+            for pool in (None, base.pool(200)):
+                how = {"max_new_tokens": length, "tree": tree}
+                said = generate(base, drafter(), prompts, pool=pool, **how)
+                assert said == generate(plain, drafter(), prompts, **how)
+        sys.stdout.write(f"{graphs()}\n")
+
+
+@pytest.mark.slow
+def test_compiled_on_a_cpu_says_what_eager_says() -> None:
+    # as users run it: the checks of types that tests run with would cut graphs to pieces
+    run = "from tests.test_compiled import rounds; rounds('llama')"
+    done = subprocess.run([sys.executable, "-c", run], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    first, second = map(int, done.stdout.split())
+    # rows, nodes and slots are symbols; one of them being one, full blocks and taps are cases
+    assert 0 < first <= second <= 20
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma3", "granite"])
+def test_cuda_graphs_say_what_eager_says(architecture: str) -> None:
+    plain, base = copied(architecture, "cuda"), copied(architecture, "cuda", compile=True)
+    prompts = tiny.prompts()
+    for length in (24, 60):
+        drafter = oracle(plain, prompts, length)
+        found = generate(base, drafter, prompts, max_new_tokens=length, tree=TREE)
+        drafter = oracle(plain, prompts, length)
+        assert found == generate(plain, drafter, prompts, max_new_tokens=length, tree=TREE)

@@ -1,0 +1,108 @@
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+
+from specheads.base.cache import KVCache
+from specheads.base.masks import attention_windows, context_length, tree_mask
+from specheads.core.tree import TokenTree
+from tests import tiny
+
+
+def test_a_node_sees_the_committed_text_and_its_path_within_the_window():
+    #  row 0 holds 3 tokens, row 1 holds 1      0      the tree of both; by its path
+    #                                          / \     node 3 is two after the root,
+    #                                         1   2    by its slot it is three
+    #                                             |
+    #                                             3
+    tree = TokenTree(torch.zeros(2, 4, dtype=torch.long), torch.tensor([[-1, 0, 0, 2]] * 2))
+    cache = KVCache(num_layers=1, batch=2, capacity=7)
+    cache.commit([[0, 1, 2], [0]])
+    full, windowed = (
+        tree_mask(tree.ancestors(), tree.depths(), cache, window, torch.float64)[:, 0] == 0
+        for window in (None, 3)
+    )
+    assert full.int().tolist() == [
+        [
+            [1, 1, 1, 1, 0, 0, 0],
+            [1, 1, 1, 1, 1, 0, 0],
+            [1, 1, 1, 1, 0, 1, 0],
+            [1, 1, 1, 1, 0, 1, 1],
+        ],
+        [
+            [1, 1, 0, 0, 0, 0, 0],
+            [1, 1, 1, 0, 0, 0, 0],
+            [1, 1, 0, 1, 0, 0, 0],
+            [1, 1, 0, 1, 1, 0, 0],
+        ],
+    ]
+    assert windowed.int().tolist() == [
+        [
+            [0, 1, 1, 1, 0, 0, 0],
+            [0, 0, 1, 1, 1, 0, 0],
+            [0, 0, 1, 1, 0, 1, 0],
+            [0, 0, 0, 1, 0, 1, 1],
+        ],
+        [
+            [1, 1, 0, 0, 0, 0, 0],
+            [1, 1, 1, 0, 0, 0, 0],
+            [1, 1, 0, 1, 0, 0, 0],
+            [0, 1, 0, 1, 1, 0, 0],
+        ],
+    ]
+
+
+def test_a_tree_deeper_than_the_window_forgets_by_depth_and_not_by_slot():
+    #     0        window 2: node 4, three after the root, sees itself and its parent. Node 2 is
+    #    / \       two above it; by slots it would be one further down than it is, and seen
+    #   1   2
+    #       3
+    #       4
+    tree = TokenTree(torch.zeros(1, 5, dtype=torch.long), torch.tensor([[-1, 0, 0, 2, 3]]))
+    cache = KVCache(num_layers=1, batch=1, capacity=5)
+    mask = tree_mask(tree.ancestors(), tree.depths(), cache, 2, torch.float32)
+    assert (mask[0, 0] == 0).int().tolist() == [
+        [1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0],
+        [1, 0, 1, 0, 0],
+        [0, 0, 1, 1, 0],
+        [0, 0, 0, 1, 1],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "windows"),
+    [
+        ("llama", {"all": None}),
+        ("gpt2", {"all": None}),
+        ("qwen3", {"full_attention": None}),
+        ("mistral", {"all": 12}),
+        ("gemma3", {"full_attention": None, "sliding_attention": 16}),
+    ],
+)
+def test_every_kind_of_layer_looks_back_as_far_as_its_config_says(architecture, windows):
+    assert attention_windows(tiny.config(architecture)) == windows
+
+
+def test_a_state_space_config_without_layer_kinds_is_refused_by_its_setting():
+    config = SimpleNamespace(model_type="old_mamba", state_size=16)
+    with pytest.raises(ValueError, match="'old_mamba' has state_size; choose a base with"):
+        attention_windows(config)
+
+
+def test_local_layers_that_count_slots_are_refused_and_global_ones_are_not():
+    config = transformers.GPTNeoConfig(attention_types=[[["global", "local"], 1]], num_layers=2)
+    with pytest.raises(ValueError, match=r"'gpt_neo' has attention_layers of kind local.*choose"):
+        attention_windows(config)
+    config = transformers.GPTNeoConfig(attention_types=[[["global"], 2]], num_layers=2)
+    assert attention_windows(config) == {"all": None}
+
+
+def test_a_base_whose_angles_change_with_the_length_is_offered_up_to_there():
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": 16, "rope_theta": 1e4}
+    longrope = SimpleNamespace(max_position_embeddings=64, rope_parameters=rope)
+    assert context_length(longrope) == 16
+    by_kind = SimpleNamespace(max_position_embeddings=64, rope_parameters={"full": rope})
+    assert context_length(by_kind) == 16
+    assert context_length(tiny.config("llama")) == context_length(tiny.config("gpt2")) == 128

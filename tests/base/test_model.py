@@ -1,0 +1,243 @@
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from specheads.base.model import FrozenBase
+from specheads.core.tree import chain
+from specheads.decoding.generate import generate
+from tests import tiny
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+CASES = sorted(folder.name for folder in GOLDEN.glob("base_*"))
+SHIPPED = Path(__file__).parents[2] / "recipes" / "tiny_code" / "base"
+
+
+def assert_golden(found: Tensor, golden: Tensor) -> None:
+    """Compare within the tolerance that every golden folder states."""
+    torch.testing.assert_close(found.float(), golden, atol=1e-4, rtol=1e-4)
+
+
+def golden_base(case: str, dtype: torch.dtype, attention: str) -> FrozenBase:
+    return FrozenBase(
+        AutoModelForCausalLM.from_pretrained(
+            GOLDEN / case, dtype=dtype, attn_implementation=attention
+        )
+    )
+
+
+def test_all_seven_golden_bases_are_here():
+    assert len(CASES) == 7
+
+
+@pytest.mark.parametrize(
+    ("dtype", "attention"), [(torch.float64, "eager"), (torch.float32, "sdpa")], ids=str
+)
+@pytest.mark.parametrize("case", CASES)
+def test_golden_numbers_are_reproduced(case, dtype, attention):
+    base = golden_base(case, dtype, attention)
+    io = load_file(GOLDEN / case / "io.safetensors")
+    prompts = [io[f"in.prompt.{row}"].tolist() for row in range(3)]
+    said = [io[f"out.continuation.{row}"].tolist() for row in range(3)]
+
+    text, positions = torch.tensor([prompts[0] + said[0]]), io["in.positions"]
+    hidden = io["out.hidden_states.0"]
+    features = base.read(text, taps=(0, 2, base.num_layers))
+    assert features.taps is not None
+    assert_golden(features.hidden[0, positions], hidden[-1])
+    taps = torch.cat([hidden[0], hidden[2], hidden[-1]], dim=-1)
+    assert_golden(features.taps[0, positions], taps)
+    assert_golden(base.project(features.hidden)[0, positions], io["out.logits.0"])
+
+    assert generate(base, None, prompts, max_new_tokens=len(said[0])).tokens == said
+
+
+@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
+def test_verifying_gives_the_hidden_states_and_taps_that_reading_gives(architecture):
+    # a head is trained on what `read` returns and drafts from what `verify` returns
+    base, prompt = tiny.base(architecture), tiny.prompts()[1]
+    cache = base.cache(batch=1, capacity=len(prompt))
+    front = torch.tensor([prompt[:-4]])
+    base.prefill(front, cache, [front.shape[1]])
+    seen = base.verify(chain(torch.tensor([prompt[-4:]])), cache, taps=(1, 2))
+    read = base.read(torch.tensor([prompt]), taps=(1, 2))
+    torch.testing.assert_close(seen.features.hidden, read.hidden[:, -4:])
+    torch.testing.assert_close(seen.features.taps, None if read.taps is None else read.taps[:, -4:])
+    torch.testing.assert_close(seen.logits, base.project(read.hidden[:, -4:]))
+
+
+def test_the_parameters_of_a_base_take_no_gradient():
+    base = tiny.base()
+    assert not any(parameter.requires_grad for parameter in base.model.parameters())
+    assert not base.model.training
+    assert not base.read(torch.tensor([[1, 2, 3]])).hidden.requires_grad
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        transformers.MambaConfig(vocab_size=61, hidden_size=16, num_hidden_layers=1, state_size=4),
+        transformers.Qwen3NextConfig(
+            vocab_size=61,
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=8,
+            layer_types=["linear_attention", "full_attention"],
+            num_experts=2,
+            num_experts_per_tok=1,
+            moe_intermediate_size=8,
+            shared_expert_intermediate_size=8,
+            linear_num_key_heads=1,
+            linear_num_value_heads=1,
+            linear_key_head_dim=8,
+            linear_value_head_dim=8,
+        ),
+    ],
+    ids=["mamba", "hybrid"],
+)
+def test_a_base_whose_state_cannot_be_rolled_back_is_refused(config):
+    model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ValueError, match=f"{config.model_type!r} has .*choose a base") as caught:
+        FrozenBase(model)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_attention_without_a_mask_is_refused():
+    model = AutoModelForCausalLM.from_config(
+        tiny.config("llama"), attn_implementation="flex_attention"
+    )
+    with pytest.raises(ValueError, match=r"'flex_attention'; load the base with .*'sdpa', 'eager'"):
+        FrozenBase(model)
+
+
+def test_an_unknown_attention_is_refused_before_anything_is_loaded():
+    with pytest.raises(ValueError, match=r"'flash_attention_2'; load the base with"):
+        FrozenBase.load("/nowhere", attention="flash_attention_2")
+
+
+def test_logits_that_follow_another_rule_are_refused():
+    model = AutoModelForCausalLM.from_config(tiny.config("granite"))
+    model.lm_head.register_forward_hook(lambda *call: 2 * call[-1])
+    with pytest.raises(ValueError, match="'granite' must be its vocabulary projection"):
+        FrozenBase(model)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model": "/nowhere/to/be/found"}, "must be a folder or a Hub id"),
+        ({"model": SHIPPED, "dtype": "float33"}, "dtype must name a torch dtype .* 'float33'"),
+        ({"model": SHIPPED, "dtype": "nn"}, "dtype must name a torch dtype .* 'nn'"),
+    ],
+)
+def test_loading_what_cannot_be_loaded_says_so_in_one_line(settings, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        FrozenBase.load(**settings)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_shipped_base_loads_and_says_what_it_is():
+    base = FrozenBase.load(SHIPPED, dtype="float32", device="cpu")
+    assert (base.dtype, base.device.type, base.name) == (torch.float32, "cpu", str(SHIPPED))
+    assert base.tokenizer is not None
+    assert base.embedding.shape == (base.vocab_size, base.width)
+    assert base.num_parameters > 6_000_000
+
+
+def test_the_fingerprint_tells_bases_apart_and_survives_use():
+    llama = tiny.base("llama")
+    before = llama.fingerprint
+    generate(llama, None, tiny.prompts(), max_new_tokens=2)
+    assert llama.fingerprint == before
+    assert before != tiny.base("mistral").fingerprint
+
+
+def test_a_base_that_tells_positions_by_slot_is_refused():
+    """ALiBi adds what depends on the key's slot, which siblings share with nobody."""
+    config = transformers.BloomConfig(vocab_size=61, hidden_size=32, n_layer=2, n_head=4)
+    with pytest.raises(ValueError, match=r"'bloom'.*choose another base"):
+        FrozenBase(transformers.AutoModelForCausalLM.from_config(config))
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 7])
+@pytest.mark.parametrize("architecture", ["granite", "gpt2", "gemma3"])
+def test_prompts_read_in_chunks_give_what_whole_prompts_give(architecture, chunk):
+    base, prompts = tiny.base(architecture), tiny.prompts()
+    counts = [*map(len, prompts)]
+    padded = torch.tensor([prompt + [0] * (max(counts) - len(prompt)) for prompt in prompts])
+    seen: list[int] = []
+    handle = base.model.base_model.register_forward_pre_hook(
+        lambda *call: seen.append(call[-1]["input_ids"].shape[1]), with_kwargs=True
+    )
+    cache = base.cache(3, max(counts) + 1)
+    logits, features = base.prefill(padded, cache, counts, taps=(1, 2), chunk=chunk)
+    handle.remove()
+    assert max(seen) == chunk
+    assert sum(seen) == max(counts)
+    assert cache.row_lengths == counts
+    assert features.taps is not None
+    for row, prompt in enumerate(prompts):
+        read = base.read(torch.tensor([prompt]), taps=(1, 2))
+        assert read.taps is not None
+        torch.testing.assert_close(features.hidden[row, : len(prompt)], read.hidden[0])
+        torch.testing.assert_close(features.taps[row, : len(prompt)], read.taps[0])
+        plain = base.model(input_ids=torch.tensor([prompt]), use_cache=False).logits[0, -1]
+        torch.testing.assert_close(logits[row], plain)
+    # what was committed goes on like the text itself
+    root = logits.argmax(-1)
+    seen_next = base.verify(chain(root[:, None]), cache).logits[:, 0]
+    assert root.tolist() == [said[0] for said in tiny.continuations(architecture)]
+    assert seen_next.argmax(-1).tolist() == [said[1] for said in tiny.continuations(architecture)]
+
+
+def test_prefill_projects_only_the_last_token_of_each_row(monkeypatch):
+    base, shapes = tiny.base(), []
+    project = base.project
+    monkeypatch.setattr(
+        base, "project", lambda hidden: (shapes.append(hidden.shape), project(hidden))[1]
+    )
+    heard = []
+    handle = base.model.lm_head.register_forward_hook(lambda *call: heard.append(call))
+    base.prefill(torch.ones(2, 9, dtype=torch.long), base.cache(2, 9), [9, 4], chunk=4)
+    handle.remove()
+    assert shapes == [(2, base.width)]
+    assert heard == []
+
+
+def test_a_longrope_base_is_exact_up_to_its_original_context_and_refused_beyond():
+    config = transformers.Phi3Config(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        original_max_position_embeddings=24,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "original_max_position_embeddings": 24,
+            "short_factor": [1.0] * 4,
+            "long_factor": [4.0] * 4,
+        },
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    base = FrozenBase(AutoModelForCausalLM.from_config(config, dtype=torch.float64))
+    prompt = tiny.prompts()[2]
+    assert base.max_length == 24
+    said = generate(base, None, [prompt], max_new_tokens=24 - len(prompt)).tokens[0]
+    text = torch.tensor([prompt + said])
+    logits = base.model(input_ids=text, use_cache=False).logits[0, len(prompt) - 1 : -1]
+    assert logits.argmax(-1).tolist() == said
+    with pytest.raises(ValueError, match=r"exceed 24; shorten"):
+        generate(base, None, [prompt], max_new_tokens=25 - len(prompt))

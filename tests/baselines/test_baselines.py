@@ -1,0 +1,435 @@
+"""Drafters without training: what they draft, and that they never change what is said."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from jaxtyping import Int
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from specheads.base.cache import KVCache
+from specheads.base.model import FrozenBase
+from specheads.baselines import DraftModel, PromptLookup, Streaming
+from specheads.baselines.hybrid import Graft, Hybrid, Lookup, graft
+from specheads.baselines.prompt_lookup import continuation
+from specheads.baselines.streaming import WindowCache
+from specheads.core.drafter import Drafter
+from specheads.core.tree import TokenTree, chain
+from specheads.decoding.generate import generate
+from specheads.decoding.trees import policies
+from tests import tiny
+
+TREE = policies.Static([(0,), (1,), (0, 0), (1, 0)])
+ARMS = (
+    "lookup", "lookup as a chain", "draft model, chain", "draft model, tree", "short window",
+    "window, tree", "hybrid", "hybrid, trimmed",
+)  # fmt: skip
+
+
+def lookup(depth: int = 6) -> PromptLookup:
+    # single tokens match often in random text, and mostly wrongly
+    return PromptLookup(tiny.VOCAB, depth)
+
+
+def stranger(base: FrozenBase) -> FrozenBase:
+    """Return another architecture of the same vocabulary."""
+    return tiny.base("gpt2" if base.name != "tiny-gpt2" else "llama")
+
+
+def arm(name: str, architecture: str) -> tuple[Drafter, policies.Policy | None]:
+    base = tiny.base(architecture)
+    match name:
+        case "lookup":
+            return lookup(), Lookup(6)
+        case "lookup as a chain":
+            return lookup(), None
+        case "draft model, chain":
+            return DraftModel(stranger(base), 3, base), None
+        case "draft model, tree":
+            return DraftModel(base, 3, base), policies.BestFirst(9, 3)
+        case "short window":
+            return Streaming(base, 3, sinks=2, window=6), None
+        case "window, tree":
+            return Streaming(base, 2, sinks=3, window=12, max_nodes=16), TREE
+        case _:
+            both = Hybrid(tiny.oracle(2, architecture), lookup())
+            return both, Graft(TREE, 4, trim=name == "hybrid, trimmed")
+
+
+EVERYWHERE = ("lookup", "draft model, tree", "window, tree", "hybrid, trimmed")
+CASES = [
+    (architecture, name)
+    for architecture in tiny.ARCHITECTURES
+    for name in (ARMS if architecture == "llama" else EVERYWHERE)
+]
+
+
+@pytest.mark.parametrize(("architecture", "name"), CASES)
+def test_every_baseline_says_what_the_base_says(architecture, name):
+    drafter, policy = arm(name, architecture)
+    out = generate(tiny.base(architecture), drafter, tiny.prompts(), max_new_tokens=14, tree=policy)
+    assert out.tokens == [said[:14] for said in tiny.continuations(architecture)]
+
+
+@pytest.mark.parametrize("name", ARMS)
+@pytest.mark.parametrize("architecture", ["gemma3"])
+def test_samples_are_those_of_the_base_alone_whoever_drafts(architecture, name):
+    base = tiny.base(architecture)
+    settings: dict[str, Any] = {"max_new_tokens": 10, "temperature": 0.8, "seed": 5}
+    drafter, policy = arm(name, architecture)
+    alone = generate(base, None, tiny.prompts(), **settings)
+    out = generate(base, drafter, tiny.prompts(), tree=policy, **settings)
+    assert out.tokens == alone.tokens
+
+
+@pytest.mark.parametrize("name", ARMS)
+def test_rows_that_finish_early_take_their_memory_with_them(name, monkeypatch):
+    said = tiny.continuations()
+    monkeypatch.setattr(FrozenBase, "eos_ids", (said[0][9],))
+    ends = [row.index(said[0][9]) + 1 if said[0][9] in row else len(row) for row in said]
+    drafter, policy = arm(name, "llama")
+    out = generate(
+        tiny.base(), drafter, tiny.prompts(), max_new_tokens=tiny.NEW_TOKENS, tree=policy
+    )
+    assert len({*ends}) > 1
+    assert out.tokens == [row[:end] for row, end in zip(said, ends, strict=True)]
+
+
+# --- prompt lookup -----------------------------------------------------------------------------
+
+
+def followed(text: Sequence[int], copied: int = 3, max_ngram: int = 2) -> list[int]:
+    found = continuation(torch.tensor([text]), torch.tensor([len(text) - 1]), copied, max_ngram)
+    return [token for token in found[0].tolist() if token >= 0]
+
+
+def test_lookup_copies_what_followed_the_longest_match():
+    #  1 2 7 8 9 5 2 4 4 1 2     both "2"s match one token, only the first matches "1 2"
+    assert followed([1, 2, 7, 8, 9, 5, 2, 4, 4, 1, 2]) == [7, 8, 9]
+
+
+def test_among_equal_matches_the_most_recent_with_a_whole_continuation_decides():
+    #  3 a a a 3 b b b 3 c 3     the last 3 is followed by too little to copy three tokens
+    assert followed([3, 10, 10, 10, 3, 11, 11, 11, 3, 12, 3], max_ngram=1) == [11, 11, 11]
+    assert followed([3, 12, 3]) == [12, 3]
+
+
+def test_a_draft_is_empty_without_a_match():
+    assert followed([1, 2, 3, 4]) == []
+    assert followed([5]) == []
+
+
+def naive(text: list[int], copied: int, max_ngram: int) -> list[int]:
+    """Return the same by loops over n-grams and places."""
+    for length in range(min(max_ngram, len(text) - 1), 0, -1):
+        suffix = text[-length:]
+        ends = [end for end in range(length, len(text)) if text[end - length : end] == suffix]
+        if ends:
+            best = max(ends, key=lambda end: (min(len(text) - end, copied), end))
+            return text[best : best + copied]
+    return []
+
+
+@given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=14), min_size=1, max_size=4))
+def test_lookup_of_ragged_rows_equals_a_search_by_loops(rows: list[list[int]]):
+    width = max(map(len, rows))
+    # what lies beyond a row's end is never looked at, whatever it is
+    text = torch.tensor([row + [1] * (width - len(row)) for row in rows])
+    lengths = torch.tensor([len(row) - 1 for row in rows])
+    found = continuation(text, lengths, 4, 3)
+    for row, copied in zip(rows, found.tolist(), strict=True):
+        drafted = [token for token in copied if token >= 0]
+        assert drafted == naive(row, 4, 3)
+        assert copied == drafted + [-1] * (4 - len(drafted))
+        # a draft is empty exactly where the last token stands nowhere else, and else a substring
+        assert bool(drafted) == (row[-1] in row[:-1])
+        assert any(row[place : place + len(drafted)] == drafted for place in range(len(row)))
+
+
+def test_a_lookup_tree_is_no_larger_than_what_was_found(monkeypatch):
+    base, policy, widths = tiny.base(), Lookup(6), []
+    grown = policy.grow
+
+    def note(*arguments) -> TokenTree:
+        tree = grown(*arguments)
+        widths.append(tree.tokens.shape[1])
+        return tree
+
+    monkeypatch.setattr(policy, "grow", note)
+    text = [*range(20, 40), 7, 8, 9]
+    steps = generate(base, lookup(), [text], max_new_tokens=8, tree=policy).steps[0]
+    said = [*text, tiny_first(base, text)]
+    expected = []
+    for step in steps:
+        expected.append(1 + len(naive(said, 6, 3)))
+        said += step.tokens
+    assert widths == expected
+    assert len(set(expected)) > 1, "the tree should change its size"
+
+
+def tiny_first(base: FrozenBase, text: list[int]) -> int:
+    return generate(base, None, [text], max_new_tokens=1).tokens[0][0]
+
+
+def test_where_no_row_has_a_match_the_tree_is_the_root_alone():
+    features = tiny.base().read(torch.tensor([[9, 4, 6], [1, 2, 3]]))
+    following, count = torch.tensor([[4, 6, 8], [2, 3, 7]]), torch.tensor([3, 3])
+    tree = Lookup(4).grow(lookup(4), features, following, count, lookup(4).memory(2, 8))
+    assert tree.tokens.tolist() == [[8], [7]]
+
+
+def test_lookup_finds_the_first_token_of_the_prompt_too():
+    # its only earlier place is the prompt's very first token
+    features = tiny.base().read(torch.tensor([[9, 4, 6]]))
+    drafter = lookup(2)
+    copied = drafter.copy(
+        features, torch.tensor([[4, 6, 9]]), torch.tensor([3]), drafter.memory(1, 8)
+    )
+    assert copied.tolist() == [[4, 6]]
+
+
+def test_settings_that_cannot_match_are_refused():
+    with pytest.raises(ValueError, match="1 <= min <= max, got depth 3, min_ngram 4"):
+        PromptLookup(8, 3, max_ngram=2, min_ngram=4)
+
+
+# --- draft models ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
+@pytest.mark.parametrize("depth", [1, 4])
+def test_a_base_that_drafts_for_itself_is_always_right(architecture, depth):
+    base = tiny.base(architecture)
+    drafter = DraftModel(base, depth, base)
+    out = generate(base, drafter, tiny.prompts(), max_new_tokens=tiny.NEW_TOKENS)
+    assert out.forwards == [-(-(tiny.NEW_TOKENS - 1) // (depth + 1))] * 3
+
+
+def test_a_tree_of_a_draft_model_follows_each_path():
+    base = tiny.base()
+    drafter = DraftModel(base, 3, base)
+    prompt = torch.tensor([tiny.prompts()[0]])
+    features, following = base.read(prompt), torch.tensor([[*tiny.prompts()[0][1:], 30]])
+    logits, state = drafter.begin(
+        features, following, torch.tensor([prompt.shape[1]]), drafter.memory(1, 40)
+    )
+    level = torch.tensor([[3, 4]])
+    _, state = drafter.extend(state, level, torch.zeros_like(level))
+    below = torch.tensor([[5, 6, 7]])
+    logits, _ = drafter.extend(state, below, torch.tensor([[1, 0, 1]]))
+    for place, path in enumerate(([4, 5], [3, 6], [4, 7])):
+        plain = base.model(torch.tensor([[*prompt[0].tolist(), 30, *path]])).logits[0, -1]
+        torch.testing.assert_close(logits[0, place], plain)
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused_in_one_line():
+    other = FrozenBase(AutoModelForCausalLM.from_config(tiny.config(vocab_size=50)), name="other")
+    with pytest.raises(ValueError, match="'other' has 50 tokens, 'tiny-llama' has 61") as caught:
+        DraftModel(other, 2, tiny.base())
+    assert "\n" not in str(caught.value)
+
+
+# --- streaming ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
+def test_a_window_as_long_as_the_context_drafts_what_the_base_says(architecture):
+    base = tiny.base(architecture)
+    drafter = Streaming(base, 3, window=base.max_length)
+    out = generate(base, drafter, tiny.prompts(), max_new_tokens=tiny.NEW_TOKENS)
+    assert out.forwards == [-(-(tiny.NEW_TOKENS - 1) // 4)] * 3
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "mistral", "gemma3"])
+def test_a_window_decodes_as_if_it_had_read_sinks_and_recent_text_at_their_places(architecture):
+    base, sinks, window = tiny.base(architecture), 2, 8
+    drafter = Streaming(base, 2, sinks=sinks, window=window)
+    memory = drafter.memory(2, 99)
+    text = tiny.prompts()[1]
+    short = text[:3]
+    # a long row and one that fits, side by side
+    reading = torch.tensor([text, short + [0] * (len(text) - 3)])
+    following = torch.cat([reading[:, 1:], reading[:, :1]], dim=1)
+    following[:, -1], following[1, 2] = 33, 34
+    logits, _ = drafter.begin(base.read(reading), following, torch.tensor([len(text), 3]), memory)
+    # the plain model over the same tokens at the same positions, the long gap left out
+    kept = [*text, 33]
+    places = [*range(sinks), *range(len(kept) - window, len(kept))]
+    plain = base.model(
+        torch.tensor([[kept[place] for place in places]]),
+        position_ids=torch.tensor([places]),
+        attention_mask=dense_mask(base, places),
+    )
+    torch.testing.assert_close(logits[0, 0], plain.logits[0, -1])
+    plain = base.model(torch.tensor([[*short, 34]]))
+    torch.testing.assert_close(logits[1, 0], plain.logits[0, -1])
+
+
+def dense_mask(base: FrozenBase, places: list[int]):
+    """Return causal masks that count a sliding window in positions, by kind of layer."""
+    at = torch.tensor(places)
+    masks = {}
+    for kind, window in base.windows.items():
+        seen = at[:, None] >= at
+        if window is not None:
+            seen = seen & (at > at[:, None] - window)
+        zero = torch.zeros(seen.shape, dtype=base.dtype)
+        masks[kind] = zero.masked_fill(~seen, torch.finfo(base.dtype).min)[None, None]
+    return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
+def feed(cache: KVCache, base: FrozenBase, tokens: Int[Tensor, "batch time"]) -> None:
+    base.verify(chain(tokens), cache)
+    cache.commit([list(range(tokens.shape[1]))] * len(tokens))
+
+
+def test_the_window_keeps_sinks_and_the_last_tokens_and_never_grows():
+    base = tiny.base()
+    whole = base.cache(1, 60)
+    cache = WindowCache(base, 1, sinks=2, window=5, scratch=4)
+    text = torch.tensor([tiny.prompts()[1]])
+    feed(whole, base, text)
+    sizes = set()
+    for first in range(0, 21, 3):
+        feed(cache, base, text[:, first : first + 3])
+        sizes.add(cache._own_layers[0].held()[0].shape)
+    assert sizes == {(1, 2, 2 + 5 + 4, 8)}
+    assert cache.row_lengths == [7]
+    assert cache.positions.tolist() == [21]
+    assert cache.slot_positions(7).tolist() == [[0, 1, 16, 17, 18, 19, 20]]
+    # values of the first layer depend on the token alone, so they tell which tokens are kept
+    kept, all_values = cache._own_layers[0].held()[1], whole._own_layers[0].held()[1]
+    torch.testing.assert_close(kept[:, :, :7], all_values[:, :, [0, 1, 16, 17, 18, 19, 20]])
+
+
+def test_the_draft_cache_is_as_large_for_a_long_text_as_for_a_short_one():
+    base = tiny.base()
+    drafter = Streaming(base, 2, sinks=2, window=6, max_nodes=8)
+    for prompt in (tiny.prompts()[0], [3, 9, 27, 20] * 20):
+        memory = drafter.memory(1, len(prompt) + 50)
+        text = torch.tensor([prompt])
+        drafter.begin(base.read(text), text.roll(-1, 1), torch.tensor([len(prompt)]), memory)
+        assert memory._own_layers[0].held()[0].shape[2] == 2 + 6 + 8
+
+
+def test_rows_of_windows_join():
+    base = tiny.base()
+    text = torch.tensor([tiny.prompts()[1]])
+    cache, other = (WindowCache(base, 1, sinks=2, window=5, scratch=9) for _ in range(2))
+    for part in text.split(7, dim=1):
+        feed(cache, base, part)
+    feed(other, base, text[:, :4])
+    cache.join(other)
+    assert cache.positions.tolist() == [21, 4]
+    cache.keep_rows([1])
+    assert cache.positions.tolist() == [4]
+
+
+@pytest.mark.parametrize(("sinks", "window"), [(0, 9), (4, 3)])
+def test_a_window_that_cannot_hold_a_draft_is_refused(sinks, window):
+    with pytest.raises(ValueError, match="a window longer than its depth of 3"):
+        Streaming(tiny.base(), 3, sinks=sinks, window=window)
+
+
+# --- grafting ----------------------------------------------------------------------------------
+
+
+def static_tree(tokens: list[list[int]], parents: list[int]) -> TokenTree:
+    return TokenTree(torch.tensor(tokens), torch.tensor([parents] * len(tokens)))
+
+
+def first_rows(tree: TokenTree, count: int) -> TokenTree:
+    return TokenTree(tree.tokens[:count], tree.parents[:count])
+
+
+def test_a_graft_shares_the_nodes_that_the_tree_has_already():
+    #        0                row 0 copies 5 7 8: the tree holds 5 7, and 8 is new below it
+    #      5   6              row 1 copies 6 9: the tree holds 6
+    #      7                  row 2 copies nothing, row 3 what the tree does not begin with
+    tree = static_tree([[0, 5, 6, 7]] * 4, [-1, 0, 0, 1])
+    copied = torch.tensor([[5, 7, 8], [6, 9, -1], [-1, -1, -1], [1, 2, 3]])
+    out = graft(tree, copied, 2)
+    assert out.parents[:, 4:].tolist() == [[3, -1], [2, -1], [-1, -1], [0, 4]]
+    present = out.parents[:, 4:] >= 0
+    assert out.tokens[:, 4:][present].tolist() == [8, 9, 1, 2]
+    assert graft(first_rows(tree, 3), copied[:3], 2, trim=True).tokens.shape[1] == 5
+    assert graft(first_rows(tree, 1), copied[2:3], 2, trim=True).tokens.shape[1] == 4
+
+
+def test_a_graft_on_a_tree_with_absent_nodes_never_hangs_below_one():
+    tree = static_tree([[0, 5, 7]], [-1, 0, -1])
+    out = graft(tree, torch.tensor([[5, 7]]), 1)
+    assert out.parents.tolist() == [[-1, 0, -1, 1]]
+    assert out.tokens.tolist() == [[0, 5, 7, 7]]
+
+
+@given(st.integers(0, 2**31), st.integers(1, 6), st.integers(1, 6))
+def test_a_grafted_tree_is_the_union_of_the_tree_and_the_copied_path(seed, copied, size):
+    generator = torch.Generator().manual_seed(seed)
+    batch, num_nodes = 3, 7
+    tokens, parents = random_trees(batch, num_nodes, generator)
+    path = torch.randint(3, (batch, copied), generator=generator)
+    ends = torch.randint(copied + 1, (batch, 1), generator=generator)
+    path = torch.where(torch.arange(copied) < ends, path, -1)
+    out = graft(TokenTree(tokens, parents), path, size)
+    plain = TokenTree(out.tokens, out.parents).ancestors()
+    present = (out.parents >= 0) | (torch.arange(num_nodes + size) == 0)
+    reach = out.ancestors()
+    assert torch.equal(reach[present], plain[present])
+    for row in range(batch):
+        old = paths(tokens[row].tolist(), parents[row].tolist())
+        new = paths(out.tokens[row].tolist(), out.parents[row].tolist())
+        assert len(set(new)) == len(new), "a (parent, token) pair occurs once"
+        whole = [token for token in path[row].tolist() if token >= 0]
+        shared = max(len(p) for p in old if list(p) == whole[: len(p)])
+        wanted = {tuple(whole[:end]) for end in range(min(len(whole), shared + size) + 1)}
+        assert set(new) == set(old) | wanted
+
+
+def random_trees(batch: int, num_nodes: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    rows = []
+    for _ in range(batch):
+        tokens, parents = [0], [-1]
+        while len(tokens) < num_nodes:
+            parent = int(torch.randint(len(tokens), (1,), generator=generator))
+            token = int(torch.randint(3, (1,), generator=generator))
+            if (parent, token) not in zip(parents, tokens, strict=True):
+                tokens.append(token)
+                parents.append(parent)
+        rows.append((tokens, parents))
+    return torch.tensor([row[0] for row in rows]), torch.tensor([row[1] for row in rows])
+
+
+def paths(tokens: list[int], parents: list[int]) -> list[tuple[int, ...]]:
+    """Return the path to each node that is present."""
+    found: dict[int, tuple[int, ...]] = {0: ()}
+    for node in range(1, len(tokens)):
+        if parents[node] >= 0:
+            found[node] = (*found[parents[node]], tokens[node])
+    return list(found.values())
+
+
+def test_a_hybrid_takes_what_either_part_knows():
+    # the oracle knows a text that says its prompt once more; lookup finds what it does not draft
+    base = tiny.base()
+    prompt = tiny.prompts()[0] + tiny.continuations()[0]
+    settings: dict[str, Any] = {"max_new_tokens": 20}
+    said = generate(base, None, [prompt], **settings).tokens[0]
+    oracle = tiny.Oracle([prompt + said], 2, tiny.VOCAB)
+    head = generate(base, oracle, [prompt], **settings).forwards[0]
+    # a prompt that holds the answer is what lookup is good at
+    rich = [*said, *prompt[: -len(said)], *prompt[-len(said) :]]
+    out = generate(base, None, [rich], **settings).tokens[0]
+    both = Hybrid(tiny.Oracle([rich + out], 2, tiny.VOCAB), lookup(8))
+    hybrid = generate(base, both, [rich], tree=Graft(policies.chain(2), 6), **settings)
+    assert hybrid.tokens == [out]
+    assert hybrid.forwards[0] <= head
+
+
+def test_a_hybrid_without_its_policy_is_refused_with_the_remedy():
+    with pytest.raises(ValueError, match=r"tree=Graft"):
+        generate(tiny.base(), Hybrid(tiny.oracle(2), lookup()), [[1, 2]], max_new_tokens=4)

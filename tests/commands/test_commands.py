@@ -1,0 +1,325 @@
+"""The command line as a user meets it: real runs in a process of their own, and mistakes."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import specheads
+from specheads.commands import compare, evaluate, export, train
+from specheads.runs.directory import RunDirectory
+from specheads.runs.trackers import read_metrics
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = ["evaluation.num_prompts=2", "evaluation.max_new_tokens=8", "evaluation.speed_prompts=1"]
+
+
+def specheads_command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+    environment["PYTHONPATH"] = str(ROOT)
+    return subprocess.run(
+        [sys.executable, "-m", "specheads", *arguments],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Return a working folder with the finished smoke run in it, and what the run printed."""
+    cwd = tmp_path_factory.mktemp("work")
+    done = specheads_command("train", "recipe=smoke", *SMALL, cwd=cwd)
+    assert done.returncode == 0, done.stderr
+    return cwd, done.stdout
+
+
+@pytest.fixture
+def here(finished: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Return what runs a command beside the finished run, in this process: it starts faster."""
+
+    def run(command: ModuleType, *arguments: str) -> None:
+        monkeypatch.chdir(finished[0])
+        monkeypatch.setattr(sys, "argv", ["command", *arguments])
+        monkeypatch.setenv("COLUMNS", "160")
+        command.main()
+
+    return run
+
+
+def test_a_run_directory_holds_what_the_contract_names(finished: tuple[Path, str]):
+    run = RunDirectory(finished[0] / "runs" / "smoke")
+    assert sorted(item.name for item in run.path.iterdir()) == [
+        "checkpoints", "config.yaml", "head", "metrics.jsonl", "phases", "provenance.json",
+        "report", "text",
+    ]  # fmt: skip
+    assert sorted(item.name for item in run.head.iterdir()) == [
+        "README.md", "config.json", "model.safetensors",
+    ]  # fmt: skip
+    assert {"results.json", "report.html", "acceptance.png", "loss.png", "speed.png"} <= {
+        item.name for item in run.report.iterdir()
+    }
+    card = (run.head / "README.md").read_text()
+    assert "| identical to the base alone | 2 of 2 prompts |" in card
+    assert str(ROOT) not in card
+    rows = read_metrics(run.metrics)
+    assert [row["step"] for row in rows] == [2, 4, 6, 8, 10]
+    assert [row["phase"] for row in rows] == ["corpus"] * 3 + ["distilled"] * 2
+    told = json.loads(run.provenance.read_text())
+    assert told["end"] >= told["start"]
+    assert len(told["base_fingerprint"]) == 32
+
+
+def test_results_are_lossless_and_replay_equals_decoding(finished: tuple[Path, str]):
+    results = json.loads((finished[0] / "runs/smoke/report/results.json").read_text())
+    assert results["lossless"] == {
+        "compared": 2, "identical": 2, "first_divergence_logit_gap": None,
+    }  # fmt: skip
+    assert results["replay"]["equal"] is True
+    assert [row["phase"] for row in results["phases"]] == ["corpus", "distilled"]
+    assert results["prompts"]["count"] == 2
+    assert results["speed"]["base_tokens_per_second"] > 0
+
+
+def test_the_console_ends_with_where_the_report_lies(finished: tuple[Path, str]):
+    assert finished[1].strip().endswith("report/report.html")
+
+
+def test_the_trained_head_decodes_through_the_public_interface(finished: tuple[Path, str]):
+    base = specheads.FrozenBase.load(ROOT / "recipes/tiny_code/base", dtype="float32", device="cpu")
+    head = specheads.load_head(finished[0] / "runs/smoke/head", base)
+    prompts = [[11, 300, 42, 7], [5, 6]]
+    ours = specheads.generate(base, head, prompts, max_new_tokens=12)
+    alone = specheads.generate(base, None, prompts, max_new_tokens=12)
+    assert ours.tokens == alone.tokens
+    assert alone.forwards == [11, 11]
+
+
+def test_a_finished_run_is_refused_and_left_as_it_is(
+    finished: tuple[Path, str], here: Callable[..., None], capsys: Any
+):
+    run = finished[0] / "runs" / "smoke"
+    before = {file: file.stat().st_mtime_ns for file in run.rglob("*")}
+    with pytest.raises(SystemExit) as left:
+        here(train, "recipe=smoke", *SMALL)
+    assert left.value.code == 2
+    assert "a finished run is never overwritten" in capsys.readouterr().err
+    assert before == {file: file.stat().st_mtime_ns for file in run.rglob("*")}
+
+
+def test_evaluate_measures_a_run_again_elsewhere(finished: tuple[Path, str]):
+    done = specheads_command(
+        "evaluate", "run=runs/smoke", "tree=best_first", "evaluation.mode=online", "out=again",
+        *SMALL, cwd=finished[0],
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    results = json.loads((finished[0] / "again" / "results.json").read_text())
+    assert results["settings"]["tree"] == "best_first"
+    assert results["lossless"]["identical"] == 2
+    assert results["speed"] is None
+
+
+def test_a_head_without_its_run_is_measured_by_the_short_names(
+    finished: tuple[Path, str], here: Callable[..., None]
+):
+    here(
+        evaluate, "head=runs/smoke/head", f"base={ROOT / 'recipes/tiny_code/base'}", "tree=chain",
+        "prompts=python_stdlib", "num_prompts=2", "max_new_tokens=8", "mode=offline", "out=third",
+    )  # fmt: skip
+    results = json.loads((finished[0] / "third" / "results.json").read_text())
+    assert (results["prompts"]["count"], results["settings"]["max_new_tokens"]) == (2, 8)
+    assert results["offline"]["forwards"] > 0
+    assert results["online"] is None
+    assert results["provenance"]["command"][1] == "head=runs/smoke/head"
+
+
+def test_evaluate_keeps_the_run_s_own_settings_but_for_those_asked_for(
+    finished: tuple[Path, str], here: Callable[..., None]
+):
+    here(evaluate, "run=runs/smoke", "tree=chain", "temperature=0.9", "num_prompts=1", "out=warm")
+    results = json.loads((finished[0] / "warm" / "results.json").read_text())
+    assert results["settings"]["temperature"] == 0.9
+    # the run was made with 8 new tokens, the default is 128
+    assert results["settings"]["max_new_tokens"] == 8
+    assert results["prompts"]["count"] == 1
+    assert results["offline"] is None
+    assert results["online"]["tokens_per_forward"] >= 1.0
+
+
+def test_evaluate_measures_a_run_on_its_own_base_in_another_way(
+    finished: tuple[Path, str], here: Callable[..., None], capsys: pytest.CaptureFixture[str]
+):
+    wanted = ("run=runs/smoke", "num_prompts=1", "max_new_tokens=4", "mode=online")
+    here(evaluate, *wanted, "base.dtype=float64", "tree=chain", "out=fine")
+    results = json.loads((finished[0] / "fine" / "results.json").read_text())
+    assert results["settings"]["dtype"] == "float64"
+    with pytest.raises(SystemExit) as left:
+        here(evaluate, *wanted, "base=elsewhere", "out=never")
+    assert left.value.code == 2
+    assert "measured on its own base, got base.model" in capsys.readouterr().err
+    assert not (finished[0] / "never").exists()
+
+
+def test_an_interrupted_command_goes_on_and_ends_where_an_undisturbed_one_does(
+    finished: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+):
+    arguments = ["train.py", "recipe=smoke", f"run_dir={tmp_path}/run", "evaluate_after=false"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    step = train.trainer._Trainer._step
+
+    def interrupted(self, *rest):
+        self.stop = self.at.step == 7
+        return step(self, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train.trainer._Trainer, "_step", interrupted)
+        with pytest.raises(SystemExit) as left:
+            train.main()
+    assert left.value.code == 130
+    assert train.trainer.last_step(RunDirectory(tmp_path / "run")) == 8
+    train.main()
+    ours = load_file(tmp_path / "run" / "head" / "model.safetensors")
+    whole = load_file(finished[0] / "runs" / "smoke" / "head" / "model.safetensors")
+    for name, value in whole.items():
+        torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-5)
+    capsys.readouterr()
+
+
+MISTAKES = {
+    "no recipe": ([], "name a recipe"),
+    "unknown recipe": (["recipe=nope"], "there is no recipe 'nope'"),
+    "unknown key": (["recipe=smoke", "stepz=3"], "stepz"),
+    "unknown nested key": (["recipe=smoke", "schedule.phases.corpus.stepz=3"], "stepz"),
+    "wrong type": (["recipe=smoke", "seed=abc"], "seed"),
+    "unknown head": (["recipe=smoke", "head=nope"], "head/nope"),
+    "unknown kind": (["recipe=smoke", "head.kind=os.system"], "head kind must be one of"),
+    "setting of another head": (["recipe=smoke", "head=medusa", "+head.inner_dim=3"], "inner_dim"),
+    "missing base": (["recipe=smoke", "base.model=no/such/folder"], "no/such/folder"),
+    "missing corpus": (["recipe=smoke", "data=jsonl", "data.path=no.jsonl"], "no.jsonl"),
+    "too short": (["recipe=smoke", "schedule.phases.corpus.batch_size=99999"], "lower the batch"),
+    "too long": (["recipe=smoke", "schedule.phases.corpus.sequence_length=4096"], "2048"),
+    "unknown loss": (["recipe=smoke", "schedule.phases.corpus.loss=hinge"], "'hinge'"),
+    "unknown tracker": (["recipe=smoke", "tracker.kind=mlflow"], "'mlflow'"),
+    "unknown tree": (["recipe=smoke", "tree.kind=oak"], "'oak'"),
+    "unknown prompts": (["recipe=smoke", "evaluation.prompts=nope"], "nope"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_gets_one_line_and_leaves_nothing_behind(
+    mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+):
+    overrides, told = MISTAKES[mistake]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train.py", *overrides])
+    with pytest.raises(SystemExit) as left:
+        train.main()
+    printed = capsys.readouterr().err
+    assert left.value.code == 2, printed
+    assert told in printed
+    assert "Traceback" not in printed
+    if "recipe" not in mistake:
+        assert len(printed.strip().splitlines()) == 1, printed
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_bare_command_lists_the_recipes(monkeypatch: pytest.MonkeyPatch, capsys: Any):
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    with pytest.raises(SystemExit):
+        train.main()
+    printed = capsys.readouterr().err
+    assert all(f"  {name} " in printed for name in ("smoke", "tiny_code", "granite_code"))
+
+
+def test_a_dry_run_prints_the_settings_and_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train.py", "recipe=tiny_code", "dry_run=true"])
+    train.main()
+    assert "kind: mlp_speculator" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_export_writes_a_folder_and_the_line_that_serves_it(
+    finished: tuple[Path, str], here: Callable[..., None], capsys: Any
+):
+    cwd = finished[0]
+    here(export, "run=runs/smoke", "engine=vllm", "out=served", "num_prompts=2", "new_tokens=16")
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "vllm serve" in line
+    assert str(cwd / "served") in line
+    record = json.loads((cwd / "served" / "specheads.json").read_text())
+    assert record["parity"]["texts"] == 2
+    assert specheads.load_head(cwd / "served").kind == "mlp_speculator"
+
+
+def test_training_starts_from_a_head_that_is_named(
+    finished: tuple[Path, str], here: Callable[..., None]
+):
+    cwd = finished[0]
+    here(
+        train, "recipe=smoke", "name=further", "init=runs/smoke/head", "evaluate_after=false",
+        "schedule.phases.corpus.steps=2", "~schedule.phases.distilled",
+    )  # fmt: skip
+    first = read_metrics(cwd / "runs" / "smoke" / "metrics.jsonl")[0]["loss"]
+    assert read_metrics(cwd / "runs" / "further" / "metrics.jsonl")[0]["loss"] < first
+
+
+def test_compare_holds_the_head_of_a_run_against_what_needs_no_training(
+    finished: tuple[Path, str], here: Callable[..., None], capsys: Any
+):
+    run = finished[0] / "runs" / "smoke"
+    before = {file.name for file in (run / "report").iterdir()}
+    here(
+        compare, "run=runs/smoke", "tree=chain", "num_prompts=2", "max_new_tokens=8",
+        "evaluation.speed_prompts=1", "evaluation.repeats=1",
+        f"draft_model={ROOT / 'recipes/tiny_code/base'}", "window=16",
+    )  # fmt: skip
+    told = capsys.readouterr().out
+    assert "comparison: runs/smoke/report/compare.json" in told
+    written = {file.name for file in (run / "report").iterdir()} - before
+    assert written == {"compare.json", "compare.png"}
+    found = json.loads((run / "report" / "compare.json").read_text())
+    drafters = found["drafters"]
+    assert [*drafters] == ["head", "prompt_lookup", "hybrid", "streaming", "draft_model"]
+    for name, row in drafters.items():
+        assert name in told
+        assert row["lossless"]["identical"] == row["lossless"]["compared"] == 2
+        assert row["speed"]["tokens_per_second"] > 0
+    # 7 tokens after the first: a base that drafts for itself needs two forwards for each prompt
+    assert drafters["draft_model"]["online"]["forwards"] == 2 * 2
+    assert found["prompts"]["count"] == 2
+    assert found["provenance"]["command"][1] == "run=runs/smoke"
+
+
+def test_compare_refuses_a_run_that_is_not_finished_and_a_stranger_as_the_draft_model(
+    finished: tuple[Path, str], here: Callable[..., None], tmp_path: Path, capsys: Any
+):
+    begun = tmp_path / "begun"
+    begun.mkdir()
+    shutil.copy(finished[0] / "runs" / "smoke" / "config.yaml", begun)
+    for arguments, told in (
+        ([f"run={begun}"], "only a finished run can be compared"),
+        (
+            ["run=runs/smoke", "drafters=[draft_model]", "draft_model=no/such/folder"],
+            "no/such/folder",
+        ),
+    ):
+        with pytest.raises(SystemExit) as left:
+            here(compare, *arguments, "num_prompts=1", "max_new_tokens=4", "out=refused")
+        assert left.value.code == 2
+        (line,) = capsys.readouterr().err.strip().splitlines()[-1:]
+        assert told in line
+    assert not (finished[0] / "refused").exists()

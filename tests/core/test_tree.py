@@ -1,0 +1,107 @@
+import itertools
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specheads.core.tree import TokenTree, chain, from_paths
+
+
+@st.composite
+def parent_rows(draw: st.DrawFn) -> list[list[int]]:
+    """A batch of random trees of one size, as parents."""
+    batch, num_nodes = draw(st.integers(1, 3)), draw(st.integers(1, 20))
+    nodes = range(1, num_nodes)
+    return [[-1] + [draw(st.integers(0, node - 1)) for node in nodes] for _ in range(batch)]
+
+
+def tree_of(parents: list[list[int]]) -> TokenTree:
+    return TokenTree(
+        torch.zeros(len(parents), len(parents[0]), dtype=torch.long), torch.tensor(parents)
+    )
+
+
+def lineage(parents: list[int], node: int) -> set[int]:
+    """Walk up from a node, one edge at a time."""
+    seen = set()
+    while node >= 0:
+        seen.add(node)
+        node = parents[node]
+    return seen
+
+
+def test_a_node_sees_itself_and_those_above_it():
+    #      0
+    #     / \
+    #    1   2
+    #   /   / \
+    #  3   4   5
+    #          |
+    #          6
+    tree = tree_of([[-1, 0, 0, 1, 2, 2, 5]])
+    assert tree.ancestors()[0].int().tolist() == [
+        [1, 0, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0, 0],
+        [1, 0, 1, 0, 0, 0, 0],
+        [1, 1, 0, 1, 0, 0, 0],
+        [1, 0, 1, 0, 1, 0, 0],
+        [1, 0, 1, 0, 0, 1, 0],
+        [1, 0, 1, 0, 0, 1, 1],
+    ]
+    assert tree.depths().tolist() == [[0, 1, 1, 2, 2, 2, 3]]
+
+
+@given(parent_rows())
+def test_ancestors_are_those_met_on_the_way_to_the_root(parents):
+    found = tree_of(parents).ancestors()
+    for row, row_parents in zip(found, parents, strict=True):
+        for node, sees in enumerate(row):
+            assert set(sees.nonzero().flatten().tolist()) == lineage(row_parents, node)
+
+
+def test_a_chain_sees_everything_before():
+    tree = chain(torch.tensor([[5, 6, 7], [8, 9, 9]]))
+    assert tree.parents.tolist() == [[-1, 0, 1]] * 2
+    assert tree.ancestors().tolist() == torch.ones(2, 3, 3).tril().bool().tolist()
+
+
+def test_paths_share_their_beginnings():
+    #  91 92 93 95            91 ── 92 ─┬─ 93 ─┬─ 95
+    #  91 92 94 96                      │      └─ 97
+    #  91 92 93 97                      └─ 94 ─── 96
+    paths = torch.tensor([[[91, 92, 93, 95], [91, 92, 94, 96], [91, 92, 93, 97]]])
+    tree = from_paths(paths)
+    assert tree.tokens.tolist() == [[91, 92, 93, 95, 94, 96, 97]]
+    assert tree.parents.tolist() == [[-1, 0, 1, 2, 1, 4, 2]]
+    assert tree.depths().tolist() == [[0, 1, 2, 3, 2, 3, 3]]
+    assert from_paths(paths, 5).tokens.tolist() == [[91, 92, 93, 95, 94]]
+
+
+@st.composite
+def rows_of_paths(draw: st.DrawFn) -> list[list[list[int]]]:
+    batch, num_paths, length = (draw(st.integers(1, most)) for most in (3, 6, 4))
+    tokens = st.lists(st.integers(0, 2), min_size=length - 1, max_size=length - 1)
+    return [[[7, *draw(tokens)] for _ in range(num_paths)] for _ in range(batch)]
+
+
+@given(rows_of_paths(), st.integers(1, 25))
+def test_a_tree_of_paths_holds_every_beginning_once_and_the_first_ones_where_room_ends(
+    rows: list[list[list[int]]], num_nodes: int
+):
+    tree = from_paths(torch.tensor(rows), num_nodes)
+    assert tree.tokens.shape == (len(rows), num_nodes)
+    reach = tree.ancestors()
+    for row, paths in enumerate(rows):
+        beginnings = [tuple(path[:end]) for path in paths for end in range(1, len(path) + 1)]
+        ours = [tuple(tree.tokens[row, line].tolist()) for line in reach[row]]
+        wanted = list(dict.fromkeys(beginnings))[:num_nodes]
+        assert ours[: len(wanted)] == wanted
+        # what fills the row up repeats nothing and is nobody's sibling
+        assert len(set(ours)) == num_nodes
+        assert all(end[:-1] == above for above, end in itertools.pairwise(ours[len(wanted) - 1 :]))
+
+
+def test_ancestors_that_a_policy_knows_are_not_worked_out_again():
+    known = torch.tensor([[[True, False], [True, True]]])
+    parents = torch.tensor([[-1, 0]])
+    assert TokenTree(parents, parents, known).ancestors() is known

@@ -1,0 +1,133 @@
+"""Self-distilled text: only what the base wrote counts, written once, resumed to the bit."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from specheads.config import Distill
+from specheads.data.distill import DistilledText, write_shards
+from specheads.data.packing import TokenBatch
+
+SETTINGS = Distill(num_samples=10, prompt_tokens=3, new_tokens=4, batch_size=4)
+
+
+class Prompts:
+    """Rows that count upwards, so that every token says where it came from."""
+
+    def batches(
+        self, cursor: dict[str, Any] | None = None
+    ) -> Iterator[tuple[TokenBatch, dict[str, Any]]]:
+        number = cursor["number"] if cursor else 0
+        while True:
+            tokens = torch.arange(28).view(4, 7) + 100 * number
+            number += 1
+            yield TokenBatch(tokens, torch.ones_like(tokens, dtype=torch.bool)), {"number": number}
+
+
+def pen(prompts: list[list[int]], seed: int) -> list[list[int]]:
+    """Continue each prompt by what shows prompt and seed; every second text ends early."""
+    return [
+        [row[-1] + 1000, seed % 1000, 7, 8][: 2 if place % 2 else 4]
+        for place, row in enumerate(prompts)
+    ]
+
+
+def write(folder: Path, settings: Distill = SETTINGS, **changes: Any) -> list[int]:
+    shown: list[int] = []
+    arguments: dict[str, Any] = {"write": pen, "identity": {"base": "b"}} | changes
+    write_shards(
+        folder,
+        Prompts(),
+        settings=settings,
+        on_shard=lambda *counts: shown.append(counts[0]),
+        **arguments,
+    )
+    return shown
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return [
+        row for file in sorted(folder.glob("*.parquet")) for row in pq.read_table(file).to_pylist()
+    ]
+
+
+def test_prompts_are_the_beginnings_of_corpus_rows_and_as_many_are_written_as_asked(tmp_path: Path):
+    assert write(tmp_path) == [4, 8, 10]
+    found = rows(tmp_path)
+    assert len(found) == 10
+    assert found[0] == {"tokens": [0, 1, 2, 1002, 0, 7, 8], "prompt_tokens": 3}
+    assert found[4]["tokens"][:3] == [100, 101, 102]
+    assert found[1]["tokens"] == [7, 8, 9, 1009, 0]
+
+
+def test_stopping_and_going_on_writes_the_same_text(tmp_path: Path):
+    write(tmp_path / "whole")
+    calls = 0
+
+    def breaking(prompts: list[list[int]], seed: int) -> list[list[int]]:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise RuntimeError("the machine went away")
+        return pen(prompts, seed)
+
+    with pytest.raises(RuntimeError):
+        write(tmp_path / "parts", write=breaking)
+    assert len(rows(tmp_path / "parts")) == 4
+    assert write(tmp_path / "parts") == [8, 10]
+    assert rows(tmp_path / "parts") == rows(tmp_path / "whole")
+    assert write(tmp_path / "parts") == []
+    assert not list((tmp_path / "parts").glob("*.tmp"))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"identity": {"base": "c"}}, {"seed": 1}, {"settings": Distill(num_samples=10, new_tokens=5)}],
+    ids=["base", "seed", "settings"],
+)
+def test_text_of_another_base_or_of_other_settings_is_refused(changes: dict, tmp_path: Path):
+    write(tmp_path)
+    with pytest.raises(ValueError, match="the base and settings that wrote it only"):
+        write(tmp_path, **changes)
+
+
+def test_text_kept_elsewhere_is_the_same_text(tmp_path: Path):
+    write(tmp_path)
+    shared = Distill(num_samples=10, prompt_tokens=3, new_tokens=4, batch_size=4, folder="there")
+    assert write(tmp_path, shared) == []
+
+
+def test_only_what_the_base_wrote_counts(tmp_path: Path):
+    #  prompt  p p p      counted  . . .
+    #  written w w w w             x x x x   or, ended early:  x x . .
+    write(tmp_path)
+    text = DistilledText(tmp_path, 10, padding_id=0)
+    batch, _ = next(text.batches())
+    long = batch.tokens[:, 5] == 7
+    assert batch.counted[long].tolist() == [[False] * 3 + [True] * 4] * 5
+    assert batch.counted[~long].tolist() == [[False] * 3 + [True] * 2 + [False] * 2] * 5
+    assert batch.tokens[~long, 5:].any().item() is False
+
+
+def test_batches_go_on_from_a_cursor_over_epochs_and_ranks_share_no_row(tmp_path: Path):
+    write(tmp_path)
+    text = DistilledText(tmp_path, 2, padding_id=0, rank=0, world_size=2)
+    other = DistilledText(tmp_path, 2, padding_id=0, rank=1, world_size=2)
+    assert text.batches_per_epoch == 2
+    stream, theirs = text.batches(), other.batches()
+    seen = [next(stream) for _ in range(5)]
+    again = text.batches(seen[2][1])
+    assert torch.equal(next(again)[0].tokens, seen[3][0].tokens)
+    mine = torch.cat([batch.tokens for batch, _ in seen[:2]])
+    others = torch.cat([next(theirs)[0].tokens for _ in range(2)])
+    assert not set(mine[:, 0].tolist()) & set(others[:, 0].tolist())
+
+
+def test_too_few_texts_for_a_batch_is_an_error_with_both_numbers(tmp_path: Path):
+    write(tmp_path)
+    with pytest.raises(ValueError, match=r"needs 11 texts.*holds 10"):
+        DistilledText(tmp_path, 11, padding_id=0)

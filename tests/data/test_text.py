@@ -1,0 +1,407 @@
+import gzip
+import itertools
+import json
+import re
+from pathlib import Path
+
+import datasets
+import pytest
+import torch
+from datasets import Dataset
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from specheads.data import corpora
+from specheads.data.corpora import load_corpus, split_of
+from specheads.data.fingerprint import text_fingerprint, tokenizer_fingerprint
+from specheads.data.packing import PackedText
+from specheads.data.prompts import PromptSet, load_prompts
+
+BASE = Path(__file__).parents[2] / "recipes" / "tiny_code" / "base"
+TEXTS = [f"document {number}: " + "word " * (number % 7 + 1) for number in range(120)]
+CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(BASE)
+
+
+@pytest.fixture
+def chat_tokenizer() -> PreTrainedTokenizerBase:
+    tokenizer = AutoTokenizer.from_pretrained(BASE)
+    tokenizer.chat_template = CHAT
+    return tokenizer
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets_cache")
+
+
+def write_jsonl(path: Path, rows: list[dict]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def ids_of(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    return list(tokenizer(text)["input_ids"])
+
+
+# corpus
+
+
+def test_the_splits_of_a_corpus_are_disjoint_and_together_are_all_of_it(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
+    parts = {
+        split: set(load_corpus("jsonl", path=path, split=split)["text"]) for split in corpora.SPLITS
+    }
+    assert sum(map(len, parts.values())) == len(TEXTS)
+    assert set().union(*parts.values()) == set(TEXTS)
+    assert all(split_of(text) == split for split, part in parts.items() for text in part)
+
+
+def test_about_five_percent_of_documents_are_prompts_and_two_are_validation():
+    splits = [split_of(str(number)) for number in range(5000)]
+    assert 0.04 < splits.count("prompts") / 5000 < 0.06
+    assert 0.015 < splits.count("validation") / 5000 < 0.026
+
+
+def test_every_local_source_gives_the_same_split_of_the_same_texts(tmp_path):
+    jsonl = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
+    parquet = tmp_path / "a.parquet"
+    Dataset.from_dict({"code": TEXTS}).to_parquet(parquet)
+    folder = tmp_path / "texts" / "deeper"
+    folder.mkdir(parents=True)
+    for number, text in enumerate(TEXTS):
+        (folder / f"{number}.txt").write_text(text, encoding="utf-8")
+    (folder / "binary.bin").write_bytes(b"\xff\xfe\x00")
+    found = [
+        load_corpus("jsonl", path=jsonl),
+        load_corpus("jsonl", path=str(tmp_path / "*.jsonl")),
+        load_corpus("parquet", path=str(parquet), column="code"),
+        load_corpus("parquet", path=str(tmp_path), column="code"),
+        load_corpus("files", path=str(tmp_path / "texts")),
+    ]
+    assert all(one.column_names == ["text"] for one in found)
+    assert len({tuple(sorted(one["text"])) for one in found}) == 1
+
+
+def test_the_order_is_shuffled_and_depends_on_the_seed_alone(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
+    first, again, other = (
+        list(load_corpus("jsonl", path=path, seed=seed)["text"]) for seed in (0, 0, 1)
+    )
+    assert first == again
+    assert first != other
+    assert sorted(first) == sorted(other)
+    assert first != [text for text in TEXTS if text in set(first)]
+
+
+def test_the_standard_library_leaves_out_packages_tests_and_crumbs(tmp_path, monkeypatch):
+    code = "x = 1  # a line of code\n" * 40
+    kept = {"json/decoder.py": code + "# 1", "encodings/ascii.py": code + "# 2"}
+    left_out = {
+        "site-packages/numpy/core.py": code,
+        "dist-packages/apt.py": code,
+        "test/test_json.py": code,
+        "lib2to3/tests/data/infinite.py": code,
+        "idlelib/run.py": code,
+        "this.py": "short",
+    }
+    for name, text in (kept | left_out).items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    (tmp_path / "latin.py").write_bytes(b"# \xe9\n" + code.encode())
+    monkeypatch.setattr(corpora.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    monkeypatch.setattr(corpora, "split_of", lambda _: "train")
+    documents = load_corpus("python_stdlib")
+    assert set(documents["text"]) == set(kept.values())
+    assert documents.cache_files == []
+
+
+def test_the_standard_library_of_this_interpreter_is_found():
+    text = Path(json.decoder.__file__).read_text(encoding="utf-8")
+    assert text in load_corpus("python_stdlib", split=split_of(text))["text"]
+
+
+def test_max_documents_bounds_what_is_taken(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpora, "split_of", lambda _: "train")
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
+    taken, other = (
+        set(load_corpus("jsonl", path=path, max_documents=60, seed=seed)["text"]) for seed in (0, 1)
+    )
+    assert len(taken) == len(other) == 60
+    assert taken != other != set(TEXTS[:60])
+
+
+@pytest.mark.parametrize(
+    ("choices", "message"),
+    [
+        ({"source": "web"}, "python_stdlib, files, jsonl, parquet, hub; got 'web'"),
+        ({"source": "jsonl", "split": "test"}, "train, validation, prompts; got 'test'"),
+        ({"source": "jsonl", "path": "missing.jsonl"}, "got path 'missing.jsonl'"),
+        ({"source": "files", "path": "missing"}, "needs a folder of text files, got path"),
+        ({"source": "hub"}, "needs the id of a dataset"),
+    ],
+)
+def test_a_corpus_that_cannot_be_named_is_refused(choices, message):
+    with pytest.raises(ValueError, match=message):
+        load_corpus(**choices)
+
+
+def test_a_missing_column_is_told_with_those_there_are(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"body": "x", "size": 1}])
+    with pytest.raises(ValueError, match="no column 'text'; it has body, size"):
+        load_corpus("jsonl", path=path)
+    with pytest.raises(ValueError, match=r"column 'size' of .* must hold text"):
+        load_corpus("jsonl", path=path, column="size")
+
+
+def test_a_corpus_of_nothing_but_blanks_is_refused_and_a_broken_file_named(tmp_path):
+    blank = write_jsonl(tmp_path / "a.jsonl", [{"text": "  \n"}, {"text": ""}])
+    with pytest.raises(ValueError, match="at least one document in its train split"):
+        load_corpus("jsonl", path=blank)
+    broken = tmp_path / "b.jsonl"
+    broken.write_text("no json\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"cannot read .*b\.jsonl' as jsonl"):
+        load_corpus("jsonl", path=str(broken))
+
+
+def test_an_unreachable_hub_is_one_line_that_asks_for_a_local_file(monkeypatch):
+    def unreachable(*_, **__):
+        raise ConnectionError("no route\nmore lines")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    with pytest.raises(ValueError, match="'a/b' from the Hub: no route; pass a local file") as told:
+        load_corpus("hub", path="a/b")
+    assert "\n" not in str(told.value)
+
+
+def test_a_hub_dataset_with_a_bound_is_streamed(monkeypatch):
+    asked = {}
+
+    def load(path, **choices):
+        asked.update(choices, path=path)
+        table = Dataset.from_dict({"content": TEXTS})
+        return table.to_iterable_dataset() if choices["streaming"] else table
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    part = load_corpus("hub", path="a/b", column="content", patterns=["x/*"], max_documents=30)
+    assert asked["streaming"]
+    assert asked["data_files"] == ["x/*"]
+    assert 0 < len(part) <= 30
+    whole = load_corpus("hub", path="a/b", column="content")
+    assert set(part["text"]) < set(whole["text"])
+
+
+# packing
+
+
+def pack(tokenizer: PreTrainedTokenizerBase, texts: list[str] = TEXTS, **choices) -> PackedText:
+    sizes = {"sequence_length": 16, "batch_size": 2} | choices
+    return PackedText(Dataset.from_dict({"text": texts}), tokenizer, **sizes)
+
+
+def documents_in(batches: list, eos: int) -> list[tuple[int, ...]]:
+    """Cut a stream back into its whole documents."""
+    flat = [token for batch, _ in batches for token in batch.tokens.flatten().tolist()]
+    cuts = [place for place, token in enumerate(flat) if token == eos]
+    return [tuple(flat[a + 1 : b]) for a, b in itertools.pairwise([-1, *cuts])]
+
+
+def test_packing_lays_documents_end_to_end_and_drops_no_token(tokenizer):
+    batches = list(itertools.islice(pack(tokenizer, lanes=1).batches(), 60))
+    assert all(batch.tokens.shape == (2, 16) for batch, _ in batches)
+    assert all(batch.counted.all() for batch, _ in batches)
+    found = documents_in(batches, tokenizer.eos_token_id)
+    wanted = [tuple(ids_of(text, tokenizer)) for text in TEXTS]
+    # a first epoch has every document once, in another order than the corpus; then a second
+    assert len(found) > len(TEXTS)
+    assert sorted(found[: len(TEXTS)]) == sorted(wanted)
+    assert found[: len(TEXTS)] != wanted
+    assert found[len(TEXTS)] in wanted
+
+
+def test_lanes_take_turns_row_by_row(tokenizer):
+    #  lane 0  a a a a      rows  a b c a b c
+    #  lane 1  b b b b
+    #  lane 2  c c c c      so no two neighbours are of the same document
+    texts = ["a " * 400, "b " * 400, "c " * 400]
+    batches = itertools.islice(pack(tokenizer, texts, lanes=3).batches(), 4)
+    rows = [row for batch, _ in batches for row in batch.tokens.tolist()]
+    assert all(one[-1] != other[-1] for one, other in itertools.pairwise(rows))
+    assert [row[-1] for row in rows[:3]] == [row[-1] for row in rows[3:6]]
+
+
+@pytest.mark.parametrize("lanes", [1, 5])
+@pytest.mark.parametrize("stop", [1, 7, 40])
+def test_packing_resumes_to_the_bit_from_a_cursor_that_went_through_json(tokenizer, stop, lanes):
+    whole = list(itertools.islice(pack(tokenizer, lanes=lanes).batches(), 90))
+    cursor = json.loads(json.dumps(whole[stop - 1][1]))
+    rest = itertools.islice(pack(tokenizer, lanes=lanes).batches(cursor), 90 - stop)
+    for (batch, place), (wanted, wanted_place) in zip(rest, whole[stop:], strict=True):
+        assert torch.equal(batch.tokens, wanted.tokens)
+        assert place == wanted_place
+
+
+def test_processes_read_disjoint_documents_and_together_all(tokenizer):
+    parts = []
+    for rank in range(3):
+        packed = pack(tokenizer, rank=rank, world_size=3, lanes=1)
+        batches = list(itertools.islice(packed.batches(), 40))
+        parts.append(documents_in(batches, tokenizer.eos_token_id)[: len(TEXTS) // 3])
+    together = [document for part in parts for document in part]
+    assert sorted(together) == sorted(tuple(ids_of(text, tokenizer)) for text in TEXTS)
+
+
+def test_packing_reads_documents_longer_than_the_context_without_a_word(tokenizer, caplog):
+    tokenizer.deprecation_warnings.clear()
+    text = "x = 1\n" * 2000
+    batch, _ = next(pack(tokenizer, [text], sequence_length=3000).batches())
+    assert batch.tokens.numel() > tokenizer.model_max_length
+    assert caplog.records == []
+
+
+def test_a_corpus_too_short_for_one_batch_says_how_short(tokenizer):
+    text = "one two three"
+    found = len(ids_of(text, tokenizer)) + 1
+    with pytest.raises(ValueError, match=f"needs 64 tokens .* has {found} tokens in 1 documents"):
+        pack(tokenizer, [text], sequence_length=32)
+    with pytest.raises(ValueError, match="a document for each process"):
+        pack(tokenizer, [text * 100], world_size=2)
+
+
+# prompts
+
+
+def test_standard_library_prompts_come_from_every_held_out_file_before_any_gives_two(
+    tokenizer, tmp_path, monkeypatch
+):
+    for number in range(6):
+        lines = [f"value_{number} = {number}{line}" for line in range(60)]
+        (tmp_path / f"{number}.py").write_text("\n".join(lines), encoding="utf-8")
+    monkeypatch.setattr(corpora.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    monkeypatch.setattr(corpora, "split_of", lambda _: "prompts")
+
+    def load(count: int) -> PromptSet:
+        return load_prompts("python_stdlib", tokenizer, num_prompts=count, prompt_tokens=16)
+
+    found = load(9)
+    assert {len(prompt.tokens) for prompt in found.prompts} == {16}
+    assert len({tuple(prompt.tokens) for prompt in found.prompts}) == 9
+    files = [re.findall(r"value_(\d) =", prompt.text)[-1] for prompt in found.prompts]
+    assert sorted(files[:6]) == list("012345")
+    assert len(set(files[6:])) == 3
+    assert load(9) == found
+    assert load(6).prompts == found.prompts[:6]
+    assert load(6).version != found.version
+
+
+ROWS = [
+    {"prompt": "def f(x):", "category": "code"},
+    {"turns": ["first question", "second question"], "category": "chat"},
+    {"question": "how many?"},
+]
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz"])
+def test_a_file_of_prompts_is_read_whole_and_in_order(tokenizer, tmp_path, name):
+    text = "".join(json.dumps(row) + "\n" for row in ROWS)
+    opened = gzip.open if name.endswith("gz") else Path.open
+    with opened(tmp_path / name, "wt") as file:
+        file.write(text)
+    found = load_prompts(str(tmp_path / name), tokenizer, num_prompts=10)
+    assert found.name == name
+    assert [prompt.text for prompt in found.prompts] == ["def f(x):", "first question", "how many?"]
+    assert [prompt.category for prompt in found.prompts] == ["code", "chat", ""]
+    assert all(prompt.tokens == ids_of(prompt.text, tokenizer) for prompt in found.prompts)
+
+
+def test_all_turns_makes_a_prompt_of_each_turn_behind_the_earlier_ones(tokenizer, tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", ROWS[1:2])
+    found = load_prompts(path, tokenizer, num_prompts=10, all_turns=True)
+    assert [prompt.text for prompt in found.prompts] == [
+        "first question",
+        "first question\n\nsecond question",
+    ]
+
+
+def test_chat_rows_go_through_the_template(chat_tokenizer, tokenizer, tmp_path):
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
+    path = write_jsonl(tmp_path / "a.jsonl", [{"messages": messages}, {"turns": ["hi"]}])
+    found = load_prompts(path, chat_tokenizer, num_prompts=10)
+    assert [prompt.text for prompt in found.prompts] == [
+        "<system>be brief<user>hello<assistant>",
+        "<user>hi<assistant>",
+    ]
+    assert found.prompts[0].tokens == ids_of(found.prompts[0].text, chat_tokenizer)
+    with pytest.raises(ValueError, match=r"line 1 of .* has messages and this tokenizer has no"):
+        load_prompts(path, tokenizer, num_prompts=10)
+
+
+def test_a_larger_set_is_sampled_by_the_seed(tokenizer, tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": text} for text in TEXTS])
+    first, again, other = (
+        load_prompts(path, tokenizer, num_prompts=20, seed=seed) for seed in (0, 0, 1)
+    )
+    assert first == again
+    assert len(first.prompts) == 20
+    assert first.version != other.version
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"prompt": " "}', "line 2 of .* has none; it has prompt"),
+        ('{"prompt": "", "text": "x"}', "line 2 of .* has none; it has prompt, text"),
+        ('{"turns": []}', "turns must be a list .* line 2 of"),
+        ("[1]", "one JSON object a line; line 2 of"),
+        ("{", "one JSON object a line; line 2 of"),
+    ],
+)
+def test_a_row_without_a_prompt_is_named_by_its_line(tokenizer, tmp_path, line, message):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "x"}\n' + line + "\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=message):
+        load_prompts(str(path), tokenizer, num_prompts=10)
+
+
+def test_prompts_that_cannot_be_found_are_refused(tokenizer, tmp_path):
+    with pytest.raises(ValueError, match=r"python_stdlib, spec_bench, humaneval, .* got 'human'"):
+        load_prompts("human", tokenizer, num_prompts=1)
+    with pytest.raises(ValueError, match="must be a file that exists"):
+        load_prompts(str(tmp_path / "a.jsonl"), tokenizer, num_prompts=1)
+    (tmp_path / "b.jsonl").touch()
+    with pytest.raises(ValueError, match="hold no prompt"):
+        load_prompts(str(tmp_path / "b.jsonl"), tokenizer, num_prompts=1)
+
+
+def test_a_named_set_reads_its_column_of_the_hub(tokenizer, monkeypatch):
+    def load(path, **choices):
+        assert (path, choices["split"]) == ("HuggingFaceH4/mt_bench_prompts", "train")
+        return Dataset.from_dict({"prompt": [["a b", "c d"]], "category": ["math"]})
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    found = load_prompts("mt_bench", tokenizer, num_prompts=5)
+    assert found.name == "mt_bench"
+    assert [(prompt.text, prompt.category) for prompt in found.prompts] == [("a b", "math")]
+
+
+# fingerprints
+
+
+def test_a_text_fingerprint_changes_with_a_setting_and_not_with_their_order():
+    first = text_fingerprint(base="abc", temperature=1.0, corpus={"path": "x", "seed": 0})
+    assert first == text_fingerprint(corpus={"seed": 0, "path": "x"}, temperature=1.0, base="abc")
+    assert first != text_fingerprint(base="abc", temperature=0.9, corpus={"path": "x", "seed": 0})
+    assert len(first) == 32
+
+
+def test_a_tokenizer_fingerprint_ignores_use_and_sees_a_new_token_or_template(chat_tokenizer):
+    first = tokenizer_fingerprint(AutoTokenizer.from_pretrained(BASE))
+    used = AutoTokenizer.from_pretrained(BASE)
+    used(["a", "a b c"], padding=True, truncation=True, max_length=2)
+    assert tokenizer_fingerprint(used) == first
+    assert tokenizer_fingerprint(chat_tokenizer) != first
+    used.add_tokens(["<new>"])
+    assert tokenizer_fingerprint(used) != first

@@ -1,0 +1,651 @@
+"""Acceptance rules, proven by integrating them over the random numbers they are given."""
+
+import functools
+import itertools
+import json
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch import nn
+
+from specheads.core.tree import Drawn, TokenTree, chain
+from specheads.decoding.acceptance import accept, noise
+from specheads.decoding.acceptance.accept import Verdict, draw, greedy, match, rejection, typical
+from specheads.decoding.trees.policies import Static
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+MEDUSA_TREES = ("medusa_tree_mc_sim_7b_63", "medusa_tree_vicuna_7b_stage2")
+
+
+def saying(chosen: list[list[int]], vocab: int = 10) -> torch.Tensor:
+    """Return logits whose argmax after each node is as given."""
+    return torch.nn.functional.one_hot(torch.tensor(chosen), vocab).float()
+
+
+def walk(tokens: list[int], parents: list[int], chosen: list[int]) -> tuple[list[int], int]:
+    """Go down from the root while some child carries the token the base chose."""
+    path = [0]
+    while True:
+        hits = [
+            node
+            for node, parent in enumerate(parents)
+            if parent == path[-1] and tokens[node] == chosen[path[-1]]
+        ]
+        if not hits:
+            return path, chosen[path[-1]]
+        path.append(hits[0])
+
+
+def test_the_path_the_base_would_have_taken_is_kept():
+    #          0:a           after the root the base says c: node 2,
+    #         /   \          after that e: node 4,
+    #      1:b     2:c       after that f, which nobody drafted: the bonus.
+    #       |     /   \      node 3 is what the base says after node 1,
+    #      3:d  4:e   5:d    but node 1 is not on its path
+    tree = TokenTree(torch.tensor([[0, 1, 2, 3, 4, 3]]), torch.tensor([[-1, 0, 0, 1, 2, 2]]))
+    verdict = greedy(tree, saying([[2, 3, 4, 9, 5, 9]]))
+    assert verdict.count.tolist() == [3]
+    assert verdict.path[0, :3].tolist() == [0, 2, 4]
+    assert verdict.bonus.tolist() == [5]
+
+
+def test_a_drafter_that_is_wrong_leaves_the_root_and_the_bonus():
+    tree = TokenTree(torch.tensor([[0, 1, 2]]), torch.tensor([[-1, 0, 1]]))
+    verdict = greedy(tree, saying([[7, 2, 3]]))
+    assert (verdict.count.tolist(), verdict.path[0, 0].item()) == ([1], 0)
+    assert verdict.bonus.tolist() == [7]
+
+
+def test_the_root_alone_is_always_accepted():
+    tree = TokenTree(torch.tensor([[4], [5]]), torch.tensor([[-1], [-1]]))
+    verdict = greedy(tree, saying([[8], [9]]))
+    assert (verdict.path.tolist(), verdict.count.tolist()) == ([[0], [0]], [1, 1])
+    assert verdict.bonus.tolist() == [8, 9]
+
+
+@st.composite
+def judged_trees(draw: st.DrawFn) -> list[tuple[list[int], list[int], list[int]]]:
+    """Rows of (tokens, parents, what the base says after each node), three words only."""
+    num_nodes = draw(st.integers(1, 12))
+    rows = []
+    for _ in range(draw(st.integers(1, 3))):
+        tokens, parents = [0], [-1]
+        while len(tokens) < num_nodes:
+            free = [
+                (parent, token)
+                for parent in range(len(tokens))
+                for token in range(3)
+                if (parent, token) not in zip(parents, tokens, strict=True)
+            ]
+            parent, token = draw(st.sampled_from(free))
+            parents.append(parent)
+            tokens.append(token)
+        said = draw(st.lists(st.integers(0, 2), min_size=num_nodes, max_size=num_nodes))
+        rows.append((tokens, parents, said))
+    return rows
+
+
+@given(judged_trees())
+def test_the_verdict_is_that_of_a_walk_from_the_root(rows):
+    tokens, parents, said = zip(*rows, strict=True)
+    tree = TokenTree(torch.tensor(tokens), torch.tensor(parents))
+    verdict = greedy(tree, saying(list(said)))
+    for row, judged in enumerate(rows):
+        count = int(verdict.count[row])
+        found = (verdict.path[row, :count].tolist(), int(verdict.bonus[row]))
+        assert found == walk(*judged)
+
+
+def medusa_tree(case: str, tokens: torch.Tensor) -> TokenTree:
+    policy = Static(json.loads((GOLDEN / case / "config.json").read_text())["choices"])
+    parents = policy.shape(tokens.device).parents
+    return TokenTree(tokens, parents.expand(len(tokens), -1))
+
+
+@pytest.mark.parametrize("case", MEDUSA_TREES)
+def test_medusas_own_code_accepts_the_same_tokens(case):
+    io = load_file(GOLDEN / case / "io.safetensors")
+    tree = medusa_tree(case, io["out.tree_candidates"])
+    verdict = greedy(tree, io["in.tree_logits"])
+    assert (verdict.count - 1).tolist() == io["out.greedy.accept_length"].tolist()
+    accepted = tree.tokens.gather(1, verdict.path)
+    for row, count in enumerate(verdict.count.tolist()):
+        expected = io["out.greedy.accepted_tokens"][row]
+        assert accepted[row, :count].tolist() == expected[expected >= 0].tolist()
+
+
+# --- exactness: rules integrated over their random numbers ---------------------------------------
+
+Prefix = tuple[int, ...]
+Laws = dict[Prefix, torch.Tensor]
+Children = Callable[[torch.Tensor, int], list[tuple[Prefix, float]]]
+"""From a draft law and a number of children to the choices of children and their probabilities."""
+
+
+def laws(vocab: int, depth: int, seed: int, zeros: float = 0.0) -> Laws:
+    """Return a random law after every text of up to `depth` tokens, some tokens impossible."""
+    generator = torch.Generator().manual_seed(seed)
+    found = {}
+    for length in range(depth + 1):
+        for prefix in itertools.product(range(vocab), repeat=length):
+            weights = torch.rand(vocab, generator=generator, dtype=torch.float64) ** 2
+            impossible = torch.rand(vocab, generator=generator) < zeros
+            impossible[length % vocab] = False
+            weights = weights.masked_fill(impossible, 0.0)
+            found[prefix] = weights / weights.sum()
+    return found
+
+
+def drawn(law: torch.Tensor, width: int) -> list[tuple[Prefix, float]]:
+    """Every way to draw without replacement; of a law that has run out, any token alike."""
+    ways = []
+    for tokens in itertools.permutations(range(len(law)), width):
+        left, probability = law.clone(), 1.0
+        for place, token in enumerate(tokens):
+            if left.sum() == 0:
+                left = torch.ones_like(law)
+                left[[*tokens[:place]]] = 0.0
+            probability *= float(left[token] / left.sum())
+            left[token] = 0.0
+        if probability:
+            ways.append((tokens, probability))
+    return ways
+
+
+def best(law: torch.Tensor, width: int) -> list[tuple[Prefix, float]]:
+    return [(tuple(law.topk(width).indices.tolist()), 1.0)]
+
+
+@dataclass
+class Grown:
+    """One outcome of drafting, a batch of one, with the probability of it."""
+
+    weight: float
+    tree: TokenTree
+    prefixes: list[Prefix]
+
+    def base_probs(self, base: Laws) -> torch.Tensor:
+        return torch.stack([base[prefix] for prefix in self.prefixes])[None]
+
+
+def grown(
+    draft: Laws,
+    branches: Prefix,
+    children: Children = drawn,
+    stops: Callable[[float], bool] = lambda _: False,
+) -> Iterator[Grown]:
+    """Yield every tree a drafter with these laws can grow; nothing grows below a doubted token."""
+    root: tuple[float, list[Prefix], list[int], list[bool]] = (1.0, [()], [-1], [False])
+    found, first, size = [root], 0, 1
+    for width in branches:
+        longer = []
+        for weight, prefixes, parents, stopped in found:
+            nodes = range(first, first + size)
+            ways = [children(draft[prefixes[node]], width) for node in nodes]
+            for chosen in itertools.product(*ways):
+                below = [
+                    (node, token, stopped[node])
+                    for node, (tokens, _) in zip(nodes, chosen, strict=True)
+                    for token in tokens
+                ]
+                longer.append((
+                    weight * math.prod(chance for _, chance in chosen),
+                    prefixes + [(*prefixes[node], token) for node, token, _ in below],
+                    parents + [-1 if absent else node for node, _, absent in below],
+                    stopped + [
+                        absent or stops(float(draft[prefixes[node]][token]))
+                        for node, token, absent in below
+                    ],
+                ))  # fmt: skip
+        found, first, size = longer, first + size, size * width
+    for weight, prefixes, parents, _ in found:
+        tokens = [0] + [prefix[-1] for prefix in prefixes[1:]]
+        probs = torch.stack([draft[prefix] for prefix in prefixes[:first]])
+        how = Drawn(branches, probs[None])
+        yield Grown(
+            weight, TokenTree(torch.tensor([tokens]), torch.tensor([parents]), drawn=how), prefixes
+        )
+
+
+def cells(*breaks: Iterable[float]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cut the unit cube where a rule's verdict can change; return middles and volumes.
+
+    Between two breaks a rule does not depend on the number, so its integral is a finite sum.
+    """
+    middles, lengths = [], []
+    for places in breaks:
+        edges = torch.tensor(sorted({0.0, 1.0, *(min(place, 1.0) for place in places)}))
+        # the middle of the last cell may round to one, which is no uniform number
+        middles.append(((edges[1:] + edges[:-1]) / 2).clamp(max=1 - 2**-53))
+        lengths.append(edges.diff())
+    return torch.cartesian_prod(*middles, torch.zeros(1)), torch.cartesian_prod(
+        *lengths, torch.ones(1)
+    ).prod(-1)
+
+
+def sums(law: torch.Tensor) -> list[float]:
+    return law.cumsum(0).tolist()
+
+
+def repeated(tree: TokenTree, count: int) -> TokenTree:
+    assert tree.drawn is not None
+    how = Drawn(tree.drawn.branches, tree.drawn.probs.expand(count, -1, -1))
+    return TokenTree(tree.tokens.expand(count, -1), tree.parents.expand(count, -1), drawn=how)
+
+
+Judged = tuple[Verdict, torch.Tensor]
+"""A verdict in every cell, and the cells' volumes."""
+
+
+def by_rejection(one: Grown, base: Laws, shared: bool = False) -> Judged:
+    """Integrate over one coin a node, and one number for the draw at the end of the path.
+
+    `shared` has all children of a node tested with one coin, which is wrong.
+    """
+    tree = one.tree
+    assert tree.drawn is not None
+    coins: list[list[float]] = [[] for _ in one.prefixes]
+    ends: list[float] = []
+    for node, prefix in enumerate(one.prefixes):
+        law, ends = base[prefix], ends + sums(base[prefix])
+        below = [child for child, parent in enumerate(tree.parents[0].tolist()) if parent == node]
+        left = tree.drawn.probs[0, node].clone() if below else law
+        for place, child in enumerate(below):
+            token = one.prefixes[child][-1]
+            coins[child] = [float(law[token] / left[token])]
+            law = (law - left).clamp(min=0)
+            law = law / law.sum() if law.sum() > 0 else base[prefix]
+            left[token] = 0.0
+            if left.sum() == 0:
+                left = torch.ones_like(left)
+                left[[one.prefixes[tried][-1] for tried in below[: place + 1]]] = 0.0
+            left = left / left.sum()
+        ends += sums(law)
+    num_nodes, whose = len(coins), torch.arange(len(coins))
+    if shared:
+        whose = tree.parents[0].clamp(min=0)
+        for child, parent in enumerate(whose.tolist()):
+            coins[parent] = coins[parent] + coins[child]
+    numbers, volumes = cells(*coins, ends)
+    verdict = rejection(
+        repeated(tree, len(numbers)),
+        one.base_probs(base).expand(len(numbers), -1, -1),
+        numbers[:, whose],
+        numbers[:, num_nodes, None].expand(-1, num_nodes),
+    )
+    return verdict, volumes
+
+
+def by_matching(one: Grown, base: Laws) -> Judged:
+    """Integrate over one number a level, which all nodes of the level share."""
+    lengths = [len(prefix) for prefix in one.prefixes]
+    levels = [
+        [place for prefix in one.prefixes if len(prefix) == level for place in sums(base[prefix])]
+        for level in range(max(lengths) + 1)
+    ]
+    numbers, volumes = cells(*levels)
+    base_probs = one.base_probs(base).expand(len(numbers), -1, -1)
+    tree = repeated(one.tree, len(numbers))
+    return match(tree, draw(base_probs, numbers[:, lengths])), volumes
+
+
+def by_typicality(one: Grown, base: Laws) -> Judged:
+    return typical(one.tree, one.base_probs(base)), torch.ones(1)
+
+
+def by_a_draw_for_each_sibling(one: Grown, base: Laws) -> Judged:
+    """Accept a child that its own draw hits, the first such one: several tries a position."""
+    parents = one.tree.parents[0].tolist()
+    above = [one.prefixes[max(parent, 0)] for parent in parents]
+    numbers, volumes = cells(
+        *(sums(base[prefix]) for prefix in above),
+        itertools.chain.from_iterable(sums(law) for law in base.values()),
+    )
+    tree = repeated(one.tree, len(numbers))
+    own = torch.stack([base[prefix] for prefix in above]).expand(len(numbers), -1, -1)
+    hit = draw(own, numbers[:, : len(parents)]) == tree.tokens
+    hit[:, 0] = True
+    kept = ~(tree.ancestors() & ~hit[:, None]).any(-1)
+    # of siblings that are hit the first goes on: the leftmost deepest node ends the path
+    depths = tree.depths() + 1
+    end = (kept * depths).argmax(-1)
+    path = tree.ancestors()[torch.arange(len(numbers)), end]
+    last = one.base_probs(base)[0][end]
+    bonus = draw(last, numbers[:, len(parents)])
+    order = (~path).to(torch.uint8).argsort(dim=-1, stable=True)
+    return Verdict(order, path.sum(-1), bonus), volumes
+
+
+def joint(base: Laws, length: int, said: Prefix = ()) -> torch.Tensor:
+    """Return the base's own law of the tokens after a text: (vocab, ...), one axis a token."""
+    vocab = len(base[()])
+    chances = [
+        math.prod(float(base[said + text[:place]][token]) for place, token in enumerate(text))
+        for text in itertools.product(range(vocab), repeat=length)
+    ]
+    return torch.tensor(chances).view([vocab] * length)
+
+
+def emitted(
+    judge: Callable[[Grown, Laws], Judged], trees: Iterable[Grown], base: Laws, length: int
+) -> torch.Tensor:
+    """Return the law of the first tokens that steps emit; what one step lacks the next ones add.
+
+    Those are given the base's own law, so a step that is exact after every text makes it exact.
+    """
+    vocab = len(base[()])
+    law = torch.zeros([vocab] * length)
+    for one in trees:
+        verdict, volumes = judge(one, base)
+        rows = zip(
+            verdict.path.tolist(), verdict.count.tolist(), verdict.bonus.tolist(), strict=True
+        )
+        weights: dict[Prefix, float] = defaultdict(float)
+        for (path, count, bonus), volume in zip(rows, volumes.tolist(), strict=True):
+            weights[(*one.prefixes[path[count - 1]], bonus)] += volume
+        for said, weight in weights.items():
+            rest = joint(base, length - len(said), said) if len(said) < length else 1.0
+            law[said[:length]] += one.weight * weight * rest
+    return law
+
+
+def acceptance(trees: Iterable[Grown], base: Laws) -> float:
+    """Return how probable it is that rejection keeps a child of the root."""
+    total = 0.0
+    for one in trees:
+        verdict, volumes = by_rejection(one, base)
+        total += one.weight * float(volumes[verdict.count > 1].sum())
+    return total
+
+
+def variation(first: torch.Tensor, second: torch.Tensor) -> float:
+    """Return the total variation distance of two laws."""
+    return float((first - second).abs().sum() / 2)
+
+
+@pytest.fixture(autouse=True)
+def _in_double() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+SHAPES = [(4, (1, 1)), (3, (1, 1, 1)), (3, (2, 1)), (2, (2, 1, 2)), (4, (3,)), (3, (3, 1))]
+EXACT = {
+    "rejection": (by_rejection, drawn),
+    "match, drawn children": (by_matching, drawn),
+    "match, best children": (by_matching, best),
+}
+
+
+@pytest.mark.parametrize("zeros", [0.0, 0.4])
+@pytest.mark.parametrize(("vocab", "branches"), SHAPES)
+@pytest.mark.parametrize("name", EXACT)
+def test_lossless_rules_have_the_law_of_the_base_to_the_last_token(name, vocab, branches, zeros):
+    judge, children = EXACT[name]
+    depth = len(branches)
+    base, draft = laws(vocab, depth, 1, zeros), laws(vocab, depth, 2, zeros)
+    law = emitted(judge, grown(draft, branches, children), base, depth + 1)
+    assert (law - joint(base, depth + 1)).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("branches", [(1, 1, 1), (2, 1)])
+@pytest.mark.parametrize("name", EXACT)
+def test_stopping_below_a_doubted_token_keeps_the_law(name, branches):
+    judge, children = EXACT[name]
+    base, draft = laws(3, len(branches), 5), laws(3, len(branches), 6)
+    trees = list(grown(draft, branches, children, stops=lambda chance: chance < 0.5))
+    assert any((one.tree.parents[0, 1:] < 0).any() for one in trees)
+    law = emitted(judge, trees, base, len(branches) + 1)
+    assert (law - joint(base, len(branches) + 1)).abs().max() < 1e-12
+
+
+# the same check must fail where a rule is wrong
+
+
+def test_the_check_catches_typical_acceptance():
+    base, draft = laws(3, 2, 1), laws(3, 2, 2)
+    law = emitted(by_typicality, grown(draft, (2, 1)), base, 3)
+    assert variation(law, joint(base, 3)) > 0.2
+
+
+def test_the_check_catches_a_draw_for_each_sibling():
+    # Medusa's nucleus mode: the second sibling gets another try
+    base, draft = {(): torch.tensor([0.5, 0.3, 0.2])}, {(): torch.tensor([0.6, 0.4, 0.0])}
+    base |= {(token,): base[()] for token in range(3)}
+    law = emitted(by_a_draw_for_each_sibling, grown(draft, (2,), best), base, 1)
+    torch.testing.assert_close(law, torch.tensor([0.675, 0.255, 0.07]))
+    assert variation(law, base[()]) == pytest.approx(0.175)
+
+
+P, Q = (
+    torch.tensor(law, dtype=torch.float64) for law in ([0.5, 0.3, 0.15, 0.05], [0.2, 0.2, 0.5, 0.1])
+)
+
+
+def after_any(law: torch.Tensor) -> Laws:
+    """Return laws of two tokens that do not depend on the first."""
+    return {(): law} | {(token,): law for token in range(len(law))}
+
+
+def test_the_check_catches_a_coin_that_siblings_share():
+    # the second sibling is tested with a coin that is known to have failed the first
+    base, draft = after_any(P), after_any(Q)
+    law = emitted(functools.partial(by_rejection, shared=True), grown(draft, (2,)), base, 1)
+    torch.testing.assert_close(law, torch.tensor([0.5225, 0.2775, 0.15, 0.05]))
+    law = emitted(by_rejection, grown(draft, (2,)), base, 1)
+    assert variation(law, P) < 1e-12
+
+
+def test_the_check_catches_dropping_a_doubted_token_unverified():
+    base, draft = after_any(torch.tensor([0.7, 0.3])), after_any(torch.tensor([0.5, 0.5]))
+    dropping = []
+    for one in grown(draft, (1,)):
+        parents = one.tree.parents.clone()
+        parents[0, 1] = -1 if one.tree.tokens[0, 1] == 1 else 0
+        tree = TokenTree(one.tree.tokens, parents, drawn=one.tree.drawn)
+        dropping.append(Grown(one.weight, tree, one.prefixes))
+    law = emitted(by_rejection, dropping, base, 1)
+    torch.testing.assert_close(law, torch.tensor([0.85, 0.15]))
+    law = emitted(by_rejection, grown(draft, (1,)), base, 1)
+    assert variation(law, base[()]) < 1e-12
+
+
+def test_the_check_catches_best_guesses_that_pass_for_drawn_ones():
+    # what a beam's two best tokens give when they are tested as if they were samples
+    pretended = list(grown(after_any(Q), (2,), lambda *_: [((2, 0), 1.0)]))
+    law = emitted(by_rejection, pretended, after_any(P), 1)
+    torch.testing.assert_close(law, torch.tensor([0.7, 0.0, 0.3, 0.0]))
+    assert variation(law, P) == pytest.approx(0.35)
+
+
+# --- how much rejection accepts ----------------------------------------------------------------
+
+
+def bound(base: torch.Tensor, draft: torch.Tensor, width: int) -> float:
+    """Return the most that any lossless rule accepts of these draws: a minimal cut."""
+    ways = drawn(draft, width)
+    vocab = range(len(base))
+    subsets = (
+        set(kept) for size in range(len(base) + 1) for kept in itertools.combinations(vocab, size)
+    )
+    return min(
+        float(base[[*kept]].sum()) + 1 - sum(chance for tokens, chance in ways if {*tokens} <= kept)
+        for kept in subsets
+    )
+
+
+@pytest.mark.parametrize(
+    ("width", "accepted", "most"), [(1, 0.6, 0.6), (2, 0.849722, 0.972222), (3, 0.935, 1.0)]
+)
+def test_known_laws_are_accepted_as_often_as_they_should_be(width, accepted, most):
+    trees = list(grown(after_any(Q), (width,)))
+    assert acceptance(trees, after_any(P)) == pytest.approx(accepted, abs=1e-6)
+    assert bound(P, Q, width) == pytest.approx(most, abs=1e-6)
+    assert (emitted(by_rejection, trees, after_any(P), 1) - P).abs().max() < 1e-12
+
+
+def with_replacement(base: torch.Tensor, draft: torch.Tensor, width: int) -> float:
+    """Return what SpecInfer accepts: children drawn alike, each tested against what is left."""
+    left, rejected = base, 1.0
+    for _ in range(width):
+        rejected *= 1 - float(torch.minimum(left, draft).sum())
+        left = (left - draft).clamp(min=0)
+        left = left / left.sum()
+    return 1 - rejected
+
+
+def k_seq(base: torch.Tensor, draft: torch.Tensor, width: int) -> tuple[float, float]:
+    """Return SpecTr's divisor, which makes it lossless, and what it accepts; by bisection."""
+    low, high = 1.0, float(width)
+    while high - low > 1e-12:
+        rho = (low + high) / 2
+        share = float(torch.minimum(base / rho, draft).sum())
+        low, high = (rho, high) if 1 - (1 - share) ** width > rho * share else (low, rho)
+    return low, 1 - (1 - float(torch.minimum(base / low, draft).sum())) ** width
+
+
+@pytest.mark.parametrize(
+    ("width", "replaced", "rho", "sequential", "most"),
+    [(2, 0.76, 1.463325, 0.785330, 0.84), (3, 0.828, 1.792593, 0.858519, 0.984)],
+)
+def test_drawing_without_replacement_accepts_more_than_any_rule_with_it(
+    width, replaced, rho, sequential, most
+):
+    assert with_replacement(P, Q, width) == pytest.approx(replaced, abs=1e-6)
+    assert k_seq(P, Q, width) == pytest.approx((rho, sequential), abs=1e-6)
+    # the minimal cut of independent draws
+    subsets = itertools.chain.from_iterable(
+        itertools.combinations(range(4), size) for size in range(5)
+    )
+    cuts = [float(P[[*kept]].sum() + 1 - Q[[*kept]].sum() ** width) for kept in subsets]
+    assert min(cuts) == pytest.approx(most, abs=1e-6)
+    ours = acceptance(grown(after_any(Q), (width,)), after_any(P))
+    assert replaced < sequential < most
+    # more than SpecInfer's and SpecTr's rules; at two children, more than any rule could
+    assert ours > sequential
+    assert width > 2 or ours > most
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_acceptance_is_optimal_for_one_child_grows_with_more_and_covers_with_all(seed):
+    base, draft = laws(4, 0, seed)[()], laws(4, 0, seed + 100)[()]
+    accepted = [acceptance(grown(after_any(draft), (k,)), after_any(base)) for k in range(1, 5)]
+    assert accepted[0] == pytest.approx(1 - variation(base, draft), abs=1e-12)
+    assert accepted == sorted(accepted)
+    for width, share in enumerate(accepted, start=1):
+        assert share <= bound(base, draft, width) + 1e-12
+    assert accepted[3] == pytest.approx(1.0, abs=1e-12)
+
+
+def test_as_many_children_as_tokens_are_never_all_rejected_and_drawn_alike_they_are():
+    base, draft = torch.tensor([0.05, 0.05, 0.9]), torch.tensor([0.6, 0.39, 0.01])
+    assert acceptance(grown(after_any(draft), (3,)), after_any(base)) == pytest.approx(1.0)
+    assert 1 - with_replacement(base, draft, 3) > 0.8
+
+
+def test_at_temperature_zero_rejection_is_matching_whatever_the_coins():
+    base = {
+        prefix: nn.functional.one_hot(law.argmax(), 3).double()
+        for prefix, law in laws(3, 2, 7).items()
+    }
+    for one in grown(laws(3, 2, 8), (2, 1)):
+        verdict, volumes = by_rejection(one, base)
+        wanted, _ = by_matching(one, base)
+        for row in range(len(volumes)):
+            count = int(wanted.count[0])
+            assert int(verdict.count[row]) == count
+            assert verdict.path[row, :count].tolist() == wanted.path[0, :count].tolist()
+            assert int(verdict.bonus[row]) == int(wanted.bonus[0])
+
+
+# --- beside other people's code ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", range(20))
+def test_a_chain_is_judged_as_transformers_judges_it(case):
+    io = load_file(GOLDEN / "spec_sampling" / "io.safetensors")
+    tokens, draft, base, uniforms, matched, law = (
+        io[f"{name}.{case:02d}"]
+        for name in (
+            "in.candidate_input_ids", "in.candidate_logits", "in.new_logits", "out.uniforms",
+            "out.n_matches", "out.next_law",
+        )
+    )  # fmt: skip
+    depth = draft.shape[1]
+    tree = chain(tokens[:, -depth - 1 :])
+    how = Drawn((1,) * depth, draft.double().softmax(-1))
+    coins = torch.cat([torch.zeros(1), uniforms])[None]
+    path, count, after = accept.walk(replace(tree, drawn=how), base.double().softmax(-1), coins)
+    assert int(count) == int(matched) + 1
+    assert path[0, : int(count)].tolist() == list(range(int(count)))
+    torch.testing.assert_close(after[0], law.double(), atol=1e-6, rtol=1e-5)
+
+
+def test_a_chain_has_the_law_that_transformers_measured():
+    io = load_file(GOLDEN / "spec_sampling_law" / "io.safetensors")
+    base, draft = (
+        io["in.target_logits"].double().softmax(-1),
+        io["in.draft_logits"].double().softmax(-1),
+    )
+    count, rows, depth = 60_000, torch.arange(60_000), 3
+    tokens = draw(draft.expand(count, -1, -1), noise.uniform(rows[:, None], torch.arange(3), 0))
+    tree = chain(torch.cat([torch.zeros(count, 1, dtype=torch.long), tokens], dim=1))
+    how = Drawn((1,) * depth, draft.expand(count, -1, -1))
+    nodes = torch.arange(depth + 1)
+    verdict = rejection(
+        replace(tree, drawn=how),
+        base.expand(count, -1, -1),
+        noise.uniform(rows[:, None], nodes, 1),
+        noise.uniform(rows[:, None], nodes, 2),
+    )
+    said = torch.cat([tokens, tokens[:, :1]], dim=1)
+    said[rows, verdict.count - 1] = verdict.bonus
+    both = verdict.count > 1
+    for ours, theirs in (
+        (torch.bincount(said[:, 0], minlength=7), io["out.first_token_counts"]),
+        (torch.bincount(said[both, 1], minlength=7), io["out.second_token_counts"]),
+        (torch.bincount(verdict.count - 1, minlength=4), io["out.n_matches_counts"]),
+    ):
+        pooled = torch.stack([ours, theirs]).double()
+        expected = pooled.sum(1, keepdim=True) * pooled.sum(0) / pooled.sum()
+        # seven cells: 28 is passed by one sample in ten thousand
+        assert ((pooled - expected) ** 2 / expected).sum() < 28
+
+
+@pytest.mark.parametrize(("name", "temperature"), [("typical_t07", 0.7), ("typical_t1", 1.0)])
+@pytest.mark.parametrize("case", MEDUSA_TREES)
+def test_medusas_own_code_finds_the_same_tokens_typical(case, name, temperature):
+    io = load_file(GOLDEN / case / "io.safetensors")
+    wanted = load_file(GOLDEN / case / "typical.safetensors")
+    tree = medusa_tree(case, io["out.tree_candidates"])
+    base_probs = (io["in.tree_logits"].double() / temperature).softmax(-1)
+    verdict = typical(tree, base_probs)
+    assert (verdict.count - 1).tolist() == wanted[f"out.{name}.accept_length"].tolist()
+    accepted = tree.tokens.gather(1, verdict.path)
+    for row, count in enumerate(verdict.count.tolist()):
+        expected = wanted[f"out.{name}.accepted_tokens"][row]
+        assert accepted[row, :count].tolist() == expected[expected >= 0].tolist()
+
+
+def test_typical_acceptance_keeps_what_its_threshold_says_and_nothing_lossless():
+    base = after_any(P)
+    entropy = float(torch.special.entr(P).sum())
+    assert entropy == pytest.approx(1.142120, abs=1e-6)
+    # exp(-H) is 0.319142: the first threshold is 0.09 itself, the second 0.09 * 0.319142
+    tree = TokenTree(torch.tensor([[0, 3]]), torch.tensor([[-1, 0]]))
+    probs = P.expand(1, 2, -1)
+    assert int(typical(tree, probs).count) == 1
+    assert int(typical(tree, probs, epsilon=0.3, delta=0.09).count) == 2
+    only = grown(after_any(Q), (1,), lambda *_: [((1,), 1.0)])
+    law = emitted(by_typicality, only, base, 1)
+    assert law.tolist() == [0, 1, 0, 0]
+    assert variation(law, P) == pytest.approx(0.7)

@@ -1,0 +1,113 @@
+"""Text that is written token by token is the text of all its tokens, and never taken back."""
+
+import random
+
+import pytest
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from specheads.decoding.detokenize import Text
+from tests import tiny
+
+PIECES = [
+    *(letter.encode() for letter in "abcdefghijklmnopqrstuvwxyz ABCDEF0123"),
+    *(b"ab", b"bc", b"c d", b" the", b"ing", b"\n\n", "é".encode(), "日本".encode()),
+    # parts of é and of €, ends that are beginnings too, and an emoji
+    *(b"\xc3", b"\xa9", b"\xe2", b"\x82", b"\xac", b"\xe2\x82", b"\xac\xc3", b"\xa9b"),
+    *(b"\xf0", b"\x9f", b"\x98", b"\x80", b"\xf0\x9f\x98", b"a\xe2", b"\x82\xac"),
+]
+END = len(PIECES)
+SAME = [*range(33, 127), *range(161, 173), *range(174, 256)]
+OTHERS = [byte for byte in range(256) if byte not in SAME]
+NAMES = {byte: chr(byte) for byte in SAME} | {byte: chr(256 + n) for n, byte in enumerate(OTHERS)}
+"""What byte-level vocabularies call each byte."""
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer of as many tokens as the tiny bases have; some cut characters."""
+    vocab = {"".join(map(NAMES.__getitem__, piece)): place for place, piece in enumerate(PIECES)}
+    bpe = Tokenizer(models.BPE(vocab | {"<end>": END}, []))
+    bpe.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<end>")
+
+
+def ids(*pieces: bytes) -> list[int]:
+    return [PIECES.index(piece) for piece in pieces]
+
+
+def written(tokens: list[int], stop: tuple[str, ...] = ()) -> Text:
+    text = Text(tokenizer(), ids(b"x"), stop)
+    for token in tokens:
+        if not text.is_over:
+            text.push(token)
+    return text
+
+
+def test_the_vocabulary_is_the_tiny_bases_own():
+    assert len(tokenizer()) == tiny.VOCAB
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_tokens_are_written_as_they_are_decoded_together(seed):
+    generator = random.Random(seed)
+    tokens = [generator.randrange(END) for _ in range(60)]
+    text = Text(tokenizer(), ids(b"x"))
+    for token in tokens:
+        _, before = text.settled()
+        stands = text.written[:before]
+        text.push(token)
+        assert text.written.startswith(stands)
+    text.close()
+    assert text.written == tokenizer().decode(tokens)
+    assert text.settled() == (60, len(text.written))
+
+
+def test_a_character_in_pieces_is_written_when_it_is_whole():
+    text = written(ids(b"a", b"\xe2", b"\x82"))
+    assert (text.written, text.settled()) == ("a", (1, 1))
+    text.push(*ids(b"\xac"))
+    assert (text.written, text.settled()) == ("a€", (4, 2))
+
+
+def test_a_character_that_is_never_finished_is_told_at_the_end():
+    text = written(ids(b"a", b"\xf0\x9f\x98"))
+    assert text.settled() == (1, 1)
+    text.close()
+    assert (text.written, text.settled()) == ("a\N{REPLACEMENT CHARACTER}", (2, 2))
+
+
+def test_a_character_that_the_prompt_began_belongs_to_the_text():
+    text = Text(tokenizer(), ids(b"x", b"\xe2\x82"))
+    text.push(*ids(b"\xac"))
+    assert text.written == "€"
+
+
+def test_what_may_begin_a_stop_string_waits():
+    #  x y c     the stop strings are "cd" and "yc!"
+    text = written(ids(b"x", b"y", b"c"), ("cd", "yc!"))
+    assert text.settled() == (1, 1)
+    text.push(*ids(b"a"))
+    assert text.settled() == (4, 4)
+
+
+def test_a_stop_string_cut_by_token_boundaries_ends_the_text_before_it():
+    #  ab | c d | e     "bc" begins within the first token and ends within the second
+    text = written(ids(b"ab", b"c d"), ("bc",))
+    assert text.is_over
+    assert (text.written, text.settled()) == ("a", (0, 1))
+
+
+def test_of_two_stop_strings_the_one_completed_first_counts():
+    assert written(ids(b"a", b"b", b"c"), ("abcd", "bc")).written == "a"
+    assert written(ids(b"ab", b"c d"), ("b", "ab")).written == ""
+
+
+def test_a_stop_string_may_hold_a_character_in_pieces():
+    text = written(ids(b"a", b"\xc3", b"\xa9b"), ("é",))
+    assert text.is_over
+    assert (text.written, text.settled()) == ("a", (1, 1))
+
+
+def test_an_end_of_text_token_has_no_text():
+    text = written([*ids(b"a"), END])
+    assert (text.written, text.settled()) == ("a", (2, 1))

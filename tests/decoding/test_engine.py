@@ -1,0 +1,461 @@
+"""Requests that come, go and stop when they like say what each would say alone."""
+
+import functools
+import random
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specheads.base.model import FrozenBase
+from specheads.base.paged import BlockPool, PoolFullError
+from specheads.baselines import DraftModel, PromptLookup, Streaming
+from specheads.baselines.hybrid import Graft, Hybrid, Lookup
+from specheads.core.drafter import Drafter
+from specheads.decoding.acceptance.sampling import Sampling
+from specheads.decoding.engine import Engine
+from specheads.decoding.generate import Decoding, generate
+from specheads.decoding.request import Piece, Request, Stream
+from specheads.decoding.trees import policies
+from specheads.decoding.trees.sampled import Sampled
+from specheads.heads.load import build_for
+from tests import tiny
+from tests.decoding.test_detokenize import PIECES, tokenizer
+
+Arm = tuple[Drafter | None, policies.Policy | None]
+NEW = 14
+TREE = policies.Static([(0,), (1,), (0, 0)])
+
+
+def head(**settings: Any) -> Drafter:
+    """Return an untrained head, right about as often as chance has it."""
+    torch.manual_seed(1)
+    made = build_for({"depth": 3, **settings}, tiny.base()).double().eval()
+    for parameter in made.parameters():
+        parameter.data += 0.2 * torch.randn_like(parameter)
+    return made
+
+
+ARMS: dict[str, Callable[[], Arm]] = {
+    "base alone": lambda: (None, None),
+    "eagle3": lambda: (head(kind="eagle3"), TREE),
+    "beam": lambda: (head(kind="hydra_heads", prefix=True), policies.Beam(2, 3)),
+    "draft model": lambda: (DraftModel(tiny.base(), 3, tiny.base()), policies.chain(3)),
+    "window": lambda: (Streaming(tiny.base(), 2, sinks=2, window=9, max_nodes=16), TREE),
+    "lookup": lambda: (PromptLookup(tiny.VOCAB, 4), Lookup(4)),
+    "hybrid": lambda: (
+        Hybrid(DraftModel(tiny.base(), 2, tiny.base()), PromptLookup(tiny.VOCAB, 4)),
+        Graft(policies.chain(2), 3),
+    ),
+}
+
+
+def blocks(number: int = 64) -> BlockPool:
+    return tiny.base().pool(number, block_size=4)
+
+
+def requests(number: int) -> list[Request]:
+    """Return ragged requests of different temperatures, seeds and limits."""
+    generator = random.Random(number)
+    return [
+        Request(
+            prompt=[generator.randrange(tiny.VOCAB) for _ in range(generator.randint(1, 20))],
+            max_new_tokens=generator.randint(1, NEW),
+            sampling=Sampling(
+                temperature=generator.choice([0.0, 0.7]),
+                repetition_penalty=generator.choice([1.0, 1.3]),
+                seed=place,
+            ),
+        )
+        for place in range(number)
+    ]
+
+
+@functools.cache
+def alone(name: str) -> list[Decoding]:
+    """Return what each of six requests gets when nobody stands beside it."""
+    drafter, tree = ARMS[name]()
+    return [
+        generate(
+            tiny.base(),
+            drafter,
+            [request.prompt],
+            max_new_tokens=request.max_new_tokens,
+            settings=[request.sampling],
+            tree=tree,
+        )
+        for request in requests(6)
+    ]
+
+
+def ask(engine: Engine, **wanted: Any) -> Stream:
+    """Submit the first tiny prompt, or what is wanted instead."""
+    return engine.submit(Request(**{"prompt": tiny.prompts()[0], "max_new_tokens": NEW} | wanted))
+
+
+@pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "paged"])
+@pytest.mark.parametrize("name", ARMS)
+def test_requests_that_come_at_any_time_are_decoded_as_if_alone(name, paged):
+    arm, pool = ARMS[name](), blocks() if paged else None
+    engine = Engine(tiny.base(), arm[0], tree=arm[1], max_batch=3, max_length=40, pool=pool)
+    late, streams = requests(6), []
+    generator = random.Random(3)
+    while late or engine.step():
+        while late and generator.random() < 0.5:
+            streams.append(engine.submit(late.pop(0)))
+        assert len(engine.running) <= 3
+        engine.step()
+    for stream, single, plain in zip(streams, alone(name), alone("base alone"), strict=True):
+        assert stream.tokens == single.tokens[0] == plain.tokens[0]
+        # drafts do not depend on neighbours either, so memories were joined rightly
+        assert stream.steps == single.steps[0]
+        assert stream.finish_reason == "length"
+    if pool is not None:
+        assert pool.num_free == pool.num_blocks
+        assert pool.copied_blocks == 0
+
+
+def test_rows_of_a_rule_that_tests_drafts_are_independent_of_their_neighbours():
+    drafter = DraftModel(tiny.base("gpt2"), 2, tiny.base())
+    wanted = [
+        Request(prompt=prompt, max_new_tokens=8, sampling=Sampling(temperature=1.0, seed=place))
+        for place, prompt in enumerate(tiny.prompts())
+    ]
+
+    def said(number: int) -> list[list[int]]:
+        engine = Engine(
+            tiny.base(), drafter, tree=Sampled((2, 1)), rule="rejection", max_batch=number
+        )
+        streams = [engine.submit(request) for request in wanted]
+        engine.run()
+        return [stream.tokens for stream in streams]
+
+    assert said(1) == said(2) == said(3)
+
+
+def test_prompts_in_turns_are_decoded_as_prompts_together():
+    together = generate(tiny.base(), tiny.oracle(3), tiny.prompts(), max_new_tokens=30)
+    in_turns = generate(tiny.base(), tiny.oracle(3), tiny.prompts(), max_new_tokens=30, max_batch=2)
+    assert in_turns == together
+    pool = blocks()
+    paged = generate(tiny.base(), tiny.oracle(3), tiny.prompts(), max_new_tokens=30, pool=pool)
+    assert paged == together
+    assert pool.num_free == pool.num_blocks
+    assert any(store.held is not None for store in pool.stores)
+
+
+# --- admission ---------------------------------------------------------------------------------
+
+
+def test_a_full_pool_makes_requests_wait_and_serves_them_in_order():
+    # each needs 5 + 14 tokens and a root: five blocks of four slots, so two fit into twelve
+    engine = Engine(tiny.base(), pool=blocks(12))
+    streams = [ask(engine) for _ in range(3)]
+    engine.step()
+    assert engine.running == streams[:2]
+    assert engine.waiting == streams[2:]
+    # memory follows what is used: six tokens a row are committed, and two blocks are held
+    assert engine.pool is not None
+    assert engine.pool.num_free == 12 - 2 * 2
+    engine.run()
+    assert [stream.tokens for stream in streams] == [tiny.continuations()[0][:NEW]] * 3
+
+
+def test_the_longest_promise_is_kept_where_the_pool_is_just_large_enough():
+    # 5 + 14 tokens and a tree of five nodes: six blocks of four
+    engine = Engine(tiny.base(), tiny.oracle(4), pool=blocks(6))
+    stream = ask(engine)
+    engine.run()
+    assert stream.tokens == tiny.continuations()[0][:NEW]
+    with pytest.raises(ValueError, match=r"19 tokens and a tree of 5 need 6 blocks of 5; ask"):
+        ask(Engine(tiny.base(), tiny.oracle(4), pool=blocks(5)))
+
+
+def test_a_pool_that_others_hold_is_told_and_not_waited_for():
+    pool = blocks(8)
+    pool.take(4)
+    engine = Engine(tiny.base(), pool=pool)
+    ask(engine)
+    with pytest.raises(PoolFullError, match="give an engine its own pool"):
+        engine.step()
+
+
+def test_cancelling_frees_blocks_at_once_wherever_the_request_is():
+    engine = Engine(tiny.base(), pool=blocks(12), max_batch=2)
+    streams = [ask(engine) for _ in range(4)]
+    engine.step()
+    assert engine.pool is not None
+    free = engine.pool.num_free
+    streams[2].cancel()
+    assert engine.waiting == streams[3:]
+    streams[0].cancel()
+    assert engine.running == [streams[1]]
+    assert engine.pool.num_free == free + 2
+    engine.run()
+    reasons = [stream.finish_reason for stream in streams]
+    assert reasons == ["cancelled", "length", "cancelled", "length"]
+    said = tiny.continuations()[0][:NEW]
+    assert [stream.tokens for stream in streams] == [said[:2], said, [], said]
+    streams[1].cancel()
+    assert streams[1].finish_reason == "length"
+    assert engine.pool.num_free == 12
+
+
+class Visit(NamedTuple):
+    """A request, when it comes and what happens then."""
+
+    prompt: int
+    limit: int
+    steps: int
+    """Taken after it came."""
+    stop: str
+    eos: int
+    leaving: int | None
+    """Which of those that came before is cancelled then."""
+
+
+VISITS = st.builds(
+    Visit,
+    prompt=st.integers(1, 12),
+    limit=st.integers(0, 9),
+    steps=st.integers(0, 2),
+    stop=st.sampled_from("bcdw01"),
+    eos=st.integers(0, tiny.VOCAB - 1),
+    leaving=st.one_of(st.none(), st.integers(0, 19)),
+)
+SERVERS: dict[str, Callable[[], Arm]] = {
+    "base alone": lambda: (None, None),
+    "beam": lambda: (tiny.oracle(2), policies.Beam(2, 2)),
+    "hybrid": lambda: (
+        Hybrid(tiny.oracle(2), PromptLookup(tiny.VOCAB, 4)),
+        Graft(policies.chain(2), 3),
+    ),
+}
+SERVED = {
+    "num_blocks": st.sampled_from([7, 11, 16, 40]),
+    "max_batch": st.integers(1, 5),
+    "name": st.sampled_from([*SERVERS]),
+}
+
+
+@functools.cache
+def speaking() -> FrozenBase:
+    """Return the tiny base with a tokenizer, so that requests may have stop strings."""
+    return FrozenBase(tiny.base().model, tokenizer())
+
+
+@functools.cache
+def said_after(prompt: int) -> list[int]:
+    return generate(tiny.base(), None, [[prompt] * prompt], max_new_tokens=9).tokens[0]
+
+
+def serve(visits: list[Visit], num_blocks: int, max_batch: int, name: str) -> None:
+    """Let requests come, stop as they like and be cancelled; all blocks must be free again."""
+    pool, (drafter, tree) = blocks(num_blocks), SERVERS[name]()
+    engine = Engine(speaking(), drafter, tree=tree, pool=pool, max_batch=max_batch)
+    streams: list[Stream] = []
+    for visit in visits:
+        streams.append(
+            ask(
+                engine,
+                prompt=[visit.prompt] * visit.prompt,
+                max_new_tokens=visit.limit,
+                stop=(visit.stop,),
+                eos_ids=(visit.eos,),
+            )
+        )
+        for _ in range(visit.steps):
+            engine.step()
+            held = sum(one.num_blocks for one in engine.running)
+            assert pool.num_blocks - pool.num_free <= held <= pool.num_blocks
+        if visit.leaving is not None:
+            streams[visit.leaving % len(streams)].cancel()
+    engine.run()
+    assert pool.num_free == pool.num_blocks
+    assert not any(pool.references)
+    assert pool.copied_blocks == 0
+    for visit, stream in zip(visits, streams, strict=True):
+        assert stream.finish_reason in ("length", "cancelled", "stop", "eos")
+        assert stream.tokens == said_after(visit.prompt)[: len(stream.tokens)]
+        if stream.finish_reason == "length":
+            assert len(stream.tokens) == visit.limit
+
+
+@settings(max_examples=6)
+@given(visits=st.lists(VISITS, min_size=8, max_size=8), **SERVED)
+def test_after_any_submissions_and_cancellations_every_block_is_free(**served):
+    serve(**served)
+
+
+@pytest.mark.slow
+@settings(max_examples=50)
+@given(visits=st.lists(VISITS, min_size=20, max_size=20), **SERVED)
+def test_after_a_thousand_requests_of_one_engine_after_another_every_block_is_free(**served):
+    serve(**served)
+
+
+# --- what raises -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "paged"])
+@pytest.mark.parametrize("place", ["prefill", "verify", "begin", "join_rows", "keep_rows"])
+def test_what_raises_ends_the_rows_it_was_raised_for_and_no_others(place, paged, monkeypatch):
+    drafter, pool = tiny.oracle(2), blocks(24) if paged else None
+    engine = Engine(tiny.base(), drafter, max_batch=2, max_length=40, pool=pool)
+    limits = (4, 14, 9, 12, 6, 14)
+    streams = [
+        ask(engine, prompt=prompt, max_new_tokens=limit)
+        for prompt, limit in zip(tiny.prompts() * 2, limits, strict=True)
+    ]
+    engine.step()
+
+    def raising(*_: Any) -> None:
+        monkeypatch.undo()
+        raise MemoryError("there is no more")
+
+    monkeypatch.setattr(engine.base if place in ("prefill", "verify") else drafter, place, raising)
+    with pytest.raises(MemoryError):
+        engine.run()
+    failed = [stream for stream in streams if stream.finish_reason == "failed"]
+    assert failed
+    assert not {*failed} & {*engine.running, *engine.waiting}
+    assert engine.waiting
+    engine.run()
+    for stream, said, limit in zip(streams, tiny.continuations() * 2, limits, strict=True):
+        assert stream.tokens == said[: len(stream.tokens)]
+        assert stream in failed or (stream.finish_reason, len(stream.tokens)) == ("length", limit)
+    if pool is not None:
+        assert pool.num_free == pool.num_blocks
+        assert not any(pool.references)
+
+
+def test_a_call_that_raises_gives_its_pool_back_to_whoever_lent_it(monkeypatch):
+    pool, calls, verify = blocks(), [], tiny.base().verify
+
+    def raising(*arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return verify(*arguments)
+
+    monkeypatch.setattr(tiny.base(), "verify", raising)
+    with pytest.raises(KeyboardInterrupt):
+        generate(tiny.base(), None, tiny.prompts(), max_new_tokens=9, max_batch=2, pool=pool)
+    assert pool.num_free == pool.num_blocks
+
+
+# --- why requests end --------------------------------------------------------------------------
+
+
+def test_an_end_of_text_inside_a_drafted_path_ends_the_row_there():
+    said = tiny.continuations()[0]
+    # the first token comes with the prompt, and each forward brings five
+    place = next(place for place in range(7, 10) if said[place] not in said[:place])
+    engine = Engine(tiny.base(), tiny.oracle(4))
+    ended, ignored = ask(engine, eos_ids=(said[place],)), ask(engine, eos_ids=())
+    engine.run()
+    assert ended.tokens == said[: place + 1]
+    assert ended.finish_reason == "eos"
+    assert len(ended.steps[-1].tokens) == 5
+    assert ignored.finish_reason == "length"
+
+
+def test_a_request_of_nothing_gets_it_at_once():
+    engine = Engine(tiny.base())
+    stream = ask(engine, max_new_tokens=0)
+    assert (stream.tokens, stream.finish_reason, list(stream)) == ([], "length", [])
+    assert engine.step() is False
+
+
+def test_a_full_context_ends_the_row():
+    engine = Engine(tiny.base(), tiny.oracle(4), max_length=12)
+    stream, full = ask(engine), ask(engine, prompt=[1] * 12)
+    engine.run()
+    assert stream.tokens == tiny.continuations()[0][:7]
+    assert stream.finish_reason == "context"
+    assert (full.tokens, full.finish_reason) == ([], "context")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        ({"prompt": []}, "a prompt needs at least one token"),
+        ({"prompt": [1] * 129}, "129 tokens exceed 128; shorten it"),
+        ({"max_new_tokens": -1}, "at least 0, got -1"),
+        ({"stop": ("",)}, "at least one character"),
+        ({"stop": ("a",)}, "need a base with a tokenizer, and 'tiny-llama' has none"),
+    ],
+)
+def test_what_can_never_be_decoded_is_refused_when_it_is_submitted(wanted, message):
+    engine = Engine(tiny.base())
+    with pytest.raises(ValueError, match=message):
+        ask(engine, **wanted)
+    assert engine.waiting == []
+
+
+def test_an_engine_without_rows_is_refused():
+    with pytest.raises(ValueError, match="max_batch must be at least 1, got 0"):
+        Engine(tiny.base(), max_batch=0)
+
+
+# --- streams -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def base(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tiny.base(), "tokenizer", tokenizer())
+    return tiny.base()
+
+
+def joined(pieces: list[Piece]) -> tuple[list[int], str]:
+    return [token for piece in pieces for token in piece.tokens], "".join(p.text for p in pieces)
+
+
+def test_a_stream_yields_tokens_as_they_come_and_drives_the_others():
+    engine = Engine(tiny.base(), tiny.oracle(3))
+    streams = [ask(engine, prompt=prompt, max_new_tokens=9) for prompt in tiny.prompts()]
+    pieces = list(streams[0])
+    assert [len(piece.tokens) for piece in pieces] == [5, 4]
+    assert all(piece.text == "" for piece in pieces)
+    assert [stream.tokens for stream in streams] == [said[:9] for said in tiny.continuations()]
+
+
+@pytest.mark.parametrize("depth", [0, 4])
+def test_streamed_text_is_the_text_however_many_tokens_come_at_once(depth, base):
+    engine = Engine(base, tiny.oracle(depth) if depth else None)
+    for prompt, said in zip(tiny.prompts(), tiny.continuations(), strict=True):
+        stream = ask(engine, prompt=prompt, max_new_tokens=tiny.NEW_TOKENS)
+        pieces = list(stream)
+        assert len(pieces) > 5
+        assert joined(pieces) == (stream.tokens, stream.text)
+        assert stream.tokens == said
+        before = base.tokenizer.decode(prompt).rstrip("\N{REPLACEMENT CHARACTER}")
+        whole = base.tokenizer.decode(prompt + said, skip_special_tokens=True)
+        assert whole == before + stream.text
+
+
+# 0 | ing | F | d | c d     the second string begins within a token and ends within another
+@pytest.mark.parametrize("stop", ["0ingF", "ngFdc"])
+@pytest.mark.parametrize("depth", [0, 4])
+def test_a_stop_string_ends_the_text_right_before_it(depth, stop, base):
+    said = tiny.continuations()[0]
+    text = ask(Engine(base), max_new_tokens=30)
+    list(text)
+    assert [PIECES[token] for token in said[6:11]] == [b"0", b"ing", b"F", b"d", b"c d"]
+    start = text.text.index(stop)
+    engine = Engine(base, tiny.oracle(depth) if depth else None, pool=base.pool(40, 4))
+    stream = ask(engine, max_new_tokens=30, stop=("never said", stop))
+    pieces = list(stream)
+    assert stream.finish_reason == "stop"
+    assert stream.text == text.text[:start]
+    assert joined(pieces) == (stream.tokens, stream.text)
+    assert said[: len(stream.tokens)] == stream.tokens
+    assert engine.pool is not None
+    assert engine.pool.num_free == 40
+    # what might have begun a stop string and did not is said in the end
+    other = ask(engine, max_new_tokens=30, stop=(stop[:-1] + "?never",))
+    assert joined(list(other)) == (said[:30], text.text)
+    assert other.finish_reason == "length"

@@ -1,0 +1,133 @@
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from specheads.base.model import FrozenBase
+from specheads.decoding.generate import Decoding, generate
+from specheads.decoding.trees.policies import Static
+from tests import tiny
+
+
+def speculate(depth: int = 3, new_tokens: int = tiny.NEW_TOKENS, **settings: Any) -> Decoding:
+    return generate(
+        tiny.base(), tiny.oracle(depth), tiny.prompts(), max_new_tokens=new_tokens, **settings
+    )
+
+
+def alone(prompts: list[list[int]], **settings: Any) -> Decoding:
+    return generate(tiny.base(), None, prompts, **settings)
+
+
+@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
+def test_the_base_alone_takes_one_forward_a_token(architecture):
+    out = generate(tiny.base(architecture), None, tiny.prompts(), max_new_tokens=tiny.NEW_TOKENS)
+    assert out.tokens == tiny.continuations(architecture)
+    # the first token comes with the prompt
+    assert out.forwards == [tiny.NEW_TOKENS - 1] * 3
+
+
+def test_rows_of_a_batch_are_decoded_as_if_alone():
+    together = alone(tiny.prompts(), max_new_tokens=12)
+    for row, prompt in enumerate(tiny.prompts()):
+        single = alone([prompt], max_new_tokens=12)
+        assert single.tokens == [together.tokens[row]]
+        assert single.forwards == [together.forwards[row]]
+
+
+@pytest.mark.parametrize("depth", [1, 3, 6])
+def test_a_drafter_that_knows_the_text_gets_depth_plus_one_tokens_a_forward(depth):
+    out = speculate(depth)
+    assert out.tokens == tiny.continuations()
+    for steps in out.steps:
+        # the last step may look beyond what the oracle knows
+        assert {len(step.tokens) for step in steps[:-1]} == {depth + 1}
+        assert {tuple(step.path) for step in steps[:-1]} == {tuple(range(depth + 1))}
+    assert out.forwards == [len(steps) for steps in out.steps]
+    assert out.forwards == [-(-(tiny.NEW_TOKENS - 1) // (depth + 1))] * 3
+
+
+def test_wrong_guesses_cost_forwards_and_change_nothing():
+    right = tiny.oracle(4)
+    confused = tiny.Oracle([right.guesses[row].tolist() for row in (1, 2, 0)], 4, tiny.VOCAB)
+    out = generate(tiny.base(), confused, tiny.prompts(), max_new_tokens=tiny.NEW_TOKENS)
+    assert out.tokens == tiny.continuations()
+    assert min(out.forwards) > 0.8 * tiny.NEW_TOKENS
+
+
+def test_rows_that_finish_early_leave_the_others_undisturbed():
+    # the oracle knows row 0 only, so rows end at very different steps
+    texts = [tiny.prompts()[0] + tiny.continuations()[0], [0], [0]]
+    out = generate(
+        tiny.base(),
+        tiny.Oracle(texts, 5, tiny.VOCAB),
+        tiny.prompts(),
+        max_new_tokens=tiny.NEW_TOKENS,
+    )
+    assert out.tokens == tiny.continuations()
+    assert out.forwards[0] == 7
+    assert min(out.forwards[1:]) > 20
+
+
+@pytest.mark.parametrize("new_tokens", [0, 1, 2])
+def test_the_limit_is_kept_to_the_token(new_tokens):
+    expected = [said[:new_tokens] for said in tiny.continuations()]
+    assert alone(tiny.prompts(), max_new_tokens=new_tokens).tokens == expected
+    out = speculate(new_tokens=new_tokens)
+    assert out.tokens == expected
+    # nothing asked for takes no forward, and the first token comes with the prompt
+    assert out.forwards == [max(new_tokens - 1, 0)] * 3
+
+
+def test_no_prompts_give_no_answers():
+    assert alone([], max_new_tokens=5) == Decoding([], [], [])
+
+
+@pytest.mark.parametrize("depth", [0, 3])
+def test_a_row_ends_with_its_first_end_of_text_and_others_go_on(depth, monkeypatch):
+    said = tiny.continuations()
+    eos = said[0][9]
+    monkeypatch.setattr(tiny.base().model.generation_config, "eos_token_id", [eos, 60])
+    ends = [min([*row, eos, 60].index(token) for token in (eos, 60)) + 1 for row in said]
+    assert len({*ends}) == 3, "the rows should end at different places"
+    expected = [row[:end] for row, end in zip(said, ends, strict=True)]
+    out = speculate(depth) if depth else alone(tiny.prompts(), max_new_tokens=tiny.NEW_TOKENS)
+    assert out.tokens == expected
+    if not depth:
+        assert out.forwards == [len(row) - 1 for row in expected]
+
+
+def test_the_end_of_text_can_be_ignored(monkeypatch):
+    said = tiny.continuations()
+    monkeypatch.setattr(tiny.base().model.generation_config, "eos_token_id", said[0][3])
+    assert speculate(stop_at_eos=False).tokens == said
+
+
+def test_the_context_can_be_filled_to_its_last_position():
+    # learned positions: a node beyond the last one would be an index error
+    config = tiny.config("gpt2", max_position_embeddings=24)
+    base = FrozenBase(AutoModelForCausalLM.from_config(config))
+    prompt = tiny.prompts()[2]
+    plain = generate(base, None, [prompt], max_new_tokens=24 - len(prompt))
+    oracle = tiny.Oracle([prompt + plain.tokens[0]], 4, tiny.VOCAB)
+    tree = Static([(0,), (0, 0), (0, 0, 0), (0, 0, 0, 0), (1,), (1, 0)])
+    out = generate(base, oracle, [prompt], max_new_tokens=24 - len(prompt), tree=tree)
+    assert out.tokens == plain.tokens
+    assert len(prompt) + len(out.tokens[0]) == base.max_length
+
+
+@pytest.mark.parametrize(
+    ("prompts", "new_tokens", "message"),
+    [
+        ([[1, 2], []], 4, "prompt 1 has none"),
+        ([[1] * 100], 40, r"100 \+ 40 exceed 128"),
+    ],
+)
+def test_prompts_that_cannot_be_decoded_are_refused(prompts, new_tokens, message):
+    with pytest.raises(ValueError, match=message):
+        alone(prompts, max_new_tokens=new_tokens)
+
+
+def test_a_tree_deeper_than_the_head_is_refused():
+    with pytest.raises(ValueError, match="2 levels but the head drafts 1"):
+        speculate(depth=1, tree=Static([(0,), (0, 0)]))

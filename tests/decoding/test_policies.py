@@ -1,0 +1,281 @@
+import functools
+import itertools
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from specheads.core.drafter import Drafter, Features
+from specheads.core.tree import TokenTree
+from specheads.decoding.trees.policies import NOTHING, Beam, BestFirst, Policy, Static, chain
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+MEDUSA_TREES = ("medusa_tree_mc_sim_7b_63", "medusa_tree_vicuna_7b_stage2")
+
+
+class Levels(Drafter):
+    """Says the same at every node of a level, as Medusa's heads do: (batch, level, vocab)."""
+
+    def __init__(self, logits: Tensor) -> None:
+        self.logits, self.depth = logits, logits.shape[1]
+
+    def begin(self, features, tokens, count, memory):
+        del features, tokens, count, memory
+        return self.logits[:, :1], 1
+
+    def extend(self, state, tokens, parents):
+        assert tokens.shape == parents.shape
+        return self.logits[:, state : state + 1].expand(-1, tokens.shape[1], -1), state + 1
+
+
+class Walker(Drafter):
+    """Says something else after every path; its state is the places that the paths lead to."""
+
+    def __init__(self, vocab: int, depth: int, seed: int = 0, batch: int = 1) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.vocab, self.depth = vocab, depth
+        places = sum(vocab**level for level in range(depth + 1))
+        self.table = 1.5 * torch.randn(batch, places, vocab, generator=generator).double()
+
+    def _at(self, places):
+        rows = torch.arange(len(places))[:, None]
+        return self.table[rows, places], places
+
+    def begin(self, features, tokens, count, memory):
+        del features, tokens, memory
+        return self._at(torch.zeros(len(count), 1, dtype=torch.long))
+
+    def extend(self, state, tokens, parents):
+        # heap numbering: child `token` of place p stands at p * vocab + token + 1
+        return self._at(state.gather(1, parents) * self.vocab + tokens + 1)
+
+    def path_probs(self, row: int = 0) -> dict[tuple[int, ...], float]:
+        """Return the probability of every path, worked out one token at a time."""
+        probs: dict[tuple[int, ...], float] = {}
+        for length in range(1, self.depth + 1):
+            for path in itertools.product(range(self.vocab), repeat=length):
+                place = 0
+                for token in path[:-1]:
+                    place = place * self.vocab + token + 1
+                law = self.table[row, place].softmax(-1)
+                probs[path] = probs.get(path[:-1], 1.0) * law[path[-1]].item()
+        return probs
+
+
+def grow(policy: Policy, drafter: Drafter, roots: list[int]) -> TokenTree:
+    """Grow after rows that committed one position; a second one is padding."""
+    tokens = torch.tensor([[root, 99] for root in roots])
+    features = Features(torch.zeros(len(roots), 2, 4))
+    return policy.grow(drafter, features, tokens, torch.ones(len(roots), dtype=torch.long), None)
+
+
+def paths_of(tree: TokenTree, row: int = 0) -> list[tuple[int, ...]]:
+    """Return the tokens from the root down to each node, the root left out."""
+    paths: list[tuple[int, ...]] = [()]
+    rest = zip(tree.tokens[row, 1:].tolist(), tree.parents[row, 1:].tolist(), strict=True)
+    for token, parent in rest:
+        paths.append((*paths[parent], token))
+    return paths[1:]
+
+
+def test_a_static_tree_takes_guesses_by_their_ranks():
+    #       root           the drafter's order is 3 1 0 2 at the first level and 0 2 1 3 at the
+    #      /    \          second; (1, 2) is the third guess after the second guess
+    #    (0)    (1)
+    #     |    /   \
+    #  (0,0) (1,0) (1,2)
+    logits = torch.tensor([[[1.0, 2.0, 0.0, 3.0], [3.0, 1.0, 2.0, 0.0]]])
+    policy = Static([(1,), (1, 2), (0,), (0, 0), (1, 0)])
+    tree = grow(policy, Levels(logits), [9])
+    assert tree.tokens.tolist() == [[9, 3, 1, 0, 0, 1]]
+    assert tree.parents.tolist() == [[-1, 0, 0, 1, 2, 2]]
+    assert (policy.num_nodes, policy.depth) == (6, 2)
+
+
+def test_every_row_of_a_static_tree_follows_its_own_paths():
+    drafter = Walker(vocab=4, depth=3, batch=2)
+    policy = Static([(0,), (1,), (0, 1), (1, 0), (1, 1), (1, 1, 0)])
+    tree = grow(policy, drafter, [7, 8])
+    assert tree.tokens[:, 0].tolist() == [7, 8]
+    for row in range(2):
+        probs = drafter.path_probs(row)
+        for ranks, path in zip(policy.paths, paths_of(tree, row), strict=True):
+            for length, rank in enumerate(ranks, start=1):
+                siblings = [p for p in probs if p[:-1] == path[: length - 1] and len(p) == length]
+                assert sorted(siblings, key=probs.__getitem__)[-1 - rank] == path[:length]
+
+
+@pytest.mark.parametrize("case", MEDUSA_TREES)
+def test_medusas_own_code_grows_the_same_trees(case):
+    io = load_file(GOLDEN / case / "io.safetensors")
+    policy = Static(json.loads((GOLDEN / case / "config.json").read_text())["choices"])
+    roots = io["in.base_logits"].argmax(-1).tolist()
+    tree = grow(policy, Levels(io["in.head_logits"]), roots)
+    assert torch.equal(tree.tokens, io["out.tree_candidates"])
+    for row in range(len(roots)):
+        assert torch.equal(tree.ancestors()[row].to(torch.uint8), io["out.attn_mask"])
+        assert torch.equal(tree.depths()[row], io["out.position_offsets"])
+
+
+@pytest.mark.parametrize("policy", [Static([(0,), (1,), (0, 0), (1, 0), (1, 0, 0)]), chain(3)])
+def test_a_static_tree_brings_the_ancestors_it_has(policy):
+    tree = grow(policy, Walker(vocab=3, depth=3, batch=2), [0, 1])
+    assert torch.equal(tree.ancestors(), TokenTree(tree.tokens, tree.parents).ancestors())
+
+
+@pytest.mark.parametrize("paths", [[(0,), (0, 0, 0)], [(0,), (0,)], [()], [(0, 0)]])
+def test_ranks_that_are_no_tree_are_refused(paths):
+    with pytest.raises(ValueError, match="distinct, non-empty rank paths"):
+        Static(paths)
+
+
+def test_a_chain_is_the_best_guess_at_every_level():
+    drafter = Walker(vocab=4, depth=3)
+    tree = grow(chain(3), drafter, [5])
+    assert tree.parents.tolist() == [[-1, 0, 1, 2]]
+    probs = drafter.path_probs()
+    for path in paths_of(tree):
+        siblings = [(*path[:-1], token) for token in range(4)]
+        assert path == max(siblings, key=probs.__getitem__)
+
+
+def test_no_draft_is_the_root_alone():
+    tree = grow(NOTHING, Walker(vocab=3, depth=1), [5])
+    assert (tree.tokens.tolist(), tree.parents.tolist()) == ([[5]], [[-1]])
+    assert tree.ancestors().tolist() == [[[True]]]
+
+
+@pytest.mark.parametrize("num_nodes", range(2, 7))
+def test_no_tree_of_that_size_holds_more_probability(num_nodes):
+    drafter = Walker(vocab=2, depth=3, seed=num_nodes)
+    probs = drafter.path_probs()
+    trees = (
+        set(paths)
+        for paths in itertools.combinations(probs, num_nodes - 1)
+        if all(path[:-1] in paths for path in paths if len(path) > 1)
+    )
+    best = max(trees, key=lambda paths: sum(map(probs.__getitem__, paths)))
+    tree = grow(BestFirst(num_nodes, depth=3, beam=4, branch=2), drafter, [0])
+    assert set(paths_of(tree)) == best
+
+
+def best_tree(num_nodes: int, depth: int, rates: tuple[float, ...]) -> float:
+    """Return the most that a tree can be worth where a k-th child is right at the k-th rate.
+
+    Source: Chen et al. 2024, arXiv:2402.12374, section 4.1.1, by dynamic programming.
+    """
+
+    @functools.cache
+    def worth(size: int, levels: int, children: int) -> float:
+        if size == 1:
+            return 1.0
+        if not children or levels == 1:
+            return -math.inf
+        return max(
+            worth(size, levels, children - 1),
+            *(
+                worth(size - own, levels, children - 1)
+                + rates[children - 1] * worth(own, levels - 1, len(rates))
+                for own in range(1, size)
+            ),
+        )
+
+    return worth(num_nodes, depth, len(rates))
+
+
+@pytest.mark.parametrize(
+    ("num_nodes", "levels", "worth"),
+    [
+        (2, 3, 1.6), (3, 3, 1.96), (4, 3, 2.16), (5, 3, 2.28), (8, 4, 2.716), (16, 5, 3.2748),
+        (64, 10, 4.420118),
+    ],
+)  # fmt: skip
+def test_best_first_is_worth_what_the_best_tree_of_known_rates_is(num_nodes, levels, worth):
+    rates = (0.6, 0.2, 0.1, 0.05)
+    assert best_tree(num_nodes, levels, rates) == pytest.approx(worth, abs=1e-6)
+    # what is left is less than the last child's, and no guess that is drafted
+    known = torch.tensor([*rates, *[0.05 / 4] * 4]).double().log()
+    drafter = Levels(known.expand(1, levels - 1, -1))
+    tree = grow(BestFirst(num_nodes, levels - 1, beam=64, branch=4), drafter, [0])
+    shares = [math.prod(rates[token] for token in path) for path in paths_of(tree)]
+    assert 1 + sum(shares) == pytest.approx(worth, abs=1e-6)
+
+
+def test_best_first_expands_the_beam_and_keeps_the_best_of_all():
+    # vocab 5, but only 3 children of 2 nodes a level are drafted, so that the budget of 8 is
+    # filled from 3 + 6 + 6 candidates
+    drafter = Walker(vocab=5, depth=3, seed=4, batch=2)
+    tree = grow(BestFirst(8, depth=3, beam=2, branch=3), drafter, [0, 0])
+    for row in range(2):
+        probs = drafter.path_probs(row)
+        beam, pool = [()], []
+        for _ in range(3):
+            children = []
+            for path in beam:
+                below = sorted(((*path, token) for token in range(5)), key=probs.__getitem__)
+                children += below[-3:]
+            pool += children
+            beam = sorted(children, key=probs.__getitem__)[-2:]
+        assert set(paths_of(tree, row)) == set(sorted(pool, key=probs.__getitem__)[-7:])
+        assert all(path[:-1] in [(), *paths_of(tree, row)] for path in paths_of(tree, row))
+
+
+@pytest.mark.parametrize("num_nodes", [2, 3, 9, 15])
+def test_best_first_has_exactly_the_nodes_asked_for_in_topological_order(num_nodes):
+    tree = grow(BestFirst(num_nodes, depth=3, beam=4, branch=2), Walker(2, 3, batch=2), [0, 1])
+    assert tree.tokens.shape == tree.parents.shape == (2, num_nodes)
+    assert (tree.parents < torch.arange(num_nodes)).all()
+    assert len({*paths_of(tree)}) == num_nodes - 1
+
+
+def test_ties_go_to_the_shallower_node():
+    # a drafter that is certain gives every node of its chain probability one, all the others
+    # zero: of the chain 2 2 2 the first two must stay, or the third would be an orphan
+    certain = torch.full((1, 3, 4), -torch.inf)
+    certain[..., 2] = 0.0
+    tree = grow(BestFirst(3, depth=3, beam=2, branch=2), Levels(certain), [0])
+    assert paths_of(tree) == [(2,), (2, 2)]
+
+
+@pytest.mark.parametrize(("num_nodes", "most"), [(1, 15), (16, 15)])
+def test_a_budget_that_cannot_be_drafted_is_refused_with_its_bounds(num_nodes, most):
+    # 2 children of the root, 2 of each of those, and 2 of each of the 4 best below: 14 drafts
+    with pytest.raises(ValueError, match=f"2 to {most} nodes, got {num_nodes}"):
+        BestFirst(num_nodes, depth=3, beam=4, branch=2)
+
+
+@pytest.mark.parametrize(("width", "depth"), [(1, 3), (3, 2), (4, 3)])
+def test_a_beam_holds_the_best_continuations_of_the_level_above(width: int, depth: int):
+    drafter = Walker(vocab=5, depth=depth, batch=2)
+    tree = grow(Beam(width, depth), drafter, [7, 8])
+    assert tree.tokens.shape == (2, 1 + width * depth)
+    for row in range(2):
+        probs = drafter.path_probs(row)
+        ours = paths_of(tree, row)
+        above: list[tuple[int, ...]] = [()]
+        for level in range(depth):
+            candidates = [(*path, token) for path in above for token in range(5)]
+            above = sorted(candidates, key=lambda path: -probs[path])[:width]
+            assert ours[level * width : (level + 1) * width] == above
+
+
+def test_a_beam_counts_only_the_best_guesses_of_a_node():
+    #  .52 a  ->  .6 a  .4 b                   among all four     aa .31  ab .21  ba .15
+    #  .48 b  ->  .32 a  .3 b  .2 c  .18 d     among the best two aa .31  ba .25  bb .23
+    table = torch.tensor([[0.52, 0.48, 1e-9, 1e-9], [0.6, 0.4, 1e-9, 1e-9], [0.32, 0.3, 0.2, 0.18]])
+    drafter = Walker(vocab=4, depth=2)
+    drafter.table[0, :3] = table.log().double()
+    everything = grow(Beam(3, 2), drafter, [7])
+    two = grow(Beam(2, 2, top=2), drafter, [7])
+    assert paths_of(everything)[3:5] == [(0, 0), (0, 1)]
+    assert paths_of(two)[2:] == [(0, 0), (1, 0)]
+
+
+@pytest.mark.parametrize(("width", "depth", "top"), [(0, 2, 50), (3, 0, 50), (6, 2, 5)])
+def test_a_beam_that_cannot_be_filled_is_refused(width: int, depth: int, top: int):
+    with pytest.raises(ValueError, match="a beam needs a width from 1 to top"):
+        Beam(width, depth, top)

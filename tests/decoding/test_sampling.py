@@ -1,0 +1,487 @@
+"""Sampling in the real loop: the laws of transformers, and the same tokens as the base alone."""
+
+import functools
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.attention.flex_attention as torch_flex
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from specheads.base.model import FrozenBase
+from specheads.base.paged import BlockPool
+from specheads.core.drafter import Drafter, Features
+from specheads.core.tree import TokenTree
+from specheads.decoding.acceptance import accept, noise, rules
+from specheads.decoding.acceptance.sampling import GREEDY, Rows, Sampling
+from specheads.decoding.generate import Decoding, generate
+from specheads.decoding.trees import policies
+from specheads.decoding.trees.product import Product
+from specheads.decoding.trees.sampled import Sampled
+from specheads.measure.oracle import Oracle
+from tests import tiny
+from tests.decoding.test_exact import RandomTrees
+
+SETTINGS = {
+    "plain": Sampling(temperature=0.9),
+    "cut": Sampling(temperature=1.3, top_k=20, top_p=0.9, min_p=0.02),
+    "penalty": Sampling(temperature=0.7, top_p=0.8, repetition_penalty=1.4),
+    "greedy penalty": Sampling(repetition_penalty=1.5),
+}
+
+
+def ragged() -> list[list[int]]:
+    """Return seven prompts of different lengths."""
+    return [prompt[:length] for prompt in tiny.prompts() for length in (5, 3, 9)][:7]
+
+
+def rows(settings: list[Sampling], texts: Tensor, vocab: int = tiny.VOCAB) -> Rows:
+    lengths = torch.full((len(settings),), texts.shape[1] - 1)
+    return Rows(settings, lengths, texts, vocab)
+
+
+@pytest.mark.parametrize("name", ["plain", "cut", "penalty"])
+def test_laws_are_those_that_transformers_samples_from(name):
+    chosen = SETTINGS[name]
+    model: Any = tiny.base("llama", "eager").model
+    prompt = torch.tensor([tiny.prompts()[2]])
+    out = model.generate(
+        prompt, do_sample=True, max_new_tokens=8, use_cache=False, temperature=chosen.temperature,
+        top_k=chosen.top_k, top_p=chosen.top_p, min_p=chosen.min_p or None,
+        repetition_penalty=chosen.repetition_penalty, return_dict_in_generate=True,
+        output_scores=True, output_logits=True, pad_token_id=0,
+    )  # fmt: skip
+    wanted = torch.stack(out.scores, dim=1).softmax(-1)
+    logits = torch.stack(out.logits, dim=1)
+    # the new tokens as a chain below the prompt's last token
+    new = out.sequences[:, prompt.shape[1] - 1 : -1]
+    paths = torch.where(torch.ones(8, 8, dtype=torch.bool).tril(), new[:, None], new[:, :1, None])
+    law = rows([chosen], prompt).law(logits, paths)
+    torch.testing.assert_close(law, wanted, atol=1e-6, rtol=1e-5)
+    assert (law == 0).any() == (name != "plain")
+
+
+def test_rows_of_one_batch_may_ask_for_different_laws():
+    generator = torch.Generator().manual_seed(0)
+    chosen = [*SETTINGS.values(), GREEDY, *SETTINGS.values()]
+    texts = torch.randint(tiny.VOCAB, (9, 6), generator=generator)
+    logits = torch.randn(9, 3, tiny.VOCAB, generator=generator).double()
+    paths = torch.randint(tiny.VOCAB, (9, 3, 2), generator=generator)
+    together = rows(chosen, texts).law(logits, paths)
+    for row, one in enumerate(chosen):
+        alone = rows([one], texts[row : row + 1]).law(logits[row : row + 1], paths[row : row + 1])
+        assert torch.equal(together[row], alone[0])
+    assert torch.equal(together[4].argmax(-1), logits[4].argmax(-1))
+    assert together[4].max(-1).values.tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "rule"),
+    [
+        ("temperature", -0.1, "at least 0"),
+        ("top_k", -1, "at least 0"),
+        ("top_p", 0.0, "above 0 and at most 1"),
+        ("min_p", 1.5, "from 0"),
+        ("repetition_penalty", 0.0, "above 0"),
+        ("seed", -1, "from 0"),
+    ],
+)
+def test_settings_out_of_range_are_refused_in_one_line(setting, value, rule):
+    with pytest.raises(ValueError, match=f"{setting} must be {rule}.*got {value}"):
+        Sampling(**{setting: value})
+
+
+def test_unknown_rules_and_lists_of_another_length_are_refused():
+    with pytest.raises(ValueError, match="match, rejection, typical, got 'lucky'"):
+        generate(tiny.base(), None, [[1]], rule="lucky")
+    with pytest.raises(ValueError, match="got 1 for 2"):
+        generate(tiny.base(), None, [[1], [2]], settings=[GREEDY])
+
+
+# --- the base alone ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_base_alone_draws_by_the_noise_of_each_position(name):
+    chosen = SETTINGS[name]
+    base, prompt = tiny.base(), tiny.prompts()[1]
+    said = generate(base, None, [prompt], max_new_tokens=12, settings=[chosen]).tokens[0]
+    text = list(prompt)
+    for token in said:
+        logits = base.model(input_ids=torch.tensor([text]), use_cache=False).logits[:, -1:]
+        law = rows([chosen], torch.tensor([text])).law(logits, torch.tensor([[[text[-1]]]]))[0, 0]
+        number = noise.uniform(chosen.seed, torch.tensor(len(text)), 0)
+        assert token == int((law.cumsum(0) > number).nonzero()[0])
+        text.append(token)
+
+
+def test_a_request_draws_the_same_whatever_stands_beside_it():
+    chosen = [SETTINGS["plain"].of_prompt(place) for place in range(7)]
+    together = generate(tiny.base(), None, ragged(), max_new_tokens=10, settings=chosen)
+    for row in (0, 4, 6):
+        alone = generate(
+            tiny.base(), None, [ragged()[row]], max_new_tokens=10, settings=[chosen[row]]
+        )
+        assert alone.tokens == [together.tokens[row]]
+
+
+def test_equal_prompts_are_answered_differently_and_again_the_same():
+    first, again = (
+        generate(tiny.base(), None, [[5, 9]] * 4, max_new_tokens=8, temperature=1.0, seed=3).tokens
+        for _ in range(2)
+    )
+    assert first == again
+    assert len({*map(tuple, first)}) == 4
+    other = generate(tiny.base(), None, [[5, 9]] * 4, max_new_tokens=8, temperature=1.0, seed=4)
+    assert not {*map(tuple, first)} & {*map(tuple, other.tokens)}
+
+
+# --- sample and match ----------------------------------------------------------------------------
+
+SHAPES: dict[str, Callable[[], policies.Policy]] = {
+    "random": RandomTrees,
+    "chain": lambda: policies.chain(5),
+    "stopping chain": lambda: policies.chain(5, confidence=0.03),
+    "static": lambda: policies.Static([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]),
+    "best first": lambda: policies.BestFirst(12, 4),
+    "beam": lambda: policies.Beam(3, 4),
+    "product": lambda: Product((2, 2, 1), 8),
+    "sampled": lambda: Sampled((3, 2, 1)),
+}
+CACHES: dict[str, Callable[[FrozenBase], BlockPool | None]] = {
+    "contiguous": lambda _: None,
+    "paged": lambda base: base.pool(80, block_size=4),
+    "paged, in place": lambda base: BlockPool(base.num_layers, 80, 4, flex=True),
+}
+MIXED = [
+    SETTINGS["cut"],
+    SETTINGS["plain"],
+    Sampling(temperature=1.1, top_k=7),
+    SETTINGS["penalty"],
+    Sampling(temperature=0.8, top_p=0.6),
+    SETTINGS["greedy penalty"],
+    GREEDY,
+]
+EVERYTHING = [*itertools.product(tiny.ARCHITECTURES, SHAPES, CACHES, (1, 7))]
+# every architecture with every cache, every shape with every cache and both batches
+SOME = [
+    (architecture, [*SHAPES][(place + 3 * turn) % 8], cache, (1, 7)[(place + turn) % 2])
+    for place, architecture in enumerate(tiny.ARCHITECTURES)
+    for turn, cache in enumerate(CACHES)
+]
+
+
+@functools.cache
+def samples_alone(architecture: str, batch: int) -> Decoding:
+    """Return what the base alone says to this many prompts, each with settings of its own."""
+    chosen = [one.of_prompt(place) for place, one in enumerate(MIXED[:batch])]
+    return generate(
+        tiny.base(architecture), None, ragged()[:batch], max_new_tokens=16, settings=chosen
+    )
+
+
+def match(
+    architecture: str, shape: str, cache: str, batch: int, rule: str | rules.Rule = "match"
+) -> tuple[Decoding, Decoding]:
+    """Return what a drafter that knows most of the text helps to say, and what the base says."""
+    base, policy, prompts = tiny.base(architecture), SHAPES[shape](), ragged()[:batch]
+    alone = samples_alone(architecture, batch)
+    known = [prompt + said for prompt, said in zip(prompts, alone.tokens, strict=True)]
+    chosen = [one.of_prompt(place) for place, one in enumerate(MIXED[:batch])]
+    ours = generate(
+        base,
+        Oracle(known, policy.depth, tiny.VOCAB, rate=0.8),
+        prompts,
+        max_new_tokens=16,
+        settings=chosen,
+        tree=policy,
+        rule=rule,
+        pool=CACHES[cache](base),
+    )
+    return ours, alone
+
+
+def assert_sample_and_match_is_exact(architecture: str, shape: str, cache: str, batch: int) -> None:
+    ours, alone = match(architecture, shape, cache, batch)
+    assert ours.tokens == alone.tokens
+    # what a sampled tree holds is luck, and so is what of it agrees
+    assert shape == "sampled" or sum(ours.forwards) < 0.8 * sum(alone.forwards)
+
+
+plain_flex = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+
+
+@pytest.fixture(autouse=True)
+def _uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """flex_attention as plain tensor code: compiling it for every shape takes a minute."""
+    monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+
+
+@plain_flex
+@pytest.mark.parametrize(("architecture", "shape", "cache", "batch"), SOME)
+def test_sample_and_match_says_what_the_base_alone_says(architecture, shape, cache, batch):
+    assert_sample_and_match_is_exact(architecture, shape, cache, batch)
+
+
+@pytest.mark.slow
+@plain_flex
+@pytest.mark.parametrize(
+    ("architecture", "shape", "cache", "batch"), [one for one in EVERYTHING if one not in SOME]
+)
+def test_sample_and_match_says_what_the_base_alone_says_with_any_tree_in_any_cache(
+    architecture, shape, cache, batch
+):
+    assert_sample_and_match_is_exact(architecture, shape, cache, batch)
+
+
+def test_the_cases_by_default_meet_every_pair_with_a_cache():
+    for column in (0, 1, 3):
+        pairs = {(one[column], one[2]) for one in EVERYTHING}
+        assert {(one[column], one[2]) for one in SOME} == pairs
+
+
+def a_draw_for_each_node(
+    tree: TokenTree, logits: Tensor, ancestors: Tensor, rows: Rows
+) -> accept.Verdict:
+    """Draw after every node with a number of its own: the law is right, the tokens are others."""
+    nodes = torch.arange(tree.tokens.shape[1])
+    drawn = accept.draw(
+        rows.tree_law(tree, logits, ancestors), noise.uniform(rows.lengths[:, None], nodes)
+    )
+    return accept.match(tree, drawn, ancestors)
+
+
+@pytest.mark.parametrize("rule", ["typical", a_draw_for_each_node])
+def test_a_rule_that_is_not_sample_and_match_is_caught(rule):
+    ours, alone = match("llama", "static", "contiguous", 7, rule)
+    assert ours.tokens != alone.tokens
+
+
+# --- a toy model, counted ------------------------------------------------------------------------
+
+
+class Markov(Drafter):
+    """Guesses the next token from the last one by a table."""
+
+    def __init__(self, table: Float[Tensor, "vocab vocab"], depth: int) -> None:
+        self.table, self.depth = table, depth
+
+    def begin(
+        self,
+        features: Features,
+        tokens: Int[Tensor, "batch time"],
+        count: Int[Tensor, " batch"],
+        memory: None,
+    ) -> tuple[Tensor, None]:
+        del features, memory
+        return self.table[tokens.gather(1, count[:, None] - 1)], None
+
+    def extend(self, state: None, tokens: Tensor, parents: Tensor) -> tuple[Tensor, None]:
+        del state, parents
+        return self.table[tokens], None
+
+
+class Counting(Markov):
+    """A Markov drafter that counts how often it is asked."""
+
+    calls = 0
+
+    def extend(self, state: None, tokens: Tensor, parents: Tensor) -> tuple[Tensor, None]:
+        self.calls += 1
+        return super().extend(state, tokens, parents)
+
+
+def grown(
+    policy: policies.Policy, drafter: Drafter, roots: list[int], chosen: Sampling
+) -> TokenTree:
+    texts = torch.tensor(roots)[:, None]
+    each = [chosen.of_prompt(place) for place in range(len(roots))]
+    known = rows(each, texts, VOCAB)
+    count = torch.ones(len(roots), dtype=torch.long)
+    features = Features(torch.zeros(len(roots), 1, 1))
+    return policy.grow(drafter, features, texts, count, None, known)
+
+
+POLICIES = {"static": policies.chain(3, confidence=0.6), "sampled": Sampled((1, 1, 1), 0.6)}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_drafting_stops_below_a_doubted_token_and_saves_the_calls(name):
+    #  0 -> 1 -> 2 -> 3 surely, and after 3 and 4 any token may follow
+    table = torch.zeros(5, 5)
+    table[[0, 1, 2], [1, 2, 3]] = 50.0
+    sure, doubting = (
+        grown(POLICIES[name], drafter, roots, Sampling(temperature=1.0))
+        for drafter, roots in ((Counting(table, 3), [0, 2]), (Counting(table, 3), [3, 4]))
+    )
+    # row 0 is sure all the way; row 1 draws 3 surely, then doubts and is done
+    assert sure.parents.tolist() == [[-1, 0, 1, 2], [-1, 0, 1, -1]]
+    assert sure.tokens[0].tolist() == [0, 1, 2, 3]
+    # where every row doubts its first token it is all there is to verify
+    assert doubting.parents.tolist() == [[-1, 0], [-1, 0]]
+    counting = Counting(table, 3)
+    grown(POLICIES[name], counting, [3, 4], Sampling(temperature=1.0))
+    assert counting.calls == 0
+
+
+def test_drawn_children_are_distinct_and_follow_the_law_without_replacement():
+    table = torch.randn(5, 5, generator=torch.Generator().manual_seed(0)).double()
+    chosen = Sampling(temperature=0.7, top_k=4)
+    tree = grown(Sampled((2, 1)), Markov(table, 2), [3] * 20_000, chosen)
+    assert tree.drawn is not None
+    law = (table[3] / 0.7).masked_fill(table[3] == table[3].min(), -torch.inf).softmax(-1)
+    torch.testing.assert_close(tree.drawn.probs[0, 0], law)
+    first, second = tree.tokens[:, 1], tree.tokens[:, 2]
+    counts = torch.zeros(5, 5).index_put_((first, second), torch.ones(()), accumulate=True)
+    wanted = law[:, None] * law / (1 - law)[:, None]
+    wanted.fill_diagonal_(0.0)
+    torch.testing.assert_close(counts.double() / 20_000, wanted, atol=0.015, rtol=0.0)
+
+
+def test_greedy_rows_get_the_best_guesses_and_small_draft_vocabularies_their_tokens():
+    class Small(Markov):
+        def to_tokens(self, drafted: Tensor) -> Tensor:
+            return drafted + 2
+
+    table = torch.tensor([[0.0, 2.0, 1.0]]).expand(5, -1)
+    tree = grown(Sampled((2, 1)), Small(table, 2), [1], GREEDY)
+    assert tree.tokens.tolist() == [[1, 3, 4, 3, 3]]
+    tree = grown(Sampled((3,)), Small(table, 1), [1], Sampling(temperature=1.0))
+    assert sorted(tree.tokens[0, 1:].tolist()) == [2, 3, 4]
+    assert tree.drawn is not None
+    assert tree.drawn.probs[0, 0, :2].tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("wrong", [(), (2, 0)])
+def test_a_sampled_tree_without_children_is_refused(wrong):
+    with pytest.raises(ValueError, match="a child a node at least"):
+        Sampled(wrong)
+    with pytest.raises(ValueError, match="confidence must be at least 0"):
+        policies.chain(2, confidence=1.0)
+
+
+VOCAB, NEW, BATCH = 5, 3, 4_000
+CHOSEN = Sampling(temperature=0.8, repetition_penalty=1.3, seed=11)
+
+
+@functools.cache
+def toy() -> FrozenBase:
+    torch.manual_seed(1)
+    config = tiny.config(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=1)
+    base = FrozenBase(AutoModelForCausalLM.from_config(config))
+    for parameter in base.model.parameters():
+        parameter.data.mul_(6.0)
+    return base
+
+
+@functools.cache
+def expected() -> Tensor:
+    """Return the law of the first new tokens, from whole forwards over every text."""
+    base, prompt, law = toy(), [2, 0], torch.ones(VOCAB**NEW)
+    for place, text in enumerate(itertools.product(range(VOCAB), repeat=NEW)):
+        for length in range(NEW):
+            said = torch.tensor([[*prompt, *text[:length]]])
+            logits = base.model(input_ids=said, use_cache=False).logits[:, -1:]
+            one = rows([CHOSEN], said, VOCAB).law(logits, said[:, None, -1:])
+            law[place] *= float(one[0, 0, text[length]])
+    return law
+
+
+def guesser(seed: int, spread: float) -> Markov:
+    generator = torch.Generator().manual_seed(seed)
+    return Markov(spread * torch.randn(VOCAB, VOCAB, generator=generator), 2)
+
+
+NEAR, FAR = guesser(2, 1.0), guesser(24, 2.0)
+"""Drafters with which a dropped token, and a second sibling, matter most."""
+
+
+def chi_square(
+    rule: str | rules.Rule, tree: policies.Policy, drafter: Drafter, batches: int = 1
+) -> float:
+    """Return how far the counts of many texts are from their law, in standard deviations.
+
+    The cube root of a chi-square variable is nearly normal (Wilson and Hilferty 1931).
+    """
+    counts = torch.zeros(VOCAB**NEW)
+    for batch in range(batches):
+        each = [CHOSEN.of_prompt(batch * BATCH + place) for place in range(BATCH)]
+        said = generate(
+            toy(),
+            drafter,
+            [[2, 0]] * BATCH,
+            max_new_tokens=NEW,
+            settings=each,
+            rule=rule,
+            tree=tree,
+        ).tokens
+        texts = torch.tensor(said) @ (VOCAB ** torch.arange(NEW - 1, -1, -1))
+        counts += torch.bincount(texts, minlength=VOCAB**NEW)
+    law = batches * BATCH * expected()
+    # texts that are expected less than five times count as one
+    rare = law < 5
+    counts, law = (torch.cat([one[~rare], one[rare].sum()[None]]) for one in (counts, law))
+    found, free = float(((counts - law) ** 2 / law).sum()), len(law) - 1
+    return ((found / free) ** (1 / 3) - 1 + 2 / (9 * free)) / (2 / (9 * free)) ** 0.5
+
+
+COUNTED: dict[str, tuple[str, policies.Policy, Drafter]] = {
+    "match": ("match", policies.Static([(0,), (1,), (0, 0)]), NEAR),
+    "rejection": ("rejection", Sampled((2, 1)), FAR),
+    "rejection, stopping": ("rejection", Sampled((1, 1), confidence=0.3), NEAR),
+}
+MOST = 4.75
+"""One sample in a million is further away."""
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_many_texts_of_a_toy_model_have_its_law(name):
+    assert chi_square(*COUNTED[name]) < MOST
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COUNTED)
+def test_a_hundred_thousand_texts_of_a_toy_model_have_its_law(name):
+    assert chi_square(*COUNTED[name], batches=25) < MOST
+
+
+# the same count must fail where a rule is wrong
+
+
+def test_the_count_catches_typical_acceptance():
+    assert chi_square("typical", Sampled((2, 1)), FAR) > 2 * MOST
+
+
+def test_the_count_catches_a_coin_that_siblings_share():
+    def sharing(tree: TokenTree, logits: Tensor, ancestors: Tensor, rows: Rows) -> accept.Verdict:
+        coins = rows.coins(ancestors).gather(1, tree.parents.clamp(min=0))
+        numbers = rows.uniforms(ancestors)
+        return accept.rejection(tree, rows.tree_law(tree, logits, ancestors), coins, numbers)
+
+    assert chi_square(sharing, Sampled((2, 1)), FAR) > 2 * MOST
+
+
+def test_the_count_catches_a_token_dropped_for_its_own_doubt():
+    class Dropping(Sampled):
+        def grow(
+            self,
+            drafter: Drafter,
+            features: Features,
+            tokens: Tensor,
+            count: Tensor,
+            memory: None,
+            rows: Rows | None = None,
+        ) -> TokenTree:
+            tree = super().grow(drafter, features, tokens, count, memory, rows)
+            assert tree.drawn is not None
+            chance = tree.drawn.probs[:, :1].gather(2, tree.tokens[:, None, 1:2])[:, 0]
+            parents = tree.parents.clone()
+            parents[:, 1:] = parents[:, 1:].masked_fill(chance < 0.3, -1)
+            return replace(tree, parents=parents)
+
+    assert chi_square("rejection", Dropping((1,)), NEAR) > 2 * MOST

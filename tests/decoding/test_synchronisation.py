@@ -1,0 +1,191 @@
+"""A step asks the device once, for what was accepted, and otherwise never waits for it.
+
+Tensors on the device "meta" have shapes and no values: whoever asks one for its value raises, and
+so whatever a step does on CUDA without waiting, it can do there. Copies from the host are watched,
+because torch waits for those too; `cache.upload` is the way that does not.
+"""
+
+import copy
+import sys
+import traceback
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from specheads.base.model import FrozenBase
+from specheads.base.paged import BlockPool, PagedKVCache
+from specheads.baselines.hybrid import Graft, Hybrid
+from specheads.baselines.prompt_lookup import PromptLookup
+from specheads.core.drafter import Drafter
+from specheads.decoding import loop
+from specheads.decoding.acceptance.rules import RULES, rule_named
+from specheads.decoding.acceptance.sampling import Sampling
+from specheads.decoding.trees import policies
+from specheads.decoding.trees.product import Product
+from specheads.decoding.trees.sampled import Sampled
+from specheads.heads.load import Head, build_for, kinds
+from tests import tiny
+
+META = torch.device("meta")
+PATHS = [(0,), (1,), (0, 0), (0, 1)]
+POLICIES = {
+    "chain": policies.chain(3),
+    "static": policies.Static(PATHS),
+    "best_first": policies.BestFirst(6, 3),
+    "beam": policies.Beam(3, 3),
+    "product": Product((2, 2), 6),
+    "sampled": Sampled((2, 2)),
+}
+LAWS = {
+    "greedy": [Sampling(), Sampling()],
+    "sampled": [Sampling(temperature=0.8, top_k=5), Sampling(temperature=1.0, top_p=0.9)],
+    "penalised": [Sampling(repetition_penalty=1.2), Sampling(temperature=0.7, min_p=0.1)],
+}
+
+
+class Waits(TorchDispatchMode):
+    """Notes every operation that brings a tensor from the host to the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, str]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        del types
+        out = func(*args, **(kwargs or {}))
+        read = {one.device.type for one in tree_leaves((args, kwargs)) if is_array(one)}
+        made = {one.device.type for one in tree_leaves(out) if is_array(one)}
+        if "cpu" in read and "meta" in read | made:
+            frames = [frame for frame in traceback.extract_stack() if "specheads" in frame.filename]
+            self.found.append((str(func), f"{frames[-1].filename}:{frames[-1].lineno}"))
+        return out
+
+
+def is_array(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.ndim > 0
+
+
+def uploaded(values: list[Any], device: torch.device) -> Tensor:
+    return torch.empty(
+        torch.tensor(values, dtype=torch.long).shape, dtype=torch.long, device=device
+    )
+
+
+def verdict_of_nobody(tree: Any, verdict: Any) -> list[loop.Step]:
+    """Stand for the one time a step asks: a row keeps its root, the other one node more."""
+    del verdict
+    last = [0] if tree.tokens.shape[1] == 1 else [0, tree.tokens.shape[1] - 1]
+    return [loop.Step([5], [0]), loop.Step([5] * len(last), last)]
+
+
+@pytest.fixture(scope="module")
+def meta() -> FrozenBase:
+    base = FrozenBase(copy.deepcopy(tiny.base("llama", dtype=torch.float32).model))
+    torch.nn.Module.to(base.model, META)
+    return base
+
+
+@pytest.fixture
+def base(meta: FrozenBase, monkeypatch: pytest.MonkeyPatch) -> FrozenBase:
+    for name, module in list(sys.modules.items()):
+        if name.startswith("specheads.") and hasattr(module, "upload"):
+            monkeypatch.setattr(module, "upload", uploaded)
+    monkeypatch.setattr(loop, "_read", verdict_of_nobody)
+    # prompts are read once, and may wait
+    monkeypatch.setattr(Tensor, "tolist", lambda values: [1] * len(values))
+    return meta
+
+
+def waits(
+    base: FrozenBase, drafter: Drafter | None, policy: policies.Policy, **how: Any
+) -> list[tuple[str, str]]:
+    """Return what a step brought from the host, after a first one that may prepare itself."""
+    settings, rule = LAWS[how.get("law", "greedy")], rule_named(how.get("rule", "match"))
+    prompts = [[1, 2, 3], [4, 5, 6, 7]]
+    state, _ = loop.start(base, drafter, prompts, 64, settings, how.get("cache"))
+    loop.step(base, drafter, policy, rule, state)
+    with Waits() as found:
+        loop.step(base, drafter, policy, rule, state)
+    return found.found
+
+
+def head_on(base: FrozenBase, kind: str) -> Head:
+    head = build_for({"kind": kind, "depth": 3}, tiny.base("llama", dtype=torch.float32))
+    head.to(META)
+    head.bind(base.embedding, base.projection)
+    return head.eval()
+
+
+@pytest.mark.parametrize("tree", POLICIES)
+def test_no_tree_waits(base: FrozenBase, tree: str) -> None:
+    assert waits(base, head_on(base, "mlp_speculator"), POLICIES[tree]) == []
+
+
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("rule", RULES)
+def test_no_rule_and_no_law_waits(base: FrozenBase, rule: str, law: str) -> None:
+    head = head_on(base, "mlp_speculator")
+    assert waits(base, head, POLICIES["sampled"], rule=rule, law=law) == []
+
+
+@pytest.mark.parametrize("flex", [False, True])
+def test_no_paged_cache_waits(
+    base: FrozenBase, flex: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # the kernel itself knows no such device; it is one launch
+    monkeypatch.setattr(
+        "specheads.base.flex_attention._kernel", lambda _: lambda query, *_, **__: query
+    )
+    cache = PagedKVCache(BlockPool(base.num_layers, 20, 16, META, flex=flex), 2)
+    assert waits(base, head_on(base, "medusa"), POLICIES["static"], cache=cache) == []
+
+
+@pytest.mark.parametrize("kind", kinds())
+def test_no_head_waits(base: FrozenBase, kind: str) -> None:
+    assert waits(base, head_on(base, kind), POLICIES["static"]) == []
+
+
+def test_a_grafted_lookup_does_not_wait(base: FrozenBase) -> None:
+    both = Hybrid(head_on(base, "medusa"), PromptLookup(base.vocab_size, 4, device=META))
+    assert waits(base, both, Graft(policies.chain(3), 4, trim=False)) == []
+
+
+def test_the_base_alone_does_not_wait(base: FrozenBase) -> None:
+    assert waits(base, None, policies.NOTHING) == []
+
+
+def test_a_wait_would_be_seen(base: FrozenBase) -> None:
+    class Host(policies.Static):
+        def shape(self, device: torch.device) -> Any:
+            self._shapes.clear()
+            return super().shape(device)
+
+    assert waits(base, head_on(base, "medusa"), Host(PATHS)) != []
+    with pytest.raises(RuntimeError, match="meta"):
+        waits(base, head_on(base, "medusa"), policies.chain(2, confidence=0.5))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tree", POLICIES)
+def test_cuda_itself_sees_no_wait(tree: str) -> None:
+    base = FrozenBase(copy.deepcopy(tiny.base("llama", dtype=torch.float32).model))
+    torch.nn.Module.to(base.model, "cuda")
+    head = build_for({"kind": "mlp_speculator", "depth": 3}, base).eval()
+    state, _ = loop.start(base, head, [[1, 2, 3], [4, 5, 6, 7]], 64, LAWS["sampled"])
+    # the first step copies what a policy prepares once
+    loop.step(base, head, POLICIES[tree], rule_named("match"), state)
+    read = (state.features, state.tokens, state.count, state.memory)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.inference_mode():
+            drafted = POLICIES[tree].grow(head, *read, state.rows)
+            verified = base.verify(drafted, state.cache)
+            rule_named("match")(drafted, verified.logits, verified.ancestors, state.rows)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

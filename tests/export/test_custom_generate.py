@@ -1,0 +1,528 @@
+"""transformers' own generate, with a head in it, says what it says without."""
+
+import ast
+import copy
+import functools
+import gc
+import json
+import weakref
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+from packaging.requirements import Requirement
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    RepetitionPenaltyLogitsProcessor,
+    StoppingCriteriaList,
+    StopStringCriteria,
+    TopKLogitsWarper,
+)
+from transformers.dynamic_module_utils import check_python_requirements
+from transformers.generation.streamers import BaseStreamer
+
+import specheads
+from specheads.decoding.trees import policies
+from specheads.export.plugins.custom_generate import hub_files, three_lines
+from specheads.heads.load import build, load_head
+from specheads.measure.oracle import Oracle
+from tests import tiny
+from tests.decoding.test_detokenize import tokenizer
+from tests.export.hub_server import HubServer
+from tests.heads.test_heads import KINDS, make
+from tests.test_wheel import ROOT, installed, run, wheel
+
+__all__ = ["wheel"]
+
+PAD, NEW = 45, 10
+TREE = policies.Static([(0,), (1,), (0, 0), (0, 0, 0)])
+
+
+def padded(prompts: list[list[int]]) -> dict[str, Tensor]:
+    """Return prompts as a tokenizer that pads on the left gives them."""
+    width = max(map(len, prompts))
+    empty = [width - len(prompt) for prompt in prompts]
+    rows = zip(empty, prompts, strict=True)
+    return {
+        "input_ids": torch.tensor([[PAD] * count + prompt for count, prompt in rows]),
+        "attention_mask": torch.tensor([[0] * n + [1] * (width - n) for n in empty]),
+    }
+
+
+ALONE, BATCH = padded(tiny.prompts()[:1]), padded(tiny.prompts())
+
+
+def settings(**changes: Any) -> dict[str, Any]:
+    return {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": PAD} | changes
+
+
+def said_by_row(place: int, index: int) -> int:
+    """Return a token that a row of `BATCH` says after so many others."""
+    return tiny.continuations()[place][index]
+
+
+def model() -> Any:
+    return tiny.base().model
+
+
+def fresh_model(**changes: Any) -> Any:
+    """Return a model that nobody has touched."""
+    torch.manual_seed(3)
+    return AutoModelForCausalLM.from_config(tiny.config("llama", **changes)).eval()
+
+
+def small_head(kind: str = "medusa") -> Any:
+    return make({"kind": kind}, tiny.base())
+
+
+def plain(inputs: dict[str, Tensor] = ALONE, **changes: Any) -> Any:
+    return model().generate(**inputs, **settings(**changes))
+
+
+def speculated(
+    inputs: dict[str, Tensor] = ALONE, head: Any = None, tree: Any = None, **changes: Any
+) -> Any:
+    """Return what comes of a drafter that is right unless another is given."""
+    custom = specheads.custom_generate(head or tiny.oracle(3), tree=tree)
+    return model().generate(**inputs, **settings(**changes), custom_generate=custom)
+
+
+@pytest.mark.parametrize("inputs", [ALONE, BATCH], ids=["one prompt", "ragged batch"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_output_is_that_of_generate_for_every_head(kind: str, inputs: dict[str, Tensor]):
+    ends = {"eos_token_id": said_by_row(0, 4), "max_new_tokens": 7}
+    assert torch.equal(speculated(inputs, small_head(kind), TREE, **ends), plain(inputs, **ends))
+
+
+@pytest.mark.parametrize("architecture", [name for name in tiny.ARCHITECTURES if name != "llama"])
+def test_greedy_output_is_that_of_generate_on_every_architecture(architecture: str):
+    base: Any = tiny.base(architecture).model
+    expected = base.generate(**BATCH, **settings())
+    rows = zip(expected.tolist(), BATCH["attention_mask"].sum(1).tolist(), strict=True)
+    texts = [row[-NEW - length :] for row, length in rows]
+    custom = specheads.custom_generate(Oracle(texts, 4, tiny.VOCAB, rate=0.8))
+    assert torch.equal(base.generate(**BATCH, **settings(), custom_generate=custom), expected)
+
+
+def test_a_head_that_is_right_saves_forwards():
+    forwards = []
+    speculated(max_new_tokens=1)
+    handle = model().register_forward_hook(lambda *_: forwards.append(1))
+    speculated(max_new_tokens=13)
+    handle.remove()
+    assert len(forwards) == 12 / 4
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"eos_token_id": [said_by_row(0, 5), said_by_row(1, 2)]},
+        {"eos_token_id": said_by_row(0, 0)},
+        {"max_new_tokens": 1},
+        {"max_new_tokens": None, "max_length": 24},
+        {"max_time": 0.0, "eos_token_id": 1},
+        {"repetition_penalty": 1.4},
+        {"generation_config": GenerationConfig(max_new_tokens=7, repetition_penalty=1.2)},
+        {"logits_processor": LogitsProcessorList([TopKLogitsWarper(2)])},
+        {"use_cache": False},
+    ],
+    ids=lambda changes: ",".join(changes),
+)
+def test_settings_of_generate_mean_what_they_mean(changes: dict[str, Any]):
+    assert torch.equal(speculated(BATCH, **changes), plain(BATCH, **changes))
+
+
+def test_a_prompt_may_be_given_by_position_and_padding_be_found_from_its_tokens():
+    ids = BATCH["input_ids"]
+    custom = specheads.custom_generate(tiny.oracle(3))
+    assert torch.equal(
+        model().generate(ids, **settings(), custom_generate=custom),
+        model().generate(ids, **settings()),
+    )
+
+
+def stops(*strings: str) -> StoppingCriteriaList:
+    return StoppingCriteriaList([StopStringCriteria(tokenizer(), list(strings))])
+
+
+def test_stop_strings_end_each_row_where_generate_ends_it():
+    # the first row says it in its fourth token, the second in both of its first two
+    ends = {"stopping_criteria": stops("日本", "Ac"), "eos_token_id": said_by_row(2, 9)}
+    expected = plain(BATCH, **ends)
+    assert (expected[:, -10:] != PAD).sum(1).tolist() == [4, 2, 10]
+    assert torch.equal(speculated(BATCH, **ends), expected)
+
+
+def test_a_criterion_of_ones_own_sees_every_token_of_a_prompt_alone():
+    seen: list[list[int]] = []
+
+    def after_nine(input_ids: Tensor, scores: Any, **rest: Any) -> Tensor:
+        assert scores is None
+        assert not rest
+        seen.append(input_ids[0].tolist())
+        return torch.tensor([input_ids.shape[1] == ALONE["input_ids"].shape[1] + 9])
+
+    criteria = StoppingCriteriaList([after_nine])  # pyright: ignore[reportArgumentType]
+    expected = plain(stopping_criteria=criteria)
+    by_generate = seen.copy()
+    seen.clear()
+    assert torch.equal(speculated(stopping_criteria=criteria), expected)
+    assert seen == by_generate
+
+
+class Listener(BaseStreamer):
+    """Notes what it hears."""
+
+    def __init__(self) -> None:
+        self.heard: list[Any] = []
+
+    def put(self, value: Tensor) -> None:
+        self.heard.append(value.tolist())
+
+    def end(self) -> None:
+        self.heard.append("end")
+
+
+def test_a_streamer_hears_what_generate_tells_it():
+    expected, heard = Listener(), Listener()
+    plain(streamer=expected, eos_token_id=said_by_row(0, 9))
+    speculated(streamer=heard, eos_token_id=said_by_row(0, 9))
+    assert heard.heard == expected.heard
+
+
+def test_a_model_output_holds_the_sequences():
+    assert torch.equal(speculated(return_dict_in_generate=True).sequences, plain())
+
+
+LAW = {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.2}
+
+
+def test_what_is_sampled_follows_torchs_seed_and_is_what_the_base_alone_draws():
+    head = small_head()
+    texts = [
+        speculated(BATCH, head, do_sample=True, **LAW)
+        for seed in (5, 5, 6)
+        if torch.manual_seed(seed)
+    ]
+    assert torch.equal(texts[0], texts[1])
+    assert not torch.equal(texts[0], texts[2])
+    torch.manual_seed(5)
+    seed = int(torch.randint(2**63 - 1, ()))
+    alone = specheads.generate(
+        tiny.base(), None, tiny.prompts(), max_new_tokens=NEW, seed=seed, **LAW
+    )
+    assert texts[0][:, -NEW:].tolist() == alone.tokens
+
+
+def test_samples_have_the_law_that_generate_samples_from():
+    count = 1000
+    told = plain(
+        do_sample=True, max_new_tokens=1, output_scores=True, return_dict_in_generate=True, **LAW
+    )
+    law = told.scores[0][0].softmax(-1)
+    drawn = speculated(
+        head=small_head(), do_sample=True, max_new_tokens=1, num_return_sequences=count, **LAW
+    )
+    expected = count * law[law > 0]
+    counts = drawn[:, -1].bincount(minlength=tiny.VOCAB)
+    assert counts[law == 0].sum() == 0
+    assert 3 < len(expected) < 21
+    # less than one time in a thousand above this, at 20 degrees of freedom
+    assert ((counts[law > 0] - expected) ** 2 / expected).sum() < 45
+
+
+def test_sampling_without_a_choice_is_greedy():
+    assert torch.equal(speculated(BATCH, do_sample=True, top_k=1), plain(BATCH))
+
+
+def changed(name: str, value: Any, inputs: dict[str, Tensor] = ALONE) -> dict[str, Any]:
+    return {"inputs": inputs | {name: value}}
+
+
+FIVE = torch.arange(5)[None]
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "beams": ({"num_beams": 2}, "beam_search"),
+    "sampled beams": ({"num_beams": 2, "do_sample": True}, "beam_sample"),
+    "contrastive search": ({"penalty_alpha": 0.6, "top_k": 4}, "contrastive_search"),
+    "layers against each other": ({"dola_layers": "low"}, "dola_generation"),
+    "another drafter": ({"prompt_lookup_num_tokens": 2}, "assisted_generation"),
+    "a draft model": ({"assistant_model": fresh_model()}, "assisted_generation"),
+    "several processes": ({"synced_gpus": True}, "leave out synced_gpus"),
+    "scores": ({"output_scores": True, "return_dict_in_generate": True}, "output_scores"),
+    "logits": ({"output_logits": True, "return_dict_in_generate": True}, "output_logits"),
+    "attentions": ({"output_attentions": True}, "output_attentions"),
+    "hidden states": ({"output_hidden_states": True}, "output_hidden_states"),
+    "n-grams once": ({"no_repeat_ngram_size": 2}, "NoRepeatNGram"),
+    "bad words": ({"bad_words_ids": [[3]], "eos_token_id": 1}, "NoBadWords"),
+    "bias": ({"sequence_bias": [[[3], 2.0]]}, "SequenceBias"),
+    "guidance": ({"guidance_scale": 1.5}, "Guidance"),
+    "at least": ({"min_new_tokens": 3, "eos_token_id": 1}, "MinLength"),
+    "never": ({"suppress_tokens": [4]}, "SuppressTokens"),
+    "typical": ({"typical_p": 0.5, "do_sample": True}, "TypicalLogitsWarper"),
+    "cut off": ({"epsilon_cutoff": 0.1, "do_sample": True}, "EpsilonLogitsWarper"),
+    "normalised": ({"renormalize_logits": True}, "LogitNormalization"),
+    "allowed ones": ({"prefix_allowed_tokens_fn": lambda *_: [1, 2]}, "PrefixConstrained"),
+    "one's own law": ({"logits_processor": [lambda _, scores: -scores]}, "function"),
+    "a law twice": (
+        {"logits_processor": [TopKLogitsWarper(2)], "do_sample": True, "temperature": 0.5},
+        "TemperatureLogitsWarper",
+    ),
+    "two tokens kept": (
+        {"logits_processor": [TopKLogitsWarper(2, filter_value=-1.0)]},
+        "TopKLogitsWarper",
+    ),
+    "a penalty on new tokens only": (
+        {"logits_processor": [RepetitionPenaltyLogitsProcessor(1.2, prompt_ignore_length=5)]},
+        "RepetitionPenalty",
+    ),
+    "a cache": ({"past_key_values": DynamicCache()}, "past_key_values was given"),
+    "embeddings": ({"inputs": {"inputs_embeds": torch.zeros(1, 5, 32).double()}}, "inputs_embeds"),
+    "other positions": (changed("position_ids", FIVE + 3), "position_ids"),
+    "padding on the right": (
+        changed("attention_mask", (FIVE < 4).long()),
+        "padding_side='left'",
+    ),
+    "a hole": (changed("attention_mask", (FIVE != 2).long()), "padding on the left"),
+    "nothing": (changed("attention_mask", 0 * FIVE), "leave a token in each prompt"),
+    "beyond the context": ({"max_new_tokens": 124}, "exceed 128"),
+    "streams": ({"inputs": BATCH, "streamer": Listener()}, "Listener can follow one prompt"),
+    "a criterion for rows together": (
+        {"inputs": BATCH, "stopping_criteria": [lambda ids, _: torch.zeros(len(ids)).bool()]},
+        "one prompt at a time",
+    ),
+    "stops without padding": (
+        {"inputs": BATCH, "stopping_criteria": stops("a")},
+        "set eos_token_id",
+    ),
+    "a deep tree": ({"tree": policies.chain(5)}, "choose a shallower tree"),
+    "another base": (
+        {"head": build({"kind": "medusa", "depth": 2}, width=8, vocab_size=tiny.VOCAB)},
+        "load the base it was trained on",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.filterwarnings("ignore:.*is deprecated")
+def test_what_cannot_be_done_is_refused_in_one_line(case: str):
+    changes, rule = REFUSED[case]
+    with pytest.raises(ValueError, match=rule) as caught:
+        speculated(**changes)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_cache_that_rounds_is_refused():
+    config = GenerationConfig(cache_implementation="quantized")
+    criteria, processors = StoppingCriteriaList(), LogitsProcessorList()
+    custom = specheads.custom_generate(tiny.oracle(3))
+    with pytest.raises(ValueError, match="leave out cache_implementation"):
+        custom(model(), ALONE["input_ids"], processors, criteria, config)
+
+
+def test_a_users_model_stays_as_it_is(tmp_path: Path):
+    ours, head = fresh_model(), small_head()
+    ours.lm_head.weight.requires_grad_(False)
+    weights, learning = copy.deepcopy(ours.state_dict()), names_that_learn(ours)
+    said = ours.generate(**ALONE, **settings())
+    for _ in range(2):
+        # as code that is not careful writes it: a function a call, and a mode that marks tensors
+        with torch.inference_mode():
+            custom = specheads.custom_generate(head)
+            assert torch.equal(ours.generate(**ALONE, **settings(), custom_generate=custom), said)
+    assert len(ours.lm_head._forward_pre_hooks) == 1
+    assert names_that_learn(ours) == learning
+    assert all(torch.equal(value, weights[name]) for name, value in ours.state_dict().items())
+    ours.train()
+    ours(**ALONE, labels=ALONE["input_ids"]).loss.backward()
+    ours.save_pretrained(tmp_path)
+    assert (tmp_path / "model.safetensors").is_file()
+    with pytest.raises(ValueError, match=r"call model\.eval\(\) first"):
+        ours.generate(**ALONE, **settings(), custom_generate=specheads.custom_generate(head))
+
+
+def names_that_learn(model: PreTrainedModel) -> set[str]:
+    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def test_a_model_that_is_let_go_of_is_gone():
+    ours, head = fresh_model(), small_head()
+    custom = specheads.custom_generate(head)
+    ours.generate(**ALONE, **settings(), custom_generate=custom)
+    there = weakref.ref(ours)
+    # the head has been lent its embedding and has to be lent another's
+    model().generate(**ALONE, **settings(), custom_generate=custom)
+    del ours
+    gc.collect()
+    assert there() is None
+
+
+def test_a_head_follows_a_model_that_changes():
+    ours, custom = fresh_model(), specheads.custom_generate(small_head("hydra_heads"))
+    for dtype in (torch.float32, torch.float64):
+        ours.to(dtype)
+        expected = ours.generate(**ALONE, **settings())
+        assert torch.equal(ours.generate(**ALONE, **settings(), custom_generate=custom), expected)
+    ours.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(ValueError, match="takes a 4D mask"):
+        ours.generate(**ALONE, **settings(), custom_generate=custom)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a head in a folder with its code, and a place of its own for transformers' copy."""
+    place = tmp_path / "head"
+    small_head().save_pretrained(place)
+    for path, text in hub_files("ada/absent").items():
+        (place / path).parent.mkdir(exist_ok=True)
+        (place / path).write_text(text)
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "hf"))
+    return place
+
+
+def from_folder(folder: Path, inputs: dict[str, Tensor] = ALONE, **changes: Any) -> Any:
+    code = {"custom_generate": str(folder), "trust_remote_code": True}
+    return model().generate(**inputs, **settings(**changes), **code)
+
+
+def test_a_folder_that_carries_its_code_decodes_with_its_own_head(folder: Path):
+    eos = said_by_row(0, 6)
+    assert torch.equal(from_folder(folder, BATCH, eos_token_id=eos), plain(BATCH, eos_token_id=eos))
+    (folder / "model.safetensors").unlink()
+    copy_of = folder.rename(folder.with_name("moved"))
+    # nothing was asked of a Hub, neither then nor now: the caller's name goes before the one inside
+    with pytest.raises(ValueError, match="moved has none"):
+        from_folder(copy_of)
+
+
+def test_code_of_a_repository_hands_on_all_that_generate_was_given(folder: Path):
+    expected, heard = Listener(), Listener()
+    ends = {"stop_strings": ["日本"], "tokenizer": tokenizer()}
+    told = model().generate(ALONE["input_ids"], **settings(**ends), streamer=expected)
+    code = {"custom_generate": str(folder), "trust_remote_code": True}
+    said = model().generate(ALONE["input_ids"], **settings(**ends), streamer=heard, **code)
+    assert torch.equal(said, told)
+    assert said.shape[1] == ALONE["input_ids"].shape[1] + 4
+    assert heard.heard == expected.heard
+
+
+def test_another_head_may_be_named(folder: Path):
+    torch.manual_seed(0)
+    assert torch.equal(from_folder(folder, head=small_head("redrafter")), plain())
+    with pytest.raises(ValueError, match="no-such-head"):
+        from_folder(folder, head="no-such-head")
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        ({"token": "secret"}, "set HF_TOKEN"),
+        ({"stop_strings": ["a"]}, "tokenizer"),
+        ({"num_beams": 2}, "beam_search"),
+        ({"local_files_onli": True}, "local_files_onli"),
+    ],
+)
+def test_code_of_a_repository_refuses_what_it_cannot_do(
+    folder: Path, changes: dict[str, Any], rule: str
+):
+    with pytest.raises(ValueError, match=rule) as caught:
+        from_folder(folder, **changes)
+    assert "secret" not in str(caught.value)
+
+
+def test_a_models_own_repository_may_carry_the_code(folder: Path):
+    ours, code = fresh_model(), folder / "custom_generate" / "generate.py"
+    names: dict[str, Any] = {"__file__": str(code)}
+    exec(compile(hub_files(str(folder))["custom_generate/generate.py"], code, "exec"), names)
+    expected = ours.generate(ALONE["input_ids"], **settings())
+    # as transformers does when it loads a model with trust_remote_code
+    ours.generate = functools.partial(names["generate"], model=ours)
+    assert torch.equal(ours.generate(ALONE["input_ids"], **settings()), expected)
+
+
+def test_transformers_checks_the_version_of_specheads(folder: Path):
+    name = "custom_generate/requirements.txt"
+    check_python_requirements(folder, requirements_file=name)
+    wanted = Requirement((folder / name).read_text().strip())
+    assert wanted.name == "specheads"
+    (folder / name).write_text("specheads>=999.0\n")
+    with pytest.raises(ImportError, match=r"specheads>=999\.0 \(installed: "):
+        check_python_requirements(folder, requirements_file=name)
+
+
+def test_a_version_with_a_suffix_is_not_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("importlib.metadata.version", lambda _: "1.2.dev3+g123")
+    assert hub_files("ada/head")["custom_generate/requirements.txt"] == "specheads\n"
+
+
+def test_three_lines_are_three():
+    imports, *lines = ast.parse(three_lines("some/base", "ada/head")).body
+    assert isinstance(imports, ast.ImportFrom)
+    assert len(lines) == 3
+
+
+def test_no_more_of_a_repository_is_downloaded_than_one_format_of_the_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    with HubServer() as hub:
+        hub.connect(monkeypatch, tmp_path / "home", hub.token)
+        small_head().save_pretrained(tmp_path / "head")
+        for name in ("pytorch_model.bin", "pytorch_model.bin.index.json", "optimizer.pt"):
+            (tmp_path / "head" / name).write_bytes(b"not needed")
+        (tmp_path / "head" / "deep").mkdir()
+        save_file({"x": torch.ones(1)}, tmp_path / "head" / "deep" / "model.safetensors")
+        push(hub, "ada/head", tmp_path / "head")
+        assert load_head("ada/head").kind == "medusa"
+        fetched = {line.rpartition("/")[2] for line in hub.requests if "/resolve/main" in line}
+        sha = hub.repositories["ada/head"].branches["main"]
+        fetched |= {line.rpartition("/")[2] for line in hub.requests if f"/resolve/{sha}" in line}
+    assert fetched == {"config.json", "model.safetensors"}
+
+
+def push(hub: HubServer, repo: str, folder: Path) -> None:
+    """Upload a folder as it is."""
+    api = huggingface_hub.HfApi(endpoint=hub.url, token=hub.token)
+    api.create_repo(repo)
+    api.upload_folder(repo_id=repo, folder_path=folder, ignore_patterns="README.md")
+
+
+@pytest.mark.slow
+def test_a_pushed_head_decodes_in_a_clean_environment_by_the_three_lines_of_its_card(
+    wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    python = installed(wheel, tmp_path)
+    shop, empty = tmp_path / "shop", tmp_path / "empty"
+    shop.mkdir()
+    empty.mkdir()
+    specheads = python.with_name("specheads")
+    run(specheads, "train", "recipe=smoke", "name=smoke", "evaluate_after=false", folder=shop)
+    base = ROOT / "recipes" / "tiny_code" / "base"
+    with HubServer() as hub:
+        hub.connect(monkeypatch, tmp_path / "owner", hub.token)
+        push(hub, "ada/base", base)
+        owner = hub.environment(tmp_path / "owner", hub.token)
+        told = ("run=runs/smoke", "repo=ada/smoke", "base_repo=ada/base")
+        run(specheads, "push", *told, folder=shop, **owner)
+        card = hub.files("ada/smoke")["README.md"].decode()
+        lines = next(block for block in card.split("```python\n") if "custom_generate=" in block)
+        script = lines.partition("```")[0] + "print(output.tolist())\n"
+        hub.requests.clear()
+        user = hub.environment(tmp_path / "user")
+        said = run(python, "-c", script, folder=empty, **user)
+        asked = {line.split("/resolve/")[-1] for line in hub.requests if "ada/smoke" in line}
+        commit = hub.repositories["ada/smoke"].branches["main"]
+    # the head was really there, of the very commit whose code ran
+    assert f"{commit}/model.safetensors" in asked
+    alone: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    inputs = AutoTokenizer.from_pretrained(base)("The", return_tensors="pt")
+    expected = alone.generate(**inputs, max_new_tokens=64)
+    assert json.loads(said.splitlines()[-1]) == expected.tolist()
+    assert expected.shape[1] > 32

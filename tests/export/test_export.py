@@ -1,0 +1,384 @@
+"""Exports: read back by other code, refused when one tensor is off, and served by whom they can."""
+
+import importlib.util
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from specheads.base.model import FrozenBase
+from specheads.core.drafter import Head
+from specheads.decoding.generate import generate
+from specheads.export.engines import engine_module, engines, find_layout, objection
+from specheads.export.gate import check, expect, guess, look
+from specheads.export.layout import RECORD
+from specheads.export.readers import BaseView, Guess, eagle3, medusa, mlp_speculator
+from specheads.export.write import export_head, save
+from specheads.heads.load import build_for, kinds, load_head
+from specheads.measure.counts import DepthCounts
+from specheads.measure.offline import replay_chain
+from tests import tiny
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+OUT = Path("/serve/head")
+PAIRS = [(kind, engine) for engine in engines() for kind in sorted(engine_module(engine).LAYOUTS)]
+VARIANTS = {
+    "medusa": [{}, {"num_layers": 2}, {"projection": "shared"}, {"projection": "low_rank"}],
+    "mlp_speculator": [
+        {},
+        {"inner_dim": 20, "scale_input": False},
+        {"tie_weights": False},
+        {"state": "gated"},
+    ],
+    "hydra_heads": [{"num_layers": 2}, {"prefix": False}],
+    "redrafter": [{}, {"rnn": False}, {"exit_dim": 24}],
+    "eagle3": [{"attention_heads": 4, "key_value_heads": 2}, {"norm_before_residual": True}],
+}
+REDUCED = {kind: {"draft_tokens": 20} for kind in VARIANTS}
+
+
+@pytest.fixture(scope="module")
+def base() -> FrozenBase:
+    """Seven layers: the fewest at which all engines read the same three of them."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        config = tiny.config("llama", num_hidden_layers=7)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        if "norm" not in name:
+            parameter.data.mul_(7.0)
+    return FrozenBase(model, name="tiny/base")
+
+
+@pytest.fixture(scope="module")
+def texts(base: FrozenBase) -> list[tuple[list[int], list[int]]]:
+    prompts = tiny.prompts()
+    said = generate(base, None, prompts, max_new_tokens=24).tokens
+    return list(zip(prompts, said, strict=True))
+
+
+def make(kind: str, base: FrozenBase, depth: int = 3, **settings) -> Head:
+    """Return a head whose every tensor is random, so that each of them matters."""
+    torch.manual_seed(1)
+    counts = torch.randint(1, 100, (base.vocab_size,), generator=torch.manual_seed(2))
+    settings |= {"kind": kind, "depth": depth}
+    head = build_for(settings, base, counts if "draft_tokens" in settings else None).eval()
+    for parameter in head.parameters():
+        parameter.data += 0.2 * torch.randn_like(parameter)
+    return head
+
+
+def serve(kind: str, engine: str, base: FrozenBase, depth: int = 3) -> Iterator[Head]:
+    """Yield every variant of a head that an engine takes."""
+    for settings in [*VARIANTS[kind], REDUCED[kind]]:
+        head = make(kind, base, depth, **settings)
+        layout = engine_module(engine).LAYOUTS[kind]
+        if not objection(head, base, layout):
+            yield head
+
+
+@pytest.mark.parametrize(("kind", "engine"), PAIRS)
+def test_an_export_read_back_drafts_what_the_head_drafts(kind, engine, base, texts, tmp_path):
+    taken = list(serve(kind, engine, base))
+    assert taken
+    for number, head in enumerate(taken):
+        out = tmp_path / str(number)
+        lines, parity = export_head(head, base, engine, out, texts)
+        prompts, said = map(list, zip(*texts, strict=True))
+        ours = DepthCounts.total(replay_chain(base, head, prompts, said, head.depth), head.depth)
+        assert parity.per_depth == ours.per_depth()
+        assert parity.largest_difference < 1e-5
+        assert any(str(out) in line for line in lines)
+        record = json.loads((out / RECORD).read_text())
+        assert record["parity"]["per_depth"] == parity.per_depth
+        assert record["base"]["name"] == "tiny/base"
+
+
+def test_engines_take_the_heads_they_are_known_to_take():
+    assert set(PAIRS) == {
+        *(("eagle3", e) for e in ("vllm", "speculators", "sglang", "tensorrt_llm", "llama_cpp")),
+        *((kind, "vllm") for kind in ("medusa", "mlp_speculator", "hydra_heads", "redrafter")),
+        *((kind, "tgi") for kind in ("medusa", "mlp_speculator")),
+        ("medusa", "vllm_0_32"),
+    }
+
+
+def mutations(value: Tensor) -> Iterator[tuple[str, Tensor | None]]:
+    yield "deleted", None
+    yield "renamed", value
+    yield "zeroed", torch.zeros_like(value)
+    if value.ndim > 1:
+        yield "transposed", value.T
+
+
+@pytest.mark.parametrize(("kind", "engine"), PAIRS)
+def test_any_one_tensor_that_is_off_is_caught(kind, engine, base, texts, tmp_path):
+    missed = []
+    for number, head in enumerate(serve(kind, engine, base, depth=2)):
+        folder = tmp_path / str(number)
+        export_head(head, base, engine, folder, texts[:1])
+        layout, expected = find_layout(head, base, engine), expect(head, base, texts[:1])
+        (file,) = folder.glob("*.safetensors")
+        whole = load_file(file)
+        for name, value in whole.items():
+            for how, changed in mutations(value):
+                others = {other: whole[other] for other in whole if other != name}
+                if changed is not None:
+                    others[f"{name}_" if how == "renamed" else name] = changed.contiguous()
+                save_file(others, file)
+                try:
+                    check(expected, folder, layout.read)
+                except ValueError:
+                    continue
+                missed.append((head.config, name, how))
+    assert missed == []
+
+
+def refused_with(read, message, base, texts, tmp_path, monkeypatch):
+    layouts = engine_module("vllm").LAYOUTS
+    monkeypatch.setitem(layouts, "medusa", replace(layouts["medusa"], read=read))
+    with pytest.raises(ValueError, match=message):
+        export_head(make("medusa", base), base, "vllm", tmp_path / "out", texts)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_other_acceptance_is_refused_with_both_numbers_and_leaves_nothing(
+    base, texts, tmp_path, monkeypatch
+):
+    def one_depth_early(folder: Path, view: BaseView, depth: int) -> Iterator[Guess]:
+        guesses = list(medusa.own(folder, view, depth))
+        yield from [*guesses[1:], guesses[0]]
+
+    message = r"accepts \d+ of \d+ drafts at depth \d, the run \d+ of \d+; nothing was written"
+    refused_with(one_depth_early, message, base, texts, tmp_path, monkeypatch)
+
+
+def test_other_logits_are_refused_even_where_acceptance_is_the_same(
+    base, texts, tmp_path, monkeypatch
+):
+    def flat(folder: Path, view: BaseView, depth: int) -> Iterator[Guess]:
+        for level, one in enumerate(medusa.own(folder, view, depth)):
+            yield Guess(one.logits * (1 if level == 0 else 0.99), one.ids)
+
+    message = r"logits at depth 1 are 1.0e-02 of .* rounding explains 1.0e-04; nothing was written"
+    refused_with(flat, message, base, texts, tmp_path, monkeypatch)
+
+
+# what engines read differently, and only layout tells
+
+
+def test_one_medusa_folder_serves_tgi_and_vllm_0_32(base, texts, tmp_path):
+    head = make("medusa", base, num_layers=2)
+    both = [export_head(head, base, engine, tmp_path / engine, texts) for engine in ENGINES_OF_ONE]
+    for reader in (medusa.tgi, medusa.vllm_0_32):
+        check(expect(head, base, texts), tmp_path / "tgi", reader)
+    first, second = (tmp_path / engine for engine in ENGINES_OF_ONE)
+    assert (first / medusa.FILE).read_bytes() == (second / medusa.FILE).read_bytes()
+    assert (first / "config.json").read_bytes() == (second / "config.json").read_bytes()
+    assert [len(lines) for lines, _ in both] == [2, 2]
+
+
+ENGINES_OF_ONE = ("tgi", "vllm_0_32")
+
+
+def edited(folder: Path, **changes) -> None:
+    file = folder / "config.json"
+    config = json.loads(file.read_text()) | changes
+    kept = {name: value for name, value in config.items() if value is not ...}
+    file.write_text(json.dumps(kept))
+
+
+@pytest.mark.parametrize(
+    ("kind", "engine", "settings", "changes"),
+    [
+        # vLLM 0.32 then drops the biases, TGI then serves without a head
+        ("medusa", "vllm_0_32", {}, {"medusa_fc_bias": ...}),
+        ("medusa", "vllm_0_32", {}, {"hidden_size": ...}),
+        ("medusa", "vllm_0_32", {}, {"num_attention_heads": 4}),
+        ("medusa", "tgi", {}, {"architectures": ["MedusaModel"]}),
+        ("medusa", "tgi", {}, {"base_model_name_or_path": ...}),
+        ("mlp_speculator", "tgi", {}, {"n_predict": 4}),
+        ("mlp_speculator", "tgi", {}, {"tie_weights": False}),
+        ("mlp_speculator", "tgi", {}, {"scale_input": False}),
+        # ids of the wrong convention, and a default that is True in one format only
+        ("eagle3", "vllm", {}, {eagle3.IDS: [1, 2, 3]}),
+        ("eagle3", "sglang", {}, {"eagle_config": {eagle3.IDS: [2, 3, 4]}}),
+        ("eagle3", "vllm", {"norm_before_residual": True}, {"norm_before_residual": ...}),
+        ("eagle3", "speculators", {}, {"norm_before_residual": ...}),
+        ("eagle3", "vllm", {"draft_tokens": 20}, {"draft_vocab_size": 61}),
+        ("eagle3", "vllm", {}, {"rope_theta": 500_000.0}),
+        ("eagle3", "vllm", {}, {"rms_norm_eps": 1e-1}),
+    ],
+)
+def test_settings_an_engine_would_read_otherwise_are_caught(
+    kind, engine, settings, changes, base, texts, tmp_path
+):
+    head = make(kind, base, **settings)
+    export_head(head, base, engine, tmp_path / "out", texts[1:2])
+    edited(tmp_path / "out", **changes)
+    layout = find_layout(head, base, engine)
+    with pytest.raises((ValueError, KeyError)):
+        check(expect(head, base, texts[1:2]), tmp_path / "out", layout.read)
+
+
+def test_layer_ids_stand_in_both_conventions(base, texts, tmp_path):
+    head = make("eagle3", base)
+    assert head.taps == (2, 3, 4)
+    export_head(head, base, "vllm", tmp_path / "out", texts[:1])
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config[eagle3.IDS] == [2, 3, 4]
+    assert config["eagle_config"][eagle3.IDS] == [1, 2, 3]
+    for reader in (eagle3.vllm, eagle3.sglang, eagle3.llama_cpp):
+        check(expect(head, base, texts[:1]), tmp_path / "out", reader)
+
+
+@pytest.mark.parametrize(
+    ("kind", "engine", "settings", "message"),
+    [
+        ("redrafter", "sglang", {}, "does not load this kind; engines that can: vllm$"),
+        ("hydra_heads", "tgi", {}, "does not load this kind; engines that can: vllm$"),
+        ("medusa", "tgi", {"draft_tokens": 20}, "draft_tokens=20; engines that can: vllm$"),
+        ("mlp_speculator", "tgi", {"tie_weights": False}, "tie_weights=False; .*: vllm$"),
+        ("mlp_speculator", "tgi", {"state": "gated"}, "state='gated'; engines that can: vllm$"),
+        (
+            "eagle3",
+            "sglang",
+            {"norm_before_residual": True},
+            "norm_before_residual=True; engines that can: llama_cpp, speculators, vllm$",
+        ),
+        ("eagle3", "llama_cpp", {"taps": [1, 3, 5]}, r"layers \[2, 3, 4\] .*: sglang, spec"),
+        ("eagle3", "sglang", {"taps": [0, 3, 5]}, "of which 0 is none; .*: speculators, vllm$"),
+        ("eagle3", "sglang", {"taps": [2, 3]}, "three layers"),
+        ("eagle3", "vllm", {"taps": [2, 3, 7]}, "streams end after layer 6.*: none$"),
+    ],
+)
+def test_what_an_engine_cannot_serve_is_refused_and_others_named(
+    kind, engine, settings, message, base, texts, tmp_path
+):
+    head = make(kind, base, **settings)
+    with pytest.raises(ValueError, match=message) as caught:
+        export_head(head, base, engine, tmp_path / "out", texts)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_unknown_engine_is_refused_with_those_there_are():
+    with pytest.raises(ValueError, match=r"one of llama_cpp, .*vllm_0_32; got 'os'"):
+        engine_module("os")
+
+
+def test_an_export_replaces_an_earlier_one_and_nothing_else(base, texts, tmp_path):
+    head, out = make("redrafter", base), tmp_path / "out"
+    export_head(head, base, "vllm", out, texts[:1])
+    export_head(head, base, "vllm", out, texts[:1])
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "thesis.tex").write_text("x")
+    with pytest.raises(ValueError, match="mine holds other files"):
+        export_head(head, base, "vllm", mine, texts[:1])
+    assert [file.name for file in mine.iterdir()] == ["thesis.tex"]
+
+
+def test_an_export_holds_nothing_of_the_environment(base, texts, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    for engine in ("vllm", "tensorrt_llm", "speculators"):
+        out = tmp_path / engine
+        export_head(make("eagle3", base), base, engine, out, texts[:1])
+        assert not [file for file in out.iterdir() if b"hf_secret" in file.read_bytes()]
+
+
+# round trip: what is exported loads here too
+
+
+@pytest.mark.parametrize(
+    ("kind", "engine"), [pair for pair in PAIRS if pair[1] != "vllm" or pair[0] != "eagle3"]
+)
+def test_an_export_loads_here_with_the_same_logits(kind, engine, base, texts, tmp_path):
+    for number, head in enumerate(serve(kind, engine, base)):
+        folder = tmp_path / str(number)
+        export_head(head, base, engine, folder, texts[:1])
+        again = load_head(folder, base)
+        assert again.kind == kind
+        view = look(base, *texts[0])
+        for one in (head, again):
+            one.double().bind(view.embedding, view.projection)
+        before, after = guess(head, view), guess(again, view)
+        for ours, theirs in zip(before, after[: head.depth], strict=True):
+            assert torch.equal(ours.ids, theirs.ids)
+            torch.testing.assert_close(ours.logits, theirs.logits, rtol=1e-5, atol=1e-5)
+
+
+# readers against the original projects' numbers
+
+
+def view_of(hidden: Tensor, tokens: Tensor, embedding: Tensor, **streams: Tensor) -> BaseView:
+    found = {int(name[1:]): value.double() for name, value in streams.items()}
+    last = max(found, default=-1) + 1
+    empty = torch.zeros_like(hidden).double()
+    layers = tuple(found.get(number, empty) for number in range(last + 1))
+    return BaseView(layers, hidden.double(), tokens, embedding.double(), embedding.double())
+
+
+def test_the_medusa_reader_gives_fasterdecoding_s_logits(tmp_path):
+    golden = load_file(GOLDEN / "medusa_heads" / "expected.safetensors")
+    shutil.copytree(GOLDEN / "medusa_heads", tmp_path / "out")
+    for row, hidden in enumerate(golden["in.hidden"]):
+        view = view_of(hidden, torch.zeros(13, dtype=torch.long), torch.zeros(211, 48))
+        edited(tmp_path / "out", base_model_name_or_path="base")
+        for level, one in enumerate(medusa.tgi(tmp_path / "out", view, 3)):
+            wanted = golden["out64.logits"][level, row]
+            torch.testing.assert_close(one.logits, wanted.double(), rtol=1e-6, atol=1e-6)
+
+
+def test_the_mlp_reader_gives_fms_extras_logits(tmp_path):
+    golden = load_file(GOLDEN / "mlp_speculator_tied_scaled" / "expected.safetensors")
+    folder = tmp_path / "out"
+    shutil.copytree(GOLDEN / "mlp_speculator_tied_scaled", folder)
+    edited(folder, base_model_name_or_path="base")
+    for row, hidden in enumerate(golden["in.hidden"]):
+        # there the token after a position stands at it
+        hidden = torch.nn.functional.pad(hidden, (0, 0, 0, 4))
+        view = view_of(hidden, golden["in.inds"][row].roll(1), torch.zeros(211, 48))
+        for level, one in enumerate(mlp_speculator.tgi(folder, view, 4)):
+            wanted = golden["out64.logits"][level, row]
+            torch.testing.assert_close(one.logits[:11], wanted.double(), rtol=1e-4, atol=1e-4)
+
+
+def test_the_eagle3_reader_gives_speculators_logits():
+    folder = GOLDEN / "eagle3_speculators_ttt"
+    golden = load_file(folder / "expected.safetensors")
+    for row, taps in enumerate(golden["in.aux"]):
+        low, middle, high = taps.split(48, dim=-1)
+        tokens = golden["in.input_ids"][row].roll(1)
+        view = view_of(low, tokens, torch.zeros(211, 48), _2=low, _4=middle, _5=high)
+        for level, one in enumerate(eagle3.speculators(folder, view, 4)):
+            wanted = golden["out.logits"][level, row].double()
+            torch.testing.assert_close(one.logits[: len(wanted)], wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_the_writer_keeps_tied_tensors_apart(base, tmp_path):
+    layout = engine_module("tgi").LAYOUTS["mlp_speculator"]
+    folder = layout.write(make("mlp_speculator", base), base, OUT)
+    save(folder, tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert {f"speculator.head.{level}.weight" for level in range(3)} <= set(stored)
+
+
+def test_the_export_matrix_in_the_docs_is_current():
+    root = Path(__file__).parents[2]
+    path = root / "scripts" / "export_matrix.py"
+    spec = importlib.util.spec_from_file_location("export_matrix", path)
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    page = (root / "docs" / "export_matrix.md").read_text(encoding="utf-8")
+    assert f"<!-- matrix -->\n{script.render()}<!-- /matrix -->" in page
+    assert all(f"| {kind} |" in page for kind in kinds())

@@ -1,0 +1,485 @@
+"""Publishing: a real client and a real server, and only one of them is ours."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+import specheads
+from specheads.base.model import FrozenBase
+from specheads.commands import _compose, evaluate, push
+from specheads.config import Push, Train, data_dir
+from specheads.export.engines import engines
+from specheads.export.hub import card, upload
+from specheads.export.hub.summary import portable, read_facts
+from specheads.heads.load import build_for, kinds, load_head
+from specheads.runs.directory import RunDirectory
+from tests import tiny
+from tests.export.hub_server import OWNER, Blob, HubServer, Repository
+
+ROOT = Path(__file__).resolve().parents[2]
+REPO = f"{OWNER}/head"
+LICENCES = {"licence": "apache-2.0", "data_licence": "cc-by-4.0"}
+
+
+@pytest.fixture
+def server() -> Iterator[HubServer]:
+    with HubServer(part_bytes=20_000) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def base_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "tiny_base"
+    tiny.base(dtype=torch.float32).model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        there = data_dir("recipes") / "tiny_code" / "base" / name
+        (folder / name).write_bytes(there.read_bytes())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def base(base_folder: Path) -> FrozenBase:
+    return FrozenBase.load(base_folder)
+
+
+@pytest.fixture(scope="module")
+def made(
+    base: FrozenBase, base_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> RunDirectory:
+    """A finished run of a Medusa head, as train and evaluate leave it."""
+    made = RunDirectory(tmp_path_factory.mktemp("work") / "run")
+    _compose.register()
+    with initialize_config_dir(str(data_dir("configs")), version_base="1.3"):
+        asked = ["recipe=smoke", f"base.model={base_folder}", f"run_dir={made.path}"]
+        settings = OmegaConf.to_object(compose("train", asked))
+    made.begin(_compose.as_yaml(settings), {"base_fingerprint": base.fingerprint})
+    made.end(build_for({"kind": "medusa", "depth": 3}, base))
+    rows = [{"step": 6, "phase": "corpus", "tokens": 1536}]
+    rows += [{"step": 10, "phase": "distilled", "tokens": 2560}]
+    made.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    results = json.loads((data_dir("recipes") / "tiny_code" / "results.json").read_text())
+    results["base"] |= {"name": str(base_folder), "fingerprint": base.fingerprint}
+    results["head"]["kind"] = "medusa"
+    results["provenance"]["command"] = [f"out={made.path}"]
+    made.report.mkdir()
+    (made.report / "results.json").write_text(json.dumps(results))
+    (made.report / "speed.png").write_bytes(b"\x89PNG and so on")
+    return made
+
+
+@pytest.fixture
+def run(made: RunDirectory, tmp_path: Path) -> RunDirectory:
+    """That run, to be spoilt at will."""
+    return RunDirectory(shutil.copytree(made.path, tmp_path / "secret_place" / "run"))
+
+
+@pytest.fixture
+def owner(server: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Be logged in."""
+    server.connect(monkeypatch, tmp_path / "home", server.token)
+
+
+@pytest.fixture
+def publish(
+    owner: None, base: FrozenBase, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., None]:
+    """Push that run as the owner, with these settings."""
+    del owner
+    # the same every time, and loading it takes longest
+    monkeypatch.setattr(evaluate, "load_base", lambda _: base)
+
+    def push_run(**settings: Any) -> None:
+        push.push_run(Push(**{"run": str(run.path), "repo": REPO, **settings}))
+
+    return push_run
+
+
+def refusal(publish: Callable[..., None], **settings: Any) -> str:
+    with pytest.raises(ValueError, match=r"\w") as refused:
+        publish(**settings)
+    return str(refused.value)
+
+
+@pytest.fixture
+def files(run: RunDirectory) -> upload.Contents:
+    """Some of what a push uploads: written here and read from disk, small and large."""
+    weights = run.head / "model.safetensors"
+    return {"README.md": b"---\nlicense: mit\n---\nA head", "model.safetensors": weights}
+
+
+def blobs(files: upload.Contents) -> dict[str, Blob]:
+    loaded = {
+        name: content if isinstance(content, bytes) else content.read_bytes()
+        for name, content in files.items()
+    }
+    return {name: Blob(data, large=name == "model.safetensors") for name, data in loaded.items()}
+
+
+def test_what_is_downloaded_is_what_was_pushed(publish, server, run, capsys):
+    publish(base_repo="ada/base", **LICENCES)
+    assert f"pushed: {server.url}/{REPO}/commit/" in capsys.readouterr().out
+    there = server.files(REPO)
+    assert set(there) == {
+        "README.md", "config.json", "custom_generate/generate.py", "results.json", "speed.png",
+        "custom_generate/requirements.txt", "model.safetensors", "training.json",
+    }  # fmt: skip
+    folder = Path(huggingface_hub.snapshot_download(REPO))
+    found = {str(file.relative_to(folder)): file for file in folder.rglob("*") if file.is_file()}
+    assert {name: file.read_bytes() for name, file in found.items()} == there
+    for name in ("config.json", "model.safetensors"):
+        assert there[name] == (run.head / name).read_bytes()
+    ours, theirs = load_head(run.head), specheads.load_head(REPO)
+    assert (theirs.kind, theirs.config) == ("medusa", ours.config)
+    for name, value in ours.state_dict().items():
+        assert torch.equal(theirs.state_dict()[name], value)
+
+
+def test_weights_go_by_lfs_in_parts_and_are_not_sent_twice(publish, server):
+    publish()
+    weights = len(server.files(REPO)["model.safetensors"])
+    parts = [line for line in server.requests if re.search(r"PUT /_lfs/\w+/\d+", line)]
+    assert len(parts) == -(-weights // server.part_bytes) > 1
+    server.requests.clear()
+    publish(licence="mit")
+    assert not [line for line in server.requests if "PUT" in line]
+    assert b"license: mit" in server.files(REPO)["README.md"]
+
+
+def test_the_card_tells_the_hub_and_people_what_the_run_measured(publish, server, run):
+    publish(base_repo="ada/base", **LICENCES)
+    found = ModelCard(server.files(REPO)["README.md"].decode())
+    results = json.loads((run.report / "results.json").read_text())
+    told = found.data.to_dict()
+    assert (told["base_model"], told["base_model_relation"]) == ("ada/base", "adapter")
+    assert (told["license"], told["library_name"]) == ("apache-2.0", "specheads")
+    assert told["tags"] == ["speculative-decoding", "speculator", "medusa"]
+    metrics = told["model-index"][0]["results"][0]["metrics"]
+    assert {one["name"].partition(" (")[0]: one["value"] for one in metrics} == {
+        "Tokens per forward, offline replay": round(results["offline"]["tokens_per_forward"], 4),
+        "Tokens per forward, online": round(results["online"]["tokens_per_forward"], 4),
+        "Speed-up over the base alone": round(results["speed"]["speedup"], 4),
+    }
+    low, high = results["online"]["interval"]
+    value = results["online"]["tokens_per_forward"]
+    for line in (
+        f"| tokens per forward, online | {value:.3f} ({low:.3f} to {high:.3f}) |",
+        "| distilled | distilled | 4 | 4 | 1,024 | soft_cross_entropy | 0.0001 |",
+        "Licence of the corpus: cc-by-4.0.",
+        "| `sglang` | SGLang 0.5.23 | no: it does not load this kind |",
+        f"specheads export head={REPO} base=ada/base engine=vllm out=served",
+        f"fingerprint of the base | `{results['base']['fingerprint']}`",
+        f'load_head("{REPO}", base)',
+        "custom_generate=",
+        "text loops on 23 of the prompts",
+    ):
+        assert line in found.text, line
+
+
+@pytest.mark.parametrize("kind", kinds())
+def test_the_card_says_of_every_engine_whether_it_takes_the_head(kind, made, base):
+    facts = read_facts(made, asdict(_compose.read_run(made.config, Train)), base, "ada/base")
+    text = card.model_card(facts, build_for({"kind": kind, "depth": 3}, base), base)
+    rows = dict(re.findall(r"^\| `(\w+)` \|.*\| (yes|no)[:;] [^|]+ \|$", text, re.MULTILINE))
+    shown = re.findall(r"^`(\w+)`:$", text, re.MULTILINE)
+    assert set(rows) == set(engines())
+    assert shown == [engine for engine in engines() if rows[engine] == "yes"]
+    assert "vllm" in shown
+    assert text.count(f"engine={shown[0]} out=served") == 1
+
+
+def test_what_a_run_does_not_tell_is_called_unknown(run, base, base_folder):
+    (run.report / "results.json").unlink()
+    settings = asdict(_compose.read_run(run.config, Train))
+    settings["data"] |= {"source": "jsonl", "path": str(run.path / "corpus.jsonl")}
+    text = card.model_card(read_facts(run, settings, base), load_head(run.head, base), base)
+    told = ModelCard(text).data.to_dict()
+    assert told["license"] == "unknown"
+    assert "base_model" not in told
+    assert "model-index" not in told
+    assert "no number stands here" in text
+    assert "Licence of the corpus: unknown" in text
+    assert "local text that is not published (`corpus.jsonl`, jsonl)" in text
+    assert "a folder named `tiny_base`, under no Hub id" in text
+    assert 'FrozenBase.load("path/to/base")' in text
+    assert str(base_folder.parent) not in text
+
+
+def test_the_card_of_a_base_with_its_adapter_sends_no_one_to_an_engine(run, base):
+    run.adapter.mkdir()
+    settings = asdict(_compose.read_run(run.config, Train))
+    text = card.model_card(read_facts(run, settings, base), load_head(run.head, base), base)
+    assert 'adapter="path/to/adapter"' in text
+    assert "specheads export" not in text
+
+
+def test_nothing_uploaded_tells_where_on_this_machine_it_was_made(publish, server, run):
+    publish()
+    for name, data in server.files(REPO).items():
+        assert b"secret_place" not in data, name
+        assert str(run.path).encode() not in data, name
+        assert b"/models" not in data, name
+    settings = json.loads(server.files(REPO)["training.json"])["settings"]
+    assert settings["base"]["model"] == "tiny_base"
+    assert "command" not in json.loads(server.files(REPO)["results.json"])["provenance"]
+    assert portable({"a": ["/home/eve/x.jsonl", "~/y", "C:\\z\\w", "b/c", 1]}) == {
+        "a": ["x.jsonl", "y", "w", "b/c", 1]
+    }
+
+
+def test_a_private_repository_is_seen_by_its_owner_only(publish, server, monkeypatch):
+    publish(private=True)
+    publish(licence="mit")
+    assert server.repositories[REPO].private
+    monkeypatch.setenv("HF_TOKEN", server.stranger)
+    with pytest.raises(RepositoryNotFoundError):
+        huggingface_hub.model_info(REPO)
+    with pytest.raises(ValueError, match="can be reached"):
+        specheads.load_head(REPO)
+
+
+def test_a_gated_repository_shows_its_card_and_keeps_its_files(publish, server, monkeypatch):
+    publish(gated="manual")
+    requests = [line.split()[-1].rpartition("/")[0] for line in server.requests]
+    settled = server.requests.index(f"PUT /api/models/{REPO}/settings")
+    # before there is anything to read
+    assert settled < requests.index(f"/api/models/{REPO}/commit")
+    monkeypatch.setenv("HF_TOKEN", server.stranger)
+    assert huggingface_hub.model_info(REPO).gated == "manual"
+    with pytest.raises(GatedRepoError):
+        huggingface_hub.hf_hub_download(REPO, "model.safetensors")
+    monkeypatch.setenv("HF_TOKEN", server.token)
+    publish(gated="false")
+    monkeypatch.setenv("HF_TOKEN", server.stranger)
+    assert specheads.load_head(REPO).kind == "medusa"
+
+
+def test_a_dry_run_lists_every_file_and_contacts_nobody(publish, server, capsys, monkeypatch):
+    monkeypatch.delenv("HF_TOKEN")
+    publish(dry_run=True)
+    listed = capsys.readouterr().out.splitlines()
+    assert server.requests == []
+    monkeypatch.setenv("HF_TOKEN", server.token)
+    publish()
+    there = server.files(REPO)
+    sizes = {line.split()[1]: int(line.split()[0].replace(",", "")) for line in listed[:-1]}
+    assert sizes == {name: len(data) for name, data in there.items()}
+    assert listed[-1].split()[0].replace(",", "") == str(sum(sizes.values()))
+
+
+@pytest.mark.usefixtures("owner")
+@pytest.mark.parametrize("loses_replies", [False, True], ids=["requests", "replies"])
+@pytest.mark.parametrize("earlier", [False, True], ids=["new", "there before"])
+def test_an_upload_cut_off_anywhere_leaves_all_of_it_or_what_was_there(
+    loses_replies, earlier, files, server
+):
+    after = {name: blob.data for name, blob in blobs(files).items()}
+    older = blobs(files) | {"model.safetensors": Blob(b"of an earlier push", large=True)}
+    before = {name: blob.data for name, blob in older.items()} if earlier else {}
+    refused: list[str] = []
+    while True:
+        server.repositories.clear()
+        server.objects.clear()
+        server.requests.clear()
+        if earlier:
+            server.repositories[REPO] = Repository(private=False)
+            server.repositories[REPO].commit("main", older)
+        server.fail_at, server.loses_replies = len(refused) + 1, loses_replies
+        try:
+            upload.push(REPO, files, gated="auto")
+            break
+        except ValueError as error:
+            refused.append(str(error))
+        assert server.files(REPO) in (before, after)
+    assert server.files(REPO) == after
+    # each of the requests of a whole push has been the first to be lost
+    assert len(refused) == len(server.requests)
+    assert "commit" in server.requests[-1]
+    for told in refused:
+        assert "push again" in told
+        assert "\n" not in told
+
+
+def test_pushing_again_finishes_what_was_cut_off(publish, server):
+    server.fail_at = 9
+    assert "holds either all of this push or what it held before" in refusal(publish)
+    assert server.files(REPO) == {}
+    server.fail_at = None
+    publish()
+    assert specheads.load_head(REPO).kind == "medusa"
+
+
+def test_figures_of_an_earlier_push_do_not_stay(publish, server, run):
+    publish()
+    before = server.files(REPO)
+    shutil.rmtree(run.report)
+    publish()
+    assert set(before) - set(server.files(REPO)) == {"results.json", "speed.png"}
+
+
+def test_a_connection_lost_once_while_weights_are_sent_is_taken_up_again(publish, server):
+    publish()
+    sent = [place for place, line in enumerate(server.requests, 1) if "PUT /_lfs/" in line]
+    server.repositories.clear()
+    server.objects.clear()
+    server.requests.clear()
+    server.fail_at, server.fails_once = sent[0], True
+    publish()
+    assert specheads.load_head(REPO).kind == "medusa"
+
+
+def test_a_token_is_never_shown_and_never_uploaded(publish, server, capsys, monkeypatch):
+    publish()
+    server.fail_at = len(server.requests) + 3
+    first = refusal(publish)
+    server.fail_at = None
+    publish()
+    monkeypatch.setenv("HF_TOKEN", server.stranger)
+    second = refusal(publish)
+    told = capsys.readouterr()
+    for token in (server.token, server.stranger):
+        assert token not in told.out + told.err + first + second
+        assert not any(token.encode() in data for data in server.files(REPO).values())
+
+
+@pytest.mark.parametrize(
+    ("written", "what"),
+    [("swordfish99", "the value of STORE_API_KEY"), ("see {home}/corpus", "the home folder")],
+)
+def test_a_secret_in_the_settings_is_not_published(
+    written, what, publish, server, run, monkeypatch
+):
+    monkeypatch.setenv("STORE_API_KEY", "swordfish99")
+    written = written.format(home=Path.home())
+    settings = OmegaConf.load(run.config)
+    settings.data.config = written
+    run.config.write_text(OmegaConf.to_yaml(settings))
+    told = refusal(publish)
+    assert f"holds {what}" in told
+    assert written not in told
+    assert server.requests == []
+
+
+def unfinish(run: RunDirectory, *_: Any) -> None:
+    told = json.loads(run.provenance.read_text()) | {"end": None}
+    run.provenance.write_text(json.dumps(told))
+
+
+def cut_weights(run: RunDirectory, *_: Any) -> None:
+    file = run.head / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def exchange_base(run: RunDirectory, *_: Any) -> None:
+    file = run.report / "results.json"
+    told = json.loads(file.read_text())
+    told["base"]["fingerprint"] = "0" * 32
+    file.write_text(json.dumps(told))
+
+
+def add_adapter(run: RunDirectory, *_: Any) -> None:
+    run.adapter.mkdir()
+
+
+def log_out(_: RunDirectory, patch: pytest.MonkeyPatch) -> None:
+    patch.delenv("HF_TOKEN")
+
+
+SPOILT: dict[str, tuple[Callable[..., Any], str]] = {
+    "unfinished": (unfinish, "only a finished run can be pushed"),
+    "damaged": (cut_weights, "no whole safetensors file"),
+    "base changed": (exchange_base, "measure again"),
+    "adapter": (add_adapter, "merge the adapter"),
+    "no token": (log_out, "hf auth login"),
+}
+
+
+@pytest.mark.parametrize("how", SPOILT)
+def test_what_is_not_fit_to_be_pushed_contacts_nobody(how, publish, server, run, monkeypatch):
+    spoil, expected = SPOILT[how]
+    spoil(run, monkeypatch)
+    assert expected in refusal(publish)
+    assert server.requests == []
+
+
+MISTAKES: dict[str, tuple[dict[str, str], str]] = {
+    "no run": ({"run": ""}, "run=DIR"),
+    "not a run": ({"run": "no/such"}, "config.yaml"),
+    "no repository": ({"repo": "head"}, "repo=USER/NAME"),
+    "odd repository": ({"repo": "ada/a--b"}, "ada/a--b"),
+    "gated": ({"gated": "perhaps"}, "gated must be one of auto, manual, false"),
+    "base_repo": ({"base_repo": "../x"}, "base_repo must be a Hub id"),
+    "licence": ({"licence": "Not One!"}, "license"),
+    "somebody else's": ({"repo": "eve/head"}, "under eve); use a token that may write there"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_puts_nothing_there(mistake, publish, server):
+    settings, expected = MISTAKES[mistake]
+    assert expected in refusal(publish, **settings)
+    assert server.files(settings.get("repo", REPO)) == {}
+
+
+@pytest.mark.usefixtures("owner")
+def test_the_command_tells_a_refusal_in_one_line(server, run, capsys, monkeypatch):
+    arguments = ["push", f"run={run.path}", f"repo={REPO}", "private=true", "gated=auto"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    server.fail_at = 9
+    with pytest.raises(SystemExit) as left:
+        push.main()
+    told = capsys.readouterr()
+    assert (left.value.code, told.out) == (2, "")
+    assert len(told.err.splitlines()) == 1
+    assert told.err.startswith(f"error: {REPO} holds either all of this push or what")
+    assert (server.repositories[REPO].private, server.repositories[REPO].gated) == (True, "auto")
+
+
+def test_a_repository_of_another_model_is_left_alone(publish, server):
+    api = huggingface_hub.HfApi()
+    api.create_repo(REPO)
+    weights = huggingface_hub.CommitOperationAdd("model-00001-of-00002.safetensors", b"others")
+    api.create_commit(REPO, [weights], commit_message="Another model")
+    before = server.files(REPO)
+    assert "a repository of its own" in refusal(publish)
+    assert server.files(REPO) == before
+
+
+def test_a_hub_that_is_not_there_is_told(publish, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert "the upload broke off (ConnectError)" in refusal(publish)
+
+
+@pytest.mark.slow
+def test_the_environment_alone_says_where_the_hub_is(server, run, tmp_path):
+    def specheads_command(*arguments: str, token: str) -> subprocess.CompletedProcess[str]:
+        environment = os.environ | server.environment(tmp_path / "home", token)
+        environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        done = [sys.executable, *arguments]
+        return subprocess.run(
+            done, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
+
+    pushed = ["-m", "specheads", "push", f"run={run.path}", f"repo={REPO}"]
+    done = specheads_command(*pushed, token=server.token)
+    assert done.returncode == 0, done.stderr
+    refused = specheads_command(*pushed, token=server.stranger)
+    assert refused.returncode == 2
+    assert refused.stderr.startswith("error: ")
+    assert "Traceback" not in refused.stderr
+    loading = f"import specheads; print(specheads.load_head({REPO!r}).kind)"
+    assert specheads_command("-c", loading, token=server.token).stdout == "medusa\n"

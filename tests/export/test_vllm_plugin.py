@@ -1,0 +1,316 @@
+"""vLLM's plug-in against a stand-in for its model runner; test_vllm.py has the real one."""
+
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from specheads.core.drafter import Head
+from specheads.decoding.trees import policies
+from specheads.export.layouts.vllm import HEAD_VARIABLE
+from specheads.export.plugins import vllm
+from specheads.heads import load
+from tests import tiny
+
+DEPTH = 3
+BLOCK = 4
+NUM_BLOCKS = 40
+
+
+class Embedding(nn.Module):
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        # vLLM pads the vocabulary
+        self.weight = nn.Parameter(torch.cat([weight, torch.zeros(3, weight.shape[1])]))
+        self.org_vocab_size = len(weight)
+
+
+class LMHead(Embedding):
+    pass
+
+
+class FullAttentionSpec(SimpleNamespace):
+    pass
+
+
+class Runner:
+    """What the plug-in wraps and reads, with blocks dealt out of order."""
+
+    def __init__(self, drafter: vllm.Proposer, max_num_reqs: int = 4) -> None:
+        self.drafter = drafter
+        table = torch.zeros(max_num_reqs, 16, dtype=torch.int32)
+        order = torch.randperm(NUM_BLOCKS - 1)[: table.numel()] + 1
+        table[:2] = order[:32].view(2, 16)
+        block_table = SimpleNamespace(
+            block_size=BLOCK, get_device_tensor=lambda num_reqs: table[:num_reqs]
+        )
+        self.input_batch = SimpleNamespace(
+            req_ids=["a", "b"],
+            num_computed_tokens_cpu=[0, 0],
+            token_ids_cpu=np.zeros((max_num_reqs, 64), dtype=np.int32),
+            num_tokens_no_spec=np.zeros(max_num_reqs, dtype=np.int32),
+            block_table=[block_table],
+        )
+
+    def propose_draft_token_ids(
+        self,
+        scheduler_output: Any,
+        sampled_token_ids: list[list[int]],
+        hidden_states: torch.Tensor,
+        spec_decode_metadata: Any,
+    ) -> list[list[int]]:
+        del scheduler_output, hidden_states, spec_decode_metadata
+        batch = self.input_batch
+        return self.drafter.propose(
+            sampled_token_ids, batch.num_tokens_no_spec, batch.token_ids_cpu, slot_mappings=None
+        )
+
+    def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
+        return common_attn_metadata is not None
+
+    def initialize_kv_cache(self, kv_cache_config: Any, is_profiling: bool = False) -> None:
+        del kv_cache_config, is_profiling
+
+
+@pytest.fixture
+def prepared(monkeypatch) -> Iterator[type[Runner]]:
+    """The stand-in in vLLM's place, prepared by the plug-in."""
+
+    class GPUModelRunner(Runner):
+        """What is wrapped: not the class that all tests share."""
+
+    parts = {
+        vllm.RUNNER: {"GPUModelRunner": GPUModelRunner},
+        vllm.CACHE: {"FullAttentionSpec": FullAttentionSpec},
+        vllm.EMBEDDING: {"VocabParallelEmbedding": Embedding, "ParallelLMHead": LMHead},
+        vllm.PARALLEL: {"tensor_model_parallel_all_gather": lambda values, _: values},
+    }
+    for name, content in parts.items():
+        module = ModuleType(name)
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+    vllm._prepare_runner.cache_clear()
+    yield GPUModelRunner
+    vllm._prepare_runner.cache_clear()
+
+
+def build(kind: str, **settings: Any) -> Head:
+    base = tiny.base()
+    head = load.build({"kind": kind, "depth": DEPTH} | settings, width=32, vocab_size=tiny.VOCAB)
+    for parameter in head.parameters():
+        nn.init.normal_(parameter, std=0.4)
+    head.double().bind(base.embedding, base.scaled_projection)
+    return head.eval()
+
+
+KINDS = {
+    "medusa": {"projection": "low_rank", "rank": 4},
+    "hydra_heads": {"attention_heads": 4},
+    "mlp_speculator": {},
+    "redrafter": {},
+}
+
+
+def config(**changes: Any) -> Any:
+    settings = {
+        "speculative_config": SimpleNamespace(num_speculative_tokens=DEPTH),
+        "model_config": SimpleNamespace(
+            dtype=torch.float64, hf_text_config=SimpleNamespace(logits_scaling=None)
+        ),
+        "parallel_config": SimpleNamespace(decode_context_parallel_size=1),
+        "kv_transfer_config": None,
+    }
+    return SimpleNamespace(**settings | changes)
+
+
+def target() -> nn.Module:
+    base = tiny.base()
+    return nn.ModuleList([Embedding(base.embedding), LMHead(base.projection)])
+
+
+def cache(*specs: Any) -> Any:
+    groups = [SimpleNamespace(kv_cache_spec=spec) for spec in specs]
+    return SimpleNamespace(num_blocks=NUM_BLOCKS, kv_cache_groups=groups)
+
+
+def serve(prepared: type[Runner], head: Head, folder: Any, monkeypatch: Any) -> Runner:
+    head.save_pretrained(folder)
+    monkeypatch.setenv(HEAD_VARIABLE, str(folder))
+    vllm.register()
+    runner = prepared(vllm.Proposer(config()))
+    runner.drafter.load_model(target())
+    runner.initialize_kv_cache(cache(FullAttentionSpec(block_size=BLOCK)))
+    return runner
+
+
+def drafted(head: Head, text: list[int]) -> list[int]:
+    """The chain at the end of a text that is read from its start, without any engine."""
+    features = tiny.base().read(torch.tensor([text[:-1]]))
+    memory, count = head.memory(1, len(text) + DEPTH), torch.tensor([len(text) - 1])
+    tree = policies.chain(DEPTH).grow(head, features, torch.tensor([text[1:]]), count, memory)
+    return tree.tokens[0, 1:].tolist()
+
+
+def forward(runner: Runner, texts: list[list[int]], plan: list[tuple[int, int, int, int]]) -> Any:
+    """Have vLLM read (start, positions, drafts among them, tokens it then has) of each text."""
+    batch, sampled, hidden = runner.input_batch, [], []
+    for row, (text, (start, length, drafts, known)) in enumerate(zip(texts, plan, strict=True)):
+        batch.num_computed_tokens_cpu[row] = start
+        batch.token_ids_cpu[row, :known] = text[:known]
+        # rejected drafts are read too, and are some other tokens
+        rejected = start + length - (known - 1) if known > start + length - drafts else 0
+        read = text[: start + length - rejected] + [0] * rejected
+        hidden.append(tiny.base().read(torch.tensor([read])).hidden[0, start:])
+        sampled.append(text[start + length - drafts : known])
+    counts = {name: length for name, (_, length, *_) in zip("ab", plan, strict=True)}
+    return runner.propose_draft_token_ids(
+        SimpleNamespace(num_scheduled_tokens=counts),
+        sampled,
+        torch.cat(hidden),
+        SimpleNamespace(num_draft_tokens=[drafts for _, _, drafts, _ in plan]),
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_order_of_reading_gives_the_drafts_of_the_whole_text(
+    kind, prepared, tmp_path, monkeypatch
+):
+    head = build(kind, **KINDS[kind])
+    runner = serve(prepared, head, tmp_path, monkeypatch)
+    texts = [
+        [5, 9, 2, 44, 8, 17, 3, 30, 21, 6, 11, 60],
+        [7, 1, 33, 12, 50, 4, 28, 19, 2, 9, 40, 13],
+    ]
+    # a prompt of 7 tokens in two chunks; a prompt of 3 at once
+    assert forward(runner, texts, [(0, 4, 0, 4), (0, 3, 0, 4)]) == [[], drafted(head, texts[1][:4])]
+    # the first is read to its end; of the second's three drafts two are accepted
+    assert forward(runner, texts, [(4, 3, 0, 8), (3, 4, 3, 7)]) == [
+        drafted(head, texts[0][:8]),
+        drafted(head, texts[1][:7]),
+    ]
+    # the first is preempted, and read again with what it has said; none of three is accepted
+    assert forward(runner, texts, [(0, 8, 0, 9), (6, 4, 3, 8)]) == [
+        drafted(head, texts[0][:9]),
+        drafted(head, texts[1][:8]),
+    ]
+
+
+def test_a_prefix_that_another_request_has_read_is_remembered(prepared, tmp_path, monkeypatch):
+    head = build("hydra_heads", attention_heads=4)
+    runner = serve(prepared, head, tmp_path, monkeypatch)
+    text = [5, 9, 2, 44, 8, 17, 3, 30, 21, 6]
+    forward(runner, [text, text], [(0, 9, 0, 10), (0, 1, 0, 1)])
+    table = runner.input_batch.block_table[0].get_device_tensor(2)
+    table[1, :2] = table[0, :2]
+    drafts = forward(runner, [text, text], [(9, 1, 0, 10), (2 * BLOCK, 1, 0, 10)])
+    assert drafts[1] == drafted(head, text)
+
+
+def test_padding_is_written_where_no_request_reads(prepared, tmp_path, monkeypatch):
+    #  positions of b    0 1 2 3 | 4 5 6     it reads the 3rd beside four of a's, so the batch is
+    #                    block   | stale     four wide, and its next block is not its own yet
+    head = build("hydra_heads", attention_heads=4)
+    runner = serve(prepared, head, tmp_path, monkeypatch)
+    texts = [[5, 9, 2, 44, 8, 17, 3, 30, 21, 6, 11, 60, 13], [7, 1, 33, 12, 50]]
+    forward(runner, texts, [(0, 8, 0, 9), (0, 3, 0, 4)])
+    table = runner.input_batch.block_table[0].get_device_tensor(2)
+    table[1, 1] = table[0, 0]
+    first = BLOCK * int(table[0, 0])
+    memory = runner.drafter._memory
+    assert memory is not None
+    remembered = memory.held[0, :, :, first : first + BLOCK]
+    before = remembered.clone()
+    drafts = forward(runner, texts, [(8, 4, 3, 13), (3, 1, 0, 5)])
+    assert drafts == [drafted(head, text) for text in texts]
+    assert before.any()
+    assert torch.equal(remembered, before)
+
+
+def test_nothing_is_wrapped_where_no_head_is_named(prepared, monkeypatch):
+    monkeypatch.delenv(HEAD_VARIABLE, raising=False)
+    before = dict(vars(prepared))
+    vllm.register()
+    assert dict(vars(prepared)) == before
+    with pytest.raises(ValueError, match=f"{HEAD_VARIABLE} must name a head, got None"):
+        vllm.Proposer(config())
+
+
+def test_requests_at_the_end_of_their_context_do_not_hide_the_others(
+    prepared, tmp_path, monkeypatch
+):
+    runner = serve(prepared, build("redrafter"), tmp_path, monkeypatch)
+    assert runner._input_fits_in_drafter(None)
+    runner.drafter = None  # pyright: ignore[reportAttributeAccessIssue]
+    assert not runner._input_fits_in_drafter(None)
+
+
+def test_a_projection_is_scaled_as_its_base_scales_its_logits(prepared, tmp_path, monkeypatch):
+    head = build("medusa", projection="low_rank", rank=4)
+    runner = serve(prepared, head, tmp_path, monkeypatch)
+    runner.drafter.config.model_config.hf_text_config.logits_scaling = 4.0
+    runner.drafter.load_model(target())
+    served = runner.drafter.head
+    state = torch.randn(1, 32 + 4, dtype=torch.float64)
+    base = tiny.base()
+    head.bind(base.embedding, base.scaled_projection / 4)
+    torch.testing.assert_close(served.logits(state, 0), head.logits(state, 0))
+
+
+@pytest.mark.parametrize(
+    ("changes", "specs", "message"),
+    [
+        ({"kv_transfer_config": object()}, [FullAttentionSpec(block_size=4)], "transferred"),
+        ({}, [SimpleNamespace(block_size=4)], "full attention"),
+    ],
+)
+def test_a_head_that_remembers_refuses_a_cache_that_does_not(
+    changes, specs, message, prepared, tmp_path, monkeypatch
+):
+    runner = serve(prepared, build("hydra_heads", attention_heads=4), tmp_path, monkeypatch)
+    vars(runner.drafter.config).update(changes)
+    with pytest.raises(ValueError, match=message):
+        runner.initialize_kv_cache(cache(*specs))
+
+
+@pytest.mark.parametrize(
+    ("made", "num_drafted", "message"),
+    [
+        (("eagle3", {"taps": [0, 1, 2]}), DEPTH, "layout of vLLM's own"),
+        (("medusa", {}), DEPTH + 1, f"at most {DEPTH}"),
+    ],
+)
+@pytest.mark.usefixtures("prepared")
+def test_what_cannot_be_served_is_refused_in_one_line(
+    made, num_drafted, message, tmp_path, monkeypatch
+):
+    kind, settings = made
+    build(kind, **settings).save_pretrained(tmp_path)
+    monkeypatch.setenv(HEAD_VARIABLE, str(tmp_path))
+    vllm.register()
+    wanted = SimpleNamespace(num_speculative_tokens=num_drafted)
+    with pytest.raises(ValueError, match=message):
+        vllm.Proposer(config(speculative_config=wanted)).load_model(target())
+
+
+@pytest.mark.parametrize("kind", ["hydra_heads", "eagle3"])
+def test_scattered_rows_draft_as_rows_of_their_own(kind):
+    head = build(kind, **({"taps": [0, 1, 2]} if kind == "eagle3" else {}))
+    tokens = torch.randint(tiny.VOCAB, (2, 12))
+    features = tiny.base().read(tokens, head.taps)
+    own, shared = head.memory(2, 32), head.memory(1, 64)
+    slots = torch.randperm(63)[:32].view(2, 16) + 1
+    lengths = torch.zeros(2, dtype=torch.long)
+    for first, count in ((0, torch.tensor([3, 5])), (5, torch.tensor([4, 1]))):
+        read = features.at(torch.arange(first, first + 5).expand(2, -1))
+        beyond = torch.arange(16) >= (lengths + count)[:, None]
+        rows = head.scatter(shared, slots.masked_fill(beyond, 0), lengths)
+        chain = policies.chain(DEPTH)
+        mine = chain.grow(head, read, tokens[:, first : first + 5], count, rows)
+        alone = chain.grow(head, read, tokens[:, first : first + 5], count, own)
+        torch.testing.assert_close(mine.tokens, alone.tokens)
+        lengths = lengths + count

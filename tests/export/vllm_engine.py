@@ -1,0 +1,73 @@
+"""One engine of real vLLM in a process of its own: `main` reads a job and writes its answer.
+
+A job is JSON: `engine` (arguments of `vllm.LLM`), `prompts` (token ids), `sampling` (of
+`vllm.SamplingParams`) and `repair`, whether the CPU build's expansion of temperatures is repaired
+first. The answer has the new tokens of each prompt, vLLM's own counters, and each draft that
+`Recorder` saw beside the text it continues.
+"""
+
+import json
+import os
+import sys
+from typing import Any
+
+import torch
+from numpy import ndarray
+
+from specheads.export.plugins.vllm import Proposer
+
+COUNTED = ("vllm:spec_decode", "vllm:num_preemptions", "vllm:prefix_cache_hits")
+DRAFTS: list[tuple[list[int], list[int]]] = []
+
+
+class Recorder(Proposer):
+    """The plug-in's proposer, which also notes every draft."""
+
+    def propose(
+        self,
+        sampled_token_ids: list[list[int]],
+        _lengths: ndarray,
+        token_ids_cpu: ndarray,
+        slot_mappings: Any = None,
+    ) -> list[list[int]]:
+        """Propose as the plug-in does."""
+        chains = super().propose(sampled_token_ids, _lengths, token_ids_cpu, slot_mappings)
+        for row, chain in enumerate(chains):
+            if chain:
+                DRAFTS.append((token_ids_cpu[row, : _lengths[row]].tolist(), chain))
+        return chains
+
+
+def repair_temperatures() -> None:
+    """Expand temperatures as vLLM's GPU kernel does: its CPU build makes integers of them."""
+    from vllm.utils import cpu_triton_utils  # pyright: ignore[reportMissingImports]
+
+    def expand(out: Any, values: Any, ends: Any, old: Any, new: Any, *_: Any) -> None:
+        counts = torch.diff(ends, prepend=ends.new_zeros(1))
+        replaced = torch.where(values == old, new, values)
+        out.copy_(replaced.repeat_interleave(counts).to(out.dtype))
+
+    cpu_triton_utils._expand_kernel_impl = expand
+
+
+def main() -> None:
+    """Do the job."""
+    job = json.load(sys.stdin)
+    # vLLM writes to stdout too: the answer goes where that was, and all else to stderr
+    answer = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    import vllm  # pyright: ignore[reportMissingImports]
+
+    if job["repair"]:
+        repair_temperatures()
+    engine = vllm.LLM(disable_log_stats=False, enforce_eager=True, seed=0, **job["engine"])
+    sampling = vllm.SamplingParams(**job["sampling"])
+    outputs = engine.generate([{"prompt_token_ids": ids} for ids in job["prompts"]], sampling)
+    counters = {
+        metric.name.removeprefix("vllm:"): getattr(metric, "values", None) or metric.value
+        for metric in engine.get_metrics()
+        if metric.name.startswith(COUNTED)
+    }
+    tokens = [list(output.outputs[0].token_ids) for output in outputs]
+    json.dump({"tokens": tokens, "counters": counters, "drafts": DRAFTS}, answer)
+    answer.close()

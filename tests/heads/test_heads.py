@@ -1,0 +1,342 @@
+"""The contract every head fulfils; the list of heads is the folder."""
+
+import dataclasses
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.nn import functional as F  # noqa: N812
+
+from specheads.base.model import FrozenBase
+from specheads.core.drafter import Features, Head
+from specheads.decoding.generate import generate
+from specheads.decoding.trees import policies
+from specheads.heads.load import build, build_for, kinds, load_head
+from specheads.measure.offline import offline_logits
+from tests import tiny
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+KINDS = kinds()
+VARIANTS: dict[str, list[dict[str, Any]]] = {
+    "eagle3": [{"norm_before_residual": True, "attention_heads": 4, "key_value_heads": 2}],
+    "hydra_heads": [{"prefix": False, "num_layers": 1}],
+    "medusa": [{"projection": "shared"}, {"projection": "low_rank", "rank": 3}, {"num_layers": 2}],
+    "mlp_speculator": [
+        {"tie_weights": False, "inner_dim": 24},
+        {"state": "gated"},
+        {"state": "gated", "tie_weights": False, "inner_dim": 24, "scale_input": False},
+    ],
+    "redrafter": [{"rnn": False}, {"exit_dim": 24}],
+}
+"""Settings that make another network of a kind; every kind is checked as it comes, too."""
+
+CASES = [{"kind": kind, **own} for kind in KINDS for own in [{}, *VARIANTS.get(kind, [])]]
+TIME = 14
+
+
+def told(settings: dict[str, Any]) -> str:
+    """Return the name of a case in pytest's output."""
+    return "-".join(str(value) for value in settings.values())
+
+
+each_case = pytest.mark.parametrize("settings", CASES, ids=told)
+
+
+@pytest.fixture(scope="module")
+def base() -> FrozenBase:
+    return tiny.base("llama")
+
+
+def make(settings: dict[str, Any], base: FrozenBase) -> Head:
+    """Return an untrained head whose every tensor is random, in float64."""
+    torch.manual_seed(1)
+    head = build_for({"depth": 3, **settings}, base).double().eval()
+    for parameter in head.parameters():
+        parameter.data += 0.2 * torch.randn_like(parameter)
+    return head
+
+
+def read(
+    base: FrozenBase, taps: tuple[int, ...] = (), seed: int = 0
+) -> tuple[Features, torch.Tensor]:
+    tokens = torch.randint(base.vocab_size, (2, TIME), generator=torch.manual_seed(seed))
+    return base.read(tokens, taps), tokens
+
+
+def until(features: Features, time: int) -> Features:
+    """Return the features of the first positions."""
+    return features.at(torch.arange(time).expand(2, -1))
+
+
+def test_the_folder_holds_the_kinds_of_the_first_release():
+    assert {"medusa", "mlp_speculator"} <= set(KINDS)
+
+
+@each_case
+def test_every_parameter_learns(settings: dict, base: FrozenBase):
+    head = make(settings, base)
+    features, tokens = read(base, head.taps)
+    logits = offline_logits(head, features, tokens)
+    assert len(logits) == head.depth
+    loss = sum(
+        F.cross_entropy(one.flatten(0, 1), tokens[:, 2 + level :].flatten())
+        for level, one in enumerate(logits)
+    )
+    assert isinstance(loss, torch.Tensor)
+    loss.backward()
+    idle = [
+        name
+        for name, value in head.named_parameters()
+        if value.grad is None or not value.grad.abs().max() > 0
+    ]
+    assert idle == []
+
+
+@each_case
+def test_drafting_a_chain_agrees_with_training(settings: dict, base: FrozenBase):
+    """begin/extend along the true tokens give the logits that states() trains."""
+    head = make(settings, base)
+    features, tokens = read(base, head.taps)
+    place = 7
+    trained = [logits[:, place] for logits in offline_logits(head, features, tokens)]
+    committed = until(features, place + 1)
+    count = torch.full((2,), place + 1)
+    logits, state = head.begin(
+        committed, tokens[:, 1 : place + 2], count, head.memory(2, capacity=64)
+    )
+    drafted = [logits[:, 0]]
+    for level in range(1, head.depth):
+        node = tokens[:, place + 1 + level][:, None]
+        logits, state = head.extend(state, node, torch.zeros_like(node))
+        drafted.append(logits[:, 0])
+    for ours, theirs in zip(drafted, trained, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
+@each_case
+def test_siblings_are_drafted_from_their_own_parent(settings: dict, base: FrozenBase):
+    """A level of several nodes gives each the logits it has when drafted alone."""
+    head = make(settings, base)
+    features, tokens = read(base, head.taps)
+    count = torch.full((2,), TIME - 1)
+    arguments = (until(features, TIME - 1), tokens[:, 1:], count)
+    nodes = torch.tensor([[3, 9, 27], [4, 16, 1]])
+    _, state = head.begin(*arguments, head.memory(2, 64))
+    _, state = head.extend(state, nodes, torch.zeros_like(nodes))
+    below = torch.tensor([[5, 6], [7, 8]])
+    parents = torch.tensor([[2, 0], [1, 2]])
+    together, _ = head.extend(state, below, parents)
+    for place in range(2):
+        _, alone = head.begin(*arguments, head.memory(2, 64))
+        above = nodes.gather(1, parents[:, place : place + 1])
+        _, alone = head.extend(alone, above, torch.zeros_like(above))
+        one = below[:, place : place + 1]
+        logits, _ = head.extend(alone, one, torch.zeros_like(one))
+        torch.testing.assert_close(together[:, place], logits[:, 0], rtol=0, atol=1e-12)
+
+
+@each_case
+def test_rows_that_join_a_batch_are_drafted_as_if_alone(settings: dict, base: FrozenBase):
+    head = make(settings, base)
+    features, tokens = read(base, head.taps)
+    lengths = (5, 9)
+
+    def row_alone(row: int) -> tuple[Features, torch.Tensor, Any]:
+        """Return one row, and the head's memory once it has read its first positions."""
+        own, said, length = features.rows(torch.tensor([row])), tokens[row][None], lengths[row]
+        memory = head.memory(1, 64)
+        first = own.at(torch.arange(length)[None])
+        head.begin(first, said[:, 1 : length + 1], torch.tensor([length]), memory)
+        return own, said, memory
+
+    def draft(features: Features, tokens: torch.Tensor, starts: list[int], memory: Any):
+        places = torch.tensor(starts)[:, None] + torch.arange(2)
+        count = torch.full((len(starts),), 2)
+        logits, state = head.begin(features.at(places), tokens.gather(1, places + 1), count, memory)
+        node = torch.full((len(starts), 1), 7)
+        return torch.cat([logits, head.extend(state, node, torch.zeros_like(node))[0]], dim=1)
+
+    (_, _, memory), (_, _, other) = row_alone(0), row_alone(1)
+    joined = None if memory is None else head.join_rows(memory, other)
+    together = draft(features, tokens, [*lengths], joined)
+    for row, length in enumerate(lengths):
+        own, said, memory = row_alone(row)
+        apart = draft(own, said, [length], memory)
+        torch.testing.assert_close(together[row], apart[0], rtol=0, atol=1e-12)
+
+
+@each_case
+def test_no_depth_reads_a_token_it_must_not_have_read(settings: dict, base: FrozenBase):
+    """Depth k at position t has read tokens up to t + 1 + k: later ones change nothing."""
+    head = make(settings, base)
+    features, tokens = read(base, head.taps)
+    before = offline_logits(head, features, tokens)
+    for changed in range(2, TIME):
+        other = tokens.clone()
+        other[:, changed] = (other[:, changed] + 1) % base.vocab_size
+        later = (torch.arange(TIME) >= changed)[:, None].double()
+        taps = None if features.taps is None else features.taps + later
+        after = offline_logits(head, Features(features.hidden + later, taps), other)
+        for level, (old, new) in enumerate(zip(before, after, strict=True)):
+            free = max(changed - 1 - level, 0)
+            torch.testing.assert_close(old[:, :free], new[:, :free], rtol=0, atol=0)
+
+
+@each_case
+@pytest.mark.parametrize(
+    "policy",
+    [
+        policies.chain(3),
+        policies.Static([(0,), (1,), (0, 0), (1, 2), (0, 0, 1)]),
+        policies.BestFirst(9, 3),
+    ],
+    ids=["chain", "static", "best_first"],
+)
+def test_tree_decoding_reproduces_greedy(settings: dict, policy: policies.Policy, base: FrozenBase):
+    head = make(settings, base)
+    prompts = tiny.prompts()
+    ours = generate(base, head, prompts, max_new_tokens=24, tree=policy)
+    assert ours.tokens == [said[:24] for said in tiny.continuations()]
+
+
+@each_case
+def test_a_saved_head_comes_back_the_same(settings: dict, base: FrozenBase, tmp_path: Path):
+    head = make(settings, base).float()
+    head.save_pretrained(tmp_path)
+    again = load_head(tmp_path, tiny.base("llama", dtype=torch.float32))
+    assert again.kind == settings["kind"]
+    for name, value in head.state_dict().items():
+        assert torch.equal(value, again.state_dict()[name]), name
+    features, tokens = read(tiny.base("llama", dtype=torch.float32), head.taps)
+    for ours, theirs in zip(
+        offline_logits(head, features, tokens), offline_logits(again, features, tokens), strict=True
+    ):
+        # a loaded head keeps its matrices in another order, so sums may round another way
+        torch.testing.assert_close(ours, theirs)
+
+
+def _mlp(folder: Path) -> Path:
+    build({"kind": "mlp_speculator"}, width=8, vocab_size=11).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("ln.0.bias"), r"lacks 'ln\.0\.bias'"),
+        (lambda t: t.update({"ln.9.bias": torch.ones(8)}), r"has 'ln\.9\.bias', which"),
+        (lambda t: t.update({"proj.0.weight": torch.ones(8, 9)}), r"shape \(8, 8\), got \(8, 9\)"),
+    ],
+    ids=["missing", "left over", "misshapen"],
+)
+def test_a_checkpoint_that_does_not_fit_is_refused(change, message: str, tmp_path: Path):
+    tensors = load_file(_mlp(tmp_path) / "model.safetensors")
+    change(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=message):
+        load_head(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kind": "os.system"}, "head kind must be one of"),
+        ({"kind": "medusa", "inner_dim": 3}, "'medusa' does not know the setting 'inner_dim'"),
+        ({"depth": 3}, "got None"),
+        ({"kind": "medusa", "depth": 0}, "depth >= 1"),
+    ],
+)
+def test_settings_a_head_does_not_have_are_refused_by_name(settings: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        build(settings, width=8, vocab_size=11)
+
+
+def test_a_head_for_another_base_is_refused(base: FrozenBase, tmp_path: Path):
+    with pytest.raises(ValueError, match="made for a base of width 8, this base has 32"):
+        load_head(_mlp(tmp_path), base)
+
+
+def test_a_folder_without_a_known_layout_is_refused(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"needs a config\.json"):
+        load_head(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    with pytest.raises(ValueError, match="needs weights"):
+        load_head(tmp_path)
+    save_file({"a": torch.ones(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="'llama'"):
+        load_head(tmp_path)
+
+
+def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path):
+    class Payload:
+        def __reduce__(self):
+            return (Path.touch, (tmp_path / "ran",))
+
+    (tmp_path / "config.json").write_text(json.dumps({"medusa_num_heads": 1}))
+    torch.save({"0.0.linear.weight": Payload()}, tmp_path / "medusa_lm_head.pt")
+    with pytest.raises(ValueError, match=r"medusa_lm_head\.pt"):
+        load_head(tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
+def _reducible(settings: dict) -> bool:
+    module = importlib.import_module(f"specheads.heads.kinds.{settings['kind']}")
+    return "draft_tokens" in {field.name for field in dataclasses.fields(module.Config)}
+
+
+each_reduced = pytest.mark.parametrize(
+    "settings", [{**case, "draft_tokens": 20} for case in CASES if _reducible(case)], ids=told
+)
+
+
+@each_reduced
+def test_a_reduced_vocabulary_drafts_its_own_tokens_and_stays_lossless(
+    settings: dict, base: FrozenBase
+):
+    counts = torch.randint(1, 100, (base.vocab_size,), generator=torch.manual_seed(2))
+    head = build_for(settings, base, counts).double().eval()
+    allowed = set(counts.topk(20).indices.tolist())
+    assert head.draft_ids is not None
+    assert set(head.draft_ids.tolist()) == allowed
+    assert head.projection(0)[0].shape[0] == 20
+    prompts = tiny.prompts()
+    alone = [said[:12] for said in tiny.continuations()]
+    for policy in (
+        policies.Static([(0,), (1,), (0, 0)]),
+        policies.BestFirst(6, 2),
+        policies.Beam(3, 2),
+    ):
+        assert generate(base, head, prompts, max_new_tokens=12, tree=policy).tokens == alone
+        features, tokens = read(base, head.taps)
+        count = torch.full((2,), TIME - 1)
+        before = until(features, TIME - 1)
+        tree = policy.grow(head, before, tokens[:, 1:], count, head.memory(2, 64))
+        assert set(tree.tokens[:, 1:].flatten().tolist()) <= allowed
+
+
+@each_reduced
+def test_a_reduced_vocabulary_comes_back_with_the_head(
+    settings: dict, base: FrozenBase, tmp_path: Path
+):
+    counts = torch.arange(base.vocab_size)
+    head = build_for(settings, base, counts)
+    head.save_pretrained(tmp_path)
+    again = load_head(tmp_path)
+    assert again.draft_ids is not None
+    assert again.draft_ids.tolist() == list(range(base.vocab_size - 20, base.vocab_size))
+    assert again.coverage(counts) == pytest.approx(sum(range(41, 61)) / sum(range(61)))
+    d2t, t2d = again.draft_maps()
+    assert d2t.tolist() == [base.vocab_size - 20] * 20
+    assert t2d.nonzero()[:, 0].tolist() == again.draft_ids.tolist()
+
+
+def test_tokens_and_columns_translate_into_each_other():
+    #  tokens   0 1 2 3 4 5       drafted  1 4 5   in columns  0 1 2
+    head = build({"kind": "medusa", "draft_tokens": 3}, width=4, vocab_size=6)
+    head.choose_vocabulary(torch.tensor([0, 9, 0, 0, 7, 8]))
+    assert head.to_drafted(torch.arange(6)).tolist() == [-1, 0, -1, -1, 1, 2]
+    assert head.to_tokens(torch.arange(3)).tolist() == [1, 4, 5]

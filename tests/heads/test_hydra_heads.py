@@ -1,0 +1,183 @@
+"""Hydra heads: the original project's numbers, and what starting and borrowing mean."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from specheads.core.drafter import Features
+from specheads.decoding.generate import generate
+from specheads.decoding.trees import policies
+from specheads.heads.load import build, build_for, load_head
+from specheads.measure.offline import offline_logits
+from tests import tiny
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+CASES = ["hydra_mlp", "hydra_prefix_mlp"]
+
+
+def tensors_of(case: str) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = {}
+    for file in (GOLDEN / case).glob("model*.safetensors"):
+        tensors |= load_file(file)
+    return tensors
+
+
+def as_published(case: str, folder: Path, **config) -> Path:
+    """Write a case as its project does, with these entries of config.json changed."""
+    torch.save(tensors_of(case), folder / "hydra_lm_head.pt")
+    settings = json.loads((GOLDEN / case / "config.json").read_text()) | config
+    (folder / "config.json").write_text(json.dumps(settings))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype", "rtol", "atol"),
+    [
+        ("hydra_mlp", torch.float32, 1e-4, 1e-4),
+        ("hydra_mlp", torch.float64, 1e-9, 1e-10),
+        ("hydra_prefix_mlp", torch.float32, 1e-4, 1e-4),
+        # there the prefix layer's norms and softmax stay in float32
+        ("hydra_prefix_mlp", torch.float64, 5e-5, 5e-5),
+    ],
+)
+def test_a_public_hydra_gives_its_project_s_logits(
+    case: str, dtype: torch.dtype, rtol: float, atol: float
+):
+    head = load_head(GOLDEN / case).to(dtype)
+    golden = load_file(GOLDEN / case / "expected.safetensors")
+    time = golden["out64.logits"].shape[2]
+    states = list(head.states(Features(golden["in.hidden"].to(dtype)), golden["in.tokens"]))
+    assert len(states) == len(golden["out64.logits"])
+    for level, state in enumerate(states):
+        ours = head.logits(state[:, :time], level)
+        theirs = golden["out64.logits"][level].to(dtype)
+        torch.testing.assert_close(ours, theirs, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["f32", "f64"])
+def test_a_public_hydra_proposes_its_project_s_tree(case: str, dtype: torch.dtype):
+    head = load_head(GOLDEN / case).to(dtype)
+    golden = load_file(GOLDEN / case / "expected.safetensors")
+    policy = policies.Static(json.loads((GOLDEN / case / "tree.json").read_text()))
+    hidden = golden["in.hidden"][:1].to(dtype)
+    time = hidden.shape[1]
+    following = torch.cat([golden["in.tokens"][:1, 1:], golden["in.root"]], dim=1)
+    count = torch.tensor([time])
+    memory = head.memory(1, capacity=time)
+    with torch.inference_mode():
+        tree = policy.grow(head, Features(hidden), following, count, memory)
+    ours = set()
+    for leaf in sorted(set(range(policy.num_nodes)) - set(tree.parents[0].tolist())):
+        path = tree.ancestors()[0, leaf].nonzero()[:, 0]
+        ours.add(tuple(tree.tokens[0, path].tolist()))
+    paths, places = golden["out.proposal.paths"], golden["out.tree.retrieve_indices"]
+    theirs = {tuple(path[known].tolist()) for path, known in zip(paths, places >= 0, strict=True)}
+    assert torch.equal(tree.tokens[0], golden["out.proposal.tokens"])
+    assert ours == theirs
+    buffers = load_file(GOLDEN / case / "buffers.safetensors")
+    assert torch.equal(tree.ancestors()[0], buffers["out.tree.attn_mask"].bool())
+    assert torch.equal(tree.depths()[0], buffers["out.tree.position_offsets"])
+
+
+def test_a_prefix_layer_reads_a_prompt_in_pieces_as_at_once():
+    """Ragged rows, one of which leaves: keys and values stay with their row."""
+    base = tiny.base("llama")
+    torch.manual_seed(1)
+    settings = {"kind": "hydra_heads", "attention_heads": 4, "key_value_heads": 2}
+    head = build_for(settings, base).double().eval()
+    for parameter in head.parameters():
+        parameter.data += 0.2 * torch.randn_like(parameter)
+    tokens = torch.randint(base.vocab_size, (3, 12))
+    hidden, following = base.read(tokens).hidden, tokens.roll(-1, 1)
+    memory = head.memory(3, capacity=16)
+    first = torch.tensor([5, 2, 7])
+    head.begin(Features(hidden[:, :7]), following[:, :7], first, memory)
+    kept = torch.tensor([2, 1])
+    memory = head.keep_rows(memory, kept)
+    second = torch.tensor([2, 3])
+    places = (first[kept][:, None] + torch.arange(3)).clamp(max=11)
+    features = Features(hidden[kept]).at(places)
+    logits, _ = head.begin(features, following[kept].gather(1, places), second, memory)
+    for row, (where, length) in enumerate(zip([2, 1], [9, 5], strict=True)):
+        whole = Features(hidden[where : where + 1, :length])
+        alone, _ = head.begin(
+            whole, following[where : where + 1, :length], torch.tensor([length]), head.memory(1, 16)
+        )
+        torch.testing.assert_close(logits[row], alone[0], rtol=0, atol=1e-12)
+
+
+def test_tree_decoding_reproduces_greedy_without_a_prefix_layer():
+    base = tiny.base("llama")
+    head = build_for({"kind": "hydra_heads", "prefix": False}, base).double()
+    alone = generate(base, None, tiny.prompts(), max_new_tokens=24)
+    ours = generate(base, head, tiny.prompts(), max_new_tokens=24, tree=policies.BestFirst(9, 3))
+    assert ours.tokens == alone.tokens
+
+
+def test_at_step_zero_hydra_says_what_the_base_says():
+    base = tiny.base("llama")
+    head = build_for({"kind": "hydra_heads", "prefix": False}, base).double()
+    tokens = torch.randint(base.vocab_size, (2, 12))
+    features = base.read(tokens)
+    own = base.project(features.hidden)
+    for level, logits in enumerate(offline_logits(head, features, tokens)):
+        torch.testing.assert_close(logits, own[:, : 10 - level], rtol=1e-5, atol=1e-5)
+
+
+def test_with_its_embedding_columns_at_zero_hydra_ignores_the_path():
+    base = tiny.base("llama")
+    head = build_for({"kind": "hydra_heads"}, base).double()
+    head.bind(torch.zeros_like(base.embedding))
+    tokens = torch.randint(base.vocab_size, (2, 12))
+    features = base.read(tokens)
+    ours = offline_logits(head, features, tokens)
+    others = offline_logits(head, features, (tokens + 1) % base.vocab_size)
+    assert all(torch.equal(one, other) for one, other in zip(ours, others, strict=True))
+
+
+def test_what_hydra_borrows_is_neither_trained_nor_saved_and_follows_the_head():
+    base = tiny.base("llama")
+    head = build_for({"kind": "hydra_heads"}, base)
+    borrowed = base.embedding
+    assert head.get_buffer("embedding").data_ptr() == borrowed.data_ptr()
+    assert "embedding" not in head.state_dict()
+    assert all(value.data_ptr() != borrowed.data_ptr() for value in head.parameters())
+    assert head.to(torch.bfloat16).get_buffer("embedding").dtype == torch.bfloat16
+    assert base.embedding.dtype == torch.float64
+
+
+def test_a_head_that_was_lent_no_embedding_says_so():
+    head = build({"kind": "hydra_heads"}, width=8, vocab_size=11)
+    with pytest.raises(ValueError, match="load the head with its base"):
+        next(head.states(Features(torch.zeros(1, 7, 8)), torch.zeros(1, 7, dtype=torch.long)))
+
+
+def test_hydra_s_own_pickled_file_is_read(tmp_path: Path):
+    ours = load_head(as_published("hydra_mlp", tmp_path)).state_dict()
+    for name, value in load_head(GOLDEN / "hydra_mlp").state_dict().items():
+        assert torch.equal(value, ours[name]), name
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"hydra_head_arch": "eagle-attn"}, {"grounded_heads": False}, {"hidden_state_offset": 1}],
+    ids=["architecture", "ungrounded", "earlier state"],
+)
+def test_hydra_s_other_kinds_of_head_are_refused(config: dict, tmp_path: Path):
+    with pytest.raises(ValueError, match="only 'mlp' and 'prefix-mlp' can be read"):
+        load_head(as_published("hydra_mlp", tmp_path, **config))
+
+
+def test_a_prefix_layer_of_unknown_heads_is_refused(tmp_path: Path):
+    tensors = tensors_of("hydra_prefix_mlp")
+    name = "prefix_embeding_layer.layers.0.self_attn.rotary_emb.inv_freq"
+    del tensors[name]
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = (GOLDEN / "hydra_prefix_mlp" / "config.json").read_text()
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(ValueError, match=name):
+        load_head(tmp_path)

@@ -1,0 +1,175 @@
+"""Medusa: its project's numbers, and the three places its vocabulary projection may come from."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.nn import functional as F  # noqa: N812
+from transformers import AutoModelForCausalLM
+
+from specheads.base.model import FrozenBase
+from specheads.core.drafter import Features, Head
+from specheads.heads.kinds import medusa
+from specheads.heads.load import build, build_for, fit, load_head
+from specheads.measure.offline import offline_logits
+from specheads.training.losses.depth_loss import Targets, depth_loss
+from tests import tiny
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+TIME = 14
+BORROWERS = [{"projection": "shared"}, {"projection": "low_rank", "rank": 3}]
+
+
+@pytest.fixture(scope="module")
+def base() -> FrozenBase:
+    return tiny.base("llama")
+
+
+def random(base: FrozenBase, **settings: Any) -> Head:
+    """Return a head whose every tensor is random, in float64."""
+    torch.manual_seed(1)
+    head = build_for({"kind": "medusa", "depth": 3, **settings}, base).double()
+    for parameter in head.parameters():
+        parameter.data += 0.2 * torch.randn_like(parameter)
+    return head
+
+
+def legacy(folder: Path) -> Path:
+    """Write the stored heads without their projections, as the project's legacy class does."""
+    tensors = load_file(GOLDEN / "medusa_heads" / "medusa_lm_head.safetensors")
+    blocks = {name: value for name, value in tensors.items() if ".linear." in name}
+    torch.save(blocks, folder / "medusa_lm_head.pt")
+    config = (GOLDEN / "medusa_heads" / "config.json").read_text()
+    (folder / "config.json").write_text(config)
+    return folder
+
+
+@pytest.mark.parametrize("projection", medusa.PROJECTIONS)
+@pytest.mark.parametrize("architecture", ["llama", "granite"])
+def test_at_step_zero_medusa_says_what_the_base_says(architecture: str, projection: str):
+    """Also on Granite, whose logits are scaled after the projection."""
+    base = tiny.base(architecture)
+    head = build_for({"kind": "medusa", "projection": projection}, base).double()
+    tokens = torch.randint(base.vocab_size, (2, TIME), generator=torch.manual_seed(0))
+    features = base.read(tokens)
+    own = base.project(features.hidden)
+    for level, logits in enumerate(offline_logits(head, features, tokens)):
+        # the head starts from float32 copies of the base's tensors
+        torch.testing.assert_close(logits, own[:, : TIME - 2 - level], rtol=1e-5, atol=1e-5)
+
+
+def test_one_more_medusa_layer_adds_its_own_parameters():
+    one = build({"kind": "medusa", "num_layers": 1}, width=8, vocab_size=11)
+    two = build({"kind": "medusa", "num_layers": 2}, width=8, vocab_size=11)
+    counts = [sum(value.numel() for value in head.parameters()) for head in (one, two)]
+    assert counts[1] - counts[0] == 5 * (8 * 8 + 8)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.float64, 1e-9)], ids=["f32", "f64"]
+)
+def test_a_public_medusa_gives_its_project_s_logits(dtype: torch.dtype, tolerance: float):
+    head = load_head(GOLDEN / "medusa_heads").to(dtype)
+    golden = load_file(GOLDEN / "medusa_heads" / "expected.safetensors")
+    hidden = golden["in.hidden"].to(dtype)
+    tokens = torch.zeros(hidden.shape[:2], dtype=torch.long)
+    states = head.states(Features(hidden), tokens)
+    for level, state in enumerate(states):
+        wanted = golden["out64.logits"][level].to(dtype)
+        torch.testing.assert_close(
+            head.logits(state, level), wanted, rtol=tolerance, atol=tolerance
+        )
+
+
+def test_legacy_heads_answer_through_the_base_s_projection(tmp_path: Path):
+    head = load_head(legacy(tmp_path))
+    golden = load_file(GOLDEN / "medusa_heads" / "expected.safetensors")
+    tensors = load_file(GOLDEN / "medusa_heads" / "medusa_lm_head.safetensors")
+    features = Features(golden["in.hidden"])
+    tokens = torch.zeros(golden["in.hidden"].shape[:2], dtype=torch.long)
+    for level in range(head.depth):
+        # whichever projection is lent: that of a head gives what that head is known to say
+        head.bind(torch.zeros(211, 48), tensors[f"{level}.1.weight"])
+        state = list(head.states(features, tokens))[level]
+        wanted = golden["out64.logits"][level].float()
+        torch.testing.assert_close(head.logits(state, level), wanted, rtol=2e-5, atol=2e-5)
+    assert head.vocab_size == 211
+
+
+def test_legacy_heads_learn_the_vocabulary_from_their_base_and_keep_it(tmp_path: Path):
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "ours").mkdir()
+    base = tiny.base("llama", dtype=torch.float32)
+    tensors = {"0.0.linear.weight": torch.ones(32, 32), "0.0.linear.bias": torch.ones(32)}
+    save_file(tensors, tmp_path / "theirs" / "medusa_lm_head.safetensors")
+    (tmp_path / "theirs" / "config.json").write_text('{"medusa_num_heads": 1}')
+    head = load_head(tmp_path / "theirs", base)
+    assert head.vocab_size == base.vocab_size
+    head.save_pretrained(tmp_path / "ours")
+    again = load_head(tmp_path / "ours", base)
+    assert torch.equal(again.projection(0)[0], base.projection)
+    with pytest.raises(ValueError, match="of vocab_size 61, this base has 67"):
+        fit(again, _another_base())
+
+
+def _another_base() -> FrozenBase:
+    config = tiny.config("llama", vocab_size=67)
+    return FrozenBase(AutoModelForCausalLM.from_config(config), name="another")
+
+
+@pytest.mark.parametrize("settings", BORROWERS, ids=lambda one: one["projection"])
+def test_what_medusa_borrows_is_neither_trained_nor_saved(settings: dict, base: FrozenBase):
+    head = build_for({"kind": "medusa", **settings}, base)
+    assert head.get_buffer("borrowed").data_ptr() == base.projection.data_ptr()
+    assert "borrowed" not in head.state_dict()
+    assert all(value.shape != base.projection.shape for value in head.parameters())
+
+
+@pytest.mark.parametrize("draft_tokens", [0, 20])
+@pytest.mark.parametrize(
+    "settings", [{"projection": "own"}, *BORROWERS], ids=lambda one: one["projection"]
+)
+def test_the_fused_loss_learns_what_the_logits_say(
+    settings: dict, draft_tokens: int, base: FrozenBase
+):
+    """States times projections, as the loss multiplies them, against the logits of drafting."""
+    head = random(base, draft_tokens=draft_tokens, **settings)
+    tokens = torch.randint(base.vocab_size, (2, TIME), generator=torch.manual_seed(0))
+    features = base.read(tokens)
+    labels = torch.randint(head.drafted_size, (2 * TIME,), generator=torch.manual_seed(1))
+    states = [state.flatten(0, 1) for state in head.states(features, tokens)]
+    dense = sum(
+        F.cross_entropy(head.logits(state, level), labels) for level, state in enumerate(states)
+    )
+    assert isinstance(dense, torch.Tensor)
+    wanted = torch.autograd.grad(dense, list(head.parameters()), retain_graph=True)
+    targets = Targets(labels, features.hidden.flatten(0, 1), None)
+    projections = [head.projection(level) for level in range(head.depth)]
+    fused = depth_loss(states, projections, targets, kind="cross_entropy").total
+    torch.testing.assert_close(fused, dense, rtol=1e-12, atol=1e-12)
+    found = torch.autograd.grad(fused, list(head.parameters()))
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_a_low_rank_adds_two_thin_matrices_a_head():
+    sizes = {"width": 8, "vocab_size": 11}
+    counts = [
+        sum(value.numel() for value in build(settings, **sizes).parameters())
+        for settings in ({"kind": "medusa", **one} for one in BORROWERS)
+    ]
+    assert counts[1] - counts[0] == 5 * 3 * (8 + 11)
+
+
+def test_medusa_without_what_it_borrows_says_so():
+    head = build({"kind": "medusa", "projection": "shared"}, width=8, vocab_size=11)
+    with pytest.raises(ValueError, match="load the head with its base"):
+        head.projection(0)
+
+
+@pytest.mark.parametrize("settings", [{"projection": "lent"}, {"rank": 0}])
+def test_projections_that_do_not_exist_are_refused(settings: dict):
+    with pytest.raises(ValueError, match="one of own, shared, low_rank and rank >= 1"):
+        build({"kind": "medusa", **settings}, width=8, vocab_size=11)

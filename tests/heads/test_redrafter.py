@@ -1,0 +1,205 @@
+"""The recurrent drafter: the original project's numbers, its beams, and what starting means."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from specheads.core.drafter import Features, Head
+from specheads.core.tree import from_paths
+from specheads.decoding.generate import generate
+from specheads.decoding.trees import policies
+from specheads.heads.load import build, build_for, load_head
+from tests import tiny
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+CASES = ["redrafter_rnn", "redrafter_sum"]
+BEAMS = [(5, 4), (3, 5)]
+"""Width and length of the stored beam searches; the given token counts as the first."""
+
+TOLERANCES = pytest.mark.parametrize(
+    ("dtype", "rtol", "atol"),
+    [(torch.float32, 1e-4, 1e-4), (torch.float64, 1e-9, 1e-10)],
+    ids=["f32", "f64"],
+)
+
+
+def load(case: str, dtype: torch.dtype) -> tuple[Head, dict[str, torch.Tensor]]:
+    golden = load_file(GOLDEN / case / "expected.safetensors")
+    head = load_head(GOLDEN / case)
+    head.bind(golden["in.embeddings"])
+    return head.to(dtype), golden
+
+
+def root(golden: dict[str, torch.Tensor], dtype: torch.dtype) -> tuple:
+    """Return what `begin` takes to draft from the last position of each row."""
+    features = Features(golden["in.hidden"][:, -1:].to(dtype))
+    return features, golden["in.tokens"][:, -1:], torch.ones(2, dtype=torch.long), None
+
+
+@pytest.mark.parametrize("case", CASES)
+@TOLERANCES
+def test_a_public_redrafter_gives_its_project_s_logits(
+    case: str, dtype: torch.dtype, rtol: float, atol: float
+):
+    head, golden = load(case, dtype)
+    steps, _, time, _ = golden["out64.logits"].shape
+    states = list(head.states(Features(golden["in.hidden"].to(dtype)), golden["in.tokens"]))
+    assert len(states) == head.depth == 5
+    for level in range(steps):
+        torch.testing.assert_close(
+            head.logits(states[level][:, :time], level),
+            golden["out64.logits"][level].to(dtype),
+            rtol=rtol,
+            atol=atol,
+        )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_law_among_the_best_fifty_is_its_project_s_log_probability(case: str):
+    """There all other tokens count as -50000, which is no probability at all."""
+    head, golden = load(case, torch.float32)
+    states = head.states(Features(golden["in.hidden"]), golden["in.tokens"])
+    for level, (state, theirs) in enumerate(zip(states, golden["out.log_probs"], strict=False)):
+        logits = head.logits(state[:, : theirs.shape[1]], level)
+        best, guesses = logits.topk(50, dim=-1)
+        law = torch.full_like(theirs, -50000.0).scatter(-1, guesses, best.log_softmax(-1))
+        kept = theirs > -1000
+        assert torch.equal(law > -1000, kept)
+        torch.testing.assert_close(law[kept], theirs[kept], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("search", [0, 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["f32", "f64"])
+def test_the_deepest_paths_of_a_beam_are_its_project_s_beams(
+    case: str, search: int, dtype: torch.dtype
+):
+    head, golden = load(case, dtype)
+    width, length = BEAMS[search]
+    with torch.inference_mode():
+        tree = policies.Beam(width, length - 1).grow(head, *root(golden, dtype))
+    reach = tree.ancestors()
+    for row in range(2):
+        beams = [tree.tokens[row, reach[row, leaf]].tolist() for leaf in range(-width, 0)]
+        assert beams == golden[f"out.beams.{search}"][row].tolist()
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("search", [0, 1])
+@TOLERANCES
+def test_drafting_along_its_project_s_beams_gives_their_scores(
+    case: str, search: int, dtype: torch.dtype, rtol: float, atol: float
+):
+    head, golden = load(case, dtype)
+    beams = golden[f"out.beams.{search}"]
+    logits, state = head.begin(*root(golden, dtype))
+    score = torch.zeros(beams.shape[:2], dtype=dtype)
+    for place in range(1, beams.shape[2]):
+        best, guesses = logits.topk(50, dim=-1)
+        law = best.log_softmax(-1).expand(-1, beams.shape[1], -1)
+        hit = guesses == beams[:, :, place : place + 1]
+        assert hit.any(-1).all()
+        score += (law * hit).sum(-1)
+        parents = torch.arange(beams.shape[1]).expand(2, -1) * int(place > 1)
+        logits, state = head.extend(state, beams[:, :, place], parents)
+    wanted = golden[f"out64.beam_scores.{search}"].to(dtype)
+    torch.testing.assert_close(score, wanted, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize(
+    ("case", "part", "given"),
+    [("redrafter_pack", "expected", "in.beams")]
+    + [(case, "packed", "out.beams") for case in CASES],
+)
+def test_beams_share_their_beginnings_as_its_project_packs_them(case: str, part: str, given: str):
+    packed = load_file(GOLDEN / case / f"{part}.safetensors")
+    beams_of = load_file(GOLDEN / case / "expected.safetensors")
+    for search in range(len([name for name in packed if name.startswith("out.packed")])):
+        beams = beams_of[f"{given}.{search}"]
+        tree = from_paths(beams)
+        assert tree.tokens.shape == packed[f"out.packed.{search}"].shape
+        unpacker = packed[f"out.unpacker.{search}"]
+        reach, depths = tree.ancestors(), tree.depths()
+        for row, places in enumerate(unpacker):
+            # what follows a row's own beginnings is filler, there and here
+            own = int(places.max()) + 1
+            assert torch.equal(tree.tokens[row, :own], packed[f"out.packed.{search}"][row, :own])
+            offsets = packed[f"out.position_offsets.{search}"][row, :own]
+            assert torch.equal(depths[row, :own], offsets)
+            assert torch.equal(tree.tokens[row][places], beams[row])
+            for beam in places:
+                assert torch.equal(reach[row, beam[-1]].nonzero()[:, 0], beam.sort().values)
+            mask = packed.get(f"out.causal_mask.{search}")
+            if mask is not None:
+                seen = mask[row, :own, -tree.tokens.shape[1] :][:, :own].bool()
+                assert torch.equal(reach[row, :own, :own], seen)
+
+
+@pytest.mark.parametrize("rnn", [True, False])
+def test_decoding_with_beams_reproduces_greedy(rnn: bool):
+    base = tiny.base("llama")
+    head = build_for({"kind": "redrafter", "rnn": rnn}, base).double()
+    alone = generate(base, None, tiny.prompts(), max_new_tokens=24)
+    ours = generate(base, head, tiny.prompts(), max_new_tokens=24, tree=policies.Beam(4, 3))
+    assert ours.tokens == alone.tokens
+
+
+def test_its_size_does_not_depend_on_its_depth():
+    shallow, deep = (
+        build({"kind": "redrafter", "depth": depth}, width=8, vocab_size=11) for depth in (1, 9)
+    )
+    deep.load_state_dict(shallow.state_dict())
+    tokens = torch.randint(11, (2, 20))
+    features = Features(torch.randn(2, 20, 8))
+    for head in (shallow, deep):
+        head.bind(torch.randn(11, 8, generator=torch.manual_seed(3)))
+    (first,) = shallow.states(features, tokens)
+    states = list(deep.states(features, tokens))
+    assert len(states) == 9
+    assert torch.equal(first, states[0])
+
+
+@pytest.mark.parametrize("exit_dim", [0, 32, 40], ids=["twice", "equal", "wider"])
+def test_at_step_zero_redrafter_says_what_the_base_says(exit_dim: int):
+    base = tiny.base("llama")
+    head = build_for({"kind": "redrafter", "exit_dim": exit_dim}, base).double()
+    tokens = torch.randint(base.vocab_size, (2, 12))
+    features = base.read(tokens)
+    own = base.project(features.hidden)
+    for level, state in enumerate(head.states(features, tokens)):
+        torch.testing.assert_close(head.logits(state, level), own, rtol=1e-5, atol=1e-5)
+
+
+def test_an_exit_narrower_than_the_base_starts_at_random():
+    base = tiny.base("llama")
+    head = build_for({"kind": "redrafter", "exit_dim": 8}, base)
+    assert head.projection(0)[0].shape == (base.vocab_size, 8)
+    assert head.projection(0)[0].std() > 0.05
+
+
+def test_what_redrafter_borrows_is_neither_trained_nor_saved_and_follows_the_head():
+    base = tiny.base("llama")
+    head = build_for({"kind": "redrafter"}, base)
+    borrowed = base.embedding
+    assert head.get_buffer("embedding").data_ptr() == borrowed.data_ptr()
+    assert "embedding" not in head.state_dict()
+    assert all(value.data_ptr() != borrowed.data_ptr() for value in head.parameters())
+    assert head.to(torch.bfloat16).get_buffer("embedding").dtype == torch.bfloat16
+
+
+def test_a_redrafter_that_was_lent_no_embedding_says_so():
+    head = build({"kind": "redrafter"}, width=8, vocab_size=11)
+    with pytest.raises(ValueError, match="load the head with its base"):
+        next(head.states(Features(torch.zeros(1, 7, 8)), torch.zeros(1, 7, dtype=torch.long)))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"depth": 0}, {"num_layers": -1}, {"exit_dim": -1}],
+    ids=lambda one: next(iter(one)),
+)
+def test_a_redrafter_of_impossible_size_is_refused(settings: dict):
+    with pytest.raises(ValueError, match="redrafter needs depth >= 1"):
+        build({"kind": "redrafter", **settings}, width=8, vocab_size=11)

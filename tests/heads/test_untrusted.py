@@ -1,0 +1,272 @@
+"""Checkpoints of strangers: nothing runs, nothing outside is read, nothing absurd is allocated."""
+
+import json
+import os
+import pickle
+import shutil
+import struct
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from specheads.base.model import FrozenBase
+from specheads.heads.load import build, load_head, resume_head
+from specheads.heads.untrusted import read_settings, read_tensors
+from specheads.measure.offline import measure_offline, offline_logits
+from tests import tiny
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+PUBLIC = {
+    "medusa_heads": "medusa",
+    "mlp_speculator_untied": "mlp_speculator",
+    "mlp_speculator_tied_scaled": "mlp_speculator",
+    "redrafter_rnn": "redrafter",
+    "redrafter_sum": "redrafter",
+    "hydra_mlp": "hydra_heads",
+    "hydra_prefix_mlp": "hydra_heads",
+    "eagle3_chain": "eagle3",
+    "eagle3_speculators_ttt": "eagle3",
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Return a small head of ours, to be spoilt."""
+    place = tmp_path / "head"
+    build({"kind": "medusa", "depth": 2}, width=8, vocab_size=11).save_pretrained(place)
+    (place / "README.md").unlink()
+    return place
+
+
+def settings(folder: Path, **changes) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def refused(folder: Path, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        load_head(folder)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"auto_map": {"AutoModel": "model.Head"}}, "names code in 'auto_map'"),
+        ({"_target_": "os.system"}, "names code in '_target_'"),
+        ({"kind": "os.system"}, "head kind must be one of"),
+        ({"kind": ["medusa"]}, "head kind must be one of"),
+        ({"depth": 10_000}, "at most 64 levels.*depth=10000"),
+        ({"depth": 10**12}, "at most 64 levels"),
+        ({"num_layers": 10**9}, "at most 64 levels"),
+        ({"width": 10**6, "vocab_size": 10**6}, "must have shape"),
+        ({"width": 10**12, "vocab_size": 10**12}, "describe no head"),
+        ({"width": -8}, "describe no head"),
+        ({"width": "8"}, "describe no head"),
+        ({"depth": None}, "describe no head"),
+        ({"depth": True, "num_layers": [1]}, "describe no head"),
+    ],
+)
+def test_settings_of_a_stranger_are_refused_in_one_line(folder: Path, changes, message: str):
+    settings(folder, **changes)
+    refused(folder, message)
+
+
+@pytest.mark.parametrize("place", ["nested", "listed"])
+def test_code_is_found_wherever_it_is_named(folder: Path, place: str):
+    hidden = {"_target_": "builtins.exec"}
+    settings(folder, rank={"a": hidden} if place == "nested" else [[hidden]])
+    refused(folder, "names code in '_target_'")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"[" * 100_000, "not readable JSON"),
+        (b'{"a":' * 100_000, "not readable JSON"),
+        (b"[1]", "must be a JSON object, got a list"),
+        (b"\xff\xfe{}", "not readable JSON"),
+        (b'{"depth": ' + b"9" * 5000 + b"}", "not readable JSON"),
+        (b" " * 2_000_000, "at most 1048576 bytes"),
+    ],
+)
+def test_settings_that_are_no_settings_are_refused(folder: Path, text: bytes, message: str):
+    (folder / "config.json").write_bytes(text)
+    refused(folder, message)
+
+
+def test_public_layouts_are_held_to_the_same_limits(tmp_path: Path):
+    for case, changes in (
+        ("medusa_heads", {"medusa_num_heads": 10_000}),
+        ("hydra_mlp", {"hydra_num_heads": 10_000}),
+        ("mlp_speculator_untied", {"n_predict": 10_000}),
+        ("redrafter_rnn", {"num_draft_layers": 10_000}),
+    ):
+        shutil.copytree(GOLDEN / case, tmp_path / case)
+        settings(tmp_path / case, **changes)
+        refused(tmp_path / case, "at most 64 levels")
+
+
+def test_a_setting_that_a_public_layout_lacks_is_named(tmp_path: Path):
+    place = shutil.copytree(GOLDEN / "mlp_speculator_untied", tmp_path / "head")
+    config = json.loads((place / "config.json").read_text())
+    del config["emb_dim"]
+    (place / "config.json").write_text(json.dumps(config))
+    refused(place, "KeyError 'emb_dim'")
+
+
+def test_a_header_that_claims_more_than_the_file_holds_is_refused(folder: Path):
+    claim = {"x": {"dtype": "F32", "shape": [10**6, 10**6], "data_offsets": [0, 4 * 10**12]}}
+    header = json.dumps(claim).encode()
+    content = struct.pack("<Q", len(header)) + header + bytes(8)
+    (folder / "model.safetensors").write_bytes(content)
+    refused(folder, "no whole safetensors file")
+
+
+@pytest.mark.parametrize("content", [b"", b"x", struct.pack("<Q", 2**62) + b"{}"])
+def test_a_damaged_file_is_refused(folder: Path, content: bytes):
+    (folder / "model.safetensors").write_bytes(content)
+    refused(folder, "no whole safetensors file")
+
+
+class _Shell:
+    def __reduce__(self):
+        return os.system, ("touch /tmp/specheads-was-here",)
+
+
+@pytest.mark.parametrize("name", ["model.bin", "medusa_lm_head.pt"])
+def test_a_pickle_that_would_run_something_is_refused_and_does_not_run(folder: Path, name: str):
+    (folder / "model.safetensors").unlink()
+    (folder / name).write_bytes(pickle.dumps({"weight": _Shell()}))
+    refused(folder, "tensors only|no whole checkpoint")
+    torch.save({"weight": _Shell()}, folder / name)
+    refused(folder, "tensors only")
+    assert not Path("/tmp/specheads-was-here").exists()
+
+
+# of torch 2.11, which warns of any sparse tensor
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([torch.zeros(1)], "tensors by name, got a list"),
+        ({"x": 3}, "'x' is none"),
+        ({3: torch.zeros(1)}, "3 is none"),
+        ({"x": torch.zeros(1).expand(10**12)}, "'x' is none"),
+        ({"x": torch.zeros(2).to_sparse()}, "'x' is none"),
+        ({"x": torch.zeros(2, device="meta")}, "'x' is none"),
+    ],
+)
+def test_a_pickle_that_holds_no_whole_tensors_is_refused(folder: Path, content, message: str):
+    (folder / "model.safetensors").unlink()
+    torch.save(content, folder / "pytorch_model.bin")
+    refused(folder, message)
+
+
+def test_an_archive_that_unpacks_to_more_than_it_is_is_refused(folder: Path):
+    (folder / "model.safetensors").unlink()
+    with zipfile.ZipFile(folder / "model.bin", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data/0", bytes(10**7))
+    refused(folder, "unpacks to 10000000 bytes")
+
+
+def test_links_out_of_the_folder_are_refused(folder: Path, tmp_path: Path):
+    outside = tmp_path / "secret.safetensors"
+    (folder / "model.safetensors").rename(outside)
+    (folder / "model.safetensors").symlink_to(outside)
+    refused(folder, "must lie in its own folder")
+    (folder / "model.safetensors").unlink()
+    shutil.copy(outside, folder / "model.safetensors")
+    secret = tmp_path / "secret.json"
+    (folder / "config.json").rename(secret)
+    (folder / "config.json").symlink_to(secret)
+    refused(folder, "must lie in its own folder")
+
+
+def test_links_of_the_hub_s_cache_are_followed(folder: Path, tmp_path: Path):
+    snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "abc", "models--a--b/blobs"
+    (tmp_path / blobs).mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for file in sorted(folder.iterdir()):
+        shutil.move(file, tmp_path / blobs / file.name)
+        (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
+    assert load_head(snapshot).depth == 2
+
+
+@pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/passwd", "model-2.safetensors"])
+def test_an_index_that_names_files_elsewhere_is_refused(folder: Path, name: str):
+    index = {"weight_map": {"x": name}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder.parent / "secret.safetensors").write_bytes(b"x")
+    refused(folder, "must name files beside it")
+
+
+def test_a_tensor_in_two_files_is_refused(folder: Path):
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    for part in ("model-00001-of-00002", "model-00002-of-00002"):
+        save_file(tensors, folder / f"{part}.safetensors")
+    refused(folder, "stands in two files")
+
+
+@pytest.mark.parametrize("ids", [[3, 2, 1], [1, 1, 2], [-1, 2, 3], [1, 2, 11]])
+def test_a_map_of_tokens_that_leads_elsewhere_is_refused(tmp_path: Path, ids: list[int]):
+    head = build({"kind": "medusa", "draft_tokens": 3}, width=8, vocab_size=11)
+    assert head.draft_ids is not None
+    head.draft_ids.copy_(torch.tensor(ids))
+    head.save_pretrained(tmp_path)
+    refused(tmp_path, "must grow within 0 and 11")
+
+
+def test_speculators_own_auto_map_is_known_to_be_harmless():
+    assert "auto_map" in read_settings(GOLDEN / "eagle3_speculators_ttt")
+
+
+def test_half_precision_checkpoints_load_in_float32(folder: Path):
+    tensors = {name: value.half() for name, value in read_tensors(folder).items()}
+    save_file(tensors, folder / "model.safetensors")
+    assert {value.dtype for value in load_head(folder).parameters()} == {torch.float32}
+
+
+# public checkpoints, as their projects publish them, are heads like ours
+
+
+@pytest.fixture(scope="module")
+def base() -> FrozenBase:
+    config = tiny.config("llama", num_hidden_layers=7, hidden_size=48, vocab_size=211)
+    return FrozenBase(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("case", PUBLIC)
+def test_a_public_checkpoint_is_evaluated_and_trained_like_ours(case: str, base: FrozenBase):
+    head = resume_head(GOLDEN / case, base, PUBLIC[case])
+    tokens = torch.randint(211, (2, 16), generator=torch.manual_seed(0))
+    prompts, said = [row[:6].tolist() for row in tokens], [row[6:].tolist() for row in tokens]
+    measured = measure_offline(base, head, prompts, said)
+    assert measured["forwards"] > 0
+    logits = offline_logits(head, base.read(tokens, head.taps), tokens)
+    torch.stack([one.square().mean() for one in logits]).sum().backward()
+    assert all(value.grad is not None for value in head.parameters())
+
+
+def test_a_head_of_another_kind_is_no_start(base: FrozenBase):
+    with pytest.raises(ValueError, match="is a head of kind redrafter: set head=redrafter"):
+        resume_head(GOLDEN / "redrafter_rnn", base, "medusa")
+
+
+def test_layer_ids_in_eagle_config_count_outputs_from_zero(tmp_path: Path):
+    """As SpecForge and SGLang have them; those at the top level are vLLM's and count streams."""
+    place = shutil.copytree(GOLDEN / "eagle3_chain", tmp_path / "head")
+    config = json.loads((place / "config.json").read_text())
+    ids = "eagle_aux_hidden_state_layer_ids"
+    del config[ids]
+    (place / "config.json").write_text(json.dumps(config | {"eagle_config": {ids: [1, 3, 4]}}))
+    assert load_head(place).taps == (2, 4, 5)
+    (place / "config.json").write_text(
+        json.dumps(config | {"eagle_config": {ids: [1, 3, 4]}, ids: [1, 2, 3]})
+    )
+    assert load_head(place).taps == (1, 2, 3)

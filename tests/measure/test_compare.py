@@ -1,0 +1,98 @@
+"""Drafters beside each other, in one run."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specheads.baselines import PromptLookup
+from specheads.baselines.hybrid import Graft, Hybrid, Lookup
+from specheads.commands import compare as command
+from specheads.config import Compare, Evaluation, Tree
+from specheads.decoding.generate import generate
+from specheads.decoding.trees import policies
+from specheads.measure import speed
+from specheads.measure.compare import Arm, compare_drafters, compare_speed, table, write_comparison
+from tests import tiny
+
+
+def arms() -> dict[str, Arm]:
+    head, lookup = tiny.oracle(2), PromptLookup(tiny.VOCAB, 6)
+    return {
+        "head": Arm(head, policies.chain(2)),
+        "prompt_lookup": Arm(lookup, Lookup(4)),
+        "hybrid": Arm(Hybrid(head, lookup), Graft(policies.chain(2), 4)),
+    }
+
+
+def rows() -> dict[str, Any]:
+    base, limit = tiny.base(), 10
+    said = generate(base, None, tiny.prompts(), max_new_tokens=limit).tokens
+    settings: dict[str, Any] = {"max_new_tokens": limit, "batch_size": 3}
+    out = compare_drafters(base, arms(), tiny.prompts(), said, **settings)
+    clocked = compare_speed(base, arms(), tiny.prompts(), repetitions=1, **settings)
+    return {name: row | {"speed": clocked[name]} for name, row in out.items()}
+
+
+def test_every_drafter_gets_the_same_prompts_and_says_the_same(tmp_path: Path):
+    measured = rows()
+    assert [row["lossless"]["identical"] for row in measured.values()] == [3, 3, 3]
+    forwards = {name: row["online"]["forwards"] for name, row in measured.items()}
+    assert forwards["hybrid"] <= min(forwards["head"], forwards["prompt_lookup"])
+    # all are held against the same timings of the base alone
+    assert len({row["speed"]["base_tokens_per_second"] for row in measured.values()}) == 1
+    path = write_comparison(tmp_path / "report", {"drafters": measured})
+    assert json.loads(path.read_text())["drafters"]["hybrid"]["num_nodes"] == 7
+    assert (path.parent / "compare.png").read_bytes()[:4] == b"\x89PNG"
+    assert table(measured).row_count == 3
+
+
+def test_each_repetition_begins_with_another_and_none_is_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    begun: list[str] = []
+    true_time = speed.time_generate
+
+    def note(base, drafter, *rest, **settings):
+        begun.append(type(drafter).__name__)
+        return true_time(base, drafter, *rest, **settings)
+
+    monkeypatch.setattr("specheads.measure.compare.time_generate", note)
+    compare_speed(tiny.base(), arms(), tiny.prompts()[:1], max_new_tokens=6, repetitions=2)
+    order = ["NoneType", "Oracle", "PromptLookup", "Hybrid"]
+    # once before the clock counts, and then by turns
+    assert begun == order + order + order[1:] + order[:1]
+
+
+def settings(**changes: Any) -> Compare:
+    return Compare(tree=Tree(), evaluation=Evaluation(), **changes)
+
+
+def test_a_draft_model_is_compared_only_where_one_is_named():
+    assert command.chosen(settings()) == ["head", "prompt_lookup", "hybrid", "streaming"]
+    assert command.chosen(settings(draft_model="x"))[-1] == "draft_model"
+    assert command.chosen(settings(drafters=["hybrid", "head"])) == ["hybrid", "head"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["run=nowhere"], "nowhere has none"),
+        ([], "name what to compare: run=DIR"),
+        (["run=x", "drafters=[head,oak]"], "drafters must be among head"),
+        (["run=x", "drafters=[draft_model]"], "draft_model=FOLDER_OR_HUB_ID"),
+    ],
+)
+def test_a_mistake_gets_one_line(
+    overrides: list[str], told: str, monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["compare.py", *overrides])
+    with pytest.raises(SystemExit) as left:
+        command.main()
+    printed = capsys.readouterr().err
+    assert left.value.code == 2, printed
+    assert told in printed
+    assert len(printed.strip().splitlines()) == 1

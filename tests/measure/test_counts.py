@@ -1,0 +1,135 @@
+"""Counts, lengths, intervals and the rule for degenerate text, on numbers worked out by hand."""
+
+import pytest
+import torch
+
+from specheads.measure.counts import DepthCounts, acceptance_length, bootstrap_interval, loops
+
+
+def test_a_forward_is_offered_every_depth_up_to_the_first_it_refuses():
+    counts = DepthCounts.zeros(3)
+    counts.add(0, drafted_beyond=True)
+    counts.add(2, drafted_beyond=True)
+    counts.add(3, drafted_beyond=False)
+    counts.add(1, drafted_beyond=False)
+    assert counts.forwards == 4
+    assert counts.offered == [4, 2, 2]
+    assert counts.accepted == [3, 2, 1]
+    assert counts.per_depth()[2] == {"offered": 2, "accepted": 1}
+
+
+def test_tokens_per_forward_counts_the_bases_own_token_and_the_other_figure_does_not():
+    counts = DepthCounts(forwards=4, offered=[4, 2], accepted=[2, 1])
+    assert counts.new_tokens == 7
+    assert counts.tokens_per_forward == 1.75
+    assert counts.tokens_per_forward_without_bonus == 0.75
+
+
+def test_the_base_alone_scores_exactly_one():
+    counts = DepthCounts.zeros(0)
+    for _ in range(7):
+        counts.add(0, drafted_beyond=False)
+    assert counts.tokens_per_forward == 1.0
+    assert counts.tokens_per_forward_without_bonus == 0.0
+
+
+def test_no_forward_has_no_rate_and_the_error_says_what_to_raise():
+    with pytest.raises(ValueError, match="raise max_new_tokens above 1"):
+        _ = DepthCounts.zeros(2).tokens_per_forward
+
+
+def test_counts_of_prompts_add_up_depth_by_depth():
+    total = DepthCounts.total([DepthCounts(2, [2, 1], [1, 0]), DepthCounts(3, [3, 3], [3, 2])], 2)
+    assert total == DepthCounts(5, [5, 4], [4, 2])
+
+
+@pytest.mark.parametrize(
+    ("rates", "length"),
+    [
+        ([], 1.0),
+        ([0.0, 1.0, 1.0], 1.0),
+        ([1.0, 1.0, 1.0], 4.0),
+        ([0.5, 0.5], 1.75),
+        ([0.8] * 4, 3.3616),
+        ([0.8] * 16, 4.887),
+        ([0.7] * 7, 3.141),
+        # half of the text easy at .9, half hard at .3: rates given that depth k was reached
+        ([0.6, 0.75, 0.84, 0.878571], 2.7601),
+    ],
+)
+def test_acceptance_length_matches_the_published_formula(rates, length):
+    assert acceptance_length(torch.tensor(rates)) == pytest.approx(length, abs=5e-4)
+
+
+def test_conditional_rates_give_the_length_and_the_mean_rates_of_each_depth_do_not():
+    # half of the forwards easy at .9, half hard at .3, each draft right or wrong by itself
+    generator = torch.Generator().manual_seed(0)
+    rate = torch.tensor([0.9, 0.3]).repeat(10_000)[:, None]
+    right = torch.rand(20_000, 4, generator=generator) < rate
+    counts = DepthCounts.zeros(4)
+    for accepted in right.long().cumprod(1).sum(1).tolist():
+        counts.add(accepted, drafted_beyond=accepted < 4)
+    rates = [taken / of for taken, of in zip(counts.accepted, counts.offered, strict=True)]
+    assert acceptance_length(torch.tensor(rates)) == pytest.approx(counts.tokens_per_forward)
+    assert counts.tokens_per_forward == pytest.approx(2.7601, abs=0.03)
+    assert acceptance_length(right.double().mean(0)) == pytest.approx(2.3056, abs=0.03)
+
+
+def test_a_rate_outside_the_unit_interval_is_refused_by_value():
+    with pytest.raises(ValueError, match=r"must lie in \[0, 1\], got \[0.5, 1.5\]"):
+        acceptance_length(torch.tensor([0.5, 1.5]))
+
+
+def test_the_interval_surrounds_the_ratio_and_narrows_with_more_prompts():
+    few = bootstrap_interval([10, 20, 12, 18], [10, 10, 10, 10])
+    many = bootstrap_interval([10, 20, 12, 18] * 25, [10] * 100)
+    assert few[0] < 1.5 < few[1]
+    assert many[0] < 1.5 < many[1]
+    assert many[1] - many[0] < 0.35 * (few[1] - few[0])
+
+
+def test_the_interval_covers_the_truth_about_as_often_as_it_says():
+    generator = torch.Generator().manual_seed(1)
+    hits = 0
+    for _ in range(200):
+        tokens = 15 + 3 * torch.randn(40, generator=generator, dtype=torch.float64)
+        low, high = bootstrap_interval(tokens.tolist(), [10.0] * 40, resamples=400)
+        hits += low <= 1.5 <= high
+    assert 180 <= hits <= 198
+
+
+def test_the_interval_is_of_a_ratio_of_sums_so_long_prompts_weigh_more():
+    # every resample is a mixture of one long prompt at 2.0 and many short ones at 1.0
+    low, high = bootstrap_interval([2000.0, *[1.0] * 9], [1000.0, *[1.0] * 9])
+    assert low == 1.0
+    assert high > 1.99
+
+
+def test_equal_prompts_give_an_interval_of_no_width_and_equal_seeds_equal_intervals():
+    assert bootstrap_interval([3, 3, 3], [2, 2, 2]) == (1.5, 1.5)
+    tokens, forwards = list(range(10, 40)), [10] * 30
+    first = bootstrap_interval(tokens, forwards, seed=3)
+    assert first == bootstrap_interval(tokens, forwards, seed=3)
+    assert first != bootstrap_interval(tokens, forwards, seed=4)
+
+
+def test_prompts_without_a_forward_do_not_move_the_interval():
+    assert bootstrap_interval([3, 0, 4], [2, 0, 2]) == bootstrap_interval([3, 4], [2, 2])
+    with pytest.raises(ValueError, match="got 2 prompts without one"):
+        bootstrap_interval([0, 0], [0, 0])
+
+
+@pytest.mark.parametrize("period", [1, 2, 7, 16])
+def test_a_block_written_over_and_over_to_the_end_is_a_loop(period):
+    block = list(range(period))
+    text = [91, 92, 93, *(block * 48)[:48]]
+    assert loops(text)
+
+
+def test_text_that_only_looked_like_a_loop_is_not_flagged():
+    assert not loops([7] * 47), "shorter than the window"
+    assert not loops([9, *[7] * 47]), "the window's first token differs"
+    assert not loops([*[7] * 60, 8]), "it came out of the loop"
+    assert not loops(list(range(17)) * 6), "the period is longer than 16"
+    assert loops(list(range(17)) * 6, max_period=17)
+    assert loops([7] * 8, window=8)

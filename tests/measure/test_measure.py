@@ -1,0 +1,602 @@
+"""Replay gives the real loop's integers, and what is reported is what was counted."""
+
+import functools
+import itertools
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from specheads.base.model import FrozenBase
+from specheads.core.drafter import Features, Head, last
+from specheads.decoding.acceptance.sampling import Sampling
+from specheads.decoding.trees import policies
+from specheads.measure import offline, online, report, speed
+from specheads.measure.counts import DepthCounts
+from specheads.measure.tune import trees
+from tests import tiny
+
+DEPTH = 4
+TREE = policies.Static([(0,), (1,), (2,), (0, 0), (1, 0), (0, 1), (0, 0, 0), (0, 0, 0, 0)])
+
+
+class Habit(Head):
+    """Guesses what most often followed a token in the base's own text, but for some noise.
+
+    The noise comes from the base's hidden state and differs by level, so features taken from a
+    wrong place, or a level mistaken for another, change the guesses.
+    """
+
+    def __init__(self, noise: float = 0.0, depth: int = DEPTH) -> None:
+        width = tiny.base().width
+        super().__init__(None, width, tiny.VOCAB)
+        self.depth = depth
+        generator = torch.Generator().manual_seed(5)
+        draw = torch.randn(depth, tiny.VOCAB, width, generator=generator, dtype=torch.float64)
+        self.shade = noise * draw / width
+        self.habits = _habits()
+
+    def states(self, features: Features, tokens: Tensor) -> Iterator[Tensor]:
+        for level in range(self.depth):
+            read = tokens.roll(-1 - level, dims=1)
+            yield self.habits[read] + features.hidden @ self.shade[level].T
+
+    def projection(self, level: int) -> tuple[Tensor, None]:
+        del level
+        return torch.eye(tiny.VOCAB, dtype=torch.float64), None
+
+    def begin(self, features, tokens, count, memory):
+        del memory
+        hidden = last(features.hidden, count)
+        root = tokens.gather(1, count[:, None] - 1)
+        return self.habits[root] + hidden @ self.shade[0].T, (hidden, 1)
+
+    def extend(self, state, tokens, parents):
+        del parents
+        hidden, level = state
+        return self.habits[tokens] + hidden @ self.shade[level].T, (hidden, level + 1)
+
+
+@functools.cache
+def _habits() -> Tensor:
+    followed = torch.zeros(tiny.VOCAB, tiny.VOCAB, dtype=torch.float64)
+    for text in tiny.continuations():
+        for token, after in itertools.pairwise(text):
+            followed[token, after] += 1
+    # equally frequent tokens stand in the order of their ids, whatever topk makes of a tie
+    return followed - torch.arange(tiny.VOCAB) / 1e3
+
+
+def alone(max_new_tokens: int = tiny.NEW_TOKENS) -> list[list[int]]:
+    return [text[:max_new_tokens] for text in tiny.continuations()]
+
+
+def alone_in_the_loop() -> list[list[int]]:
+    decoded = online.decode_prompts(
+        tiny.base(), None, tiny.prompts(), max_new_tokens=tiny.NEW_TOKENS, batch_size=3
+    )
+    return [one.tokens for one in decoded]
+
+
+def online_counts(
+    head: Head,
+    policy: policies.Policy | None = None,
+    max_new_tokens: int = tiny.NEW_TOKENS,
+    batch_size: int = 3,
+) -> list[DepthCounts]:
+    decoded = online.decode_prompts(
+        tiny.base(),
+        head,
+        tiny.prompts(),
+        policy=policy,
+        max_new_tokens=max_new_tokens,
+        batch_size=batch_size,
+    )
+    return [one.counts for one in decoded]
+
+
+def replayed(head: Head, policy: policies.Static, texts: list[list[int]]) -> list[DepthCounts]:
+    return [
+        offline.replay(offline.guess_ranks(tiny.base(), head, prompt, text, width=3), policy)
+        for prompt, text in zip(tiny.prompts(), texts, strict=True)
+    ]
+
+
+# --- counting ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("noise", [0.0, 1.0, 4.0])
+@pytest.mark.parametrize("depth", [1, 3, DEPTH])
+def test_replaying_a_chain_gives_the_loops_own_integers(noise, depth):
+    head = Habit(noise)
+    replay = offline.replay_chain(tiny.base(), head, tiny.prompts(), alone(), depth)
+    assert replay == online_counts(head, policies.chain(depth))
+    total = DepthCounts.total(replay, depth)
+    assert 0 < sum(total.accepted) < sum(total.offered), "some right and some wrong, or no test"
+
+
+@pytest.mark.parametrize("noise", [0.0, 1.0, 4.0])
+def test_replaying_a_static_tree_gives_the_loops_own_integers(noise):
+    head = Habit(noise)
+    assert replayed(head, TREE, alone()) == online_counts(head, TREE)
+
+
+@pytest.mark.parametrize("limit", range(1, 12))
+def test_replay_and_loop_agree_wherever_the_limit_cuts_the_last_draft(limit):
+    head = Habit(0.5)
+    replay = offline.replay_chain(tiny.base(), head, tiny.prompts(), alone(limit), DEPTH)
+    assert replay == online_counts(head, max_new_tokens=limit)
+    assert [one.new_tokens for one in replay] == [limit - 1] * 3
+
+
+@pytest.mark.parametrize("policy", [policies.chain(DEPTH), TREE], ids=["chain", "tree"])
+def test_replay_and_loop_agree_where_the_base_ends_its_text(policy, monkeypatch):
+    ends = alone()[0][17], alone()[2][9]
+    monkeypatch.setattr(FrozenBase, "eos_ids", ends)
+    texts = alone_in_the_loop()
+    assert min(map(len, texts)) < tiny.NEW_TOKENS
+    head = Habit(0.5)
+    assert replayed(head, policy, texts) == online_counts(head, policy)
+
+
+def test_counts_do_not_depend_on_the_batch(monkeypatch):
+    monkeypatch.setattr(FrozenBase, "eos_ids", (alone()[0][17],))
+    head = Habit(1.0)
+    singly = online_counts(head, TREE, batch_size=1)
+    assert online_counts(head, TREE, batch_size=3) == singly
+    assert online_counts(head, TREE, batch_size=2) == singly
+
+
+@pytest.mark.parametrize("limit", [5, 6, 17, tiny.NEW_TOKENS])
+def test_every_new_token_but_the_first_is_a_forward_or_an_accepted_draft(limit):
+    decoded = online.decode_prompts(
+        tiny.base(), Habit(0.5), tiny.prompts(), policy=TREE, max_new_tokens=limit
+    )
+    for one in decoded:
+        assert len(one.tokens) == limit
+        assert one.counts.new_tokens == limit - 1
+        assert one.counts.offered[0] == one.counts.forwards
+
+
+def test_a_tree_offers_a_depth_only_where_the_accepted_path_goes_on():
+    # the second-best guess is a leaf: accepted, it ends the tree, and depth 1 was not offered
+    ranks = torch.tensor([[1, 0], [0, 0], [0, 0], [0, 0], [5, 0], [0, 0], [0, 0]])
+    counts = offline.replay(ranks, policies.Static([(0,), (1,), (0, 0)]))
+    # anchors 0 (rank path 1, leaf), 2 (both accepted), 5 (the text ends after one draft)
+    assert counts == DepthCounts(forwards=3, offered=[3, 2], accepted=[3, 1])
+
+
+def test_the_base_alone_takes_one_forward_a_token():
+    counts = [one.counts for one in online.decode_prompts(
+        tiny.base(), None, tiny.prompts(), max_new_tokens=9)]  # fmt: skip
+    assert [one.forwards for one in counts] == [8, 8, 8]
+    assert DepthCounts.total(counts, 0).tokens_per_forward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "offline_mean", "truth"),
+    [("every fourth", 2.60, 3.51), ("bursts", 2.81, 2.19), ("all alike", 2.77, 2.77)],
+)
+def test_replay_is_not_fooled_by_difficulty_that_the_loop_steps_over(name, offline_mean, truth):
+    # every fourth token hard, or ten easy and ten hard by turns, or all alike;
+    # the mean over all places is off by a quarter one way and the other
+    length, depth = 100_000, 4
+    place = torch.arange(length + depth)
+    rate = {
+        "every fourth": torch.where(place % 4 == 0, 0.1, 0.95),
+        "bursts": torch.where(place // 10 % 2 == 0, 0.95, 0.3),
+        "all alike": torch.full(place.shape, 0.7),
+    }[name]
+    generator = torch.Generator().manual_seed(0)
+    draws = torch.rand(length, depth, generator=generator)
+    wrong = (draws >= rate.unfold(0, depth, 1)[1:]).long()
+    mean = 1 + (wrong.cumsum(1) == 0).sum().item() / length
+    assert mean == pytest.approx(offline_mean, abs=0.02)
+    replay = offline.replay(wrong, policies.chain(depth))
+    assert replay.tokens_per_forward == pytest.approx(truth, abs=0.02)
+
+
+# --- offline -----------------------------------------------------------------------------------
+
+
+def test_offline_logits_stop_where_the_answer_leaves_the_text():
+    text = torch.tensor([tiny.prompts()[1]])
+    features = tiny.base().read(text)
+    head = Habit(1.0)
+    logits = offline.offline_logits(head, features, text)
+    assert [tuple(one.shape) for one in logits] == [(1, 21 - 2 - k, tiny.VOCAB) for k in range(4)]
+    for level, state in enumerate(head.states(features, text)):
+        assert torch.equal(logits[level], state[:, : 19 - level])
+
+
+def test_a_text_too_short_to_score_is_refused_with_the_length_it_needs():
+    text = torch.tensor([[1, 2, 3, 4, 5]])
+    with pytest.raises(ValueError, match=r"5 tokens is too short to score 4 .* at least 6"):
+        offline.offline_logits(Habit(), tiny.base().read(text), text)
+
+
+def test_ranks_do_not_depend_on_the_chunk(monkeypatch):
+    head, prompt, text = Habit(2.0), tiny.prompts()[0], alone()[0]
+    whole = offline.guess_ranks(tiny.base(), head, prompt, text)
+    monkeypatch.setattr(offline, "CHUNK", 7)
+    assert torch.equal(whole, offline.guess_ranks(tiny.base(), head, prompt, text))
+
+
+def test_ranks_are_places_in_the_sorted_list_of_guesses():
+    head, prompt, text = Habit(2.0), tiny.prompts()[0], alone()[0]
+    ranks = offline.guess_ranks(tiny.base(), head, prompt, text, width=6)
+    tokens = torch.tensor([prompt + text])
+    logits = offline.offline_logits(head, tiny.base().read(tokens), tokens)
+    for level in range(DEPTH):
+        order = logits[level][0, len(prompt) - 1 :].argsort(dim=-1, descending=True, stable=True)
+        answers = torch.tensor(text[1 + level :])
+        place = (order == answers[:, None]).int().argmax(-1).clamp(max=6)
+        assert ranks[: len(place), level].tolist() == place.tolist()
+        assert ranks[len(place) :, level].tolist() == [-1] * level
+
+
+def test_top_k_accuracy_leaves_out_answers_beyond_the_text():
+    ranks = torch.tensor([[0, 2], [1, 0], [5, -1]])
+    accuracy = offline.top_k_accuracy(ranks, top=3)
+    assert accuracy == [[1 / 3, 2 / 3, 2 / 3], [1 / 2, 1 / 2, 1.0]]
+
+
+def test_a_tree_that_changes_shape_is_replayed_as_a_chain_and_says_so():
+    section = offline.measure_offline(
+        tiny.base(), Habit(), tiny.prompts(), alone(), policy=policies.BestFirst(6, 3)
+    )
+    assert section["replayed"] == "chain"
+    assert len(section["per_depth"]) == DEPTH
+
+
+# --- online ------------------------------------------------------------------------------------
+
+
+def measure(**settings: Any) -> dict[str, dict[str, Any]]:
+    settings = {"max_new_tokens": tiny.NEW_TOKENS, "batch_size": 3} | settings
+    return online.measure_online(tiny.base(), Habit(0.5), tiny.prompts(), alone(), **settings)
+
+
+def test_speculative_output_is_the_base_alones_and_the_sections_say_so():
+    sections = measure(policy=TREE)
+    assert sections["lossless"] == {
+        "compared": 3,
+        "identical": 3,
+        "first_divergence_logit_gap": None,
+    }
+    section = sections["online"]
+    low, high = section["interval"]
+    assert 1.0 < low <= section["tokens_per_forward"] <= high
+    assert section["tokens_per_forward_without_bonus"] == pytest.approx(
+        section["tokens_per_forward"] - 1
+    )
+    assert section["new_tokens"] == 3 * (tiny.NEW_TOKENS - 1)
+
+
+def test_samples_are_counted_and_compared_only_where_they_are_the_base_alones():
+    def sample(seed: int, rule: str) -> dict[str, dict[str, Any]]:
+        settings = Sampling(temperature=1.0, seed=seed)
+        limits: dict[str, Any] = {"max_new_tokens": 16, "batch_size": 2}
+        plain = online.decode_prompts(
+            tiny.base(), None, tiny.prompts(), settings=settings, **limits
+        )
+        return online.measure_online(
+            tiny.base(), Habit(0.5), tiny.prompts(), [one.tokens for one in plain],
+            policy=TREE, settings=settings, rule=rule, **limits,
+        )  # fmt: skip
+
+    sections = sample(3, "match")
+    assert sections["lossless"]["compared"] == sections["lossless"]["identical"] == 3
+    assert sections["online"]["new_tokens"] == 3 * 15
+    assert sections["online"] == sample(3, "match")["online"]
+    assert sections["online"] != sample(4, "match")["online"]
+    assert sample(3, "rejection")["lossless"]["compared"] == 0
+
+
+def test_best_first_trees_are_counted_like_any_other():
+    section = measure(policy=policies.BestFirst(8, 3, beam=2, branch=3))["online"]
+    accepted = [row["accepted"] for row in section["per_depth"]]
+    assert section["new_tokens"] == section["forwards"] + sum(accepted)
+    assert accepted == sorted(accepted, reverse=True)
+    assert all(row["offered"] >= row["accepted"] for row in section["per_depth"])
+
+
+def test_categories_are_told_apart():
+    section = measure(categories=["prose", "code", "prose"])["online"]
+    counts = online_counts(Habit(0.5))
+    assert list(section["by_category"]) == ["code", "prose"]
+    assert section["by_category"]["code"]["tokens_per_forward"] == counts[1].tokens_per_forward
+    assert section["by_category"]["prose"]["count"] == 2
+
+
+def test_a_divergence_is_counted_and_its_logit_gap_is_the_bases_own():
+    prompts, texts = tiny.prompts(), alone()
+    wrong = [list(text) for text in texts]
+    wrong[1][6] = (wrong[1][6] + 1) % tiny.VOCAB
+    section = online.compare(tiny.base(), list(zip(prompts, wrong, texts, strict=True)))
+    read = torch.tensor([prompts[1] + texts[1][:6]])
+    best, second = tiny.base().model(read).logits[0, -1].topk(2).values.tolist()
+    assert (section["compared"], section["identical"]) == (3, 2)
+    assert section["first_divergence_logit_gap"] == pytest.approx(best - second)
+
+
+def test_prompts_whose_text_loops_are_flagged_and_left_out_of_the_second_figure():
+    counts = [DepthCounts(10, [10], [9]), DepthCounts(10, [10], [2]), DepthCounts(10, [10], [4])]
+    texts = [[7, 8] * 30, list(range(60)), list(range(60))]
+    section = online.degenerate(counts, texts)
+    assert section["flagged"] == 1
+    assert section["with"]["tokens_per_forward"] == 1.5
+    assert section["without"]["tokens_per_forward"] == 1.3
+    assert section["only"]["tokens_per_forward"] == 1.9
+    assert online.degenerate(counts[:1], texts[:1])["without"] is None
+
+
+# --- speed -------------------------------------------------------------------------------------
+
+
+def test_speed_reports_rates_their_ratio_and_the_cost_of_a_step():
+    section = speed.measure_speed(
+        tiny.base(), Habit(), tiny.prompts(), max_new_tokens=12, repetitions=2
+    )
+    ratio = section["tokens_per_second"] / section["base_tokens_per_second"]
+    assert section["speedup"] == pytest.approx(ratio), "both arms say the same tokens"
+    assert section["interval"][0] <= section["speedup"] <= section["interval"][1]
+    assert section["step_overhead"] > 0
+    assert 0 < section["draft_milliseconds"] < section["step_milliseconds"]
+    assert section["new_tokens"] == 36
+    assert section["forwards"] < 33
+    assert section["peak_gib"] > 0
+
+
+def test_each_repetition_swaps_who_goes_first_and_warm_up_is_not_counted(monkeypatch):
+    calls = []
+
+    def fake(base, drafter, unit, **settings):
+        del base, settings
+        calls.append((drafter is not None, len(unit)))
+        seconds = 50.0 if len(calls) <= 2 else 1.0 if drafter else 2.0
+        return speed.Timing(seconds, seconds, 10, 10 * len(unit), 11)
+
+    monkeypatch.setattr(speed, "time_generate", fake)
+    section = speed.measure_speed(
+        tiny.base(), Habit(), tiny.prompts(), max_new_tokens=9, repetitions=3, batch_size=2
+    )
+    arms = [drafted for drafted, _ in calls[2:]]
+    assert arms == [False, True] * 2 + [True, False] * 2 + [False, True] * 2
+    assert [size for _, size in calls[2:6]] == [2, 2, 1, 1]
+    assert section["speedup"] == 2.0
+    assert section["step_overhead"] == 0.5
+    assert section["base_tokens_per_second"] == 30 / 4
+
+
+def test_speed_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="3 new tokens at least, got 3, 1 and 2"):
+        speed.measure_speed(tiny.base(), Habit(), tiny.prompts(), max_new_tokens=2, repetitions=1)
+
+
+# --- picking a tree ----------------------------------------------------------------------------
+
+
+def dear(policies):
+    """A machine on which every further node costs a twentieth of the base's own step."""
+    return [1.0 + 0.05 * (policy.num_nodes - 1) for policy in policies]
+
+
+def choose(noise: float, timer) -> trees.Choice:
+    return trees.pick_tree(
+        tiny.base(), Habit(noise), tiny.prompts(), max_new_tokens=tiny.NEW_TOKENS, timer=timer
+    )
+
+
+def test_a_better_head_gets_a_deeper_tree():
+    good, poor = choose(0.0, dear), choose(20.0, dear)
+    assert good.policy.depth > poor.policy.depth
+
+
+def test_dearer_nodes_make_a_smaller_tree():
+    def free(policies):
+        return [1.0 for _ in policies]
+
+    def costly(policies):
+        return [float(policy.num_nodes) for policy in policies]
+
+    sizes = [choose(1.0, timer).policy.num_nodes for timer in (free, dear, costly)]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] > sizes[2] == 2
+
+
+def test_the_table_holds_every_candidate_and_marks_the_fastest():
+    choice = choose(1.0, dear)
+    assert json.loads(json.dumps(choice.table)) == choice.table
+    assert choice.table[0]["num_nodes"] == choice.table[0]["tokens_per_forward"] == 1
+    chains = [row for row in choice.table if row["tree"] == "chain"]
+    assert [row["depth"] for row in chains] == [1, 2, 3, 4]
+    (chosen,) = [row for row in choice.table if row["chosen"]]
+    assert chosen["speedup"] == max(row["speedup"] for row in choice.table[1:])
+    assert policies.Static(chosen["paths"]).paths == choice.policy.paths
+
+
+def test_proposed_trees_are_those_the_text_follows_furthest():
+    # path (0,) is followed 4 times, (1,) 3 times, (0, 0) 2 times, (1, 2) 2 times, (0, 1) once
+    ranks = torch.tensor([[0, 0], [0, 0], [0, 1], [0, -1], [1, 2], [1, 2], [1, 8], [8, 0]])
+    proposed = trees.propose([ranks], depth=2, sizes=(3, 5, 40))
+    assert [policy.paths for policy in proposed] == [
+        ((0,),),
+        ((0,), (0, 0)),
+        ((0,), (1,)),
+        ((0,), (1,), (0, 0), (1, 2)),
+        ((0,), (1,), (0, 0), (0, 1), (1, 2)),
+    ]
+
+
+def test_step_times_are_measured_for_every_policy_on_real_steps():
+    tried = [policies.NOTHING, policies.chain(2), TREE]
+    seconds = trees.time_steps(
+        tiny.base(), Habit(), tiny.prompts(), tried, max_new_tokens=30, num_steps=8
+    )
+    assert len(seconds) == 3
+    assert min(seconds) > 0
+
+
+def test_picking_without_prompts_is_refused():
+    with pytest.raises(ValueError, match="needs prompts to measure on"):
+        trees.pick_tree(tiny.base(), Habit(), [])
+
+
+# --- report ------------------------------------------------------------------------------------
+
+CONTRACT = {
+    "schema": None,
+    "head": {"kind", "depth", "parameters"},
+    "base": {"name", "revision", "fingerprint", "parameters"},
+    "prompts": {"name", "version", "count"},
+    "settings": {
+        "temperature",
+        "max_new_tokens",
+        "tree",
+        "num_nodes",
+        "batch_size",
+        "dtype",
+        "device",
+        "seed",
+    },
+    "offline": {"tokens_per_forward", "interval", "per_depth", "top_k_accuracy"},
+    "online": {
+        "tokens_per_forward",
+        "interval",
+        "tokens_per_forward_without_bonus",
+        "per_depth",
+        "by_category",
+    },
+    "speed": {
+        "base_tokens_per_second",
+        "tokens_per_second",
+        "speedup",
+        "interval",
+        "step_overhead",
+    },
+    "lossless": {"compared", "identical", "first_divergence_logit_gap"},
+    "degenerate": {"flagged"},
+    "provenance": set(),
+}
+HISTORY = [
+    {"step": step, "phase": "corpus" if step < 30 else "distilled", "loss": 9 - step / 10}
+    | {"loss/depth_0": 8 - step / 10, "loss/depth_1": 10 - step / 10}
+    for step in range(0, 60, 5)
+]
+
+
+@functools.cache
+def results() -> dict:
+    head, prompts = Habit(0.5), tiny.prompts()
+    limits: Any = {"max_new_tokens": 16}
+    texts = alone(16)
+    return {
+        "schema": 1,
+        "head": {"kind": "<habit>", "depth": DEPTH, "parameters": 0},
+        "base": {"name": "tiny", "revision": "", "fingerprint": "", "parameters": 1},
+        "prompts": {"name": "three", "version": "1", "count": 3},
+        "settings": {"temperature": 0.0, "tree": "static", "num_nodes": 9, "batch_size": 1}
+        | {"dtype": "float64", "device": "cpu", "seed": 0}
+        | limits,
+        "offline": offline.measure_offline(tiny.base(), head, prompts, texts, policy=TREE),
+        "speed": speed.measure_speed(
+            tiny.base(), head, prompts, policy=TREE, repetitions=1, **limits
+        ),
+        "provenance": {},
+        "tree_candidates": choose(1.0, dear).table,
+        "phases": [{"phase": "corpus", "tokens_per_forward": 1.25}],
+    } | online.measure_online(tiny.base(), head, prompts, texts, policy=TREE, **limits)
+
+
+def with_speed(speedup: float, low: float, high: float) -> dict:
+    changed = {"speedup": speedup, "interval": [low, high], "step_overhead": 1.9}
+    return results() | {"speed": results()["speed"] | changed}
+
+
+@pytest.mark.parametrize("section", CONTRACT)
+def test_the_measured_sections_have_every_key_of_the_contract(section):
+    assert section in results()
+    keys = CONTRACT[section]
+    assert keys is None or keys <= set(results()[section])
+
+
+def test_offline_and_online_agree_in_the_results_themselves():
+    for key in ("tokens_per_forward", "per_depth", "interval", "forwards"):
+        assert results()["offline"][key] == results()["online"][key]
+
+
+def test_the_report_is_a_folder_of_whole_files(tmp_path):
+    page = report.write_report(tmp_path / "report", results(), HISTORY)
+    names = {path.name for path in page.parent.iterdir()}
+    assert names == {"report.html", "results.json", "acceptance.png", "loss.png", "speed.png"}
+    assert json.loads((page.parent / "results.json").read_text()) == results()
+    for path in page.parent.glob("*.png"):
+        picture = path.read_bytes()
+        assert picture.startswith(b"\x89PNG")
+        assert len(picture) > 5000
+
+
+def test_the_page_needs_no_other_file_and_escapes_what_it_shows(tmp_path):
+    page = report.write_report(tmp_path, results(), HISTORY).read_text()
+    assert page.count("data:image/png;base64,") == 3
+    assert "http" not in page
+    assert "&lt;habit&gt;" in page
+    assert "<habit>" not in page
+    assert page.count('<tr class="chosen">') == 1
+    assert "after phase corpus" in page
+
+
+def test_a_head_trained_elsewhere_has_no_loss_picture(tmp_path):
+    report.write_report(tmp_path, results(), [])
+    assert not (tmp_path / "loss.png").exists()
+
+
+def test_an_offline_only_report_leaves_out_what_was_not_measured(tmp_path):
+    nothing = {"online": None, "speed": None, "lossless": None, "degenerate": None}
+    page = report.write_report(tmp_path, results() | nothing, []).read_text()
+    assert "Speed was not measured." in page
+    assert not (tmp_path / "speed.png").exists()
+    assert (tmp_path / "acceptance.png").exists()
+
+
+def test_an_interrupted_report_leaves_the_old_one_whole(tmp_path):
+    report.write_report(tmp_path, results(), HISTORY)
+    before = (tmp_path / "results.json").read_bytes()
+    unwritable = results() | {"provenance": {"when": object()}}
+    with pytest.raises(TypeError):
+        report.write_report(tmp_path, unwritable, HISTORY)
+    assert (tmp_path / "results.json").read_bytes() == before
+    assert not list(tmp_path.glob(".*partial"))
+
+
+@pytest.mark.parametrize(
+    ("speedup", "low", "high", "start"),
+    [
+        (0.93, 0.9, 0.97, "Speculation does not pay on this machine: 0.93x"),
+        (1.04, 0.98, 1.1, "Speculation may pay on this machine, but the interval includes 1"),
+        (1.4, 1.3, 1.5, "Speculation pays on this machine: 1.40x"),
+    ],
+)
+def test_the_report_says_plainly_whether_speculation_pays_and_why(speedup, low, high, start):
+    sentence = report.verdict(with_speed(speedup, low, high))
+    assert sentence.startswith(start)
+    given = results()["online"]["tokens_per_forward"]
+    assert f"a step gives {given:.2f} tokens and takes 1.90 times" in sentence
+    assert report.pays(with_speed(speedup, low, high)) == (speedup > 1)
+
+
+def test_the_console_shows_the_figures_and_the_verdict():
+    console = Console(width=120, record=True, quiet=True)
+    with console.capture() as shown:
+        console.quiet = False
+        report.show(with_speed(0.93, 0.9, 0.97), console)
+    text = shown.get()
+    assert "does not pay on this machine" in text
+    assert "3 of 3 prompts" in text
+    first = results()["online"]["per_depth"][0]
+    assert f"{first['accepted']} / {first['offered']}" in text

@@ -1,0 +1,123 @@
+import importlib.util
+import json
+import math
+import os
+import random
+import signal
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "pretrain_base.py"
+SHAPE = ["--vocab-size", "280", "--layers", "1", "--width", "32", "--heads", "2"]
+SHAPE += ["--kv-heads", "1", "--mlp-width", "64", "--context", "64"]
+SIZES = ["--batch-size", "4", "--sequence-length", "32", "--warmup-steps", "2"]
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("pretrain_base", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> str:
+    draw = random.Random(0)
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for number in range(40):
+        words = draw.choices(["if", "else", "return", "value", "total"], k=60)
+        (folder / f"{number}.txt").write_text(" ".join(words), encoding="utf-8")
+    return str(folder)
+
+
+def pretrain(script: ModuleType, data: str, out: Path, *more: str) -> int:
+    return script.main(["--data", data, "--out", str(out), *SIZES, *more])
+
+
+def test_a_folder_of_text_becomes_a_base_that_loads_and_has_learnt(script, data, tmp_path):
+    out = tmp_path / "base"
+    assert pretrain(script, data, out, "--steps", "40", *SHAPE) == 0
+    model = AutoModelForCausalLM.from_pretrained(out)
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    text = "return total if value else"
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    assert (tokenizer.eos_token_id, model.config.eos_token_id) == (0, 0)
+    ids = torch.tensor([tokenizer((Path(data) / "0.txt").read_text())["input_ids"][:60]])
+    assert model(input_ids=ids, labels=ids).loss < 0.7 * math.log(len(tokenizer))
+    measured = json.loads((out / "pretraining.json").read_text())
+    assert measured["tokens"] == 40 * 4 * 32
+    assert not out.with_name("base.partial").exists()
+
+
+def test_an_interrupted_run_goes_on_to_the_same_bits(script, data, tmp_path, monkeypatch):
+    one, two = tmp_path / "one", tmp_path / "two"
+    choices = ["--steps", "9", "--checkpoint-every", "100", *SHAPE]
+    assert pretrain(script, data, one, *choices) == 0
+
+    honest = script.take_step
+
+    def interrupted(run, tokens):
+        if run.step == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+        return honest(run, tokens)
+
+    monkeypatch.setattr(script, "take_step", interrupted)
+    assert pretrain(script, data, two, *choices) == 130
+    assert not two.exists()
+    monkeypatch.undo()
+    torch.manual_seed(99)
+    assert pretrain(script, data, two, *choices) == 0
+    assert (one / "model.safetensors").read_bytes() == (two / "model.safetensors").read_bytes()
+
+
+def test_a_base_is_trained_further_with_its_own_tokenizer(script, data, tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert pretrain(script, data, first, "--steps", "2", *SHAPE) == 0
+    assert pretrain(script, data, second, "--steps", "2", "--init", str(first)) == 0
+    assert (first / "tokenizer.json").read_text() == (second / "tokenizer.json").read_text()
+    before, after = map(AutoModelForCausalLM.from_pretrained, (first, second))
+    assert all(
+        a.shape == b.shape and not torch.equal(a, b)
+        for a, b in zip(before.parameters(), after.parameters(), strict=True)
+        if a.ndim == 2
+    )
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--width", "30", *SHAPE[:4]], "--width must be a multiple of twice --heads"),
+        (["--vocab-size", "100"], "at least 258 tokens, got 100"),
+        (["--init", "missing"], "--init must be a base that loads"),
+        (["--init", "missing", "--layers", "2"], "--init brings the shape of its base"),
+        (["--sequence-length", "999999", *SHAPE], "needs 3999996 tokens"),
+    ],
+)
+def test_a_mistake_is_one_line_and_leaves_nothing(script, data, tmp_path, capsys, more, message):
+    assert pretrain(script, data, tmp_path / "out", *more) == 2
+    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(told) == 1
+    assert message in told[0]
+    assert [path.name for path in tmp_path.iterdir()] == ["data"]
+
+
+def test_nothing_that_exists_is_overwritten(script, data, tmp_path, capsys):
+    assert pretrain(script, data, tmp_path / "data", *SHAPE) == 2
+    assert "must not exist yet" in capsys.readouterr().err
+
+
+def test_an_unfinished_run_is_not_continued_with_other_settings(
+    script, data, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(script, "train", lambda *_: None)
+    assert pretrain(script, data, tmp_path / "out", "--steps", "5", *SHAPE) == 130
+    assert pretrain(script, data, tmp_path / "out", "--steps", "6", *SHAPE) == 2
+    assert "unfinished run with --steps 5, this one asks for 6" in capsys.readouterr().err

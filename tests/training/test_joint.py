@@ -1,0 +1,490 @@
+"""Joint training: the frozen weights stay, LoRA learns, and what is served is what was trained."""
+
+import copy
+import json
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from peft import PeftModel
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+from specheads.base.lora import WEIGHTS, Adapter, targets
+from specheads.base.model import FrozenBase
+from specheads.base.selfcheck import check
+from specheads.commands import evaluate, train
+from specheads.config import Joint, Phase, Schedule
+from specheads.core.drafter import Head
+from specheads.data.packing import TokenBatch
+from specheads.heads.load import build_for, kinds, load_head
+from specheads.runs.directory import RunDirectory
+from specheads.runs.trackers import Tracker, read_metrics
+from specheads.training import trainer
+from specheads.training.joint import JointBase, chunked_loss, head_weight
+from specheads.training.schedule import (
+    adapter_settings,
+    check_names,
+    check_phase,
+    optimizers,
+    peak_rates,
+)
+from tests import tiny
+
+TEXT = torch.arange(24).view(2, 12) % 7
+
+
+def fresh_base(architecture: str = "llama", dtype: torch.dtype = torch.float64) -> FrozenBase:
+    """Return a base of its own: merging changes it, and the cached ones are everybody's."""
+    return FrozenBase(copy.deepcopy(tiny.base(architecture, dtype=dtype).model))
+
+
+def phase(**changes: Any) -> Phase:
+    settings: dict[str, Any] = {
+        "text": "corpus",
+        "steps": 4,
+        "batch_size": 2,
+        "sequence_length": 12,
+        "learning_rate": 1e-2,
+        "warmup_share": 0.0,
+    }
+    return Phase(**settings | changes)
+
+
+def joint(**changes: Any) -> Joint:
+    return Joint(**{"rank": 2, "learning_rate": 1e-2} | changes)
+
+
+class Moving:
+    """Text that moves on by one token a batch."""
+
+    def batches(
+        self, cursor: dict[str, Any] | None = None
+    ) -> Iterator[tuple[TokenBatch, dict[str, Any]]]:
+        number = cursor["number"] if cursor else 0
+        while True:
+            tokens = (TEXT + number) % 11
+            number += 1
+            yield TokenBatch(tokens, torch.ones_like(tokens, dtype=torch.bool)), {"number": number}
+
+
+def run_training(
+    folder: Path, base: FrozenBase, phases: dict[str, Phase], **settings: Any
+) -> tuple[Head, RunDirectory]:
+    torch.manual_seed(0)
+    head = build_for({"kind": settings.pop("kind", "medusa"), "depth": 2}, base)
+    run = RunDirectory(folder)
+    tracker = Tracker(
+        run.metrics, kind="jsonl", project="", name="", resumed_step=trainer.last_step(run)
+    )
+    trainer.train(
+        base,
+        head,
+        Schedule(phases=phases),
+        lambda *_: Moving(),
+        run,
+        tracker,
+        Accelerator(cpu=True),
+        log_every=1,
+        **settings,
+    )
+    return head, run
+
+
+def values(base: FrozenBase) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in base.model.state_dict().items()}
+
+
+def said(base: FrozenBase) -> Tensor:
+    return base.project(base.read(TEXT).hidden)
+
+
+@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
+@pytest.mark.parametrize("target", ["text", "base"])
+def test_joint_training_leaves_the_frozen_weights_bitwise_as_they_are(
+    architecture: str, target: str, tmp_path: Path
+):
+    base = fresh_base(architecture, torch.float32)
+    before, spoken = values(base), said(base)
+    _, run = run_training(tmp_path, base, {"joint": phase(joint=joint(target=target))})
+    assert set(values(base)) == set(before)
+    for name, value in values(base).items():
+        assert torch.equal(value, before[name]), name
+    assert torch.equal(said(base), spoken)
+    base.merge(run.adapter)
+    assert (said(base) - spoken).abs().max() > 1e-3
+
+
+def randomise(adapter: Adapter) -> None:
+    for value in adapter.parameters:
+        value.data.copy_(torch.randn_like(value) * 0.1)
+
+
+@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
+def test_switched_off_it_is_the_original_and_merged_it_is_the_adapted_base(
+    architecture: str, tmp_path: Path
+):
+    base = fresh_base(architecture)
+    spoken = said(base)
+    adapter = Adapter(base.model, joint())
+    assert torch.equal(said(base), spoken)
+    randomise(adapter)
+    adapted = said(base)
+    assert (adapted - spoken).abs().max() > 1e-3
+    with torch.no_grad():
+        torch.testing.assert_close(base.logits(base.read(TEXT).hidden), adapted)
+    with adapter.off():
+        assert torch.equal(said(base), spoken)
+    assert torch.equal(said(base), adapted)
+    adapter.save(tmp_path)
+    adapter.remove()
+    assert torch.equal(said(base), spoken)
+    base.merge(tmp_path)
+    torch.testing.assert_close(said(base), adapted, rtol=1e-12, atol=1e-12)
+    assert base.adapter == str(tmp_path)
+    assert not any(parameter.requires_grad for parameter in base.model.parameters())
+    # its other ways of reading the text agree with the merged weights too
+    check(base)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+def test_peft_loads_the_saved_adapter_without_us(tmp_path: Path):
+    base = fresh_base(dtype=torch.float32)
+    plain = copy.deepcopy(base.model)
+    _, run = run_training(tmp_path, base, {"joint": phase(joint=joint())})
+    assert {file.name for file in run.adapter.iterdir()} >= {
+        "adapter_config.json", "adapter_model.safetensors",
+    }  # fmt: skip
+    base.merge(run.adapter)
+    theirs = PeftModel.from_pretrained(plain, str(run.adapter)).eval()
+    with torch.no_grad():
+        logits = theirs(input_ids=TEXT, use_cache=False).logits
+    torch.testing.assert_close(logits, said(base), rtol=1e-5, atol=1e-5)
+
+
+def tied_base() -> FrozenBase:
+    model = copy.deepcopy(tiny.base("llama").model)
+    model.config.tie_word_embeddings = True
+    model.lm_head.weight = model.model.embed_tokens.weight  # pyright: ignore
+    return FrozenBase(model)
+
+
+def test_a_projection_tied_to_the_embedding_is_left_out_and_stays_tied(tmp_path: Path):
+    base = tied_base()
+    assert "lm_head" in targets(fresh_base().model)
+    assert "lm_head" not in targets(base.model)
+    with pytest.raises(ValueError, match="tied to the embedding"):
+        targets(base.model, ["q_proj", "lm_head"])
+    embedding = base.embedding.clone()
+    adapter = Adapter(base.model, joint())
+    randomise(adapter)
+    adapter.save(tmp_path)
+    adapter.remove()
+    base.merge(tmp_path)
+    assert base.projection is base.embedding
+    assert torch.equal(base.embedding, embedding)
+
+
+def test_layers_are_named_by_their_ends():
+    model = fresh_base().model
+    assert targets(model, ["q_proj", "layers.0.mlp.up_proj"]) == [
+        "model.layers.0.self_attn.q_proj",
+        "model.layers.0.mlp.up_proj",
+        "model.layers.1.self_attn.q_proj",
+        "model.layers.2.self_attn.q_proj",
+    ]
+    with pytest.raises(ValueError, match=r"got 'c_attn'; it has down_proj, .*v_proj"):
+        targets(model, ["q_proj", "c_attn"])
+
+
+def test_a_quantised_base_is_refused():
+    model = fresh_base().model
+    model.config.quantization_config = {"quant_method": "gptq"}  # pyright: ignore
+    with pytest.raises(ValueError, match="load an unquantised base"):
+        targets(model)
+
+
+def test_what_is_no_adapter_is_refused_in_one_line(tmp_path: Path):
+    base = fresh_base()
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="lacks the weights"):
+        base.merge(tmp_path / "empty")
+    other = fresh_base("gpt2")
+    Adapter(other.model, joint()).save(tmp_path / "gpt2")
+    with pytest.raises(ValueError, match=r"base\.adapter must be a LoRA adapter") as told:
+        base.merge(tmp_path / "gpt2")
+    assert "\n" not in str(told.value)
+    with pytest.raises(ValueError, match=r"base\.adapter must be a LoRA adapter"):
+        base.merge(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("ramp", "place", "weight"),
+    [("constant", 0.0, 0.2), ("sine", 0.0, 0.0), ("sine", 0.5, 0.2 * math.sqrt(0.5)),
+     ("sine", 1.0, 0.2)],
+)  # fmt: skip
+def test_the_head_s_weight_rises_from_zero_or_stands(ramp: str, place: float, weight: float):
+    assert head_weight(Joint(ramp=ramp), place) == pytest.approx(weight, abs=1e-12)
+
+
+def test_the_log_has_the_ramp_s_ends_and_both_learning_rates(tmp_path: Path):
+    settings = joint(ramp="sine", head_weight=0.3, learning_rate=5e-3)
+    phases = {"joint": phase(final_share=1.0, joint=settings)}
+    _, run = run_training(tmp_path, fresh_base(dtype=torch.float32), phases)
+    rows = read_metrics(run.metrics)
+    assert [rows[0]["head_weight"], rows[-1]["head_weight"]] == pytest.approx([0.0, 0.3])
+    assert {row["learning_rate"] for row in rows} == {1e-2}
+    assert {row["learning_rate/base"] for row in rows} == {5e-3}
+    for row in rows:
+        of_head = row["loss/depth_0"] + row["loss/depth_1"]
+        total = row["loss/base"] + row["head_weight"] * of_head
+        assert row["loss"] == pytest.approx(total, rel=1e-5)
+
+
+def test_base_and_head_have_learning_rates_of_their_own():
+    base = fresh_base()
+    adapter = Adapter(base.model, joint())
+    head = build_for({"kind": "medusa", "depth": 2}, base)
+    schedule = Schedule(phases={})
+    of_head, of_base = optimizers(head, schedule, adapter.parameters)
+    assert [group["role"] for group in of_head.param_groups] == ["head"]
+    assert [group["role"] for group in of_base.param_groups] == ["base"]
+    assert [*of_base.param_groups[0]["params"]] == adapter.parameters
+    assert peak_rates(phase(joint=joint(learning_rate=3e-4)), schedule) == {
+        "head": 1e-2, "hidden": 0.0, "base": 3e-4,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", kinds())
+def test_every_part_of_the_adapter_and_of_the_head_learns(kind: str, tmp_path: Path):
+    base = fresh_base(dtype=torch.float32)
+    # A moves from the second step on: until then B is zero
+    head, run = run_training(tmp_path, base, {"joint": phase(joint=joint())}, kind=kind)
+    start = Adapter(base.model, joint()).weights()
+    found = run.load_checkpoint()
+    assert found is not None
+    assert set(found.adapter) == set(start)
+    assert [name for name, value in start.items() if torch.equal(value, found.adapter[name])] == []
+    torch.manual_seed(0)
+    fresh = build_for({"kind": kind, "depth": 2}, tiny.base(dtype=torch.float32))
+    for name, value in fresh.named_parameters():
+        assert not torch.equal(value, head.get_parameter(name)), name
+
+
+def test_a_phase_of_the_head_alone_leaves_the_adapter_untouched(tmp_path: Path):
+    base = fresh_base(dtype=torch.float32)
+    heads_only, both = phase(), phase(joint=joint())
+    _, first = run_training(tmp_path / "first", base, {"heads": heads_only, "joint": both})
+    run_training(tmp_path / "alone", base, {"heads": heads_only})
+    ours = load_head(first.phases / "heads", base)
+    for name, value in load_head(tmp_path / "alone/phases/heads", base).named_parameters():
+        assert torch.equal(value, ours.get_parameter(name)), name
+    _, last = run_training(tmp_path / "last", base, {"joint": both, "heads": heads_only})
+    _, only = run_training(tmp_path / "only", base, {"joint": both})
+    weights = [run.load_checkpoint().adapter for run in (last, only)]  # pyright: ignore
+    assert weights[0]
+    for name, value in weights[0].items():
+        assert torch.equal(value, weights[1][name]), name
+
+
+class StopError(Exception):
+    """Ends a run as a power cut would."""
+
+
+@pytest.mark.parametrize("target", ["text", "base"])
+def test_stopping_and_going_on_equals_never_stopping(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Bitwise, with dropout and positions drawn anew in each step."""
+    base = fresh_base(dtype=torch.float32)
+    phases = {
+        "heads": phase(scored_share=0.7),
+        "joint": phase(steps=5, scored_share=0.7, joint=joint(dropout=0.2, target=target)),
+    }
+    whole, undisturbed = run_training(tmp_path / "whole", base, phases)
+    for crash_at in (3, 7):
+        step = trainer._Trainer._step
+
+        def crash(self, *arguments, at=crash_at, step=step):
+            if self.at.step == at:
+                raise StopError
+            return step(self, *arguments)
+
+        monkeypatch.setattr(trainer._Trainer, "_step", crash)
+        with pytest.raises(StopError):
+            run_training(tmp_path / "parts", base, phases, checkpoint_every=2)
+        monkeypatch.undo()
+    parts, stopped = run_training(tmp_path / "parts", base, phases, checkpoint_every=2)
+    for name, value in whole.state_dict().items():
+        assert torch.equal(value, parts.state_dict()[name]), name
+    file = "adapter_model.safetensors"
+    assert (stopped.adapter / file).read_bytes() == (undisturbed.adapter / file).read_bytes()
+
+
+@pytest.mark.parametrize("architecture", ["llama", "granite", "gpt2"])
+def test_the_base_s_own_loss_is_that_of_all_its_logits_at_once(architecture: str):
+    base = fresh_base(architecture)
+    tuned = JointBase(base, joint(dropout=0.0), seed=0)
+    counted = torch.rand(TEXT.shape, generator=torch.manual_seed(3)) < 0.6
+    for target in ("text", "base"):
+        with tuned.adapter.off(), torch.no_grad():
+            law = base.model(input_ids=TEXT, use_cache=False).logits[:, :-1][counted[:, 1:]]
+        randomise(tuned.adapter)
+        tuned.adapter.learn(True)
+        logits = base.model(input_ids=TEXT, use_cache=False).logits[:, :-1][counted[:, 1:]]
+        whole = F.cross_entropy(logits, TEXT[:, 1:][counted[:, 1:]])
+        if target == "base":
+            ours, theirs = logits.log_softmax(-1), law.log_softmax(-1)
+            whole = (theirs.exp() * (theirs - ours)).sum(-1).mean()
+        loss = tuned.read(TEXT, (), counted, joint(target=target))[1]
+        torch.testing.assert_close(loss, whole, rtol=1e-12, atol=1e-12)
+        wanted = torch.autograd.grad(whole, tuned.adapter.parameters)
+        found = torch.autograd.grad(loss, tuned.adapter.parameters)
+        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 4, 100])
+def test_chunks_change_neither_the_loss_nor_its_gradient(chunk_rows: int):
+    hidden = torch.randn(9, 5, dtype=torch.float64, requires_grad=True)
+    aims = torch.arange(9) % 5
+
+    def row_loss(rows: Tensor, goals: Tensor) -> Tensor:
+        # never more than a chunk
+        assert len(rows) <= chunk_rows
+        return F.cross_entropy(rows, goals, reduction="sum")
+
+    loss = chunked_loss(hidden, aims, row_loss, chunk_rows)
+    whole = F.cross_entropy(hidden, aims)
+    torch.testing.assert_close(loss, whole, rtol=1e-13, atol=1e-13)
+    gradients = [torch.autograd.grad(value, hidden)[0] for value in (loss, whole)]
+    torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-13)
+
+
+def test_a_base_that_learns_itself_has_nothing_to_learn_at_first():
+    base = fresh_base()
+    tuned = JointBase(base, joint(dropout=0.0), seed=0)
+    tuned.adapter.learn(True)
+    counted = torch.ones_like(TEXT, dtype=torch.bool)
+    loss = tuned.read(TEXT, (), counted, joint(target="base"))[1]
+    assert loss.item() == 0.0
+    gradients = torch.autograd.grad(loss, tuned.adapter.parameters)
+    assert max(gradient.abs().max().item() for gradient in gradients) < 1e-12
+
+
+def test_the_head_learns_the_law_of_the_base_as_it_is_now():
+    base = fresh_base()
+    adapter = Adapter(base.model, joint())
+    randomise(adapter)
+    hidden = base.read(TEXT).hidden
+    some = torch.tensor([3, 5, 8])
+    torch.testing.assert_close(base.projector(some)(hidden), base.project(hidden)[..., some])
+    with torch.no_grad():
+        whole = base.model(input_ids=TEXT, use_cache=False).logits
+    torch.testing.assert_close(base.project(hidden), whole, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(hidden @ base.scaled_projection.T, whole, rtol=1e-12, atol=1e-12)
+
+
+def test_the_run_says_that_its_head_belongs_to_base_and_adapter(tmp_path: Path):
+    base = fresh_base(dtype=torch.float32)
+    run = RunDirectory(tmp_path)
+    run.begin("a: 1\n", {"base_fingerprint": "f"})
+    head, run = run_training(tmp_path, base, {"joint": phase(joint=joint())})
+    run.end(head)
+    noted = (run.head / "base.json").read_text()
+    assert '"adapter": "../adapter"' in noted
+    assert '"base_fingerprint": "f"' in noted
+    assert '"adapter_fingerprint"' in run.provenance.read_text()
+    assert load_head(run.head, base).depth == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ramp": "linear"}, "joint.ramp to be one of constant, sine"),
+        ({"target": "labels"}, "joint.target to be one of text, base"),
+        ({"dropout": 1.0}, "joint.dropout at least 0 and below 1"),
+        ({"rank": 0}, "joint.rank >= 1"),
+        ({"head_weight": -0.1}, "joint.head_weight >= 0"),
+    ],
+)
+def test_a_joint_phase_that_makes_no_sense_is_refused(changes: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        check_phase("joint", phase(joint=joint(**changes)), context=128)
+
+
+def test_joint_phases_share_one_adapter():
+    phases = {"a": phase(joint=joint()), "b": phase(joint=joint(rank=3))}
+    with pytest.raises(ValueError, match=r"joint\.rank must be the same in each, got \[2, 3\]"):
+        adapter_settings(Schedule(phases=phases))
+    assert adapter_settings(Schedule(phases={"a": phase()})) is None
+
+
+def test_settings_of_phases_that_are_not_there_are_told_at_once():
+    with pytest.raises(ValueError, match=r"add ~schedule\.phases\.b ~schedule\.phases\.c"):
+        check_names({"a": phase(), "b": phase(text=""), "c": phase(text="")})
+
+
+STEPS = [
+    f"schedule.phases.{name}.{setting}"
+    for name in ("heads", "joint")
+    for setting in ("steps=2", "batch_size=1", "sequence_length=64")
+]
+BRIEF = [
+    "tree=chain", "evaluation.mode=offline", "evaluation.num_prompts=1",
+    "evaluation.max_new_tokens=6", "evaluation.quality_windows=2",
+]  # fmt: skip
+
+
+def specheads(monkeypatch: pytest.MonkeyPatch, command: Any, *arguments: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["specheads", *arguments])
+    command.main()
+
+
+def small_corpus(folder: Path) -> Path:
+    """Write texts enough for every split; the standard library would take longer to read."""
+    texts = (f"def add_{i}(x):\n    return x + {i}\n" * 80 for i in range(300))
+    file = folder / "texts.jsonl"
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return file
+
+
+@pytest.mark.slow
+def test_the_command_line_trains_both_and_measures_what_became_of_the_base(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+):
+    """And measures the same again, of the run and of its head on base and adapter."""
+    run = RunDirectory(tmp_path / "run")
+    left_over = ["~schedule.phases.corpus", "~schedule.phases.distilled"]
+    specheads(
+        monkeypatch, train, "recipe=smoke", "head=medusa", "schedule=medusa2", *left_over, *STEPS,
+        "data=jsonl", f"data.path={small_corpus(tmp_path)}", "data.max_documents=0",
+        *BRIEF, "schedule.phases.joint.joint.learning_rate=0.05", f"run_dir={run.path}",
+    )  # fmt: skip
+    first = json.loads((run.report / "results.json").read_text())
+    quality = first["base_quality"]
+    assert quality["before"]["windows"] == 2
+    low, high = quality["change"]["interval"]
+    assert low <= quality["change"]["cross_entropy"] <= high
+    assert quality["before"]["cross_entropy"] != quality["after"]["cross_entropy"]
+    assert "nats per token, base + adapter" in (run.report / "report.html").read_text()
+    # the base is tied: its embedding is no part of the adapter
+    assert not any("lm_head" in name for name in load_file(run.adapter / WEIGHTS))
+    specheads(monkeypatch, evaluate, f"run={run.path}", "tree=chain", f"out={tmp_path / 'again'}")
+    again = json.loads((tmp_path / "again" / "results.json").read_text())
+    specheads(
+        monkeypatch, evaluate, f"head={run.head}", f"base={first['base']['name']}",
+        f"base.adapter={run.adapter}", *BRIEF, "evaluation.prompt_tokens=32",
+        f"out={tmp_path / 'third'}",
+    )  # fmt: skip
+    third = json.loads((tmp_path / "third" / "results.json").read_text())
+    assert again["base_quality"] == quality
+    for other in (again, third):
+        assert other["base"]["fingerprint"] == first["base"]["fingerprint"]
+        assert other["offline"]["per_depth"] == first["offline"]["per_depth"]
+    capsys.readouterr()

@@ -1,0 +1,385 @@
+"""The fused loss is the dense one: its values and slopes, in pieces and for every kind."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+from specheads.training.losses.depth_loss import (
+    BLOCK_LOGITS,
+    KINDS,
+    WEIGHTINGS,
+    Targets,
+    depth_loss,
+    dpace_weights,
+)
+
+ROWS, VOCAB, WIDTH, DEPTH = 23, 31, 6, 3
+KINDS = sorted(KINDS)
+Problem = tuple[list[Tensor], list[tuple[Tensor, Tensor | None]], Targets]
+
+
+def _problem(num_rows: int = ROWS) -> tuple[Problem, list[Tensor]]:
+    """Return a problem and its leaves; depths 0 and 2 share a projection, depth 1 has a bias."""
+    torch.manual_seed(3)
+    how: dict[str, Any] = {"dtype": torch.float64}
+    states = [torch.randn(num_rows, WIDTH, **how, requires_grad=True) for _ in range(DEPTH)]
+    shared = torch.randn(VOCAB, WIDTH, **how, requires_grad=True)
+    own = torch.randn(VOCAB, WIDTH, **how, requires_grad=True)
+    bias = torch.randn(VOCAB, **how, requires_grad=True)
+    projections: list[tuple[Tensor, Tensor | None]] = [(shared, None), (own, bias), (shared, None)]
+    return (states, projections, _targets(num_rows)), [*states, shared, own, bias]
+
+
+def _targets(num_rows: int) -> Targets:
+    base_weight = torch.randn(VOCAB, WIDTH, dtype=torch.float64)
+    labels = torch.randint(VOCAB, (num_rows,))
+    hidden = torch.randn(num_rows, WIDTH, dtype=torch.float64)
+    return Targets(labels, hidden, lambda rows: rows @ base_weight.T)
+
+
+def _dense_rows(kind: str, logits: Tensor, base_logits: Tensor, labels: Tensor) -> Tensor:
+    """Return a loss for each row, from the formulas, differentiable by autograd."""
+    log_draft, log_base = logits.log_softmax(-1), base_logits.log_softmax(-1)
+    draft, base = log_draft.exp(), log_base.exp()
+    divergence = (base * (log_base - log_draft)).sum(-1)
+    acceptance = torch.minimum(draft, base).sum(-1)
+    trust = torch.exp(-3.0 * acceptance.detach())
+    return {
+        "cross_entropy": -log_draft.gather(-1, labels[:, None])[:, 0],
+        "argmax_cross_entropy": -log_draft.gather(-1, base.argmax(-1)[:, None])[:, 0],
+        "soft_cross_entropy": -(base * log_draft).sum(-1),
+        "kl": divergence,
+        "reverse_kl": (draft * (log_draft - log_base)).sum(-1),
+        "total_variation": 0.5 * (draft - base).abs().sum(-1),
+        "lk": -acceptance.log(),
+        "lk_hybrid": trust * divergence + (1 - trust) * (1 - acceptance),
+    }[kind]
+
+
+def _dense(
+    kind: str,
+    problem: Problem,
+    weights: Sequence[float] = (1.0, 1.0, 1.0),
+    targets: Sequence[Targets] | None = None,
+    *,
+    dpace: bool = False,
+) -> Tensor:
+    states, projections, shared = problem
+    rows, confidence = [], []
+    counted = []
+    for (weight, bias), state, target in zip(
+        projections, states, targets or [shared] * DEPTH, strict=True
+    ):
+        assert target.project is not None
+        base_logits = target.project(target.base_hidden)
+        logits = F.linear(state, weight, bias)
+        labels = target.labels.clamp(min=0)
+        known = base_logits.argmax(-1) if kind == "argmax_cross_entropy" else labels
+        counted.append((target.labels >= 0).double())
+        rows.append(_dense_rows(kind, logits, base_logits, labels))
+        confidence.append(logits.softmax(-1).gather(-1, known[:, None])[:, 0] * counted[-1])
+    factors = [torch.ones_like(row) for row in rows]
+    if dpace:
+        smooth = 0.5 + 0.5 * torch.stack(confidence).detach()
+        factors = [
+            torch.stack([smooth[: m + 1].prod(0) for m in range(j, DEPTH)]).sum(0)
+            for j in range(DEPTH)
+        ]
+    by_depth = [
+        weight * (row * factor * count).sum() / count.sum().clamp(min=1)
+        for weight, row, factor, count in zip(weights, rows, factors, counted, strict=True)
+    ]
+    return torch.stack(by_depth).sum()
+
+
+def _assert_same(fused: Tensor, dense: Tensor, leaves: list[Tensor]) -> None:
+    torch.testing.assert_close(fused, dense, rtol=1e-12, atol=1e-12)
+    # times three: what comes from above must reach every gradient
+    ours = torch.autograd.grad(3 * fused, leaves)
+    theirs = torch.autograd.grad(3 * dense, leaves, allow_unused=True)
+    for leaf, one, other in zip(leaves, ours, theirs, strict=True):
+        other = torch.zeros_like(leaf) if other is None else other
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("chunk_rows", [1, 7, ROWS, 100, None])
+def test_value_and_gradients_equal_the_dense_loss(kind: str, chunk_rows: int | None):
+    problem, leaves = _problem()
+    fused = depth_loss(*problem, kind=kind, decay=0.8, chunk_rows=chunk_rows)
+    _assert_same(fused.total, _dense(kind, problem, (1.0, 0.8, 0.64)), leaves)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_smaller_than_a_chunk_change_nothing(kind: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(BLOCK_LOGITS, "cpu", 4 * VOCAB)
+    problem, leaves = _problem()
+    fused = depth_loss(*problem, kind=kind, chunk_rows=9)
+    _assert_same(fused.total, _dense(kind, problem), leaves)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("chunk_rows", [1, 9, 100])
+def test_dpace_weighs_each_row_by_its_own_drafts(kind: str, chunk_rows: int):
+    problem, leaves = _problem()
+    targets = [problem[2], _targets(ROWS), _targets(ROWS)]
+    fused = depth_loss(*problem[:2], targets, kind=kind, weighting="dpace", chunk_rows=chunk_rows)
+    _assert_same(fused.total, _dense(kind, problem, targets=targets, dpace=True), leaves)
+
+
+@settings(max_examples=40)
+@given(
+    kind=st.sampled_from(KINDS),
+    weights=st.lists(st.floats(0, 2), min_size=DEPTH, max_size=DEPTH),
+    masks=st.lists(
+        st.lists(st.booleans(), min_size=ROWS, max_size=ROWS), min_size=DEPTH, max_size=DEPTH
+    ),
+    chunk_rows=st.integers(1, ROWS + 2),
+    dpace=st.booleans(),
+)
+def test_rows_left_out_at_a_depth_count_for_nothing_there(
+    kind: str, weights: list[float], masks: list[list[bool]], chunk_rows: int, dpace: bool
+):
+    problem, leaves = _problem()
+    targets = []
+    for mask in masks:
+        full = _targets(ROWS)
+        labels = full.labels.where(torch.tensor(mask), -1)
+        targets.append(Targets(labels, full.base_hidden, full.project))
+    fused = depth_loss(
+        *problem[:2],
+        targets,
+        kind=kind,
+        depth_weights=weights,
+        weighting="dpace" if dpace else "geometric",
+        chunk_rows=chunk_rows,
+    )
+    dense = _dense(kind, problem, weights, targets, dpace=dpace)
+    _assert_same(fused.total, dense, leaves)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("weighting", WEIGHTINGS)
+@pytest.mark.parametrize("num_rows", [0, 5])
+def test_a_batch_with_nothing_to_score_gives_zero_and_no_gradient(
+    kind: str, weighting: str, num_rows: int
+):
+    (states, projections, targets), leaves = _problem(num_rows)
+    none = Targets(
+        torch.full((num_rows,), -1, dtype=torch.long), targets.base_hidden, targets.project
+    )
+    fused = depth_loss(states, projections, none, kind=kind, weighting=weighting)
+    assert fused.total.item() == 0.0
+    assert fused.by_depth.tolist() == fused.agreement.tolist() == [0.0] * DEPTH
+    for gradient in torch.autograd.grad(fused.total, leaves):
+        assert not gradient.any()
+
+
+def test_a_retained_graph_gives_its_gradients_twice_and_a_freed_one_refuses():
+    problem, leaves = _problem()
+    total = depth_loss(*problem).total
+    first = torch.autograd.grad(total, leaves, retain_graph=True)
+    second = torch.autograd.grad(2 * total, leaves)
+    for one, other in zip(first, second, strict=True):
+        torch.testing.assert_close(2 * one, other, rtol=1e-14, atol=1e-14)
+    with pytest.raises(RuntimeError, match="retain_graph"):
+        torch.autograd.grad(total, leaves)
+
+
+def test_a_frozen_projection_gets_no_gradient():
+    (states, projections, targets), _ = _problem()
+    for weight, _ in projections:
+        weight.requires_grad_(False)
+    depth_loss(states, projections, targets).total.backward()
+    assert states[1].grad is not None
+    assert projections[0][0].grad is None
+
+
+def test_logits_that_the_projection_only_lends_are_left_as_they_are():
+    problem, _ = _problem()
+    hidden = torch.randn(ROWS, VOCAB, dtype=torch.float64)
+    before = hidden.clone()
+    for kind in KINDS:
+        targets = Targets(problem[2].labels, hidden, lambda logits: logits)
+        depth_loss(*problem[:2], targets, kind=kind)
+        assert torch.equal(hidden, before), kind
+
+
+def test_agreement_is_the_share_of_rows_where_draft_and_base_choose_alike():
+    #  base chooses  0 1 2 2      the draft says 0 1 2 0 at depth 0: three of four
+    eye = torch.eye(3)
+    base_hidden = eye[[0, 1, 2, 2]]
+    targets = Targets(torch.zeros(4, dtype=torch.long), base_hidden, lambda rows: rows @ eye)
+    states = [eye[[0, 1, 2, 0]], eye[[1, 2, 0, 2]]]
+    found = depth_loss(states, [(eye, None), (eye, None)], targets)
+    assert found.agreement.tolist() == [0.75, 0.25]
+
+
+def _one_row(
+    kind: str, draft: list[float], base: list[float], dtype: torch.dtype = torch.float64
+) -> tuple[float, Tensor]:
+    """Return the loss and its slope by the logits, for given logits of one row; label 0."""
+    logits = torch.tensor([draft], dtype=dtype, requires_grad=True)
+    targets = Targets(torch.tensor([0]), torch.tensor([base], dtype=dtype), lambda rows: rows)
+    eye = torch.eye(len(draft), dtype=dtype)
+    total = depth_loss([logits], [(eye, None)], targets, kind=kind).total
+    (slope,) = torch.autograd.grad(total, logits)
+    return total.item(), slope[0]
+
+
+def _log(*probs: float) -> list[float]:
+    return torch.tensor(probs, dtype=torch.float64).log().tolist()
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        # base 1/2 1/4 1/4, draft 1/4 1/4 1/2: they share 1/4 + 1/4 + 1/4
+        ("cross_entropy", 1.3862943611198906),  # log 4
+        ("argmax_cross_entropy", 1.3862943611198906),
+        ("soft_cross_entropy", 1.2130075659799042),  # 7/4 log 2
+        ("kl", 0.17328679513998632),  # 1/4 log 2
+        ("reverse_kl", 0.17328679513998632),
+        ("total_variation", 0.25),
+        ("lk", 0.2876820724517809),  # log 4/3
+        ("lk_hybrid", 0.24191448769409912),
+    ],
+)
+def test_three_tokens_give_the_losses_one_works_out_by_hand(kind: str, value: float):
+    found, _ = _one_row(kind, _log(0.25, 0.25, 0.5), _log(0.5, 0.25, 0.25))
+    assert found == pytest.approx(value, abs=1e-10)
+
+
+@pytest.mark.parametrize("kind", sorted(set(KINDS) - {"cross_entropy", "argmax_cross_entropy"}))
+def test_the_base_s_own_law_is_the_least_any_draft_can_reach(kind: str):
+    law = _log(0.5, 0.3, 0.2)
+    at_law, slope = _one_row(kind, law, law)
+    torch.testing.assert_close(slope, torch.zeros_like(slope), rtol=0, atol=1e-12)
+    entropy = 1.0296530140645737 if kind == "soft_cross_entropy" else 0.0
+    assert at_law == pytest.approx(entropy, abs=1e-12)
+    assert _one_row(kind, _log(0.4, 0.4, 0.2), law)[0] > at_law
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_descent_raises_what_the_draft_has_too_little_of(kind: str):
+    _, slope = _one_row(kind, _log(0.1, 0.3, 0.6), _log(0.7, 0.2, 0.1))
+    assert slope[0] < 0 < slope[2]
+    assert slope.sum().item() == pytest.approx(0.0, abs=1e-12)
+
+
+@given(
+    st.lists(st.floats(-30, 30), min_size=4, max_size=4),
+    st.lists(st.floats(-30, 30), min_size=4, max_size=4),
+)
+def test_total_variation_is_one_minus_the_rate_of_acceptance(draft: list[float], base: list[float]):
+    probs = [torch.tensor(logits, dtype=torch.float64).softmax(-1) for logits in (draft, base)]
+    accepted = torch.minimum(*probs).sum().item()
+    assert _one_row("total_variation", draft, base)[0] == pytest.approx(1 - accepted, abs=1e-12)
+    assert _one_row("lk", draft, base)[0] == pytest.approx(
+        -torch.minimum(*(prob.log() for prob in probs)).logsumexp(-1).item(), abs=1e-12
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "base",
+    [[0.0, 900.0, 0.0], [-torch.inf, 3.0, 0.0], [-torch.inf, 3.0, -torch.inf]],
+    ids=["disjoint", "one ruled out", "one left"],
+)
+def test_laws_that_share_nothing_give_finite_losses_and_slopes(
+    kind: str, dtype: torch.dtype, base: list[float]
+):
+    value, slope = _one_row(kind, [900.0, -900.0, 0.0], base, dtype)
+    assert torch.tensor(value).isfinite()
+    assert slope.isfinite().all()
+
+
+def test_where_the_laws_share_almost_nothing_lk_still_pulls_and_total_variation_does_not():
+    draft, base = [200.0, 0.0, 0.0], [0.0, 200.0, 0.0]
+    assert _one_row("total_variation", draft, base, torch.float32)[1].abs().max() == 0
+    value, slope = _one_row("lk", draft, base, torch.float32)
+    assert value == pytest.approx(198.9013877, abs=1e-3)  # 200 - log 3
+    assert slope[1].item() == pytest.approx(-1 / 3, abs=1e-4)
+
+
+def test_dpace_weighs_a_depth_by_the_chains_that_pass_through_it():
+    #  confidence 1, 0, 1 is smoothed to 1, 1/2, 1: chains reach 1, 1/2, 1/2
+    weights = dpace_weights(torch.tensor([[1.0], [0.0], [1.0]]))
+    assert weights[:, 0].tolist() == [2.0, 1.0, 0.5]
+
+
+def test_no_more_than_a_chunk_of_logits_is_ever_alive(monkeypatch: pytest.MonkeyPatch):
+    sizes = []
+    linear = F.linear
+
+    def watched(*arguments):
+        out = linear(*arguments)
+        sizes.append(out.numel())
+        return out
+
+    monkeypatch.setattr(F, "linear", watched)
+    problem, _ = _problem()
+    depth_loss(*problem, chunk_rows=5).total.backward()
+    assert max(sizes) == 5 * VOCAB
+    sizes.clear()
+    # the slopes of all depths at once are no more than one chunk
+    depth_loss(*problem, chunk_rows=6, weighting="dpace").total.backward()
+    assert max(sizes) == 6 // DEPTH * VOCAB
+
+
+def test_depths_with_the_same_targets_share_the_base_s_projection():
+    calls: list[int] = []
+    problem, _ = _problem()
+    targets = problem[2]
+
+    def counting(hidden: Tensor) -> Tensor:
+        calls.append(len(hidden))
+        assert targets.project is not None
+        return targets.project(hidden)
+
+    watched = Targets(targets.labels, targets.base_hidden, counting)
+    depth_loss(*problem[:2], watched, chunk_rows=10)
+    assert calls == [10, 10, 3]
+
+
+def test_products_in_bfloat16_keep_losses_and_shared_gradients_in_float32():
+    problem, _ = _problem()
+    states = [state.detach().bfloat16().requires_grad_() for state in problem[0]]
+    weight = problem[1][0][0].detach().float().requires_grad_()
+    targets = Targets(problem[2].labels, problem[2].base_hidden.float(), None)
+    found = depth_loss(states, [(weight, None)] * DEPTH, targets, kind="cross_entropy")
+    found.total.backward()
+    assert found.total.dtype == torch.float32
+    assert states[0].grad is not None
+    assert weight.grad is not None
+    assert (states[0].grad.dtype, weight.grad.dtype) == (torch.bfloat16, torch.float32)
+    exact = [F.cross_entropy(state.float() @ weight.T, targets.labels) for state in states]
+    assert found.total.item() == pytest.approx(torch.stack(exact).sum().item(), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kind": "hinge"}, "got 'hinge'"),
+        ({"weighting": "flat"}, "weighting must be one of geometric, dpace, got 'flat'"),
+        ({"depth_weights": [1.0]}, "one weight for each of 3 depths, got 1"),
+    ],
+)
+def test_a_setting_no_loss_has_is_refused(settings: dict[str, Any], message: str):
+    problem, _ = _problem()
+    with pytest.raises(ValueError, match=message):
+        depth_loss(*problem, **settings)
+
+
+def test_a_loss_by_the_base_s_law_is_refused_without_it():
+    (states, projections, targets), _ = _problem()
+    blind = Targets(targets.labels, targets.base_hidden, None)
+    with pytest.raises(ValueError, match="kl reads the base's law"):
+        depth_loss(states, projections, blind, kind="kl")

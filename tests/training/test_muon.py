@@ -1,0 +1,45 @@
+import copy
+
+import torch
+from torch import nn
+
+from specheads.training.muon import Muon, orthogonalize
+
+
+def test_orthogonalising_brings_every_singular_value_near_one():
+    for shape in ((24, 16), (16, 24)):
+        values = torch.linalg.svdvals(orthogonalize(torch.randn(shape)))
+        assert values.min() > 0.3
+        assert values.max() < 1.3
+
+
+def test_on_a_cpu_it_walks_where_torchs_muon_walks_to_bfloat16_precision():
+    ours, theirs = nn.Parameter(torch.randn(24, 16)), nn.Parameter(torch.empty(24, 16))
+    theirs.data.copy_(ours.data)
+    start = ours.detach().clone()
+    walkers = (
+        (ours, Muon([ours], lr=0.02, weight_decay=0.1)),
+        (theirs, torch.optim.Muon([theirs], lr=0.02, weight_decay=0.1)),
+    )
+    for _ in range(5):
+        gradient = torch.randn(24, 16)
+        for parameter, optimizer in walkers:
+            parameter.grad = gradient.clone()
+            optimizer.step()
+    moved = (ours - start).norm()
+    assert (ours - theirs).norm() < 0.02 * moved
+
+
+def test_its_momentum_survives_a_state_dict():
+    parameter = nn.Parameter(torch.randn(8, 8))
+    gradients = torch.randn(2, 8, 8)
+    optimizer = Muon([parameter], lr=0.1)
+    parameter.grad = gradients[0]
+    optimizer.step()
+    twin = nn.Parameter(parameter.detach().clone())
+    restored = Muon([twin], lr=0.1)
+    restored.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for one, walker in ((parameter, optimizer), (twin, restored)):
+        one.grad = gradients[1].clone()
+        walker.step()
+    assert torch.equal(parameter, twin)

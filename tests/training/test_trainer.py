@@ -1,0 +1,275 @@
+"""Training: the schedule's shape, the frozen base, resuming to the bit, stopping cleanly."""
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from rich.progress import Progress
+
+from specheads.base.model import FrozenBase
+from specheads.config import Phase, Schedule
+from specheads.core.drafter import Head
+from specheads.data.packing import TokenBatch
+from specheads.heads.load import build, build_for, kinds
+from specheads.runs.directory import RunDirectory
+from specheads.runs.trackers import Tracker, read_metrics
+from specheads.training import trainer
+from specheads.training.losses.depth_loss import whole_chains
+from specheads.training.objective import Objective
+from specheads.training.schedule import check_phase, learning_rate_share, optimizers
+from tests import tiny
+
+
+def phase(**changes: Any) -> Phase:
+    settings: dict[str, Any] = {
+        "text": "corpus",
+        "steps": 6,
+        "batch_size": 2,
+        "sequence_length": 16,
+        "learning_rate": 1e-2,
+    }
+    return Phase(**settings | changes)
+
+
+class Counting:
+    """Text that repeats one sentence, from a cursor that is the number of batches read."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.sentence = torch.randperm(vocab_size, generator=torch.manual_seed(5))[:11]
+
+    def batches(
+        self, cursor: dict[str, Any] | None = None
+    ) -> Iterator[tuple[TokenBatch, dict[str, Any]]]:
+        number = cursor["number"] if cursor else 0
+        while True:
+            places = torch.arange(32).view(2, 16) + 3 * number
+            tokens = self.sentence[places % 11]
+            number += 1
+            yield TokenBatch(tokens, torch.ones_like(tokens, dtype=torch.bool)), {"number": number}
+
+
+def opened(base: FrozenBase) -> Callable[[Phase, Progress], Counting]:
+    return lambda *_: Counting(base.vocab_size)
+
+
+def run_training(
+    folder: Path, schedule: Schedule, *, kind: str = "mlp_speculator", checkpoint_every: int = 0
+) -> Head:
+    base = tiny.base("llama", dtype=torch.float32)
+    torch.manual_seed(0)
+    head = build_for({"kind": kind, "depth": 2}, base)
+    run = RunDirectory(folder)
+    tracker = Tracker(
+        run.metrics,
+        kind="jsonl",
+        project="",
+        name="test",
+        resumed_step=trainer.last_step(run),
+    )
+    trainer.train(
+        base,
+        head,
+        schedule,
+        opened(base),
+        run,
+        tracker,
+        Accelerator(cpu=True),
+        log_every=2,
+        checkpoint_every=checkpoint_every,
+    )
+    return head
+
+
+@pytest.mark.parametrize(
+    ("step", "share"), [(0, 0.0), (375, 0.75), (750, 0.994460), (7500, 0.55), (15000, 0.1)]
+)
+def test_the_first_phase_has_ibm_s_published_learning_rates(step: int, share: float):
+    corpus = phase(steps=15000, final_share=0.1)
+    assert learning_rate_share(step, corpus) == pytest.approx(share, abs=1e-5)
+
+
+def test_the_second_phase_warms_up_again_and_ends_at_a_hundredth_of_the_first():
+    second = phase(steps=6000, learning_rate=1e-4, final_share=0.1)
+    rates = [learning_rate_share(step, second) * 1e-4 for step in (0, 300, 6000)]
+    assert rates == pytest.approx([0.0, 1e-4 * 0.99446, 1e-5], abs=1e-8)
+
+
+def test_warm_up_is_never_longer_than_two_thousand_steps():
+    long = phase(steps=100_000, final_share=1.0)
+    assert learning_rate_share(1999, long) < learning_rate_share(2000, long) == 1.0
+
+
+@pytest.mark.parametrize("kind", kinds())
+def test_the_base_stays_as_it_is_and_every_parameter_of_the_head_moves(kind: str, tmp_path: Path):
+    base = tiny.base("llama", dtype=torch.float32)
+    before = {name: value.clone() for name, value in base.model.state_dict().items()}
+    torch.manual_seed(0)
+    fresh = build_for({"kind": kind, "depth": 2}, base)
+    start = {name: value.clone() for name, value in fresh.named_parameters()}
+    trained = run_training(tmp_path, Schedule(phases={"corpus": phase()}), kind=kind)
+    for name, value in base.model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    still = [name for name, value in trained.named_parameters() if torch.equal(value, start[name])]
+    assert still == []
+
+
+def test_training_lowers_the_loss_and_raises_agreement(tmp_path: Path):
+    run_training(tmp_path, Schedule(phases={"corpus": phase(steps=60)}))
+    rows = read_metrics(RunDirectory(tmp_path).metrics)
+    # the base's own entropy is the floor, and a random base's is high
+    assert rows[-1]["loss"] < rows[0]["loss"] - 0.5
+    assert rows[-1]["accept/depth_0"] > rows[0]["accept/depth_0"] + 0.2
+    assert set(rows[0]) == {
+        "step", "phase", "tokens", "loss", "loss/depth_0", "loss/depth_1",
+        "accept/depth_0", "accept/depth_1", "learning_rate", "tokens_per_second",
+    }  # fmt: skip
+    assert [row["tokens"] for row in rows[:2]] == [64, 128]
+
+
+class StopError(Exception):
+    """Ends a run as a power cut would."""
+
+
+@pytest.mark.parametrize("muon", [0.0, 0.02], ids=["adamw", "muon"])
+def test_stopping_and_going_on_equals_never_stopping(
+    muon: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Bitwise, over a phase border, with positions drawn anew in each step."""
+    schedule = Schedule(
+        phases={
+            "corpus": phase(scored_share=0.6),
+            "distilled": phase(steps=5, learning_rate=5e-3, scored_share=0.6),
+        },
+        muon_learning_rate=muon,
+    )
+    whole = run_training(tmp_path / "whole", schedule)
+    for crash_at in (4, 9):
+        # killed without warning: only what the last checkpoint holds survives
+        step = trainer._Trainer._step
+
+        def crash(self, *arguments, at=crash_at, step=step):
+            if self.at.step == at:
+                raise StopError
+            return step(self, *arguments)
+
+        monkeypatch.setattr(trainer._Trainer, "_step", crash)
+        with pytest.raises(StopError):
+            run_training(tmp_path / "parts", schedule, checkpoint_every=3)
+        monkeypatch.undo()
+    parts = run_training(tmp_path / "parts", schedule, checkpoint_every=3)
+    for name, value in whole.state_dict().items():
+        assert torch.equal(value, parts.state_dict()[name]), name
+
+    def losses(folder: Path) -> list[tuple[int, float]]:
+        return [(row["step"], row["loss"]) for row in read_metrics(folder / "metrics.jsonl")]
+
+    # a row that began before a stop holds only the steps since
+    assert [step for step, _ in losses(tmp_path / "parts")] == [2, 4, 6, 8, 10, 11]
+    assert losses(tmp_path / "parts")[-1] == losses(tmp_path / "whole")[-1]
+
+
+@pytest.mark.parametrize("at", [2, 5], ids=["in a phase", "in its last step"])
+def test_an_interrupt_leaves_a_checkpoint_to_go_on_from(
+    at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    schedule = Schedule(phases={"corpus": phase(), "distilled": phase()})
+    step = trainer._Trainer._step
+
+    def interrupted(self, *arguments):
+        if self.at.step == at:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(self, *arguments)
+
+    monkeypatch.setattr(trainer._Trainer, "_step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_training(tmp_path, schedule)
+    run = RunDirectory(tmp_path)
+    assert trainer.last_step(run) == at + 1
+    assert run.phases.exists() == (at == 5)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    monkeypatch.undo()
+    run_training(tmp_path, schedule)
+    assert trainer.last_step(run) == 12
+
+
+def test_a_loss_that_is_not_finite_stops_training_with_a_remedy(tmp_path: Path):
+    with pytest.raises(ValueError, match="lower learning_rate"):
+        run_training(tmp_path, Schedule(phases={"corpus": phase(learning_rate=1e30)}))
+
+
+@pytest.mark.parametrize("draft_tokens", [0, 5])
+def test_muon_takes_hidden_matrices_and_adamw_the_rest(draft_tokens: int):
+    settings = {"kind": "mlp_speculator", "depth": 3, "draft_tokens": draft_tokens}
+    head = build(settings, width=8, vocab_size=11)
+    adamw, muon = optimizers(head, Schedule(phases={}, muon_learning_rate=0.1))
+    shapes = [tuple(value.shape) for group in muon.param_groups for value in group["params"]]
+    assert isinstance(muon, torch.optim.Muon)
+    assert shapes == [(8, 8), (8, 8)]
+    assert sum(len(group["params"]) for group in adamw.param_groups) == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"text": ""}, "add ~schedule.phases.corpus"),
+        ({"text": "books"}, "needs text=corpus"),
+        ({"text": "distilled"}, "with distill settings"),
+        ({"loss": "hinge"}, "got 'hinge'"),
+        ({"steps": 0}, "needs steps >= 1"),
+        ({"sequence_length": 999}, "context holds 128"),
+        ({"scored_share": 0.0}, "scored_share above 0"),
+    ],
+)
+def test_a_phase_that_could_only_fail_later_is_refused_at_once(changes: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        check_phase("corpus", phase(**changes), context=128)
+
+
+def test_a_label_that_cannot_be_drafted_is_not_trained_on_and_counts_as_not_accepted():
+    #  labels   0 1 2 3 0 1 2 3      draftable: 1 and 3, so half of the rows
+    base = tiny.base("llama", dtype=torch.float32)
+    counts = torch.zeros(base.vocab_size, dtype=torch.long)
+    counts[[1, 3]] = 1
+    head = build_for({"kind": "mlp_speculator", "depth": 1, "draft_tokens": 2}, base, counts)
+    tokens = (torch.arange(16) % 4)[None]
+    scored = torch.zeros_like(tokens, dtype=torch.bool)
+    scored[:, 4:12] = True
+    objective = Objective(head)
+    features = base.read(tokens)
+    project = base.projector(head.draft_ids)
+    whole = objective(features, tokens, scored, project, phase())
+    part = objective(features, tokens, scored & (tokens % 2 == 1), project, phase())
+    assert torch.equal(whole.total, part.total)
+    assert torch.equal(whole.agreement, part.agreement / 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"weighting": "flat"}, "weighting must be one of geometric, dpace"),
+        ({"weighting": "dpace", "decay": 0.8}, "two ways, by decay=0.8"),
+        ({"depth_weights": [1.0, 0.5], "decay": 0.8}, "two ways, by decay=0.8"),
+        ({"weighting": "dpace", "depth_weights": [1.0, 0.5]}, "two ways, by weighting=dpace"),
+        ({"depth_weights": [1.0]}, "each of the head's 2 depths, got 1"),
+        ({"depth_weights": [1.0, -0.5]}, "at least 0"),
+    ],
+)
+def test_weights_of_depths_that_contradict_each_other_are_refused(
+    changes: dict[str, Any], message: str
+):
+    with pytest.raises(ValueError, match=message):
+        check_phase("corpus", phase(**changes), context=128, depth=2)
+
+
+def test_dpace_scores_whole_chains_each_drafted_from_one_position(tmp_path: Path):
+    counted = torch.tensor([[False, True, True, True, False, True]])
+    assert whole_chains(counted, 2).tolist() == [[False, True, True, False, False, False]]
+    chains = Schedule(phases={"corpus": phase(weighting="dpace", loss="cross_entropy", steps=60)})
+    run_training(tmp_path, chains)
+    rows = read_metrics(RunDirectory(tmp_path).metrics)
+    assert rows[-1]["loss/depth_1"] < 0.7 * rows[0]["loss/depth_1"]
