@@ -190,7 +190,7 @@ def _time(base: FrozenBase, call: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def _ours(
-    bench: Bench, drafter: Drafter | None, policy: policies.Policy | None
+    bench: Bench, drafter: Drafter | None, policy: policies.TreePolicy | None
 ) -> Callable[[list[int]], Timed]:
     def run(prompt: list[int]) -> Timed:
         seconds, out = _time(

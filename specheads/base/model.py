@@ -213,7 +213,7 @@ class FrozenBase:
     def read(
         self,
         tokens: Int[Tensor, "batch time"],
-        taps: tuple[int, ...] = (),
+        aux_layers: tuple[int, ...] = (),
         *,
         gradients: bool = False,
     ) -> Features:
@@ -221,14 +221,16 @@ class FrozenBase:
 
         Args:
             tokens: The sequences.
-            taps: Layers whose residual stream is wanted too.
+            aux_layers: Layers whose residual stream is wanted too.
             gradients: Whether the features carry gradients, to an adapter that is trained.
         """
         with torch.set_grad_enabled(gradients):
             out = self.model.base_model(
-                input_ids=tokens.to(self.device), use_cache=False, output_hidden_states=bool(taps)
+                input_ids=tokens.to(self.device),
+                use_cache=False,
+                output_hidden_states=bool(aux_layers),
             )
-        return Features(out.last_hidden_state, _tapped(out, taps), tokens)
+        return Features(out.last_hidden_state, _aux_states(out, aux_layers), tokens)
 
     def logits(self, hidden: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch vocab"]:
         """Return the base's own logits with gradients, an adapter that is trained included."""
@@ -265,7 +267,9 @@ class FrozenBase:
         return cap * torch.tanh(logits / cap) if cap else logits
 
     @torch.no_grad()
-    def verify(self, tree: TokenTree, cache: RowCache, taps: tuple[int, ...] = ()) -> Verification:
+    def verify(
+        self, tree: TokenTree, cache: RowCache, aux_layers: tuple[int, ...] = ()
+    ) -> Verification:
         """Run every node of a tree in one forward, each seeing the committed text and its path.
 
         The keys and values stay in the cache's scratch until `cache.commit`.
@@ -278,10 +282,12 @@ class FrozenBase:
         cache.reserve(tree.tokens.shape[1])
         # what is recorded for one shape would be recorded again for each length of such rows
         run = self.model if self.static and not cache.static else self._run
-        out = self._forward(run, tree.tokens, ancestors, ancestors.sum(-1) - 1, cache, bool(taps))
+        out = self._forward(
+            run, tree.tokens, ancestors, ancestors.sum(-1) - 1, cache, bool(aux_layers)
+        )
         hidden, self._heard = self._heard, None
         assert hidden is not None
-        features = Features(hidden, _tapped(out, taps), tree.tokens)
+        features = Features(hidden, _aux_states(out, aux_layers), tree.tokens)
         return Verification(out.logits, features, ancestors)
 
     @torch.no_grad()
@@ -290,7 +296,7 @@ class FrozenBase:
         tokens: Int[Tensor, "batch time"],
         cache: RowCache,
         counts: list[int],
-        taps: tuple[int, ...] = (),
+        aux_layers: tuple[int, ...] = (),
         chunk: int = 512,
     ) -> tuple[Float[Tensor, "batch vocab"], Features]:
         """Read prompts of different lengths, padded on the right, and commit them.
@@ -299,7 +305,7 @@ class FrozenBase:
             tokens: Prompts; row b counts its first `counts[b]` tokens, at least one.
             cache: Empty, or holding earlier text of the same rows.
             counts: Tokens of each row; the padding after them is never attended to.
-            taps: As in `verify`.
+            aux_layers: As in `verify`.
             chunk: Positions a forward reads at most: masks and activations grow with it and not
                 with the prompt.
 
@@ -319,9 +325,14 @@ class FrozenBase:
             ancestors = (depths[:, None] >= depths).expand(batch, -1, -1)
             cache.reserve(length, left)
             out = self._forward(
-                self.model.base_model, piece, ancestors, depths.expand(batch, -1), cache, bool(taps)
+                self.model.base_model,
+                piece,
+                ancestors,
+                depths.expand(batch, -1),
+                cache,
+                bool(aux_layers),
             )
-            pieces.append(Features(out.last_hidden_state, _tapped(out, taps), piece))
+            pieces.append(Features(out.last_hidden_state, _aux_states(out, aux_layers), piece))
             cache.commit([list(range(count)) for count in left])
         features = Features.consecutive(pieces)
         last = upload([count - 1 for count in counts], self.device)
@@ -334,7 +345,7 @@ class FrozenBase:
         ancestors: Tensor,
         depths: Tensor,
         cache: RowCache,
-        tapping: bool,
+        with_aux: bool,
     ) -> Any:
         masks = {
             window: self._mask(ancestors, depths, cache, window)
@@ -350,7 +361,7 @@ class FrozenBase:
                 position_ids=(cache.positions[:, None] + depths).clamp(max=self.max_length - 1),
                 past_key_values=cache,
                 use_cache=True,
-                output_hidden_states=tapping,
+                output_hidden_states=with_aux,
             )
 
     def _mask(
@@ -370,5 +381,5 @@ class FrozenBase:
         return self.model.get_output_embeddings()
 
 
-def _tapped(out: Any, taps: tuple[int, ...]) -> Tensor | None:
-    return torch.cat([out.hidden_states[k] for k in taps], dim=-1) if taps else None
+def _aux_states(out: Any, aux_layers: tuple[int, ...]) -> Tensor | None:
+    return torch.cat([out.hidden_states[k] for k in aux_layers], dim=-1) if aux_layers else None

@@ -57,7 +57,7 @@ def graft(
     )
 
 
-class Lookup(policies.Policy):
+class Lookup(policies.TreePolicy):
     """The chain that prompt lookup copies, as long as the longest of the batch.
 
     Where no row has a match the tree is the root alone, and a step costs what the base costs.
@@ -101,7 +101,7 @@ class Hybrid(Drafter):
 
     def __init__(self, head: Drafter, lookup: PromptLookup) -> None:
         self.head, self.lookup = head, lookup
-        self.depth, self.taps = head.depth + lookup.depth, head.taps
+        self.depth, self.aux_layers = head.depth + lookup.depth, head.aux_layers
 
     def memory(self, batch: int, capacity: int) -> _Memory:
         """Return the memories of both."""
@@ -140,7 +140,7 @@ class Hybrid(Drafter):
         raise ValueError("a hybrid drafts whole trees: decode it with tree=Graft(...)")
 
 
-class Graft(policies.Policy):
+class Graft(policies.TreePolicy):
     """A head's own tree with copied text grafted onto it, so that one forward tries both.
 
     Args:
@@ -154,7 +154,7 @@ class Graft(policies.Policy):
     sources in one verified tree is that of Miao et al. 2023, SpecInfer, arXiv:2305.09781.
     """
 
-    def __init__(self, inner: policies.Policy, size: int, *, trim: bool = False) -> None:
+    def __init__(self, inner: policies.TreePolicy, size: int, *, trim: bool = False) -> None:
         self.name = f"{inner.name}+lookup"
         self.inner, self.size, self.trim = inner, size, trim
         self.num_nodes, self.depth = inner.num_nodes + size, inner.depth + size

@@ -131,7 +131,7 @@ def _arms(
 ) -> dict[str, Arm]:
     """Return the drafters that are asked for, each with its own way to grow."""
     copied, depth = settings.copied_tokens, settings.draft_depth
-    tree: policies.Policy = policies.NOTHING
+    tree: policies.TreePolicy = policies.NOTHING
     if {"head", "hybrid"} & set(names):
         tree, _ = evaluate.choose_tree(base, head, trained, progress=True)
 

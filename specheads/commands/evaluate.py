@@ -16,7 +16,7 @@ from specheads.config import Base, Data, Evaluate, Evaluation, Train
 from specheads.core.drafter import Head
 from specheads.data.corpora import load_corpus
 from specheads.data.prompts import PromptSet, cut_windows, load_prompts
-from specheads.decoding.acceptance.rules import LOSSY, rule_named
+from specheads.decoding.acceptance.rules import LOSSY, acceptance_rule
 from specheads.decoding.acceptance.sampling import Sampling
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.named import fixed_policy
@@ -105,7 +105,7 @@ def check(settings: Train | Evaluate, base: FrozenBase, head_depth: int) -> Prom
     if how.mode not in MODES:
         raise ValueError(f"mode must be one of {', '.join(MODES)}, got {how.mode!r}")
     sampling_of(how, settings.seed)
-    rule_named(how.rule)
+    acceptance_rule(how.acceptance)
     if how.temperature > 0 and how.mode == "offline":
         raise ValueError(f"temperature must be 0 for mode=offline, got {how.temperature}")
     fixed_policy(settings.tree, head_depth)
@@ -198,15 +198,13 @@ def _evaluate(
             progress=True,
         )
     ]
-    policy, candidates = choose_tree(base, head, settings, progress=True)
-    results = _describe(base, head, prompts, how, policy, settings.seed)
+    tree, candidates = choose_tree(base, head, settings, progress=True)
+    results = _describe(base, head, prompts, how, tree, settings.seed)
     results["draft_vocabulary"] = _draft_vocabulary(head, run)
     # a tree that is not the same in every step has no replay; the chain stands for it
-    static = policy if isinstance(policy, policies.Static) else policies.chain(head.depth)
+    static = tree if isinstance(tree, policies.Static) else policies.chain(head.depth)
     if how.temperature == 0:
-        results["offline"] = measure_offline(
-            base, head, tokens, alone, policy=static, progress=True
-        )
+        results["offline"] = measure_offline(base, head, tokens, alone, tree=static, progress=True)
     if how.mode != "offline":
         categories = [prompt.category for prompt in prompts.prompts]
         results |= measure_online(
@@ -214,12 +212,12 @@ def _evaluate(
             head,
             tokens,
             alone,
-            policy=policy,
+            tree=tree,
             categories=categories,
             max_new_tokens=how.max_new_tokens,
             batch_size=how.batch_size,
             settings=sampling,
-            rule=how.rule,
+            acceptance=how.acceptance,
             progress=True,
         )
         if how.temperature == 0:
@@ -229,12 +227,12 @@ def _evaluate(
             base,
             head,
             tokens[: how.speed_prompts],
-            policy=policy,
+            tree=tree,
             max_new_tokens=how.max_new_tokens,
             repetitions=how.repeats,
             batch_size=how.batch_size,
             settings=sampling,
-            rule=how.rule,
+            acceptance=how.acceptance,
             progress=True,
         )
     results["tree_candidates"] = candidates
@@ -244,17 +242,17 @@ def _evaluate(
 
 def choose_tree(
     base: FrozenBase, head: Head, settings: Train | Evaluate, *, progress: bool
-) -> tuple[policies.Policy, list[dict[str, Any]]]:
+) -> tuple[policies.TreePolicy, list[dict[str, Any]]]:
     """Return the tree that was asked for, and what was tried where one is to be picked."""
     how = settings.evaluation
-    if (policy := fixed_policy(settings.tree, head.depth)) is not None:
-        return policy, []
+    if (tree := fixed_policy(settings.tree, head.depth)) is not None:
+        return tree, []
     assert base.tokenizer is not None
     documents = load_documents(settings.data, "validation", settings.seed)
     windows = cut_windows(documents, base.tokenizer, how.prompt_tokens, settings.seed)
     prompts = list(islice(windows, how.tune_prompts))
     choice = pick_tree(base, head, prompts, progress=progress)
-    return choice.policy, choice.table
+    return choice.tree, choice.table
 
 
 def _describe(
@@ -262,11 +260,11 @@ def _describe(
     head: Head,
     prompts: PromptSet,
     how: Evaluation,
-    policy: policies.Policy,
+    tree: policies.TreePolicy,
     seed: int,
 ) -> dict[str, Any]:
     """Return the sections of results.json that say what was measured, all others null."""
-    paths = policy.paths if isinstance(policy, policies.Static) else ()
+    paths = tree.paths if isinstance(tree, policies.Static) else ()
     return {
         "schema": 1,
         "head": {
@@ -292,11 +290,11 @@ def _describe(
             "top_p": how.top_p,
             "min_p": how.min_p,
             "repetition_penalty": how.repetition_penalty,
-            "rule": how.rule,
-            "lossless": how.temperature == 0 or how.rule not in LOSSY,
+            "acceptance": how.acceptance,
+            "lossless": how.temperature == 0 or how.acceptance not in LOSSY,
             "max_new_tokens": how.max_new_tokens,
-            "tree": policy.name,
-            "num_nodes": policy.num_nodes,
+            "tree": tree.name,
+            "num_nodes": tree.num_nodes,
             "paths": [list(path) for path in paths],
             "batch_size": how.batch_size,
             "dtype": str(base.dtype).removeprefix("torch."),
@@ -330,13 +328,13 @@ def _replay(
 ) -> dict[str, Any]:
     """Hold the offline replay of a chain against the same chain decoded for real."""
     chain = policies.chain(head.depth)
-    offline = measure_offline(base, head, prompts, alone, policy=chain)
+    offline = measure_offline(base, head, prompts, alone, tree=chain)
     online = measure_online(
         base,
         head,
         prompts,
         alone,
-        policy=chain,
+        tree=chain,
         max_new_tokens=limit,
         settings=sampling,
         batch_size=8,
@@ -362,7 +360,7 @@ def _phases(
     rows = []
     for name in settings.schedule.phases:
         head = load_head(run.phases / name, base)
-        measured = measure_offline(base, head, prompts, alone, policy=policies.chain(head.depth))
+        measured = measure_offline(base, head, prompts, alone, tree=policies.chain(head.depth))
         rows.append(
             {
                 "phase": name,

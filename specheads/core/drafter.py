@@ -40,7 +40,7 @@ class Drafter(ABC):
     depth: int
     """Levels it can draft."""
 
-    taps: tuple[int, ...] = ()
+    aux_layers: tuple[int, ...] = ()
     """Base layers whose residual stream it reads: k is the stream after k layers."""
 
     def memory(self, batch: int, capacity: int) -> Memory | None:
@@ -211,8 +211,8 @@ class Head(Drafter, nn.Module, PyTorchModelHubMixin):
         """Return the rows of the base's projection that stand for what the head can draft."""
         return projection if self.draft_ids is None else projection[self.draft_ids]
 
-    def choose_taps(self, num_layers: int) -> None:
-        """Settle `taps`, where the settings leave them open; called whenever a base is at hand.
+    def choose_aux_layers(self, num_layers: int) -> None:
+        """Settle `aux_layers` where the settings leave them open; called once a base is at hand.
 
         Args:
             num_layers: Of the base.

@@ -16,7 +16,7 @@ class Features:
     hidden: Float[Tensor, "batch time width"]
     """After the base's final norm, as its vocabulary projection receives it."""
 
-    taps: Float[Tensor, "batch time tapped"] | None = None
+    aux: Float[Tensor, "batch time aux"] | None = None
     """The residual streams a head names, concatenated (EAGLE-3)."""
 
     tokens: Int[Tensor, "batch time"] | None = None
@@ -30,7 +30,7 @@ class Features:
 
         return Features(
             pick(self.hidden),
-            None if self.taps is None else pick(self.taps),
+            None if self.aux is None else pick(self.aux),
             None if self.tokens is None else self.tokens.gather(1, rows),
         )
 
@@ -38,7 +38,7 @@ class Features:
         """Return the features of these rows of the batch."""
         return Features(
             self.hidden[index],
-            None if self.taps is None else self.taps[index],
+            None if self.aux is None else self.aux[index],
             None if self.tokens is None else self.tokens[index],
         )
 
@@ -51,8 +51,8 @@ class Features:
             return torch.cat(present, dim=1) if present else None
 
         hidden = torch.cat([piece.hidden for piece in pieces], dim=1)
-        taps, tokens = [piece.taps for piece in pieces], [piece.tokens for piece in pieces]
-        return cls(hidden, join(taps), join(tokens))
+        aux, tokens = [piece.aux for piece in pieces], [piece.tokens for piece in pieces]
+        return cls(hidden, join(aux), join(tokens))
 
     def join(self, other: "Features") -> "Features":
         """Return both batches as one, the own rows first; the shorter is padded on the right."""
@@ -61,7 +61,7 @@ class Features:
             return None if own is None or new is None else stack_rows(own, new)
 
         hidden = stack_rows(self.hidden, other.hidden)
-        return Features(hidden, both(self.taps, other.taps), both(self.tokens, other.tokens))
+        return Features(hidden, both(self.aux, other.aux), both(self.tokens, other.tokens))
 
 
 def stack_rows(

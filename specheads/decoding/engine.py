@@ -35,7 +35,7 @@ class Engine:
         base: The model that decides.
         drafter: What guesses; None decodes with the base alone, in the same loop.
         tree: How drafts grow; None is a chain as deep as the drafter.
-        rule: What is kept of a verified tree: as for `generate`.
+        acceptance: What is kept of a verified tree: as for `generate`.
         max_batch: Rows decoded together; further requests wait.
         max_length: Longest text, prompt and new tokens together; None is the base's context.
             Contiguous rows and a drafter's memory are as long from the start.
@@ -51,8 +51,8 @@ class Engine:
         base: FrozenBase,
         drafter: Drafter | None = None,
         *,
-        tree: policies.Policy | None = None,
-        rule: str | rules.Rule = "match",
+        tree: policies.TreePolicy | None = None,
+        acceptance: str | rules.AcceptanceRule = "match",
         max_batch: int = 16,
         max_length: int | None = None,
         pool: BlockPool | None = None,
@@ -60,7 +60,9 @@ class Engine:
         if max_batch < 1:
             raise ValueError(f"max_batch must be at least 1, got {max_batch}")
         self.base, self.drafter, self.max_batch, self.pool = base, drafter, max_batch, pool
-        self.rule = rules.rule_named(rule) if isinstance(rule, str) else rule
+        self.acceptance = (
+            rules.acceptance_rule(acceptance) if isinstance(acceptance, str) else acceptance
+        )
         self.policy = _policy(drafter, tree)
         context = base.max_length
         self.max_length = context if max_length is None else min(max_length, context)
@@ -133,7 +135,7 @@ class Engine:
         self._admit()
         for batch in self._batches:
             with self._failing(batch.streams, batch.state.cache):
-                steps = step(self.base, self.drafter, self.policy, self.rule, batch.state)
+                steps = step(self.base, self.drafter, self.policy, self.acceptance, batch.state)
                 for stream, taken in zip(batch.streams, steps, strict=True):
                     stream.steps.append(taken)
                     stream.take(taken.tokens)
@@ -225,7 +227,7 @@ def _promised(streams: Iterable[Stream]) -> int:
     return sum(stream.num_blocks for stream in streams)
 
 
-def _policy(drafter: Drafter | None, tree: policies.Policy | None) -> policies.Policy:
+def _policy(drafter: Drafter | None, tree: policies.TreePolicy | None) -> policies.TreePolicy:
     """Return how drafts grow.
 
     Raises:

@@ -39,8 +39,8 @@ def generate(
     repetition_penalty: float = 1.0,
     seed: int = 0,
     settings: Sequence[Sampling] | None = None,
-    tree: policies.Policy | None = None,
-    rule: str | rules.Rule = "match",
+    tree: policies.TreePolicy | None = None,
+    acceptance: str | rules.AcceptanceRule = "match",
     stop_at_eos: bool = True,
     max_batch: int | None = None,
     pool: BlockPool | None = None,
@@ -64,7 +64,7 @@ def generate(
         seed: Of sampling; each prompt draws with a seed of its own that follows from this one.
         settings: All of sampling for each prompt, in place of the ones above.
         tree: How drafts grow; None is a chain as deep as the head.
-        rule: What is kept of a verified tree: "match", "rejection", "typical", or a function
+        acceptance: What is kept of a verified tree: "match", "rejection", "typical", or a function
             like those in `specheads.decoding.acceptance.rules`.
         stop_at_eos: Whether the base's end-of-text token ends a row.
         max_batch: Rows decoded together; further prompts wait until one is done. None is all.
@@ -89,7 +89,7 @@ def generate(
         base,
         head,
         tree=tree,
-        rule=rule,
+        acceptance=acceptance,
         max_batch=max(len(prompts), 1) if max_batch is None else max_batch,
         max_length=max(map(len, prompts), default=0) + max_new_tokens,
         pool=pool,

@@ -74,19 +74,19 @@ class State:
 def step(
     base: FrozenBase,
     drafter: Drafter | None,
-    policy: policies.Policy,
-    rule: rules.Rule,
+    policy: policies.TreePolicy,
+    acceptance: rules.AcceptanceRule,
     state: State,
 ) -> list[Step]:
     """Decode one step for every row and advance `state`."""
-    taps = drafter.taps if drafter is not None else ()
+    aux_layers = drafter.aux_layers if drafter is not None else ()
     if drafter is None:
         tree = policies.root_only(state.tokens, state.count)
     else:
         read = (state.features, state.tokens, state.count, state.memory)
         tree = policy.grow(drafter, *read, state.rows)
-    verified = base.verify(tree, state.cache, taps)
-    verdict = rule(tree, verified.logits, verified.ancestors, state.rows)
+    verified = base.verify(tree, state.cache, aux_layers)
+    verdict = acceptance(tree, verified.logits, verified.ancestors, state.rows)
     steps = _read(tree, verdict)
     state.cache.commit([taken.path for taken in steps])
     _advance(state, verified, verdict, steps)
@@ -146,8 +146,8 @@ def start(
     padded = padded.to(base.device)
     cache = base.cache(batch, capacity) if cache is None else cache
     memory = drafter.memory(batch, capacity) if drafter is not None else None
-    taps = drafter.taps if drafter is not None else ()
-    logits, features = base.prefill(padded, cache, counts, taps)
+    aux_layers = drafter.aux_layers if drafter is not None else ()
+    logits, features = base.prefill(padded, cache, counts, aux_layers)
     count = torch.tensor(counts, device=base.device)
     room = torch.zeros(batch, capacity - padded.shape[1], dtype=torch.long, device=base.device)
     text = torch.cat([padded, room], dim=1)

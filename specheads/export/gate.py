@@ -103,22 +103,26 @@ def look(base: FrozenBase, prompt: list[int], continuation: list[int]) -> BaseVi
     """Return what an engine has of the base on one text, in float64 on the CPU."""
     tokens = torch.tensor([prompt + continuation])
     read = base.read(tokens.to(base.device), tuple(range(base.num_layers + 1)))
-    assert read.taps is not None
+    assert read.aux is not None
 
     def wide(values: Tensor) -> Tensor:
         return values.detach().cpu().double()
 
-    streams = tuple(wide(read.taps[0]).split(base.width, dim=-1))
+    streams = tuple(wide(read.aux[0]).split(base.width, dim=-1))
     projection = wide(base.scaled_projection)
     return BaseView(streams, wide(read.hidden[0]), tokens[0], wide(base.embedding), projection)
 
 
 def guess(head: Head, view: BaseView) -> list[Guess]:
     """Return what a head of ours says on a text, as a reader does of an export."""
-    taps = torch.cat([view.streams[tap] for tap in head.taps], dim=-1)[None] if head.taps else None
+    aux = (
+        torch.cat([view.streams[layer] for layer in head.aux_layers], dim=-1)[None]
+        if head.aux_layers
+        else None
+    )
     tokens = view.tokens[None]
     ids = head.to_tokens(torch.arange(head.drafted_size))
-    states = head.states(Features(view.hidden[None], taps, tokens), tokens)
+    states = head.states(Features(view.hidden[None], aux, tokens), tokens)
     return [Guess(head.logits(state[0], level), ids) for level, state in enumerate(states)]
 
 

@@ -180,11 +180,11 @@ def _refuse_misfit(head: Head, base: FrozenBase) -> None:
 
 def _lend(head: Head, base: FrozenBase) -> None:
     """Show a head its base: the layers it may read and the tensors it may borrow."""
-    head.choose_taps(base.num_layers)
-    if max(head.taps, default=0) > base.num_layers:
+    head.choose_aux_layers(base.num_layers)
+    if max(head.aux_layers, default=0) > base.num_layers:
         raise ValueError(
-            f"the head reads the base after {max(head.taps)} layers, this base has "
-            f"{base.num_layers}; load the base it was trained on, or set other taps"
+            f"the head reads the base after {max(head.aux_layers)} layers, this base has "
+            f"{base.num_layers}; load the base it was trained on, or set other aux_layers"
         )
     head.bind(base.embedding, base.scaled_projection)
 

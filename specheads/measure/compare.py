@@ -24,7 +24,7 @@ class Arm:
     """One way of drafting."""
 
     drafter: Drafter
-    policy: policies.Policy
+    tree: policies.TreePolicy
 
 
 def compare_drafters(
@@ -52,14 +52,14 @@ def compare_drafters(
     """
     return {
         name: {
-            "tree": arm.policy.name,
-            "num_nodes": arm.policy.num_nodes,
+            "tree": arm.tree.name,
+            "num_nodes": arm.tree.num_nodes,
             **measure_online(
                 base,
                 arm.drafter,
                 prompts,
                 alone,
-                policy=arm.policy,
+                tree=arm.tree,
                 max_new_tokens=max_new_tokens,
                 settings=settings,
                 batch_size=batch_size,
@@ -107,7 +107,7 @@ def compare_speed(
             base,
             arm.drafter if arm else None,
             unit,
-            policy=arm.policy if arm else None,
+            tree=arm.tree if arm else None,
             settings=settings,
             max_new_tokens=max_new_tokens,
             stop_at_eos=True,

@@ -77,7 +77,7 @@ def guess_ranks(
     text = torch.tensor([prompt + continuation], device=base.device)
     num_roots = len(continuation) - 1
     first = len(prompt) - 1
-    features = base.read(text, head.taps)
+    features = base.read(text, head.aux_layers)
     ranks = torch.full((num_roots, head.depth), -1)
     for level, state in enumerate(head.states(features, text)):
         num_known = num_roots - level
@@ -102,7 +102,7 @@ def _ranks(head: Head, level: int, states: Tensor, answers: Tensor, width: int) 
     return torch.cat(found)
 
 
-def replay(ranks: Int[Tensor, "drafted depth"], policy: policies.Static) -> DepthCounts:
+def replay(ranks: Int[Tensor, "drafted depth"], tree: policies.Static) -> DepthCounts:
     """Walk one stored continuation as the loop would and return the loop's own integers.
 
     The first token comes from reading the prompt and is no forward. Where `room` tokens are
@@ -111,17 +111,17 @@ def replay(ranks: Int[Tensor, "drafted depth"], policy: policies.Static) -> Dept
 
     Args:
         ranks: From `guess_ranks`, at least as deep as the policy.
-        policy: The shape drafted in every step.
+        tree: The shape drafted in every step.
     """
-    paths = {(), *policy.paths}
-    inner = {path[:-1] for path in policy.paths}
-    counts = DepthCounts.zeros(policy.depth)
+    paths = {(), *tree.paths}
+    inner = {path[:-1] for path in tree.paths}
+    counts = DepthCounts.zeros(tree.depth)
     rows: list[list[int]] = ranks.tolist()
     anchor = 0
     while anchor < len(rows):
         room = len(rows) - anchor
         path: tuple[int, ...] = ()
-        while len(path) < min(room - 1, policy.depth):
+        while len(path) < min(room - 1, tree.depth):
             longer = (*path, rows[anchor][len(path)])
             if longer not in paths:
                 break
@@ -150,9 +150,9 @@ def replay_chain(
         continuations: What the base alone says after each, greedily, cut as it should be cut.
         depth: Levels of the chain.
     """
-    policy = policies.chain(depth)
+    tree = policies.chain(depth)
     return [
-        replay(guess_ranks(base, head, prompt, continuation, width=1), policy)
+        replay(guess_ranks(base, head, prompt, continuation, width=1), tree)
         for prompt, continuation in zip(prompts, continuations, strict=True)
     ]
 
@@ -176,7 +176,7 @@ def measure_offline(
     prompts: list[list[int]],
     continuations: list[list[int]],
     *,
-    policy: policies.Policy | None = None,
+    tree: policies.TreePolicy | None = None,
     progress: bool = False,
 ) -> dict[str, Any]:
     """Return the `offline` section of results.json.
@@ -186,12 +186,12 @@ def measure_offline(
         head: The head.
         prompts: Token ids.
         continuations: What the base alone says after each, greedily, cut as it should be cut.
-        policy: The tree to replay. None is a chain as deep as the head, and so is a tree that
+        tree: The tree to replay. None is a chain as deep as the head, and so is a tree that
             differs from step to step, whose shape stored ranks do not tell; `replayed` says
             which it was.
         progress: Whether to show a progress bar.
     """
-    static = policy if isinstance(policy, policies.Static) else policies.chain(head.depth)
+    static = tree if isinstance(tree, policies.Static) else policies.chain(head.depth)
     width = max([TOP, *(path[-1] + 1 for path in static.paths)])
     pairs = list(zip(prompts, continuations, strict=True))
     ranks = [

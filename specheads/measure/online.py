@@ -12,7 +12,7 @@ from specheads.core.drafter import Drafter
 from specheads.core.tree import TokenTree
 from specheads.decoding import loop
 from specheads.decoding.acceptance import accept
-from specheads.decoding.acceptance.rules import Rule, rule_named
+from specheads.decoding.acceptance.rules import AcceptanceRule, acceptance_rule
 from specheads.decoding.acceptance.sampling import GREEDY, Rows, Sampling, each_prompt
 from specheads.decoding.generate import Decoding, generate
 from specheads.decoding.trees import policies
@@ -37,14 +37,14 @@ class _Watch:
     Steps carry paths and not trees, and a tree may end where its path does.
     """
 
-    def __init__(self, rule: Rule) -> None:
-        self.rule = rule
+    def __init__(self, acceptance: AcceptanceRule) -> None:
+        self.acceptance = acceptance
         self.noted: list[Tensor] = []
 
     def __call__(
         self, tree: TokenTree, logits: Tensor, ancestors: Tensor, rows: Rows
     ) -> accept.Verdict:
-        verdict = self.rule(tree, logits, ancestors, rows)
+        verdict = self.acceptance(tree, logits, ancestors, rows)
         last = verdict.path.gather(1, verdict.count[:, None] - 1)
         self.noted.append((tree.parents == last).any(-1))
         return verdict
@@ -55,10 +55,10 @@ def decode_prompts(
     drafter: Drafter | None,
     prompts: list[list[int]],
     *,
-    policy: policies.Policy | None = None,
+    tree: policies.TreePolicy | None = None,
     max_new_tokens: int,
     settings: Sampling = GREEDY,
-    rule: str = "match",
+    acceptance: str = "match",
     batch_size: int = 1,
     stop_at_eos: bool = True,
     progress: bool = False,
@@ -69,36 +69,36 @@ def decode_prompts(
         base: The model that decides.
         drafter: What guesses; None decodes with the base alone, at exactly 1.0 a forward.
         prompts: Token ids.
-        policy: How drafts grow; None is a chain as deep as the drafter.
+        tree: How drafts grow; None is a chain as deep as the drafter.
         max_new_tokens: Limit for each prompt.
         settings: How tokens are chosen; each prompt draws with a seed of its own.
-        rule: What is kept of a tree: a name in `specheads.decoding.acceptance.rules.RULES`.
+        acceptance: What is kept of a tree: a name in `specheads.decoding.acceptance.rules.RULES`.
         batch_size: Prompts decoded together.
         stop_at_eos: Whether the base's end-of-text token ends a text.
         progress: Whether to show a progress bar.
     """
     if drafter is None:
-        policy = policies.NOTHING
-    elif policy is None:
-        policy = policies.chain(drafter.depth)
+        tree = policies.NOTHING
+    elif tree is None:
+        tree = policies.chain(drafter.depth)
     each = each_prompt(settings, len(prompts))
     starts = range(0, len(prompts), batch_size)
     decoded: list[Decoded] = []
     for start in bar(starts, "online" if drafter is not None else "base alone", progress):
-        watch = _Watch(rule_named(rule))
+        watch = _Watch(acceptance_rule(acceptance))
         out = generate(
             base,
             drafter,
             prompts[start : start + batch_size],
             max_new_tokens=max_new_tokens,
             settings=each[start : start + batch_size],
-            tree=policy,
-            rule=watch,
+            tree=tree,
+            acceptance=watch,
             stop_at_eos=stop_at_eos,
         )
         beyond = _by_row(watch, out)
         decoded += [
-            Decoded(tokens, _count(steps, followed, len(tokens), policy.depth))
+            Decoded(tokens, _count(steps, followed, len(tokens), tree.depth))
             for tokens, steps, followed in zip(out.tokens, out.steps, beyond, strict=True)
         ]
     return decoded
@@ -132,11 +132,11 @@ def measure_online(
     prompts: list[list[int]],
     alone: list[list[int]],
     *,
-    policy: policies.Policy | None = None,
+    tree: policies.TreePolicy | None = None,
     categories: Sequence[str] | None = None,
     max_new_tokens: int,
     settings: Sampling = GREEDY,
-    rule: str = "match",
+    acceptance: str = "match",
     batch_size: int = 1,
     stop_at_eos: bool = True,
     progress: bool = False,
@@ -149,11 +149,11 @@ def measure_online(
         prompts: Token ids.
         alone: What `decode_prompts` without a drafter gave each prompt, with the same limits
             and settings.
-        policy: How drafts grow; None is a chain as deep as the drafter.
+        tree: How drafts grow; None is a chain as deep as the drafter.
         categories: One name a prompt, where prompts have any.
         max_new_tokens: Limit for each prompt.
         settings: How tokens are chosen; each prompt draws with a seed of its own.
-        rule: What is kept of a tree: a name in `specheads.decoding.acceptance.rules.RULES`.
+        acceptance: What is kept of a tree: a name in `specheads.decoding.acceptance.rules.RULES`.
         batch_size: Prompts decoded together.
         stop_at_eos: Whether the base's end-of-text token ends a text.
         progress: Whether to show a progress bar.
@@ -162,10 +162,10 @@ def measure_online(
         base,
         drafter,
         prompts,
-        policy=policy,
+        tree=tree,
         max_new_tokens=max_new_tokens,
         settings=settings,
-        rule=rule,
+        acceptance=acceptance,
         batch_size=batch_size,
         stop_at_eos=stop_at_eos,
         progress=progress,
@@ -180,7 +180,7 @@ def measure_online(
         "new_tokens": total.new_tokens,
     }
     # by rejection samples are equal in law and not in letters: there is nothing to compare
-    comparable = settings.temperature == 0 or rule == "match"
+    comparable = settings.temperature == 0 or acceptance == "match"
     pairs = list(zip(prompts, decoded, alone, strict=True)) if comparable else []
     lossless = compare(base, [(prompt, one.tokens, said) for prompt, one, said in pairs])
     if settings != replace(GREEDY, seed=settings.seed):

@@ -157,7 +157,7 @@ def _sampling(settings: Mapping[str, Any]) -> Rows:
     if not settings["temperature"]:
         return []
     # results of before there were rules were all made by match
-    rule = settings.get("rule", "match")
+    rule = settings.get("acceptance", "match")
     kept = "lossless" if settings.get("lossless", True) else "LOSSY: not the base's own law"
     return [("sampling", f"temperature {settings['temperature']:g}, rule {rule} ({kept})")]
 

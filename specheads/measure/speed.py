@@ -16,7 +16,7 @@ from specheads.base.model import FrozenBase
 from specheads.core.drafter import Drafter, Features, Memory
 from specheads.core.tree import TokenTree
 from specheads.decoding.acceptance import accept
-from specheads.decoding.acceptance.rules import Rule, rule_named
+from specheads.decoding.acceptance.rules import AcceptanceRule, acceptance_rule
 from specheads.decoding.acceptance.sampling import GREEDY, Rows, Sampling, each_prompt
 from specheads.decoding.generate import generate
 from specheads.decoding.trees import policies
@@ -40,26 +40,26 @@ class Timing:
 class _Clock:
     """A rule that also notes when it is called: once in every step."""
 
-    def __init__(self, rule: Rule) -> None:
-        self.rule = rule
+    def __init__(self, acceptance: AcceptanceRule) -> None:
+        self.acceptance = acceptance
         self.ticks: list[float] = []
 
     def __call__(
         self, tree: TokenTree, logits: Tensor, ancestors: Tensor, rows: Rows
     ) -> accept.Verdict:
         self.ticks.append(time.perf_counter())
-        return self.rule(tree, logits, ancestors, rows)
+        return self.acceptance(tree, logits, ancestors, rows)
 
 
-class _Stopwatch(policies.Policy):
+class _Stopwatch(policies.TreePolicy):
     """A policy that also notes how long each of its drafts takes.
 
     It waits for the device before and after each, so what it times is not timed otherwise.
     """
 
-    def __init__(self, policy: policies.Policy, base: FrozenBase) -> None:
-        self.policy, self.base = policy, base
-        self.name, self.num_nodes, self.depth = policy.name, policy.num_nodes, policy.depth
+    def __init__(self, tree: policies.TreePolicy, base: FrozenBase) -> None:
+        self.tree, self.base = tree, base
+        self.name, self.num_nodes, self.depth = tree.name, tree.num_nodes, tree.depth
         self.seconds: list[float] = []
 
     def grow(
@@ -74,7 +74,7 @@ class _Stopwatch(policies.Policy):
         """Draft, by the clock."""
         synchronise(self.base)
         start = time.perf_counter()
-        tree = self.policy.grow(drafter, features, tokens, count, memory, rows)
+        tree = self.tree.grow(drafter, features, tokens, count, memory, rows)
         synchronise(self.base)
         self.seconds.append(time.perf_counter() - start)
         return tree
@@ -91,14 +91,14 @@ def time_generate(
     drafter: Drafter | None,
     prompts: list[list[int]],
     *,
-    policy: policies.Policy | None,
+    tree: policies.TreePolicy | None,
     settings: Sampling = GREEDY,
-    rule: str = "match",
+    acceptance: str = "match",
     max_new_tokens: int,
     stop_at_eos: bool,
 ) -> Timing:
     """Decode once, by the clock."""
-    clock = _Clock(rule_named(rule))
+    clock = _Clock(acceptance_rule(acceptance))
     synchronise(base)
     start = time.perf_counter()
     out = generate(
@@ -106,9 +106,9 @@ def time_generate(
         drafter,
         prompts,
         max_new_tokens=max_new_tokens,
-        tree=policy,
+        tree=tree,
         settings=each_prompt(settings, len(prompts)),
-        rule=clock,
+        acceptance=clock,
         stop_at_eos=stop_at_eos,
     )
     synchronise(base)
@@ -136,10 +136,10 @@ def measure_speed(
     drafter: Drafter,
     prompts: list[list[int]],
     *,
-    policy: policies.Policy | None = None,
+    tree: policies.TreePolicy | None = None,
     max_new_tokens: int,
     settings: Sampling = GREEDY,
-    rule: str = "match",
+    acceptance: str = "match",
     repetitions: int = 3,
     batch_size: int = 1,
     warmup: int = 1,
@@ -158,10 +158,10 @@ def measure_speed(
         base: The model that decides.
         drafter: What guesses.
         prompts: Token ids.
-        policy: How drafts grow; None is a chain as deep as the drafter.
+        tree: How drafts grow; None is a chain as deep as the drafter.
         max_new_tokens: Limit for each prompt.
         settings: How tokens are chosen; each prompt draws with a seed of its own.
-        rule: What is kept of a tree: a name in `specheads.decoding.acceptance.rules.RULES`.
+        acceptance: What is kept of a tree: a name in `specheads.decoding.acceptance.rules.RULES`.
         repetitions: How often everything is timed.
         batch_size: Prompts decoded together; intervals are over these batches.
         warmup: Batches decoded both ways before the clock counts.
@@ -183,9 +183,9 @@ def measure_speed(
             base,
             arm,
             unit,
-            policy=policy,
+            tree=tree,
             settings=settings,
-            rule="match" if arm is None else rule,
+            acceptance="match" if arm is None else acceptance,
             max_new_tokens=max_new_tokens,
             stop_at_eos=stop_at_eos,
         )
@@ -205,7 +205,7 @@ def measure_speed(
             pair.alone.append(run(None, unit))
     return summarise(pairs) | {
         "draft_milliseconds": _draft_milliseconds(
-            base, drafter, prompts[0], policy or policies.chain(drafter.depth), max_new_tokens
+            base, drafter, prompts[0], tree or policies.chain(drafter.depth), max_new_tokens
         ),
         "repetitions": repetitions,
         "peak_gib": peak_gib(base),
@@ -216,11 +216,11 @@ def _draft_milliseconds(
     base: FrozenBase,
     drafter: Drafter,
     prompt: list[int],
-    policy: policies.Policy,
+    tree: policies.TreePolicy,
     max_new_tokens: int,
 ) -> float:
     """Return the median time that a decode step spends drafting, greedy and one row."""
-    watch = _Stopwatch(policy, base)
+    watch = _Stopwatch(tree, base)
     generate(base, drafter, [prompt], max_new_tokens=max_new_tokens, tree=watch, stop_at_eos=False)
     return 1e3 * statistics.median(watch.seconds)
 

@@ -49,7 +49,7 @@ class JointBase:
     def read(
         self,
         tokens: Int[Tensor, "batch time"],
-        taps: tuple[int, ...],
+        aux_layers: tuple[int, ...],
         counted: Bool[Tensor, "batch time"],
         joint: Joint,
     ) -> tuple[Features, Float[Tensor, ""]]:
@@ -59,7 +59,7 @@ class JointBase:
 
         Args:
             tokens: What is read.
-            taps: Layers whose residual stream the head reads.
+            aux_layers: Layers whose residual stream the head reads.
             counted: Labels the loss covers; a row's first token is never one.
             joint: Says what is learned.
         """
@@ -69,7 +69,7 @@ class JointBase:
             # before the forward with gradients: switching off and on touches what they flow to
             with self.adapter.off():
                 aims = self.base.read(tokens).hidden[rows, places]
-        features = self.base.read(tokens, taps, gradients=True)
+        features = self.base.read(tokens, aux_layers, gradients=True)
         return features, chunked_loss(features.hidden[rows, places], aims, self._row_loss)
 
     def _row_loss(self, hidden: Tensor, aims: Tensor) -> Tensor:

@@ -59,7 +59,7 @@ class Muon(torch.optim.Muon):
         parameter.add_(update.to(parameter.dtype), alpha=-rate)
 
 
-def orthogonalize(matrix: Float[Tensor, "width tapped"]) -> Float[Tensor, "width tapped"]:
+def orthogonalize(matrix: Float[Tensor, "width aux"]) -> Float[Tensor, "width aux"]:
     """Return a matrix of the same singular vectors, with singular values of about one.
 
     About: between 0.7 and 1.2, which trains as well as exactly one and takes five products.

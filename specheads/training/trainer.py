@@ -204,7 +204,9 @@ class _Trainer:
         if phase.joint and self.tuned:
             total, values = self._joint_loss(self.tuned, phase, tokens, drawn, first)
         else:
-            loss = self._head_loss(self.base.read(tokens, self.head.taps), tokens, drawn, phase)
+            loss = self._head_loss(
+                self.base.read(tokens, self.head.aux_layers), tokens, drawn, phase
+            )
             total, values = loss.total, figures(loss)
         self.accelerator.backward(total)
         average_gradients(self.learned, self._mean)
@@ -235,7 +237,7 @@ class _Trainer:
         assert phase.joint is not None
         # dropout is drawn from the step's number, so that a resumed run draws the same
         torch.manual_seed(self._draw())
-        features, own = tuned.read(tokens, self.head.taps, drawn, phase.joint)
+        features, own = tuned.read(tokens, self.head.aux_layers, drawn, phase.joint)
         self._follow_base()
         loss = self._head_loss(features, tokens, drawn, phase)
         weight = head_weight(phase.joint, (self.at.step - first) / max(phase.steps - 1, 1))

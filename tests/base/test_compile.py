@@ -103,7 +103,7 @@ def rounds(architecture: str) -> None:
     """Decode in every way, twice, and say how many graphs there are after each time."""
     plain, base = tiny.base(architecture), copied(architecture, compile=True)
     prompts, head = tiny.prompts(), eagle(architecture)
-    drafters: list[tuple[Callable[[], Any], policies.Policy | None]] = [
+    drafters: list[tuple[Callable[[], Any], policies.TreePolicy | None]] = [
         (lambda: None, None),
         (lambda: head, policies.chain(2)),
         (lambda: oracle(plain, prompts, 31), TREE),
@@ -124,7 +124,7 @@ def test_compiled_on_a_cpu_says_what_eager_says() -> None:
     done = subprocess.run([sys.executable, "-c", run], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     first, second = map(int, done.stdout.split())
-    # rows, nodes and slots are symbols; one of them being one, full blocks and taps are cases
+    # rows, nodes and slots are symbols; one of them being one, full blocks and aux_layers are cases
     assert 0 < first <= second <= 20
 
 

@@ -46,11 +46,11 @@ def test_golden_numbers_are_reproduced(case, dtype, attention):
 
     text, positions = torch.tensor([prompts[0] + said[0]]), io["in.positions"]
     hidden = io["out.hidden_states.0"]
-    features = base.read(text, taps=(0, 2, base.num_layers))
-    assert features.taps is not None
+    features = base.read(text, aux_layers=(0, 2, base.num_layers))
+    assert features.aux is not None
     assert_golden(features.hidden[0, positions], hidden[-1])
-    taps = torch.cat([hidden[0], hidden[2], hidden[-1]], dim=-1)
-    assert_golden(features.taps[0, positions], taps)
+    aux = torch.cat([hidden[0], hidden[2], hidden[-1]], dim=-1)
+    assert_golden(features.aux[0, positions], aux)
     assert_golden(base.project(features.hidden)[0, positions], io["out.logits.0"])
 
     assert generate(base, None, prompts, max_new_tokens=len(said[0])).tokens == said
@@ -63,10 +63,10 @@ def test_verifying_gives_the_hidden_states_and_taps_that_reading_gives(architect
     cache = base.cache(batch=1, capacity=len(prompt))
     front = torch.tensor([prompt[:-4]])
     base.prefill(front, cache, [front.shape[1]])
-    seen = base.verify(chain(torch.tensor([prompt[-4:]])), cache, taps=(1, 2))
-    read = base.read(torch.tensor([prompt]), taps=(1, 2))
+    seen = base.verify(chain(torch.tensor([prompt[-4:]])), cache, aux_layers=(1, 2))
+    read = base.read(torch.tensor([prompt]), aux_layers=(1, 2))
     torch.testing.assert_close(seen.features.hidden, read.hidden[:, -4:])
-    torch.testing.assert_close(seen.features.taps, None if read.taps is None else read.taps[:, -4:])
+    torch.testing.assert_close(seen.features.aux, None if read.aux is None else read.aux[:, -4:])
     torch.testing.assert_close(seen.logits, base.project(read.hidden[:, -4:]))
 
 
@@ -177,17 +177,17 @@ def test_prompts_read_in_chunks_give_what_whole_prompts_give(architecture, chunk
         lambda *call: seen.append(call[-1]["input_ids"].shape[1]), with_kwargs=True
     )
     cache = base.cache(3, max(counts) + 1)
-    logits, features = base.prefill(padded, cache, counts, taps=(1, 2), chunk=chunk)
+    logits, features = base.prefill(padded, cache, counts, aux_layers=(1, 2), chunk=chunk)
     handle.remove()
     assert max(seen) == chunk
     assert sum(seen) == max(counts)
     assert cache.row_lengths == counts
-    assert features.taps is not None
+    assert features.aux is not None
     for row, prompt in enumerate(prompts):
-        read = base.read(torch.tensor([prompt]), taps=(1, 2))
-        assert read.taps is not None
+        read = base.read(torch.tensor([prompt]), aux_layers=(1, 2))
+        assert read.aux is not None
         torch.testing.assert_close(features.hidden[row, : len(prompt)], read.hidden[0])
-        torch.testing.assert_close(features.taps[row, : len(prompt)], read.taps[0])
+        torch.testing.assert_close(features.aux[row, : len(prompt)], read.aux[0])
         plain = base.model(input_ids=torch.tensor([prompt]), use_cache=False).logits[0, -1]
         torch.testing.assert_close(logits[row], plain)
     # what was committed goes on like the text itself

@@ -389,11 +389,13 @@ def test_candidates_of_one_request_never_copy_a_block(name, monkeypatch):
         drafter = Hybrid(drafter, PromptLookup(tiny.VOCAB, 4))
     seen: list[int] = []
 
-    def watched(tree: TokenTree, cache: PagedKVCache, taps: tuple[int, ...] = ()) -> Verification:
+    def watched(
+        tree: TokenTree, cache: PagedKVCache, aux_layers: tuple[int, ...] = ()
+    ) -> Verification:
         before = [list(row) for row in cache.blocks]
         whole = [length // blocks.block_size for length in cache.row_lengths]
         said = [full_blocks(cache, row, count) for row, count in enumerate(whole)]
-        out = verify(tree, cache, taps)
+        out = verify(tree, cache, aux_layers)
         nodes = tree.tokens.shape[1]
         for row, (old, now) in enumerate(zip(before, cache.blocks, strict=True)):
             # the blocks of the prefix stay where they are, and all candidates share as many more

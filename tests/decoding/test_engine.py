@@ -25,7 +25,7 @@ from specheads.heads.load import build_for
 from tests import tiny
 from tests.decoding.test_detokenize import PIECES, tokenizer
 
-Arm = tuple[Drafter | None, policies.Policy | None]
+Arm = tuple[Drafter | None, policies.TreePolicy | None]
 NEW = 14
 TREE = policies.Static([(0,), (1,), (0, 0)])
 
@@ -127,7 +127,7 @@ def test_rows_of_a_rule_that_tests_drafts_are_independent_of_their_neighbours():
 
     def said(number: int) -> list[list[int]]:
         engine = Engine(
-            tiny.base(), drafter, tree=Sampled((2, 1)), rule="rejection", max_batch=number
+            tiny.base(), drafter, tree=Sampled((2, 1)), acceptance="rejection", max_batch=number
         )
         streams = [engine.submit(request) for request in wanted]
         engine.run()

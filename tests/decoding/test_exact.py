@@ -11,11 +11,11 @@ from specheads.core.drafter import Drafter, Features
 from specheads.core.tree import TokenTree
 from specheads.decoding.acceptance.sampling import Rows
 from specheads.decoding.generate import Decoding, generate
-from specheads.decoding.trees.policies import Policy
+from specheads.decoding.trees.policies import TreePolicy
 from tests import tiny
 
 
-class RandomTrees(Policy):
+class RandomTrees(TreePolicy):
     """Another random tree for every row and step, about half its tokens right.
 
     Parents are uniform over the nodes before, so siblings, cousins and dead branches stand

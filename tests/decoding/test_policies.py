@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specheads.core.drafter import Drafter, Features
 from specheads.core.tree import TokenTree
-from specheads.decoding.trees.policies import NOTHING, Beam, BestFirst, Policy, Static, chain
+from specheads.decoding.trees.policies import NOTHING, Beam, BestFirst, Static, TreePolicy, chain
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 MEDUSA_TREES = ("medusa_tree_mc_sim_7b_63", "medusa_tree_vicuna_7b_stage2")
@@ -66,7 +66,7 @@ class Walker(Drafter):
         return probs
 
 
-def grow(policy: Policy, drafter: Drafter, roots: list[int]) -> TokenTree:
+def grow(policy: TreePolicy, drafter: Drafter, roots: list[int]) -> TokenTree:
     """Grow after rows that committed one position; a second one is padding."""
     tokens = torch.tensor([[root, 99] for root in roots])
     features = Features(torch.zeros(len(roots), 2, 4))

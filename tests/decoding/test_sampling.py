@@ -98,7 +98,7 @@ def test_settings_out_of_range_are_refused_in_one_line(setting, value, rule):
 
 def test_unknown_rules_and_lists_of_another_length_are_refused():
     with pytest.raises(ValueError, match="match, rejection, typical, got 'lucky'"):
-        generate(tiny.base(), None, [[1]], rule="lucky")
+        generate(tiny.base(), None, [[1]], acceptance="lucky")
     with pytest.raises(ValueError, match="got 1 for 2"):
         generate(tiny.base(), None, [[1], [2]], settings=[GREEDY])
 
@@ -143,7 +143,7 @@ def test_equal_prompts_are_answered_differently_and_again_the_same():
 
 # --- sample and match ----------------------------------------------------------------------------
 
-SHAPES: dict[str, Callable[[], policies.Policy]] = {
+SHAPES: dict[str, Callable[[], policies.TreePolicy]] = {
     "random": RandomTrees,
     "chain": lambda: policies.chain(5),
     "stopping chain": lambda: policies.chain(5, confidence=0.03),
@@ -186,7 +186,11 @@ def samples_alone(architecture: str, batch: int) -> Decoding:
 
 
 def match(
-    architecture: str, shape: str, cache: str, batch: int, rule: str | rules.Rule = "match"
+    architecture: str,
+    shape: str,
+    cache: str,
+    batch: int,
+    acceptance: str | rules.AcceptanceRule = "match",
 ) -> tuple[Decoding, Decoding]:
     """Return what a drafter that knows most of the text helps to say, and what the base says."""
     base, policy, prompts = tiny.base(architecture), SHAPES[shape](), ragged()[:batch]
@@ -200,7 +204,7 @@ def match(
         max_new_tokens=16,
         settings=chosen,
         tree=policy,
-        rule=rule,
+        acceptance=acceptance,
         pool=CACHES[cache](base),
     )
     return ours, alone
@@ -256,9 +260,9 @@ def a_draw_for_each_node(
     return accept.match(tree, drawn, ancestors)
 
 
-@pytest.mark.parametrize("rule", ["typical", a_draw_for_each_node])
-def test_a_rule_that_is_not_sample_and_match_is_caught(rule):
-    ours, alone = match("llama", "static", "contiguous", 7, rule)
+@pytest.mark.parametrize("acceptance", ["typical", a_draw_for_each_node])
+def test_a_rule_that_is_not_sample_and_match_is_caught(acceptance):
+    ours, alone = match("llama", "static", "contiguous", 7, acceptance)
     assert ours.tokens != alone.tokens
 
 
@@ -297,7 +301,7 @@ class Counting(Markov):
 
 
 def grown(
-    policy: policies.Policy, drafter: Drafter, roots: list[int], chosen: Sampling
+    policy: policies.TreePolicy, drafter: Drafter, roots: list[int], chosen: Sampling
 ) -> TokenTree:
     texts = torch.tensor(roots)[:, None]
     each = [chosen.of_prompt(place) for place in range(len(roots))]
@@ -402,7 +406,10 @@ NEAR, FAR = guesser(2, 1.0), guesser(24, 2.0)
 
 
 def chi_square(
-    rule: str | rules.Rule, tree: policies.Policy, drafter: Drafter, batches: int = 1
+    acceptance: str | rules.AcceptanceRule,
+    tree: policies.TreePolicy,
+    drafter: Drafter,
+    batches: int = 1,
 ) -> float:
     """Return how far the counts of many texts are from their law, in standard deviations.
 
@@ -417,7 +424,7 @@ def chi_square(
             [[2, 0]] * BATCH,
             max_new_tokens=NEW,
             settings=each,
-            rule=rule,
+            acceptance=acceptance,
             tree=tree,
         ).tokens
         texts = torch.tensor(said) @ (VOCAB ** torch.arange(NEW - 1, -1, -1))
@@ -430,7 +437,7 @@ def chi_square(
     return ((found / free) ** (1 / 3) - 1 + 2 / (9 * free)) / (2 / (9 * free)) ** 0.5
 
 
-COUNTED: dict[str, tuple[str, policies.Policy, Drafter]] = {
+COUNTED: dict[str, tuple[str, policies.TreePolicy, Drafter]] = {
     "match": ("match", policies.Static([(0,), (1,), (0, 0)]), NEAR),
     "rejection": ("rejection", Sampled((2, 1)), FAR),
     "rejection, stopping": ("rejection", Sampled((1, 1), confidence=0.3), NEAR),

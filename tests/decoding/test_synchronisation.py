@@ -22,7 +22,7 @@ from specheads.baselines.hybrid import Graft, Hybrid
 from specheads.baselines.prompt_lookup import PromptLookup
 from specheads.core.drafter import Drafter
 from specheads.decoding import loop
-from specheads.decoding.acceptance.rules import RULES, rule_named
+from specheads.decoding.acceptance.rules import RULES, acceptance_rule
 from specheads.decoding.acceptance.sampling import Sampling
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.product import Product
@@ -103,15 +103,18 @@ def base(meta: FrozenBase, monkeypatch: pytest.MonkeyPatch) -> FrozenBase:
 
 
 def waits(
-    base: FrozenBase, drafter: Drafter | None, policy: policies.Policy, **how: Any
+    base: FrozenBase, drafter: Drafter | None, policy: policies.TreePolicy, **how: Any
 ) -> list[tuple[str, str]]:
     """Return what a step brought from the host, after a first one that may prepare itself."""
-    settings, rule = LAWS[how.get("law", "greedy")], rule_named(how.get("rule", "match"))
+    settings, acceptance = (
+        LAWS[how.get("law", "greedy")],
+        acceptance_rule(how.get("acceptance", "match")),
+    )
     prompts = [[1, 2, 3], [4, 5, 6, 7]]
     state, _ = loop.start(base, drafter, prompts, 64, settings, how.get("cache"))
-    loop.step(base, drafter, policy, rule, state)
+    loop.step(base, drafter, policy, acceptance, state)
     with Waits() as found:
-        loop.step(base, drafter, policy, rule, state)
+        loop.step(base, drafter, policy, acceptance, state)
     return found.found
 
 
@@ -128,10 +131,10 @@ def test_no_tree_waits(base: FrozenBase, tree: str) -> None:
 
 
 @pytest.mark.parametrize("law", LAWS)
-@pytest.mark.parametrize("rule", RULES)
-def test_no_rule_and_no_law_waits(base: FrozenBase, rule: str, law: str) -> None:
+@pytest.mark.parametrize("acceptance", RULES)
+def test_no_rule_and_no_law_waits(base: FrozenBase, acceptance: str, law: str) -> None:
     head = head_on(base, "mlp_speculator")
-    assert waits(base, head, POLICIES["sampled"], rule=rule, law=law) == []
+    assert waits(base, head, POLICIES["sampled"], acceptance=acceptance, law=law) == []
 
 
 @pytest.mark.parametrize("flex", [False, True])
@@ -179,13 +182,13 @@ def test_cuda_itself_sees_no_wait(tree: str) -> None:
     head = build_for({"kind": "mlp_speculator", "depth": 3}, base).eval()
     state, _ = loop.start(base, head, [[1, 2, 3], [4, 5, 6, 7]], 64, LAWS["sampled"])
     # the first step copies what a policy prepares once
-    loop.step(base, head, POLICIES[tree], rule_named("match"), state)
+    loop.step(base, head, POLICIES[tree], acceptance_rule("match"), state)
     read = (state.features, state.tokens, state.count, state.memory)
     torch.cuda.set_sync_debug_mode("error")
     try:
         with torch.inference_mode():
             drafted = POLICIES[tree].grow(head, *read, state.rows)
             verified = base.verify(drafted, state.cache)
-            rule_named("match")(drafted, verified.logits, verified.ancestors, state.rows)
+            acceptance_rule("match")(drafted, verified.logits, verified.ancestors, state.rows)
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -230,7 +230,7 @@ def test_settings_an_engine_would_read_otherwise_are_caught(
 
 def test_layer_ids_stand_in_both_conventions(base, texts, tmp_path):
     head = make("eagle3", base)
-    assert head.taps == (2, 3, 4)
+    assert head.aux_layers == (2, 3, 4)
     export_head(head, base, "vllm", tmp_path / "out", texts[:1])
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config[eagle3.IDS] == [2, 3, 4]
@@ -253,10 +253,15 @@ def test_layer_ids_stand_in_both_conventions(base, texts, tmp_path):
             {"norm_before_residual": True},
             "norm_before_residual=True; engines that can: llama_cpp, speculators, vllm$",
         ),
-        ("eagle3", "llama_cpp", {"taps": [1, 3, 5]}, r"layers \[2, 3, 4\] .*: sglang, spec"),
-        ("eagle3", "sglang", {"taps": [0, 3, 5]}, "of which 0 is none; .*: speculators, vllm$"),
-        ("eagle3", "sglang", {"taps": [2, 3]}, "three layers"),
-        ("eagle3", "vllm", {"taps": [2, 3, 7]}, "streams end after layer 6.*: none$"),
+        ("eagle3", "llama_cpp", {"aux_layers": [1, 3, 5]}, r"layers \[2, 3, 4\] .*: sglang, spec"),
+        (
+            "eagle3",
+            "sglang",
+            {"aux_layers": [0, 3, 5]},
+            "of which 0 is none; .*: speculators, vllm$",
+        ),
+        ("eagle3", "sglang", {"aux_layers": [2, 3]}, "three layers"),
+        ("eagle3", "vllm", {"aux_layers": [2, 3, 7]}, "streams end after layer 6.*: none$"),
     ],
 )
 def test_what_an_engine_cannot_serve_is_refused_and_others_named(
@@ -354,8 +359,8 @@ def test_the_mlp_reader_gives_fms_extras_logits(tmp_path):
 def test_the_eagle3_reader_gives_speculators_logits():
     folder = GOLDEN / "eagle3_speculators_ttt"
     golden = load_file(folder / "expected.safetensors")
-    for row, taps in enumerate(golden["in.aux"]):
-        low, middle, high = taps.split(48, dim=-1)
+    for row, aux in enumerate(golden["in.aux"]):
+        low, middle, high = aux.split(48, dim=-1)
         tokens = golden["in.input_ids"][row].roll(1)
         view = view_of(low, tokens, torch.zeros(211, 48), _2=low, _4=middle, _5=high)
         for level, one in enumerate(eagle3.speculators(folder, view, 4)):

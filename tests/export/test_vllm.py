@@ -103,7 +103,7 @@ def head(kind: str) -> Head:
         # closed at first, it would stay out of sight in so short a training
         torch.nn.init.normal_(made.get_parameter("prefix.self_attn.o_proj.weight"), std=0.5)
     optimizer = torch.optim.AdamW(made.parameters(), lr=2e-3)
-    features = base().read(tokens, made.taps)
+    features = base().read(tokens, made.aux_layers)
     for _ in range(60 if kind == "eagle3" else 15):
         losses = [
             F.cross_entropy(

@@ -280,7 +280,7 @@ def test_a_head_that_remembers_refuses_a_cache_that_does_not(
 @pytest.mark.parametrize(
     ("made", "num_drafted", "message"),
     [
-        (("eagle3", {"taps": [0, 1, 2]}), DEPTH, "layout of vLLM's own"),
+        (("eagle3", {"aux_layers": [0, 1, 2]}), DEPTH, "layout of vLLM's own"),
         (("medusa", {}), DEPTH + 1, f"at most {DEPTH}"),
     ],
 )
@@ -299,9 +299,9 @@ def test_what_cannot_be_served_is_refused_in_one_line(
 
 @pytest.mark.parametrize("kind", ["hydra_heads", "eagle3"])
 def test_scattered_rows_draft_as_rows_of_their_own(kind):
-    head = build(kind, **({"taps": [0, 1, 2]} if kind == "eagle3" else {}))
+    head = build(kind, **({"aux_layers": [0, 1, 2]} if kind == "eagle3" else {}))
     tokens = torch.randint(tiny.VOCAB, (2, 12))
-    features = tiny.base().read(tokens, head.taps)
+    features = tiny.base().read(tokens, head.aux_layers)
     own, shared = head.memory(2, 32), head.memory(1, 64)
     slots = torch.randperm(63)[:32].view(2, 16) + 1
     lengths = torch.zeros(2, dtype=torch.long)

@@ -35,18 +35,18 @@ def random(base: FrozenBase, **settings) -> eagle3.Head:
     return head
 
 
-def features(taps: torch.Tensor) -> Features:
-    """Return what the base is to this head: its taps alone."""
-    return Features(taps[..., : taps.shape[-1] // 3], taps)
+def features(aux: torch.Tensor) -> Features:
+    """Return what the base is to this head: its aux alone."""
+    return Features(aux[..., : aux.shape[-1] // 3], aux)
 
 
-def chain(head: eagle3.Head, taps: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+def chain(head: eagle3.Head, aux: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """Return the logits of drafting along `tokens`, of which all but the last are committed when
     there are as many as positions, and any after that are drafted."""
-    time, batch = taps.shape[1], len(taps)
+    time, batch = aux.shape[1], len(aux)
     memory = head.memory(batch, capacity=64)
     count = torch.full((batch,), time)
-    logits, state = head.begin(features(taps), tokens[:, :time], count, memory)
+    logits, state = head.begin(features(aux), tokens[:, :time], count, memory)
     drafted = [logits]
     for node in tokens[:, time:].split(1, dim=1):
         logits, state = head.extend(state, node, torch.zeros_like(node))
@@ -88,9 +88,9 @@ def test_a_public_eagle3_grows_its_project_s_trees(
     head = loaded(CHAIN)
     head.bind(golden["in.embed_tokens"])
     policy = policies.BestFirst(num_nodes, depth=4, beam=top_k, branch=top_k)
-    taps, following = golden["in.aux"], golden["in.tokens"][:, 1:]
+    aux, following = golden["in.aux"], golden["in.tokens"][:, 1:]
     count, memory = torch.full((2,), 10), head.memory(2, capacity=16)
-    tree = policy.grow(head, features(taps), following, count, memory)
+    tree = policy.grow(head, features(aux), following, count, memory)
     assert torch.equal(tree.tokens[0], golden[f"out.tree.tokens.{search}"])
     mask = golden[f"out.tree.attn_mask.{search}"].bool()
     assert torch.equal(tree.ancestors()[0], mask)
@@ -101,8 +101,8 @@ def test_a_public_eagle3_reads_known_text_as_its_project_does(golden: dict[str, 
     head = loaded(CHAIN)
     head.bind(golden["in.embed_tokens"])
     # its states read one token further than there are features
-    taps = torch.nn.functional.pad(golden["in.aux"], (0, 0, 0, 1))
-    state = next(head.states(features(taps), golden["in.tokens"]))[:, :-1]
+    aux = torch.nn.functional.pad(golden["in.aux"], (0, 0, 0, 1))
+    state = next(head.states(features(aux), golden["in.tokens"]))[:, :-1]
     torch.testing.assert_close(
         head.logits(state, 0), golden["out.known.logits"], rtol=1e-4, atol=1e-4
     )
@@ -134,14 +134,14 @@ def test_training_time_test_is_drafting_from_every_position(norm_before_residual
     )
     time = 16
     tokens = torch.randint(base.vocab_size, (2, time), generator=torch.manual_seed(3))
-    taps = base.read(tokens, head.taps).taps
-    assert taps is not None
+    aux = base.read(tokens, head.aux_layers).aux
+    assert aux is not None
     trained = [
-        head.logits(state, level) for level, state in enumerate(head.states(features(taps), tokens))
+        head.logits(state, level) for level, state in enumerate(head.states(features(aux), tokens))
     ]
     for anchor in range(time - head.depth):
         along = tokens[:, 1 : anchor + 1 + head.depth]
-        drafted = chain(head, taps[:, : anchor + 1], along)
+        drafted = chain(head, aux[:, : anchor + 1], along)
         at_anchor = torch.stack([logits[:, anchor] for logits in trained], dim=1)
         torch.testing.assert_close(drafted, at_anchor, rtol=0, atol=1e-10)
 
@@ -153,15 +153,15 @@ def test_seven_rounds_from_ragged_anchors_are_what_training_saw():
     assert head.depth == 7
     time = 20
     tokens = torch.randint(base.vocab_size, (3, time), generator=torch.manual_seed(5))
-    taps = base.read(tokens, head.taps).taps
-    assert taps is not None
-    states = head.states(features(taps), tokens)
+    aux = base.read(tokens, head.aux_layers).aux
+    assert aux is not None
+    states = head.states(features(aux), tokens)
     trained = torch.stack([head.logits(state, k) for k, state in enumerate(states)])
     for anchors in ([0, 12, 5], [7, 1, 12], [3, 3, 0]):
         at = torch.tensor(anchors)
         longest = max(anchors) + 1
         garbage = torch.arange(longest) > at[:, None]
-        committed = features(taps[:, :longest].masked_fill(garbage[..., None], 9.0))
+        committed = features(aux[:, :longest].masked_fill(garbage[..., None], 9.0))
         following = tokens[:, 1 : longest + 1].masked_fill(garbage, 3)
         logits, state = head.begin(committed, following, at + 1, head.memory(3, capacity=32))
         drafted = [logits[:, 0]]
@@ -178,7 +178,7 @@ def test_ragged_rows_committed_bit_by_bit_draft_as_if_committed_at_once():
     base = tiny.base("llama")
     head = random(base, depth=3)
     tokens = torch.randint(base.vocab_size, (3, 13), generator=torch.manual_seed(3))
-    read = base.read(tokens, head.taps)
+    read = base.read(tokens, head.aux_layers)
     at, kept = torch.zeros(3, dtype=torch.long), torch.arange(3)
     memory = head.memory(3, capacity=16)
     for counts in ([5, 2, 3], [1, 4, 2], [3, 2]):
@@ -194,28 +194,28 @@ def test_ragged_rows_committed_bit_by_bit_draft_as_if_committed_at_once():
     together, _ = head.extend(state, node, torch.zeros_like(node))
     for place, row in enumerate(kept.tolist()):
         length = int(at[row])
-        taps = read.taps
-        assert taps is not None
+        aux = read.aux
+        assert aux is not None
         along = torch.cat([tokens[row : row + 1, 1 : length + 1], node[place : place + 1]], dim=1)
-        alone = chain(head, taps[row : row + 1, :length], along)
+        alone = chain(head, aux[row : row + 1, :length], along)
         torch.testing.assert_close(together[place], alone[0, 1:], rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(
-    ("num_layers", "taps"),
+    ("num_layers", "aux_layers"),
     [(32, (2, 16, 29)), (7, (2, 3, 4)), (6, (1, 3, 5)), (4, (1, 2, 3)), (3, (0, 1, 2))],
 )
-def test_it_reads_three_different_layers_of_any_base(num_layers: int, taps: tuple[int, ...]):
+def test_it_reads_three_different_layers_of_any_base(num_layers: int, aux_layers: tuple[int, ...]):
     head = build({"kind": "eagle3"}, width=16, vocab_size=11)
-    head.choose_taps(num_layers)
-    assert head.taps == head.config.taps == taps
+    head.choose_aux_layers(num_layers)
+    assert head.aux_layers == head.config.aux_layers == aux_layers
 
 
 def test_a_head_keeps_the_layers_it_was_trained_on(tmp_path: Path):
     base = tiny.base("llama", dtype=torch.float32)
-    build_for({"kind": "eagle3", "taps": [1, 3]}, base).save_pretrained(tmp_path)
+    build_for({"kind": "eagle3", "aux_layers": [1, 3]}, base).save_pretrained(tmp_path)
     again = load_head(tmp_path, base)
-    assert again.taps == (1, 3)
+    assert again.aux_layers == (1, 3)
     assert "embedding" not in load_file(tmp_path / "model.safetensors")
 
 
@@ -223,9 +223,9 @@ def test_a_head_keeps_the_layers_it_was_trained_on(tmp_path: Path):
     ("settings", "message"),
     [
         ({"depth": 0}, "depth >= 1, got 0"),
-        ({"taps": [3, 2]}, r"growing order, got \[3, 2\]"),
-        ({"taps": [-1, 2]}, r"growing order, got \[-1, 2\]"),
-        ({"taps": [1, 2, 4]}, "after 4 layers, this base has 3"),
+        ({"aux_layers": [3, 2]}, r"growing order, got \[3, 2\]"),
+        ({"aux_layers": [-1, 2]}, r"growing order, got \[-1, 2\]"),
+        ({"aux_layers": [1, 2, 4]}, "after 4 layers, this base has 3"),
         ({"attention_heads": 4, "key_value_heads": 3}, "got 3, 4 and 8"),
         ({"head_dim": 7}, "even number of channels"),
     ],
@@ -236,14 +236,14 @@ def test_settings_that_cannot_be_are_refused(settings: dict, message: str):
 
 
 def test_a_base_too_shallow_for_three_layers_is_refused():
-    with pytest.raises(ValueError, match=r"got \[0, 1, 1\]; set head.taps"):
-        build({"kind": "eagle3"}, width=16, vocab_size=11).choose_taps(2)
+    with pytest.raises(ValueError, match=r"got \[0, 1, 1\]; set head.aux_layers"):
+        build({"kind": "eagle3"}, width=16, vocab_size=11).choose_aux_layers(2)
 
 
 def test_what_it_needs_of_a_base_is_asked_for_by_name():
     head = build({"kind": "eagle3"}, width=16, vocab_size=11)
     hidden, tokens = torch.zeros(1, 9, 16), torch.zeros(1, 9, dtype=torch.long)
-    with pytest.raises(ValueError, match=r"taps=head\.taps"):
+    with pytest.raises(ValueError, match=r"aux_layers=head\.aux_layers"):
         next(head.states(Features(hidden), tokens))
     with pytest.raises(ValueError, match="load the head with its base"):
         next(head.states(Features(hidden, hidden.repeat(1, 1, 3)), tokens))

@@ -61,10 +61,10 @@ def make(settings: dict[str, Any], base: FrozenBase) -> Head:
 
 
 def read(
-    base: FrozenBase, taps: tuple[int, ...] = (), seed: int = 0
+    base: FrozenBase, aux_layers: tuple[int, ...] = (), seed: int = 0
 ) -> tuple[Features, torch.Tensor]:
     tokens = torch.randint(base.vocab_size, (2, TIME), generator=torch.manual_seed(seed))
-    return base.read(tokens, taps), tokens
+    return base.read(tokens, aux_layers), tokens
 
 
 def until(features: Features, time: int) -> Features:
@@ -79,7 +79,7 @@ def test_the_folder_holds_the_kinds_of_the_first_release():
 @each_case
 def test_every_parameter_learns(settings: dict, base: FrozenBase):
     head = make(settings, base)
-    features, tokens = read(base, head.taps)
+    features, tokens = read(base, head.aux_layers)
     logits = offline_logits(head, features, tokens)
     assert len(logits) == head.depth
     loss = sum(
@@ -100,7 +100,7 @@ def test_every_parameter_learns(settings: dict, base: FrozenBase):
 def test_drafting_a_chain_agrees_with_training(settings: dict, base: FrozenBase):
     """begin/extend along the true tokens give the logits that states() trains."""
     head = make(settings, base)
-    features, tokens = read(base, head.taps)
+    features, tokens = read(base, head.aux_layers)
     place = 7
     trained = [logits[:, place] for logits in offline_logits(head, features, tokens)]
     committed = until(features, place + 1)
@@ -121,7 +121,7 @@ def test_drafting_a_chain_agrees_with_training(settings: dict, base: FrozenBase)
 def test_siblings_are_drafted_from_their_own_parent(settings: dict, base: FrozenBase):
     """A level of several nodes gives each the logits it has when drafted alone."""
     head = make(settings, base)
-    features, tokens = read(base, head.taps)
+    features, tokens = read(base, head.aux_layers)
     count = torch.full((2,), TIME - 1)
     arguments = (until(features, TIME - 1), tokens[:, 1:], count)
     nodes = torch.tensor([[3, 9, 27], [4, 16, 1]])
@@ -142,7 +142,7 @@ def test_siblings_are_drafted_from_their_own_parent(settings: dict, base: Frozen
 @each_case
 def test_rows_that_join_a_batch_are_drafted_as_if_alone(settings: dict, base: FrozenBase):
     head = make(settings, base)
-    features, tokens = read(base, head.taps)
+    features, tokens = read(base, head.aux_layers)
     lengths = (5, 9)
 
     def row_alone(row: int) -> tuple[Features, torch.Tensor, Any]:
@@ -173,14 +173,14 @@ def test_rows_that_join_a_batch_are_drafted_as_if_alone(settings: dict, base: Fr
 def test_no_depth_reads_a_token_it_must_not_have_read(settings: dict, base: FrozenBase):
     """Depth k at position t has read tokens up to t + 1 + k: later ones change nothing."""
     head = make(settings, base)
-    features, tokens = read(base, head.taps)
+    features, tokens = read(base, head.aux_layers)
     before = offline_logits(head, features, tokens)
     for changed in range(2, TIME):
         other = tokens.clone()
         other[:, changed] = (other[:, changed] + 1) % base.vocab_size
         later = (torch.arange(TIME) >= changed)[:, None].double()
-        taps = None if features.taps is None else features.taps + later
-        after = offline_logits(head, Features(features.hidden + later, taps), other)
+        aux = None if features.aux is None else features.aux + later
+        after = offline_logits(head, Features(features.hidden + later, aux), other)
         for level, (old, new) in enumerate(zip(before, after, strict=True)):
             free = max(changed - 1 - level, 0)
             torch.testing.assert_close(old[:, :free], new[:, :free], rtol=0, atol=0)
@@ -196,7 +196,9 @@ def test_no_depth_reads_a_token_it_must_not_have_read(settings: dict, base: Froz
     ],
     ids=["chain", "static", "best_first"],
 )
-def test_tree_decoding_reproduces_greedy(settings: dict, policy: policies.Policy, base: FrozenBase):
+def test_tree_decoding_reproduces_greedy(
+    settings: dict, policy: policies.TreePolicy, base: FrozenBase
+):
     head = make(settings, base)
     prompts = tiny.prompts()
     ours = generate(base, head, prompts, max_new_tokens=24, tree=policy)
@@ -211,7 +213,7 @@ def test_a_saved_head_comes_back_the_same(settings: dict, base: FrozenBase, tmp_
     assert again.kind == settings["kind"]
     for name, value in head.state_dict().items():
         assert torch.equal(value, again.state_dict()[name]), name
-    features, tokens = read(tiny.base("llama", dtype=torch.float32), head.taps)
+    features, tokens = read(tiny.base("llama", dtype=torch.float32), head.aux_layers)
     for ours, theirs in zip(
         offline_logits(head, features, tokens), offline_logits(again, features, tokens), strict=True
     ):
@@ -311,7 +313,7 @@ def test_a_reduced_vocabulary_drafts_its_own_tokens_and_stays_lossless(
         policies.Beam(3, 2),
     ):
         assert generate(base, head, prompts, max_new_tokens=12, tree=policy).tokens == alone
-        features, tokens = read(base, head.taps)
+        features, tokens = read(base, head.aux_layers)
         count = torch.full((2,), TIME - 1)
         before = until(features, TIME - 1)
         tree = policy.grow(head, before, tokens[:, 1:], count, head.memory(2, 64))

@@ -248,7 +248,7 @@ def test_a_public_checkpoint_is_evaluated_and_trained_like_ours(case: str, base:
     prompts, said = [row[:6].tolist() for row in tokens], [row[6:].tolist() for row in tokens]
     measured = measure_offline(base, head, prompts, said)
     assert measured["forwards"] > 0
-    logits = offline_logits(head, base.read(tokens, head.taps), tokens)
+    logits = offline_logits(head, base.read(tokens, head.aux_layers), tokens)
     torch.stack([one.square().mean() for one in logits]).sum().backward()
     assert all(value.grad is not None for value in head.parameters())
 
@@ -265,8 +265,8 @@ def test_layer_ids_in_eagle_config_count_outputs_from_zero(tmp_path: Path):
     ids = "eagle_aux_hidden_state_layer_ids"
     del config[ids]
     (place / "config.json").write_text(json.dumps(config | {"eagle_config": {ids: [1, 3, 4]}}))
-    assert load_head(place).taps == (2, 4, 5)
+    assert load_head(place).aux_layers == (2, 4, 5)
     (place / "config.json").write_text(
         json.dumps(config | {"eagle_config": {ids: [1, 3, 4]}, ids: [1, 2, 3]})
     )
-    assert load_head(place).taps == (1, 2, 3)
+    assert load_head(place).aux_layers == (1, 2, 3)

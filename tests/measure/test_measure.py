@@ -84,7 +84,7 @@ def alone_in_the_loop() -> list[list[int]]:
 
 def online_counts(
     head: Head,
-    policy: policies.Policy | None = None,
+    policy: policies.TreePolicy | None = None,
     max_new_tokens: int = tiny.NEW_TOKENS,
     batch_size: int = 3,
 ) -> list[DepthCounts]:
@@ -92,7 +92,7 @@ def online_counts(
         tiny.base(),
         head,
         tiny.prompts(),
-        policy=policy,
+        tree=policy,
         max_new_tokens=max_new_tokens,
         batch_size=batch_size,
     )
@@ -154,7 +154,7 @@ def test_counts_do_not_depend_on_the_batch(monkeypatch):
 @pytest.mark.parametrize("limit", [5, 6, 17, tiny.NEW_TOKENS])
 def test_every_new_token_but_the_first_is_a_forward_or_an_accepted_draft(limit):
     decoded = online.decode_prompts(
-        tiny.base(), Habit(0.5), tiny.prompts(), policy=TREE, max_new_tokens=limit
+        tiny.base(), Habit(0.5), tiny.prompts(), tree=TREE, max_new_tokens=limit
     )
     for one in decoded:
         assert len(one.tokens) == limit
@@ -247,7 +247,7 @@ def test_top_k_accuracy_leaves_out_answers_beyond_the_text():
 
 def test_a_tree_that_changes_shape_is_replayed_as_a_chain_and_says_so():
     section = offline.measure_offline(
-        tiny.base(), Habit(), tiny.prompts(), alone(), policy=policies.BestFirst(6, 3)
+        tiny.base(), Habit(), tiny.prompts(), alone(), tree=policies.BestFirst(6, 3)
     )
     assert section["replayed"] == "chain"
     assert len(section["per_depth"]) == DEPTH
@@ -262,7 +262,7 @@ def measure(**settings: Any) -> dict[str, dict[str, Any]]:
 
 
 def test_speculative_output_is_the_base_alones_and_the_sections_say_so():
-    sections = measure(policy=TREE)
+    sections = measure(tree=TREE)
     assert sections["lossless"] == {
         "compared": 3,
         "identical": 3,
@@ -278,7 +278,7 @@ def test_speculative_output_is_the_base_alones_and_the_sections_say_so():
 
 
 def test_samples_are_counted_and_compared_only_where_they_are_the_base_alones():
-    def sample(seed: int, rule: str) -> dict[str, dict[str, Any]]:
+    def sample(seed: int, acceptance: str) -> dict[str, dict[str, Any]]:
         settings = Sampling(temperature=1.0, seed=seed)
         limits: dict[str, Any] = {"max_new_tokens": 16, "batch_size": 2}
         plain = online.decode_prompts(
@@ -286,7 +286,7 @@ def test_samples_are_counted_and_compared_only_where_they_are_the_base_alones():
         )
         return online.measure_online(
             tiny.base(), Habit(0.5), tiny.prompts(), [one.tokens for one in plain],
-            policy=TREE, settings=settings, rule=rule, **limits,
+            tree=TREE, settings=settings, acceptance=acceptance, **limits,
         )  # fmt: skip
 
     sections = sample(3, "match")
@@ -298,7 +298,7 @@ def test_samples_are_counted_and_compared_only_where_they_are_the_base_alones():
 
 
 def test_best_first_trees_are_counted_like_any_other():
-    section = measure(policy=policies.BestFirst(8, 3, beam=2, branch=3))["online"]
+    section = measure(tree=policies.BestFirst(8, 3, beam=2, branch=3))["online"]
     accepted = [row["accepted"] for row in section["per_depth"]]
     assert section["new_tokens"] == section["forwards"] + sum(accepted)
     assert accepted == sorted(accepted, reverse=True)
@@ -394,7 +394,7 @@ def choose(noise: float, timer) -> trees.Choice:
 
 def test_a_better_head_gets_a_deeper_tree():
     good, poor = choose(0.0, dear), choose(20.0, dear)
-    assert good.policy.depth > poor.policy.depth
+    assert good.tree.depth > poor.tree.depth
 
 
 def test_dearer_nodes_make_a_smaller_tree():
@@ -404,7 +404,7 @@ def test_dearer_nodes_make_a_smaller_tree():
     def costly(policies):
         return [float(policy.num_nodes) for policy in policies]
 
-    sizes = [choose(1.0, timer).policy.num_nodes for timer in (free, dear, costly)]
+    sizes = [choose(1.0, timer).tree.num_nodes for timer in (free, dear, costly)]
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] > sizes[2] == 2
 
@@ -417,7 +417,7 @@ def test_the_table_holds_every_candidate_and_marks_the_fastest():
     assert [row["depth"] for row in chains] == [1, 2, 3, 4]
     (chosen,) = [row for row in choice.table if row["chosen"]]
     assert chosen["speedup"] == max(row["speedup"] for row in choice.table[1:])
-    assert policies.Static(chosen["paths"]).paths == choice.policy.paths
+    assert policies.Static(chosen["paths"]).paths == choice.tree.paths
 
 
 def test_proposed_trees_are_those_the_text_follows_furthest():
@@ -503,14 +503,14 @@ def results() -> dict:
         "settings": {"temperature": 0.0, "tree": "static", "num_nodes": 9, "batch_size": 1}
         | {"dtype": "float64", "device": "cpu", "seed": 0}
         | limits,
-        "offline": offline.measure_offline(tiny.base(), head, prompts, texts, policy=TREE),
+        "offline": offline.measure_offline(tiny.base(), head, prompts, texts, tree=TREE),
         "speed": speed.measure_speed(
-            tiny.base(), head, prompts, policy=TREE, repetitions=1, **limits
+            tiny.base(), head, prompts, tree=TREE, repetitions=1, **limits
         ),
         "provenance": {},
         "tree_candidates": choose(1.0, dear).table,
         "phases": [{"phase": "corpus", "tokens_per_forward": 1.25}],
-    } | online.measure_online(tiny.base(), head, prompts, texts, policy=TREE, **limits)
+    } | online.measure_online(tiny.base(), head, prompts, texts, tree=TREE, **limits)
 
 
 def with_speed(speedup: float, low: float, high: float) -> dict:

@@ -9,7 +9,7 @@ from specheads.core.tree import TokenTree
 from specheads.decoding.acceptance import accept
 from specheads.decoding.acceptance.sampling import Rows
 
-Rule = Callable[
+AcceptanceRule = Callable[
     [TokenTree, Float[Tensor, "batch node vocab"], Bool[Tensor, "batch node node"], Rows],
     accept.Verdict,
 ]
@@ -48,12 +48,12 @@ def typical(tree: TokenTree, logits: Tensor, ancestors: Tensor, rows: Rows) -> a
     return accept.typical(tree, rows.tree_law(tree, logits, ancestors), ancestors)
 
 
-RULES: dict[str, Rule] = {"match": match, "rejection": rejection, "typical": typical}
+RULES: dict[str, AcceptanceRule] = {"match": match, "rejection": rejection, "typical": typical}
 LOSSY = ("typical",)
 """Rules whose output does not have the law that was asked for."""
 
 
-def rule_named(name: str) -> Rule:
+def acceptance_rule(name: str) -> AcceptanceRule:
     """Return the rule of this name.
 
     Raises:

@@ -8,7 +8,7 @@ from specheads.decoding.trees.sampled import Sampled
 KINDS = ("tuned", "chain", "static", "best_first", "beam", "product", "sampled")
 
 
-def fixed_policy(settings: Tree, head_depth: int) -> policies.Policy | None:
+def fixed_policy(settings: Tree, head_depth: int) -> policies.TreePolicy | None:
     """Return the policy that was asked for; None where it is to be picked by measurement.
 
     Args:

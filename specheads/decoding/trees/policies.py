@@ -14,7 +14,7 @@ from specheads.decoding.trees.early_stop import Stop, share
 from specheads.decoding.trees.static_shape import Shape
 
 
-class Policy(ABC):
+class TreePolicy(ABC):
     """Grows one tree a row from a drafter, level by level."""
 
     name: str
@@ -39,7 +39,7 @@ class Policy(ABC):
         """
 
 
-class Static(Policy):
+class Static(TreePolicy):
     """The same shape in every step: each path names the ranks of the guesses along it.
 
     `((0,), (1,), (0, 0))` drafts the two best next tokens and the best token after the first.
@@ -107,7 +107,7 @@ class Static(Policy):
         return shaped(drafted, shape, stop)
 
 
-class BestFirst(Policy):
+class BestFirst(TreePolicy):
     """The nodes the drafter itself believes in most, under a budget: EAGLE-2 and OPT-Tree.
 
     A node's score is the probability of its path. Each level expands the `beam` best nodes
@@ -173,7 +173,7 @@ class BestFirst(Policy):
         return _prune(root, drafted, parents, scores, self.num_nodes)
 
 
-class Beam(Policy):
+class Beam(TreePolicy):
     """The `width` best paths of every length, each level continuing those of the level above.
 
     What ReDrafter drafts with. Every path that was ever among the best stays in the tree, also

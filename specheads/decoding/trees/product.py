@@ -10,10 +10,10 @@ from torch import Tensor
 from specheads.core.drafter import Drafter, Features, Memory
 from specheads.core.tree import TokenTree, from_paths
 from specheads.decoding.acceptance.sampling import Rows
-from specheads.decoding.trees.policies import Policy
+from specheads.decoding.trees.policies import TreePolicy
 
 
-class Product(Policy):
+class Product(TreePolicy):
     """The best complete paths among all products of the best guesses of each level.
 
     Every node of a level is continued, so the drafter reads the whole product. Paths enter the

@@ -12,10 +12,10 @@ from specheads.core.drafter import Drafter, Features, Memory
 from specheads.core.tree import Drawn, TokenTree
 from specheads.decoding.acceptance.sampling import Rows
 from specheads.decoding.trees.early_stop import Stop, share
-from specheads.decoding.trees.policies import Policy, Static, first_node, shaped
+from specheads.decoding.trees.policies import Static, TreePolicy, first_node, shaped
 
 
-class Sampled(Policy):
+class Sampled(TreePolicy):
     """Tokens drawn from the drafter's own law, without replacement: what rejection tests.
 
     Every node of a level has the same number of children; `(1, 1, 1)` is the chain of

@@ -14,7 +14,7 @@ from specheads.heads.kinds.eagle3 import Head as Eagle3
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 PLAIN_RESIDUAL: dict[str, Collection[Any] | None] = {
-    **dict.fromkeys(("depth", "taps", "attention_heads", "key_value_heads", "head_dim")),
+    **dict.fromkeys(("depth", "aux_layers", "attention_heads", "key_value_heads", "head_dim")),
     **dict.fromkeys(("inner_dim", "rope_theta", "epsilon", "draft_tokens")),
     "norm_before_residual": (False,),
 }
@@ -23,19 +23,21 @@ PLAIN_RESIDUAL: dict[str, Collection[Any] | None] = {
 SETTINGS: dict[str, Collection[Any] | None] = PLAIN_RESIDUAL | {"norm_before_residual": None}
 
 
-def hidden_tap(head: Head, base: FrozenBase) -> str:
+def hidden_layers_only(head: Head, base: FrozenBase) -> str:
     """Return why engines cannot hand on the layers this head reads; empty where they can."""
-    if max(head.taps) < base.num_layers:
+    if max(head.aux_layers) < base.num_layers:
         return ""
     # the last one is the final norm's output here, and no residual stream
-    return f"streams end after layer {base.num_layers - 1}, taps are {list(head.taps)}"
+    return f"streams end after layer {base.num_layers - 1}, aux_layers are {list(head.aux_layers)}"
 
 
-def embedding_tap(head: Head, base: FrozenBase) -> str:
+def layer_outputs_only(head: Head, base: FrozenBase) -> str:
     """Return why an engine that counts outputs of layers cannot hand on the embedding."""
-    if min(head.taps) > 0:
-        return hidden_tap(head, base)
-    return f"it hands on outputs of layers, taps are {list(head.taps)}, of which 0 is none"
+    if min(head.aux_layers) > 0:
+        return hidden_layers_only(head, base)
+    return (
+        f"it hands on outputs of layers, aux_layers are {list(head.aux_layers)}, of which 0 is none"
+    )
 
 
 def layer(head: Head, base: FrozenBase) -> dict[str, Any]:
@@ -70,8 +72,8 @@ def config(head: Head, base: FrozenBase) -> dict[str, Any]:
     and vLLM only if the first is missing, the output of layer k, counted from zero.
     """
     nested: dict[str, Any] = {"use_aux_hidden_state": True, "norm_before_fc": False}
-    if min(head.taps) > 0:
-        nested[IDS] = [tap - 1 for tap in head.taps]
+    if min(head.aux_layers) > 0:
+        nested[IDS] = [tap - 1 for tap in head.aux_layers]
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         **layer(head, base),
@@ -81,8 +83,8 @@ def config(head: Head, base: FrozenBase) -> dict[str, Any]:
         "norm_before_fc": False,
         "fc_norm": False,
         "norm_output": False,
-        IDS: list(head.taps),
-        "num_aux_hidden_states": len(head.taps),
+        IDS: list(head.aux_layers),
+        "num_aux_hidden_states": len(head.aux_layers),
         "eagle_config": nested,
         "torch_dtype": str(next(head.parameters()).dtype).removeprefix("torch."),
     }

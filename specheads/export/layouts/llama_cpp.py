@@ -27,9 +27,9 @@ def write(head: Head, base: FrozenBase, out: Path) -> Folder:
 def objection(head: Head, base: FrozenBase) -> str:
     """Return why it would read other layers than this head; empty where it would not."""
     fixed = [2, base.num_layers // 2, base.num_layers - 3]
-    if list(head.taps) == fixed:
+    if list(head.aux_layers) == fixed:
         return ""
-    return f"it reads layers {fixed} of this base whatever the head says, taps are {[*head.taps]}"
+    return f"it always reads layers {fixed} of this base, the head's are {list(head.aux_layers)}"
 
 
 LAYOUTS = {
@@ -40,6 +40,6 @@ LAYOUTS = {
         "layout",
         "as its converter (0274f0fc) reads it",
         objection,
-        "taps 2, n // 2 and n - 3 only",
+        "aux_layers 2, n // 2 and n - 3 only",
     )
 }

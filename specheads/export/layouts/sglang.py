@@ -25,9 +25,9 @@ def write(head: Head, base: FrozenBase, out: Path) -> Folder:
 
 def objection(head: Head, base: FrozenBase) -> str:
     """Return why it cannot read this head's layers; empty where it can."""
-    if len(head.taps) != 3:
-        return f"it reads three layers, taps are {list(head.taps)}"
-    return _eagle3.embedding_tap(head, base)
+    if len(head.aux_layers) != 3:
+        return f"it reads three layers, aux_layers are {list(head.aux_layers)}"
+    return _eagle3.layer_outputs_only(head, base)
 
 
 LAYOUTS = {
@@ -38,6 +38,6 @@ LAYOUTS = {
         "layout",
         "as SGLang 0.5.23's sources read it",
         objection,
-        "three taps, none of them 0",
+        "three aux_layers, none of them 0",
     )
 }

@@ -58,7 +58,7 @@ LAYOUTS = {
         _eagle3.SETTINGS,
         "run",
         "by vLLM 0.32.0 on a CPU (`make vllm`); 0.33 by its sources",
-        _eagle3.hidden_tap,
-        "taps below the last layer",
+        _eagle3.hidden_layers_only,
+        "aux_layers below the last layer",
     )
 }

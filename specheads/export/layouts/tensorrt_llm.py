@@ -21,7 +21,7 @@ def write(head: Head, base: FrozenBase, out: Path) -> Folder:
             "decoding_type": "Eagle3",
             "max_draft_len": head.depth,
             "speculative_model": str(out),
-            "eagle3_layers_to_capture": [tap - 1 for tap in head.taps],
+            "eagle3_layers_to_capture": [tap - 1 for tap in head.aux_layers],
         }
     }
     line = (
@@ -44,7 +44,7 @@ LAYOUTS = {
         _eagle3.PLAIN_RESIDUAL,
         "layout",
         "as its sources (00679c66) read it",
-        _eagle3.embedding_tap,
+        _eagle3.layer_outputs_only,
         "no tap 0",
     )
 }

@@ -60,8 +60,8 @@ LAYOUTS = {
         _eagle3.SETTINGS,
         "run",
         "natively, in vLLM 0.32.0 on a CPU (`make vllm`); 0.33 by its sources",
-        _eagle3.hidden_tap,
-        "taps below the last layer",
+        _eagle3.hidden_layers_only,
+        "aux_layers below the last layer",
     ),
     "medusa": Layout(write_plugin, medusa.own, _own.SETTINGS["medusa"], "run", NOTE),
     "mlp_speculator": Layout(

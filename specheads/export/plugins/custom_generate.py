@@ -75,7 +75,10 @@ output = model.generate(
 
 
 def custom_generate(
-    head: Drafter, *, tree: policies.Policy | None = None, rule: str | rules.Rule = "match"
+    head: Drafter,
+    *,
+    tree: policies.TreePolicy | None = None,
+    acceptance: str | rules.AcceptanceRule = "match",
 ) -> Callable[..., Generated]:
     """Return what `model.generate(..., custom_generate=...)` calls in place of its own loop.
 
@@ -86,7 +89,7 @@ def custom_generate(
     Args:
         head: What guesses. It moves to the device and dtype of the model it is called with.
         tree: How drafts grow; None is a chain as deep as the head.
-        rule: What is kept of a verified tree: as for `specheads.generate`.
+        acceptance: What is kept of a verified tree: as for `specheads.generate`.
     """
 
     def decode(
@@ -105,7 +108,7 @@ def custom_generate(
             # every time: the model may have moved, or it may be another one
             with torch.inference_mode(False):
                 fit(head, base)
-        rows = _decode(base, head, tree, rule, call, input_ids)
+        rows = _decode(base, head, tree, acceptance, call, input_ids)
         width = max(map(len, rows))
         padded = [row + [call.pad_id] * (width - len(row)) for row in rows]
         text = torch.cat([input_ids, torch.tensor(padded, device=input_ids.device)], dim=1)
@@ -143,15 +146,17 @@ def _base(model: PreTrainedModel) -> FrozenBase:
 def _decode(
     base: FrozenBase,
     head: Drafter,
-    tree: policies.Policy | None,
-    rule: str | rules.Rule,
+    tree: policies.TreePolicy | None,
+    acceptance: str | rules.AcceptanceRule,
     call: Call,
     input_ids: Int[Tensor, "batch time"],
 ) -> list[list[int]]:
     """Return the new tokens of each row."""
     refuse_unfit(base, call.prompts, call.max_new_tokens)
     batch, longest = len(call.prompts), max(map(len, call.prompts)) + call.max_new_tokens
-    engine = Engine(base, head, tree=tree, rule=rule, max_batch=batch, max_length=longest)
+    engine = Engine(
+        base, head, tree=tree, acceptance=acceptance, max_batch=batch, max_length=longest
+    )
     requests = [
         Request(
             prompt=prompt,

@@ -281,7 +281,7 @@ def _borrowed(target: torch.nn.Module) -> tuple[Tensor, Tensor]:
 
 
 def _refuse(head: Head, num_drafted: int, embedding: Tensor) -> None:
-    if head.taps:
+    if head.aux_layers:
         raise ValueError(
             f"the plug-in shows heads the last hidden state only, and {head.kind} reads earlier "
             "layers; export it with engine=vllm, which has a layout of vLLM's own for it"

@@ -100,8 +100,8 @@ def _draft(
     need(config, vocab_size=len(base.embedding))
     if min(ids) < 0 or max(ids) >= len(base.streams) - 1:
         raise ValueError(f"layers {list(ids)} are not among those an engine hands on")
-    tapped = torch.cat([base.streams[one] for one in ids], dim=-1)
-    stream = tapped @ stored.take("fc.weight", width, tapped.shape[1]).T
+    aux = torch.cat([base.streams[one] for one in ids], dim=-1)
+    stream = aux @ stored.take("fc.weight", width, aux.shape[1]).T
     embedding = base.embedding
     if "speculators_model_type" in config:
         embedding = stored.take("embed_tokens.weight", *embedding.shape)

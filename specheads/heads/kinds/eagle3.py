@@ -30,7 +30,7 @@ class Config:
     depth: int = 7
     """Levels it drafts, and steps of its training-time test."""
 
-    taps: Sequence[int] = ()
+    aux_layers: Sequence[int] = ()
     """Base layers it reads, in growing order: k is the residual stream after k layers. Empty
     takes 2, n // 2 and n - 3 of n, as serving engines do, and others in a base too shallow."""
 
@@ -59,13 +59,14 @@ class Config:
     """Tokens it can draft, the most frequent ones of the training text. Zero is all."""
 
     def __post_init__(self) -> None:
-        self.taps = tuple(self.taps)
+        self.aux_layers = tuple(self.aux_layers)
         if self.depth < 1:
             raise ValueError(f"eagle3 needs depth >= 1, got {self.depth}")
         # serving engines read the list as a sorted set
-        if list(self.taps) != sorted({abs(tap) for tap in self.taps}):
+        if list(self.aux_layers) != sorted({abs(layer) for layer in self.aux_layers}):
             raise ValueError(
-                f"eagle3 needs taps in growing order, got {list(self.taps)}; set head.taps"
+                f"eagle3 needs aux_layers in growing order, got {list(self.aux_layers)}; "
+                "set head.aux_layers"
             )
 
 
@@ -79,8 +80,8 @@ class Head(BaseHead):
 
     def __init__(self, config: Config, width: int, vocab_size: int) -> None:
         super().__init__(config, width, vocab_size)
-        self.depth, self.taps = config.depth, tuple(config.taps)
-        self.fc = nn.Linear((len(self.taps) or NUM_TAPS) * width, width, bias=False)
+        self.depth, self.aux_layers = config.depth, tuple(config.aux_layers)
+        self.fc = nn.Linear((len(self.aux_layers) or NUM_TAPS) * width, width, bias=False)
         num_heads = config.attention_heads or max(1, width // 64)
         num_shared = config.key_value_heads or num_heads
         head_dim = config.head_dim or width // num_heads
@@ -95,13 +96,13 @@ class Head(BaseHead):
         self.lm_head = nn.Linear(width, self.drafted_size, bias=False)
         self.embedding: Tensor | None = None
 
-    def choose_taps(self, num_layers: int) -> None:
+    def choose_aux_layers(self, num_layers: int) -> None:
         """Take the published layers, or three spread out where those would not be different."""
-        if not self.taps:
+        if not self.aux_layers:
             first, end = (2, 3) if num_layers >= 7 else (int(num_layers > 3), 1)
-            taps = (first, num_layers // 2, num_layers - end)
-            self.config = replace(self.config, taps=taps)
-            self.taps = taps
+            aux_layers = (first, num_layers // 2, num_layers - end)
+            self.config = replace(self.config, aux_layers=aux_layers)
+            self.aux_layers = aux_layers
 
     def initialise(self, embedding: Tensor, projection: Tensor) -> None:
         """Start the vocabulary projection from the base's own."""
@@ -169,9 +170,11 @@ class Head(BaseHead):
         return self.logits(self.norm(branch.hidden), branch.path.shape[4]), branch
 
     def _fuse(self, features: Features) -> Tensor:
-        if features.taps is None:
-            raise ValueError("eagle3 reads taps, got none; read the base with taps=head.taps")
-        return self.fc(features.taps)
+        if features.aux is None:
+            raise ValueError(
+                "eagle3 reads aux_layers, got none; read the base with aux_layers=head.aux_layers"
+            )
+        return self.fc(features.aux)
 
     def _embed(self, tokens: Tensor) -> Tensor:
         if self.embedding is None:
@@ -237,7 +240,7 @@ def _own_config(settings: dict[str, Any]) -> Config:
     drafted = settings.get("draft_vocab_size") or 0
     return Config(
         depth=proposal.get("speculative_tokens") or Config().depth,
-        taps=tuple(sorted(set(settings.get(IDS) or ()))),
+        aux_layers=tuple(sorted(set(settings.get(IDS) or ()))),
         attention_heads=settings["num_attention_heads"],
         key_value_heads=settings.get("num_key_value_heads") or 0,
         head_dim=settings.get("head_dim") or 0,

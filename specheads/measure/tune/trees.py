@@ -27,7 +27,7 @@ SIZES = (4, 6, 8, 12, 16)
 WIDTH = 8
 """Guesses a node may have as children."""
 
-Timer = Callable[[Sequence[policies.Policy]], list[float]]
+Timer = Callable[[Sequence[policies.TreePolicy]], list[float]]
 """Seconds of one decode step with each policy, in order."""
 
 
@@ -35,7 +35,7 @@ Timer = Callable[[Sequence[policies.Policy]], list[float]]
 class Choice:
     """The tree that decodes fastest on this machine, and what it was chosen among."""
 
-    policy: policies.Static
+    tree: policies.Static
     table: list[dict[str, Any]]
     """One row a candidate, JSON-able; the first is the base alone, for comparison only."""
 
@@ -81,26 +81,24 @@ def pick_tree(
         timer = _step_timer(base, head, prompts, max_new_tokens, progress)
     base_seconds, *seconds = timer([policies.NOTHING, *candidates])
     table = [_row(policies.NOTHING, 1.0, 1.0)]
-    for policy, step in zip(candidates, seconds, strict=True):
-        counts = [replay(rows, policy) for rows in judged]
-        tokens = DepthCounts.total(counts, policy.depth).tokens_per_forward
-        table.append(_row(policy, tokens, step / base_seconds))
+    for tree, step in zip(candidates, seconds, strict=True):
+        counts = [replay(rows, tree) for rows in judged]
+        tokens = DepthCounts.total(counts, tree.depth).tokens_per_forward
+        table.append(_row(tree, tokens, step / base_seconds))
     best = max(range(len(candidates)), key=lambda place: table[place + 1]["speedup"])
     table[best + 1]["chosen"] = True
     return Choice(candidates[best], table)
 
 
-def _row(
-    policy: policies.Static, tokens_per_forward: float, step_overhead: float
-) -> dict[str, Any]:
+def _row(tree: policies.Static, tokens_per_forward: float, step_overhead: float) -> dict[str, Any]:
     return {
-        "tree": policy.name,
-        "num_nodes": policy.num_nodes,
-        "depth": policy.depth,
+        "tree": tree.name,
+        "num_nodes": tree.num_nodes,
+        "depth": tree.depth,
         "tokens_per_forward": tokens_per_forward,
         "step_overhead": step_overhead,
         "speedup": tokens_per_forward / step_overhead,
-        "paths": [list(path) for path in policy.paths],
+        "paths": [list(path) for path in tree.paths],
         "chosen": False,
     }
 
@@ -128,7 +126,7 @@ def propose(ranks: list[Tensor], depth: int, sizes: Sequence[int]) -> list[polic
             proposed again.
     """
     chains = [policies.chain(length) for length in range(1, depth + 1)]
-    known = {policy.paths for policy in chains}
+    known = {tree.paths for tree in chains}
     trees = []
     # a path is never more frequent than its beginning, so the most frequent paths are a tree,
     # and no other tree of that size is followed further on this text
@@ -158,7 +156,7 @@ def count_paths(ranks: list[Tensor]) -> Counter[tuple[int, ...]]:
 def _step_timer(
     base: FrozenBase, head: Head, prompts: list[list[int]], max_new_tokens: int, progress: bool
 ) -> Timer:
-    def timer(policies: Sequence[policies.Policy]) -> list[float]:
+    def timer(policies: Sequence[policies.TreePolicy]) -> list[float]:
         return time_steps(
             base, head, prompts, policies, max_new_tokens=max_new_tokens, progress=progress
         )
@@ -171,7 +169,7 @@ def time_steps(
     base: FrozenBase,
     head: Head,
     prompts: list[list[int]],
-    policies: Sequence[policies.Policy],
+    policies: Sequence[policies.TreePolicy],
     *,
     max_new_tokens: int = 64,
     num_steps: int = 36,
@@ -191,7 +189,7 @@ def time_steps(
         num_steps: Steps timed of each policy, at least.
         progress: Whether to show a progress bar.
     """
-    deepest = max(policy.depth for policy in policies)
+    deepest = max(tree.depth for tree in policies)
     # the first step after a prompt is not timed: it reads the whole prompt's features
     each = max(max_new_tokens // (deepest + 1), 2) - 1
     rounds = [prompts[turn % len(prompts)] for turn in range(-(-num_steps // each))]
@@ -199,15 +197,15 @@ def time_steps(
     for prompt in bar(rounds, "step times", progress):
         capacity = len(prompt) + (each + 1) * (deepest + 1) + max(p.num_nodes for p in policies)
         runs = [
-            (policy, drafter, loop.start(base, drafter, [prompt], capacity)[0])
-            for policy in policies
-            for drafter in [head if policy.depth else None]
+            (tree, drafter, loop.start(base, drafter, [prompt], capacity)[0])
+            for tree in policies
+            for drafter in [head if tree.depth else None]
         ]
         for turn in range(each + 1):
-            for place, (policy, drafter, state) in enumerate(runs):
+            for place, (tree, drafter, state) in enumerate(runs):
                 synchronise(base)
                 start = time.perf_counter()
-                loop.step(base, drafter, policy, rules.match, state)
+                loop.step(base, drafter, tree, rules.match, state)
                 synchronise(base)
                 if turn > 0:
                     seconds[place].append(time.perf_counter() - start)

@@ -1,0 +1,170 @@
+"""Settings of each command. Hydra fills these; nothing else does."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from specheads.config.parts import Base, Data, Evaluation, Schedule, Tracker, Tree
+
+
+@dataclass(kw_only=True, slots=True)
+class Train:
+    """`specheads train`."""
+
+    name: str
+    """Of the run."""
+
+    run_dir: str = "runs/${name}"
+    """Where it lies."""
+
+    seed: int = 0
+    """Of initialisation, shuffling and sampling."""
+
+    base: Base
+    head: dict[str, Any]
+    """`kind` and that kind's own settings."""
+
+    init: str = ""
+    """Folder or Hub id of a head of that kind, ours or public, to start from; its own settings
+    count then, and not those of `head`. Empty starts anew."""
+
+    data: Data
+    schedule: Schedule
+    tree: Tree
+    tracker: Tracker
+    evaluation: Evaluation
+
+    log_every: int = 10
+    """Steps between two lines of metrics.jsonl."""
+
+    checkpoint_every: int = 0
+    """Steps between two checkpoints. Zero writes them at the end of each phase only."""
+
+    evaluate_after: bool = True
+    """Whether evaluate follows."""
+
+    dry_run: bool = False
+    """Print the resolved settings and stop."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Evaluate:
+    """`specheads evaluate`."""
+
+    run: str = ""
+    """A run directory; or name head and base."""
+
+    head_path: str = ""
+    """Folder or Hub id of a head; `head=` on the command line."""
+
+    base: Base
+    data: Data
+    """Whose validation text a tuned tree is picked on, for a head without a run."""
+    tree: Tree
+    evaluation: Evaluation
+    out: str = ""
+    """Where the report goes. Empty is the run's own report/."""
+
+    record: str = ""
+    """A recipe folder whose results.json is to be replaced by what was measured."""
+
+    seed: int = 0
+
+
+@dataclass(kw_only=True, slots=True)
+class Compare:
+    """`specheads compare`."""
+
+    run: str = ""
+    """A finished run's directory."""
+
+    drafters: list[str] = field(default_factory=list)
+    """Of head, prompt_lookup, hybrid, streaming and draft_model. Empty is all, draft_model only
+    where one is named."""
+
+    draft_model: str = ""
+    """Folder or Hub id of a smaller model that shares the base's vocabulary. Empty is none."""
+
+    draft_depth: int = 4
+    """Tokens that streaming and draft_model draft: a chain."""
+
+    copied_tokens: int = 10
+    """Tokens that prompt lookup copies at most, alone and in the hybrid's tree."""
+
+    max_ngram: int = 3
+    """Longest suffix that prompt lookup looks for."""
+
+    sinks: int = 4
+    """First tokens of a text that streaming sees."""
+
+    window: int = 60
+    """Recent tokens that streaming sees; as many as the context make its draft the base's own."""
+
+    tree: Tree
+    """The head's, alone and in the hybrid."""
+    evaluation: Evaluation
+    out: str = ""
+    """Where compare.json goes. Empty is the run's own report/."""
+
+    seed: int = 0
+
+
+@dataclass(kw_only=True, slots=True)
+class Export:
+    """`specheads export`."""
+
+    run: str = ""
+    """A run directory; or name head and base."""
+
+    head_path: str = ""
+    """Folder or Hub id of a head; `head=` on the command line."""
+
+    base: Base
+    """Of a head without a run. Its name is what the engine will load, so a Hub id travels best."""
+
+    engine: str = ""
+    """Whose layout: a module of specheads/export/layouts."""
+
+    out: str = ""
+    """The new folder."""
+
+    prompts: str = ""
+    """On which head and export must draft alike: a name or a .jsonl file. Empty is the run's own,
+    or python_stdlib."""
+
+    num_prompts: int = 8
+    """Prompts used."""
+
+    prompt_tokens: int = 64
+    """Tokens of each, at most."""
+
+    new_tokens: int = 64
+    """Tokens that the base says after each."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Push:
+    """`specheads push`. Tokens are huggingface_hub's own matter: there is no setting for them."""
+
+    run: str = ""
+    """A finished run's directory."""
+
+    repo: str = ""
+    """USER/NAME on the Hub; made where it is missing."""
+
+    private: bool | None = None
+    """Whether only its owner sees it. None leaves a repository as it is, and makes a public one."""
+
+    gated: str = ""
+    """Whether others have to ask for the files: false, auto or manual. Empty leaves it as it is."""
+
+    base_repo: str = ""
+    """Hub id under which others find the base. Empty is what the run loaded, where that is one."""
+
+    licence: str = "unknown"
+    """Of the head, as the Hub writes it, such as apache-2.0."""
+
+    data_licence: str = ""
+    """Of the training text. Empty is what is known of the corpus."""
+
+    dry_run: bool = False
+    """List what would be uploaded, and stop."""

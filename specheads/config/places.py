@@ -1,0 +1,18 @@
+"""Where configurations and recipes lie: in a checkout, in a wheel, and with the user."""
+
+import os
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def data_dir(name: str) -> Path:
+    """Return `configs` or `recipes`: inside the wheel, else next to the package."""
+    packaged = PACKAGE / "_data" / name
+    return packaged if packaged.is_dir() else PACKAGE.parent / name
+
+
+def recipe_dirs() -> list[Path]:
+    """Return the folders that hold recipes: ours, then those of SPECHEADS_RECIPES."""
+    extra = os.environ.get("SPECHEADS_RECIPES", "").split(os.pathsep)
+    return [data_dir("recipes"), *(Path(folder) for folder in extra if folder)]
