@@ -32,7 +32,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
 from specheads.base.model import FrozenBase
-from specheads.baselines.hybrid import Graft, Hybrid, Lookup
+from specheads.baselines.hybrid import Hybrid, HybridTree, Lookup
 from specheads.baselines.prompt_lookup import PromptLookup
 from specheads.baselines.streaming import Streaming
 from specheads.core.drafter import Drafter
@@ -182,10 +182,10 @@ def _prompts(base: FrozenBase, count: int, length: int) -> list[list[int]]:
 
 
 def _time(base: FrozenBase, call: Callable[[], Any]) -> tuple[float, Any]:
-    synchronise(base)
+    synchronise(base.device)
     start = time.perf_counter()
     out = call()
-    synchronise(base)
+    synchronise(base.device)
     return time.perf_counter() - start, out
 
 
@@ -274,7 +274,7 @@ def arms(bench: Bench) -> list[dict[str, Any]]:
         tried += [
             Arm("head, chain", _ours(bench, head, chain)),
             Arm("head, chain of 1", _ours(bench, head, policies.chain(1))),
-            Arm("head and prompt lookup", _ours(bench, both, Graft(chain, 10, trim=True))),
+            Arm("head and prompt lookup", _ours(bench, both, HybridTree(chain, 10, trim=True))),
         ]
     timed: dict[str, list[list[Timed]]] = {arm.name: [] for arm in tried}
     for arm in tried:

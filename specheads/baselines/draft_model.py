@@ -8,8 +8,28 @@ from torch import Tensor
 
 from specheads.base.cache import KVCache, upload
 from specheads.base.model import FrozenBase
-from specheads.core.drafter import Drafter, Features
+from specheads.core.drafter import Drafter, refuse_scattering
+from specheads.core.features import Committed
 from specheads.core.tree import TokenTree
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """What the draft model has read of each row's text: a cache of its own."""
+
+    cache: KVCache
+
+    def keep(self, rows: Int[Tensor, " kept"]) -> "Read":
+        """Return the cache of these rows."""
+        self.cache.keep_rows(rows.tolist())
+        return self
+
+    def join(self, other: "Read") -> "Read":
+        """Return the cache of both batches' rows."""
+        self.cache.join(other.cache)
+        return self
+
+    scatter = refuse_scattering
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,40 +80,26 @@ class DraftModel(Drafter):
         # either projection may have padding rows, which stand for no token
         self.vocab_size = min(model.vocab_size, base.vocab_size)
 
-    def memory(self, batch: int, capacity: int) -> KVCache:
+    def memory(self, batch: int, capacity: int) -> Read:
         """Return an empty cache of the draft model."""
-        return self.model.cache(batch, capacity + self.max_nodes)
-
-    def keep_rows(self, memory: KVCache, index: Int[Tensor, " kept"]) -> KVCache:
-        """Return the cache of these rows."""
-        memory.keep_rows(index.tolist())
-        return memory
-
-    def join_rows(self, memory: KVCache, other: KVCache) -> KVCache:
-        """Return the cache of both batches' rows."""
-        memory.join(other)
-        return memory
+        return Read(self.model.cache(batch, capacity + self.max_nodes))
 
     def begin(
-        self,
-        features: Features,
-        tokens: Int[Tensor, "batch time"],
-        count: Int[Tensor, " batch"],
-        memory: KVCache | None,
+        self, committed: Committed, memory: Read
     ) -> tuple[Float[Tensor, "batch 1 vocab"], _Draft]:
         """Read what was committed since, the root included, in one forward."""
-        assert memory is not None
-        assert features.tokens is not None
+        read, tokens, cache = committed.features.tokens, committed.next_tokens, memory.cache
+        assert read is not None
         # the root of the last draft has been read; only a new row's first token has not
-        text = torch.cat([features.tokens[:, :1], tokens], dim=1)
-        is_new = [length == 0 for length in memory.row_lengths]
+        text = torch.cat([read[:, :1], tokens], dim=1)
+        is_new = [length == 0 for length in cache.row_lengths]
         first = 1 - upload(is_new, tokens.device)
         places = first[:, None] + torch.arange(text.shape[1], device=tokens.device)
         reading = text.gather(1, places.clamp(max=text.shape[1] - 1))
-        counts = [new + old for new, old in zip(is_new, count.tolist(), strict=True)]
+        counts = [new + old for new, old in zip(is_new, committed.counts.tolist(), strict=True)]
         reading = reading[:, : max(counts)]
-        logits, _ = self.model.prefill(reading, memory, counts, chunk=self.chunk)
-        return logits[:, None, : self.vocab_size], _Draft(memory, None, 0)
+        logits, _ = self.model.prefill(reading, cache, counts, chunk=self.chunk)
+        return logits[:, None, : self.vocab_size], _Draft(cache, None, 0)
 
     def extend(
         self, state: _Draft, tokens: Int[Tensor, "batch node"], parents: Int[Tensor, "batch node"]

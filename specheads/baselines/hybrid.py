@@ -1,19 +1,21 @@
-"""Trees with copied text in them: prompt lookup alone, and grafted onto a head's own tree."""
+"""Trees with copied text in them: prompt lookup alone, and joined with a head's own tree."""
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from specheads.baselines.prompt_lookup import PromptLookup, Text
-from specheads.core.drafter import Drafter, Features, Memory, State
+from specheads.core.drafter import Drafter, Memory, State, refuse_scattering
+from specheads.core.features import Committed
 from specheads.core.tree import TokenTree
 from specheads.decoding.acceptance.sampling import Rows
-from specheads.decoding.trees import policies
+from specheads.decoding.trees.policies import TreePolicy, root_only
 
 
-def graft(
+def join_copied(
     tree: TokenTree, copied: Int[Tensor, "batch copied"], size: int, *, trim: bool = False
 ) -> TokenTree:
     """Return the tree with a path of copied tokens in it, sharing the nodes it already has.
@@ -57,7 +59,7 @@ def graft(
     )
 
 
-class Lookup(policies.TreePolicy):
+class Lookup(TreePolicy):
     """The chain that prompt lookup copies, as long as the longest of the batch.
 
     Where no row has a match the tree is the root alone, and a step costs what the base costs.
@@ -72,9 +74,7 @@ class Lookup(policies.TreePolicy):
     def grow(
         self,
         drafter: Drafter,
-        features: Features,
-        tokens: Int[Tensor, "batch time"],
-        count: Int[Tensor, " batch"],
+        committed: Committed,
         memory: Memory | None,
         rows: Rows | None = None,
     ) -> TokenTree:
@@ -82,17 +82,34 @@ class Lookup(policies.TreePolicy):
         del rows
         assert isinstance(drafter, PromptLookup)
         assert isinstance(memory, Text)
-        copied = drafter.copy(features, tokens, count, memory)
-        return graft(policies.root_only(tokens, count), copied, self.depth, trim=True)
+        copied = drafter.copy(committed, memory)
+        return join_copied(root_only(committed), copied, self.depth, trim=True)
 
 
-class _Memory(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Both:
+    """The memories of a head and of prompt lookup."""
+
     head: Memory | None
     text: Text
 
+    def keep(self, rows: Int[Tensor, " kept"]) -> "Both":
+        """Return the memories of these rows."""
+        head = None if self.head is None else self.head.keep(rows)
+        return Both(head, self.text.keep(rows))
+
+    def join(self, other: "Both") -> "Both":
+        """Return the memories of both batches' rows."""
+        head = self.head
+        if head is not None and other.head is not None:
+            head = head.join(other.head)
+        return Both(head, self.text.join(other.text))
+
+    scatter = refuse_scattering
+
 
 class Hybrid(Drafter):
-    """A head and prompt lookup side by side; `Graft` makes one tree of what both propose.
+    """A head and prompt lookup side by side; `HybridTree` makes one tree of what both propose.
 
     Args:
         head: What guesses.
@@ -103,45 +120,29 @@ class Hybrid(Drafter):
         self.head, self.lookup = head, lookup
         self.depth, self.aux_layers = head.depth + lookup.depth, head.aux_layers
 
-    def memory(self, batch: int, capacity: int) -> _Memory:
+    def memory(self, batch: int, capacity: int) -> Both:
         """Return the memories of both."""
-        return _Memory(self.head.memory(batch, capacity), self.lookup.memory(batch, capacity))
+        return Both(self.head.memory(batch, capacity), self.lookup.memory(batch, capacity))
 
-    def keep_rows(self, memory: _Memory, index: Int[Tensor, " kept"]) -> _Memory:
-        """Return the memories of these rows."""
-        head = None if memory.head is None else self.head.keep_rows(memory.head, index)
-        return _Memory(head, self.lookup.keep_rows(memory.text, index))
-
-    def join_rows(self, memory: _Memory, other: _Memory) -> _Memory:
-        """Return the memories of both batches' rows."""
-        head = None if memory.head is None else self.head.join_rows(memory.head, other.head)
-        return _Memory(head, self.lookup.join_rows(memory.text, other.text))
-
-    def begin(
-        self,
-        features: Features,
-        tokens: Int[Tensor, "batch time"],
-        count: Int[Tensor, " batch"],
-        memory: _Memory | None,
-    ) -> tuple[Float[Tensor, "batch 1 vocab"], State]:
+    def begin(self, committed: Committed, memory: Any) -> NoReturn:
         """Refuse to draft level by level: two proposals are one tree only when both are whole.
 
         Raises:
             ValueError: Always.
         """
-        del features, tokens, count, memory
-        raise ValueError("a hybrid drafts whole trees: decode it with tree=Graft(...)")
+        del committed, memory
+        raise ValueError("a hybrid drafts whole trees: decode it with tree=HybridTree(...)")
 
     def extend(
         self, state: State, tokens: Int[Tensor, "batch node"], parents: Int[Tensor, "batch node"]
-    ) -> tuple[Float[Tensor, "batch node vocab"], State]:
+    ) -> NoReturn:
         """Refuse, as `begin` does."""
-        del state, tokens, parents
-        raise ValueError("a hybrid drafts whole trees: decode it with tree=Graft(...)")
+        del tokens, parents
+        self.begin(state, None)
 
 
-class Graft(policies.TreePolicy):
-    """A head's own tree with copied text grafted onto it, so that one forward tries both.
+class HybridTree(TreePolicy):
+    """A head's own tree with copied text in it, so that one forward tries both.
 
     Args:
         inner: How the head's tree grows.
@@ -154,7 +155,7 @@ class Graft(policies.TreePolicy):
     sources in one verified tree is that of Miao et al. 2023, SpecInfer, arXiv:2305.09781.
     """
 
-    def __init__(self, inner: policies.TreePolicy, size: int, *, trim: bool = False) -> None:
+    def __init__(self, inner: TreePolicy, size: int, *, trim: bool = False) -> None:
         self.name = f"{inner.name}+lookup"
         self.inner, self.size, self.trim = inner, size, trim
         self.num_nodes, self.depth = inner.num_nodes + size, inner.depth + size
@@ -162,15 +163,13 @@ class Graft(policies.TreePolicy):
     def grow(
         self,
         drafter: Drafter,
-        features: Features,
-        tokens: Int[Tensor, "batch time"],
-        count: Int[Tensor, " batch"],
+        committed: Committed,
         memory: Memory | None,
         rows: Rows | None = None,
     ) -> TokenTree:
         """Draft with the head, copy, and join the two."""
         assert isinstance(drafter, Hybrid)
-        assert isinstance(memory, _Memory)
-        copied = drafter.lookup.copy(features, tokens, count, memory.text)
-        tree = self.inner.grow(drafter.head, features, tokens, count, memory.head, rows)
-        return graft(tree, copied, self.size, trim=self.trim)
+        assert isinstance(memory, Both)
+        copied = drafter.lookup.copy(committed, memory.text)
+        tree = self.inner.grow(drafter.head, committed, memory.head, rows)
+        return join_copied(tree, copied, self.size, trim=self.trim)

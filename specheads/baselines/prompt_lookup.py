@@ -6,7 +6,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from specheads.core.drafter import Drafter, Features
+from specheads.core.drafter import Drafter, refuse_scattering
+from specheads.core.features import Committed
 
 
 @dataclass(slots=True)
@@ -19,22 +20,32 @@ class Text:
     extent: int = 0
     """Slots that any row may use, known without asking the device."""
 
-    def append(
-        self,
-        read: Int[Tensor, "batch time"],
-        root: Int[Tensor, "batch 1"],
-        count: Int[Tensor, " batch"],
-    ) -> None:
+    def append(self, committed: Committed) -> None:
         """Write what was committed behind what stands there, and the root behind that."""
-        new = torch.cat([read, root], dim=1).scatter(1, count[:, None], root)
+        read, root, counts = committed.features.tokens, committed.root(), committed.counts
+        assert read is not None
+        new = torch.cat([read, root], dim=1).scatter(1, counts[:, None], root)
         slots = self.lengths[:, None] + torch.arange(new.shape[1], device=new.device)
         self.tokens.scatter_(1, slots, new)
-        self.lengths = self.lengths + count
+        self.lengths = self.lengths + counts
         self.extent += new.shape[1] - 1
 
     def written(self) -> Int[Tensor, "batch slot"]:
         """Return the slots in use, roots included."""
         return self.tokens[:, : self.extent + 1]
+
+    def keep(self, rows: Int[Tensor, " kept"]) -> "Text":
+        """Return the texts of these rows, and ask the device how long they are."""
+        lengths = self.lengths[rows]
+        return Text(self.tokens[rows], lengths, int(lengths.max()))
+
+    def join(self, other: "Text") -> "Text":
+        """Return the texts of both batches' rows."""
+        lengths = torch.cat([self.lengths, other.lengths])
+        tokens = torch.cat([self.tokens, other.tokens])
+        return Text(tokens, lengths, max(self.extent, other.extent))
+
+    scatter = refuse_scattering
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +63,7 @@ class PromptLookup(Drafter):
 
     The longest suffix of at most `max_ngram` tokens that stands earlier in the text decides,
     and of several such places the most recent that is followed by enough text. Where none does,
-    the policy `graft.Lookup` drafts nothing; any other drafts something always, and is told that
+    the policy `hybrid.Lookup` drafts nothing; any other drafts something always, and is told that
     all tokens are equally likely.
 
     Args:
@@ -92,44 +103,18 @@ class PromptLookup(Drafter):
         tokens = torch.zeros(batch, 2 * capacity + 1, dtype=torch.long, device=self.device)
         return Text(tokens, torch.zeros_like(tokens[:, 0]))
 
-    def keep_rows(self, memory: Text, index: Int[Tensor, " kept"]) -> Text:
-        """Return the texts of these rows, and ask the device how long they are."""
-        lengths = memory.lengths[index]
-        return Text(memory.tokens[index], lengths, int(lengths.max()))
-
-    def join_rows(self, memory: Text, other: Text) -> Text:
-        """Return the texts of both batches' rows."""
-        lengths = torch.cat([memory.lengths, other.lengths])
-        tokens = torch.cat([memory.tokens, other.tokens])
-        return Text(tokens, lengths, max(memory.extent, other.extent))
-
-    def copy(
-        self,
-        features: Features,
-        tokens: Int[Tensor, "batch time"],
-        count: Int[Tensor, " batch"],
-        memory: Text,
-    ) -> Int[Tensor, "batch copied"]:
-        """Read what was committed; return the copied continuation, -1 where there is none.
-
-        The arguments are those of `begin`.
-        """
-        assert features.tokens is not None
-        memory.append(features.tokens, tokens.gather(1, count[:, None] - 1), count)
+    def copy(self, committed: Committed, memory: Text) -> Int[Tensor, "batch copied"]:
+        """Read what was committed; return the copied continuation, -1 where there is none."""
+        memory.append(committed)
         return continuation(
             memory.written(), memory.lengths, self.depth, self.max_ngram, self.min_ngram
         )
 
     def begin(
-        self,
-        features: Features,
-        tokens: Int[Tensor, "batch time"],
-        count: Int[Tensor, " batch"],
-        memory: Text | None,
+        self, committed: Committed, memory: Text
     ) -> tuple[Float[Tensor, "batch 1 vocab"], _Place]:
         """Read what was committed; all mass is on the first copied token, if any."""
-        assert memory is not None
-        copied = self.copy(features, tokens, count, memory)
+        copied = self.copy(committed, memory)
         everywhere = torch.ones_like(copied[:, :1], dtype=torch.bool)
         return self._next(_Place(copied, everywhere, 0))
 

@@ -6,8 +6,9 @@ from torch import Tensor
 
 from specheads.base.cache import KVCache, RowCache, upload
 from specheads.base.model import FrozenBase
-from specheads.baselines.draft_model import DraftModel
-from specheads.core.drafter import Drafter, Features, State
+from specheads.baselines.draft_model import DraftModel, Read
+from specheads.core.drafter import Drafter, State
+from specheads.core.features import Committed
 from specheads.core.tree import chain
 
 
@@ -111,41 +112,29 @@ class Streaming(Drafter):
         self.draft = DraftModel(base, depth, base, max_nodes=max_nodes, chunk=max_nodes)
         self.depth, self.sinks, self.window = depth, sinks, window
 
-    def memory(self, batch: int, capacity: int) -> WindowCache:
+    def memory(self, batch: int, capacity: int) -> Read:
         """Return an empty window, however long the text will be."""
         del capacity
         scratch = self.draft.max_nodes
-        return WindowCache(
-            self.draft.model, batch, sinks=self.sinks, window=self.window, scratch=scratch
+        return Read(
+            WindowCache(
+                self.draft.model, batch, sinks=self.sinks, window=self.window, scratch=scratch
+            )
         )
 
-    def keep_rows(self, memory: WindowCache, index: Int[Tensor, " kept"]) -> WindowCache:
-        """Return the windows of these rows."""
-        memory.keep_rows(index.tolist())
-        return memory
-
-    def join_rows(self, memory: WindowCache, other: WindowCache) -> WindowCache:
-        """Return the windows of both batches' rows."""
-        memory.join(other)
-        return memory
-
     def begin(
-        self,
-        features: Features,
-        tokens: Int[Tensor, "batch time"],
-        count: Int[Tensor, " batch"],
-        memory: WindowCache | None,
+        self, committed: Committed, memory: Read
     ) -> tuple[Float[Tensor, "batch 1 vocab"], State]:
         """Read what was committed; of a long prompt what the window can hold."""
-        assert memory is not None
-        assert features.tokens is not None
+        features, tokens, counts = committed.features, committed.next_tokens, committed.counts
+        assert isinstance(memory.cache, WindowCache)
         if tokens.shape[1] > self.window:
-            start = self._skip(features.tokens, count, memory)
-            recent = start[:, None] + torch.arange(self.window, device=count.device)
+            assert features.tokens is not None
+            start = self._skip(features.tokens, counts, memory.cache)
+            recent = start[:, None] + torch.arange(self.window, device=counts.device)
             recent = recent.clamp(max=tokens.shape[1] - 1)
-            features, tokens = features.at(recent), tokens.gather(1, recent)
-            count = count - start
-        return self.draft.begin(features, tokens, count, memory)
+            committed = Committed(features.at(recent), tokens.gather(1, recent), counts - start)
+        return self.draft.begin(committed, memory)
 
     def extend(
         self, state: State, tokens: Int[Tensor, "batch node"], parents: Int[Tensor, "batch node"]
@@ -156,15 +145,15 @@ class Streaming(Drafter):
     def _skip(
         self,
         read: Int[Tensor, "batch time"],
-        count: Int[Tensor, " batch"],
-        memory: WindowCache,
+        counts: Int[Tensor, " batch"],
+        cache: WindowCache,
     ) -> Int[Tensor, " batch"]:
         """Read each new row's sinks, and skip to its window; return the position before that."""
-        is_new = upload([length == 0 for length in memory.row_lengths], count.device)
-        first = count.clamp(max=self.sinks) * is_new
-        self.draft.model.verify(chain(read[:, : self.sinks]), memory)
-        memory.commit([list(range(length)) for length in first.tolist()])
+        is_new = upload([length == 0 for length in cache.row_lengths], counts.device)
+        first = counts.clamp(max=self.sinks) * is_new
+        self.draft.model.verify(chain(read[:, : self.sinks]), cache)
+        cache.commit([list(range(length)) for length in first.tolist()])
         # the root stands behind the last position, and belongs to the window
-        skipped = (count + 1 - first - self.window).clamp(min=0) * is_new
-        memory.skip(skipped)
+        skipped = (counts + 1 - first - self.window).clamp(min=0) * is_new
+        cache.skip(skipped)
         return (first + skipped - 1).clamp(min=0)

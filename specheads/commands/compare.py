@@ -8,13 +8,14 @@ from transformers.utils import logging as transformers_logging
 
 from specheads.base.model import FrozenBase
 from specheads.baselines import DraftModel, PromptLookup, Streaming
-from specheads.baselines.hybrid import Graft, Hybrid, Lookup
+from specheads.baselines.hybrid import Hybrid, HybridTree, Lookup
 from specheads.commands import _compose, evaluate
 from specheads.config import Compare, Train
 from specheads.core.drafter import Head
 from specheads.decoding.trees import policies
 from specheads.heads.load import load_head
 from specheads.measure.compare import Arm, compare_drafters, compare_speed, table, write_comparison
+from specheads.measure.how import How
 from specheads.measure.online import decode_prompts
 from specheads.runs.directory import RunDirectory
 from specheads.runs.provenance import provenance
@@ -77,10 +78,7 @@ def _compare(
         base,
         None,
         tokens,
-        max_new_tokens=how.max_new_tokens,
-        settings=sampling,
-        batch_size=8,
-        progress=True,
+        How(max_new_tokens=how.max_new_tokens, sampling=sampling, batch_size=8, progress=True),
     )
     rows = compare_drafters(
         base,
@@ -149,7 +147,7 @@ def _arms(
             case "hybrid":
                 # tokens that the head's tree holds leave room for as many more copied ones
                 both = Hybrid(head, lookup(copied + tree.depth))
-                return Arm(both, Graft(tree, copied, trim=base.device.type == "cpu"))
+                return Arm(both, HybridTree(tree, copied, trim=base.device.type == "cpu"))
             case "streaming":
                 alike = Streaming(base, depth, sinks=settings.sinks, window=settings.window)
                 return Arm(alike, policies.chain(depth))

@@ -23,6 +23,7 @@ from specheads.decoding.trees.named import fixed_policy
 from specheads.export.hub import card
 from specheads.heads.load import load_head
 from specheads.measure import report
+from specheads.measure.how import How
 from specheads.measure.offline import measure_offline
 from specheads.measure.online import decode_prompts, measure_online
 from specheads.measure.quality import compare, measure_quality
@@ -192,10 +193,7 @@ def _evaluate(
             base,
             None,
             tokens,
-            max_new_tokens=how.max_new_tokens,
-            settings=sampling,
-            batch_size=8,
-            progress=True,
+            How(max_new_tokens=how.max_new_tokens, sampling=sampling, batch_size=8, progress=True),
         )
     ]
     tree, candidates = choose_tree(base, head, settings, progress=True)

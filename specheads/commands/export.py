@@ -15,6 +15,7 @@ from specheads.export.engines import engine_module
 from specheads.export.gate import Text
 from specheads.export.write import export_head
 from specheads.heads.load import load_head
+from specheads.measure.how import How
 from specheads.measure.online import decode_prompts
 from specheads.runs.directory import RunDirectory
 
@@ -75,15 +76,9 @@ def _texts(base: FrozenBase, head: Head, settings: Export, prompts: str) -> list
         prompts, base.tokenizer, num_prompts=settings.num_prompts, prompt_tokens=length
     )
     tokens = [prompt.tokens[:length] for prompt in found.prompts]
-    said = decode_prompts(
-        base,
-        None,
-        tokens,
-        max_new_tokens=settings.new_tokens,
-        batch_size=8,
-        # the gate needs text of some length, and not that it makes sense
-        stop_at_eos=False,
-    )
+    # the gate needs text of some length, and not that it makes sense
+    how = How(max_new_tokens=settings.new_tokens, batch_size=8, stop_at_eos=False)
+    said = decode_prompts(base, None, tokens, how)
     return [(prompt, one.tokens) for prompt, one in zip(tokens, said, strict=True)]
 
 

@@ -22,6 +22,7 @@ from specheads.core.drafter import Head
 from specheads.data.distill import DistilledText, write_shards
 from specheads.data.fingerprint import tokenizer_fingerprint
 from specheads.data.packing import PackedText, Text
+from specheads.decoding.acceptance.sampling import Sampling
 from specheads.decoding.generate import generate
 from specheads.export.hub import card
 from specheads.heads.load import build_for, configure, resume_head
@@ -205,9 +206,9 @@ class _Texts:
                 None,
                 prompts,
                 max_new_tokens=settings.new_tokens,
-                temperature=settings.temperature,
-                top_k=settings.top_k,
-                seed=seed,
+                sampling=Sampling(
+                    temperature=settings.temperature, top_k=settings.top_k, seed=seed
+                ),
             ).tokens
 
         task = bar.add_task("text by the base", total=settings.num_samples, numbers="")

@@ -8,17 +8,53 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, Protocol, runtime_checkable
 
 import torch
 from huggingface_hub import PyTorchModelHubMixin
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from specheads.core.features import Features
+from specheads.core.features import Committed, Features
 
-Memory = Any
-"""What a drafter keeps between decode steps (EAGLE's keys and values); opaque to the engines."""
+
+@runtime_checkable
+class Memory(Protocol):
+    """What a drafter keeps between steps (EAGLE's keys and values).
+
+    It says itself how its rows stay, join and lie scattered: there is no default, since rows
+    that silently stay what they were would draft from somebody else's text.
+    """
+
+    def keep(self, rows: Int[Tensor, " kept"]) -> "Memory":
+        """Return the memory of these rows: finished requests leave the batch."""
+        ...
+
+    def join(self, other: Any) -> "Memory":
+        """Return the memory of both batches' rows, those of `other` last: new requests join.
+
+        Both come from `Drafter.memory` with the same capacity, and neither is used any more.
+        """
+        ...
+
+    def scatter(
+        self, places: Int[Tensor, "batch slot"], lengths: Int[Tensor, " batch"]
+    ) -> "Memory":
+        """Return rows whose positions lie anywhere in the only row of this memory.
+
+        For engines that give each position of a text a slot of one large cache: what `begin`
+        remembers of a scattered row is written there, and serves that one `begin` and what
+        follows from it.
+
+        Args:
+            places: Slot in which each position lies.
+            lengths: Positions of each row that are remembered already.
+
+        Raises:
+            ValueError: This memory cannot lie scattered.
+        """
+        ...
+
 
 State = Any
 """What a drafter keeps between the levels of one draft; opaque to the engines."""
@@ -44,39 +80,12 @@ class Drafter(ABC):
     """Base layers whose residual stream it reads: k is the stream after k layers."""
 
     def memory(self, batch: int, capacity: int) -> Memory | None:
-        """Return what persists between decode steps for `batch` rows of at most `capacity`."""
+        """Return what persists between decode steps for `batch` rows of at most `capacity`.
+
+        None says that nothing does.
+        """
         del batch, capacity
         return None
-
-    def keep_rows(self, memory: Memory, index: Int[Tensor, " kept"]) -> Memory:
-        """Return the memory of these rows: finished requests leave the batch."""
-        del index
-        return memory
-
-    def join_rows(self, memory: Memory, other: Memory) -> Memory:
-        """Return the memory of both batches' rows, those of `other` last: new requests join.
-
-        Both come from `memory()` with the same capacity, and neither is used any more.
-        """
-        del other
-        return memory
-
-    def scatter(
-        self, memory: Memory, places: Int[Tensor, "batch slot"], lengths: Int[Tensor, " batch"]
-    ) -> Memory:
-        """Return rows whose positions lie anywhere in the first row of `memory`.
-
-        For engines that give each position of a text a slot of one large cache: what `begin`
-        remembers of a scattered row is written there, and serves that one `begin` and what
-        follows from it.
-
-        Args:
-            memory: From `memory(1, slots)`.
-            places: In which slot each position lies.
-            lengths: Positions of each row that are remembered already.
-        """
-        del places, lengths
-        return memory
 
     def to_tokens(self, drafted: Int[Tensor, "*any"]) -> Int[Tensor, "*any"]:
         """Return the tokens that these columns of its logits stand for."""
@@ -84,20 +93,13 @@ class Drafter(ABC):
 
     @abstractmethod
     def begin(
-        self,
-        features: Features,
-        tokens: Int[Tensor, "batch time"],
-        count: Int[Tensor, " batch"],
-        memory: Memory | None,
+        self, committed: Committed, memory: Any
     ) -> tuple[Float[Tensor, "batch 1 vocab"], State]:
         """Read what was committed; return logits for the token after the root.
 
         Args:
-            features: The base at the committed positions, `count[b]` of them in row b.
-            tokens: `tokens[:, t]` is the token that follows position t, so the last counted
-                one is the root: the token the base chose and has not read yet.
-            count: Positions that count in each row; later ones are padding.
-            memory: From `memory()`, updated in place.
+            committed: Positions the base has read since the last draft, and their next tokens.
+            memory: From `memory`, updated in place.
         """
 
     @abstractmethod
@@ -191,12 +193,22 @@ class Head(Drafter, nn.Module, PyTorchModelHubMixin):
 
     @abstractmethod
     def states(
-        self, features: Features, tokens: Int[Tensor, "batch time"]
+        self,
+        features: Features,
+        tokens: Int[Tensor, "batch time"],
+        scored: Bool[Tensor, "batch time"] | None = None,
     ) -> Iterator[Float[Tensor, "batch time width"]]:
         """Yield `depth` states; position t of the k-th predicts `tokens[:, t + 2 + k]`.
 
         The k-th state at t may have read `tokens[:, ..t + 1 + k]` and nothing later. Positions
         too close to the end for that wrap round and are meaningless; callers leave them out.
+
+        Args:
+            features: The base at every position.
+            tokens: What it read there.
+            scored: Tokens that the loss covers. States that predict none of these may be anything,
+                so that heads whose cost grows with the positions they draft from can skip them;
+                None is all of them.
         """
 
     @abstractmethod
@@ -254,13 +266,19 @@ class Head(Drafter, nn.Module, PyTorchModelHubMixin):
         (save_directory / "config.json").write_text(text + "\n", encoding="utf-8")
 
 
-def last(
-    values: Shaped[Tensor, "batch time *rest"], count: Int[Tensor, " batch"]
-) -> Shaped[Tensor, "batch 1 *rest"]:
-    """Return the last counted position of each row."""
-    if values.shape[1] == 1:
-        return values
-    return values[torch.arange(len(count), device=count.device), count - 1][:, None]
+def refuse_scattering(
+    memory: object, places: Int[Tensor, "batch slot"], lengths: Int[Tensor, " batch"]
+) -> NoReturn:
+    """Serve as `scatter` of a memory that needs rows of its own.
+
+    Raises:
+        ValueError: Always.
+    """
+    del places, lengths
+    raise ValueError(
+        f"a {type(memory).__name__} keeps each row's text in a row of its own and cannot lie "
+        "scattered in another engine's cache; draft with a head there"
+    )
 
 
 def pick_parents(

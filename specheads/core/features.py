@@ -64,6 +64,48 @@ class Features:
         return Features(hidden, both(self.aux, other.aux), both(self.tokens, other.tokens))
 
 
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """What the last step added to each row: the one thing a draft starts from."""
+
+    features: Features
+    """The base at the positions that were committed; rows are padded on the right."""
+
+    next_tokens: Int[Tensor, "batch time"]
+    """`next_tokens[:, t]` follows position t; the last counted one is the root, the token that the
+    base chose and has not read yet."""
+
+    counts: Int[Tensor, " batch"]
+    """Positions that count in each row, at least one."""
+
+    def root(self) -> Int[Tensor, "batch 1"]:
+        """Return the token that every draft continues."""
+        return self.last(self.next_tokens)
+
+    def last(self, values: Shaped[Tensor, "batch time *rest"]) -> Shaped[Tensor, "batch 1 *rest"]:
+        """Return the values at the last counted position of each row."""
+        if values.shape[1] == 1:
+            return values
+        rows = torch.arange(len(values), device=values.device)
+        return values[rows, self.counts - 1][:, None]
+
+    def hidden(self) -> Float[Tensor, "batch 1 width"]:
+        """Return the base's hidden state at the last counted position of each row."""
+        return self.last(self.features.hidden)
+
+    def keep(self, rows: Int[Tensor, " kept"]) -> "Committed":
+        """Return what was added to these rows."""
+        return Committed(self.features.rows(rows), self.next_tokens[rows], self.counts[rows])
+
+    def join(self, other: "Committed") -> "Committed":
+        """Return both batches as one, the own rows first; the shorter is padded on the right."""
+        return Committed(
+            self.features.join(other.features),
+            stack_rows(self.next_tokens, other.next_tokens),
+            torch.cat([self.counts, other.counts]),
+        )
+
+
 def stack_rows(
     own: Shaped[Tensor, "batch time *rest"], new: Shaped[Tensor, "row path *rest"]
 ) -> Shaped[Tensor, "slot level *rest"]:

@@ -3,6 +3,7 @@
 See docs/serving_loop.md.
 """
 
+import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -41,6 +42,7 @@ class Engine:
             Contiguous rows and a drafter's memory are as long from the start.
         pool: Where keys and values lie, this engine's own; None is contiguous rows. A request is
             admitted once the pool can hold all that it may come to need, and waits until then.
+        timed: Whether steps wait for the device so that their times are true: see `loop.step`.
 
     Raises:
         ValueError: The tree is deeper than the drafter drafts, or a setting is out of range.
@@ -56,6 +58,7 @@ class Engine:
         max_batch: int = 16,
         max_length: int | None = None,
         pool: BlockPool | None = None,
+        timed: bool = False,
     ) -> None:
         if max_batch < 1:
             raise ValueError(f"max_batch must be at least 1, got {max_batch}")
@@ -63,11 +66,12 @@ class Engine:
         self.acceptance = (
             rules.acceptance_rule(acceptance) if isinstance(acceptance, str) else acceptance
         )
-        self.policy = _policy(drafter, tree)
+        self.tree, self.timed = _policy(drafter, tree), timed
         context = base.max_length
         self.max_length = context if max_length is None else min(max_length, context)
         # a row may overshoot its limit by one draft, and the tree of its last step needs slots too
-        self._capacity = self.max_length + 2 * self.policy.num_nodes
+        self._capacity = self.max_length + 2 * self.tree.num_nodes
+        self._numbers = itertools.count()
         self._waiting: deque[Stream] = deque()
         self._batches: list[_Batch] = []
 
@@ -102,7 +106,15 @@ class Engine:
             )
         limit = min(request.max_new_tokens, self.max_length - length)
         needed = self._blocks(length + limit)
-        stream = Stream(request, self.base, limit, needed, advance=self.step, leave=self.cancel)
+        stream = Stream(
+            request,
+            self.base,
+            next(self._numbers),
+            limit,
+            needed,
+            advance=self.step,
+            leave=self.cancel,
+        )
         if stream.finish_reason is None:
             self._waiting.append(stream)
         return stream
@@ -111,11 +123,11 @@ class Engine:
         """Return how many blocks a text of this length needs, the tree of its last step too."""
         if self.pool is None:
             return 0
-        needed = self.pool.blocks_for(length + self.policy.num_nodes)
+        needed = self.pool.blocks_for(length + self.tree.num_nodes)
         if needed > self.pool.num_blocks:
             raise ValueError(
                 f"a request must fit the pool: {length} tokens and a tree of "
-                f"{self.policy.num_nodes} need {needed} blocks of {self.pool.num_blocks}; ask for "
+                f"{self.tree.num_nodes} need {needed} blocks of {self.pool.num_blocks}; ask for "
                 "fewer tokens or allocate more blocks"
             )
         return needed
@@ -135,7 +147,14 @@ class Engine:
         self._admit()
         for batch in self._batches:
             with self._failing(batch.streams, batch.state.cache):
-                steps = step(self.base, self.drafter, self.policy, self.acceptance, batch.state)
+                steps = step(
+                    self.base,
+                    self.drafter,
+                    self.tree,
+                    self.acceptance,
+                    batch.state,
+                    timed=self.timed,
+                )
                 for stream, taken in zip(batch.streams, steps, strict=True):
                     stream.steps.append(taken)
                     stream.take(taken.tokens)
@@ -144,7 +163,7 @@ class Engine:
             first, second = self._batches
             together = first.streams + second.streams
             with self._failing(together, first.state.cache):
-                first.state.join(second.state, self.drafter)
+                first.state.join(second.state)
             self._batches = [_Batch(first.state, together)]
         return bool(self._batches or self._waiting)
 
@@ -169,13 +188,16 @@ class Engine:
                 raise PoolFullError("others hold the pool's blocks; give an engine its own pool")
             return
         prompts = [stream.request.prompt for stream in streams]
-        settings = [stream.request.sampling for stream in streams]
+        sampling = [stream.request.sampling for stream in streams]
+        numbers = [stream.number for stream in streams]
         cache = self._cache(len(streams))
         with self._failing(streams, cache):
-            state, first = start(self.base, self.drafter, prompts, self._capacity, settings, cache)
+            state, first = start(
+                self.base, self.drafter, prompts, self._capacity, sampling, cache, numbers
+            )
             self._batches.append(_Batch(state, streams))
-            for stream, taken in zip(streams, first, strict=True):
-                stream.take(taken.tokens)
+            for stream, token in zip(streams, first, strict=True):
+                stream.take([token])
         self._let_go()
 
     def _cache(self, batch: int) -> RowCache:
@@ -218,7 +240,7 @@ class Engine:
                 batch.state.cache.keep_rows([])
             elif len(kept) < len(batch.streams):
                 with self._failing(batch.streams, batch.state.cache):
-                    batch.state.keep(kept, self.drafter)
+                    batch.state.keep(kept)
             batch.streams = [batch.streams[row] for row in kept]
         self._batches = [batch for batch in self._batches if batch.streams]
 

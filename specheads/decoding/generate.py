@@ -23,7 +23,7 @@ class Decoding:
     forwards: list[int]
     """Base forwards each prompt took, prefill excluded."""
     steps: list[list[Step]] = field(default_factory=list)
-    """The same forwards one by one, for measuring."""
+    """The same forwards one by one: what each drafted, accepted and took."""
 
 
 def generate(
@@ -32,37 +32,27 @@ def generate(
     prompts: list[list[int]],
     *,
     max_new_tokens: int = 64,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    repetition_penalty: float = 1.0,
-    seed: int = 0,
-    settings: Sequence[Sampling] | None = None,
+    sampling: Sampling | Sequence[Sampling] | None = None,
     tree: policies.TreePolicy | None = None,
     acceptance: str | rules.AcceptanceRule = "match",
     stop_at_eos: bool = True,
     max_batch: int | None = None,
     pool: BlockPool | None = None,
+    timed: bool = False,
 ) -> Decoding:
     """Decode prompts, several tokens a forward where the head's guesses are right.
 
     With the rule `match` the output is that of the base alone, token for token, at every
     temperature (up to ties in rounding: see docs/losslessness.md); with `rejection` it has the
-    same law; with `typical` it has not, above temperature zero.
+    same distribution; with `typical` it has not, above temperature zero.
 
     Args:
         base: The model that decides.
         head: The drafter that guesses; None decodes with the base alone, in the same loop.
         prompts: Token ids; none may be empty.
         max_new_tokens: Limit for each prompt.
-        temperature: Zero is greedy; above it tokens are sampled.
-        top_k: Tokens sampled from, the likeliest ones. Zero samples from all.
-        top_p: Probability that the tokens sampled from reach together. One is all.
-        min_p: Probability they need, as a share of the likeliest one's. Zero is none.
-        repetition_penalty: Of tokens already in the text. One is none.
-        seed: Of sampling; each prompt draws with a seed of its own that follows from this one.
-        settings: All of sampling for each prompt, in place of the ones above.
+        sampling: How tokens are chosen, for all prompts or for each; None is greedily. One object
+            gives each prompt a seed of its own that follows from its.
         tree: How drafts grow; None is a chain as deep as the head.
         acceptance: What is kept of a verified tree: "match", "rejection", "typical", or a function
             like those in `specheads.decoding.acceptance.rules`.
@@ -70,20 +60,13 @@ def generate(
         max_batch: Rows decoded together; further prompts wait until one is done. None is all.
         pool: Where keys and values lie, `base.pool(num_blocks)`; where it is full, prompts wait.
             None is contiguous rows.
+        timed: Whether steps wait for the device so that their times are true there too.
 
     Raises:
         ValueError: A prompt is empty, or prompt and new tokens exceed the context or the pool, or
             a setting lies outside its range.
     """
-    shared = Sampling(
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        seed=seed,
-    )
-    each = each_prompt(shared if settings is None else settings, len(prompts))
+    each = each_prompt(sampling, len(prompts))
     refuse_unfit(base, prompts, max_new_tokens)
     engine = Engine(
         base,
@@ -93,15 +76,14 @@ def generate(
         max_batch=max(len(prompts), 1) if max_batch is None else max_batch,
         max_length=max(map(len, prompts), default=0) + max_new_tokens,
         pool=pool,
+        timed=timed,
     )
     eos_ids = None if stop_at_eos else ()
     streams = [
         engine.submit(
-            Request(
-                prompt=prompt, max_new_tokens=max_new_tokens, sampling=sampling, eos_ids=eos_ids
-            )
+            Request(prompt=prompt, max_new_tokens=max_new_tokens, sampling=one, eos_ids=eos_ids)
         )
-        for prompt, sampling in zip(prompts, each, strict=True)
+        for prompt, one in zip(prompts, each, strict=True)
     ]
     try:
         engine.run()

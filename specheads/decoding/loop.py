@@ -1,31 +1,56 @@
-"""One step of the inference loop for a batch of rows: grow, verify, accept, commit.
+"""One step of the inference loop for a batch of rows: draft, verify, accept, commit.
 
 Rows come and go between steps; see docs/serving_loop.md.
 """
 
+import time
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from specheads.base.cache import RowCache, upload
 from specheads.base.model import FrozenBase, Verification
 from specheads.core.drafter import Drafter, Memory
-from specheads.core.features import Features, stack_rows
+from specheads.core.features import Committed
 from specheads.core.tree import TokenTree
-from specheads.decoding.acceptance import accept, rules
+from specheads.decoding.acceptance import rules
+from specheads.decoding.acceptance.accept import Verdict
 from specheads.decoding.acceptance.sampling import GREEDY, Rows, Sampling
-from specheads.decoding.trees import policies
+from specheads.decoding.trees.policies import TreePolicy, root_only
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class Times:
+    """When a step of the whole batch was where, in seconds of `time.perf_counter`."""
+
+    began: float
+    drafted: float
+    """When the draft was there; with CUDA when it was ordered, unless the step was timed."""
+    ended: float
+    """When the verdict was on the host."""
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
-    """What one forward of the base gave one prompt, on the host."""
+    """What one forward of the base gave one row, on the host."""
 
+    row: int
+    """Number of the row, as its state was started with it: rows come and go, numbers stay."""
     tokens: list[int]
     """What it added, the bonus last; more than was asked for at the very end."""
     path: list[int]
     """Accepted nodes, root included: `len(path) == len(tokens)`."""
+    drafted: list[int]
+    """Token of each node of the tree, the root first."""
+    parents: list[int]
+    """Parent of each node, -1 for the root and for nodes that are padding."""
+    times: Times
+    """Of the step; rows of one batch share them."""
+
+    @property
+    def drafted_beyond(self) -> bool:
+        """Whether a draft followed the last accepted node, and was refused."""
+        return self.path[-1] in self.parents
 
 
 @dataclass(slots=True)
@@ -33,87 +58,121 @@ class State:
     """What the loop carries from one step to the next, for the rows still decoding."""
 
     cache: RowCache
-    features: Features
-    """The base at the positions committed last."""
-    tokens: Tensor
-    """(batch, time): the token after each of those positions; the last counted is the root."""
-    count: Tensor
-    """(batch): how many of those positions count in each row."""
+    committed: Committed
+    """What was committed last."""
     memory: Memory | None
     rows: Rows
     """What rules and policies may know of the rows."""
+    numbers: list[int]
+    """What each row is called in its steps."""
 
     @torch.inference_mode()
-    def keep(self, rows: list[int], drafter: Drafter | None) -> None:
+    def keep(self, rows: list[int]) -> None:
         """Forget every row but these, at least one, in this order."""
-        index = upload(rows, self.tokens.device)
+        index = upload(rows, self.committed.counts.device)
         self.cache.keep_rows(rows)
-        self.features = self.features.rows(index)
-        self.tokens, self.count = self.tokens[index], self.count[index]
+        self.committed = self.committed.keep(index)
         self.rows = self.rows.keep(rows)
-        if drafter is not None and self.memory is not None:
-            self.memory = drafter.keep_rows(self.memory, index)
+        self.numbers = [self.numbers[row] for row in rows]
+        if self.memory is not None:
+            self.memory = self.memory.keep(index)
 
     @torch.inference_mode()
-    def join(self, other: "State", drafter: Drafter | None) -> None:
+    def join(self, other: "State") -> None:
         """Take over another state's rows, behind the own ones; the other is used up.
 
         Let each take a step first: until then what a row hands to its drafter is as wide as its
         prompt, and every neighbour would be padded to that.
         """
         self.cache.join(other.cache)
-        self.features = self.features.join(other.features)
-        self.tokens = stack_rows(self.tokens, other.tokens)
-        self.count = torch.cat([self.count, other.count])
+        self.committed = self.committed.join(other.committed)
         self.rows = self.rows.join(other.rows)
-        if drafter is not None and self.memory is not None:
-            self.memory = drafter.join_rows(self.memory, other.memory)
+        self.numbers += other.numbers
+        if self.memory is not None and other.memory is not None:
+            self.memory = self.memory.join(other.memory)
 
 
 @torch.inference_mode()
 def step(
     base: FrozenBase,
     drafter: Drafter | None,
-    policy: policies.TreePolicy,
+    tree: TreePolicy,
     acceptance: rules.AcceptanceRule,
     state: State,
+    *,
+    timed: bool = False,
 ) -> list[Step]:
-    """Decode one step for every row and advance `state`."""
-    aux_layers = drafter.aux_layers if drafter is not None else ()
+    """Decode one step for every row and advance `state`.
+
+    Args:
+        base: The model that decides.
+        drafter: What guesses; None decodes with the base alone.
+        tree: How drafts grow.
+        acceptance: What is kept of a verified tree.
+        state: From `start`, or of the step before.
+        timed: Whether to wait for the device before and after drafting, so that `Times.drafted`
+            is true there too; that costs a synchronisation or two.
+    """
+    began = _now(base, wait=timed)
     if drafter is None:
-        tree = policies.root_only(state.tokens, state.count)
+        grown = root_only(state.committed)
     else:
-        read = (state.features, state.tokens, state.count, state.memory)
-        tree = policy.grow(drafter, *read, state.rows)
-    verified = base.verify(tree, state.cache, aux_layers)
-    verdict = acceptance(tree, verified.logits, verified.ancestors, state.rows)
-    steps = _read(tree, verdict)
+        grown = tree.grow(drafter, state.committed, state.memory, state.rows)
+    drafted = _now(base, wait=timed)
+    verified = base.verify(grown, state.cache, drafter.aux_layers if drafter else ())
+    verdict = acceptance(grown, verified.logits, verified.ancestors, state.rows)
+    rows = _read(grown, verdict)
+    times = Times(began, drafted, time.perf_counter())
+    num_nodes = grown.tokens.shape[1]
+    steps = [
+        _step(number, row, num_nodes, times)
+        for number, row in zip(state.numbers, rows, strict=True)
+    ]
     state.cache.commit([taken.path for taken in steps])
     _advance(state, verified, verdict, steps)
     return steps
 
 
-def _read(tree: TokenTree, verdict: accept.Verdict) -> list[Step]:
-    """Bring the verdict to the host: the one synchronisation of a step."""
-    accepted = tree.tokens.gather(1, verdict.path)
+def _now(base: FrozenBase, *, wait: bool) -> float:
+    if wait:
+        synchronise(base.device)
+    return time.perf_counter()
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait until a device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _read(tree: TokenTree, verdict: Verdict) -> list[list[int]]:
+    """Bring verdict and tree to the host: the one synchronisation of a step.
+
+    Returns:
+        Of each row: accepted nodes counted, bonus, path (padded), tokens and parents of the tree.
+    """
     counts, bonus = verdict.count[:, None], verdict.bonus[:, None]
-    rows = torch.cat([counts, bonus, verdict.path, accepted], dim=1).tolist()
-    width = verdict.path.shape[1]
-    return [
-        Step(tokens=[*row[2 + width + 1 : 2 + width + row[0]], row[1]], path=row[2 : 2 + row[0]])
-        for row in rows
-    ]
+    return torch.cat([counts, bonus, verdict.path, tree.tokens, tree.parents], dim=1).tolist()
 
 
-def _advance(
-    state: State, verified: Verification, verdict: accept.Verdict, steps: list[Step]
-) -> None:
+def _step(number: int, row: list[int], num_nodes: int, times: Times) -> Step:
+    """Return the step that one row of `_read` tells of."""
+    count, bonus, *rest = row
+    path, drafted, parents = rest[:count], rest[-2 * num_nodes : -num_nodes], rest[-num_nodes:]
+    return Step(
+        number, [*(drafted[node] for node in path[1:]), bonus], path, drafted, parents, times
+    )
+
+
+def _advance(state: State, verified: Verification, verdict: Verdict, steps: list[Step]) -> None:
     width = max(len(taken.path) for taken in steps)
-    state.features = verified.features.at(verdict.path[:, :width])
     padded = [taken.tokens + taken.tokens[-1:] * (width - len(taken.tokens)) for taken in steps]
-    state.tokens = upload(padded, verdict.path.device)
-    state.count = verdict.count
-    state.rows.advance(state.tokens, state.cache.positions)
+    state.committed = Committed(
+        verified.features.at(verdict.path[:, :width]),
+        upload(padded, verdict.path.device),
+        verdict.count,
+    )
+    state.rows.advance(state.committed.next_tokens, state.cache.positions)
 
 
 @torch.inference_mode()
@@ -122,41 +181,44 @@ def start(
     drafter: Drafter | None,
     prompts: list[list[int]],
     capacity: int,
-    settings: list[Sampling] | None = None,
+    sampling: list[Sampling] | None = None,
     cache: RowCache | None = None,
-) -> tuple[State, list[Step]]:
-    """Read the prompts; return the loop's state and each row's first token as a step.
+    numbers: list[int] | None = None,
+) -> tuple[State, list[int]]:
+    """Read the prompts; return the loop's state and each row's first token.
 
     Args:
         base: The model that decides.
         drafter: What guesses; None decodes with the base alone.
         prompts: Token ids.
         capacity: Tokens of a row at most, the nodes of a last tree included.
-        settings: How each row wants its tokens chosen; None is greedily.
+        sampling: How each row wants its tokens chosen; None is greedily.
         cache: Empty, a row a prompt; None is contiguous rows of this capacity.
+        numbers: What the rows are called in their steps; None counts them.
 
     Raises:
         PoolFullError: The cache's pool cannot hold the prompts.
     """
     batch = len(prompts)
-    counts = [len(prompt) for prompt in prompts]
-    padded = torch.zeros(batch, max(counts), dtype=torch.long)
+    lengths = [len(prompt) for prompt in prompts]
+    padded = torch.zeros(batch, max(lengths), dtype=torch.long)
     for row, prompt in enumerate(prompts):
         padded[row, : len(prompt)] = torch.tensor(prompt)
     padded = padded.to(base.device)
     cache = base.cache(batch, capacity) if cache is None else cache
     memory = drafter.memory(batch, capacity) if drafter is not None else None
     aux_layers = drafter.aux_layers if drafter is not None else ()
-    logits, features = base.prefill(padded, cache, counts, aux_layers)
-    count = torch.tensor(counts, device=base.device)
+    logits, features = base.prefill(padded, cache, lengths, aux_layers)
+    counts = torch.tensor(lengths, device=base.device)
     room = torch.zeros(batch, capacity - padded.shape[1], dtype=torch.long, device=base.device)
     text = torch.cat([padded, room], dim=1)
-    rows = Rows(settings or [GREEDY] * batch, count - 1, text, logits.shape[-1])
-    root = policies.root_only(padded, count)
+    rows = Rows(sampling or [GREEDY] * batch, counts - 1, text, logits.shape[-1])
+    following = torch.cat([padded[:, 1:], padded[:, :1]], dim=1)
+    root = root_only(Committed(features, padded, counts))
     # there is no draft to judge yet: every rule begins with a token of the base's own
     first = rules.match(root, logits[:, None], root.ancestors(), rows).bonus
-    rows.advance(first[:, None], count)
-    following = torch.cat([padded[:, 1:], padded[:, :1]], dim=1)
-    following[torch.arange(batch, device=base.device), count - 1] = first
-    state = State(cache, features, following, count, memory, rows)
-    return state, [Step([token], [0]) for token in first.tolist()]
+    rows.advance(first[:, None], counts)
+    following[torch.arange(batch, device=base.device), counts - 1] = first
+    committed = Committed(features, following, counts)
+    state = State(cache, committed, memory, rows, numbers or list(range(batch)))
+    return state, first.tolist()

@@ -57,6 +57,7 @@ class Stream:
     Args:
         request: What was submitted.
         base: What decides; its tokenizer writes the text.
+        number: Place among all that were submitted, which its steps carry as their row.
         limit: New tokens that request and context allow.
         num_blocks: Of the pool, that the request may come to need.
         advance: Takes a step of the engine.
@@ -67,13 +68,14 @@ class Stream:
         self,
         request: Request,
         base: FrozenBase,
+        number: int,
         limit: int,
         num_blocks: int,
         *,
         advance: Callable[[], object],
         leave: Callable[["Stream"], None],
     ) -> None:
-        self.request, self.num_blocks = request, num_blocks
+        self.request, self.number, self.num_blocks = request, number, num_blocks
         self.steps: list[Step] = []
         """Its forwards of the base, prefill excluded."""
         self.finish_reason: FinishReason | None = None

@@ -12,6 +12,7 @@ from specheads.base.model import FrozenBase
 from specheads.core.drafter import Drafter
 from specheads.decoding.acceptance.sampling import GREEDY, Sampling
 from specheads.decoding.trees import policies
+from specheads.measure.how import How
 from specheads.measure.online import measure_online
 from specheads.measure.plots import draw_comparison
 from specheads.measure.progress import bar
@@ -107,10 +108,11 @@ def compare_speed(
             base,
             arm.drafter if arm else None,
             unit,
-            tree=arm.tree if arm else None,
-            settings=settings,
-            max_new_tokens=max_new_tokens,
-            stop_at_eos=True,
+            How(
+                tree=arm.tree if arm else None,
+                sampling=settings,
+                max_new_tokens=max_new_tokens,
+            ),
         )
 
     for name in entrants:

@@ -5,18 +5,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Drafter
-from specheads.core.tree import TokenTree
-from specheads.decoding import loop
-from specheads.decoding.acceptance import accept
-from specheads.decoding.acceptance.rules import AcceptanceRule, acceptance_rule
-from specheads.decoding.acceptance.sampling import GREEDY, Rows, Sampling, each_prompt
-from specheads.decoding.generate import Decoding, generate
+from specheads.decoding.acceptance.sampling import GREEDY, Sampling, each_prompt
+from specheads.decoding.generate import generate
+from specheads.decoding.loop import Step
 from specheads.decoding.trees import policies
 from specheads.measure.counts import DepthCounts, loops
+from specheads.measure.how import How
 from specheads.measure.offline import interval
 from specheads.measure.progress import bar
 
@@ -31,37 +28,8 @@ class Decoded:
     """Of the base forwards that gave all of them but the first."""
 
 
-class _Watch:
-    """A rule that also notes whether a draft followed the last accepted node.
-
-    Steps carry paths and not trees, and a tree may end where its path does.
-    """
-
-    def __init__(self, acceptance: AcceptanceRule) -> None:
-        self.acceptance = acceptance
-        self.noted: list[Tensor] = []
-
-    def __call__(
-        self, tree: TokenTree, logits: Tensor, ancestors: Tensor, rows: Rows
-    ) -> accept.Verdict:
-        verdict = self.acceptance(tree, logits, ancestors, rows)
-        last = verdict.path.gather(1, verdict.count[:, None] - 1)
-        self.noted.append((tree.parents == last).any(-1))
-        return verdict
-
-
 def decode_prompts(
-    base: FrozenBase,
-    drafter: Drafter | None,
-    prompts: list[list[int]],
-    *,
-    tree: policies.TreePolicy | None = None,
-    max_new_tokens: int,
-    settings: Sampling = GREEDY,
-    acceptance: str = "match",
-    batch_size: int = 1,
-    stop_at_eos: bool = True,
-    progress: bool = False,
+    base: FrozenBase, drafter: Drafter | None, prompts: list[list[int]], how: How
 ) -> list[Decoded]:
     """Decode every prompt in the real loop and count its forwards.
 
@@ -69,59 +37,45 @@ def decode_prompts(
         base: The model that decides.
         drafter: What guesses; None decodes with the base alone, at exactly 1.0 a forward.
         prompts: Token ids.
-        tree: How drafts grow; None is a chain as deep as the drafter.
-        max_new_tokens: Limit for each prompt.
-        settings: How tokens are chosen; each prompt draws with a seed of its own.
-        acceptance: What is kept of a tree: a name in `specheads.decoding.acceptance.rules.RULES`.
-        batch_size: Prompts decoded together.
-        stop_at_eos: Whether the base's end-of-text token ends a text.
-        progress: Whether to show a progress bar.
+        how: How they are decoded; its tree and acceptance rule are those of a drafter alone.
     """
-    if drafter is None:
-        tree = policies.NOTHING
-    elif tree is None:
-        tree = policies.chain(drafter.depth)
-    each = each_prompt(settings, len(prompts))
-    starts = range(0, len(prompts), batch_size)
+    tree = _tree(drafter, how)
+    each = each_prompt(how.sampling, len(prompts))
+    firsts = range(0, len(prompts), how.batch_size)
     decoded: list[Decoded] = []
-    for start in bar(starts, "online" if drafter is not None else "base alone", progress):
-        watch = _Watch(acceptance_rule(acceptance))
+    for first in bar(firsts, "online" if drafter is not None else "base alone", how.progress):
+        batch = slice(first, first + how.batch_size)
         out = generate(
             base,
             drafter,
-            prompts[start : start + batch_size],
-            max_new_tokens=max_new_tokens,
-            settings=each[start : start + batch_size],
+            prompts[batch],
+            max_new_tokens=how.max_new_tokens,
+            sampling=each[batch],
             tree=tree,
-            acceptance=watch,
-            stop_at_eos=stop_at_eos,
+            acceptance=how.acceptance if drafter is not None else "match",
+            stop_at_eos=how.stop_at_eos,
         )
-        beyond = _by_row(watch, out)
         decoded += [
-            Decoded(tokens, _count(steps, followed, len(tokens), tree.depth))
-            for tokens, steps, followed in zip(out.tokens, out.steps, beyond, strict=True)
+            Decoded(tokens, _count(steps, len(tokens), tree.depth))
+            for tokens, steps in zip(out.tokens, out.steps, strict=True)
         ]
     return decoded
 
 
-def _by_row(watch: _Watch, out: Decoding) -> list[list[bool]]:
-    """Sort what was noted a step into prompts: finished ones leave, the others keep order."""
-    rows: list[list[bool]] = [[] for _ in out.steps]
-    for number, noted in enumerate(watch.noted):
-        live = [row for row, steps in enumerate(out.steps) if len(steps) > number]
-        for row, followed in zip(live, noted.tolist(), strict=True):
-            rows[row].append(followed)
-    return rows
+def _tree(drafter: Drafter | None, how: How) -> policies.TreePolicy:
+    if drafter is None:
+        return policies.NOTHING
+    return policies.chain(drafter.depth) if how.tree is None else how.tree
 
 
-def _count(steps: list[loop.Step], followed: list[bool], length: int, depth: int) -> DepthCounts:
+def _count(steps: list[Step], length: int, depth: int) -> DepthCounts:
     """Count one prompt's forwards; see `DepthCounts` for what the end of the text cuts off."""
     counts = DepthCounts.zeros(depth)
     room = length - 1
-    for taken, has_child in zip(steps, followed, strict=True):
+    for taken in steps:
         reached = len(taken.path) - 1
         kept = min(reached, room - 1)
-        counts.add(kept, drafted_beyond=has_child or kept < reached)
+        counts.add(kept, drafted_beyond=taken.drafted_beyond or kept < reached)
         room -= len(taken.tokens)
     return counts
 
@@ -158,18 +112,16 @@ def measure_online(
         stop_at_eos: Whether the base's end-of-text token ends a text.
         progress: Whether to show a progress bar.
     """
-    decoded = decode_prompts(
-        base,
-        drafter,
-        prompts,
+    how = How(
         tree=tree,
         max_new_tokens=max_new_tokens,
-        settings=settings,
+        sampling=settings,
         acceptance=acceptance,
         batch_size=batch_size,
         stop_at_eos=stop_at_eos,
         progress=progress,
     )
+    decoded = decode_prompts(base, drafter, prompts, how)
     counts = [one.counts for one in decoded]
     total = DepthCounts.total(counts, len(counts[0].offered))
     online = _summary(counts) | {

@@ -1,10 +1,32 @@
 """A drafter that knows the answer: for benchmarks of the loop, and for nothing else."""
 
+from dataclasses import dataclass
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from specheads.core.drafter import Drafter, Features
+from specheads.core.drafter import Drafter, refuse_scattering
+from specheads.core.features import Committed
+
+
+@dataclass(slots=True)
+class Places:
+    """Which text each row follows, and how far."""
+
+    texts: Int[Tensor, " batch"]
+    roots: Int[Tensor, " batch"]
+    """Position of each row's root."""
+
+    def keep(self, rows: Int[Tensor, " kept"]) -> "Places":
+        """Return where these rows are."""
+        return Places(self.texts[rows], self.roots[rows])
+
+    def join(self, other: "Places") -> "Places":
+        """Return where both batches' rows are."""
+        return Places(torch.cat([self.texts, other.texts]), torch.cat([self.roots, other.roots]))
+
+    scatter = refuse_scattering
 
 
 class Oracle(Drafter):
@@ -48,47 +70,32 @@ class Oracle(Drafter):
         wrong = torch.rand(said.shape, generator=generator) >= rate
         self.guesses = ((said + wrong.long()) % vocab_size).to(device)
 
-    def memory(self, batch: int, capacity: int) -> Int[Tensor, "batch 2"]:
+    def memory(self, batch: int, capacity: int) -> Places:
         """Return each row's text and the position of its root."""
         del capacity
         first, self.num_handed_out = self.num_handed_out, self.num_handed_out + batch
         rows = torch.arange(first, first + batch, device=self.guesses.device) % len(self.guesses)
-        return torch.stack([rows, torch.zeros_like(rows)], dim=1)
-
-    def keep_rows(self, memory: Tensor, index: Int[Tensor, " kept"]) -> Tensor:
-        """Return where these rows are."""
-        return memory[index]
-
-    def join_rows(self, memory: Tensor, other: Tensor) -> Tensor:
-        """Return where both batches' rows are."""
-        return torch.cat([memory, other])
+        return Places(rows, torch.zeros_like(rows))
 
     def begin(
-        self,
-        features: Features,
-        tokens: Int[Tensor, "batch time"],
-        count: Int[Tensor, " batch"],
-        memory: Tensor | None,
-    ) -> tuple[Float[Tensor, "batch 1 vocab"], Tensor]:
+        self, committed: Committed, memory: Places
+    ) -> tuple[Float[Tensor, "batch 1 vocab"], Places]:
         """Go on by as many positions as were committed; guess the token after the root."""
-        del features, tokens
-        assert memory is not None
-        memory[:, 1] += count
-        after = torch.stack([memory[:, 0], memory[:, 1] + 1], dim=1)
-        return self._logits(after, 1), after
+        memory.roots += committed.counts
+        return self._after(memory, 1)
 
     def extend(
-        self, state: Tensor, tokens: Int[Tensor, "batch node"], parents: Int[Tensor, "batch node"]
-    ) -> tuple[Float[Tensor, "batch node vocab"], Tensor]:
+        self, state: Places, tokens: Int[Tensor, "batch node"], parents: Int[Tensor, "batch node"]
+    ) -> tuple[Float[Tensor, "batch node vocab"], Places]:
         """Guess the next token after every node alike."""
         del parents
-        after = torch.stack([state[:, 0], state[:, 1] + 1], dim=1)
-        return self._logits(after, tokens.shape[1]), after
+        return self._after(state, tokens.shape[1])
 
-    def _logits(self, places: Tensor, num_nodes: int) -> Tensor:
-        row, place = places.unbind(1)
+    def _after(self, places: Places, num_nodes: int) -> tuple[Tensor, Places]:
+        """Return logits for the token after these places, and where that one stands."""
+        following = places.roots + 1
         # a row that has ended may go on beside the others for a while
-        guess = self.guesses[row, place.clamp(max=self.guesses.shape[1] - 1)]
+        guess = self.guesses[places.texts, following.clamp(max=self.guesses.shape[1] - 1)]
         logits = torch.zeros(len(guess), 1, self.vocab_size, device=guess.device)
         logits.scatter_(2, guess[:, None, None], 1.0)
-        return logits.expand(-1, num_nodes, -1)
+        return logits.expand(-1, num_nodes, -1), Places(places.texts, following)

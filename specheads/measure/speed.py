@@ -9,18 +9,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Int
-from torch import Tensor
 
 from specheads.base.model import FrozenBase
-from specheads.core.drafter import Drafter, Features, Memory
-from specheads.core.tree import TokenTree
-from specheads.decoding.acceptance import accept
-from specheads.decoding.acceptance.rules import AcceptanceRule, acceptance_rule
-from specheads.decoding.acceptance.sampling import GREEDY, Rows, Sampling, each_prompt
+from specheads.core.drafter import Drafter
+from specheads.decoding.acceptance.sampling import GREEDY, Sampling
 from specheads.decoding.generate import generate
+from specheads.decoding.loop import synchronise
 from specheads.decoding.trees import policies
 from specheads.measure.counts import bootstrap_interval
+from specheads.measure.how import How
 from specheads.measure.progress import bar
 
 
@@ -37,87 +34,36 @@ class Timing:
     forwards: int
 
 
-class _Clock:
-    """A rule that also notes when it is called: once in every step."""
-
-    def __init__(self, acceptance: AcceptanceRule) -> None:
-        self.acceptance = acceptance
-        self.ticks: list[float] = []
-
-    def __call__(
-        self, tree: TokenTree, logits: Tensor, ancestors: Tensor, rows: Rows
-    ) -> accept.Verdict:
-        self.ticks.append(time.perf_counter())
-        return self.acceptance(tree, logits, ancestors, rows)
-
-
-class _Stopwatch(policies.TreePolicy):
-    """A policy that also notes how long each of its drafts takes.
-
-    It waits for the device before and after each, so what it times is not timed otherwise.
-    """
-
-    def __init__(self, tree: policies.TreePolicy, base: FrozenBase) -> None:
-        self.tree, self.base = tree, base
-        self.name, self.num_nodes, self.depth = tree.name, tree.num_nodes, tree.depth
-        self.seconds: list[float] = []
-
-    def grow(
-        self,
-        drafter: Drafter,
-        features: Features,
-        tokens: Int[Tensor, "batch time"],
-        count: Int[Tensor, " batch"],
-        memory: Memory | None,
-        rows: Rows | None = None,
-    ) -> TokenTree:
-        """Draft, by the clock."""
-        synchronise(self.base)
-        start = time.perf_counter()
-        tree = self.tree.grow(drafter, features, tokens, count, memory, rows)
-        synchronise(self.base)
-        self.seconds.append(time.perf_counter() - start)
-        return tree
-
-
-def synchronise(base: FrozenBase) -> None:
-    """Wait until the base's device has done what it was given."""
-    if base.device.type == "cuda":
-        torch.cuda.synchronize(base.device)
-
-
 def time_generate(
-    base: FrozenBase,
-    drafter: Drafter | None,
-    prompts: list[list[int]],
-    *,
-    tree: policies.TreePolicy | None,
-    settings: Sampling = GREEDY,
-    acceptance: str = "match",
-    max_new_tokens: int,
-    stop_at_eos: bool,
+    base: FrozenBase, drafter: Drafter | None, prompts: list[list[int]], how: How
 ) -> Timing:
-    """Decode once, by the clock."""
-    clock = _Clock(acceptance_rule(acceptance))
-    synchronise(base)
+    """Decode once, by the clock.
+
+    Args:
+        base: The model that decides.
+        drafter: What guesses; None decodes with the base alone.
+        prompts: Token ids, decoded together.
+        how: How they are decoded; its tree and acceptance rule are those of a drafter alone.
+    """
+    synchronise(base.device)
     start = time.perf_counter()
     out = generate(
         base,
         drafter,
         prompts,
-        max_new_tokens=max_new_tokens,
-        tree=tree,
-        settings=each_prompt(settings, len(prompts)),
-        acceptance=clock,
-        stop_at_eos=stop_at_eos,
+        max_new_tokens=how.max_new_tokens,
+        tree=how.tree if drafter is not None else None,
+        sampling=how.sampling,
+        acceptance=how.acceptance if drafter is not None else "match",
+        stop_at_eos=how.stop_at_eos,
     )
-    synchronise(base)
+    synchronise(base.device)
     seconds = time.perf_counter() - start
-    ticks = clock.ticks
+    ends = sorted({step.times.ended for steps in out.steps for step in steps})
     return Timing(
         seconds=seconds,
-        step_seconds=ticks[-1] - ticks[0] if ticks else 0.0,
-        num_steps=max(len(ticks) - 1, 0),
+        step_seconds=ends[-1] - ends[0] if ends else 0.0,
+        num_steps=max(len(ends) - 1, 0),
         new_tokens=sum(map(len, out.tokens)),
         forwards=sum(out.forwards),
     )
@@ -178,17 +124,16 @@ def measure_speed(
         )
     units = [prompts[i : i + batch_size] for i in range(0, len(prompts), batch_size)]
 
+    how = How(
+        tree=tree,
+        max_new_tokens=max_new_tokens,
+        sampling=settings,
+        acceptance=acceptance,
+        stop_at_eos=stop_at_eos,
+    )
+
     def run(arm: Drafter | None, unit: list[list[int]]) -> Timing:
-        return time_generate(
-            base,
-            arm,
-            unit,
-            tree=tree,
-            settings=settings,
-            acceptance="match" if arm is None else acceptance,
-            max_new_tokens=max_new_tokens,
-            stop_at_eos=stop_at_eos,
-        )
+        return time_generate(base, arm, unit, how)
 
     for unit in units[:warmup]:
         run(None, unit)
@@ -204,25 +149,25 @@ def measure_speed(
         if turn % 2 == 1:
             pair.alone.append(run(None, unit))
     return summarise(pairs) | {
-        "draft_milliseconds": _draft_milliseconds(
-            base, drafter, prompts[0], tree or policies.chain(drafter.depth), max_new_tokens
-        ),
+        "draft_milliseconds": draft_milliseconds(base, drafter, prompts[0], how),
         "repetitions": repetitions,
         "peak_gib": peak_gib(base),
     }
 
 
-def _draft_milliseconds(
-    base: FrozenBase,
-    drafter: Drafter,
-    prompt: list[int],
-    tree: policies.TreePolicy,
-    max_new_tokens: int,
-) -> float:
+def draft_milliseconds(base: FrozenBase, drafter: Drafter, prompt: list[int], how: How) -> float:
     """Return the median time that a decode step spends drafting, greedy and one row."""
-    watch = _Stopwatch(tree, base)
-    generate(base, drafter, [prompt], max_new_tokens=max_new_tokens, tree=watch, stop_at_eos=False)
-    return 1e3 * statistics.median(watch.seconds)
+    out = generate(
+        base,
+        drafter,
+        [prompt],
+        max_new_tokens=how.max_new_tokens,
+        tree=how.tree,
+        stop_at_eos=False,
+        timed=True,
+    )
+    times = [step.times for step in out.steps[0]]
+    return 1e3 * statistics.median(one.drafted - one.began for one in times)
 
 
 def summarise(pairs: Sequence[Pair]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from specheads.base.masks import tree_mask
 from specheads.base.model import FrozenBase, Verification
 from specheads.base.paged import BlockPool, PagedKVCache, PoolFullError
 from specheads.baselines import PromptLookup
-from specheads.baselines.hybrid import Graft, Hybrid
+from specheads.baselines.hybrid import Hybrid, HybridTree
 from specheads.core.drafter import Drafter
 from specheads.core.tree import TokenTree
 from specheads.decoding.engine import Engine
@@ -377,7 +377,7 @@ POLICIES = {
     "best first": BestFirst(9, 3),
     "beam": Beam(3, 3),
     "sampled": Sampled((3, 2)),
-    "graft": Graft(Beam(2, 2), 4),
+    "graft": HybridTree(Beam(2, 2), 4),
 }
 
 

@@ -14,11 +14,13 @@ from transformers import AutoModelForCausalLM
 from specheads.base.cache import KVCache
 from specheads.base.model import FrozenBase
 from specheads.baselines import DraftModel, PromptLookup, Streaming
-from specheads.baselines.hybrid import Graft, Hybrid, Lookup, graft
+from specheads.baselines.hybrid import Hybrid, HybridTree, Lookup, join_copied
 from specheads.baselines.prompt_lookup import continuation
 from specheads.baselines.streaming import WindowCache
 from specheads.core.drafter import Drafter
+from specheads.core.features import Committed
 from specheads.core.tree import TokenTree, chain
+from specheads.decoding.acceptance.sampling import Sampling
 from specheads.decoding.generate import generate
 from specheads.decoding.trees import policies
 from tests import tiny
@@ -57,7 +59,7 @@ def arm(name: str, architecture: str) -> tuple[Drafter, policies.TreePolicy | No
             return Streaming(base, 2, sinks=3, window=12, max_nodes=16), TREE
         case _:
             both = Hybrid(tiny.oracle(2, architecture), lookup())
-            return both, Graft(TREE, 4, trim=name == "hybrid, trimmed")
+            return both, HybridTree(TREE, 4, trim=name == "hybrid, trimmed")
 
 
 EVERYWHERE = ("lookup", "draft model, tree", "window, tree", "hybrid, trimmed")
@@ -79,7 +81,7 @@ def test_every_baseline_says_what_the_base_says(architecture, name):
 @pytest.mark.parametrize("architecture", ["gemma3"])
 def test_samples_are_those_of_the_base_alone_whoever_drafts(architecture, name):
     base = tiny.base(architecture)
-    settings: dict[str, Any] = {"max_new_tokens": 10, "temperature": 0.8, "seed": 5}
+    settings: dict[str, Any] = {"max_new_tokens": 10, "sampling": Sampling(temperature=0.8, seed=5)}
     drafter, policy = arm(name, architecture)
     alone = generate(base, None, tiny.prompts(), **settings)
     out = generate(base, drafter, tiny.prompts(), tree=policy, **settings)
@@ -178,7 +180,7 @@ def tiny_first(base: FrozenBase, text: list[int]) -> int:
 def test_where_no_row_has_a_match_the_tree_is_the_root_alone():
     features = tiny.base().read(torch.tensor([[9, 4, 6], [1, 2, 3]]))
     following, count = torch.tensor([[4, 6, 8], [2, 3, 7]]), torch.tensor([3, 3])
-    tree = Lookup(4).grow(lookup(4), features, following, count, lookup(4).memory(2, 8))
+    tree = Lookup(4).grow(lookup(4), Committed(features, following, count), lookup(4).memory(2, 8))
     assert tree.tokens.tolist() == [[8], [7]]
 
 
@@ -186,9 +188,8 @@ def test_lookup_finds_the_first_token_of_the_prompt_too():
     # its only earlier place is the prompt's very first token
     features = tiny.base().read(torch.tensor([[9, 4, 6]]))
     drafter = lookup(2)
-    copied = drafter.copy(
-        features, torch.tensor([[4, 6, 9]]), torch.tensor([3]), drafter.memory(1, 8)
-    )
+    committed = Committed(features, torch.tensor([[4, 6, 9]]), torch.tensor([3]))
+    copied = drafter.copy(committed, drafter.memory(1, 8))
     assert copied.tolist() == [[4, 6]]
 
 
@@ -215,7 +216,7 @@ def test_a_tree_of_a_draft_model_follows_each_path():
     prompt = torch.tensor([tiny.prompts()[0]])
     features, following = base.read(prompt), torch.tensor([[*tiny.prompts()[0][1:], 30]])
     logits, state = drafter.begin(
-        features, following, torch.tensor([prompt.shape[1]]), drafter.memory(1, 40)
+        Committed(features, following, torch.tensor([prompt.shape[1]])), drafter.memory(1, 40)
     )
     level = torch.tensor([[3, 4]])
     _, state = drafter.extend(state, level, torch.zeros_like(level))
@@ -255,7 +256,9 @@ def test_a_window_decodes_as_if_it_had_read_sinks_and_recent_text_at_their_place
     reading = torch.tensor([text, short + [0] * (len(text) - 3)])
     following = torch.cat([reading[:, 1:], reading[:, :1]], dim=1)
     following[:, -1], following[1, 2] = 33, 34
-    logits, _ = drafter.begin(base.read(reading), following, torch.tensor([len(text), 3]), memory)
+    logits, _ = drafter.begin(
+        Committed(base.read(reading), following, torch.tensor([len(text), 3])), memory
+    )
     # the plain model over the same tokens at the same positions, the long gap left out
     kept = [*text, 33]
     places = [*range(sinks), *range(len(kept) - window, len(kept))]
@@ -312,8 +315,10 @@ def test_the_draft_cache_is_as_large_for_a_long_text_as_for_a_short_one():
     for prompt in (tiny.prompts()[0], [3, 9, 27, 20] * 20):
         memory = drafter.memory(1, len(prompt) + 50)
         text = torch.tensor([prompt])
-        drafter.begin(base.read(text), text.roll(-1, 1), torch.tensor([len(prompt)]), memory)
-        assert memory._own_layers[0].held()[0].shape[2] == 2 + 6 + 8
+        drafter.begin(
+            Committed(base.read(text), text.roll(-1, 1), torch.tensor([len(prompt)])), memory
+        )
+        assert memory.cache._own_layers[0].held()[0].shape[2] == 2 + 6 + 8
 
 
 def test_rows_of_windows_join():
@@ -352,17 +357,17 @@ def test_a_graft_shares_the_nodes_that_the_tree_has_already():
     #      7                  row 2 copies nothing, row 3 what the tree does not begin with
     tree = static_tree([[0, 5, 6, 7]] * 4, [-1, 0, 0, 1])
     copied = torch.tensor([[5, 7, 8], [6, 9, -1], [-1, -1, -1], [1, 2, 3]])
-    out = graft(tree, copied, 2)
+    out = join_copied(tree, copied, 2)
     assert out.parents[:, 4:].tolist() == [[3, -1], [2, -1], [-1, -1], [0, 4]]
     present = out.parents[:, 4:] >= 0
     assert out.tokens[:, 4:][present].tolist() == [8, 9, 1, 2]
-    assert graft(first_rows(tree, 3), copied[:3], 2, trim=True).tokens.shape[1] == 5
-    assert graft(first_rows(tree, 1), copied[2:3], 2, trim=True).tokens.shape[1] == 4
+    assert join_copied(first_rows(tree, 3), copied[:3], 2, trim=True).tokens.shape[1] == 5
+    assert join_copied(first_rows(tree, 1), copied[2:3], 2, trim=True).tokens.shape[1] == 4
 
 
 def test_a_graft_on_a_tree_with_absent_nodes_never_hangs_below_one():
     tree = static_tree([[0, 5, 7]], [-1, 0, -1])
-    out = graft(tree, torch.tensor([[5, 7]]), 1)
+    out = join_copied(tree, torch.tensor([[5, 7]]), 1)
     assert out.parents.tolist() == [[-1, 0, -1, 1]]
     assert out.tokens.tolist() == [[0, 5, 7, 7]]
 
@@ -375,7 +380,7 @@ def test_a_grafted_tree_is_the_union_of_the_tree_and_the_copied_path(seed, copie
     path = torch.randint(3, (batch, copied), generator=generator)
     ends = torch.randint(copied + 1, (batch, 1), generator=generator)
     path = torch.where(torch.arange(copied) < ends, path, -1)
-    out = graft(TokenTree(tokens, parents), path, size)
+    out = join_copied(TokenTree(tokens, parents), path, size)
     plain = TokenTree(out.tokens, out.parents).ancestors()
     present = (out.parents >= 0) | (torch.arange(num_nodes + size) == 0)
     reach = out.ancestors()
@@ -425,11 +430,11 @@ def test_a_hybrid_takes_what_either_part_knows():
     rich = [*said, *prompt[: -len(said)], *prompt[-len(said) :]]
     out = generate(base, None, [rich], **settings).tokens[0]
     both = Hybrid(tiny.Oracle([rich + out], 2, tiny.VOCAB), lookup(8))
-    hybrid = generate(base, both, [rich], tree=Graft(policies.chain(2), 6), **settings)
+    hybrid = generate(base, both, [rich], tree=HybridTree(policies.chain(2), 6), **settings)
     assert hybrid.tokens == [out]
     assert hybrid.forwards[0] <= head
 
 
 def test_a_hybrid_without_its_policy_is_refused_with_the_remedy():
-    with pytest.raises(ValueError, match=r"tree=Graft"):
+    with pytest.raises(ValueError, match=r"tree=HybridTree"):
         generate(tiny.base(), Hybrid(tiny.oracle(2), lookup()), [[1, 2]], max_new_tokens=4)

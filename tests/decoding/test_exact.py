@@ -1,17 +1,20 @@
 """Tree decoding says, token for token, what the base alone says one token at a time."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 import specheads.base.model
-from specheads.core.drafter import Drafter, Features
+from specheads.core.drafter import Drafter
+from specheads.core.features import Committed
 from specheads.core.tree import TokenTree
 from specheads.decoding.acceptance.sampling import Rows
 from specheads.decoding.generate import Decoding, generate
 from specheads.decoding.trees.policies import TreePolicy
+from specheads.measure.oracle import Places
 from tests import tiny
 
 
@@ -30,20 +33,18 @@ class RandomTrees(TreePolicy):
     def grow(
         self,
         drafter: Drafter,
-        features: Features,
-        tokens: Tensor,
-        count: Tensor,
-        memory: Tensor | None,
+        committed: Committed,
+        memory: Any,
         rows: Rows | None = None,
     ) -> TokenTree:
         del rows
         assert isinstance(drafter, tiny.Oracle)
-        assert memory is not None
-        drafter.begin(features, tokens, count, memory)
-        roots = tokens.gather(1, count[:, None] - 1)[:, 0].tolist()
+        assert isinstance(memory, Places)
+        drafter.begin(committed, memory)
+        rows_of = (committed.root()[:, 0].tolist(), memory.texts.tolist(), memory.roots.tolist())
         trees = [
-            self._row(root, drafter.guesses[row, place:].tolist())
-            for root, (row, place) in zip(roots, memory.tolist(), strict=True)
+            self._row(root, drafter.guesses[text, place:].tolist())
+            for root, text, place in zip(*rows_of, strict=True)
         ]
         drafted, parents = zip(*trees, strict=True)
         return TokenTree(torch.tensor(drafted), torch.tensor(parents))

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from specheads.core.drafter import Drafter, Features
+from specheads.core.features import Committed
 from specheads.core.tree import TokenTree
 from specheads.decoding.trees.policies import NOTHING, Beam, BestFirst, Static, TreePolicy, chain
 
@@ -23,8 +24,8 @@ class Levels(Drafter):
     def __init__(self, logits: Tensor) -> None:
         self.logits, self.depth = logits, logits.shape[1]
 
-    def begin(self, features, tokens, count, memory):
-        del features, tokens, count, memory
+    def begin(self, committed, memory):
+        del committed, memory
         return self.logits[:, :1], 1
 
     def extend(self, state, tokens, parents):
@@ -45,9 +46,9 @@ class Walker(Drafter):
         rows = torch.arange(len(places))[:, None]
         return self.table[rows, places], places
 
-    def begin(self, features, tokens, count, memory):
-        del features, tokens, memory
-        return self._at(torch.zeros(len(count), 1, dtype=torch.long))
+    def begin(self, committed, memory):
+        del memory
+        return self._at(torch.zeros(len(committed.counts), 1, dtype=torch.long))
 
     def extend(self, state, tokens, parents):
         # heap numbering: child `token` of place p stands at p * vocab + token + 1
@@ -70,7 +71,9 @@ def grow(policy: TreePolicy, drafter: Drafter, roots: list[int]) -> TokenTree:
     """Grow after rows that committed one position; a second one is padding."""
     tokens = torch.tensor([[root, 99] for root in roots])
     features = Features(torch.zeros(len(roots), 2, 4))
-    return policy.grow(drafter, features, tokens, torch.ones(len(roots), dtype=torch.long), None)
+    return policy.grow(
+        drafter, Committed(features, tokens, torch.ones(len(roots), dtype=torch.long)), None
+    )
 
 
 def paths_of(tree: TokenTree, row: int = 0) -> list[tuple[int, ...]]:

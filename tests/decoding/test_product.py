@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from specheads.core.drafter import Features
+from specheads.core.features import Committed
 from specheads.decoding.generate import generate
 from specheads.decoding.trees.product import Product
 from specheads.heads.load import build_for, load_head
@@ -30,7 +31,7 @@ def searched(case: str, dtype: torch.dtype = torch.float32) -> tuple:
     io = load_file(GOLDEN / case / "expected.safetensors")
     hidden = io["in.hidden"]
     roots = io["in.inds"][:, hidden.shape[1] - 1 :][:, :1]
-    begun = (Features(hidden[:, -1:].to(dtype)), roots, torch.ones(2, dtype=torch.long), None)
+    begun = (Committed(Features(hidden[:, -1:].to(dtype)), roots, torch.ones(2).long()), None)
     found = load_file(GOLDEN / case / "search.safetensors")
     return load_head(GOLDEN / case).to(dtype), begun, found
 

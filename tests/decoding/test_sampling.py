@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.attention.flex_attention as torch_flex
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from specheads.base.model import FrozenBase
 from specheads.base.paged import BlockPool
 from specheads.core.drafter import Drafter, Features
+from specheads.core.features import Committed
 from specheads.core.tree import TokenTree
 from specheads.decoding.acceptance import accept, noise, rules
 from specheads.decoding.acceptance.sampling import GREEDY, Rows, Sampling
@@ -100,7 +101,7 @@ def test_unknown_rules_and_lists_of_another_length_are_refused():
     with pytest.raises(ValueError, match="match, rejection, typical, got 'lucky'"):
         generate(tiny.base(), None, [[1]], acceptance="lucky")
     with pytest.raises(ValueError, match="got 1 for 2"):
-        generate(tiny.base(), None, [[1], [2]], settings=[GREEDY])
+        generate(tiny.base(), None, [[1], [2]], sampling=[GREEDY])
 
 
 # --- the base alone ----------------------------------------------------------------------------
@@ -110,7 +111,7 @@ def test_unknown_rules_and_lists_of_another_length_are_refused():
 def test_the_base_alone_draws_by_the_noise_of_each_position(name):
     chosen = SETTINGS[name]
     base, prompt = tiny.base(), tiny.prompts()[1]
-    said = generate(base, None, [prompt], max_new_tokens=12, settings=[chosen]).tokens[0]
+    said = generate(base, None, [prompt], max_new_tokens=12, sampling=[chosen]).tokens[0]
     text = list(prompt)
     for token in said:
         logits = base.model(input_ids=torch.tensor([text]), use_cache=False).logits[:, -1:]
@@ -122,22 +123,34 @@ def test_the_base_alone_draws_by_the_noise_of_each_position(name):
 
 def test_a_request_draws_the_same_whatever_stands_beside_it():
     chosen = [SETTINGS["plain"].of_prompt(place) for place in range(7)]
-    together = generate(tiny.base(), None, ragged(), max_new_tokens=10, settings=chosen)
+    together = generate(tiny.base(), None, ragged(), max_new_tokens=10, sampling=chosen)
     for row in (0, 4, 6):
         alone = generate(
-            tiny.base(), None, [ragged()[row]], max_new_tokens=10, settings=[chosen[row]]
+            tiny.base(), None, [ragged()[row]], max_new_tokens=10, sampling=[chosen[row]]
         )
         assert alone.tokens == [together.tokens[row]]
 
 
 def test_equal_prompts_are_answered_differently_and_again_the_same():
     first, again = (
-        generate(tiny.base(), None, [[5, 9]] * 4, max_new_tokens=8, temperature=1.0, seed=3).tokens
+        generate(
+            tiny.base(),
+            None,
+            [[5, 9]] * 4,
+            max_new_tokens=8,
+            sampling=Sampling(temperature=1.0, seed=3),
+        ).tokens
         for _ in range(2)
     )
     assert first == again
     assert len({*map(tuple, first)}) == 4
-    other = generate(tiny.base(), None, [[5, 9]] * 4, max_new_tokens=8, temperature=1.0, seed=4)
+    other = generate(
+        tiny.base(),
+        None,
+        [[5, 9]] * 4,
+        max_new_tokens=8,
+        sampling=Sampling(temperature=1.0, seed=4),
+    )
     assert not {*map(tuple, first)} & {*map(tuple, other.tokens)}
 
 
@@ -181,7 +194,7 @@ def samples_alone(architecture: str, batch: int) -> Decoding:
     """Return what the base alone says to this many prompts, each with settings of its own."""
     chosen = [one.of_prompt(place) for place, one in enumerate(MIXED[:batch])]
     return generate(
-        tiny.base(architecture), None, ragged()[:batch], max_new_tokens=16, settings=chosen
+        tiny.base(architecture), None, ragged()[:batch], max_new_tokens=16, sampling=chosen
     )
 
 
@@ -202,7 +215,7 @@ def match(
         Oracle(known, policy.depth, tiny.VOCAB, rate=0.8),
         prompts,
         max_new_tokens=16,
-        settings=chosen,
+        sampling=chosen,
         tree=policy,
         acceptance=acceptance,
         pool=CACHES[cache](base),
@@ -275,15 +288,9 @@ class Markov(Drafter):
     def __init__(self, table: Float[Tensor, "vocab vocab"], depth: int) -> None:
         self.table, self.depth = table, depth
 
-    def begin(
-        self,
-        features: Features,
-        tokens: Int[Tensor, "batch time"],
-        count: Int[Tensor, " batch"],
-        memory: None,
-    ) -> tuple[Tensor, None]:
-        del features, memory
-        return self.table[tokens.gather(1, count[:, None] - 1)], None
+    def begin(self, committed: Committed, memory: None) -> tuple[Tensor, None]:
+        del memory
+        return self.table[committed.root()], None
 
     def extend(self, state: None, tokens: Tensor, parents: Tensor) -> tuple[Tensor, None]:
         del state, parents
@@ -308,7 +315,7 @@ def grown(
     known = rows(each, texts, VOCAB)
     count = torch.ones(len(roots), dtype=torch.long)
     features = Features(torch.zeros(len(roots), 1, 1))
-    return policy.grow(drafter, features, texts, count, None, known)
+    return policy.grow(drafter, Committed(features, texts, count), None, known)
 
 
 POLICIES = {"static": policies.chain(3, confidence=0.6), "sampled": Sampled((1, 1, 1), 0.6)}
@@ -423,7 +430,7 @@ def chi_square(
             drafter,
             [[2, 0]] * BATCH,
             max_new_tokens=NEW,
-            settings=each,
+            sampling=each,
             acceptance=acceptance,
             tree=tree,
         ).tokens
@@ -476,15 +483,9 @@ def test_the_count_catches_a_coin_that_siblings_share():
 def test_the_count_catches_a_token_dropped_for_its_own_doubt():
     class Dropping(Sampled):
         def grow(
-            self,
-            drafter: Drafter,
-            features: Features,
-            tokens: Tensor,
-            count: Tensor,
-            memory: None,
-            rows: Rows | None = None,
+            self, drafter: Drafter, committed: Committed, memory: Any, rows: Rows | None = None
         ) -> TokenTree:
-            tree = super().grow(drafter, features, tokens, count, memory, rows)
+            tree = super().grow(drafter, committed, memory, rows)
             assert tree.drawn is not None
             chance = tree.drawn.probs[:, :1].gather(2, tree.tokens[:, None, 1:2])[:, 0]
             parents = tree.parents.clone()

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from specheads.base.model import FrozenBase
 from specheads.base.paged import BlockPool, PagedKVCache
-from specheads.baselines.hybrid import Graft, Hybrid
+from specheads.baselines.hybrid import Hybrid, HybridTree
 from specheads.baselines.prompt_lookup import PromptLookup
 from specheads.core.drafter import Drafter
 from specheads.decoding import loop
@@ -77,11 +77,13 @@ def uploaded(values: list[Any], device: torch.device) -> Tensor:
     )
 
 
-def verdict_of_nobody(tree: Any, verdict: Any) -> list[loop.Step]:
+def verdict_of_nobody(tree: Any, verdict: Any) -> list[list[int]]:
     """Stand for the one time a step asks: a row keeps its root, the other one node more."""
     del verdict
-    last = [0] if tree.tokens.shape[1] == 1 else [0, tree.tokens.shape[1] - 1]
-    return [loop.Step([5], [0]), loop.Step([5] * len(last), last)]
+    num_nodes = tree.tokens.shape[1]
+    last = [0] if num_nodes == 1 else [0, num_nodes - 1]
+    nodes = [5] * num_nodes + [-1] * num_nodes
+    return [[1, 5, 0, *nodes], [len(last), 5, *last, *nodes]]
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +158,7 @@ def test_no_head_waits(base: FrozenBase, kind: str) -> None:
 
 def test_a_grafted_lookup_does_not_wait(base: FrozenBase) -> None:
     both = Hybrid(head_on(base, "medusa"), PromptLookup(base.vocab_size, 4, device=META))
-    assert waits(base, both, Graft(policies.chain(3), 4, trim=False)) == []
+    assert waits(base, both, HybridTree(policies.chain(3), 4, trim=False)) == []
 
 
 def test_the_base_alone_does_not_wait(base: FrozenBase) -> None:
@@ -183,11 +185,10 @@ def test_cuda_itself_sees_no_wait(tree: str) -> None:
     state, _ = loop.start(base, head, [[1, 2, 3], [4, 5, 6, 7]], 64, LAWS["sampled"])
     # the first step copies what a policy prepares once
     loop.step(base, head, POLICIES[tree], acceptance_rule("match"), state)
-    read = (state.features, state.tokens, state.count, state.memory)
     torch.cuda.set_sync_debug_mode("error")
     try:
         with torch.inference_mode():
-            drafted = POLICIES[tree].grow(head, *read, state.rows)
+            drafted = POLICIES[tree].grow(head, state.committed, state.memory, state.rows)
             verified = base.verify(drafted, state.cache)
             acceptance_rule("match")(drafted, verified.logits, verified.ancestors, state.rows)
     finally:

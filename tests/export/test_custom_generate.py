@@ -31,6 +31,7 @@ from transformers.dynamic_module_utils import check_python_requirements
 from transformers.generation.streamers import BaseStreamer
 
 import specheads
+from specheads.decoding.acceptance.sampling import Sampling
 from specheads.decoding.trees import policies
 from specheads.export.plugins.custom_generate import hub_files, three_lines
 from specheads.heads.load import build, load_head
@@ -218,7 +219,7 @@ def test_what_is_sampled_follows_torchs_seed_and_is_what_the_base_alone_draws():
     torch.manual_seed(5)
     seed = int(torch.randint(2**63 - 1, ()))
     alone = specheads.generate(
-        tiny.base(), None, tiny.prompts(), max_new_tokens=NEW, seed=seed, **LAW
+        tiny.base(), None, tiny.prompts(), max_new_tokens=NEW, sampling=Sampling(**LAW, seed=seed)
     )
     assert texts[0][:, -NEW:].tolist() == alone.tokens
 

@@ -23,6 +23,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
+from specheads.core.features import Committed
 from specheads.decoding.generate import generate
 from specheads.decoding.trees import policies
 from specheads.export.layouts.vllm import HEAD_VARIABLE, PROPOSER
@@ -262,7 +263,9 @@ def drafted(kind: str, text: list[int]) -> list[int]:
     features = base().read(torch.tensor([text[:-1]]))
     count = torch.tensor([len(text) - 1])
     memory = head(kind).memory(1, len(text) + DEPTH)
-    tree = policies.chain(DEPTH).grow(head(kind), features, torch.tensor([text[1:]]), count, memory)
+    tree = policies.chain(DEPTH).grow(
+        head(kind), Committed(features, torch.tensor([text[1:]]), count), memory
+    )
     return tree.tokens[0, 1:].tolist()
 
 

@@ -11,10 +11,12 @@ import torch
 from torch import nn
 
 from specheads.core.drafter import Head
+from specheads.core.features import Committed
 from specheads.decoding.trees import policies
 from specheads.export.layouts.vllm import HEAD_VARIABLE
 from specheads.export.plugins import vllm
 from specheads.heads import load
+from specheads.heads.layers.attention import Slots
 from tests import tiny
 
 DEPTH = 3
@@ -152,7 +154,9 @@ def drafted(head: Head, text: list[int]) -> list[int]:
     """The chain at the end of a text that is read from its start, without any engine."""
     features = tiny.base().read(torch.tensor([text[:-1]]))
     memory, count = head.memory(1, len(text) + DEPTH), torch.tensor([len(text) - 1])
-    tree = policies.chain(DEPTH).grow(head, features, torch.tensor([text[1:]]), count, memory)
+    tree = policies.chain(DEPTH).grow(
+        head, Committed(features, torch.tensor([text[1:]]), count), memory
+    )
     return tree.tokens[0, 1:].tolist()
 
 
@@ -222,7 +226,7 @@ def test_padding_is_written_where_no_request_reads(prepared, tmp_path, monkeypat
     table[1, 1] = table[0, 0]
     first = BLOCK * int(table[0, 0])
     memory = runner.drafter._memory
-    assert memory is not None
+    assert isinstance(memory, Slots)
     remembered = memory.held[0, :, :, first : first + BLOCK]
     before = remembered.clone()
     drafts = forward(runner, texts, [(8, 4, 3, 13), (3, 1, 0, 5)])
@@ -303,14 +307,15 @@ def test_scattered_rows_draft_as_rows_of_their_own(kind):
     tokens = torch.randint(tiny.VOCAB, (2, 12))
     features = tiny.base().read(tokens, head.aux_layers)
     own, shared = head.memory(2, 32), head.memory(1, 64)
+    assert shared is not None
     slots = torch.randperm(63)[:32].view(2, 16) + 1
     lengths = torch.zeros(2, dtype=torch.long)
     for first, count in ((0, torch.tensor([3, 5])), (5, torch.tensor([4, 1]))):
         read = features.at(torch.arange(first, first + 5).expand(2, -1))
         beyond = torch.arange(16) >= (lengths + count)[:, None]
-        rows = head.scatter(shared, slots.masked_fill(beyond, 0), lengths)
+        rows = shared.scatter(slots.masked_fill(beyond, 0), lengths)
         chain = policies.chain(DEPTH)
-        mine = chain.grow(head, read, tokens[:, first : first + 5], count, rows)
-        alone = chain.grow(head, read, tokens[:, first : first + 5], count, own)
+        mine = chain.grow(head, Committed(read, tokens[:, first : first + 5], count), rows)
+        alone = chain.grow(head, Committed(read, tokens[:, first : first + 5], count), own)
         torch.testing.assert_close(mine.tokens, alone.tokens)
         lengths = lengths + count

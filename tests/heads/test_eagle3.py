@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Features
+from specheads.core.features import Committed
 from specheads.decoding.trees import policies
 from specheads.heads.kinds import eagle3
 from specheads.heads.load import build, build_for, load_head
@@ -46,7 +47,7 @@ def chain(head: eagle3.Head, aux: torch.Tensor, tokens: torch.Tensor) -> torch.T
     time, batch = aux.shape[1], len(aux)
     memory = head.memory(batch, capacity=64)
     count = torch.full((batch,), time)
-    logits, state = head.begin(features(aux), tokens[:, :time], count, memory)
+    logits, state = head.begin(Committed(features(aux), tokens[:, :time], count), memory)
     drafted = [logits]
     for node in tokens[:, time:].split(1, dim=1):
         logits, state = head.extend(state, node, torch.zeros_like(node))
@@ -90,7 +91,7 @@ def test_a_public_eagle3_grows_its_project_s_trees(
     policy = policies.BestFirst(num_nodes, depth=4, beam=top_k, branch=top_k)
     aux, following = golden["in.aux"], golden["in.tokens"][:, 1:]
     count, memory = torch.full((2,), 10), head.memory(2, capacity=16)
-    tree = policy.grow(head, features(aux), following, count, memory)
+    tree = policy.grow(head, Committed(features(aux), following, count), memory)
     assert torch.equal(tree.tokens[0], golden[f"out.tree.tokens.{search}"])
     mask = golden[f"out.tree.attn_mask.{search}"].bool()
     assert torch.equal(tree.ancestors()[0], mask)
@@ -163,7 +164,9 @@ def test_seven_rounds_from_ragged_anchors_are_what_training_saw():
         garbage = torch.arange(longest) > at[:, None]
         committed = features(aux[:, :longest].masked_fill(garbage[..., None], 9.0))
         following = tokens[:, 1 : longest + 1].masked_fill(garbage, 3)
-        logits, state = head.begin(committed, following, at + 1, head.memory(3, capacity=32))
+        logits, state = head.begin(
+            Committed(committed, following, at + 1), head.memory(3, capacity=32)
+        )
         drafted = [logits[:, 0]]
         for level in range(1, head.depth):
             node = tokens.gather(1, at[:, None] + 1 + level)
@@ -184,11 +187,11 @@ def test_ragged_rows_committed_bit_by_bit_draft_as_if_committed_at_once():
     for counts in ([5, 2, 3], [1, 4, 2], [3, 2]):
         if len(counts) < len(kept):
             kept = torch.tensor([0, 2])
-            memory = head.keep_rows(memory, kept)
+            memory = memory.keep(kept)
         count = torch.tensor(counts)
         rows = at[kept][:, None] + torch.arange(max(counts))
         following = tokens[kept].gather(1, rows + 1)
-        _, state = head.begin(read.rows(kept).at(rows), following, count, memory)
+        _, state = head.begin(Committed(read.rows(kept).at(rows), following, count), memory)
         at[kept] += count
     node = torch.tensor([[5], [6]])
     together, _ = head.extend(state, node, torch.zeros_like(node))

@@ -13,6 +13,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Features, Head
+from specheads.core.features import Committed
 from specheads.decoding.generate import generate
 from specheads.decoding.trees import policies
 from specheads.heads.load import build, build_for, kinds, load_head
@@ -106,7 +107,7 @@ def test_drafting_a_chain_agrees_with_training(settings: dict, base: FrozenBase)
     committed = until(features, place + 1)
     count = torch.full((2,), place + 1)
     logits, state = head.begin(
-        committed, tokens[:, 1 : place + 2], count, head.memory(2, capacity=64)
+        Committed(committed, tokens[:, 1 : place + 2], count), head.memory(2, capacity=64)
     )
     drafted = [logits[:, 0]]
     for level in range(1, head.depth):
@@ -123,15 +124,15 @@ def test_siblings_are_drafted_from_their_own_parent(settings: dict, base: Frozen
     head = make(settings, base)
     features, tokens = read(base, head.aux_layers)
     count = torch.full((2,), TIME - 1)
-    arguments = (until(features, TIME - 1), tokens[:, 1:], count)
+    committed = Committed(until(features, TIME - 1), tokens[:, 1:], count)
     nodes = torch.tensor([[3, 9, 27], [4, 16, 1]])
-    _, state = head.begin(*arguments, head.memory(2, 64))
+    _, state = head.begin(committed, head.memory(2, 64))
     _, state = head.extend(state, nodes, torch.zeros_like(nodes))
     below = torch.tensor([[5, 6], [7, 8]])
     parents = torch.tensor([[2, 0], [1, 2]])
     together, _ = head.extend(state, below, parents)
     for place in range(2):
-        _, alone = head.begin(*arguments, head.memory(2, 64))
+        _, alone = head.begin(committed, head.memory(2, 64))
         above = nodes.gather(1, parents[:, place : place + 1])
         _, alone = head.extend(alone, above, torch.zeros_like(above))
         one = below[:, place : place + 1]
@@ -150,18 +151,20 @@ def test_rows_that_join_a_batch_are_drafted_as_if_alone(settings: dict, base: Fr
         own, said, length = features.rows(torch.tensor([row])), tokens[row][None], lengths[row]
         memory = head.memory(1, 64)
         first = own.at(torch.arange(length)[None])
-        head.begin(first, said[:, 1 : length + 1], torch.tensor([length]), memory)
+        head.begin(Committed(first, said[:, 1 : length + 1], torch.tensor([length])), memory)
         return own, said, memory
 
     def draft(features: Features, tokens: torch.Tensor, starts: list[int], memory: Any):
         places = torch.tensor(starts)[:, None] + torch.arange(2)
         count = torch.full((len(starts),), 2)
-        logits, state = head.begin(features.at(places), tokens.gather(1, places + 1), count, memory)
+        logits, state = head.begin(
+            Committed(features.at(places), tokens.gather(1, places + 1), count), memory
+        )
         node = torch.full((len(starts), 1), 7)
         return torch.cat([logits, head.extend(state, node, torch.zeros_like(node))[0]], dim=1)
 
     (_, _, memory), (_, _, other) = row_alone(0), row_alone(1)
-    joined = None if memory is None else head.join_rows(memory, other)
+    joined = None if memory is None else memory.join(other)
     together = draft(features, tokens, [*lengths], joined)
     for row, length in enumerate(lengths):
         own, said, memory = row_alone(row)
@@ -316,7 +319,7 @@ def test_a_reduced_vocabulary_drafts_its_own_tokens_and_stays_lossless(
         features, tokens = read(base, head.aux_layers)
         count = torch.full((2,), TIME - 1)
         before = until(features, TIME - 1)
-        tree = policy.grow(head, before, tokens[:, 1:], count, head.memory(2, 64))
+        tree = policy.grow(head, Committed(before, tokens[:, 1:], count), head.memory(2, 64))
         assert set(tree.tokens[:, 1:].flatten().tolist()) <= allowed
 
 

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specheads.core.drafter import Features
+from specheads.core.features import Committed
 from specheads.decoding.generate import generate
 from specheads.decoding.trees import policies
 from specheads.heads.load import build, build_for, load_head
@@ -69,7 +70,7 @@ def test_a_public_hydra_proposes_its_project_s_tree(case: str, dtype: torch.dtyp
     count = torch.tensor([time])
     memory = head.memory(1, capacity=time)
     with torch.inference_mode():
-        tree = policy.grow(head, Features(hidden), following, count, memory)
+        tree = policy.grow(head, Committed(Features(hidden), following, count), memory)
     ours = set()
     for leaf in sorted(set(range(policy.num_nodes)) - set(tree.parents[0].tolist())):
         path = tree.ancestors()[0, leaf].nonzero()[:, 0]
@@ -94,18 +95,20 @@ def test_a_prefix_layer_reads_a_prompt_in_pieces_as_at_once():
     tokens = torch.randint(base.vocab_size, (3, 12))
     hidden, following = base.read(tokens).hidden, tokens.roll(-1, 1)
     memory = head.memory(3, capacity=16)
+    assert memory is not None
     first = torch.tensor([5, 2, 7])
-    head.begin(Features(hidden[:, :7]), following[:, :7], first, memory)
+    head.begin(Committed(Features(hidden[:, :7]), following[:, :7], first), memory)
     kept = torch.tensor([2, 1])
-    memory = head.keep_rows(memory, kept)
+    memory = memory.keep(kept)
     second = torch.tensor([2, 3])
     places = (first[kept][:, None] + torch.arange(3)).clamp(max=11)
     features = Features(hidden[kept]).at(places)
-    logits, _ = head.begin(features, following[kept].gather(1, places), second, memory)
+    logits, _ = head.begin(Committed(features, following[kept].gather(1, places), second), memory)
     for row, (where, length) in enumerate(zip([2, 1], [9, 5], strict=True)):
         whole = Features(hidden[where : where + 1, :length])
         alone, _ = head.begin(
-            whole, following[where : where + 1, :length], torch.tensor([length]), head.memory(1, 16)
+            Committed(whole, following[where : where + 1, :length], torch.tensor([length])),
+            head.memory(1, 16),
         )
         torch.testing.assert_close(logits[row], alone[0], rtol=0, atol=1e-12)
 

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from specheads.core.drafter import Features, Head
+from specheads.core.features import Committed
 from specheads.core.tree import from_paths
 from specheads.decoding.generate import generate
 from specheads.decoding.trees import policies
@@ -35,7 +36,8 @@ def load(case: str, dtype: torch.dtype) -> tuple[Head, dict[str, torch.Tensor]]:
 def root(golden: dict[str, torch.Tensor], dtype: torch.dtype) -> tuple:
     """Return what `begin` takes to draft from the last position of each row."""
     features = Features(golden["in.hidden"][:, -1:].to(dtype))
-    return features, golden["in.tokens"][:, -1:], torch.ones(2, dtype=torch.long), None
+    committed = Committed(features, golden["in.tokens"][:, -1:], torch.ones(2, dtype=torch.long))
+    return committed, None
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from specheads.baselines import PromptLookup
-from specheads.baselines.hybrid import Graft, Hybrid, Lookup
+from specheads.baselines.hybrid import Hybrid, HybridTree, Lookup
 from specheads.commands import compare as command
 from specheads.config import Compare, Evaluation, Tree
 from specheads.decoding.generate import generate
@@ -23,7 +23,7 @@ def arms() -> dict[str, Arm]:
     return {
         "head": Arm(head, policies.chain(2)),
         "prompt_lookup": Arm(lookup, Lookup(4)),
-        "hybrid": Arm(Hybrid(head, lookup), Graft(policies.chain(2), 4)),
+        "hybrid": Arm(Hybrid(head, lookup), HybridTree(policies.chain(2), 4)),
     }
 
 

@@ -12,11 +12,12 @@ from rich.console import Console
 from torch import Tensor
 
 from specheads.base.model import FrozenBase
-from specheads.core.drafter import Features, Head, last
+from specheads.core.drafter import Features, Head
 from specheads.decoding.acceptance.sampling import Sampling
 from specheads.decoding.trees import policies
 from specheads.measure import offline, online, report, speed
 from specheads.measure.counts import DepthCounts
+from specheads.measure.how import How
 from specheads.measure.tune import trees
 from tests import tiny
 
@@ -40,7 +41,10 @@ class Habit(Head):
         self.shade = noise * draw / width
         self.habits = _habits()
 
-    def states(self, features: Features, tokens: Tensor) -> Iterator[Tensor]:
+    def states(
+        self, features: Features, tokens: Tensor, scored: Tensor | None = None
+    ) -> Iterator[Tensor]:
+        del scored
         for level in range(self.depth):
             read = tokens.roll(-1 - level, dims=1)
             yield self.habits[read] + features.hidden @ self.shade[level].T
@@ -49,11 +53,10 @@ class Habit(Head):
         del level
         return torch.eye(tiny.VOCAB, dtype=torch.float64), None
 
-    def begin(self, features, tokens, count, memory):
+    def begin(self, committed, memory):
         del memory
-        hidden = last(features.hidden, count)
-        root = tokens.gather(1, count[:, None] - 1)
-        return self.habits[root] + hidden @ self.shade[0].T, (hidden, 1)
+        hidden = committed.hidden()
+        return self.habits[committed.root()] + hidden @ self.shade[0].T, (hidden, 1)
 
     def extend(self, state, tokens, parents):
         del parents
@@ -77,7 +80,7 @@ def alone(max_new_tokens: int = tiny.NEW_TOKENS) -> list[list[int]]:
 
 def alone_in_the_loop() -> list[list[int]]:
     decoded = online.decode_prompts(
-        tiny.base(), None, tiny.prompts(), max_new_tokens=tiny.NEW_TOKENS, batch_size=3
+        tiny.base(), None, tiny.prompts(), How(max_new_tokens=tiny.NEW_TOKENS, batch_size=3)
     )
     return [one.tokens for one in decoded]
 
@@ -92,9 +95,7 @@ def online_counts(
         tiny.base(),
         head,
         tiny.prompts(),
-        tree=policy,
-        max_new_tokens=max_new_tokens,
-        batch_size=batch_size,
+        How(tree=policy, max_new_tokens=max_new_tokens, batch_size=batch_size),
     )
     return [one.counts for one in decoded]
 
@@ -154,7 +155,7 @@ def test_counts_do_not_depend_on_the_batch(monkeypatch):
 @pytest.mark.parametrize("limit", [5, 6, 17, tiny.NEW_TOKENS])
 def test_every_new_token_but_the_first_is_a_forward_or_an_accepted_draft(limit):
     decoded = online.decode_prompts(
-        tiny.base(), Habit(0.5), tiny.prompts(), tree=TREE, max_new_tokens=limit
+        tiny.base(), Habit(0.5), tiny.prompts(), How(tree=TREE, max_new_tokens=limit)
     )
     for one in decoded:
         assert len(one.tokens) == limit
@@ -171,8 +172,8 @@ def test_a_tree_offers_a_depth_only_where_the_accepted_path_goes_on():
 
 
 def test_the_base_alone_takes_one_forward_a_token():
-    counts = [one.counts for one in online.decode_prompts(
-        tiny.base(), None, tiny.prompts(), max_new_tokens=9)]  # fmt: skip
+    decoded = online.decode_prompts(tiny.base(), None, tiny.prompts(), How(max_new_tokens=9))
+    counts = [one.counts for one in decoded]
     assert [one.forwards for one in counts] == [8, 8, 8]
     assert DepthCounts.total(counts, 0).tokens_per_forward == 1.0
 
@@ -282,7 +283,7 @@ def test_samples_are_counted_and_compared_only_where_they_are_the_base_alones():
         settings = Sampling(temperature=1.0, seed=seed)
         limits: dict[str, Any] = {"max_new_tokens": 16, "batch_size": 2}
         plain = online.decode_prompts(
-            tiny.base(), None, tiny.prompts(), settings=settings, **limits
+            tiny.base(), None, tiny.prompts(), How(sampling=settings, **limits)
         )
         return online.measure_online(
             tiny.base(), Habit(0.5), tiny.prompts(), [one.tokens for one in plain],
@@ -355,8 +356,8 @@ def test_speed_reports_rates_their_ratio_and_the_cost_of_a_step():
 def test_each_repetition_swaps_who_goes_first_and_warm_up_is_not_counted(monkeypatch):
     calls = []
 
-    def fake(base, drafter, unit, **settings):
-        del base, settings
+    def fake(base, drafter, unit, how):
+        del base, how
         calls.append((drafter is not None, len(unit)))
         seconds = 50.0 if len(calls) <= 2 else 1.0 if drafter else 2.0
         return speed.Timing(seconds, seconds, 10, 10 * len(unit), 11)

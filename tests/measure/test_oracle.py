@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from specheads.core.drafter import Features
+from specheads.core.features import Committed
 from specheads.decoding.generate import generate
 from specheads.measure.oracle import Oracle
 from tests import tiny
@@ -15,8 +16,10 @@ def test_it_is_right_at_its_rate_and_depths_agree_about_a_position():
     memory, right, nothing = oracle.memory(1, 0), [], Features(torch.zeros(1, 1, 4))
     for place in range(900):
         # the root is position `place`
-        memory[0, 1] = place - 1
-        logits, state = oracle.begin(nothing, torch.zeros(1, 1).long(), torch.tensor([1]), memory)
+        memory.roots[0] = place - 1
+        logits, state = oracle.begin(
+            Committed(nothing, torch.zeros(1, 1).long(), torch.tensor([1])), memory
+        )
         deeper, _ = oracle.extend(state, torch.tensor([[0]]), torch.tensor([[0]]))
         right.append((logits.argmax().item(), deeper.argmax().item()))
     share = sum(first == said[place + 1] for place, (first, _) in enumerate(right)) / 900

@@ -87,7 +87,7 @@ GREEDY = Sampling()
 class Rows:
     """What rules and policies may know of a batch: its rows' settings, places and texts."""
 
-    settings: list[Sampling]
+    sampling: list[Sampling]
     lengths: Int[Tensor, " batch"]
     """Position of each row's root: how many tokens were committed before it."""
     text: Int[Tensor, "batch time"]
@@ -103,11 +103,11 @@ class Rows:
 
     def __post_init__(self) -> None:
         device = self.lengths.device
-        self.greedy = all(settings.greedy for settings in self.settings)
-        self._seeds = torch.tensor([one.seed for one in self.settings], device=device)
-        self._drawing = torch.tensor([one.temperature > 0 for one in self.settings], device=device)
+        self.greedy = all(one.greedy for one in self.sampling)
+        self._seeds = torch.tensor([one.seed for one in self.sampling], device=device)
+        self._drawing = torch.tensor([one.temperature > 0 for one in self.sampling], device=device)
         places: dict[Sampling, list[int]] = {}
-        for place, settings in enumerate(self.settings):
+        for place, settings in enumerate(self.sampling):
             places.setdefault(replace(settings, seed=0), []).append(place)
         self._groups = [
             (settings, torch.tensor(rows, device=device)) for settings, rows in places.items()
@@ -116,18 +116,18 @@ class Rows:
     def keep(self, rows: list[int]) -> "Rows":
         """Return what is known of these rows: finished requests leave the batch."""
         index = torch.tensor(rows, device=self.lengths.device)
-        settings = [self.settings[row] for row in rows]
+        settings = [self.sampling[row] for row in rows]
         return Rows(settings, self.lengths[index], self.text[index], self.vocab_size)
 
     def join(self, other: "Rows") -> "Rows":
         """Return what is known of both batches' rows: new requests join, with texts as wide."""
         lengths = torch.cat([self.lengths, other.lengths])
         text = torch.cat([self.text, other.text])
-        return Rows(self.settings + other.settings, lengths, text, self.vocab_size)
+        return Rows(self.sampling + other.sampling, lengths, text, self.vocab_size)
 
     def advance(self, tokens: Int[Tensor, "batch path"], lengths: Int[Tensor, " batch"]) -> None:
         """Note what a step added after the root, padding last, and where the new root stands."""
-        if any(one.repetition_penalty != 1 for one in self.settings):
+        if any(one.repetition_penalty != 1 for one in self.sampling):
             offsets = torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
             self.text.scatter_(1, self.lengths[:, None] + offsets, tokens)
         self.lengths = lengths
@@ -190,7 +190,7 @@ class Rows:
             count: Tokens a node.
         """
         order = logits.double().log_softmax(-1)
-        if not all(one.temperature == 0 for one in self.settings):
+        if not all(one.temperature == 0 for one in self.sampling):
             tokens = torch.arange(logits.shape[-1], device=logits.device)
             after = self.lengths + level + 1
             drawn = noise.gumbel(self._seeds[:, None, None], after[:, None, None], _DRAFT, tokens)
@@ -240,22 +240,22 @@ def _processors(settings: Sampling) -> LogitsProcessorList:
     return chosen
 
 
-def each_prompt(settings: Sampling | Sequence[Sampling], count: int) -> list[Sampling]:
-    """Return the settings of each of `count` prompts, each with a seed of its own.
+def each_prompt(sampling: Sampling | Sequence[Sampling] | None, count: int) -> list[Sampling]:
+    """Return how each of `count` prompts is sampled, each with a seed of its own.
 
     Args:
-        settings: Of all prompts, or a list with those of each, whose seeds are taken as they
-            stand.
-        count: Prompts.
+        sampling: That of all prompts, or a list with that of each, whose seeds are taken as they
+            stand. None is greedy.
+        count: Number of prompts.
 
     Raises:
         ValueError: The list has another length.
     """
-    if isinstance(settings, Sampling):
-        return [settings.of_prompt(index) for index in range(count)]
-    if len(settings) != count:
+    if sampling is None or isinstance(sampling, Sampling):
+        return [(sampling or GREEDY).of_prompt(index) for index in range(count)]
+    if len(sampling) != count:
         raise ValueError(
-            f"sampling needs settings for each prompt, got {len(settings)} for {count}; give a "
+            f"sampling needs settings for each prompt, got {len(sampling)} for {count}; give a "
             "list as long as the prompts"
         )
-    return list(settings)
+    return list(sampling)

@@ -4,10 +4,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Int
 from torch import Tensor
 
-from specheads.core.drafter import Drafter, Features, Memory
+from specheads.core.drafter import Drafter, Memory
+from specheads.core.features import Committed
 from specheads.core.tree import TokenTree
 from specheads.decoding.acceptance.sampling import Rows
 from specheads.decoding.trees.early_stop import Stop, share
@@ -27,15 +27,17 @@ class TreePolicy(ABC):
     def grow(
         self,
         drafter: Drafter,
-        features: Features,
-        tokens: Int[Tensor, "batch time"],
-        count: Int[Tensor, " batch"],
+        committed: Committed,
         memory: Memory | None,
         rows: Rows | None = None,
     ) -> TokenTree:
-        """Draft one tree; the arguments are those of `Drafter.begin`.
+        """Draft one tree a row.
 
-        `rows` says what the rows ask for: only a policy that draws has to know.
+        Args:
+            drafter: What guesses.
+            committed: What each row's draft starts from.
+            memory: The drafter's.
+            rows: What the rows ask for: only a policy that draws has to know.
         """
 
 
@@ -82,20 +84,19 @@ class Static(TreePolicy):
     def grow(
         self,
         drafter: Drafter,
-        features: Features,
-        tokens: Int[Tensor, "batch time"],
-        count: Int[Tensor, " batch"],
+        committed: Committed,
         memory: Memory | None,
         rows: Rows | None = None,
     ) -> TokenTree:
         """Draft `num_nodes - 1` tokens by their ranks."""
         del rows
         if not self.depth:
-            return root_only(tokens, count)
-        batch, shape = len(count), self.shape(count.device)
-        logits, state = drafter.begin(features, tokens, count, memory)
-        drafted = [first_node(tokens, count)]
-        stop = Stop(self.confidence, batch, count.device)
+            return root_only(committed)
+        root = committed.root()
+        batch, shape = len(root), self.shape(root.device)
+        logits, state = drafter.begin(committed, memory)
+        drafted = [root]
+        stop = Stop(self.confidence, batch, root.device)
         for index, level in enumerate(shape.levels):
             best = _best(logits, level.width)[:, level.parents, level.ranks]
             drafted.append(drafter.to_tokens(best))
@@ -142,16 +143,14 @@ class BestFirst(TreePolicy):
     def grow(
         self,
         drafter: Drafter,
-        features: Features,
-        tokens: Int[Tensor, "batch time"],
-        count: Int[Tensor, " batch"],
+        committed: Committed,
         memory: Memory | None,
         rows: Rows | None = None,
     ) -> TokenTree:
         """Draft level by level, then keep the best nodes of all levels."""
         del rows
-        root = first_node(tokens, count)
-        logits, state = drafter.begin(features, tokens, count, memory)
+        root = committed.root()
+        logits, state = drafter.begin(committed, memory)
         drafted: list[Tensor] = []
         parents: list[Tensor] = []
         scores: list[Tensor] = []
@@ -205,16 +204,14 @@ class Beam(TreePolicy):
     def grow(
         self,
         drafter: Drafter,
-        features: Features,
-        tokens: Int[Tensor, "batch time"],
-        count: Int[Tensor, " batch"],
+        committed: Committed,
         memory: Memory | None,
         rows: Rows | None = None,
     ) -> TokenTree:
         """Draft `width` tokens a level, those that end the likeliest paths."""
         del rows
-        root = first_node(tokens, count)
-        logits, state = drafter.begin(features, tokens, count, memory)
+        root = committed.root()
+        logits, state = drafter.begin(committed, memory)
         drafted, parents = [root], [torch.full_like(root, -1)]
         score = torch.zeros(root.shape, dtype=logits.dtype, device=root.device)
         above = 0
@@ -260,16 +257,11 @@ def shaped(drafted: list[Tensor], shape: Shape, stop: Stop) -> TokenTree:
     return TokenTree(tokens, parents, shape.reach[:, :size, :size].expand(batch, -1, -1))
 
 
-def root_only(tokens: Int[Tensor, "batch time"], count: Int[Tensor, " batch"]) -> TokenTree:
+def root_only(committed: Committed) -> TokenTree:
     """Return the tree without a draft: the base alone, in the same loop."""
-    root = first_node(tokens, count)
+    root = committed.root()
     alone = torch.ones_like(root, dtype=torch.bool)[..., None]
     return TokenTree(root, torch.full_like(root, -1), alone)
-
-
-def first_node(tokens: Tensor, count: Tensor) -> Tensor:
-    """Return the last counted token of each row: (batch, 1)."""
-    return tokens.gather(1, count[:, None] - 1)
 
 
 def _best(logits: Tensor, width: int) -> Tensor:

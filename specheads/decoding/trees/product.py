@@ -4,10 +4,9 @@ import math
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Int
-from torch import Tensor
 
-from specheads.core.drafter import Drafter, Features, Memory
+from specheads.core.drafter import Drafter, Memory
+from specheads.core.features import Committed
 from specheads.core.tree import TokenTree, from_paths
 from specheads.decoding.acceptance.sampling import Rows
 from specheads.decoding.trees.policies import TreePolicy
@@ -45,16 +44,14 @@ class Product(TreePolicy):
     def grow(
         self,
         drafter: Drafter,
-        features: Features,
-        tokens: Int[Tensor, "batch time"],
-        count: Int[Tensor, " batch"],
+        committed: Committed,
         memory: Memory | None,
         rows: Rows | None = None,
     ) -> TokenTree:
         """Draft the whole product, then keep the beginnings of its best paths."""
         del rows
-        logits, state = drafter.begin(features, tokens, count, memory)
-        paths = tokens.gather(1, count[:, None] - 1)[..., None]
+        logits, state = drafter.begin(committed, memory)
+        paths = committed.root()[..., None]
         score = torch.zeros(paths.shape[:2], dtype=logits.dtype, device=logits.device)
         for level, branch in enumerate(self.branches):
             best, guesses = logits.log_softmax(-1).topk(branch, dim=-1)

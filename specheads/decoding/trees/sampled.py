@@ -5,14 +5,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from jaxtyping import Int
 from torch import Tensor
 
-from specheads.core.drafter import Drafter, Features, Memory
+from specheads.core.drafter import Drafter, Memory
+from specheads.core.features import Committed
 from specheads.core.tree import Drawn, TokenTree
 from specheads.decoding.acceptance.sampling import Rows
 from specheads.decoding.trees.early_stop import Stop, share
-from specheads.decoding.trees.policies import Static, TreePolicy, first_node, shaped
+from specheads.decoding.trees.policies import Static, TreePolicy, shaped
 
 
 class Sampled(TreePolicy):
@@ -50,18 +50,17 @@ class Sampled(TreePolicy):
     def grow(
         self,
         drafter: Drafter,
-        features: Features,
-        tokens: Int[Tensor, "batch time"],
-        count: Int[Tensor, " batch"],
+        committed: Committed,
         memory: Memory | None,
         rows: Rows | None = None,
     ) -> TokenTree:
         """Draw level by level."""
         assert rows is not None
-        logits, state = drafter.begin(features, tokens, count, memory)
-        drafted, laws = [first_node(tokens, count)], []
+        logits, state = drafter.begin(committed, memory)
+        drafted, laws = [committed.root()], []
         paths = drafted[0][..., None]
-        stop = Stop(self.confidence, len(count), count.device)
+        batch, device = len(paths), paths.device
+        stop = Stop(self.confidence, batch, device)
         for level, width in enumerate(self.branches):
             logits = _over_vocabulary(drafter, logits, rows.vocab_size)
             laws.append(rows.law(logits, paths))
@@ -72,8 +71,8 @@ class Sampled(TreePolicy):
             if level + 1 == self.depth or stop.everywhere():
                 break
             paths = torch.cat([paths[:, parents], drawn[..., None]], dim=-1)
-            logits, state = drafter.extend(state, drawn, parents.expand(len(count), -1))
-        tree = shaped(drafted, self._static.shape(count.device), stop)
+            logits, state = drafter.extend(state, drawn, parents.expand(batch, -1))
+        tree = shaped(drafted, self._static.shape(device), stop)
         how = Drawn(self.branches[: len(laws)], torch.cat(laws, dim=1))
         return replace(tree, drawn=how)
 

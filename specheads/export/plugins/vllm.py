@@ -27,7 +27,8 @@ from numpy import ndarray
 from torch import Tensor
 
 from specheads.base.weight_layout import column_major
-from specheads.core.drafter import Features, Head, Memory
+from specheads.core.drafter import Head, Memory
+from specheads.core.features import Committed, Features
 from specheads.decoding.trees import policies
 from specheads.export.layouts.vllm import HEAD_VARIABLE
 from specheads.heads.load import load_head
@@ -245,11 +246,12 @@ class Proposer:
         memory = self._memory
         if memory is not None:
             places = self._places(index, start + count, extent)
-            memory = self.head.scatter(memory, places, start)
+            memory = memory.scatter(places, start)
+        committed = Committed(features, tokens, count)
         if not rows[0].wanted:
-            self.head.begin(features, tokens, count, memory)
+            self.head.begin(committed, memory)
             return [[] for _ in rows]
-        return self.policy.grow(self.head, features, tokens, count, memory).tokens[:, 1:].tolist()
+        return self.policy.grow(self.head, committed, memory).tokens[:, 1:].tolist()
 
     def _places(self, index: Tensor, lengths: Tensor, extent: int) -> Tensor:
         """Return the slots of each row's first `extent` positions, `NULL_SLOT` behind its end."""

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from specheads.core.drafter import Bias, Features, Memory, State, Weight
+from specheads.core.drafter import Bias, Committed, Features, State, Weight
 from specheads.core.drafter import Head as BaseHead
 from specheads.heads.fill import fill
 from specheads.heads.layers.attention import AttentionShape, Slots
@@ -116,9 +116,13 @@ class Head(BaseHead):
         self.embedding = embedding.detach()
 
     def states(
-        self, features: Features, tokens: Int[Tensor, "batch time"]
+        self,
+        features: Features,
+        tokens: Int[Tensor, "batch time"],
+        scored: Bool[Tensor, "batch time"] | None = None,
     ) -> Iterator[Float[Tensor, "batch time width"]]:
         """Yield each round's state, of every position at once."""
+        del scored
         read = (self._embed(tokens.roll(-1 - level, 1)) for level in range(self.depth))
         for hidden in self.midlayer.rounds(self._fuse(features), read):
             yield self.norm(hidden)
@@ -132,32 +136,13 @@ class Head(BaseHead):
         """Return room for the keys and values of committed positions."""
         return Slots.empty(self.midlayer.self_attn, batch, capacity)
 
-    def keep_rows(self, memory: Memory, index: Int[Tensor, " kept"]) -> Memory:
-        """Return the keys and values of these rows."""
-        return memory.keep_rows(index)
-
-    def join_rows(self, memory: Memory, other: Memory) -> Memory:
-        """Return the keys and values of both batches' rows."""
-        return memory.join(other)
-
-    def scatter(
-        self, memory: Memory, places: Int[Tensor, "batch slot"], lengths: Int[Tensor, " batch"]
-    ) -> Memory:
-        """Return rows of keys and values that lie scattered."""
-        return memory.scatter(places, lengths)
-
     @torch.no_grad()
     def begin(
-        self,
-        features: Features,
-        tokens: Int[Tensor, "batch time"],
-        count: Int[Tensor, " batch"],
-        memory: Memory | None,
+        self, committed: Committed, memory: Slots
     ) -> tuple[Float[Tensor, "batch 1 vocab"], State]:
         """Commit every position's keys and values; answer from the last."""
-        assert isinstance(memory, Slots)
-        fused, embedded = self._fuse(features), self._embed(tokens)
-        return self._answer(self.midlayer.commit(fused, embedded, count, memory))
+        fused, embedded = self._fuse(committed.features), self._embed(committed.next_tokens)
+        return self._answer(self.midlayer.commit(fused, embedded, committed, memory))
 
     @torch.no_grad()
     def extend(

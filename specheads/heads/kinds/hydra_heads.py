@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from specheads.core.drafter import Bias, Features, Memory, State, Weight, last, pick_parents
+from specheads.core.drafter import Bias, Committed, Features, State, Weight, pick_parents
 from specheads.core.drafter import Head as BaseHead
 from specheads.heads.fill import fill
 from specheads.heads.layers.attention import AttentionShape, Slots
@@ -117,24 +117,14 @@ class Head(BaseHead):
         """Return room for the prefix layer's keys and values."""
         return Slots.empty(self.prefix.self_attn, batch, capacity) if self.prefix else None
 
-    def keep_rows(self, memory: Memory, index: Int[Tensor, " kept"]) -> Memory:
-        """Return the keys and values of these rows."""
-        return memory.keep_rows(index)
-
-    def join_rows(self, memory: Memory, other: Memory) -> Memory:
-        """Return the keys and values of both batches' rows."""
-        return memory.join(other)
-
-    def scatter(
-        self, memory: Memory, places: Int[Tensor, "batch slot"], lengths: Int[Tensor, " batch"]
-    ) -> Memory:
-        """Return rows of keys and values that lie scattered."""
-        return memory.scatter(places, lengths)
-
     def states(
-        self, features: Features, tokens: Int[Tensor, "batch time"]
+        self,
+        features: Features,
+        tokens: Int[Tensor, "batch time"],
+        scored: Bool[Tensor, "batch time"] | None = None,
     ) -> Iterator[Float[Tensor, "batch time width"]]:
         """Yield the states that read one token after each position, then two, and so on."""
+        del scored
         path = self.prefix(features.hidden) if self.prefix else features.hidden
         embedded = self._embed(tokens, path)
         for level, blocks in enumerate(self.blocks):
@@ -147,16 +137,15 @@ class Head(BaseHead):
         return head.get_parameter("weight"), head.get_parameter("bias")
 
     def begin(
-        self,
-        features: Features,
-        tokens: Int[Tensor, "batch time"],
-        count: Int[Tensor, " batch"],
-        memory: Memory | None,
+        self, committed: Committed, memory: Slots | None
     ) -> tuple[Float[Tensor, "batch 1 vocab"], State]:
         """Read the root on top of the base's last state."""
-        hidden = features.hidden
-        path = self.prefix.newest(hidden, count, memory) if self.prefix else last(hidden, count)
-        return self._step(path, last(tokens, count), 0)
+        if self.prefix is None:
+            path = committed.hidden()
+        else:
+            assert memory is not None
+            path = self.prefix.newest(committed, memory)
+        return self._step(path, committed.root(), 0)
 
     def extend(
         self, state: State, tokens: Int[Tensor, "batch node"], parents: Int[Tensor, "batch node"]

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from specheads.core.drafter import Bias, Features, Memory, State, Weight, last
+from specheads.core.drafter import Bias, Committed, Features, State, Weight
 from specheads.core.drafter import Head as BaseHead
 from specheads.heads.fill import fill
 
@@ -111,10 +111,13 @@ class Head(BaseHead):
         self.borrowed = self.projection_rows(projection.detach())
 
     def states(
-        self, features: Features, tokens: Int[Tensor, "batch time"]
+        self,
+        features: Features,
+        tokens: Int[Tensor, "batch time"],
+        scored: Bool[Tensor, "batch time"] | None = None,
     ) -> Iterator[Float[Tensor, "batch time width"]]:
         """Yield each head's state; none of them reads a drafted token."""
-        del tokens
+        del tokens, scored
         for level in range(self.depth):
             yield self._state(features.hidden, level)
 
@@ -137,15 +140,11 @@ class Head(BaseHead):
         return F.linear(hidden, self._lent()) + self.up[level](thin)
 
     def begin(
-        self,
-        features: Features,
-        tokens: Int[Tensor, "batch time"],
-        count: Int[Tensor, " batch"],
-        memory: Memory | None,
+        self, committed: Committed, memory: None
     ) -> tuple[Float[Tensor, "batch 1 vocab"], State]:
         """Answer for the root from the base's last state."""
-        del tokens, memory
-        hidden = last(features.hidden, count)
+        del memory
+        hidden = committed.hidden()
         return self.logits(self._state(hidden, 0), 0), (hidden, 0)
 
     def extend(

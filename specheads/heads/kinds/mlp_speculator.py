@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from specheads.core.drafter import Bias, Features, Memory, State, Weight, last, pick_parents
+from specheads.core.drafter import Bias, Committed, Features, State, Weight, pick_parents
 from specheads.core.drafter import Head as BaseHead
 from specheads.heads.fill import fill
 
@@ -121,9 +121,13 @@ class Head(BaseHead):
         nn.init.eye_(self.proj[0].get_parameter("weight").data[-self.inner :])
 
     def states(
-        self, features: Features, tokens: Int[Tensor, "batch time"]
+        self,
+        features: Features,
+        tokens: Int[Tensor, "batch time"],
+        scored: Bool[Tensor, "batch time"] | None = None,
     ) -> Iterator[Float[Tensor, "batch time width"]]:
         """Yield the states that read tokens[:, t + 1], then tokens[:, t + 2], and so on."""
+        del scored
         state = self._first(features.hidden)
         for level in range(self.depth):
             state = self._step(state, tokens.roll(-1 - level, 1), level)
@@ -134,15 +138,11 @@ class Head(BaseHead):
         return _of(self.head, level).weight, None
 
     def begin(
-        self,
-        features: Features,
-        tokens: Int[Tensor, "batch time"],
-        count: Int[Tensor, " batch"],
-        memory: Memory | None,
+        self, committed: Committed, memory: None
     ) -> tuple[Float[Tensor, "batch 1 vocab"], State]:
         """Read the root on top of the base's last state."""
         del memory
-        state = self._step(self._first(last(features.hidden, count)), last(tokens, count), 0)
+        state = self._step(self._first(committed.hidden()), committed.root(), 0)
         return self.logits(state[..., : self.inner], 0), (state, 0)
 
     def extend(

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from specheads.core.drafter import Bias, Features, Memory, State, Weight, last, pick_parents
+from specheads.core.drafter import Bias, Committed, Features, State, Weight, pick_parents
 from specheads.core.drafter import Head as BaseHead
 from specheads.heads.fill import fill
 
@@ -98,9 +98,13 @@ class Head(BaseHead):
         self.embedding = embedding.detach()
 
     def states(
-        self, features: Features, tokens: Int[Tensor, "batch time"]
+        self,
+        features: Features,
+        tokens: Int[Tensor, "batch time"],
+        scored: Bool[Tensor, "batch time"] | None = None,
     ) -> Iterator[Float[Tensor, "batch time width"]]:
         """Yield the states that read one token after each position, then two, and so on."""
+        del scored
         embedded = self._embed(tokens, features.hidden)
         state = torch.zeros_like(features.hidden)
         for level in range(self.depth):
@@ -113,16 +117,12 @@ class Head(BaseHead):
         return self.head.weight, None
 
     def begin(
-        self,
-        features: Features,
-        tokens: Int[Tensor, "batch time"],
-        count: Int[Tensor, " batch"],
-        memory: Memory | None,
+        self, committed: Committed, memory: None
     ) -> tuple[Float[Tensor, "batch 1 vocab"], State]:
         """Read the root from an empty state, beside the base's last hidden state."""
         del memory
-        hidden = last(features.hidden, count)
-        state = self._read(torch.zeros_like(hidden), self._embed(last(tokens, count), hidden))
+        hidden = committed.hidden()
+        state = self._read(torch.zeros_like(hidden), self._embed(committed.root(), hidden))
         return self.logits(self._exit(hidden, state), 0), (hidden, state)
 
     def extend(

@@ -177,13 +177,13 @@ class Slots:
         return self.held[:, :, :, : self.extent], visible
 
     def scatter(self, places: Tensor, lengths: Tensor) -> "Slots":
-        """Return rows that lie anywhere in the only row of this: see `Drafter.scatter`."""
+        """Return rows that lie anywhere in the only row of this: see `Memory.scatter`."""
         return Slots(self.held, lengths, places.shape[1], places)
 
-    def keep_rows(self, index: Int[Tensor, " kept"]) -> "Slots":
+    def keep(self, rows: Int[Tensor, " kept"]) -> "Slots":
         """Return these rows alone, and ask the device how many slots they use."""
-        lengths = self.lengths[index]
-        return Slots(self.held[index], lengths, int(lengths.max()))
+        lengths = self.lengths[rows]
+        return Slots(self.held[rows], lengths, int(lengths.max()))
 
     def join(self, other: "Slots") -> "Slots":
         """Return the rows of both, which have the same capacity."""

@@ -7,7 +7,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from specheads.core.drafter import last, pick_parents
+from specheads.core.drafter import pick_parents
+from specheads.core.features import Committed
 from specheads.heads.layers.attention import Attention, AttentionShape, GatedMlp, Slots
 
 
@@ -80,14 +81,14 @@ class FeedbackLayer(nn.Module):
         self,
         hidden: Float[Tensor, "batch time width"],
         embedded: Float[Tensor, "batch time width"],
-        count: Int[Tensor, " batch"],
+        committed: Committed,
         memory: Slots,
     ) -> Branch:
         """Remember what the base has read; return the first round at the last counted position."""
         inputs, fresh = self._read(hidden, embedded, memory.following(hidden.shape[1]))
-        memory.append(fresh, count)
-        branch = Branch(last(hidden, count), _no_path(fresh[:, :, :, :1]), memory)
-        return self._go(branch, last(inputs, count), memory.lengths[:, None] - 1)
+        memory.append(fresh, committed.counts)
+        branch = Branch(committed.last(hidden), _no_path(fresh[:, :, :, :1]), memory)
+        return self._go(branch, committed.last(inputs), memory.lengths[:, None] - 1)
 
     def branch(
         self,

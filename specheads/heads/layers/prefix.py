@@ -1,11 +1,11 @@
 """A Llama layer of a head's own, over the base's last hidden states: Hydra's prefix attention."""
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
-from specheads.core.drafter import Memory, last
-from specheads.heads.layers.attention import Attention, AttentionShape, GatedMlp
+from specheads.core.features import Committed
+from specheads.heads.layers.attention import Attention, AttentionShape, GatedMlp, Slots
 
 
 class PrefixLayer(nn.Module):
@@ -40,18 +40,14 @@ class PrefixLayer(nn.Module):
         past = self.self_attn.keys_values(normed, places)
         return self._rest(hidden, normed, places, past, visible)
 
-    def newest(
-        self,
-        hidden: Float[Tensor, "batch time width"],
-        count: Int[Tensor, " batch"],
-        memory: Memory,
-    ) -> Float[Tensor, "batch 1 width"]:
+    def newest(self, committed: Committed, memory: Slots) -> Float[Tensor, "batch 1 width"]:
         """Remember the counted positions; return what the last of each row becomes."""
+        hidden = committed.features.hidden
         normed = self.input_layernorm(hidden)
         places = memory.following(hidden.shape[1])
-        memory.append(self.self_attn.keys_values(normed, places), count)
+        memory.append(self.self_attn.keys_values(normed, places), committed.counts)
         newest = memory.lengths[:, None] - 1
-        return self._rest(last(hidden, count), last(normed, count), newest, *memory.past())
+        return self._rest(committed.last(hidden), committed.last(normed), newest, *memory.past())
 
     def _rest(self, hidden: Tensor, normed: Tensor, *attended: Tensor) -> Tensor:
         mixed = hidden + self.self_attn(normed, *attended)

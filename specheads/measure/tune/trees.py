@@ -16,10 +16,10 @@ from specheads.decoding import loop
 from specheads.decoding.acceptance import rules
 from specheads.decoding.trees import policies
 from specheads.measure.counts import DepthCounts
+from specheads.measure.how import How
 from specheads.measure.offline import guess_ranks, replay
 from specheads.measure.online import decode_prompts
 from specheads.measure.progress import bar
-from specheads.measure.speed import synchronise
 
 SIZES = (4, 6, 8, 12, 16)
 """Nodes of the trees tried, root included."""
@@ -107,7 +107,7 @@ def _measure_ranks(
     base: FrozenBase, head: Head, prompts: list[list[int]], max_new_tokens: int, progress: bool
 ) -> list[Tensor]:
     alone = decode_prompts(
-        base, None, prompts, max_new_tokens=max_new_tokens, batch_size=8, progress=progress
+        base, None, prompts, How(max_new_tokens=max_new_tokens, batch_size=8, progress=progress)
     )
     return [
         guess_ranks(base, head, prompt, one.tokens, width=WIDTH)
@@ -203,10 +203,10 @@ def time_steps(
         ]
         for turn in range(each + 1):
             for place, (tree, drafter, state) in enumerate(runs):
-                synchronise(base)
+                loop.synchronise(base.device)
                 start = time.perf_counter()
                 loop.step(base, drafter, tree, rules.match, state)
-                synchronise(base)
+                loop.synchronise(base.device)
                 if turn > 0:
                     seconds[place].append(time.perf_counter() - start)
     return [statistics.median(times) for times in seconds]
