@@ -18,7 +18,7 @@ from specheads.decoding.generate import Decoding, generate
 from specheads.decoding.trees import policies
 from specheads.measure.counts import DepthCounts, loops
 from specheads.measure.offline import interval
-from specheads.measure.progress import bar
+from specheads.runs.progress import bar
 
 
 @dataclass(slots=True)

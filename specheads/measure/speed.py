@@ -21,7 +21,7 @@ from specheads.decoding.acceptance.sampling import GREEDY, Rows, Sampling, each_
 from specheads.decoding.generate import generate
 from specheads.decoding.trees import policies
 from specheads.measure.counts import bootstrap_interval
-from specheads.measure.progress import bar
+from specheads.runs.progress import bar
 
 
 @dataclass(slots=True)

@@ -18,8 +18,8 @@ from specheads.decoding.trees import policies
 from specheads.measure.counts import DepthCounts
 from specheads.measure.offline import guess_ranks, replay
 from specheads.measure.online import decode_prompts
-from specheads.measure.progress import bar
 from specheads.measure.speed import synchronise
+from specheads.runs.progress import bar
 
 SIZES = (4, 6, 8, 12, 16)
 """Nodes of the trees tried, root included."""
