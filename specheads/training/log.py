@@ -1,4 +1,4 @@
-"""What training shows while it runs: sums since the last row, and a bar."""
+"""What training tells while it runs: rows of metrics, and numbers beside the bar."""
 
 import math
 import time
@@ -6,22 +6,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress
 from torch import Tensor
 
+from specheads.runs.trackers import Tracker
 from specheads.training.losses.depth_loss import DepthLoss
-
-
-def progress_bar(*, shown: bool) -> Progress:
-    """Return a bar with a field `numbers`; on all processes but the main one it is not shown."""
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.completed}/{task.total}"),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[numbers]}"),
-        disable=not shown,
-    )
+from specheads.training.phase import PlacedPhase, Progressed
 
 
 def figures(loss: DepthLoss) -> dict[str, Tensor]:
@@ -61,6 +51,63 @@ class Meter:
         self.sums = {}
         self.steps, self.tokens, self.since = 0, 0, now
         return row
+
+
+class PhaseLog:
+    """Tells of one phase: a row every few steps, and its line of the display.
+
+    Args:
+        phase: Phase that is told of.
+        step: Step of the run it goes on from.
+        tracker: Where rows go; None on all processes but the main one.
+        display: Where progress is shown.
+        mean: Gives the mean of a tensor over all processes.
+        every: Steps between two rows.
+    """
+
+    def __init__(
+        self,
+        phase: PlacedPhase,
+        step: int,
+        tracker: Tracker | None,
+        display: Progress,
+        mean: Callable[[Tensor], Tensor],
+        every: int,
+    ) -> None:
+        self.phase, self.tracker, self.display = phase, tracker, display
+        self.mean, self.every, self.meter = mean, every, Meter()
+        self.task = display.add_task(
+            phase.name, total=phase.settings.steps, completed=step - phase.first, numbers=""
+        )
+
+    def step(self, at: Progressed, values: Mapping[str, Tensor], tokens: int) -> None:
+        """Tell of one more step.
+
+        Args:
+            at: Where training stands after the step.
+            values: Figures of the step.
+            tokens: Tokens that all processes read in it.
+
+        Raises:
+            ValueError: The loss is no longer finite.
+        """
+        self.meter.add(values, tokens)
+        if at.step % self.every == 0 or at.step == self.phase.end:
+            self._row(at)
+        self.display.update(self.task, completed=at.step - self.phase.first)
+
+    def _row(self, at: Progressed) -> None:
+        """Write what happened since the last row, and show it."""
+        row: dict[str, Any] = {"step": at.step, "phase": self.phase.name, "tokens": at.tokens}
+        row |= self.meter.take(self.mean)
+        rates = self.phase.rates(at.step - 1)
+        row["learning_rate"] = rates["head"]
+        if self.phase.settings.joint:
+            row["learning_rate/base"] = rates["base"]
+        refuse_divergence(row)
+        if self.tracker is not None:
+            self.tracker.log(row)
+        self.display.update(self.task, numbers=describe(row))
 
 
 def refuse_divergence(row: Mapping[str, Any]) -> None:
