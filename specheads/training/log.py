@@ -59,7 +59,7 @@ class PhaseLog:
     Args:
         phase: Phase that is told of.
         step: Step of the run it goes on from.
-        tracker: Where rows go; None on all processes but the main one.
+        tracker: Where rows of metrics go, if anywhere.
         display: Where progress is shown.
         mean: Gives the mean of a tensor over all processes.
         every: Steps between two rows.

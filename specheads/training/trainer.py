@@ -1,5 +1,6 @@
 """The one training loop over phases. accelerate lives here and nowhere below."""
 
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -34,7 +35,7 @@ def train(
     schedule: Schedule,
     open_text: OpenText,
     run: RunDirectory,
-    tracker: Tracker,
+    tracker: Tracker | None,
     accelerator: Accelerator,
     *,
     seed: int = 0,
@@ -53,7 +54,7 @@ def train(
         schedule: Phases, in order, and the optimizer's settings.
         open_text: Gives each phase its text.
         run: Holds checkpoints and phases.
-        tracker: Where rows of metrics go, on the main process.
+        tracker: Where rows of metrics go; None on all processes but the main one.
         accelerator: Made by the caller.
         seed: Seed of the positions that are scored, and of the adapter.
         log_every: Steps between two rows.
@@ -68,22 +69,14 @@ def train(
     try:
         trainer = _Trainer(teacher, schedule, run, accelerator, seed)
         trainer.resume()
-        main = accelerator.is_main_process
-        with progress(shown=main) as display:
+        with progress(shown=accelerator.is_main_process) as display:
             for phase in placed(schedule):
                 if trainer.at.step >= phase.end:
                     continue
                 # what the base writes for a phase, it writes as it was loaded
                 with teacher.as_loaded():
                     text = open_text(phase.settings, display)
-                log = PhaseLog(
-                    phase,
-                    trainer.at.step,
-                    tracker if main else None,
-                    display,
-                    trainer.mean,
-                    log_every,
-                )
+                log = PhaseLog(phase, trainer.at.step, tracker, display, trainer.mean, log_every)
                 trainer.run_phase(phase, text, log, checkpoint_every)
     finally:
         teacher.leave()
@@ -113,7 +106,10 @@ class _Trainer:
             accelerator.prepare_optimizer(optimizer)
             for optimizer in optimizers(self.head, schedule, teacher.parameters)
         ]
-        self.objective = accelerator.prepare_model(Objective(self.head.train()))
+        with warnings.catch_warnings():
+            # accelerate passes on what newer torch calls by another name
+            warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
+            self.objective = accelerator.prepare_model(Objective(self.head.train()))
         self.at = Progressed()
         self.stop = False
 
