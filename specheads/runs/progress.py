@@ -4,10 +4,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TypeVar
-
-from rich.console import Console
-from rich.progress import BarColumn, Progress, Task, TextColumn, TimeRemainingColumn
+from typing import Any, TypeVar
 
 LINE_SECONDS = 30.0
 """Time between two lines where there is no terminal."""
@@ -21,9 +18,9 @@ def progress(
     shown: bool,
     transient: bool = False,
     line_seconds: float = LINE_SECONDS,
-    console: Console | None = None,
-) -> Iterator[Progress]:
-    """Give a display whose tasks have a field `numbers`, and show it for as long as this lasts.
+    console: Any = None,
+) -> Iterator[Any]:
+    """Give rich's Progress, whose tasks have a field `numbers`, and show it while this lasts.
 
     Lines come from a thread, so that even one long piece of work cannot keep them back.
 
@@ -31,8 +28,12 @@ def progress(
         shown: Whether anything is shown; of several processes only the main one should.
         transient: Whether a bar is wiped away at the end.
         line_seconds: Time between two lines where the console is no terminal.
-        console: Where it goes; None is stderr.
+        console: Console of rich that it goes to; None is stderr.
     """
+    # decoding alone does without rich
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
     console = console or Console(stderr=True)
     display = Progress(
         TextColumn("{task.description}"),
@@ -67,7 +68,7 @@ def progress(
             teller.join()
 
 
-def line(task: Task) -> str:
+def line(task: Any) -> str:
     """Return what a bar shows as one line: done and total, rate, time left, numbers."""
     parts = [f"{task.description} {task.completed:.0f}/{task.total or 0:.0f}"]
     if task.speed:

@@ -267,8 +267,8 @@ def test_weights_of_depths_that_contradict_each_other_are_refused(
 
 
 def test_dpace_scores_whole_chains_each_drafted_from_one_position(tmp_path: Path):
-    counted = torch.tensor([[False, True, True, True, False, True]])
-    assert whole_chains(counted, 2).tolist() == [[False, True, True, False, False, False]]
+    scored = torch.tensor([[False, True, True, True, False, True]])
+    assert whole_chains(scored, 2).tolist() == [[False, True, True, False, False, False]]
     chains = Schedule(phases={"corpus": phase(weighting="dpace", loss="cross_entropy", steps=60)})
     run_training(tmp_path, chains)
     rows = read_metrics(RunDirectory(tmp_path).metrics)
