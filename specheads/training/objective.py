@@ -30,13 +30,6 @@ class Objective(nn.Module):
         """Return the loss of every depth over the labels that `scored` marks.
 
         With D-PACE those are first labels of whole chains, each drafted from one position.
-
-        Args:
-            features: What the base computed of the text.
-            tokens: Text of the step.
-            scored: Labels that the losses cover.
-            logits_of: Turns hidden states of the base into its logits.
-            phase: Settings of the loss.
         """
         depth, chains = self.head.depth, phase.weighting == "dpace"
         project = None if phase.loss in LABELS_ONLY else logits_of

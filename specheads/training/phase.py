@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from specheads.config import Phase, Schedule
@@ -52,21 +52,28 @@ class PlacedPhase:
     def scored(
         self, counted: Bool[Tensor, "batch time"], depth: int, seed: int
     ) -> Bool[Tensor, "batch time"]:
-        """Return which labels the losses of one step cover.
-
-        Args:
-            counted: Labels that the text has to learn from.
-            depth: Levels of the head.
-            seed: Seed of the step, where only a share of the labels is drawn.
-        """
+        """Return which labels the losses of one step cover, of all that the text counts."""
         if self.settings.weighting == "dpace":
             counted = whole_chains(counted, depth)
         if self.settings.scored_share == 1.0:
             return counted
         generator = torch.Generator().manual_seed(seed)
-        return counted & (
-            torch.rand(counted.shape, generator=generator) < self.settings.scored_share
-        )
+        drawn = torch.rand(counted.shape, generator=generator)
+        return counted & (drawn < self.settings.scored_share)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one process reads in one step."""
+
+    phase: PlacedPhase
+    number: int
+    """Step of the run."""
+    seed: int
+    """Drawn from number and process, so that a resumed run draws the same."""
+    tokens: Int[Tensor, "batch time"]
+    scored: Bool[Tensor, "batch time"]
+    """Labels that the losses cover."""
 
 
 def placed(schedule: Schedule) -> list[PlacedPhase]:

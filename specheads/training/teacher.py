@@ -20,7 +20,7 @@ from specheads.core.drafter import Features, Head
 from specheads.runs.directory import RunDirectory
 from specheads.training.log import figures
 from specheads.training.losses.depth_loss import DepthLoss
-from specheads.training.phase import PlacedPhase
+from specheads.training.phase import PlacedPhase, Step
 from specheads.training.schedule import adapter_settings
 
 HeadLoss = Callable[[Features, Callable[[Tensor], Tensor]], DepthLoss]
@@ -40,37 +40,15 @@ class FrozenTeacher:
         self.parameters: list[nn.Parameter] = []
         """What the teacher itself learns."""
 
-    def begin(self, phase: PlacedPhase) -> None:
-        """Take up a phase."""
-        del phase
-        self.follow()
-
-    def follow(self) -> None:
+    def begin(self, phase: PlacedPhase | None = None) -> None:
         """Take up the base as it is now: what the head learns, and what it borrows."""
+        del phase
         self.logits_of = self.base.projector(self.head.draft_ids)
         self.head.bind(self.base.embedding, self.base.scaled_projection)
 
-    def losses(
-        self,
-        tokens: Int[Tensor, "batch time"],
-        scored: Bool[Tensor, "batch time"],
-        phase: PlacedPhase,
-        step: int,
-        seed: int,
-        head_loss: HeadLoss,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Read the text; return the loss to descend, and what to log.
-
-        Args:
-            tokens: Text of the step.
-            scored: Labels that the losses cover.
-            phase: Phase of the step.
-            step: Number of the step in the run.
-            seed: Seed of the step on this process.
-            head_loss: Gives the loss of the head.
-        """
-        del scored, phase, step, seed
-        loss = head_loss(self.base.read(tokens, self.head.aux_layers), self.logits_of)
+    def losses(self, step: Step, head_loss: HeadLoss) -> tuple[Tensor, dict[str, Tensor]]:
+        """Read the text; return the loss to descend, and what to log."""
+        loss = head_loss(self.base.read(step.tokens, self.head.aux_layers), self.logits_of)
         return loss.total, figures(loss)
 
     def as_loaded(self) -> AbstractContextManager[None]:
@@ -116,30 +94,18 @@ class JointTeacher:
     def begin(self, phase: PlacedPhase) -> None:
         """Take up a phase, in which the adapter learns or only computes."""
         self.adapter.learn(phase.settings.joint is not None)
-        self.frozen.follow()
+        self.frozen.begin()
 
-    def losses(
-        self,
-        tokens: Int[Tensor, "batch time"],
-        scored: Bool[Tensor, "batch time"],
-        phase: PlacedPhase,
-        step: int,
-        seed: int,
-        head_loss: HeadLoss,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Read the text; return the base's own loss plus the weighted one of the head.
-
-        The arguments are those of `FrozenTeacher.losses`.
-        """
-        joint = phase.settings.joint
+    def losses(self, step: Step, head_loss: HeadLoss) -> tuple[Tensor, dict[str, Tensor]]:
+        """Read the text; return the base's own loss plus the weighted one of the head."""
+        joint = step.phase.settings.joint
         if joint is None:
-            return self.frozen.losses(tokens, scored, phase, step, seed, head_loss)
-        # dropout is drawn from the step's number, so that a resumed run draws the same
-        torch.manual_seed(seed)
-        features, own = self.read(tokens, scored, joint)
-        self.frozen.follow()
+            return self.frozen.losses(step, head_loss)
+        torch.manual_seed(step.seed)  # of dropout
+        features, own = self.read(step.tokens, step.scored, joint)
+        self.frozen.begin()
         loss = head_loss(features, self.frozen.logits_of)
-        weight = head_weight(joint, phase.elapsed(step))
+        weight = head_weight(joint, step.phase.elapsed(step.number))
         total = own + weight * loss.total
         values = {"loss": total, "loss/base": own, "head_weight": torch.full_like(own, weight)}
         return total, figures(loss) | {name: value.detach() for name, value in values.items()}
@@ -152,12 +118,8 @@ class JointTeacher:
     ) -> tuple[Features, Float[Tensor, ""]]:
         """Return features with gradients, and the base's own loss in nats a label.
 
-        The loss is the text's surprise, or the KL divergence to the base without its adapter.
-
-        Args:
-            tokens: Text of the step.
-            scored: Labels the loss covers; a row's first token is never one.
-            joint: Settings that say what is learned.
+        The loss is the text's surprise, or the KL divergence to the base without its adapter. It
+        covers the scored labels, of which a row's first token is never one.
         """
         rows, places = scored[:, 1:].nonzero(as_tuple=True)
         aims = tokens[rows, places + 1]

@@ -20,7 +20,7 @@ from specheads.runs.trackers import Tracker
 from specheads.training.log import PhaseLog
 from specheads.training.losses.depth_loss import DepthLoss
 from specheads.training.objective import Objective
-from specheads.training.phase import PlacedPhase, Progressed, placed
+from specheads.training.phase import PlacedPhase, Progressed, Step, placed
 from specheads.training.schedule import optimizers
 from specheads.training.signals import on_interrupt
 from specheads.training.teacher import Teacher, average_gradients, teacher_of
@@ -76,7 +76,7 @@ def train(
                 # what the base writes for a phase, it writes as it was loaded
                 with teacher.as_loaded():
                     text = open_text(phase.settings, display)
-                log = PhaseLog(phase, trainer.at.step, tracker, display, trainer.mean, log_every)
+                log = PhaseLog(phase, tracker, display, trainer.mean, log_every)
                 trainer.run_phase(phase, text, log, checkpoint_every)
     finally:
         teacher.leave()
@@ -143,16 +143,15 @@ class _Trainer:
 
     def _step(self, batch: TokenBatch, phase: PlacedPhase) -> dict[str, Tensor]:
         """Make one optimizer step; return what is logged of it."""
-        rank = self.accelerator.process_index
-        # from the step's number, so that a resumed run draws the same
+        rank, device = self.accelerator.process_index, self.teacher.base.device
         seed = (self.seed * 1_009 + rank) * 10_000_019 + self.at.step
-        tokens = batch.tokens.to(self.teacher.base.device)
-        scored = phase.scored(batch.counted, self.head.depth, seed).to(tokens.device)
+        scored = phase.scored(batch.counted, self.head.depth, seed)
+        step = Step(phase, self.at.step, seed, batch.tokens.to(device), scored.to(device))
 
         def head_loss(features: Features, logits_of: Callable[[Tensor], Tensor]) -> DepthLoss:
-            return self.objective(features, tokens, scored, logits_of, phase.settings)
+            return self.objective(features, step.tokens, step.scored, logits_of, phase.settings)
 
-        total, values = self.teacher.losses(tokens, scored, phase, self.at.step, seed, head_loss)
+        total, values = self.teacher.losses(step, head_loss)
         self.accelerator.backward(total)
         learned = self.teacher.parameters
         average_gradients(learned, self.mean)

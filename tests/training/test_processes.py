@@ -54,6 +54,13 @@ def test_an_error_in_one_process_ends_them_all(tmp_path: Path):
     assert not list(tmp_path.glob("head-*"))
 
 
+def test_a_signal_that_one_process_gets_stops_all_of_them_at_one_checkpoint(tmp_path: Path):
+    found = python(*TORCHRUN, "-m", IN_PROCESSES, str(tmp_path), "4", "stop")
+    assert found.returncode == 1
+    assert "KeyboardInterrupt" in found.stderr
+    assert [folder.name for folder in (tmp_path / "checkpoints").iterdir()] == ["step-3"]
+
+
 def test_the_smoke_recipe_in_two_processes_shares_out_its_text_and_says_how_many_they_are(
     tmp_path: Path,
 ):
