@@ -33,34 +33,38 @@ class PhaseLog:
     def __init__(
         self,
         phase: PlacedPhase,
+        at: Progressed,
         tracker: Tracker | None,
         display: Progress,
         mean: Callable[[Tensor], Tensor],
         every: int,
     ) -> None:
-        self.phase, self.tracker, self.display = phase, tracker, display
+        self.phase, self.at, self.tracker, self.display = phase, at, tracker, display
         self.mean, self.every = mean, every
-        self.task = display.add_task(phase.name, total=phase.settings.steps, numbers="")
+        self.task = display.add_task(
+            phase.name, total=phase.settings.steps, completed=at.step - phase.first, numbers=""
+        )
         self._clear()
 
-    def step(self, at: Progressed, values: Mapping[str, Tensor], tokens: int) -> None:
+    def step(self, values: Mapping[str, Tensor], tokens: int) -> None:
         """Tell of one more step: its figures, and the tokens that all processes read in it."""
         for name, value in values.items():
             self.sums[name] = self.sums[name] + value if name in self.sums else value
         self.steps += 1
         self.tokens += tokens
-        if at.step % self.every == 0 or at.step == self.phase.end:
-            self._write(self._row(at))
+        if self.at.step % self.every == 0 or self.at.step == self.phase.end:
+            self._write(self._row())
             self._clear()
-        self.display.update(self.task, completed=at.step - self.phase.first)
+        self.display.update(self.task, completed=self.at.step - self.phase.first)
 
     def _clear(self) -> None:
         self.sums: dict[str, Tensor] = {}
         self.steps, self.tokens, self.since = 0, 0, time.perf_counter()
 
-    def _row(self, at: Progressed) -> dict[str, Any]:
+    def _row(self) -> dict[str, Any]:
         """Return what happened since the last row."""
         means = self.mean(torch.stack(list(self.sums.values())) / self.steps).tolist()
+        at = self.at
         row: dict[str, Any] = {"step": at.step, "phase": self.phase.name, "tokens": at.tokens}
         row |= zip(self.sums, means, strict=True)
         row["tokens_per_second"] = self.tokens / (time.perf_counter() - self.since)

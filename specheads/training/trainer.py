@@ -48,13 +48,13 @@ def train(
     KeyboardInterrupt.
 
     Args:
-        base: Reads the text. Its weights are never changed: what joint phases
-            teach it is saved as an adapter in the run directory, and taken out of it at the end.
+        base: Reads the text. Its weights are never changed: what joint phases teach it is saved as
+            an adapter in the run directory, and taken out of it at the end.
         head: Trained in place, and saved in the run directory after each phase.
         schedule: Phases, in order, and the optimizer's settings.
         open_text: Gives each phase its text.
         run: Holds checkpoints and phases.
-        tracker: Where rows of metrics go; None on all processes but the main one.
+        tracker: Where rows of metrics go, on the main process; others may have none.
         accelerator: Made by the caller.
         seed: Seed of the positions that are scored, and of the adapter.
         log_every: Steps between two rows.
@@ -69,6 +69,7 @@ def train(
     try:
         trainer = _Trainer(teacher, schedule, run, accelerator, seed)
         trainer.resume()
+        rows = tracker if accelerator.is_main_process else None
         with progress(shown=accelerator.is_main_process) as display:
             for phase in placed(schedule):
                 if trainer.at.step >= phase.end:
@@ -76,7 +77,7 @@ def train(
                 # what the base writes for a phase, it writes as it was loaded
                 with teacher.as_loaded():
                     text = open_text(phase.settings, display)
-                log = PhaseLog(phase, tracker, display, trainer.mean, log_every)
+                log = PhaseLog(phase, trainer.at, rows, display, trainer.mean, log_every)
                 trainer.run_phase(phase, text, log, checkpoint_every)
     finally:
         teacher.leave()
@@ -126,7 +127,7 @@ class _Trainer:
                 tokens = batch.tokens.numel() * self.accelerator.num_processes
                 self.at.step += 1
                 self.at.tokens += tokens
-                log.step(self.at, values, tokens)
+                log.step(values, tokens)
                 stop = self._stops()
                 due = checkpoint_every and self.at.step % checkpoint_every == 0
                 if self.at.step < phase.end and (due or stop):
