@@ -46,6 +46,8 @@ def main(settings: Train) -> None:
         return
     transformers_logging.disable_progress_bar()
     accelerator = Accelerator(
+        # unasked, accelerate joins processes on GPUs only: two on CPUs would each train alone
+        cpu=not torch.accelerator.is_available(),
         mixed_precision="bf16" if _has_bf16() else "no",
         # what a head borrows from the base is a buffer, the same everywhere already
         kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
@@ -64,6 +66,9 @@ def main(settings: Train) -> None:
         if accelerator.is_main_process:
             Console().print(f"{head.drafted_size} draft tokens cover {share:.1%} of the corpus")
     if accelerator.is_main_process:
+        # a launcher may start fewer than it was asked for, and say nothing
+        number = accelerator.num_processes
+        Console().print(f"training with {number} process{'es' if number > 1 else ''}")
         run.begin(_compose.as_yaml(settings), identity)
     accelerator.wait_for_everyone()
     _train(settings, base, head, texts, run, accelerator)
@@ -95,13 +100,15 @@ def _train(
     run: RunDirectory,
     accelerator: Accelerator,
 ) -> None:
-    tracker = Tracker(
-        run.metrics,
-        kind=settings.tracker.kind if accelerator.is_main_process else "jsonl",
-        project=settings.tracker.project,
-        name=settings.name,
-        resumed_step=trainer.last_step(run),
-    )
+    tracker = None
+    if accelerator.is_main_process:
+        tracker = Tracker(
+            run.metrics,
+            kind=settings.tracker.kind,
+            project=settings.tracker.project,
+            name=settings.name,
+            resumed_step=trainer.last_step(run),
+        )
     try:
         trainer.train(
             base,
@@ -116,7 +123,8 @@ def _train(
             checkpoint_every=settings.checkpoint_every,
         )
     finally:
-        tracker.close()
+        if tracker is not None:
+            tracker.close()
 
 
 class _Texts:

@@ -15,9 +15,9 @@ from specheads.decoding.trees import policies
 from specheads.measure.how import How
 from specheads.measure.online import measure_online
 from specheads.measure.plots import draw_comparison
-from specheads.measure.progress import bar
 from specheads.measure.speed import Pair, Timing, summarise, time_generate
 from specheads.runs.directory import write_atomic
+from specheads.runs.progress import bar
 
 
 @dataclass(frozen=True, slots=True)

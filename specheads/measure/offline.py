@@ -18,7 +18,7 @@ from specheads.base.model import FrozenBase
 from specheads.core.drafter import Features, Head
 from specheads.decoding.trees import policies
 from specheads.measure.counts import DepthCounts, bootstrap_interval
-from specheads.measure.progress import bar
+from specheads.runs.progress import bar
 
 TOP = 5
 """Ranks the top-k accuracy reports: k = 1..TOP."""

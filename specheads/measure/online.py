@@ -15,7 +15,7 @@ from specheads.decoding.trees import policies
 from specheads.measure.counts import DepthCounts, loops
 from specheads.measure.how import How
 from specheads.measure.offline import interval
-from specheads.measure.progress import bar
+from specheads.runs.progress import bar
 
 
 @dataclass(slots=True)

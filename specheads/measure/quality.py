@@ -9,7 +9,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from specheads.base.model import FrozenBase
 from specheads.measure.counts import bootstrap_interval
-from specheads.measure.progress import bar
+from specheads.runs.progress import bar
 
 
 @dataclass(frozen=True, slots=True)

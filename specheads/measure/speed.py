@@ -18,7 +18,7 @@ from specheads.decoding.loop import synchronise
 from specheads.decoding.trees import policies
 from specheads.measure.counts import bootstrap_interval
 from specheads.measure.how import How
-from specheads.measure.progress import bar
+from specheads.runs.progress import bar
 
 
 @dataclass(slots=True)

@@ -19,7 +19,7 @@ from specheads.measure.counts import DepthCounts
 from specheads.measure.how import How
 from specheads.measure.offline import guess_ranks, replay
 from specheads.measure.online import decode_prompts
-from specheads.measure.progress import bar
+from specheads.runs.progress import bar
 
 SIZES = (4, 6, 8, 12, 16)
 """Nodes of the trees tried, root included."""
