@@ -43,7 +43,7 @@ class JointBase:
     def __init__(self, base: FrozenBase, joint: Joint, seed: int) -> None:
         self.base = base
         # taken before the adapter is in: the law of the weights as they are frozen
-        self._frozen_law = base.projector()
+        self._frozen_law = base.projection
         self.adapter = Adapter(base.model, joint, seed)
 
     def read(
@@ -74,7 +74,7 @@ class JointBase:
 
     def _row_loss(self, hidden: Tensor, aims: Tensor) -> Tensor:
         """Return the summed loss of states that aim at labels, or at the teacher's states."""
-        logits = self.base.logits(hidden)
+        logits = self.base.logits_of(hidden)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if aims.ndim == 1:
             return F.cross_entropy(logits, aims, reduction="sum")

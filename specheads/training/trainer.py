@@ -126,7 +126,7 @@ class _Trainer:
             for optimizer in optimizers(head, schedule, self.learned)
         ]
         self.objective = accelerator.prepare_model(Objective(head.train()))
-        self.project = base.projector(head.draft_ids)
+        self.project = base.projection.rows(head.draft_ids)
         self.at = Progressed()
         self.stop = False
         self.bar = progress_bar(shown=accelerator.is_main_process)
@@ -247,8 +247,9 @@ class _Trainer:
 
     def _follow_base(self) -> None:
         """Take up the base's law as it is now: what a head learns from, and what it borrows."""
-        self.project = self.base.projector(self.head.draft_ids)
-        self.head.bind(self.base.embedding, self.base.scaled_projection)
+        projection = self.base.projection
+        self.project = projection.rows(self.head.draft_ids)
+        self.head.bind(self.base.embedding, projection.scaled_weight)
 
     def _drawn(self, batch: TokenBatch, phase: Phase) -> Bool[Tensor, "batch time"]:
         """Return which labels the losses cover, drawn among the counted ones."""

@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from specheads.base.model import FrozenBase
+from specheads.base.projection import VocabularyProjection
 from specheads.core.tree import chain
 from specheads.decoding.generate import generate
 from tests import tiny
@@ -51,7 +52,7 @@ def test_golden_numbers_are_reproduced(case, dtype, attention):
     assert_golden(features.hidden[0, positions], hidden[-1])
     aux = torch.cat([hidden[0], hidden[2], hidden[-1]], dim=-1)
     assert_golden(features.aux[0, positions], aux)
-    assert_golden(base.project(features.hidden)[0, positions], io["out.logits.0"])
+    assert_golden(base.projection(features.hidden)[0, positions], io["out.logits.0"])
 
     assert generate(base, None, prompts, max_new_tokens=len(said[0])).tokens == said
 
@@ -67,7 +68,7 @@ def test_verifying_gives_the_hidden_states_and_taps_that_reading_gives(architect
     read = base.read(torch.tensor([prompt]), aux_layers=(1, 2))
     torch.testing.assert_close(seen.features.hidden, read.hidden[:, -4:])
     torch.testing.assert_close(seen.features.aux, None if read.aux is None else read.aux[:, -4:])
-    torch.testing.assert_close(seen.logits, base.project(read.hidden[:, -4:]))
+    torch.testing.assert_close(seen.logits, base.projection(read.hidden[:, -4:]))
 
 
 def test_the_parameters_of_a_base_take_no_gradient():
@@ -199,9 +200,11 @@ def test_prompts_read_in_chunks_give_what_whole_prompts_give(architecture, chunk
 
 def test_prefill_projects_only_the_last_token_of_each_row(monkeypatch):
     base, shapes = tiny.base(), []
-    project = base.project
+    project = VocabularyProjection.__call__
     monkeypatch.setattr(
-        base, "project", lambda hidden: (shapes.append(hidden.shape), project(hidden))[1]
+        VocabularyProjection,
+        "__call__",
+        lambda self, hidden: (shapes.append(hidden.shape), project(self, hidden))[1],
     )
     heard = []
     handle = base.model.lm_head.register_forward_hook(lambda *call: heard.append(call))
