@@ -75,8 +75,9 @@ def logits_of(
 ) -> Float[Tensor, "*batch vocab"]:
     """Return a model's logits for final hidden states.
 
-    An adapter round the projection computes its own part: its matrices get gradients, and its
-    dropout is on while it learns.
+    What an adapter adds to the projection it computes itself here, so that its matrices get
+    gradients and its dropout is on while it learns; `vocabulary_projection` holds the sum fixed.
     """
-    projection, layer = vocabulary_projection(model), model.get_output_embeddings()
+    layer: Any = model.get_output_embeddings()
+    projection = vocabulary_projection(model)
     return projection.finish(layer(hidden)) if lora.adapts(layer) else projection(hidden)

@@ -25,14 +25,15 @@ def check(model: PreTrainedModel) -> None:
     """
     kind, config, device = model.config.model_type, model.config.get_text_config(), model.device
     try:
-        path = torch.arange(1, 5, device=device) % model.get_output_embeddings().weight.shape[0]
+        projection = vocabulary_projection(model)
+        path = torch.arange(1, 5, device=device) % len(projection.weight)
         #  0 - 2 - 4 - 5     the path, with a wrong sibling beside its second and third token
         #   `- 1  `- 3
         tokens = path[torch.tensor([0, 3, 1, 0, 2, 3], device=device)][None]
         tree = TokenTree(tokens, torch.tensor([[-1, 0, 0, 2, 2, 4]], device=device))
         cache = KVCache(config.num_hidden_layers, 1, 6, device)
         plain = model(input_ids=path[None], use_cache=False).logits[0]
-        projected = vocabulary_projection(model)(forward.read(model, path[None]).hidden)[0]
+        projected = projection(forward.read(model, path[None]).hidden)[0]
         verified = forward.verify(model, tree, cache).logits[0]
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(
