@@ -109,7 +109,7 @@ def look(base: FrozenBase, prompt: list[int], continuation: list[int]) -> BaseVi
         return values.detach().cpu().double()
 
     streams = tuple(wide(read.aux[0]).split(base.width, dim=-1))
-    projection = wide(base.scaled_projection)
+    projection = wide(base.projection.scaled_weight)
     return BaseView(streams, wide(read.hidden[0]), tokens[0], wide(base.embedding), projection)
 
 

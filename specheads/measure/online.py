@@ -197,7 +197,7 @@ def _first_difference(mine: list[int], theirs: list[int]) -> int:
 
 def _gap(base: FrozenBase, text: list[int]) -> float:
     hidden = base.read(torch.tensor([text], device=base.device)).hidden[0, -1]
-    best, second = base.project(hidden).float().topk(2).values.tolist()
+    best, second = base.logits_of(hidden).float().topk(2).values.tolist()
     return best - second
 
 

@@ -58,7 +58,7 @@ def measure_quality(
     out = Quality([], [], [])
     for window in bar(windows, "base quality", progress):
         tokens = torch.tensor(window, device=base.device)
-        logits = base.project(base.read(tokens[None]).hidden[0, :-1])
+        logits = base.logits_of(base.read(tokens[None]).hidden[0, :-1])
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         out.nats.append(F.cross_entropy(logits, tokens[1:], reduction="sum").item())
         out.right.append(int((logits.argmax(-1) == tokens[1:]).sum()))

@@ -43,8 +43,9 @@ class FrozenTeacher:
     def begin(self, phase: PlacedPhase | None = None) -> None:
         """Take up the base as it is now: what the head learns, and what it borrows."""
         del phase
-        self.logits_of = self.base.projector(self.head.draft_ids)
-        self.head.bind(self.base.embedding, self.base.scaled_projection)
+        projection = self.base.projection
+        self.logits_of = projection.rows(self.head.draft_ids)
+        self.head.bind(self.base.embedding, projection.scaled_weight)
 
     def losses(self, step: Step, head_loss: HeadLoss) -> tuple[Tensor, dict[str, Tensor]]:
         """Read the text; return the loss to descend, and what to log."""
@@ -85,7 +86,7 @@ class JointTeacher:
         self.frozen = FrozenTeacher(base, head)
         self.base, self.head = base, head
         # taken before the adapter is in: what the frozen weights say
-        self._original_logits_of = base.projector()
+        self._original_logits_of = base.projection
         self.adapter = Adapter(base.model, joint, seed)
         self.parameters = self.adapter.parameters
         self.as_loaded, self.leave = self.adapter.off, self.adapter.remove
@@ -137,7 +138,7 @@ class JointTeacher:
 
     def _row_loss(self, hidden: Tensor, aims: Tensor) -> Tensor:
         """Return the summed loss of states that aim at labels, or at the original's states."""
-        logits = self.base.logits(hidden)
+        logits = self.base.logits_of(hidden)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if aims.ndim == 1:
             return F.cross_entropy(logits, aims, reduction="sum")

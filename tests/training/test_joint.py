@@ -103,7 +103,7 @@ def values(base: FrozenBase) -> dict[str, Tensor]:
 
 
 def said(base: FrozenBase) -> Tensor:
-    return base.project(base.read(TEXT).hidden)
+    return base.projection(base.read(TEXT).hidden)
 
 
 @pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
@@ -139,7 +139,7 @@ def test_switched_off_it_is_the_original_and_merged_it_is_the_adapted_base(
     adapted = said(base)
     assert (adapted - spoken).abs().max() > 1e-3
     with torch.no_grad():
-        torch.testing.assert_close(base.logits(base.read(TEXT).hidden), adapted)
+        torch.testing.assert_close(base.logits_of(base.read(TEXT).hidden), adapted)
     with adapter.off():
         assert torch.equal(said(base), spoken)
     assert torch.equal(said(base), adapted)
@@ -151,7 +151,7 @@ def test_switched_off_it_is_the_original_and_merged_it_is_the_adapted_base(
     assert base.adapter == str(tmp_path)
     assert not any(parameter.requires_grad for parameter in base.model.parameters())
     # its other ways of reading the text agree with the merged weights too
-    check(base)
+    check(base.model)
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
@@ -188,7 +188,7 @@ def test_a_projection_tied_to_the_embedding_is_left_out_and_stays_tied(tmp_path:
     adapter.save(tmp_path)
     adapter.remove()
     base.merge(tmp_path)
-    assert base.projection is base.embedding
+    assert base.projection.weight is base.embedding
     assert torch.equal(base.embedding, embedding)
 
 
@@ -389,11 +389,15 @@ def test_the_head_learns_the_distribution_of_the_base_as_it_is_now():
     randomise(adapter)
     hidden = base.read(TEXT).hidden
     some = torch.tensor([3, 5, 8])
-    torch.testing.assert_close(base.projector(some)(hidden), base.project(hidden)[..., some])
+    torch.testing.assert_close(
+        base.projection.rows(some)(hidden), base.projection(hidden)[..., some]
+    )
     with torch.no_grad():
         whole = base.model(input_ids=TEXT, use_cache=False).logits
-    torch.testing.assert_close(base.project(hidden), whole, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(hidden @ base.scaled_projection.T, whole, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(base.projection(hidden), whole, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        hidden @ base.projection.scaled_weight.T, whole, rtol=1e-12, atol=1e-12
+    )
 
 
 def test_the_run_says_that_its_head_belongs_to_base_and_adapter(tmp_path: Path):

@@ -241,7 +241,7 @@ def test_a_label_that_cannot_be_drafted_is_not_trained_on_and_counts_as_not_acce
     scored[:, 4:12] = True
     objective = Objective(head)
     features = base.read(tokens)
-    logits_of = base.projector(head.draft_ids)
+    logits_of = base.projection.rows(head.draft_ids)
     whole = objective(features, tokens, scored, logits_of, phase())
     part = objective(features, tokens, scored & (tokens % 2 == 1), logits_of, phase())
     assert torch.equal(whole.total, part.total)

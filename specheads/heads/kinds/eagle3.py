@@ -18,6 +18,7 @@ from specheads.core.drafter import Head as BaseHead
 from specheads.heads.fill import fill
 from specheads.heads.layers.attention import AttentionShape, Slots
 from specheads.heads.layers.feedback import Branch, FeedbackLayer
+from specheads.heads.layers.norm import RMSNorm
 
 NUM_TAPS = 3
 """Low, middle and high: layers it reads where the settings name none."""
@@ -92,7 +93,7 @@ class Head(BaseHead):
             norm_before_residual=config.norm_before_residual,
             shape=AttentionShape(num_heads, num_shared, head_dim, config.rope_theta),
         )
-        self.norm = nn.RMSNorm(width, config.epsilon)
+        self.norm = RMSNorm(width, config.epsilon)
         self.lm_head = nn.Linear(width, self.drafted_size, bias=False)
         self.embedding: Tensor | None = None
 
