@@ -1,0 +1,1 @@
+"""The run directory: checkpoints, provenance, and where numbers go."""
