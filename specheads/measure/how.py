@@ -1,0 +1,26 @@
+"""How prompts are decoded: what all measurements of one evaluation share."""
+
+from dataclasses import dataclass
+
+from specheads.decoding.acceptance.sampling import GREEDY, Sampling
+from specheads.decoding.trees.policies import TreePolicy
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class How:
+    """How prompts are decoded."""
+
+    max_new_tokens: int
+    """Limit of each prompt."""
+    tree: TreePolicy | None = None
+    """How drafts grow; None is a chain as deep as the drafter."""
+    sampling: Sampling = GREEDY
+    """How tokens are chosen; each prompt draws with a seed of its own."""
+    acceptance: str = "match"
+    """What is kept of a tree: a name in `specheads.decoding.acceptance.rules.RULES`."""
+    batch_size: int = 1
+    """Prompts decoded together."""
+    stop_at_eos: bool = True
+    """Whether the base's end-of-text token ends a text."""
+    progress: bool = False
+    """Whether to show a progress bar."""
