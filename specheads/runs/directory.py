@@ -2,16 +2,12 @@
 
 import hashlib
 import json
-import os
-import platform
 import shutil
-import subprocess
-import sys
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +19,7 @@ from specheads.base import lora
 from specheads.base.lora import Adapter
 from specheads.core.drafter import Head
 from specheads.runs.provenance import provenance
+
 
 class Checkpoint(NamedTuple):
     """What a checkpoint holds."""
@@ -133,7 +130,8 @@ class RunDirectory:
             )
         if not self.provenance.is_file():
             write_atomic(
-                self.provenance, _json({"start": _now(), "end": None, **identity, **provenance()})
+                self.provenance,
+                _json({"start": _now(), "end": None, **identity, **asdict(provenance())}),
             )
         write_atomic(self.config, config_text)
 
