@@ -1,4 +1,4 @@
-"""What the commands call, and Python too: `specheads.train`, `evaluate`, `compare`, `export`, `push`.
+"""What commands and Python call: `specheads.train`, `evaluate`, `compare`, `export`, `push`.
 
 All take overrides as the command line does, or typed settings and objects; none prints.
 """

@@ -10,9 +10,14 @@ from specheads.config import Push
 
 
 @_compose.command("push")
-def main(settings: Push, overrides: Sequence[str]) -> None:
+def main(settings: Push, _: Sequence[str]) -> None:
     """Push a run."""
-    pushed = _library.push(settings=settings, overrides=overrides)
+    push_run(settings)
+
+
+def push_run(settings: Push) -> None:
+    """Push a run, and print where to, or what would be uploaded."""
+    pushed = _library.push(settings=settings)
     if settings.dry_run:
         lines = [f"{size:>15,}  {path}\n" for path, size in pushed.files.items()]
         total = f"{sum(pushed.files.values()):>15,}  bytes in all\n"

@@ -70,10 +70,8 @@ def evaluate_run(
     head = load_head(run.head, base)
     phases = {name: run.phases / name for name in settings.schedule.phases}
     results = evaluate_head(base, head, settings, prompts, phases=phases)
-    known = json.loads(run.provenance.read_text(encoding="utf-8")).get("draft_vocabulary")
-    if head.draft_ids is not None and known:
-        results = replace(results, draft_vocabulary=from_json(DraftVocabulary, known))
-    return replace(results, base_quality=quality), head
+    found = draft_vocabulary(head, run)
+    return replace(results, draft_vocabulary=found, base_quality=quality), head
 
 
 def evaluate_head(
@@ -119,7 +117,7 @@ def evaluate_head(
         base=base_summary(base),
         prompts=PromptSummary(name=prompts.name, version=prompts.version, count=len(tokens)),
         settings=_settings(base, evaluation, tree, settings.seed),
-        draft_vocabulary=_draft_vocabulary(head),
+        draft_vocabulary=draft_vocabulary(head, None),
         tree_candidates=candidates,
         phases=[_phase(base, *phase, tokens, alone) for phase in (phases or {}).items()],
         provenance=provenance(),
@@ -213,11 +211,13 @@ def _settings(
     )
 
 
-def _draft_vocabulary(head: Head) -> DraftVocabulary:
-    """Return how many tokens the head can draft; of some, what they cover is not known here."""
+def draft_vocabulary(head: Head, run: RunDirectory | None) -> DraftVocabulary:
+    """Return how many tokens the head can draft, and their share of its training text."""
     if head.draft_ids is None:
         return DraftVocabulary(size=head.vocab_size, coverage=1.0)
-    return DraftVocabulary(size=head.drafted_size, coverage=None)
+    known = json.loads(run.provenance.read_text(encoding="utf-8")) if run is not None else {}
+    counted = known.get("draft_vocabulary") or {"size": head.drafted_size, "coverage": None}
+    return from_json(DraftVocabulary, counted)
 
 
 def _replay(

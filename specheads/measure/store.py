@@ -20,39 +20,44 @@ def to_json(value: Any) -> Any:
     return value
 
 
-def from_json(kind: type[T], value: Any, where: str = "") -> T:
-    """Return the object that `to_json` made this value of.
+def from_json(kind: type[T], value: dict[str, Any], where: str = "") -> T:
+    """Return the object that `to_json` made this of.
 
     Args:
-        kind: Its type: a dataclass, or what their fields are annotated with.
-        value: As `json.loads` gives it. Keys that the type does not know are left out.
+        kind: Its dataclass.
+        value: As `json.loads` gives it. Keys that the dataclass does not know are left out.
         where: Place within the file, for messages.
 
     Raises:
         ValueError: A field that has no default is missing.
     """
-    origin, inner = get_origin(kind), get_args(kind)
-    if origin in (Union, UnionType):
-        (some,) = (one for one in inner if one is not NoneType)
-        return value if value is None else from_json(some, value, where)
-    if origin is list:
-        return [from_json(inner[0], one, where) for one in value]  # pyright: ignore
-    if origin is tuple:
-        return tuple(value)  # pyright: ignore
-    if origin is dict:
-        return {key: from_json(inner[1], one, f"{where}.{key}") for key, one in value.items()}  # pyright: ignore
-    if not is_dataclass(kind):
-        return value
+    assert is_dataclass(kind)
     hints, given = get_type_hints(kind), {}
     for item in fields(kind):
         name = item.name.rstrip("_")
         if name in value:
-            given[item.name] = from_json(hints[item.name], value[name], f"{where}.{name}")
+            given[item.name] = _field(hints[item.name], value[name], f"{where}.{name}")
         elif item.default is MISSING and item.default_factory is MISSING:
             raise ValueError(
-                f"a file of results needs {where}.{name}, and it has none; measure again"
+                f"results need {where.lstrip('.')}.{name}, and the file has none; measure again"
             )
     return kind(**given)
+
+
+def _field(kind: Any, value: Any, where: str) -> Any:
+    """Return one field's value, by what the field is annotated with."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if value is None:
+        return None
+    if origin in (Union, UnionType):
+        return _field(next(one for one in inner if one is not NoneType), value, where)
+    if origin is list:
+        return [_field(inner[0], one, where) for one in value]
+    if origin is dict:
+        return {key: _field(inner[1], one, f"{where}.{key}") for key, one in value.items()}
+    if origin is tuple:
+        return tuple(value)
+    return from_json(kind, value, where) if is_dataclass(kind) else value
 
 
 def read(kind: type[T], file: Path) -> T | None:
