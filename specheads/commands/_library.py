@@ -6,7 +6,7 @@ All take overrides as the command line does, or typed settings and objects; none
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from huggingface_hub.utils import logging as hub_logging
 
@@ -29,6 +29,8 @@ from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import read_metrics
 from specheads.training import run as training
 
+T = TypeVar("T")
+
 Prompts = str | Path | Sequence[Sequence[int]] | None
 """A name, a .jsonl file, or token ids; None is what the settings say."""
 
@@ -39,7 +41,7 @@ def train(
     *,
     settings: config.Train | None = None,
     base: FrozenBase | None = None,
-    announce: training.Announce = str,
+    announce: training.Announce = training.quiet,
 ) -> RunDirectory:
     """Train a head through every phase of a recipe, then evaluate it; return the run.
 
@@ -54,7 +56,7 @@ def train(
         ValueError: The settings ask for what there is not, or the run is finished already.
     """
     words = [f"recipe={recipe}", *overrides] if recipe else list(overrides)
-    settings = settings or _compose.settings_of("train", words)
+    settings, _ = _settings(config.Train, settings, words)
     made = training.run(settings, _compose.as_yaml(settings), base, announce)
     if made.is_main:
         card.write_card(made.run, asdict(settings), made.head, made.base)
@@ -91,7 +93,7 @@ def evaluate(
     Raises:
         ValueError: There is nothing to evaluate, or the settings do not fit it.
     """
-    settings, words = _settings("evaluate", settings, overrides, run=run, out=out)
+    settings, words = _settings(config.Evaluate, settings, overrides, run=run, out=out)
     if settings.run:
         made, trained = _own(settings, words)
         given = _prompts(prompts, trained)
@@ -127,7 +129,7 @@ def compare(
     Raises:
         ValueError: There is nothing to compare, or the settings do not fit it.
     """
-    settings, words = _settings("compare", settings, overrides, run=run, out=out)
+    settings, words = _settings(config.Compare, settings, overrides, run=run, out=out)
     chosen(settings)
     asked: Asked = settings
     folder = Path(settings.out) if settings.out else None
@@ -180,7 +182,7 @@ def export(
     Raises:
         ValueError: The engine cannot serve this head, or the gate refuses.
     """
-    settings, words = _settings("export", settings, overrides, run=run, engine=engine, out=out)
+    settings, words = _settings(config.Export, settings, overrides, run=run, engine=engine, out=out)
     engine_module(settings.engine)
     if not settings.out:
         raise ValueError("an export needs a folder of its own: add out=FOLDER")
@@ -224,7 +226,7 @@ def push(
     """
     # it would log every retry, with addresses that let anyone upload
     hub_logging.set_verbosity_error()
-    settings, _ = _settings("push", settings, overrides, run=run, repo=repo, dry_run=dry_run)
+    settings, _ = _settings(config.Push, settings, overrides, run=run, repo=repo, dry_run=dry_run)
     if not settings.run:
         raise ValueError("name what to push: run=DIR")
     if not HUB_ID.fullmatch(settings.repo):
@@ -234,9 +236,10 @@ def push(
 
 
 def _settings(
-    command: str, given: Any, overrides: Sequence[str], **words: str | Path | bool
-) -> tuple[Any, list[str]]:
+    kind: type[T], given: T | None, overrides: Sequence[str], **words: str | Path | bool
+) -> tuple[T, list[str]]:
     """Return a command's settings, with what is said in words, and the overrides in full names."""
+    command = kind.__name__.lower()
     settings = given or _compose.settings_of(command, overrides)
     for name, value in words.items():
         if value:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 
@@ -92,14 +93,15 @@ def compare_head(
 
 
 def _settings(base: FrozenBase, settings: Compare, asked: Asked) -> CompareSettings:
-    known = {
+    known: dict[str, Any] = {
         item.name: getattr(place, item.name)
         for place in (settings, asked.evaluation)
         for item in fields(CompareSettings)
-        if hasattr(place, item.name)
+        if hasattr(place, item.name) and item.name != "draft_model"
     }
     return CompareSettings(
-        **known | {"draft_model": nearby(settings.draft_model)},
+        **known,
+        draft_model=nearby(settings.draft_model),
         dtype=str(base.dtype).removeprefix("torch."),
         device=base.device.type,
     )

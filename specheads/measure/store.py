@@ -60,8 +60,9 @@ def _field(kind: Any, value: Any, where: str) -> Any:
     return from_json(kind, value, where) if is_dataclass(kind) else value
 
 
-def read(kind: type[T], file: Path) -> T | None:
+def read(kind: type[T], file: str | Path) -> T | None:
     """Return what a file holds; None where there is no file."""
+    file = Path(file)
     if not file.is_file():
         return None
     return from_json(kind, json.loads(file.read_text(encoding="utf-8")), str(file))

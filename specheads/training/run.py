@@ -39,6 +39,11 @@ Announce = Callable[[str], None]
 """Takes a line for people."""
 
 
+def quiet(line: str) -> None:
+    """Announce nothing."""
+    del line
+
+
 @dataclass(frozen=True, slots=True)
 class Trained:
     """What training leaves."""
@@ -52,7 +57,7 @@ class Trained:
 
 
 def run(
-    settings: Train, config_text: str, base: FrozenBase | None = None, announce: Announce = str
+    settings: Train, config_text: str, base: FrozenBase | None = None, announce: Announce = quiet
 ) -> Trained:
     """Run every phase; an unfinished run of the same name goes on where it stopped.
 

@@ -263,7 +263,8 @@ def test_a_tree_that_changes_shape_is_replayed_as_a_chain_and_says_so():
 
 
 def measure(categories: Sequence[str] = (), **settings: Any) -> Acceptance:
-    how = How(**{"max_new_tokens": tiny.NEW_TOKENS, "batch_size": 3} | settings)
+    settings = {"max_new_tokens": tiny.NEW_TOKENS, "batch_size": 3} | settings
+    how = How(**settings)
     return online.measure_online(tiny.base(), Habit(0.5), tiny.prompts(), alone(), how, categories)
 
 

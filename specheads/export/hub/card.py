@@ -215,7 +215,7 @@ def _use(about: Summary, place: str, *, published: bool) -> str:
     )
     parts = [f"With specheads:\n\n{_code('python', ours)}"]
     if published:
-        measured = about.results["settings"]["dtype"] if about.results else "float32"
+        measured = about.results.settings.dtype if about.results else "float32"
         lines = three_lines(about.base_place, place, measured)
         parts.insert(0, f"In transformers' own `generate`:\n\n{_code('python', lines)}")
     if not about.base_id:
@@ -265,8 +265,8 @@ def _limits(about: Summary) -> str:
     loops = about.results.degenerate if about.results else None
     if loops and loops.flagged:
         lines.append(
-            f"The base's own text loops on {loops.flagged} of the prompts. Loops are easy to guess, so "
-            "the table also has the figure without those."
+            f"The base's own text loops on {loops.flagged} of the prompts. Loops are easy to "
+            "guess, so the table also has the figure without those."
         )
     return "\n".join(f"- {line}" for line in lines)
 

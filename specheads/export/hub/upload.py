@@ -4,7 +4,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -113,7 +113,7 @@ def _measured_base(run: RunDirectory, trained: Train) -> FrozenBase:
     measured = read(Results, file)
     if measured is None:
         return FrozenBase.load(**asdict(trained.base))
-    base = FrozenBase.load(**asdict(trained.base) | {"dtype": measured.settings.dtype})
+    base = FrozenBase.load(**asdict(replace(trained.base, dtype=measured.settings.dtype)))
     if base.fingerprint != measured.base.fingerprint:
         raise ValueError(
             f"a card shows what was measured on the base it names, and {base.name} has changed "
