@@ -1,4 +1,4 @@
-"""The library as Python calls it: no line on standard output, typed results, mistakes as ValueError."""
+"""The library as Python calls it: it prints nothing, returns types, and raises ValueError."""
 
 import json
 import subprocess
@@ -134,7 +134,7 @@ ORDERS = {
 
 
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
-def test_export_is_a_function_and_a_package_in_any_order_of_imports(order: str, tmp_path: Path):
+def test_export_is_a_function_and_a_package_in_any_order_of_imports(order: str):
     code = f"""
 import sys
 try:
