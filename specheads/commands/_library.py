@@ -240,7 +240,7 @@ def _settings(
 ) -> tuple[T, list[str]]:
     """Return a command's settings, with what is said in words, and the overrides in full names."""
     command = kind.__name__.lower()
-    settings = given or _compose.settings_of(command, overrides)
+    settings: T = _compose.settings_of(command, overrides) if given is None else given
     for name, value in words.items():
         if value:
             setattr(settings, name, str(value) if isinstance(value, Path) else value)

@@ -57,7 +57,7 @@ def _field(kind: Any, value: Any, where: str) -> Any:
         return {key: _field(inner[1], one, f"{where}.{key}") for key, one in value.items()}
     if origin is tuple:
         return tuple(value)
-    return from_json(kind, value, where) if is_dataclass(kind) else value
+    return from_json(kind, value, where) if isinstance(value, dict) else value
 
 
 def read(kind: type[T], file: str | Path) -> T | None:
