@@ -2,7 +2,6 @@
 
 import json
 import sys
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +40,15 @@ def rows() -> dict[str, DrafterRow]:
 def comparison(drafters: dict[str, DrafterRow]) -> Comparison:
     """Return what compare.json holds of some drafters."""
     bare = tests_results.bare()
-    how: dict[str, Any] = dict.fromkeys((item.name for item in fields(CompareSettings)), 0)
+    how = CompareSettings(
+        temperature=0.0, max_new_tokens=10, batch_size=3, draft_model="", draft_depth=4,
+        copied_tokens=10, max_ngram=3, sinks=4, window=60, dtype="float64", device="cpu", seed=0,
+    )  # fmt: skip
     return Comparison(
         head=bare.head,
         base=bare.base,
         prompts=bare.prompts,
-        settings=CompareSettings(**how),
+        settings=how,
         drafters=drafters,
         provenance=bare.provenance,
     )
