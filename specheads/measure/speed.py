@@ -147,8 +147,8 @@ def time_arms(
 ) -> Timings:
     """Time the base alone and several ways of drafting, turn by turn.
 
-    All decode a batch of prompts one right after the other, so that a machine that grows slower
-    slows all, and each repetition begins with another of them.
+    All decode a batch one right after the other, so that a slower machine slows all, and each
+    repetition begins with another of them.
 
     Args:
         base: The model that decides.
@@ -161,11 +161,7 @@ def time_arms(
     Raises:
         ValueError: There is no prompt, no repetition, or no step to time.
     """
-    if not prompts or repetitions < 1 or how.max_new_tokens < 3:
-        raise ValueError(
-            "speed needs a prompt, a repetition and 3 new tokens at least, got "
-            f"{len(prompts)}, {repetitions} and {how.max_new_tokens}"
-        )
+    _refuse_nothing(len(prompts), repetitions, how.max_new_tokens)
     units = [prompts[i : i + how.batch_size] for i in range(0, len(prompts), how.batch_size)]
     entrants: dict[str | None, Arm | None] = {None: None, **arms}
     names = list(entrants)
@@ -288,6 +284,14 @@ def _step_seconds(arms: list[list[Timing]]) -> float:
             "sooner; raise max_new_tokens or choose other prompts"
         )
     return seconds / steps
+
+
+def _refuse_nothing(num_prompts: int, repetitions: int, max_new_tokens: int) -> None:
+    if num_prompts < 1 or repetitions < 1 or max_new_tokens < 3:
+        raise ValueError(
+            "speed needs a prompt, a repetition and 3 new tokens at least, got "
+            f"{num_prompts}, {repetitions} and {max_new_tokens}"
+        )
 
 
 def _reset_peak(base: FrozenBase) -> None:

@@ -566,7 +566,9 @@ def test_an_offline_only_report_leaves_out_what_was_not_measured(tmp_path):
 def test_an_interrupted_report_leaves_the_old_one_whole(tmp_path):
     report.write_report(tmp_path, results(), HISTORY)
     before = (tmp_path / "results.json").read_bytes()
-    unwritable = replace(results(), provenance=Provenance(versions={"when": cast(str, object())}))
+    made = Provenance()
+    made.versions["when"] = cast(str, object())
+    unwritable = replace(results(), provenance=made)
     with pytest.raises(TypeError):
         report.write_report(tmp_path, unwritable, HISTORY)
     assert (tmp_path / "results.json").read_bytes() == before
