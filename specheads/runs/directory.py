@@ -5,6 +5,7 @@ import shutil
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -114,7 +115,8 @@ class RunDirectory:
             )
         if not self.provenance.is_file():
             write_atomic(
-                self.provenance, _json({"start": _now(), "end": None, **identity, **provenance()})
+                self.provenance,
+                _json({"start": _now(), "end": None, **identity, **asdict(provenance())}),
             )
         write_atomic(self.config, config_text)
 
