@@ -1,6 +1,5 @@
 """The frozen base: load it, read text with it, verify trees with it, and never change it."""
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from specheads.base import lora
 from specheads.base.cache import KVCache, RowCache, upload
 from specheads.base.compile import compiled
+from specheads.base.fingerprint import exact_fingerprint
 from specheads.base.flex_attention import attending, reads_in_place, tree_block_mask
 from specheads.base.loading import load_model
 from specheads.base.masks import attention_windows, context_length, refuse_attention, tree_mask
@@ -192,15 +192,8 @@ class FrozenBase:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the weights (evenly spaced samples of each tensor) and of the vocabulary."""
-        digest = hashlib.sha256()
-        for name, value in sorted(self.model.state_dict().items()):
-            flat = value.detach().flatten()
-            sample = flat[:: max(1, len(flat) // 64)].float().cpu()
-            digest.update(f"{name}{tuple(value.shape)}".encode() + sample.numpy().tobytes())
-        if self.tokenizer is not None:
-            digest.update(repr(sorted(self.tokenizer.get_vocab().items())).encode())
-        return digest.hexdigest()[:32]
+        """Hash of weights and vocabulary: see fingerprint.py."""
+        return exact_fingerprint(self.model, self.tokenizer)
 
     def cache(self, batch: int, capacity: int) -> KVCache:
         """Return an empty cache of `batch` rows with `capacity` slots each."""

@@ -57,7 +57,7 @@ def main(settings: Evaluate) -> None:
         if not settings.out:
             raise ValueError("a head without a run needs out=FOLDER for its report")
         base = load_base(settings.base)
-        head = load_head(settings.head_path, base)
+        head = load_head(settings.head_path, base, force=settings.force)
         results = _evaluate(base, head, settings, None)
         _write(Path(settings.out), results, [])
     else:
@@ -359,7 +359,8 @@ def _phases(
         return []
     rows = []
     for name in settings.schedule.phases:
-        head = load_head(run.phases / name, base)
+        # joint training has changed the base since an earlier phase
+        head = load_head(run.phases / name, base, force=True)
         measured = measure_offline(base, head, prompts, alone, tree=policies.chain(head.depth))
         rows.append(
             {

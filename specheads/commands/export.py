@@ -47,7 +47,7 @@ def _load(settings: Export) -> tuple[FrozenBase, Head, str]:
         if not settings.head_path:
             raise ValueError("name what to export: run=DIR, or head=PATH and base=PATH")
         base = evaluate.load_base(settings.base)
-        return base, load_head(settings.head_path, base), "python_stdlib"
+        return base, load_head(settings.head_path, base, force=settings.force), "python_stdlib"
     run = RunDirectory(Path(settings.run))
     trained = _compose.read_run(run.config, Train)
     _compose.overlay(trained, settings, SHORT)

@@ -2,16 +2,11 @@
 
 import hashlib
 import json
-import os
-import platform
 import shutil
-import subprocess
-import sys
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +18,7 @@ from specheads.base import lora
 from specheads.base.lora import Adapter
 from specheads.core.drafter import Head
 from specheads.runs.provenance import provenance
+
 
 class Checkpoint(NamedTuple):
     """What a checkpoint holds."""
@@ -146,6 +142,8 @@ class RunDirectory:
         owner: dict[str, Any] = {}
         if self.adapter.is_dir():
             owner["adapter_fingerprint"] = lora.fingerprint(self.adapter)
+            # it was trained on the weights before the adapter is merged in, and fits those after
+            head.base_fingerprint = ""
         with atomic_folder(self.head) as folder:
             head.save_pretrained(folder)
             if owner:

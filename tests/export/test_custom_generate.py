@@ -32,7 +32,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import specheads
 from specheads.decoding.trees import policies
-from specheads.export.plugins.custom_generate import hub_files, three_lines
+from specheads.export.plugins.hub_generate import hub_files, three_lines
 from specheads.heads.load import build, load_head
 from specheads.measure.oracle import Oracle
 from tests import tiny

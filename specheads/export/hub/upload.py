@@ -17,7 +17,7 @@ from huggingface_hub.errors import (
 
 from specheads.export.hub.card import PICTURES
 from specheads.export.hub.summary import Facts
-from specheads.export.plugins.custom_generate import hub_files
+from specheads.export.plugins.hub_generate import hub_files
 from specheads.runs.directory import RunDirectory
 
 Contents = dict[str, bytes | Path]

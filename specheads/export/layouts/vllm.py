@@ -38,7 +38,7 @@ def write_plugin(head: Head, base: FrozenBase, out: Path) -> Folder:
         "num_speculative_tokens": head.depth,
     }
     line = f"{HEAD_VARIABLE}={shlex.quote(str(out))} {serve(base.name, settings)}"
-    return Folder(_own.config(head), _own.tensors(head), (line,))
+    return Folder(head.settings(), head.state_dict(), (line,))
 
 
 def write_eagle3(head: Head, base: FrozenBase, out: Path) -> Folder:

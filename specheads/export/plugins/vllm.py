@@ -26,16 +26,20 @@ from jaxtyping import Int
 from numpy import ndarray
 from torch import Tensor
 
+from specheads.base.fingerprint import tables_fingerprint
 from specheads.base.weight_layout import column_major
 from specheads.core.drafter import Features, Head, Memory
 from specheads.decoding.trees import policies
 from specheads.export.layouts.vllm import HEAD_VARIABLE
-from specheads.heads.load import load_head
+from specheads.heads.load import load_head, refuse_misfit
 
 RUNNER = "vllm.v1.worker.gpu_model_runner"
 CACHE = "vllm.v1.kv_cache_interface"
 EMBEDDING = "vllm.model_executor.layers.vocab_parallel_embedding"
 PARALLEL = "vllm.distributed"
+FORCE_VARIABLE = "SPECHEADS_FORCE"
+"""Environment variable that serves a head of other weights than the base's where it says true."""
+
 NULL_SLOT = 0
 """A slot that no request is given: vLLM's block 0 stands for no block."""
 
@@ -148,7 +152,10 @@ class Proposer:
         """
         head = load_head(os.environ[HEAD_VARIABLE])
         embedding, projection = _borrowed(target_model)
-        _refuse(head, self.policy.depth, embedding)
+        _refuse(head, self.policy.depth)
+        # the two tables only: the engine fuses and splits the layers between
+        forced = os.environ.get(FORCE_VARIABLE) == "true"
+        refuse_misfit(head, embedding, "" if forced else tables_fingerprint(embedding, projection))
         divisor = getattr(self.config.model_config.hf_text_config, "logits_scaling", None)
         head.to(embedding.device, self.config.model_config.dtype)
         column_major(head)
@@ -280,7 +287,7 @@ def _borrowed(target: torch.nn.Module) -> tuple[Tensor, Tensor]:
     return inputs, outputs
 
 
-def _refuse(head: Head, num_drafted: int, embedding: Tensor) -> None:
+def _refuse(head: Head, num_drafted: int) -> None:
     if head.aux_layers:
         raise ValueError(
             f"the plug-in shows heads the last hidden state only, and {head.kind} reads earlier "
@@ -290,11 +297,4 @@ def _refuse(head: Head, num_drafted: int, embedding: Tensor) -> None:
         raise ValueError(
             f"num_speculative_tokens must be at most {head.depth}, the head's depth, got "
             f"{num_drafted}"
-        )
-    sizes = (head.vocab_size, head.width)
-    # zero: a public checkpoint that does not say, because it borrows what would tell
-    if any(size not in (0, served) for size, served in zip(sizes, embedding.shape, strict=True)):
-        raise ValueError(
-            f"the head was made for a base of vocabulary and width {sizes}, this one has "
-            f"{tuple(embedding.shape)}; serve the base it was trained on"
         )
