@@ -1,7 +1,7 @@
 """Measure a head: offline replay, online decoding, speed beside the base alone, and a report."""
 
 import json
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -175,8 +175,7 @@ def sampling_of(how: Evaluation, seed: int) -> Sampling:
 
 def load_documents(data: Data, split: str, seed: int) -> Dataset:
     """Load one split of the corpus that the settings name."""
-    choices = {field.name: getattr(data, field.name) for field in fields(data)}
-    return load_corpus(choices.pop("source"), split=split, seed=seed, **choices)
+    return load_corpus(data, split, seed)
 
 
 def _evaluate(

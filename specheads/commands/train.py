@@ -20,7 +20,7 @@ from specheads.commands import _compose, evaluate
 from specheads.config import Distill, Phase, Train
 from specheads.core.drafter import Head
 from specheads.data.distill import DistilledText, write_shards
-from specheads.data.fingerprint import tokenizer_fingerprint
+from specheads.data.fingerprint import text_identity
 from specheads.data.packing import PackedText, Text
 from specheads.decoding.generate import generate
 from specheads.export.hub import card
@@ -192,12 +192,10 @@ class _Texts:
         """Have the base write what the run's text/ does not hold yet."""
         base = self.base
         assert base.tokenizer is not None
-        identity = {
-            "base": self.fingerprint,
-            "tokenizer": tokenizer_fingerprint(base.tokenizer),
-            "corpus": [self.settings.data.source, self.settings.data.path],
-            "processes": self.accelerator.num_processes,
-        }
+        processes = self.accelerator.num_processes
+        identity = text_identity(
+            self.fingerprint, base.tokenizer, self.settings.data, self.documents, processes
+        )
 
         def write(prompts: list[list[int]], seed: int) -> list[list[int]]:
             return generate(
@@ -211,7 +209,7 @@ class _Texts:
             ).tokens
 
         task = bar.add_task("text by the base", total=settings.num_samples, numbers="")
-        write_shards(
+        for done in write_shards(
             self.folder(settings),
             self.prompts(settings),
             write,
@@ -219,9 +217,9 @@ class _Texts:
             identity,
             seed=self.settings.seed,
             rank=self.accelerator.process_index,
-            world_size=self.accelerator.num_processes,
-            on_shard=lambda done, total: bar.update(task, completed=done, total=total),
-        )
+            world_size=processes,
+        ):
+            bar.update(task, completed=done)
 
 
 def _refuse_unusable(settings: Train, base: FrozenBase) -> None:
