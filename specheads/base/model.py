@@ -141,7 +141,7 @@ class FrozenBase:
 
     @property
     def max_length(self) -> int:
-        """Positions of its context; see `mask.context_length`."""
+        """Positions of its context; see `masks.context_length`."""
         return context_length(self.config)
 
     @property

@@ -52,7 +52,7 @@ class PromptLookup(Drafter):
 
     The longest suffix of at most `max_ngram` tokens that stands earlier in the text decides,
     and of several such places the most recent that is followed by enough text. Where none does,
-    the policy `graft.Lookup` drafts nothing; any other drafts something always, and is told that
+    the policy `hybrid.Lookup` drafts nothing; any other drafts something always, and is told that
     all tokens are equally likely.
 
     Args:

@@ -29,7 +29,7 @@ def push_run(settings: Push) -> None:
     """Check that the head is whole and its base the right one, and upload it.
 
     Raises:
-        ValueError: It is not, or the Hub refused: see `hub.push`.
+        ValueError: It is not, or the Hub refused: see `upload.push`.
     """
     transformers_logging.disable_progress_bar()
     # it would tell every retry, with addresses that let anyone upload

@@ -254,7 +254,7 @@ def degenerate(counts: list[DepthCounts], alone: list[list[int]]) -> dict[str, A
 
     Args:
         counts: One a prompt.
-        alone: What the base alone says after each; `metrics.loops` is the rule.
+        alone: What the base alone says after each; `counts.loops` is the rule.
 
     Returns:
         The `degenerate` section of results.json. `without` or `only` is null where no prompt,

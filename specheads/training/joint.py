@@ -91,7 +91,7 @@ def chunked_loss(
     """Return the mean over rows of a loss that sums over the rows it is given.
 
     A chunk's logits are made anew for its gradients, so that no more than one chunk's are ever
-    held. Unlike `losses.depth_loss` this keeps no gradient of a whole projection matrix: the
+    held. Unlike `depth_loss.depth_loss` this keeps no gradient of a whole projection matrix: the
     base's own is frozen.
     """
     chunks = zip(hidden.split(chunk_rows), aims.split(chunk_rows), strict=True)

@@ -256,7 +256,7 @@ def _serve(facts: Facts, place: str, engine: str, base: str, lines: Sequence[str
 def _limits(facts: Facts) -> str:
     lines = [
         "Greedy text is the base's own, token for token, up to near-ties that rounding decides; "
-        "sampled text has the base's own law. `rule=typical` gives that up.",
+        "sampled text has the base's own distribution. `acceptance=typical` gives that up.",
         "It was made for this base alone. On another the text stays that base's own, and the "
         "guesses are seldom right.",
         "The figures hold for the prompts, the precision and the hardware above. Where no figure "

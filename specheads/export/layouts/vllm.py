@@ -14,7 +14,7 @@ from specheads.export.layout import Folder, Layout
 from specheads.export.layouts import _eagle3, _own
 from specheads.export.readers import eagle3, hydra_heads, medusa, mlp_speculator, redrafter
 
-ABOUT = "vLLM 0.33 (EAGLE-3 natively, other kinds through the plug-in of specheads)"
+ABOUT = "vLLM 0.32.0 (EAGLE-3 natively, other kinds through the plug-in of specheads)"
 
 PROPOSER = "specheads.export.vllm.Proposer"
 """What vLLM's `custom_class` is to be set to."""
@@ -52,14 +52,14 @@ def write_eagle3(head: Head, base: FrozenBase, out: Path) -> Folder:
     return Folder(config, _eagle3.tensors(head), (serve(base.name, settings),))
 
 
-NOTE = "plug-in, in vLLM 0.32.0 on a CPU (`make vllm`); 0.33 by its sources"
+NOTE = "plug-in, in vLLM 0.32.0 on a CPU (`make vllm`); of 0.33 the sources were read"
 LAYOUTS = {
     "eagle3": Layout(
         write_eagle3,
         eagle3.vllm,
         _eagle3.SETTINGS,
         "run",
-        "natively, in vLLM 0.32.0 on a CPU (`make vllm`); 0.33 by its sources",
+        "natively, in vLLM 0.32.0 on a CPU (`make vllm`); of 0.33 the sources were read",
         _eagle3.hidden_layers_only,
         "aux_layers below the last layer",
     ),

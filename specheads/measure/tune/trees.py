@@ -178,7 +178,7 @@ def time_steps(
     """Return the median seconds of a real decode step with each policy.
 
     Policies take turns step by step, so what else the machine does slows them alike, and all
-    of them continue the same prompts. `grow.NOTHING` steps with the base alone.
+    of them continue the same prompts. `policies.NOTHING` steps with the base alone.
 
     Args:
         base: The model that decides.

@@ -3,7 +3,7 @@
 The optional extra `cuda` brings them. They score one projection at a time against one label a
 row, so they serve cross-entropy on the text's labels. The base's law they would need whole,
 (row, vocab), as `LigerFusedLinearKLDivFunction` reads it; and depths that share a projection
-would each return a gradient of its size. Those go the chunked way of losses.py.
+would each return a gradient of its size. Those go the chunked way of depth_loss.py.
 """
 
 from collections.abc import Sequence
