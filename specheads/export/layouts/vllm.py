@@ -63,10 +63,13 @@ LAYOUTS = {
         _eagle3.hidden_layers_only,
         "aux_layers below the last layer",
     ),
-    "medusa": Layout(write_plugin, medusa.own, _own.SETTINGS["medusa"], "run", NOTE),
-    "mlp_speculator": Layout(
-        write_plugin, mlp_speculator.own, _own.SETTINGS["mlp_speculator"], "run", NOTE
-    ),
-    "hydra_heads": Layout(write_plugin, hydra_heads.own, _own.SETTINGS["hydra_heads"], "run", NOTE),
-    "redrafter": Layout(write_plugin, redrafter.own, _own.SETTINGS["redrafter"], "run", NOTE),
+    **{
+        kind: Layout(write_plugin, read, _own.SETTINGS[kind], "run", NOTE)
+        for kind, read in (
+            ("medusa", medusa.own),
+            ("mlp_speculator", mlp_speculator.own),
+            ("hydra_heads", hydra_heads.own),
+            ("redrafter", redrafter.own),
+        )
+    },
 }
