@@ -168,3 +168,29 @@ def test_tests_have_the_same_folders():
     folders = {path.name for path in Path(__file__).parent.iterdir() if path.is_dir()}
     extra = {"golden", "scripts", "__pycache__"}
     assert folders - extra == {one for one in FLOOR if (PACKAGE / one).is_dir()}
+
+
+MANY_ARGUMENTS = {"decoding.generate.generate", "training.trainer.train"}
+"""What a user calls with everything there is to say."""
+
+
+def functions(module: str) -> Iterator[ast.FunctionDef]:
+    tree = ast.parse(MODULES[module].read_text(encoding="utf-8"))
+    yield from (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_modules_and_functions_can_be_read_at_once(module):
+    assert len(MODULES[module].read_text(encoding="utf-8").splitlines()) <= 300
+    long_or_many = {
+        f"{module}.{one.name}"
+        for one in functions(module)
+        if (one.end_lineno or 0) - one.lineno >= 50 or len(arguments(one)) > 8
+    }
+    assert long_or_many <= MANY_ARGUMENTS
+
+
+def arguments(function: ast.FunctionDef) -> list[str]:
+    known = function.args
+    named = [one.arg for one in (*known.posonlyargs, *known.args, *known.kwonlyargs)]
+    return [name for name in named if name not in ("self", "cls")]
