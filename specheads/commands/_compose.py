@@ -197,7 +197,7 @@ def _shorten(text: str) -> str:
     """Cut what OmegaConf adds after its first sentence: full keys and object types."""
     for tail in (" full_key:", " object_type=", " Available options in", " Config search path:"):
         text = text.partition(tail)[0]
-    return text.removesuffix(" To append to your config use")
+    return text.removesuffix(" To append to your config use") + config.new_name(text)
 
 
 def as_yaml(settings: Any) -> str:

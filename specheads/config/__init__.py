@@ -12,7 +12,7 @@ from specheads.config.parts import (
     Tracker,
     Tree,
 )
-from specheads.config.places import data_dir, recipe_dirs
+from specheads.config.places import data_dir, new_name, recipe_dirs
 
 __all__ = [
     "Base",
@@ -30,5 +30,6 @@ __all__ = [
     "Train",
     "Tree",
     "data_dir",
+    "new_name",
     "recipe_dirs",
 ]

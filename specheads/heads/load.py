@@ -21,6 +21,7 @@ from torch import Tensor
 from specheads.base.fingerprint import base_fingerprint
 from specheads.base.model import FrozenBase
 from specheads.base.weight_layout import column_major
+from specheads.config import new_name
 from specheads.core.drafter import Head
 from specheads.heads.fill import fill
 from specheads.heads.untrusted import INDEX_SUFFIX, WEIGHT_FILES, read_settings, read_tensors
@@ -50,7 +51,7 @@ def configure(settings: Mapping[str, Any]) -> Any:
     if unknown := sorted(set(values) - known):
         raise ValueError(
             f"head {settings['kind']!r} does not know the setting {unknown[0]!r}; it has "
-            f"{', '.join(sorted(known))}"
+            f"{', '.join(sorted(known))}{new_name(repr(unknown[0]))}"
         )
     return module.Config(**values)
 

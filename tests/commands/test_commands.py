@@ -198,6 +198,14 @@ def test_an_interrupted_command_goes_on_and_ends_where_an_undisturbed_one_does(
 
 
 MISTAKES = {
+    "a setting's old name": (
+        ["recipe=smoke", "evaluation.rule=typical"],
+        "rule is called acceptance now",
+    ),
+    "a head's setting by its old name": (
+        ["recipe=smoke", "head=eagle3", "head.taps=[1,2]"],
+        "taps is called aux_layers now",
+    ),
     "no recipe": ([], "name a recipe"),
     "unknown recipe": (["recipe=nope"], "there is no recipe 'nope'"),
     "unknown key": (["recipe=smoke", "stepz=3"], "stepz"),
