@@ -1,4 +1,4 @@
-"""Entry point of a checkout: `accelerate launch train.py recipe=tiny_code`."""
+"""Entry point of a checkout: `accelerate launch --quiet train.py recipe=tiny_code`."""
 
 from specheads.commands.train import main
 

@@ -44,6 +44,8 @@ from specheads.heads.load import load_head
 from specheads.measure.counts import bootstrap_interval
 from specheads.measure.oracle import Oracle
 from specheads.measure.speed import synchronise
+from specheads.measure.store import to_json
+from specheads.runs.provenance import nearby, provenance
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAPES: dict[str, dict[str, Any]] = {
@@ -477,11 +479,8 @@ PARTS = {
 
 
 def _machine(base: FrozenBase, options: argparse.Namespace) -> dict[str, Any]:
-    from specheads.runs.provenance import provenance
-
-    made = provenance()
     return {
-        "base": base.name,
+        "base": nearby(base.name),
         "parameters": base.num_parameters,
         "compile": options.compile,
         "dtype": str(base.dtype).removeprefix("torch."),
@@ -489,7 +488,7 @@ def _machine(base: FrozenBase, options: argparse.Namespace) -> dict[str, Any]:
         "prompts": options.prompts,
         "prompt_tokens": options.prompt_tokens,
         "new_tokens": options.new_tokens,
-        **{name: made[name] for name in ("command", "versions", "git", "hardware")},
+        **to_json(provenance()),
     }
 
 

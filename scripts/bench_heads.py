@@ -23,6 +23,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from specheads.measure.results import Results
+from specheads.measure.store import read, to_json
+
 ROOT = Path(__file__).resolve().parents[1]
 ACCEPTED = ["mode=online", "evaluation.batch_size=8"]
 """Acceptance does not depend on the batch, so it is counted many prompts at a time."""
@@ -53,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = [row(run) for run in runs.values()]
     table = {"schema": 1, "recipe": options.recipe, "rows": rows}
     # the trees were timed last, by the code and on the machine that this names
-    table["provenance"] = _read(runs[options.kinds[-1]] / "tuned" / "results.json")["provenance"]
+    table["provenance"] = to_json(_results(runs[options.kinds[-1]] / "tuned").provenance)
     (options.out / "heads.json").write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
     print(f"wrote {options.out / 'heads.json'}")
     if not options.record:
@@ -146,41 +149,48 @@ def _run(*words: str) -> tuple[int, float, float]:
 
 def row(run: Path) -> dict[str, Any]:
     """Return what was measured of one kind, out of its run directory."""
-    greedy, sampled, chain, tuned = (_read(run / name / "results.json") for name in MEASURED)
+    greedy, sampled, chain, tuned = (_results(run / name) for name in MEASURED)
     steps, speeds = (_lines(run / name) for name in ("metrics.jsonl", "speed.jsonl"))
+    assert greedy.lossless and chain.speed and tuned.speed  # noqa: PT018
+    speedup = {"speedup": tuned.speed.speedup, "interval": tuned.speed.interval}
     return {
-        "kind": greedy["head"]["kind"],
-        "depth": greedy["head"]["depth"],
-        "parameters": greedy["head"]["parameters"],
+        "kind": greedy.head.kind,
+        "depth": greedy.head.depth,
+        "parameters": greedy.head.parameters,
         "training_tokens": steps[-1]["tokens"],
         "training_tokens_per_second": statistics.median(
             row["tokens_per_second"] for row in speeds[1:]
         ),
-        "training_peak_gib": _read(run / "training.json")["peak_gib"],
-        "draft_milliseconds": chain["speed"]["draft_milliseconds"],
-        "prompts": greedy["prompts"]["count"],
-        "greedy": _figure(greedy["online"], "tokens_per_forward"),
-        "sampled": _figure(sampled["online"], "tokens_per_forward"),
-        "identical": [greedy["lossless"]["identical"], greedy["lossless"]["compared"]],
+        "training_peak_gib": json.loads((run / "training.json").read_text())["peak_gib"],
+        "draft_milliseconds": chain.speed.draft_milliseconds,
+        "prompts": greedy.prompts.count,
+        "greedy": _rate(greedy),
+        "sampled": _rate(sampled),
+        "identical": [greedy.lossless.identical, greedy.lossless.compared],
         "tuned": {
-            "tree": tuned["settings"]["tree"],
-            "num_nodes": tuned["settings"]["num_nodes"],
-            **_figure(tuned["online"], "tokens_per_forward"),
+            "tree": tuned.settings.tree,
+            "num_nodes": tuned.settings.num_nodes,
+            **_rate(tuned),
         },
-        "speed": _figure(tuned["speed"], "speedup"),
+        "speed": to_json(speedup),
     }
 
 
-def _figure(section: dict[str, Any], name: str) -> dict[str, Any]:
-    return {name: section[name], "interval": section["interval"]}
+def _rate(results: Results) -> dict[str, Any]:
+    """Return tokens per forward and interval of what was decoded."""
+    online = results.online
+    assert online is not None
+    return {"tokens_per_forward": online.tokens_per_forward, "interval": list(online.interval)}
+
+
+def _results(folder: Path) -> Results:
+    found = read(Results, folder / "results.json")
+    assert found is not None
+    return found
 
 
 def _lines(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-
-
-def _read(file: Path) -> dict[str, Any]:
-    return json.loads(file.read_text(encoding="utf-8"))
 
 
 if __name__ == "__main__":

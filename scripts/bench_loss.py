@@ -4,7 +4,7 @@
     python scripts/bench_loss.py --device cuda    # K 5, 8,192 rows, 128,256 x 4,096, bfloat16
 
 The dense version is what one would write without this library: logits of all depths together,
-in float32, and autograd. Both are given the same states, projections and law of the base.
+in float32, and autograd. Both are given the same states, projections and states of the base.
 
 Peak extra memory is the high-water mark during one forward and backward, above what was held
 before it, less the gradients that both leave behind. On the CPU it is the process's resident
@@ -105,11 +105,11 @@ def make(options: argparse.Namespace) -> Problem:
     def project(rows: Tensor) -> Tensor:
         return F.linear(rows, base_weight)
 
-    law = None if options.kind in LABELS_ONLY else project
+    logits_of = None if options.kind in LABELS_ONLY else project
     projections: list[tuple[Tensor, None]] = [
         (own[0 if options.tied else level], None) for level in range(options.depth)
     ]
-    return states, projections, Targets(labels, hidden, law)
+    return states, projections, Targets(labels, hidden, logits_of)
 
 
 def leaves(problem: Problem) -> list[Tensor]:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
@@ -33,7 +33,9 @@ from transformers.utils import logging as transformers_logging
 from specheads.data.bpe import train_tokenizer
 from specheads.data.corpora import SUFFIXES, load_corpus
 from specheads.data.packing import PackedText
+from specheads.runs import checkpoint
 from specheads.runs.directory import RunDirectory, atomic_folder, write_atomic
+from specheads.runs.progress import progress
 from specheads.training.muon import Muon
 
 CONSOLE = Console(stderr=True, highlight=False)
@@ -75,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
     try:
         run = prepare(options)
-        with interruptible() as stop, progress_bar() as bar:
+        with interruptible() as stop, progress(shown=True, console=CONSOLE) as bar:
             train(run, stop, bar)
         if run.step < options.steps:
             CONSOLE.print(f"stopped after step {run.step}; the same command goes on from there")
@@ -275,18 +277,18 @@ def train(run: Run, stop: threading.Event, bar: Progress) -> None:
     """Take the steps that are left; on a stop, write a checkpoint after the step at hand."""
     options = run.options
     started, first = time.monotonic(), run.step
-    task = bar.add_task("", total=options.steps, completed=run.step, loss="", speed="")
+    task = bar.add_task("base", total=options.steps, completed=run.step, numbers="")
     batches = run.text.batches(run.cursor)
     while run.step < options.steps and not stop.is_set():
         batch, run.cursor = next(batches)
         run.loss = take_step(run, batch.tokens)
         run.step += 1
         read = (run.step - first) * batch.tokens.numel()
-        speed = f"{read / (time.monotonic() - started):,.0f} tokens/s"
-        bar.update(task, completed=run.step, loss=f"loss {run.loss:.3f}", speed=speed)
+        numbers = f"loss {run.loss:.3f}  {read / (time.monotonic() - started):,.0f} tokens/s"
+        bar.update(task, completed=run.step, numbers=numbers)
         if run.step % options.checkpoint_every == 0 or stop.is_set():
             save(run)
-            bar.console.print(f"step {run.step}/{options.steps} · loss {run.loss:.3f} · {speed}")
+            bar.console.print(f"step {run.step}/{options.steps}  {numbers}")
 
 
 def take_step(run: Run, tokens: Tensor) -> float:
@@ -333,12 +335,12 @@ def save(run: Run) -> None:
     optimizer = {name: one.state_dict() for name, one in run.optimizers.items()}
     # parameters, not the state dict: tied tensors are there once
     weights = {name: value.detach() for name, value in run.model.named_parameters()}
-    run.work.save_checkpoint(state, weights, optimizer)
+    checkpoint.save(run.work.checkpoints, checkpoint.Checkpoint(state, weights, optimizer, {}))
 
 
 def resume(run: Run) -> None:
     """Go on from the newest checkpoint, if there is one."""
-    if (found := run.work.load_checkpoint()) is None:
+    if (found := checkpoint.newest(run.work.checkpoints)) is None:
         return
     state, weights, optimizers, _ = found
     run.step, run.cursor, run.loss = state["step"], state["cursor"], state["loss"]
@@ -380,14 +382,6 @@ def interruptible() -> Iterator[threading.Event]:
     finally:
         for number, handler in zip(numbers, before, strict=True):
             signal.signal(number, handler)
-
-
-def progress_bar() -> Progress:
-    """Return a bar with step, loss, speed and the time left."""
-    fields = (TextColumn("{task.fields[loss]}"), TextColumn("{task.fields[speed]}"))
-    return Progress(
-        BarColumn(), MofNCompleteColumn(), *fields, TimeRemainingColumn(), console=CONSOLE
-    )
 
 
 if __name__ == "__main__":

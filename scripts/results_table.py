@@ -20,6 +20,9 @@ from hydra import compose, initialize_config_dir
 
 from specheads.commands import _compose
 from specheads.config import data_dir
+from specheads.measure.results import Rate, Results, Speed
+from specheads.measure.store import from_json, read
+from specheads.runs.provenance import Git, Provenance
 
 ROOT = Path(__file__).resolve().parents[1]
 HEADER = ("recipe", "base", "head", "tokens per forward", "speed-up", "hardware")
@@ -35,8 +38,8 @@ HEADS_HEADER = (
     "speed-up, tuned tree",
 )
 NOT_YET = "not yet run"
+NOT_MEASURED = "not measured"
 
-Results = Mapping[str, Any]
 Rows = list[tuple[str, ...]]
 
 
@@ -66,20 +69,19 @@ def render(root: Path) -> dict[Path, str]:
         ValueError: A file is missing, or has no block, or more than one.
     """
     folders = sorted(path.parent for path in root.glob("recipes/*/recipe.yaml"))
-    measured = {folder.name: _read(folder) for folder in folders}
+    measured = {folder.name: read(Results, folder / "results.json") for folder in folders}
     blocks = {folder / "README.md": {"results": card(measured[folder.name])} for folder in folders}
-    compared = [found for folder in folders if (found := _read(folder, "heads.json"))]
+    compared = [
+        json.loads(file.read_text(encoding="utf-8"))
+        for folder in folders
+        if (file := folder / "heads.json").is_file()
+    ]
     blocks[root / "recipes" / "README.md"] = {
         "results": overview(measured),
         "heads": "\n\n".join(map(heads, compared)) or NOT_YET,
     }
     blocks[root / "README.md"] = {"results": overview(measured, "recipes/")}
     return {file: _replace(file, wanted) for file, wanted in blocks.items()}
-
-
-def _read(folder: Path, name: str = "results.json") -> Results | None:
-    file = folder / name
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
 
 
 def _replace(file: Path, blocks: Mapping[str, str]) -> str:
@@ -108,16 +110,13 @@ def overview(measured: Mapping[str, Results | None], folder: str = "") -> str:
         if results is None:
             rows.append((link, *_planned(name), NOT_YET, NOT_YET, ""))
             continue
-        shown = (base_name(results["base"]["name"]), f"`{results['head']['kind']}`")
-        figures = (
-            _figure(results.get("online"), "tokens_per_forward"),
-            _figure(results.get("speed"), "speedup"),
-        )
-        rows.append((link, *shown, *figures, hardware(results["provenance"])))
+        shown = (base_name(results.base.name), f"`{results.head.kind}`")
+        figures = _rate(results.online), _speedup(results.speed)
+        rows.append((link, *shown, *figures, hardware(results.provenance)))
     return _table(HEADER, rows)
 
 
-def heads(compared: Results) -> str:
+def heads(compared: Mapping[str, Any]) -> str:
     """Return the table of all kinds of head on one recipe, and what they have in common."""
     rows: Rows = []
     for row in sorted(compared["rows"], key=lambda row: row["greedy"]["tokens_per_forward"]):
@@ -135,11 +134,11 @@ def heads(compared: Results) -> str:
                 _figure(row["speed"], "speedup"),
             )
         )
-    first, made = compared["rows"][0], compared["provenance"]
+    first, made = compared["rows"][0], from_json(Provenance, compared["provenance"])
     common = (
         f"`{compared['recipe']}` with each kind of head in turn: {first['training_tokens']:,} "
         f"training tokens, depth {first['depth']}, {first['prompts']} prompts; {hardware(made)}, "
-        f"torch {made['versions']['torch']}, commit {_commit(made.get('git'))}."
+        f"torch {made.versions['torch']}, commit {_commit(made.git)}."
     )
     return f"{common}\n\n{_table(HEADS_HEADER, rows)}"
 
@@ -167,75 +166,83 @@ def card(results: Results | None) -> str:
 
 
 def _acceptance(results: Results) -> Rows:
-    name = "tokens_per_forward"
-    rows: Rows = [("tokens per forward", _figure(results.get("online"), name))]
-    if loops := results.get("degenerate"):
-        label = f"the same without the {loops['flagged']} of {loops['compared']} that loop"
-        rows.append((label, _figure(loops["without"], name)))
-    for phase in results.get("phases") or []:
-        label = f"after phase {phase['phase']}, chain replayed offline"
-        rows.append((label, _figure(phase, name)))
-    if same := results.get("lossless"):
-        gap = same["first_divergence_logit_gap"]
+    rows: Rows = [("tokens per forward", _rate(results.online))]
+    if loops := results.degenerate:
+        label = f"the same without the {loops.flagged} of {loops.compared} that loop"
+        rows.append((label, _rate(loops.without)))
+    for phase in results.phases:
+        rows.append((f"after phase {phase.phase}, chain replayed offline", _rate(phase)))
+    if same := results.lossless:
+        gap = same.first_divergence_logit_gap
         tie = "" if gap is None else f"; largest logit gap at a first difference {gap:.2g}"
-        text = f"{same['identical']} of {same['compared']} prompts{tie}"
+        text = f"{same.identical} of {same.compared} prompts{tie}"
         rows.append(("identical to the base alone", text))
-    if replay := results.get("replay"):
-        rows.append(("offline replay equals decoding, chain", "yes" if replay["equal"] else "no"))
+    if replay := results.replay:
+        rows.append(("offline replay equals decoding, chain", "yes" if replay.equal else "no"))
     return rows
 
 
 def _cost(results: Results) -> Rows:
-    speed = results.get("speed")
-    rows: Rows = [("speed-up over the base alone", _figure(speed, "speedup"))]
+    speed = results.speed
+    rows: Rows = [("speed-up over the base alone", _speedup(speed))]
     if speed:
-        rates = f"{speed['base_tokens_per_second']:.1f}, {speed['tokens_per_second']:.1f}"
+        rates = f"{speed.base_tokens_per_second:.1f}, {speed.tokens_per_second:.1f}"
         rows += [
             ("tokens per second: base alone, with head", rates),
-            ("time of a step over the base's", f"{speed['step_overhead']:.2f}"),
-            ("peak memory", f"{speed['peak_gib']:.2f} GiB"),
+            ("time of a step over the base's", f"{speed.step_overhead:.2f}"),
+            ("peak memory", f"{speed.peak_gib:.2f} GiB"),
         ]
     return rows
 
 
 def _origin(results: Results) -> Rows:
-    head, base, how = results["head"], results["base"], results["settings"]
-    prompts, made = results["prompts"], results["provenance"]
-    tried = len(results.get("tree_candidates") or [])
+    head, base, how = results.head, results.base, results.settings
+    prompts, made = results.prompts, results.provenance
+    tried = len(results.tree_candidates)
     # the first candidate is the base alone
-    tree = f"{how['tree']}, {how['num_nodes']} nodes" + (f"; best of {tried - 1}" if tried else "")
+    tree = f"{how.tree}, {how.num_nodes} nodes" + (f"; best of {tried - 1}" if tried else "")
     packages = ("specheads", "torch", "transformers")
-    versions = ", ".join(f"{name} {made['versions'][name]}" for name in packages)
-    decoding = f"{how['max_new_tokens']} new tokens, temperature {how['temperature']:g}, "
+    versions = ", ".join(f"{name} {made.versions[name]}" for name in packages)
+    decoding = f"{how.max_new_tokens} new tokens, temperature {how.temperature:g}, "
     return [
-        ("head", f"{head['kind']}, depth {head['depth']}, {head['parameters']:,} parameters"),
-        ("base", f"{base_name(base['name'])}, {base['parameters']:,} parameters"),
+        ("head", f"{head.kind}, depth {head.depth}, {head.parameters:,} parameters"),
+        ("base", f"{base_name(base.name)}, {base.parameters:,} parameters"),
         ("tree", tree),
-        ("prompts", f"{prompts['count']} of {prompts['name']}, version {prompts['version']}"),
-        ("decoding", decoding + f"{how['dtype']}, batch {how['batch_size']}, seed {how['seed']}"),
+        ("prompts", f"{prompts.count} of {prompts.name}, version {prompts.version}"),
+        ("decoding", decoding + f"{how.dtype}, batch {how.batch_size}, seed {how.seed}"),
         ("hardware", hardware(made)),
         ("versions", versions),
-        ("commit", _commit(made.get("git"))),
+        ("commit", _commit(made.git)),
     ]
 
 
-def hardware(made: Results) -> str:
+def hardware(made: Provenance) -> str:
     """Return the GPU, or processor and threads."""
-    machine = made["hardware"]
-    return machine["gpu"] or f"{machine['processor']}, {machine['threads']} threads"
+    machine = made.hardware
+    return machine.gpu or f"{machine.processor}, {machine.threads} threads"
 
 
-def _commit(git: Results | None) -> str:
+def _commit(git: Git | None) -> str:
     if git is None:
         return "outside a checkout"
-    return f"`{git['commit'][:12]}`" + (" and uncommitted changes" if git["dirty"] else "")
+    return f"`{git.commit[:12]}`" + (" and uncommitted changes" if git.dirty else "")
 
 
-def _figure(section: Results | None, name: str) -> str:
-    if not section:
-        return "not measured"
-    low, high = section["interval"]
-    return f"{section[name]:.2f} [{low:.2f}, {high:.2f}]"
+def _rate(rate: Rate | None) -> str:
+    return _interval(rate.tokens_per_forward, rate.interval) if rate else NOT_MEASURED
+
+
+def _speedup(speed: Speed | None) -> str:
+    return _interval(speed.speedup, speed.interval) if speed else NOT_MEASURED
+
+
+def _figure(section: Mapping[str, Any], name: str) -> str:
+    return _interval(section[name], section["interval"])
+
+
+def _interval(value: float, interval: Sequence[float]) -> str:
+    low, high = interval
+    return f"{value:.2f} [{low:.2f}, {high:.2f}]"
 
 
 def _table(header: Sequence[str], rows: Rows) -> str:

@@ -6,16 +6,21 @@ base itself predicts `tokens[:, t + 1]`. A head of depth K predicts, from positi
 See docs/index_convention.md.
 """
 
-from specheads.base.model import FrozenBase
-from specheads.core.drafter import Drafter, Features, Head
-from specheads.core.tree import TokenTree
-from specheads.decoding.acceptance.sampling import Sampling
-from specheads.decoding.engine import Engine
-from specheads.decoding.generate import Decoding, generate
-from specheads.decoding.request import Request, Stream
-from specheads.export.plugins.custom_generate import custom_generate
-from specheads.heads.load import load_head
-from specheads.measure.offline import offline_logits
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from specheads.base.model import FrozenBase
+    from specheads.commands._library import compare, evaluate, export, push, train
+    from specheads.core.drafter import Drafter, Features, Head
+    from specheads.core.tree import TokenTree
+    from specheads.decoding.acceptance.sampling import Sampling
+    from specheads.decoding.engine import Engine
+    from specheads.decoding.generate import Decoding, generate
+    from specheads.decoding.request import Request, Stream
+    from specheads.export.plugins.custom_generate import custom_generate
+    from specheads.heads.load import load_head
+    from specheads.measure.offline import offline_logits
 
 __all__ = [
     "Decoding",
@@ -28,8 +33,51 @@ __all__ = [
     "Sampling",
     "Stream",
     "TokenTree",
+    "compare",
     "custom_generate",
+    "evaluate",
+    "export",
     "generate",
     "load_head",
     "offline_logits",
+    "push",
+    "train",
 ]
+
+_HOMES = {
+    "Decoding": "decoding.generate",
+    "Drafter": "core.drafter",
+    "Engine": "decoding.engine",
+    "Features": "core.drafter",
+    "FrozenBase": "base.model",
+    "Head": "core.drafter",
+    "Request": "decoding.request",
+    "Sampling": "decoding.acceptance.sampling",
+    "Stream": "decoding.request",
+    "TokenTree": "core.tree",
+    "compare": "commands._library",
+    "custom_generate": "export.plugins.custom_generate",
+    "evaluate": "commands._library",
+    "generate": "decoding.generate",
+    "load_head": "heads.load",
+    "offline_logits": "measure.offline",
+    "push": "commands._library",
+    "train": "commands._library",
+}
+"""Module of each public name. They load when first asked for: torch alone takes seconds."""
+
+
+def __getattr__(name: str) -> Any:
+    if name == "export":
+        # the package itself, which can be called: another attribute of that name would be lost
+        # as soon as anyone imports a module below it
+        return import_module("specheads.export")
+    if name == "_export":
+        return import_module("specheads.commands._library").export
+    if name not in _HOMES:
+        raise AttributeError(f"module 'specheads' has no attribute {name!r}")
+    return getattr(import_module(f"specheads.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,6 +1,5 @@
 """The README does what it says: its commands compose, its links lead somewhere, its code runs."""
 
-import importlib
 import re
 import shlex
 import sys
@@ -85,8 +84,7 @@ def test_a_command_is_one_of_ours_and_composes(
         _compose.register()
         folder = str(config.data_dir("configs"))
         with initialize_config_dir(version_base="1.3", config_dir=folder):
-            short = getattr(importlib.import_module(f"specheads.commands.{name}"), "SHORT", {})
-            composed = compose(name, _compose.lengthen(overrides, short))
+            composed = compose(name, _compose.lengthen(name, overrides))
         settings: Any = OmegaConf.to_object(composed)
         assert isinstance(settings, _compose.SCHEMAS[name])
         assert settings.run or (settings.head_path and settings.out)

@@ -1,43 +1,110 @@
 """How a base and its tokenizer come from a folder or the Hub; no code of theirs is run."""
 
+import hashlib
+from pathlib import Path
+
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from specheads.base.masks import refuse_attention
 
+DTYPES = ("float32", "float64", "bfloat16", "float16")
+TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "tekken.json")
+"""Names of which a folder with a tokenizer has one at least."""
+
 
 def load_model(
     source: str, *, revision: str, dtype: str, device: str, attention: str
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load model and tokenizer; the arguments are those of `FrozenBase.load`.
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+    """Load a model and its tokenizer; a folder without tokenizer files has none.
+
+    Args:
+        source: Folder, or Hub id.
+        revision: Hub revision; ignored for a folder.
+        dtype: "float32", "float64", "bfloat16", "float16", or "auto": bfloat16 on CUDA and
+            float32 elsewhere.
+        device: A torch device, or "auto": CUDA where there is one.
+        attention: "sdpa" or "eager".
 
     Raises:
-        ValueError: The dtype or the attention is unknown, or transformers cannot load it.
+        ValueError: Device, dtype or attention is unknown or not here, or transformers cannot
+            load the base, or its weights are not in safetensors.
     """
     refuse_attention(attention)
-    place = torch.device(
-        ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-    )
+    place = _device(device)
     if dtype == "auto":
         dtype = "bfloat16" if place.type == "cuda" else "float32"
-    if not isinstance(getattr(torch, dtype, None), torch.dtype):
-        raise ValueError(f"dtype must name a torch dtype such as 'float32', got {dtype!r}")
+    if dtype not in DTYPES:
+        raise ValueError(
+            f"dtype must name a torch dtype such as {', '.join(map(repr, DTYPES))}, got {dtype!r}"
+        )
     try:
         AutoConfig.from_pretrained(source, revision=revision)
-        tokenizer = AutoTokenizer.from_pretrained(source, revision=revision)
-    except (OSError, ValueError) as error:
+        tokenizer = None
+        if not Path(source).is_dir() or _has(source, TOKENIZER_FILES):
+            tokenizer = AutoTokenizer.from_pretrained(source, revision=revision)
+        _refuse_pickles(source)
+        loaded = AutoModelForCausalLM.from_pretrained(
+            source,
+            revision=revision,
+            dtype=getattr(torch, dtype),
+            attn_implementation=attention,
+            use_safetensors=True,
+        )
+    except (OSError, SafetensorError, ValueError) as error:
         raise ValueError(
             f"a base must be a folder or a Hub id that transformers can load, got "
             f"{source!r}: {str(error).splitlines()[0]}"
         ) from error
-    loaded = AutoModelForCausalLM.from_pretrained(
-        source,
-        revision=revision,
-        dtype=getattr(torch, dtype),
-        attn_implementation=attention,
-        use_safetensors=True,
-    )
     # transformers wraps `to` in a way that hides from pyright what it is bound to
     loaded.to(place)  # pyright: ignore[reportArgumentType]
     return loaded, tokenizer
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        # a name may be right, and no such device be here
+        return torch.empty(0, device=name).device
+    except (AssertionError, ImportError, NotImplementedError, RuntimeError) as error:
+        raise ValueError(
+            f"device must name a torch device of this machine, got {name!r} "
+            f"({str(error).splitlines()[0].partition('. ')[0]}); use 'cpu', or 'auto' for CUDA "
+            "where there is one"
+        ) from error
+
+
+def _has(folder: str, patterns: tuple[str, ...]) -> bool:
+    return any(any(Path(folder).glob(pattern)) for pattern in patterns)
+
+
+def _refuse_pickles(source: str) -> None:
+    """Refuse a folder whose weights are not in safetensors: unpickling runs a stranger's code."""
+    if Path(source).is_dir() and not _has(source, ("*.safetensors",)):
+        found = min((path.name for path in Path(source).glob("*.bin")), default="none")
+        raise ValueError(
+            f"weights must lie there in safetensors, and it has {found}; write them with "
+            "save_pretrained of a model that you trust"
+        )
+
+
+def eos_ids(model: PreTrainedModel) -> tuple[int, ...]:
+    """Return the tokens that end a text; empty where the model names none."""
+    settings = model.generation_config or model.config.get_text_config()
+    ids = settings.eos_token_id
+    return () if ids is None else tuple(ids) if isinstance(ids, list | tuple) else (ids,)
+
+
+def fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> str:
+    """Return a hash of the weights (evenly spaced samples of each tensor) and of the vocabulary."""
+    digest = hashlib.sha256()
+    for name, value in sorted(model.state_dict().items()):
+        flat = value.detach().flatten()
+        sample = flat[:: max(1, len(flat) // 64)].float().cpu()
+        digest.update(f"{name}{tuple(value.shape)}".encode() + sample.numpy().tobytes())
+    if tokenizer is not None:
+        digest.update(repr(sorted(tokenizer.get_vocab().items())).encode())
+    return digest.hexdigest()[:32]

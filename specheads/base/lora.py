@@ -145,13 +145,18 @@ def _ends(name: str, end: str) -> bool:
     return name == end or name.endswith(f".{end}")
 
 
+def adapts(layer: nn.Module) -> bool:
+    """Return whether LoRA adds something to what this layer computes."""
+    # only what an adapter has put round a layer can switch it off
+    return not getattr(layer, "disable_adapters", True)
+
+
 @torch.no_grad()
 def whole_weight(layer: nn.Module) -> Float[Tensor, "vocab width"]:
     """Return a layer's matrix, and what LoRA adds to it where it is on."""
     weight = layer.weight
     assert isinstance(weight, Tensor)
-    # only what an adapter has put round a layer can switch it off
-    if getattr(layer, "disable_adapters", True):
+    if not adapts(layer):
         return weight
     adapted: Any = layer
     for name in adapted.active_adapters:

@@ -90,7 +90,7 @@ def context_length(config: Any) -> int:
 
     LongRoPE turns by other angles as soon as a text is longer than its original context,
     and what was read before keeps the old ones: beyond it, text read at once and text
-    read step by step are two different laws. So such a base is offered up to there.
+    read step by step are two different distributions. So such a base is offered up to there.
     """
     limits = [config.max_position_embeddings]
     rope = getattr(config, "rope_parameters", None) or {}

@@ -1,42 +1,32 @@
-"""The frozen base: load it, read text with it, verify trees with it, and never change it."""
+"""The frozen base: load it, read text with it, verify trees with it, and give it back unchanged."""
 
-import hashlib
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from specheads.base import lora
-from specheads.base.cache import KVCache, RowCache, upload
+from specheads.base import forward, lora
+from specheads.base.cache import KVCache, RowCache
 from specheads.base.compile import compiled
-from specheads.base.flex_attention import attending, reads_in_place, tree_block_mask
-from specheads.base.loading import load_model
-from specheads.base.masks import attention_windows, context_length, refuse_attention, tree_mask
+from specheads.base.forward import Verification
+from specheads.base.freeze import freeze
+from specheads.base.loading import eos_ids, fingerprint, load_model
+from specheads.base.masks import attention_windows, context_length, refuse_attention
 from specheads.base.paged import BlockPool
-from specheads.base.selfcheck import check
+from specheads.base.projection import VocabularyProjection, logits_of, vocabulary_projection
 from specheads.base.weight_layout import column_major
-from specheads.core.drafter import Features
+from specheads.core.features import Features
 from specheads.core.tree import TokenTree
-
-
-@dataclass(frozen=True, slots=True)
-class Verification:
-    """What one forward of the base says of every node of a tree."""
-
-    logits: Float[Tensor, "batch node vocab"]
-    features: Features
-    ancestors: Bool[Tensor, "batch node node"]
 
 
 class FrozenBase:
     """A causal language model of transformers, unmodified, in eval mode and without gradients.
+
+    `release`, or the end of a `with` block, gives the model back as it was.
 
     Args:
         model: Any causal LM whose attention takes a 4D mask and whose state is keys and values.
@@ -44,6 +34,8 @@ class FrozenBase:
         name: What to call it in reports: a path or a Hub id.
         revision: The Hub revision it was loaded from.
         compile: Whether trees are verified by a compiled graph: see docs/compile.md.
+        owned: Whether the model is frozen and tried first. False leaves one that was tried
+            before as it is, for its owner, who has put it in eval mode.
 
     Raises:
         ValueError: The model keeps a state that cannot be rolled back, or its attention takes
@@ -58,21 +50,23 @@ class FrozenBase:
         name: str = "",
         revision: str = "main",
         compile: bool = False,
+        owned: bool = True,
     ) -> None:
-        self.model = model.eval().requires_grad_(False)
-        self.tokenizer = tokenizer
-        self.name, self.revision = name, revision
-        self.adapter = ""
-        column_major(self.model)
+        self.model, self.tokenizer = model, tokenizer
+        self.name, self.revision, self.adapter = name, revision, ""
         self.config = model.config.get_text_config()
         self.windows = attention_windows(self.config)
         refuse_attention(self.config._attn_implementation)
-        self._heard: Tensor | None = None
-        self._output_embedding().register_forward_pre_hook(self._listen)
-        self._run: Callable[..., Any] = self.model
-        check(self)
-        if compile:
-            self._run = compiled(self.model.forward, self.device)
+        self._run = compiled(forward.answer, self.device) if compile else forward.answer
+        self._give_back = freeze(model) if owned else None
+        self.width: int = self.config.hidden_size
+        """Width of the final hidden state."""
+        self.vocab_size = self.projection.weight.shape[0]
+        """Rows of the vocabulary projection, padding rows included."""
+        self.num_layers: int = self.config.num_hidden_layers
+        """Layers that keep keys and values."""
+        self.max_length = context_length(self.config)
+        """Positions of its context; see `masks.context_length`."""
 
     @classmethod
     def load(
@@ -88,15 +82,8 @@ class FrozenBase:
     ) -> "FrozenBase":
         """Load a base from a folder or the Hub. Code that comes with a checkpoint is never run.
 
-        Args:
-            model: Folder, or Hub id.
-            revision: Hub revision; ignored for a folder.
-            dtype: "float32", "float64", "bfloat16", "float16", or "auto": bfloat16 on CUDA and
-                float32 elsewhere.
-            device: A torch device, or "auto": CUDA where there is one.
-            attention: "sdpa" or "eager".
-            adapter: Folder or Hub id of a LoRA adapter that is merged into it; empty is none.
-            compile: As the class.
+        Arguments are those of `loading.load_model` and of the class; `adapter` is the folder or
+        Hub id of a LoRA adapter that is merged into the base, empty for none.
 
         Raises:
             ValueError: There is no such base or adapter, or they do not fit, or as the class.
@@ -125,26 +112,6 @@ class FrozenBase:
         self.adapter = str(adapter)
 
     @property
-    def width(self) -> int:
-        """Width of the final hidden state."""
-        return self.config.hidden_size
-
-    @property
-    def vocab_size(self) -> int:
-        """Rows of the vocabulary projection, padding rows included."""
-        return self._output_embedding().weight.shape[0]
-
-    @property
-    def num_layers(self) -> int:
-        """Layers that keep keys and values."""
-        return self.config.num_hidden_layers
-
-    @property
-    def max_length(self) -> int:
-        """Positions of its context; see `mask.context_length`."""
-        return context_length(self.config)
-
-    @property
     def device(self) -> torch.device:
         """Where it computes."""
         return self.model.device
@@ -162,9 +129,7 @@ class FrozenBase:
     @property
     def eos_ids(self) -> tuple[int, ...]:
         """Tokens that end a text; empty where the base names none."""
-        settings = self.model.generation_config
-        ids = settings.eos_token_id if settings is not None else self.config.eos_token_id
-        return () if ids is None else tuple(ids) if isinstance(ids, list | tuple) else (ids,)
+        return eos_ids(self.model)
 
     @property
     def embedding(self) -> Tensor:
@@ -172,35 +137,19 @@ class FrozenBase:
         return cast(torch.nn.Embedding, self.model.get_input_embeddings()).weight
 
     @property
-    def projection(self) -> Tensor:
-        """The vocabulary projection (vocab, width), for heads that borrow it.
-
-        Where an adapter is being trained, this is what both are together now.
-        """
-        return lora.whole_weight(self._output_embedding())
-
-    @property
-    def scaled_projection(self) -> Tensor:
-        """The projection whose product with the final hidden state is the base's logits."""
-        divisor = getattr(self.config, "logits_scaling", None)
-        return self.projection / divisor if divisor else self.projection
+    def projection(self) -> VocabularyProjection:
+        """The way from final hidden states to logits, as the weights are now."""
+        return vocabulary_projection(self.model)
 
     @property
     def static(self) -> bool:
         """Whether forwards should look alike to a compiler: CUDA graphs know one shape each."""
-        return self._run is not self.model and self.device.type == "cuda"
+        return self._run is not forward.answer and self.device.type == "cuda"
 
     @property
     def fingerprint(self) -> str:
         """Hash of the weights (evenly spaced samples of each tensor) and of the vocabulary."""
-        digest = hashlib.sha256()
-        for name, value in sorted(self.model.state_dict().items()):
-            flat = value.detach().flatten()
-            sample = flat[:: max(1, len(flat) // 64)].float().cpu()
-            digest.update(f"{name}{tuple(value.shape)}".encode() + sample.numpy().tobytes())
-        if self.tokenizer is not None:
-            digest.update(repr(sorted(self.tokenizer.get_vocab().items())).encode())
-        return digest.hexdigest()[:32]
+        return fingerprint(self.model, self.tokenizer)
 
     def cache(self, batch: int, capacity: int) -> KVCache:
         """Return an empty cache of `batch` rows with `capacity` slots each."""
@@ -219,54 +168,16 @@ class FrozenBase:
     ) -> Features:
         """Read whole sequences from their first token, without logits and without a cache.
 
-        Args:
-            tokens: The sequences.
-            aux_layers: Layers whose residual stream is wanted too.
-            gradients: Whether the features carry gradients, to an adapter that is trained.
+        The residual streams of `aux_layers` are read too; with `gradients` the features carry
+        them to an adapter that is trained.
         """
         with torch.set_grad_enabled(gradients):
-            out = self.model.base_model(
-                input_ids=tokens.to(self.device),
-                use_cache=False,
-                output_hidden_states=bool(aux_layers),
-            )
-        return Features(out.last_hidden_state, _aux_states(out, aux_layers), tokens)
+            return forward.read(self.model, tokens.to(self.device), aux_layers)
 
-    def logits(self, hidden: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch vocab"]:
-        """Return the base's own logits with gradients, an adapter that is trained included."""
-        return self._scale(self._output_embedding()(hidden))
+    def logits_of(self, hidden: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch vocab"]:
+        """Return the base's own logits; gradients flow, also to an adapter that learns."""
+        return logits_of(self.model, hidden)
 
-    def project(self, hidden: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch vocab"]:
-        """Return the base's own logits for final hidden states, scaled and capped as it does."""
-        return self.projector()(hidden)
-
-    def projector(
-        self, tokens: Int[Tensor, " drafted"] | None = None
-    ) -> Callable[[Tensor], Tensor]:
-        """Return what gives the base's own logits of these tokens for final hidden states.
-
-        Args:
-            tokens: Whose logits; None is the whole vocabulary.
-        """
-        weight, bias = self.projection, getattr(self._output_embedding(), "bias", None)
-        if tokens is not None:
-            weight, bias = weight[tokens], None if bias is None else bias[tokens]
-
-        @torch.no_grad()
-        def project(hidden: Tensor) -> Tensor:
-            return self._scale(torch.nn.functional.linear(hidden, weight, bias))
-
-        return project
-
-    def _scale(self, logits: Tensor) -> Tensor:
-        """Scale and cap as the base does after its vocabulary projection."""
-        divisor = getattr(self.config, "logits_scaling", None)
-        cap = getattr(self.config, "final_logit_softcapping", None)
-        if divisor:
-            logits = logits / divisor
-        return cap * torch.tanh(logits / cap) if cap else logits
-
-    @torch.no_grad()
     def verify(
         self, tree: TokenTree, cache: RowCache, aux_layers: tuple[int, ...] = ()
     ) -> Verification:
@@ -278,19 +189,10 @@ class FrozenBase:
             ValueError: The rows of a contiguous cache have no room for the tree.
             PoolFullError: The pool of a paged one has too few free blocks; nothing has changed.
         """
-        ancestors = tree.ancestors()
-        cache.reserve(tree.tokens.shape[1])
         # what is recorded for one shape would be recorded again for each length of such rows
-        run = self.model if self.static and not cache.static else self._run
-        out = self._forward(
-            run, tree.tokens, ancestors, ancestors.sum(-1) - 1, cache, bool(aux_layers)
-        )
-        hidden, self._heard = self._heard, None
-        assert hidden is not None
-        features = Features(hidden, _aux_states(out, aux_layers), tree.tokens)
-        return Verification(out.logits, features, ancestors)
+        run = forward.answer if self.static and not cache.static else self._run
+        return forward.verify(self.model, tree, cache, aux_layers, run)
 
-    @torch.no_grad()
     def prefill(
         self,
         tokens: Int[Tensor, "batch time"],
@@ -301,85 +203,19 @@ class FrozenBase:
     ) -> tuple[Float[Tensor, "batch vocab"], Features]:
         """Read prompts of different lengths, padded on the right, and commit them.
 
-        Args:
-            tokens: Prompts; row b counts its first `counts[b]` tokens, at least one.
-            cache: Empty, or holding earlier text of the same rows.
-            counts: Tokens of each row; the padding after them is never attended to.
-            aux_layers: As in `verify`.
-            chunk: Positions a forward reads at most: masks and activations grow with it and not
-                with the prompt.
-
-        Returns:
-            The logits after each row's last token, and the features of every position.
-
-        Raises:
-            ValueError: As in `verify`.
-            PoolFullError: As in `verify`; the chunks before stay committed.
+        Row b counts its first `counts[b]` tokens. Returns the logits after each row's last one,
+        and the features of every position. Arguments and errors as `forward.prefill`.
         """
-        pieces: list[Features] = []
-        for first in range(0, tokens.shape[1], chunk):
-            piece = tokens[:, first : first + chunk]
-            batch, length = piece.shape
-            left = [min(max(count - first, 0), length) for count in counts]
-            depths = torch.arange(length, device=tokens.device)
-            ancestors = (depths[:, None] >= depths).expand(batch, -1, -1)
-            cache.reserve(length, left)
-            out = self._forward(
-                self.model.base_model,
-                piece,
-                ancestors,
-                depths.expand(batch, -1),
-                cache,
-                bool(aux_layers),
-            )
-            pieces.append(Features(out.last_hidden_state, _aux_states(out, aux_layers), piece))
-            cache.commit([list(range(count)) for count in left])
-        features = Features.consecutive(pieces)
-        last = upload([count - 1 for count in counts], self.device)
-        return self.project(features.at(last[:, None]).hidden[:, 0]), features
+        return forward.prefill(self.model, tokens, cache, counts, aux_layers, chunk)
 
-    def _forward(
-        self,
-        model: Callable[..., Any],
-        tokens: Tensor,
-        ancestors: Tensor,
-        depths: Tensor,
-        cache: RowCache,
-        with_aux: bool,
-    ) -> Any:
-        masks = {
-            window: self._mask(ancestors, depths, cache, window)
-            for window in set(self.windows.values())
-        }
-        by_type: Any = {kind: masks[window] for kind, window in self.windows.items()}
-        with attending(self.config, cache):
-            return model(
-                input_ids=tokens,
-                # models that mix kinds of layer take one mask a kind; the others take the mask
-                attention_mask=by_type if len(by_type) > 1 else next(iter(masks.values())),
-                # a tree may reach past the context at its end, with nodes never asked for
-                position_ids=(cache.positions[:, None] + depths).clamp(max=self.max_length - 1),
-                past_key_values=cache,
-                use_cache=True,
-                output_hidden_states=with_aux,
-            )
+    def release(self) -> None:
+        """Give the model back: modes, gradient flags and strides are as they were."""
+        give_back, self._give_back = self._give_back, None
+        if give_back is not None:
+            give_back()
 
-    def _mask(
-        self, ancestors: Tensor, depths: Tensor, cache: RowCache, window: int | None
-    ) -> Tensor | BlockMask:
-        if reads_in_place(cache):
-            return tree_block_mask(ancestors, depths, cache, window)
-        return tree_mask(ancestors, depths, cache, window, self.dtype)
+    def __enter__(self) -> "FrozenBase":
+        return self
 
-    def _listen(self, module: torch.nn.Module, args: tuple[Tensor, ...]) -> None:
-        """Keep what the vocabulary projection receives: the state every head is trained on."""
-        del module
-        self._heard = args[0].detach()
-
-    def _output_embedding(self) -> Any:
-        """Return a linear layer, or what an adapter has put round it."""
-        return self.model.get_output_embeddings()
-
-
-def _aux_states(out: Any, aux_layers: tuple[int, ...]) -> Tensor | None:
-    return torch.cat([out.hidden_states[k] for k in aux_layers], dim=-1) if aux_layers else None
+    def __exit__(self, *error: object) -> None:
+        self.release()

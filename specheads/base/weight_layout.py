@@ -1,9 +1,12 @@
 """How weights lie in memory: values stay bit for bit, products of a few rows get faster."""
 
+from collections.abc import Callable
+
+import torch
 from torch import nn
 
 
-def column_major(module: nn.Module) -> None:
+def column_major(module: nn.Module) -> Callable[[], None]:
     """Store the matrices of all linear layers on a CPU column by column.
 
     A decode step multiplies a few rows, one a tree node, by each matrix. The libraries behind
@@ -14,6 +17,9 @@ def column_major(module: nn.Module) -> None:
 
     Args:
         module: Changed in place. Parameters that are trained should stay as they are.
+
+    Returns:
+        What stores the matrices as they were stored before.
     """
     # a tied matrix is one parameter in several places, and is turned once
     weights = {
@@ -21,5 +27,16 @@ def column_major(module: nn.Module) -> None:
         for layer in module.modules()
         if isinstance(layer, nn.Linear) and layer.weight.device.type == "cpu"
     }
+    before = [(weight, weight.stride()) for weight in weights.values()]
     for weight in weights.values():
         weight.data = weight.data.t().contiguous().t()
+
+    def undo() -> None:
+        for weight, stride in before:
+            if weight.stride() != stride:
+                own = torch.empty_strided(
+                    weight.shape, stride, dtype=weight.dtype, device=weight.device
+                )
+                weight.data = own.copy_(weight.data)
+
+    return undo

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from transformers.utils import logging as transformers_logging
 
 from specheads import config
 
@@ -21,6 +22,21 @@ SCHEMAS = {
     "export": config.Export,
     "push": config.Push,
 }
+
+EVALUATION = {
+    name: f"evaluation.{name}"
+    for name in ("prompts", "num_prompts", "max_new_tokens", "temperature")
+}
+HEAD = {"head": "head_path", "base": "base.model"}
+SHORT: dict[str, dict[str, str]] = {
+    "evaluate": HEAD | EVALUATION | {"mode": "evaluation.mode"},
+    "compare": EVALUATION,
+    "export": HEAD,
+}
+"""Names that docs and scripts use for settings further down, by command."""
+
+Body = Callable[[Any, Sequence[str]], None]
+"""What a command does with its settings, and with the overrides that made them."""
 
 
 def register() -> None:
@@ -64,25 +80,24 @@ def list_recipes() -> str:
     )
 
 
-def command(
-    name: str, short: Mapping[str, str] | None = None
-) -> Callable[[Callable[[Any], None]], Callable[[], None]]:
+def command(name: str) -> Callable[[Body], Callable[[], None]]:
     """Make a function of a typed configuration into a command.
 
     Mistakes in what the user asked for leave one line on standard error and exit code 2; an
     interrupt leaves 130; whatever else goes wrong is our bug and keeps its traceback.
 
     Args:
-        name: Of the command and of its primary configuration.
-        short: Names that the command line has for settings further down.
+        name: Name of the command and of its primary configuration.
     """
 
-    def wrap(body: Callable[[Any], None]) -> Callable[[], None]:
+    def wrap(body: Body) -> Callable[[], None]:
         def main() -> None:
             # so that mistakes come up to us instead of being printed by Hydra
             os.environ["HYDRA_FULL_ERROR"] = "1"
+            transformers_logging.disable_progress_bar()
             composed: list[Any] = []
             given = sys.argv[1:]
+            overrides = lengthen(name, given)
             try:
                 register()
                 decorate = hydra.main(
@@ -90,14 +105,15 @@ def command(
                     config_path=str(config.data_dir("configs")),
                     config_name=name,
                 )
-                sys.argv[1:] = lengthen(given, short or {})
+                sys.argv[1:] = overrides
                 # Hydra composes and we run: it would put a line of its own before our errors
                 decorate(composed.append)()
                 sys.argv[1:] = given
                 for settings in composed:
-                    body(OmegaConf.to_object(settings))
+                    body(OmegaConf.to_object(settings), overrides)
             except (HydraException, OmegaConfBaseException, ValueError) as error:
-                fail(error)
+                sys.stderr.write(message(error))
+                sys.exit(2)
             except KeyboardInterrupt:
                 sys.stderr.write("interrupted; the same command goes on from the checkpoint\n")
                 sys.exit(130)
@@ -107,12 +123,27 @@ def command(
     return wrap
 
 
-def lengthen(overrides: Sequence[str], short: Mapping[str, str]) -> list[str]:
-    """Return the overrides with short names replaced, but for choices such as base=tiny_code.
+def settings_of(name: str, overrides: Sequence[str]) -> Any:
+    """Return the typed settings of a command, for a caller in Python.
+
+    Raises:
+        ValueError: The overrides ask for what there is not.
+    """
+    register()
+    folder = str(config.data_dir("configs"))
+    try:
+        with hydra.initialize_config_dir(folder, version_base="1.3"):
+            return OmegaConf.to_object(hydra.compose(name, lengthen(name, overrides)))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ValueError(message(error).removeprefix("error: ").rstrip()) from error
+
+
+def lengthen(command: str, overrides: Sequence[str]) -> list[str]:
+    """Return a command's overrides with short names replaced, but for choices: base=tiny_code.
 
     Hydra takes every `head=...` for a choice among configs/head, so a path needs another name.
     """
-    out = []
+    out, short = [], SHORT.get(command, {})
     for override in overrides:
         key, equals, value = override.partition("=")
         is_choice = config.data_dir("configs").joinpath(key, f"{value}.yaml").is_file()
@@ -120,9 +151,9 @@ def lengthen(overrides: Sequence[str], short: Mapping[str, str]) -> list[str]:
     return out
 
 
-def asked(group: str, short: Mapping[str, str]) -> list[str]:
-    """Return which settings of a group the command line names."""
-    keys = (override.partition("=")[0].lstrip("+~") for override in lengthen(sys.argv[1:], short))
+def asked(group: str, overrides: Sequence[str]) -> list[str]:
+    """Return which settings of a group some overrides name."""
+    keys = (override.partition("=")[0].lstrip("+~") for override in overrides)
     return [key.removeprefix(f"{group}.") for key in keys if key.startswith(f"{group}.")]
 
 
@@ -130,20 +161,20 @@ HOW_IT_COMPUTES = ("compile", "device", "dtype", "attention")
 """Settings of a run's base that another command may change."""
 
 
-def overlay(trained: config.Train, settings: Any, short: Mapping[str, str]) -> None:
-    """Put what the command line asks for into a run's own settings; the rest is as it was.
+def overlay(trained: config.Train, settings: Any, overrides: Sequence[str]) -> None:
+    """Put what is asked for into a run's own settings; the rest is as it was.
 
     Args:
-        trained: The run's own, changed in place.
-        settings: Of the command: `evaluation` and `base`, as far as it has them.
-        short: As for `asked`.
+        trained: The run's own settings, changed in place.
+        settings: Those of the command: `evaluation` and `base`, as far as it has them.
+        overrides: What they were made of, in full names.
 
     Raises:
         ValueError: Another base is asked for.
     """
-    for name in asked("evaluation", short):
+    for name in asked("evaluation", overrides):
         setattr(trained.evaluation, name, getattr(settings.evaluation, name))
-    for name in asked("base", short):
+    for name in asked("base", overrides):
         if name not in HOW_IT_COMPUTES:
             raise ValueError(
                 f"a run is measured on its own base, got base.{name}; leave it out, or name "
@@ -152,16 +183,14 @@ def overlay(trained: config.Train, settings: Any, short: Mapping[str, str]) -> N
         setattr(trained.base, name, getattr(settings.base, name))
 
 
-def fail(error: Exception) -> None:
-    """Tell a mistake in one line and leave with exit code 2."""
+def message(error: Exception) -> str:
+    """Return a mistake in one line; behind a missing recipe, a list of them."""
     text = " ".join(str(error).split())
     if "specify 'recipe'" in text or "Could not find 'recipe/" in text:
         wanted = text.partition("Could not find 'recipe/")[2].partition("'")[0]
         rule = f"there is no recipe {wanted!r}" if wanted else "name a recipe, as in recipe=smoke"
-        sys.stderr.write(f"{rule}; the recipes are\n{list_recipes()}\n")
-    else:
-        sys.stderr.write(f"error: {_shorten(text)}\n")
-    sys.exit(2)
+        return f"{rule}; the recipes are\n{list_recipes()}\n"
+    return f"error: {_shorten(text)}\n"
 
 
 def _shorten(text: str) -> str:

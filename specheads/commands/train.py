@@ -1,257 +1,28 @@
 """Train a head through every phase of a recipe, then evaluate it."""
 
 import sys
-from dataclasses import asdict
-from itertools import islice
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
-import torch
-from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs
+from accelerate import PartialState
 from rich.console import Console
-from rich.progress import Progress
-from torch import Tensor
-from transformers.utils import logging as transformers_logging
 
-from specheads.base import lora
-from specheads.base.model import FrozenBase
-from specheads.commands import _compose, evaluate
-from specheads.config import Distill, Phase, Train
-from specheads.core.drafter import Head
-from specheads.data.distill import DistilledText, write_shards
-from specheads.data.fingerprint import tokenizer_fingerprint
-from specheads.data.packing import PackedText, Text
-from specheads.decoding.acceptance.sampling import Sampling
-from specheads.decoding.generate import generate
-from specheads.export.hub import card
-from specheads.heads.load import build_for, configure, resume_head
-from specheads.runs import trackers
-from specheads.runs.directory import RunDirectory
-from specheads.runs.trackers import Tracker
-from specheads.training import trainer
-from specheads.training.schedule import adapter_settings, check_names, check_phase
-
-COUNTED_TOKENS = 2**19
-"""Tokens of the corpus that a reduced draft vocabulary is counted on."""
-
-COUNTED_LENGTH = 512
+from specheads.commands import _compose, _library
+from specheads.config import Train
+from specheads.measure import report
+from specheads.measure.results import Results
+from specheads.measure.store import read
 
 
 @_compose.command("train")
-def main(settings: Train) -> None:
+def main(settings: Train, _: Sequence[str]) -> None:
     """Run the recipe; an unfinished run of the same name goes on where it stopped."""
     if settings.dry_run:
         sys.stdout.write(_compose.as_yaml(settings))
         return
-    transformers_logging.disable_progress_bar()
-    accelerator = Accelerator(
-        mixed_precision="bf16" if _has_bf16() else "no",
-        # what a head borrows from the base is a buffer, the same everywhere already
-        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
-    )
-    run = RunDirectory(Path(settings.run_dir))
-    base = evaluate.load_base(settings.base, str(accelerator.device))
-    _refuse_unusable(settings, base)
-    texts = _Texts(settings, base, run, accelerator)
-    texts.refuse_too_short()
-    torch.manual_seed(settings.seed)
-    head, counts = _start(settings, base, texts)
-    identity: dict[str, Any] = {"base_fingerprint": base.fingerprint}
-    if counts is not None:
-        share = head.coverage(counts)
-        identity["draft_vocabulary"] = {"size": head.drafted_size, "coverage": share}
-        if accelerator.is_main_process:
-            Console().print(f"{head.drafted_size} draft tokens cover {share:.1%} of the corpus")
-    if accelerator.is_main_process:
-        run.begin(_compose.as_yaml(settings), identity)
-    accelerator.wait_for_everyone()
-    _train(settings, base, head, texts, run, accelerator)
-    if not accelerator.is_main_process:
-        return
-    run.end(head)
-    card.write_card(run, asdict(settings), head, base)
-    Console().print(f"head: {run.head}")
-    if run.adapter.is_dir():
-        Console().print(f"adapter of the base: {run.adapter}")
-    if settings.evaluate_after:
-        evaluate.evaluate_run(run, settings, base)
-
-
-def _start(settings: Train, base: FrozenBase, texts: "_Texts") -> tuple[Head, Tensor | None]:
-    """Return the head training begins with, and token counts where it drafts only some tokens."""
-    if settings.init:
-        head = resume_head(settings.init, base, settings.head["kind"])
-        return head, None if head.draft_ids is None else texts.count_tokens()
-    counts = texts.count_tokens() if settings.head.get("draft_tokens") else None
-    return build_for(settings.head, base, counts), counts
-
-
-def _train(
-    settings: Train,
-    base: FrozenBase,
-    head: Head,
-    texts: "_Texts",
-    run: RunDirectory,
-    accelerator: Accelerator,
-) -> None:
-    tracker = Tracker(
-        run.metrics,
-        kind=settings.tracker.kind if accelerator.is_main_process else "jsonl",
-        project=settings.tracker.project,
-        name=settings.name,
-        resumed_step=trainer.last_step(run),
-    )
-    try:
-        trainer.train(
-            base,
-            head,
-            settings.schedule,
-            texts.open,
-            run,
-            tracker,
-            accelerator,
-            seed=settings.seed,
-            log_every=settings.log_every,
-            checkpoint_every=settings.checkpoint_every,
-        )
-    finally:
-        tracker.close()
-
-
-class _Texts:
-    """Gives each phase its text: the corpus, or what the base writes when the phase begins."""
-
-    def __init__(
-        self, settings: Train, base: FrozenBase, run: RunDirectory, accelerator: Accelerator
-    ) -> None:
-        self.settings, self.base, self.run, self.accelerator = settings, base, run, accelerator
-        # of the weights alone: while an adapter is trained, the model has more of them
-        self.fingerprint = base.fingerprint
-        self.documents = evaluate.load_documents(settings.data, "train", settings.seed)
-
-    def corpus(self, sequence_length: int, batch_size: int) -> PackedText:
-        assert self.base.tokenizer is not None
-        return PackedText(
-            self.documents,
-            self.base.tokenizer,
-            sequence_length=sequence_length,
-            batch_size=batch_size,
-            seed=self.settings.seed,
-            rank=self.accelerator.process_index,
-            world_size=self.accelerator.num_processes,
-        )
-
-    def refuse_too_short(self) -> None:
-        """Open every phase's corpus once, before anything is written."""
-        for phase in self.settings.schedule.phases.values():
-            if phase.distill is not None:
-                self.prompts(phase.distill)
-            else:
-                self.corpus(phase.sequence_length, phase.batch_size)
-
-    def count_tokens(self) -> Tensor:
-        """Return how often each token of the vocabulary stands in the corpus's beginning."""
-        assert self.base.tokenizer is not None
-        # every process counts the same text, so that all agree
-        rows = PackedText(
-            self.documents,
-            self.base.tokenizer,
-            sequence_length=COUNTED_LENGTH,
-            batch_size=1,
-            seed=self.settings.seed,
-        )
-        batches = islice(rows.batches(), COUNTED_TOKENS // COUNTED_LENGTH)
-        text = torch.cat([batch.tokens.flatten() for batch, _ in batches])
-        return torch.bincount(text, minlength=self.base.vocab_size)
-
-    def prompts(self, settings: Distill) -> PackedText:
-        """Return corpus rows whose beginnings the base continues."""
-        return self.corpus(settings.prompt_tokens + settings.new_tokens, settings.batch_size)
-
-    def open(self, phase: Phase, bar: Progress) -> Text:
-        """Return the phase's text, writing it first where the base is its author."""
-        if phase.distill is None:
-            return self.corpus(phase.sequence_length, phase.batch_size)
-        self.write(phase.distill, bar)
-        self.accelerator.wait_for_everyone()
-        return DistilledText(
-            self.folder(phase.distill),
-            phase.batch_size,
-            (self.base.eos_ids or (0,))[0],
-            sequence_length=phase.sequence_length,
-            seed=self.settings.seed,
-            rank=self.accelerator.process_index,
-            world_size=self.accelerator.num_processes,
-        )
-
-    def folder(self, settings: Distill) -> Path:
-        """Return where the text that the base writes is kept."""
-        return Path(settings.folder) if settings.folder else self.run.text
-
-    def write(self, settings: Distill, bar: Progress) -> None:
-        """Have the base write what the run's text/ does not hold yet."""
-        base = self.base
-        assert base.tokenizer is not None
-        identity = {
-            "base": self.fingerprint,
-            "tokenizer": tokenizer_fingerprint(base.tokenizer),
-            "corpus": [self.settings.data.source, self.settings.data.path],
-            "processes": self.accelerator.num_processes,
-        }
-
-        def write(prompts: list[list[int]], seed: int) -> list[list[int]]:
-            return generate(
-                base,
-                None,
-                prompts,
-                max_new_tokens=settings.new_tokens,
-                sampling=Sampling(
-                    temperature=settings.temperature, top_k=settings.top_k, seed=seed
-                ),
-            ).tokens
-
-        task = bar.add_task("text by the base", total=settings.num_samples, numbers="")
-        write_shards(
-            self.folder(settings),
-            self.prompts(settings),
-            write,
-            settings,
-            identity,
-            seed=self.settings.seed,
-            rank=self.accelerator.process_index,
-            world_size=self.accelerator.num_processes,
-            on_shard=lambda done, total: bar.update(task, completed=done, total=total),
-        )
-
-
-def _refuse_unusable(settings: Train, base: FrozenBase) -> None:
-    """Refuse settings that could only fail later, before anything is written."""
-    head_depth = configure(settings.head).depth
-    if base.tokenizer is None:
-        raise ValueError(f"training reads text: the base {base.name} needs a tokenizer")
-    if len(base.tokenizer) > base.vocab_size:
-        raise ValueError(
-            f"the tokenizer must be the base's own: it has {len(base.tokenizer)} tokens, the base "
-            f"{base.vocab_size}; load the tokenizer the base was trained with"
-        )
-    check_names(settings.schedule.phases)
-    for name, phase in settings.schedule.phases.items():
-        check_phase(name, phase, base.max_length, head_depth)
-    if joint := adapter_settings(settings.schedule):
-        lora.targets(base.model, joint.target_modules)
-        if settings.evaluate_after:
-            evaluate.quality_windows(settings, base)
-    trackers.check_kind(settings.tracker.kind)
-    if settings.evaluate_after:
-        evaluate.check(settings, base, head_depth)
-
-
-def _has_bf16() -> bool:
-    if torch.cuda.is_available():
-        return torch.cuda.is_bf16_supported()
-    # emulated bfloat16 is slower than float32; what counts is the instruction set
-    return bool(getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)())
+    run = _library.train(settings=settings, announce=Console().print)
+    results = read(Results, run.report / "results.json")
+    if settings.evaluate_after and results and PartialState().is_main_process:
+        report.show(results, page=run.report / "report.html")
 
 
 if __name__ == "__main__":

@@ -99,6 +99,8 @@ class Compare:
     window: int = 60
     """Recent tokens that streaming sees; as many as the context make its draft the base's own."""
 
+    data: Data
+    """Whose validation text a tuned tree is picked on, for a head without a run."""
     tree: Tree
     """The head's, alone and in the hybrid."""
     evaluation: Evaluation

@@ -4,6 +4,7 @@ import hashlib
 import sysconfig
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import datasets
 import numpy as np
 from datasets import Dataset
 from datasets.exceptions import DatasetsError
+
+from specheads.config import Data
 
 SOURCES = ("python_stdlib", "files", "jsonl", "parquet", "hub")
 SPLITS = ("train", "validation", "prompts")
@@ -192,6 +195,12 @@ def _hub(
     # what a stream's columns are is known only once a row has come
     taken = Dataset.from_list(list(shuffled))
     return _one_column(taken, column, f"dataset {path}")
+
+
+def load_documents(data: Data, split: str, seed: int) -> Dataset:
+    """Return one split of the corpus that the settings name: see `load_corpus`."""
+    choices = asdict(data)
+    return load_corpus(choices.pop("source"), split=split, seed=seed, **choices)
 
 
 def load_from_hub(path: str, **choices: Any) -> Any:

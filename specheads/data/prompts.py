@@ -34,6 +34,18 @@ class PromptSet:
     version: str
     prompts: list[Prompt]
 
+    @classmethod
+    def of(cls, name: str, prompts: list[Prompt]) -> "PromptSet":
+        """Name some prompts.
+
+        Raises:
+            ValueError: There is none.
+        """
+        if not prompts:
+            raise ValueError(f"prompts {name!r} hold no prompt; give a set that has some")
+        ids = json.dumps([prompt.tokens for prompt in prompts]).encode()
+        return cls(name, hashlib.sha256(ids).hexdigest()[:12], prompts)
+
 
 @dataclass(frozen=True, slots=True)
 class _OnHub:
@@ -109,11 +121,7 @@ def load_prompts(
         if len(prompts) > num_prompts:
             kept = sorted(random.Random(seed).sample(range(len(prompts)), num_prompts))
             prompts = [prompts[place] for place in kept]
-    if not prompts:
-        raise ValueError(f"prompts {name!r} hold no prompt; give a set that has some")
-    ids = json.dumps([prompt.tokens for prompt in prompts]).encode()
-    short = name if name in NAMES else Path(name).name
-    return PromptSet(short, hashlib.sha256(ids).hexdigest()[:12], prompts)
+    return PromptSet.of(name if name in NAMES else Path(name).name, prompts)
 
 
 def cut_windows(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from specheads.base.cache import RowCache
 from specheads.base.model import FrozenBase
 from specheads.base.paged import BlockPool, PagedKVCache, PoolFullError
-from specheads.core.drafter import Drafter
+from specheads.core.drafter import Drafter, Head
 from specheads.decoding.acceptance import rules
 from specheads.decoding.loop import State, start, step
 from specheads.decoding.request import Request, Stream
@@ -45,7 +45,8 @@ class Engine:
         timed: Whether steps wait for the device so that their times are true: see `loop.step`.
 
     Raises:
-        ValueError: The tree is deeper than the drafter drafts, or a setting is out of range.
+        ValueError: The tree is deeper than the drafter drafts, a setting is out of range, or a
+            head computes in another dtype or on another device than the base.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Engine:
     ) -> None:
         if max_batch < 1:
             raise ValueError(f"max_batch must be at least 1, got {max_batch}")
+        _refuse_elsewhere(drafter, base)
         self.base, self.drafter, self.max_batch, self.pool = base, drafter, max_batch, pool
         self.acceptance = (
             rules.acceptance_rule(acceptance) if isinstance(acceptance, str) else acceptance
@@ -247,6 +249,16 @@ class Engine:
 
 def _promised(streams: Iterable[Stream]) -> int:
     return sum(stream.num_blocks for stream in streams)
+
+
+def _refuse_elsewhere(drafter: Drafter | None, base: FrozenBase) -> None:
+    parameter = next(drafter.parameters(), None) if isinstance(drafter, Head) else None
+    if parameter is not None and (parameter.dtype, parameter.device) != (base.dtype, base.device):
+        raise ValueError(
+            f"a head decodes in its base's dtype and on its device, got {parameter.dtype} on "
+            f"{parameter.device} beside {base.dtype} on {base.device}; load it with "
+            "load_head(path, base)"
+        )
 
 
 def _policy(drafter: Drafter | None, tree: policies.TreePolicy | None) -> policies.TreePolicy:

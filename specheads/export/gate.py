@@ -19,6 +19,7 @@ from specheads.decoding.trees import policies
 from specheads.export.readers import BaseView, Guess, Reader
 from specheads.measure.counts import DepthCounts
 from specheads.measure.offline import replay
+from specheads.measure.results import Depth
 
 TOLERANCE = 1e-4
 """Largest difference of two logits, as a share of the largest logit: rotary tables in float32."""
@@ -31,7 +32,7 @@ Text = tuple[list[int], list[int]]
 class Parity:
     """What the gate counted, the same for head and export."""
 
-    per_depth: list[dict[str, int]]
+    per_depth: list[Depth]
     """Drafts offered and accepted at each depth of a chain."""
     tokens_per_forward: float
     largest_difference: float
@@ -109,7 +110,7 @@ def look(base: FrozenBase, prompt: list[int], continuation: list[int]) -> BaseVi
         return values.detach().cpu().double()
 
     streams = tuple(wide(read.aux[0]).split(base.width, dim=-1))
-    projection = wide(base.scaled_projection)
+    projection = wide(base.projection.scaled_weight)
     return BaseView(streams, wide(read.hidden[0]), tokens[0], wide(base.embedding), projection)
 
 
@@ -161,8 +162,8 @@ def _refuse_other_counts(ours: DepthCounts, theirs: DepthCounts) -> None:
     for depth, (own, other) in enumerate(pairs):
         if own != other:
             raise ValueError(
-                f"the export accepts {other['accepted']} of {other['offered']} drafts at depth "
-                f"{depth}, the run {own['accepted']} of {own['offered']}; nothing was written"
+                f"the export accepts {other.accepted} of {other.offered} drafts at depth "
+                f"{depth}, the run {own.accepted} of {own.offered}; nothing was written"
             )
 
 

@@ -10,10 +10,14 @@ from typing import Any
 from safetensors.torch import save_file
 
 from specheads.base.model import FrozenBase
+from specheads.config import Export
 from specheads.core.drafter import Head
+from specheads.data.prompts import load_prompts
 from specheads.export.engines import find_layout
 from specheads.export.gate import Parity, Text, check, expect
 from specheads.export.layout import RECORD, Folder
+from specheads.measure.how import How
+from specheads.measure.online import write_alone
 from specheads.runs.directory import atomic_folder
 
 
@@ -49,6 +53,35 @@ def export_head(
         record = _record(head, base, engine, parity, len(texts))
         (scratch / RECORD).write_text(_json(record), encoding="utf-8")
     return folder.serve, parity
+
+
+def gate_texts(base: FrozenBase, head: Head, settings: Export, prompts: str) -> list[Text]:
+    """Return prompts, and what the base alone writes after each, for the gate.
+
+    Args:
+        base: What writes.
+        head: What the gate holds.
+        settings: How many prompts and tokens.
+        prompts: A name or a .jsonl file.
+
+    Raises:
+        ValueError: The base has no tokenizer, or there is too little text to hold a head.
+    """
+    if base.tokenizer is None:
+        raise ValueError(f"the parity gate reads text: the base {base.name} needs a tokenizer")
+    length, needed = settings.prompt_tokens, head.depth + 2
+    if min(settings.num_prompts, length) < 1 or settings.new_tokens < needed:
+        raise ValueError(
+            f"the parity gate needs num_prompts >= 1, prompt_tokens >= 1 and new_tokens >= "
+            f"{needed}, got {settings.num_prompts}, {length} and {settings.new_tokens}"
+        )
+    found = load_prompts(
+        prompts, base.tokenizer, num_prompts=settings.num_prompts, prompt_tokens=length
+    )
+    tokens = [prompt.tokens[:length] for prompt in found.prompts]
+    # the gate needs text of some length, and not that it makes sense
+    how = How(max_new_tokens=settings.new_tokens, batch_size=8, stop_at_eos=False)
+    return list(zip(tokens, write_alone(base, tokens, how), strict=True))
 
 
 def save(folder: Folder, place: Path) -> None:

@@ -82,7 +82,7 @@ def build_for(settings: Mapping[str, Any], base: FrozenBase, counts: Tensor | No
     if counts is not None:
         head.choose_vocabulary(counts)
     # heads learn in float32 whatever the base computes in: small updates vanish in bfloat16
-    embedding, projection = base.embedding.float(), base.scaled_projection.float()
+    embedding, projection = base.embedding.float(), base.projection.scaled_weight.float()
     head.to(base.device)
     head.initialise(embedding, head.projection_rows(projection))
     _lend(head, base)
@@ -186,7 +186,7 @@ def _lend(head: Head, base: FrozenBase) -> None:
             f"the head reads the base after {max(head.aux_layers)} layers, this base has "
             f"{base.num_layers}; load the base it was trained on, or set other aux_layers"
         )
-    head.bind(base.embedding, base.scaled_projection)
+    head.bind(base.embedding, base.projection.scaled_weight)
 
 
 def _fetch(path: str | Path, revision: str) -> Path:

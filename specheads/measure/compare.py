@@ -1,31 +1,149 @@
-"""Several ways of drafting beside each other: the same prompts, one run, turn by turn."""
+"""A head beside what needs no training: lookup, a draft model, the base itself, a hybrid."""
 
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
 from specheads.base.model import FrozenBase
-from specheads.core.drafter import Drafter
-from specheads.decoding.acceptance.sampling import GREEDY, Sampling
+from specheads.baselines import DraftModel, PromptLookup, Streaming
+from specheads.baselines.hybrid import Hybrid, HybridTree, Lookup
+from specheads.config import Compare
+from specheads.core.drafter import Head
+from specheads.data.prompts import PromptSet
 from specheads.decoding.trees import policies
-from specheads.measure.how import How
-from specheads.measure.online import measure_online
+from specheads.measure.evaluation import Asked, base_summary, check, choose_tree, head_summary
+from specheads.measure.how import How, how_of
+from specheads.measure.online import measure_online, write_alone
 from specheads.measure.plots import draw_comparison
-from specheads.measure.progress import bar
-from specheads.measure.speed import Pair, Timing, summarise, time_generate
+from specheads.measure.results import (
+    CompareSettings,
+    Comparison,
+    DrafterRow,
+    PromptSummary,
+    Rate,
+    Speed,
+)
+from specheads.measure.speed import Arm, summarise, time_arms
+from specheads.measure.store import dumps
 from specheads.runs.directory import write_atomic
+from specheads.runs.provenance import nearby, provenance
+
+DRAFTERS = ("head", "prompt_lookup", "hybrid", "streaming", "draft_model")
 
 
-@dataclass(frozen=True, slots=True)
-class Arm:
-    """One way of drafting."""
+def chosen(settings: Compare) -> list[str]:
+    """Return the drafters that are asked for.
 
-    drafter: Drafter
-    tree: policies.TreePolicy
+    Raises:
+        ValueError: One is unknown, or a draft model is asked for and none is named.
+    """
+    if unknown := [name for name in settings.drafters if name not in DRAFTERS]:
+        raise ValueError(f"drafters must be among {', '.join(DRAFTERS)}, got {unknown[0]!r}")
+    if "draft_model" in settings.drafters and not settings.draft_model:
+        raise ValueError("the drafter draft_model needs a model: draft_model=FOLDER_OR_HUB_ID")
+    named = DRAFTERS if settings.draft_model else DRAFTERS[:-1]
+    return list(dict.fromkeys(settings.drafters)) or list(named)
+
+
+def compare_head(
+    base: FrozenBase,
+    head: Head,
+    settings: Compare,
+    asked: Asked | None = None,
+    prompts: PromptSet | None = None,
+) -> Comparison:
+    """Compare a head with the drafters that the settings name, on the same prompts.
+
+    Args:
+        base: The model that decides.
+        head: What guesses; bound to the base.
+        settings: What it is compared with, and how those draft.
+        asked: What is measured, as the head's run has it; None is what `settings` say.
+        prompts: What is continued; None loads those that are named.
+
+    Raises:
+        ValueError: As `chosen` and `evaluation.check`, or the draft model does not fit.
+    """
+    asked, names = asked or settings, chosen(settings)
+    prompts, evaluation = check(asked, base, head.depth, prompts), asked.evaluation
+    # baselines are all held to the base's own tokens
+    how = replace(how_of(evaluation, settings.seed), acceptance="match")
+    arms = _arms(base, head, names, settings, asked)
+    tokens = [prompt.tokens for prompt in prompts.prompts]
+    drafters = compare_drafters(
+        base,
+        arms,
+        tokens,
+        write_alone(base, tokens, replace(how, batch_size=8)),
+        how,
+        speed_prompts=evaluation.speed_prompts,
+        repetitions=evaluation.repeats,
+    )
+    return Comparison(
+        head=head_summary(head),
+        base=base_summary(base),
+        prompts=PromptSummary(name=prompts.name, version=prompts.version, count=len(tokens)),
+        settings=_settings(base, settings, asked),
+        drafters=drafters,
+        provenance=provenance(),
+    )
+
+
+def _settings(base: FrozenBase, settings: Compare, asked: Asked) -> CompareSettings:
+    known: dict[str, Any] = {
+        item.name: getattr(place, item.name)
+        for place in (settings, asked.evaluation)
+        for item in fields(CompareSettings)
+        if hasattr(place, item.name) and item.name != "draft_model"
+    }
+    return CompareSettings(
+        **known,
+        draft_model=nearby(settings.draft_model),
+        dtype=str(base.dtype).removeprefix("torch."),
+        device=base.device.type,
+    )
+
+
+def _arms(
+    base: FrozenBase, head: Head, names: list[str], settings: Compare, asked: Asked
+) -> dict[str, Arm]:
+    """Return the drafters that are asked for, each with its own tree."""
+    copied, depth = settings.copied_tokens, settings.draft_depth
+    tree: policies.TreePolicy = policies.NOTHING
+    if {"head", "hybrid"} & set(names):
+        tree, _ = choose_tree(base, head, asked)
+
+    def lookup(length: int) -> PromptLookup:
+        return PromptLookup(
+            base.vocab_size, length, max_ngram=settings.max_ngram, device=base.device
+        )
+
+    def arm(name: str) -> Arm:
+        match name:
+            case "head":
+                return Arm(head, tree)
+            case "prompt_lookup":
+                return Arm(lookup(copied), Lookup(copied))
+            case "hybrid":
+                # tokens that the head's tree holds leave room for as many more copied ones
+                both = Hybrid(head, lookup(copied + tree.depth))
+                return Arm(both, HybridTree(tree, copied, trim=base.device.type == "cpu"))
+            case "streaming":
+                alike = Streaming(base, depth, sinks=settings.sinks, window=settings.window)
+                return Arm(alike, policies.chain(depth))
+            case _:
+                return Arm(_draft_model(base, settings), policies.chain(depth))
+
+    return {name: arm(name) for name in names}
+
+
+def _draft_model(base: FrozenBase, settings: Compare) -> DraftModel:
+    dtype = str(base.dtype).removeprefix("torch.")
+    model = FrozenBase.load(settings.draft_model, dtype=dtype, device=str(base.device))
+    return DraftModel(model, settings.draft_depth, base)
 
 
 def compare_drafters(
@@ -33,103 +151,41 @@ def compare_drafters(
     arms: Mapping[str, Arm],
     prompts: list[list[int]],
     alone: list[list[int]],
+    how: How,
     *,
-    max_new_tokens: int,
-    settings: Sampling = GREEDY,
-    batch_size: int = 1,
-    progress: bool = False,
-) -> dict[str, dict[str, Any]]:
-    """Return what each arm gives: its tree, and the sections that need no clock.
+    speed_prompts: int,
+    repetitions: int = 2,
+) -> dict[str, DrafterRow]:
+    """Measure every arm: what it is accepted, and how fast it is.
 
     Args:
         base: The model that decides.
         arms: What is compared, by name.
         prompts: Token ids.
-        alone: What `decode_prompts` without a drafter gave each prompt, with the same limits.
-        max_new_tokens: Limit for each prompt.
-        settings: How tokens are chosen; each prompt draws with a seed of its own.
-        batch_size: Prompts decoded together.
-        progress: Whether to show progress bars.
+        alone: What `write_alone` gave each prompt, with the same limit.
+        how: How prompts are decoded; trees are those of the arms.
+        speed_prompts: Prompts, from the first, that are timed.
+        repetitions: How often everything is timed.
     """
+    found = {
+        name: measure_online(base, arm.drafter, prompts, alone, replace(how, tree=arm.tree))
+        for name, arm in arms.items()
+    }
+    timings = time_arms(base, arms, prompts[:speed_prompts], how, repetitions=repetitions)
     return {
-        name: {
-            "tree": arm.tree.name,
-            "num_nodes": arm.tree.num_nodes,
-            **measure_online(
-                base,
-                arm.drafter,
-                prompts,
-                alone,
-                tree=arm.tree,
-                max_new_tokens=max_new_tokens,
-                settings=settings,
-                batch_size=batch_size,
-                progress=progress,
-            ),
-        }
+        name: DrafterRow(
+            tree=arm.tree.name,
+            num_nodes=arm.tree.num_nodes,
+            online=found[name].online,
+            lossless=found[name].lossless,
+            degenerate=found[name].degenerate,
+            speed=summarise(timings[None], timings[name]),
+        )
         for name, arm in arms.items()
     }
 
 
-def compare_speed(
-    base: FrozenBase,
-    arms: Mapping[str, Arm],
-    prompts: list[list[int]],
-    *,
-    max_new_tokens: int,
-    settings: Sampling = GREEDY,
-    repetitions: int = 2,
-    batch_size: int = 1,
-    progress: bool = False,
-) -> dict[str, dict[str, Any]]:
-    """Return the `speed` section of each arm.
-
-    The base alone and all arms decode a batch of prompts one right after the other, and each
-    repetition begins with another of them. The first batch is decoded once before the clock
-    counts, and of a batch's repetitions the median counts.
-
-    Args:
-        base: The model that decides.
-        arms: What is compared, by name.
-        prompts: Token ids.
-        max_new_tokens: Limit for each prompt.
-        settings: How tokens are chosen; each prompt draws with a seed of its own.
-        repetitions: How often everything is timed.
-        batch_size: Prompts decoded together; intervals are over these batches.
-        progress: Whether to show a progress bar.
-    """
-    units = [prompts[first : first + batch_size] for first in range(0, len(prompts), batch_size)]
-    entrants: dict[str | None, Arm | None] = {None: None, **arms}
-    timings: dict[str | None, list[list[Timing]]] = {name: [[] for _ in units] for name in entrants}
-
-    def run(name: str | None, unit: list[list[int]]) -> Timing:
-        arm = entrants[name]
-        return time_generate(
-            base,
-            arm.drafter if arm else None,
-            unit,
-            How(
-                tree=arm.tree if arm else None,
-                sampling=settings,
-                max_new_tokens=max_new_tokens,
-            ),
-        )
-
-    for name in entrants:
-        run(name, units[0])
-    names = list(entrants)
-    work = [(turn, place) for turn in range(repetitions) for place in range(len(units))]
-    for turn, place in bar(work, "speed", progress):
-        first = turn % len(names)
-        for name in names[first:] + names[:first]:
-            timings[name][place].append(run(name, units[place]))
-    return {
-        name: summarise([Pair(*both) for both in zip(timings[None], timings[name], strict=True)])
-        for name in arms
-    }
-
-
-def table(rows: Mapping[str, Mapping[str, Any]]) -> Table:
+def table(rows: Mapping[str, DrafterRow]) -> Table:
     """Return the comparison as a table for the console."""
     out = Table(title="drafters beside each other", title_justify="left")
     for column in (
@@ -137,33 +193,33 @@ def table(rows: Mapping[str, Mapping[str, Any]]) -> Table:
     ):  # fmt: skip
         out.add_column(column)
     for name, row in rows.items():
-        same = row["lossless"]
-        without = row["degenerate"]["without"]
+        without = row.degenerate.without
         out.add_row(
             name,
-            str(row["num_nodes"]),
-            _figure(row["online"], "tokens_per_forward"),
-            _figure(without, "tokens_per_forward") if without else "none left",
-            f"{same['identical']} of {same['compared']}",
-            _figure(row["speed"], "speedup"),
+            str(row.num_nodes),
+            _figure(row.online),
+            _figure(without) if without else "none left",
+            f"{row.lossless.identical} of {row.lossless.compared}",
+            _figure(row.speed),
         )
     return out
 
 
-def _figure(section: Mapping[str, Any], key: str) -> str:
-    low, high = section["interval"]
-    return f"{section[key]:.2f} [{low:.2f}, {high:.2f}]"
+def _figure(section: Rate | Speed) -> str:
+    low, high = section.interval
+    value = section.speedup if isinstance(section, Speed) else section.tokens_per_forward
+    return f"{value:.2f} [{low:.2f}, {high:.2f}]"
 
 
-def write_comparison(folder: Path, comparison: Mapping[str, Any]) -> Path:
+def write_comparison(folder: Path, comparison: Comparison) -> Path:
     """Write compare.json and compare.png; return the former, which appears last.
 
     Args:
         folder: Made where it is missing.
-        comparison: `drafters` has a row for each, as `compare_drafters` and `compare_speed` give.
+        comparison: What was measured.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "compare.png").write_bytes(draw_comparison(comparison["drafters"]))
+    (folder / "compare.png").write_bytes(draw_comparison(comparison.drafters))
     path = folder / "compare.json"
-    write_atomic(path, json.dumps(comparison, indent=1) + "\n")
+    write_atomic(path, dumps(comparison))
     return path

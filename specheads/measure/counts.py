@@ -7,6 +7,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from specheads.measure.results import Depth
+
 
 @dataclass(slots=True)
 class DepthCounts:
@@ -66,12 +68,9 @@ class DepthCounts:
         if drafted_beyond:
             self.offered[accepted] += 1
 
-    def per_depth(self) -> list[dict[str, int]]:
+    def per_depth(self) -> list[Depth]:
         """Return the counts as results.json has them, first depth first."""
-        return [
-            {"offered": offered, "accepted": accepted}
-            for offered, accepted in zip(self.offered, self.accepted, strict=True)
-        ]
+        return [Depth(*both) for both in zip(self.offered, self.accepted, strict=True)]
 
 
 def _ratio(numerator: int, denominator: int) -> float:

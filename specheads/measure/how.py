@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from specheads.config import Evaluation
 from specheads.decoding.acceptance.sampling import GREEDY, Sampling
 from specheads.decoding.trees.policies import TreePolicy
 
@@ -24,3 +25,30 @@ class How:
     """Whether the base's end-of-text token ends a text."""
     progress: bool = False
     """Whether to show a progress bar."""
+
+
+def sampling_of(evaluation: Evaluation, seed: int) -> Sampling:
+    """Return how the settings of an evaluation want tokens chosen.
+
+    Raises:
+        ValueError: One of them lies outside its range.
+    """
+    return Sampling(
+        temperature=evaluation.temperature,
+        top_k=evaluation.top_k,
+        top_p=evaluation.top_p,
+        min_p=evaluation.min_p,
+        repetition_penalty=evaluation.repetition_penalty,
+        seed=seed,
+    )
+
+
+def how_of(evaluation: Evaluation, seed: int) -> How:
+    """Return how the settings of an evaluation want prompts decoded; the tree is still to come."""
+    return How(
+        max_new_tokens=evaluation.max_new_tokens,
+        sampling=sampling_of(evaluation, seed),
+        acceptance=evaluation.acceptance,
+        batch_size=evaluation.batch_size,
+        progress=True,
+    )

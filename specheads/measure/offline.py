@@ -8,7 +8,6 @@ See docs/losslessness.md.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -18,7 +17,8 @@ from specheads.base.model import FrozenBase
 from specheads.core.drafter import Features, Head
 from specheads.decoding.trees import policies
 from specheads.measure.counts import DepthCounts, bootstrap_interval
-from specheads.measure.progress import bar
+from specheads.measure.results import Offline
+from specheads.runs.progress import bar
 
 TOP = 5
 """Ranks the top-k accuracy reports: k = 1..TOP."""
@@ -178,7 +178,7 @@ def measure_offline(
     *,
     tree: policies.TreePolicy | None = None,
     progress: bool = False,
-) -> dict[str, Any]:
+) -> Offline:
     """Return the `offline` section of results.json.
 
     Args:
@@ -200,14 +200,14 @@ def measure_offline(
     ]
     counts = [replay(rows, static) for rows in ranks]
     total = DepthCounts.total(counts, static.depth)
-    return {
-        "tokens_per_forward": total.tokens_per_forward,
-        "interval": list(interval(counts)),
-        "per_depth": total.per_depth(),
-        "top_k_accuracy": top_k_accuracy(torch.cat(ranks)),
-        "forwards": total.forwards,
-        "replayed": static.name,
-    }
+    return Offline(
+        tokens_per_forward=total.tokens_per_forward,
+        interval=interval(counts),
+        per_depth=total.per_depth(),
+        top_k_accuracy=top_k_accuracy(torch.cat(ranks)),
+        forwards=total.forwards,
+        replayed=static.name,
+    )
 
 
 def interval(counts: Sequence[DepthCounts]) -> tuple[float, float]:

@@ -2,20 +2,20 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Drafter
-from specheads.decoding.acceptance.sampling import GREEDY, Sampling, each_prompt
+from specheads.decoding.acceptance.sampling import GREEDY, each_prompt
 from specheads.decoding.generate import generate
 from specheads.decoding.loop import Step
 from specheads.decoding.trees import policies
 from specheads.measure.counts import DepthCounts, loops
 from specheads.measure.how import How
 from specheads.measure.offline import interval
-from specheads.measure.progress import bar
+from specheads.measure.results import Acceptance, CategoryRate, Degenerate, Lossless, Online, Rate
+from specheads.runs.progress import bar
 
 
 @dataclass(slots=True)
@@ -80,93 +80,90 @@ def _count(steps: list[Step], length: int, depth: int) -> DepthCounts:
     return counts
 
 
+def write_alone(base: FrozenBase, prompts: list[list[int]], how: How) -> list[list[int]]:
+    """Return what the base alone writes after each prompt: the new tokens."""
+    decoded = decode_prompts(base, None, prompts, how)
+    return [one.tokens for one in decoded]
+
+
 def measure_online(
     base: FrozenBase,
     drafter: Drafter,
     prompts: list[list[int]],
     alone: list[list[int]],
-    *,
-    tree: policies.TreePolicy | None = None,
-    categories: Sequence[str] | None = None,
-    max_new_tokens: int,
-    settings: Sampling = GREEDY,
-    acceptance: str = "match",
-    batch_size: int = 1,
-    stop_at_eos: bool = True,
-    progress: bool = False,
-) -> dict[str, dict[str, Any]]:
+    how: How,
+    categories: Sequence[str] = (),
+) -> Acceptance:
     """Return the sections `online`, `lossless` and `degenerate` of results.json.
 
     Args:
         base: The model that decides.
         drafter: What guesses.
         prompts: Token ids.
-        alone: What `decode_prompts` without a drafter gave each prompt, with the same limits
-            and settings.
-        tree: How drafts grow; None is a chain as deep as the drafter.
+        alone: What `write_alone` gave each prompt, with the same limit and sampling.
+        how: How prompts are decoded.
         categories: One name a prompt, where prompts have any.
-        max_new_tokens: Limit for each prompt.
-        settings: How tokens are chosen; each prompt draws with a seed of its own.
-        acceptance: What is kept of a tree: a name in `specheads.decoding.acceptance.rules.RULES`.
-        batch_size: Prompts decoded together.
-        stop_at_eos: Whether the base's end-of-text token ends a text.
-        progress: Whether to show a progress bar.
     """
-    how = How(
-        tree=tree,
-        max_new_tokens=max_new_tokens,
-        sampling=settings,
-        acceptance=acceptance,
-        batch_size=batch_size,
-        stop_at_eos=stop_at_eos,
-        progress=progress,
-    )
     decoded = decode_prompts(base, drafter, prompts, how)
     counts = [one.counts for one in decoded]
     total = DepthCounts.total(counts, len(counts[0].offered))
-    online = _summary(counts) | {
-        "tokens_per_forward_without_bonus": total.tokens_per_forward_without_bonus,
-        "per_depth": total.per_depth(),
-        "by_category": _by_category(counts, categories or []),
-        "forwards": total.forwards,
-        "new_tokens": total.new_tokens,
-    }
-    # by rejection samples are equal in law and not in letters: there is nothing to compare
-    comparable = settings.temperature == 0 or acceptance == "match"
-    pairs = list(zip(prompts, decoded, alone, strict=True)) if comparable else []
-    lossless = compare(base, [(prompt, one.tokens, said) for prompt, one, said in pairs])
-    if settings != replace(GREEDY, seed=settings.seed):
-        # how close a call a draw was is no matter of the two best logits
-        lossless["first_divergence_logit_gap"] = None
-    return {
-        "online": online,
-        "lossless": lossless,
-        "degenerate": degenerate(counts, alone),
-    }
+    rate = _rate(counts)
+    online = Online(
+        tokens_per_forward=rate.tokens_per_forward,
+        interval=rate.interval,
+        tokens_per_forward_without_bonus=total.tokens_per_forward_without_bonus,
+        per_depth=total.per_depth(),
+        by_category=_by_category(counts, categories),
+        forwards=total.forwards,
+        new_tokens=total.new_tokens,
+    )
+    return Acceptance(
+        online=online,
+        lossless=_lossless(base, prompts, decoded, alone, how),
+        degenerate=degenerate(counts, alone),
+    )
 
 
-def _summary(counts: list[DepthCounts]) -> dict[str, Any]:
-    depth = len(counts[0].offered)
-    return {
-        "tokens_per_forward": DepthCounts.total(counts, depth).tokens_per_forward,
-        "interval": list(interval(counts)),
-    }
+def _rate(counts: list[DepthCounts]) -> Rate:
+    total = DepthCounts.total(counts, len(counts[0].offered))
+    return Rate(tokens_per_forward=total.tokens_per_forward, interval=interval(counts))
 
 
-def _by_category(counts: list[DepthCounts], categories: Sequence[str]) -> dict[str, Any]:
+def _by_category(counts: list[DepthCounts], categories: Sequence[str]) -> dict[str, CategoryRate]:
     groups: dict[str, list[DepthCounts]] = {}
     for name, one in zip(categories, counts, strict=bool(categories)):
         groups.setdefault(name, []).append(one)
-    return {
-        name: _summary(group) | {"count": len(group)}
+    rates = {
+        name: (_rate(group), len(group))
         for name, group in sorted(groups.items())
         if any(one.forwards for one in group)
     }
+    return {
+        name: CategoryRate(
+            tokens_per_forward=rate.tokens_per_forward, interval=rate.interval, count=count
+        )
+        for name, (rate, count) in rates.items()
+    }
 
 
-def compare(
-    base: FrozenBase, texts: Sequence[tuple[list[int], list[int], list[int]]]
-) -> dict[str, Any]:
+def _lossless(
+    base: FrozenBase,
+    prompts: list[list[int]],
+    decoded: list[Decoded],
+    alone: list[list[int]],
+    how: How,
+) -> Lossless:
+    # samples by rejection have the base's distribution and other letters: nothing to compare
+    comparable = how.sampling.temperature == 0 or how.acceptance == "match"
+    triples = list(zip(prompts, decoded, alone, strict=True)) if comparable else []
+    found = compare(base, [(prompt, one.tokens, theirs) for prompt, one, theirs in triples])
+    if how.sampling == replace(GREEDY, seed=how.sampling.seed):
+        return found
+    # how close a call a draw was is no matter of the two best logits
+    return replace(found, first_divergence_logit_gap=None)
+
+
+def compare(base: FrozenBase, texts: Sequence[tuple[list[int], list[int], list[int]]]) -> Lossless:
     """Hold speculative output against the base alone: the `lossless` section of results.json.
 
     Args:
@@ -175,7 +172,7 @@ def compare(
 
     Returns:
         How many prompts were compared and are identical, and the largest gap between the
-        base's two best logits at a first differing place: null without any, near zero where
+        base's two best logits at a first differing place: None without any, near zero where
         two tokens tie in rounding, and large only where decoding is wrong.
     """
     gaps = [
@@ -183,11 +180,11 @@ def compare(
         for prompt, mine, theirs in texts
         if mine != theirs
     ]
-    return {
-        "compared": len(texts),
-        "identical": len(texts) - len(gaps),
-        "first_divergence_logit_gap": max(gaps, default=None),
-    }
+    return Lossless(
+        compared=len(texts),
+        identical=len(texts) - len(gaps),
+        first_divergence_logit_gap=max(gaps, default=None),
+    )
 
 
 def _first_difference(mine: list[int], theirs: list[int]) -> int:
@@ -197,28 +194,28 @@ def _first_difference(mine: list[int], theirs: list[int]) -> int:
 
 def _gap(base: FrozenBase, text: list[int]) -> float:
     hidden = base.read(torch.tensor([text], device=base.device)).hidden[0, -1]
-    best, second = base.project(hidden).float().topk(2).values.tolist()
+    best, second = base.logits_of(hidden).float().topk(2).values.tolist()
     return best - second
 
 
-def degenerate(counts: list[DepthCounts], alone: list[list[int]]) -> dict[str, Any]:
+def degenerate(counts: list[DepthCounts], alone: list[list[int]]) -> Degenerate:
     """Return the figures with and without the prompts after which the base alone loops.
 
     Args:
         counts: One a prompt.
-        alone: What the base alone says after each; `metrics.loops` is the rule.
+        alone: What the base alone writes after each; `counts.loops` is the rule.
 
     Returns:
-        The `degenerate` section of results.json. `without` or `only` is null where no prompt,
+        The `degenerate` section of results.json. `without` or `only` is None where no prompt,
         or none with a forward, is left.
     """
     flags = [loops(tokens) for tokens in alone]
     flagged = [one for one, flag in zip(counts, flags, strict=True) if flag]
     rest = [one for one, flag in zip(counts, flags, strict=True) if not flag]
-    return {
-        "flagged": sum(flags),
-        "compared": len(flags),
-        "with": _summary(counts),
-        "without": _summary(rest) if any(one.forwards for one in rest) else None,
-        "only": _summary(flagged) if flagged else None,
-    }
+    return Degenerate(
+        flagged=sum(flags),
+        compared=len(flags),
+        with_=_rate(counts),
+        without=_rate(rest) if any(one.forwards for one in rest) else None,
+        only=_rate(flagged) if flagged else None,
+    )

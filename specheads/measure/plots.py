@@ -7,25 +7,27 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from specheads.measure.results import DrafterRow, Results, Speed
+
 BLUE, ORANGE, GREY = "#2563a8", "#d97726", "#9aa3ad"
 SHADES = ("#f1f4f8", "#fdf3e7", "#eef6ef")
 """Backgrounds of successive phases."""
 
 
-def draw(results: Mapping[str, Any], history: Sequence[Mapping[str, Any]]) -> dict[str, bytes]:
+def draw(results: Results, history: Sequence[Mapping[str, Any]]) -> dict[str, bytes]:
     """Return every picture there is something to draw for, by file name.
 
     Args:
-        results: As in results.json; a section that was not measured is None or missing.
+        results: What was measured.
         history: Rows of metrics.jsonl.
     """
     pictures: dict[str, bytes] = {}
-    if results.get("offline") or results.get("online"):
+    if results.offline or results.online:
         pictures["acceptance.png"] = _png(_acceptance(results))
     if any("loss" in row for row in history):
         pictures["loss.png"] = _png(_losses([row for row in history if "loss" in row]))
-    if results.get("speed"):
-        pictures["speed.png"] = _png(_speed(results["speed"]))
+    if results.speed:
+        pictures["speed.png"] = _png(_speed(results.speed))
     return pictures
 
 
@@ -43,19 +45,19 @@ def _axes(width: float, title: str, down: str, across: str) -> tuple[Figure, Axe
     return figure, axes
 
 
-def _acceptance(results: Mapping[str, Any]) -> Figure:
+def _acceptance(results: Results) -> Figure:
     figure, axes = _axes(5.0, "Acceptance by depth", "share accepted", "drafted depth")
     deepest = 1
-    for name, color, marker in (("offline", ORANGE, "s"), ("online", BLUE, "o")):
-        section = results.get(name)
+    sections = ("offline", results.offline, ORANGE, "s"), ("online", results.online, BLUE, "o")
+    for name, section, color, marker in sections:
         if not section:
             continue
-        rates = [row["accepted"] / max(row["offered"], 1) for row in section["per_depth"]]
+        rates = [row.accepted / max(row.offered, 1) for row in section.per_depth]
         style = "--" if name == "offline" else "-"
         axes.plot(range(1, len(rates) + 1), rates, style, color=color, marker=marker, label=name)
         deepest = max(deepest, len(rates))
-    if (offline := results.get("offline")) and offline["top_k_accuracy"]:
-        top = [row[0] for row in offline["top_k_accuracy"]]
+    if results.offline and results.offline.top_k_accuracy:
+        top = [row[0] for row in results.offline.top_k_accuracy]
         label = "teacher-forced top 1"
         axes.plot(range(1, len(top) + 1), top, ":", color=GREY, marker=".", label=label)
         deepest = max(deepest, len(top))
@@ -101,36 +103,33 @@ def _phases(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, int, int]]:
     return spans
 
 
-def _speed(speed: Mapping[str, Any]) -> Figure:
+def _speed(speed: Speed) -> Figure:
     figure, axes = _axes(4.2, "Tokens per second", "tokens per second", "")
-    alone = speed["base_tokens_per_second"]
-    drafted = speed["tokens_per_second"]
+    alone, drafted = speed.base_tokens_per_second, speed.tokens_per_second
     # the interval is of the ratio; drawn on the head's bar in units of the base's rate
-    low, high = (alone * bound for bound in speed["interval"])
+    low, high = (alone * bound for bound in speed.interval)
     error = [[0, max(drafted - low, 0)], [0, max(high - drafted, 0)]]
     bars = axes.bar(["base alone", "with head"], [alone, drafted], color=[GREY, BLUE], width=0.55)
     axes.errorbar([0, 1], [alone, drafted], yerr=error, fmt="none", ecolor="black", capsize=4)
-    labels = [f"{alone:.0f}", f"{drafted:.0f} ({speed['speedup']:.2f}x)"]
+    labels = [f"{alone:.0f}", f"{drafted:.0f} ({speed.speedup:.2f}x)"]
     axes.bar_label(bars, labels, label_type="center", color="white", fontweight="bold")
     return figure
 
 
-def draw_comparison(rows: Mapping[str, Mapping[str, Any]]) -> bytes:
+def draw_comparison(rows: Mapping[str, DrafterRow]) -> bytes:
     """Return tokens per forward and speed-up of several drafters, with intervals.
 
     Args:
-        rows: As in compare.json, by drafter.
+        rows: What was measured, by drafter.
     """
     figure = Figure(figsize=(8.0, 1.2 + 0.45 * len(rows)), layout="constrained")
-    panels = (
-        ("online", "tokens_per_forward", "tokens per forward"),
-        ("speed", "speedup", "speed-up over the base alone"),
-    )
-    for axes, (section, key, label) in zip(figure.subplots(1, 2, sharey=True), panels, strict=True):
-        values = [row[section][key] for row in rows.values()]
-        bounds = [row[section]["interval"] for row in rows.values()]
-        below = [max(value - low, 0) for value, (low, _) in zip(values, bounds, strict=True)]
-        above = [max(high - value, 0) for value, (_, high) in zip(values, bounds, strict=True)]
+    online = [(row.online.tokens_per_forward, row.online.interval) for row in rows.values()]
+    speed = [(row.speed.speedup, row.speed.interval) for row in rows.values()]
+    panels = (online, "tokens per forward"), (speed, "speed-up over the base alone")
+    for axes, (figures, label) in zip(figure.subplots(1, 2, sharey=True), panels, strict=True):
+        values = [value for value, _ in figures]
+        below = [max(value - low, 0) for value, (low, _) in figures]
+        above = [max(high - value, 0) for value, (_, high) in figures]
         axes.barh(list(rows), values, xerr=[below, above], color=BLUE, ecolor="black", capsize=3)
         axes.axvline(1.0, color=GREY, linestyle="--")
         axes.set(xlabel=label)

@@ -2,14 +2,21 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import islice
 
 import torch
 from torch.nn import functional as F  # noqa: N812
 
 from specheads.base.model import FrozenBase
+from specheads.config import Train
+from specheads.data.corpora import load_documents
+from specheads.data.prompts import cut_windows
 from specheads.measure.counts import bootstrap_interval
-from specheads.measure.progress import bar
+from specheads.measure.results import BaseQuality, QualityChange, TextQuality
+from specheads.runs.progress import bar
+
+WINDOW_TOKENS = 512
+"""Of a window, where documents are long enough."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,17 +30,38 @@ class Quality:
     tokens: list[int]
     """Tokens predicted: all of a window but its first."""
 
-    def describe(self) -> dict[str, Any]:
+    def summary(self) -> TextQuality:
         """Return nats a token, the share of right ones, and 95 % intervals over windows."""
         num_tokens = sum(self.tokens)
-        return {
-            "cross_entropy": sum(self.nats) / num_tokens,
-            "cross_entropy_interval": list(bootstrap_interval(self.nats, self.tokens)),
-            "accuracy": sum(self.right) / num_tokens,
-            "accuracy_interval": list(bootstrap_interval(self.right, self.tokens)),
-            "windows": len(self.tokens),
-            "tokens": num_tokens,
-        }
+        return TextQuality(
+            cross_entropy=sum(self.nats) / num_tokens,
+            cross_entropy_interval=bootstrap_interval(self.nats, self.tokens),
+            accuracy=sum(self.right) / num_tokens,
+            accuracy_interval=bootstrap_interval(self.right, self.tokens),
+            windows=len(self.tokens),
+            tokens=num_tokens,
+        )
+
+
+def quality_windows(settings: Train, base: FrozenBase) -> list[list[int]]:
+    """Cut the validation text that the base's own quality is measured on.
+
+    Raises:
+        ValueError: The corpus has none.
+    """
+    assert base.tokenizer is not None
+    documents = load_documents(settings.data, "validation", settings.seed)
+    length = min(WINDOW_TOKENS, base.max_length)
+    while length > 1:
+        windows = cut_windows(documents, base.tokenizer, length, settings.seed)
+        if found := list(islice(windows, settings.evaluation.quality_windows)):
+            return found
+        # every document is shorter
+        length //= 2
+    raise ValueError(
+        "the base's quality is measured on validation text, and there is none; raise "
+        "evaluation.quality_windows above 0, or give longer documents"
+    )
 
 
 @torch.no_grad()
@@ -58,7 +86,7 @@ def measure_quality(
     out = Quality([], [], [])
     for window in bar(windows, "base quality", progress):
         tokens = torch.tensor(window, device=base.device)
-        logits = base.project(base.read(tokens[None]).hidden[0, :-1])
+        logits = base.logits_of(base.read(tokens[None]).hidden[0, :-1])
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         out.nats.append(F.cross_entropy(logits, tokens[1:], reduction="sum").item())
         out.right.append(int((logits.argmax(-1) == tokens[1:]).sum()))
@@ -66,18 +94,18 @@ def measure_quality(
     return out
 
 
-def compare(before: Quality, after: Quality) -> dict[str, Any]:
+def compare(before: Quality, after: Quality) -> BaseQuality:
     """Return the `base_quality` section of results.json.
 
     `change` is paired: the interval is that of the difference on the same windows, nats a token;
     above zero the base has become worse.
     """
     added = [late - early for early, late in zip(before.nats, after.nats, strict=True)]
-    return {
-        "before": before.describe(),
-        "after": after.describe(),
-        "change": {
-            "cross_entropy": sum(added) / sum(before.tokens),
-            "interval": list(bootstrap_interval(added, before.tokens)),
-        },
-    }
+    return BaseQuality(
+        before=before.summary(),
+        after=after.summary(),
+        change=QualityChange(
+            cross_entropy=sum(added) / sum(before.tokens),
+            interval=bootstrap_interval(added, before.tokens),
+        ),
+    )

@@ -11,6 +11,19 @@ from rich.console import Console
 from rich.table import Table
 
 from specheads.measure.plots import draw
+from specheads.measure.results import (
+    BaseQuality,
+    Candidate,
+    Degenerate,
+    DraftVocabulary,
+    Lossless,
+    PhaseRate,
+    Rate,
+    Results,
+    Settings,
+    Speed,
+)
+from specheads.measure.store import dumps, to_json
 
 Rows = list[tuple[str, str]]
 
@@ -29,9 +42,7 @@ overflow-x: auto; }
 """
 
 
-def write_report(
-    folder: Path, results: Mapping[str, Any], history: Sequence[Mapping[str, Any]]
-) -> Path:
+def write_report(folder: Path, results: Results, history: Sequence[Mapping[str, Any]]) -> Path:
     """Write results.json, the pictures and report.html; return the page.
 
     Every file appears whole or not at all. results.json comes last, so where it is, the rest
@@ -39,9 +50,7 @@ def write_report(
 
     Args:
         folder: Made where it is missing.
-        results: As docs and contracts describe results.json. Sections that were not measured
-            are None. Optional: `phases`, rows of `phase` and `tokens_per_forward`, and
-            `tree_candidates`, the table of `pick_tree`.
+        results: What was measured: see docs/results.md.
         history: Rows of metrics.jsonl; empty where the head was not trained here.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -50,7 +59,7 @@ def write_report(
         _write(folder / name, picture)
     page = folder / "report.html"
     _write(page, render(results, pictures).encode())
-    _write(folder / "results.json", (json.dumps(results, indent=1) + "\n").encode())
+    _write(folder / "results.json", dumps(results).encode())
     return page
 
 
@@ -60,22 +69,21 @@ def _write(path: Path, content: bytes) -> None:
     partial.replace(path)
 
 
-def pays(results: Mapping[str, Any]) -> bool:
+def pays(results: Results) -> bool:
     """Tell whether speculation was faster than the base alone, where speed was measured."""
-    return not results.get("speed") or results["speed"]["speedup"] > 1.0
+    return not results.speed or results.speed.speedup > 1.0
 
 
-def verdict(results: Mapping[str, Any]) -> str:
+def verdict(results: Results) -> str:
     """Return in one or two sentences whether speculation pays on this machine, and why."""
-    speed, online = results.get("speed"), results.get("online")
+    speed, online = results.speed, results.online
     if not speed or not online:
         return "Speed was not measured."
-    ratio, overhead = speed["speedup"], speed["step_overhead"]
-    low, high = speed["interval"]
+    ratio, (low, high) = speed.speedup, speed.interval
     measured = f"{ratio:.2f}x the speed of the base alone (95 % interval {low:.2f} to {high:.2f})"
     why = (
-        f"a step gives {online['tokens_per_forward']:.2f} tokens and takes {overhead:.2f} times "
-        "as long as a step of the base alone"
+        f"a step gives {online.tokens_per_forward:.2f} tokens and takes {speed.step_overhead:.2f} "
+        "times as long as a step of the base alone"
     )
     if ratio <= 1.0:
         return (
@@ -89,126 +97,121 @@ def verdict(results: Mapping[str, Any]) -> str:
     return f"Speculation pays on this machine: {measured}; {why}."
 
 
-def _figure(section: Mapping[str, Any]) -> str:
-    low, high = section["interval"]
-    return f"{section['tokens_per_forward']:.3f} ({low:.3f} to {high:.3f})"
+def _figure(rate: Rate) -> str:
+    low, high = rate.interval
+    return f"{rate.tokens_per_forward:.3f} ({low:.3f} to {high:.3f})"
 
 
-def summary(results: Mapping[str, Any]) -> Rows:
+def summary(results: Results) -> Rows:
     """Return the report's main table: what was measured, and the figure."""
-    head, base, settings = results["head"], results["base"], results["settings"]
-    prompts = results["prompts"]
-    # results of before there were adapters do not name one
-    added = f" + {base['adapter']}" if base.get("adapter") else ""
-    rows = [
-        ("head", f"{head['kind']}, depth {head['depth']}, {head['parameters']:,} parameters"),
-        ("base", f"{base['name']}{added}, {base['parameters']:,} parameters"),
-        ("prompts", f"{prompts['count']} of {prompts['name']}"),
-        ("tree", f"{settings['tree']}, {settings['num_nodes']} nodes"),
+    head, base, settings = results.head, results.base, results.settings
+    adapter = f" + {base.adapter}" if base.adapter else ""
+    rates = ("offline", results.offline), ("online", results.online)
+    return [
+        ("head", f"{head.kind}, depth {head.depth}, {head.parameters:,} parameters"),
+        ("base", f"{base.name}{adapter}, {base.parameters:,} parameters"),
+        ("prompts", f"{results.prompts.count} of {results.prompts.name}"),
+        ("tree", f"{settings.tree}, {settings.num_nodes} nodes"),
         *_sampling(settings),
-        *_draft_vocabulary(results.get("draft_vocabulary")),
+        *_draft_vocabulary(results.draft_vocabulary),
+        *((f"tokens per forward, {name}", _figure(rate)) for name, rate in rates if rate),
+        *(_phase(phase) for phase in results.phases),
+        *_base_quality(results.base_quality),
+        *_degenerate(results.degenerate),
+        *_lossless(results.lossless),
+        *_speed(results.speed),
     ]
-    rows += [
-        (f"tokens per forward, {name}", _figure(section))
-        for name in ("offline", "online")
-        if (section := results.get(name))
-    ]
-    for phase in results.get("phases") or []:
-        name = f"tokens per forward after phase {phase['phase']}"
-        rows.append((name, f"{phase['tokens_per_forward']:.3f}"))
-    rows += _base_quality(results.get("base_quality"))
-    return rows + _degenerate(results.get("degenerate")) + _lossless(results) + _speed(results)
 
 
-def _base_quality(section: Mapping[str, Any] | None) -> Rows:
+def _phase(phase: PhaseRate) -> tuple[str, str]:
+    return f"tokens per forward after phase {phase.phase}", f"{phase.tokens_per_forward:.3f}"
+
+
+def _base_quality(section: BaseQuality | None) -> Rows:
     """Return what joint training did to the base itself."""
     if not section:
         return []
     rows = []
-    for when, name in (("before", "base"), ("after", "base + adapter")):
-        found = section[when]
-        low, high = found["cross_entropy_interval"]
-        text = f"{found['cross_entropy']:.4f} ({low:.4f} to {high:.4f})"
-        rows.append((f"nats per token, {name}", f"{text}; {found['accuracy']:.1%} right"))
-    low, high = section["change"]["interval"]
-    change = f"{section['change']['cross_entropy']:+.4f} ({low:+.4f} to {high:+.4f})"
+    for found, name in ((section.before, "base"), (section.after, "base + adapter")):
+        low, high = found.cross_entropy_interval
+        text = f"{found.cross_entropy:.4f} ({low:.4f} to {high:.4f})"
+        rows.append((f"nats per token, {name}", f"{text}; {found.accuracy:.1%} right"))
+    low, high = section.change.interval
+    change = f"{section.change.cross_entropy:+.4f} ({low:+.4f} to {high:+.4f})"
     return [*rows, ("change of the base's nats per token", change)]
 
 
-def _draft_vocabulary(section: Mapping[str, Any] | None) -> Rows:
-    if not section or section["coverage"] == 1.0:
+def _draft_vocabulary(section: DraftVocabulary | None) -> Rows:
+    if not section or section.coverage == 1.0:
         return []
-    share = section["coverage"]
+    share = section.coverage
     known = "" if share is None else f", {share:.1%} of the training text"
-    return [("draft vocabulary", f"{section['size']:,} tokens{known}")]
+    return [("draft vocabulary", f"{section.size:,} tokens{known}")]
 
 
-def _degenerate(section: Mapping[str, Any] | None) -> Rows:
+def _degenerate(section: Degenerate | None) -> Rows:
     if not section:
         return []
-    rows = [("prompts whose text loops", f"{section['flagged']}")]
-    if section["flagged"] and section.get("without"):
-        rows.append(("tokens per forward without those", _figure(section["without"])))
+    rows = [("prompts whose text loops", f"{section.flagged}")]
+    if section.flagged and section.without:
+        rows.append(("tokens per forward without those", _figure(section.without)))
     return rows
 
 
-def _sampling(settings: Mapping[str, Any]) -> Rows:
-    """Return how tokens were chosen, and a warning where the base's law was not kept."""
-    if not settings["temperature"]:
+def _sampling(settings: Settings) -> Rows:
+    """Return how tokens were chosen, and a warning where the base's distribution was not kept."""
+    if not settings.temperature:
         return []
-    # results of before there were rules were all made by match
-    rule = settings.get("acceptance", "match")
-    kept = "lossless" if settings.get("lossless", True) else "LOSSY: not the base's own law"
-    return [("sampling", f"temperature {settings['temperature']:g}, rule {rule} ({kept})")]
+    kept = "lossless" if settings.lossless else "LOSSY: not the base's own distribution"
+    text = f"temperature {settings.temperature:g}, acceptance {settings.acceptance} ({kept})"
+    return [("sampling", text)]
 
 
-def _lossless(results: Mapping[str, Any]) -> Rows:
-    section = results.get("lossless")
+def _lossless(section: Lossless | None) -> Rows:
     if not section:
         return []
-    text = f"{section['identical']} of {section['compared']} prompts"
-    if (gap := section["first_divergence_logit_gap"]) is not None:
+    text = f"{section.identical} of {section.compared} prompts"
+    if (gap := section.first_divergence_logit_gap) is not None:
         text += f"; largest logit gap at a first difference {gap:.2g}"
     return [("identical to the base alone", text)]
 
 
-def _speed(results: Mapping[str, Any]) -> Rows:
-    speed = results.get("speed")
+def _speed(speed: Speed | None) -> Rows:
     if not speed:
         return []
-    low, high = speed["interval"]
+    low, high = speed.interval
     return [
-        ("tokens per second, base alone", f"{speed['base_tokens_per_second']:.1f}"),
-        ("tokens per second, with head", f"{speed['tokens_per_second']:.1f}"),
-        ("speed-up", f"{speed['speedup']:.3f} ({low:.3f} to {high:.3f})"),
-        ("time of a step over the base's", f"{speed['step_overhead']:.3f}"),
+        ("tokens per second, base alone", f"{speed.base_tokens_per_second:.1f}"),
+        ("tokens per second, with head", f"{speed.tokens_per_second:.1f}"),
+        ("speed-up", f"{speed.speedup:.3f} ({low:.3f} to {high:.3f})"),
+        ("time of a step over the base's", f"{speed.step_overhead:.3f}"),
     ]
 
 
-def depth_rows(results: Mapping[str, Any]) -> list[list[str]]:
+def depth_rows(results: Results) -> list[list[str]]:
     """Return the table by depth, its header first."""
-    offline, online = results.get("offline") or {}, results.get("online") or {}
-    top = offline.get("top_k_accuracy", [])
-    measured = [section.get("per_depth", []) for section in (offline, online)]
+    top = results.offline.top_k_accuracy if results.offline else []
+    measured = [one.per_depth if one else [] for one in (results.offline, results.online)]
     header = ["depth", "offline accepted / offered", "online accepted / offered"]
     header += [f"top {k + 1}" for k in range(len(top[0]) if top else 0)]
     rows = [header]
     for depth in range(max(len(top), *map(len, measured))):
         cells = [
-            f"{rows[depth]['accepted']} / {rows[depth]['offered']}" if depth < len(rows) else ""
-            for rows in measured
+            f"{counts[depth].accepted} / {counts[depth].offered}" if depth < len(counts) else ""
+            for counts in measured
         ]
         accuracy = [f"{value:.3f}" for value in top[depth]] if depth < len(top) else []
         rows.append([str(depth + 1), *cells, *accuracy])
     return rows
 
 
-def show(results: Mapping[str, Any], console: Console | None = None) -> None:
-    """Print the main table, the table by depth and the verdict.
+def show(results: Results, console: Console | None = None, page: Path | None = None) -> None:
+    """Print the main table, the table by depth, the verdict, and where the report lies.
 
     Args:
-        results: As in results.json.
+        results: What was measured.
         console: Where to; None is standard output.
+        page: The report, where it was written.
     """
     console = console or Console()
     table = Table(show_header=False, title="specheads evaluation", title_justify="left")
@@ -221,19 +224,31 @@ def show(results: Mapping[str, Any], console: Console | None = None) -> None:
         by_depth.add_row(*row)
     console.print(by_depth)
     console.print(verdict(results), style="bold" if pays(results) else "bold red")
+    if page is not None:
+        console.print(f"report: {page}")
 
 
-def render(results: Mapping[str, Any], pictures: Mapping[str, bytes]) -> str:
+def record(folder: Path, results: Results) -> None:
+    """Keep what was measured with the recipe, which alone may hold numbers.
+
+    Raises:
+        ValueError: The folder holds no recipe.
+    """
+    if not (folder / "recipe.yaml").is_file():
+        raise ValueError(f"record needs a recipe's folder; {folder} has no recipe.yaml")
+    _write(folder / "results.json", dumps(results).encode())
+
+
+def render(results: Results, pictures: Mapping[str, bytes]) -> str:
     """Return the page, pictures and all: it needs no other file and no network."""
     images = "\n".join(
         f'<img alt="{name.removesuffix(".png")}" '
         f'src="data:image/png;base64,{base64.b64encode(picture).decode()}">'
         for name, picture in pictures.items()
     )
-    title = f"{results['head']['kind']} on {results['base']['name']}"
-    provenance = json.dumps(
-        {name: results.get(name) for name in ("settings", "provenance")}, indent=1
-    )
+    title = f"{results.head.kind} on {results.base.name}"
+    made = {"settings": results.settings, "provenance": results.provenance}
+    provenance = json.dumps(to_json(made), indent=1)
     header, *rows = depth_rows(results)
     mood = "verdict" if pays(results) else "verdict no"
     return f"""<!doctype html>
@@ -245,27 +260,27 @@ def render(results: Mapping[str, Any], pictures: Mapping[str, bytes]) -> str:
 {images}
 <h2>By depth</h2>
 {_table(header, rows)}
-{_candidates(results.get("tree_candidates") or [])}
+{_candidates(results.tree_candidates)}
 <h2>Settings and provenance</h2>
 <pre>{html.escape(provenance)}</pre>
 </body></html>
 """
 
 
-def _candidates(candidates: Sequence[Mapping[str, Any]]) -> str:
+def _candidates(candidates: Sequence[Candidate]) -> str:
     if not candidates:
         return ""
     header = ["tree", "nodes", "depth", "tokens per forward", "step time", "estimated speed-up"]
     rows = [
         [
-            row["tree"],
-            str(row["num_nodes"]),
-            str(row["depth"]),
-            *(f"{row[key]:.3f}" for key in ("tokens_per_forward", "step_overhead", "speedup")),
+            row.tree,
+            str(row.num_nodes),
+            str(row.depth),
+            *(f"{x:.3f}" for x in (row.tokens_per_forward, row.step_overhead, row.speedup)),
         ]
         for row in candidates
     ]
-    chosen = next(place for place, row in enumerate(candidates) if row["chosen"])
+    chosen = next(place for place, row in enumerate(candidates) if row.chosen)
     return "<h2>Trees tried, on other prompts</h2>\n" + _table(header, rows, chosen)
 
 

@@ -4,21 +4,20 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import torch
 
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Drafter
-from specheads.decoding.acceptance.sampling import GREEDY, Sampling
 from specheads.decoding.generate import generate
 from specheads.decoding.loop import synchronise
 from specheads.decoding.trees import policies
 from specheads.measure.counts import bootstrap_interval
 from specheads.measure.how import How
-from specheads.measure.progress import bar
+from specheads.measure.results import Speed
+from specheads.runs.progress import bar
 
 
 @dataclass(slots=True)
@@ -69,90 +68,101 @@ def time_generate(
     )
 
 
-@dataclass(slots=True)
-class Pair:
-    """One batch of prompts, every repetition of it, both ways."""
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One way of drafting."""
 
-    alone: list[Timing]
-    drafted: list[Timing]
+    drafter: Drafter
+    tree: policies.TreePolicy
+
+
+Timings = dict[str | None, list[list[Timing]]]
+"""By arm, None being the base alone: every batch of prompts, every repetition of it."""
+
+
+def time_arms(
+    base: FrozenBase,
+    arms: Mapping[str, Arm],
+    prompts: list[list[int]],
+    how: How,
+    *,
+    repetitions: int,
+    warmup: int = 1,
+) -> Timings:
+    """Time the base alone and several ways of drafting, turn by turn.
+
+    All decode a batch one right after the other, so that a slower machine slows all, and each
+    repetition begins with another of them.
+
+    Args:
+        base: The model that decides.
+        arms: What drafts, by name.
+        prompts: Token ids.
+        how: How prompts are decoded; trees are those of the arms.
+        repetitions: How often everything is timed.
+        warmup: Batches that each decodes before the clock counts.
+
+    Raises:
+        ValueError: There is no prompt, no repetition, or no step to time.
+    """
+    _refuse_nothing(len(prompts), repetitions, how.max_new_tokens)
+    units = [prompts[i : i + how.batch_size] for i in range(0, len(prompts), how.batch_size)]
+    entrants: dict[str | None, Arm | None] = {None: None, **arms}
+    names = list(entrants)
+
+    def run(name: str | None, unit: list[list[int]]) -> Timing:
+        arm = entrants[name]
+        if arm is None:
+            return time_generate(base, None, unit, how)
+        return time_generate(base, arm.drafter, unit, replace(how, tree=arm.tree))
+
+    for unit in units[:warmup]:
+        for name in names:
+            run(name, unit)
+    _reset_peak(base)
+    timings: Timings = {name: [[] for _ in units] for name in names}
+    work = [(turn, place) for turn in range(repetitions) for place in range(len(units))]
+    for turn, place in bar(work, "speed", how.progress):
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            timings[name][place].append(run(name, units[place]))
+    return timings
 
 
 def measure_speed(
     base: FrozenBase,
     drafter: Drafter,
     prompts: list[list[int]],
+    how: How,
     *,
-    tree: policies.TreePolicy | None = None,
-    max_new_tokens: int,
-    settings: Sampling = GREEDY,
-    acceptance: str = "match",
     repetitions: int = 3,
-    batch_size: int = 1,
     warmup: int = 1,
-    stop_at_eos: bool = True,
-    progress: bool = False,
-) -> dict[str, Any]:
-    """Return the `speed` section of results.json.
+) -> Speed:
+    """Return the `speed` section of results.json: see `time_arms`.
 
-    Each batch of prompts is decoded with the base alone and with the drafter, one right after
-    the other; every other repetition swaps who goes first, so that a machine that grows slower
-    slows both. Of a batch's repetitions the median counts. Times cover the prompt and all new
-    tokens; `step_overhead` covers decode steps only, and `draft_milliseconds` is the median time
-    that a step spends drafting, for a single row.
+    Of a batch's repetitions the median counts. Times cover the prompt and all new tokens;
+    `step_overhead` covers decode steps only, and `draft_milliseconds` is the median time that a
+    step spends drafting, for a single row.
 
     Args:
         base: The model that decides.
         drafter: What guesses.
         prompts: Token ids.
-        tree: How drafts grow; None is a chain as deep as the drafter.
-        max_new_tokens: Limit for each prompt.
-        settings: How tokens are chosen; each prompt draws with a seed of its own.
-        acceptance: What is kept of a tree: a name in `specheads.decoding.acceptance.rules.RULES`.
+        how: How prompts are decoded; intervals are over batches.
         repetitions: How often everything is timed.
-        batch_size: Prompts decoded together; intervals are over these batches.
         warmup: Batches decoded both ways before the clock counts.
-        stop_at_eos: Whether the base's end-of-text token ends a text.
-        progress: Whether to show a progress bar.
 
     Raises:
         ValueError: There is no prompt, no repetition, or no step to time.
     """
-    if not prompts or repetitions < 1 or max_new_tokens < 3:
-        raise ValueError(
-            "speed needs a prompt, a repetition and 3 new tokens at least, got "
-            f"{len(prompts)}, {repetitions} and {max_new_tokens}"
-        )
-    units = [prompts[i : i + batch_size] for i in range(0, len(prompts), batch_size)]
-
-    how = How(
-        tree=tree,
-        max_new_tokens=max_new_tokens,
-        sampling=settings,
-        acceptance=acceptance,
-        stop_at_eos=stop_at_eos,
+    arms = {"drafted": Arm(drafter, how.tree or policies.chain(drafter.depth))}
+    timings = time_arms(base, arms, prompts, how, repetitions=repetitions, warmup=warmup)
+    return replace(
+        summarise(timings[None], timings["drafted"]),
+        draft_milliseconds=draft_milliseconds(base, drafter, prompts[0], how),
+        repetitions=repetitions,
+        peak_gib=peak_gib(base),
     )
-
-    def run(arm: Drafter | None, unit: list[list[int]]) -> Timing:
-        return time_generate(base, arm, unit, how)
-
-    for unit in units[:warmup]:
-        run(None, unit)
-        run(drafter, unit)
-    _reset_peak(base)
-    pairs = [Pair([], []) for _ in units]
-    work = [(turn, place) for turn in range(repetitions) for place in range(len(units))]
-    for turn, place in bar(work, "speed", progress):
-        pair, unit = pairs[place], units[place]
-        if turn % 2 == 0:
-            pair.alone.append(run(None, unit))
-        pair.drafted.append(run(drafter, unit))
-        if turn % 2 == 1:
-            pair.alone.append(run(None, unit))
-    return summarise(pairs) | {
-        "draft_milliseconds": draft_milliseconds(base, drafter, prompts[0], how),
-        "repetitions": repetitions,
-        "peak_gib": peak_gib(base),
-    }
 
 
 def draft_milliseconds(base: FrozenBase, drafter: Drafter, prompt: list[int], how: How) -> float:
@@ -170,35 +180,32 @@ def draft_milliseconds(base: FrozenBase, drafter: Drafter, prompt: list[int], ho
     return 1e3 * statistics.median(one.drafted - one.began for one in times)
 
 
-def summarise(pairs: Sequence[Pair]) -> dict[str, Any]:
-    """Return rates, their ratio and its interval from paired timings.
+def summarise(alone: list[list[Timing]], drafted: list[list[Timing]]) -> Speed:
+    """Return rates, their ratio and its interval from timings of the same batches, both ways.
 
     Time is compared a token, because output may differ by a tie in rounding; where it does
     not, the speed-up is simply the ratio of the summed times.
     """
-    alone = [_median_seconds(pair.alone) for pair in pairs]
-    drafted = [_median_seconds(pair.drafted) for pair in pairs]
-    alone_tokens = [pair.alone[0].new_tokens for pair in pairs]
-    drafted_tokens = [pair.drafted[0].new_tokens for pair in pairs]
+    base_seconds = [_median_seconds(arm) for arm in alone]
+    seconds = [_median_seconds(arm) for arm in drafted]
+    base_tokens, tokens = ([arm[0].new_tokens for arm in arms] for arms in (alone, drafted))
     # what the drafted arm would have taken for the base's number of tokens
     matched = [
-        seconds * wanted / given
-        for seconds, wanted, given in zip(drafted, alone_tokens, drafted_tokens, strict=True)
+        taken * wanted / given
+        for taken, wanted, given in zip(seconds, base_tokens, tokens, strict=True)
     ]
-    forwards = sum(pair.drafted[0].forwards for pair in pairs)
-    step = _step_seconds([pair.drafted for pair in pairs])
-    base_step = _step_seconds([pair.alone for pair in pairs])
-    return {
-        "base_tokens_per_second": sum(alone_tokens) / sum(alone),
-        "tokens_per_second": sum(drafted_tokens) / sum(drafted),
-        "speedup": sum(alone) / sum(matched),
-        "interval": list(bootstrap_interval(alone, matched)),
-        "step_overhead": step / base_step,
-        "step_milliseconds": 1e3 * step,
-        "base_step_milliseconds": 1e3 * base_step,
-        "new_tokens": sum(drafted_tokens),
-        "forwards": forwards,
-    }
+    base_step, step = _step_seconds(alone), _step_seconds(drafted)
+    return Speed(
+        base_tokens_per_second=sum(base_tokens) / sum(base_seconds),
+        tokens_per_second=sum(tokens) / sum(seconds),
+        speedup=sum(base_seconds) / sum(matched),
+        interval=bootstrap_interval(base_seconds, matched),
+        step_overhead=step / base_step,
+        step_milliseconds=1e3 * step,
+        base_step_milliseconds=1e3 * base_step,
+        new_tokens=sum(tokens),
+        forwards=sum(arm[0].forwards for arm in drafted),
+    )
 
 
 def _median_seconds(timings: list[Timing]) -> float:
@@ -215,6 +222,14 @@ def _step_seconds(arms: list[list[Timing]]) -> float:
             "sooner; raise max_new_tokens or choose other prompts"
         )
     return seconds / steps
+
+
+def _refuse_nothing(num_prompts: int, repetitions: int, max_new_tokens: int) -> None:
+    if num_prompts < 1 or repetitions < 1 or max_new_tokens < 3:
+        raise ValueError(
+            "speed needs a prompt, a repetition and 3 new tokens at least, got "
+            f"{num_prompts}, {repetitions} and {max_new_tokens}"
+        )
 
 
 def _reset_peak(base: FrozenBase) -> None:

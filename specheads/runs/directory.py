@@ -1,33 +1,19 @@
-"""The run directory: checkpoints that are whole or absent, what made them, and when it ended."""
+"""The run directory: what lies where, what made it, and when it ended."""
 
-import hashlib
 import json
 import shutil
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from typing import Any
 
 from specheads.base import lora
 from specheads.base.lora import Adapter
 from specheads.core.drafter import Head
 from specheads.runs.provenance import provenance
-
-
-class Checkpoint(NamedTuple):
-    """What a checkpoint holds."""
-
-    state: dict[str, Any]
-    weights: dict[str, Tensor]
-    optimizer: dict[str, Any]
-    adapter: dict[str, Tensor]
-    """Empty where no phase trains the base."""
 
 
 @contextmanager
@@ -129,7 +115,8 @@ class RunDirectory:
             )
         if not self.provenance.is_file():
             write_atomic(
-                self.provenance, _json({"start": _now(), "end": None, **identity, **provenance()})
+                self.provenance,
+                _json({"start": _now(), "end": None, **identity, **asdict(provenance())}),
             )
         write_atomic(self.config, config_text)
 
@@ -173,71 +160,6 @@ class RunDirectory:
         """Keep what joint training has added to the base so far, as peft loads it."""
         with atomic_folder(self.adapter) as folder:
             adapter.save(folder)
-
-    def save_checkpoint(
-        self,
-        state: dict[str, Any],
-        weights: dict[str, Tensor],
-        optimizer: dict[str, Any],
-        adapter: dict[str, Tensor] | None = None,
-    ) -> None:
-        """Write a checkpoint of this step and remove the older ones.
-
-        Args:
-            state: JSON-able; holds at least `step`.
-            weights: The head's.
-            optimizer: State dicts of tensors and plain values.
-            adapter: The tensors of the base's adapter, where one is trained.
-        """
-        target = self.checkpoints / f"step-{state['step']}"
-        with atomic_folder(target) as folder:
-            _save_tensors(weights, folder / "head.safetensors")
-            if adapter:
-                _save_tensors(adapter, folder / "adapter.safetensors")
-            torch.save(optimizer, folder / "optimizer.pt")
-            (folder / "state.json").write_text(_json(state), encoding="utf-8")
-            sums = {file.name: _sha256(file) for file in sorted(folder.iterdir())}
-            (folder / "checksums.json").write_text(_json(sums), encoding="utf-8")
-        for other in self._steps():
-            if other != target:
-                shutil.rmtree(other)
-
-    def load_checkpoint(self) -> Checkpoint | None:
-        """Return the newest checkpoint that is whole."""
-        for folder in reversed(self._steps()):
-            if _is_whole(folder):
-                adapter = folder / "adapter.safetensors"
-                return Checkpoint(
-                    json.loads((folder / "state.json").read_text(encoding="utf-8")),
-                    load_file(folder / "head.safetensors"),
-                    torch.load(folder / "optimizer.pt", weights_only=True, map_location="cpu"),
-                    load_file(adapter) if adapter.is_file() else {},
-                )
-        return None
-
-    def _steps(self) -> list[Path]:
-        found = [folder for folder in self.checkpoints.glob("step-*") if folder.is_dir()]
-        return sorted(found, key=lambda folder: int(folder.name.removeprefix("step-")))
-
-
-def _save_tensors(tensors: dict[str, Tensor], file: Path) -> None:
-    save_file({name: value.contiguous() for name, value in tensors.items()}, file)
-
-
-def _is_whole(folder: Path) -> bool:
-    sums = folder / "checksums.json"
-    if not sums.is_file():
-        return False
-    expected = json.loads(sums.read_text(encoding="utf-8"))
-    return all(
-        (folder / name).is_file() and _sha256(folder / name) == value
-        for name, value in expected.items()
-    )
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _now() -> str:

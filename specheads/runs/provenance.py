@@ -2,32 +2,106 @@
 
 import os
 import platform
+import re
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from specheads.config import data_dir
+
 PACKAGES = ("specheads", "torch", "transformers", "accelerate", "peft", "datasets", "safetensors")
 
+ABSOLUTE = re.compile(r"(/|~|[A-Za-z]:[\\/]|\\\\|file:)")
 
-def provenance() -> dict[str, Any]:
-    """Return what made a result: command, versions, commit, machine. Holds no secrets."""
-    return {
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
-        "versions": {"python": platform.python_version()}
-        | {name: _version(name) for name in PACKAGES},
-        "git": _git(),
-        "hardware": {
-            "machine": platform.machine(),
-            "processor": _processor(),
-            "cores": os.cpu_count(),
-            "threads": torch.get_num_threads(),
-            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        },
-    }
+INSIDE = re.compile(r"(?<![^\[,:'\"=])/(?!/)[^\],'\"]+")
+"""An absolute path in a list, such as [/a/b,/c]."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hardware:
+    """The machine."""
+
+    machine: str = "unknown"
+    processor: str = "unknown"
+    cores: int | None = None
+    threads: int | None = None
+    gpu: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Git:
+    """The commit of specheads, and whether there were changes since."""
+
+    commit: str
+    dirty: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Provenance:
+    """What made a result. Holds no secrets, and no absolute path."""
+
+    command: list[str] = field(default_factory=list)
+    versions: dict[str, str | None] = field(default_factory=dict)
+    git: Git | None = None
+    hardware: Hardware = field(default_factory=Hardware)
+
+
+def provenance() -> Provenance:
+    """Return what made a result: command, versions, commit, machine."""
+    versions = {name: _version(name) for name in PACKAGES}
+    return Provenance(
+        command=[Path(sys.argv[0]).name, *map(nearby, sys.argv[1:])],
+        versions={"python": platform.python_version()} | versions,
+        git=_git(),
+        hardware=Hardware(
+            machine=platform.machine(),
+            processor=_processor(),
+            cores=os.cpu_count(),
+            threads=torch.get_num_threads(),
+            gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        ),
+    )
+
+
+def nearby(text: str) -> str:
+    """Return a path, or an override that holds some, as seen from the checkout or from here.
+
+    What lies elsewhere is cut to its last part.
+    """
+    return portable(text, (Path.cwd(), data_dir("recipes").parent))
+
+
+def portable(value: Any, roots: Sequence[Path] = ()) -> Any:
+    """Return a JSON value in which absolute paths are cut to their last part.
+
+    Args:
+        value: Texts, and lists and objects of them; a text may be an override (`key=path`).
+        roots: Folders; a path below one of them keeps what follows it.
+    """
+    if isinstance(value, Mapping):
+        return {name: portable(one, roots) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [portable(one, roots) for one in value]
+    if not isinstance(value, str):
+        return value
+    if ABSOLUTE.match(value):
+        return _cut(value, roots)
+    key, equals, rest = value.partition("=")
+    if equals and ABSOLUTE.match(rest):
+        return key + equals + _cut(rest, roots)
+    return INSIDE.sub(lambda found: _cut(found[0], roots), value)
+
+
+def _cut(path: str, roots: Sequence[Path]) -> str:
+    below = (Path(path).relative_to(root) for root in roots if Path(path).is_relative_to(root))
+    shown = next((place.as_posix() for place in below if place.parts), "")
+    return shown or re.split(r"[\\/]", path.rstrip("\\/"))[-1]
 
 
 def _version(package: str) -> str | None:
@@ -44,7 +118,7 @@ def _processor() -> str:
     return next(models, platform.processor())
 
 
-def _git() -> dict[str, Any] | None:
+def _git() -> Git | None:
     here = Path(__file__).resolve().parent
 
     def ask(*words: str) -> str:
@@ -52,6 +126,6 @@ def _git() -> dict[str, Any] | None:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        return {"commit": ask("rev-parse", "HEAD"), "dirty": bool(ask("status", "--porcelain"))}
+        return Git(commit=ask("rev-parse", "HEAD"), dirty=bool(ask("status", "--porcelain")))
     except (OSError, subprocess.CalledProcessError):
         return None

@@ -17,8 +17,8 @@ class Tracker:
         metrics: The JSONL file. Rows of steps after `resumed_step` are dropped: a resumed run
             writes them again.
         kind: One of `KINDS`.
-        project: Of wandb.
-        name: Of the run there.
+        project: Project at wandb.
+        name: Name of the run there.
         resumed_step: The step that training goes on from.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What training shows while it runs: sums since the last row, and a bar."""
+"""What training tells while it runs: rows of metrics, and numbers beside the bar."""
 
 import math
 import time
@@ -6,22 +6,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress
 from torch import Tensor
 
+from specheads.runs.trackers import Tracker
 from specheads.training.losses.depth_loss import DepthLoss
-
-
-def progress_bar(*, shown: bool) -> Progress:
-    """Return a bar with a field `numbers`; on all processes but the main one it is not shown."""
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.completed}/{task.total}"),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[numbers]}"),
-        disable=not shown,
-    )
+from specheads.training.phase import PlacedPhase, Progressed
 
 
 def figures(loss: DepthLoss) -> dict[str, Tensor]:
@@ -34,46 +24,65 @@ def figures(loss: DepthLoss) -> dict[str, Tensor]:
     )
 
 
-class Meter:
-    """Sums up what happened since the last row, on the device, read once a row."""
+class PhaseLog:
+    """Tells of one phase: a row every few steps, and its line of the display.
 
-    def __init__(self) -> None:
-        self.sums: dict[str, Tensor] = {}
-        self.steps, self.tokens, self.since = 0, 0, time.perf_counter()
+    Figures are summed up on the device, and read and averaged over processes once a row.
+    """
 
-    def add(self, values: Mapping[str, Tensor], tokens: int) -> None:
-        """Count a step: its figures, and the tokens that all processes read."""
+    def __init__(
+        self,
+        phase: PlacedPhase,
+        at: Progressed,
+        tracker: Tracker | None,
+        display: Progress,
+        mean: Callable[[Tensor], Tensor],
+        every: int,
+    ) -> None:
+        self.phase, self.at, self.tracker, self.display = phase, at, tracker, display
+        self.mean, self.every = mean, every
+        self.task = display.add_task(
+            phase.name, total=phase.settings.steps, completed=at.step - phase.first, numbers=""
+        )
+        self._clear()
+
+    def step(self, values: Mapping[str, Tensor], tokens: int) -> None:
+        """Tell of one more step: its figures, and the tokens that all processes read in it."""
         for name, value in values.items():
             self.sums[name] = self.sums[name] + value if name in self.sums else value
         self.steps += 1
         self.tokens += tokens
+        if self.at.step % self.every == 0 or self.at.step == self.phase.end:
+            self._write(self._row())
+            self._clear()
+        self.display.update(self.task, completed=self.at.step - self.phase.first)
 
-    def take(self, over_processes: Callable[[Tensor], Tensor]) -> dict[str, float]:
-        """Return means since the last call, and begin again.
+    def _clear(self) -> None:
+        self.sums: dict[str, Tensor] = {}
+        self.steps, self.tokens, self.since = 0, 0, time.perf_counter()
 
-        Args:
-            over_processes: Gives the mean of a tensor over all processes.
-        """
-        means = over_processes(torch.stack(list(self.sums.values())) / self.steps).tolist()
-        now = time.perf_counter()
-        row = dict(zip(self.sums, means, strict=True))
-        row["tokens_per_second"] = self.tokens / (now - self.since)
-        self.sums = {}
-        self.steps, self.tokens, self.since = 0, 0, now
+    def _row(self) -> dict[str, Any]:
+        """Return what happened since the last row."""
+        means = self.mean(torch.stack(list(self.sums.values())) / self.steps).tolist()
+        at = self.at
+        row: dict[str, Any] = {"step": at.step, "phase": self.phase.name, "tokens": at.tokens}
+        row |= zip(self.sums, means, strict=True)
+        row["tokens_per_second"] = self.tokens / (time.perf_counter() - self.since)
+        rates = self.phase.rates(at.step - 1)
+        row["learning_rate"] = rates["head"]
+        if self.phase.settings.joint:
+            row["learning_rate/base"] = rates["base"]
         return row
 
-
-def refuse_divergence(row: Mapping[str, Any]) -> None:
-    """Stop training whose loss is no number any more.
-
-    Raises:
-        ValueError: Says at which step.
-    """
-    if not math.isfinite(row["loss"]):
-        raise ValueError(
-            f"training needs a finite loss, got {row['loss']} at step {row['step']}; lower "
-            "learning_rate"
-        )
+    def _write(self, row: Mapping[str, Any]) -> None:
+        if not math.isfinite(row["loss"]):
+            raise ValueError(
+                f"training needs a finite loss, got {row['loss']} at step {row['step']}; lower "
+                "learning_rate"
+            )
+        if self.tracker is not None:
+            self.tracker.log(dict(row))
+        self.display.update(self.task, numbers=describe(row))
 
 
 def describe(row: Mapping[str, Any]) -> str:

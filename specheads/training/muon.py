@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic iteration: the steepest at zero that still stays near one."""
+"""Coefficients of the quintic iteration: the steepest at zero that still stays near one."""
 
 ITERATIONS = 5
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from specheads.config import Phase
 from specheads.core.drafter import Features, Head
-from specheads.training.losses.depth_loss import DepthLoss, Targets, depth_loss
+from specheads.training.losses.depth_loss import LABELS_ONLY, DepthLoss, Targets, depth_loss
 
 
 class Objective(nn.Module):
@@ -24,7 +24,7 @@ class Objective(nn.Module):
         features: Features,
         tokens: Tensor,
         scored: Bool[Tensor, "batch time"],
-        project: Callable[[Tensor], Tensor] | None,
+        logits_of: Callable[[Tensor], Tensor],
         phase: Phase,
     ) -> DepthLoss:
         """Return the loss of every depth over the labels that `scored` marks.
@@ -32,6 +32,10 @@ class Objective(nn.Module):
         With D-PACE those are first labels of whole chains, each drafted from one position.
         """
         depth, chains = self.head.depth, phase.weighting == "dpace"
+        project = None if phase.loss in LABELS_ONLY else logits_of
+        scored = scored.clone()
+        # the first labels have no position early enough for the deepest head
+        scored[:, : depth + 1] = False
         drafted = self.head.to_drafted(tokens)
         rows, labels = (scored & (chains | (drafted >= 0))).nonzero(as_tuple=True)
         at = [labels + level if chains else labels for level in range(depth)]
@@ -53,5 +57,5 @@ class Objective(nn.Module):
             weighting=phase.weighting,
         )
         # a label that cannot be drafted is a draft that the base will not accept
-        counted = torch.stack([(target.labels >= 0).sum() for target in targets])
-        return replace(loss, agreement=loss.agreement * counted / scored.sum().clamp(min=1))
+        drafted_labels = torch.stack([(target.labels >= 0).sum() for target in targets])
+        return replace(loss, agreement=loss.agreement * drafted_labels / scored.sum().clamp(min=1))

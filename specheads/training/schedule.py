@@ -44,7 +44,7 @@ def optimizers(
 
     Args:
         head: Trained.
-        schedule: Its optimizer settings.
+        schedule: Schedule with the optimizer's settings.
         adapter: What joint phases train of the base; it has an AdamW of its own.
 
     Source: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon.
@@ -117,8 +117,8 @@ def check_phase(name: str, phase: Phase, context: int, depth: int | None = None)
     """Refuse a phase that could only fail once training has begun.
 
     Args:
-        name: Of the phase.
-        phase: Its settings.
+        name: Name of the phase.
+        phase: Settings of the phase.
         context: Tokens the base can read.
         depth: Levels of the head; None leaves open how many weights there must be.
 

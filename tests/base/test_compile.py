@@ -15,6 +15,7 @@ from torch._inductor import config as inductor
 
 from specheads.base.cache import KVCache
 from specheads.base.compile import EXTENT, compiled
+from specheads.base.forward import answer
 from specheads.base.model import FrozenBase
 from specheads.decoding.generate import generate
 from specheads.decoding.trees import policies
@@ -40,7 +41,7 @@ def nothing_compiled() -> Iterator[None]:
 
 
 def copied(architecture: str, device: str = "cpu", **settings: Any) -> FrozenBase:
-    """Return a base of its own: what is compiled listens to it."""
+    """Return a base of its own: its graphs are its own."""
     model = copy.deepcopy(tiny.base(architecture).model)
     torch.nn.Module.to(model, device)
     return FrozenBase(model, **settings)
@@ -59,7 +60,7 @@ def oracle(base: FrozenBase, prompts: list[list[int]], length: int) -> Oracle:
 def test_a_static_cache_makes_one_graph_of_all_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     # how CUDA compiles, without what only CUDA has: sizes are no symbols, a new one is a new graph
     plain, base = tiny.base("llama"), copied("llama")
-    forward = torch.compile(base.model.forward, backend="eager", dynamic=False, fullgraph=True)
+    forward = torch.compile(answer, backend="eager", dynamic=False, fullgraph=True)
     monkeypatch.setattr(base, "_run", forward)
     monkeypatch.setattr(
         base,
@@ -120,7 +121,7 @@ def rounds(architecture: str) -> None:
 @pytest.mark.slow
 def test_compiled_on_a_cpu_says_what_eager_says() -> None:
     # as users run it: the checks of types that tests run with would cut graphs to pieces
-    run = "from tests.test_compiled import rounds; rounds('llama')"
+    run = "from tests.base.test_compile import rounds; rounds('llama')"
     done = subprocess.run([sys.executable, "-c", run], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     first, second = map(int, done.stdout.split())

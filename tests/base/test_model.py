@@ -1,3 +1,4 @@
+import copy
 from pathlib import Path
 
 import pytest
@@ -5,9 +6,10 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from specheads.base.model import FrozenBase
+from specheads.base.projection import VocabularyProjection, projection_of
 from specheads.core.tree import chain
 from specheads.decoding.generate import generate
 from tests import tiny
@@ -51,7 +53,7 @@ def test_golden_numbers_are_reproduced(case, dtype, attention):
     assert_golden(features.hidden[0, positions], hidden[-1])
     aux = torch.cat([hidden[0], hidden[2], hidden[-1]], dim=-1)
     assert_golden(features.aux[0, positions], aux)
-    assert_golden(base.project(features.hidden)[0, positions], io["out.logits.0"])
+    assert_golden(base.projection(features.hidden)[0, positions], io["out.logits.0"])
 
     assert generate(base, None, prompts, max_new_tokens=len(said[0])).tokens == said
 
@@ -67,7 +69,7 @@ def test_verifying_gives_the_hidden_states_and_taps_that_reading_gives(architect
     read = base.read(torch.tensor([prompt]), aux_layers=(1, 2))
     torch.testing.assert_close(seen.features.hidden, read.hidden[:, -4:])
     torch.testing.assert_close(seen.features.aux, None if read.aux is None else read.aux[:, -4:])
-    torch.testing.assert_close(seen.logits, base.project(read.hidden[:, -4:]))
+    torch.testing.assert_close(seen.logits, base.projection(read.hidden[:, -4:]))
 
 
 def test_the_parameters_of_a_base_take_no_gradient():
@@ -135,6 +137,9 @@ def test_logits_that_follow_another_rule_are_refused():
         ({"model": "/nowhere/to/be/found"}, "must be a folder or a Hub id"),
         ({"model": SHIPPED, "dtype": "float33"}, "dtype must name a torch dtype .* 'float33'"),
         ({"model": SHIPPED, "dtype": "nn"}, "dtype must name a torch dtype .* 'nn'"),
+        ({"model": SHIPPED, "dtype": "int8"}, "dtype must name a torch dtype .* 'int8'"),
+        ({"model": SHIPPED, "device": "gpux"}, "device must name a torch device .* 'gpux'"),
+        ({"model": SHIPPED, "device": "cuda:99"}, "device must name a torch device .* 'cuda:99'"),
     ],
 )
 def test_loading_what_cannot_be_loaded_says_so_in_one_line(settings, message):
@@ -199,9 +204,11 @@ def test_prompts_read_in_chunks_give_what_whole_prompts_give(architecture, chunk
 
 def test_prefill_projects_only_the_last_token_of_each_row(monkeypatch):
     base, shapes = tiny.base(), []
-    project = base.project
+    project = VocabularyProjection.__call__
     monkeypatch.setattr(
-        base, "project", lambda hidden: (shapes.append(hidden.shape), project(hidden))[1]
+        VocabularyProjection,
+        "__call__",
+        lambda self, hidden: (shapes.append(hidden.shape), project(self, hidden))[1],
     )
     heard = []
     handle = base.model.lm_head.register_forward_hook(lambda *call: heard.append(call))
@@ -241,3 +248,116 @@ def test_a_longrope_base_is_exact_up_to_its_original_context_and_refused_beyond(
     assert logits.argmax(-1).tolist() == said
     with pytest.raises(ValueError, match=r"exceed 24; shorten"):
         generate(base, None, [prompt], max_new_tokens=25 - len(prompt))
+
+
+def fresh(architecture: str = "llama") -> PreTrainedModel:
+    return copy.deepcopy(tiny.base(architecture).model)
+
+
+def strides(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
+    return {name: value.stride() for name, value in model.named_parameters()}
+
+
+def test_a_released_model_has_the_modes_it_had():
+    model = fresh().train()
+    model.lm_head.eval()
+    with FrozenBase(model):
+        assert not any(module.training for module in model.modules())
+    assert model.training
+    assert [module for module in model.modules() if not module.training] == [model.lm_head]
+
+
+def test_a_released_model_learns_where_it_learned():
+    model = fresh().requires_grad_(True)
+    model.lm_head.weight.requires_grad_(False)
+    with FrozenBase(model):
+        assert not any(value.requires_grad for value in model.parameters())
+    idle = [name for name, value in model.named_parameters() if not value.requires_grad]
+    assert idle == ["lm_head.weight"]
+
+
+def test_a_released_model_lies_in_memory_as_it_lay():
+    model = AutoModelForCausalLM.from_config(tiny.config())
+    model.lm_head.weight.data = model.lm_head.weight.data.t().contiguous().t()
+    before, values = strides(model), copy.deepcopy(model.state_dict())
+    base = FrozenBase(model)
+    assert strides(model) != before
+    base.release()
+    base.release()
+    assert strides(model) == before
+    assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
+
+
+def test_a_refused_model_is_given_back_too():
+    config = transformers.BloomConfig(vocab_size=61, hidden_size=32, n_layer=2, n_head=4)
+    model = AutoModelForCausalLM.from_config(config).train()
+    before = strides(model)
+    with pytest.raises(ValueError, match="choose another base"):
+        FrozenBase(model)
+    assert model.training
+    assert all(value.requires_grad for value in model.parameters())
+    assert strides(model) == before
+
+
+def test_nobody_listens_to_the_model():
+    model = tiny.base().model
+    hooks = [(one._forward_pre_hooks, one._forward_hooks) for one in model.modules()]
+    assert not any(before or after for before, after in hooks)
+
+
+@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
+def test_a_folder_without_tokenizer_files_is_a_base_without_a_tokenizer(architecture, tmp_path):
+    tiny.base(architecture).model.save_pretrained(tmp_path)
+    base = FrozenBase.load(tmp_path, dtype="float64", device="cpu")
+    assert base.tokenizer is None
+    prompts = tiny.prompts()
+    assert generate(base, None, prompts, max_new_tokens=8).tokens == [
+        said[:8] for said in tiny.continuations(architecture)
+    ]
+
+
+@pytest.mark.parametrize("found", ["none", "pytorch_model.bin", "damaged"])
+def test_a_folder_without_safetensors_is_refused_in_one_line(found, tmp_path):
+    tiny.base().model.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    if found == "damaged":
+        (tmp_path / "model.safetensors").write_bytes(b"no header")
+    elif found != "none":
+        torch.save({}, tmp_path / found)
+    wanted = "header" if found == "damaged" else f"in safetensors, and it has {found}; write them"
+    with pytest.raises(ValueError, match=wanted) as caught:
+        FrozenBase.load(tmp_path)
+    assert "\n" not in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "scale", "cap"),
+    [
+        (tiny.config("granite"), 2.0, None),
+        (transformers.Gemma2Config(hidden_size=8, final_logit_softcapping=3.0), 1.0, 3.0),
+        (tiny.config("llama"), 1.0, None),
+    ],
+    ids=["granite", "gemma2", "llama"],
+)
+def test_a_projection_scales_and_caps_as_its_base_does(config, scale, cap):
+    weight, hidden = torch.randn(5, 8), torch.randn(3, 8)
+    projection = projection_of(config, weight, bias := torch.randn(5))
+    assert (projection.scale, projection.cap) == (scale, cap)
+    wanted = (hidden @ weight.T + bias) / scale
+    uncapped = hidden @ projection.scaled_weight.T + bias / scale
+    torch.testing.assert_close(uncapped, wanted)
+    wanted = wanted if cap is None else cap * (wanted / cap).tanh()
+    torch.testing.assert_close(projection(hidden), wanted)
+    some = torch.tensor([4, 1])
+    torch.testing.assert_close(projection.rows(some)(hidden), wanted[:, some])
+    assert projection.rows(some).tokens is some
+    assert projection.rows(None) is projection
+
+
+def test_gradients_flow_through_a_projection_where_they_are_on():
+    hidden = torch.randn(2, 32, dtype=torch.float64, requires_grad=True)
+    assert tiny.base().projection(hidden).requires_grad
+    assert tiny.base().logits_of(hidden).requires_grad
+    with torch.no_grad():
+        assert not tiny.base().logits_of(hidden).requires_grad

@@ -18,6 +18,7 @@ import specheads
 from specheads.commands import compare, evaluate, export, train
 from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import read_metrics
+from specheads.training import trainer
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["evaluation.num_prompts=2", "evaluation.max_new_tokens=8", "evaluation.speed_prompts=1"]
@@ -176,18 +177,18 @@ def test_an_interrupted_command_goes_on_and_ends_where_an_undisturbed_one_does(
 ):
     arguments = ["train.py", "recipe=smoke", f"run_dir={tmp_path}/run", "evaluate_after=false"]
     monkeypatch.setattr(sys, "argv", arguments)
-    step = train.trainer._Trainer._step
+    step = trainer._Trainer._step
 
     def interrupted(self, *rest):
         self.stop = self.at.step == 7
         return step(self, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(train.trainer._Trainer, "_step", interrupted)
+        patch.setattr(trainer._Trainer, "_step", interrupted)
         with pytest.raises(SystemExit) as left:
             train.main()
     assert left.value.code == 130
-    assert train.trainer.last_step(RunDirectory(tmp_path / "run")) == 8
+    assert trainer.last_step(RunDirectory(tmp_path / "run")) == 8
     train.main()
     ours = load_file(tmp_path / "run" / "head" / "model.safetensors")
     whole = load_file(finished[0] / "runs" / "smoke" / "head" / "model.safetensors")

@@ -22,7 +22,7 @@ from specheads.decoding.loop import Step
 from specheads.decoding.request import Piece, Request, Stream
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.sampled import Sampled
-from specheads.heads.load import build_for
+from specheads.heads.load import build_for, fit
 from specheads.measure.oracle import Places
 from tests import tiny
 from tests.decoding.test_detokenize import PIECES, tokenizer
@@ -33,8 +33,8 @@ TREE = policies.Static([(0,), (1,), (0, 0)])
 
 
 def what(step: Step) -> tuple[list[int], ...]:
-    """Return a step without its row's number and its times."""
-    return step.tokens, step.path, step.drafted, step.parents
+    """Return what a step gave, whoever was decoded beside it."""
+    return step.tokens, step.path
 
 
 def head(**settings: Any) -> Drafter:
@@ -467,3 +467,14 @@ def test_a_stop_string_ends_the_text_right_before_it(depth, stop, base):
     other = ask(engine, max_new_tokens=30, stop=(stop[:-1] + "?never",))
     assert joined(list(other)) == (said[:30], text.text)
     assert other.finish_reason == "length"
+
+
+def test_a_head_in_another_dtype_is_refused_before_torch_fails():
+    base = tiny.base(dtype=torch.bfloat16)
+    head = build_for({"kind": "medusa", "depth": 2}, base).eval()
+    with pytest.raises(ValueError, match=r"float32 on cpu beside .*bfloat16.*load_head") as caught:
+        Engine(base, head)
+    assert "\n" not in str(caught.value)
+    fit(head, base)
+    assert head.projection(0)[0].dtype == base.dtype
+    Engine(base, head)

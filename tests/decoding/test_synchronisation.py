@@ -123,7 +123,7 @@ def waits(
 def head_on(base: FrozenBase, kind: str) -> Head:
     head = build_for({"kind": kind, "depth": 3}, tiny.base("llama", dtype=torch.float32))
     head.to(META)
-    head.bind(base.embedding, base.projection)
+    head.bind(base.embedding, base.projection.weight)
     return head.eval()
 
 

@@ -24,6 +24,7 @@ from specheads.export.write import export_head, save
 from specheads.heads.load import build_for, kinds, load_head
 from specheads.measure.counts import DepthCounts
 from specheads.measure.offline import replay_chain
+from specheads.measure.store import to_json
 from tests import tiny
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -97,7 +98,7 @@ def test_an_export_read_back_drafts_what_the_head_drafts(kind, engine, base, tex
         assert parity.largest_difference < 1e-5
         assert any(str(out) in line for line in lines)
         record = json.loads((out / RECORD).read_text())
-        assert record["parity"]["per_depth"] == parity.per_depth
+        assert record["parity"]["per_depth"] == to_json(parity.per_depth)
         assert record["base"]["name"] == "tiny/base"
 
 

@@ -21,13 +21,14 @@ from omegaconf import OmegaConf
 
 import specheads
 from specheads.base.model import FrozenBase
-from specheads.commands import _compose, evaluate, push
+from specheads.commands import _compose, push
 from specheads.config import Push, Train, data_dir
 from specheads.export.engines import engines
 from specheads.export.hub import card, upload
-from specheads.export.hub.summary import portable, read_facts
+from specheads.export.hub.summary import read_summary
 from specheads.heads.load import build_for, kinds, load_head
 from specheads.runs.directory import RunDirectory
+from specheads.runs.provenance import portable
 from tests import tiny
 from tests.export.hub_server import OWNER, Blob, HubServer, Repository
 
@@ -101,7 +102,7 @@ def publish(
     """Push that run as the owner, with these settings."""
     del owner
     # the same every time, and loading it takes longest
-    monkeypatch.setattr(evaluate, "load_base", lambda _: base)
+    monkeypatch.setattr(FrozenBase, "load", lambda *_, **__: base)
 
     def push_run(**settings: Any) -> None:
         push.push_run(Push(**{"run": str(run.path), "repo": REPO, **settings}))
@@ -192,8 +193,8 @@ def test_the_card_tells_the_hub_and_people_what_the_run_measured(publish, server
 
 @pytest.mark.parametrize("kind", kinds())
 def test_the_card_says_of_every_engine_whether_it_takes_the_head(kind, made, base):
-    facts = read_facts(made, asdict(_compose.read_run(made.config, Train)), base, "ada/base")
-    text = card.model_card(facts, build_for({"kind": kind, "depth": 3}, base), base)
+    about = read_summary(made, asdict(_compose.read_run(made.config, Train)), base, "ada/base")
+    text = card.model_card(about, build_for({"kind": kind, "depth": 3}, base), base)
     rows = dict(re.findall(r"^\| `(\w+)` \|.*\| (yes|no)[:;] [^|]+ \|$", text, re.MULTILINE))
     shown = re.findall(r"^`(\w+)`:$", text, re.MULTILINE)
     assert set(rows) == set(engines())
@@ -206,7 +207,7 @@ def test_what_a_run_does_not_tell_is_called_unknown(run, base, base_folder):
     (run.report / "results.json").unlink()
     settings = asdict(_compose.read_run(run.config, Train))
     settings["data"] |= {"source": "jsonl", "path": str(run.path / "corpus.jsonl")}
-    text = card.model_card(read_facts(run, settings, base), load_head(run.head, base), base)
+    text = card.model_card(read_summary(run, settings, base), load_head(run.head, base), base)
     told = ModelCard(text).data.to_dict()
     assert told["license"] == "unknown"
     assert "base_model" not in told
@@ -222,7 +223,7 @@ def test_what_a_run_does_not_tell_is_called_unknown(run, base, base_folder):
 def test_the_card_of_a_base_with_its_adapter_sends_no_one_to_an_engine(run, base):
     run.adapter.mkdir()
     settings = asdict(_compose.read_run(run.config, Train))
-    text = card.model_card(read_facts(run, settings, base), load_head(run.head, base), base)
+    text = card.model_card(read_summary(run, settings, base), load_head(run.head, base), base)
     assert 'adapter="path/to/adapter"' in text
     assert "specheads export" not in text
 

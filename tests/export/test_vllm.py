@@ -301,7 +301,7 @@ def decision(place: int) -> float:
     """Return how far apart the base's two best logits are where they are closest."""
     first = len(prompts()[place]) - 1
     text = torch.tensor([prompts()[place] + said()[place]])
-    logits = base().project(base().read(text).hidden[0, first : first + NEW_TOKENS])
+    logits = base().projection(base().read(text).hidden[0, first : first + NEW_TOKENS])
     best, second = logits.topk(2).values.T
     return (best - second).min().item()
 

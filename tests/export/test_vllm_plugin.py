@@ -106,7 +106,7 @@ def build(kind: str, **settings: Any) -> Head:
     head = load.build({"kind": kind, "depth": DEPTH} | settings, width=32, vocab_size=tiny.VOCAB)
     for parameter in head.parameters():
         nn.init.normal_(parameter, std=0.4)
-    head.double().bind(base.embedding, base.scaled_projection)
+    head.double().bind(base.embedding, base.projection.scaled_weight)
     return head.eval()
 
 
@@ -132,7 +132,7 @@ def config(**changes: Any) -> Any:
 
 def target() -> nn.Module:
     base = tiny.base()
-    return nn.ModuleList([Embedding(base.embedding), LMHead(base.projection)])
+    return nn.ModuleList([Embedding(base.embedding), LMHead(base.projection.weight)])
 
 
 def cache(*specs: Any) -> Any:
@@ -261,7 +261,7 @@ def test_a_projection_is_scaled_as_its_base_scales_its_logits(prepared, tmp_path
     served = runner.drafter.head
     state = torch.randn(1, 32 + 4, dtype=torch.float64)
     base = tiny.base()
-    head.bind(base.embedding, base.scaled_projection / 4)
+    head.bind(base.embedding, base.projection.scaled_weight / 4)
     torch.testing.assert_close(served.logits(state, 0), head.logits(state, 0))
 
 

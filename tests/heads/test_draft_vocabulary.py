@@ -1,14 +1,18 @@
 """What is told of a reduced draft vocabulary: its size, and how much of the text it covers."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from specheads.commands.evaluate import _draft_vocabulary
 from specheads.heads.load import build
 from specheads.measure import report
+from specheads.measure.evaluation import draft_vocabulary
+from specheads.measure.results import DraftVocabulary
+from specheads.measure.store import from_json
 from specheads.runs.directory import RunDirectory
+from tests.results import bare
 
 
 def test_the_coverage_that_a_run_counted_is_told_with_its_results(tmp_path: Path):
@@ -18,14 +22,14 @@ def test_the_coverage_that_a_run_counted_is_told_with_its_results(tmp_path: Path
     counted = {"size": 2, "coverage": head.coverage(counts)}
     run = RunDirectory(tmp_path / "run")
     run.begin("name: x", {"draft_vocabulary": counted})
-    assert _draft_vocabulary(head, run) == counted
+    assert draft_vocabulary(head, run) == DraftVocabulary(**counted)
     assert counted["coverage"] == pytest.approx(0.9)
-    assert _draft_vocabulary(head, None) == {"size": 2, "coverage": None}
+    assert draft_vocabulary(head, None) == DraftVocabulary(size=2, coverage=None)
 
 
 def test_a_head_that_drafts_every_token_covers_everything():
     head = build({"kind": "medusa"}, width=4, vocab_size=6)
-    assert _draft_vocabulary(head, None) == {"size": 6, "coverage": 1.0}
+    assert draft_vocabulary(head, None) == DraftVocabulary(size=6, coverage=1.0)
 
 
 @pytest.mark.parametrize(
@@ -39,12 +43,6 @@ def test_a_head_that_drafts_every_token_covers_everything():
     ids=["counted", "not counted", "whole", "measured before"],
 )
 def test_the_report_tells_a_reduced_vocabulary(section: dict | None, told: list[str]):
-    results = {
-        "head": {"kind": "medusa", "depth": 1, "parameters": 1},
-        "base": {"name": "tiny", "parameters": 1},
-        "prompts": {"name": "some", "count": 1},
-        "settings": {"tree": "chain", "num_nodes": 2, "temperature": 0.0},
-        "draft_vocabulary": section,
-    }
+    results = replace(bare(), draft_vocabulary=section and from_json(DraftVocabulary, section))
     rows = [row for row in report.summary(results) if row[0] == "draft vocabulary"]
     assert [what for _, what in rows] == told

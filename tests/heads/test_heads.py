@@ -141,6 +141,22 @@ def test_a_block_head_drafts_from_positions_that_predict_scored_tokens_and_no_ot
 
 
 @each_case
+def test_16_bit_features_meet_weights_in_float32_without_a_warning(settings: dict):
+    # suite-wide, a warning is an error; torch says this one once a process unless asked
+    base = tiny.base(dtype=torch.bfloat16)
+    head = build_for(settings, base).train()
+    assert {value.dtype for value in head.parameters()} == {torch.float32}
+    features, tokens = read(base, head.aux_layers)
+    torch.set_warn_always(True)
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = offline_logits(head, features, tokens)
+    finally:
+        torch.set_warn_always(False)
+    assert all(one.isfinite().all() for one in logits)
+
+
+@each_case
 def test_drafting_a_chain_agrees_with_training(settings: dict, base: FrozenBase):
     """begin/extend along the true tokens give the logits that states() trains."""
     head = make(settings, base)

@@ -126,7 +126,7 @@ def test_at_step_zero_hydra_says_what_the_base_says():
     head = build_for({"kind": "hydra_heads", "prefix": False}, base).double()
     tokens = torch.randint(base.vocab_size, (2, 12))
     features = base.read(tokens)
-    own = base.project(features.hidden)
+    own = base.projection(features.hidden)
     for level, logits in enumerate(offline_logits(head, features, tokens)):
         torch.testing.assert_close(logits, own[:, : 10 - level], rtol=1e-5, atol=1e-5)
 

@@ -54,7 +54,7 @@ def test_at_step_zero_medusa_says_what_the_base_says(architecture: str, projecti
     head = build_for({"kind": "medusa", "projection": projection}, base).double()
     tokens = torch.randint(base.vocab_size, (2, TIME), generator=torch.manual_seed(0))
     features = base.read(tokens)
-    own = base.project(features.hidden)
+    own = base.projection(features.hidden)
     for level, logits in enumerate(offline_logits(head, features, tokens)):
         # the head starts from float32 copies of the base's tensors
         torch.testing.assert_close(logits, own[:, : TIME - 2 - level], rtol=1e-5, atol=1e-5)
@@ -109,7 +109,7 @@ def test_legacy_heads_learn_the_vocabulary_from_their_base_and_keep_it(tmp_path:
     assert head.vocab_size == base.vocab_size
     head.save_pretrained(tmp_path / "ours")
     again = load_head(tmp_path / "ours", base)
-    assert torch.equal(again.projection(0)[0], base.projection)
+    assert torch.equal(again.projection(0)[0], base.projection.weight)
     with pytest.raises(ValueError, match="of vocab_size 61, this base has 67"):
         fit(again, _another_base())
 
@@ -122,9 +122,9 @@ def _another_base() -> FrozenBase:
 @pytest.mark.parametrize("settings", BORROWERS, ids=lambda one: one["projection"])
 def test_what_medusa_borrows_is_neither_trained_nor_saved(settings: dict, base: FrozenBase):
     head = build_for({"kind": "medusa", **settings}, base)
-    assert head.get_buffer("borrowed").data_ptr() == base.projection.data_ptr()
+    assert head.get_buffer("borrowed").data_ptr() == base.projection.weight.data_ptr()
     assert "borrowed" not in head.state_dict()
-    assert all(value.shape != base.projection.shape for value in head.parameters())
+    assert all(value.shape != base.projection.weight.shape for value in head.parameters())
 
 
 @pytest.mark.parametrize("draft_tokens", [0, 20])

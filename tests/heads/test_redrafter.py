@@ -169,7 +169,7 @@ def test_at_step_zero_redrafter_says_what_the_base_says(exit_dim: int):
     head = build_for({"kind": "redrafter", "exit_dim": exit_dim}, base).double()
     tokens = torch.randint(base.vocab_size, (2, 12))
     features = base.read(tokens)
-    own = base.project(features.hidden)
+    own = base.projection(features.hidden)
     for level, state in enumerate(head.states(features, tokens)):
         torch.testing.assert_close(head.logits(state, level), own, rtol=1e-5, atol=1e-5)
 

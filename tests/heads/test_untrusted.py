@@ -247,7 +247,7 @@ def test_a_public_checkpoint_is_evaluated_and_trained_like_ours(case: str, base:
     tokens = torch.randint(211, (2, 16), generator=torch.manual_seed(0))
     prompts, said = [row[:6].tolist() for row in tokens], [row[6:].tolist() for row in tokens]
     measured = measure_offline(base, head, prompts, said)
-    assert measured["forwards"] > 0
+    assert measured.forwards > 0
     logits = offline_logits(head, base.read(tokens, head.aux_layers), tokens)
     torch.stack([one.square().mean() for one in logits]).sum().backward()
     assert all(value.grad is not None for value in head.parameters())

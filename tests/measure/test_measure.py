@@ -3,8 +3,9 @@
 import functools
 import itertools
 import json
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,8 +19,12 @@ from specheads.decoding.trees import policies
 from specheads.measure import offline, online, report, speed
 from specheads.measure.counts import DepthCounts
 from specheads.measure.how import How
+from specheads.measure.results import Acceptance, Candidate, Lossless, PhaseRate, Results
+from specheads.measure.store import from_json, read, to_json
 from specheads.measure.tune import trees
+from specheads.runs.provenance import Provenance
 from tests import tiny
+from tests.results import bare
 
 DEPTH = 4
 TREE = policies.Static([(0,), (1,), (2,), (0, 0), (1, 0), (0, 1), (0, 0, 0), (0, 0, 0, 0)])
@@ -250,68 +255,58 @@ def test_a_tree_that_changes_shape_is_replayed_as_a_chain_and_says_so():
     section = offline.measure_offline(
         tiny.base(), Habit(), tiny.prompts(), alone(), tree=policies.BestFirst(6, 3)
     )
-    assert section["replayed"] == "chain"
-    assert len(section["per_depth"]) == DEPTH
+    assert section.replayed == "chain"
+    assert len(section.per_depth) == DEPTH
 
 
 # --- online ------------------------------------------------------------------------------------
 
 
-def measure(**settings: Any) -> dict[str, dict[str, Any]]:
+def measure(categories: Sequence[str] = (), **settings: Any) -> Acceptance:
     settings = {"max_new_tokens": tiny.NEW_TOKENS, "batch_size": 3} | settings
-    return online.measure_online(tiny.base(), Habit(0.5), tiny.prompts(), alone(), **settings)
+    how = How(**settings)
+    return online.measure_online(tiny.base(), Habit(0.5), tiny.prompts(), alone(), how, categories)
 
 
 def test_speculative_output_is_the_base_alones_and_the_sections_say_so():
     sections = measure(tree=TREE)
-    assert sections["lossless"] == {
-        "compared": 3,
-        "identical": 3,
-        "first_divergence_logit_gap": None,
-    }
-    section = sections["online"]
-    low, high = section["interval"]
-    assert 1.0 < low <= section["tokens_per_forward"] <= high
-    assert section["tokens_per_forward_without_bonus"] == pytest.approx(
-        section["tokens_per_forward"] - 1
-    )
-    assert section["new_tokens"] == 3 * (tiny.NEW_TOKENS - 1)
+    assert sections.lossless == Lossless(compared=3, identical=3, first_divergence_logit_gap=None)
+    section = sections.online
+    low, high = section.interval
+    assert 1.0 < low <= section.tokens_per_forward <= high
+    assert section.tokens_per_forward_without_bonus == pytest.approx(section.tokens_per_forward - 1)
+    assert section.new_tokens == 3 * (tiny.NEW_TOKENS - 1)
 
 
 def test_samples_are_counted_and_compared_only_where_they_are_the_base_alones():
-    def sample(seed: int, acceptance: str) -> dict[str, dict[str, Any]]:
-        settings = Sampling(temperature=1.0, seed=seed)
-        limits: dict[str, Any] = {"max_new_tokens": 16, "batch_size": 2}
-        plain = online.decode_prompts(
-            tiny.base(), None, tiny.prompts(), How(sampling=settings, **limits)
-        )
-        return online.measure_online(
-            tiny.base(), Habit(0.5), tiny.prompts(), [one.tokens for one in plain],
-            tree=TREE, settings=settings, acceptance=acceptance, **limits,
-        )  # fmt: skip
+    def sample(seed: int, acceptance: str) -> Acceptance:
+        how = How(max_new_tokens=16, batch_size=2, sampling=Sampling(temperature=1.0, seed=seed))
+        plain = online.write_alone(tiny.base(), tiny.prompts(), how)
+        how = replace(how, tree=TREE, acceptance=acceptance)
+        return online.measure_online(tiny.base(), Habit(0.5), tiny.prompts(), plain, how)
 
     sections = sample(3, "match")
-    assert sections["lossless"]["compared"] == sections["lossless"]["identical"] == 3
-    assert sections["online"]["new_tokens"] == 3 * 15
-    assert sections["online"] == sample(3, "match")["online"]
-    assert sections["online"] != sample(4, "match")["online"]
-    assert sample(3, "rejection")["lossless"]["compared"] == 0
+    assert sections.lossless.compared == sections.lossless.identical == 3
+    assert sections.online.new_tokens == 3 * 15
+    assert sections.online == sample(3, "match").online
+    assert sections.online != sample(4, "match").online
+    assert sample(3, "rejection").lossless.compared == 0
 
 
 def test_best_first_trees_are_counted_like_any_other():
-    section = measure(tree=policies.BestFirst(8, 3, beam=2, branch=3))["online"]
-    accepted = [row["accepted"] for row in section["per_depth"]]
-    assert section["new_tokens"] == section["forwards"] + sum(accepted)
+    section = measure(tree=policies.BestFirst(8, 3, beam=2, branch=3)).online
+    accepted = [row.accepted for row in section.per_depth]
+    assert section.new_tokens == section.forwards + sum(accepted)
     assert accepted == sorted(accepted, reverse=True)
-    assert all(row["offered"] >= row["accepted"] for row in section["per_depth"])
+    assert all(row.offered >= row.accepted for row in section.per_depth)
 
 
 def test_categories_are_told_apart():
-    section = measure(categories=["prose", "code", "prose"])["online"]
+    section = measure(categories=["prose", "code", "prose"]).online
     counts = online_counts(Habit(0.5))
-    assert list(section["by_category"]) == ["code", "prose"]
-    assert section["by_category"]["code"]["tokens_per_forward"] == counts[1].tokens_per_forward
-    assert section["by_category"]["prose"]["count"] == 2
+    assert list(section.by_category) == ["code", "prose"]
+    assert section.by_category["code"].tokens_per_forward == counts[1].tokens_per_forward
+    assert section.by_category["prose"].count == 2
 
 
 def test_a_divergence_is_counted_and_its_logit_gap_is_the_bases_own():
@@ -321,19 +316,21 @@ def test_a_divergence_is_counted_and_its_logit_gap_is_the_bases_own():
     section = online.compare(tiny.base(), list(zip(prompts, wrong, texts, strict=True)))
     read = torch.tensor([prompts[1] + texts[1][:6]])
     best, second = tiny.base().model(read).logits[0, -1].topk(2).values.tolist()
-    assert (section["compared"], section["identical"]) == (3, 2)
-    assert section["first_divergence_logit_gap"] == pytest.approx(best - second)
+    assert (section.compared, section.identical) == (3, 2)
+    assert section.first_divergence_logit_gap == pytest.approx(best - second)
 
 
 def test_prompts_whose_text_loops_are_flagged_and_left_out_of_the_second_figure():
     counts = [DepthCounts(10, [10], [9]), DepthCounts(10, [10], [2]), DepthCounts(10, [10], [4])]
     texts = [[7, 8] * 30, list(range(60)), list(range(60))]
     section = online.degenerate(counts, texts)
-    assert section["flagged"] == 1
-    assert section["with"]["tokens_per_forward"] == 1.5
-    assert section["without"]["tokens_per_forward"] == 1.3
-    assert section["only"]["tokens_per_forward"] == 1.9
-    assert online.degenerate(counts[:1], texts[:1])["without"] is None
+    assert section.flagged == 1
+    assert section.with_.tokens_per_forward == 1.5
+    assert section.without is not None
+    assert section.only is not None
+    assert section.without.tokens_per_forward == 1.3
+    assert section.only.tokens_per_forward == 1.9
+    assert online.degenerate(counts[:1], texts[:1]).without is None
 
 
 # --- speed -------------------------------------------------------------------------------------
@@ -341,42 +338,44 @@ def test_prompts_whose_text_loops_are_flagged_and_left_out_of_the_second_figure(
 
 def test_speed_reports_rates_their_ratio_and_the_cost_of_a_step():
     section = speed.measure_speed(
-        tiny.base(), Habit(), tiny.prompts(), max_new_tokens=12, repetitions=2
+        tiny.base(), Habit(), tiny.prompts(), How(max_new_tokens=12), repetitions=2
     )
-    ratio = section["tokens_per_second"] / section["base_tokens_per_second"]
-    assert section["speedup"] == pytest.approx(ratio), "both arms say the same tokens"
-    assert section["interval"][0] <= section["speedup"] <= section["interval"][1]
-    assert section["step_overhead"] > 0
-    assert 0 < section["draft_milliseconds"] < section["step_milliseconds"]
-    assert section["new_tokens"] == 36
-    assert section["forwards"] < 33
-    assert section["peak_gib"] > 0
+    ratio = section.tokens_per_second / section.base_tokens_per_second
+    assert section.speedup == pytest.approx(ratio), "both arms say the same tokens"
+    assert section.interval[0] <= section.speedup <= section.interval[1]
+    assert section.step_overhead > 0
+    assert 0 < (section.draft_milliseconds or 0) < section.step_milliseconds
+    assert section.new_tokens == 36
+    assert section.forwards < 33
+    assert (section.peak_gib or 0) > 0
 
 
 def test_each_repetition_swaps_who_goes_first_and_warm_up_is_not_counted(monkeypatch):
     calls = []
 
-    def fake(base, drafter, unit, how):
-        del base, how
+    def fake(base, drafter, unit, **settings):
+        del base, settings
         calls.append((drafter is not None, len(unit)))
         seconds = 50.0 if len(calls) <= 2 else 1.0 if drafter else 2.0
         return speed.Timing(seconds, seconds, 10, 10 * len(unit), 11)
 
     monkeypatch.setattr(speed, "time_generate", fake)
     section = speed.measure_speed(
-        tiny.base(), Habit(), tiny.prompts(), max_new_tokens=9, repetitions=3, batch_size=2
+        tiny.base(), Habit(), tiny.prompts(), How(max_new_tokens=9, batch_size=2), repetitions=3
     )
     arms = [drafted for drafted, _ in calls[2:]]
     assert arms == [False, True] * 2 + [True, False] * 2 + [False, True] * 2
     assert [size for _, size in calls[2:6]] == [2, 2, 1, 1]
-    assert section["speedup"] == 2.0
-    assert section["step_overhead"] == 0.5
-    assert section["base_tokens_per_second"] == 30 / 4
+    assert section.speedup == 2.0
+    assert section.step_overhead == 0.5
+    assert section.base_tokens_per_second == 30 / 4
 
 
 def test_speed_of_nothing_is_refused():
     with pytest.raises(ValueError, match="3 new tokens at least, got 3, 1 and 2"):
-        speed.measure_speed(tiny.base(), Habit(), tiny.prompts(), max_new_tokens=2, repetitions=1)
+        speed.measure_speed(
+            tiny.base(), Habit(), tiny.prompts(), How(max_new_tokens=2), repetitions=1
+        )
 
 
 # --- picking a tree ----------------------------------------------------------------------------
@@ -412,13 +411,14 @@ def test_dearer_nodes_make_a_smaller_tree():
 
 def test_the_table_holds_every_candidate_and_marks_the_fastest():
     choice = choose(1.0, dear)
-    assert json.loads(json.dumps(choice.table)) == choice.table
-    assert choice.table[0]["num_nodes"] == choice.table[0]["tokens_per_forward"] == 1
-    chains = [row for row in choice.table if row["tree"] == "chain"]
-    assert [row["depth"] for row in chains] == [1, 2, 3, 4]
-    (chosen,) = [row for row in choice.table if row["chosen"]]
-    assert chosen["speedup"] == max(row["speedup"] for row in choice.table[1:])
-    assert policies.Static(chosen["paths"]).paths == choice.tree.paths
+    stored = json.loads(json.dumps(to_json(choice.table)))
+    assert [from_json(Candidate, row) for row in stored] == choice.table
+    assert choice.table[0].num_nodes == choice.table[0].tokens_per_forward == 1
+    chains = [row for row in choice.table if row.tree == "chain"]
+    assert [row.depth for row in chains] == [1, 2, 3, 4]
+    (chosen,) = [row for row in choice.table if row.chosen]
+    assert chosen.speedup == max(row.speedup for row in choice.table[1:])
+    assert policies.Static(chosen.paths).paths == choice.tree.paths
 
 
 def test_proposed_trees_are_those_the_text_follows_furthest():
@@ -492,50 +492,48 @@ HISTORY = [
 
 
 @functools.cache
-def results() -> dict:
-    head, prompts = Habit(0.5), tiny.prompts()
-    limits: Any = {"max_new_tokens": 16}
-    texts = alone(16)
-    return {
-        "schema": 1,
-        "head": {"kind": "<habit>", "depth": DEPTH, "parameters": 0},
-        "base": {"name": "tiny", "revision": "", "fingerprint": "", "parameters": 1},
-        "prompts": {"name": "three", "version": "1", "count": 3},
-        "settings": {"temperature": 0.0, "tree": "static", "num_nodes": 9, "batch_size": 1}
-        | {"dtype": "float64", "device": "cpu", "seed": 0}
-        | limits,
-        "offline": offline.measure_offline(tiny.base(), head, prompts, texts, tree=TREE),
-        "speed": speed.measure_speed(
-            tiny.base(), head, prompts, tree=TREE, repetitions=1, **limits
-        ),
-        "provenance": {},
-        "tree_candidates": choose(1.0, dear).table,
-        "phases": [{"phase": "corpus", "tokens_per_forward": 1.25}],
-    } | online.measure_online(tiny.base(), head, prompts, texts, tree=TREE, **limits)
+def results() -> Results:
+    head, prompts, texts = Habit(0.5), tiny.prompts(), alone(16)
+    how = How(max_new_tokens=16, tree=TREE)
+    found = online.measure_online(tiny.base(), head, prompts, texts, how)
+    return replace(
+        bare(head={"kind": "<habit>", "depth": DEPTH, "parameters": 0}),
+        offline=offline.measure_offline(tiny.base(), head, prompts, texts, tree=TREE),
+        online=found.online,
+        lossless=found.lossless,
+        degenerate=found.degenerate,
+        speed=speed.measure_speed(tiny.base(), head, prompts, how, repetitions=1),
+        tree_candidates=choose(1.0, dear).table,
+        phases=[PhaseRate(phase="corpus", tokens_per_forward=1.25, interval=(1.0, 1.5))],
+    )
 
 
-def with_speed(speedup: float, low: float, high: float) -> dict:
-    changed = {"speedup": speedup, "interval": [low, high], "step_overhead": 1.9}
-    return results() | {"speed": results()["speed"] | changed}
+def with_speed(speedup: float, low: float, high: float) -> Results:
+    timed = results().speed
+    assert timed is not None
+    changed = replace(timed, speedup=speedup, interval=(low, high), step_overhead=1.9)
+    return replace(results(), speed=changed)
 
 
 @pytest.mark.parametrize("section", CONTRACT)
 def test_the_measured_sections_have_every_key_of_the_contract(section):
-    assert section in results()
+    stored = to_json(results())
+    assert section in stored
     keys = CONTRACT[section]
-    assert keys is None or keys <= set(results()[section])
+    assert keys is None or keys <= set(stored[section])
 
 
 def test_offline_and_online_agree_in_the_results_themselves():
     for key in ("tokens_per_forward", "per_depth", "interval", "forwards"):
-        assert results()["offline"][key] == results()["online"][key]
+        assert getattr(results().offline, key) == getattr(results().online, key)
 
 
 def test_the_report_is_a_folder_of_whole_files(tmp_path):
     page = report.write_report(tmp_path / "report", results(), HISTORY)
     names = {path.name for path in page.parent.iterdir()}
     assert names == {"report.html", "results.json", "acceptance.png", "loss.png", "speed.png"}
-    assert json.loads((page.parent / "results.json").read_text()) == results()
+    assert json.loads((page.parent / "results.json").read_text()) == to_json(results())
+    assert read(Results, page.parent / "results.json") == results()
     for path in page.parent.glob("*.png"):
         picture = path.read_bytes()
         assert picture.startswith(b"\x89PNG")
@@ -558,8 +556,8 @@ def test_a_head_trained_elsewhere_has_no_loss_picture(tmp_path):
 
 
 def test_an_offline_only_report_leaves_out_what_was_not_measured(tmp_path):
-    nothing = {"online": None, "speed": None, "lossless": None, "degenerate": None}
-    page = report.write_report(tmp_path, results() | nothing, []).read_text()
+    bare_offline = replace(results(), online=None, speed=None, lossless=None, degenerate=None)
+    page = report.write_report(tmp_path, bare_offline, []).read_text()
     assert "Speed was not measured." in page
     assert not (tmp_path / "speed.png").exists()
     assert (tmp_path / "acceptance.png").exists()
@@ -568,7 +566,9 @@ def test_an_offline_only_report_leaves_out_what_was_not_measured(tmp_path):
 def test_an_interrupted_report_leaves_the_old_one_whole(tmp_path):
     report.write_report(tmp_path, results(), HISTORY)
     before = (tmp_path / "results.json").read_bytes()
-    unwritable = results() | {"provenance": {"when": object()}}
+    made = Provenance()
+    made.versions["when"] = cast(str, object())
+    unwritable = replace(results(), provenance=made)
     with pytest.raises(TypeError):
         report.write_report(tmp_path, unwritable, HISTORY)
     assert (tmp_path / "results.json").read_bytes() == before
@@ -586,8 +586,9 @@ def test_an_interrupted_report_leaves_the_old_one_whole(tmp_path):
 def test_the_report_says_plainly_whether_speculation_pays_and_why(speedup, low, high, start):
     sentence = report.verdict(with_speed(speedup, low, high))
     assert sentence.startswith(start)
-    given = results()["online"]["tokens_per_forward"]
-    assert f"a step gives {given:.2f} tokens and takes 1.90 times" in sentence
+    measured = results().online
+    assert measured is not None
+    assert f"a step gives {measured.tokens_per_forward:.2f} tokens and takes 1.90 times" in sentence
     assert report.pays(with_speed(speedup, low, high)) == (speedup > 1)
 
 
@@ -599,5 +600,7 @@ def test_the_console_shows_the_figures_and_the_verdict():
     text = shown.get()
     assert "does not pay on this machine" in text
     assert "3 of 3 prompts" in text
-    first = results()["online"]["per_depth"][0]
-    assert f"{first['accepted']} / {first['offered']}" in text
+    measured = results().online
+    assert measured is not None
+    first = measured.per_depth[0]
+    assert f"{first.accepted} / {first.offered}" in text

@@ -1,12 +1,16 @@
 """The base's own quality: what it reads, what is counted, and how two bases compare."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812
 
 from specheads.measure.quality import Quality, compare, measure_quality
 from specheads.measure.report import summary
+from specheads.measure.results import QualityChange
 from tests import tiny
+from tests.results import bare
 
 
 def test_each_window_is_read_by_itself_and_every_token_but_its_first_is_scored():
@@ -27,14 +31,14 @@ def test_the_section_has_means_over_tokens_and_a_paired_change():
     before = Quality(nats=[6.0, 2.0], right=[1, 1], tokens=[3, 1])
     after = Quality(nats=[7.5, 2.5], right=[2, 1], tokens=[3, 1])
     section = compare(before, after)
-    assert section["before"]["cross_entropy"] == 2.0
-    assert section["before"]["accuracy"] == 0.5
-    assert section["after"]["cross_entropy"] == 2.5
-    assert section["after"]["accuracy"] == 0.75
+    assert section.before.cross_entropy == 2.0
+    assert section.before.accuracy == 0.5
+    assert section.after.cross_entropy == 2.5
+    assert section.after.accuracy == 0.75
     # both windows became worse by half a nat a token, so the interval of the change has no width
-    assert section["change"] == {"cross_entropy": 0.5, "interval": [0.5, 0.5]}
-    assert section["before"]["windows"] == 2
-    low, high = section["before"]["accuracy_interval"]
+    assert section.change == QualityChange(cross_entropy=0.5, interval=(0.5, 0.5))
+    assert section.before.windows == 2
+    low, high = section.before.accuracy_interval
     assert low < 0.5 < high
 
 
@@ -46,16 +50,13 @@ def test_text_without_anything_to_predict_is_refused(windows: list[list[int]]):
 
 def test_the_report_shows_both_bases_and_the_change():
     before = Quality([6.0], [1], [3])
-    results = {
-        "head": {"kind": "medusa", "depth": 2, "parameters": 10},
-        "base": {"name": "b", "parameters": 20, "adapter": "runs/x/adapter"},
-        "prompts": {"name": "p", "count": 1},
-        "settings": {"tree": "chain", "num_nodes": 3, "temperature": 0.0},
-        "base_quality": compare(before, Quality([6.3], [2], [3])),
-    }
+    results = replace(
+        bare(base={"name": "b", "parameters": 20, "adapter": "runs/x/adapter"}),
+        base_quality=compare(before, Quality([6.3], [2], [3])),
+    )
     rows = dict(summary(results))
     assert rows["base"] == "b + runs/x/adapter, 20 parameters"
     assert rows["nats per token, base"] == "2.0000 (2.0000 to 2.0000); 33.3% right"
     assert rows["nats per token, base + adapter"].startswith("2.1000")
     assert rows["change of the base's nats per token"].startswith("+0.1000")
-    assert "nats per token, base" not in dict(summary(results | {"base_quality": None}))
+    assert "nats per token, base" not in dict(summary(replace(results, base_quality=None)))

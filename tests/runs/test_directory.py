@@ -1,6 +1,5 @@
 """The run directory: whole or absent, never overwritten, refused when it is another's."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -9,43 +8,6 @@ import torch
 from specheads.heads.load import build
 from specheads.runs.directory import RunDirectory, atomic_folder, write_atomic
 from specheads.runs.provenance import provenance
-
-
-def save(run: RunDirectory, step: int) -> None:
-    weights = {"a": torch.full((3,), float(step))}
-    run.save_checkpoint({"step": step}, weights, {"momentum": torch.ones(2)})
-
-
-def test_the_newest_checkpoint_comes_back_and_older_ones_go(tmp_path: Path):
-    run = RunDirectory(tmp_path)
-    assert run.load_checkpoint() is None
-    for step in (3, 20):
-        save(run, step)
-    found = run.load_checkpoint()
-    assert found is not None
-    assert found[0] == {"step": 20}
-    assert found[1]["a"].tolist() == [20.0] * 3
-    assert [folder.name for folder in run.checkpoints.iterdir()] == ["step-20"]
-
-
-@pytest.mark.parametrize("damage", ["head.safetensors", "state.json", "checksums.json"])
-def test_a_damaged_checkpoint_is_passed_over(damage: str, tmp_path: Path):
-    run = RunDirectory(tmp_path)
-    save(run, 3)
-    good = run.checkpoints / "step-3"
-    kept = {file.name: file.read_bytes() for file in good.iterdir()}
-    save(run, 4)
-    good.mkdir()
-    for name, content in kept.items():
-        (good / name).write_bytes(content)
-    bad = run.checkpoints / "step-4" / damage
-    if damage == "checksums.json":
-        bad.unlink()
-    else:
-        bad.write_bytes(bad.read_bytes()[:-1] + b"?")
-    found = run.load_checkpoint()
-    assert found is not None
-    assert found[0]["step"] == 3
 
 
 def test_a_folder_that_fails_while_it_is_filled_never_appears(tmp_path: Path):
@@ -108,6 +70,6 @@ def test_provenance_names_versions_and_machine_and_no_secret(monkeypatch: pytest
     monkeypatch.setenv("WANDB_API_KEY", "wandb_secret")
     found = provenance()
     # the index's builds leave out of their metadata what comes after the plus sign
-    assert found["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
-    assert found["hardware"]["cores"] >= 1
-    assert "secret" not in json.dumps(found)
+    assert (found.versions["torch"] or "").split("+")[0] == torch.__version__.split("+")[0]
+    assert (found.hardware.cores or 0) >= 1
+    assert "secret" not in str(found)

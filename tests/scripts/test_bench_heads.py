@@ -5,10 +5,16 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+
+from specheads.measure.results import Lossless, Online, Results, Speed
+from specheads.measure.store import dumps
+from tests.results import bare
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "bench_heads.py"
@@ -24,21 +30,25 @@ def script() -> ModuleType:
     return module
 
 
-def report(tokens_per_forward: float) -> dict:
-    return {
-        "head": {"kind": "medusa", "depth": 3, "parameters": 12},
-        "prompts": {"count": 80},
-        "settings": {"tree": "chain", "num_nodes": 4},
-        "online": {"tokens_per_forward": tokens_per_forward, "interval": [1.0, 2.0]},
-        "speed": {"draft_milliseconds": 0.5, "speedup": 1.1, "interval": [1.0, 1.2]},
-        "lossless": {"identical": 80, "compared": 80},
-    }
+def report(tokens_per_forward: float) -> Results:
+    interval: Any = (1.0, 2.0)
+    online = Online(
+        tokens_per_forward=tokens_per_forward, interval=interval, per_depth=[], by_category={},
+        tokens_per_forward_without_bonus=0.0, forwards=1, new_tokens=1,
+    )  # fmt: skip
+    speed = Speed(
+        draft_milliseconds=0.5, speedup=1.1, interval=(1.0, 1.2), base_tokens_per_second=1.0,
+        tokens_per_second=1.0, step_overhead=1.0, step_milliseconds=1.0,
+        base_step_milliseconds=1.0, new_tokens=1, forwards=1,
+    )  # fmt: skip
+    lossless = Lossless(compared=80, identical=80, first_divergence_logit_gap=None)
+    return replace(bare(), online=online, speed=speed, lossless=lossless)
 
 
 def test_a_row_says_of_each_figure_which_evaluation_it_is_from(script: ModuleType, tmp_path: Path):
     for name, figure in [("greedy", 1.5), ("sampled", 1.3), ("chain", 1.4), ("tuned", 1.6)]:
         (tmp_path / name).mkdir()
-        (tmp_path / name / "results.json").write_text(json.dumps(report(figure)))
+        (tmp_path / name / "results.json").write_text(dumps(report(figure)))
     (tmp_path / "training.json").write_text('{"peak_gib": 1.25}')
     (tmp_path / "metrics.jsonl").write_text('{"tokens": 400}\n{"tokens": 1300}\n')
     speeds = [{"tokens_per_second": speed} for speed in (10.0, 100.0, 120.0, 90.0)]

@@ -6,14 +6,27 @@ from typing import Any
 
 import pytest
 
+from specheads.measure.results import Results
+from specheads.measure.store import from_json
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "results_table.py"
 EMPTY = "# A page\n\nBefore.\n\n<!-- results -->\n<!-- /results -->\n\nAfter.\n"
 OVERVIEW = EMPTY + "\n<!-- heads -->\n<!-- /heads -->\n"
 
+COUNTED = {"forwards": 5, "per_depth": [], "tokens_per_forward": 1.617}
+COUNTS = {"tokens_per_forward_without_bonus": 0.617, "per_depth": [], "by_category": {}} | {
+    "forwards": 5,
+    "new_tokens": 9,
+}
+CANDIDATE = {"num_nodes": 1, "depth": 0, "tokens_per_forward": 1.0, "step_overhead": 1.0} | {
+    "speedup": 1.0,
+    "paths": [],
+}
 RESULTS: dict[str, Any] = {
     "head": {"kind": "mlp_speculator", "depth": 3, "parameters": 4_325_888},
-    "base": {"name": "/home/me/specheads/recipes/tiny_code/base", "parameters": 6_450_432},
+    "base": {"name": "/home/me/specheads/recipes/tiny_code/base", "revision": "main"}
+    | {"fingerprint": "f", "parameters": 6_450_432},
     "prompts": {"name": "python_stdlib", "version": "b32c24cc66d6", "count": 40},
     "settings": {
         "temperature": 0.0,
@@ -22,29 +35,36 @@ RESULTS: dict[str, Any] = {
         "num_nodes": 6,
         "batch_size": 1,
         "dtype": "float32",
+        "device": "cpu",
         "seed": 0,
     },
-    "online": {"tokens_per_forward": 1.617, "interval": [1.55, 1.694]},
+    "online": {"tokens_per_forward": 1.617, "interval": [1.55, 1.694]} | COUNTS,
     "speed": {
         "base_tokens_per_second": 150.04,
         "tokens_per_second": 180.06,
         "speedup": 1.2,
         "interval": [1.101, 1.309],
         "step_overhead": 1.347,
+        "step_milliseconds": 2.0,
+        "base_step_milliseconds": 1.0,
+        "new_tokens": 9,
+        "forwards": 5,
         "peak_gib": 1.25,
     },
     "lossless": {"compared": 40, "identical": 39, "first_divergence_logit_gap": 2.4e-6},
     "degenerate": {
         "flagged": 9,
         "compared": 40,
+        "with": {"tokens_per_forward": 1.617, "interval": [1.55, 1.694]},
         "without": {"tokens_per_forward": 1.5, "interval": [1.44, 1.56]},
+        "only": None,
     },
-    "replay": {"equal": True},
+    "replay": {"equal": True, "offline": COUNTED, "online": COUNTED},
     "phases": [
         {"phase": "corpus", "tokens_per_forward": 1.4, "interval": [1.3, 1.5]},
         {"phase": "distilled", "tokens_per_forward": 1.6, "interval": [1.5, 1.7]},
     ],
-    "tree_candidates": [{"tree": "none"}, {"tree": "chain"}, {"tree": "static"}],
+    "tree_candidates": [CANDIDATE | {"tree": name} for name in ("none", "chain", "static")],
     "provenance": {
         "versions": {"specheads": "0.1.0", "torch": "2.13.0", "transformers": "5.23.0"},
         "git": {"commit": "f1fca6e" + "0" * 33, "dirty": True},
@@ -168,7 +188,8 @@ def test_all_kinds_of_head_stand_in_one_table_weakest_first(script: ModuleType, 
 
 def test_what_was_not_measured_is_named_and_not_made_up(script: ModuleType):
     nothing = dict.fromkeys(("online", "speed", "lossless", "degenerate"))
-    rows = script.card(RESULTS | nothing | {"phases": [], "replay": None}).splitlines()[2:5]
+    results = from_json(Results, RESULTS | nothing | {"phases": [], "replay": None})
+    rows = script.card(results).splitlines()[2:5]
     assert rows == [
         "| tokens per forward | not measured |",
         "| speed-up over the base alone | not measured |",
@@ -177,8 +198,8 @@ def test_what_was_not_measured_is_named_and_not_made_up(script: ModuleType):
 
 
 def test_where_every_prompt_loops_there_is_no_figure_without_them(script: ModuleType):
-    loops = {"flagged": 40, "compared": 40, "without": None}
-    card = script.card(RESULTS | {"degenerate": loops})
+    loops = RESULTS["degenerate"] | {"flagged": 40, "compared": 40, "without": None}
+    card = script.card(from_json(Results, RESULTS | {"degenerate": loops}))
     assert "| the same without the 40 of 40 that loop | not measured |" in card
 
 
@@ -189,7 +210,7 @@ def test_check_finds_a_page_that_is_not_current_and_leaves_it(
     assert script.main([*arguments, "--check"]) == 1
     script.main(arguments)
     assert script.main([*arguments, "--check"]) == 0
-    newer = RESULTS | {"online": {"tokens_per_forward": 1.7, "interval": [1.6, 1.8]}}
+    newer = RESULTS | {"online": {"tokens_per_forward": 1.7, "interval": [1.6, 1.8]} | COUNTS}
     (checkout / "recipes/tiny_code/results.json").write_text(json.dumps(newer))
     before = (checkout / "README.md").read_text()
     capsys.readouterr()

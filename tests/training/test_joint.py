@@ -24,10 +24,10 @@ from specheads.config import Joint, Phase, Schedule
 from specheads.core.drafter import Head
 from specheads.data.packing import TokenBatch
 from specheads.heads.load import build_for, kinds, load_head
+from specheads.runs import checkpoint
 from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import Tracker, read_metrics
 from specheads.training import trainer
-from specheads.training.joint import JointBase, chunked_loss, head_weight
 from specheads.training.schedule import (
     adapter_settings,
     check_names,
@@ -35,6 +35,7 @@ from specheads.training.schedule import (
     optimizers,
     peak_rates,
 )
+from specheads.training.teacher import JointTeacher, chunked_loss, head_weight
 from tests import tiny
 
 TEXT = torch.arange(24).view(2, 12) % 7
@@ -102,7 +103,7 @@ def values(base: FrozenBase) -> dict[str, Tensor]:
 
 
 def said(base: FrozenBase) -> Tensor:
-    return base.project(base.read(TEXT).hidden)
+    return base.projection(base.read(TEXT).hidden)
 
 
 @pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
@@ -138,7 +139,7 @@ def test_switched_off_it_is_the_original_and_merged_it_is_the_adapted_base(
     adapted = said(base)
     assert (adapted - spoken).abs().max() > 1e-3
     with torch.no_grad():
-        torch.testing.assert_close(base.logits(base.read(TEXT).hidden), adapted)
+        torch.testing.assert_close(base.logits_of(base.read(TEXT).hidden), adapted)
     with adapter.off():
         assert torch.equal(said(base), spoken)
     assert torch.equal(said(base), adapted)
@@ -150,7 +151,7 @@ def test_switched_off_it_is_the_original_and_merged_it_is_the_adapted_base(
     assert base.adapter == str(tmp_path)
     assert not any(parameter.requires_grad for parameter in base.model.parameters())
     # its other ways of reading the text agree with the merged weights too
-    check(base)
+    check(base.model)
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
@@ -187,7 +188,7 @@ def test_a_projection_tied_to_the_embedding_is_left_out_and_stays_tied(tmp_path:
     adapter.save(tmp_path)
     adapter.remove()
     base.merge(tmp_path)
-    assert base.projection is base.embedding
+    assert base.projection.weight is base.embedding
     assert torch.equal(base.embedding, embedding)
 
 
@@ -267,7 +268,7 @@ def test_every_part_of_the_adapter_and_of_the_head_learns(kind: str, tmp_path: P
     # A moves from the second step on: until then B is zero
     head, run = run_training(tmp_path, base, {"joint": phase(joint=joint())}, kind=kind)
     start = Adapter(base.model, joint()).weights()
-    found = run.load_checkpoint()
+    found = checkpoint.newest(run.checkpoints)
     assert found is not None
     assert set(found.adapter) == set(start)
     assert [name for name, value in start.items() if torch.equal(value, found.adapter[name])] == []
@@ -287,7 +288,7 @@ def test_a_phase_of_the_head_alone_leaves_the_adapter_untouched(tmp_path: Path):
         assert torch.equal(value, ours.get_parameter(name)), name
     _, last = run_training(tmp_path / "last", base, {"joint": both, "heads": heads_only})
     _, only = run_training(tmp_path / "only", base, {"joint": both})
-    weights = [run.load_checkpoint().adapter for run in (last, only)]  # pyright: ignore
+    weights = [checkpoint.newest(run.checkpoints).adapter for run in (last, only)]  # pyright: ignore
     assert weights[0]
     for name, value in weights[0].items():
         assert torch.equal(value, weights[1][name]), name
@@ -327,25 +328,30 @@ def test_stopping_and_going_on_equals_never_stopping(
     assert (stopped.adapter / file).read_bytes() == (undisturbed.adapter / file).read_bytes()
 
 
+def joint_teacher(base: FrozenBase) -> JointTeacher:
+    head = build_for({"kind": "medusa", "depth": 2}, base)
+    return JointTeacher(base, head, joint(dropout=0.0), seed=0)
+
+
 @pytest.mark.parametrize("architecture", ["llama", "granite", "gpt2"])
 def test_the_base_s_own_loss_is_that_of_all_its_logits_at_once(architecture: str):
     base = fresh_base(architecture)
-    tuned = JointBase(base, joint(dropout=0.0), seed=0)
-    counted = torch.rand(TEXT.shape, generator=torch.manual_seed(3)) < 0.6
+    teacher = joint_teacher(base)
+    scored = torch.rand(TEXT.shape, generator=torch.manual_seed(3)) < 0.6
     for target in ("text", "base"):
-        with tuned.adapter.off(), torch.no_grad():
-            law = base.model(input_ids=TEXT, use_cache=False).logits[:, :-1][counted[:, 1:]]
-        randomise(tuned.adapter)
-        tuned.adapter.learn(True)
-        logits = base.model(input_ids=TEXT, use_cache=False).logits[:, :-1][counted[:, 1:]]
-        whole = F.cross_entropy(logits, TEXT[:, 1:][counted[:, 1:]])
+        with teacher.adapter.off(), torch.no_grad():
+            original = base.model(input_ids=TEXT, use_cache=False).logits[:, :-1][scored[:, 1:]]
+        randomise(teacher.adapter)
+        teacher.adapter.learn(True)
+        logits = base.model(input_ids=TEXT, use_cache=False).logits[:, :-1][scored[:, 1:]]
+        whole = F.cross_entropy(logits, TEXT[:, 1:][scored[:, 1:]])
         if target == "base":
-            ours, theirs = logits.log_softmax(-1), law.log_softmax(-1)
+            ours, theirs = logits.log_softmax(-1), original.log_softmax(-1)
             whole = (theirs.exp() * (theirs - ours)).sum(-1).mean()
-        loss = tuned.read(TEXT, (), counted, joint(target=target))[1]
+        loss = teacher.read(TEXT, scored, joint(target=target))[1]
         torch.testing.assert_close(loss, whole, rtol=1e-12, atol=1e-12)
-        wanted = torch.autograd.grad(whole, tuned.adapter.parameters)
-        found = torch.autograd.grad(loss, tuned.adapter.parameters)
+        wanted = torch.autograd.grad(whole, teacher.adapter.parameters)
+        found = torch.autograd.grad(loss, teacher.adapter.parameters)
         torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
 
 
@@ -368,26 +374,30 @@ def test_chunks_change_neither_the_loss_nor_its_gradient(chunk_rows: int):
 
 def test_a_base_that_learns_itself_has_nothing_to_learn_at_first():
     base = fresh_base()
-    tuned = JointBase(base, joint(dropout=0.0), seed=0)
-    tuned.adapter.learn(True)
-    counted = torch.ones_like(TEXT, dtype=torch.bool)
-    loss = tuned.read(TEXT, (), counted, joint(target="base"))[1]
+    teacher = joint_teacher(base)
+    teacher.adapter.learn(True)
+    scored = torch.ones_like(TEXT, dtype=torch.bool)
+    loss = teacher.read(TEXT, scored, joint(target="base"))[1]
     assert loss.item() == 0.0
-    gradients = torch.autograd.grad(loss, tuned.adapter.parameters)
+    gradients = torch.autograd.grad(loss, teacher.adapter.parameters)
     assert max(gradient.abs().max().item() for gradient in gradients) < 1e-12
 
 
-def test_the_head_learns_the_law_of_the_base_as_it_is_now():
+def test_the_head_learns_the_distribution_of_the_base_as_it_is_now():
     base = fresh_base()
     adapter = Adapter(base.model, joint())
     randomise(adapter)
     hidden = base.read(TEXT).hidden
     some = torch.tensor([3, 5, 8])
-    torch.testing.assert_close(base.projector(some)(hidden), base.project(hidden)[..., some])
+    torch.testing.assert_close(
+        base.projection.rows(some)(hidden), base.projection(hidden)[..., some]
+    )
     with torch.no_grad():
         whole = base.model(input_ids=TEXT, use_cache=False).logits
-    torch.testing.assert_close(base.project(hidden), whole, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(hidden @ base.scaled_projection.T, whole, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(base.projection(hidden), whole, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        hidden @ base.projection.scaled_weight.T, whole, rtol=1e-12, atol=1e-12
+    )
 
 
 def test_the_run_says_that_its_head_belongs_to_base_and_adapter(tmp_path: Path):

@@ -257,13 +257,13 @@ def test_three_tokens_give_the_losses_one_works_out_by_hand(kind: str, value: fl
 
 
 @pytest.mark.parametrize("kind", sorted(set(KINDS) - {"cross_entropy", "argmax_cross_entropy"}))
-def test_the_base_s_own_law_is_the_least_any_draft_can_reach(kind: str):
-    law = _log(0.5, 0.3, 0.2)
-    at_law, slope = _one_row(kind, law, law)
+def test_the_base_s_own_distribution_is_the_least_any_draft_can_reach(kind: str):
+    base = _log(0.5, 0.3, 0.2)
+    at_best, slope = _one_row(kind, base, base)
     torch.testing.assert_close(slope, torch.zeros_like(slope), rtol=0, atol=1e-12)
     entropy = 1.0296530140645737 if kind == "soft_cross_entropy" else 0.0
-    assert at_law == pytest.approx(entropy, abs=1e-12)
-    assert _one_row(kind, _log(0.4, 0.4, 0.2), law)[0] > at_law
+    assert at_best == pytest.approx(entropy, abs=1e-12)
+    assert _one_row(kind, _log(0.4, 0.4, 0.2), base)[0] > at_best
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -293,7 +293,7 @@ def test_total_variation_is_one_minus_the_rate_of_acceptance(draft: list[float],
     [[0.0, 900.0, 0.0], [-torch.inf, 3.0, 0.0], [-torch.inf, 3.0, -torch.inf]],
     ids=["disjoint", "one ruled out", "one left"],
 )
-def test_laws_that_share_nothing_give_finite_losses_and_slopes(
+def test_distributions_that_share_nothing_give_finite_losses_and_slopes(
     kind: str, dtype: torch.dtype, base: list[float]
 ):
     value, slope = _one_row(kind, [900.0, -900.0, 0.0], base, dtype)
@@ -301,7 +301,7 @@ def test_laws_that_share_nothing_give_finite_losses_and_slopes(
     assert slope.isfinite().all()
 
 
-def test_where_the_laws_share_almost_nothing_lk_still_pulls_and_total_variation_does_not():
+def test_where_the_distributions_share_almost_nothing_lk_still_pulls_and_total_variation_does_not():
     draft, base = [200.0, 0.0, 0.0], [0.0, 200.0, 0.0]
     assert _one_row("total_variation", draft, base, torch.float32)[1].abs().max() == 0
     value, slope = _one_row("lk", draft, base, torch.float32)
@@ -378,8 +378,8 @@ def test_a_setting_no_loss_has_is_refused(settings: dict[str, Any], message: str
         depth_loss(*problem, **settings)
 
 
-def test_a_loss_by_the_base_s_law_is_refused_without_it():
+def test_a_loss_by_the_base_s_distribution_is_refused_without_it():
     (states, projections, targets), _ = _problem()
     blind = Targets(targets.labels, targets.base_hidden, None)
-    with pytest.raises(ValueError, match="kl reads the base's law"):
+    with pytest.raises(ValueError, match="kl reads the base's distribution"):
         depth_loss(states, projections, blind, kind="kl")

@@ -241,9 +241,9 @@ def test_a_label_that_cannot_be_drafted_is_not_trained_on_and_counts_as_not_acce
     scored[:, 4:12] = True
     objective = Objective(head)
     features = base.read(tokens)
-    project = base.projector(head.draft_ids)
-    whole = objective(features, tokens, scored, project, phase())
-    part = objective(features, tokens, scored & (tokens % 2 == 1), project, phase())
+    logits_of = base.projection.rows(head.draft_ids)
+    whole = objective(features, tokens, scored, logits_of, phase())
+    part = objective(features, tokens, scored & (tokens % 2 == 1), logits_of, phase())
     assert torch.equal(whole.total, part.total)
     assert torch.equal(whole.agreement, part.agreement / 2)
 
@@ -267,8 +267,8 @@ def test_weights_of_depths_that_contradict_each_other_are_refused(
 
 
 def test_dpace_scores_whole_chains_each_drafted_from_one_position(tmp_path: Path):
-    counted = torch.tensor([[False, True, True, True, False, True]])
-    assert whole_chains(counted, 2).tolist() == [[False, True, True, False, False, False]]
+    scored = torch.tensor([[False, True, True, True, False, True]])
+    assert whole_chains(scored, 2).tolist() == [[False, True, True, False, False, False]]
     chains = Schedule(phases={"corpus": phase(weighting="dpace", loss="cross_entropy", steps=60)})
     run_training(tmp_path, chains)
     rows = read_metrics(RunDirectory(tmp_path).metrics)

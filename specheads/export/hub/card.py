@@ -10,9 +10,10 @@ from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
 from specheads.data.prompts import ON_HUB
 from specheads.export.engines import engine_module, engines, objection
-from specheads.export.hub.summary import Facts, read_facts
+from specheads.export.hub.summary import Summary, read_summary
 from specheads.export.plugins.custom_generate import three_lines
 from specheads.measure.report import depth_rows, summary, verdict
+from specheads.measure.results import Results
 from specheads.runs.directory import RunDirectory, write_atomic
 
 KNOWN_LICENCES = {"python_stdlib": "PSF-2.0"}
@@ -23,7 +24,7 @@ PICTURES = ("acceptance.png", "speed.png", "loss.png")
 
 
 def model_card(
-    facts: Facts,
+    about: Summary,
     head: Head,
     base: FrozenBase,
     *,
@@ -34,10 +35,10 @@ def model_card(
 ) -> str:
     """Return README.md: the metadata that the Hub reads, and the card.
 
-    Nothing is filled in by guess: what the run does not tell is called unknown or not measured.
+    Nothing is filled in by guess: what the run does not say is called unknown or not measured.
 
     Args:
-        facts: Of the head's run.
+        about: Summary of the head's run.
         head: Bound to its base.
         base: What it was trained on.
         repo: Hub id it is published under; empty where it is not.
@@ -46,16 +47,16 @@ def model_card(
         pictures: Files beside the card to show.
     """
     place = repo or "path/to/head"
-    name = repo.rpartition("/")[2] or f"{head.kind} for {facts.base_name}"
+    name = repo.rpartition("/")[2] or f"{head.kind} for {about.base_name}"
     parts = [
-        f"# {name}\n\n{_what(facts, head)}",
-        f"## Measured\n\n{_measured(facts, pictures)}",
-        f"## Training\n\n{_training(facts, data_licence)}",
-        f"## Use\n\n{_use(facts, place, published=bool(repo))}",
-        f"## Engines\n\n{_engines(facts, head, base, place)}",
-        f"## Limits\n\n{_limits(facts)}",
+        f"# {name}\n\n{_what(about, head)}",
+        f"## Measured\n\n{_measured(about, pictures)}",
+        f"## Training\n\n{_training(about, data_licence)}",
+        f"## Use\n\n{_use(about, place, published=bool(repo))}",
+        f"## Engines\n\n{_engines(about, head, base, place)}",
+        f"## Limits\n\n{_limits(about)}",
     ]
-    metadata = _metadata(facts, head, name, licence).to_yaml()
+    metadata = _metadata(about, head, name, licence).to_yaml()
     return f"---\n{metadata}\n---\n\n" + "\n\n".join(parts) + "\n"
 
 
@@ -63,64 +64,65 @@ def write_card(
     run: RunDirectory, settings: Mapping[str, Any], head: Head, base: FrozenBase
 ) -> None:
     """Write the card of a run's head into its folder, for a head that is not published yet."""
-    text = model_card(read_facts(run, settings, base), head, base)
+    text = model_card(read_summary(run, settings, base), head, base)
     write_atomic(run.head / "README.md", text)
 
 
-def _metadata(facts: Facts, head: Head, name: str, licence: str) -> ModelCardData:
-    data = facts.settings["data"]
+def _metadata(about: Summary, head: Head, name: str, licence: str) -> ModelCardData:
+    data = about.settings["data"]
     return ModelCardData(
-        base_model=facts.base_id or None,
+        base_model=about.base_id or None,
         # of the relations that the Hub knows (adapter, finetune, merge, quantized), that of what
         # is used beside a base as it is; without it the Hub would take the head for a finetune
-        base_model_relation="adapter" if facts.base_id else None,
+        base_model_relation="adapter" if about.base_id else None,
         datasets=data["path"] if data["source"] == "hub" else None,
         license=licence,
         library_name="specheads",
         pipeline_tag="text-generation",
         tags=["speculative-decoding", "speculator", head.kind],
         model_name=name,
-        eval_results=list(_evaluations(facts)) or None,
+        eval_results=list(_evaluations(about)) or None,
     )
 
 
-def _evaluations(facts: Facts) -> Iterator[EvalResult]:
-    results = facts.results
+def _evaluations(about: Summary) -> Iterator[EvalResult]:
+    results = about.results
     if results is None:
         return
-    prompts, settings = results["prompts"], results["settings"]
-    known = ON_HUB.get(prompts["name"])
-    how = {name: settings[name] for name in ("temperature", "tree", "dtype", "max_new_tokens")}
+    prompts, settings = results.prompts, results.settings
+    known = ON_HUB.get(prompts.name)
+    names = ("temperature", "tree", "dtype", "max_new_tokens")
+    how = {name: getattr(settings, name) for name in names}
     for section, metric, name in (
-        ("offline", "tokens_per_forward", "Tokens per forward, offline replay"),
-        ("online", "tokens_per_forward", "Tokens per forward, online"),
-        ("speed", "speedup", "Speed-up over the base alone"),
+        (results.offline, "tokens_per_forward", "Tokens per forward, offline replay"),
+        (results.online, "tokens_per_forward", "Tokens per forward, online"),
+        (results.speed, "speedup", "Speed-up over the base alone"),
     ):
-        if not (found := results.get(section)):
+        if not section:
             continue
-        low, high = found["interval"]
+        low, high = section.interval
         yield EvalResult(
             task_type="text-generation",
-            dataset_type=known.dataset if known else prompts["name"],
-            dataset_name=prompts["name"],
-            dataset_args={"prompts": prompts["count"], "version": prompts["version"]},
+            dataset_type=known.dataset if known else prompts.name,
+            dataset_name=prompts.name,
+            dataset_args={"prompts": prompts.count, "version": prompts.version},
             metric_type=metric,
             metric_name=f"{name} (95 % interval {low:.3f} to {high:.3f})",
-            metric_value=round(found[metric], 4),
+            metric_value=round(getattr(section, metric), 4),
             metric_args=how | {"hardware": _hardware(results)},
         )
 
 
-def _what(facts: Facts, head: Head) -> str:
+def _what(about: Summary, head: Head) -> str:
     parameters = sum(parameter.numel() for parameter in head.parameters())
-    base = f"[{facts.base_id}](https://huggingface.co/{facts.base_id})" if facts.base_id else ""
+    base = f"[{about.base_id}](https://huggingface.co/{about.base_id})" if about.base_id else ""
     rows = [
         ("head", f"`{head.kind}`, depth {head.depth}, {parameters:,} parameters"),
         ("drafts", f"{head.drafted_size:,} of {head.vocab_size:,} tokens"),
-        ("base", base or f"a folder named `{facts.base_name}`, under no Hub id"),
-        *([("with", "an adapter that was trained along with it")] if facts.adapted else []),
-        ("revision of the base", facts.base_revision or "unknown: it was loaded from a folder"),
-        ("fingerprint of the base", f"`{facts.provenance.get('base_fingerprint', 'unknown')}`"),
+        ("base", base or f"a folder named `{about.base_name}`, under no Hub id"),
+        *([("with", "an adapter that was trained along with it")] if about.adapted else []),
+        ("revision of the base", about.base_revision or "unknown: it was loaded from a folder"),
+        ("fingerprint of the base", f"`{about.provenance.get('base_fingerprint', 'unknown')}`"),
     ]
     return (
         f"A head for speculative decoding. It guesses up to {head.depth} tokens ahead, and "
@@ -129,25 +131,24 @@ def _what(facts: Facts, head: Head) -> str:
     )
 
 
-def _measured(facts: Facts, pictures: Sequence[str]) -> str:
-    results = facts.results
+def _measured(about: Summary, pictures: Sequence[str]) -> str:
+    results = about.results
     if results is None:
         return "Nothing was measured on this head, so no number stands here."
-    versions = results["provenance"].get("versions", {})
-    settings = results["settings"]
+    versions, settings = results.provenance.versions, results.settings
     rows = [
         # head and base stand above
         *(row for row in summary(results) if row[0] not in ("head", "base")),
-        ("new tokens of a prompt, at most", str(settings["max_new_tokens"])),
-        ("temperature", f"{settings['temperature']:g}"),
-        ("precision", settings["dtype"]),
+        ("new tokens of a prompt, at most", str(settings.max_new_tokens)),
+        ("temperature", f"{settings.temperature:g}"),
+        ("precision", settings.dtype),
         ("hardware", _hardware(results)),
         ("software", ", ".join(f"{name} {versions[name]}" for name in sorted(versions))),
     ]
     header, *depths = depth_rows(results)
     parts = [_table(["", ""], rows), _table(header, depths), verdict(results)]
     parts += [f"![{Path(name).stem}]({name})" for name in pictures]
-    missing = [name for name in ("offline", "online", "speed") if not results.get(name)]
+    missing = [name for name in ("offline", "online", "speed") if not getattr(results, name)]
     if missing:
         parts.append(f"Not measured: {', '.join(missing)}.")
     return (
@@ -156,23 +157,22 @@ def _measured(facts: Facts, pictures: Sequence[str]) -> str:
     )
 
 
-def _hardware(results: Mapping[str, Any]) -> str:
-    found = results["provenance"].get("hardware", {})
-    processor = f"{found.get('processor', 'unknown')}, {found.get('threads', '?')} threads"
-    return found.get("gpu") or processor
+def _hardware(results: Results) -> str:
+    found = results.provenance.hardware
+    return found.gpu or f"{found.processor}, {found.threads or '?'} threads"
 
 
-def _training(facts: Facts, data_licence: str) -> str:
-    data, rows, before = facts.settings["data"], [], 0
-    for name, phase in facts.settings["schedule"]["phases"].items():
-        told = [row["tokens"] for row in facts.history if row["phase"] == name]
-        tokens = f"{told[-1] - before:,}" if told else "unknown"
-        before = told[-1] if told else before
+def _training(about: Summary, data_licence: str) -> str:
+    data, rows, before = about.settings["data"], [], 0
+    for name, phase in about.settings["schedule"]["phases"].items():
+        read = [row["tokens"] for row in about.history if row["phase"] == name]
+        tokens = f"{read[-1] - before:,}" if read else "unknown"
+        before = read[-1] if read else before
         cells = (phase["text"], phase["steps"], phase["batch_size"], tokens, phase["loss"])
         rows.append([name, *map(str, cells), f"{phase['learning_rate']:g}", _written(phase)])
     header = ["phase", "text", "steps", "batch size", "tokens", "loss", "peak learning rate"]
     licence = data_licence or KNOWN_LICENCES.get(data["source"], "unknown")
-    started = facts.settings["init"]
+    started = about.settings["init"]
     return "\n\n".join(
         [
             f"Corpus: {_corpus(data)}. Licence of the corpus: {licence}.",
@@ -203,11 +203,11 @@ def _corpus(data: Mapping[str, Any]) -> str:
     return f"local text that is not published (`{data['path']}`, {data['source']})"
 
 
-def _use(facts: Facts, place: str, *, published: bool) -> str:
-    adapter = ', adapter="path/to/adapter"' if facts.adapted else ""
+def _use(about: Summary, place: str, *, published: bool) -> str:
+    adapter = ', adapter="path/to/adapter"' if about.adapted else ""
     ours = (
         "import specheads\n\n"
-        f'base = specheads.FrozenBase.load("{facts.base_place}"{adapter})\n'
+        f'base = specheads.FrozenBase.load("{about.base_place}"{adapter})\n'
         f'head = specheads.load_head("{place}", base)\n'
         'prompt = base.tokenizer("The")["input_ids"]\n'
         "out = specheads.generate(base, head, [prompt], max_new_tokens=64)\n"
@@ -215,16 +215,16 @@ def _use(facts: Facts, place: str, *, published: bool) -> str:
     )
     parts = [f"With specheads:\n\n{_code('python', ours)}"]
     if published:
-        measured = facts.results["settings"]["dtype"] if facts.results else "float32"
-        lines = three_lines(facts.base_place, place, measured)
+        measured = about.results.settings.dtype if about.results else "float32"
+        lines = three_lines(about.base_place, place, measured)
         parts.insert(0, f"In transformers' own `generate`:\n\n{_code('python', lines)}")
-    if not facts.base_id:
+    if not about.base_id:
         parts.append("`path/to/base` is the folder of the base: it has no Hub id.")
     return "\n\n".join(parts)
 
 
-def _engines(facts: Facts, head: Head, base: FrozenBase, place: str) -> str:
-    if facts.adapted:
+def _engines(about: Summary, head: Head, base: FrozenBase, place: str) -> str:
+    if about.adapted:
         return "None as it is: engines load whole bases. Merge the adapter into the base first."
     rows, blocks = [], []
     for engine in engines():
@@ -236,7 +236,7 @@ def _engines(facts: Facts, head: Head, base: FrozenBase, place: str) -> str:
         rows.append([f"`{engine}`", module.ABOUT, served])
         if layout and not reason:
             lines = layout.write(head, base, Path("served")).serve
-            blocks.append(_serve(facts, place, engine, base.name, lines))
+            blocks.append(_serve(about, place, engine, base.name, lines))
     table = _table(["engine", "", "serves this head"], rows)
     if not blocks:
         return table
@@ -246,27 +246,27 @@ def _engines(facts: Facts, head: Head, base: FrozenBase, place: str) -> str:
     )
 
 
-def _serve(facts: Facts, place: str, engine: str, base: str, lines: Sequence[str]) -> str:
-    name = facts.base_place
+def _serve(about: Summary, place: str, engine: str, base: str, lines: Sequence[str]) -> str:
+    name = about.base_place
     written = f"specheads export head={place} base={name} engine={engine} out=served"
     shown = (line.replace(base, name) if base else line for line in lines)
     return f"`{engine}`:\n\n" + _code("sh", "\n".join([written, *shown]) + "\n")
 
 
-def _limits(facts: Facts) -> str:
+def _limits(about: Summary) -> str:
     lines = [
         "Greedy text is the base's own, token for token, up to near-ties that rounding decides; "
-        "sampled text has the base's own law. `rule=typical` gives that up.",
+        "sampled text has the base's own distribution. `acceptance=typical` gives that up.",
         "It was made for this base alone. On another the text stays that base's own, and the "
         "guesses are seldom right.",
         "The figures hold for the prompts, the precision and the hardware above. Where no figure "
         "stands, nothing was measured.",
     ]
-    flagged = ((facts.results or {}).get("degenerate") or {}).get("flagged")
-    if flagged:
+    loops = about.results.degenerate if about.results else None
+    if loops and loops.flagged:
         lines.append(
-            f"The base's own text loops on {flagged} of the prompts. Loops are easy to guess, so "
-            "the table also has the figure without those."
+            f"The base's own text loops on {loops.flagged} of the prompts. Loops are easy to "
+            "guess, so the table also has the figure without those."
         )
     return "\n".join(f"- {line}" for line in lines)
 

@@ -1,29 +1,30 @@
-"""What a run tells of its head, on its card and on the Hub: nothing of where it ran."""
+"""What a card and a Hub repository say of a run: nothing of where it ran."""
 
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from specheads.base.model import FrozenBase
+from specheads.measure.results import Results
+from specheads.measure.store import from_json
 from specheads.runs.directory import RunDirectory
+from specheads.runs.provenance import portable
 from specheads.runs.trackers import read_metrics
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
-TOLD_SETTINGS = ("seed", "base", "head", "init", "data", "schedule", "tree", "evaluation")
+PUBLIC_SETTINGS = ("seed", "base", "head", "init", "data", "schedule", "tree", "evaluation")
 """Settings that say how a head was made and measured. The others say where on which machine."""
 
-TOLD_PROVENANCE = ("start", "end", "base_fingerprint", "draft_vocabulary", "versions", "git")
-"""A command line is never told: it holds paths, and whatever else its author typed."""
-
-ABSOLUTE = re.compile(r"(/|~|[A-Za-z]:[\\/]|\\\\|file:)")
+PUBLIC_PROVENANCE = ("start", "end", "base_fingerprint", "draft_vocabulary", "versions", "git")
+"""A command line is never published: it holds paths, and whatever else its author typed."""
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class Summary:
     """A run as strangers may read it: absolute paths are cut to their last part."""
 
     base_id: str
@@ -35,9 +36,9 @@ class Facts:
     adapted: bool
     """Whether the head belongs to the base and an adapter together."""
     settings: dict[str, Any]
-    """Of config.yaml, those that `TOLD_SETTINGS` names."""
+    """Of config.yaml, those that `PUBLIC_SETTINGS` names."""
     provenance: dict[str, Any]
-    results: dict[str, Any] | None
+    results: Results | None
     """None where the head was not evaluated."""
     history: list[dict[str, Any]]
     """Rows of metrics.jsonl."""
@@ -48,10 +49,10 @@ class Facts:
         return self.base_id or "path/to/base"
 
 
-def read_facts(
+def read_summary(
     run: RunDirectory, settings: Mapping[str, Any], base: FrozenBase, base_repo: str = ""
-) -> Facts:
-    """Return what a run tells.
+) -> Summary:
+    """Return a run as strangers may read it.
 
     Args:
         run: Its head is trained.
@@ -68,33 +69,22 @@ def read_facts(
     is_folder = Path(source).exists() or not HUB_ID.fullmatch(source)
     base_id = base_repo or ("" if is_folder else source)
     name = base_id or Path(source).name
-    told = portable({key: settings[key] for key in TOLD_SETTINGS})
-    told["base"]["model"] = name
-    if told["data"]["source"] != "hub":
-        told["data"]["path"] = Path(told["data"]["path"]).name
+    shown = portable({key: settings[key] for key in PUBLIC_SETTINGS})
+    shown["base"]["model"] = name
+    if shown["data"]["source"] != "hub":
+        shown["data"]["path"] = Path(shown["data"]["path"]).name
     known = json.loads(run.provenance.read_text(encoding="utf-8"))
     results = _results(run.report / "results.json", name)
-    return Facts(
+    return Summary(
         base_id,
         name,
         "" if is_folder else _revision(base),
-        bool(told["base"]["adapter"]) or run.adapter.is_dir(),
-        told,
-        portable({key: known[key] for key in TOLD_PROVENANCE if key in known}),
+        bool(shown["base"]["adapter"]) or run.adapter.is_dir(),
+        shown,
+        portable({key: known[key] for key in PUBLIC_PROVENANCE if key in known}),
         results,
         read_metrics(run.metrics),
     )
-
-
-def portable(value: Any) -> Any:
-    """Return a JSON value in which absolute paths are cut to their last part."""
-    if isinstance(value, Mapping):
-        return {name: portable(one) for name, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [portable(one) for one in value]
-    if isinstance(value, str) and ABSOLUTE.match(value):
-        return re.split(r"[\\/]", value.rstrip("\\/"))[-1]
-    return value
 
 
 def _revision(base: FrozenBase) -> str:
@@ -103,10 +93,13 @@ def _revision(base: FrozenBase) -> str:
     return f"{base.revision} (commit {commit})" if known else base.revision
 
 
-def _results(file: Path, base_name: str) -> dict[str, Any] | None:
+def _results(file: Path, base_name: str) -> Results | None:
     if not file.is_file():
         return None
-    results = portable(json.loads(file.read_text(encoding="utf-8")))
-    results["base"]["name"] = base_name
-    results["provenance"].pop("command", None)
-    return results
+    # files of before hold absolute paths, and so may what a user typed
+    found = from_json(Results, portable(json.loads(file.read_text(encoding="utf-8"))), str(file))
+    return replace(
+        found,
+        base=replace(found.base, name=base_name),
+        provenance=replace(found.provenance, command=[]),
+    )

@@ -4,6 +4,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,9 +16,14 @@ from huggingface_hub.errors import (
     HTTPError,  # pyright: ignore[reportPrivateImportUsage]
 )
 
-from specheads.export.hub.card import PICTURES
-from specheads.export.hub.summary import Facts
+from specheads.base.model import FrozenBase
+from specheads.config import Push, Train
+from specheads.export.hub.card import PICTURES, model_card
+from specheads.export.hub.summary import Summary, read_summary
 from specheads.export.plugins.custom_generate import hub_files
+from specheads.heads.load import load_head
+from specheads.measure.results import Results
+from specheads.measure.store import read, to_json
 from specheads.runs.directory import RunDirectory
 
 Contents = dict[str, bytes | Path]
@@ -46,6 +52,76 @@ REMEDIES = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Pushed:
+    """What was uploaded, or would be."""
+
+    files: dict[str, int]
+    """Bytes of each file, by its path in the repository."""
+    address: str
+    """Of the commit; empty where nothing was uploaded."""
+
+
+def push_run(run: RunDirectory, trained: Train, settings: Push) -> Pushed:
+    """Check that a run's head is whole and its base the right one, and upload it.
+
+    Args:
+        run: Finished.
+        trained: Its own settings.
+        settings: Where to, and what the card says of licences.
+
+    Raises:
+        ValueError: It is not, or the Hub refused: see `push`.
+    """
+    gated = settings.gated.lower()
+    if gated and gated not in GATES:
+        raise ValueError(f"gated must be one of {', '.join(GATES)}, got {settings.gated!r}")
+    files = _files(run, trained, settings)
+    sizes = {path: size(content) for path, content in files.items()}
+    if settings.dry_run:
+        return Pushed(sizes, "")
+    return Pushed(sizes, push(settings.repo, files, private=settings.private, gated=gated))
+
+
+def _files(run: RunDirectory, trained: Train, settings: Push) -> Contents:
+    """Return what is to be uploaded, once the head has shown that it loads on its base."""
+    run.refuse_unfinished("pushed")
+    if run.adapter.is_dir() or trained.base.adapter:
+        raise ValueError(
+            f"a pushed head has to fit a base that others can load, and that of {run.path} is one "
+            "together with an adapter; merge the adapter into the base, publish that, and train on "
+            "it: base.model=USER/MERGED init=HEAD"
+        )
+    base = _measured_base(run, trained)
+    head = load_head(run.head, base)
+    about = read_summary(run, asdict(trained), base, settings.base_repo)
+    card = model_card(
+        about,
+        head,
+        base,
+        repo=settings.repo,
+        licence=settings.licence,
+        data_licence=settings.data_licence,
+        pictures=pictures(run),
+    )
+    return contents(run, about, card, settings.repo)
+
+
+def _measured_base(run: RunDirectory, trained: Train) -> FrozenBase:
+    """Return the run's base; where the run was evaluated, exactly the one that was measured."""
+    file = run.report / RESULTS
+    measured = read(Results, file)
+    if measured is None:
+        return FrozenBase.load(**asdict(trained.base))
+    base = FrozenBase.load(**asdict(replace(trained.base, dtype=measured.settings.dtype)))
+    if base.fingerprint != measured.base.fingerprint:
+        raise ValueError(
+            f"a card shows what was measured on the base it names, and {base.name} has changed "
+            f"since {file} was written; measure again with specheads evaluate run={run.path}"
+        )
+    return base
+
+
 def pictures(run: RunDirectory) -> list[str]:
     """Return the names of the report's pictures that are small enough to publish."""
     found = (run.report / name for name in PICTURES)
@@ -54,12 +130,12 @@ def pictures(run: RunDirectory) -> list[str]:
     ]
 
 
-def contents(run: RunDirectory, facts: Facts, card: str, repo: str) -> Contents:
+def contents(run: RunDirectory, about: Summary, card: str, repo: str) -> Contents:
     """Return the files of a head's repository.
 
     Args:
         run: Finished.
-        facts: What it tells.
+        about: Its summary.
         card: README.md.
         repo: Hub id.
 
@@ -71,10 +147,12 @@ def contents(run: RunDirectory, facts: Facts, card: str, repo: str) -> Contents:
         "README.md": card.encode(),
         "config.json": run.head / "config.json",
         "model.safetensors": run.head / "model.safetensors",
-        "training.json": _json({"settings": facts.settings, "provenance": facts.provenance}),
+        "training.json": _json({"settings": about.settings, "provenance": about.provenance}),
     }
-    if facts.results is not None:
-        files[RESULTS] = _json(facts.results)
+    if about.results is not None:
+        shown = to_json(about.results)
+        del shown["provenance"]["command"]
+        files[RESULTS] = _json(shown)
     for path, text in hub_files(repo).items():
         files[path] = text.encode()
     files |= {name: run.report / name for name in pictures(run)}
@@ -176,7 +254,7 @@ def _refuse_secrets(path: str, data: bytes) -> None:
     for what, pattern in (token | secrets | places).items():
         if re.search(pattern.encode(), data):
             raise ValueError(
-                f"a push tells nothing of its machine, and {path} holds {what}; take it out of the "
+                f"a push says nothing of its machine, and {path} holds {what}; take it out of the "
                 "run's settings"
             )
 

@@ -23,8 +23,8 @@ from transformers import (
 )
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from specheads.base.masks import refuse_attention
 from specheads.base.model import FrozenBase
+from specheads.base.selfcheck import check
 from specheads.core.drafter import Drafter, Head
 from specheads.decoding.acceptance import rules
 from specheads.decoding.acceptance.sampling import each_prompt
@@ -37,10 +37,8 @@ from specheads.heads.load import fit, load_head
 
 Generated = Tensor | GenerateDecoderOnlyOutput
 
-_bases: weakref.WeakKeyDictionary[PreTrainedModel, weakref.ref[FrozenBase]] = (
-    weakref.WeakKeyDictionary()
-)
-"""One for each model that is alive; the hook that a base sets on its model keeps it so, too."""
+_tried: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
+"""Models that have shown that they read trees right, as long as they are alive."""
 
 _GENERATE = '''\
 """Decode with the speculator head of this repository; the card has the lines that do.
@@ -119,27 +117,17 @@ def custom_generate(
 
 
 def _base(model: PreTrainedModel) -> FrozenBase:
-    """Return the base that a user's model is, without freezing it.
+    """Return the base that a user's model is, and leave the model as it is.
 
     Raises:
         ValueError: It is in training mode, or no base: see `FrozenBase`.
     """
     if any(module.training for module in model.modules()):
         raise ValueError("decoding needs a model in eval mode; call model.eval() first")
-    known = _bases.get(model)
-    base = None if known is None else known()
-    if base is None:
-        learning = [one for one in model.parameters() if one.requires_grad]
-        try:
-            # what it does to the weights has to outlive the caller's inference mode
-            with torch.inference_mode(False):
-                base = FrozenBase(model, name=model.name_or_path or "")
-        finally:
-            for parameter in learning:
-                parameter.requires_grad_()
-        _bases[model] = weakref.ref(base)
-    # the model's owner may have set another one since
-    refuse_attention(base.config._attn_implementation)
+    base = FrozenBase(model, name=model.name_or_path or "", owned=False)
+    if model not in _tried:
+        check(model)
+        _tried.add(model)
     return base
 
 

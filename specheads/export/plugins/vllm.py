@@ -26,6 +26,7 @@ from jaxtyping import Int
 from numpy import ndarray
 from torch import Tensor
 
+from specheads.base.projection import projection_of
 from specheads.base.weight_layout import column_major
 from specheads.core.drafter import Head, Memory
 from specheads.core.features import Committed, Features
@@ -150,10 +151,10 @@ class Proposer:
         head = load_head(os.environ[HEAD_VARIABLE])
         embedding, projection = _borrowed(target_model)
         _refuse(head, self.policy.depth, embedding)
-        divisor = getattr(self.config.model_config.hf_text_config, "logits_scaling", None)
         head.to(embedding.device, self.config.model_config.dtype)
         column_major(head)
-        head.bind(embedding, projection / divisor if divisor else projection)
+        own = projection_of(self.config.model_config.hf_text_config, projection)
+        head.bind(embedding, own.scaled_weight)
         self.head = head
 
     def allocate(self, cache: Any) -> None:

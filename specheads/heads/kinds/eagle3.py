@@ -16,6 +16,7 @@ from specheads.heads.fill import fill
 from specheads.heads.layers.attention import AttentionShape, Slots
 from specheads.heads.layers.embedding import EmbeddingHead
 from specheads.heads.layers.feedback import Branch, FeedbackLayer
+from specheads.heads.layers.norm import RMSNorm
 
 NUM_AUX_LAYERS = 3
 """Low, middle and high: layers it reads where the settings name none."""
@@ -88,7 +89,7 @@ class Head(EmbeddingHead):
             norm_before_residual=config.norm_before_residual,
             shape=AttentionShape.of(width, *heads, theta=config.rope_theta),
         )
-        self.norm = nn.RMSNorm(width, config.epsilon)
+        self.norm = RMSNorm(width, config.epsilon)
         self.lm_head = nn.Linear(width, self.drafted_size, bias=False)
 
     def choose_aux_layers(self, num_layers: int) -> None:

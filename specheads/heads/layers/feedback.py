@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from specheads.core.drafter import pick_parents
 from specheads.core.features import Committed
 from specheads.heads.layers.attention import Attention, AttentionShape, GatedMlp, Slots
+from specheads.heads.layers.norm import RMSNorm
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +50,10 @@ class FeedbackLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.norm_before_residual = norm_before_residual
-        self.input_layernorm = nn.RMSNorm(width, epsilon)
-        self.hidden_norm = nn.RMSNorm(width, epsilon)
+        self.input_layernorm = RMSNorm(width, epsilon)
+        self.hidden_norm = RMSNorm(width, epsilon)
         self.self_attn = Attention(2 * width, width, shape)
-        self.post_attention_layernorm = nn.RMSNorm(width, epsilon)
+        self.post_attention_layernorm = RMSNorm(width, epsilon)
         self.mlp = GatedMlp(width, inner)
 
     def rounds(

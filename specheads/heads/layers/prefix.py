@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from specheads.core.features import Committed
 from specheads.heads.layers.attention import Attention, AttentionShape, GatedMlp, Slots
+from specheads.heads.layers.norm import RMSNorm
 
 
 class PrefixLayer(nn.Module):
@@ -22,11 +23,11 @@ class PrefixLayer(nn.Module):
         self, width: int, inner: int, shape: AttentionShape, epsilon: float = 1e-5
     ) -> None:
         super().__init__()
-        self.input_layernorm = nn.RMSNorm(width, epsilon)
+        self.input_layernorm = RMSNorm(width, epsilon)
         self.self_attn = Attention(width, width, shape)
-        self.post_attention_layernorm = nn.RMSNorm(width, epsilon)
+        self.post_attention_layernorm = RMSNorm(width, epsilon)
         self.mlp = GatedMlp(width, inner)
-        self.norm = nn.RMSNorm(width, epsilon)
+        self.norm = RMSNorm(width, epsilon)
         for closed in (self.self_attn.o_proj, self.mlp.down_proj):
             nn.init.zeros_(closed.weight)
 

@@ -4,8 +4,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,8 +17,9 @@ from specheads.decoding.trees import policies
 from specheads.measure.counts import DepthCounts
 from specheads.measure.how import How
 from specheads.measure.offline import guess_ranks, replay
-from specheads.measure.online import decode_prompts
-from specheads.measure.progress import bar
+from specheads.measure.online import write_alone
+from specheads.measure.results import Candidate
+from specheads.runs.progress import bar
 
 SIZES = (4, 6, 8, 12, 16)
 """Nodes of the trees tried, root included."""
@@ -36,8 +36,8 @@ class Choice:
     """The tree that decodes fastest on this machine, and what it was chosen among."""
 
     tree: policies.Static
-    table: list[dict[str, Any]]
-    """One row a candidate, JSON-able; the first is the base alone, for comparison only."""
+    table: list[Candidate]
+    """One row a candidate; the first is the base alone, for comparison only."""
 
 
 def pick_tree(
@@ -85,33 +85,30 @@ def pick_tree(
         counts = [replay(rows, tree) for rows in judged]
         tokens = DepthCounts.total(counts, tree.depth).tokens_per_forward
         table.append(_row(tree, tokens, step / base_seconds))
-    best = max(range(len(candidates)), key=lambda place: table[place + 1]["speedup"])
-    table[best + 1]["chosen"] = True
+    best = max(range(len(candidates)), key=lambda place: table[place + 1].speedup)
+    table[best + 1] = replace(table[best + 1], chosen=True)
     return Choice(candidates[best], table)
 
 
-def _row(tree: policies.Static, tokens_per_forward: float, step_overhead: float) -> dict[str, Any]:
-    return {
-        "tree": tree.name,
-        "num_nodes": tree.num_nodes,
-        "depth": tree.depth,
-        "tokens_per_forward": tokens_per_forward,
-        "step_overhead": step_overhead,
-        "speedup": tokens_per_forward / step_overhead,
-        "paths": [list(path) for path in tree.paths],
-        "chosen": False,
-    }
+def _row(tree: policies.Static, tokens_per_forward: float, step_overhead: float) -> Candidate:
+    return Candidate(
+        tree=tree.name,
+        num_nodes=tree.num_nodes,
+        depth=tree.depth,
+        tokens_per_forward=tokens_per_forward,
+        step_overhead=step_overhead,
+        speedup=tokens_per_forward / step_overhead,
+        paths=[list(path) for path in tree.paths],
+    )
 
 
 def _measure_ranks(
     base: FrozenBase, head: Head, prompts: list[list[int]], max_new_tokens: int, progress: bool
 ) -> list[Tensor]:
-    alone = decode_prompts(
-        base, None, prompts, How(max_new_tokens=max_new_tokens, batch_size=8, progress=progress)
-    )
+    how = How(max_new_tokens=max_new_tokens, batch_size=8, progress=progress)
     return [
-        guess_ranks(base, head, prompt, one.tokens, width=WIDTH)
-        for prompt, one in zip(prompts, alone, strict=True)
+        guess_ranks(base, head, prompt, continuation, width=WIDTH)
+        for prompt, continuation in zip(prompts, write_alone(base, prompts, how), strict=True)
     ]
 
 
@@ -156,9 +153,9 @@ def count_paths(ranks: list[Tensor]) -> Counter[tuple[int, ...]]:
 def _step_timer(
     base: FrozenBase, head: Head, prompts: list[list[int]], max_new_tokens: int, progress: bool
 ) -> Timer:
-    def timer(policies: Sequence[policies.TreePolicy]) -> list[float]:
+    def timer(trees: Sequence[policies.TreePolicy]) -> list[float]:
         return time_steps(
-            base, head, prompts, policies, max_new_tokens=max_new_tokens, progress=progress
+            base, head, prompts, trees, max_new_tokens=max_new_tokens, progress=progress
         )
 
     return timer
@@ -169,36 +166,36 @@ def time_steps(
     base: FrozenBase,
     head: Head,
     prompts: list[list[int]],
-    policies: Sequence[policies.TreePolicy],
+    trees: Sequence[policies.TreePolicy],
     *,
     max_new_tokens: int = 64,
     num_steps: int = 36,
     progress: bool = False,
 ) -> list[float]:
-    """Return the median seconds of a real decode step with each policy.
+    """Return the median seconds of a real decode step with each tree.
 
-    Policies take turns step by step, so what else the machine does slows them alike, and all
-    of them continue the same prompts. `grow.NOTHING` steps with the base alone.
+    Trees take turns step by step, so what else the machine does slows them alike, and all
+    of them continue the same prompts. `policies.NOTHING` steps with the base alone.
 
     Args:
         base: The model that decides.
         head: What guesses.
         prompts: Token ids; as many as it takes, one after the other, round and round.
-        policies: What to time.
+        trees: What to time.
         max_new_tokens: How far each prompt is continued at most.
-        num_steps: Steps timed of each policy, at least.
+        num_steps: Steps timed of each tree, at least.
         progress: Whether to show a progress bar.
     """
-    deepest = max(tree.depth for tree in policies)
+    deepest = max(tree.depth for tree in trees)
     # the first step after a prompt is not timed: it reads the whole prompt's features
     each = max(max_new_tokens // (deepest + 1), 2) - 1
     rounds = [prompts[turn % len(prompts)] for turn in range(-(-num_steps // each))]
-    seconds: list[list[float]] = [[] for _ in policies]
+    seconds: list[list[float]] = [[] for _ in trees]
     for prompt in bar(rounds, "step times", progress):
-        capacity = len(prompt) + (each + 1) * (deepest + 1) + max(p.num_nodes for p in policies)
+        capacity = len(prompt) + (each + 1) * (deepest + 1) + max(tree.num_nodes for tree in trees)
         runs = [
             (tree, drafter, loop.start(base, drafter, [prompt], capacity)[0])
-            for tree in policies
+            for tree in trees
             for drafter in [head if tree.depth else None]
         ]
         for turn in range(each + 1):

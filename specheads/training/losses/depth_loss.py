@@ -2,8 +2,8 @@
 
 One chunk of rows at a time goes through the projection, gives its loss and its gradients, and
 is forgotten, so that neither (depth, row, vocab) nor (row, vocab) is ever held. The base's own
-law is projected from its hidden states in the same chunk, once for all depths that share it.
-See docs/losses.md.
+distribution is projected from its hidden states in the same chunk, once for all depths that
+share it. See docs/losses.md.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,13 +20,13 @@ from specheads.training.losses import liger
 from specheads.training.losses.gradients import Gradients
 from specheads.training.losses.row_losses import KINDS as KINDS
 from specheads.training.losses.row_losses import LABELS_ONLY as LABELS_ONLY
-from specheads.training.losses.row_losses import Law, read_law
+from specheads.training.losses.row_losses import BaseRows, read_base
 
 WEIGHTINGS = ("geometric", "dpace")
 """How depths are weighted against each other: by numbers given, or also by each row's drafts."""
 
 SMOOTHING = 0.5
-"""Of D-PACE: how far a draft's confidence is drawn towards one."""
+"""Share of the way by which D-PACE draws a draft's confidence towards one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ def depth_loss(
     Args:
         states: One for each depth; row r of each stands for the r-th label.
         projections: Weight (vocab, width) and bias of each depth; tied depths repeat them.
-        targets: Labels and the base's law, shared by all depths or one for each.
+        targets: Labels and the base's states, shared by all depths or one for each.
         kind: One of `KINDS`.
         decay: Weight of each depth relative to the one before it.
         depth_weights: Weight of each depth, in place of decay.
@@ -80,8 +80,8 @@ def depth_loss(
         chunk_rows: Rows whose logits are held at once. None fits them to the device.
 
     Raises:
-        ValueError: An unknown kind or weighting, a kind that needs the base's law without
-            `project`, or not one weight for each depth.
+        ValueError: An unknown kind or weighting, a kind that needs the base's distribution
+            without `project`, or not one weight for each depth.
     """
     depth = len(states)
     each = [targets] * depth if isinstance(targets, Targets) else list(targets)
@@ -113,9 +113,9 @@ def dpace_weights(confidence: Float[Tensor, "depth row"]) -> Float[Tensor, "dept
     return reach.flip(0).cumsum(0).flip(0)
 
 
-def whole_chains(counted: Bool[Tensor, "batch time"], depth: int) -> Bool[Tensor, "batch time"]:
-    """Return which labels begin `depth` counted ones: a chain drafted from one position."""
-    return F.pad(counted, (0, depth - 1)).unfold(-1, depth, 1).all(-1)
+def whole_chains(scored: Bool[Tensor, "batch time"], depth: int) -> Bool[Tensor, "batch time"]:
+    """Return which labels begin `depth` scored ones: a chain drafted from one position."""
+    return F.pad(scored, (0, depth - 1)).unfold(-1, depth, 1).all(-1)
 
 
 def _check(
@@ -136,7 +136,9 @@ def _check(
     if len(targets) != depth:
         raise ValueError(f"targets are one for all, or one for each of {depth}: got {len(targets)}")
     if kind not in LABELS_ONLY and any(target.project is None for target in targets):
-        raise ValueError(f"loss {kind} reads the base's law, got project=None; pass a projection")
+        raise ValueError(
+            f"loss {kind} reads the base's distribution, got project=None; pass a projection"
+        )
 
 
 def _by_liger(
@@ -194,13 +196,13 @@ class _FusedDepthLoss(torch.autograd.Function):
     def forward(ctx: Any, plan: _Plan, depth: int, *tensors: Tensor | None) -> Any:
         gradients = Gradients(depth, tensors, ctx.needs_input_grad[2:])
         scores = _Scores(plan, gradients)
-        laws: list[Law] = []
+        base_rows: list[BaseRows] = []
         for rows in plan.chunks():
             for level, target in enumerate(plan.targets):
                 if level == 0 or target is not plan.targets[level - 1]:
-                    laws.clear()  # before the next one is made, not after
-                    laws = _laws(plan, target, rows, gradients.precision)
-                scores.add(level, rows, laws)
+                    base_rows.clear()  # before the next one is made, not after
+                    base_rows = _base_rows(plan, target, rows, gradients.precision)
+                scores.add(level, rows, base_rows)
                 if not plan.dpace or level == depth - 1:
                     scores.flush(rows)
         ctx.gradients = gradients.sums
@@ -223,15 +225,17 @@ class _FusedDepthLoss(torch.autograd.Function):
         return None, None, *(None if grad is None else grad.mul_(scale) for grad in given)
 
 
-def _laws(plan: _Plan, targets: Targets, rows: slice, precision: torch.dtype) -> list[Law]:
+def _base_rows(
+    plan: _Plan, targets: Targets, rows: slice, precision: torch.dtype
+) -> list[BaseRows]:
     """Return what each block of a chunk is to predict."""
     labels = targets.labels[rows].clamp(min=0)
     blocks = _slices(len(labels), plan.block_rows)
     if targets.project is None:
-        return [read_law(plan.kind, labels[block], None) for block in blocks]
+        return [read_base(plan.kind, labels[block], None) for block in blocks]
     base_logits = targets.project(targets.base_hidden[rows])
     return [
-        read_law(plan.kind, labels[block], base_logits[block].to(precision)) for block in blocks
+        read_base(plan.kind, labels[block], base_logits[block].to(precision)) for block in blocks
     ]
 
 
@@ -241,7 +245,7 @@ class _Scored:
     slopes: Tensor
     losses: Tensor
     confidence: Tensor
-    counted: Tensor
+    drafted: Tensor
 
 
 class _Scores:
@@ -257,15 +261,15 @@ class _Scores:
         num_rows = [(target.labels >= 0).sum().clamp(min=1) for target in plan.targets]
         self.shares = [1.0 / rows.to(precision) for rows in num_rows]
 
-    def add(self, level: int, rows: slice, laws: list[Law]) -> None:
+    def add(self, level: int, rows: slice, base_rows: list[BaseRows]) -> None:
         """Turn one depth's logits of a chunk into slopes, and keep them until they are weighted."""
         slopes = self.gradients.logits(level, rows)
-        losses, confidence, agreed = _overwrite_with_slopes(self.plan, slopes, laws)
-        counted = self.plan.targets[level].labels[rows] >= 0
-        losses = losses.where(counted, 0.0)
+        losses, confidence, agreed = _overwrite_with_slopes(self.plan, slopes, base_rows)
+        drafted = self.plan.targets[level].labels[rows] >= 0
+        losses = losses.where(drafted, 0.0)
         self.by_depth[level] += losses.sum() * self.shares[level]
-        self.agreement[level] += (agreed & counted).sum() * self.shares[level]
-        self.pending.append(_Scored(level, slopes, losses, confidence * counted, counted))
+        self.agreement[level] += (agreed & drafted).sum() * self.shares[level]
+        self.pending.append(_Scored(level, slopes, losses, confidence * drafted, drafted))
 
     def flush(self, rows: slice) -> None:
         """Weight the slopes that are kept, and turn them into gradients."""
@@ -273,23 +277,23 @@ class _Scores:
         factors = dpace_weights(confidence) if self.plan.dpace else torch.ones_like(confidence)
         for scored, factor in zip(self.pending, factors, strict=True):
             weight = self.plan.weights[scored.level] * self.shares[scored.level]
-            scale = factor * scored.counted * weight
+            scale = factor * scored.drafted * weight
             self.total += (scored.losses * scale).sum()
             self.gradients.add(scored.level, rows, scored.slopes.mul_(scale[:, None]))
         self.pending.clear()
 
 
 def _overwrite_with_slopes(
-    plan: _Plan, logits: Tensor, laws: list[Law]
+    plan: _Plan, logits: Tensor, base_rows: list[BaseRows]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return each row's loss, its confidence in what it should predict, and its agreement."""
     found: list[tuple[Tensor, Tensor, Tensor]] = []
-    for block, law in zip(_slices(len(logits), plan.block_rows), laws, strict=True):
+    for block, base in zip(_slices(len(logits), plan.block_rows), base_rows, strict=True):
         log_draft = logits[block].log_softmax(-1)
-        agreed = log_draft.argmax(-1) == law.best
-        expected = law.best if plan.kind == "argmax_cross_entropy" else law.labels
+        agreed = log_draft.argmax(-1) == base.best
+        expected = base.best if plan.kind == "argmax_cross_entropy" else base.labels
         confidence = log_draft.gather(-1, expected[:, None])[:, 0].exp()
-        found.append((KINDS[plan.kind](log_draft, law), confidence, agreed))
+        found.append((KINDS[plan.kind](log_draft, base), confidence, agreed))
         logits[block] = log_draft
     losses, confidence, agreed = (torch.cat(column) for column in zip(*found, strict=True))
     return losses, confidence, agreed

@@ -1,9 +1,9 @@
 """Hard-label cross-entropy by liger-kernel's fused Triton kernels, where they fit.
 
 The optional extra `cuda` brings them. They score one projection at a time against one label a
-row, so they serve cross-entropy on the text's labels. The base's law they would need whole,
-(row, vocab), as `LigerFusedLinearKLDivFunction` reads it; and depths that share a projection
-would each return a gradient of its size. Those go the chunked way of losses.py.
+row, so they serve cross-entropy on the text's labels. The base's distribution they would need
+whole, (row, vocab), as `LigerFusedLinearKLDivFunction` reads it; and depths that share a
+projection would each return a gradient of its size. Those go the chunked way of depth_loss.py.
 """
 
 from collections.abc import Sequence
@@ -46,8 +46,8 @@ def cross_entropy(
 
     Args:
         state: What is projected.
-        weight: Of the projection.
-        bias: Of the projection.
+        weight: Weight of the projection.
+        bias: Bias of the projection.
         labels: One token a row; -1 leaves the row out.
     """
     ops: Any = import_module("liger_kernel.ops")

@@ -1,7 +1,8 @@
 """The loss of one drafted position and its slope, in closed form and in place.
 
-p is the base's law and q the draft's. Each kind reads a block of rows of log q and overwrites
-it with the gradient by the draft's logits, so that a block costs one buffer and no graph.
+p is the base's distribution and q the draft's. Each kind reads a block of rows of log q and
+overwrites it with the gradient by the draft's logits, so that a block costs one buffer and no
+graph.
 """
 
 from collections.abc import Callable
@@ -12,34 +13,34 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 RULED_OUT = -1e4
-"""Nats in place of a minus infinity in the base's law, so that a token it rules out costs much
-and not infinitely much; no finite logit in use comes near."""
+"""Nats in place of a minus infinity in log p, so that a token the base rules out costs much and
+not infinitely much; no finite logit in use comes near."""
 
 TRUST = 3.0
 """How fast `lk_hybrid` leaves KL for total variation as acceptance grows: the paper's eta."""
 
 
 @dataclass(frozen=True, slots=True)
-class Law:
+class BaseRows:
     """What a block of rows is to predict."""
 
     labels: Int[Tensor, " row"]
     """The text's own token."""
     best: Int[Tensor, " row"]
-    """The base's likeliest token; the label where the base's law is unknown."""
+    """The base's likeliest token; the label where the base's distribution is unknown."""
     values: Float[Tensor, "row vocab"] | None = None
     """p, or log p: as the kind reads it."""
     entropy: Float[Tensor, " row"] | None = None
-    """Of p, in nats."""
+    """Entropy of p, in nats."""
 
 
-RowLoss = Callable[[Tensor, Law], Tensor]
-"""(log q, law) -> one loss a row; log q holds the slopes afterwards."""
+RowLoss = Callable[[Tensor, BaseRows], Tensor]
+"""(log q, what the base says) -> one loss a row; log q holds the slopes afterwards."""
 
 
-def _values(law: Law) -> Tensor:
-    assert law.values is not None
-    return law.values
+def _values(base: BaseRows) -> Tensor:
+    assert base.values is not None
+    return base.values
 
 
 def _surprise(log_draft: Tensor, tokens: Tensor) -> Tensor:
@@ -49,36 +50,40 @@ def _surprise(log_draft: Tensor, tokens: Tensor) -> Tensor:
     return loss[:, 0]
 
 
-def cross_entropy(log_draft: Float[Tensor, "row vocab"], law: Law) -> Float[Tensor, " row"]:
+def cross_entropy(log_draft: Float[Tensor, "row vocab"], base: BaseRows) -> Float[Tensor, " row"]:
     """Return the surprise of the text's own next token, in nats."""
-    return _surprise(log_draft, law.labels)
+    return _surprise(log_draft, base.labels)
 
 
-def argmax_cross_entropy(log_draft: Float[Tensor, "row vocab"], law: Law) -> Float[Tensor, " row"]:
+def argmax_cross_entropy(
+    log_draft: Float[Tensor, "row vocab"], base: BaseRows
+) -> Float[Tensor, " row"]:
     """Return the surprise of the token the base itself would choose at temperature zero."""
-    return _surprise(log_draft, law.best)
+    return _surprise(log_draft, base.best)
 
 
-def soft_cross_entropy(log_draft: Float[Tensor, "row vocab"], law: Law) -> Float[Tensor, " row"]:
-    """Return the cross-entropy to the base's whole law: its KL divergence plus a constant.
+def soft_cross_entropy(
+    log_draft: Float[Tensor, "row vocab"], base: BaseRows
+) -> Float[Tensor, " row"]:
+    """Return the cross-entropy to the base's whole distribution: its KL divergence plus a constant.
 
     Source: Ankner et al. 2024, arXiv:2402.05109, the teacher loss of Hydra++.
     """
-    base_probs = _values(law)
+    base_probs = _values(base)
     loss = -(base_probs * log_draft).sum(-1)
     log_draft.exp_().sub_(base_probs)
     return loss
 
 
-def kl(log_draft: Float[Tensor, "row vocab"], law: Law) -> Float[Tensor, " row"]:
-    """Return KL(p || q) in nats: zero where the draft has the base's law."""
-    assert law.entropy is not None
-    return soft_cross_entropy(log_draft, law) - law.entropy
+def kl(log_draft: Float[Tensor, "row vocab"], base: BaseRows) -> Float[Tensor, " row"]:
+    """Return KL(p || q) in nats: zero where the draft has the base's distribution."""
+    assert base.entropy is not None
+    return soft_cross_entropy(log_draft, base) - base.entropy
 
 
-def reverse_kl(log_draft: Float[Tensor, "row vocab"], law: Law) -> Float[Tensor, " row"]:
+def reverse_kl(log_draft: Float[Tensor, "row vocab"], base: BaseRows) -> Float[Tensor, " row"]:
     """Return KL(q || p) in nats, which costs a draft mass where the base has none."""
-    gap = log_draft - _values(law)
+    gap = log_draft - _values(base)
     draft_probs = log_draft.exp_()
     loss = (draft_probs * gap).sum(-1)
     draft_probs.mul_(gap.sub_(loss[:, None]))
@@ -98,17 +103,17 @@ def _missed(draft_probs: Tensor, base_probs: Tensor) -> tuple[Tensor, Tensor]:
     return missed, torch.addcmul(-slope, draft_probs, pulled)
 
 
-def total_variation(log_draft: Float[Tensor, "row vocab"], law: Law) -> Float[Tensor, " row"]:
+def total_variation(log_draft: Float[Tensor, "row vocab"], base: BaseRows) -> Float[Tensor, " row"]:
     """Return the total variation distance, one minus the rate of acceptance in exact sampling.
 
     Its slope vanishes where the draft has no mass on what the base would say.
     """
-    missed, slope = _missed(log_draft.exp_(), _values(law))
+    missed, slope = _missed(log_draft.exp_(), _values(base))
     log_draft.copy_(slope)
     return missed
 
 
-def lk(log_draft: Float[Tensor, "row vocab"], law: Law) -> Float[Tensor, " row"]:
+def lk(log_draft: Float[Tensor, "row vocab"], base: BaseRows) -> Float[Tensor, " row"]:
     """Return minus the logarithm of the rate of acceptance, in nats.
 
     Its slope is total variation's over the acceptance. All is in logarithms, for acceptance
@@ -116,7 +121,7 @@ def lk(log_draft: Float[Tensor, "row vocab"], law: Law) -> Float[Tensor, " row"]
 
     Source: Samarin et al. 2026, arXiv:2602.23881.
     """
-    base_log_probs = _values(law)
+    base_log_probs = _values(base)
     log_accepted = torch.minimum(log_draft, base_log_probs).logsumexp(-1, keepdim=True)
     short = log_draft < base_log_probs
     share = (log_draft - log_accepted).masked_fill_(~short, -torch.inf).exp_()
@@ -124,7 +129,7 @@ def lk(log_draft: Float[Tensor, "row vocab"], law: Law) -> Float[Tensor, " row"]
     return -log_accepted[:, 0]
 
 
-def lk_hybrid(log_draft: Float[Tensor, "row vocab"], law: Law) -> Float[Tensor, " row"]:
+def lk_hybrid(log_draft: Float[Tensor, "row vocab"], base: BaseRows) -> Float[Tensor, " row"]:
     """Return lambda KL(p || q) + (1 - lambda) TV(p, q) with lambda = exp(-3 acceptance).
 
     KL leads while the draft is far off and total variation has no slope; total variation leads
@@ -132,9 +137,9 @@ def lk_hybrid(log_draft: Float[Tensor, "row vocab"], law: Law) -> Float[Tensor, 
 
     Source: Samarin et al. 2026, arXiv:2602.23881, the hybrid objective with eta = 3.
     """
-    assert law.entropy is not None
-    base_probs = _values(law)
-    divergence = -(base_probs * log_draft).sum(-1) - law.entropy
+    assert base.entropy is not None
+    base_probs = _values(base)
+    divergence = -(base_probs * log_draft).sum(-1) - base.entropy
     missed, slope = _missed(log_draft.exp_(), base_probs)
     trust = torch.exp(-TRUST * (1.0 - missed))
     log_draft.sub_(base_probs).mul_(trust[:, None]).addcmul_(slope, (1.0 - trust)[:, None])
@@ -142,7 +147,7 @@ def lk_hybrid(log_draft: Float[Tensor, "row vocab"], law: Law) -> Float[Tensor, 
 
 
 LABELS_ONLY = ("cross_entropy",)
-"""Kinds that need no law of the base."""
+"""Kinds that need no distribution of the base."""
 
 PROBS = ("soft_cross_entropy", "kl", "total_variation", "lk_hybrid")
 """Kinds that read p."""
@@ -163,17 +168,17 @@ KINDS: dict[str, RowLoss] = {
 """Losses by the name that configurations give them."""
 
 
-def read_law(
+def read_base(
     kind: str, labels: Int[Tensor, " row"], base_logits: Float[Tensor, "row vocab"] | None
-) -> Law:
+) -> BaseRows:
     """Return what a kind of loss needs of the base's logits, which are left as they are."""
     if base_logits is None:
-        return Law(labels, labels)
+        return BaseRows(labels, labels)
     best = base_logits.argmax(-1)
     if kind not in PROBS + LOG_PROBS:
-        return Law(labels, best)
+        return BaseRows(labels, best)
     log_probs = base_logits.log_softmax(-1).clamp_(min=RULED_OUT)
     if kind in LOG_PROBS:
-        return Law(labels, best, log_probs)
+        return BaseRows(labels, best, log_probs)
     probs = log_probs.exp()
-    return Law(labels, best, probs, -(probs * log_probs).sum(-1))
+    return BaseRows(labels, best, probs, -(probs * log_probs).sum(-1))

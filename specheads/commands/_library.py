@@ -1,0 +1,296 @@
+"""What commands and Python call: `specheads.train`, `evaluate`, `compare`, `export`, `push`.
+
+All take overrides as the command line does, or typed settings and objects; none prints.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from huggingface_hub.utils import logging as hub_logging
+
+from specheads import config
+from specheads.base.model import FrozenBase
+from specheads.commands import _compose
+from specheads.core.drafter import Head
+from specheads.data.prompts import Prompt, PromptSet
+from specheads.export.engines import engine_module
+from specheads.export.gate import Parity
+from specheads.export.hub import card, upload
+from specheads.export.hub.summary import HUB_ID
+from specheads.export.write import export_head, gate_texts
+from specheads.heads.load import load_head
+from specheads.measure import report
+from specheads.measure.compare import chosen, compare_head, write_comparison
+from specheads.measure.evaluation import Asked, evaluate_head, evaluate_run
+from specheads.measure.results import Comparison, Results
+from specheads.runs.directory import RunDirectory
+from specheads.runs.trackers import read_metrics
+from specheads.training import run as training
+
+T = TypeVar("T")
+
+Prompts = str | Path | Sequence[Sequence[int]] | None
+"""A name, a .jsonl file, or token ids; None is what the settings say."""
+
+
+def train(
+    recipe: str = "",
+    overrides: Sequence[str] = (),
+    *,
+    settings: config.Train | None = None,
+    base: FrozenBase | None = None,
+    announce: training.Announce = training.quiet,
+) -> RunDirectory:
+    """Train a head through every phase of a recipe, then evaluate it; return the run.
+
+    Args:
+        recipe: Name of the recipe; or give settings.
+        overrides: As on the command line: `["name=mine", "head=medusa"]`.
+        settings: In place of recipe and overrides.
+        base: The base that the settings name, where it is loaded already.
+        announce: Takes lines for people.
+
+    Raises:
+        ValueError: The settings ask for what there is not, or the run is finished already.
+    """
+    words = [f"recipe={recipe}", *overrides] if recipe else list(overrides)
+    settings, _ = _settings(config.Train, settings, words)
+    made = training.run(settings, _compose.as_yaml(settings), base, announce)
+    if made.is_main:
+        card.write_card(made.run, asdict(settings), made.head, made.base)
+        announce(f"head: {made.run.head}")
+        if made.run.adapter.is_dir():
+            announce(f"adapter of the base: {made.run.adapter}")
+        if settings.evaluate_after:
+            _measure(made.run, settings, made.base)
+    return made.run
+
+
+def evaluate(
+    run: str | Path = "",
+    overrides: Sequence[str] = (),
+    *,
+    settings: config.Evaluate | None = None,
+    base: FrozenBase | None = None,
+    head: Head | None = None,
+    prompts: Prompts = None,
+    out: str | Path = "",
+) -> Results:
+    """Measure the head of a run, or any head on the base it was made for.
+
+    Args:
+        run: A finished run's directory; its report and its card are written anew.
+        overrides: As on the command line: `["tree=chain", "num_prompts=8"]`.
+        settings: In place of composed ones; of a run, only what `overrides` names counts, and
+            the tree.
+        base: Object in place of what the settings name, and so is `head`.
+        head: As `base`; bound to it.
+        prompts: What is continued.
+        out: Folder for the report, in place of the run's own, which is left as it is.
+
+    Raises:
+        ValueError: There is nothing to evaluate, or the settings do not fit it.
+    """
+    settings, words = _settings(config.Evaluate, settings, overrides, run=run, out=out)
+    if settings.run:
+        made, trained = _own(settings, words)
+        given = _prompts(prompts, trained)
+        return _measure(made, trained, base or _load(trained), settings.out, given)
+    base, head = _objects(settings, base, head, "evaluate")
+    results = evaluate_head(base, head, settings, _prompts(prompts, settings))
+    if settings.out:
+        report.write_report(Path(settings.out), results, [])
+    return results
+
+
+def compare(
+    run: str | Path = "",
+    overrides: Sequence[str] = (),
+    *,
+    settings: config.Compare | None = None,
+    base: FrozenBase | None = None,
+    head: Head | None = None,
+    prompts: Prompts = None,
+    out: str | Path = "",
+) -> Comparison:
+    """Hold the head of a run, or any head, against what needs no training.
+
+    Args:
+        run: A finished run's directory; compare.json is written into its report.
+        overrides: As on the command line: `["drafters=[head,hybrid]"]`.
+        settings: As for `evaluate`.
+        base: Object in place of the run's, and so is `head`; without a run both are needed.
+        head: As `base`; bound to it.
+        prompts: What is continued.
+        out: Folder for compare.json, in place of the run's report.
+
+    Raises:
+        ValueError: There is nothing to compare, or the settings do not fit it.
+    """
+    settings, words = _settings(config.Compare, settings, overrides, run=run, out=out)
+    chosen(settings)
+    asked: Asked = settings
+    folder = Path(settings.out) if settings.out else None
+    if settings.run:
+        made, asked = _own(settings, words)
+        made.refuse_unfinished("compared")
+        base, folder = base or _load(asked), folder or made.report
+        if made.adapter.is_dir():
+            base.merge(made.adapter)
+        head = load_head(made.head, base)
+    elif base is None or head is None:
+        raise ValueError("name what to compare: run=DIR")
+    comparison = compare_head(base, head, settings, asked, _prompts(prompts, asked))
+    if folder:
+        write_comparison(folder, comparison)
+    return comparison
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """An export that passed the gate."""
+
+    folder: Path
+    serve: tuple[str, ...]
+    """Command lines that serve it."""
+    parity: Parity
+
+
+def export(
+    run: str | Path = "",
+    engine: str = "",
+    out: str | Path = "",
+    overrides: Sequence[str] = (),
+    *,
+    settings: config.Export | None = None,
+    base: FrozenBase | None = None,
+    head: Head | None = None,
+) -> Exported:
+    """Write a head in a serving engine's layout, once it drafts there what it drafts here.
+
+    Args:
+        run: A finished run's directory; or name head and base, or give them.
+        engine: Whose layout: a module of specheads/export/layouts.
+        out: The new folder.
+        overrides: As on the command line.
+        settings: In place of composed ones.
+        base: Object in place of what the settings name, and so is `head`.
+        head: As `base`; bound to it.
+
+    Raises:
+        ValueError: The engine cannot serve this head, or the gate refuses.
+    """
+    settings, words = _settings(config.Export, settings, overrides, run=run, engine=engine, out=out)
+    engine_module(settings.engine)
+    if not settings.out:
+        raise ValueError("an export needs a folder of its own: add out=FOLDER")
+    prompts = "python_stdlib"
+    if settings.run:
+        made, trained = _own(settings, words)
+        made.refuse_unfinished("exported")
+        if made.adapter.is_dir():
+            raise ValueError(
+                f"an engine loads whole bases, and the base of {made.path} learned along as an "
+                f"adapter; merge {made.adapter} into it, save that, and export head={made.head} "
+                "base=FOLDER"
+            )
+        base, prompts = base or _load(trained), trained.evaluation.prompts
+        head = load_head(made.head, base)
+    base, head = _objects(settings, base, head, "export")
+    texts = gate_texts(base, head, settings, settings.prompts or prompts)
+    serve, parity = export_head(head, base, settings.engine, Path(settings.out), texts)
+    return Exported(Path(settings.out), serve, parity)
+
+
+def push(
+    run: str | Path = "",
+    repo: str = "",
+    overrides: Sequence[str] = (),
+    *,
+    settings: config.Push | None = None,
+    dry_run: bool = False,
+) -> upload.Pushed:
+    """Publish a run's head on the Hugging Face Hub, with its card, in one commit.
+
+    Args:
+        run: A finished run's directory.
+        repo: USER/NAME; made where it is missing.
+        overrides: As on the command line: `["licence=mit", "private=true"]`.
+        settings: In place of composed ones.
+        dry_run: Whether to say only what would be uploaded.
+
+    Raises:
+        ValueError: The run is not fit to be pushed, or the Hub refused.
+    """
+    # it would log every retry, with addresses that let anyone upload
+    hub_logging.set_verbosity_error()
+    settings, _ = _settings(config.Push, settings, overrides, run=run, repo=repo, dry_run=dry_run)
+    if not settings.run:
+        raise ValueError("name what to push: run=DIR")
+    if not HUB_ID.fullmatch(settings.repo):
+        raise ValueError(f"name where to push, as repo=USER/NAME; got {settings.repo!r}")
+    made = RunDirectory(Path(settings.run))
+    return upload.push_run(made, _compose.read_run(made.config, config.Train), settings)
+
+
+def _settings(
+    kind: type[T], given: T | None, overrides: Sequence[str], **words: str | Path | bool
+) -> tuple[T, list[str]]:
+    """Return a command's settings, with what is said in words, and the overrides in full names."""
+    command = kind.__name__.lower()
+    settings: T = _compose.settings_of(command, overrides) if given is None else given
+    for name, value in words.items():
+        if value:
+            setattr(settings, name, str(value) if isinstance(value, Path) else value)
+    return settings, _compose.lengthen(command, overrides)
+
+
+def _own(settings: Any, overrides: Sequence[str]) -> tuple[RunDirectory, config.Train]:
+    """Return a run and its own settings, with what the command asks for put into them."""
+    run = RunDirectory(Path(settings.run))
+    trained = _compose.read_run(run.config, config.Train)
+    trained.tree = getattr(settings, "tree", trained.tree)
+    _compose.overlay(trained, settings, overrides)
+    return run, trained
+
+
+def _load(settings: config.Train | config.Evaluate | config.Export) -> FrozenBase:
+    return FrozenBase.load(**asdict(settings.base))
+
+
+def _objects(
+    settings: config.Evaluate | config.Export, base: FrozenBase | None, head: Head | None, what: str
+) -> tuple[FrozenBase, Head]:
+    """Return base and head: those given, or those that the settings name."""
+    if (head is None and not settings.head_path) or (base is None and not settings.base.model):
+        raise ValueError(f"name what to {what}: run=DIR, or head=PATH and base=PATH")
+    base = base or _load(settings)
+    return base, head or load_head(settings.head_path, base)
+
+
+def _prompts(given: Prompts, settings: Asked) -> PromptSet | None:
+    """Return prompts that are given as token ids; a name goes into the settings."""
+    if given is None:
+        return None
+    if isinstance(given, str | Path):
+        settings.evaluation.prompts = str(given)
+        return None
+    return PromptSet.of("given", [Prompt(list(tokens), "given", "") for tokens in given])
+
+
+def _measure(
+    run: RunDirectory,
+    settings: config.Train,
+    base: FrozenBase,
+    out: str = "",
+    prompts: PromptSet | None = None,
+) -> Results:
+    """Evaluate a run and write its report; into its own folder, its card as well."""
+    results, head = evaluate_run(run, settings, base, prompts)
+    folder = Path(out) if out else run.report
+    report.write_report(folder, results, read_metrics(run.metrics))
+    if not out:
+        card.write_card(run, asdict(settings), head, base)
+    return results

@@ -1,0 +1,291 @@
+"""What measurements amount to, as results.json and compare.json hold it: see docs/results.md.
+
+Fields with a default were added later, or were not measured; files of before lack them. A name
+that Python reserves has an underscore behind it here and none in the file (`with_`).
+"""
+
+from dataclasses import dataclass, field
+
+from specheads.runs.provenance import Provenance
+
+Interval = tuple[float, float]
+"""Ends of a 95 % bootstrap interval over prompts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Depth:
+    """Drafts of one depth."""
+
+    offered: int
+    accepted: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeadSummary:
+    """Which head was measured."""
+
+    kind: str
+    depth: int
+    parameters: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BaseSummary:
+    """Which base it drafted for."""
+
+    name: str
+    revision: str
+    fingerprint: str
+    parameters: int
+    adapter: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptSummary:
+    """What was continued."""
+
+    name: str
+    version: str
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """How it was decoded."""
+
+    temperature: float
+    max_new_tokens: int
+    tree: str
+    num_nodes: int
+    batch_size: int
+    dtype: str
+    device: str
+    seed: int
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    acceptance: str = "match"
+    lossless: bool = True
+    paths: list[list[int]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rate:
+    """Tokens per forward, the base's own included."""
+
+    tokens_per_forward: float
+    interval: Interval
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CategoryRate(Rate):
+    """That of one category of prompts."""
+
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PhaseRate(Rate):
+    """That of a chain of the head as it was at the end of a phase."""
+
+    phase: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Offline(Rate):
+    """Replay over text that the base wrote."""
+
+    per_depth: list[Depth]
+    top_k_accuracy: list[list[float]]
+    forwards: int
+    replayed: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Online(Rate):
+    """Decoding in the loop."""
+
+    tokens_per_forward_without_bonus: float
+    per_depth: list[Depth]
+    by_category: dict[str, CategoryRate]
+    forwards: int
+    new_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Speed:
+    """Decoding by the clock, beside the base alone."""
+
+    base_tokens_per_second: float
+    tokens_per_second: float
+    speedup: float
+    interval: Interval
+    step_overhead: float
+    step_milliseconds: float
+    base_step_milliseconds: float
+    new_tokens: int
+    forwards: int
+    draft_milliseconds: float | None = None
+    repetitions: int | None = None
+    peak_gib: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lossless:
+    """Speculative text held against that of the base alone."""
+
+    compared: int
+    identical: int
+    first_divergence_logit_gap: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Degenerate:
+    """Figures with and without the prompts after which the base alone loops."""
+
+    flagged: int
+    compared: int
+    with_: Rate
+    without: Rate | None
+    only: Rate | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Counted:
+    """Of replay and decoding, what has to be equal."""
+
+    forwards: int
+    per_depth: list[Depth]
+    tokens_per_forward: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Replay:
+    """The replay of a chain held against the same chain decoded for real."""
+
+    offline: Counted
+    online: Counted
+    equal: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DraftVocabulary:
+    """Tokens that the head can draft, and their share of its training text."""
+
+    size: int
+    coverage: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """One tree that was tried."""
+
+    tree: str
+    num_nodes: int
+    depth: int
+    tokens_per_forward: float
+    step_overhead: float
+    speedup: float
+    paths: list[list[int]]
+    chosen: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextQuality:
+    """How well a base predicts held-out text."""
+
+    cross_entropy: float
+    cross_entropy_interval: Interval
+    accuracy: float
+    accuracy_interval: Interval
+    windows: int
+    tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QualityChange:
+    """What an adapter added to the cross entropy, paired by window."""
+
+    cross_entropy: float
+    interval: Interval
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BaseQuality:
+    """The base's own quality before and after joint training."""
+
+    before: TextQuality
+    after: TextQuality
+    change: QualityChange
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Results:
+    """results.json."""
+
+    schema: int = 1
+    head: HeadSummary
+    base: BaseSummary
+    prompts: PromptSummary
+    settings: Settings
+    draft_vocabulary: DraftVocabulary | None = None
+    offline: Offline | None = None
+    online: Online | None = None
+    speed: Speed | None = None
+    lossless: Lossless | None = None
+    degenerate: Degenerate | None = None
+    replay: Replay | None = None
+    tree_candidates: list[Candidate] = field(default_factory=list)
+    phases: list[PhaseRate] = field(default_factory=list)
+    base_quality: BaseQuality | None = None
+    provenance: Provenance
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompareSettings:
+    """How drafters were compared."""
+
+    temperature: float
+    max_new_tokens: int
+    batch_size: int
+    draft_model: str
+    draft_depth: int
+    copied_tokens: int
+    max_ngram: int
+    sinks: int
+    window: int
+    dtype: str
+    device: str
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Acceptance:
+    """What decoding tells without a clock: three sections of results.json."""
+
+    online: Online
+    lossless: Lossless
+    degenerate: Degenerate
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DrafterRow(Acceptance):
+    """One drafter of a comparison."""
+
+    tree: str
+    num_nodes: int
+    speed: Speed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """compare.json."""
+
+    schema: int = 1
+    head: HeadSummary
+    base: BaseSummary
+    prompts: PromptSummary
+    settings: CompareSettings
+    drafters: dict[str, DrafterRow]
+    provenance: Provenance

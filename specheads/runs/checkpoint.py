@@ -1,0 +1,85 @@
+"""Checkpoints that are whole or absent: checksums say which, and the newest whole one counts."""
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from specheads.runs.directory import atomic_folder
+
+
+class Checkpoint(NamedTuple):
+    """What a checkpoint holds."""
+
+    state: dict[str, Any]
+    """JSON-able; holds at least `step`."""
+    weights: dict[str, Tensor]
+    """Tensors of the head."""
+    optimizer: dict[str, Any]
+    """State dicts of tensors and plain values."""
+    adapter: dict[str, Tensor]
+    """Tensors of the base's adapter; empty where no phase trains the base."""
+
+
+def save(folder: Path, held: Checkpoint) -> None:
+    """Write a checkpoint as `step-N` into a folder, and remove the older ones."""
+    target = folder / f"step-{held.state['step']}"
+    with atomic_folder(target) as scratch:
+        _save_tensors(held.weights, scratch / "head.safetensors")
+        if held.adapter:
+            _save_tensors(held.adapter, scratch / "adapter.safetensors")
+        torch.save(held.optimizer, scratch / "optimizer.pt")
+        _write_json(held.state, scratch / "state.json")
+        sums = {file.name: _sha256(file) for file in sorted(scratch.iterdir())}
+        _write_json(sums, scratch / "checksums.json")
+    for other in _steps(folder):
+        if other != target:
+            shutil.rmtree(other)
+
+
+def newest(folder: Path) -> Checkpoint | None:
+    """Return the newest checkpoint of a folder that is whole, None where there is none."""
+    for found in reversed(_steps(folder)):
+        if _is_whole(found):
+            adapter = found / "adapter.safetensors"
+            return Checkpoint(
+                json.loads((found / "state.json").read_text(encoding="utf-8")),
+                load_file(found / "head.safetensors"),
+                torch.load(found / "optimizer.pt", weights_only=True, map_location="cpu"),
+                load_file(adapter) if adapter.is_file() else {},
+            )
+    return None
+
+
+def _steps(folder: Path) -> list[Path]:
+    found = [step for step in folder.glob("step-*") if step.is_dir()]
+    return sorted(found, key=lambda step: int(step.name.removeprefix("step-")))
+
+
+def _write_json(value: Any, file: Path) -> None:
+    file.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _save_tensors(tensors: dict[str, Tensor], file: Path) -> None:
+    save_file({name: value.contiguous() for name, value in tensors.items()}, file)
+
+
+def _is_whole(folder: Path) -> bool:
+    sums = folder / "checksums.json"
+    if not sums.is_file():
+        return False
+    expected = json.loads(sums.read_text(encoding="utf-8"))
+    return all(
+        (folder / name).is_file() and _sha256(folder / name) == value
+        for name, value in expected.items()
+    )
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -1,0 +1,168 @@
+"""The library as Python calls it: it prints nothing, returns types, and raises ValueError."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import specheads
+from specheads.config import data_dir
+from specheads.measure.results import Results
+from specheads.measure.store import read, to_json
+from specheads.runs.directory import RunDirectory
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = ["evaluation.num_prompts=2", "evaluation.max_new_tokens=8", "evaluation.speed_prompts=1"]
+SHORT = ["schedule.phases.corpus.steps=2", "~schedule.phases.distilled", *SMALL]
+
+
+@pytest.fixture(scope="module")
+def base() -> specheads.FrozenBase:
+    return specheads.FrozenBase.load(data_dir("recipes") / "tiny_code" / "base", device="cpu")
+
+
+@pytest.fixture(scope="module")
+def run(
+    base: specheads.FrozenBase, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[RunDirectory, list[str]]:
+    """Return a run that Python trained, and the lines it announced."""
+    announced: list[str] = []
+    place = f"run_dir={tmp_path_factory.mktemp('secret_place') / 'run'}"
+    made = specheads.train(
+        "smoke", [*SHORT, place, "tree=chain"], base=base, announce=announced.append
+    )
+    return made, announced
+
+
+def test_training_returns_the_run_and_announces_where_the_head_lies(
+    run: tuple[RunDirectory, list[str]],
+):
+    made, announced = run
+    assert made.finished
+    assert announced[-1] == f"head: {made.head}"
+    results = read(Results, made.report / "results.json")
+    assert results is not None
+    assert results.lossless is not None
+    assert results.lossless.identical == 2
+
+
+def test_no_absolute_path_of_the_machine_stands_in_results_or_card(
+    run: tuple[RunDirectory, list[str]],
+):
+    made, _ = run
+    for file in (
+        made.report / "results.json",
+        made.report / "report.html",
+        made.head / "README.md",
+    ):
+        text = file.read_text()
+        assert "secret_place" not in text, file
+        assert str(ROOT) not in text, file
+    results = read(Results, made.report / "results.json")
+    assert results is not None
+    assert results.base.name == "recipes/tiny_code/base"
+
+
+def test_a_run_and_its_objects_measure_the_same_and_print_nothing(
+    run: tuple[RunDirectory, list[str]], base: specheads.FrozenBase, tmp_path: Path, capsys: Any
+):
+    made, _ = run
+    before = (made.report / "results.json").read_bytes()
+    asked = ["tree=chain", "mode=online", *SMALL]
+    of_run = specheads.evaluate(made.path, asked, base=base, out=tmp_path / "again")
+    head = specheads.load_head(made.head, base)
+    of_head = specheads.evaluate(overrides=asked, base=base, head=head)
+    assert of_run.online == of_head.online
+    assert (made.report / "results.json").read_bytes() == before
+    stored = json.loads((tmp_path / "again" / "results.json").read_text())
+    assert stored == to_json(of_run)
+    given = specheads.evaluate(
+        overrides=asked, base=base, head=head, prompts=[[11, 300, 42], [5, 6]]
+    )
+    assert (given.prompts.name, given.prompts.count) == ("given", 2)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_head_is_compared_exported_and_listed_from_python(
+    run: tuple[RunDirectory, list[str]], base: specheads.FrozenBase, tmp_path: Path, capsys: Any
+):
+    made, _ = run
+    head = specheads.load_head(made.head, base)
+    asked = ["tree=chain", "drafters=[head,prompt_lookup]", "evaluation.repeats=1", *SMALL]
+    compared = specheads.compare(overrides=asked, base=base, head=head)
+    assert list(compared.drafters) == ["head", "prompt_lookup"]
+    assert compared.drafters["head"].lossless.identical == 2
+    few = ["num_prompts=1", "new_tokens=8"]
+    exported = specheads.export(made.path, "vllm", tmp_path / "served", few, base=base)
+    assert (exported.folder / "specheads.json").is_file()
+    assert "vllm serve" in exported.serve[0]
+    listed = specheads.push(made.path, "ada/head", dry_run=True)
+    assert listed.files["README.md"] > 0
+    assert listed.address == ""
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: specheads.train("nope"), "there is no recipe 'nope'"),
+        (lambda: specheads.train("smoke", ["stepz=3"]), "stepz"),
+        (lambda: specheads.evaluate("nowhere"), "nowhere has none"),
+        (lambda: specheads.evaluate(), "name what to evaluate"),
+        (lambda: specheads.compare(), "name what to compare"),
+        (lambda: specheads.export("nowhere", "oven", "out"), "engine must be one of"),
+        (lambda: specheads.push("nowhere", "no id"), "repo=USER/NAME"),
+    ],
+)
+def test_a_mistake_is_a_value_error(
+    call: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        call()
+    assert list(tmp_path.iterdir()) == []
+
+
+ORDERS = {
+    "package first": "import specheads; specheads.export; import specheads.export.vllm",
+    "module first": "import specheads.export.vllm; import specheads",
+    "from": "from specheads import export; import specheads.export.engines; import specheads",
+}
+
+
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+def test_export_is_a_function_and_a_package_in_any_order_of_imports(order: str):
+    code = f"""
+import sys
+try:
+    {order}
+except ModuleNotFoundError as error:
+    # the plug-in itself needs vLLM, which need not be here
+    assert error.name.partition(".")[0] == "vllm", error
+    import specheads
+import specheads.export.engines
+assert "vllm" in specheads.export.engines.engines()
+try:
+    specheads.export("nowhere", "oven", "out")
+except ValueError as error:
+    assert "engine must be one of" in str(error)
+else:
+    raise SystemExit("not refused")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_importing_specheads_does_not_import_torch():
+    code = (
+        "import sys, specheads; assert 'torch' not in sys.modules; assert 'train' in dir(specheads)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for name in specheads.__all__:
+        assert callable(getattr(specheads, name))
+    with pytest.raises(AttributeError, match="no attribute 'brew'"):
+        specheads.brew  # pyright: ignore[reportAttributeAccessIssue]  # noqa: B018

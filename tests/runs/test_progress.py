@@ -1,0 +1,75 @@
+"""Progress: a bar on a terminal, lines at intervals elsewhere, and nothing where none is wanted."""
+
+import io
+import threading
+
+import pytest
+from rich.console import Console
+from rich.progress import Progress
+
+from specheads.runs.progress import bar, line, progress
+
+
+class Stream(io.StringIO):
+    """A stream without a terminal that says when something was written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = threading.Event()
+
+    def flush(self) -> None:
+        if self.getvalue():
+            self.written.set()
+
+
+def console(stream: io.StringIO, *, terminal: bool) -> Console:
+    return Console(file=stream, force_terminal=terminal, width=80)
+
+
+def test_without_a_terminal_a_line_comes_even_while_one_piece_of_work_goes_on():
+    stream = Stream()
+    with progress(
+        shown=True, line_seconds=0.001, console=console(stream, terminal=False)
+    ) as display:
+        display.add_task("corpus", total=6000, completed=120, numbers="loss 1.5")
+        # the work itself says nothing meanwhile
+        assert stream.written.wait(timeout=60)
+    assert stream.getvalue().splitlines()[0] == "corpus 120/6000  loss 1.5"
+    assert "\x1b" not in stream.getvalue()
+    assert "progress" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_line_has_done_and_total_rate_time_left_and_numbers():
+    clock = iter(range(0, 1000, 10))
+    display = Progress(disable=True, get_time=lambda: float(next(clock)))
+    task = display.add_task("online", total=100, numbers="")
+    for _ in range(4):
+        display.advance(task, 5)
+    assert line(display.tasks[task]) == "online 20/100  0.5/s  0:02:40 left"
+
+
+def test_work_shorter_than_the_interval_writes_nothing_and_so_does_what_is_not_shown():
+    for shown, seconds in ((True, 1000.0), (False, 0.0001)):
+        stream = Stream()
+        with progress(
+            shown=shown, line_seconds=seconds, console=console(stream, terminal=False)
+        ) as display:
+            display.add_task("corpus", total=2, numbers="")
+        assert stream.getvalue() == ""
+
+
+def test_on_a_terminal_there_is_a_bar_and_no_lines():
+    stream = Stream()
+    with progress(
+        shown=True, line_seconds=0.0001, console=console(stream, terminal=True)
+    ) as display:
+        task = display.add_task("corpus", total=2, numbers="loss 1.5")
+        display.update(task, completed=1, refresh=True)
+    assert "\u2501" in stream.getvalue()
+    assert "corpus 1/2  " not in stream.getvalue()
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_items_come_through_in_order(shown: bool, capsys: pytest.CaptureFixture[str]):
+    assert list(bar(range(5), "online", shown)) == [0, 1, 2, 3, 4]
+    assert capsys.readouterr().out == ""
