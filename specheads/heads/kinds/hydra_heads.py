@@ -64,9 +64,8 @@ class Head(EmbeddingHead):
     def __init__(self, config: Config, width: int, vocab_size: int) -> None:
         super().__init__(config, width, vocab_size)
         self.depth = config.depth
-        shape = AttentionShape.of(
-            width, config.attention_heads, config.key_value_heads, theta=config.rope_theta
-        )
+        heads = config.attention_heads, config.key_value_heads
+        shape = AttentionShape.of(width, *heads, theta=config.rope_theta)
         self.prefix = PrefixLayer(width, config.inner_dim, shape) if config.prefix else None
         self.blocks = nn.ModuleList(
             nn.Sequential(
@@ -108,14 +107,10 @@ class Head(EmbeddingHead):
         return head.get_parameter("weight"), head.get_parameter("bias")
 
     def begin(
-        self, committed: Committed, memory: Slots | None
+        self, committed: Committed, memory: Any
     ) -> tuple[Float[Tensor, "batch 1 vocab"], State]:
         """Read the root on top of the base's last state."""
-        if self.prefix is None:
-            path = committed.hidden()
-        else:
-            assert memory is not None
-            path = self.prefix.newest(committed, memory)
+        path = self.prefix.newest(committed, memory) if self.prefix else committed.hidden()
         return self._step(path, committed.root(), 0)
 
     def extend(
