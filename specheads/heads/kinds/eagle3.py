@@ -27,7 +27,7 @@ class Config:
     """Settings of an EAGLE-3 head; the defaults are the published ones."""
 
     depth: int = 7
-    """Levels it drafts, and steps of its training-time test."""
+    """Number of levels it drafts, and steps of its training-time test."""
 
     aux_layers: Sequence[int] = ()
     """Base layers it reads, in growing order: k is the residual stream after k layers. Empty
@@ -40,7 +40,7 @@ class Config:
     """Number of heads of keys and values. Zero takes as many as there are attention heads."""
 
     head_dim: int = 0
-    """Channels of an attention head. Zero divides the base's among them."""
+    """Number of channels of an attention head. Zero divides the base's among them."""
 
     inner_dim: int = 0
     """Width of its MLP. Zero takes 8/3 of the base's, rounded up to a multiple of 16."""
@@ -55,7 +55,7 @@ class Config:
     """Epsilon of its norms."""
 
     draft_tokens: int = 0
-    """Tokens it can draft, the most frequent ones of the training text. Zero is all."""
+    """Number of tokens it can draft, the most frequent ones of the training text. Zero is all."""
 
     def __post_init__(self) -> None:
         self.aux_layers = tuple(self.aux_layers)

@@ -27,13 +27,13 @@ class Config:
     """Settings of Hydra heads; the defaults are the published ones of Hydra++."""
 
     depth: int = 4
-    """Levels it drafts, each by a head of its own."""
+    """Number of levels it drafts, each by a head of its own."""
 
     num_layers: int = 4
-    """Blocks of each head: 1 is Hydra, 4 is Hydra++."""
+    """Number of blocks of each head: 1 is Hydra, 4 is Hydra++."""
 
     draft_tokens: int = 0
-    """Tokens it can draft, the most frequent ones of the training text. Zero is all."""
+    """Number of tokens it can draft, the most frequent ones of the training text. Zero is all."""
 
     prefix: bool = True
     """Whether a decoder layer of its own reads the base's states first, as in Hydra++."""

@@ -25,10 +25,10 @@ class Config:
     """Settings of Medusa heads; the defaults are the published ones."""
 
     depth: int = 5
-    """Levels it drafts, each by a head of its own."""
+    """Number of levels it drafts, each by a head of its own."""
 
     num_layers: int = 1
-    """Residual blocks of each head."""
+    """Number of residual blocks of each head."""
 
     projection: str = "own"
     """Where a head's state becomes logits: own (a matrix of each head), shared (the base's, never
@@ -38,7 +38,7 @@ class Config:
     """Width between those two thin matrices."""
 
     draft_tokens: int = 0
-    """Tokens it can draft, the most frequent ones of the training text. Zero is all."""
+    """Number of tokens it can draft, the most frequent ones of the training text. Zero is all."""
 
     def __post_init__(self) -> None:
         if self.depth < 1 or self.num_layers < 0:

@@ -24,10 +24,10 @@ class Config:
     """Settings of a recurrent drafter; the defaults are the published ones."""
 
     depth: int = 5
-    """Levels it learns and drafts; its size does not depend on them."""
+    """Number of levels it learns and drafts; its size does not depend on it."""
 
     num_layers: int = 2
-    """Residual blocks before its vocabulary projection."""
+    """Number of residual blocks before its vocabulary projection."""
 
     exit_dim: int = 0
     """Width of blocks and projection. Zero takes twice the base's, which needs no adapter."""
@@ -36,7 +36,7 @@ class Config:
     """Whether a cell reads the drafted tokens; without it their embeddings are summed up."""
 
     draft_tokens: int = 0
-    """Tokens it can draft, the most frequent ones of the training text. Zero is all."""
+    """Number of tokens it can draft, the most frequent ones of the training text. Zero is all."""
 
     def __post_init__(self) -> None:
         if self.depth < 1 or self.num_layers < 0 or self.exit_dim < 0:
