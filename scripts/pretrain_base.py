@@ -30,6 +30,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from specheads.config import Data
 from specheads.data.bpe import train_tokenizer
 from specheads.data.corpora import SUFFIXES, load_corpus
 from specheads.data.packing import PackedText
@@ -173,10 +174,10 @@ def load_splits(options: argparse.Namespace) -> tuple[Dataset, Dataset | None]:
     """Return the text to train on and, where the corpus is large enough, text held out."""
     source = source_of(options.data)
     path = "" if source == options.data else options.data
-    choices: dict[str, Any] = {"path": path, "column": options.column, "seed": options.seed}
-    documents = load_corpus(source, split="train", **choices)
+    corpus = Data(source=source, path=path, column=options.column)
+    documents = load_corpus(corpus, "train", options.seed)
     try:
-        return documents, load_corpus(source, split="validation", **choices)
+        return documents, load_corpus(corpus, "validation", options.seed)
     except ValueError:
         # a hash makes the splits, so a corpus of few documents may have none held out
         return documents, None

@@ -25,9 +25,6 @@ LIBRARIES = {
     "accelerate": {"commands", "training"},
     "peft": {"base.lora"},
     "wandb": {"runs.trackers"},
-    "trackio": {"runs.trackers"},
-    "tensorboard": {"runs.trackers"},
-    "torch.utils.tensorboard": {"runs.trackers"},
 }
 """Where an outside library may be known: a folder or a module."""
 

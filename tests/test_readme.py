@@ -1,8 +1,11 @@
 """The README does what it says: its commands compose, its links lead somewhere, its code runs."""
 
+import importlib
 import re
 import shlex
 import sys
+import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +118,73 @@ def test_every_path_it_names_exists(page: Path):
     assert [span for span in spans if not (ROOT / span).exists()] == []
 
 
+TEXTS = [*PAGES, *sorted(ROOT.glob("configs/**/*.yaml"))] + [
+    path for folder in ("specheads", "scripts") for path in sorted(ROOT.glob(f"{folder}/**/*.py"))
+]
+MODULES = [
+    path.relative_to(ROOT)
+    for folder in ("specheads", "scripts", "tests")
+    for path in sorted(ROOT.glob(f"{folder}/**/*.py"))
+]
+ROOMS = {part for path in MODULES for part in path.parts[:-1]}
+OTHERS = {"convert_hf_to_gguf", "prefix_mlp_head", "foo"}
+"""Files of engines that are spoken of, and of a head that is yet to be written."""
+
+OBJECTS = (
+    *("adapter", "base", "head", "stream", "layers", "replay", "settings", "tree", "evaluation"),
+    *("model", "nn", "torch", "datasets", "transformers", "specheads", "joint"),
+)
+"""What stands before a dot and is no module of ours: objects, settings, other libraries."""
+
+
+def missing(text: str) -> Iterator[str]:
+    """Yield the modules, and the names in modules, that a text speaks of and nobody has."""
+    for named in re.findall(r"(?<![\w./-])((?:\w+/)*\w+)\.py\b", text):
+        first, known = named.split("/")[0], [path.with_suffix("").parts for path in MODULES]
+        parts = tuple(named.split("/"))
+        ours = len(parts) == 1 or first in ROOMS
+        there = named == "train" or any(one[-len(parts) :] == parts for one in known)
+        if ours and not there and not {parts[-1], parts[0]} & (OTHERS | {"server", "models"}):
+            yield f"{named}.py"
+    for named in re.findall(r"\bspecheads(?:\.[a-z]\w*)+", text):
+        if find(named) is None and not named.endswith(".json"):
+            yield named
+    for module, name in re.findall(r"`([a-z_]+)\.([A-Za-z]\w*)[`(]", text):
+        files = [path for path in MODULES if path.stem == module and path.parts[0] == "specheads"]
+        words = [word for path in files for word in re.findall(r"\w+", (ROOT / path).read_text())]
+        words += [path.stem for path in MODULES if path.parts[-2] == module]
+        suffixes = ("py", "md", "json", "jsonl", "yaml", "txt", "png", "html", "safetensors")
+        if name not in (*suffixes, *words) and module not in OBJECTS:
+            yield f"{module}.{name}"
+
+
+def find(named: str) -> Any:
+    """Return what a dotted name of the package stands for; None where nothing does."""
+    parts = named.split(".")
+    for size in range(len(parts), 0, -1):
+        path = ROOT.joinpath(*parts[:size])
+        if path.with_suffix(".py").is_file() or (path / "__init__.py").is_file():
+            found: Any = importlib.import_module(".".join(parts[:size]))
+            for part in parts[size:]:
+                found = getattr(found, part, None)
+            return found
+    return None
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_module_that_is_spoken_of_exists(text: Path):
+    assert sorted(set(missing(text.read_text(encoding="utf-8")))) == []
+
+
+def test_names_of_what_is_gone_are_seen():
+    gone = "see weights.py, heads/weights.py, `graft.Lookup`, `counts.nowhere`, specheads.base.none"
+    assert list(missing(gone)) == [
+        *("weights.py", "heads/weights.py", "specheads.base.none"),
+        *("graft.Lookup", "counts.nowhere"),
+    ]
+    assert list(missing("see masks.py, base/masks.py, `hybrid.Lookup`, specheads.generate")) == []
+
+
 @pytest.mark.parametrize("page", PAGES[:2], ids=lambda page: page.name)
 def test_the_makefile_has_every_target_that_is_named(page: Path):
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
@@ -123,6 +193,22 @@ def test_the_makefile_has_every_target_that_is_named(page: Path):
     spoken = [shlex.split(line, comments=True) for line in lines if line.startswith("make ")]
     named = {word for words in spoken for word in words[1:] if "=" not in word}
     assert {"test"} <= named <= targets
+
+
+def test_every_extra_is_of_use():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    code = "".join(path.read_text() for path in ROOT.glob("specheads/**/*.py"))
+    for extra in extras.keys() - {"dev"}:
+        names = [re.split("[<>=[]", name)[0].replace("-", "_") for name in extras[extra]]
+        assert [name for name in names if name not in code] == [], extra
+
+
+def test_contributing_says_where_each_of_many_things_is_changed():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    table = text.partition("## To change X, go to Y")[2].partition("\n## ")[0]
+    assert len([line for line in table.splitlines() if line.startswith("| ")]) >= 16
 
 
 def test_the_python_example_runs(

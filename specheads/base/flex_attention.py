@@ -30,7 +30,7 @@ def tree_block_mask(
     cache: PagedKVCache,
     window: int | None,
 ) -> BlockMask:
-    """Return the mask of `mask.tree_mask`, as the blocks of the pool that hold anything visible.
+    """Return the mask of `masks.tree_mask`, as the blocks of the pool that hold anything visible.
 
     Blocks that every node sees whole are listed as full and cost no mask at all; only those at
     the scratch and at a window's edge are looked at slot by slot. The memory it takes is one

@@ -1,6 +1,5 @@
 """How a base and its tokenizer come from a folder or the Hub; no code of theirs is run."""
 
-import hashlib
 from pathlib import Path
 
 import torch
@@ -96,15 +95,3 @@ def eos_ids(model: PreTrainedModel) -> tuple[int, ...]:
     settings = model.generation_config or model.config.get_text_config()
     ids = settings.eos_token_id
     return () if ids is None else tuple(ids) if isinstance(ids, list | tuple) else (ids,)
-
-
-def fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> str:
-    """Return a hash of the weights (evenly spaced samples of each tensor) and of the vocabulary."""
-    digest = hashlib.sha256()
-    for name, value in sorted(model.state_dict().items()):
-        flat = value.detach().flatten()
-        sample = flat[:: max(1, len(flat) // 64)].float().cpu()
-        digest.update(f"{name}{tuple(value.shape)}".encode() + sample.numpy().tobytes())
-    if tokenizer is not None:
-        digest.update(repr(sorted(tokenizer.get_vocab().items())).encode())
-    return digest.hexdigest()[:32]

@@ -12,9 +12,10 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from specheads.base import forward, lora
 from specheads.base.cache import KVCache, RowCache
 from specheads.base.compile import compiled
+from specheads.base.fingerprint import exact_fingerprint
 from specheads.base.forward import Verification
 from specheads.base.freeze import freeze
-from specheads.base.loading import eos_ids, fingerprint, load_model
+from specheads.base.loading import eos_ids, load_model
 from specheads.base.masks import attention_windows, context_length, refuse_attention
 from specheads.base.paged import BlockPool
 from specheads.base.projection import VocabularyProjection, logits_of, vocabulary_projection
@@ -148,8 +149,8 @@ class FrozenBase:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the weights (evenly spaced samples of each tensor) and of the vocabulary."""
-        return fingerprint(self.model, self.tokenizer)
+        """Hash of weights and vocabulary: see fingerprint.py."""
+        return exact_fingerprint(self.model, self.tokenizer)
 
     def cache(self, batch: int, capacity: int) -> KVCache:
         """Return an empty cache of `batch` rows with `capacity` slots each."""

@@ -267,7 +267,7 @@ def _objects(
     if (head is None and not settings.head_path) or (base is None and not settings.base.model):
         raise ValueError(f"name what to {what}: run=DIR, or head=PATH and base=PATH")
     base = base or _load(settings)
-    return base, head or load_head(settings.head_path, base)
+    return base, head or load_head(settings.head_path, base, force=settings.force)
 
 
 def _prompts(given: Prompts, settings: Asked) -> PromptSet | None:

@@ -64,6 +64,9 @@ class Evaluate:
     out: str = ""
     """Where the report goes. Empty is the run's own report/."""
 
+    force: bool = False
+    """Take a head that was trained on other weights than the base's, a fine-tuned sibling's."""
+
     record: str = ""
     """A recipe folder whose results.json is to be replaced by what was measured."""
 
@@ -122,6 +125,9 @@ class Export:
 
     base: Base
     """Of a head without a run. Its name is what the engine will load, so a Hub id travels best."""
+
+    force: bool = False
+    """Take a head that was trained on other weights than the base's, a fine-tuned sibling's."""
 
     engine: str = ""
     """Whose layout: a module of specheads/export/layouts."""

@@ -124,6 +124,9 @@ class Head(Drafter, nn.Module, PyTorchModelHubMixin):
     draft_ids: Tensor | None
     """Tokens it can draft, in increasing order; None is the whole vocabulary."""
 
+    base_fingerprint: str = ""
+    """Weights of the base it was trained on: see base/fingerprint.py. Empty where none is known."""
+
     def __init__(self, config: Any, width: int, vocab_size: int) -> None:
         super().__init__()
         self.config = config
@@ -260,10 +263,14 @@ class Head(Drafter, nn.Module, PyTorchModelHubMixin):
     def _save_pretrained(self, save_directory: Path) -> None:
         """Write the weights, and a config.json that says which kind of head it is."""
         super()._save_pretrained(save_directory)
-        sizes = {"width": self.width, "vocab_size": self.vocab_size}
-        settings = {"kind": self.kind, **asdict(self.config), **sizes}
-        text = json.dumps(settings, indent=2, sort_keys=True)
+        text = json.dumps(self.settings(), indent=2, sort_keys=True)
         (save_directory / "config.json").write_text(text + "\n", encoding="utf-8")
+
+    def settings(self) -> dict[str, Any]:
+        """Return config.json: kind, settings, sizes, and which base it was trained on."""
+        sizes = {"width": self.width, "vocab_size": self.vocab_size}
+        base = {"base_fingerprint": self.base_fingerprint} if self.base_fingerprint else {}
+        return {"kind": self.kind, **asdict(self.config), **sizes, **base}
 
 
 def refuse_scattering(

@@ -4,7 +4,6 @@ import hashlib
 import sysconfig
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -39,59 +38,42 @@ def split_of(text: str) -> str:
     return "prompts" if place < 5 else "validation" if place < 7 else "train"
 
 
-def load_corpus(
-    source: str,
-    *,
-    path: str = "",
-    split: str = "train",
-    config: str = "",
-    revision: str = "main",
-    column: str = "text",
-    patterns: Sequence[str] = (),
-    max_documents: int = 0,
-    seed: int = 0,
-) -> Dataset:
+def load_corpus(corpus: Data, split: str = "train", seed: int = 0) -> Dataset:
     """Load the documents of one split, shuffled, as one column `text`.
 
+    The split is made by `split_of` for every source alike; of a Hub dataset its own "train" is what
+    gets split, and it is streamed where documents are bounded, so that hardly more is downloaded.
+
     Args:
-        source: "python_stdlib" (the standard library of this interpreter), "files" (a folder of
-            text files), "jsonl" or "parquet" (a file, a folder or a glob), "hub".
-        path: Folder, file, glob or Hub dataset id; the standard library needs none.
-        split: "train", "validation" or "prompts", made by `split_of` for every source alike; of
-            a Hub dataset its own "train" is what gets split.
-        config: The Hub dataset's configuration.
-        revision: The Hub dataset's revision.
-        column: Which column holds the text.
-        patterns: Globs that choose among a folder's files ("files", default all), or among a Hub
-            dataset's ("hub", such as "python/*.parquet"; default what it declares).
-        max_documents: Documents to choose among, before they are split. Zero takes all. A Hub
-            dataset is then streamed, so that hardly more than these is downloaded.
-        seed: Of the order and of that choice.
+        corpus: Source, and what of it is taken.
+        split: "train", "validation" or "prompts".
+        seed: Seed of the order, and of which documents are taken where they are bounded.
 
     Raises:
         ValueError: An unknown source or split, a path or column that is not there, files that
             cannot be read, or no document in the split.
     """
+    source, most = corpus.source, corpus.max_documents
     _refuse_unknown(source, split)
     if source == "python_stdlib":
         documents = _in_memory(_stdlib_texts())
     elif source == "hub":
-        documents = _hub(path, config, revision, column, patterns, max_documents, seed)
+        documents = _hub(corpus, seed)
     elif source == "files":
-        documents = _in_memory(_folder_texts(path, patterns or ("**/*",)))
+        documents = _in_memory(_folder_texts(corpus.path, corpus.patterns or ("**/*",)))
     else:
-        documents = _tables(source, path, column)
+        documents = _tables(source, corpus.path, corpus.column)
     rng = np.random.default_rng(seed)
-    if 0 < max_documents < len(documents):
-        documents = documents.select(np.sort(rng.permutation(len(documents))[:max_documents]))
+    if 0 < most < len(documents):
+        documents = documents.select(np.sort(rng.permutation(len(documents))[:most]))
     rows = [
         row
-        for row, text in enumerate(_texts(documents))
+        for row, text in enumerate(texts_of(documents))
         if text and not text.isspace() and split_of(text) == split
     ]
     if not rows:
         raise ValueError(
-            f"a corpus needs at least one document in its {split} split, {source} {path or ''} "
+            f"a corpus needs at least one document in its {split} split, {source} {corpus.path} "
             f"has none among {len(documents)}; give more documents"
         )
     return documents.select(rng.permutation(rows), keep_in_memory=True)
@@ -103,7 +85,8 @@ def _refuse_unknown(source: str, split: str) -> None:
             raise ValueError(f"a corpus {name} must be one of {', '.join(known)}; got {value!r}")
 
 
-def _texts(documents: Dataset) -> Iterator[str | None]:
+def texts_of(documents: Dataset) -> Iterator[str | None]:
+    """Yield the texts of a corpus in its order; a row of a file may have none."""
     for batch in documents.iter(batch_size=1000):
         yield from dict(batch)["text"]
 
@@ -170,37 +153,22 @@ def _find(path: str, suffixes: tuple[str, ...]) -> list[str]:
     return sorted(str(file) for file in found if file.is_file())
 
 
-def _hub(
-    path: str,
-    config: str,
-    revision: str,
-    column: str,
-    patterns: Sequence[str],
-    max_documents: int,
-    seed: int,
-) -> Dataset:
-    if not path:
+def _hub(corpus: Data, seed: int) -> Dataset:
+    if not corpus.path:
         raise ValueError("source 'hub' needs the id of a dataset as its path, got none")
     rows = load_from_hub(
-        path,
-        name=config or None,
-        revision=revision,
+        corpus.path,
+        name=corpus.config or None,
+        revision=corpus.revision,
         split="train",
-        data_files=list(patterns) or None,
-        streaming=max_documents > 0,
+        data_files=list(corpus.patterns) or None,
+        streaming=corpus.max_documents > 0,
     )
-    if isinstance(rows, Dataset):
-        return _one_column(rows, column, f"dataset {path}")
-    shuffled = rows.shuffle(seed=seed, buffer_size=1000).take(max_documents)
-    # what a stream's columns are is known only once a row has come
-    taken = Dataset.from_list(list(shuffled))
-    return _one_column(taken, column, f"dataset {path}")
-
-
-def load_documents(data: Data, split: str, seed: int) -> Dataset:
-    """Return one split of the corpus that the settings name: see `load_corpus`."""
-    choices = asdict(data)
-    return load_corpus(choices.pop("source"), split=split, seed=seed, **choices)
+    if not isinstance(rows, Dataset):
+        shuffled = rows.shuffle(seed=seed, buffer_size=1000).take(corpus.max_documents)
+        # what a stream's columns are is known only once a row has come
+        rows = Dataset.from_list(list(shuffled))
+    return _one_column(rows, corpus.column, f"dataset {corpus.path}")
 
 
 def load_from_hub(path: str, **choices: Any) -> Any:

@@ -4,6 +4,7 @@ See docs/two_phases.md.
 """
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -14,7 +15,6 @@ import pyarrow.parquet as pq
 import torch
 
 from specheads.config import Distill
-from specheads.data.fingerprint import text_fingerprint
 from specheads.data.packing import Text, TokenBatch
 
 Write = Callable[[list[list[int]], int], list[list[int]]]
@@ -31,31 +31,30 @@ def write_shards(
     seed: int = 0,
     rank: int = 0,
     world_size: int = 1,
-    on_shard: Callable[[int, int], None] | None = None,
-) -> None:
-    """Have the base continue corpus prompts; go on where an earlier call stopped.
+) -> Iterator[int]:
+    """Have the base continue corpus prompts; yield how many texts are done, after each shard.
 
-    Every shard is drawn from a seed of its own, so stopping and going on gives the same text
-    as never stopping.
+    Every shard is drawn from a seed of its own, so stopping and going on, in this call or in a
+    later one, gives the same text as never stopping.
 
     Args:
-        folder: Where shards lie, `shard-RANK-NUMBER.parquet` each.
+        folder: Folder of the shards, `shard-RANK-NUMBER.parquet` each.
         prompts: Corpus text; the first `prompt_tokens` of each row are continued, so rows as long
             as the text to be written spread the prompts over more documents.
-        write: The base's pen.
+        write: Writes the base's continuations.
         settings: How much, how long, how it is sampled.
-        identity: What else decides the text: base and tokenizer fingerprints, corpus.
-        seed: Of the run.
+        identity: What else decides the text, by name: see `text_identity`.
+        seed: Seed of the run.
         rank: This process; it writes its own shards.
         world_size: Processes.
-        on_shard: Called after each shard with texts done and texts wanted.
 
     Raises:
-        ValueError: The folder holds text written with other settings or by another base.
+        ValueError: The folder holds text written with other settings, by another base or from
+            another corpus.
     """
     # where the text is kept does not decide what it says
     decisive = {name: value for name, value in asdict(settings).items() if name != "folder"}
-    _claim(folder, text_fingerprint(**identity, **decisive, seed=seed))
+    _claim(folder, identity | decisive | {"seed": seed})
     wanted = -(-settings.num_samples // world_size)
     progress = folder / f"progress-{rank}.json"
     done: dict[str, Any] = {"texts": 0, "shards": 0, "cursor": None}
@@ -69,11 +68,8 @@ def write_shards(
         written = write(rows, _shard_seed(seed, rank, number))
         _write_shard(folder / f"shard-{rank}-{number:05d}.parquet", rows, written)
         done = {"texts": done["texts"] + len(rows), "shards": number + 1, "cursor": cursor}
-        scratch = progress.with_suffix(".tmp")
-        scratch.write_text(json.dumps(done), encoding="utf-8")
-        scratch.replace(progress)
-        if on_shard is not None:
-            on_shard(done["texts"], wanted)
+        _replace(progress, json.dumps(done))
+        yield done["texts"]
 
 
 class DistilledText:
@@ -139,19 +135,30 @@ class DistilledText:
             yield TokenBatch(self.tokens[rows], self.counted[rows]), {"batch": batch}
 
 
-def _claim(folder: Path, fingerprint: str) -> None:
+def _claim(folder: Path, identity: dict[str, Any]) -> None:
     """Mark the folder as holding this text, or refuse it when it holds another."""
     mark = folder / "fingerprint.json"
-    folder.mkdir(parents=True, exist_ok=True)
-    if mark.is_file():
-        before = json.loads(mark.read_text(encoding="utf-8"))["text"]
-        if before != fingerprint:
-            raise ValueError(
-                f"self-distilled text is used with the base and settings that wrote it only: "
-                f"{folder} holds {before}, wanted {fingerprint}; remove it or choose another folder"
-            )
+    written = json.dumps(identity, indent=1, sort_keys=True)
+    if not mark.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        _replace(mark, written)
         return
-    mark.write_text(json.dumps({"text": fingerprint}) + "\n", encoding="utf-8")
+    before, now = json.loads(mark.read_text(encoding="utf-8")), json.loads(written)
+    for name in now:
+        # text of earlier versions has one hash of all, and that left the corpus's content out
+        if before.get(name) != now[name]:
+            raise ValueError(
+                "self-distilled text is used with the base, the corpus and the settings that wrote "
+                f"it only: {folder} was written with {name} {before.get(name)}, wanted "
+                f"{now[name]}; remove it or choose another folder"
+            )
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file whole or not at all; several processes may, with the same text."""
+    scratch = path.with_suffix(f".{os.getpid()}.tmp")
+    scratch.write_text(text + "\n", encoding="utf-8")
+    scratch.replace(path)
 
 
 def _write_shard(path: Path, prompts: list[list[int]], written: list[list[int]]) -> None:

@@ -2,19 +2,47 @@
 
 import hashlib
 import json
+from dataclasses import asdict
 from typing import Any
 
+from datasets import Dataset
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from specheads.config import Data
+from specheads.data.corpora import texts_of
 
-def text_fingerprint(**settings: Any) -> str:
-    """Return 32 hex digits that change when any setting does, and do not with their order.
+
+def text_identity(
+    base: str, tokenizer: PreTrainedTokenizerBase, corpus: Data, documents: Dataset, processes: int
+) -> dict[str, Any]:
+    """Return what decides self-distilled text besides how it is written, each under its name.
 
     Args:
-        settings: Whatever determines the text: the base's fingerprint, sampling, the corpus. The
-            values must fit JSON; tuples and lists are the same.
+        base: Fingerprint of the base that writes.
+        tokenizer: Its tokenizer.
+        corpus: Settings of the corpus that is continued: source, path, column, patterns, ...
+        documents: The corpus itself, which may have changed under the same settings.
+        processes: Processes that share the writing.
     """
-    return _digest(settings)
+    return {
+        "base": base,
+        "tokenizer": tokenizer_fingerprint(tokenizer),
+        "corpus": asdict(corpus),
+        "documents": documents_fingerprint(documents),
+        "processes": processes,
+    }
+
+
+def documents_fingerprint(documents: Dataset) -> str:
+    """Return 32 hex digits of every text of a corpus, in its order.
+
+    All of them are read, as they were when each was given its split: 0.02 s for 10 MB.
+    """
+    digest = hashlib.sha256()
+    for text in texts_of(documents):
+        written = (text or "").encode()
+        digest.update(len(written).to_bytes(8) + written)
+    return digest.hexdigest()[:32]
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -26,15 +54,10 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
         # the other two remember the last call, not the tokenizer
         whole = json.loads(backend.to_str())
         rules = {name: whole[name] for name in whole if name not in ("truncation", "padding")}
-    return _digest(
-        {
-            "rules": rules,
-            "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
-            "chat_template": tokenizer.chat_template,
-        }
-    )
-
-
-def _digest(value: dict[str, Any]) -> str:
-    written = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    whole = {
+        "rules": rules,
+        "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
+        "chat_template": tokenizer.chat_template,
+    }
+    written = json.dumps(whole, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(written.encode()).hexdigest()[:32]

@@ -14,6 +14,7 @@ from urllib.request import urlopen
 from datasets import Dataset
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from specheads.config import Data
 from specheads.data.corpora import load_corpus, load_from_hub
 
 
@@ -107,7 +108,7 @@ def load_prompts(
     if num_prompts < 1:
         raise ValueError(f"num_prompts must be at least 1, got {num_prompts}")
     if name == "python_stdlib":
-        documents = load_corpus("python_stdlib", split="prompts", seed=seed)
+        documents = load_corpus(Data(source="python_stdlib"), "prompts", seed)
         prompts = [
             Prompt(ids, "python_stdlib", str(tokenizer.decode(ids)))
             for ids in islice(cut_windows(documents, tokenizer, prompt_tokens, seed), num_prompts)

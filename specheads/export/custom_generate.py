@@ -1,5 +1,5 @@
-"""The name that pushed repositories import, kept: see plugins/custom_generate.py."""
+"""The name that pushed repositories import, kept: see plugins/hub_generate.py."""
 
-from specheads.export.plugins.custom_generate import hub_generate
+from specheads.export.plugins.hub_generate import hub_generate
 
 __all__ = ["hub_generate"]

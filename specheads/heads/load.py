@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
+from jaxtyping import Float
 from torch import Tensor
 
+from specheads.base.fingerprint import base_fingerprint
 from specheads.base.model import FrozenBase
 from specheads.base.weight_layout import column_major
 from specheads.core.drafter import Head
@@ -86,6 +88,7 @@ def build_for(settings: Mapping[str, Any], base: FrozenBase, counts: Tensor | No
     head.to(base.device)
     head.initialise(embedding, head.projection_rows(projection))
     _lend(head, base)
+    head.base_fingerprint = _fingerprint(base)
     return head
 
 
@@ -103,20 +106,28 @@ def resume_head(path: str | Path, base: FrozenBase, kind: str) -> Head:
     head = load_head(path)
     if head.kind != kind:
         raise ValueError(f"init={path} is a head of kind {head.kind}: set head={head.kind}")
-    _refuse_misfit(head, base)
+    refuse_misfit(head, base.embedding)
     head.to(base.device).train()
     _lend(head, base)
+    head.base_fingerprint = _fingerprint(base)
     return head
 
 
-def load_head(path: str | Path, base: FrozenBase | None = None, *, revision: str = "main") -> Head:
+def load_head(
+    path: str | Path,
+    base: FrozenBase | None = None,
+    *,
+    revision: str = "main",
+    force: bool = False,
+) -> Head:
     """Load a trained head: ours, or a public checkpoint as its own project published it.
 
     Args:
         path: Folder or Hub id. config.json tells whose layout it is.
         base: Lends its embedding and projection to heads that borrow them, and refuses a head
-            made for another width or vocabulary.
+            made for another width, vocabulary or weights.
         revision: Hub revision; ignored for a folder.
+        force: Whether a head that was trained on other weights of the same sizes is taken too.
 
     Raises:
         ValueError: No config.json or no weights, an unknown layout, tensors missing, left over
@@ -140,7 +151,7 @@ def load_head(path: str | Path, base: FrozenBase | None = None, *, revision: str
             f"config.json names {config.get('architectures') or config.get('model_type')!r}"
         )
     if base is not None:
-        fit(head, base)
+        fit(head, base, force=force)
     return head.eval()
 
 
@@ -150,25 +161,46 @@ def _interpret(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | Non
         found = (_read_public(kind, config, tensors) for kind in kinds())
         return next((head for head in found if head is not None), None)
     sizes = {name: config.pop(name, 0) for name in ("width", "vocab_size")}
+    made_for = config.pop("base_fingerprint", "")
     head = build(config, **sizes)
+    head.base_fingerprint = str(made_for)
     fill(head, tensors)
     return head
 
 
-def fit(head: Head, base: FrozenBase) -> None:
+def fit(head: Head, base: FrozenBase, *, force: bool = False) -> None:
     """Move a head to its base's device and lend it the base's tensors.
 
+    Args:
+        head: Head to be moved.
+        base: Base it is to draft for.
+        force: As for `load_head`.
+
     Raises:
-        ValueError: The head was made for another width or vocabulary, or more layers.
+        ValueError: The head was made for another width, vocabulary or weights, or more layers.
     """
-    _refuse_misfit(head, base)
+    known = head.base_fingerprint and not force
+    refuse_misfit(head, base.embedding, _fingerprint(base) if known else "")
     head.to(base.device, base.dtype)
     column_major(head)
     _lend(head, base)
 
 
-def _refuse_misfit(head: Head, base: FrozenBase) -> None:
-    for name, ours in (("width", base.width), ("vocab_size", base.vocab_size)):
+def refuse_misfit(
+    head: Head, embedding: Float[Tensor, "vocab width"], fingerprint: str = ""
+) -> None:
+    """Refuse a base of other sizes or weights than those that a head was trained on.
+
+    Args:
+        head: Head, perhaps with the fingerprint of its base: older and public ones have none.
+        embedding: Input embedding of this base.
+        fingerprint: Of this base, or its first half where no more could be computed; empty
+            compares sizes only.
+
+    Raises:
+        ValueError: They differ.
+    """
+    for name, ours in zip(("width", "vocab_size"), reversed(embedding.shape), strict=True):
         theirs = getattr(head, name)
         # zero: a public checkpoint that does not say, because it borrows what would tell
         if theirs and ours != theirs:
@@ -176,6 +208,17 @@ def _refuse_misfit(head: Head, base: FrozenBase) -> None:
                 f"the head was made for a base of {name} {theirs}, this base has {ours}; "
                 "load the base it was trained on"
             )
+    made_for = head.base_fingerprint[: len(fingerprint)]
+    if made_for and made_for != fingerprint:
+        raise ValueError(
+            f"a head fits the weights it was trained on: those are {made_for}, this base has "
+            f"{fingerprint}, perhaps a fine-tuned sibling's; load its own base, train it on this "
+            "one (init=), or overrule with force=true"
+        )
+
+
+def _fingerprint(base: FrozenBase) -> str:
+    return base_fingerprint(base.model, base.embedding, base.projection.weight)
 
 
 def _lend(head: Head, base: FrozenBase) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from specheads.base.model import FrozenBase
 from specheads.config import Compare, Evaluate, Evaluation, Train
 from specheads.core.drafter import Head
-from specheads.data.corpora import load_documents
+from specheads.data.corpora import load_corpus
 from specheads.data.prompts import PromptSet, cut_windows, load_prompts
 from specheads.decoding.acceptance.rules import LOSSY, acceptance_rule
 from specheads.decoding.trees import policies
@@ -169,7 +169,7 @@ def choose_tree(
         return tree, []
     assert base.tokenizer is not None
     evaluation = settings.evaluation
-    documents = load_documents(settings.data, "validation", settings.seed)
+    documents = load_corpus(settings.data, "validation", settings.seed)
     windows = cut_windows(documents, base.tokenizer, evaluation.prompt_tokens, settings.seed)
     choice = pick_tree(base, head, list(islice(windows, evaluation.tune_prompts)), progress=True)
     return choice.tree, choice.table
@@ -243,6 +243,6 @@ def _phase(
     base: FrozenBase, name: str, folder: Path, prompts: list[list[int]], alone: list[list[int]]
 ) -> PhaseRate:
     """Replay a chain with the head as it was at the end of a phase."""
-    found = measure_offline(base, load_head(folder, base), prompts, alone)
+    found = measure_offline(base, load_head(folder, base, force=True), prompts, alone)
     rate = found.tokens_per_forward
     return PhaseRate(phase=name, tokens_per_forward=rate, interval=found.interval)

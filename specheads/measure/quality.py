@@ -9,7 +9,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from specheads.base.model import FrozenBase
 from specheads.config import Train
-from specheads.data.corpora import load_documents
+from specheads.data.corpora import load_corpus
 from specheads.data.prompts import cut_windows
 from specheads.measure.counts import bootstrap_interval
 from specheads.measure.results import BaseQuality, QualityChange, TextQuality
@@ -50,7 +50,7 @@ def quality_windows(settings: Train, base: FrozenBase) -> list[list[int]]:
         ValueError: The corpus has none.
     """
     assert base.tokenizer is not None
-    documents = load_documents(settings.data, "validation", settings.seed)
+    documents = load_corpus(settings.data, "validation", settings.seed)
     length = min(WINDOW_TOKENS, base.max_length)
     while length > 1:
         windows = cut_windows(documents, base.tokenizer, length, settings.seed)

@@ -129,6 +129,8 @@ class RunDirectory:
         owner: dict[str, Any] = {}
         if self.adapter.is_dir():
             owner["adapter_fingerprint"] = lora.fingerprint(self.adapter)
+            # it was trained on the weights before the adapter is merged in, and fits those after
+            head.base_fingerprint = ""
         with atomic_folder(self.head) as folder:
             head.save_pretrained(folder)
             if owner:

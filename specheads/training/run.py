@@ -16,9 +16,9 @@ from specheads.base import lora
 from specheads.base.model import FrozenBase
 from specheads.config import Distill, Phase, Train
 from specheads.core.drafter import Head
-from specheads.data.corpora import load_documents
+from specheads.data.corpora import load_corpus
 from specheads.data.distill import DistilledText, write_shards
-from specheads.data.fingerprint import tokenizer_fingerprint
+from specheads.data.fingerprint import text_identity
 from specheads.data.packing import PackedText, Text
 from specheads.decoding.acceptance.sampling import Sampling
 from specheads.decoding.generate import generate
@@ -163,7 +163,7 @@ class _Texts:
         self.settings, self.base, self.run, self.accelerator = settings, base, run, accelerator
         # of the weights alone: while an adapter is trained, the model has more of them
         self.fingerprint = base.fingerprint
-        self.documents = load_documents(settings.data, "train", settings.seed)
+        self.documents = load_corpus(settings.data, "train", settings.seed)
 
     def corpus(self, sequence_length: int, batch_size: int) -> PackedText:
         assert self.base.tokenizer is not None
@@ -228,12 +228,10 @@ class _Texts:
         """Have the base write what the run's text/ does not hold yet."""
         base = self.base
         assert base.tokenizer is not None
-        identity = {
-            "base": self.fingerprint,
-            "tokenizer": tokenizer_fingerprint(base.tokenizer),
-            "corpus": [self.settings.data.source, self.settings.data.path],
-            "processes": self.accelerator.num_processes,
-        }
+        processes = self.accelerator.num_processes
+        identity = text_identity(
+            self.fingerprint, base.tokenizer, self.settings.data, self.documents, processes
+        )
 
         def write(prompts: list[list[int]], seed: int) -> list[list[int]]:
             return generate(
@@ -247,7 +245,7 @@ class _Texts:
             ).tokens
 
         task = bar.add_task("text by the base", total=settings.num_samples, numbers="")
-        write_shards(
+        shards = write_shards(
             self.folder(settings),
             self.prompts(settings),
             write,
@@ -255,9 +253,10 @@ class _Texts:
             identity,
             seed=self.settings.seed,
             rank=self.accelerator.process_index,
-            world_size=self.accelerator.num_processes,
-            on_shard=lambda done, total: bar.update(task, completed=done, total=total),
+            world_size=processes,
         )
+        for done in shards:
+            bar.update(task, completed=done)
 
 
 def _refuse_unusable(settings: Train, base: FrozenBase) -> None:

@@ -1,6 +1,7 @@
 """Self-distilled text: only what the base wrote counts, written once, resumed to the bit."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,16 +38,8 @@ def pen(prompts: list[list[int]], seed: int) -> list[list[int]]:
 
 
 def write(folder: Path, settings: Distill = SETTINGS, **changes: Any) -> list[int]:
-    shown: list[int] = []
     arguments: dict[str, Any] = {"write": pen, "identity": {"base": "b"}} | changes
-    write_shards(
-        folder,
-        Prompts(),
-        settings=settings,
-        on_shard=lambda *counts: shown.append(counts[0]),
-        **arguments,
-    )
-    return shown
+    return list(write_shards(folder, Prompts(), settings=settings, **arguments))
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -86,13 +79,33 @@ def test_stopping_and_going_on_writes_the_same_text(tmp_path: Path):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"identity": {"base": "c"}}, {"seed": 1}, {"settings": Distill(num_samples=10, new_tokens=5)}],
-    ids=["base", "seed", "settings"],
+    [
+        {"identity": {"base": "c"}},
+        {"seed": 1},
+        {"settings": replace(SETTINGS, new_tokens=5)},
+        {"identity": {"base": "b", "corpus": {"column": "code"}}},
+        {"identity": {"base": "b", "documents": "d"}},
+    ],
+    ids=["base", "seed", "new_tokens", "corpus", "documents"],
 )
-def test_text_of_another_base_or_of_other_settings_is_refused(changes: dict, tmp_path: Path):
+def test_text_of_another_base_corpus_or_setting_is_refused_by_name(
+    changes: dict, tmp_path: Path, request: pytest.FixtureRequest
+):
     write(tmp_path)
-    with pytest.raises(ValueError, match="the base and settings that wrote it only"):
+    name = request.node.callspec.id
+    with pytest.raises(ValueError, match=f"that wrote it only: .* was written with {name} "):
         write(tmp_path, **changes)
+
+
+def test_text_is_recognised_whatever_the_order_of_its_names(tmp_path: Path):
+    write(tmp_path, identity={"base": "b", "corpus": {"path": "x", "patterns": ("y",)}})
+    assert write(tmp_path, identity={"corpus": {"patterns": ["y"], "path": "x"}, "base": "b"}) == []
+
+
+def test_text_from_before_its_corpus_was_hashed_is_refused(tmp_path: Path):
+    (tmp_path / "fingerprint.json").write_text('{"text": "0123"}\n')
+    with pytest.raises(ValueError, match="that wrote it only"):
+        write(tmp_path)
 
 
 def test_text_kept_elsewhere_is_the_same_text(tmp_path: Path):

@@ -10,9 +10,14 @@ import torch
 from datasets import Dataset
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from specheads.config import Data
 from specheads.data import corpora
 from specheads.data.corpora import load_corpus, split_of
-from specheads.data.fingerprint import text_fingerprint, tokenizer_fingerprint
+from specheads.data.fingerprint import (
+    documents_fingerprint,
+    text_identity,
+    tokenizer_fingerprint,
+)
 from specheads.data.packing import PackedText
 from specheads.data.prompts import PromptSet, load_prompts
 
@@ -43,6 +48,10 @@ def write_jsonl(path: Path, rows: list[dict]) -> str:
     return str(path)
 
 
+def load(source: str, split: str = "train", seed: int = 0, **choices) -> Dataset:
+    return load_corpus(Data(source=source, **choices), split, seed)
+
+
 def ids_of(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return list(tokenizer(text)["input_ids"])
 
@@ -52,9 +61,7 @@ def ids_of(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 def test_the_splits_of_a_corpus_are_disjoint_and_together_are_all_of_it(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
-    parts = {
-        split: set(load_corpus("jsonl", path=path, split=split)["text"]) for split in corpora.SPLITS
-    }
+    parts = {split: set(load("jsonl", path=path, split=split)["text"]) for split in corpora.SPLITS}
     assert sum(map(len, parts.values())) == len(TEXTS)
     assert set().union(*parts.values()) == set(TEXTS)
     assert all(split_of(text) == split for split, part in parts.items() for text in part)
@@ -76,11 +83,11 @@ def test_every_local_source_gives_the_same_split_of_the_same_texts(tmp_path):
         (folder / f"{number}.txt").write_text(text, encoding="utf-8")
     (folder / "binary.bin").write_bytes(b"\xff\xfe\x00")
     found = [
-        load_corpus("jsonl", path=jsonl),
-        load_corpus("jsonl", path=str(tmp_path / "*.jsonl")),
-        load_corpus("parquet", path=str(parquet), column="code"),
-        load_corpus("parquet", path=str(tmp_path), column="code"),
-        load_corpus("files", path=str(tmp_path / "texts")),
+        load("jsonl", path=jsonl),
+        load("jsonl", path=str(tmp_path / "*.jsonl")),
+        load("parquet", path=str(parquet), column="code"),
+        load("parquet", path=str(tmp_path), column="code"),
+        load("files", path=str(tmp_path / "texts")),
     ]
     assert all(one.column_names == ["text"] for one in found)
     assert len({tuple(sorted(one["text"])) for one in found}) == 1
@@ -88,9 +95,7 @@ def test_every_local_source_gives_the_same_split_of_the_same_texts(tmp_path):
 
 def test_the_order_is_shuffled_and_depends_on_the_seed_alone(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
-    first, again, other = (
-        list(load_corpus("jsonl", path=path, seed=seed)["text"]) for seed in (0, 0, 1)
-    )
+    first, again, other = (list(load("jsonl", path=path, seed=seed)["text"]) for seed in (0, 0, 1))
     assert first == again
     assert first != other
     assert sorted(first) == sorted(other)
@@ -114,21 +119,21 @@ def test_the_standard_library_leaves_out_packages_tests_and_crumbs(tmp_path, mon
     (tmp_path / "latin.py").write_bytes(b"# \xe9\n" + code.encode())
     monkeypatch.setattr(corpora.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     monkeypatch.setattr(corpora, "split_of", lambda _: "train")
-    documents = load_corpus("python_stdlib")
+    documents = load("python_stdlib")
     assert set(documents["text"]) == set(kept.values())
     assert documents.cache_files == []
 
 
 def test_the_standard_library_of_this_interpreter_is_found():
     text = Path(json.decoder.__file__).read_text(encoding="utf-8")
-    assert text in load_corpus("python_stdlib", split=split_of(text))["text"]
+    assert text in load("python_stdlib", split=split_of(text))["text"]
 
 
 def test_max_documents_bounds_what_is_taken(tmp_path, monkeypatch):
     monkeypatch.setattr(corpora, "split_of", lambda _: "train")
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
     taken, other = (
-        set(load_corpus("jsonl", path=path, max_documents=60, seed=seed)["text"]) for seed in (0, 1)
+        set(load("jsonl", path=path, max_documents=60, seed=seed)["text"]) for seed in (0, 1)
     )
     assert len(taken) == len(other) == 60
     assert taken != other != set(TEXTS[:60])
@@ -146,25 +151,25 @@ def test_max_documents_bounds_what_is_taken(tmp_path, monkeypatch):
 )
 def test_a_corpus_that_cannot_be_named_is_refused(choices, message):
     with pytest.raises(ValueError, match=message):
-        load_corpus(**choices)
+        load(**choices)
 
 
 def test_a_missing_column_is_told_with_those_there_are(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"body": "x", "size": 1}])
     with pytest.raises(ValueError, match="no column 'text'; it has body, size"):
-        load_corpus("jsonl", path=path)
+        load("jsonl", path=path)
     with pytest.raises(ValueError, match=r"column 'size' of .* must hold text"):
-        load_corpus("jsonl", path=path, column="size")
+        load("jsonl", path=path, column="size")
 
 
 def test_a_corpus_of_nothing_but_blanks_is_refused_and_a_broken_file_named(tmp_path):
     blank = write_jsonl(tmp_path / "a.jsonl", [{"text": "  \n"}, {"text": ""}])
     with pytest.raises(ValueError, match="at least one document in its train split"):
-        load_corpus("jsonl", path=blank)
+        load("jsonl", path=blank)
     broken = tmp_path / "b.jsonl"
     broken.write_text("no json\n", encoding="utf-8")
     with pytest.raises(ValueError, match=r"cannot read .*b\.jsonl' as jsonl"):
-        load_corpus("jsonl", path=str(broken))
+        load("jsonl", path=str(broken))
 
 
 def test_an_unreachable_hub_is_one_line_that_asks_for_a_local_file(monkeypatch):
@@ -173,24 +178,24 @@ def test_an_unreachable_hub_is_one_line_that_asks_for_a_local_file(monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
     with pytest.raises(ValueError, match="'a/b' from the Hub: no route; pass a local file") as told:
-        load_corpus("hub", path="a/b")
+        load("hub", path="a/b")
     assert "\n" not in str(told.value)
 
 
 def test_a_hub_dataset_with_a_bound_is_streamed(monkeypatch):
     asked = {}
 
-    def load(path, **choices):
+    def answer(path, **choices):
         asked.update(choices, path=path)
         table = Dataset.from_dict({"content": TEXTS})
         return table.to_iterable_dataset() if choices["streaming"] else table
 
-    monkeypatch.setattr(datasets, "load_dataset", load)
-    part = load_corpus("hub", path="a/b", column="content", patterns=["x/*"], max_documents=30)
+    monkeypatch.setattr(datasets, "load_dataset", answer)
+    part = load("hub", path="a/b", column="content", patterns=["x/*"], max_documents=30)
     assert asked["streaming"]
     assert asked["data_files"] == ["x/*"]
     assert 0 < len(part) <= 30
-    whole = load_corpus("hub", path="a/b", column="content")
+    whole = load("hub", path="a/b", column="content")
     assert set(part["text"]) < set(whole["text"])
 
 
@@ -390,11 +395,36 @@ def test_a_named_set_reads_its_column_of_the_hub(tokenizer, monkeypatch):
 # fingerprints
 
 
-def test_a_text_fingerprint_changes_with_a_setting_and_not_with_their_order():
-    first = text_fingerprint(base="abc", temperature=1.0, corpus={"path": "x", "seed": 0})
-    assert first == text_fingerprint(corpus={"seed": 0, "path": "x"}, temperature=1.0, base="abc")
-    assert first != text_fingerprint(base="abc", temperature=0.9, corpus={"path": "x", "seed": 0})
-    assert len(first) == 32
+def test_the_identity_of_text_names_every_setting_of_its_corpus_and_its_content(tokenizer):
+    documents = Dataset.from_dict({"text": TEXTS})
+    corpus = Data(source="hub", path="a/b", column="code", patterns=["x/*"], max_documents=7)
+    found = text_identity("f", tokenizer, corpus, documents, 2)
+    assert found["corpus"] == {
+        "source": "hub",
+        "path": "a/b",
+        "config": "",
+        "column": "code",
+        "revision": "main",
+        "patterns": ["x/*"],
+        "max_documents": 7,
+    }
+    assert found["documents"] == documents_fingerprint(documents)
+    assert (found["base"], found["processes"]) == ("f", 2)
+    assert found["tokenizer"] == tokenizer_fingerprint(tokenizer)
+
+
+def test_a_corpus_is_another_where_one_letter_a_border_or_the_order_is(tmp_path):
+    def of(texts):
+        return documents_fingerprint(Dataset.from_dict({"text": texts}))
+
+    first = of(TEXTS)
+    assert first == of(list(TEXTS))
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
+    loaded = load("jsonl", path=path)
+    assert documents_fingerprint(loaded) == of(list(loaded["text"]))
+    changed = [*TEXTS[:60], TEXTS[60].replace("6", "7", 1), *TEXTS[61:]]
+    moved = [TEXTS[0] + TEXTS[1][:1], TEXTS[1][1:], *TEXTS[2:]]
+    assert len({first, of(changed), of(moved), of(TEXTS[::-1]), of(TEXTS[:-1])}) == 5
 
 
 def test_a_tokenizer_fingerprint_ignores_use_and_sees_a_new_token_or_template(chat_tokenizer):

@@ -34,7 +34,7 @@ import specheads
 from specheads.decoding.acceptance.sampling import Sampling
 from specheads.decoding.trees import policies
 from specheads.export.plugins import custom_generate as plugin
-from specheads.export.plugins.custom_generate import hub_files, three_lines
+from specheads.export.plugins.hub_generate import hub_files, three_lines
 from specheads.heads.load import build, load_head
 from specheads.measure.oracle import Oracle
 from tests import tiny
@@ -342,7 +342,7 @@ def test_a_users_model_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.Monkey
     for _ in range(2):
         # as code that is not careful writes it: a function a call, and a mode that marks tensors
         with torch.inference_mode():
-            custom = specheads.custom_generate(head)
+            custom = specheads.custom_generate(head, force=True)
             assert torch.equal(ours.generate(**ALONE, **settings(), custom_generate=custom), said)
     assert tries == [ours]
     assert not any(one._forward_pre_hooks or one._forward_hooks for one in ours.modules())
@@ -364,7 +364,7 @@ def names_that_learn(model: PreTrainedModel) -> set[str]:
 
 def test_a_model_that_is_let_go_of_is_gone():
     ours, head = fresh_model(), small_head()
-    custom = specheads.custom_generate(head)
+    custom = specheads.custom_generate(head, force=True)
     ours.generate(**ALONE, **settings(), custom_generate=custom)
     there = weakref.ref(ours)
     # the head has been lent its embedding and has to be lent another's
@@ -375,7 +375,8 @@ def test_a_model_that_is_let_go_of_is_gone():
 
 
 def test_a_head_follows_a_model_that_changes():
-    ours, custom = fresh_model(), specheads.custom_generate(small_head("hydra_heads"))
+    ours = fresh_model()
+    custom = specheads.custom_generate(small_head("hydra_heads"), force=True)
     for dtype in (torch.float32, torch.float64):
         ours.to(dtype)
         expected = ours.generate(**ALONE, **settings())
@@ -454,7 +455,9 @@ def test_a_models_own_repository_may_carry_the_code(folder: Path):
     expected = ours.generate(ALONE["input_ids"], **settings())
     # as transformers does when it loads a model with trust_remote_code
     ours.generate = functools.partial(names["generate"], model=ours)
-    assert torch.equal(ours.generate(ALONE["input_ids"], **settings()), expected)
+    with pytest.raises(ValueError, match="a head fits the weights it was trained on"):
+        ours.generate(ALONE["input_ids"], **settings())
+    assert torch.equal(ours.generate(ALONE["input_ids"], **settings(), force=True), expected)
 
 
 def test_transformers_checks_the_version_of_specheads(folder: Path):

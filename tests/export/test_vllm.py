@@ -326,7 +326,7 @@ def test_a_head_of_another_base_is_refused_in_one_line(tmp_path):
     folder = tmp_path / "other"
     build({"kind": "mlp_speculator"}, width=64, vocab_size=128).save_pretrained(folder)
     engine, environment = plugged(folder)
-    with pytest.raises(AssertionError, match="serve the base it was trained on"):
+    with pytest.raises(AssertionError, match="load the base it was trained on"):
         serve(engine, environment)
 
 

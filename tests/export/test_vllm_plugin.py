@@ -1,5 +1,6 @@
 """vLLM's plug-in against a stand-in for its model runner; test_vllm.py has the real one."""
 
+import importlib
 import sys
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
@@ -13,8 +14,9 @@ from torch import nn
 from specheads.core.drafter import Head
 from specheads.core.features import Committed
 from specheads.decoding.trees import policies
-from specheads.export.layouts.vllm import HEAD_VARIABLE
+from specheads.export.layouts.vllm import HEAD_VARIABLE, PROPOSER
 from specheads.export.plugins import vllm
+from specheads.export.plugins.hub_generate import hub_files, hub_generate
 from specheads.heads import load
 from specheads.heads.layers.attention import Slots
 from tests import tiny
@@ -301,6 +303,23 @@ def test_what_cannot_be_served_is_refused_in_one_line(
         vllm.Proposer(config(speculative_config=wanted)).load_model(target())
 
 
+@pytest.mark.usefixtures("prepared")
+def test_a_fine_tuned_sibling_of_the_base_is_refused_unless_forced(tmp_path, monkeypatch):
+    base = tiny.base()
+    head = load.build_for({"kind": "mlp_speculator", "depth": DEPTH}, base)
+    head.save_pretrained(tmp_path)
+    monkeypatch.setenv(HEAD_VARIABLE, str(tmp_path))
+    vllm.register()
+    vllm.Proposer(config()).load_model(target())
+    # in the dtype that the engine is likely to take
+    vllm.Proposer(config()).load_model(target().bfloat16())
+    sibling = nn.ModuleList([Embedding(base.embedding), LMHead(base.projection.weight * 1.01)])
+    with pytest.raises(ValueError, match="a head fits the weights it was trained on: those are"):
+        vllm.Proposer(config()).load_model(sibling)
+    monkeypatch.setenv(vllm.FORCE_VARIABLE, "true")
+    vllm.Proposer(config()).load_model(sibling)
+
+
 @pytest.mark.parametrize("kind", ["hydra_heads", "eagle3"])
 def test_scattered_rows_draft_as_rows_of_their_own(kind):
     head = build(kind, **({"aux_layers": [0, 1, 2]} if kind == "eagle3" else {}))
@@ -319,3 +338,15 @@ def test_scattered_rows_draft_as_rows_of_their_own(kind):
         alone = chain.grow(head, Committed(read, tokens[:, first : first + 5], count), own)
         torch.testing.assert_close(mine.tokens, alone.tokens)
         lengths = lengths + count
+
+
+def test_the_names_that_exports_and_pushed_repositories_carry_can_be_imported():
+    module, _, proposer = PROPOSER.rpartition(".")
+    assert getattr(importlib.import_module(module), proposer) is vllm.Proposer
+    code = hub_files("USER/NAME")["custom_generate/generate.py"]
+    line = next(line for line in code.splitlines() if line.startswith("from specheads"))
+    assert line == "from specheads.export.custom_generate import hub_generate"
+    pushed = importlib.import_module("specheads.export.custom_generate")
+    assert pushed.hub_generate is hub_generate
+    # the entry point of pyproject.toml
+    assert importlib.import_module("specheads.export.vllm").register is vllm.register

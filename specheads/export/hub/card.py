@@ -11,7 +11,7 @@ from specheads.core.drafter import Head
 from specheads.data.prompts import ON_HUB
 from specheads.export.engines import engine_module, engines, objection
 from specheads.export.hub.summary import Summary, read_summary
-from specheads.export.plugins.custom_generate import three_lines
+from specheads.export.plugins.hub_generate import three_lines
 from specheads.measure.report import depth_rows, summary, verdict
 from specheads.measure.results import Results
 from specheads.runs.directory import RunDirectory, write_atomic

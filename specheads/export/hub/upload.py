@@ -20,7 +20,7 @@ from specheads.base.model import FrozenBase
 from specheads.config import Push, Train
 from specheads.export.hub.card import PICTURES, model_card
 from specheads.export.hub.summary import Summary, read_summary
-from specheads.export.plugins.custom_generate import hub_files
+from specheads.export.plugins.hub_generate import hub_files
 from specheads.heads.load import load_head
 from specheads.measure.results import Results
 from specheads.measure.store import read, to_json

@@ -73,7 +73,7 @@ def config(head: Head, base: FrozenBase) -> dict[str, Any]:
     """
     nested: dict[str, Any] = {"use_aux_hidden_state": True, "norm_before_fc": False}
     if min(head.aux_layers) > 0:
-        nested[IDS] = [tap - 1 for tap in head.aux_layers]
+        nested[IDS] = [layer - 1 for layer in head.aux_layers]
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         **layer(head, base),

@@ -1,12 +1,7 @@
 """Our own layout, as `save_pretrained` writes it; the plug-ins read it."""
 
 from collections.abc import Collection
-from dataclasses import asdict
 from typing import Any
-
-from torch import Tensor
-
-from specheads.core.drafter import Head
 
 Values = dict[str, Collection[Any] | None]
 
@@ -25,14 +20,3 @@ SETTINGS: dict[str, Values] = {
     "redrafter": _every("depth", "num_layers", "exit_dim", "rnn", "draft_tokens"),
 }
 """What the gate's readers know of each kind's settings: every value."""
-
-
-def config(head: Head) -> dict[str, Any]:
-    """Return the kind, its settings and the base's sizes."""
-    sizes = {"width": head.width, "vocab_size": head.vocab_size}
-    return {"kind": head.kind, **asdict(head.config), **sizes}
-
-
-def tensors(head: Head) -> dict[str, Tensor]:
-    """Return what the head owns; what it borrows from its base is never among it."""
-    return head.state_dict()

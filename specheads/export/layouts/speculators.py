@@ -57,7 +57,7 @@ LAYOUTS = {
         eagle3.speculators,
         _eagle3.SETTINGS,
         "run",
-        "by vLLM 0.32.0 on a CPU (`make vllm`); 0.33 by its sources",
+        "by vLLM 0.32.0 on a CPU (`make vllm`); of 0.33 the sources were read",
         _eagle3.hidden_layers_only,
         "aux_layers below the last layer",
     )

@@ -21,7 +21,7 @@ def write(head: Head, base: FrozenBase, out: Path) -> Folder:
             "decoding_type": "Eagle3",
             "max_draft_len": head.depth,
             "speculative_model": str(out),
-            "eagle3_layers_to_capture": [tap - 1 for tap in head.aux_layers],
+            "eagle3_layers_to_capture": [layer - 1 for layer in head.aux_layers],
         }
     }
     line = (
@@ -45,6 +45,6 @@ LAYOUTS = {
         "layout",
         "as its sources (00679c66) read it",
         _eagle3.layer_outputs_only,
-        "no tap 0",
+        "no aux layer 0",
     )
 }

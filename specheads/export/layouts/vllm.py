@@ -14,7 +14,7 @@ from specheads.export.layout import Folder, Layout
 from specheads.export.layouts import _eagle3, _own
 from specheads.export.readers import eagle3, hydra_heads, medusa, mlp_speculator, redrafter
 
-ABOUT = "vLLM 0.33 (EAGLE-3 natively, other kinds through the plug-in of specheads)"
+ABOUT = "vLLM 0.32.0 (EAGLE-3 natively, other kinds through the plug-in of specheads)"
 
 PROPOSER = "specheads.export.vllm.Proposer"
 """What vLLM's `custom_class` is to be set to."""
@@ -38,7 +38,7 @@ def write_plugin(head: Head, base: FrozenBase, out: Path) -> Folder:
         "num_speculative_tokens": head.depth,
     }
     line = f"{HEAD_VARIABLE}={shlex.quote(str(out))} {serve(base.name, settings)}"
-    return Folder(_own.config(head), _own.tensors(head), (line,))
+    return Folder(head.settings(), head.state_dict(), (line,))
 
 
 def write_eagle3(head: Head, base: FrozenBase, out: Path) -> Folder:
@@ -52,21 +52,24 @@ def write_eagle3(head: Head, base: FrozenBase, out: Path) -> Folder:
     return Folder(config, _eagle3.tensors(head), (serve(base.name, settings),))
 
 
-NOTE = "plug-in, in vLLM 0.32.0 on a CPU (`make vllm`); 0.33 by its sources"
+NOTE = "plug-in, in vLLM 0.32.0 on a CPU (`make vllm`); of 0.33 the sources were read"
 LAYOUTS = {
     "eagle3": Layout(
         write_eagle3,
         eagle3.vllm,
         _eagle3.SETTINGS,
         "run",
-        "natively, in vLLM 0.32.0 on a CPU (`make vllm`); 0.33 by its sources",
+        "natively, in vLLM 0.32.0 on a CPU (`make vllm`); of 0.33 the sources were read",
         _eagle3.hidden_layers_only,
         "aux_layers below the last layer",
     ),
-    "medusa": Layout(write_plugin, medusa.own, _own.SETTINGS["medusa"], "run", NOTE),
-    "mlp_speculator": Layout(
-        write_plugin, mlp_speculator.own, _own.SETTINGS["mlp_speculator"], "run", NOTE
-    ),
-    "hydra_heads": Layout(write_plugin, hydra_heads.own, _own.SETTINGS["hydra_heads"], "run", NOTE),
-    "redrafter": Layout(write_plugin, redrafter.own, _own.SETTINGS["redrafter"], "run", NOTE),
+    **{
+        kind: Layout(write_plugin, read, _own.SETTINGS[kind], "run", NOTE)
+        for kind, read in (
+            ("medusa", medusa.own),
+            ("mlp_speculator", mlp_speculator.own),
+            ("hydra_heads", hydra_heads.own),
+            ("redrafter", redrafter.own),
+        )
+    },
 }

@@ -33,14 +33,14 @@ from transformers.generation.streamers import BaseStreamer
 
 from specheads.decoding.acceptance.sampling import Sampling
 
-_LAWS: dict[type, tuple[str, str]] = {
+_CHANGES: dict[type, tuple[str, str]] = {
     RepetitionPenaltyLogitsProcessor: ("repetition_penalty", "penalty"),
     TemperatureLogitsWarper: ("temperature", "temperature"),
     TopKLogitsWarper: ("top_k", "top_k"),
     TopPLogitsWarper: ("top_p", "top_p"),
     MinPLogitsWarper: ("min_p", "min_p"),
 }
-"""What may change logits, in the order of `Sampling`'s law: its setting, and where it has it."""
+"""What may change logits, in `Sampling`'s order: its setting, and where it has it."""
 
 _HARMLESS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
 """Arguments of the model that are looked at here, or change no token."""
@@ -177,7 +177,7 @@ def _sampling(
     processors: LogitsProcessorList, do_sample: bool, padding: Int[Tensor, " batch"]
 ) -> Sampling:
     """Return the settings that mean what these processors do, with a seed from torch's own."""
-    order, last = list(_LAWS), -1
+    order, last = list(_CHANGES), -1
     settings: dict[str, Any] = {"temperature": 1.0}
     for processor in processors:
         kind = type(processor)
@@ -188,7 +188,7 @@ def _sampling(
                 f"min_p only, each once, got {kind.__name__}; leave it out, or leave out "
                 "custom_generate"
             )
-        name, attribute = _LAWS[kind]
+        name, attribute = _CHANGES[kind]
         settings[name], last = getattr(processor, attribute), place
     if not do_sample:
         return Sampling(repetition_penalty=settings.get("repetition_penalty", 1.0))

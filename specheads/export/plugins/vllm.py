@@ -26,18 +26,22 @@ from jaxtyping import Int
 from numpy import ndarray
 from torch import Tensor
 
+from specheads.base.fingerprint import tables_fingerprint
 from specheads.base.projection import projection_of
 from specheads.base.weight_layout import column_major
 from specheads.core.drafter import Head, Memory
 from specheads.core.features import Committed, Features
 from specheads.decoding.trees import policies
 from specheads.export.layouts.vllm import HEAD_VARIABLE
-from specheads.heads.load import load_head
+from specheads.heads.load import load_head, refuse_misfit
 
 RUNNER = "vllm.v1.worker.gpu_model_runner"
 CACHE = "vllm.v1.kv_cache_interface"
 EMBEDDING = "vllm.model_executor.layers.vocab_parallel_embedding"
 PARALLEL = "vllm.distributed"
+FORCE_VARIABLE = "SPECHEADS_FORCE"
+"""Environment variable that serves a head of other weights than the base's where it says true."""
+
 NULL_SLOT = 0
 """A slot that no request is given: vLLM's block 0 stands for no block."""
 
@@ -150,7 +154,10 @@ class Proposer:
         """
         head = load_head(os.environ[HEAD_VARIABLE])
         embedding, projection = _borrowed(target_model)
-        _refuse(head, self.policy.depth, embedding)
+        _refuse(head, self.policy.depth)
+        # the two tables only: the engine fuses and splits the layers between
+        forced = os.environ.get(FORCE_VARIABLE) == "true"
+        refuse_misfit(head, embedding, "" if forced else tables_fingerprint(embedding, projection))
         head.to(embedding.device, self.config.model_config.dtype)
         column_major(head)
         own = projection_of(self.config.model_config.hf_text_config, projection)
@@ -283,7 +290,7 @@ def _borrowed(target: torch.nn.Module) -> tuple[Tensor, Tensor]:
     return inputs, outputs
 
 
-def _refuse(head: Head, num_drafted: int, embedding: Tensor) -> None:
+def _refuse(head: Head, num_drafted: int) -> None:
     if head.aux_layers:
         raise ValueError(
             f"the plug-in shows heads the last hidden state only, and {head.kind} reads earlier "
@@ -293,11 +300,4 @@ def _refuse(head: Head, num_drafted: int, embedding: Tensor) -> None:
         raise ValueError(
             f"num_speculative_tokens must be at most {head.depth}, the head's depth, got "
             f"{num_drafted}"
-        )
-    sizes = (head.vocab_size, head.width)
-    # zero: a public checkpoint that does not say, because it borrows what would tell
-    if any(size not in (0, served) for size, served in zip(sizes, embedding.shape, strict=True)):
-        raise ValueError(
-            f"the head was made for a base of vocabulary and width {sizes}, this one has "
-            f"{tuple(embedding.shape)}; serve the base it was trained on"
         )

@@ -129,7 +129,17 @@ def rotate(values: Tensor, positions: Tensor, theta: float) -> Tensor:
     return torch.cat([turned.real, turned.imag], dim=-1)
 
 
-def draft_tokens(stored: Stored, size: int, vocab: int) -> Tensor:
+def open_own(
+    folder: Path, base: BaseView, depth: int, kind: str
+) -> tuple[dict[str, Any], Stored, Tensor]:
+    """Return settings, tensors and drafted tokens of a folder in our own layout."""
+    config, stored = read_config(folder), Stored(folder / "model.safetensors")
+    vocab, width = base.embedding.shape
+    require(config, kind=kind, depth=depth, width=width, vocab_size=vocab)
+    return config, stored, _draft_tokens(stored, config["draft_tokens"], vocab)
+
+
+def _draft_tokens(stored: Stored, size: int, vocab: int) -> Tensor:
     """Take a list of the tokens that our own layout drafts, or return all."""
     if not size:
         return torch.arange(vocab)

@@ -11,27 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specheads.export.readers import (
-    BaseView,
-    Guess,
-    Stored,
-    draft_tokens,
-    read_config,
-    rms,
-    rotate,
-    silu,
-)
-from specheads.export.readers import require as need
+from specheads.export.readers import BaseView, Guess, Stored, open_own, rms, rotate, silu
 
 EPSILON = 1e-5
 
 
 def own(folder: Path, base: BaseView, depth: int) -> Iterator[Guess]:
     """Read our own layout: head k reads the state and the k + 1 embeddings after it."""
-    config, stored = read_config(folder), Stored(folder / "model.safetensors")
-    width, vocab = base.hidden.shape[1], len(base.embedding)
-    need(config, kind="hydra_heads", depth=depth, width=width, vocab_size=vocab)
-    ids = draft_tokens(stored, config["draft_tokens"], vocab)
+    config, stored, ids = open_own(folder, base, depth, "hydra_heads")
+    width = base.hidden.shape[1]
     read = [prefixed(stored, config, base.hidden) if config["prefix"] else base.hidden]
     for level in range(depth):
         read.append(base.embedding[base.tokens.roll(-1 - level)])

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specheads.export.readers import BaseView, Guess, Stored, draft_tokens, read_config, silu
+from specheads.export.readers import BaseView, Guess, Stored, open_own, read_config, silu
 from specheads.export.readers import require as need
 
 FILE = "medusa_lm_head.safetensors"
@@ -49,27 +49,25 @@ def _fasterdecoding(
     for head in range(depth):
         state = base.hidden
         for layer in range(layers):
-            name = f"{head}.{layer}.linear"
-            weight = stored.take(f"{name}.weight", width, width)
-            bias = stored.take(f"{name}.bias", width)
-            state = state + silu(state @ weight.T + (bias if biased else 0))
+            state = _block(stored, f"{head}.{layer}.linear", state, biased=biased)
         projection = stored.take(f"{head}.{layers}.weight", vocab, width)
         yield Guess(state @ projection.T, torch.arange(vocab))
     stored.close()
 
 
+def _block(stored: Stored, name: str, state: Tensor, *, biased: bool = True) -> Tensor:
+    width = state.shape[-1]
+    weight, bias = stored.take(f"{name}.weight", width, width), stored.take(f"{name}.bias", width)
+    return state + silu(state @ weight.T + (bias if biased else 0))
+
+
 def own(folder: Path, base: BaseView, depth: int) -> Iterator[Guess]:
     """Read our own layout: three ways from a state to logits, and perhaps fewer tokens."""
-    config, stored = read_config(folder), Stored(folder / "model.safetensors")
-    width, vocab = base.hidden.shape[1], len(base.embedding)
-    need(config, kind="medusa", depth=depth, width=width, vocab_size=vocab)
-    ids = draft_tokens(stored, config["draft_tokens"], vocab)
+    config, stored, ids = open_own(folder, base, depth, "medusa")
     for head in range(depth):
         state = base.hidden
         for layer in range(config["num_layers"]):
-            name = f"blocks.{head}.{layer}.linear"
-            weight, bias = stored.take(f"{name}.weight", width, width), f"{name}.bias"
-            state = state + silu(state @ weight.T + stored.take(bias, width))
+            state = _block(stored, f"blocks.{head}.{layer}.linear", state)
         yield Guess(_own_logits(stored, config, base.projection[ids], state, head), ids)
     stored.close()
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from specheads.export.readers import BaseView, Guess, Stored, draft_tokens, read_config, rms
+from specheads.export.readers import BaseView, Guess, Stored, open_own, read_config, rms
 from specheads.export.readers import require as need
 
 EPSILON = 1e-6
@@ -56,11 +56,9 @@ def _tied(stored: Stored, name: str, shape: tuple[int, ...], levels: range) -> T
 
 def own(folder: Path, base: BaseView, depth: int) -> Iterator[Guess]:
     """Read our own layout: tied or not, a plain or a gated state, perhaps fewer tokens."""
-    config, stored = read_config(folder), Stored(folder / "model.safetensors")
-    width, vocab = base.hidden.shape[1], len(base.embedding)
+    config, stored, ids = open_own(folder, base, depth, "mlp_speculator")
+    vocab, width = base.embedding.shape
     inner, gated = config["inner_dim"] or width, config["state"] == "gated"
-    need(config, kind="mlp_speculator", depth=depth, width=width, vocab_size=vocab)
-    ids = draft_tokens(stored, config["draft_tokens"], vocab)
     sets, rows = 1 if config["tie_weights"] else depth, inner * (4 if gated else 1)
     emb = [stored.take(f"emb.{level}.weight", vocab, inner) for level in range(sets)]
     head = [stored.take(f"head.{level}.weight", len(ids), inner) for level in range(sets)]

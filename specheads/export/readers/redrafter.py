@@ -8,17 +8,14 @@ from pathlib import Path
 
 import torch
 
-from specheads.export.readers import BaseView, Guess, Stored, draft_tokens, read_config, silu
-from specheads.export.readers import require as need
+from specheads.export.readers import BaseView, Guess, open_own, silu
 
 
 def own(folder: Path, base: BaseView, depth: int) -> Iterator[Guess]:
     """Read our own layout: a cell or a sum over embeddings, then blocks over [hidden, state]."""
-    config, stored = read_config(folder), Stored(folder / "model.safetensors")
-    width, vocab = base.hidden.shape[1], len(base.embedding)
-    need(config, kind="redrafter", depth=depth, width=width, vocab_size=vocab)
-    ids, exit_dim = draft_tokens(stored, config["draft_tokens"], vocab), config["exit_dim"]
-    exit_dim = exit_dim or 2 * width
+    config, stored, ids = open_own(folder, base, depth, "redrafter")
+    width = base.hidden.shape[1]
+    exit_dim = config["exit_dim"] or 2 * width
     cell, adapter = [], []
     if config["rnn"]:
         cell = [stored.take(f"rnn_{name}.weight", width, width) for name in "wu"]

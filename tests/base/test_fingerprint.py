@@ -1,0 +1,122 @@
+"""A base's siblings are told apart, and the same weights are not, however they were loaded."""
+
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from specheads.base.fingerprint import base_fingerprint, tables_fingerprint
+from specheads.base.lora import Adapter
+from specheads.base.model import FrozenBase
+from specheads.config import Joint
+from specheads.export.plugins.custom_generate import custom_generate
+from specheads.heads.load import build_for, load_head, resume_head
+from tests import tiny
+
+REFUSAL = r"a head fits the weights it was trained on: those are [\da-f-]{33}, this base has"
+
+
+def trainable() -> PreTrainedModel:
+    model = deepcopy(tiny.base(dtype=torch.float32).model)
+    return model.requires_grad_(True)
+
+
+def of(model: PreTrainedModel) -> str:
+    base = FrozenBase(model)
+    return base_fingerprint(model, base.embedding, base.projection.weight)
+
+
+@pytest.fixture
+def head_folder(tmp_path: Path) -> Path:
+    head = build_for({"kind": "mlp_speculator", "inner_dim": 8}, tiny.base(dtype=torch.float32))
+    head.save_pretrained(tmp_path / "head")
+    return tmp_path / "head"
+
+
+@pytest.fixture
+def sibling() -> FrozenBase:
+    """The base after one step of AdamW at a small rate."""
+    model = trainable()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    tokens = torch.arange(20)[None]
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    return FrozenBase(model)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "granite", "gpt2"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_same_weights_in_another_dtype_are_the_same_base(architecture, dtype):
+    # bfloat16 is rounded from float32, as when a checkpoint is loaded
+    one = tiny.base(architecture, dtype=torch.float32)
+    other = tiny.base(architecture, dtype=dtype)
+    assert of(one.model) == of(other.model)
+    assert one.fingerprint != FrozenBase(deepcopy(one.model).bfloat16()).fingerprint
+
+
+def test_a_checkpoint_of_sixteen_bits_is_the_same_base_in_float16_too():
+    stored = deepcopy(tiny.base(dtype=torch.float32).model).bfloat16()
+    assert of(deepcopy(stored).half()) == of(stored)
+
+
+def test_a_head_knows_its_base_in_every_dtype_and_saved_again(head_folder, tmp_path):
+    tiny.base(dtype=torch.float32).model.save_pretrained(tmp_path / "again")
+    for dtype in ("float32", "bfloat16", "float64"):
+        base = FrozenBase(AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype=dtype))
+        assert load_head(head_folder, base).base_fingerprint == of(base.model)
+
+
+def test_a_fine_tuned_sibling_is_refused_and_force_overrules(head_folder, sibling):
+    with pytest.raises(ValueError, match=REFUSAL):
+        load_head(head_folder, sibling)
+    assert load_head(head_folder, sibling, force=True).base_fingerprint != of(sibling.model)
+
+
+def test_one_small_step_is_seen_in_the_tables_alone(sibling):
+    base = tiny.base(dtype=torch.float32)
+    assert tables_fingerprint(base.embedding, base.projection.weight) != tables_fingerprint(
+        sibling.embedding, sibling.projection.weight
+    )
+
+
+def test_a_merged_adapter_makes_another_base_whose_tables_stay(head_folder, tmp_path):
+    model = trainable()
+    before, embedding = of(model), model.get_input_embeddings().weight
+    adapter = Adapter(model, Joint(target_modules=["q_proj"], rank=2))
+    for parameter in adapter.parameters:
+        nn.init.normal_(parameter, std=0.02)
+    adapter.save(tmp_path / "adapter")
+    adapter.remove()
+    base = FrozenBase(model)
+    assert of(model) == before
+    base.merge(tmp_path / "adapter")
+    with pytest.raises(ValueError, match=REFUSAL):
+        load_head(head_folder, base)
+    assert of(model).partition("-")[0] == before.partition("-")[0]
+    assert model.get_input_embeddings().weight is embedding
+
+
+def test_a_head_trained_further_belongs_to_the_base_it_was_trained_on(head_folder, sibling):
+    head = resume_head(head_folder, sibling, "mlp_speculator")
+    assert head.base_fingerprint == of(sibling.model)
+
+
+def test_a_head_that_names_no_base_is_taken_by_any(head_folder, sibling):
+    config = head_folder / "config.json"
+    lines = config.read_text().splitlines(keepends=True)
+    kept = [line for line in lines if "base_fingerprint" not in line]
+    assert len(kept) == len(lines) - 1
+    config.write_text("".join(kept))
+    assert load_head(head_folder, sibling).base_fingerprint == ""
+
+
+def test_transformers_generate_refuses_a_sibling_unless_forced(head_folder, sibling):
+    head, prompt = load_head(head_folder), torch.arange(4)[None]
+    arguments = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    with pytest.raises(ValueError, match=REFUSAL):
+        sibling.model.generate(prompt, custom_generate=custom_generate(head), **arguments)
+    taken = custom_generate(head, force=True)
+    assert sibling.model.generate(prompt, custom_generate=taken, **arguments).shape == (1, 8)
