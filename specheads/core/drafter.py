@@ -48,7 +48,7 @@ class Memory(Protocol):
 
         Args:
             places: Slot in which each position lies.
-            lengths: Positions of each row that are remembered already.
+            lengths: Number of positions of each row that are remembered already.
 
         Raises:
             ValueError: This memory cannot lie scattered.
@@ -117,7 +117,7 @@ class Head(Drafter, nn.Module, PyTorchModelHubMixin):
 
     Args:
         config: The kind's own `Config`.
-        width: Of the base's final hidden state.
+        width: Width of the base's final hidden state.
         vocab_size: Rows of the base's vocabulary projection.
     """
 
@@ -230,7 +230,7 @@ class Head(Drafter, nn.Module, PyTorchModelHubMixin):
         """Settle `aux_layers` where the settings leave them open; called once a base is at hand.
 
         Args:
-            num_layers: Of the base.
+            num_layers: Number of layers of the base.
         """
         del num_layers
 

@@ -16,9 +16,11 @@ from specheads.core.drafter import Features, Head
 from specheads.core.features import Committed
 from specheads.decoding.generate import generate
 from specheads.decoding.trees import policies
-from specheads.heads.load import build, build_for, kinds, load_head
+from specheads.heads.load import build, kinds, load_head
 from specheads.measure.offline import offline_logits
 from tests import tiny
+from tests.heads import block_parallel
+from tests.heads.block_parallel import build_for
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 KINDS = kinds()
@@ -36,6 +38,9 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
 """Settings that make another network of a kind; every kind is checked as it comes, too."""
 
 CASES = [{"kind": kind, **own} for kind in KINDS for own in [{}, *VARIANTS.get(kind, [])]]
+CONTRACT = [*CASES, {"kind": block_parallel.KIND}]
+"""What the contract holds for: all kinds, and one that drafts its levels at once."""
+
 TIME = 14
 
 
@@ -44,7 +49,7 @@ def told(settings: dict[str, Any]) -> str:
     return "-".join(str(value) for value in settings.values())
 
 
-each_case = pytest.mark.parametrize("settings", CASES, ids=told)
+each_case = pytest.mark.parametrize("settings", CONTRACT, ids=told)
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +100,44 @@ def test_every_parameter_learns(settings: dict, base: FrozenBase):
         if value.grad is None or not value.grad.abs().max() > 0
     ]
     assert idle == []
+
+
+def check_scored(head: Head, base: FrozenBase) -> None:
+    """Hold the states that predict scored tokens against those made for all tokens."""
+    features, tokens = read(base, head.aux_layers)
+    scored = torch.rand(tokens.shape, generator=torch.manual_seed(5)) < 0.15
+    everywhere = list(head.states(features, tokens))
+    asked = list(head.states(features, tokens, scored))
+    assert len(asked) == len(everywhere) == head.depth
+    for level, (some, all_of_them) in enumerate(zip(asked, everywhere, strict=True)):
+        rows, at = scored[:, 2 + level :].nonzero(as_tuple=True)
+        assert len(rows)
+        torch.testing.assert_close(some[rows, at], all_of_them[rows, at], rtol=0, atol=1e-12)
+
+
+@each_case
+def test_states_that_predict_scored_tokens_are_those_made_for_all(settings: dict, base: FrozenBase):
+    check_scored(make(settings, base), base)
+
+
+def test_a_block_head_drafts_from_positions_that_predict_scored_tokens_and_no_others(
+    base: FrozenBase, monkeypatch: pytest.MonkeyPatch
+):
+    head = make({"kind": block_parallel.KIND}, base)
+    assert isinstance(head, block_parallel.Head)
+    features, tokens = read(base)
+    list(head.states(features, tokens))
+    assert head.num_anchors == 2 * TIME
+    #  position   0 1 2 3 4 5 6 7 ...         token 7 is predicted from 5, 4 and 3
+    scored = torch.zeros_like(tokens, dtype=torch.bool)
+    scored[0, 7] = True
+    list(head.states(features, tokens, scored))
+    assert head.num_anchors == 3
+    assert head.anchors(scored).nonzero().tolist() == [[0, 3], [0, 4], [0, 5]]
+    # one position off, and the contract finds out
+    monkeypatch.setattr(head, "anchors", lambda scored: scored.roll(-1, 1))
+    with pytest.raises(AssertionError):
+        check_scored(head, base)
 
 
 @each_case
@@ -225,6 +268,20 @@ def test_tree_decoding_reproduces_greedy(
 
 
 @each_case
+def test_what_a_head_borrows_is_a_buffer_that_moves_with_it(settings: dict, base: FrozenBase):
+    head = make(settings, base)
+    attributes = [value for module in head.modules() for value in vars(module).values()]
+    assert not [value for value in attributes if isinstance(value, torch.Tensor)]
+    borrowed = dict(head.named_buffers()).keys() - head.state_dict().keys()
+    assert not borrowed & dict(head.named_parameters()).keys()
+    if settings["kind"] not in ("medusa", "mlp_speculator"):
+        assert head.get_buffer("embedding").data_ptr() == base.embedding.data_ptr()
+    head.to(torch.bfloat16)
+    assert {head.get_buffer(name).dtype for name in borrowed} <= {torch.bfloat16}
+    assert base.embedding.dtype == torch.float64
+
+
+@pytest.mark.parametrize("settings", CASES, ids=told)
 def test_a_saved_head_comes_back_the_same(settings: dict, base: FrozenBase, tmp_path: Path):
     head = make(settings, base).float()
     head.save_pretrained(tmp_path)

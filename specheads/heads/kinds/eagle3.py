@@ -3,7 +3,6 @@
 Source: Li et al. 2025, arXiv:2503.01840; SafeAILab/EAGLE, vllm-project/speculators.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,16 +10,15 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812
 
 from specheads.core.drafter import Bias, Committed, Features, State, Weight
-from specheads.core.drafter import Head as BaseHead
 from specheads.heads.fill import fill
 from specheads.heads.layers.attention import AttentionShape, Slots
+from specheads.heads.layers.embedding import EmbeddingHead
 from specheads.heads.layers.feedback import Branch, FeedbackLayer
 from specheads.heads.layers.norm import RMSNorm
 
-NUM_TAPS = 3
+NUM_AUX_LAYERS = 3
 """Low, middle and high: layers it reads where the settings name none."""
 
 
@@ -29,20 +27,20 @@ class Config:
     """Settings of an EAGLE-3 head; the defaults are the published ones."""
 
     depth: int = 7
-    """Levels it drafts, and steps of its training-time test."""
+    """Number of levels it drafts, and steps of its training-time test."""
 
     aux_layers: Sequence[int] = ()
     """Base layers it reads, in growing order: k is the residual stream after k layers. Empty
     takes 2, n // 2 and n - 3 of n, as serving engines do, and others in a base too shallow."""
 
     attention_heads: int = 0
-    """Zero takes one for each 64 channels of the base."""
+    """Number of attention heads. Zero takes one for each 64 channels of the base."""
 
     key_value_heads: int = 0
-    """Heads of keys and values. Zero takes as many as there are attention heads."""
+    """Number of heads of keys and values. Zero takes as many as there are attention heads."""
 
     head_dim: int = 0
-    """Channels of an attention head. Zero divides the base's among them."""
+    """Number of channels of an attention head. Zero divides the base's among them."""
 
     inner_dim: int = 0
     """Width of its MLP. Zero takes 8/3 of the base's, rounded up to a multiple of 16."""
@@ -54,10 +52,10 @@ class Config:
     """Base of the rotary position embedding."""
 
     epsilon: float = 1e-5
-    """Of its norms."""
+    """Epsilon of its norms."""
 
     draft_tokens: int = 0
-    """Tokens it can draft, the most frequent ones of the training text. Zero is all."""
+    """Number of tokens it can draft, the most frequent ones of the training text. Zero is all."""
 
     def __post_init__(self) -> None:
         self.aux_layers = tuple(self.aux_layers)
@@ -71,7 +69,7 @@ class Config:
             )
 
 
-class Head(BaseHead):
+class Head(EmbeddingHead):
     """Features of three layers, fused, then `depth` rounds of one layer over its own output.
 
     Each round reads the token drafted last, and attends to the committed positions and to the
@@ -82,20 +80,17 @@ class Head(BaseHead):
     def __init__(self, config: Config, width: int, vocab_size: int) -> None:
         super().__init__(config, width, vocab_size)
         self.depth, self.aux_layers = config.depth, tuple(config.aux_layers)
-        self.fc = nn.Linear((len(self.aux_layers) or NUM_TAPS) * width, width, bias=False)
-        num_heads = config.attention_heads or max(1, width // 64)
-        num_shared = config.key_value_heads or num_heads
-        head_dim = config.head_dim or width // num_heads
+        self.fc = nn.Linear((len(self.aux_layers) or NUM_AUX_LAYERS) * width, width, bias=False)
+        heads = config.attention_heads, config.key_value_heads, config.head_dim
         self.midlayer = FeedbackLayer(
             width,
-            inner=config.inner_dim or math.ceil(width / 6) * 16,
+            inner=config.inner_dim,
             epsilon=config.epsilon,
             norm_before_residual=config.norm_before_residual,
-            shape=AttentionShape(num_heads, num_shared, head_dim, config.rope_theta),
+            shape=AttentionShape.of(width, *heads, theta=config.rope_theta),
         )
         self.norm = RMSNorm(width, config.epsilon)
         self.lm_head = nn.Linear(width, self.drafted_size, bias=False)
-        self.embedding: Tensor | None = None
 
     def choose_aux_layers(self, num_layers: int) -> None:
         """Take the published layers, or three spread out where those would not be different."""
@@ -110,12 +105,6 @@ class Head(BaseHead):
         del embedding
         self.lm_head.weight.data.copy_(projection)
 
-    def bind(self, embedding: Tensor, projection: Tensor | None = None) -> None:
-        """Borrow the base's input embedding."""
-        del projection
-        # detached, or it would count as a parameter of this head
-        self.embedding = embedding.detach()
-
     def states(
         self,
         features: Features,
@@ -124,7 +113,9 @@ class Head(BaseHead):
     ) -> Iterator[Float[Tensor, "batch time width"]]:
         """Yield each round's state, of every position at once."""
         del scored
-        read = (self._embed(tokens.roll(-1 - level, 1)) for level in range(self.depth))
+        read = (
+            self.embed(tokens.roll(-1 - level, 1), self.fc.weight) for level in range(self.depth)
+        )
         for hidden in self.midlayer.rounds(self._fuse(features), read):
             yield self.norm(hidden)
 
@@ -142,7 +133,8 @@ class Head(BaseHead):
         self, committed: Committed, memory: Slots
     ) -> tuple[Float[Tensor, "batch 1 vocab"], State]:
         """Commit every position's keys and values; answer from the last."""
-        fused, embedded = self._fuse(committed.features), self._embed(committed.next_tokens)
+        fused = self._fuse(committed.features)
+        embedded = self.embed(committed.next_tokens, self.fc.weight)
         return self._answer(self.midlayer.commit(fused, embedded, committed, memory))
 
     @torch.no_grad()
@@ -150,7 +142,8 @@ class Head(BaseHead):
         self, state: State, tokens: Int[Tensor, "batch node"], parents: Int[Tensor, "batch node"]
     ) -> tuple[Float[Tensor, "batch node vocab"], State]:
         """Read each node on top of its parent's features, seeing the path that led to it."""
-        return self._answer(self.midlayer.branch(state, self._embed(tokens), parents))
+        embedded = self.embed(tokens, self.fc.weight)
+        return self._answer(self.midlayer.branch(state, embedded, parents))
 
     def _answer(self, branch: Branch) -> tuple[Tensor, State]:
         return self.logits(self.norm(branch.hidden), branch.path.shape[4]), branch
@@ -161,11 +154,6 @@ class Head(BaseHead):
                 "eagle3 reads aux_layers, got none; read the base with aux_layers=head.aux_layers"
             )
         return self.fc(features.aux)
-
-    def _embed(self, tokens: Tensor) -> Tensor:
-        if self.embedding is None:
-            raise ValueError("eagle3 reads its base's embedding; load the head with its base")
-        return F.embedding(tokens, self.embedding).to(self.fc.weight.dtype)
 
 
 IDS = "eagle_aux_hidden_state_layer_ids"

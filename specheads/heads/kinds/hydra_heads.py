@@ -3,7 +3,6 @@
 Source: Ankner et al. 2024, arXiv:2402.05109; zankner/Hydra, hydra/model/hydra_heads.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,13 +10,13 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812
 
 from specheads.core.drafter import Bias, Committed, Features, State, Weight, pick_parents
-from specheads.core.drafter import Head as BaseHead
 from specheads.heads.fill import fill
 from specheads.heads.layers.attention import AttentionShape, Slots
+from specheads.heads.layers.embedding import EmbeddingHead
 from specheads.heads.layers.prefix import PrefixLayer
+from specheads.heads.layers.residual import ResidualBlock
 
 BORROWED = ("input_embed_fn.weight", "embed_tokens.weight", "rotary_emb.inv_freq")
 """Stored by the project and no part of the head: the base's embedding, twice, and a table."""
@@ -28,22 +27,22 @@ class Config:
     """Settings of Hydra heads; the defaults are the published ones of Hydra++."""
 
     depth: int = 4
-    """Levels it drafts, each by a head of its own."""
+    """Number of levels it drafts, each by a head of its own."""
 
     num_layers: int = 4
-    """Blocks of each head: 1 is Hydra, 4 is Hydra++."""
+    """Number of blocks of each head: 1 is Hydra, 4 is Hydra++."""
 
     draft_tokens: int = 0
-    """Tokens it can draft, the most frequent ones of the training text. Zero is all."""
+    """Number of tokens it can draft, the most frequent ones of the training text. Zero is all."""
 
     prefix: bool = True
     """Whether a decoder layer of its own reads the base's states first, as in Hydra++."""
 
     attention_heads: int = 0
-    """Of that layer. Zero takes one for each 64 channels of the base."""
+    """Number of that layer's attention heads. Zero takes one for each 64 channels of the base."""
 
     key_value_heads: int = 0
-    """Heads of keys and values. Zero takes as many as there are attention heads."""
+    """Number of heads of keys and values. Zero takes as many as there are attention heads."""
 
     inner_dim: int = 0
     """Width of its MLP. Zero takes 8/3 of the base's, rounded up to a multiple of 16."""
@@ -59,59 +58,30 @@ class Config:
             )
 
 
-class _Block(nn.Module):
-    """R x + SiLU(W x + b): at first its leading `width` channels as they are.
-
-    R is the identity except where the input is wider than the output.
-    """
-
-    def __init__(self, wide: int, width: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(wide, width)
-        self.res_connection = nn.Linear(wide, width) if wide > width else nn.Identity()
-        for parameter in self.parameters():
-            nn.init.zeros_(parameter)
-        if wide > width:
-            nn.init.eye_(self.res_connection.get_parameter("weight"))
-
-    def forward(self, values: Tensor) -> Tensor:
-        return self.res_connection(values) + F.silu(self.linear(values))
-
-
-class Head(BaseHead):
+class Head(EmbeddingHead):
     """`depth` heads; the k-th reads the state and the embeddings of k + 1 tokens after it."""
-
-    embedding: Tensor | None
 
     def __init__(self, config: Config, width: int, vocab_size: int) -> None:
         super().__init__(config, width, vocab_size)
         self.depth = config.depth
-        self.register_buffer("embedding", None, persistent=False)
-        num_heads = config.attention_heads or max(1, width // 64)
-        shared = config.key_value_heads or num_heads
-        shape = AttentionShape(num_heads, shared, width // num_heads, config.rope_theta)
-        inner = config.inner_dim or math.ceil(width / 6) * 16
-        self.prefix = PrefixLayer(width, inner, shape) if config.prefix else None
+        heads = config.attention_heads, config.key_value_heads
+        shape = AttentionShape.of(width, *heads, theta=config.rope_theta)
+        self.prefix = PrefixLayer(width, config.inner_dim, shape) if config.prefix else None
         self.blocks = nn.ModuleList(
             nn.Sequential(
-                _Block((level + 2) * width, width),
-                *(_Block(width, width) for _ in range(config.num_layers - 1)),
+                ResidualBlock(width, (level + 2) * width),
+                *(ResidualBlock(width) for _ in range(config.num_layers - 1)),
             )
             for level in range(self.depth)
         )
         self.head = nn.ModuleList(nn.Linear(width, self.drafted_size) for _ in range(self.depth))
 
     def initialise(self, embedding: Tensor, projection: Tensor) -> None:
-        """Start every head from the base's own next-token law, whatever it read."""
+        """Start every head from the base's own next-token distribution, whatever it read."""
         del embedding
         for head in self.head:
             head.get_parameter("weight").data.copy_(projection)
             nn.init.zeros_(head.get_parameter("bias"))
-
-    def bind(self, embedding: Tensor, projection: Tensor | None = None) -> None:
-        """Borrow the base's input embedding."""
-        del projection
-        self.embedding = embedding.detach()
 
     def memory(self, batch: int, capacity: int) -> Slots | None:
         """Return room for the prefix layer's keys and values."""
@@ -126,7 +96,7 @@ class Head(BaseHead):
         """Yield the states that read one token after each position, then two, and so on."""
         del scored
         path = self.prefix(features.hidden) if self.prefix else features.hidden
-        embedded = self._embed(tokens, path)
+        embedded = self.embed(tokens, path)
         for level, blocks in enumerate(self.blocks):
             path = torch.cat([path, embedded.roll(-1 - level, 1)], dim=-1)
             yield blocks(path)
@@ -137,14 +107,10 @@ class Head(BaseHead):
         return head.get_parameter("weight"), head.get_parameter("bias")
 
     def begin(
-        self, committed: Committed, memory: Slots | None
+        self, committed: Committed, memory: Any
     ) -> tuple[Float[Tensor, "batch 1 vocab"], State]:
         """Read the root on top of the base's last state."""
-        if self.prefix is None:
-            path = committed.hidden()
-        else:
-            assert memory is not None
-            path = self.prefix.newest(committed, memory)
+        path = self.prefix.newest(committed, memory) if self.prefix else committed.hidden()
         return self._step(path, committed.root(), 0)
 
     def extend(
@@ -155,13 +121,8 @@ class Head(BaseHead):
         return self._step(pick_parents(above, parents), tokens, level + 1)
 
     def _step(self, path: Tensor, tokens: Tensor, level: int) -> tuple[Tensor, State]:
-        path = torch.cat([path, self._embed(tokens, path)], dim=-1)
+        path = torch.cat([path, self.embed(tokens, path)], dim=-1)
         return self.logits(self.blocks[level](path), level), (path, level)
-
-    def _embed(self, tokens: Tensor, like: Tensor) -> Tensor:
-        if self.embedding is None:
-            raise ValueError("hydra_heads reads its base's embedding; load the head with its base")
-        return F.embedding(tokens, self.embedding).to(like.dtype)
 
 
 def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | None:

@@ -15,6 +15,7 @@ from torch.nn import functional as F  # noqa: N812
 from specheads.core.drafter import Bias, Committed, Features, State, Weight
 from specheads.core.drafter import Head as BaseHead
 from specheads.heads.fill import fill
+from specheads.heads.layers.residual import ResidualBlock
 
 PROJECTIONS = ("own", "shared", "low_rank")
 
@@ -24,20 +25,20 @@ class Config:
     """Settings of Medusa heads; the defaults are the published ones."""
 
     depth: int = 5
-    """Levels it drafts, each by a head of its own."""
+    """Number of levels it drafts, each by a head of its own."""
 
     num_layers: int = 1
-    """Residual blocks of each head."""
+    """Number of residual blocks of each head."""
 
     projection: str = "own"
     """Where a head's state becomes logits: own (a matrix of each head), shared (the base's, never
     trained nor saved) or low_rank (the base's, plus the product of two thin matrices)."""
 
     rank: int = 64
-    """Inner width of that product."""
+    """Width between those two thin matrices."""
 
     draft_tokens: int = 0
-    """Tokens it can draft, the most frequent ones of the training text. Zero is all."""
+    """Number of tokens it can draft, the most frequent ones of the training text. Zero is all."""
 
     def __post_init__(self) -> None:
         if self.depth < 1 or self.num_layers < 0:
@@ -50,19 +51,6 @@ class Config:
                 f"medusa needs projection to be one of {', '.join(PROJECTIONS)} and rank >= 1, got "
                 f"{self.projection!r} and {self.rank}"
             )
-
-
-class _Block(nn.Module):
-    """x + SiLU(W x + b), the identity until W and b have learned something."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(width, width)
-        nn.init.zeros_(self.linear.weight)
-        nn.init.zeros_(self.linear.bias)
-
-    def forward(self, values: Tensor) -> Tensor:
-        return values + F.silu(self.linear(values))
 
 
 class Head(BaseHead):
@@ -80,7 +68,7 @@ class Head(BaseHead):
         self.depth = config.depth
         self.register_buffer("borrowed", None, persistent=False)
         self.blocks = nn.ModuleList(
-            nn.Sequential(*(_Block(width) for _ in range(config.num_layers)))
+            nn.Sequential(*(ResidualBlock(width) for _ in range(config.num_layers)))
             for _ in range(self.depth)
         )
         own, thin = (self.depth * (config.projection == kind) for kind in ("own", "low_rank"))
@@ -95,7 +83,7 @@ class Head(BaseHead):
             nn.init.zeros_(up.get_parameter("weight"))
 
     def initialise(self, embedding: Tensor, projection: Tensor) -> None:
-        """Start every head as the base's own next-token law (the blocks begin as identities)."""
+        """Start from the base's own next-token distribution: the blocks begin as identities."""
         del embedding
         for head in self.head:
             head.get_parameter("weight").data.copy_(projection)

@@ -30,7 +30,7 @@ class Config:
     """Settings of an MLP speculator; the defaults are the published ones."""
 
     depth: int = 3
-    """Levels it drafts."""
+    """Number of levels it drafts."""
 
     inner_dim: int = 0
     """Width of its state. Zero takes the base's."""
@@ -46,7 +46,7 @@ class Config:
     """Whether the base's hidden state is brought to norm 1/sqrt(2) per channel first."""
 
     draft_tokens: int = 0
-    """Tokens it can draft, the most frequent ones of the training text. Zero is all."""
+    """Number of tokens it can draft, the most frequent ones of the training text. Zero is all."""
 
     def __post_init__(self) -> None:
         if self.depth < 1 or self.inner_dim < 0:

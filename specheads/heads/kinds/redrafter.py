@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from specheads.core.drafter import Bias, Committed, Features, State, Weight, pick_parents
-from specheads.core.drafter import Head as BaseHead
 from specheads.heads.fill import fill
+from specheads.heads.layers.embedding import EmbeddingHead
+from specheads.heads.layers.residual import ResidualBlock
 
 
 @dataclass(kw_only=True, slots=True)
@@ -23,10 +24,10 @@ class Config:
     """Settings of a recurrent drafter; the defaults are the published ones."""
 
     depth: int = 5
-    """Levels it learns and drafts; its size does not depend on them."""
+    """Number of levels it learns and drafts; its size does not depend on it."""
 
     num_layers: int = 2
-    """Residual blocks before its vocabulary projection."""
+    """Number of residual blocks before its vocabulary projection."""
 
     exit_dim: int = 0
     """Width of blocks and projection. Zero takes twice the base's, which needs no adapter."""
@@ -35,7 +36,7 @@ class Config:
     """Whether a cell reads the drafted tokens; without it their embeddings are summed up."""
 
     draft_tokens: int = 0
-    """Tokens it can draft, the most frequent ones of the training text. Zero is all."""
+    """Number of tokens it can draft, the most frequent ones of the training text. Zero is all."""
 
     def __post_init__(self) -> None:
         if self.depth < 1 or self.num_layers < 0 or self.exit_dim < 0:
@@ -45,39 +46,23 @@ class Config:
             )
 
 
-class _Block(nn.Module):
-    """x + SiLU(W x + b), the identity until W and b have learned something."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(width, width)
-        nn.init.zeros_(self.linear.weight)
-        nn.init.zeros_(self.linear.bias)
-
-    def forward(self, values: Tensor) -> Tensor:
-        return values + F.silu(self.linear(values))
-
-
-class Head(BaseHead):
+class Head(EmbeddingHead):
     """state <- SiLU(W embedding + U state + b) from zero on; logits from [hidden, state]."""
-
-    embedding: Tensor | None
 
     def __init__(self, config: Config, width: int, vocab_size: int) -> None:
         super().__init__(config, width, vocab_size)
         self.depth = config.depth
         exit_dim = config.exit_dim or 2 * width
-        self.register_buffer("embedding", None, persistent=False)
         self.rnn_w = nn.Linear(width, width, bias=False) if config.rnn else None
         self.rnn_u = nn.Linear(width, width) if config.rnn else None
         self.input_proj = nn.Linear(2 * width, exit_dim) if exit_dim != 2 * width else None
-        self.blocks = nn.Sequential(*(_Block(exit_dim) for _ in range(config.num_layers)))
+        self.blocks = nn.Sequential(*(ResidualBlock(exit_dim) for _ in range(config.num_layers)))
         self.head = nn.Linear(exit_dim, self.drafted_size, bias=False)
 
     def initialise(self, embedding: Tensor, projection: Tensor) -> None:
-        """Start from the base's own next-token law, with a cell that hears its embeddings.
+        """Start from the base's own next-token distribution, and a cell that reads embeddings.
 
-        An `exit_dim` below the base's width has no room for that law and starts at random.
+        An `exit_dim` below the base's width has no room for that and starts at random.
         """
         width = self.width
         if self.rnn_w is not None:
@@ -92,11 +77,6 @@ class Head(BaseHead):
         nn.init.zeros_(self.head.weight)
         self.head.weight.data[:, :width].copy_(projection)
 
-    def bind(self, embedding: Tensor, projection: Tensor | None = None) -> None:
-        """Borrow the base's input embedding."""
-        del projection
-        self.embedding = embedding.detach()
-
     def states(
         self,
         features: Features,
@@ -105,7 +85,7 @@ class Head(BaseHead):
     ) -> Iterator[Float[Tensor, "batch time width"]]:
         """Yield the states that read one token after each position, then two, and so on."""
         del scored
-        embedded = self._embed(tokens, features.hidden)
+        embedded = self.embed(tokens, features.hidden)
         state = torch.zeros_like(features.hidden)
         for level in range(self.depth):
             state = self._read(state, embedded.roll(-1 - level, 1))
@@ -122,7 +102,7 @@ class Head(BaseHead):
         """Read the root from an empty state, beside the base's last hidden state."""
         del memory
         hidden = committed.hidden()
-        state = self._read(torch.zeros_like(hidden), self._embed(committed.root(), hidden))
+        state = self._read(torch.zeros_like(hidden), self.embed(committed.root(), hidden))
         return self.logits(self._exit(hidden, state), 0), (hidden, state)
 
     def extend(
@@ -130,13 +110,8 @@ class Head(BaseHead):
     ) -> tuple[Float[Tensor, "batch node vocab"], State]:
         """Read each node on top of its parent's state."""
         hidden, above = state
-        below = self._read(pick_parents(above, parents), self._embed(tokens, hidden))
+        below = self._read(pick_parents(above, parents), self.embed(tokens, hidden))
         return self.logits(self._exit(hidden.expand_as(below), below), 0), (hidden, below)
-
-    def _embed(self, tokens: Tensor, like: Tensor) -> Tensor:
-        if self.embedding is None:
-            raise ValueError("redrafter reads its base's embedding; load the head with its base")
-        return F.embedding(tokens, self.embedding).to(like.dtype)
 
     def _read(self, state: Tensor, embedded: Tensor) -> Tensor:
         if self.rnn_w is None or self.rnn_u is None:

@@ -24,12 +24,21 @@ class AttentionShape:
     """
 
     num_heads: int
+    """Number of attention heads."""
     num_shared: int
-    """Heads of keys and values, each for several attention heads."""
+    """Number of heads of keys and values, each for several attention heads."""
     head_dim: int
-    """Channels of a head."""
+    """Number of channels of a head."""
     theta: float
     """Base of the rotary position embedding."""
+
+    @classmethod
+    def of(
+        cls, width: int, num_heads: int, num_shared: int, head_dim: int = 0, *, theta: float
+    ) -> "AttentionShape":
+        """Return the shape that settings name; where they say zero, one that fits the width."""
+        num_heads = num_heads or max(1, width // 64)
+        return cls(num_heads, num_shared or num_heads, head_dim or width // num_heads, theta)
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_shared or self.head_dim % 2:
@@ -43,9 +52,9 @@ class Attention(nn.Module):
     """Rotary attention with grouped keys and values, and names as Llama has them.
 
     Args:
-        input_width: Of what it reads.
-        width: Of what it returns.
-        shape: Of its heads.
+        input_width: Width of what it reads.
+        width: Width of what it returns.
+        shape: Number and width of its heads.
     """
 
     def __init__(self, input_width: int, width: int, shape: AttentionShape) -> None:
@@ -74,7 +83,7 @@ class Attention(nn.Module):
 
         Args:
             inputs: (batch, time, input_width).
-            positions: Of the inputs; only differences matter.
+            positions: Positions of the inputs; only differences matter.
             past: (batch, 2, shared head, slot, head_dim), from `keys_values`.
             visible: (batch, time, slot); batch and time may be one.
             path: (batch, 2, shared head, time, level, head_dim): each position's own, if any.
@@ -120,10 +129,16 @@ def _mix(queries: Tensor, past: Tensor, visible: Tensor, path: Tensor) -> Tensor
 
 
 class GatedMlp(nn.Module):
-    """down(SiLU(gate x) * up x), with names as Llama has them."""
+    """down(SiLU(gate x) * up x), with names as Llama has them.
+
+    Args:
+        width: Width of the stream.
+        inner: Width between. Zero takes 8/3 of the stream's, rounded up to a multiple of 16.
+    """
 
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
+        inner = inner or math.ceil(width / 6) * 16
         self.gate_proj = nn.Linear(width, inner, bias=False)
         self.up_proj = nn.Linear(width, inner, bias=False)
         self.down_proj = nn.Linear(inner, width, bias=False)

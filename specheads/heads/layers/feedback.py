@@ -32,11 +32,11 @@ class FeedbackLayer(nn.Module):
     the base has not.
 
     Args:
-        width: Of both.
-        inner: Width of the MLP.
-        epsilon: Of the norms.
+        width: Width of the stream and of the embeddings.
+        inner: Width of the MLP, as `GatedMlp` takes it.
+        epsilon: Epsilon of the norms.
         norm_before_residual: Whether the residual starts from the normed stream.
-        shape: Of its `Attention`, by name.
+        shape: Heads of its attention.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class FeedbackLayer(nn.Module):
 
         Args:
             hidden: Features of the base.
-            embedded: For each round the token that each position reads, (batch, time, width).
+            embedded: Embeddings of the tokens that a round reads, (batch, time, width) each.
         """
         batch, time, _ = hidden.shape
         first = torch.arange(time, device=hidden.device).expand(batch, -1)

@@ -13,10 +13,10 @@ class PrefixLayer(nn.Module):
     """One layer and its norm; at first that norm alone, so that training starts from the base.
 
     Args:
-        width: Of the states.
-        inner: Width of the MLP.
-        shape: Of its heads.
-        epsilon: Of the norms.
+        width: Width of the states.
+        inner: Width of the MLP, as `GatedMlp` takes it.
+        shape: Heads of its attention.
+        epsilon: Epsilon of the norms.
     """
 
     def __init__(

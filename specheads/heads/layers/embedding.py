@@ -1,0 +1,37 @@
+"""Heads that read drafted tokens through their base's own input embedding."""
+
+from typing import Any
+
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+from specheads.core.drafter import Head
+
+
+class EmbeddingHead(Head):
+    """A head that borrows its base's input embedding: a buffer, never trained nor saved."""
+
+    embedding: Tensor | None
+
+    def __init__(self, config: Any, width: int, vocab_size: int) -> None:
+        super().__init__(config, width, vocab_size)
+        self.register_buffer("embedding", None, persistent=False)
+
+    def bind(self, embedding: Tensor, projection: Tensor | None = None) -> None:
+        """Borrow the base's input embedding."""
+        del projection
+        # detached, or it would count as a parameter of this head
+        self.embedding = embedding.detach()
+
+    def embed(
+        self, tokens: Int[Tensor, "batch time"], like: Tensor
+    ) -> Float[Tensor, "batch time width"]:
+        """Return the embeddings of tokens, in the dtype of `like`.
+
+        Raises:
+            ValueError: No base has lent its embedding.
+        """
+        if self.embedding is None:
+            raise ValueError(f"{self.kind} reads its base's embedding; load the head with its base")
+        return F.embedding(tokens, self.embedding).to(like.dtype)

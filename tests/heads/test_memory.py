@@ -1,0 +1,138 @@
+"""What drafters keep between steps: rows that stay, leave and join draft as if they were alone."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specheads.baselines import DraftModel, PromptLookup, Streaming
+from specheads.baselines.hybrid import Hybrid, HybridTree
+from specheads.core.drafter import Drafter, Memory
+from specheads.core.features import Committed
+from specheads.decoding.engine import Engine
+from specheads.decoding.request import Request
+from specheads.decoding.trees import policies
+from specheads.heads.layers.attention import Slots
+from specheads.measure.oracle import Oracle
+from tests import tiny
+from tests.heads.test_heads import CONTRACT, make, told
+
+LENGTHS = torch.tensor([5, 9, 3, 7])
+"""Positions that each row has committed before the rows move."""
+
+
+def lookup() -> PromptLookup:
+    return PromptLookup(tiny.VOCAB, 4)
+
+
+def eagle3() -> Drafter:
+    return make({"kind": "eagle3"}, tiny.base())
+
+
+BASELINES: dict[str, Callable[[], Drafter]] = {
+    "lookup": lookup,
+    "draft model": lambda: DraftModel(tiny.base("gpt2"), 3, tiny.base()),
+    "streaming": lambda: Streaming(tiny.base(), 3, sinks=2, window=6),
+    "hybrid": lambda: Hybrid(eagle3(), lookup()),
+    # one text, since each row that begins is given the next
+    "oracle": lambda: Oracle(tiny.continuations()[:1], 3, tiny.VOCAB),
+}
+
+
+def drafted(drafter: Drafter, committed: Committed, memory: Any) -> Tensor:
+    """Return what is drafted below the root and below one node; of a hybrid its tree."""
+    if isinstance(drafter, Hybrid):
+        return HybridTree(policies.chain(2), 3).grow(drafter, committed, memory).tokens
+    first, state = drafter.begin(committed, memory)
+    node = torch.full((len(first), 1), 7)
+    return torch.cat([first, drafter.extend(state, node, torch.zeros_like(node))[0]], dim=1)
+
+
+def check_memory(drafter: Drafter) -> None:
+    """Let rows leave and join, in another order: each must draft what it drafts alone."""
+    # few different tokens, so that there is something to look up
+    tokens = torch.randint(8, (4, 14), generator=torch.manual_seed(0))
+    features = tiny.base().read(tokens, drafter.aux_layers)
+
+    def draft(rows: list[int], memory: Any, *, fresh: bool) -> Tensor:
+        index = torch.tensor(rows)
+        starts = 0 * LENGTHS[index] if fresh else LENGTHS[index]
+        counts = LENGTHS[index] if fresh else 1 + index % 3
+        places = starts[:, None] + torch.arange(int(counts.max()))
+        following = tokens[index].gather(1, places + 1)
+        return drafted(
+            drafter, Committed(features.rows(index).at(places), following, counts), memory
+        )
+
+    def remember(rows: list[int]) -> Any:
+        memory = drafter.memory(len(rows), 64)
+        assert isinstance(memory, Memory)
+        draft(rows, memory, fresh=True)
+        return memory
+
+    memory = remember([0, 1, 2]).keep(torch.tensor([2, 0])).join(remember([3]))
+    rows = [3, 2, 0]
+    together = draft(rows, memory.keep(torch.tensor([2, 0, 1])), fresh=False)
+    for place, row in enumerate(rows):
+        alone = draft([row], remember([row]), fresh=False)
+        torch.testing.assert_close(together[place], alone[0], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("settings", CONTRACT, ids=told)
+def test_rows_of_a_head_stay_leave_and_join_with_their_memory(settings: dict):
+    head = make(settings, tiny.base())
+    if head.memory(1, 64) is not None:
+        check_memory(head)
+
+
+def test_which_kinds_have_a_memory():
+    kept = {case["kind"] for case in CONTRACT if make(case, tiny.base()).memory(1, 64) is not None}
+    assert kept >= {"eagle3", "hydra_heads", "block_parallel"}
+
+
+@pytest.mark.parametrize("name", BASELINES)
+def test_rows_of_a_baseline_stay_leave_and_join_with_their_memory(name: str):
+    check_memory(BASELINES[name]())
+
+
+WRONG = {
+    "join": lambda own, _: own,
+    "keep": lambda own, rows: Slots(own.held[: len(rows)], own.lengths[: len(rows)], own.extent),
+}
+"""Memories that pass for one, and whose rows silently stay what they were."""
+
+
+@pytest.mark.parametrize("method", WRONG)
+def test_a_memory_whose_rows_stay_what_they_were_is_found_out(method: str, monkeypatch):
+    monkeypatch.setattr(Slots, method, WRONG[method])
+    with pytest.raises((AssertionError, IndexError, RuntimeError)):
+        check_memory(eagle3())
+
+
+def test_a_memory_that_cannot_join_is_none(monkeypatch):
+    class Joinless:
+        keep, scatter = Slots.keep, Slots.scatter
+
+    assert isinstance(eagle3().memory(1, 64), Memory)
+    assert not isinstance(Joinless(), Memory)
+    monkeypatch.delattr(Slots, "join")
+    with pytest.raises(AttributeError, match="join"):
+        check_memory(eagle3())
+
+
+@pytest.mark.parametrize("broken", ["returns self", "is missing"])
+def test_an_engine_does_not_draft_from_rows_that_did_not_join(broken: str, monkeypatch):
+    if broken == "is missing":
+        monkeypatch.delattr(Slots, "join")
+    else:
+        monkeypatch.setattr(Slots, "join", WRONG["join"])
+    engine = Engine(tiny.base(), eagle3(), max_batch=2, max_length=64)
+    first, second = (Request(prompt=prompt, max_new_tokens=12) for prompt in tiny.prompts()[:2])
+    streams = [engine.submit(first)]
+    engine.step()
+    streams.append(engine.submit(second))
+    with pytest.raises((AttributeError, IndexError)):
+        engine.run()
+    assert {stream.finish_reason for stream in streams} == {"failed"}
