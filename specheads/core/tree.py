@@ -34,7 +34,7 @@ class TokenTree:
     tokens: Int[Tensor, "batch node"]
     parents: Int[Tensor, "batch node"]
     reach: Bool[Tensor, "batch node node"] | None = None
-    """What `ancestors` returns, where a policy has worked it out before (static trees)."""
+    """What `ancestors` returns, where a tree policy has worked it out before (static trees)."""
     drawn: Drawn | None = None
     """How children were drawn; None where a drafter's best guesses were taken."""
 

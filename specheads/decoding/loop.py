@@ -63,7 +63,7 @@ class State:
     """What was committed last."""
     memory: Memory | None
     rows: Rows
-    """What rules and policies may know of the rows."""
+    """What acceptance rules and tree policies may know of the rows."""
     numbers: list[int]
     """What each row is called in its steps."""
 
@@ -169,7 +169,7 @@ def start(
 ) -> tuple[State, list[int]]:
     """Read the prompts; return the loop's state and each row's first token.
 
-    A row holds at most `capacity` tokens, the nodes of a last tree included. Without more said
+    A row holds at most `capacity` tokens, the nodes of a last tree included. By default
     rows are greedy, their cache contiguous, and their steps numbered as the prompts are.
 
     Raises:

@@ -81,7 +81,7 @@ GREEDY = Sampling()
 
 @dataclass(slots=True)
 class Rows:
-    """What rules and policies may know of a batch: its rows' settings, places and texts."""
+    """What acceptance rules and tree policies may know of a batch: settings, places, texts."""
 
     sampling: list[Sampling]
     lengths: Int[Tensor, " batch"]
