@@ -47,18 +47,9 @@ class DraftModel(Drafter):
     """Drafts with another causal LM, which keeps keys and values of its own.
 
     What was committed is read once and kept, the root included; the nodes of a draft are read
-    into the cache's scratch and forgotten with the next draft. Each level is one forward over
-    all nodes so far, so that a tree needs nothing that a chain does not.
-
-    Args:
-        model: What drafts.
-        depth: Levels it drafts.
-        base: What decides; its vocabulary must be the model's own.
-        max_nodes: Nodes it may read in one draft.
-        chunk: Committed tokens that one forward reads at most.
-
-    Raises:
-        ValueError: The vocabularies differ, or `depth` is below one.
+    into the cache's scratch, at most `max_nodes`, and forgotten with the next draft. Each level is
+    one forward over all nodes so far, so that a tree needs nothing that a chain does not. Of what
+    was committed one forward reads at most `chunk` tokens.
 
     Source: Leviathan et al. 2023, arXiv:2211.17192; Chen et al. 2023, arXiv:2302.01318.
     """
@@ -105,25 +96,19 @@ class DraftModel(Drafter):
         self, state: _Draft, tokens: Int[Tensor, "batch node"], parents: Int[Tensor, "batch node"]
     ) -> tuple[Float[Tensor, "batch node vocab"], _Draft]:
         """Read the tree so far and this level."""
-        if state.tree is None:
+        if (old := state.tree) is None:
             tree, above = TokenTree(tokens, torch.full_like(tokens, -1)), 0
         else:
-            old, above = state.tree, state.tree.tokens.shape[1]
+            parents, above = state.above + parents, old.tokens.shape[1]
             tree = TokenTree(
-                torch.cat([old.tokens, tokens], dim=1),
-                torch.cat([old.parents, state.above + parents], dim=1),
+                torch.cat([old.tokens, tokens], dim=1), torch.cat([old.parents, parents], dim=1)
             )
         logits = self.model.verify(tree, state.cache).logits[:, above:]
         return logits[..., : self.vocab_size], _Draft(state.cache, tree, above)
 
 
 def refuse_vocabulary(model: FrozenBase, base: FrozenBase) -> None:
-    """Refuse a draft model whose tokens are not the base's.
-
-    Raises:
-        ValueError: The tokenizers' vocabularies differ, or, where either has no tokenizer, the
-            numbers of tokens do.
-    """
+    """Refuse other tokens than the base's; without a tokenizer only their number is known."""
     if model.tokenizer is None or base.tokenizer is None:
         equal = model.vocab_size == base.vocab_size
     else:

@@ -11,6 +11,7 @@ from specheads.baselines.prompt_lookup import PromptLookup, Text
 from specheads.core.drafter import Drafter, Memory, State, refuse_scattering
 from specheads.core.features import Committed
 from specheads.core.tree import TokenTree
+from specheads.decoding.acceptance.accept import kept
 from specheads.decoding.acceptance.sampling import Rows
 from specheads.decoding.trees.policies import TreePolicy, root_only
 
@@ -21,22 +22,16 @@ def join_copied(
     """Return the tree with a path of copied tokens in it, sharing the nodes it already has.
 
     The path begins where the tree's own nodes cease to agree with it, so a (parent, token) pair
-    still occurs once. New nodes that the path does not need are absent.
-
-    Args:
-        tree: What the path joins.
-        copied: Tokens after the root, -1 from where there are none.
-        size: Nodes added, the same for every row.
-        trim: Whether to add only as many as the longest path needs, which asks the device.
+    still occurs once. Copied tokens are -1 from where there are none. New nodes, `size` in every
+    row, are absent where the path does not need them; with `trim` only as many are added as the
+    longest path needs, which asks the device.
     """
     batch, num_nodes = tree.tokens.shape
     device, length = copied.device, copied.shape[1]
     ancestors = tree.ancestors()
     depths = ancestors.sum(-1) - 1
-    wrong = tree.tokens != copied.gather(1, (depths - 1).clamp(0, length - 1))
-    wrong = wrong | (depths > length) | (tree.parents < 0)
-    wrong[:, 0] = False
-    shared = ~(ancestors & wrong[:, None]).any(-1)
+    right = tree.tokens == copied.gather(1, (depths - 1).clamp(0, length - 1))
+    shared = kept(tree, right & (depths <= length), ancestors)
     # the shared nodes are one path, so the deepest of them is its end
     end = (shared * depths).argmax(-1, keepdim=True)
     places = shared.sum(-1, keepdim=True) - 1 + torch.arange(size, device=device)
@@ -62,26 +57,19 @@ def join_copied(
 class Lookup(TreePolicy):
     """The chain that prompt lookup copies, as long as the longest of the batch.
 
-    Where no row has a match the tree is the root alone, and a step costs what the base costs.
-
-    Args:
-        depth: Tokens copied at most, no more than the drafter's own limit.
+    Where no row has a match the tree is the root alone, and a step costs what the base costs. It
+    copies `depth` tokens at most, no more than the drafter's own limit.
     """
 
     def __init__(self, depth: int) -> None:
         self.name, self.depth, self.num_nodes = "lookup", depth, depth + 1
 
     def grow(
-        self,
-        drafter: Drafter,
-        committed: Committed,
-        memory: Memory | None,
-        rows: Rows | None = None,
+        self, drafter: Drafter, committed: Committed, memory: Any, rows: Rows | None = None
     ) -> TokenTree:
         """Copy, and nothing else."""
         del rows
         assert isinstance(drafter, PromptLookup)
-        assert isinstance(memory, Text)
         copied = drafter.copy(committed, memory)
         return join_copied(root_only(committed), copied, self.depth, trim=True)
 
@@ -109,12 +97,7 @@ class Both:
 
 
 class Hybrid(Drafter):
-    """A head and prompt lookup side by side; `HybridTree` makes one tree of what both propose.
-
-    Args:
-        head: What guesses.
-        lookup: What copies.
-    """
+    """A head and prompt lookup side by side; `HybridTree` makes one tree of what both propose."""
 
     def __init__(self, head: Drafter, lookup: PromptLookup) -> None:
         self.head, self.lookup = head, lookup
@@ -125,11 +108,7 @@ class Hybrid(Drafter):
         return Both(self.head.memory(batch, capacity), self.lookup.memory(batch, capacity))
 
     def begin(self, committed: Committed, memory: Any) -> NoReturn:
-        """Refuse to draft level by level: two proposals are one tree only when both are whole.
-
-        Raises:
-            ValueError: Always.
-        """
+        """Refuse to draft level by level: two proposals are one tree only when both are whole."""
         del committed, memory
         raise ValueError("a hybrid drafts whole trees: decode it with tree=HybridTree(...)")
 
@@ -144,12 +123,10 @@ class Hybrid(Drafter):
 class HybridTree(TreePolicy):
     """A head's own tree with copied text in it, so that one forward tries both.
 
-    Args:
-        inner: How the head's tree grows.
-        size: Nodes added for copied tokens. Tokens that the head guesses too need none of them,
-            and leave room for more copied ones.
-        trim: Whether a step leaves out added nodes that no row of the batch needs. It saves
-            time where a forward's time grows with its nodes, and costs a static shape.
+    The head's tree grows as `inner` says. Of the `size` nodes added for copied tokens, those that
+    the head guesses too need none, and leave room for more. With `trim` a step leaves out added
+    nodes that no row of the batch needs: it saves time where a forward's time grows with its
+    nodes, and costs a static shape.
 
     Source: Saxena 2023, prompt lookup, for what is copied; the union of drafts of several
     sources in one verified tree is that of Miao et al. 2023, SpecInfer, arXiv:2305.09781.
@@ -161,15 +138,10 @@ class HybridTree(TreePolicy):
         self.num_nodes, self.depth = inner.num_nodes + size, inner.depth + size
 
     def grow(
-        self,
-        drafter: Drafter,
-        committed: Committed,
-        memory: Memory | None,
-        rows: Rows | None = None,
+        self, drafter: Drafter, committed: Committed, memory: Any, rows: Rows | None = None
     ) -> TokenTree:
         """Draft with the head, copy, and join the two."""
         assert isinstance(drafter, Hybrid)
-        assert isinstance(memory, Both)
         copied = drafter.lookup.copy(committed, memory.text)
         tree = self.inner.grow(drafter.head, committed, memory.head, rows)
         return join_copied(tree, copied, self.size, trim=self.trim)

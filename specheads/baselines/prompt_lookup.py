@@ -30,10 +30,6 @@ class Text:
         self.lengths = self.lengths + counts
         self.extent += new.shape[1] - 1
 
-    def written(self) -> Int[Tensor, "batch slot"]:
-        """Return the slots in use, roots included."""
-        return self.tokens[:, : self.extent + 1]
-
     def keep(self, rows: Int[Tensor, " kept"]) -> "Text":
         """Return the texts of these rows, and ask the device how long they are."""
         lengths = self.lengths[rows]
@@ -63,18 +59,9 @@ class PromptLookup(Drafter):
 
     The longest suffix of at most `max_ngram` tokens that stands earlier in the text decides,
     and of several such places the most recent that is followed by enough text. Where none does,
-    the policy `hybrid.Lookup` drafts nothing; any other drafts something always, and is told that
-    all tokens are equally likely.
-
-    Args:
-        vocab_size: Of the base.
-        depth: Tokens copied at most.
-        max_ngram: Longest suffix that is looked for.
-        min_ngram: Shortest one that counts as a match.
-        device: Where the texts lie: with the base.
-
-    Raises:
-        ValueError: `depth` or an n-gram is below one, or the shortest is longer than the longest.
+    the tree policy `hybrid.Lookup` drafts nothing; any other drafts something always, and gets
+    equal logits for all tokens. Suffixes have `min_ngram` tokens at least, `depth` are copied at
+    most, and the texts lie on the base's device.
 
     Source: Saxena 2023, apoorvumang/prompt-lookup-decoding, whose longest suffix is 3 tokens as
     here; transformers' is 2. Both copy from the first place, not from the most recent.
@@ -106,9 +93,9 @@ class PromptLookup(Drafter):
     def copy(self, committed: Committed, memory: Text) -> Int[Tensor, "batch copied"]:
         """Read what was committed; return the copied continuation, -1 where there is none."""
         memory.append(committed)
-        return continuation(
-            memory.written(), memory.lengths, self.depth, self.max_ngram, self.min_ngram
-        )
+        # the slots in use, roots included
+        text = memory.tokens[:, : memory.extent + 1]
+        return continuation(text, memory.lengths, self.depth, self.max_ngram, self.min_ngram)
 
     def begin(
         self, committed: Committed, memory: Text
@@ -144,14 +131,8 @@ def continuation(
     """Return what followed the text's longest suffix where it stood before, -1 beyond the end.
 
     All places of all rows are compared at once. Of places that agree in as many tokens, one with
-    a whole continuation behind it is better, and of those the most recent.
-
-    Args:
-        text: Row b holds `lengths[b] + 1` tokens.
-        lengths: Place of each row's last token.
-        copied: Tokens returned.
-        max_ngram: Longest suffix looked for.
-        min_ngram: Shortest suffix looked for; where it stands nowhere else, all is -1.
+    a whole continuation behind it is better, and of those the most recent. Row b of the text
+    holds `lengths[b] + 1` tokens; where its last `min_ngram` stand nowhere else, all is -1.
     """
     num_slots = text.shape[1]
     slots = torch.arange(num_slots, device=text.device)

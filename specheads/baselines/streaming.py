@@ -7,7 +7,7 @@ from torch import Tensor
 from specheads.base.cache import KVCache, RowCache, upload
 from specheads.base.model import FrozenBase
 from specheads.baselines.draft_model import DraftModel, Read
-from specheads.core.drafter import Drafter, State
+from specheads.core.drafter import State
 from specheads.core.features import Committed
 from specheads.core.tree import chain
 
@@ -16,14 +16,7 @@ class WindowCache(KVCache):
     """A cache that keeps a text's first tokens and its most recent ones.
 
     Keys keep the place in the text at which they were read, so any kind of position encoding
-    will do, and a window as long as the text is the text.
-
-    Args:
-        base: Whose keys and values.
-        batch: Rows.
-        sinks: First tokens kept.
-        window: Recent tokens kept.
-        scratch: Slots for one forward.
+    will do, and a window as long as the text is the text. One forward has `scratch` slots.
     """
 
     def __init__(
@@ -75,21 +68,13 @@ class WindowCache(KVCache):
         self.dropped = dropped
 
 
-class Streaming(Drafter):
+class Streaming(DraftModel):
     """The base as its own draft model, over attention sinks and a window of recent text.
 
     Neither its cache nor the time of a draft grows with the context. Of a long prompt it reads
-    the sinks and the window only, and from then on every token that is committed.
-
-    Args:
-        base: What drafts and decides.
-        depth: Levels it drafts.
-        sinks: First tokens of the text that stay visible, at least one.
-        window: Recent tokens that stay visible. As long as the context, the draft is the base.
-        max_nodes: Nodes it may read in one draft, and tokens in one forward.
-
-    Raises:
-        ValueError: `sinks` is below one, or the window is not longer than a draft.
+    the sinks, at least one, and the window only, and from then on every token that is committed.
+    With a window as long as the context the draft is the base. `max_nodes` bounds the nodes of a
+    draft and the tokens of one forward.
 
     Source: Sadhukhan et al. 2024, MagicDec, arXiv:2408.11049; Xiao et al. 2023, StreamingLLM,
     arXiv:2309.17453, who number positions within the cache where we keep those of the text.
@@ -109,18 +94,14 @@ class Streaming(Drafter):
                 f"streaming needs sinks >= 1 and a window longer than its depth of {depth}, got "
                 f"{sinks} and {window}"
             )
-        self.draft = DraftModel(base, depth, base, max_nodes=max_nodes, chunk=max_nodes)
-        self.depth, self.sinks, self.window = depth, sinks, window
+        super().__init__(base, depth, base, max_nodes=max_nodes, chunk=max_nodes)
+        self.sinks, self.window = sinks, window
 
     def memory(self, batch: int, capacity: int) -> Read:
         """Return an empty window, however long the text will be."""
         del capacity
-        scratch = self.draft.max_nodes
-        return Read(
-            WindowCache(
-                self.draft.model, batch, sinks=self.sinks, window=self.window, scratch=scratch
-            )
-        )
+        sinks, window, scratch = self.sinks, self.window, self.max_nodes
+        return Read(WindowCache(self.model, batch, sinks=sinks, window=window, scratch=scratch))
 
     def begin(
         self, committed: Committed, memory: Read
@@ -134,13 +115,7 @@ class Streaming(Drafter):
             recent = start[:, None] + torch.arange(self.window, device=counts.device)
             recent = recent.clamp(max=tokens.shape[1] - 1)
             committed = Committed(features.at(recent), tokens.gather(1, recent), counts - start)
-        return self.draft.begin(committed, memory)
-
-    def extend(
-        self, state: State, tokens: Int[Tensor, "batch node"], parents: Int[Tensor, "batch node"]
-    ) -> tuple[Float[Tensor, "batch node vocab"], State]:
-        """Read the tree so far and this level."""
-        return self.draft.extend(state, tokens, parents)
+        return super().begin(committed, memory)
 
     def _skip(
         self,
@@ -151,7 +126,7 @@ class Streaming(Drafter):
         """Read each new row's sinks, and skip to its window; return the position before that."""
         is_new = upload([length == 0 for length in cache.row_lengths], counts.device)
         first = counts.clamp(max=self.sinks) * is_new
-        self.draft.model.verify(chain(read[:, : self.sinks]), cache)
+        self.model.verify(chain(read[:, : self.sinks]), cache)
         cache.commit([list(range(length)) for length in first.tolist()])
         # the root stands behind the last position, and belongs to the window
         skipped = (counts + 1 - first - self.window).clamp(min=0) * is_new

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812
+from torch.nn.utils.rnn import pad_sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,35 +24,28 @@ class Features:
 
     def at(self, rows: Int[Tensor, "batch path"]) -> "Features":
         """Return the features of positions `rows[b]` of each row b."""
-
-        def pick(values: Tensor) -> Tensor:
-            return values.gather(1, rows[..., None].expand(-1, -1, values.shape[-1]))
-
-        return Features(
-            pick(self.hidden),
-            None if self.aux is None else pick(self.aux),
-            None if self.tokens is None else self.tokens.gather(1, rows),
-        )
+        return self._picked((torch.arange(len(rows), device=rows.device)[:, None], rows))
 
     def rows(self, index: Int[Tensor, " kept"]) -> "Features":
         """Return the features of these rows of the batch."""
+        return self._picked(index)
+
+    def _picked(self, index: Tensor | tuple[Tensor, ...]) -> "Features":
+        aux = None if self.aux is None else self.aux[index]
         return Features(
-            self.hidden[index],
-            None if self.aux is None else self.aux[index],
-            None if self.tokens is None else self.tokens[index],
+            self.hidden[index], aux, None if self.tokens is None else self.tokens[index]
         )
 
     @classmethod
     def consecutive(cls, pieces: Sequence["Features"]) -> "Features":
         """Return the features of consecutive positions of the same rows as one."""
-
-        def join(values: list[Tensor | None]) -> Tensor | None:
-            present = [value for value in values if value is not None]
-            return torch.cat(present, dim=1) if present else None
-
-        hidden = torch.cat([piece.hidden for piece in pieces], dim=1)
-        aux, tokens = [piece.aux for piece in pieces], [piece.tokens for piece in pieces]
-        return cls(hidden, join(aux), join(tokens))
+        aux = [piece.aux for piece in pieces if piece.aux is not None]
+        tokens = [piece.tokens for piece in pieces if piece.tokens is not None]
+        return cls(
+            torch.cat([piece.hidden for piece in pieces], dim=1),
+            torch.cat(aux, dim=1) if aux else None,
+            torch.cat(tokens, dim=1) if tokens else None,
+        )
 
     def join(self, other: "Features") -> "Features":
         """Return both batches as one, the own rows first; the shorter is padded on the right."""
@@ -110,10 +103,4 @@ def stack_rows(
     own: Shaped[Tensor, "batch time *rest"], new: Shaped[Tensor, "row path *rest"]
 ) -> Shaped[Tensor, "slot level *rest"]:
     """Return the rows of both, the shorter ones padded on the right with zeros."""
-    time = max(own.shape[1], new.shape[1])
-
-    def padded(values: Tensor) -> Tensor:
-        behind = [0, 0] * (values.ndim - 2) + [0, time - values.shape[1]]
-        return F.pad(values, behind)
-
-    return torch.cat([padded(own), padded(new)])
+    return pad_sequence([*own, *new], batch_first=True)

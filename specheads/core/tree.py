@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """How a tree was drawn from the drafter's own laws: what recursive rejection has to know.
+    """How a tree was drawn from the drafter's probs: what recursive rejection has to know.
 
     Node order is level by level, and the children of a node stand in the order of drawing.
     """
@@ -17,7 +17,7 @@ class Drawn:
     branches: tuple[int, ...]
     """Children of every node of each level, the root's first."""
     probs: Float[Tensor, "batch level vocab"]
-    """The law that the first child of node i was drawn from; later ones without replacement.
+    """What the first child of node i was drawn from; later ones without replacement.
     It ends with the last node that has children."""
 
 
@@ -34,7 +34,7 @@ class TokenTree:
     tokens: Int[Tensor, "batch node"]
     parents: Int[Tensor, "batch node"]
     reach: Bool[Tensor, "batch node node"] | None = None
-    """What `ancestors` returns, where a policy has worked it out before (static trees)."""
+    """What `ancestors` returns, where a tree policy has worked it out before (static trees)."""
     drawn: Drawn | None = None
     """How children were drawn; None where a drafter's best guesses were taken."""
 
@@ -66,11 +66,9 @@ def from_paths(paths: Int[Tensor, "batch path level"], num_nodes: int | None = N
 
     Nodes stand in the order in which the paths meet them, so a tree that holds too few leaves
     out the end of the last paths. A row with fewer beginnings than the tree has nodes goes on
-    with repetitions of its root's token, one below the other: they cost nothing but room.
-
-    Args:
-        paths: Tokens from the root on; all paths of a row begin with the same one. Best first.
-        num_nodes: Nodes of the tree. None takes as many as the richest row needs.
+    with repetitions of its root's token, one below the other: they cost nothing but room. All
+    paths of a row begin with the same root, the best path stands first, and without a number of
+    nodes the tree takes as many as the richest row needs.
 
     Source: Cheng et al. 2024, arXiv:2403.09919, section 3.3.
     """

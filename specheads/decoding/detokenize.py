@@ -10,7 +10,7 @@ _CONTEXT = 5
 end of a character that begins up to three tokens earlier."""
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
-"""What decoders say for bytes that are no character, or none yet."""
+"""What decoders give for bytes that are no character, or none yet."""
 
 _MOST_BROKEN = 3
 """Of these that an incomplete character can be decoded to: one a byte."""
@@ -20,20 +20,15 @@ class Text:
     """A text that is being written, and where it stops.
 
     A character may be cut by a token boundary, and so may a stop string. So the newest text may
-    have to wait, or to be taken back: not what `settled` counts.
-
-    Args:
-        tokenizer: Of the base.
-        prompt: What the text continues; it is no part of it.
-        stop: The text ends before the first of these that is complete.
+    have to wait, or to be taken back: not what `settled` counts. The prompt, which it
+    continues, is no part of it, and it ends before the first stop string that is complete.
     """
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, prompt: list[int], stop: tuple[str, ...] = ()
     ) -> None:
         self.tokenizer, self.stop = tokenizer, stop
-        self.written = ""
-        self.is_over = False
+        self.written, self.is_over = "", False
         self._longest = max(map(len, stop), default=0)
         # where the text of each token ends at least
         self._ends: list[int] = []

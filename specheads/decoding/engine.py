@@ -5,7 +5,7 @@ See docs/serving_loop.md.
 
 import itertools
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -32,11 +32,9 @@ class Engine:
 
     Not for several threads: whoever steps it, or iterates over a stream, drives it for all.
 
+    Base, drafter, tree and acceptance are as for `generate`.
+
     Args:
-        base: The model that decides.
-        drafter: What guesses; None decodes with the base alone, in the same loop.
-        tree: How drafts grow; None is a chain as deep as the drafter.
-        acceptance: What is kept of a verified tree: as for `generate`.
         max_batch: Rows decoded together; further requests wait.
         max_length: Longest text, prompt and new tokens together; None is the base's context.
             Contiguous rows and a drafter's memory are as long from the start.
@@ -63,7 +61,8 @@ class Engine:
     ) -> None:
         if max_batch < 1:
             raise ValueError(f"max_batch must be at least 1, got {max_batch}")
-        _refuse_elsewhere(drafter, base)
+        if isinstance(drafter, Head):
+            _refuse_elsewhere(drafter, base)
         self.base, self.drafter, self.max_batch, self.pool = base, drafter, max_batch, pool
         self.acceptance = (
             rules.acceptance_rule(acceptance) if isinstance(acceptance, str) else acceptance
@@ -180,19 +179,20 @@ class Engine:
     def _admit(self) -> None:
         """Read the prompts of those who are next and fit."""
         streams: list[Stream] = []
-        running = len(self.running)
-        while self._waiting and running + len(streams) < self.max_batch:
-            if not self._has_blocks([*streams, self._waiting[0]]):
-                break
+        room = self.max_batch - len(self.running)
+        while self._waiting and len(streams) < room and self._has_blocks(streams):
             streams.append(self._waiting.popleft())
         if not streams:
-            if self._waiting and not running:
+            if self._waiting and not self._batches:
                 raise PoolFullError("others hold the pool's blocks; give an engine its own pool")
             return
         prompts = [stream.request.prompt for stream in streams]
         sampling = [stream.request.sampling for stream in streams]
         numbers = [stream.number for stream in streams]
-        cache = self._cache(len(streams))
+        if self.pool is None:
+            cache = self.base.cache(len(streams), self._capacity)
+        else:
+            cache = PagedKVCache(self.pool, len(streams))
         with self._failing(streams, cache):
             state, first = start(
                 self.base, self.drafter, prompts, self._capacity, sampling, cache, numbers
@@ -201,11 +201,6 @@ class Engine:
             for stream, token in zip(streams, first, strict=True):
                 stream.take([token])
         self._let_go()
-
-    def _cache(self, batch: int) -> RowCache:
-        if self.pool is None:
-            return self.base.cache(batch, self._capacity)
-        return PagedKVCache(self.pool, batch)
 
     @contextmanager
     def _failing(self, streams: list[Stream], cache: RowCache) -> Iterator[None]:
@@ -224,15 +219,15 @@ class Engine:
             raise
 
     def _has_blocks(self, newcomers: list[Stream]) -> bool:
-        """Return whether the pool has what these and those running may come to need."""
+        """Return whether the pool has what these, the next and those running may come to need."""
         if self.pool is None:
             return True
         caches = [batch.state.cache for batch in self._batches]
         held = sum(
             len(row) for one in caches if isinstance(one, PagedKVCache) for row in one.blocks
         )
-        promised = _promised(self.running) + _promised(newcomers)
-        return promised <= self.pool.num_free + held
+        served = [*self.running, *newcomers, self._waiting[0]]
+        return sum(stream.num_blocks for stream in served) <= self.pool.num_free + held
 
     def _let_go(self) -> None:
         """Forget the rows that are done; give back what they held."""
@@ -247,12 +242,8 @@ class Engine:
         self._batches = [batch for batch in self._batches if batch.streams]
 
 
-def _promised(streams: Iterable[Stream]) -> int:
-    return sum(stream.num_blocks for stream in streams)
-
-
-def _refuse_elsewhere(drafter: Drafter | None, base: FrozenBase) -> None:
-    parameter = next(drafter.parameters(), None) if isinstance(drafter, Head) else None
+def _refuse_elsewhere(head: Head, base: FrozenBase) -> None:
+    parameter = next(head.parameters(), None)
     if parameter is not None and (parameter.dtype, parameter.device) != (base.dtype, base.device):
         raise ValueError(
             f"a head decodes in its base's dtype and on its device, got {parameter.dtype} on "
@@ -262,11 +253,7 @@ def _refuse_elsewhere(drafter: Drafter | None, base: FrozenBase) -> None:
 
 
 def _policy(drafter: Drafter | None, tree: policies.TreePolicy | None) -> policies.TreePolicy:
-    """Return how drafts grow.
-
-    Raises:
-        ValueError: The tree is deeper than the drafter drafts.
-    """
+    """Return how drafts grow, but for a tree that is deeper than the drafter drafts."""
     if drafter is None:
         return policies.NOTHING
     policy = policies.chain(drafter.depth) if tree is None else tree

@@ -99,11 +99,7 @@ def generate(
 
 
 def refuse_unfit(base: FrozenBase, prompts: list[list[int]], max_new_tokens: int) -> None:
-    """Refuse prompts that cannot be continued so far.
-
-    Raises:
-        ValueError: One is empty, or there is no room in the context for it and its new tokens.
-    """
+    """Refuse empty prompts, and those for whose new tokens the context has no room."""
     if empty := [place for place, prompt in enumerate(prompts) if not prompt]:
         raise ValueError(f"a prompt needs at least one token; prompt {empty[0]} has none")
     longest = max(map(len, prompts), default=0)

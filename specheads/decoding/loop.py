@@ -7,12 +7,13 @@ import time
 from dataclasses import dataclass
 
 import torch
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
 from specheads.base.cache import RowCache, upload
 from specheads.base.model import FrozenBase, Verification
 from specheads.core.drafter import Drafter, Memory
 from specheads.core.features import Committed
-from specheads.core.tree import TokenTree
 from specheads.decoding.acceptance import rules
 from specheads.decoding.acceptance.accept import Verdict
 from specheads.decoding.acceptance.sampling import GREEDY, Rows, Sampling
@@ -62,7 +63,7 @@ class State:
     """What was committed last."""
     memory: Memory | None
     rows: Rows
-    """What rules and policies may know of the rows."""
+    """What acceptance rules and tree policies may know of the rows."""
     numbers: list[int]
     """What each row is called in its steps."""
 
@@ -102,16 +103,10 @@ def step(
     *,
     timed: bool = False,
 ) -> list[Step]:
-    """Decode one step for every row and advance `state`.
+    """Decode one step for every row and advance `state`; no drafter decodes with the base alone.
 
-    Args:
-        base: The model that decides.
-        drafter: What guesses; None decodes with the base alone.
-        tree: How drafts grow.
-        acceptance: What is kept of a verified tree.
-        state: From `start`, or of the step before.
-        timed: Whether to wait for the device before and after drafting, so that `Times.drafted`
-            is true there too; that costs a synchronisation or two.
+    `timed` waits for the device before and after drafting, so that `Times.drafted` is true there
+    too; that costs a synchronisation or two.
     """
     began = _now(base, wait=timed)
     if drafter is None:
@@ -121,13 +116,11 @@ def step(
     drafted = _now(base, wait=timed)
     verified = base.verify(grown, state.cache, drafter.aux_layers if drafter else ())
     verdict = acceptance(grown, verified.logits, verified.ancestors, state.rows)
-    rows = _read(grown, verdict)
+    # the one synchronisation of a step
+    counts, bonus, nodes = verdict.count[:, None], verdict.bonus[:, None], grown.tokens.shape[1]
+    read = torch.cat([counts, bonus, verdict.path, grown.tokens, grown.parents], dim=1).tolist()
     times = Times(began, drafted, time.perf_counter())
-    num_nodes = grown.tokens.shape[1]
-    steps = [
-        _step(number, row, num_nodes, times)
-        for number, row in zip(state.numbers, rows, strict=True)
-    ]
+    steps = [_step(*row, nodes, times) for row in zip(state.numbers, read, strict=True)]
     state.cache.commit([taken.path for taken in steps])
     _advance(state, verified, verdict, steps)
     return steps
@@ -145,23 +138,12 @@ def synchronise(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _read(tree: TokenTree, verdict: Verdict) -> list[list[int]]:
-    """Bring verdict and tree to the host: the one synchronisation of a step.
-
-    Returns:
-        Of each row: accepted nodes counted, bonus, path (padded), tokens and parents of the tree.
-    """
-    counts, bonus = verdict.count[:, None], verdict.bonus[:, None]
-    return torch.cat([counts, bonus, verdict.path, tree.tokens, tree.parents], dim=1).tolist()
-
-
-def _step(number: int, row: list[int], num_nodes: int, times: Times) -> Step:
-    """Return the step that one row of `_read` tells of."""
+def _step(number: int, row: list[int], nodes: int, times: Times) -> Step:
+    """Return the step of one row: accepted nodes, bonus, path (padded), tree of so many nodes."""
     count, bonus, *rest = row
-    path, drafted, parents = rest[:count], rest[-2 * num_nodes : -num_nodes], rest[-num_nodes:]
-    return Step(
-        number, [*(drafted[node] for node in path[1:]), bonus], path, drafted, parents, times
-    )
+    path, drafted, parents = rest[:count], rest[-2 * nodes : -nodes], rest[-nodes:]
+    tokens = [*(drafted[node] for node in path[1:]), bonus]
+    return Step(number, tokens, path, drafted, parents, times)
 
 
 def _advance(state: State, verified: Verification, verdict: Verdict, steps: list[Step]) -> None:
@@ -187,33 +169,24 @@ def start(
 ) -> tuple[State, list[int]]:
     """Read the prompts; return the loop's state and each row's first token.
 
-    Args:
-        base: The model that decides.
-        drafter: What guesses; None decodes with the base alone.
-        prompts: Token ids.
-        capacity: Tokens of a row at most, the nodes of a last tree included.
-        sampling: How each row wants its tokens chosen; None is greedily.
-        cache: Empty, a row a prompt; None is contiguous rows of this capacity.
-        numbers: What the rows are called in their steps; None counts them.
+    A row holds at most `capacity` tokens, the nodes of a last tree included. By default
+    rows are greedy, their cache contiguous, and their steps numbered as the prompts are.
 
     Raises:
         PoolFullError: The cache's pool cannot hold the prompts.
     """
     batch = len(prompts)
     lengths = [len(prompt) for prompt in prompts]
-    padded = torch.zeros(batch, max(lengths), dtype=torch.long)
-    for row, prompt in enumerate(prompts):
-        padded[row, : len(prompt)] = torch.tensor(prompt)
+    padded = pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True)
     padded = padded.to(base.device)
     cache = base.cache(batch, capacity) if cache is None else cache
-    memory = drafter.memory(batch, capacity) if drafter is not None else None
-    aux_layers = drafter.aux_layers if drafter is not None else ()
+    memory = drafter.memory(batch, capacity) if drafter else None
+    aux_layers = drafter.aux_layers if drafter else ()
     logits, features = base.prefill(padded, cache, lengths, aux_layers)
     counts = torch.tensor(lengths, device=base.device)
-    room = torch.zeros(batch, capacity - padded.shape[1], dtype=torch.long, device=base.device)
-    text = torch.cat([padded, room], dim=1)
+    text = pad(padded, (0, capacity - padded.shape[1]))
     rows = Rows(sampling or [GREEDY] * batch, counts - 1, text, logits.shape[-1])
-    following = torch.cat([padded[:, 1:], padded[:, :1]], dim=1)
+    following = padded.roll(-1, dims=1)
     root = root_only(Committed(features, padded, counts))
     # there is no draft to judge yet: every rule begins with a token of the base's own
     first = rules.match(root, logits[:, None], root.ancestors(), rows).bonus

@@ -16,11 +16,7 @@ step for this request that raised."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What to continue, and until when.
-
-    Raises:
-        ValueError: The prompt is empty, the limit is negative, or a stop string is empty.
-    """
+    """What to continue, and until when."""
 
     prompt: list[int]
 
@@ -54,14 +50,9 @@ class Piece(NamedTuple):
 class Stream:
     """One request's output. Iterating over it drives the engine, and so everybody's.
 
-    Args:
-        request: What was submitted.
-        base: What decides; its tokenizer writes the text.
-        number: Place among all that were submitted, which its steps carry as their row.
-        limit: New tokens that request and context allow.
-        num_blocks: Of the pool, that the request may come to need.
-        advance: Takes a step of the engine.
-        leave: Takes a stream out of it.
+    `number` is its place among all that were submitted, which its steps carry as their row;
+    `limit` the new tokens that request and context allow; `num_blocks` what it may come to need
+    of the pool. `advance` takes a step of the engine, `leave` takes a stream out of it.
     """
 
     def __init__(
@@ -84,15 +75,18 @@ class Stream:
         self._eos = base.eos_ids if request.eos_ids is None else request.eos_ids
         self._tokenizer = base.tokenizer
         self._text: Text | None = None
-        self._said: list[int] = []
+        self._tokens: list[int] = []
         self._yielded = 0, 0
+        self._limit_reason: FinishReason = (
+            "length" if limit == request.max_new_tokens else "context"
+        )
         if not limit:
-            self.finish_reason = self._limit_reason()
+            self.finish_reason = self._limit_reason
 
     @property
     def tokens(self) -> list[int]:
         """The new tokens that stand, an end-of-text token included; no part of a stop string."""
-        return self._said[: self._num_tokens()]
+        return self._tokens[: self._num_tokens()]
 
     @property
     def text(self) -> str:
@@ -110,7 +104,7 @@ class Stream:
         """Return what is new and stands, after as many steps as that takes."""
         while True:
             tokens, characters = self._yielded
-            piece = Piece(self._said[tokens : self._num_tokens()], self._text_from(characters))
+            piece = Piece(self._tokens[tokens : self._num_tokens()], self._text_from(characters))
             if piece.tokens or piece.text:
                 self._yielded = tokens + len(piece.tokens), characters + len(piece.text)
                 return piece
@@ -121,7 +115,7 @@ class Stream:
     def take(self, tokens: list[int]) -> None:
         """Note what the engine decoded, as far as the request wants it."""
         for token in tokens:
-            self._said.append(token)
+            self._tokens.append(token)
             self.finish_reason = self._reason(token)
             if self.finish_reason is not None:
                 break
@@ -132,16 +126,13 @@ class Stream:
             return "eos"
         if self.request.stop and (text := self._read()) and text.is_over:
             return "stop"
-        return self._limit_reason() if len(self._said) == self._limit else None
-
-    def _limit_reason(self) -> FinishReason:
-        return "length" if self._limit == self.request.max_new_tokens else "context"
+        return self._limit_reason if len(self._tokens) == self._limit else None
 
     def _num_tokens(self) -> int:
         """Return how many tokens stand: only a stop string takes any back."""
         text = self._read() if self.request.stop else None
         if text is None or self.finish_reason not in (None, "stop"):
-            return len(self._said)
+            return len(self._tokens)
         return text.settled()[0]
 
     def _text_from(self, first: int) -> str:
@@ -154,8 +145,8 @@ class Stream:
             return None
         if self._text is None:
             self._text = Text(self._tokenizer, self.request.prompt, self.request.stop)
-        end = len(self._said) - (self.finish_reason == "eos")
-        for token in self._said[self._text.num_tokens : end]:
+        end = len(self._tokens) - (self.finish_reason == "eos")
+        for token in self._tokens[self._text.num_tokens : end]:
             self._text.push(token)
         if self.finish_reason is not None:
             self._text.close()

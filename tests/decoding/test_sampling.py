@@ -62,7 +62,7 @@ def test_laws_are_those_that_transformers_samples_from(name):
     # the new tokens as a chain below the prompt's last token
     new = out.sequences[:, prompt.shape[1] - 1 : -1]
     paths = torch.where(torch.ones(8, 8, dtype=torch.bool).tril(), new[:, None], new[:, :1, None])
-    law = rows([chosen], prompt).law(logits, paths)
+    law = rows([chosen], prompt).probs(logits, paths)
     torch.testing.assert_close(law, wanted, atol=1e-6, rtol=1e-5)
     assert (law == 0).any() == (name != "plain")
 
@@ -73,9 +73,9 @@ def test_rows_of_one_batch_may_ask_for_different_laws():
     texts = torch.randint(tiny.VOCAB, (9, 6), generator=generator)
     logits = torch.randn(9, 3, tiny.VOCAB, generator=generator).double()
     paths = torch.randint(tiny.VOCAB, (9, 3, 2), generator=generator)
-    together = rows(chosen, texts).law(logits, paths)
+    together = rows(chosen, texts).probs(logits, paths)
     for row, one in enumerate(chosen):
-        alone = rows([one], texts[row : row + 1]).law(logits[row : row + 1], paths[row : row + 1])
+        alone = rows([one], texts[row : row + 1]).probs(logits[row : row + 1], paths[row : row + 1])
         assert torch.equal(together[row], alone[0])
     assert torch.equal(together[4].argmax(-1), logits[4].argmax(-1))
     assert together[4].max(-1).values.tolist() == [1.0] * 3
@@ -115,7 +115,7 @@ def test_the_base_alone_draws_by_the_noise_of_each_position(name):
     text = list(prompt)
     for token in said:
         logits = base.model(input_ids=torch.tensor([text]), use_cache=False).logits[:, -1:]
-        law = rows([chosen], torch.tensor([text])).law(logits, torch.tensor([[[text[-1]]]]))[0, 0]
+        law = rows([chosen], torch.tensor([text])).probs(logits, torch.tensor([[[text[-1]]]]))[0, 0]
         number = noise.uniform(chosen.seed, torch.tensor(len(text)), 0)
         assert token == int((law.cumsum(0) > number).nonzero()[0])
         text.append(token)
@@ -268,7 +268,7 @@ def a_draw_for_each_node(
     """Draw after every node with a number of its own: the law is right, the tokens are others."""
     nodes = torch.arange(tree.tokens.shape[1])
     drawn = accept.draw(
-        rows.tree_law(tree, logits, ancestors), noise.uniform(rows.lengths[:, None], nodes)
+        rows.tree_probs(tree, logits, ancestors), noise.uniform(rows.lengths[:, None], nodes)
     )
     return accept.match(tree, drawn, ancestors)
 
@@ -398,7 +398,7 @@ def expected() -> Tensor:
         for length in range(NEW):
             said = torch.tensor([[*prompt, *text[:length]]])
             logits = base.model(input_ids=said, use_cache=False).logits[:, -1:]
-            one = rows([CHOSEN], said, VOCAB).law(logits, said[:, None, -1:])
+            one = rows([CHOSEN], said, VOCAB).probs(logits, said[:, None, -1:])
             law[place] *= float(one[0, 0, text[length]])
     return law
 
@@ -475,7 +475,7 @@ def test_the_count_catches_a_coin_that_siblings_share():
     def sharing(tree: TokenTree, logits: Tensor, ancestors: Tensor, rows: Rows) -> accept.Verdict:
         coins = rows.coins(ancestors).gather(1, tree.parents.clamp(min=0))
         numbers = rows.uniforms(ancestors)
-        return accept.rejection(tree, rows.tree_law(tree, logits, ancestors), coins, numbers)
+        return accept.rejection(tree, rows.tree_probs(tree, logits, ancestors), coins, numbers)
 
     assert chi_square(sharing, Sampled((2, 1)), FAR) > 2 * MOST
 

@@ -33,24 +33,17 @@ def match(
 ) -> Verdict:
     """Keep the longest path on which every token is the one chosen after its parent.
 
-    With draws from the base's law as `chosen`, made without regard to the tree, this is sample
-    and match: each emitted token is a draw from that law, so the rule is lossless for any tree.
-
-    Args:
-        tree: What was verified. The root is always kept.
-        chosen: The token the base goes on with after each node.
-        ancestors: `tree.ancestors()` where the caller has it already.
-
-    Returns:
-        The kept path, at least the root, and the chosen token after its last node.
+    With draws from the base's distribution as `chosen`, made without regard to the tree, this is
+    sample and match: each emitted token is such a draw, so the rule is lossless for any tree. The
+    root is always kept.
     """
     if tree.tokens.shape[1] == 1:
         return Verdict(torch.zeros_like(chosen), torch.ones_like(chosen[:, 0]), chosen[:, 0])
     ancestors = tree.ancestors() if ancestors is None else ancestors
     right = chosen.gather(1, tree.parents.clamp(min=0)) == tree.tokens
-    kept = _kept(tree, right, ancestors)
+    nodes = kept(tree, right, ancestors)
     # the kept nodes are one path, and parents come before children: node order is path order
-    path, count = _in_order(kept), kept.sum(-1)
+    path, count = _in_order(nodes), nodes.sum(-1)
     return Verdict(path, count, chosen.gather(1, _last(path, count))[:, 0])
 
 
@@ -59,20 +52,14 @@ def greedy(
     logits: Float[Tensor, "batch node vocab"],
     ancestors: Bool[Tensor, "batch node node"] | None = None,
 ) -> Verdict:
-    """Keep what the base itself would choose at temperature zero: lossless.
-
-    Args:
-        tree: What was verified.
-        logits: The base's logits after each node.
-        ancestors: `tree.ancestors()` where the caller has it already.
-    """
+    """Keep what the base itself would choose at temperature zero: lossless."""
     return match(tree, logits.argmax(-1), ancestors)
 
 
 def draw(
     probs: Float[Tensor, "*batch vocab"], uniforms: Float[Tensor, "*batch"]
 ) -> Int[Tensor, "*batch"]:
-    """Return the token at which each law's cumulative sum passes its uniform number."""
+    """Return the token at which each distribution's cumulative sum passes its uniform number."""
     # in float64, so that a sum over a large vocabulary neither drifts nor ends below the number
     sums = probs.cumsum(-1, dtype=torch.float64)
     wanted = uniforms.double()[..., None] * sums[..., -1:]
@@ -87,22 +74,17 @@ def rejection(
 ) -> Verdict:
     """Test drawn nodes one after the other, each against what its rejected siblings left over.
 
-    On a chain this is speculative sampling: a token x drawn from q is kept with probability
-    min(1, p(x) / q(x)), and otherwise another is drawn from max(0, p - q). With siblings, drawn
-    without replacement, the next one meets that remainder as p and q without x. Lossless, and
-    one child is accepted with the largest probability that any lossless rule can have, 1 - TV.
-
-    Args:
-        tree: What was verified, with `drawn`.
-        base_probs: The base's law after each node.
-        coins: A uniform number for the test of each node.
-        uniforms: A uniform number for the token drawn after each node, if the path ends there.
+    On a chain this is speculative sampling: a token x drawn from q, the draft's distribution, is
+    kept with probability min(1, p(x) / q(x)), p the base's, and otherwise another is drawn from
+    max(0, p - q). With siblings, drawn without replacement, the next one meets that remainder as
+    p and q without x. Lossless, and one child is accepted with the largest probability that any
+    lossless rule can have, 1 - TV. Coins test the nodes; uniforms draw the token after the last.
 
     Source: Leviathan et al. 2023, arXiv:2211.17192, algorithm 1; Chen et al. 2024,
     arXiv:2402.12374, algorithm 2 (Sequoia).
     """
-    path, count, law = walk(tree, base_probs, coins)
-    return Verdict(path, count, draw(law, uniforms.gather(1, _last(path, count))[:, 0]))
+    path, count, probs = walk(tree, base_probs, coins)
+    return Verdict(path, count, draw(probs, uniforms.gather(1, _last(path, count))[:, 0]))
 
 
 def walk(
@@ -110,10 +92,10 @@ def walk(
     base_probs: Float[Tensor, "batch node vocab"],
     coins: Float[Tensor, "batch node"],
 ) -> tuple[Int[Tensor, "batch path"], Int[Tensor, " batch"], Float[Tensor, "batch vocab"]]:
-    """Return the path that rejection keeps, its nodes, and the law of the token after it."""
+    """Return the path that rejection keeps, its nodes, and the probs of the token after it."""
     assert tree.drawn is not None
     rows = torch.arange(len(base_probs), device=base_probs.device)
-    law, alive = base_probs[:, 0], torch.ones_like(rows, dtype=torch.bool)
+    probs, alive = base_probs[:, 0], torch.ones_like(rows, dtype=torch.bool)
     # a node is known by its place in its level; the level begins at node `above`
     place, above, size = torch.zeros_like(rows), 0, 1
     path, count = [place], torch.ones_like(rows)
@@ -125,41 +107,38 @@ def walk(
         rank, remainder = _first_accepted(
             tree.tokens.gather(1, children),
             coins.gather(1, children),
-            law,
+            probs,
             tree.drawn.probs[rows, above + place],
         )
         alive = tested & (rank >= 0)
         # rows that have ended walk on along first nodes, and nothing of it is read
         place = torch.where(alive, place * width + rank, 0)
-        after = torch.where(tested[:, None], remainder, law)
-        law = torch.where(alive[:, None], base_probs[rows, below + place], after)
+        after = torch.where(tested[:, None], remainder, probs)
+        probs = torch.where(alive[:, None], base_probs[rows, below + place], after)
         path.append(below + place)
         count = count + alive
         above, size = below, size * width
-    return torch.stack(path, dim=1), count, law
+    return torch.stack(path, dim=1), count, probs
 
 
-def _first_accepted(tokens: Tensor, coins: Tensor, law: Tensor, draft: Tensor) -> tuple:
-    """Return which sibling is accepted first, -1 for none, and the law that remains if none is.
-
-    `law` is (batch, vocab) and becomes the remainder; `draft` loses each sibling tested.
-    """
+def _first_accepted(tokens: Tensor, coins: Tensor, probs: Tensor, draft: Tensor) -> tuple:
+    """Return which sibling is accepted first, -1 for none, and the probs that remain if none is."""
     rank = torch.full_like(tokens[:, 0], -1)
     untried = torch.ones_like(draft, dtype=torch.bool)
     for sibling in range(tokens.shape[1]):
         token = tokens[:, sibling, None]
-        accepted = coins[:, sibling, None] * draft.gather(1, token) < law.gather(1, token)
+        accepted = coins[:, sibling, None] * draft.gather(1, token) < probs.gather(1, token)
         rank = torch.where((rank < 0) & accepted[:, 0], sibling, rank)
-        # equal laws leave nothing over but rounding: then no test fails and this is not read
-        law = _normalised((law - draft).clamp(min=0), law)
+        # equal probs leave nothing over but rounding: then no test fails and this is not read
+        probs = _normalised((probs - draft).clamp(min=0), probs)
         untried.scatter_(1, token, False)
         # a draft that has run out of tokens goes on with any of those it gave no chance
         draft = _normalised(draft * untried, _normalised(untried.to(draft.dtype), draft))
-    return rank, law
+    return rank, probs
 
 
 def _normalised(weights: Tensor, otherwise: Tensor) -> Tensor:
-    """Return weights as a law, and where all of them are zero another one."""
+    """Return weights as probabilities, and where all of them are zero other ones."""
     total = weights.sum(-1, keepdim=True)
     return torch.where(total > 0, weights / total, otherwise)
 
@@ -175,15 +154,9 @@ def typical(
     """Keep the longest path of tokens that the base finds likely enough: LOSSY.
 
     A token is likely enough above min(epsilon, delta * exp(-H)), H the entropy in nats of the
-    base's law there. What is emitted no longer has that law; only at temperature zero it has.
-    Of paths of equal length the likeliest is kept, and the base's best token follows it.
-
-    Args:
-        tree: What was verified.
-        base_probs: The base's law after each node.
-        ancestors: `tree.ancestors()` where the caller has it already.
-        epsilon: Probability that is always enough.
-        delta: Share of the probability of a token of the uniform law with the same entropy.
+    base's distribution there; exp(-H) is a token's probability where all are equally likely. What
+    is emitted no longer has that distribution, but at temperature zero. Of paths of equal length
+    the likeliest is kept, and the base's best token follows it.
 
     Source: Cai et al. 2024, arXiv:2401.10774, section 2.3.1; ties as in its authors' code.
     """
@@ -193,12 +166,12 @@ def typical(
     enough = (delta * (-entropy).exp()).clamp(max=epsilon)
     rows = torch.arange(len(parents), device=parents.device)[:, None]
     probs = base_probs[rows, parents, tree.tokens]
-    kept = _kept(tree, probs > enough.gather(1, parents), ancestors)
+    nodes = kept(tree, probs > enough.gather(1, parents), ancestors)
     # below a rejected node everything is rejected, so of kept nodes these sums are finite
-    scores = probs.log().masked_fill(~kept, 0.0)
+    scores = probs.log().masked_fill(~nodes, 0.0)
     scores[:, 0] = 0.0
     scores = (ancestors.to(scores.dtype) @ scores[..., None])[..., 0]
-    length = torch.where(kept, ancestors.sum(-1), 0)
+    length = torch.where(nodes, ancestors.sum(-1), 0)
     longest = length == length.amax(-1, keepdim=True)
     end = scores.masked_fill(~longest, -torch.inf).argmax(-1)
     taken = ancestors[rows[:, 0], end]
@@ -206,7 +179,7 @@ def typical(
     return Verdict(path, count, base_probs[rows[:, 0], end].argmax(-1))
 
 
-def _kept(tree: TokenTree, right: Tensor, ancestors: Tensor) -> Bool[Tensor, "batch node"]:
+def kept(tree: TokenTree, right: Tensor, ancestors: Tensor) -> Bool[Tensor, "batch node"]:
     """Return which nodes are present and right with all above them; the root always is."""
     wrong = ~right | (tree.parents < 0)
     wrong[:, 0] = False

@@ -37,8 +37,8 @@ def uniform(*keys: Int64[Tensor, "..."] | int) -> Float64[Tensor, "..."]:
 def gumbel(*keys: Int64[Tensor, "..."] | int) -> Float64[Tensor, "..."]:
     """Return Gumbel noise for each combination of keys.
 
-    The largest of log-probabilities with this added is a draw from their law, and the largest
-    k in order are k draws without replacement (Kool et al. 2019, arXiv:1903.06059).
+    The largest of log-probabilities with this added is a draw from their distribution, and the
+    largest k in order are k draws without replacement (Kool et al. 2019, arXiv:1903.06059).
     """
     return -(-uniform(*keys).log()).log()
 

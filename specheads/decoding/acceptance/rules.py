@@ -1,4 +1,4 @@
-"""What is kept of a verified tree, by name: acceptance rules for the laws that rows ask for."""
+"""What is kept of a verified tree, by name: acceptance rules for what each row asks for."""
 
 from collections.abc import Callable
 
@@ -20,45 +20,41 @@ def match(tree: TokenTree, logits: Tensor, ancestors: Tensor, rows: Rows) -> acc
     """Draw one token after every node and keep the path that agrees: lossless for any tree.
 
     Nodes of one depth share their random number, the one that the base alone would use at that
-    position: so this says what the base alone says, token for token.
+    position: so this emits what the base alone emits, token for token.
     """
     if rows.greedy:
         return accept.greedy(tree, logits, ancestors)
-    drawn = accept.draw(rows.tree_law(tree, logits, ancestors), rows.uniforms(ancestors))
+    drawn = accept.draw(rows.tree_probs(tree, logits, ancestors), rows.uniforms(ancestors))
     return accept.match(tree, drawn, ancestors)
 
 
 def rejection(tree: TokenTree, logits: Tensor, ancestors: Tensor, rows: Rows) -> accept.Verdict:
-    """Test drawn nodes against what their siblings left over: lossless, and equal in law only.
+    """Test drawn nodes against what their siblings left over: lossless in distribution only.
 
-    A tree of best guesses was not drawn from anything. Its children are tested with the draft
-    law that is one at each, as EAGLE does: child c is kept with the base's law of c, of what
-    remains after its siblings. That is to draw from the base and see who agrees, so `match`.
+    A tree of best guesses was not drawn from anything. Its children are tested with a draft
+    probability of one each, as EAGLE does: child c is kept with the base's probability of c, of
+    what remains after its siblings. That is to draw from the base and see who agrees, so `match`.
     """
     if rows.greedy or tree.drawn is None:
         return match(tree, logits, ancestors, rows)
-    base_probs = rows.tree_law(tree, logits, ancestors)
+    base_probs = rows.tree_probs(tree, logits, ancestors)
     return accept.rejection(tree, base_probs, rows.coins(ancestors), rows.uniforms(ancestors))
 
 
 def typical(tree: TokenTree, logits: Tensor, ancestors: Tensor, rows: Rows) -> accept.Verdict:
     """Keep what the base finds likely enough: LOSSY above temperature zero."""
     if rows.greedy:
-        return accept.greedy(tree, logits, ancestors)
-    return accept.typical(tree, rows.tree_law(tree, logits, ancestors), ancestors)
+        return match(tree, logits, ancestors, rows)
+    return accept.typical(tree, rows.tree_probs(tree, logits, ancestors), ancestors)
 
 
 RULES: dict[str, AcceptanceRule] = {"match": match, "rejection": rejection, "typical": typical}
 LOSSY = ("typical",)
-"""Rules whose output does not have the law that was asked for."""
+"""Rules whose output does not have the distribution that was asked for."""
 
 
 def acceptance_rule(name: str) -> AcceptanceRule:
-    """Return the rule of this name.
-
-    Raises:
-        ValueError: There is none.
-    """
+    """Return the rule of this name."""
     if name not in RULES:
         raise ValueError(f"rule must be one of {', '.join(RULES)}, got {name!r}")
     return RULES[name]

@@ -1,7 +1,7 @@
-"""From logits to the law a request asks for, and the random numbers it draws with.
+"""From logits to the distribution a request asks for, and the random numbers it draws with.
 
-The laws are those of transformers' own logits processors, for base and drafter alike, and what
-a request draws depends on its own seed and on places in its text alone. See docs/losslessness.md.
+Probs are those of transformers' own logits processors, for base and drafter alike, and what a
+request draws depends on its own seed and on places in its text alone. See docs/losslessness.md.
 """
 
 from collections.abc import Sequence
@@ -33,11 +33,7 @@ so that noise still orders tokens without a chance."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How one request wants its tokens chosen; as it stands, greedily.
-
-    Raises:
-        ValueError: A setting lies outside its range.
-    """
+    """How one request wants its tokens chosen; as it stands, greedily."""
 
     temperature: float = 0.0
     """Divides logits. Zero is greedy, whatever `top_k`, `top_p` and `min_p` say."""
@@ -85,7 +81,7 @@ GREEDY = Sampling()
 
 @dataclass(slots=True)
 class Rows:
-    """What rules and policies may know of a batch: its rows' settings, places and texts."""
+    """What acceptance rules and tree policies may know of a batch: settings, places, texts."""
 
     sampling: list[Sampling]
     lengths: Int[Tensor, " batch"]
@@ -132,35 +128,32 @@ class Rows:
             self.text.scatter_(1, self.lengths[:, None] + offsets, tokens)
         self.lengths = lengths
 
-    def law(
+    def probs(
         self, logits: Float[Tensor, "batch node vocab"], paths: Int[Tensor, "batch node path"]
     ) -> Float[Tensor, "batch node vocab"]:
-        """Return the law that each row asks for, from a base's or a drafter's logits.
+        """Return what each row asks for, from a base's or a drafter's logits after each node.
 
-        At temperature zero all of it is on one token.
-
-        Args:
-            logits: After each node, over the base's vocabulary.
-            paths: The tokens from the root to each node; any of them may stand twice.
+        Logits cover the base's vocabulary. Paths lead from the root to each node, and any token
+        of them may stand twice. At temperature zero one token has it all.
         """
         scores = logits if logits.dtype == torch.float64 else logits.float()
         if len(self._groups) == 1:
-            return self._group_law(self._groups[0][0], scores, paths, self.text, self.lengths)
+            return _group_probs(self._groups[0][0], scores, paths, self.text, self.lengths)
         out = torch.empty_like(scores)
         for settings, rows in self._groups:
             inputs = (values[rows] for values in (scores, paths, self.text, self.lengths))
-            out[rows] = self._group_law(settings, *inputs)
+            out[rows] = _group_probs(settings, *inputs)
         return out
 
-    def tree_law(
+    def tree_probs(
         self,
         tree: TokenTree,
         logits: Float[Tensor, "batch node vocab"],
         ancestors: Bool[Tensor, "batch node node"],
     ) -> Float[Tensor, "batch node vocab"]:
-        """Return the base's law after each node of a tree."""
+        """Return the base's distribution after each node of a tree."""
         paths = torch.where(ancestors, tree.tokens[:, None], tree.tokens[:, :1, None])
-        return self.law(logits, paths)
+        return self.probs(logits, paths)
 
     def uniforms(self, ancestors: Bool[Tensor, "batch node node"]) -> Float64[Tensor, "batch node"]:
         """Return the number that draws the token after each node: one for each position."""
@@ -180,14 +173,8 @@ class Rows:
     ) -> Int[Tensor, "batch node path"]:
         """Return tokens drawn without replacement after each node, in the order of drawing.
 
-        A greedy row gets the likeliest ones instead. Where a law has too few tokens, those it
-        gives no chance follow in random order.
-
-        Args:
-            logits: Of the drafter after each node of one level.
-            probs: The law of each.
-            level: Edges between these nodes and the root.
-            count: Tokens a node.
+        Nodes are those of one level, `level` edges below the root. A greedy row gets the likeliest
+        tokens instead. Where too few have a chance, those without follow in random order.
         """
         order = logits.double().log_softmax(-1)
         if not all(one.temperature == 0 for one in self.sampling):
@@ -202,54 +189,38 @@ class Rows:
         """Return the position after each node."""
         return self.lengths[:, None] + ancestors.sum(-1)
 
-    def _group_law(
-        self, settings: Sampling, scores: Tensor, paths: Tensor, text: Tensor, lengths: Tensor
-    ) -> Tensor:
-        """Return the law of rows with the same settings."""
-        shape = scores.shape
-        flat = scores.flatten(0, 1)
-        said = paths.flatten(0, 1)
-        if settings.repetition_penalty != 1:
-            places = torch.arange(text.shape[1], device=text.device)
-            root = text.gather(1, lengths[:, None])
-            before = torch.where(places <= lengths[:, None], text, root)
-            said = torch.cat([before.repeat_interleave(shape[1], dim=0), said], dim=1)
-        flat = _processors(settings)(cast(torch.LongTensor, said), flat)
-        if settings.temperature == 0:
-            return (
-                torch.zeros_like(flat).scatter_(1, flat.argmax(-1, keepdim=True), 1.0).view(shape)
-            )
-        return flat.softmax(-1).view(shape)
 
-
-def _processors(settings: Sampling) -> LogitsProcessorList:
-    """Return what transformers would apply, in its order."""
-    chosen = LogitsProcessorList()
+def _group_probs(
+    settings: Sampling, scores: Tensor, paths: Tensor, text: Tensor, lengths: Tensor
+) -> Tensor:
+    """Return the probs of rows with the same settings: what transformers would apply, in order."""
+    shape, flat, read = scores.shape, scores.flatten(0, 1), paths.flatten(0, 1)
+    processors = LogitsProcessorList()
     if settings.repetition_penalty != 1:
-        chosen.append(RepetitionPenaltyLogitsProcessor(float(settings.repetition_penalty)))
-    if settings.temperature == 0:
-        return chosen
-    if settings.temperature != 1:
-        chosen.append(TemperatureLogitsWarper(float(settings.temperature)))
-    if settings.top_k:
-        chosen.append(TopKLogitsWarper(settings.top_k))
-    if settings.top_p < 1:
-        chosen.append(TopPLogitsWarper(settings.top_p))
-    if settings.min_p:
-        chosen.append(MinPLogitsWarper(settings.min_p))
-    return chosen
+        places = torch.arange(text.shape[1], device=text.device)
+        root = text.gather(1, lengths[:, None])
+        before = torch.where(places <= lengths[:, None], text, root)
+        read = torch.cat([before.repeat_interleave(shape[1], dim=0), read], dim=1)
+        processors.append(RepetitionPenaltyLogitsProcessor(float(settings.repetition_penalty)))
+    if settings.temperature > 0:
+        if settings.temperature != 1:
+            processors.append(TemperatureLogitsWarper(float(settings.temperature)))
+        if settings.top_k:
+            processors.append(TopKLogitsWarper(settings.top_k))
+        if settings.top_p < 1:
+            processors.append(TopPLogitsWarper(settings.top_p))
+        if settings.min_p:
+            processors.append(MinPLogitsWarper(settings.min_p))
+    flat = processors(cast(torch.LongTensor, read), flat)
+    if settings.temperature > 0:
+        return flat.softmax(-1).view(shape)
+    return torch.zeros_like(flat).scatter_(1, flat.argmax(-1, keepdim=True), 1.0).view(shape)
 
 
 def each_prompt(sampling: Sampling | Sequence[Sampling] | None, count: int) -> list[Sampling]:
-    """Return how each of `count` prompts is sampled, each with a seed of its own.
+    """Return how each of `count` prompts is sampled; None is greedily.
 
-    Args:
-        sampling: That of all prompts, or a list with that of each, whose seeds are taken as they
-            stand. None is greedy.
-        count: Number of prompts.
-
-    Raises:
-        ValueError: The list has another length.
+    What is given for all gives each prompt a seed of its own; a list's seeds are taken as they are.
     """
     if sampling is None or isinstance(sampling, Sampling):
         return [(sampling or GREEDY).of_prompt(index) for index in range(count)]

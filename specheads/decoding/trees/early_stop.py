@@ -9,8 +9,8 @@ class Stop:
     """Which paths go on: nothing is drafted below a token the drafter doubts.
 
     The doubted token itself stays and is verified: to drop it for what it is would change the
-    law of the output (docs/losslessness.md). Asking whether any path goes on at all saves calls
-    of the drafter, and costs a synchronisation a level on CUDA.
+    distribution of the output (docs/losslessness.md). Asking whether any path goes on at all saves
+    calls of the drafter, and costs a synchronisation a level on CUDA.
     """
 
     def __init__(self, confidence: float, batch: int, device: torch.device) -> None:
@@ -25,14 +25,7 @@ class Stop:
         parents: Int[Tensor, " node"],
         inner: Tensor | slice,
     ) -> None:
-        """Look at one level.
-
-        Args:
-            logits: Of the drafter, after each node it has read in the level above.
-            drafted: Columns of these logits, one a new node.
-            parents: Which node of the level above each new node continues.
-            inner: The new nodes that the drafter is to read next.
-        """
+        """Look at one level: its nodes' columns of the logits, and which of them are read next."""
         if self.confidence:
             present = self.alive[:, parents]
             probs = logits.softmax(-1)[:, parents].gather(-1, drafted[..., None])[..., 0]
@@ -42,16 +35,3 @@ class Stop:
     def everywhere(self) -> bool:
         """Tell whether no path of any row goes on."""
         return bool(self.confidence) and not self.alive.any()
-
-
-def share(confidence: float) -> float:
-    """Return the confidence below which drafting stops.
-
-    Raises:
-        ValueError: It is no probability, or one, which nothing passes.
-    """
-    if not 0 <= confidence < 1:
-        raise ValueError(
-            f"confidence must be at least 0, which never stops, and below 1, got {confidence}"
-        )
-    return confidence

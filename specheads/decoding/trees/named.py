@@ -9,15 +9,7 @@ KINDS = ("tuned", "chain", "static", "best_first", "beam", "product", "sampled")
 
 
 def fixed_policy(settings: Tree, head_depth: int) -> policies.TreePolicy | None:
-    """Return the policy that was asked for; None where it is to be picked by measurement.
-
-    Args:
-        settings: Of the tree.
-        head_depth: Levels the head drafts.
-
-    Raises:
-        ValueError: The kind is unknown, the settings make no tree, or it is deeper than the head.
-    """
+    """Return the tree policy that was asked for; None where it is to be picked by measurement."""
     depth = settings.depth or head_depth
     branches = settings.branches or [1] * depth
     match settings.kind:

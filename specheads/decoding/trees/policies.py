@@ -2,15 +2,16 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from specheads.core.drafter import Drafter, Memory
+from specheads.core.drafter import Drafter
 from specheads.core.features import Committed
 from specheads.core.tree import TokenTree
 from specheads.decoding.acceptance.sampling import Rows
-from specheads.decoding.trees.early_stop import Stop, share
+from specheads.decoding.trees.early_stop import Stop
 from specheads.decoding.trees.static_shape import Shape
 
 
@@ -25,20 +26,9 @@ class TreePolicy(ABC):
 
     @abstractmethod
     def grow(
-        self,
-        drafter: Drafter,
-        committed: Committed,
-        memory: Memory | None,
-        rows: Rows | None = None,
+        self, drafter: Drafter, committed: Committed, memory: Any, rows: Rows | None = None
     ) -> TokenTree:
-        """Draft one tree a row.
-
-        Args:
-            drafter: What guesses.
-            committed: What each row's draft starts from.
-            memory: The drafter's.
-            rows: What the rows ask for: only a policy that draws has to know.
-        """
+        """Draft one tree a row; only a tree policy that draws has to know what `rows` ask for."""
 
 
 class Static(TreePolicy):
@@ -46,15 +36,9 @@ class Static(TreePolicy):
 
     `((0,), (1,), (0, 0))` drafts the two best next tokens and the best token after the first.
 
-    Args:
-        paths: Rank paths, closed under prefixes.
-        name: What reports call it.
-        confidence: Where the drafter gives a token less than this probability, it is verified
-            and nothing is drafted below it. Zero drafts every path to its end.
-
-    Raises:
-        ValueError: A path occurs twice, or its parent path is missing, or `confidence` is no
-            probability.
+    Paths are distinct and closed under prefixes. A token that the drafter gives a probability
+    below `confidence` is verified and nothing is drafted below it; zero drafts every path to its
+    end. Reports call the tree `name`.
 
     Source: Cai et al. 2024, arXiv:2401.10774, section 2.3.3; Mamou et al. 2024,
     arXiv:2405.04304, for stopping.
@@ -71,22 +55,22 @@ class Static(TreePolicy):
                 "a static tree needs distinct, non-empty rank paths whose parents are in it too, "
                 f"got {orphans or ordered}"
             )
-        self.name, self.paths, self.confidence = name, tuple(ordered), share(confidence)
+        if not 0 <= confidence < 1:
+            raise ValueError(
+                f"confidence must be at least 0, which never stops, and below 1, got {confidence}"
+            )
+        self.name, self.paths, self.confidence = name, tuple(ordered), confidence
         self.num_nodes, self.depth = len(known), max(map(len, ordered), default=0)
         self._shapes: dict[torch.device, Shape] = {}
 
     def shape(self, device: torch.device) -> Shape:
         """Return what follows from the paths, copied to a device when it is first asked for."""
         if device not in self._shapes:
-            self._shapes[device] = Shape.of(self.paths).to(device)
+            self._shapes[device] = Shape.of(self.paths, device)
         return self._shapes[device]
 
     def grow(
-        self,
-        drafter: Drafter,
-        committed: Committed,
-        memory: Memory | None,
-        rows: Rows | None = None,
+        self, drafter: Drafter, committed: Committed, memory: Any, rows: Rows | None = None
     ) -> TokenTree:
         """Draft `num_nodes - 1` tokens by their ranks."""
         del rows
@@ -105,7 +89,18 @@ class Static(TreePolicy):
                 break
             inner = drafted[-1][:, level.inner]
             logits, state = drafter.extend(state, inner, level.inner_parents.expand(batch, -1))
-        return shaped(drafted, shape, stop)
+        return self.shaped(drafted, stop)
+
+    def shaped(self, drafted: list[Tensor], stop: Stop) -> TokenTree:
+        """Return the tree, as far as it was drafted, from the tokens of its levels."""
+        tokens = torch.cat(drafted, dim=1)
+        batch, size = tokens.shape
+        shape = self.shape(tokens.device)
+        parents = shape.parents[:size].expand(batch, -1)
+        if stop.confidence:
+            # whether an absent node is among the ancestors of another does not matter
+            parents = parents.masked_fill(~torch.cat(stop.present, dim=1), -1)
+        return TokenTree(tokens, parents, shape.reach[:, :size, :size].expand(batch, -1, -1))
 
 
 class BestFirst(TreePolicy):
@@ -114,15 +109,6 @@ class BestFirst(TreePolicy):
     A node's score is the probability of its path. Each level expands the `beam` best nodes
     drafted so far at that depth into `branch` children each; of all of them the best
     `num_nodes - 1` stay. Scores only shrink along a path, so what stays is a tree.
-
-    Args:
-        num_nodes: Nodes of the tree, root included.
-        depth: Levels below the root, at most the drafter's.
-        beam: Nodes the drafter reads per level.
-        branch: Children of each.
-
-    Raises:
-        ValueError: The budget is larger than what beam, branch and depth can draft.
 
     Source: Li et al. 2024, arXiv:2406.16858, section 4; Wang et al. 2024, arXiv:2406.17276.
     """
@@ -141,19 +127,13 @@ class BestFirst(TreePolicy):
         self.num_nodes, self.depth, self.beam, self.branch = num_nodes, depth, beam, branch
 
     def grow(
-        self,
-        drafter: Drafter,
-        committed: Committed,
-        memory: Memory | None,
-        rows: Rows | None = None,
+        self, drafter: Drafter, committed: Committed, memory: Any, rows: Rows | None = None
     ) -> TokenTree:
         """Draft level by level, then keep the best nodes of all levels."""
         del rows
         root = committed.root()
         logits, state = drafter.begin(committed, memory)
-        drafted: list[Tensor] = []
-        parents: list[Tensor] = []
-        scores: list[Tensor] = []
+        drafted, parents, scores = [], [], []
         above = torch.zeros_like(root)
         score = torch.zeros(root.shape, dtype=logits.dtype, device=root.device)
         first = 1
@@ -169,7 +149,17 @@ class BestFirst(TreePolicy):
                 inner = drafted[-1].gather(1, kept)
                 logits, state = drafter.extend(state, inner, kept // self.branch)
             first += total.shape[1]
-        return _prune(root, drafted, parents, scores, self.num_nodes)
+        # ties go to the shallower node, which stands first: a stable sort keeps the set a tree
+        order = torch.cat(scores, dim=1).argsort(dim=1, descending=True, stable=True)
+        kept = order[:, : self.num_nodes - 1].sort(dim=1).values
+        tokens = torch.cat(drafted, dim=1).gather(1, kept)
+        old_parents = torch.cat(parents, dim=1).gather(1, kept)
+        old_ids = torch.cat([torch.zeros_like(root), kept + 1], dim=1)
+        new_parents = torch.searchsorted(old_ids, old_parents.contiguous())
+        return TokenTree(
+            torch.cat([root, tokens], dim=1),
+            torch.cat([torch.full_like(root, -1), new_parents], dim=1),
+        )
 
 
 class Beam(TreePolicy):
@@ -179,13 +169,7 @@ class Beam(TreePolicy):
     one that nothing continued, so that all trees have the same size; the original keeps only
     the beginnings of the last level's paths.
 
-    Args:
-        width: Paths kept per level.
-        depth: Levels below the root, at most the drafter's.
-        top: Guesses that count at each node; the law is that among them.
-
-    Raises:
-        ValueError: `width` or `depth` is below one, or the root has fewer guesses than `width`.
+    Only the `top` guesses count at each node, and probabilities are those among them.
 
     Source: Cheng et al. 2024, arXiv:2403.09919, section 3.2; `recurrent_drafting` of
     apple/ml-recurrent-drafter for `top`.
@@ -202,11 +186,7 @@ class Beam(TreePolicy):
         self.width, self.top = width, top
 
     def grow(
-        self,
-        drafter: Drafter,
-        committed: Committed,
-        memory: Memory | None,
-        rows: Rows | None = None,
+        self, drafter: Drafter, committed: Committed, memory: Any, rows: Rows | None = None
     ) -> TokenTree:
         """Draft `width` tokens a level, those that end the likeliest paths."""
         del rows
@@ -226,35 +206,6 @@ class Beam(TreePolicy):
             if level + 1 < self.depth:
                 logits, state = drafter.extend(state, drafted[-1], origin)
         return TokenTree(torch.cat(drafted, dim=1), torch.cat(parents, dim=1))
-
-
-def _prune(
-    root: Tensor, drafted: list[Tensor], parents: list[Tensor], scores: list[Tensor], size: int
-) -> TokenTree:
-    """Keep the root and the `size - 1` best nodes, in their old order, renumbering parents."""
-    all_scores = torch.cat(scores, dim=1)
-    # ties go to the shallower node, which stands first: a stable sort keeps the set a tree
-    order = all_scores.argsort(dim=1, descending=True, stable=True)[:, : size - 1]
-    kept = order.sort(dim=1).values
-    tokens = torch.cat(drafted, dim=1).gather(1, kept)
-    old_parents = torch.cat(parents, dim=1).gather(1, kept)
-    old_ids = torch.cat([torch.zeros_like(root), kept + 1], dim=1)
-    new_parents = torch.searchsorted(old_ids, old_parents.contiguous())
-    return TokenTree(
-        torch.cat([root, tokens], dim=1),
-        torch.cat([torch.full_like(root, -1), new_parents], dim=1),
-    )
-
-
-def shaped(drafted: list[Tensor], shape: Shape, stop: Stop) -> TokenTree:
-    """Return a tree of known shape, as far as it was drafted, from the tokens of its levels."""
-    tokens = torch.cat(drafted, dim=1)
-    batch, size = tokens.shape
-    parents = shape.parents[:size].expand(batch, -1)
-    if stop.confidence:
-        # whether an absent node is among the ancestors of another does not matter
-        parents = parents.masked_fill(~torch.cat(stop.present, dim=1), -1)
-    return TokenTree(tokens, parents, shape.reach[:, :size, :size].expand(batch, -1, -1))
 
 
 def root_only(committed: Committed) -> TokenTree:

@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from specheads.core.drafter import Drafter, Memory
+from specheads.core.drafter import Drafter
 from specheads.core.features import Committed
 from specheads.core.tree import TokenTree, from_paths
 from specheads.decoding.acceptance.sampling import Rows
@@ -19,13 +20,8 @@ class Product(TreePolicy):
     tree by their probability, whole as long as there is room, and share what they share: n
     paths of depth k are in it for sure when it has 1 + n * k nodes, and often with fewer.
 
-    Args:
-        branches: Guesses at each node of a level, first level first; at most as many levels as
-            the drafter has.
-        num_nodes: Nodes of the tree, root included.
-
-    Raises:
-        ValueError: A branch is below one, or the product has fewer nodes than the tree.
+    `branches` are the guesses at each node of a level, first level first; `num_nodes` counts the
+    root too, and is at most the nodes of the product.
 
     Source: Wertheimer et al. 2024, arXiv:2404.19124; `generate_suffixes` of
     foundation-model-stack/fms-extras, which counts candidates where this counts nodes.
@@ -42,11 +38,7 @@ class Product(TreePolicy):
         self.branches, self.num_nodes, self.depth = tuple(branches), num_nodes, len(branches)
 
     def grow(
-        self,
-        drafter: Drafter,
-        committed: Committed,
-        memory: Memory | None,
-        rows: Rows | None = None,
+        self, drafter: Drafter, committed: Committed, memory: Any, rows: Rows | None = None
     ) -> TokenTree:
         """Draft the whole product, then keep the beginnings of its best paths."""
         del rows

@@ -38,39 +38,25 @@ class Shape:
     levels: list[Level]
 
     @classmethod
-    def of(cls, paths: Sequence[Path]) -> "Shape":
+    def of(cls, paths: Sequence[Path], device: torch.device) -> "Shape":
         """Return the shape of rank paths that are sorted by length and closed under prefixes."""
         known = {(): 0} | {path: node for node, path in enumerate(paths, start=1)}
-        parents = torch.tensor([-1] + [known[path[:-1]] for path in paths])
+        parents = torch.tensor([-1] + [known[path[:-1]] for path in paths], device=device)
         depth = max(map(len, paths), default=0)
         return cls(
             parents,
             TokenTree(parents[None], parents[None]).ancestors(),
-            [_level(paths, length) for length in range(1, depth + 1)],
+            [_level(paths, length, device) for length in range(1, depth + 1)],
         )
 
-    def to(self, device: torch.device) -> "Shape":
-        """Return the same there."""
-        levels = [
-            Level(
-                one.parents.to(device),
-                one.ranks.to(device),
-                one.inner.to(device),
-                one.inner_parents.to(device),
-                one.width,
-            )
-            for one in self.levels
-        ]
-        return Shape(self.parents.to(device), self.reach.to(device), levels)
 
-
-def _level(paths: Sequence[Path], length: int) -> Level:
+def _level(paths: Sequence[Path], length: int, device: torch.device) -> Level:
     has_children = {path[:-1] for path in paths}
     above = [path for path in paths if len(path) == length - 1 and path in has_children]
     here = [path for path in paths if len(path) == length]
     read = {path: place for place, path in enumerate(above or [()])}
     inner = [place for place, path in enumerate(here) if path in has_children]
-    parents = torch.tensor([read[path[:-1]] for path in here])
-    index = torch.tensor(inner, dtype=torch.long)
-    ranks = [path[-1] for path in here]
-    return Level(parents, torch.tensor(ranks), index, parents[index], 1 + max(ranks))
+    parents = torch.tensor([read[path[:-1]] for path in here], device=device)
+    index = torch.tensor(inner, dtype=torch.long, device=device)
+    ranks = torch.tensor([path[-1] for path in here], device=device)
+    return Level(parents, ranks, index, parents[index], 1 + max(path[-1] for path in here))
