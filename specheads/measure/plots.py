@@ -15,12 +15,7 @@ SHADES = ("#f1f4f8", "#fdf3e7", "#eef6ef")
 
 
 def draw(results: Results, history: Sequence[Mapping[str, Any]]) -> dict[str, bytes]:
-    """Return every picture there is something to draw for, by file name.
-
-    Args:
-        results: What was measured.
-        history: Rows of metrics.jsonl.
-    """
+    """Return every picture there is something to draw for, by file name."""
     pictures: dict[str, bytes] = {}
     if results.offline or results.online:
         pictures["acceptance.png"] = _png(_acceptance(results))
@@ -70,15 +65,8 @@ def _losses(rows: Sequence[Mapping[str, Any]]) -> Figure:
     figure, axes = _axes(7.0, "Training loss", "loss per token", "step")
     for number, (name, first, last) in enumerate(_phases(rows)):
         axes.axvspan(first, last, color=SHADES[number % len(SHADES)], zorder=0)
-        axes.text(
-            (first + last) / 2,
-            0.97,
-            name,
-            transform=axes.get_xaxis_transform(),
-            ha="center",
-            va="top",
-            color="#555555",
-        )
+        place = {"transform": axes.get_xaxis_transform(), "ha": "center", "va": "top"}
+        axes.text((first + last) / 2, 0.97, name, color="#555555", **place)
     depths = sorted({key for row in rows for key in row if key.startswith("loss/depth_")})
     for number, key in enumerate(depths):
         points = [(row["step"], row[key]) for row in rows if key in row]
@@ -117,11 +105,7 @@ def _speed(speed: Speed) -> Figure:
 
 
 def draw_comparison(rows: Mapping[str, DrafterRow]) -> bytes:
-    """Return tokens per forward and speed-up of several drafters, with intervals.
-
-    Args:
-        rows: What was measured, by drafter.
-    """
+    """Return tokens per forward and speed-up of several drafters, with intervals."""
     figure = Figure(figsize=(8.0, 1.2 + 0.45 * len(rows)), layout="constrained")
     online = [(row.online.tokens_per_forward, row.online.interval) for row in rows.values()]
     speed = [(row.speed.speedup, row.speed.interval) for row in rows.values()]

@@ -21,15 +21,9 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(kind: type[T], value: dict[str, Any], where: str = "") -> T:
-    """Return the object that `to_json` made this of.
+    """Return the object that `to_json` made this of; keys that it does not know are left out.
 
-    Args:
-        kind: Its dataclass.
-        value: As `json.loads` gives it. Keys that the dataclass does not know are left out.
-        where: Place within the file, for messages.
-
-    Raises:
-        ValueError: A field that has no default is missing.
+    Messages name the place within the file by `where`.
     """
     assert is_dataclass(kind)
     hints, given = get_type_hints(kind), {}
