@@ -144,11 +144,7 @@ HOW_IT_COMPUTES = ("compile", "device", "dtype", "attention")
 
 
 def overlay(trained: config.Train, settings: Any, overrides: Sequence[str]) -> None:
-    """Put what a command's overrides, in full names, ask for into a run's own settings, in place.
-
-    Raises:
-        ValueError: Another base is asked for.
-    """
+    """Put what overrides, in full names, ask for into a run's settings; its base is its own."""
     for override in overrides:
         group, _, name = override.partition("=")[0].lstrip("+~").partition(".")
         if not name or group not in ("evaluation", "base"):

@@ -147,10 +147,7 @@ def export(
     """Write a head in a serving engine's layout, once it drafts there what it drafts here.
 
     The engine is a module of specheads/export/layouts, `out` a new folder; the rest is as for
-    `evaluate`.
-
-    Raises:
-        ValueError: The engine cannot serve this head, or the gate refuses.
+    `evaluate`. A head that the engine cannot serve, or that drafts otherwise there, is refused.
     """
     settings, words = _settings(config.Export, settings, overrides, run=run, engine=engine, out=out)
     engine_module(settings.engine)
@@ -186,9 +183,6 @@ def push(
 
     The repository is USER/NAME, made where it is missing; overrides are as on the command line,
     `["licence=mit", "private=true"]`. A dry run only says what would be uploaded.
-
-    Raises:
-        ValueError: The run is not fit to be pushed, or the Hub refused.
     """
     # it would log every retry, with addresses that let anyone upload
     hub_logging.set_verbosity_error()

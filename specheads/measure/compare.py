@@ -34,11 +34,7 @@ DRAFTERS = ("head", "prompt_lookup", "hybrid", "streaming", "draft_model")
 
 
 def chosen(settings: Compare) -> list[str]:
-    """Return the drafters that are asked for.
-
-    Raises:
-        ValueError: One is unknown, or a draft model is asked for and none is named.
-    """
+    """Return the drafters that are asked for; a draft model needs a name."""
     if unknown := [name for name in settings.drafters if name not in DRAFTERS]:
         raise ValueError(f"drafters must be among {', '.join(DRAFTERS)}, got {unknown[0]!r}")
     if "draft_model" in settings.drafters and not settings.draft_model:

@@ -116,11 +116,7 @@ def evaluate_head(
 def check(
     settings: Asked, base: FrozenBase, head_depth: int, prompts: PromptSet | None = None
 ) -> PromptSet:
-    """Refuse an evaluation that could only fail later; return the prompts it would use.
-
-    Raises:
-        ValueError: The mode, the tree or the prompts are unknown, or do not fit the context.
-    """
+    """Refuse an evaluation that could only fail later; return the prompts it would use."""
     evaluation = settings.evaluation
     if evaluation.mode not in MODES:
         raise ValueError(f"mode must be one of {', '.join(MODES)}, got {evaluation.mode!r}")
@@ -205,10 +201,9 @@ def _replay(
     base: FrozenBase, head: Head, prompts: list[list[int]], alone: list[list[int]], how: How
 ) -> Replay:
     """Hold the offline replay of a chain against the same chain decoded for real."""
-    chain = policies.chain(head.depth)
-    how = replace(how, tree=chain, acceptance="match", batch_size=8, progress=False)
+    how = replace(how, tree=None, acceptance="match", batch_size=8, progress=False)
     measured = (
-        measure_offline(base, head, prompts, alone, tree=chain),
+        measure_offline(base, head, prompts, alone),
         measure_online(base, head, prompts, alone, how).online,
     )
     replayed, decoded = (

@@ -28,11 +28,7 @@ class How:
 
 
 def how_of(evaluation: Evaluation, seed: int) -> How:
-    """Return how the settings of an evaluation want prompts decoded; the tree is still to come.
-
-    Raises:
-        ValueError: A setting of the sampling lies outside its range.
-    """
+    """Return how the settings of an evaluation want prompts decoded; the tree is still to come."""
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     return How(
         max_new_tokens=evaluation.max_new_tokens,

@@ -34,9 +34,6 @@ def offline_logits(
 
     Row t of the k-th has read `tokens[:, ..t + 1 + k]` and predicts `tokens[:, t + 2 + k]`; it
     has `time - 2 - k` rows, those whose answer lies within the text.
-
-    Raises:
-        ValueError: The text is too short to score the last depth.
     """
     time = tokens.shape[1]
     if time < head.depth + 2:

@@ -16,6 +16,9 @@ from specheads.measure.how import How
 from specheads.measure.results import Acceptance, CategoryRate, Degenerate, Lossless, Online
 from specheads.runs.progress import bar
 
+Texts = Sequence[tuple[list[int], list[int], list[int]]]
+"""Prompts, their new tokens with a drafter, and those without."""
+
 
 @dataclass(slots=True)
 class Decoded:
@@ -98,9 +101,10 @@ def measure_online(
         forwards=total.forwards,
         new_tokens=total.new_tokens,
     )
+    texts = list(zip(prompts, [one.tokens for one in decoded], alone, strict=True))
     return Acceptance(
         online=online,
-        lossless=_lossless(base, prompts, decoded, alone, how),
+        lossless=_lossless(base, texts, how),
         degenerate=degenerate(counts, alone),
     )
 
@@ -116,28 +120,21 @@ def _by_category(counts: list[DepthCounts], categories: Sequence[str]) -> dict[s
     }
 
 
-def _lossless(
-    base: FrozenBase,
-    prompts: list[list[int]],
-    decoded: list[Decoded],
-    alone: list[list[int]],
-    how: How,
-) -> Lossless:
+def _lossless(base: FrozenBase, texts: Texts, how: How) -> Lossless:
     # samples by rejection have the base's distribution and other letters: nothing to compare
     comparable = how.sampling.temperature == 0 or how.acceptance == "match"
-    texts = zip(prompts, [one.tokens for one in decoded], alone, strict=True)
-    found = compare(base, list(texts) if comparable else [])
+    found = compare(base, texts if comparable else [])
     if how.sampling == replace(GREEDY, seed=how.sampling.seed):
         return found
     # how close a call a draw was is no matter of the two best logits
     return replace(found, first_divergence_logit_gap=None)
 
 
-def compare(base: FrozenBase, texts: Sequence[tuple[list[int], list[int], list[int]]]) -> Lossless:
+def compare(base: FrozenBase, texts: Texts) -> Lossless:
     """Hold speculative output against the base alone: the `lossless` section of results.json.
 
-    Of each text: the prompt, its new tokens with a drafter, and those without. The logit gap is
-    near zero where two tokens tie in rounding, and large only where decoding is wrong.
+    The logit gap is near zero where two tokens tie in rounding, and large only where decoding is
+    wrong.
     """
     gaps = [
         _gap(base, prompt + theirs[: _first_difference(mine, theirs)])

@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -82,12 +83,9 @@ def _losses(rows: Sequence[Mapping[str, Any]]) -> Figure:
 def _phases(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, int, int]]:
     """Return each phase's name and its first and last step, phases touching each other."""
     spans: list[tuple[str, int, int]] = []
-    for row in rows:
-        name = str(row.get("phase", ""))
-        if spans and spans[-1][0] == name:
-            spans[-1] = (name, spans[-1][1], row["step"])
-        else:
-            spans.append((name, spans[-1][2] if spans else row["step"], row["step"]))
+    for name, group in groupby(rows, lambda row: str(row.get("phase", ""))):
+        steps = [row["step"] for row in group]
+        spans.append((name, spans[-1][2] if spans else steps[0], steps[-1]))
     return spans
 
 

@@ -2,7 +2,6 @@
 
 import base64
 import html
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from rich.table import Table
 
 from specheads.measure.plots import draw
 from specheads.measure.results import BaseQuality, Candidate, Interval, Results
-from specheads.measure.store import dumps, to_json
+from specheads.measure.store import dumps
 from specheads.runs.directory import write_atomic
 
 Rows = list[tuple[str, str]]
@@ -177,11 +176,7 @@ def show(results: Results, console: Console | None = None, page: Path | None = N
 
 
 def record(folder: Path, results: Results) -> None:
-    """Keep what was measured with the recipe, which alone may hold numbers.
-
-    Raises:
-        ValueError: The folder holds no recipe.
-    """
+    """Keep what was measured with the recipe, which alone may hold numbers."""
     if not (folder / "recipe.yaml").is_file():
         raise ValueError(f"record needs a recipe's folder; {folder} has no recipe.yaml")
     write_atomic(folder / "results.json", dumps(results))
@@ -195,8 +190,7 @@ def render(results: Results, pictures: Mapping[str, bytes]) -> str:
         for name, picture in pictures.items()
     )
     title = f"{results.head.kind} on {results.base.name}"
-    made = {"settings": results.settings, "provenance": results.provenance}
-    provenance = json.dumps(to_json(made), indent=1)
+    provenance = dumps({"settings": results.settings, "provenance": results.provenance}).rstrip()
     header, *rows = depth_rows(results)
     mood = "verdict" if pays(results) else "verdict no"
     return f"""<!doctype html>
