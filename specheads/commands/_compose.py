@@ -139,17 +139,14 @@ def lengthen(command: str, overrides: Sequence[str]) -> list[str]:
     return out
 
 
-HOW_IT_COMPUTES = ("compile", "device", "dtype", "attention")
-"""Settings of a run's base that another command may change."""
-
-
 def overlay(trained: config.Train, settings: Any, overrides: Sequence[str]) -> None:
     """Put what overrides, in full names, ask for into a run's settings; its base is its own."""
     for override in overrides:
         group, _, name = override.partition("=")[0].lstrip("+~").partition(".")
         if not name or group not in ("evaluation", "base"):
             continue
-        if group == "base" and name not in HOW_IT_COMPUTES:
+        # how the base computes may change, and which one it is may not
+        if group == "base" and name not in ("compile", "device", "dtype", "attention"):
             raise ValueError(
                 f"a run is measured on its own base, got base.{name}; leave it out, or name "
                 f"head={settings.run}/head and base=PATH"

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 
 from rich.table import Table
@@ -89,10 +90,9 @@ def _arms(
     if {"head", "hybrid"} & set(names):
         tree, _ = choose_tree(base, head, asked)
 
-    def lookup(length: int) -> PromptLookup:
-        return PromptLookup(
-            base.vocab_size, length, max_ngram=settings.max_ngram, device=base.device
-        )
+    lookup = partial(
+        PromptLookup, base.vocab_size, max_ngram=settings.max_ngram, device=base.device
+    )
 
     def arm(name: str) -> Arm:
         match name:

@@ -101,12 +101,14 @@ def measure_online(
         forwards=total.forwards,
         new_tokens=total.new_tokens,
     )
+    # samples by rejection have the base's distribution and other letters: nothing to compare
+    comparable = how.sampling.temperature == 0 or how.acceptance == "match"
     texts = list(zip(prompts, [one.tokens for one in decoded], alone, strict=True))
-    return Acceptance(
-        online=online,
-        lossless=_lossless(base, texts, how),
-        degenerate=degenerate(counts, alone),
-    )
+    lossless = compare(base, texts if comparable else [])
+    if how.sampling != replace(GREEDY, seed=how.sampling.seed):
+        # how close a call a draw was is no matter of the two best logits
+        lossless = replace(lossless, first_divergence_logit_gap=None)
+    return Acceptance(online=online, lossless=lossless, degenerate=degenerate(counts, alone))
 
 
 def _by_category(counts: list[DepthCounts], categories: Sequence[str]) -> dict[str, CategoryRate]:
@@ -118,16 +120,6 @@ def _by_category(counts: list[DepthCounts], categories: Sequence[str]) -> dict[s
         for name, group in sorted(groups.items())
         if any(one.forwards for one in group)
     }
-
-
-def _lossless(base: FrozenBase, texts: Texts, how: How) -> Lossless:
-    # samples by rejection have the base's distribution and other letters: nothing to compare
-    comparable = how.sampling.temperature == 0 or how.acceptance == "match"
-    found = compare(base, texts if comparable else [])
-    if how.sampling == replace(GREEDY, seed=how.sampling.seed):
-        return found
-    # how close a call a draw was is no matter of the two best logits
-    return replace(found, first_divergence_logit_gap=None)
 
 
 def compare(base: FrozenBase, texts: Texts) -> Lossless:

@@ -44,13 +44,12 @@ def _axes(width: float, title: str, down: str, across: str) -> tuple[Figure, Axe
 def _acceptance(results: Results) -> Figure:
     figure, axes = _axes(5.0, "Acceptance by depth", "share accepted", "drafted depth")
     deepest = 1
-    sections = ("offline", results.offline, ORANGE, "s"), ("online", results.online, BLUE, "o")
-    for name, section, color, marker in sections:
+    sections = ("offline", results.offline, ORANGE, "s--"), ("online", results.online, BLUE, "o-")
+    for name, section, color, style in sections:
         if not section:
             continue
         rates = [row.accepted / max(row.offered, 1) for row in section.per_depth]
-        style = "--" if name == "offline" else "-"
-        axes.plot(range(1, len(rates) + 1), rates, style, color=color, marker=marker, label=name)
+        axes.plot(range(1, len(rates) + 1), rates, style, color=color, label=name)
         deepest = max(deepest, len(rates))
     if results.offline and results.offline.top_k_accuracy:
         top = [row[0] for row in results.offline.top_k_accuracy]

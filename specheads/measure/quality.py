@@ -15,9 +15,6 @@ from specheads.measure.counts import bootstrap_interval
 from specheads.measure.results import BaseQuality, QualityChange, TextQuality
 from specheads.runs.progress import bar
 
-WINDOW_TOKENS = 512
-"""Of a window, where documents are long enough."""
-
 
 @dataclass(frozen=True, slots=True)
 class Quality:
@@ -44,10 +41,10 @@ class Quality:
 
 
 def quality_windows(settings: Train, base: FrozenBase) -> list[list[int]]:
-    """Cut the validation text that the base's own quality is measured on."""
+    """Cut the validation text that quality is measured on, at most 512 tokens a window."""
     assert base.tokenizer is not None
     documents = load_corpus(settings.data, "validation", settings.seed)
-    length = min(WINDOW_TOKENS, base.max_length)
+    length = min(512, base.max_length)
     while length > 1:
         windows = cut_windows(documents, base.tokenizer, length, settings.seed)
         if found := list(islice(windows, settings.evaluation.quality_windows)):

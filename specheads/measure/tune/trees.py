@@ -23,9 +23,6 @@ from specheads.measure.online import write_alone
 from specheads.measure.results import Candidate
 from specheads.runs.progress import bar
 
-SIZES = (4, 6, 8, 12, 16)
-"""Nodes of the trees tried, root included."""
-
 WIDTH = 8
 """Guesses a node may have as children."""
 
@@ -71,7 +68,7 @@ def pick_tree(
         for prompt, continuation in zip(prompts, write_alone(base, prompts, how), strict=True)
     ]
     grown, judged = ranks[::2], ranks[1::2] or ranks
-    candidates = propose(grown, head.depth, SIZES)
+    candidates = propose(grown, head.depth, sizes=(4, 6, 8, 12, 16))
     timer = timer or partial(
         time_steps, base, head, prompts, max_new_tokens=max_new_tokens, progress=progress
     )
