@@ -71,12 +71,10 @@ def compare_head(
         speed_prompts=evaluation.speed_prompts,
         repetitions=evaluation.repeats,
     )
+    shown = replace(settings, draft_model=nearby(settings.draft_model))
     return Comparison(
         **subject(base, head, prompts),
-        settings=CompareSettings(
-            **told_by(CompareSettings, base, asked.evaluation, settings)
-            | {"draft_model": nearby(settings.draft_model)}
-        ),
+        settings=CompareSettings(**told_by(CompareSettings, base, asked.evaluation, shown)),
         drafters=drafters,
     )
 
