@@ -44,26 +44,20 @@ __all__ = [
     "train",
 ]
 
-_HOMES = {
-    "Decoding": "decoding.generate",
-    "Drafter": "core.drafter",
-    "Engine": "decoding.engine",
-    "Features": "core.drafter",
-    "FrozenBase": "base.model",
-    "Head": "core.drafter",
-    "Request": "decoding.request",
-    "Sampling": "decoding.acceptance.sampling",
-    "Stream": "decoding.request",
-    "TokenTree": "core.tree",
-    "compare": "commands._library",
-    "custom_generate": "export.plugins.custom_generate",
-    "evaluate": "commands._library",
-    "generate": "decoding.generate",
-    "load_head": "heads.load",
-    "offline_logits": "measure.offline",
-    "push": "commands._library",
-    "train": "commands._library",
+_PUBLIC = {
+    "base.model": ["FrozenBase"],
+    "commands._library": ["compare", "evaluate", "push", "train"],
+    "core.drafter": ["Drafter", "Features", "Head"],
+    "core.tree": ["TokenTree"],
+    "decoding.acceptance.sampling": ["Sampling"],
+    "decoding.engine": ["Engine"],
+    "decoding.generate": ["Decoding", "generate"],
+    "decoding.request": ["Request", "Stream"],
+    "export.plugins.custom_generate": ["custom_generate"],
+    "heads.load": ["load_head"],
+    "measure.offline": ["offline_logits"],
 }
+_HOMES = {name: module for module, names in _PUBLIC.items() for name in names}
 """Module of each public name. They load when first asked for: torch alone takes seconds."""
 
 

@@ -15,13 +15,8 @@ from transformers.utils import logging as transformers_logging
 
 from specheads import config
 
-SCHEMAS = {
-    "train": config.Train,
-    "evaluate": config.Evaluate,
-    "compare": config.Compare,
-    "export": config.Export,
-    "push": config.Push,
-}
+KINDS = (config.Train, config.Evaluate, config.Compare, config.Export, config.Push)
+SCHEMAS: dict[str, type] = {kind.__name__.lower(): kind for kind in KINDS}
 
 EVALUATION = {
     name: f"evaluation.{name}"
@@ -85,9 +80,6 @@ def command(name: str) -> Callable[[Body], Callable[[], None]]:
 
     Mistakes in what the user asked for leave one line on standard error and exit code 2; an
     interrupt leaves 130; whatever else goes wrong is our bug and keeps its traceback.
-
-    Args:
-        name: Name of the command and of its primary configuration.
     """
 
     def wrap(body: Body) -> Callable[[], None]:
@@ -124,11 +116,7 @@ def command(name: str) -> Callable[[Body], Callable[[], None]]:
 
 
 def settings_of(name: str, overrides: Sequence[str]) -> Any:
-    """Return the typed settings of a command, for a caller in Python.
-
-    Raises:
-        ValueError: The overrides ask for what there is not.
-    """
+    """Return the typed settings of a command, for a caller in Python."""
     register()
     folder = str(config.data_dir("configs"))
     try:
@@ -151,36 +139,19 @@ def lengthen(command: str, overrides: Sequence[str]) -> list[str]:
     return out
 
 
-def asked(group: str, overrides: Sequence[str]) -> list[str]:
-    """Return which settings of a group some overrides name."""
-    keys = (override.partition("=")[0].lstrip("+~") for override in overrides)
-    return [key.removeprefix(f"{group}.") for key in keys if key.startswith(f"{group}.")]
-
-
-HOW_IT_COMPUTES = ("compile", "device", "dtype", "attention")
-"""Settings of a run's base that another command may change."""
-
-
 def overlay(trained: config.Train, settings: Any, overrides: Sequence[str]) -> None:
-    """Put what is asked for into a run's own settings; the rest is as it was.
-
-    Args:
-        trained: The run's own settings, changed in place.
-        settings: Those of the command: `evaluation` and `base`, as far as it has them.
-        overrides: What they were made of, in full names.
-
-    Raises:
-        ValueError: Another base is asked for.
-    """
-    for name in asked("evaluation", overrides):
-        setattr(trained.evaluation, name, getattr(settings.evaluation, name))
-    for name in asked("base", overrides):
-        if name not in HOW_IT_COMPUTES:
+    """Put what overrides, in full names, ask for into a run's settings; its base is its own."""
+    for override in overrides:
+        group, _, name = override.partition("=")[0].lstrip("+~").partition(".")
+        if not name or group not in ("evaluation", "base"):
+            continue
+        # how the base computes may change, and which one it is may not
+        if group == "base" and name not in ("compile", "device", "dtype", "attention"):
             raise ValueError(
                 f"a run is measured on its own base, got base.{name}; leave it out, or name "
                 f"head={settings.run}/head and base=PATH"
             )
-        setattr(trained.base, name, getattr(settings.base, name))
+        setattr(getattr(trained, group), name, getattr(getattr(settings, group), name))
 
 
 def message(error: Exception) -> str:
@@ -206,11 +177,7 @@ def as_yaml(settings: Any) -> str:
 
 
 def read_run(path: Path, schema: type) -> Any:
-    """Return the typed settings that a run directory's config.yaml holds.
-
-    Raises:
-        ValueError: There is none, or it is not a run's.
-    """
+    """Return the typed settings that a run directory's config.yaml holds."""
     if not path.is_file():
         raise ValueError(f"a run directory needs a config.yaml; {path.parent} has none")
     try:

@@ -45,15 +45,9 @@ def train(
 ) -> RunDirectory:
     """Train a head through every phase of a recipe, then evaluate it; return the run.
 
-    Args:
-        recipe: Name of the recipe; or give settings.
-        overrides: As on the command line: `["name=mine", "head=medusa"]`.
-        settings: In place of recipe and overrides.
-        base: The base that the settings name, where it is loaded already.
-        announce: Takes lines for people.
-
-    Raises:
-        ValueError: The settings ask for what there is not, or the run is finished already.
+    Overrides are as on the command line, `["name=mine", "head=medusa"]`; `settings` stand in
+    place of recipe and overrides, `base` where the one they name is loaded already. `announce`
+    takes lines for people.
     """
     words = [f"recipe={recipe}", *overrides] if recipe else list(overrides)
     settings, _ = _settings(config.Train, settings, words)
@@ -80,18 +74,9 @@ def evaluate(
 ) -> Results:
     """Measure the head of a run, or any head on the base it was made for.
 
-    Args:
-        run: A finished run's directory; its report and its card are written anew.
-        overrides: As on the command line: `["tree=chain", "num_prompts=8"]`.
-        settings: In place of composed ones; of a run, only what `overrides` names counts, and
-            the tree.
-        base: Object in place of what the settings name, and so is `head`.
-        head: As `base`; bound to it.
-        prompts: What is continued.
-        out: Folder for the report, in place of the run's own, which is left as it is.
-
-    Raises:
-        ValueError: There is nothing to evaluate, or the settings do not fit it.
+    Overrides are as on the command line: `["tree=chain", "num_prompts=8"]`. Of typed settings
+    only what `overrides` names counts for a run, and the tree. A head that is given is bound to
+    the base. A run's report and card are written anew, or with `out` a report there and no card.
     """
     settings, words = _settings(config.Evaluate, settings, overrides, run=run, out=out)
     if settings.run:
@@ -117,17 +102,8 @@ def compare(
 ) -> Comparison:
     """Hold the head of a run, or any head, against what needs no training.
 
-    Args:
-        run: A finished run's directory; compare.json is written into its report.
-        overrides: As on the command line: `["drafters=[head,hybrid]"]`.
-        settings: As for `evaluate`.
-        base: Object in place of the run's, and so is `head`; without a run both are needed.
-        head: As `base`; bound to it.
-        prompts: What is continued.
-        out: Folder for compare.json, in place of the run's report.
-
-    Raises:
-        ValueError: There is nothing to compare, or the settings do not fit it.
+    Arguments are those of `evaluate`, and `["drafters=[head,hybrid]"]` is an override; without a
+    run both base and head are needed. compare.json goes into the run's report, or into `out`.
     """
     settings, words = _settings(config.Compare, settings, overrides, run=run, out=out)
     chosen(settings)
@@ -170,17 +146,8 @@ def export(
 ) -> Exported:
     """Write a head in a serving engine's layout, once it drafts there what it drafts here.
 
-    Args:
-        run: A finished run's directory; or name head and base, or give them.
-        engine: Whose layout: a module of specheads/export/layouts.
-        out: The new folder.
-        overrides: As on the command line.
-        settings: In place of composed ones.
-        base: Object in place of what the settings name, and so is `head`.
-        head: As `base`; bound to it.
-
-    Raises:
-        ValueError: The engine cannot serve this head, or the gate refuses.
+    The engine is a module of specheads/export/layouts, `out` a new folder; the rest is as for
+    `evaluate`. A head that the engine cannot serve, or that drafts otherwise there, is refused.
     """
     settings, words = _settings(config.Export, settings, overrides, run=run, engine=engine, out=out)
     engine_module(settings.engine)
@@ -214,15 +181,8 @@ def push(
 ) -> upload.Pushed:
     """Publish a run's head on the Hugging Face Hub, with its card, in one commit.
 
-    Args:
-        run: A finished run's directory.
-        repo: USER/NAME; made where it is missing.
-        overrides: As on the command line: `["licence=mit", "private=true"]`.
-        settings: In place of composed ones.
-        dry_run: Whether to say only what would be uploaded.
-
-    Raises:
-        ValueError: The run is not fit to be pushed, or the Hub refused.
+    The repository is USER/NAME, made where it is missing; overrides are as on the command line,
+    `["licence=mit", "private=true"]`. A dry run only says what would be uploaded.
     """
     # it would log every retry, with addresses that let anyone upload
     hub_logging.set_verbosity_error()

@@ -19,7 +19,3 @@ def main(settings: Compare, overrides: Sequence[str]) -> None:
     console.print(table(comparison.drafters))
     folder = Path(settings.out) if settings.out else RunDirectory(Path(settings.run)).report
     console.print(f"comparison: {folder / 'compare.json'}", soft_wrap=True)
-
-
-if __name__ == "__main__":
-    main()

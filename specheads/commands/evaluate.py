@@ -19,7 +19,3 @@ def main(settings: Evaluate, overrides: Sequence[str]) -> None:
     report.show(results, page=folder / "report.html")
     if settings.record:
         report.record(Path(settings.record), results)
-
-
-if __name__ == "__main__":
-    main()

@@ -20,7 +20,3 @@ def main(settings: Export, overrides: Sequence[str]) -> None:
     )
     # whole lines, to be copied: a console would wrap them
     sys.stdout.write("".join(f"{line}\n" for line in made.serve))
-
-
-if __name__ == "__main__":
-    main()

@@ -24,7 +24,3 @@ def push_run(settings: Push) -> None:
         sys.stdout.write("".join([*lines, total]))
     else:
         Console().print(f"pushed: {pushed.address}", soft_wrap=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -23,7 +23,3 @@ def main(settings: Train, _: Sequence[str]) -> None:
     results = read(Results, run.report / "results.json")
     if settings.evaluate_after and results and PartialState().is_main_process:
         report.show(results, page=run.report / "report.html")
-
-
-if __name__ == "__main__":
-    main()

@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from rich.table import Table
 
@@ -14,32 +14,28 @@ from specheads.config import Compare
 from specheads.core.drafter import Head
 from specheads.data.prompts import PromptSet
 from specheads.decoding.trees import policies
-from specheads.measure.evaluation import Asked, base_summary, check, choose_tree, head_summary
+from specheads.measure.evaluation import Asked, check, choose_tree, subject, told_by
 from specheads.measure.how import How, how_of
 from specheads.measure.online import measure_online, write_alone
 from specheads.measure.plots import draw_comparison
 from specheads.measure.results import (
+    Acceptance,
     CompareSettings,
     Comparison,
     DrafterRow,
-    PromptSummary,
     Rate,
     Speed,
 )
 from specheads.measure.speed import Arm, summarise, time_arms
 from specheads.measure.store import dumps
 from specheads.runs.directory import write_atomic
-from specheads.runs.provenance import nearby, provenance
+from specheads.runs.provenance import nearby
 
 DRAFTERS = ("head", "prompt_lookup", "hybrid", "streaming", "draft_model")
 
 
 def chosen(settings: Compare) -> list[str]:
-    """Return the drafters that are asked for.
-
-    Raises:
-        ValueError: One is unknown, or a draft model is asked for and none is named.
-    """
+    """Return the drafters that are asked for; a draft model needs a name."""
     if unknown := [name for name in settings.drafters if name not in DRAFTERS]:
         raise ValueError(f"drafters must be among {', '.join(DRAFTERS)}, got {unknown[0]!r}")
     if "draft_model" in settings.drafters and not settings.draft_model:
@@ -57,15 +53,8 @@ def compare_head(
 ) -> Comparison:
     """Compare a head with the drafters that the settings name, on the same prompts.
 
-    Args:
-        base: The model that decides.
-        head: What guesses; bound to the base.
-        settings: What it is compared with, and how those draft.
-        asked: What is measured, as the head's run has it; None is what `settings` say.
-        prompts: What is continued; None loads those that are named.
-
-    Raises:
-        ValueError: As `chosen` and `evaluation.check`, or the draft model does not fit.
+    `asked` is what is measured, as the head's run has it; None is what `settings` say. Without
+    prompts those that are named are loaded.
     """
     asked, names = asked or settings, chosen(settings)
     prompts, evaluation = check(asked, base, head.depth, prompts), asked.evaluation
@@ -82,28 +71,11 @@ def compare_head(
         speed_prompts=evaluation.speed_prompts,
         repetitions=evaluation.repeats,
     )
+    shown = replace(settings, draft_model=nearby(settings.draft_model))
     return Comparison(
-        head=head_summary(head),
-        base=base_summary(base),
-        prompts=PromptSummary(name=prompts.name, version=prompts.version, count=len(tokens)),
-        settings=_settings(base, settings, asked),
+        **subject(base, head, prompts),
+        settings=CompareSettings(**told_by(CompareSettings, base, asked.evaluation, shown)),
         drafters=drafters,
-        provenance=provenance(),
-    )
-
-
-def _settings(base: FrozenBase, settings: Compare, asked: Asked) -> CompareSettings:
-    known: dict[str, Any] = {
-        item.name: getattr(place, item.name)
-        for place in (settings, asked.evaluation)
-        for item in fields(CompareSettings)
-        if hasattr(place, item.name) and item.name != "draft_model"
-    }
-    return CompareSettings(
-        **known,
-        draft_model=nearby(settings.draft_model),
-        dtype=str(base.dtype).removeprefix("torch."),
-        device=base.device.type,
     )
 
 
@@ -116,10 +88,9 @@ def _arms(
     if {"head", "hybrid"} & set(names):
         tree, _ = choose_tree(base, head, asked)
 
-    def lookup(length: int) -> PromptLookup:
-        return PromptLookup(
-            base.vocab_size, length, max_ngram=settings.max_ngram, device=base.device
-        )
+    lookup = partial(
+        PromptLookup, base.vocab_size, max_ngram=settings.max_ngram, device=base.device
+    )
 
     def arm(name: str) -> Arm:
         match name:
@@ -135,15 +106,11 @@ def _arms(
                 alike = Streaming(base, depth, sinks=settings.sinks, window=settings.window)
                 return Arm(alike, policies.chain(depth))
             case _:
-                return Arm(_draft_model(base, settings), policies.chain(depth))
+                dtype = str(base.dtype).removeprefix("torch.")
+                model = FrozenBase.load(settings.draft_model, dtype=dtype, device=str(base.device))
+                return Arm(DraftModel(model, depth, base), policies.chain(depth))
 
     return {name: arm(name) for name in names}
-
-
-def _draft_model(base: FrozenBase, settings: Compare) -> DraftModel:
-    dtype = str(base.dtype).removeprefix("torch.")
-    model = FrozenBase.load(settings.draft_model, dtype=dtype, device=str(base.device))
-    return DraftModel(model, settings.draft_depth, base)
 
 
 def compare_drafters(
@@ -156,16 +123,9 @@ def compare_drafters(
     speed_prompts: int,
     repetitions: int = 2,
 ) -> dict[str, DrafterRow]:
-    """Measure every arm: what it is accepted, and how fast it is.
+    """Measure every arm: what it is accepted, and how fast it is on the first prompts.
 
-    Args:
-        base: The model that decides.
-        arms: What is compared, by name.
-        prompts: Token ids.
-        alone: What `write_alone` gave each prompt, with the same limit.
-        how: How prompts are decoded; trees are those of the arms.
-        speed_prompts: Prompts, from the first, that are timed.
-        repetitions: How often everything is timed.
+    `alone` is what `write_alone` gave each prompt, with the same limit; trees are the arms' own.
     """
     found = {
         name: measure_online(base, arm.drafter, prompts, alone, replace(how, tree=arm.tree))
@@ -176,9 +136,7 @@ def compare_drafters(
         name: DrafterRow(
             tree=arm.tree.name,
             num_nodes=arm.tree.num_nodes,
-            online=found[name].online,
-            lossless=found[name].lossless,
-            degenerate=found[name].degenerate,
+            **{item.name: getattr(found[name], item.name) for item in fields(Acceptance)},
             speed=summarise(timings[None], timings[name]),
         )
         for name, arm in arms.items()
@@ -187,11 +145,8 @@ def compare_drafters(
 
 def table(rows: Mapping[str, DrafterRow]) -> Table:
     """Return the comparison as a table for the console."""
-    out = Table(title="drafters beside each other", title_justify="left")
-    for column in (
-        "drafter", "nodes", "tokens per forward", "without loops", "identical", "speed-up",
-    ):  # fmt: skip
-        out.add_column(column)
+    columns = "drafter", "nodes", "tokens per forward", "without loops", "identical", "speed-up"
+    out = Table(*columns, title="drafters beside each other", title_justify="left")
     for name, row in rows.items():
         without = row.degenerate.without
         out.add_row(
@@ -212,14 +167,8 @@ def _figure(section: Rate | Speed) -> str:
 
 
 def write_comparison(folder: Path, comparison: Comparison) -> Path:
-    """Write compare.json and compare.png; return the former, which appears last.
-
-    Args:
-        folder: Made where it is missing.
-        comparison: What was measured.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "compare.png").write_bytes(draw_comparison(comparison.drafters))
+    """Write compare.json and compare.png; return the former, which appears last."""
+    write_atomic(folder / "compare.png", draw_comparison(comparison.drafters))
     path = folder / "compare.json"
     write_atomic(path, dumps(comparison))
     return path

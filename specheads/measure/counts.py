@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from specheads.measure.results import Depth
+from specheads.measure.results import Depth, Rate
 
 
 @dataclass(slots=True)
@@ -55,12 +55,7 @@ class DepthCounts:
         return _ratio(sum(self.accepted), self.forwards)
 
     def add(self, accepted: int, *, drafted_beyond: bool) -> None:
-        """Count one forward.
-
-        Args:
-            accepted: How many drafts it accepted.
-            drafted_beyond: Whether there was a draft after the last accepted one.
-        """
+        """Count one forward: how many drafts it accepted, and whether it drafted beyond them."""
         self.forwards += 1
         for level in range(accepted):
             self.offered[level] += 1
@@ -82,21 +77,22 @@ def _ratio(numerator: int, denominator: int) -> float:
     return numerator / denominator
 
 
+def rate(counts: Sequence[DepthCounts]) -> Rate:
+    """Return tokens per forward, and their interval over prompts."""
+    return Rate(
+        tokens_per_forward=DepthCounts.total(counts, len(counts[0].offered)).tokens_per_forward,
+        interval=bootstrap_interval(
+            [one.new_tokens for one in counts], [one.forwards for one in counts]
+        ),
+    )
+
+
 def acceptance_length(rates: Float[Tensor, " depth"]) -> float:
     """Return the mean number of tokens one base forward yields at these acceptance rates.
 
     `rates[k]` is conditional: the share of drafts accepted at depth k among those accepted at
     every earlier depth. The bonus token the base chooses itself counts, so a drafter that is
     never right scores 1.0 and a perfect one scores `depth + 1`.
-
-    Args:
-        rates: Probabilities in [0, 1], one per drafted depth, first depth first.
-
-    Returns:
-        Tokens per base forward.
-
-    Raises:
-        ValueError: A rate lies outside [0, 1].
 
     Source: Leviathan et al. 2023, arXiv:2211.17192, eq. 1, with one rate per depth.
     """
@@ -115,17 +111,8 @@ def bootstrap_interval(
     """Return the 95 % interval of `sum(numerators) / sum(denominators)`, prompts drawn anew.
 
     Each resample draws as many prompts as there are, with replacement, and keeps a prompt's
-    two numbers together. One prompt gives an interval of no width.
-
-    Args:
-        numerators: One number a prompt: its tokens, or its seconds.
-        denominators: One a prompt, not negative: its forwards. Prompts where it is zero say
-            nothing about the ratio and are left out.
-        resamples: How often prompts are drawn anew.
-        seed: Of the draws, so that the same counts give the same interval.
-
-    Raises:
-        ValueError: The lengths differ, or no denominator is positive.
+    two numbers together. One prompt gives an interval of no width. Prompts whose denominator is
+    zero say nothing about the ratio and are left out.
     """
     pairs = list(zip(numerators, denominators, strict=True))
     kept = [(top, bottom) for top, bottom in pairs if bottom > 0]

@@ -1,14 +1,14 @@
 """Evaluate a head, or the head of a run: offline replay, online decoding, speed."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from specheads.base.model import FrozenBase
-from specheads.config import Compare, Evaluate, Evaluation, Train
+from specheads.config import Compare, Evaluate, Train
 from specheads.core.drafter import Head
 from specheads.data.corpora import load_corpus
 from specheads.data.prompts import PromptSet, cut_windows, load_prompts
@@ -16,7 +16,7 @@ from specheads.decoding.acceptance.rules import LOSSY, acceptance_rule
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.named import fixed_policy
 from specheads.heads.load import load_head
-from specheads.measure.how import How, how_of, sampling_of
+from specheads.measure.how import How, how_of
 from specheads.measure.offline import measure_offline
 from specheads.measure.online import measure_online, write_alone
 from specheads.measure.quality import compare, measure_quality, quality_windows
@@ -26,8 +26,6 @@ from specheads.measure.results import (
     Counted,
     DraftVocabulary,
     HeadSummary,
-    Offline,
-    Online,
     PhaseRate,
     PromptSummary,
     Replay,
@@ -51,14 +49,7 @@ def evaluate_run(
 ) -> tuple[Results, Head]:
     """Evaluate the head of a finished run; return what was measured, and the head.
 
-    Args:
-        run: Finished.
-        settings: Its own.
-        base: As it was before the run. Where the run trained an adapter, that is merged into it.
-        prompts: What is continued; None loads those that the settings name.
-
-    Raises:
-        ValueError: The run is not finished.
+    Where the run trained an adapter, that is merged into the base.
     """
     run.refuse_unfinished("evaluated")
     quality = None
@@ -68,7 +59,7 @@ def evaluate_run(
         base.merge(run.adapter)
         quality = compare(before, measure_quality(base, windows, progress=True))
     head = load_head(run.head, base)
-    phases = {name: run.phases / name for name in settings.schedule.phases}
+    phases = [run.phases / name for name in settings.schedule.phases]
     results = evaluate_head(base, head, settings, prompts, phases=phases)
     found = draft_vocabulary(head, run)
     return replace(results, draft_vocabulary=found, base_quality=quality), head
@@ -80,19 +71,12 @@ def evaluate_head(
     settings: Asked,
     prompts: PromptSet | None = None,
     *,
-    phases: Mapping[str, Path] | None = None,
+    phases: Sequence[Path] = (),
 ) -> Results:
-    """Evaluate a head on the base it was made for.
+    """Evaluate a head on the base it was made for, and is bound to.
 
-    Args:
-        base: The model that decides.
-        head: What guesses; bound to the base.
-        settings: What is measured, and how.
-        prompts: What is continued; None loads those that the settings name.
-        phases: Folders of the head as it was at the end of each phase, by phase.
-
-    Raises:
-        ValueError: As `check`.
+    Without prompts those that the settings name are loaded. `phases` are folders of the head as
+    it was at the end of each phase, called as the phase.
     """
     prompts, evaluation = check(settings, base, head.depth, prompts), settings.evaluation
     tokens = [prompt.tokens for prompt in prompts.prompts]
@@ -113,14 +97,18 @@ def evaluate_head(
         timed = tokens[: evaluation.speed_prompts]
         found["speed"] = measure_speed(base, head, timed, how, repetitions=evaluation.repeats)
     return Results(
-        head=head_summary(head),
-        base=base_summary(base),
-        prompts=PromptSummary(name=prompts.name, version=prompts.version, count=len(tokens)),
-        settings=_settings(base, evaluation, tree, settings.seed),
+        **subject(base, head, prompts),
+        settings=Settings(
+            **told_by(Settings, base, evaluation),
+            lossless=evaluation.temperature == 0 or evaluation.acceptance not in LOSSY,
+            tree=tree.name,
+            num_nodes=tree.num_nodes,
+            paths=[list(path) for path in tree.paths] if isinstance(tree, policies.Static) else [],
+            seed=settings.seed,
+        ),
         draft_vocabulary=draft_vocabulary(head, None),
         tree_candidates=candidates,
-        phases=[_phase(base, *phase, tokens, alone) for phase in (phases or {}).items()],
-        provenance=provenance(),
+        phases=[_phase(base, folder, tokens, alone) for folder in phases],
         **found,
     )
 
@@ -128,15 +116,11 @@ def evaluate_head(
 def check(
     settings: Asked, base: FrozenBase, head_depth: int, prompts: PromptSet | None = None
 ) -> PromptSet:
-    """Refuse an evaluation that could only fail later; return the prompts it would use.
-
-    Raises:
-        ValueError: The mode, the tree or the prompts are unknown, or do not fit the context.
-    """
+    """Refuse an evaluation that could only fail later; return the prompts it would use."""
     evaluation = settings.evaluation
     if evaluation.mode not in MODES:
         raise ValueError(f"mode must be one of {', '.join(MODES)}, got {evaluation.mode!r}")
-    sampling_of(evaluation, settings.seed)
+    how_of(evaluation, settings.seed)
     acceptance_rule(evaluation.acceptance)
     if evaluation.temperature > 0 and evaluation.mode == "offline":
         raise ValueError(f"temperature must be 0 for mode=offline, got {evaluation.temperature}")
@@ -175,40 +159,33 @@ def choose_tree(
     return choice.tree, choice.table
 
 
-def head_summary(head: Head) -> HeadSummary:
-    """Return what results say of a head."""
+def subject(base: FrozenBase, head: Head, prompts: PromptSet) -> dict[str, Any]:
+    """Return what was measured, on what and by what: nothing of where it lies on this machine."""
     parameters = sum(parameter.numel() for parameter in head.parameters())
-    return HeadSummary(kind=head.kind, depth=head.depth, parameters=parameters)
-
-
-def base_summary(base: FrozenBase) -> BaseSummary:
-    """Return what results say of a base: nothing of where it lies on this machine."""
-    return BaseSummary(
+    known = BaseSummary(
         name=nearby(base.name),
         revision=base.revision,
         adapter=nearby(base.adapter),
         fingerprint=base.fingerprint,
         parameters=base.num_parameters,
     )
+    count = len(prompts.prompts)
+    return {
+        "head": HeadSummary(kind=head.kind, depth=head.depth, parameters=parameters),
+        "base": known,
+        "prompts": PromptSummary(name=prompts.name, version=prompts.version, count=count),
+        "provenance": provenance(),
+    }
 
 
-def _settings(
-    base: FrozenBase, evaluation: Evaluation, tree: policies.TreePolicy, seed: int
-) -> Settings:
-    paths = tree.paths if isinstance(tree, policies.Static) else ()
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "acceptance")
-    return Settings(
-        **{name: getattr(evaluation, name) for name in names},
-        lossless=evaluation.temperature == 0 or evaluation.acceptance not in LOSSY,
-        max_new_tokens=evaluation.max_new_tokens,
-        tree=tree.name,
-        num_nodes=tree.num_nodes,
-        paths=[list(path) for path in paths],
-        batch_size=evaluation.batch_size,
-        dtype=str(base.dtype).removeprefix("torch."),
-        device=base.device.type,
-        seed=seed,
-    )
+def told_by(kind: type, base: FrozenBase, *places: object) -> dict[str, Any]:
+    """Return those fields of a section of settings that a base and these settings tell."""
+    return {
+        item.name: getattr(place, item.name)
+        for place in places
+        for item in fields(kind)
+        if hasattr(place, item.name)
+    } | {"dtype": str(base.dtype).removeprefix("torch."), "device": base.device.type}
 
 
 def draft_vocabulary(head: Head, run: RunDirectory | None) -> DraftVocabulary:
@@ -224,25 +201,22 @@ def _replay(
     base: FrozenBase, head: Head, prompts: list[list[int]], alone: list[list[int]], how: How
 ) -> Replay:
     """Hold the offline replay of a chain against the same chain decoded for real."""
-    chain = policies.chain(head.depth)
-    how = replace(how, tree=chain, acceptance="match", batch_size=8, progress=False)
-    replayed = _counted(measure_offline(base, head, prompts, alone, tree=chain))
-    decoded = _counted(measure_online(base, head, prompts, alone, how).online)
+    how = replace(how, tree=None, acceptance="match", batch_size=8, progress=False)
+    measured = (
+        measure_offline(base, head, prompts, alone),
+        measure_online(base, head, prompts, alone, how).online,
+    )
+    replayed, decoded = (
+        Counted(**{item.name: getattr(section, item.name) for item in fields(Counted)})
+        for section in measured
+    )
     return Replay(offline=replayed, online=decoded, equal=replayed == decoded)
 
 
-def _counted(section: Offline | Online) -> Counted:
-    return Counted(
-        forwards=section.forwards,
-        per_depth=section.per_depth,
-        tokens_per_forward=section.tokens_per_forward,
-    )
-
-
 def _phase(
-    base: FrozenBase, name: str, folder: Path, prompts: list[list[int]], alone: list[list[int]]
+    base: FrozenBase, folder: Path, prompts: list[list[int]], alone: list[list[int]]
 ) -> PhaseRate:
     """Replay a chain with the head as it was at the end of a phase."""
     found = measure_offline(base, load_head(folder, base, force=True), prompts, alone)
     rate = found.tokens_per_forward
-    return PhaseRate(phase=name, tokens_per_forward=rate, interval=found.interval)
+    return PhaseRate(phase=folder.name, tokens_per_forward=rate, interval=found.interval)

@@ -27,27 +27,12 @@ class How:
     """Whether to show a progress bar."""
 
 
-def sampling_of(evaluation: Evaluation, seed: int) -> Sampling:
-    """Return how the settings of an evaluation want tokens chosen.
-
-    Raises:
-        ValueError: One of them lies outside its range.
-    """
-    return Sampling(
-        temperature=evaluation.temperature,
-        top_k=evaluation.top_k,
-        top_p=evaluation.top_p,
-        min_p=evaluation.min_p,
-        repetition_penalty=evaluation.repetition_penalty,
-        seed=seed,
-    )
-
-
 def how_of(evaluation: Evaluation, seed: int) -> How:
     """Return how the settings of an evaluation want prompts decoded; the tree is still to come."""
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     return How(
         max_new_tokens=evaluation.max_new_tokens,
-        sampling=sampling_of(evaluation, seed),
+        sampling=Sampling(**{name: getattr(evaluation, name) for name in names}, seed=seed),
         acceptance=evaluation.acceptance,
         batch_size=evaluation.batch_size,
         progress=True,

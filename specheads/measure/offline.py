@@ -7,7 +7,7 @@ another number, off by a quarter either way, because the loop does not visit the
 See docs/losslessness.md.
 """
 
-from collections.abc import Sequence
+from dataclasses import asdict
 
 import torch
 from jaxtyping import Float, Int
@@ -16,7 +16,7 @@ from torch import Tensor
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Features, Head
 from specheads.decoding.trees import policies
-from specheads.measure.counts import DepthCounts, bootstrap_interval
+from specheads.measure.counts import DepthCounts, rate
 from specheads.measure.results import Offline
 from specheads.runs.progress import bar
 
@@ -34,14 +34,6 @@ def offline_logits(
 
     Row t of the k-th has read `tokens[:, ..t + 1 + k]` and predicts `tokens[:, t + 2 + k]`; it
     has `time - 2 - k` rows, those whose answer lies within the text.
-
-    Args:
-        head: The head.
-        features: The base at every position of the text.
-        tokens: The text itself.
-
-    Raises:
-        ValueError: The text is too short to score the last depth.
     """
     time = tokens.shape[1]
     if time < head.depth + 2:
@@ -64,13 +56,6 @@ def guess_ranks(
     Row i drafts from `continuation[i]` as root, having read the features before it. Column k is
     the rank of `continuation[i + 1 + k]`, zero being its best guess, given the tokens between;
     `width` stands for "not among the best `width`", and -1 for "beyond the text".
-
-    Args:
-        base: Reads the text once.
-        head: Guesses, teacher-forced.
-        prompt: Tokens before the continuation.
-        continuation: What the base says after it, greedily.
-        width: Guesses looked at.
     """
     if len(continuation) < 2:
         return torch.empty(0, head.depth, dtype=torch.long)
@@ -109,9 +94,8 @@ def replay(ranks: Int[Tensor, "drafted depth"], tree: policies.Static) -> DepthC
     left to say after the root, a forward gives at most that many, the last of them always the
     base's own, so at most `room - 1` drafts count as accepted: `measure.online` counts alike.
 
-    Args:
-        ranks: From `guess_ranks`, at least as deep as the policy.
-        tree: The shape drafted in every step.
+    Equal to the last integer where the arithmetic is: reading a text at once and token by
+    token round differently, so a tie between the two best guesses may fall the other way.
     """
     paths = {(), *tree.paths}
     inner = {path[:-1] for path in tree.paths}
@@ -129,32 +113,6 @@ def replay(ranks: Int[Tensor, "drafted depth"], tree: policies.Static) -> DepthC
         counts.add(len(path), drafted_beyond=path in inner)
         anchor += len(path) + 1
     return counts
-
-
-def replay_chain(
-    base: FrozenBase,
-    head: Head,
-    prompts: list[list[int]],
-    continuations: list[list[int]],
-    depth: int,
-) -> list[DepthCounts]:
-    """Return what online decoding with a chain of `depth` would count for each prompt.
-
-    Equal to the last integer where the arithmetic is: reading a text at once and token by
-    token round differently, so a tie between the two best guesses may fall the other way.
-
-    Args:
-        base: The base that wrote the continuations.
-        head: The head.
-        prompts: Token ids.
-        continuations: What the base alone says after each, greedily, cut as it should be cut.
-        depth: Levels of the chain.
-    """
-    tree = policies.chain(depth)
-    return [
-        replay(guess_ranks(base, head, prompt, continuation, width=1), tree)
-        for prompt, continuation in zip(prompts, continuations, strict=True)
-    ]
 
 
 def top_k_accuracy(ranks: Int[Tensor, "drafted depth"], top: int = TOP) -> list[list[float]]:
@@ -181,15 +139,9 @@ def measure_offline(
 ) -> Offline:
     """Return the `offline` section of results.json.
 
-    Args:
-        base: The base that wrote the continuations.
-        head: The head.
-        prompts: Token ids.
-        continuations: What the base alone says after each, greedily, cut as it should be cut.
-        tree: The tree to replay. None is a chain as deep as the head, and so is a tree that
-            differs from step to step, whose shape stored ranks do not tell; `replayed` says
-            which it was.
-        progress: Whether to show a progress bar.
+    `continuations` are what the base alone says after each prompt, greedily. Without a tree a
+    chain as deep as the head is replayed, and so it is for a tree that differs from step to
+    step, whose shape stored ranks do not tell; `replayed` says which it was.
     """
     static = tree if isinstance(tree, policies.Static) else policies.chain(head.depth)
     width = max([TOP, *(path[-1] + 1 for path in static.paths)])
@@ -201,15 +153,9 @@ def measure_offline(
     counts = [replay(rows, static) for rows in ranks]
     total = DepthCounts.total(counts, static.depth)
     return Offline(
-        tokens_per_forward=total.tokens_per_forward,
-        interval=interval(counts),
+        **asdict(rate(counts)),
         per_depth=total.per_depth(),
         top_k_accuracy=top_k_accuracy(torch.cat(ranks)),
         forwards=total.forwards,
         replayed=static.name,
     )
-
-
-def interval(counts: Sequence[DepthCounts]) -> tuple[float, float]:
-    """Return the 95 % interval of tokens per forward over prompts."""
-    return bootstrap_interval([one.new_tokens for one in counts], [one.forwards for one in counts])

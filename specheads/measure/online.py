@@ -1,7 +1,7 @@
 """Online measurement: decode with the head, count what was accepted, compare with the base."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
@@ -11,11 +11,13 @@ from specheads.decoding.acceptance.sampling import GREEDY, each_prompt
 from specheads.decoding.generate import generate
 from specheads.decoding.loop import Step
 from specheads.decoding.trees import policies
-from specheads.measure.counts import DepthCounts, loops
+from specheads.measure.counts import DepthCounts, loops, rate
 from specheads.measure.how import How
-from specheads.measure.offline import interval
-from specheads.measure.results import Acceptance, CategoryRate, Degenerate, Lossless, Online, Rate
+from specheads.measure.results import Acceptance, CategoryRate, Degenerate, Lossless, Online
 from specheads.runs.progress import bar
+
+Texts = Sequence[tuple[list[int], list[int], list[int]]]
+"""Prompts, their new tokens with a drafter, and those without."""
 
 
 @dataclass(slots=True)
@@ -33,13 +35,10 @@ def decode_prompts(
 ) -> list[Decoded]:
     """Decode every prompt in the real loop and count its forwards.
 
-    Args:
-        base: The model that decides.
-        drafter: What guesses; None decodes with the base alone, at exactly 1.0 a forward.
-        prompts: Token ids.
-        how: How they are decoded; its tree and acceptance rule are those of a drafter alone.
+    Without a drafter the base decodes alone, at exactly 1.0 a forward, whatever tree and
+    acceptance rule are said.
     """
-    tree = _tree(drafter, how)
+    tree = policies.NOTHING if drafter is None else how.tree or policies.chain(drafter.depth)
     each = each_prompt(how.sampling, len(prompts))
     firsts = range(0, len(prompts), how.batch_size)
     decoded: list[Decoded] = []
@@ -62,12 +61,6 @@ def decode_prompts(
     return decoded
 
 
-def _tree(drafter: Drafter | None, how: How) -> policies.TreePolicy:
-    if drafter is None:
-        return policies.NOTHING
-    return policies.chain(drafter.depth) if how.tree is None else how.tree
-
-
 def _count(steps: list[Step], length: int, depth: int) -> DepthCounts:
     """Count one prompt's forwards; see `DepthCounts` for what the end of the text cuts off."""
     counts = DepthCounts.zeros(depth)
@@ -82,8 +75,7 @@ def _count(steps: list[Step], length: int, depth: int) -> DepthCounts:
 
 def write_alone(base: FrozenBase, prompts: list[list[int]], how: How) -> list[list[int]]:
     """Return what the base alone writes after each prompt: the new tokens."""
-    decoded = decode_prompts(base, None, prompts, how)
-    return [one.tokens for one in decoded]
+    return [one.tokens for one in decode_prompts(base, None, prompts, how)]
 
 
 def measure_online(
@@ -96,84 +88,45 @@ def measure_online(
 ) -> Acceptance:
     """Return the sections `online`, `lossless` and `degenerate` of results.json.
 
-    Args:
-        base: The model that decides.
-        drafter: What guesses.
-        prompts: Token ids.
-        alone: What `write_alone` gave each prompt, with the same limit and sampling.
-        how: How prompts are decoded.
-        categories: One name a prompt, where prompts have any.
+    `alone` is what `write_alone` gave each prompt, with the same limit and sampling.
     """
     decoded = decode_prompts(base, drafter, prompts, how)
     counts = [one.counts for one in decoded]
     total = DepthCounts.total(counts, len(counts[0].offered))
-    rate = _rate(counts)
     online = Online(
-        tokens_per_forward=rate.tokens_per_forward,
-        interval=rate.interval,
+        **asdict(rate(counts)),
         tokens_per_forward_without_bonus=total.tokens_per_forward_without_bonus,
         per_depth=total.per_depth(),
         by_category=_by_category(counts, categories),
         forwards=total.forwards,
         new_tokens=total.new_tokens,
     )
-    return Acceptance(
-        online=online,
-        lossless=_lossless(base, prompts, decoded, alone, how),
-        degenerate=degenerate(counts, alone),
-    )
-
-
-def _rate(counts: list[DepthCounts]) -> Rate:
-    total = DepthCounts.total(counts, len(counts[0].offered))
-    return Rate(tokens_per_forward=total.tokens_per_forward, interval=interval(counts))
+    # samples by rejection have the base's distribution and other letters: nothing to compare
+    comparable = how.sampling.temperature == 0 or how.acceptance == "match"
+    texts = list(zip(prompts, [one.tokens for one in decoded], alone, strict=True))
+    lossless = compare(base, texts if comparable else [])
+    if how.sampling != replace(GREEDY, seed=how.sampling.seed):
+        # how close a call a draw was is no matter of the two best logits
+        lossless = replace(lossless, first_divergence_logit_gap=None)
+    return Acceptance(online=online, lossless=lossless, degenerate=degenerate(counts, alone))
 
 
 def _by_category(counts: list[DepthCounts], categories: Sequence[str]) -> dict[str, CategoryRate]:
     groups: dict[str, list[DepthCounts]] = {}
     for name, one in zip(categories, counts, strict=bool(categories)):
         groups.setdefault(name, []).append(one)
-    rates = {
-        name: (_rate(group), len(group))
+    return {
+        name: CategoryRate(**asdict(rate(group)), count=len(group))
         for name, group in sorted(groups.items())
         if any(one.forwards for one in group)
     }
-    return {
-        name: CategoryRate(
-            tokens_per_forward=rate.tokens_per_forward, interval=rate.interval, count=count
-        )
-        for name, (rate, count) in rates.items()
-    }
 
 
-def _lossless(
-    base: FrozenBase,
-    prompts: list[list[int]],
-    decoded: list[Decoded],
-    alone: list[list[int]],
-    how: How,
-) -> Lossless:
-    # samples by rejection have the base's distribution and other letters: nothing to compare
-    comparable = how.sampling.temperature == 0 or how.acceptance == "match"
-    triples = list(zip(prompts, decoded, alone, strict=True)) if comparable else []
-    found = compare(base, [(prompt, one.tokens, theirs) for prompt, one, theirs in triples])
-    if how.sampling == replace(GREEDY, seed=how.sampling.seed):
-        return found
-    # how close a call a draw was is no matter of the two best logits
-    return replace(found, first_divergence_logit_gap=None)
-
-
-def compare(base: FrozenBase, texts: Sequence[tuple[list[int], list[int], list[int]]]) -> Lossless:
+def compare(base: FrozenBase, texts: Texts) -> Lossless:
     """Hold speculative output against the base alone: the `lossless` section of results.json.
 
-    Args:
-        base: Reads the text up to a divergence again, to say how close a call it was.
-        texts: A prompt, its new tokens with a drafter, and its new tokens without; one a prompt.
-
-    Returns:
-        How many prompts were compared and are identical, and the largest gap between the
-        base's two best logits at a first differing place: None without any, near zero where
-        two tokens tie in rounding, and large only where decoding is wrong.
+    The logit gap is near zero where two tokens tie in rounding, and large only where decoding is
+    wrong.
     """
     gaps = [
         _gap(base, prompt + theirs[: _first_difference(mine, theirs)])
@@ -201,13 +154,7 @@ def _gap(base: FrozenBase, text: list[int]) -> float:
 def degenerate(counts: list[DepthCounts], alone: list[list[int]]) -> Degenerate:
     """Return the figures with and without the prompts after which the base alone loops.
 
-    Args:
-        counts: One a prompt.
-        alone: What the base alone writes after each; `counts.loops` is the rule.
-
-    Returns:
-        The `degenerate` section of results.json. `without` or `only` is None where no prompt,
-        or none with a forward, is left.
+    `counts.loops` is the rule. A figure is None where no prompt, or none with a forward, is left.
     """
     flags = [loops(tokens) for tokens in alone]
     flagged = [one for one, flag in zip(counts, flags, strict=True) if flag]
@@ -215,7 +162,7 @@ def degenerate(counts: list[DepthCounts], alone: list[list[int]]) -> Degenerate:
     return Degenerate(
         flagged=sum(flags),
         compared=len(flags),
-        with_=_rate(counts),
-        without=_rate(rest) if any(one.forwards for one in rest) else None,
-        only=_rate(flagged) if flagged else None,
+        with_=rate(counts),
+        without=rate(rest) if any(one.forwards for one in rest) else None,
+        only=rate(flagged) if flagged else None,
     )

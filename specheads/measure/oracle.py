@@ -34,19 +34,9 @@ class Oracle(Drafter):
 
     It hands out its texts in turn, to rows in the order in which they begin, and after the last
     from the first again. It costs next to nothing, so what a step takes with it is what the loop
-    and the base take.
-
-    Args:
-        texts: Prompt and continuation of each row, as the base alone says it.
-        depth: Levels it drafts.
-        vocab_size: Columns of its logits.
-        rate: Share of the positions it guesses right. Which those are is drawn once for each
-            position, so that every depth that reaches a position agrees about it.
-        seed: Of that draw.
-        device: Where its logits are wanted.
-
-    Raises:
-        ValueError: The rate is no probability.
+    and the base take. Texts are prompts and continuations as the base alone says them. Which
+    positions it guesses right, a share of `rate`, is drawn once for each position, so that every
+    depth that reaches a position agrees about it.
     """
 
     def __init__(

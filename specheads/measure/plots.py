@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -15,12 +16,7 @@ SHADES = ("#f1f4f8", "#fdf3e7", "#eef6ef")
 
 
 def draw(results: Results, history: Sequence[Mapping[str, Any]]) -> dict[str, bytes]:
-    """Return every picture there is something to draw for, by file name.
-
-    Args:
-        results: What was measured.
-        history: Rows of metrics.jsonl.
-    """
+    """Return every picture there is something to draw for, by file name."""
     pictures: dict[str, bytes] = {}
     if results.offline or results.online:
         pictures["acceptance.png"] = _png(_acceptance(results))
@@ -48,13 +44,12 @@ def _axes(width: float, title: str, down: str, across: str) -> tuple[Figure, Axe
 def _acceptance(results: Results) -> Figure:
     figure, axes = _axes(5.0, "Acceptance by depth", "share accepted", "drafted depth")
     deepest = 1
-    sections = ("offline", results.offline, ORANGE, "s"), ("online", results.online, BLUE, "o")
-    for name, section, color, marker in sections:
+    sections = ("offline", results.offline, ORANGE, "s--"), ("online", results.online, BLUE, "o-")
+    for name, section, color, style in sections:
         if not section:
             continue
         rates = [row.accepted / max(row.offered, 1) for row in section.per_depth]
-        style = "--" if name == "offline" else "-"
-        axes.plot(range(1, len(rates) + 1), rates, style, color=color, marker=marker, label=name)
+        axes.plot(range(1, len(rates) + 1), rates, style, color=color, label=name)
         deepest = max(deepest, len(rates))
     if results.offline and results.offline.top_k_accuracy:
         top = [row[0] for row in results.offline.top_k_accuracy]
@@ -70,15 +65,8 @@ def _losses(rows: Sequence[Mapping[str, Any]]) -> Figure:
     figure, axes = _axes(7.0, "Training loss", "loss per token", "step")
     for number, (name, first, last) in enumerate(_phases(rows)):
         axes.axvspan(first, last, color=SHADES[number % len(SHADES)], zorder=0)
-        axes.text(
-            (first + last) / 2,
-            0.97,
-            name,
-            transform=axes.get_xaxis_transform(),
-            ha="center",
-            va="top",
-            color="#555555",
-        )
+        place = {"transform": axes.get_xaxis_transform(), "ha": "center", "va": "top"}
+        axes.text((first + last) / 2, 0.97, name, color="#555555", **place)
     depths = sorted({key for row in rows for key in row if key.startswith("loss/depth_")})
     for number, key in enumerate(depths):
         points = [(row["step"], row[key]) for row in rows if key in row]
@@ -94,12 +82,9 @@ def _losses(rows: Sequence[Mapping[str, Any]]) -> Figure:
 def _phases(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, int, int]]:
     """Return each phase's name and its first and last step, phases touching each other."""
     spans: list[tuple[str, int, int]] = []
-    for row in rows:
-        name = str(row.get("phase", ""))
-        if spans and spans[-1][0] == name:
-            spans[-1] = (name, spans[-1][1], row["step"])
-        else:
-            spans.append((name, spans[-1][2] if spans else row["step"], row["step"]))
+    for name, group in groupby(rows, lambda row: str(row.get("phase", ""))):
+        steps = [row["step"] for row in group]
+        spans.append((name, spans[-1][2] if spans else steps[0], steps[-1]))
     return spans
 
 
@@ -117,11 +102,7 @@ def _speed(speed: Speed) -> Figure:
 
 
 def draw_comparison(rows: Mapping[str, DrafterRow]) -> bytes:
-    """Return tokens per forward and speed-up of several drafters, with intervals.
-
-    Args:
-        rows: What was measured, by drafter.
-    """
+    """Return tokens per forward and speed-up of several drafters, with intervals."""
     figure = Figure(figsize=(8.0, 1.2 + 0.45 * len(rows)), layout="constrained")
     online = [(row.online.tokens_per_forward, row.online.interval) for row in rows.values()]
     speed = [(row.speed.speedup, row.speed.interval) for row in rows.values()]

@@ -15,9 +15,6 @@ from specheads.measure.counts import bootstrap_interval
 from specheads.measure.results import BaseQuality, QualityChange, TextQuality
 from specheads.runs.progress import bar
 
-WINDOW_TOKENS = 512
-"""Of a window, where documents are long enough."""
-
 
 @dataclass(frozen=True, slots=True)
 class Quality:
@@ -44,14 +41,10 @@ class Quality:
 
 
 def quality_windows(settings: Train, base: FrozenBase) -> list[list[int]]:
-    """Cut the validation text that the base's own quality is measured on.
-
-    Raises:
-        ValueError: The corpus has none.
-    """
+    """Cut the validation text that quality is measured on, at most 512 tokens a window."""
     assert base.tokenizer is not None
     documents = load_corpus(settings.data, "validation", settings.seed)
-    length = min(WINDOW_TOKENS, base.max_length)
+    length = min(512, base.max_length)
     while length > 1:
         windows = cut_windows(documents, base.tokenizer, length, settings.seed)
         if found := list(islice(windows, settings.evaluation.quality_windows)):
@@ -68,16 +61,7 @@ def quality_windows(settings: Train, base: FrozenBase) -> list[list[int]]:
 def measure_quality(
     base: FrozenBase, windows: Sequence[Sequence[int]], *, progress: bool = False
 ) -> Quality:
-    """Have the base read windows of text, each by itself, and score every next token.
-
-    Args:
-        base: Whose quality it is.
-        windows: Token ids, two at least in each.
-        progress: Whether to show a progress bar.
-
-    Raises:
-        ValueError: There is no window, or one has nothing to predict.
-    """
+    """Have the base read windows of text, each by itself, and score every next token."""
     if not windows or min(map(len, windows)) < 2:
         raise ValueError(
             f"quality needs windows of two tokens at least, got {len(windows)} windows; give more "

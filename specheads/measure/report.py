@@ -2,7 +2,6 @@
 
 import base64
 import html
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,19 +10,9 @@ from rich.console import Console
 from rich.table import Table
 
 from specheads.measure.plots import draw
-from specheads.measure.results import (
-    BaseQuality,
-    Candidate,
-    Degenerate,
-    DraftVocabulary,
-    Lossless,
-    PhaseRate,
-    Rate,
-    Results,
-    Settings,
-    Speed,
-)
-from specheads.measure.store import dumps, to_json
+from specheads.measure.results import BaseQuality, Candidate, Interval, Results
+from specheads.measure.store import dumps
+from specheads.runs.directory import write_atomic
 
 Rows = list[tuple[str, str]]
 
@@ -46,27 +35,15 @@ def write_report(folder: Path, results: Results, history: Sequence[Mapping[str, 
     """Write results.json, the pictures and report.html; return the page.
 
     Every file appears whole or not at all. results.json comes last, so where it is, the rest
-    is too.
-
-    Args:
-        folder: Made where it is missing.
-        results: What was measured: see docs/results.md.
-        history: Rows of metrics.jsonl; empty where the head was not trained here.
+    is too. `history` are rows of metrics.jsonl; none where the head was not trained here.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     pictures = draw(results, history)
     for name, picture in pictures.items():
-        _write(folder / name, picture)
+        write_atomic(folder / name, picture)
     page = folder / "report.html"
-    _write(page, render(results, pictures).encode())
-    _write(folder / "results.json", dumps(results).encode())
+    write_atomic(page, render(results, pictures))
+    write_atomic(folder / "results.json", dumps(results))
     return page
-
-
-def _write(path: Path, content: bytes) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_bytes(content)
-    partial.replace(path)
 
 
 def pays(results: Results) -> bool:
@@ -97,34 +74,59 @@ def verdict(results: Results) -> str:
     return f"Speculation pays on this machine: {measured}; {why}."
 
 
-def _figure(rate: Rate) -> str:
-    low, high = rate.interval
-    return f"{rate.tokens_per_forward:.3f} ({low:.3f} to {high:.3f})"
+def _figure(value: float, interval: Interval, form: str = ".3f") -> str:
+    low, high = interval
+    return f"{value:{form}} ({low:{form}} to {high:{form}})"
 
 
 def summary(results: Results) -> Rows:
     """Return the report's main table: what was measured, and the figure."""
     head, base, settings = results.head, results.base, results.settings
     adapter = f" + {base.adapter}" if base.adapter else ""
-    rates = ("offline", results.offline), ("online", results.online)
-    return [
+    rows = [
         ("head", f"{head.kind}, depth {head.depth}, {head.parameters:,} parameters"),
         ("base", f"{base.name}{adapter}, {base.parameters:,} parameters"),
         ("prompts", f"{results.prompts.count} of {results.prompts.name}"),
         ("tree", f"{settings.tree}, {settings.num_nodes} nodes"),
-        *_sampling(settings),
-        *_draft_vocabulary(results.draft_vocabulary),
-        *((f"tokens per forward, {name}", _figure(rate)) for name, rate in rates if rate),
-        *(_phase(phase) for phase in results.phases),
-        *_base_quality(results.base_quality),
-        *_degenerate(results.degenerate),
-        *_lossless(results.lossless),
-        *_speed(results.speed),
     ]
+    if settings.temperature:
+        kept = "lossless" if settings.lossless else "LOSSY: not the base's own distribution"
+        text = f"temperature {settings.temperature:g}, acceptance {settings.acceptance} ({kept})"
+        rows.append(("sampling", text))
+    if (drafted := results.draft_vocabulary) and (share := drafted.coverage) != 1.0:
+        known = "" if share is None else f", {share:.1%} of the training text"
+        rows.append(("draft vocabulary", f"{drafted.size:,} tokens{known}"))
+    for name, rate in (("offline", results.offline), ("online", results.online)):
+        if rate:
+            text = _figure(rate.tokens_per_forward, rate.interval)
+            rows.append((f"tokens per forward, {name}", text))
+    for phase in results.phases:
+        name = f"tokens per forward after phase {phase.phase}"
+        rows.append((name, f"{phase.tokens_per_forward:.3f}"))
+    return [*rows, *_base_quality(results.base_quality), *_against_base(results)]
 
 
-def _phase(phase: PhaseRate) -> tuple[str, str]:
-    return f"tokens per forward after phase {phase.phase}", f"{phase.tokens_per_forward:.3f}"
+def _against_base(results: Results) -> Rows:
+    """Return what tells the head's text and speed from those of the base alone."""
+    rows, loops, same = [], results.degenerate, results.lossless
+    if loops:
+        rows.append(("prompts whose text loops", f"{loops.flagged}"))
+        if loops.flagged and (rest := loops.without):
+            text = _figure(rest.tokens_per_forward, rest.interval)
+            rows.append(("tokens per forward without those", text))
+    if same:
+        text = f"{same.identical} of {same.compared} prompts"
+        if (gap := same.first_divergence_logit_gap) is not None:
+            text += f"; largest logit gap at a first difference {gap:.2g}"
+        rows.append(("identical to the base alone", text))
+    if speed := results.speed:
+        rows += [
+            ("tokens per second, base alone", f"{speed.base_tokens_per_second:.1f}"),
+            ("tokens per second, with head", f"{speed.tokens_per_second:.1f}"),
+            ("speed-up", _figure(speed.speedup, speed.interval)),
+            ("time of a step over the base's", f"{speed.step_overhead:.3f}"),
+        ]
+    return rows
 
 
 def _base_quality(section: BaseQuality | None) -> Rows:
@@ -133,59 +135,10 @@ def _base_quality(section: BaseQuality | None) -> Rows:
         return []
     rows = []
     for found, name in ((section.before, "base"), (section.after, "base + adapter")):
-        low, high = found.cross_entropy_interval
-        text = f"{found.cross_entropy:.4f} ({low:.4f} to {high:.4f})"
+        text = _figure(found.cross_entropy, found.cross_entropy_interval, ".4f")
         rows.append((f"nats per token, {name}", f"{text}; {found.accuracy:.1%} right"))
-    low, high = section.change.interval
-    change = f"{section.change.cross_entropy:+.4f} ({low:+.4f} to {high:+.4f})"
+    change = _figure(section.change.cross_entropy, section.change.interval, "+.4f")
     return [*rows, ("change of the base's nats per token", change)]
-
-
-def _draft_vocabulary(section: DraftVocabulary | None) -> Rows:
-    if not section or section.coverage == 1.0:
-        return []
-    share = section.coverage
-    known = "" if share is None else f", {share:.1%} of the training text"
-    return [("draft vocabulary", f"{section.size:,} tokens{known}")]
-
-
-def _degenerate(section: Degenerate | None) -> Rows:
-    if not section:
-        return []
-    rows = [("prompts whose text loops", f"{section.flagged}")]
-    if section.flagged and section.without:
-        rows.append(("tokens per forward without those", _figure(section.without)))
-    return rows
-
-
-def _sampling(settings: Settings) -> Rows:
-    """Return how tokens were chosen, and a warning where the base's distribution was not kept."""
-    if not settings.temperature:
-        return []
-    kept = "lossless" if settings.lossless else "LOSSY: not the base's own distribution"
-    text = f"temperature {settings.temperature:g}, acceptance {settings.acceptance} ({kept})"
-    return [("sampling", text)]
-
-
-def _lossless(section: Lossless | None) -> Rows:
-    if not section:
-        return []
-    text = f"{section.identical} of {section.compared} prompts"
-    if (gap := section.first_divergence_logit_gap) is not None:
-        text += f"; largest logit gap at a first difference {gap:.2g}"
-    return [("identical to the base alone", text)]
-
-
-def _speed(speed: Speed | None) -> Rows:
-    if not speed:
-        return []
-    low, high = speed.interval
-    return [
-        ("tokens per second, base alone", f"{speed.base_tokens_per_second:.1f}"),
-        ("tokens per second, with head", f"{speed.tokens_per_second:.1f}"),
-        ("speed-up", f"{speed.speedup:.3f} ({low:.3f} to {high:.3f})"),
-        ("time of a step over the base's", f"{speed.step_overhead:.3f}"),
-    ]
 
 
 def depth_rows(results: Results) -> list[list[str]]:
@@ -206,17 +159,11 @@ def depth_rows(results: Results) -> list[list[str]]:
 
 
 def show(results: Results, console: Console | None = None, page: Path | None = None) -> None:
-    """Print the main table, the table by depth, the verdict, and where the report lies.
-
-    Args:
-        results: What was measured.
-        console: Where to; None is standard output.
-        page: The report, where it was written.
-    """
+    """Print the main table, the table by depth, the verdict, and where the report lies."""
     console = console or Console()
     table = Table(show_header=False, title="specheads evaluation", title_justify="left")
-    for name, value in summary(results):
-        table.add_row(name, value)
+    for row in summary(results):
+        table.add_row(*row)
     console.print(table)
     header, *rows = depth_rows(results)
     by_depth = Table(*header, title="by depth", title_justify="left")
@@ -229,14 +176,10 @@ def show(results: Results, console: Console | None = None, page: Path | None = N
 
 
 def record(folder: Path, results: Results) -> None:
-    """Keep what was measured with the recipe, which alone may hold numbers.
-
-    Raises:
-        ValueError: The folder holds no recipe.
-    """
+    """Keep what was measured with the recipe, which alone may hold numbers."""
     if not (folder / "recipe.yaml").is_file():
         raise ValueError(f"record needs a recipe's folder; {folder} has no recipe.yaml")
-    _write(folder / "results.json", dumps(results).encode())
+    write_atomic(folder / "results.json", dumps(results))
 
 
 def render(results: Results, pictures: Mapping[str, bytes]) -> str:
@@ -247,8 +190,7 @@ def render(results: Results, pictures: Mapping[str, bytes]) -> str:
         for name, picture in pictures.items()
     )
     title = f"{results.head.kind} on {results.base.name}"
-    made = {"settings": results.settings, "provenance": results.provenance}
-    provenance = json.dumps(to_json(made), indent=1)
+    provenance = dumps({"settings": results.settings, "provenance": results.provenance}).rstrip()
     header, *rows = depth_rows(results)
     mood = "verdict" if pays(results) else "verdict no"
     return f"""<!doctype html>
@@ -285,12 +227,11 @@ def _candidates(candidates: Sequence[Candidate]) -> str:
 
 
 def _table(header: list[str], rows: list[list[str]], chosen: int | None = None) -> str:
-    lines = [_line("th", header, "")] if header else []
+    def line(tag: str, cells: list[str], attribute: str = "") -> str:
+        inner = "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells)
+        return f"<tr{attribute}>{inner}</tr>"
+
+    lines = [line("th", header)] if header else []
     for place, row in enumerate(rows):
-        lines.append(_line("td", row, ' class="chosen"' if place == chosen else ""))
+        lines.append(line("td", row, ' class="chosen"' if place == chosen else ""))
     return "<table>{}</table>".format("\n".join(lines))
-
-
-def _line(tag: str, cells: list[str], attribute: str) -> str:
-    inner = "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells)
-    return f"<tr{attribute}>{inner}</tr>"

@@ -36,13 +36,9 @@ class Timing:
 def time_generate(
     base: FrozenBase, drafter: Drafter | None, prompts: list[list[int]], how: How
 ) -> Timing:
-    """Decode once, by the clock.
+    """Decode prompts together once, by the clock.
 
-    Args:
-        base: The model that decides.
-        drafter: What guesses; None decodes with the base alone.
-        prompts: Token ids, decoded together.
-        how: How they are decoded; its tree and acceptance rule are those of a drafter alone.
+    Without a drafter the base decodes alone, whatever tree and acceptance rule are said.
     """
     synchronise(base.device)
     start = time.perf_counter()
@@ -87,39 +83,30 @@ def time_arms(
     how: How,
     *,
     repetitions: int,
-    warmup: int = 1,
 ) -> Timings:
     """Time the base alone and several ways of drafting, turn by turn.
 
     All decode a batch one right after the other, so that a slower machine slows all, and each
-    repetition begins with another of them.
-
-    Args:
-        base: The model that decides.
-        arms: What drafts, by name.
-        prompts: Token ids.
-        how: How prompts are decoded; trees are those of the arms.
-        repetitions: How often everything is timed.
-        warmup: Batches that each decodes before the clock counts.
-
-    Raises:
-        ValueError: There is no prompt, no repetition, or no step to time.
+    repetition begins with another of them. The first batch is decoded once before the clock
+    counts. Trees are the arms' own.
     """
-    _refuse_nothing(len(prompts), repetitions, how.max_new_tokens)
+    if len(prompts) < 1 or repetitions < 1 or how.max_new_tokens < 3:
+        raise ValueError(
+            "speed needs a prompt, a repetition and 3 new tokens at least, got "
+            f"{len(prompts)}, {repetitions} and {how.max_new_tokens}"
+        )
     units = [prompts[i : i + how.batch_size] for i in range(0, len(prompts), how.batch_size)]
-    entrants: dict[str | None, Arm | None] = {None: None, **arms}
-    names = list(entrants)
+    names = [None, *arms]
 
     def run(name: str | None, unit: list[list[int]]) -> Timing:
-        arm = entrants[name]
-        if arm is None:
+        if name is None:
             return time_generate(base, None, unit, how)
-        return time_generate(base, arm.drafter, unit, replace(how, tree=arm.tree))
+        return time_generate(base, arms[name].drafter, unit, replace(how, tree=arms[name].tree))
 
-    for unit in units[:warmup]:
-        for name in names:
-            run(name, unit)
-    _reset_peak(base)
+    for name in names:
+        run(name, units[0])
+    if base.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(base.device)
     timings: Timings = {name: [[] for _ in units] for name in names}
     work = [(turn, place) for turn in range(repetitions) for place in range(len(units))]
     for turn, place in bar(work, "speed", how.progress):
@@ -136,48 +123,31 @@ def measure_speed(
     how: How,
     *,
     repetitions: int = 3,
-    warmup: int = 1,
 ) -> Speed:
     """Return the `speed` section of results.json: see `time_arms`.
 
     Of a batch's repetitions the median counts. Times cover the prompt and all new tokens;
     `step_overhead` covers decode steps only, and `draft_milliseconds` is the median time that a
-    step spends drafting, for a single row.
-
-    Args:
-        base: The model that decides.
-        drafter: What guesses.
-        prompts: Token ids.
-        how: How prompts are decoded; intervals are over batches.
-        repetitions: How often everything is timed.
-        warmup: Batches decoded both ways before the clock counts.
-
-    Raises:
-        ValueError: There is no prompt, no repetition, or no step to time.
+    step spends drafting, greedy and for a single row. Intervals are over batches.
     """
     arms = {"drafted": Arm(drafter, how.tree or policies.chain(drafter.depth))}
-    timings = time_arms(base, arms, prompts, how, repetitions=repetitions, warmup=warmup)
-    return replace(
-        summarise(timings[None], timings["drafted"]),
-        draft_milliseconds=draft_milliseconds(base, drafter, prompts[0], how),
-        repetitions=repetitions,
-        peak_gib=peak_gib(base),
-    )
-
-
-def draft_milliseconds(base: FrozenBase, drafter: Drafter, prompt: list[int], how: How) -> float:
-    """Return the median time that a decode step spends drafting, greedy and one row."""
-    out = generate(
+    timings = time_arms(base, arms, prompts, how, repetitions=repetitions)
+    single = generate(
         base,
         drafter,
-        [prompt],
+        prompts[:1],
         max_new_tokens=how.max_new_tokens,
         tree=how.tree,
         stop_at_eos=False,
         timed=True,
     )
-    times = [step.times for step in out.steps[0]]
-    return 1e3 * statistics.median(one.drafted - one.began for one in times)
+    times = [step.times for step in single.steps[0]]
+    return replace(
+        summarise(timings[None], timings["drafted"]),
+        draft_milliseconds=1e3 * statistics.median(one.drafted - one.began for one in times),
+        repetitions=repetitions,
+        peak_gib=peak_gib(base),
+    )
 
 
 def summarise(alone: list[list[Timing]], drafted: list[list[Timing]]) -> Speed:
@@ -186,8 +156,10 @@ def summarise(alone: list[list[Timing]], drafted: list[list[Timing]]) -> Speed:
     Time is compared a token, because output may differ by a tie in rounding; where it does
     not, the speed-up is simply the ratio of the summed times.
     """
-    base_seconds = [_median_seconds(arm) for arm in alone]
-    seconds = [_median_seconds(arm) for arm in drafted]
+    base_seconds, seconds = (
+        [statistics.median(timing.seconds for timing in arm) for arm in arms]
+        for arms in (alone, drafted)
+    )
     base_tokens, tokens = ([arm[0].new_tokens for arm in arms] for arms in (alone, drafted))
     # what the drafted arm would have taken for the base's number of tokens
     matched = [
@@ -208,10 +180,6 @@ def summarise(alone: list[list[Timing]], drafted: list[list[Timing]]) -> Speed:
     )
 
 
-def _median_seconds(timings: list[Timing]) -> float:
-    return statistics.median(timing.seconds for timing in timings)
-
-
 def _step_seconds(arms: list[list[Timing]]) -> float:
     """Return the mean time of a decode step over batches, the median repetition of each."""
     seconds = sum(statistics.median(one.step_seconds for one in arm) for arm in arms)
@@ -222,19 +190,6 @@ def _step_seconds(arms: list[list[Timing]]) -> float:
             "sooner; raise max_new_tokens or choose other prompts"
         )
     return seconds / steps
-
-
-def _refuse_nothing(num_prompts: int, repetitions: int, max_new_tokens: int) -> None:
-    if num_prompts < 1 or repetitions < 1 or max_new_tokens < 3:
-        raise ValueError(
-            "speed needs a prompt, a repetition and 3 new tokens at least, got "
-            f"{num_prompts}, {repetitions} and {max_new_tokens}"
-        )
-
-
-def _reset_peak(base: FrozenBase) -> None:
-    if base.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(base.device)
 
 
 def peak_gib(base: FrozenBase) -> float:

@@ -10,26 +10,14 @@ T = TypeVar("T")
 
 
 def to_json(value: Any) -> Any:
-    """Return what json.dumps takes: dataclasses as objects, by their fields' names."""
-    if is_dataclass(value):
-        return {item.name.rstrip("_"): to_json(getattr(value, item.name)) for item in fields(value)}
-    if isinstance(value, dict):
-        return {key: to_json(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [to_json(one) for one in value]
-    return value
+    """Return what json.loads gives back: dataclasses as objects, by their fields' names."""
+    return json.loads(dumps(value))
 
 
 def from_json(kind: type[T], value: dict[str, Any], where: str = "") -> T:
-    """Return the object that `to_json` made this of.
+    """Return the object that `to_json` made this of; keys that it does not know are left out.
 
-    Args:
-        kind: Its dataclass.
-        value: As `json.loads` gives it. Keys that the dataclass does not know are left out.
-        where: Place within the file, for messages.
-
-    Raises:
-        ValueError: A field that has no default is missing.
+    Messages name the place within the file by `where`.
     """
     assert is_dataclass(kind)
     hints, given = get_type_hints(kind), {}
@@ -70,4 +58,8 @@ def read(kind: type[T], file: str | Path) -> T | None:
 
 def dumps(value: Any) -> str:
     """Return the text of results.json or compare.json."""
-    return json.dumps(to_json(value), indent=1) + "\n"
+
+    def named(item: Any) -> dict[str, Any]:
+        return {field.name.rstrip("_"): getattr(item, field.name) for field in fields(item)}
+
+    return json.dumps(value, indent=1, default=named) + "\n"

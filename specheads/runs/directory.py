@@ -37,12 +37,12 @@ def atomic_folder(target: Path) -> Iterator[Path]:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def write_atomic(path: Path, text: str) -> None:
-    """Write a text file that is whole or absent."""
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Write a file that is whole or absent."""
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.parent / f".{path.name}.{uuid.uuid4().hex[:8]}"
     try:
-        scratch.write_text(text, encoding="utf-8")
+        scratch.write_bytes(content.encode() if isinstance(content, str) else content)
         scratch.replace(path)
     finally:
         scratch.unlink(missing_ok=True)

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
 from specheads.decoding.generate import generate
+from specheads.decoding.trees import policies
 from specheads.export.engines import engine_module, engines, find_layout, objection
 from specheads.export.gate import check, expect, guess, look
 from specheads.export.layout import RECORD
@@ -23,7 +24,7 @@ from specheads.export.readers import BaseView, Guess, eagle3, medusa, mlp_specul
 from specheads.export.write import export_head, save
 from specheads.heads.load import build_for, kinds, load_head
 from specheads.measure.counts import DepthCounts
-from specheads.measure.offline import replay_chain
+from specheads.measure.offline import guess_ranks, replay
 from specheads.measure.store import to_json
 from tests import tiny
 
@@ -92,8 +93,9 @@ def test_an_export_read_back_drafts_what_the_head_drafts(kind, engine, base, tex
     for number, head in enumerate(taken):
         out = tmp_path / str(number)
         lines, parity = export_head(head, base, engine, out, texts)
-        prompts, said = map(list, zip(*texts, strict=True))
-        ours = DepthCounts.total(replay_chain(base, head, prompts, said, head.depth), head.depth)
+        chain = policies.chain(head.depth)
+        walked = [replay(guess_ranks(base, head, *text, width=1), chain) for text in texts]
+        ours = DepthCounts.total(walked, head.depth)
         assert parity.per_depth == ours.per_depth()
         assert parity.largest_difference < 1e-5
         assert any(str(out) in line for line in lines)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from specheads.measure.counts import DepthCounts, acceptance_length, bootstrap_interval, loops
+from specheads.measure.results import Depth
 
 
 def test_a_forward_is_offered_every_depth_up_to_the_first_it_refuses():
@@ -15,7 +16,7 @@ def test_a_forward_is_offered_every_depth_up_to_the_first_it_refuses():
     assert counts.forwards == 4
     assert counts.offered == [4, 2, 2]
     assert counts.accepted == [3, 2, 1]
-    assert counts.per_depth()[2] == {"offered": 2, "accepted": 1}
+    assert counts.per_depth()[2] == Depth(offered=2, accepted=1)
 
 
 def test_tokens_per_forward_counts_the_bases_own_token_and_the_other_figure_does_not():

@@ -119,7 +119,7 @@ def replayed(head: Head, policy: policies.Static, texts: list[list[int]]) -> lis
 @pytest.mark.parametrize("depth", [1, 3, DEPTH])
 def test_replaying_a_chain_gives_the_loops_own_integers(noise, depth):
     head = Habit(noise)
-    replay = offline.replay_chain(tiny.base(), head, tiny.prompts(), alone(), depth)
+    replay = replayed(head, policies.chain(depth), alone())
     assert replay == online_counts(head, policies.chain(depth))
     total = DepthCounts.total(replay, depth)
     assert 0 < sum(total.accepted) < sum(total.offered), "some right and some wrong, or no test"
@@ -134,7 +134,7 @@ def test_replaying_a_static_tree_gives_the_loops_own_integers(noise):
 @pytest.mark.parametrize("limit", range(1, 12))
 def test_replay_and_loop_agree_wherever_the_limit_cuts_the_last_draft(limit):
     head = Habit(0.5)
-    replay = offline.replay_chain(tiny.base(), head, tiny.prompts(), alone(limit), DEPTH)
+    replay = replayed(head, policies.chain(DEPTH), alone(limit))
     assert replay == online_counts(head, max_new_tokens=limit)
     assert [one.new_tokens for one in replay] == [limit - 1] * 3
 
@@ -353,8 +353,8 @@ def test_speed_reports_rates_their_ratio_and_the_cost_of_a_step():
 def test_each_repetition_swaps_who_goes_first_and_warm_up_is_not_counted(monkeypatch):
     calls = []
 
-    def fake(base, drafter, unit, **settings):
-        del base, settings
+    def fake(base, drafter, unit, how):
+        del base, how
         calls.append((drafter is not None, len(unit)))
         seconds = 50.0 if len(calls) <= 2 else 1.0 if drafter else 2.0
         return speed.Timing(seconds, seconds, 10, 10 * len(unit), 11)

@@ -5,6 +5,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate, takewhile
 
 import torch
 from torch import Tensor
@@ -20,9 +22,6 @@ from specheads.measure.offline import guess_ranks, replay
 from specheads.measure.online import write_alone
 from specheads.measure.results import Candidate
 from specheads.runs.progress import bar
-
-SIZES = (4, 6, 8, 12, 16)
-"""Nodes of the trees tried, root included."""
 
 WIDTH = 8
 """Guesses a node may have as children."""
@@ -46,7 +45,6 @@ def pick_tree(
     prompts: list[list[int]],
     *,
     max_new_tokens: int = 64,
-    sizes: Sequence[int] = SIZES,
     timer: Timer | None = None,
     progress: bool = False,
 ) -> Choice:
@@ -55,30 +53,25 @@ def pick_tree(
     Candidates are chains of every depth and one tree a size, grown from how often the base's
     own text follows each rank path. Tokens per forward come from exact replay, step times from
     real steps. Every other prompt grows the trees and the rest judge them, because a tree looks
-    too good on the very text it was grown from; a single prompt does both.
-
-    Args:
-        base: The model that decides.
-        head: What guesses.
-        prompts: Token ids of training or validation text: never those of the evaluation.
-        max_new_tokens: Continuation of each prompt.
-        sizes: Nodes of the trees tried, root included.
-        timer: Tells step times; None measures them here and now.
-        progress: Whether to show progress bars.
-
-    Raises:
-        ValueError: There is no prompt, or no continuation took a forward.
+    too good on the very text it was grown from; a single prompt does both. Prompts are training
+    or validation text: never those of the evaluation. Without a timer step times are measured
+    here and now.
 
     Source: Cai et al. 2024, arXiv:2401.10774, section 2.3.3, with joint counts in place of
     products of per-depth accuracies, which are too low where difficulty comes in bursts.
     """
     if not prompts:
         raise ValueError("picking a tree needs prompts to measure on, got none")
-    ranks = _measure_ranks(base, head, prompts, max_new_tokens, progress)
+    how = How(max_new_tokens=max_new_tokens, batch_size=8, progress=progress)
+    ranks = [
+        guess_ranks(base, head, prompt, continuation, width=WIDTH)
+        for prompt, continuation in zip(prompts, write_alone(base, prompts, how), strict=True)
+    ]
     grown, judged = ranks[::2], ranks[1::2] or ranks
-    candidates = propose(grown, head.depth, sizes)
-    if timer is None:
-        timer = _step_timer(base, head, prompts, max_new_tokens, progress)
+    candidates = propose(grown, head.depth, sizes=(4, 6, 8, 12, 16))
+    timer = timer or partial(
+        time_steps, base, head, prompts, max_new_tokens=max_new_tokens, progress=progress
+    )
     base_seconds, *seconds = timer([policies.NOTHING, *candidates])
     table = [_row(policies.NOTHING, 1.0, 1.0)]
     for tree, step in zip(candidates, seconds, strict=True):
@@ -102,32 +95,21 @@ def _row(tree: policies.Static, tokens_per_forward: float, step_overhead: float)
     )
 
 
-def _measure_ranks(
-    base: FrozenBase, head: Head, prompts: list[list[int]], max_new_tokens: int, progress: bool
-) -> list[Tensor]:
-    how = How(max_new_tokens=max_new_tokens, batch_size=8, progress=progress)
-    return [
-        guess_ranks(base, head, prompt, continuation, width=WIDTH)
-        for prompt, continuation in zip(prompts, write_alone(base, prompts, how), strict=True)
-    ]
-
-
 def propose(ranks: list[Tensor], depth: int, sizes: Sequence[int]) -> list[policies.Static]:
-    """Return the chains of depth 1 to `depth` and the best tree of each size.
+    """Return the chains of depth 1 to `depth` and the best tree of each size, root included.
 
-    Args:
-        ranks: One tensor a text, from `guess_ranks` with width `WIDTH`.
-        depth: Of the head.
-        sizes: Nodes of each tree, root included. A size that the text never fills gives the
-            largest tree it does fill; trees that are chains, or were proposed before, are not
-            proposed again.
+    Ranks are those of texts, by `guess_ranks` with width `WIDTH`. A size that the text never
+    fills gives the largest tree it does fill; none is proposed twice.
     """
     chains = [policies.chain(length) for length in range(1, depth + 1)]
     known = {tree.paths for tree in chains}
     trees = []
     # a path is never more frequent than its beginning, so the most frequent paths are a tree,
     # and no other tree of that size is followed further on this text
-    followed = count_paths(ranks)
+    followed: Counter[tuple[int, ...]] = Counter()
+    for row in torch.cat(ranks).tolist():
+        guessed = takewhile(lambda rank: 0 <= rank < WIDTH, row)
+        followed.update(accumulate((rank,) for rank in guessed))
     ordered = sorted(followed, key=lambda path: (-followed[path], len(path), path))
     for size in sizes:
         tree = policies.Static(ordered[: size - 1], name="static")
@@ -135,30 +117,6 @@ def propose(ranks: list[Tensor], depth: int, sizes: Sequence[int]) -> list[polic
             known.add(tree.paths)
             trees.append(tree)
     return chains + trees
-
-
-def count_paths(ranks: list[Tensor]) -> Counter[tuple[int, ...]]:
-    """Return how often the text follows each rank path, over all places of all texts."""
-    followed: Counter[tuple[int, ...]] = Counter()
-    for row in torch.cat(ranks).tolist():
-        path: tuple[int, ...] = ()
-        for rank in row:
-            if not 0 <= rank < WIDTH:
-                break
-            path = (*path, rank)
-            followed[path] += 1
-    return followed
-
-
-def _step_timer(
-    base: FrozenBase, head: Head, prompts: list[list[int]], max_new_tokens: int, progress: bool
-) -> Timer:
-    def timer(trees: Sequence[policies.TreePolicy]) -> list[float]:
-        return time_steps(
-            base, head, prompts, trees, max_new_tokens=max_new_tokens, progress=progress
-        )
-
-    return timer
 
 
 @torch.inference_mode()
@@ -175,16 +133,8 @@ def time_steps(
     """Return the median seconds of a real decode step with each tree.
 
     Trees take turns step by step, so what else the machine does slows them alike, and all
-    of them continue the same prompts. `policies.NOTHING` steps with the base alone.
-
-    Args:
-        base: The model that decides.
-        head: What guesses.
-        prompts: Token ids; as many as it takes, one after the other, round and round.
-        trees: What to time.
-        max_new_tokens: How far each prompt is continued at most.
-        num_steps: Steps timed of each tree, at least.
-        progress: Whether to show a progress bar.
+    of them continue the same prompts, round and round until `num_steps` of each tree are timed.
+    `policies.NOTHING` steps with the base alone.
     """
     deepest = max(tree.depth for tree in trees)
     # the first step after a prompt is not timed: it reads the whole prompt's features
