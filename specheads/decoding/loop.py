@@ -4,7 +4,7 @@ Rows come and go between steps; see docs/serving_loop.md.
 """
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -44,8 +44,8 @@ class Step:
     """Token of each node of the tree, the root first."""
     parents: list[int]
     """Parent of each node, -1 for the root and for nodes that are padding."""
-    times: Times
-    """Of the step; rows of one batch share them."""
+    times: Times = field(compare=False)
+    """Of the step; rows of one batch share them. Equal steps said the same, sooner or later."""
 
     @property
     def drafted_beyond(self) -> bool:
