@@ -42,10 +42,10 @@ def tree_mask(
         visible = torch.cat([committed, ancestors], dim=-1)
     else:
         visible = (slots < lengths)[:, None].repeat(1, num_nodes, 1)
-        _, scratch = cache.scratch(num_nodes)
+        scratch = cache.scratch(num_nodes)
         visible.scatter_(-1, scratch[:, None].expand(-1, num_nodes, -1), ancestors)
     if window is not None:
-        _, scratch = cache.scratch(num_nodes)
+        scratch = cache.scratch(num_nodes)
         own = cache.positions[:, None] + depths
         positions = cache.slot_positions(end).scatter(1, scratch, own)
         visible = visible & (positions[:, None] > own[..., None] - window)
