@@ -128,13 +128,16 @@ class RowLayer(CacheLayerMixin):
         self.cache = cache
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return how many slots a forward looks at, and that the first is the first."""
         del query_length
         return self.cache.end, 0
 
     def get_seq_length(self) -> int:
+        """Return the length of the longest row."""
         return self.cache.longest
 
     def get_max_length(self) -> int:
+        """Return the capacity of a row, -1 for none."""
         return self.cache.capacity
 
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import torch
 
 from specheads.base.cache import RowCache, upload
-from specheads.base.model import FrozenBase, Verification
+from specheads.base.forward import Verification
+from specheads.base.model import FrozenBase
 from specheads.core.drafter import Drafter, Memory
 from specheads.core.features import Committed
 from specheads.core.tree import TokenTree
