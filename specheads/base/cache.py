@@ -22,20 +22,20 @@ class RowCache(Cache, ABC):
     attended to, because the mask says so, and is written over by the next forward.
 
     The order of calls is `reserve`, one forward, `commit`; rows come and go between those
-    (`keep_rows`, `join`).
-
-    Args:
-        layers: Where each layer of the base keeps its keys and values.
-        batch: Rows.
-        device: Where lengths live; keys and values follow the base.
+    (`keep_rows`, `join`). Lengths live on the `device`; keys and values follow the base.
     """
 
     static = False
-    """Whether forwards of one length look alike to a compiler while rows grow."""
+    """Whether forwards of one length look alike to a compiler while rows grow: lengths are then
+    known to the device only, and slots are looked at `EXTENT` at a time."""
+    capacity = -1
+    """Slots of a row: committed tokens and the scratch of one forward; -1 where nothing ends it."""
 
     def __init__(self, layers: list[Any], batch: int, device: torch.device | str) -> None:
         self.device = torch.device(device)
         self._set_lengths([0] * batch)
+        self.end = 0
+        """Slots that the reserved forward looks at."""
         super().__init__(layers=layers)
 
     def _set_lengths(self, lengths: list[int]) -> None:
@@ -43,13 +43,12 @@ class RowCache(Cache, ABC):
         self.row_lengths = lengths
         self.lengths = upload(lengths, self.device)
         self.longest = max(lengths, default=0)
-        self.shared_length = self.longest if min(lengths, default=0) == self.longest else None
+        alike = not self.static and min(lengths, default=0) == self.longest
+        self.shared_length = self.longest if alike else None
 
-    def scratch(self, length: int) -> tuple[Tensor, Tensor]:
-        """Return row and slot indices of the next `length` positions, each (batch, length)."""
-        rows = torch.arange(len(self.lengths), device=self.device)[:, None]
-        slots = self.lengths[:, None] + torch.arange(length, device=self.device)
-        return rows.expand_as(slots), slots
+    def scratch(self, length: int) -> Tensor:
+        """Return the slots of each row's next positions: (batch, length)."""
+        return self.lengths[:, None] + torch.arange(length, device=self.device)
 
     @property
     def positions(self) -> Tensor:
@@ -62,55 +61,51 @@ class RowCache(Cache, ABC):
 
     def extent(self, length: int) -> int:
         """Return how many slots a forward over `length` new positions looks at."""
-        return self.longest + length
+        end = self.longest + length
+        return _whole(end) if self.static else end
 
     @abstractmethod
     def reserve(self, length: int, counts: list[int] | None = None) -> None:
         """Make room for the next forward, of `length` positions a row.
 
-        Args:
-            length: Positions that every row is given.
-            counts: How many of them row b can ever commit, where the rest is padding; None is
-                all of them.
+        Row b can commit `counts[b]` of them at most, and the rest is padding; None is all.
         """
 
     def commit(self, paths: list[list[int]]) -> None:
         """Keep nodes `paths[b]` of the last forward, in order; forget the rest.
 
-        Args:
-            paths: Accepted nodes of each row, by their place in the last forward; none keeps
-                nothing. They are on the host because the engine reads what was accepted once a
-                step anyway.
+        They are on the host because the engine reads what was accepted once a step anyway.
         """
         if any(path != list(range(len(path))) for path in paths):
-            self._move(paths)
+            width = max(map(len, paths))
+            # rows that keep fewer repeat their last node into slots that stay scratch
+            padded = [path + (path[-1:] or [0]) * (width - len(path)) for path in paths]
+            source = self.lengths[:, None] + upload(padded, self.device)
+            self._copy(self.scratch(width), source)
         self._set_lengths(
             [old + len(path) for old, path in zip(self.row_lengths, paths, strict=True)]
         )
 
     @abstractmethod
-    def _move(self, paths: list[list[int]]) -> None:
-        """Bring these nodes to the front of each row's scratch."""
+    def _copy(self, target: Tensor, source: Tensor) -> None:
+        """Copy slots `source[b]` of each row b to slots `target[b]`."""
 
-    def _moves(self, paths: list[list[int]]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return rows, target slots and source slots of these nodes, each (batch, width)."""
-        width = max(map(len, paths))
-        # rows that keep fewer repeat their last node into slots that stay scratch
-        padded = [path + (path[-1:] or [0]) * (width - len(path)) for path in paths]
-        rows, target = self.scratch(width)
-        return rows, target, self.lengths[:, None] + upload(padded, self.device)
-
-    @abstractmethod
     def keep_rows(self, rows: list[int]) -> None:
         """Forget every row but these, in this order; a row named twice is forked.
 
         Finished and cancelled requests leave the batch this way; the copies of a forked row go on
         from the same text, each in its own direction.
         """
+        self._set_lengths([self.row_lengths[row] for row in rows])
 
-    @abstractmethod
     def join(self, other: "RowCache") -> None:
-        """Take over another cache's rows, behind the own ones; the other is left without rows."""
+        """Take over another cache's rows, behind the own ones; the other is left without rows.
+
+        Raises:
+            ValueError: Its rows have another capacity, or lie in another pool.
+        """
+        self._set_lengths(self.row_lengths + other.row_lengths)
+        other.keep_rows([])
 
 
 def upload(values: list[Any], device: torch.device) -> Tensor:
@@ -123,15 +118,30 @@ def _whole(slots: int) -> int:
     return -(-slots // EXTENT) * EXTENT
 
 
-class _Layer(CacheLayerMixin):
-    """One layer's rows; reads its place from the cache it belongs to."""
+class RowLayer(CacheLayerMixin):
+    """One layer of a cache, which tells transformers the place of its rows."""
 
     is_croppable = False
 
-    def __init__(self, cache: "KVCache") -> None:
+    def __init__(self, cache: RowCache) -> None:
         super().__init__()
         self.cache = cache
 
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return how many slots a forward looks at, and that the first is the first."""
+        del query_length
+        return self.cache.end, 0
+
+    def get_seq_length(self) -> int:
+        """Return the length of the longest row."""
+        return self.cache.longest
+
+    def get_max_length(self) -> int:
+        """Return the capacity of a row, -1 for none."""
+        return self.cache.capacity
+
+
+class _Layer(RowLayer):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate on the first forward, when head counts and widths are known."""
         batch, heads, _, width = key_states.shape
@@ -156,7 +166,7 @@ class _Layer(CacheLayerMixin):
             keys[:, :, shared : shared + length] = key_states
             values[:, :, shared : shared + length] = value_states
         else:
-            rows, slots = self.cache.scratch(length)
+            rows, slots = _rows(keys), self.cache.scratch(length)
             keys[rows, :, slots] = key_states.transpose(1, 2)
             values[rows, :, slots] = value_states.transpose(1, 2)
         return keys[:, :, :end], values[:, :, :end]
@@ -167,52 +177,22 @@ class _Layer(CacheLayerMixin):
         assert self.values is not None
         return self.keys, self.values
 
-    def move(self, rows: Tensor, target: Tensor, source: Tensor) -> None:
+    def copy(self, target: Tensor, source: Tensor) -> None:
         """Copy slots `source[b]` of each row b to slots `target[b]`."""
         for held in self.held():
-            held[rows, :, target] = held[rows, :, source]
+            if len(held) == 1:
+                # one row needs no index of rows, and is copied in less time without
+                held.index_copy_(2, target[0], held.index_select(2, source[0]))
+            else:
+                held[_rows(held), :, target] = held[_rows(held), :, source]
 
-    def gather(self, source: Tensor, first: int) -> None:
-        """Copy these slots of every row to the slots from `first` on, in order."""
-        for held in self.held():
-            held[:, :, first : first + len(source)] = held.index_select(2, source)
 
-    def keep_rows(self, index: Tensor) -> None:
-        """Forget every row but these."""
-        if self.is_initialized:
-            keys, values = self.held()
-            self.keys, self.values = keys[index], values[index]
-
-    def join(self, other: "_Layer") -> None:
-        """Append the other's rows."""
-        if other.is_initialized:
-            held = [self.held()] if self.is_initialized else []
-            keys, values = zip(*held, other.held(), strict=True)
-            self.keys, self.values = torch.cat(keys), torch.cat(values)
-            self.is_initialized = True
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        del query_length
-        return self.cache.end, 0
-
-    def get_seq_length(self) -> int:
-        return self.cache.longest
-
-    def get_max_length(self) -> int:
-        return self.cache.capacity
+def _rows(held: Tensor) -> Tensor:
+    return torch.arange(len(held), device=held.device)[:, None]
 
 
 class KVCache(RowCache):
-    """Contiguous rows of one capacity: the fastest to read, and as large as the longest may get.
-
-    Args:
-        num_layers: Layers of the base.
-        batch: Rows.
-        capacity: Slots of a row: committed tokens and the scratch of one forward together.
-        device: Where lengths live; keys and values follow the base.
-        static: As in the class. Lengths are then known to the device only, and slots are looked
-            at `EXTENT` at a time.
-    """
+    """Contiguous rows of one capacity: the fastest to read, and as large as the longest may get."""
 
     def __init__(
         self,
@@ -224,17 +204,11 @@ class KVCache(RowCache):
         static: bool = False,
     ) -> None:
         self.capacity, self.static = _whole(capacity) if static else capacity, static
-        self.end = 0
-        """Slots that the reserved forward looks at."""
         self._own_layers = [_Layer(self) for _ in range(num_layers)]
         super().__init__(self._own_layers, batch, device)
 
     def reserve(self, length: int, counts: list[int] | None = None) -> None:
-        """Check that the next forward fits.
-
-        Raises:
-            ValueError: The rows have no room for it.
-        """
+        """Check that the next forward fits: a ValueError says that it does not."""
         del counts
         if self.longest + length > self.capacity:
             raise ValueError(
@@ -243,47 +217,30 @@ class KVCache(RowCache):
             )
         self.end = self.extent(length)
 
-    def extent(self, length: int) -> int:
-        """Return how many slots a forward over `length` new positions looks at."""
-        end = super().extent(length)
-        return _whole(end) if self.static else end
-
-    def _set_lengths(self, lengths: list[int]) -> None:
-        super()._set_lengths(lengths)
-        if self.static:
-            self.shared_length = None
-
-    def _move(self, paths: list[list[int]]) -> None:
-        if len(paths) == 1:
-            # one row needs no index of rows, and slices are cheaper than indices
-            first = self.row_lengths[0]
-            source = upload(paths[0], self.device) + first
-            for layer in self._own_layers:
-                layer.gather(source, first)
-        else:
-            moves = self._moves(paths)
-            for layer in self._own_layers:
-                layer.move(*moves)
+    def _copy(self, target: Tensor, source: Tensor) -> None:
+        for layer in self._own_layers:
+            layer.copy(target, source)
 
     def keep_rows(self, rows: list[int]) -> None:
         """Forget every row but these, in this order; a row named twice is copied."""
         index = upload(rows, self.device)
         for layer in self._own_layers:
-            layer.keep_rows(index)
-        self._set_lengths([self.row_lengths[row] for row in rows])
+            if layer.is_initialized:
+                keys, values = layer.held()
+                layer.keys, layer.values = keys[index], values[index]
+        super().keep_rows(rows)
 
     def join(self, other: RowCache) -> None:
-        """Take over another cache's rows; both are copied into new, larger tensors.
-
-        Raises:
-            ValueError: The other's rows have another capacity.
-        """
+        """Take over another cache's rows; both are copied into new, larger tensors."""
         if not isinstance(other, KVCache) or other.capacity != self.capacity:
             raise ValueError(
                 f"rows that join a contiguous batch must be contiguous rows of {self.capacity} "
-                f"slots, got {other.layers[0].get_max_length()}; allocate them alike"
+                f"slots, got {other.capacity}; allocate them alike"
             )
         for own, new in zip(self._own_layers, other._own_layers, strict=True):
-            own.join(new)
-        self._set_lengths(self.row_lengths + other.row_lengths)
-        other.keep_rows([])
+            if new.is_initialized:
+                held = [own.held()] if own.is_initialized else []
+                keys, values = zip(*held, new.held(), strict=True)
+                own.keys, own.values = torch.cat(keys), torch.cat(values)
+                own.is_initialized = True
+        super().join(other)

@@ -20,10 +20,7 @@ def compiled(function: Callable[..., Any], device: torch.device) -> Callable[...
 
     On a CPU sizes are symbols: rows, nodes and slots may change from call to call. On CUDA every
     combination of them is recorded as a CUDA graph of its own, and what the function returns is
-    overwritten by its next call.
-
-    Raises:
-        ValueError: Later, when it is called: what is needed to compile is missing.
+    overwritten by its next call. A ValueError that says what is missing to compile comes then.
     """
     # the compiler takes a second or two to import: whoever does not compile does without it
     from torch._inductor.exc import InductorError

@@ -18,9 +18,7 @@ SMALLEST = 2.0**-14
 def exact_fingerprint(model: nn.Module, tokenizer: PreTrainedTokenizerBase | None) -> str:
     """Hash the weights (evenly spaced samples of each tensor) as they are, and the vocabulary.
 
-    Args:
-        model: Model whose weights are hashed; the same ones in another dtype are others here.
-        tokenizer: Its tokenizer, where it has one.
+    The same weights in another dtype are others here.
     """
     digest = hashlib.sha256()
     for name, value in sorted(model.state_dict().items()):
@@ -41,13 +39,8 @@ def base_fingerprint(model: nn.Module, embedding: Tensor, projection: Tensor) ->
     change of all weights by a share of 2**-8 / samples is likely to move one. Of a checkpoint in
     bfloat16 every sample that changed at all is seen. Names of tensors do not count.
 
-    Args:
-        model: Model whose parameters are sampled.
-        embedding: Its input embedding (vocab, width).
-        projection: Its vocabulary projection (vocab, width), unscaled.
-
-    Returns:
-        `tables_fingerprint`, a hyphen, and 16 hex digits of all parameters.
+    The projection is the unscaled one. What is returned is `tables_fingerprint`, a hyphen, and 16
+    hex digits of all parameters.
     """
     found = {_sample(value, WEIGHT_SAMPLES) for value in model.parameters()}
     weights = hashlib.sha256(b"".join(sorted(found))).hexdigest()[:16]

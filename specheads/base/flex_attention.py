@@ -34,13 +34,7 @@ def tree_block_mask(
 
     Blocks that every node sees whole are listed as full and cost no mask at all; only those at
     the scratch and at a window's edge are looked at slot by slot. The memory it takes is one
-    number a row and block.
-
-    Args:
-        ancestors: As in `tree_mask`.
-        depths: As in `tree_mask`.
-        cache: With room reserved for the tree.
-        window: As in `tree_mask`.
+    number a row and block. Arguments are those of `tree_mask`; the cache has reserved room.
     """
     num_nodes, size = ancestors.shape[1], cache.pool.block_size
     lengths = cache.lengths[:, None]
@@ -109,10 +103,7 @@ def _kernel(device_type: str) -> Callable[..., Any]:
 
 
 def _capped(bound: float) -> Callable[..., Tensor]:
-    def cap(score: Tensor, *_: Tensor) -> Tensor:
-        return bound * torch.tanh(score / bound)
-
-    return cap
+    return lambda score, *_: bound * torch.tanh(score / bound)
 
 
 def paged_attention(
@@ -127,15 +118,8 @@ def paged_attention(
 ) -> tuple[Tensor, None]:
     """Attend from every row's nodes to the pool: what transformers calls in each layer.
 
-    Args:
-        module: The layer; unused.
-        query: (batch, heads, node, width).
-        key: (1, key heads, slots of the pool, width).
-        value: Like the keys.
-        attention_mask: What each node sees.
-        scaling: Of the scores; None is one over the root of the width.
-        softcap: Bound that the scores are squashed into, as Gemma 2 does.
-        settings: What else a model says; windows are in the mask already.
+    Queries are (batch, heads, node, width), keys and values (1, key heads, slots of the pool,
+    width). No `scaling` is one over the root of the width; `softcap` bounds scores, as in Gemma 2.
 
     Raises:
         ValueError: The model adds something to attention that this does not know.

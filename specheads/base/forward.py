@@ -5,17 +5,18 @@ See docs/tree_verification.md.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 from transformers import PreTrainedModel
 
+from specheads.base import lora
 from specheads.base.cache import RowCache, upload
 from specheads.base.flex_attention import attending, reads_in_place, tree_block_mask
-from specheads.base.masks import attention_windows, context_length, tree_mask
+from specheads.base.masks import attention_windows, context_length, refuse_attention, tree_mask
 from specheads.base.projection import VocabularyProjection, vocabulary_projection
 from specheads.core.features import Features
 from specheads.core.tree import TokenTree
@@ -38,119 +39,150 @@ def answer(
     return projection(out.last_hidden_state), out
 
 
-def read(
-    model: PreTrainedModel, tokens: Int[Tensor, "batch time"], aux_layers: tuple[int, ...] = ()
-) -> Features:
-    """Read whole sequences from their first token, without logits and without a cache."""
-    inputs = {"input_ids": tokens, "use_cache": False}
-    out = model.base_model(**inputs, output_hidden_states=bool(aux_layers))
-    return _features(out, tokens, aux_layers)
+class Forwards:
+    """What a causal LM is asked: features of texts, verdicts on trees, and prompts committed.
 
-
-@torch.no_grad()
-def verify(
-    model: PreTrainedModel,
-    tree: TokenTree,
-    cache: RowCache,
-    aux_layers: tuple[int, ...] = (),
-    run: Callable[..., tuple[Tensor, Any]] = answer,
-) -> Verification:
-    """Run every node of a tree in one forward, each seeing the committed text and its path.
-
-    Args:
-        model: Any that `selfcheck.check` accepts.
-        tree: Nodes of every row.
-        cache: Keys and values of the committed text; those of the nodes go to its scratch.
-        aux_layers: Layers whose residual stream is wanted too.
-        run: `answer`, or what it was compiled to.
-
-    Raises:
-        ValueError: The rows of a contiguous cache have no room for the tree.
-        PoolFullError: The pool of a paged one has too few free blocks; nothing has changed.
+    The model is not changed, and must be in eval mode. See `FrozenBase` for arguments and errors.
     """
-    ancestors = tree.ancestors()
-    cache.reserve(tree.tokens.shape[1])
-    inputs = _inputs(model, tree.tokens, ancestors, ancestors.sum(-1) - 1, cache)
-    with attending(model.config.get_text_config(), cache):
-        projection = vocabulary_projection(model)
-        logits, out = run(model, projection, **inputs, output_hidden_states=bool(aux_layers))
-    return Verification(logits, _features(out, tree.tokens, aux_layers), ancestors)
 
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.config = model.config.get_text_config()
+        self.windows = attention_windows(self.config)
+        refuse_attention(self.config._attn_implementation)
+        self._run: Callable[..., tuple[Tensor, Any]] = answer
 
-@torch.no_grad()
-def prefill(
-    model: PreTrainedModel,
-    tokens: Int[Tensor, "batch time"],
-    cache: RowCache,
-    counts: list[int],
-    aux_layers: tuple[int, ...],
-    chunk: int,
-) -> tuple[Float[Tensor, "batch vocab"], Features]:
-    """Read and commit prompts of different lengths: chunk by chunk, each a tree without branches.
+    @cached_property
+    def max_length(self) -> int:
+        """Positions of its context; see `masks.context_length`."""
+        return context_length(self.config)
 
-    Args:
-        model: As in `verify`.
-        tokens: Prompts, padded on the right; row b counts its first `counts[b]`, at least one.
-        cache: Keys and values of earlier text of the same rows, or none.
-        counts: Tokens of each row; the padding after them is never attended to.
-        aux_layers: As in `verify`.
-        chunk: Positions a forward reads at most: masks and activations grow with it and not
-            with the prompt.
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return self.model.device
 
-    Returns:
-        The logits after each row's last token, and the features of every position.
+    @property
+    def dtype(self) -> torch.dtype:
+        """What it computes in."""
+        return self.model.dtype
 
-    Raises:
-        ValueError: As in `verify`.
-        PoolFullError: As in `verify`; the chunks before stay committed.
-    """
-    config, pieces = model.config.get_text_config(), []
-    for first in range(0, tokens.shape[1], chunk):
-        piece = tokens[:, first : first + chunk]
-        batch, length = piece.shape
-        left = [min(max(count - first, 0), length) for count in counts]
-        depths = torch.arange(length, device=tokens.device)
-        ancestors = (depths[:, None] >= depths).expand(batch, -1, -1)
-        cache.reserve(length, left)
-        inputs = _inputs(model, piece, ancestors, depths.expand(batch, -1), cache)
-        with attending(config, cache):
-            out = model.base_model(**inputs, output_hidden_states=bool(aux_layers))
-        pieces.append(_features(out, piece, aux_layers))
-        cache.commit([list(range(count)) for count in left])
-    features = Features.consecutive(pieces)
-    last = upload([count - 1 for count in counts], model.device)
-    return vocabulary_projection(model)(features.at(last[:, None]).hidden[:, 0]), features
+    @property
+    def static(self) -> bool:
+        """Whether forwards should look alike to a compiler: CUDA graphs know one shape each."""
+        return self._run is not answer and self.device.type == "cuda"
 
+    @property
+    def projection(self) -> VocabularyProjection:
+        """The way from final hidden states to logits, as the weights are now."""
+        return vocabulary_projection(self.model)
 
-def _inputs(
-    model: PreTrainedModel, tokens: Tensor, ancestors: Tensor, depths: Tensor, cache: RowCache
-) -> dict[str, Any]:
-    """Return what the model is given: tokens, their masks and positions, and the cache."""
-    config = model.config.get_text_config()
-    windows = attention_windows(config)
-    masks = {
-        window: _mask(ancestors, depths, cache, window, model.dtype)
-        for window in set(windows.values())
-    }
-    by_type = {kind: masks[window] for kind, window in windows.items()}
-    limit = context_length(config) - 1
-    return {
-        "input_ids": tokens,
-        # models that mix kinds of layer take one mask a kind; the others take the mask
-        "attention_mask": by_type if len(by_type) > 1 else next(iter(masks.values())),
-        # a tree may reach past the context at its end, with nodes never asked for
-        "position_ids": (cache.positions[:, None] + depths).clamp(max=limit),
-        "past_key_values": cache,
-        "use_cache": True,
-    }
+    def logits_of(self, hidden: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch vocab"]:
+        """Return the logits of final hidden states, with gradients for an adapter that learns.
 
+        What an adapter adds to the projection it computes itself here, so that its matrices get
+        gradients and its dropout is on while it learns; `projection` holds the sum fixed.
+        """
+        layer: Any = self.model.get_output_embeddings()
+        if lora.adapts(layer):
+            return self.projection.finish(layer(hidden))
+        return self.projection(hidden)
 
-def _mask(
-    ancestors: Tensor, depths: Tensor, cache: RowCache, window: int | None, dtype: torch.dtype
-) -> Tensor | BlockMask:
-    if reads_in_place(cache):
-        return tree_block_mask(ancestors, depths, cache, window)
-    return tree_mask(ancestors, depths, cache, window, dtype)
+    def read(
+        self,
+        tokens: Int[Tensor, "batch time"],
+        aux_layers: tuple[int, ...] = (),
+        *,
+        gradients: bool = False,
+    ) -> Features:
+        """Read whole sequences from their first token, without logits and without a cache.
+
+        The residual streams of `aux_layers` are read too; with `gradients` the features carry
+        them to an adapter that is trained.
+        """
+        tokens = tokens.to(self.device)
+        with torch.set_grad_enabled(gradients):
+            return self._features({"input_ids": tokens, "use_cache": False}, aux_layers)
+
+    @torch.no_grad()
+    def verify(
+        self, tree: TokenTree, cache: RowCache, aux_layers: tuple[int, ...] = ()
+    ) -> Verification:
+        """Run every node of a tree in one forward, each seeing the committed text and its path.
+
+        The keys and values stay in the cache's scratch until `cache.commit`.
+
+        Raises:
+            ValueError: The rows of a contiguous cache have no room for the tree.
+            PoolFullError: The pool of a paged one has too few free blocks; nothing has changed.
+        """
+        # what is recorded for one shape would be recorded again for each length of such rows
+        run = answer if self.static and not cache.static else self._run
+        ancestors = tree.ancestors()
+        cache.reserve(tree.tokens.shape[1])
+        inputs = self._inputs(tree.tokens, ancestors, ancestors.sum(-1) - 1, cache)
+        with attending(self.config, cache):
+            logits, out = run(
+                self.model, self.projection, **inputs, output_hidden_states=bool(aux_layers)
+            )
+        return Verification(logits, _features(out, tree.tokens, aux_layers), ancestors)
+
+    @torch.no_grad()
+    def prefill(
+        self,
+        tokens: Int[Tensor, "batch time"],
+        cache: RowCache,
+        counts: list[int],
+        aux_layers: tuple[int, ...] = (),
+        chunk: int = 512,
+    ) -> tuple[Float[Tensor, "batch vocab"], Features]:
+        """Read and commit prompts of different lengths: by chunks, each a tree without branches.
+
+        Row b counts its first `counts[b]` tokens, at least one; the padding on the right is never
+        attended to. A forward reads at most `chunk` positions: masks and activations grow with it
+        and not with the prompt. Returns the logits after each row's last token, and the features
+        of every position. Errors are those of `verify`; the chunks before stay committed.
+        """
+        pieces = []
+        for first in range(0, tokens.shape[1], chunk):
+            piece = tokens[:, first : first + chunk]
+            batch, length = piece.shape
+            left = [min(max(count - first, 0), length) for count in counts]
+            depths = torch.arange(length, device=tokens.device)
+            ancestors = (depths[:, None] >= depths).expand(batch, -1, -1)
+            cache.reserve(length, left)
+            inputs = self._inputs(piece, ancestors, depths.expand(batch, -1), cache)
+            with attending(self.config, cache):
+                pieces.append(self._features(inputs, aux_layers))
+            cache.commit([list(range(count)) for count in left])
+        features = Features.consecutive(pieces)
+        last = upload([count - 1 for count in counts], self.device)
+        return self.projection(features.at(last[:, None]).hidden[:, 0]), features
+
+    def _inputs(
+        self, tokens: Tensor, ancestors: Tensor, depths: Tensor, cache: RowCache
+    ) -> dict[str, Any]:
+        """Return what the model is given: tokens, their masks and positions, and the cache."""
+        masks = {
+            window: tree_block_mask(ancestors, depths, cache, window)
+            if reads_in_place(cache)
+            else tree_mask(ancestors, depths, cache, window, self.dtype)
+            for window in set(self.windows.values())
+        }
+        by_type = {kind: masks[window] for kind, window in self.windows.items()}
+        return {
+            "input_ids": tokens,
+            # models that mix kinds of layer take one mask a kind; the others take the mask
+            "attention_mask": by_type if len(by_type) > 1 else next(iter(masks.values())),
+            # a tree may reach past the context at its end, with nodes never asked for
+            "position_ids": (cache.positions[:, None] + depths).clamp(max=self.max_length - 1),
+            "past_key_values": cache,
+            "use_cache": True,
+        }
+
+    def _features(self, inputs: dict[str, Any], aux_layers: tuple[int, ...]) -> Features:
+        out = self.model.base_model(**inputs, output_hidden_states=bool(aux_layers))
+        return _features(out, inputs["input_ids"], aux_layers)
 
 
 def _features(out: Any, tokens: Tensor, aux_layers: tuple[int, ...]) -> Features:

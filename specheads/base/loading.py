@@ -19,17 +19,8 @@ def load_model(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     """Load a model and its tokenizer; a folder without tokenizer files has none.
 
-    Args:
-        source: Folder, or Hub id.
-        revision: Hub revision; ignored for a folder.
-        dtype: "float32", "float64", "bfloat16", "float16", or "auto": bfloat16 on CUDA and
-            float32 elsewhere.
-        device: A torch device, or "auto": CUDA where there is one.
-        attention: "sdpa" or "eager".
-
-    Raises:
-        ValueError: Device, dtype or attention is unknown or not here, or transformers cannot
-            load the base, or its weights are not in safetensors.
+    The revision is one of the Hub, and ignored for a folder. The dtype is one of `DTYPES`, or
+    "auto": bfloat16 on CUDA and float32 elsewhere; the device "auto" is CUDA where there is one.
     """
     refuse_attention(attention)
     place = _device(device)
@@ -88,10 +79,3 @@ def _refuse_pickles(source: str) -> None:
             f"weights must lie there in safetensors, and it has {found}; write them with "
             "save_pretrained of a model that you trust"
         )
-
-
-def eos_ids(model: PreTrainedModel) -> tuple[int, ...]:
-    """Return the tokens that end a text; empty where the model names none."""
-    settings = model.generation_config or model.config.get_text_config()
-    ids = settings.eos_token_id
-    return () if ids is None else tuple(ids) if isinstance(ids, list | tuple) else (ids,)

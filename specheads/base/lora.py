@@ -28,13 +28,7 @@ class Adapter:
     The model's own weights are never touched. It stays in eval mode: only LoRA's own dropout is
     ever on.
 
-    Args:
-        model: Gets the layers in place, until `remove`.
-        settings: Rank, scale, dropout and which layers.
-        seed: Of the first factors; the second ones are zero.
-
-    Raises:
-        ValueError: As `targets`.
+    Its first factors are drawn from the seed; the second ones are zero.
     """
 
     def __init__(self, model: PreTrainedModel, settings: Joint, seed: int = 0) -> None:
@@ -56,9 +50,12 @@ class Adapter:
 
     def learn(self, on: bool) -> None:
         """Let the layers take gradients, with dropout; or only compute, without."""
+        from peft.tuners.lora import LoraLayer
+
         self._learning = on
-        for layer in self._layers():
-            layer.lora_dropout.train(on)
+        for layer in self._wrapped.modules():
+            if isinstance(layer, LoraLayer):
+                layer.lora_dropout.train(on)
         for value in self.parameters:
             value.requires_grad_(on)
 
@@ -90,24 +87,13 @@ class Adapter:
         """Take the layers out: the model is then bitwise what it was."""
         self._wrapped.unload()
 
-    def _layers(self) -> list[Any]:
-        from peft.tuners.lora import LoraLayer
-
-        return [layer for layer in self._wrapped.modules() if isinstance(layer, LoraLayer)]
-
 
 def targets(model: PreTrainedModel, wanted: Sequence[str] = ()) -> list[str]:
     """Return the full names of the linear layers that get LoRA.
 
-    Args:
-        model: Whose layers.
-        wanted: Full names, or their ends such as `q_proj`. Empty is every linear layer, the
-            vocabulary projection included unless it is the input embedding's own matrix: what
-            is added to that one could not be merged without changing the embedding too.
-
-    Raises:
-        ValueError: The model is quantised, a name matches no linear layer, or it is that of a
-            projection tied to the embedding.
+    They are `wanted` by their full names, or their ends such as `q_proj`. None is every linear
+    layer, the vocabulary projection included unless it is the input embedding's own matrix: what
+    is added to that one could not be merged without changing the embedding too.
     """
     if getattr(model.config, "quantization_config", None) is not None:
         raise ValueError(
@@ -165,15 +151,9 @@ def whole_weight(layer: nn.Module) -> Float[Tensor, "vocab width"]:
 
 
 def merge(model: PreTrainedModel, adapter: str | Path) -> None:
-    """Add an adapter to a model's own weights, for good.
+    """Add an adapter, a folder or a Hub id in peft's layout, to a model's own weights for good."""
+    from peft import PeftConfig, get_peft_model
 
-    Args:
-        model: The one it was trained on; changed in place.
-        adapter: Folder or Hub id, in peft's layout.
-
-    Raises:
-        ValueError: There is no such adapter, or it does not fit.
-    """
     if Path(adapter).is_dir() and not (Path(adapter) / WEIGHTS).is_file():
         raise ValueError(
             f"an adapter's folder needs adapter_config.json and {WEIGHTS}; {adapter} lacks the "
@@ -181,7 +161,16 @@ def merge(model: PreTrainedModel, adapter: str | Path) -> None:
         )
     try:
         with _quiet():
-            wrapped = _wrap(model, str(adapter))
+            config = PeftConfig.from_pretrained(str(adapter))
+            if config.peft_type != "LORA":
+                raise ValueError(f"it is of the kind {config.peft_type}")
+            wrapped = get_peft_model(model, config)
+            result = wrapped.load_adapter(str(adapter), "default")
+        # peft itself takes what fits and leaves the rest as it was
+        lacking = [name for name in result.missing_keys if "lora_" in name]
+        if strange := lacking + result.unexpected_keys:
+            wrapped.unload()
+            raise ValueError(f"it has too much or too little for {strange[0]}")
     except (OSError, ValueError, RuntimeError) as error:
         raise ValueError(
             "base.adapter must be a LoRA adapter that peft can load onto this base, got "
@@ -189,22 +178,6 @@ def merge(model: PreTrainedModel, adapter: str | Path) -> None:
         ) from error
     wrapped.merge_and_unload(safe_merge=True)
     model.eval().requires_grad_(False)
-
-
-def _wrap(model: PreTrainedModel, adapter: str) -> Any:
-    from peft import PeftConfig, get_peft_model
-
-    config = PeftConfig.from_pretrained(adapter)
-    if config.peft_type != "LORA":
-        raise ValueError(f"it is of the kind {config.peft_type}")
-    wrapped = get_peft_model(model, config)
-    result = wrapped.load_adapter(adapter, "default")
-    # peft itself takes what fits and leaves the rest as it was
-    lacking = [name for name in result.missing_keys if "lora_" in name]
-    if strange := lacking + result.unexpected_keys:
-        wrapped.unload()
-        raise ValueError(f"it has too much or too little for {strange[0]}")
-    return wrapped
 
 
 def fingerprint(adapter: Path) -> str:

@@ -24,13 +24,8 @@ def tree_mask(
 ) -> Float[Tensor, "batch 1 node slot"]:
     """Return the additive mask under which each node sees the committed text and its path.
 
-    Args:
-        ancestors: Which nodes each node may see: itself and those above it.
-        depths: Edges between each node and the root.
-        cache: Its lengths say where each row's scratch begins.
-        window: How many positions a node looks back, itself included; None looks back to the
-            first. Positions follow the path, not the slots, so siblings share one.
-        dtype: Of the mask.
+    A node looks back `window` positions, itself included; None looks back to the first. Positions
+    follow the path, not the slots, so siblings share one.
     """
     batch, num_nodes, _ = ancestors.shape
     device = ancestors.device
@@ -42,10 +37,10 @@ def tree_mask(
         visible = torch.cat([committed, ancestors], dim=-1)
     else:
         visible = (slots < lengths)[:, None].repeat(1, num_nodes, 1)
-        _, scratch = cache.scratch(num_nodes)
+        scratch = cache.scratch(num_nodes)
         visible.scatter_(-1, scratch[:, None].expand(-1, num_nodes, -1), ancestors)
     if window is not None:
-        _, scratch = cache.scratch(num_nodes)
+        scratch = cache.scratch(num_nodes)
         own = cache.positions[:, None] + depths
         positions = cache.slot_positions(end).scatter(1, scratch, own)
         visible = visible & (positions[:, None] > own[..., None] - window)
@@ -72,17 +67,14 @@ def attention_windows(config: Any) -> dict[str, int | None]:
             "attention_layers of kind local, which count slots and not positions; choose a base "
             "with global, full or sliding attention"
         )
-    if not kinds and (name := _state_space_setting(config)):
+    names = ("mamba_d_state", "state_size", "ssm_state_size", "time_step_rank", "mamba_config")
+    name = next((name for name in names if getattr(config, name, None) is not None), None)
+    if name and not kinds:
         raise ValueError(
             f"tree verification cannot roll back a state-space base: {config.model_type!r} has "
             f"{name}; choose a base with attention layers only"
         )
     return {kind: known[kind] for kind in kinds} or {"all": window}
-
-
-def _state_space_setting(config: Any) -> str | None:
-    names = ("mamba_d_state", "state_size", "ssm_state_size", "time_step_rank", "mamba_config")
-    return next((name for name in names if getattr(config, name, None) is not None), None)
 
 
 def context_length(config: Any) -> int:
@@ -102,11 +94,7 @@ def context_length(config: Any) -> int:
 
 
 def refuse_attention(name: str | None) -> None:
-    """Refuse an attention implementation that cannot show a node its path only.
-
-    Raises:
-        ValueError: It takes no 4D mask.
-    """
+    """Refuse an attention implementation that takes no 4D mask: a node must see its path only."""
     if name not in ATTENTION:
         raise ValueError(
             f"tree verification needs an attention that takes a 4D mask, got {name!r}; "

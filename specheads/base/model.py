@@ -1,39 +1,33 @@
 """The frozen base: load it, read text with it, verify trees with it, and give it back unchanged."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from specheads.base import forward, lora
-from specheads.base.cache import KVCache, RowCache
+from specheads.base import lora
+from specheads.base.cache import KVCache
 from specheads.base.compile import compiled
 from specheads.base.fingerprint import exact_fingerprint
-from specheads.base.forward import Verification
-from specheads.base.freeze import freeze
-from specheads.base.loading import eos_ids, load_model
-from specheads.base.masks import attention_windows, context_length, refuse_attention
+from specheads.base.forward import Forwards, answer
+from specheads.base.loading import load_model
 from specheads.base.paged import BlockPool
-from specheads.base.projection import VocabularyProjection, logits_of, vocabulary_projection
+from specheads.base.selfcheck import check
 from specheads.base.weight_layout import column_major
-from specheads.core.features import Features
-from specheads.core.tree import TokenTree
 
 
-class FrozenBase:
+class FrozenBase(Forwards):
     """A causal language model of transformers, unmodified, in eval mode and without gradients.
 
     `release`, or the end of a `with` block, gives the model back as it was.
 
     Args:
         model: Any causal LM whose attention takes a 4D mask and whose state is keys and values.
-        tokenizer: Its tokenizer, where text has to be read or shown.
         name: What to call it in reports: a path or a Hub id.
-        revision: The Hub revision it was loaded from.
         compile: Whether trees are verified by a compiled graph: see docs/compile.md.
         owned: Whether the model is frozen and tried first. False leaves one that was tried
             before as it is, for its owner, who has put it in eval mode.
@@ -53,21 +47,24 @@ class FrozenBase:
         compile: bool = False,
         owned: bool = True,
     ) -> None:
-        self.model, self.tokenizer = model, tokenizer
-        self.name, self.revision, self.adapter = name, revision, ""
-        self.config = model.config.get_text_config()
-        self.windows = attention_windows(self.config)
-        refuse_attention(self.config._attn_implementation)
-        self._run = compiled(forward.answer, self.device) if compile else forward.answer
-        self._give_back = freeze(model) if owned else None
+        super().__init__(model)
+        self.tokenizer, self.name, self.revision, self.adapter = tokenizer, name, revision, ""
+        self._give_back = lambda: None
+        if owned:
+            self._give_back = _freeze(model)
+            try:
+                check(self)
+            except ValueError:
+                self.release()
+                raise
+        if compile:
+            self._run = compiled(answer, self.device)
         self.width: int = self.config.hidden_size
         """Width of the final hidden state."""
         self.vocab_size = self.projection.weight.shape[0]
         """Rows of the vocabulary projection, padding rows included."""
         self.num_layers: int = self.config.num_hidden_layers
         """Layers that keep keys and values."""
-        self.max_length = context_length(self.config)
-        """Positions of its context; see `masks.context_length`."""
 
     @classmethod
     def load(
@@ -85,9 +82,6 @@ class FrozenBase:
 
         Arguments are those of `loading.load_model` and of the class; `adapter` is the folder or
         Hub id of a LoRA adapter that is merged into the base, empty for none.
-
-        Raises:
-            ValueError: There is no such base or adapter, or they do not fit, or as the class.
         """
         loaded, tokenizer = load_model(
             str(model), revision=revision, dtype=dtype, device=device, attention=attention
@@ -100,27 +94,11 @@ class FrozenBase:
     def merge(self, adapter: str | Path) -> None:
         """Add a LoRA adapter to the weights, for good: from here on this is another base.
 
-        Heads that borrow the base's tensors have to be bound after this.
-
-        Args:
-            adapter: Folder or Hub id, in peft's layout.
-
-        Raises:
-            ValueError: There is no such adapter, or it does not fit.
+        Heads that borrow the base's tensors have to be bound after this. As `lora.merge`.
         """
         lora.merge(self.model, adapter)
         column_major(self.model)
         self.adapter = str(adapter)
-
-    @property
-    def device(self) -> torch.device:
-        """Where it computes."""
-        return self.model.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """What it computes in."""
-        return self.model.dtype
 
     @property
     def num_parameters(self) -> int:
@@ -130,22 +108,13 @@ class FrozenBase:
     @property
     def eos_ids(self) -> tuple[int, ...]:
         """Tokens that end a text; empty where the base names none."""
-        return eos_ids(self.model)
+        ids = (self.model.generation_config or self.config).eos_token_id
+        return () if ids is None else tuple(ids) if isinstance(ids, list | tuple) else (ids,)
 
     @property
     def embedding(self) -> Tensor:
         """The input embedding (vocab, width), for heads that borrow it."""
         return cast(torch.nn.Embedding, self.model.get_input_embeddings()).weight
-
-    @property
-    def projection(self) -> VocabularyProjection:
-        """The way from final hidden states to logits, as the weights are now."""
-        return vocabulary_projection(self.model)
-
-    @property
-    def static(self) -> bool:
-        """Whether forwards should look alike to a compiler: CUDA graphs know one shape each."""
-        return self._run is not forward.answer and self.device.type == "cuda"
 
     @property
     def fingerprint(self) -> str:
@@ -160,63 +129,33 @@ class FrozenBase:
         """Return blocks for paged caches, `PagedKVCache(pool, batch)`, of this base."""
         return BlockPool(self.num_layers, num_blocks, block_size, self.device)
 
-    def read(
-        self,
-        tokens: Int[Tensor, "batch time"],
-        aux_layers: tuple[int, ...] = (),
-        *,
-        gradients: bool = False,
-    ) -> Features:
-        """Read whole sequences from their first token, without logits and without a cache.
-
-        The residual streams of `aux_layers` are read too; with `gradients` the features carry
-        them to an adapter that is trained.
-        """
-        with torch.set_grad_enabled(gradients):
-            return forward.read(self.model, tokens.to(self.device), aux_layers)
-
-    def logits_of(self, hidden: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch vocab"]:
-        """Return the base's own logits; gradients flow, also to an adapter that learns."""
-        return logits_of(self.model, hidden)
-
-    def verify(
-        self, tree: TokenTree, cache: RowCache, aux_layers: tuple[int, ...] = ()
-    ) -> Verification:
-        """Run every node of a tree in one forward, each seeing the committed text and its path.
-
-        The keys and values stay in the cache's scratch until `cache.commit`.
-
-        Raises:
-            ValueError: The rows of a contiguous cache have no room for the tree.
-            PoolFullError: The pool of a paged one has too few free blocks; nothing has changed.
-        """
-        # what is recorded for one shape would be recorded again for each length of such rows
-        run = forward.answer if self.static and not cache.static else self._run
-        return forward.verify(self.model, tree, cache, aux_layers, run)
-
-    def prefill(
-        self,
-        tokens: Int[Tensor, "batch time"],
-        cache: RowCache,
-        counts: list[int],
-        aux_layers: tuple[int, ...] = (),
-        chunk: int = 512,
-    ) -> tuple[Float[Tensor, "batch vocab"], Features]:
-        """Read prompts of different lengths, padded on the right, and commit them.
-
-        Row b counts its first `counts[b]` tokens. Returns the logits after each row's last one,
-        and the features of every position. Arguments and errors as `forward.prefill`.
-        """
-        return forward.prefill(self.model, tokens, cache, counts, aux_layers, chunk)
-
     def release(self) -> None:
         """Give the model back: modes, gradient flags and strides are as they were."""
-        give_back, self._give_back = self._give_back, None
-        if give_back is not None:
-            give_back()
+        self._give_back()
+        self._give_back = lambda: None
 
     def __enter__(self) -> "FrozenBase":
         return self
 
     def __exit__(self, *error: object) -> None:
         self.release()
+
+
+def _freeze(model: PreTrainedModel) -> Callable[[], None]:
+    """Put a model in eval mode, without gradients, its matrices column by column.
+
+    Returns what gives back each module's mode, each parameter's flag and each matrix's strides.
+    """
+    training = {module: module.training for module in model.modules()}
+    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    model.eval().requires_grad_(False)
+    restore_layout = column_major(model)
+
+    def undo() -> None:
+        for module, flag in training.items():
+            module.training = flag
+        for parameter in learning:
+            parameter.requires_grad_()
+        restore_layout()
+
+    return undo

@@ -4,13 +4,13 @@ See docs/caches.md.
 """
 
 from collections import Counter
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin
 
-from specheads.base.cache import RowCache, upload
+from specheads.base.cache import RowCache, RowLayer, upload
 
 
 class PoolFullError(Exception):
@@ -20,13 +20,10 @@ class PoolFullError(Exception):
 class BlockPool:
     """Blocks of slots that any number of `PagedKVCache`s hand out, share and return.
 
-    Only references are counted here; who holds which block stands in the caches.
+    Only references are counted here; who holds which block stands in the caches. A block holds
+    its slots in all layers of the base.
 
     Args:
-        num_layers: Layers of the base. A block holds its slots in all of them.
-        num_blocks: Blocks of the pool.
-        block_size: Slots of a block.
-        device: Where the base computes.
         flex: Whether attention reads the blocks where they lie, by flex_attention. False gathers
             each row's blocks first and then attends as over contiguous rows, bit for bit. None
             is flex on CUDA and gather elsewhere.
@@ -49,13 +46,10 @@ class BlockPool:
         self.references = [0] * num_blocks
         self.copied_blocks = 0
         """Blocks copied so far because a fork wrote into one it shared."""
+        self.spare = num_blocks
+        """The block behind the last, which takes padding and is nobody's."""
         self.stores = [_Store(self) for _ in range(num_layers)]
         self._free = list(range(num_blocks - 1, -1, -1))
-
-    @property
-    def spare(self) -> int:
-        """The block behind the last, which takes padding and is nobody's."""
-        return self.num_blocks
 
     @property
     def num_free(self) -> int:
@@ -71,11 +65,7 @@ class BlockPool:
         return self.blocks_for(slots) <= self.num_free
 
     def take(self, count: int) -> list[int]:
-        """Hand out free blocks, each held once.
-
-        Raises:
-            PoolFullError: There are not as many.
-        """
+        """Hand out free blocks, each held once; a PoolFullError says that there are too few."""
         if count > self.num_free:
             raise PoolFullError(
                 f"the pool must have {count} free blocks, has {self.num_free} of "
@@ -86,9 +76,9 @@ class BlockPool:
             self.references[block] = 1
         return taken
 
-    def share(self, blocks: list[int]) -> None:
-        """Hold these blocks once more."""
-        for block in blocks:
+    def share(self, rows: list[list[int]]) -> None:
+        """Hold the blocks of these rows once more."""
+        for block in chain.from_iterable(rows):
             self.references[block] += 1
 
     def release(self, blocks: list[int]) -> None:
@@ -97,13 +87,6 @@ class BlockPool:
             self.references[block] -= 1
             if not self.references[block]:
                 self._free.append(block)
-
-    def copy(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy the first block of each pair to the second, in every layer."""
-        self.copied_blocks += len(pairs)
-        source, target = upload(list(zip(*pairs, strict=True)), self.device)
-        for store in self.stores:
-            store.copy(source, target)
 
 
 class _Store:
@@ -116,13 +99,13 @@ class _Store:
     def write(self, new: tuple[Tensor, Tensor], slots: Tensor) -> None:
         """Write keys and values (batch, heads, length, width) to these slots of the pool."""
         if self.held is None:
-            self.held = self._allocated(new[0]), self._allocated(new[1])
+            blocks, size = self.pool.num_blocks + 1, self.pool.block_size
+            key, value = (
+                like.new_zeros(like.shape[1], blocks, size, like.shape[-1]) for like in new
+            )
+            self.held = key, value
         for held, states in zip(self.held, new, strict=True):
             held.flatten(1, 2)[:, slots] = states.transpose(0, 1)
-
-    def _allocated(self, like: Tensor) -> Tensor:
-        blocks, size = self.pool.num_blocks + 1, self.pool.block_size
-        return like.new_zeros(like.shape[1], blocks, size, like.shape[-1])
 
     def gather(self, table: Tensor, end: int) -> tuple[Tensor, Tensor]:
         """Return keys and values of these blocks as contiguous rows of `end` slots."""
@@ -149,19 +132,12 @@ class _Store:
             flat = held.flatten(1, 2)
             flat[:, target] = flat[:, source]
 
-    def copy(self, source: Tensor, target: Tensor) -> None:
-        """Copy whole blocks."""
-        for held in self.held or ():
-            held[:, target] = held[:, source]
 
-
-class _PagedLayer(CacheLayerMixin):
+class _PagedLayer(RowLayer):
     """One layer of a batch of rows, over the pool's store of that layer."""
 
-    is_croppable = False
-
     def __init__(self, cache: "PagedKVCache", store: _Store) -> None:
-        super().__init__()
+        super().__init__(cache)
         self.cache, self.store = cache, store
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -174,16 +150,7 @@ class _PagedLayer(CacheLayerMixin):
         self.store.write((key_states, value_states), self.cache.scratch_slots)
         if self.cache.pool.flex:
             return self.store.all_slots()
-        return self.store.gather(self.cache.table, self.cache.extent(key_states.shape[2]))
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.cache.extent(query_length), 0
-
-    def get_seq_length(self) -> int:
-        return self.cache.longest
-
-    def get_max_length(self) -> int:
-        return -1
+        return self.store.gather(self.cache.table, self.cache.end)
 
 
 class PagedKVCache(RowCache):
@@ -191,11 +158,8 @@ class PagedKVCache(RowCache):
 
     A row takes blocks when a forward needs them and gives them back when it commits less, is
     dropped or forgotten. A fork holds the same blocks; the first of the two to write into
-    a shared, partly filled block copies that one. Candidates in a row's scratch copy nothing.
-
-    Args:
-        pool: Where the blocks come from. Batches over one pool can be joined without copying.
-        batch: Rows.
+    a shared, partly filled block copies that one. Candidates in a row's scratch copy nothing, and
+    batches over one pool are joined without copying.
     """
 
     def __init__(self, pool: BlockPool, batch: int) -> None:
@@ -209,11 +173,7 @@ class PagedKVCache(RowCache):
         """(batch, length): where in the pool the reserved forward's positions go."""
 
     def reserve(self, length: int, counts: list[int] | None = None) -> None:
-        """Take the blocks of the next forward.
-
-        Raises:
-            PoolFullError: The pool has too few; no row has changed.
-        """
+        """Take the blocks of the next forward; after a PoolFullError no row has changed."""
         own = [length] * len(self.blocks) if counts is None else counts
         ends = [old + new for old, new in zip(self.row_lengths, own, strict=True)]
         shared = self._shared_tails(own)
@@ -227,11 +187,11 @@ class PagedKVCache(RowCache):
         self._separate(shared, new)
         for row, count in zip(self.blocks, missing, strict=True):
             row += [new.pop() for _ in range(count)]
-        width = self.pool.blocks_for(self.extent(length))
-        spare = self.pool.spare
+        self.end = self.extent(length)
+        width, spare = self.pool.blocks_for(self.end), self.pool.spare
         table = [(row + [spare] * (width - len(row)))[:width] for row in self.blocks]
         self.table = upload(table, self.device).view(len(table), width)
-        self.scratch_slots = self._in_pool(self.scratch(length)[1])
+        self.scratch_slots = self._in_pool(self.scratch(length))
 
     def _shared_tails(self, counts: list[int]) -> dict[int, int]:
         """Return the partly filled blocks that rows are about to write into but do not own."""
@@ -252,15 +212,18 @@ class PagedKVCache(RowCache):
                 self.blocks[row][self.row_lengths[row] // self.pool.block_size] = pairs[-1][1]
                 self.pool.release([block])
         if pairs:
-            self.pool.copy(pairs)
+            self.pool.copied_blocks += len(pairs)
+            source, target = upload(list(zip(*pairs, strict=True)), self.device)
+            for store in self.pool.stores:
+                for held in store.held or ():
+                    held[:, target] = held[:, source]
 
     def _in_pool(self, slots: Tensor) -> Tensor:
         """Return where in the pool these slots (batch, length) of each row lie."""
         size = self.pool.block_size
         return self.table.gather(1, slots // size) * size + slots % size
 
-    def _move(self, paths: list[list[int]]) -> None:
-        _, target, source = self._moves(paths)
+    def _copy(self, target: Tensor, source: Tensor) -> None:
         moves = self._in_pool(target), self._in_pool(source)
         for store in self.pool.stores:
             store.move(*moves)
@@ -281,23 +244,17 @@ class PagedKVCache(RowCache):
         self._trim()
         before = self.blocks
         self.blocks = [list(before[row]) for row in rows]
-        for row in self.blocks:
-            self.pool.share(row)
+        self.pool.share(self.blocks)
         for row in before:
             self.pool.release(row)
-        self._set_lengths([self.row_lengths[row] for row in rows])
+        super().keep_rows(rows)
 
     def join(self, other: RowCache) -> None:
-        """Take over another batch's rows, without copying.
-
-        Raises:
-            ValueError: They are over another pool.
-        """
+        """Take over another batch's rows, without copying."""
         if not isinstance(other, PagedKVCache) or other.pool is not self.pool:
             raise ValueError("paged rows that join a batch must be over its pool; share one pool")
         self._trim()
         other._trim()
+        self.pool.share(other.blocks)
         self.blocks += other.blocks
-        self._set_lengths(self.row_lengths + other.row_lengths)
-        other.blocks = []
-        other._set_lengths([])
+        super().join(other)

@@ -51,13 +51,7 @@ class VocabularyProjection:
 
 
 def projection_of(config: Any, weight: Tensor, bias: Tensor | None = None) -> VocabularyProjection:
-    """Return the projection of a base from its matrix.
-
-    Args:
-        config: Text settings of the base as transformers has them: these say scale and cap.
-        weight: Matrix of the vocabulary projection (vocab, width).
-        bias: Bias of the vocabulary projection.
-    """
+    """Return the projection of a base from its matrix and bias; its text settings say the rest."""
     scale = float(getattr(config, "logits_scaling", None) or 1.0)
     cap = getattr(config, "final_logit_softcapping", None)
     return VocabularyProjection(weight, bias, scale, float(cap) if cap else None)
@@ -68,16 +62,3 @@ def vocabulary_projection(model: PreTrainedModel) -> VocabularyProjection:
     layer: Any = model.get_output_embeddings()
     weight, bias = lora.whole_weight(layer), getattr(layer, "bias", None)
     return projection_of(model.config.get_text_config(), weight, bias)
-
-
-def logits_of(
-    model: PreTrainedModel, hidden: Float[Tensor, "*batch width"]
-) -> Float[Tensor, "*batch vocab"]:
-    """Return a model's logits for final hidden states.
-
-    What an adapter adds to the projection it computes itself here, so that its matrices get
-    gradients and its dropout is on while it learns; `vocabulary_projection` holds the sum fixed.
-    """
-    layer: Any = model.get_output_embeddings()
-    projection = vocabulary_projection(model)
-    return projection.finish(layer(hidden)) if lora.adapts(layer) else projection(hidden)

@@ -1,46 +1,42 @@
 """What a base shows when it is loaded: its trees and its logits are what we take them for."""
 
 import torch
-from transformers import PreTrainedModel
 
-from specheads.base import forward
 from specheads.base.cache import KVCache
-from specheads.base.projection import vocabulary_projection
+from specheads.base.forward import Forwards
 from specheads.core.tree import TokenTree
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
-"""Largest difference of two ways to the same logits, as a share of the largest logit."""
-
-COARSE = 0.05
-"""The same where the base computes in 16 bits."""
+"""Largest difference of two ways to the same logits, as a share of the largest logit: 0.05 where
+the base computes in 16 bits."""
 
 
 @torch.no_grad()
-def check(model: PreTrainedModel) -> None:
+def check(base: Forwards) -> None:
     """Read four tokens plainly, and once more among siblings in a tree: both must agree.
 
     Raises:
         ValueError: The model takes no tree, or reads a path among siblings differently, or its
             logits are not its vocabulary projection of the final hidden state.
     """
-    kind, config, device = model.config.model_type, model.config.get_text_config(), model.device
+    model, device, kind = base.model, base.device, base.model.config.model_type
     try:
-        projection = vocabulary_projection(model)
+        projection = base.projection
         path = torch.arange(1, 5, device=device) % len(projection.weight)
         #  0 - 2 - 4 - 5     the path, with a wrong sibling beside its second and third token
         #   `- 1  `- 3
         tokens = path[torch.tensor([0, 3, 1, 0, 2, 3], device=device)][None]
         tree = TokenTree(tokens, torch.tensor([[-1, 0, 0, 2, 2, 4]], device=device))
-        cache = KVCache(config.num_hidden_layers, 1, 6, device)
+        cache = KVCache(base.config.num_hidden_layers, 1, 6, device)
         plain = model(input_ids=path[None], use_cache=False).logits[0]
-        projected = projection(forward.read(model, path[None]).hidden)[0]
-        verified = forward.verify(model, tree, cache).logits[0]
+        projected = projection(base.read(path[None]).hidden)[0]
+        verified = base.verify(tree, cache).logits[0]
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(
             f"tree verification needs a base that takes a 4D mask and positions; {kind!r} "
             f"fails with {str(error).splitlines()[0]!r}; choose another base"
         ) from error
-    bound = TOLERANCE.get(model.dtype, COARSE) * (1e-3 + plain.abs().max())
+    bound = TOLERANCE.get(base.dtype, 0.05) * (1e-3 + plain.abs().max())
     if not (plain - projected).abs().max() <= bound:
         raise ValueError(
             f"the logits of {kind!r} must be its vocabulary projection of the final hidden "

@@ -15,11 +15,8 @@ def column_major(module: nn.Module) -> Callable[[], None]:
     hundreds of rows take the same (recipes/LOG.md). Shapes, values and tying are as before, so
     nothing else has to know.
 
-    Args:
-        module: Changed in place. Parameters that are trained should stay as they are.
-
-    Returns:
-        What stores the matrices as they were stored before.
+    Parameters that are trained should stay as they are. Returns what stores the matrices as they
+    were stored before.
     """
     # a tied matrix is one parameter in several places, and is turned once
     weights = {

@@ -47,11 +47,9 @@ class WindowCache(KVCache):
         excess = [max(length - most, 0) for length in self.row_lengths]
         if not any(excess):
             return
-        rows = torch.arange(len(excess), device=self.device)[:, None]
         target = torch.arange(self.sinks, most, device=self.device).expand(len(excess), -1)
         leaving = upload(excess, self.device)
-        for layer in self._own_layers:
-            layer.move(rows, target, target + leaving[:, None])
+        self._copy(target, target + leaving[:, None])
         self.skip(leaving)
         self._set_lengths([min(length, most) for length in self.row_lengths])
 

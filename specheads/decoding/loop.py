@@ -4,14 +4,15 @@ Rows come and go between steps; see docs/serving_loop.md.
 """
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from specheads.base.cache import RowCache, upload
-from specheads.base.model import FrozenBase, Verification
+from specheads.base.forward import Verification
+from specheads.base.model import FrozenBase
 from specheads.core.drafter import Drafter, Memory
 from specheads.core.features import Committed
 from specheads.decoding.acceptance import rules
@@ -45,8 +46,8 @@ class Step:
     """Token of each node of the tree, the root first."""
     parents: list[int]
     """Parent of each node, -1 for the root and for nodes that are padding."""
-    times: Times
-    """Of the step; rows of one batch share them."""
+    times: Times = field(compare=False)
+    """Of the step; rows of one batch share them. Equal steps said the same, sooner or later."""
 
     @property
     def drafted_beyond(self) -> bool:

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from specheads.base.cache import KVCache, RowCache
 from specheads.base.flex_attention import paged_attention, tree_block_mask
+from specheads.base.forward import Verification
 from specheads.base.masks import tree_mask
-from specheads.base.model import FrozenBase, Verification
+from specheads.base.model import FrozenBase
 from specheads.base.paged import BlockPool, PagedKVCache, PoolFullError
 from specheads.baselines import PromptLookup
 from specheads.baselines.hybrid import Hybrid, HybridTree

@@ -151,7 +151,7 @@ def test_switched_off_it_is_the_original_and_merged_it_is_the_adapted_base(
     assert base.adapter == str(tmp_path)
     assert not any(parameter.requires_grad for parameter in base.model.parameters())
     # its other ways of reading the text agree with the merged weights too
-    check(base.model)
+    check(base)
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")

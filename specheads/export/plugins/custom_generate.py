@@ -89,7 +89,7 @@ def _base(model: PreTrainedModel) -> FrozenBase:
         raise ValueError("decoding needs a model in eval mode; call model.eval() first")
     base = FrozenBase(model, name=model.name_or_path or "", owned=False)
     if model not in _tried:
-        check(model)
+        check(base)
         _tried.add(model)
     return base
 
