@@ -22,13 +22,9 @@ MAX_CHARACTERS = 30_000_000
 def train_tokenizer(documents: Dataset, vocab_size: int, context: int) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE tokenizer: any text can be written, and read back as it was.
 
-    Args:
-        documents: A dataset with a column `text`, in random order.
-        vocab_size: Tokens at most; little text gives fewer. `END` is 0 and `PAD` is 1.
-        context: Positions of the model it is for.
-
-    Raises:
-        ValueError: The vocabulary cannot hold the 256 bytes and the two special tokens.
+    The documents' column `text` is read in its order, which should be random. The vocabulary holds
+    the 256 bytes, `END` (0), `PAD` (1) and merges; little text gives fewer than `vocab_size`.
+    `context` is the number of positions of the model it is for.
     """
     if vocab_size < 258:
         raise ValueError(

@@ -43,18 +43,16 @@ def load_corpus(corpus: Data, split: str = "train", seed: int = 0) -> Dataset:
 
     The split is made by `split_of` for every source alike; of a Hub dataset its own "train" is what
     gets split, and it is streamed where documents are bounded, so that hardly more is downloaded.
-
-    Args:
-        corpus: Source, and what of it is taken.
-        split: "train", "validation" or "prompts".
-        seed: Seed of the order, and of which documents are taken where they are bounded.
+    The seed decides the order, and which documents are taken where they are bounded.
 
     Raises:
         ValueError: An unknown source or split, a path or column that is not there, files that
             cannot be read, or no document in the split.
     """
     source, most = corpus.source, corpus.max_documents
-    _refuse_unknown(source, split)
+    for name, value, known in (("source", source, SOURCES), ("split", split, SPLITS)):
+        if value not in known:
+            raise ValueError(f"a corpus {name} must be one of {', '.join(known)}; got {value!r}")
     if source == "python_stdlib":
         documents = _in_memory(_stdlib_texts())
     elif source == "hub":
@@ -77,12 +75,6 @@ def load_corpus(corpus: Data, split: str = "train", seed: int = 0) -> Dataset:
             f"has none among {len(documents)}; give more documents"
         )
     return documents.select(rng.permutation(rows), keep_in_memory=True)
-
-
-def _refuse_unknown(source: str, split: str) -> None:
-    for name, value, known in (("source", source, SOURCES), ("split", split, SPLITS)):
-        if value not in known:
-            raise ValueError(f"a corpus {name} must be one of {', '.join(known)}; got {value!r}")
 
 
 def texts_of(documents: Dataset) -> Iterator[str | None]:
@@ -172,11 +164,7 @@ def _hub(corpus: Data, seed: int) -> Dataset:
 
 
 def load_from_hub(path: str, **choices: Any) -> Any:
-    """Call `datasets.load_dataset`; a Hub that cannot be reached is told in one line.
-
-    Raises:
-        ValueError: No network, no such dataset, or no right to read it.
-    """
+    """Call `datasets.load_dataset`; a Hub that cannot be reached is a ValueError of one line."""
     try:
         return datasets.load_dataset(path, **choices)
     except (DatasetsError, OSError, ValueError) as error:

@@ -35,22 +35,13 @@ def write_shards(
     """Have the base continue corpus prompts; yield how many texts are done, after each shard.
 
     Every shard is drawn from a seed of its own, so stopping and going on, in this call or in a
-    later one, gives the same text as never stopping.
-
-    Args:
-        folder: Folder of the shards, `shard-RANK-NUMBER.parquet` each.
-        prompts: Corpus text; the first `prompt_tokens` of each row are continued, so rows as long
-            as the text to be written spread the prompts over more documents.
-        write: Writes the base's continuations.
-        settings: How much, how long, how it is sampled.
-        identity: What else decides the text, by name: see `text_identity`.
-        seed: Seed of the run.
-        rank: This process; it writes its own shards.
-        world_size: Processes.
+    later one, gives the same text as never stopping. Each process writes shards of its own,
+    `shard-RANK-NUMBER.parquet`. The first `prompt_tokens` of each row are continued, so rows as
+    long as the text to be written spread the prompts over more documents.
 
     Raises:
-        ValueError: The folder holds text written with other settings, by another base or from
-            another corpus.
+        ValueError: The folder holds text that other settings or another `identity` decided: what
+            else decides it, by name, see `text_identity`.
     """
     # where the text is kept does not decide what it says
     decisive = {name: value for name, value in asdict(settings).items() if name != "folder"}
@@ -65,7 +56,7 @@ def write_shards(
         batch, cursor = next(batches)
         rows = batch.tokens[: wanted - done["texts"], : settings.prompt_tokens].tolist()
         number = done["shards"]
-        written = write(rows, _shard_seed(seed, rank, number))
+        written = write(rows, (seed * 1_000 + rank) * 1_000_000 + number)
         _write_shard(folder / f"shard-{rank}-{number:05d}.parquet", rows, written)
         done = {"texts": done["texts"] + len(rows), "shards": number + 1, "cursor": cursor}
         _replace(progress, json.dumps(done))
@@ -75,17 +66,9 @@ def write_shards(
 class DistilledText:
     """Batches of self-distilled text, epoch after epoch, in an order drawn from the seed.
 
-    Args:
-        folder: Of the shards, all ranks' together.
-        batch_size: Rows of a batch.
-        padding_id: Token that fills rows the base ended early; never counted.
-        sequence_length: Tokens kept of each row. Zero keeps all.
-        seed: Of the order.
-        rank: This process; processes read disjoint rows.
-        world_size: Processes.
-
-    Raises:
-        ValueError: There are too few texts for one batch on each process.
+    The folder holds the shards of all ranks; processes read disjoint rows of them. `padding_id`
+    fills rows that the base ended early and is never counted; a `sequence_length` of zero keeps
+    whole rows.
     """
 
     def __init__(
@@ -174,7 +157,3 @@ def _write_shard(path: Path, prompts: list[list[int]], written: list[list[int]])
     scratch = path.with_suffix(".tmp")
     pq.write_table(table, scratch)
     scratch.replace(path)
-
-
-def _shard_seed(seed: int, rank: int, number: int) -> int:
-    return (seed * 1_000 + rank) * 1_000_000 + number

@@ -17,12 +17,8 @@ def text_identity(
 ) -> dict[str, Any]:
     """Return what decides self-distilled text besides how it is written, each under its name.
 
-    Args:
-        base: Fingerprint of the base that writes.
-        tokenizer: Its tokenizer.
-        corpus: Settings of the corpus that is continued: source, path, column, patterns, ...
-        documents: The corpus itself, which may have changed under the same settings.
-        processes: Processes that share the writing.
+    `base` is the fingerprint of the base that writes. The documents count beside the settings of
+    the corpus, under which they may have changed.
     """
     return {
         "base": base,

@@ -44,13 +44,9 @@ class PackedText:
     dropped where one epoch meets the next. No more than a few documents are held at a time.
 
     Args:
-        documents: A dataset with a column `text`, as `load_corpus` returns.
-        tokenizer: The base's own.
-        sequence_length: Tokens per row.
+        documents: With a column `text`, as `load_corpus` returns.
         batch_size: Rows per batch, per process.
-        seed: Of the epochs' orders.
         rank: This process; it reads documents rank, rank + world_size, ... of each epoch.
-        world_size: How many processes share the corpus.
         lanes: Documents read in turn, row by row, so that a batch and its neighbours do not all
             come from one long document.
 
@@ -89,11 +85,9 @@ class PackedText:
     ) -> Iterator[tuple[TokenBatch, dict[str, Any]]]:
         """Yield batches for ever, each with the cursor from which the next one continues.
 
-        Args:
-            cursor: What came with the last batch that was used; None begins the first epoch. A
-                few integers, fit for JSON: whose turn it is, and of each lane the epoch, the
-                document in the lane's order of it, and the tokens of that document already
-                used. It is meant for the same corpus, tokenizer, seed and number of processes.
+        A cursor is a few integers, fit for JSON: whose turn it is, and of each lane the epoch, the
+        document in the lane's order of it, and the tokens of that document already used. It is
+        meant for the same corpus, tokenizer, seed and number of processes.
         """
         start = {"epoch": 0, "document": 0, "offset": 0}
         turn: int = cursor["turn"] if cursor else 0

@@ -37,11 +37,7 @@ class PromptSet:
 
     @classmethod
     def of(cls, name: str, prompts: list[Prompt]) -> "PromptSet":
-        """Name some prompts.
-
-        Raises:
-            ValueError: There is none.
-        """
+        """Name some prompts; none are refused."""
         if not prompts:
             raise ValueError(f"prompts {name!r} hold no prompt; give a set that has some")
         ids = json.dumps([prompt.tokens for prompt in prompts]).encode()
@@ -89,17 +85,12 @@ def load_prompts(
 ) -> PromptSet:
     """Load prompts by name or from a file, whole and tokenised.
 
-    Args:
-        name: "python_stdlib", a named public set, or a JSONL file (.gz too) whose rows have
-            `prompt` (text), `turns` (user turns) or `messages` (chat), and maybe `category`.
-            Turns go through the chat template where the tokenizer has one, messages always.
-        tokenizer: The base's own.
-        num_prompts: How many; a larger set is sampled, a smaller one is taken as it is.
-        prompt_tokens: Length of the windows cut from the standard library. Prompts that came as
-            prompts are never cut.
-        all_turns: Make a prompt of every turn of a row, behind the row's earlier turns and
-            without answers in between, and not of its first turn only.
-        seed: Of the sample.
+    A name is "python_stdlib", a named public set, or a JSONL file (.gz too) whose rows have
+    `prompt` (text), `turns` (user turns) or `messages` (chat), and maybe `category`. Turns go
+    through the chat template where the tokenizer has one, messages always; `all_turns` makes a
+    prompt of every turn, behind the row's earlier ones and without answers in between, and not of
+    the first only. A larger set is sampled, a smaller one is taken as it is. `prompt_tokens` is
+    the length of windows cut from the standard library; what came as a prompt is never cut.
 
     Raises:
         ValueError: An unknown name, a file or set that cannot be read, or a row without a
@@ -130,16 +121,11 @@ def cut_windows(
 ) -> Iterator[list[int]]:
     """Cut windows that do not overlap: one of every document, then another of every one, ...
 
-    Args:
-        documents: With a column `text`, as `load_corpus` returns.
-        tokenizer: The base's own.
-        prompt_tokens: Tokens of a window, those that begin every text included.
-        seed: Of which windows of a document come first.
-
-    Raises:
-        ValueError: A window has no room for a token of the text.
+    A window has `prompt_tokens` tokens, those with which the tokenizer begins every text included;
+    the seed decides which windows of a document come first.
     """
-    opening = _opening(tokenizer)
+    whole = _ids(tokenizer, "a")
+    opening = whole[: whole.index(_ids(tokenizer, "a", add_special_tokens=False)[0])]
     room = prompt_tokens - len(opening)
     if room < 1:
         raise ValueError(f"prompt_tokens must be at least {len(opening) + 1}, got {prompt_tokens}")
@@ -155,39 +141,26 @@ def cut_windows(
     yield from (row for row in chain.from_iterable(zip_longest(*later)) if row is not None)
 
 
-def _opening(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return what the tokenizer puts before every text: a token that begins it, or nothing."""
-    bare = tokenizer("a", add_special_tokens=False)["input_ids"]
-    whole = list(tokenizer("a")["input_ids"])
-    return whole[: whole.index(bare[0])]
-
-
 def _rows(name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield where each row stands, for errors, and the row."""
-    if name in ON_HUB:
-        yield from _hub_rows(ON_HUB[name])
-    elif name == "spec_bench":
-        yield from _parse(_download(SPEC_BENCH).split("\n"), name)
-    else:
+    if name == "spec_bench":
+        try:
+            with urlopen(SPEC_BENCH, timeout=30) as answer:
+                text = answer.read().decode()
+        except OSError as error:
+            raise ValueError(
+                f"cannot reach {SPEC_BENCH}: {error}; pass a local .jsonl file instead"
+            ) from error
+        yield from _parse(text.split("\n"), name)
+    elif name not in ON_HUB:
         yield from _file_rows(name)
-
-
-def _hub_rows(source: _OnHub) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    table = load_from_hub(source.dataset, name=source.config, split=source.split)
-    for place, row in enumerate(table, start=1):
-        value = row[source.column]
-        kind = "turns" if isinstance(value, list) else "prompt"
-        yield f"row {place} of {source.dataset}", {kind: value, "category": row.get("category")}
-
-
-def _download(address: str) -> str:
-    try:
-        with urlopen(address, timeout=30) as answer:
-            return answer.read().decode()
-    except OSError as error:
-        raise ValueError(
-            f"cannot reach {address}: {error}; pass a local .jsonl file instead"
-        ) from error
+    else:
+        source = ON_HUB[name]
+        table = load_from_hub(source.dataset, name=source.config, split=source.split)
+        for place, row in enumerate(table, start=1):
+            value = row[source.column]
+            kind = "turns" if isinstance(value, list) else "prompt"
+            yield f"row {place} of {source.dataset}", {kind: value, "category": row.get("category")}
 
 
 def _file_rows(name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -206,20 +179,17 @@ def _file_rows(name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 def _parse(lines: Iterable[str], name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     for number, line in enumerate(lines, start=1):
-        if line.strip():
-            where = f"line {number} of {name}"
-            yield where, _object(line, where)
-
-
-def _object(line: str, where: str) -> Mapping[str, Any]:
-    rule = f"a prompts file has one JSON object a line; {where}"
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{rule}: {error}") from error
-    if not isinstance(row, dict):
-        raise ValueError(f"{rule}: {line.strip()[:40]}")
-    return row
+        if not line.strip():
+            continue
+        where = f"line {number} of {name}"
+        rule = f"a prompts file has one JSON object a line; {where}"
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{rule}: {error}") from error
+        if not isinstance(row, dict):
+            raise ValueError(f"{rule}: {line.strip()[:40]}")
+        yield where, row
 
 
 def _row_prompts(
@@ -234,7 +204,12 @@ def _row_prompts(
         if not isinstance(turns, list) or not turns or not all(map(_is_text, turns)):
             raise ValueError(f"turns must be a list of texts that are not empty, {where} has none")
         for last in range(len(turns) if all_turns else 1):
-            yield _turn("\n\n".join(turns[: last + 1]), where, tokenizer, category)
+            text = "\n\n".join(turns[: last + 1])
+            if tokenizer.chat_template is None:
+                yield Prompt(_ids(tokenizer, text), category, text)
+            else:
+                message = {"role": "user", "content": text}
+                yield _chat([message], where, tokenizer, category)
     elif _is_text(plain):
         yield Prompt(_ids(tokenizer, plain), category, plain)
     else:
@@ -250,12 +225,6 @@ def _is_text(value: Any) -> TypeGuard[str]:
 
 def _is_message(value: Any) -> bool:
     return isinstance(value, dict) and "role" in value and _is_text(value.get("content"))
-
-
-def _turn(text: str, where: str, tokenizer: PreTrainedTokenizerBase, category: str) -> Prompt:
-    if tokenizer.chat_template is None:
-        return Prompt(_ids(tokenizer, text), category, text)
-    return _chat([{"role": "user", "content": text}], where, tokenizer, category)
 
 
 def _chat(messages: Any, where: str, tokenizer: PreTrainedTokenizerBase, category: str) -> Prompt:

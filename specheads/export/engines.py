@@ -18,22 +18,14 @@ def engines() -> list[str]:
 
 
 def engine_module(engine: str) -> ModuleType:
-    """Return an engine's module, with `ABOUT` and `LAYOUTS`.
-
-    Raises:
-        ValueError: There is no such engine.
-    """
+    """Return an engine's module, with `ABOUT` and `LAYOUTS`."""
     if engine not in engines():
         raise ValueError(f"engine must be one of {', '.join(engines())}; got {engine!r}")
     return importlib.import_module(f"specheads.export.layouts.{engine}")
 
 
 def find_layout(head: Head, base: FrozenBase, engine: str) -> Layout:
-    """Return the layout that can hold this head.
-
-    Raises:
-        ValueError: The engine has none; names the engines that do.
-    """
+    """Return the layout that can hold this head; where there is none, name engines that have."""
     layout = _of(engine, head)
     if reason := objection(head, base, layout):
         others = [name for name in engines() if not objection(head, base, _of(name, head))]

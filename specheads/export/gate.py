@@ -50,13 +50,7 @@ class Expected:
 
 @torch.no_grad()
 def expect(head: Head, base: FrozenBase, texts: Sequence[Text]) -> list[Expected]:
-    """Return what an export of this head has to draft; in float64 on the CPU.
-
-    Args:
-        head: The run's own.
-        base: The base it was trained on.
-        texts: Where it drafts.
-    """
+    """Return what an export of this head has to draft; in float64 on the CPU."""
     own = deepcopy(head).cpu().double()
     expected = []
     for text in texts:
@@ -69,11 +63,6 @@ def expect(head: Head, base: FrozenBase, texts: Sequence[Text]) -> list[Expected
 @torch.no_grad()
 def check(expected: Sequence[Expected], folder: Path, read: Reader) -> Parity:
     """Hold an export against the head it was made of.
-
-    Args:
-        expected: From `expect`.
-        folder: The export.
-        read: Loads it as its engine would.
 
     Raises:
         ValueError: A tensor is missing, left over or misshapen, or what the two draft differs:
@@ -90,9 +79,21 @@ def check(expected: Sequence[Expected], folder: Path, read: Reader) -> Parity:
     own_counts, other_counts = (
         DepthCounts.total(side, depth) for side in zip(*counts, strict=True)
     )
-    _refuse_other_counts(own_counts, other_counts)
+    pairs = zip(own_counts.per_depth(), other_counts.per_depth(), strict=True)
+    for depth, (own, other) in enumerate(pairs):
+        if own != other:
+            raise ValueError(
+                f"the export accepts {other.accepted} of {other.offered} drafts at depth "
+                f"{depth}, the run {own.accepted} of {own.offered}; nothing was written"
+            )
     worst = torch.tensor(differences).amax(0)
-    _refuse_other_logits(worst.tolist())
+    for depth, difference in enumerate(worst.tolist()):
+        # written so that not-a-number is refused too
+        if not difference <= TOLERANCE:
+            raise ValueError(
+                f"the export's logits at depth {depth} are {difference:.1e} of the largest one "
+                f"away from the run's, rounding explains {TOLERANCE:.1e}; nothing was written"
+            )
     return Parity(own_counts.per_depth(), own_counts.tokens_per_forward, worst.max().item())
 
 
@@ -155,23 +156,3 @@ def _difference(ours: Guess, theirs: Guess, level: int) -> float:
     known = len(ours.logits) - 2 - level
     apart = (ours.logits[:known] - theirs.logits[:known]).abs().max()
     return (apart / ours.logits[:known].abs().max()).item()
-
-
-def _refuse_other_counts(ours: DepthCounts, theirs: DepthCounts) -> None:
-    pairs = zip(ours.per_depth(), theirs.per_depth(), strict=True)
-    for depth, (own, other) in enumerate(pairs):
-        if own != other:
-            raise ValueError(
-                f"the export accepts {other.accepted} of {other.offered} drafts at depth "
-                f"{depth}, the run {own.accepted} of {own.offered}; nothing was written"
-            )
-
-
-def _refuse_other_logits(differences: Sequence[float]) -> None:
-    for depth, difference in enumerate(differences):
-        # written so that not-a-number is refused too
-        if not difference <= TOLERANCE:
-            raise ValueError(
-                f"the export's logits at depth {depth} are {difference:.1e} of the largest one "
-                f"away from the run's, rounding explains {TOLERANCE:.1e}; nothing was written"
-            )

@@ -21,8 +21,13 @@ from specheads.export.readers import Reader
 RECORD = "specheads.json"
 """In every export: which head for which base, and what the gate counted. Engines ignore it."""
 
-VERIFIED = ("run", "layout")
-"""How far a layout is verified: by running the engine, or by reading it back as documented."""
+Settings = Mapping[str, Collection[Any] | None]
+"""Which values of each setting can be held, None being all."""
+
+
+def all_of(*names: str) -> Settings:
+    """Return that a depth, and these settings, can be held whatever they are."""
+    return dict.fromkeys(("depth", *names))
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +52,11 @@ class Layout:
     """Takes the folder's future place too, for command lines."""
     read: Reader
     """Loads it back as the engine would: see readers/."""
-    settings: Mapping[str, Collection[Any] | None]
-    """Which values of the kind's `Config` it can hold, None being all. What is not named must
-    stand at its default, so that no option is ever left out silently."""
+    settings: Settings
+    """Of the kind's `Config`. What is not named must stand at its default, so that no option is
+    ever left out silently."""
     verified: str
-    """One of `VERIFIED`."""
+    """How far: by a "run" of the engine, or by reading the "layout" back as documented."""
     note: str
     """What was verified, against which version."""
     objection: Callable[[Head, FrozenBase], str] | None = None

@@ -27,14 +27,7 @@ def export_head(
     """Write a head for an engine; return the command lines that serve it and what was checked.
 
     The folder holds the head's own weights, its settings, the base's name and what the gate
-    counted: nothing of the environment.
-
-    Args:
-        head: Bound to its base.
-        base: The base it was trained on.
-        engine: One of `engines()`.
-        out: New, empty or an earlier export, which is replaced.
-        texts: Prompts and what the base says after them, for the gate.
+    counted: nothing of the environment. It replaces an earlier export.
 
     Raises:
         ValueError: The engine cannot serve this head, or `out` holds something else, or the gate
@@ -50,23 +43,19 @@ def export_head(
     with atomic_folder(out) as scratch:
         save(folder, scratch)
         parity = check(expected, scratch, layout.read)
-        record = _record(head, base, engine, parity, len(texts))
+        record = {
+            "engine": engine,
+            "head": {"kind": head.kind, "depth": head.depth},
+            "base": {"name": base.name, "revision": base.revision, "fingerprint": base.fingerprint},
+            "parity": {"texts": len(texts), **asdict(parity)},
+            "specheads": metadata.version("specheads"),
+        }
         (scratch / RECORD).write_text(_json(record), encoding="utf-8")
     return folder.serve, parity
 
 
 def gate_texts(base: FrozenBase, head: Head, settings: Export, prompts: str) -> list[Text]:
-    """Return prompts, and what the base alone writes after each, for the gate.
-
-    Args:
-        base: What writes.
-        head: What the gate holds.
-        settings: How many prompts and tokens.
-        prompts: A name or a .jsonl file.
-
-    Raises:
-        ValueError: The base has no tokenizer, or there is too little text to hold a head.
-    """
+    """Return prompts, by name or from a .jsonl file, and what the base alone writes after each."""
     if base.tokenizer is None:
         raise ValueError(f"the parity gate reads text: the base {base.name} needs a tokenizer")
     length, needed = settings.prompt_tokens, head.depth + 2
@@ -94,18 +83,6 @@ def save(folder: Folder, place: Path) -> None:
     save_file(copies, place / folder.weights_file, metadata={"format": "pt"})
     for name, text in folder.files.items():
         (place / name).write_text(text, encoding="utf-8")
-
-
-def _record(
-    head: Head, base: FrozenBase, engine: str, parity: Parity, num_texts: int
-) -> dict[str, Any]:
-    return {
-        "engine": engine,
-        "head": {"kind": head.kind, "depth": head.depth},
-        "base": {"name": base.name, "revision": base.revision, "fingerprint": base.fingerprint},
-        "parity": {"texts": num_texts, **asdict(parity)},
-        "specheads": metadata.version("specheads"),
-    }
 
 
 def _json(value: Any) -> str:

@@ -36,15 +36,8 @@ def model_card(
     """Return README.md: the metadata that the Hub reads, and the card.
 
     Nothing is filled in by guess: what the run does not say is called unknown or not measured.
-
-    Args:
-        about: Summary of the head's run.
-        head: Bound to its base.
-        base: What it was trained on.
-        repo: Hub id it is published under; empty where it is not.
-        licence: Of the head, as the Hub writes it.
-        data_licence: Of the training text; empty is what is known of the corpus.
-        pictures: Files beside the card to show.
+    `repo` is empty where the head is not published, `data_licence` where nothing more is known of
+    the corpus. Pictures are files beside the card.
     """
     place = repo or "path/to/head"
     name = repo.rpartition("/")[2] or f"{head.kind} for {about.base_name}"
@@ -168,8 +161,14 @@ def _training(about: Summary, data_licence: str) -> str:
         read = [row["tokens"] for row in about.history if row["phase"] == name]
         tokens = f"{read[-1] - before:,}" if read else "unknown"
         before = read[-1] if read else before
+        written = ""
+        if how := phase["distill"]:
+            written = (
+                f"{how['num_samples']:,} texts of {how['new_tokens']} tokens, "
+                f"temperature {how['temperature']:g}"
+            )
         cells = (phase["text"], phase["steps"], phase["batch_size"], tokens, phase["loss"])
-        rows.append([name, *map(str, cells), f"{phase['learning_rate']:g}", _written(phase)])
+        rows.append([name, *map(str, cells), f"{phase['learning_rate']:g}", written])
     header = ["phase", "text", "steps", "batch size", "tokens", "loss", "peak learning rate"]
     licence = data_licence or KNOWN_LICENCES.get(data["source"], "unknown")
     started = about.settings["init"]
@@ -181,16 +180,6 @@ def _training(about: Summary, data_licence: str) -> str:
             "Text that the base wrote is its output: the base's licence says what may be done "
             "with it. All settings stand in `training.json`.",
         ]
-    )
-
-
-def _written(phase: Mapping[str, Any]) -> str:
-    """Return what the base wrote for a phase, where it did."""
-    if not (how := phase["distill"]):
-        return ""
-    return (
-        f"{how['num_samples']:,} texts of {how['new_tokens']} tokens, "
-        f"temperature {how['temperature']:g}"
     )
 
 
@@ -235,8 +224,12 @@ def _engines(about: Summary, head: Head, base: FrozenBase, place: str) -> str:
         served = f"no: {reason}" if reason or not layout else f"yes; {ran}{layout.note}"
         rows.append([f"`{engine}`", module.ABOUT, served])
         if layout and not reason:
+            name = about.base_place
+            written = f"specheads export head={place} base={name} engine={engine} out=served"
             lines = layout.write(head, base, Path("served")).serve
-            blocks.append(_serve(about, place, engine, base.name, lines))
+            shown = (line.replace(base.name, name) if base.name else line for line in lines)
+            block = _code("sh", "\n".join([written, *shown]) + "\n")
+            blocks.append(f"`{engine}`:\n\n{block}")
     table = _table(["engine", "", "serves this head"], rows)
     if not blocks:
         return table
@@ -244,13 +237,6 @@ def _engines(about: Summary, head: Head, base: FrozenBase, place: str) -> str:
         f"{table}\n\nEach export is read back by independent code before it is written, and must "
         "draft what the head drafts here.\n\n" + "\n\n".join(blocks)
     )
-
-
-def _serve(about: Summary, place: str, engine: str, base: str, lines: Sequence[str]) -> str:
-    name = about.base_place
-    written = f"specheads export head={place} base={name} engine={engine} out=served"
-    shown = (line.replace(base, name) if base else line for line in lines)
-    return f"`{engine}`:\n\n" + _code("sh", "\n".join([written, *shown]) + "\n")
 
 
 def _limits(about: Summary) -> str:

@@ -54,14 +54,7 @@ def read_summary(
 ) -> Summary:
     """Return a run as strangers may read it.
 
-    Args:
-        run: Its head is trained.
-        settings: Its own, resolved.
-        base: It was trained on.
-        base_repo: Hub id under which others find that base; empty is what the run loaded.
-
-    Raises:
-        ValueError: `base_repo` is no Hub id.
+    `base_repo` is the Hub id under which others find its base; empty is what the run loaded.
     """
     if base_repo and not HUB_ID.fullmatch(base_repo):
         raise ValueError(f"base_repo must be a Hub id as USER/NAME, got {base_repo!r}")

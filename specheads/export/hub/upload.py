@@ -19,7 +19,7 @@ from huggingface_hub.errors import (
 from specheads.base.model import FrozenBase
 from specheads.config import Push, Train
 from specheads.export.hub.card import PICTURES, model_card
-from specheads.export.hub.summary import Summary, read_summary
+from specheads.export.hub.summary import read_summary
 from specheads.export.plugins.hub_generate import hub_files
 from specheads.heads.load import load_head
 from specheads.measure.results import Results
@@ -65,19 +65,18 @@ class Pushed:
 def push_run(run: RunDirectory, trained: Train, settings: Push) -> Pushed:
     """Check that a run's head is whole and its base the right one, and upload it.
 
-    Args:
-        run: Finished.
-        trained: Its own settings.
-        settings: Where to, and what the card says of licences.
-
     Raises:
-        ValueError: It is not, or the Hub refused: see `push`.
+        ValueError: It is not, a text holds a secret of the environment or where on this machine
+            something lies, or the Hub refused: see `push`.
     """
     gated = settings.gated.lower()
     if gated and gated not in GATES:
         raise ValueError(f"gated must be one of {', '.join(GATES)}, got {settings.gated!r}")
     files = _files(run, trained, settings)
-    sizes = {path: size(content) for path, content in files.items()}
+    sizes = {
+        path: len(content) if isinstance(content, bytes) else content.stat().st_size
+        for path, content in files.items()
+    }
     if settings.dry_run:
         return Pushed(sizes, "")
     return Pushed(sizes, push(settings.repo, files, private=settings.private, gated=gated))
@@ -95,6 +94,7 @@ def _files(run: RunDirectory, trained: Train, settings: Push) -> Contents:
     base = _measured_base(run, trained)
     head = load_head(run.head, base)
     about = read_summary(run, asdict(trained), base, settings.base_repo)
+    pictures = [name for name in PICTURES if _is_small(run.report / name)]
     card = model_card(
         about,
         head,
@@ -102,9 +102,24 @@ def _files(run: RunDirectory, trained: Train, settings: Push) -> Contents:
         repo=settings.repo,
         licence=settings.licence,
         data_licence=settings.data_licence,
-        pictures=pictures(run),
+        pictures=pictures,
     )
-    return contents(run, about, card, settings.repo)
+    files: Contents = {
+        "README.md": card.encode(),
+        "config.json": run.head / "config.json",
+        "model.safetensors": run.head / "model.safetensors",
+        "training.json": _json({"settings": about.settings, "provenance": about.provenance}),
+    }
+    if about.results is not None:
+        shown = to_json(about.results)
+        del shown["provenance"]["command"]
+        files[RESULTS] = _json(shown)
+    files |= {path: text.encode() for path, text in hub_files(settings.repo).items()}
+    files |= {name: run.report / name for name in pictures}
+    for path, content in files.items():
+        if Path(path).suffix not in (".safetensors", ".png"):
+            _refuse_secrets(path, content if isinstance(content, bytes) else content.read_bytes())
+    return files
 
 
 def _measured_base(run: RunDirectory, trained: Train) -> FrozenBase:
@@ -122,63 +137,16 @@ def _measured_base(run: RunDirectory, trained: Train) -> FrozenBase:
     return base
 
 
-def pictures(run: RunDirectory) -> list[str]:
-    """Return the names of the report's pictures that are small enough to publish."""
-    found = (run.report / name for name in PICTURES)
-    return [
-        file.name for file in found if file.is_file() and file.stat().st_size < MAX_PICTURE_BYTES
-    ]
-
-
-def contents(run: RunDirectory, about: Summary, card: str, repo: str) -> Contents:
-    """Return the files of a head's repository.
-
-    Args:
-        run: Finished.
-        about: Its summary.
-        card: README.md.
-        repo: Hub id.
-
-    Raises:
-        ValueError: A text among them holds a secret of the environment, or where on this machine
-            something lies.
-    """
-    files: Contents = {
-        "README.md": card.encode(),
-        "config.json": run.head / "config.json",
-        "model.safetensors": run.head / "model.safetensors",
-        "training.json": _json({"settings": about.settings, "provenance": about.provenance}),
-    }
-    if about.results is not None:
-        shown = to_json(about.results)
-        del shown["provenance"]["command"]
-        files[RESULTS] = _json(shown)
-    for path, text in hub_files(repo).items():
-        files[path] = text.encode()
-    files |= {name: run.report / name for name in pictures(run)}
-    for path, content in files.items():
-        if Path(path).suffix not in (".safetensors", ".png"):
-            _refuse_secrets(path, content if isinstance(content, bytes) else content.read_bytes())
-    return files
-
-
-def size(content: bytes | Path) -> int:
-    """Return the bytes of one of the files."""
-    return len(content) if isinstance(content, bytes) else content.stat().st_size
+def _is_small(picture: Path) -> bool:
+    return picture.is_file() and picture.stat().st_size < MAX_PICTURE_BYTES
 
 
 def push(repo: str, files: Contents, *, private: bool | None = None, gated: str = "") -> str:
     """Upload the files in one commit; return its address.
 
-    Who may see and read the repository is settled before anything is in it. Large files are
-    stored before the commit that names them, so whoever loads the head at any time finds all of
-    one push or all of the one before.
-
-    Args:
-        repo: Hub id; made where it is missing.
-        files: As `contents` returns them.
-        private: As for `specheads push`, and so is `gated`.
-        gated: One of `GATES`, or empty.
+    Who may see and read the repository is settled before anything is in it; where it is missing,
+    it is made. Large files are stored before the commit that names them, so whoever loads the head
+    at any time finds all of one push or all of the one before.
 
     Raises:
         ValueError: No token is known, the repository holds another model, or the Hub refused or

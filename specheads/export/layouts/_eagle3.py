@@ -3,24 +3,24 @@
 Source: SafeAILab/EAGLE, and the engines' sources as in readers/eagle3.py.
 """
 
-from collections.abc import Collection
 from typing import Any
 
 from torch import Tensor
 
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
+from specheads.export.layout import Settings, all_of
 from specheads.heads.kinds.eagle3 import Head as Eagle3
 
 IDS = "eagle_aux_hidden_state_layer_ids"
-PLAIN_RESIDUAL: dict[str, Collection[Any] | None] = {
-    **dict.fromkeys(("depth", "aux_layers", "attention_heads", "key_value_heads", "head_dim")),
-    **dict.fromkeys(("inner_dim", "rope_theta", "epsilon", "draft_tokens")),
+PLAIN_RESIDUAL: Settings = {
+    **all_of("aux_layers", "attention_heads", "key_value_heads", "head_dim"),
+    **all_of("inner_dim", "rope_theta", "epsilon", "draft_tokens"),
     "norm_before_residual": (False,),
 }
 """Settings that an engine holds which does not know norm_before_residual."""
 
-SETTINGS: dict[str, Collection[Any] | None] = PLAIN_RESIDUAL | {"norm_before_residual": None}
+SETTINGS: Settings = {**PLAIN_RESIDUAL, "norm_before_residual": None}
 
 
 def hidden_layers_only(head: Head, base: FrozenBase) -> str:

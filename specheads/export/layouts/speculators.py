@@ -22,12 +22,12 @@ def write(head: Head, base: FrozenBase, out: Path) -> Folder:
         "accept_tolerance": 0.0,
     }
     config = _eagle3.config(head, base)
-    layer = _eagle3.layer(head, base)
+    kept = ("draft_vocab_size", "target_hidden_size", "norm_before_residual", "norm_before_fc")
     outer: dict[str, Any] = {
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",
         "speculators_version": "0.9.0",
-        "transformer_layer_config": layer,
+        "transformer_layer_config": _eagle3.layer(head, base),
         "speculators_config": {
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
@@ -39,10 +39,9 @@ def write(head: Head, base: FrozenBase, out: Path) -> Folder:
         },
         "tie_word_embeddings": False,
         "embed_requires_grad": False,
+        **{name: config[name] for name in kept},
+        **{name: config[name] for name in ("fc_norm", "norm_output", _eagle3.IDS, "torch_dtype")},
     }
-    kept = ("draft_vocab_size", "target_hidden_size", "norm_before_residual", "norm_before_fc")
-    kept = (*kept, "fc_norm", "norm_output", _eagle3.IDS, "torch_dtype")
-    outer |= {name: config[name] for name in kept}
     named = {
         name.replace("midlayer.", "layers.0."): value
         for name, value in _eagle3.tensors(head).items()

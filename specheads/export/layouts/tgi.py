@@ -1,27 +1,22 @@
 """Text Generation Inference: Medusa, and MLP speculators whose weights are tied."""
 
 import shlex
-from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
-from specheads.export.layout import Folder, Layout
-from specheads.export.layouts import _medusa
+from specheads.export.layout import Folder, Layout, Settings, all_of
+from specheads.export.layouts import vllm_0_32
 from specheads.export.readers import medusa, mlp_speculator
 
 ABOUT = "Text Generation Inference (db931fcf)"
 GUESSES = (4, 3, 2)
 """top_k_tokens_per_head of IBM's checkpoints, the last one repeated; servers draft chains."""
 
-TIED: dict[str, Collection[Any] | None] = {
-    **dict.fromkeys(("depth", "inner_dim", "scale_input")),
-    # its code for untied weights fails on the first request
-    "tie_weights": (True,),
-}
+# its code for untied weights fails on the first request
+TIED: Settings = {**all_of("inner_dim", "scale_input"), "tie_weights": (True,)}
 
 
 def write_mlp(head: Head, base: FrozenBase, out: Path) -> Folder:
@@ -42,28 +37,23 @@ def write_mlp(head: Head, base: FrozenBase, out: Path) -> Folder:
         "torch_dtype": str(next(head.parameters()).dtype).removeprefix("torch."),
     }
     line = f"text-generation-launcher --model-id {shlex.quote(str(out))} --speculate {head.depth}"
-    return Folder(config, _tied(head), (line,))
-
-
-def _tied(head: Head) -> dict[str, Tensor]:
     weights = head.state_dict()
     named: dict[str, Tensor] = {}
     for level in range(head.depth):
         named[f"speculator.proj.{level}.weight"] = weights[f"proj.{min(level, 1)}.weight"]
         for part in ("emb.{}.weight", "head.{}.weight", "ln.{}.weight", "ln.{}.bias"):
             named["speculator." + part.format(level)] = weights[part.format(0)]
-    return named
+    return Folder(config, named, (line,))
 
 
-def one_level(head: Head, base: FrozenBase) -> str:
+def one_level(head: Head, _base: FrozenBase) -> str:
     """Return why it cannot serve a head of one level: it reads a second projection."""
-    del base
     return "" if head.depth > 1 else "it needs depth 2 or more"
 
 
 LAYOUTS = {
     "medusa": Layout(
-        _medusa.write, medusa.tgi, _medusa.SETTINGS, "layout", "as TGI's sources read it"
+        vllm_0_32.write, medusa.tgi, vllm_0_32.SETTINGS, "layout", "as TGI's sources read it"
     ),
     "mlp_speculator": Layout(
         write_mlp,

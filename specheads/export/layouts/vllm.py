@@ -10,9 +10,9 @@ from pathlib import Path
 
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
-from specheads.export.layout import Folder, Layout
-from specheads.export.layouts import _eagle3, _own
-from specheads.export.readers import eagle3, hydra_heads, medusa, mlp_speculator, redrafter
+from specheads.export.layout import Folder, Layout, all_of
+from specheads.export.layouts import _eagle3
+from specheads.export.readers import eagle3, medusa, mlp_speculator, plugin
 
 ABOUT = "vLLM 0.32.0 (EAGLE-3 natively, other kinds through the plug-in of specheads)"
 
@@ -23,53 +23,51 @@ HEAD_VARIABLE = "SPECHEADS_HEAD"
 """Environment variable in which the plug-in finds the exported folder."""
 
 
-def serve(base: str, settings: dict[str, object]) -> str:
-    """Return the command line that serves a base with these speculative settings."""
-    return (
-        f"vllm serve {shlex.quote(base)} --speculative-config {shlex.quote(json.dumps(settings))}"
-    )
+def serve(head: Head, base: FrozenBase, method: str, model: str) -> str:
+    """Return the command line that serves a base with a head."""
+    settings = {"method": method, "model": model, "num_speculative_tokens": head.depth}
+    speculative = shlex.quote(json.dumps(settings))
+    return f"vllm serve {shlex.quote(base.name)} --speculative-config {speculative}"
 
 
 def write_plugin(head: Head, base: FrozenBase, out: Path) -> Folder:
     """Return our own layout, and how the plug-in serves it."""
-    settings: dict[str, object] = {
-        "method": "custom_class",
-        "model": PROPOSER,
-        "num_speculative_tokens": head.depth,
-    }
-    line = f"{HEAD_VARIABLE}={shlex.quote(str(out))} {serve(base.name, settings)}"
-    return Folder(head.settings(), head.state_dict(), (line,))
+    line = serve(head, base, "custom_class", PROPOSER)
+    lines = (f"{HEAD_VARIABLE}={shlex.quote(str(out))} {line}",)
+    return Folder(head.settings(), head.state_dict(), lines)
 
 
 def write_eagle3(head: Head, base: FrozenBase, out: Path) -> Folder:
     """Return the folder vLLM loads as `eagle3`."""
-    settings: dict[str, object] = {
-        "method": "eagle3",
-        "model": str(out),
-        "num_speculative_tokens": head.depth,
-    }
-    config = _eagle3.config(head, base)
-    return Folder(config, _eagle3.tensors(head), (serve(base.name, settings),))
+    lines = (serve(head, base, "eagle3", str(out)),)
+    return Folder(_eagle3.config(head, base), _eagle3.tensors(head), lines)
 
 
-NOTE = "plug-in, in vLLM 0.32.0 on a CPU (`make vllm`); of 0.33 the sources were read"
+NOTE = "in vLLM 0.32.0 on a CPU (`make vllm`); of 0.33 the sources were read"
+PREFIX = ("prefix", "attention_heads", "key_value_heads", "inner_dim", "rope_theta")
+READ = {
+    "medusa": (medusa.own, ("num_layers", "projection", "rank")),
+    "mlp_speculator": (
+        mlp_speculator.own,
+        ("inner_dim", "state", "tie_weights", "scale_input"),
+    ),
+    "hydra_heads": (plugin.hydra_heads, ("num_layers", *PREFIX)),
+    "redrafter": (plugin.redrafter, ("num_layers", "exit_dim", "rnn")),
+}
+"""Our own layout's readers, and the settings they know: each in every value."""
+
 LAYOUTS = {
     "eagle3": Layout(
         write_eagle3,
         eagle3.vllm,
         _eagle3.SETTINGS,
         "run",
-        "natively, in vLLM 0.32.0 on a CPU (`make vllm`); of 0.33 the sources were read",
+        f"natively, {NOTE}",
         _eagle3.hidden_layers_only,
         "aux_layers below the last layer",
     ),
     **{
-        kind: Layout(write_plugin, read, _own.SETTINGS[kind], "run", NOTE)
-        for kind, read in (
-            ("medusa", medusa.own),
-            ("mlp_speculator", mlp_speculator.own),
-            ("hydra_heads", hydra_heads.own),
-            ("redrafter", redrafter.own),
-        )
+        kind: Layout(write_plugin, read, all_of("draft_tokens", *names), "run", f"plug-in, {NOTE}")
+        for kind, (read, names) in READ.items()
     },
 }

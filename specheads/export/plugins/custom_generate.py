@@ -44,13 +44,9 @@ def custom_generate(
 
     The tokens are those that `generate` would give without it, several a forward where the head
     guesses right; sampled ones have the same distribution, but with the rule `typical`. What it
-    cannot do it refuses when called.
-
-    Args:
-        head: What guesses. It moves to the device and dtype of the model it is called with.
-        tree: How drafts grow; None is a chain as deep as the head.
-        acceptance: What is kept of a verified tree: as for `specheads.generate`.
-        force: Whether a head trained on other weights than the model's is taken too.
+    cannot do it refuses when called. The head moves to the device and dtype of the model it is
+    called with; `force` takes one that was trained on other weights too. `tree` None is a chain as
+    deep as the head, and `acceptance` as for `specheads.generate`.
     """
 
     def decode(
@@ -80,11 +76,7 @@ def custom_generate(
 
 
 def _base(model: PreTrainedModel) -> FrozenBase:
-    """Return the base that a user's model is, and leave the model as it is.
-
-    Raises:
-        ValueError: It is in training mode, or no base: see `FrozenBase`.
-    """
+    """Return the base that a user's model is, and leave the model as it is."""
     if any(module.training for module in model.modules()):
         raise ValueError("decoding needs a model in eval mode; call model.eval() first")
     base = FrozenBase(model, name=model.name_or_path or "", owned=False)
@@ -134,10 +126,7 @@ def _decode(
 class _Row:
     """What a row has been given, as far as it may: stopping criteria look at every token.
 
-    Args:
-        stream: Of the engine.
-        call: Has the criteria, and whoever listens.
-        text: The prompt as transformers has it, padding included.
+    `text` is the prompt as transformers has it, padding included.
     """
 
     def __init__(self, stream: Stream, call: Call, text: Int[Tensor, " time"]) -> None:

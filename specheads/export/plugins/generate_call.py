@@ -73,11 +73,7 @@ def read_call(
     config: GenerationConfig,
     model_kwargs: dict[str, Any],
 ) -> Call:
-    """Return what a call asks for; the arguments are what transformers hands a function.
-
-    Raises:
-        ValueError: It asks for what would change the output and cannot be done.
-    """
+    """Return what a call asks for; the arguments are what transformers hands a function."""
     given = caller()
     _refuse(config, given, model_kwargs)
     batch, width = input_ids.shape
@@ -182,7 +178,14 @@ def _sampling(
     for processor in processors:
         kind = type(processor)
         place = order.index(kind) if kind in order else -1
-        if place <= last or not _is_plain(processor, padding):
+        ignored = getattr(processor, "prompt_ignore_length", None)
+        # whether it does what its one setting says
+        is_plain = (
+            getattr(processor, "min_tokens_to_keep", 1) == 1
+            and getattr(processor, "filter_value", -torch.inf) == -torch.inf
+            and (ignored is None or bool((torch.as_tensor(ignored).to(padding) == padding).all()))
+        )
+        if place <= last or not is_plain:
             raise ValueError(
                 "a head can change logits by repetition_penalty, temperature, top_k, top_p and "
                 f"min_p only, each once, got {kind.__name__}; leave it out, or leave out "
@@ -194,16 +197,6 @@ def _sampling(
         return Sampling(repetition_penalty=settings.get("repetition_penalty", 1.0))
     # drawn where transformers would draw its tokens, so that torch.manual_seed settles both
     return Sampling(**settings, seed=int(torch.randint(2**63 - 1, ())))
-
-
-def _is_plain(processor: Any, padding: Int[Tensor, " batch"]) -> bool:
-    """Return whether a processor does what its one setting says."""
-    ignored = getattr(processor, "prompt_ignore_length", None)
-    return (
-        getattr(processor, "min_tokens_to_keep", 1) == 1
-        and getattr(processor, "filter_value", -torch.inf) == -torch.inf
-        and (ignored is None or bool((torch.as_tensor(ignored).to(padding) == padding).all()))
-    )
 
 
 def _refuse_batch(criteria: list[Any], eos_ids: tuple[int, ...], streamer: Any) -> None:

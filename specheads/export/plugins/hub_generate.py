@@ -48,26 +48,20 @@ output = model.generate(
 
 def hub_files(repo: str) -> dict[str, str]:
     """Return the texts that make `custom_generate=repo` work, by their paths in the repository."""
+    version = importlib.metadata.version("specheads")
+    # transformers checks it, and reads no suffix of a version
+    least = f">={version}" if re.fullmatch(r"[\d.]+", version) else ""
     return {
         "custom_generate/generate.py": _GENERATE.format(repo=repo),
-        "custom_generate/requirements.txt": f"{_requirement()}\n",
+        "custom_generate/requirements.txt": f"specheads{least}\n",
     }
-
-
-def _requirement() -> str:
-    """Return the package as transformers can check it: it reads no suffix of a version."""
-    version = importlib.metadata.version("specheads")
-    return f"specheads>={version}" if re.fullmatch(r"[\d.]+", version) else "specheads"
 
 
 def three_lines(base_name: str, repo: str, dtype: str = "float32") -> str:
     """Return the code that decodes with a pushed head: model, tokenizer, generate.
 
-    Args:
-        base_name: Folder or Hub id of the base.
-        repo: Hub id of the head, or a folder that holds it with its `hub_files`.
-        dtype: What the base is to compute in. In 16 bits several tokens are often equally likely
-            but for rounding, and then text may differ from that of `generate` alone.
+    `repo` may be a folder that holds the head with its `hub_files`. In 16 bits several tokens are
+    often equally likely but for rounding, and then text may differ from that of `generate` alone.
     """
     return _LINES.format(base=base_name, repo=repo, dtype=dtype)
 
@@ -85,19 +79,11 @@ def hub_generate(
 ) -> Generated:
     """Do what a repository's `custom_generate/generate.py` is for; pushed repositories call this.
 
-    Args:
-        model: Whose `generate` was called.
-        inputs: As for `generate`.
-        code: Where generate.py lies. Code of a commit loads the weights of the same commit.
-        repo: The repository it was pushed to. The name that the caller gave goes before it: a
-            folder, a copy or a fork.
-        head: Folder, Hub id or head, in place of the repository's own.
-        stop_strings: As for `generate`.
-        stopping_criteria: As for `generate`.
-        **arguments: As for `generate`, and `revision` and `force` for the head.
-
-    Raises:
-        ValueError: As `load_head` and as `custom_generate`.
+    Arguments are those of `model.generate`, and `revision` and `force` for the head. `code` is
+    where generate.py lies: code of a commit loads the weights of the same commit. `repo` is what
+    it was pushed to; the name that the caller gave goes before it: a folder, a copy or a fork.
+    `head` takes the place of the repository's own. Errors are those of `load_head` and of
+    `custom_generate`.
     """
     if arguments.pop("token", None) is not None:
         raise ValueError(
@@ -105,7 +91,13 @@ def hub_generate(
             "set HF_TOKEN, or run hf auth login"
         )
     revision, force = arguments.pop("revision", None), arguments.pop("force", False)
-    drafter = head if isinstance(head, Drafter) else _find(head, code, repo, revision)
+    if isinstance(head, Drafter):
+        drafter = head
+    else:
+        commit = Path(code).parents[1].name
+        here = head is None and re.fullmatch(r"[\da-f]{40}", commit)
+        found = str(head or caller().get("custom_generate") or repo)
+        drafter = _load(found, revision or (commit if here else "main"))
     if stop_strings is not None and arguments.get("tokenizer") is not None:
         # it would not hand the tokenizer on, and then miss it
         stops = StopStringCriteria(arguments.pop("tokenizer"), stop_strings)
@@ -120,14 +112,6 @@ def hub_generate(
         custom_generate=custom_generate(drafter, force=force),
         **arguments,
     )
-
-
-def _find(head: str | Path | None, code: str, repo: str, revision: str | None) -> Head:
-    """Return the head that the caller names, or the repository's own, of the code's commit."""
-    commit = Path(code).parents[1].name
-    here = head is None and re.fullmatch(r"[\da-f]{40}", commit)
-    found = str(head or caller().get("custom_generate") or repo)
-    return _load(found, revision or (commit if here else "main"))
 
 
 @functools.lru_cache(maxsize=4)

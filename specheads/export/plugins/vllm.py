@@ -118,21 +118,9 @@ class Row:
     wanted: bool
     """Whether a draft is asked for: not before its prompt is read to the end."""
 
-    def end(self) -> "Row":
-        """Return its last position alone."""
-        more = self.count - 1
-        return Row(self.index, self.offset + more, self.start + more, 1, self.wanted)
-
 
 class Proposer:
-    """What vLLM's `custom_class` is set to; `SPECHEADS_HEAD` names the head's folder or Hub id.
-
-    Args:
-        vllm_config: vLLM's own.
-
-    Raises:
-        ValueError: No head is named, or `register` was not called.
-    """
+    """What vLLM's `custom_class` is set to; `SPECHEADS_HEAD` names the head's folder or Hub id."""
 
     def __init__(self, vllm_config: Any) -> None:
         if not _prepare_runner.cache_info().currsize:
@@ -147,11 +135,7 @@ class Proposer:
         self._group = 0
 
     def load_model(self, target_model: torch.nn.Module) -> None:
-        """Load the head, and lend it the base's tensors.
-
-        Raises:
-            ValueError: The head does not fit the base, the draft or this plug-in.
-        """
+        """Load the head, and lend it the base's tensors."""
         head = load_head(os.environ[HEAD_VARIABLE])
         embedding, projection = _borrowed(target_model)
         _refuse(head, self.policy.depth)
@@ -167,11 +151,7 @@ class Proposer:
     def allocate(self, cache: Any) -> None:
         """Make room for what the head remembers of as many positions as vLLM's cache holds.
 
-        Args:
-            cache: vLLM's `KVCacheConfig`.
-
-        Raises:
-            ValueError: The head remembers, and vLLM's cache does not keep all positions here.
+        That is a `KVCacheConfig`; one that does not keep all positions here is refused.
         """
         if self.head.memory(1, 1) is None:
             return
@@ -191,9 +171,7 @@ class Proposer:
     def watch(self, batch: Any, given: dict[str, Any]) -> None:
         """Note what the forward has read; `propose` is called next.
 
-        Args:
-            batch: The runner's `input_batch`.
-            given: Arguments of its `propose_draft_token_ids`, by name.
+        The runner gives its `input_batch`, and the arguments of its `propose_draft_token_ids`.
         """
         scheduled = given["scheduler_output"].num_scheduled_tokens
         metadata, texts = given["spec_decode_metadata"], given["sampled_token_ids"]
@@ -217,10 +195,7 @@ class Proposer:
     ) -> list[list[int]]:
         """Return a chain for each request that has just got a token, and none for the others.
 
-        Args:
-            sampled_token_ids: The tokens each request has just got.
-            token_ids_cpu: All texts, one a row, these tokens included.
-            slot_mappings: Unused.
+        The texts, one a row, include the tokens that were just sampled.
         """
         del slot_mappings
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
@@ -234,7 +209,14 @@ class Proposer:
         """Return the rows that are drafted together, of about as many positions each."""
         wanted = [row for row in self._rows if row.wanted]
         if self._memory is None:
-            return [[row.end() for row in wanted]] if wanted else []
+            # each one's last position alone
+            ends = [
+                Row(
+                    row.index, row.offset + row.count - 1, row.start + row.count - 1, 1, wanted=True
+                )
+                for row in wanted
+            ]
+            return [ends] if ends else []
         # prompts go one by one: beside them, all other rows would be padding
         most = self.policy.num_nodes
         short = [row for row in wanted if row.count <= most]

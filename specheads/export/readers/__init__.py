@@ -48,11 +48,7 @@ Reader = Callable[[Path, BaseView, int], Iterator[Guess]]
 
 
 class Stored:
-    """The tensors of an export, each to be taken once.
-
-    Args:
-        file: safetensors.
-    """
+    """The tensors of an export, each to be taken once."""
 
     def __init__(self, file: Path) -> None:
         if not file.is_file():
@@ -61,11 +57,7 @@ class Stored:
         self.left: dict[str, Tensor] = load_file(file)
 
     def take(self, name: str, *shape: int) -> Tensor:
-        """Return a tensor in float64, or as it is where it holds integers.
-
-        Raises:
-            ValueError: It is missing or has another shape.
-        """
+        """Return a tensor in float64, or as it is where it holds integers."""
         if name not in self.left:
             raise ValueError(f"{self.name} lacks {name!r}")
         value = self.left.pop(name)
@@ -73,15 +65,16 @@ class Stored:
             raise ValueError(f"{name!r} must have shape {shape}, got {tuple(value.shape)}")
         return value.double() if value.is_floating_point() else value
 
+    def linear(self, name: str, size: int, values: Tensor) -> Tensor:
+        """Apply a stored layer of `size` outputs, weight and bias."""
+        weight = self.take(f"{name}.weight", size, values.shape[-1])
+        return values @ weight.T + self.take(f"{name}.bias", size)
+
     def __contains__(self, name: str) -> bool:
         return name in self.left
 
     def close(self) -> None:
-        """Refuse what nobody took.
-
-        Raises:
-            ValueError: A tensor is left over: the engine would ignore it.
-        """
+        """Refuse what nobody took."""
         if self.left:
             raise ValueError(f"{self.name} has {min(self.left)!r}, which the engine ignores")
 
@@ -92,11 +85,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def require(config: dict[str, Any], **wanted: Any) -> None:
-    """Refuse a setting that an engine would read as something else.
-
-    Raises:
-        ValueError: A setting has another value, or is missing.
-    """
+    """Refuse a setting that is missing, or that an engine would read as something else."""
     for name, value in wanted.items():
         if config.get(name) != value:
             raise ValueError(
@@ -115,13 +104,7 @@ def silu(values: Tensor) -> Tensor:
 
 
 def rotate(values: Tensor, positions: Tensor, theta: float) -> Tensor:
-    """Turn the pairs (i, i + half) of each head as numbers of the complex plane.
-
-    Args:
-        values: (time, head, channel).
-        positions: (time,).
-        theta: Base of the angles.
-    """
+    """Turn the pairs (i, i + half) of (time, head, channel) as numbers of the complex plane."""
     half = values.shape[-1] // 2
     steps = theta ** (-torch.arange(half, dtype=torch.float64) / half)
     angles = positions[:, None, None].double() * steps
@@ -136,14 +119,9 @@ def open_own(
     config, stored = read_config(folder), Stored(folder / "model.safetensors")
     vocab, width = base.embedding.shape
     require(config, kind=kind, depth=depth, width=width, vocab_size=vocab)
-    return config, stored, _draft_tokens(stored, config["draft_tokens"], vocab)
-
-
-def _draft_tokens(stored: Stored, size: int, vocab: int) -> Tensor:
-    """Take a list of the tokens that our own layout drafts, or return all."""
-    if not size:
-        return torch.arange(vocab)
-    ids = stored.take("draft_ids", size)
+    if not config["draft_tokens"]:
+        return config, stored, torch.arange(vocab)
+    ids = stored.take("draft_ids", config["draft_tokens"])
     if not (ids.diff() > 0).all() or ids[0] < 0 or ids[-1] >= vocab:
         raise ValueError(f"'draft_ids' must grow within 0 and {vocab}")
-    return ids
+    return config, stored, ids

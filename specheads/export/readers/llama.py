@@ -1,0 +1,62 @@
+"""One Llama layer as engines have it: EAGLE-3's, and the one that Hydra reads its text through."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specheads.export.readers import Stored, rms, rotate, silu
+
+
+class Layer:
+    """One Llama layer behind its first norm, over rounds of its own output.
+
+    The settings have the names of a Llama's config.json; attention reads `size_read` channels.
+    """
+
+    def __init__(self, stored: Stored, name: str, config: dict[str, Any], size_read: int) -> None:
+        width, self.heads = config["hidden_size"], config["num_attention_heads"]
+        self.shared, self.epsilon = config["num_key_value_heads"], config["rms_norm_eps"]
+        self.size = config.get("head_dim") or width // self.heads
+        self.theta = config.get("rope_theta") or config["rope_parameters"]["rope_theta"]
+
+        def take(part: str, *shape: int) -> Tensor:
+            return stored.take(f"{name}.{part}.weight", *shape)
+
+        self.norm = take("post_attention_layernorm", width)
+        self.query, self.key, self.value = (
+            take(f"self_attn.{part}_proj", count * self.size, size_read)
+            for part, count in (("q", self.heads), ("k", self.shared), ("v", self.shared))
+        )
+        self.out = take("self_attn.o_proj", width, self.heads * self.size)
+        inner = config["intermediate_size"]
+        self.gate, self.up = (take(f"mlp.{part}_proj", inner, width) for part in ("gate", "up"))
+        self.down = take("mlp.down_proj", width, inner)
+        self.kept: list[tuple[Tensor, Tensor]] = []
+
+    def round(self, inputs: Tensor, residual: Tensor) -> Tensor:
+        """Go once more over every position, each now one token further on its own draft."""
+        time = len(inputs)
+        at = torch.arange(time) + len(self.kept)
+        queries = rotate((inputs @ self.query.T).view(time, self.heads, -1), at, self.theta)
+        keys = rotate((inputs @ self.key.T).view(time, self.shared, -1), at, self.theta)
+        values = (inputs @ self.value.T).view(time, self.shared, -1)
+        each = self.heads // self.shared
+        self.kept.append((keys.repeat_interleave(each, 1), values.repeat_interleave(each, 1)))
+        stream = residual + self._attend(queries).reshape(time, -1) @ self.out.T
+        read = rms(stream, self.norm, self.epsilon)
+        return stream + (silu(read @ self.gate.T) * (read @ self.up.T)) @ self.down.T
+
+    def _attend(self, queries: Tensor) -> Tensor:
+        """See the first round up to here, which the base has read, and later ones of this draft."""
+        (keys, values), own = self.kept[0], self.kept[1:]
+        places = torch.arange(len(queries))
+        scores = torch.einsum("thd,shd->ths", queries, keys)
+        scores = scores.masked_fill((places[:, None] < places)[:, None], -math.inf)
+        drafted = [(queries * own_keys).sum(-1, keepdim=True) for own_keys, _ in own]
+        weights = (torch.cat([scores, *drafted], -1) / math.sqrt(self.size)).softmax(-1)
+        mixed = torch.einsum("ths,shd->thd", weights[..., : len(values)], values)
+        for place, (_, own_values) in enumerate(own, start=len(values)):
+            mixed = mixed + weights[..., place : place + 1] * own_values
+        return mixed

@@ -1,0 +1,94 @@
+"""Kinds of heads that no engine of today loads by itself, as our plug-in reads its own layout."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specheads.export.readers import BaseView, Guess, Stored, open_own, rms, silu
+from specheads.export.readers.llama import Layer
+
+EPSILON = 1e-5
+
+
+def hydra_heads(folder: Path, base: BaseView, depth: int) -> Iterator[Guess]:
+    """Have head k read the state and the k + 1 embeddings after it.
+
+    Source: zankner/Hydra, hydra/model/hydra_heads/mlp_head.py and prefix_mlp_head.py.
+    """
+    config, stored, ids = open_own(folder, base, depth, "hydra_heads")
+    width = base.hidden.shape[1]
+    read = [_prefixed(stored, config, base.hidden) if config["prefix"] else base.hidden]
+    for level in range(depth):
+        read.append(base.embedding[base.tokens.roll(-1 - level)])
+        state = torch.cat(read, dim=-1)
+        for layer in range(config["num_layers"]):
+            name = f"blocks.{level}.{layer}"
+            moved = silu(stored.linear(f"{name}.linear", width, state))
+            if layer == 0:
+                state = stored.linear(f"{name}.res_connection", width, state)
+            state = state + moved
+        yield Guess(stored.linear(f"head.{level}", len(ids), state), ids)
+    stored.close()
+
+
+def _prefixed(stored: Stored, config: dict[str, Any], hidden: Tensor) -> Tensor:
+    """Read one Llama layer over the hidden states of the text, then a norm."""
+    width = hidden.shape[1]
+    heads = config["attention_heads"] or max(1, width // 64)
+    settings = {
+        "hidden_size": width,
+        "intermediate_size": config["inner_dim"] or math.ceil(width / 6) * 16,
+        "num_attention_heads": heads,
+        "num_key_value_heads": config["key_value_heads"] or heads,
+        "rope_theta": config["rope_theta"],
+        "rms_norm_eps": EPSILON,
+    }
+    layer = Layer(stored, "prefix", settings, width)
+    before, after = (
+        stored.take(f"prefix.{name}.weight", width) for name in ("input_layernorm", "norm")
+    )
+    return rms(layer.round(rms(hidden, before, EPSILON), hidden), after, EPSILON)
+
+
+def redrafter(folder: Path, base: BaseView, depth: int) -> Iterator[Guess]:
+    """Run a cell or a sum over embeddings, then blocks over [hidden, state].
+
+    Source: apple/ml-recurrent-drafter, recurrent_drafting/modeling_drafter.py.
+    """
+    config, stored, ids = open_own(folder, base, depth, "redrafter")
+    width = base.hidden.shape[1]
+    exit_dim = config["exit_dim"] or 2 * width
+    cell, adapter = [], []
+    if config["rnn"]:
+        cell = [stored.take(f"rnn_{name}.weight", width, width) for name in "wu"]
+        cell.append(stored.take("rnn_u.bias", width))
+    if exit_dim != 2 * width:
+        adapter = [stored.take("input_proj.weight", exit_dim, 2 * width)]
+        adapter.append(stored.take("input_proj.bias", exit_dim))
+    blocks = [
+        [
+            stored.take(f"blocks.{layer}.linear.weight", exit_dim, exit_dim),
+            stored.take(f"blocks.{layer}.linear.bias", exit_dim),
+        ]
+        for layer in range(config["num_layers"])
+    ]
+    head = stored.take("head.weight", len(ids), exit_dim)
+    stored.close()
+    state = torch.zeros_like(base.hidden)
+    for level in range(depth):
+        embedded = base.embedding[base.tokens.roll(-1 - level)]
+        if cell:
+            reads, keeps, shift = cell
+            state = silu(embedded @ reads.T + state @ keeps.T + shift)
+        else:
+            state = state + embedded
+        out = torch.cat([base.hidden, state], dim=-1)
+        if adapter:
+            out = out @ adapter[0].T + adapter[1]
+        for weight, bias in blocks:
+            out = out + silu(out @ weight.T + bias)
+        yield Guess(out @ head.T, ids)
