@@ -15,6 +15,7 @@ from specheads.base.forward import Verification
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Drafter, Memory
 from specheads.core.features import Committed
+from specheads.core.tree import TokenTree
 from specheads.decoding.acceptance import rules
 from specheads.decoding.acceptance.accept import Verdict
 from specheads.decoding.acceptance.sampling import GREEDY, Rows, Sampling
@@ -117,9 +118,7 @@ def step(
     drafted = _now(base, wait=timed)
     verified = base.verify(grown, state.cache, drafter.aux_layers if drafter else ())
     verdict = acceptance(grown, verified.logits, verified.ancestors, state.rows)
-    # the one synchronisation of a step
-    counts, bonus, nodes = verdict.count[:, None], verdict.bonus[:, None], grown.tokens.shape[1]
-    read = torch.cat([counts, bonus, verdict.path, grown.tokens, grown.parents], dim=1).tolist()
+    read, nodes = _read(grown, verdict), grown.tokens.shape[1]
     times = Times(began, drafted, time.perf_counter())
     steps = [_step(*row, nodes, times) for row in zip(state.numbers, read, strict=True)]
     state.cache.commit([taken.path for taken in steps])
@@ -137,6 +136,12 @@ def synchronise(device: torch.device) -> None:
     """Wait until a device has done what it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def _read(tree: TokenTree, verdict: Verdict) -> list[list[int]]:
+    """Bring verdict and tree to the host: the one synchronisation of a step."""
+    counts, bonus = verdict.count[:, None], verdict.bonus[:, None]
+    return torch.cat([counts, bonus, verdict.path, tree.tokens, tree.parents], dim=1).tolist()
 
 
 def _step(number: int, row: list[int], nodes: int, times: Times) -> Step:

@@ -41,7 +41,7 @@ class Shape:
     def of(cls, paths: Sequence[Path], device: torch.device) -> "Shape":
         """Return the shape of rank paths that are sorted by length and closed under prefixes."""
         known = {(): 0} | {path: node for node, path in enumerate(paths, start=1)}
-        parents = torch.tensor([-1] + [known[path[:-1]] for path in paths], device=device)
+        parents = torch.tensor([-1] + [known[path[:-1]] for path in paths]).to(device)
         depth = max(map(len, paths), default=0)
         return cls(
             parents,
@@ -56,7 +56,7 @@ def _level(paths: Sequence[Path], length: int, device: torch.device) -> Level:
     here = [path for path in paths if len(path) == length]
     read = {path: place for place, path in enumerate(above or [()])}
     inner = [place for place, path in enumerate(here) if path in has_children]
-    parents = torch.tensor([read[path[:-1]] for path in here], device=device)
-    index = torch.tensor(inner, dtype=torch.long, device=device)
-    ranks = torch.tensor([path[-1] for path in here], device=device)
+    parents = torch.tensor([read[path[:-1]] for path in here]).to(device)
+    index = torch.tensor(inner, dtype=torch.long).to(device)
+    ranks = torch.tensor([path[-1] for path in here]).to(device)
     return Level(parents, ranks, index, parents[index], 1 + max(path[-1] for path in here))
