@@ -85,7 +85,8 @@ def depth_loss(
     """
     depth = len(states)
     each = [targets] * depth if isinstance(targets, Targets) else list(targets)
-    _check(kind, weighting, depth_weights, each, depth)
+    check_choices(kind, weighting)
+    _check(kind, depth_weights, each, depth)
     weights = list(depth_weights) or [decay**level for level in range(depth)]
     if weighting == "geometric" and liger.fits(kind, states, projections):
         return _by_liger(states, projections, each, weights)
@@ -118,17 +119,16 @@ def whole_chains(scored: Bool[Tensor, "batch time"], depth: int) -> Bool[Tensor,
     return F.pad(scored, (0, depth - 1)).unfold(-1, depth, 1).all(-1)
 
 
+def check_choices(kind: str, weighting: str) -> None:
+    """Refuse a loss or a weighting there is not."""
+    for name, value, known in (("loss", kind, KINDS), ("weighting", weighting, WEIGHTINGS)):
+        if value not in known:
+            raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+
+
 def _check(
-    kind: str,
-    weighting: str,
-    depth_weights: Sequence[float],
-    targets: Sequence[Targets],
-    depth: int,
+    kind: str, depth_weights: Sequence[float], targets: Sequence[Targets], depth: int
 ) -> None:
-    if kind not in KINDS:
-        raise ValueError(f"loss must be one of {', '.join(KINDS)}, got {kind!r}")
-    if weighting not in WEIGHTINGS:
-        raise ValueError(f"weighting must be one of {', '.join(WEIGHTINGS)}, got {weighting!r}")
     if len(depth_weights) not in (0, depth):
         raise ValueError(
             f"depth_weights needs one weight for each of {depth} depths, got {len(depth_weights)}"
