@@ -13,16 +13,8 @@ KINDS = ("jsonl", "wandb")
 class Tracker:
     """Writes each row to `metrics` and, when chosen, to wandb.
 
-    Args:
-        metrics: The JSONL file. Rows of steps after `resumed_step` are dropped: a resumed run
-            writes them again.
-        kind: One of `KINDS`.
-        project: Project at wandb.
-        name: Name of the run there.
-        resumed_step: The step that training goes on from.
-
-    Raises:
-        ValueError: The kind is unknown.
+    Rows of steps after `resumed_step`, where training goes on from, are dropped: a resumed run
+    writes them again. `project` and `name` are those at wandb.
     """
 
     def __init__(
@@ -49,11 +41,7 @@ class Tracker:
 
 
 def check_kind(kind: str) -> None:
-    """Refuse a tracker there is not.
-
-    Raises:
-        ValueError: Names it, and those there are.
-    """
+    """Refuse a tracker there is not."""
     if kind not in KINDS:
         raise ValueError(f"tracker must be one of {', '.join(KINDS)}, got {kind!r}")
 

@@ -22,17 +22,11 @@ from specheads.runs import checkpoint
 from specheads.runs.directory import RunDirectory
 from specheads.runs.progress import progress
 from specheads.runs.trackers import Tracker
+from specheads.training import schedule as schedules
 from specheads.training.log import PhaseLog
 from specheads.training.losses.depth_loss import DepthLoss
 from specheads.training.objective import Objective
-from specheads.training.schedule import (
-    PlacedPhase,
-    Progressed,
-    Step,
-    adapter_settings,
-    optimizers,
-    placed,
-)
+from specheads.training.schedule import PlacedPhase, Progressed, Step
 from specheads.training.teacher import Teacher
 
 OpenText = Callable[[Phase, Progress], Text]
@@ -65,7 +59,7 @@ def train(
         open_text: Gives each phase its text.
         run: Holds checkpoints and phases.
         tracker: Where rows of metrics go, on the main process; others may have none.
-        accelerator: Joins the processes.
+        accelerator: Made by the caller.
         seed: Seed of the positions that are scored, and of the adapter.
         log_every: Steps between two rows.
         checkpoint_every: Steps between two checkpoints; zero keeps those at phase ends only.
@@ -74,13 +68,13 @@ def train(
         ValueError: The loss is no longer finite, or the newest checkpoint was written by another
             number of processes.
     """
-    teacher = Teacher(base, head, adapter_settings(schedule), seed)
+    teacher = Teacher(base, head, schedules.adapter_settings(schedule), seed)
     try:
         trainer = _Trainer(teacher, schedule, run, accelerator, seed)
         trainer.resume()
         rows = tracker if accelerator.is_main_process else None
         with progress(shown=accelerator.is_main_process) as display:
-            for phase in placed(schedule):
+            for phase in schedules.placed(schedule):
                 if trainer.at.step >= phase.end:
                     continue
                 # what the base writes for a phase, it writes as it was loaded
@@ -115,7 +109,7 @@ class _Trainer:
         self.seed, self.clip_norm = seed, schedule.clip_norm
         self.optimizers = [
             accelerator.prepare_optimizer(optimizer)
-            for optimizer in optimizers(self.head, schedule, teacher.parameters)
+            for optimizer in schedules.optimizers(self.head, schedule, teacher.parameters)
         ]
         with warnings.catch_warnings():
             # accelerate passes on what newer torch calls by another name
