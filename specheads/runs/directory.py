@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from specheads.base import lora
-from specheads.base.lora import Adapter
 from specheads.core.drafter import Head
 from specheads.runs.provenance import provenance
 
@@ -120,8 +119,7 @@ class RunDirectory:
 
         A head of joint training belongs to base and adapter together, and its folder says so.
         """
-        known = self._provenance()
-        owner: dict[str, Any] = {}
+        known, owner = self._provenance(), {}
         if self.adapter.is_dir():
             owner["adapter_fingerprint"] = lora.fingerprint(self.adapter)
             # it was trained on the weights before the adapter is merged in, and fits those after
@@ -136,16 +134,6 @@ class RunDirectory:
 
     def _provenance(self) -> dict[str, Any]:
         return json.loads(self.provenance.read_text(encoding="utf-8"))
-
-    def save_phase(self, name: str, head: Head) -> None:
-        """Keep the head as it was at the end of a phase, so that phases can be compared."""
-        with atomic_folder(self.phases / name) as folder:
-            head.save_pretrained(folder)
-
-    def save_adapter(self, adapter: Adapter) -> None:
-        """Keep what joint training has added to the base so far, as peft loads it."""
-        with atomic_folder(self.adapter) as folder:
-            adapter.save(folder)
 
 
 def _now() -> str:

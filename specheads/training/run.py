@@ -63,14 +63,8 @@ def run(
 ) -> Trained:
     """Run every phase; an unfinished run of the same name goes on where it stopped.
 
-    Args:
-        settings: What is trained, on which text, how long.
-        config_text: The same as YAML, for config.yaml.
-        base: The one that the settings name, where it is loaded already.
-        announce: Takes lines for people, of the main process.
-
-    Raises:
-        ValueError: The run is finished already, or the settings could only fail later.
+    Settings that could only fail later are refused at once. `config_text` is the same settings as
+    YAML; `base` is what they name, where it is loaded already.
     """
     accelerator = Accelerator(
         # unasked, accelerate joins processes on GPUs only: two on CPUs would each train alone
@@ -118,16 +112,15 @@ def _start(settings: Train, base: FrozenBase, texts: "_Texts") -> tuple[Head, Te
 def _train(
     settings: Train, base: FrozenBase, head: Head, texts: "_Texts", accelerator: Accelerator
 ) -> None:
-    run, chosen = texts.run, settings.tracker
-    tracker = None
+    run, tracker = texts.run, None
     if accelerator.is_main_process:
-        step = trainer.last_step(run)
+        kind, project, step = (
+            settings.tracker.kind,
+            settings.tracker.project,
+            trainer.last_step(run),
+        )
         tracker = Tracker(
-            run.metrics,
-            kind=chosen.kind,
-            project=chosen.project,
-            name=settings.name,
-            resumed_step=step,
+            run.metrics, kind=kind, project=project, name=settings.name, resumed_step=step
         )
     with closing(tracker) if tracker else nullcontext():
         trainer.train(
@@ -208,20 +201,15 @@ class _Texts:
 
     def _write(self, phase: Phase, distill: Distill, folder: Path, bar: Progress) -> None:
         """Have the base write what the folder does not hold yet."""
+        corpus, processes = self.settings.data, self.accelerator.num_processes
         identity = text_identity(
-            self.fingerprint,
-            self.tokenizer,
-            self.settings.data,
-            self.documents,
-            self.accelerator.num_processes,
+            self.fingerprint, self.tokenizer, corpus, self.documents, processes
         )
 
         def write(prompts: list[list[int]], seed: int) -> list[list[int]]:
-            sampling = Sampling(temperature=distill.temperature, top_k=distill.top_k, seed=seed)
-            new_tokens = distill.new_tokens
-            return generate(
-                self.base, None, prompts, max_new_tokens=new_tokens, sampling=sampling
-            ).tokens
+            how = Sampling(temperature=distill.temperature, top_k=distill.top_k, seed=seed)
+            new = distill.new_tokens
+            return generate(self.base, None, prompts, max_new_tokens=new, sampling=how).tokens
 
         task = bar.add_task("text by the base", total=distill.num_samples, numbers="")
         prompts, seed = self.corpus(phase), self.settings.seed

@@ -19,7 +19,7 @@ from specheads.config import Phase, Schedule
 from specheads.core.drafter import Features, Head
 from specheads.data.packing import Text, TokenBatch
 from specheads.runs import checkpoint
-from specheads.runs.directory import RunDirectory
+from specheads.runs.directory import RunDirectory, atomic_folder
 from specheads.runs.progress import progress
 from specheads.runs.trackers import Tracker
 from specheads.training import schedule as schedules
@@ -29,15 +29,12 @@ from specheads.training.objective import Objective
 from specheads.training.schedule import PlacedPhase, Progressed, Step
 from specheads.training.teacher import Teacher
 
-OpenText = Callable[[Phase, Progress], Text]
-"""Gives a phase its text when it begins, so that text can be written then, with progress."""
-
 
 def train(
     base: FrozenBase,
     head: Head,
     schedule: Schedule,
-    open_text: OpenText,
+    open_text: Callable[[Phase, Progress], Text],
     run: RunDirectory,
     tracker: Tracker | None,
     accelerator: Accelerator,
@@ -56,17 +53,13 @@ def train(
             an adapter in the run directory, and taken out of it at the end.
         head: Trained in place, and saved in the run directory after each phase.
         schedule: Phases, in order, and the optimizer's settings.
-        open_text: Gives each phase its text.
+        open_text: Gives a phase its text when it begins, which may be written then, with progress.
         run: Holds checkpoints and phases.
         tracker: Where rows of metrics go, on the main process; others may have none.
-        accelerator: Made by the caller.
+        accelerator: Joins the processes.
         seed: Seed of the positions that are scored, and of the adapter.
         log_every: Steps between two rows.
         checkpoint_every: Steps between two checkpoints; zero keeps those at phase ends only.
-
-    Raises:
-        ValueError: The loss is no longer finite, or the newest checkpoint was written by another
-            number of processes.
     """
     teacher = Teacher(base, head, schedules.adapter_settings(schedule), seed)
     try:
@@ -141,9 +134,12 @@ class _Trainer:
                     raise KeyboardInterrupt
             self.at.cursor = None
             if self.accelerator.is_main_process:
-                self.run.save_phase(phase.name, self.head)
+                # kept, so that phases can be compared
+                with atomic_folder(self.run.phases / phase.name) as folder:
+                    self.head.save_pretrained(folder)
                 if phase.settings.joint and self.teacher.adapter:
-                    self.run.save_adapter(self.teacher.adapter)
+                    with atomic_folder(self.run.adapter) as folder:
+                        self.teacher.adapter.save(folder)
             self.save()
         if self._stops():
             raise KeyboardInterrupt

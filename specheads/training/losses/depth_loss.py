@@ -239,8 +239,16 @@ class _Scores:
 
     def add(self, level: int, rows: slice, base_rows: list[BaseRows]) -> None:
         """Turn one depth's logits of a chunk into slopes, and keep them until they are weighted."""
-        slopes = self.gradients.logits(level, rows)
-        losses, confidence, agreed = _overwrite_with_slopes(self.plan, slopes, base_rows)
+        slopes, plan = self.gradients.logits(level, rows), self.plan
+        found: list[tuple[Tensor, Tensor, Tensor]] = []
+        for block, base in zip(_slices(len(slopes), plan.block_rows), base_rows, strict=True):
+            log_draft = slopes[block].log_softmax(-1)
+            agreed = log_draft.argmax(-1) == base.best
+            expected = base.best if plan.kind == "argmax_cross_entropy" else base.labels
+            confidence = log_draft.gather(-1, expected[:, None])[:, 0].exp()
+            found.append((KINDS[plan.kind](log_draft, base), confidence, agreed))
+            slopes[block] = log_draft
+        losses, confidence, agreed = (torch.cat(column) for column in zip(*found, strict=True))
         drafted = self.plan.targets[level].labels[rows] >= 0
         losses = losses.where(drafted, 0.0)
         self.by_depth[level] += losses.sum() * self.shares[level]
@@ -256,19 +264,3 @@ class _Scores:
             self.total += (losses * scale).sum()
             self.gradients.add(level, rows, slopes.mul_(scale[:, None]))
         self.pending.clear()
-
-
-def _overwrite_with_slopes(
-    plan: _Plan, logits: Tensor, base_rows: list[BaseRows]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each row's loss, its confidence in what it should predict, and its agreement."""
-    found: list[tuple[Tensor, Tensor, Tensor]] = []
-    for block, base in zip(_slices(len(logits), plan.block_rows), base_rows, strict=True):
-        log_draft = logits[block].log_softmax(-1)
-        agreed = log_draft.argmax(-1) == base.best
-        expected = base.best if plan.kind == "argmax_cross_entropy" else base.labels
-        confidence = log_draft.gather(-1, expected[:, None])[:, 0].exp()
-        found.append((KINDS[plan.kind](log_draft, base), confidence, agreed))
-        logits[block] = log_draft
-    losses, confidence, agreed = (torch.cat(column) for column in zip(*found, strict=True))
-    return losses, confidence, agreed
