@@ -46,7 +46,12 @@ def save(folder: Path, held: Checkpoint) -> None:
 def newest(folder: Path) -> Checkpoint | None:
     """Return the newest checkpoint of a folder that is whole, None where there is none."""
     for found in reversed(_steps(folder)):
-        if _is_whole(found):
+        sums = found / "checksums.json"
+        expected = json.loads(sums.read_text(encoding="utf-8")) if sums.is_file() else {}
+        files = {name: found / name for name in expected}
+        if expected and all(
+            file.is_file() and _sha256(file) == expected[name] for name, file in files.items()
+        ):
             adapter = found / "adapter.safetensors"
             return Checkpoint(
                 json.loads((found / "state.json").read_text(encoding="utf-8")),
@@ -60,17 +65,6 @@ def newest(folder: Path) -> Checkpoint | None:
 def _steps(folder: Path) -> list[Path]:
     found = [step for step in folder.glob("step-*") if step.is_dir()]
     return sorted(found, key=lambda step: int(step.name.removeprefix("step-")))
-
-
-def _is_whole(folder: Path) -> bool:
-    sums = folder / "checksums.json"
-    if not sums.is_file():
-        return False
-    expected = json.loads(sums.read_text(encoding="utf-8"))
-    return all(
-        (folder / name).is_file() and _sha256(folder / name) == value
-        for name, value in expected.items()
-    )
 
 
 def _sha256(file: Path) -> str:

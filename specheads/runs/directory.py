@@ -48,10 +48,7 @@ def write_atomic(path: Path, text: str) -> None:
 
 
 class RunDirectory:
-    """One run's folder, laid out as contracts say; see the README's room map.
-
-    It need not exist yet.
-    """
+    """One run's folder, laid out as the README's room map says; it need not exist yet."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -79,12 +76,9 @@ class RunDirectory:
             )
 
     def begin(self, config_text: str, identity: dict[str, Any]) -> None:
-        """Open a new run, or an unfinished one made with the very same settings.
+        """Open a new run, or an unfinished one made with the very same settings, given as YAML.
 
-        Args:
-            config_text: The resolved settings, as YAML.
-            identity: What else must not change between stop and resume, such as the base's
-                fingerprint.
+        `identity` is what else must not change between stop and resume.
         """
         if self.finished:
             raise ValueError(

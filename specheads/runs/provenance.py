@@ -55,6 +55,9 @@ class Provenance:
 
 def provenance() -> Provenance:
     """Return what made a result: command, versions, commit, machine."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     versions: dict[str, str | None] = dict.fromkeys(PACKAGES)
     for name in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
@@ -65,7 +68,7 @@ def provenance() -> Provenance:
         git=_git(),
         hardware=Hardware(
             machine=platform.machine(),
-            processor=_processor(),
+            processor=next(models, platform.processor()),
             cores=os.cpu_count(),
             threads=torch.get_num_threads(),
             gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
@@ -104,13 +107,6 @@ def _cut(path: str, roots: Sequence[Path]) -> str:
     below = (Path(path).relative_to(root) for root in roots if Path(path).is_relative_to(root))
     shown = next((place.as_posix() for place in below if place.parts), "")
     return shown or re.split(r"[\\/]", path.rstrip("\\/"))[-1]
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
-    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(models, platform.processor())
 
 
 def _git() -> Git | None:

@@ -1,7 +1,6 @@
 """Muon on machines that do not multiply bfloat16."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -31,20 +30,18 @@ class Muon(torch.optim.Muon):
         loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, parameter.grad, group)
+                if (gradient := parameter.grad) is None:
+                    continue
+                state = self.state[parameter]
+                if "momentum_buffer" not in state:
+                    state["momentum_buffer"] = torch.zeros_like(gradient)
+                momentum = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
+                update = orthogonalize(gradient.lerp(momentum, group["momentum"]).float())
+                rows, columns = parameter.shape
+                rate = group["lr"] * max(1.0, rows / columns) ** 0.5
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                parameter.add_(update.to(parameter.dtype), alpha=-rate)
         return loss
-
-    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        state = self.state[parameter]
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(gradient)
-        momentum = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
-        update = orthogonalize(gradient.lerp(momentum, group["momentum"]).float())
-        rows, columns = parameter.shape
-        rate = group["lr"] * max(1.0, rows / columns) ** 0.5
-        parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        parameter.add_(update.to(parameter.dtype), alpha=-rate)
 
 
 def orthogonalize(matrix: Float[Tensor, "width aux"]) -> Float[Tensor, "width aux"]:

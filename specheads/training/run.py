@@ -114,13 +114,9 @@ def _train(
 ) -> None:
     run, tracker = texts.run, None
     if accelerator.is_main_process:
-        kind, project, step = (
-            settings.tracker.kind,
-            settings.tracker.project,
-            trainer.last_step(run),
-        )
+        step = trainer.last_step(run)
         tracker = Tracker(
-            run.metrics, kind=kind, project=project, name=settings.name, resumed_step=step
+            run.metrics, **asdict(settings.tracker), name=settings.name, resumed_step=step
         )
     with closing(tracker) if tracker else nullcontext():
         trainer.train(

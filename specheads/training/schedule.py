@@ -143,11 +143,8 @@ def optimizers(
 
 def peak_rates(phase: Phase, schedule: Schedule) -> dict[str, float]:
     """Return the peak learning rate of each role: the head, its hidden matrices, the base."""
-    return {
-        "head": phase.learning_rate,
-        "hidden": schedule.muon_learning_rate,
-        "base": phase.joint.learning_rate if phase.joint else 0.0,
-    }
+    base = phase.joint.learning_rate if phase.joint else 0.0
+    return {"head": phase.learning_rate, "hidden": schedule.muon_learning_rate, "base": base}
 
 
 def adapter_settings(schedule: Schedule) -> Joint | None:
@@ -180,9 +177,7 @@ def check_phase(name: str, phase: Phase, context: int, depth: int | None = None)
     many weights there must be.
     """
     check_names({name: phase})
-    if phase.text not in ("corpus", "distilled") or (phase.text == "distilled") != bool(
-        phase.distill
-    ):
+    if phase.text != ("distilled" if phase.distill else "corpus"):
         raise ValueError(
             f"phase {name!r} needs text=corpus, or text=distilled with distill settings, got "
             f"text={phase.text!r}"
@@ -210,10 +205,8 @@ def check_phase(name: str, phase: Phase, context: int, depth: int | None = None)
             f"phase {name!r} reads {length} tokens at once, the base's context holds {context}; "
             "shorten sequence_length, or prompt_tokens and new_tokens"
         )
-    if not 0 < phase.scored_share <= 1:
-        raise ValueError(
-            f"phase {name!r} needs scored_share above 0 and at most 1, got {phase.scored_share}"
-        )
+    if not 0 < (share := phase.scored_share) <= 1:
+        raise ValueError(f"phase {name!r} needs scored_share above 0 and at most 1, got {share}")
 
 
 def _check_weights(name: str, phase: Phase, depth: int | None) -> None:

@@ -29,13 +29,8 @@ class Teacher:
     """A base that a head learns from and borrows from: frozen, or with an adapter that learns.
 
     The adapter learns in joint phases, beside the head. In others the base is frozen, with what
-    the adapter has learned so far.
-
-    Args:
-        base: Gets the layers of the adapter, until that is removed.
-        head: Learns from the base.
-        joint: Settings of the adapter; None is a frozen base.
-        seed: Seed of the adapter's first factors.
+    the adapter has learned so far; it has none where `joint` is None. `seed` draws the adapter's
+    first factors.
     """
 
     def __init__(self, base: FrozenBase, head: Head, joint: Joint | None, seed: int) -> None:

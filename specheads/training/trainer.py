@@ -45,27 +45,19 @@ def train(
 ) -> None:
     """Train a head through every phase, going on from the newest checkpoint.
 
+    The head is trained in place, and saved in the run directory after each phase. The weights of
+    the base are never changed: what joint phases teach it is saved as an adapter beside the head,
+    and taken out of the base at the end. `open_text` gives a phase its text when it begins, and may
+    write it then. `tracker` is None on all processes but the main one. With `checkpoint_every` zero
+    there are checkpoints at phase ends only.
+
     An interrupt (SIGINT, SIGTERM) ends the step at hand, writes a checkpoint and raises
     KeyboardInterrupt.
-
-    Args:
-        base: Reads the text. Its weights are never changed: what joint phases teach it is saved as
-            an adapter in the run directory, and taken out of it at the end.
-        head: Trained in place, and saved in the run directory after each phase.
-        schedule: Phases, in order, and the optimizer's settings.
-        open_text: Gives a phase its text when it begins, which may be written then, with progress.
-        run: Holds checkpoints and phases.
-        tracker: Where rows of metrics go, on the main process; others may have none.
-        accelerator: Joins the processes.
-        seed: Seed of the positions that are scored, and of the adapter.
-        log_every: Steps between two rows.
-        checkpoint_every: Steps between two checkpoints; zero keeps those at phase ends only.
     """
     teacher = Teacher(base, head, schedules.adapter_settings(schedule), seed)
     try:
         trainer = _Trainer(teacher, schedule, run, accelerator, seed)
         trainer.resume()
-        rows = tracker if accelerator.is_main_process else None
         with progress(shown=accelerator.is_main_process) as display:
             for phase in schedules.placed(schedule):
                 if trainer.at.step >= phase.end:
@@ -73,7 +65,7 @@ def train(
                 # what the base writes for a phase, it writes as it was loaded
                 with teacher.as_loaded():
                     text = open_text(phase.settings, display)
-                log = PhaseLog(phase, trainer.at, rows, display, trainer.mean, log_every)
+                log = PhaseLog(phase, trainer.at, tracker, display, trainer.mean, log_every)
                 trainer.run_phase(phase, text, log, checkpoint_every)
     finally:
         if teacher.adapter:

@@ -147,11 +147,9 @@ def lk_hybrid(log_draft: LogProbs, base: BaseRows) -> Losses:
 LABELS_ONLY = ("cross_entropy",)
 """Kinds that need no distribution of the base."""
 
-PROBS = ("soft_cross_entropy", "kl", "total_variation", "lk_hybrid")
-"""Kinds that read p."""
-
+NO_PROBS = (*LABELS_ONLY, "argmax_cross_entropy")
 LOG_PROBS = ("reverse_kl", "lk")
-"""Kinds that read log p."""
+"""Kinds that read log p; those in neither read p."""
 
 KINDS: dict[str, RowLoss] = {
     loss.__name__: loss
@@ -170,7 +168,7 @@ def read_base(
     if base_logits is None:
         return BaseRows(labels, labels)
     best = base_logits.argmax(-1)
-    if kind not in PROBS + LOG_PROBS:
+    if kind in NO_PROBS:
         return BaseRows(labels, best)
     log_probs = base_logits.log_softmax(-1).clamp_(min=RULED_OUT)
     if kind in LOG_PROBS:
