@@ -261,7 +261,7 @@ def make_optimizers(model: Any, options: argparse.Namespace) -> dict[str, torch.
     for value in model.parameters():
         (inner if value.ndim == 2 and id(value) not in outer else rest).append(value)
     return {
-        "muon": Muon(inner, lr=options.muon_rate),
+        "muon": Muon(inner, lr=options.muon_rate, weight_decay=0.0),
         "adamw": torch.optim.AdamW(
             rest, lr=options.adamw_rate, betas=(0.9, 0.95), weight_decay=0.0
         ),

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from specheads.runs.directory import atomic_folder
+from specheads.runs.directory import as_json, atomic_folder
 
 
 class Checkpoint(NamedTuple):
@@ -30,13 +30,14 @@ def save(folder: Path, held: Checkpoint) -> None:
     """Write a checkpoint as `step-N` into a folder, and remove the older ones."""
     target = folder / f"step-{held.state['step']}"
     with atomic_folder(target) as scratch:
-        _save_tensors(held.weights, scratch / "head.safetensors")
-        if held.adapter:
-            _save_tensors(held.adapter, scratch / "adapter.safetensors")
+        for name, tensors in (("head", held.weights), ("adapter", held.adapter)):
+            if tensors:
+                whole = {key: value.contiguous() for key, value in tensors.items()}
+                save_file(whole, scratch / f"{name}.safetensors")
         torch.save(held.optimizer, scratch / "optimizer.pt")
-        _write_json(held.state, scratch / "state.json")
+        (scratch / "state.json").write_text(as_json(held.state), encoding="utf-8")
         sums = {file.name: _sha256(file) for file in sorted(scratch.iterdir())}
-        _write_json(sums, scratch / "checksums.json")
+        (scratch / "checksums.json").write_text(as_json(sums), encoding="utf-8")
     for other in _steps(folder):
         if other != target:
             shutil.rmtree(other)
@@ -45,7 +46,12 @@ def save(folder: Path, held: Checkpoint) -> None:
 def newest(folder: Path) -> Checkpoint | None:
     """Return the newest checkpoint of a folder that is whole, None where there is none."""
     for found in reversed(_steps(folder)):
-        if _is_whole(found):
+        sums = found / "checksums.json"
+        expected = json.loads(sums.read_text(encoding="utf-8")) if sums.is_file() else {}
+        files = {name: found / name for name in expected}
+        if expected and all(
+            file.is_file() and _sha256(file) == expected[name] for name, file in files.items()
+        ):
             adapter = found / "adapter.safetensors"
             return Checkpoint(
                 json.loads((found / "state.json").read_text(encoding="utf-8")),
@@ -59,25 +65,6 @@ def newest(folder: Path) -> Checkpoint | None:
 def _steps(folder: Path) -> list[Path]:
     found = [step for step in folder.glob("step-*") if step.is_dir()]
     return sorted(found, key=lambda step: int(step.name.removeprefix("step-")))
-
-
-def _write_json(value: Any, file: Path) -> None:
-    file.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def _save_tensors(tensors: dict[str, Tensor], file: Path) -> None:
-    save_file({name: value.contiguous() for name, value in tensors.items()}, file)
-
-
-def _is_whole(folder: Path) -> bool:
-    sums = folder / "checksums.json"
-    if not sums.is_file():
-        return False
-    expected = json.loads(sums.read_text(encoding="utf-8"))
-    return all(
-        (folder / name).is_file() and _sha256(folder / name) == value
-        for name, value in expected.items()
-    )
 
 
 def _sha256(file: Path) -> str:

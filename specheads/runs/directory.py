@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from specheads.base import lora
-from specheads.base.lora import Adapter
 from specheads.core.drafter import Head
 from specheads.runs.provenance import provenance
 
@@ -27,12 +26,12 @@ def atomic_folder(target: Path) -> Iterator[Path]:
     scratch.mkdir()
     try:
         yield scratch
+        old = target.parent / f".{target.name}.old"
         if target.exists():
-            old = target.parent / f".{target.name}.old"
             shutil.rmtree(old, ignore_errors=True)
             target.rename(old)
         scratch.rename(target)
-        shutil.rmtree(target.parent / f".{target.name}.old", ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
@@ -49,11 +48,7 @@ def write_atomic(path: Path, content: str | bytes) -> None:
 
 
 class RunDirectory:
-    """One run's folder, laid out as contracts say; see the README's room map.
-
-    Args:
-        path: The folder; it need not exist.
-    """
+    """One run's folder, laid out as the README's room map says; it need not exist yet."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -73,11 +68,7 @@ class RunDirectory:
         return self.provenance.is_file() and bool(self._provenance().get("end"))
 
     def refuse_unfinished(self, what: str) -> None:
-        """Refuse to do this with a run whose training has not ended.
-
-        Raises:
-            ValueError: It has not.
-        """
+        """Refuse to do this with a run whose training has not ended."""
         if not self.finished:
             raise ValueError(
                 f"only a finished run can be {what}: {self.path} is not; finish it with the same "
@@ -85,15 +76,9 @@ class RunDirectory:
             )
 
     def begin(self, config_text: str, identity: dict[str, Any]) -> None:
-        """Open a new run, or an unfinished one made with the very same settings.
+        """Open a new run, or an unfinished one made with the very same settings, given as YAML.
 
-        Args:
-            config_text: The resolved settings, as YAML.
-            identity: What else must not change between stop and resume, such as the base's
-                fingerprint.
-
-        Raises:
-            ValueError: The run is finished, or the folder holds other settings or other files.
+        `identity` is what else must not change between stop and resume.
         """
         if self.finished:
             raise ValueError(
@@ -106,18 +91,21 @@ class RunDirectory:
                     f"an unfinished run resumes with its own settings only: those of {self.path} "
                     f"differ from {self.config.name}; choose another name=, or remove the folder"
                 )
-            if self.provenance.is_file():
-                self._refuse_another(identity)
+            before = self._provenance() if self.provenance.is_file() else identity
+            for name, value in identity.items():
+                if before.get(name) != value:
+                    raise ValueError(
+                        f"an unfinished run resumes on the same {name.replace('_', ' ')} only: it "
+                        f"was {before.get(name)}, now it is {value}; choose another name="
+                    )
         elif self.path.is_dir() and any(self.path.iterdir()):
             raise ValueError(
                 f"a run needs a folder of its own: {self.path} holds other files; choose another "
                 "run_dir="
             )
         if not self.provenance.is_file():
-            write_atomic(
-                self.provenance,
-                _json({"start": _now(), "end": None, **identity, **asdict(provenance())}),
-            )
+            made = {"start": _now(), "end": None, **identity, **asdict(provenance())}
+            write_atomic(self.provenance, as_json(made))
         write_atomic(self.config, config_text)
 
     def end(self, head: Head) -> None:
@@ -125,8 +113,7 @@ class RunDirectory:
 
         A head of joint training belongs to base and adapter together, and its folder says so.
         """
-        known = self._provenance()
-        owner: dict[str, Any] = {}
+        known, owner = self._provenance(), {}
         if self.adapter.is_dir():
             owner["adapter_fingerprint"] = lora.fingerprint(self.adapter)
             # it was trained on the weights before the adapter is merged in, and fits those after
@@ -134,39 +121,19 @@ class RunDirectory:
         with atomic_folder(self.head) as folder:
             head.save_pretrained(folder)
             if owner:
-                beside = {"adapter": f"../{self.adapter.name}"}
                 fingerprint = {"base_fingerprint": known.get("base_fingerprint")}
-                (folder / "base.json").write_text(
-                    _json(fingerprint | beside | owner), encoding="utf-8"
-                )
-        write_atomic(self.provenance, _json({**known, **owner, "end": _now()}))
-
-    def _refuse_another(self, identity: dict[str, Any]) -> None:
-        before = self._provenance()
-        for name, value in identity.items():
-            if before.get(name) != value:
-                raise ValueError(
-                    f"an unfinished run resumes on the same {name.replace('_', ' ')} only: it "
-                    f"was {before.get(name)}, now it is {value}; choose another name="
-                )
+                said = fingerprint | {"adapter": f"../{self.adapter.name}"} | owner
+                (folder / "base.json").write_text(as_json(said), encoding="utf-8")
+        write_atomic(self.provenance, as_json({**known, **owner, "end": _now()}))
 
     def _provenance(self) -> dict[str, Any]:
         return json.loads(self.provenance.read_text(encoding="utf-8"))
-
-    def save_phase(self, name: str, head: Head) -> None:
-        """Keep the head as it was at the end of a phase, so that phases can be compared."""
-        with atomic_folder(self.phases / name) as folder:
-            head.save_pretrained(folder)
-
-    def save_adapter(self, adapter: Adapter) -> None:
-        """Keep what joint training has added to the base so far, as peft loads it."""
-        with atomic_folder(self.adapter) as folder:
-            adapter.save(folder)
 
 
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def _json(value: Any) -> str:
+def as_json(value: Any) -> str:
+    """Return the text of a file that people may read and compare."""
     return json.dumps(value, indent=2, sort_keys=True) + "\n"

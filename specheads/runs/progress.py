@@ -6,9 +6,6 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
-LINE_SECONDS = 30.0
-"""Time between two lines where there is no terminal."""
-
 Item = TypeVar("Item")
 
 
@@ -17,18 +14,13 @@ def progress(
     *,
     shown: bool,
     transient: bool = False,
-    line_seconds: float = LINE_SECONDS,
+    line_seconds: float = 30.0,
     console: Any = None,
 ) -> Iterator[Any]:
     """Give rich's Progress, whose tasks have a field `numbers`, and show it while this lasts.
 
-    Lines come from a thread, so that even one long piece of work cannot keep them back.
-
-    Args:
-        shown: Whether anything is shown; of several processes only the main one should.
-        transient: Whether a bar is wiped away at the end.
-        line_seconds: Time between two lines where the console is no terminal.
-        console: Console of rich that it goes to; None is stderr.
+    Lines come from a thread, so that even one long piece of work cannot keep them back. Of several
+    processes only the main one should show anything; a transient bar is wiped away at the end.
     """
     # decoding alone does without rich
     from rich.console import Console

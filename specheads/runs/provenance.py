@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -54,14 +55,20 @@ class Provenance:
 
 def provenance() -> Provenance:
     """Return what made a result: command, versions, commit, machine."""
-    versions = {name: _version(name) for name in PACKAGES}
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    versions: dict[str, str | None] = dict.fromkeys(PACKAGES)
+    for name in PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
     return Provenance(
         command=[Path(sys.argv[0]).name, *map(nearby, sys.argv[1:])],
         versions={"python": platform.python_version()} | versions,
         git=_git(),
         hardware=Hardware(
             machine=platform.machine(),
-            processor=_processor(),
+            processor=next(models, platform.processor()),
             cores=os.cpu_count(),
             threads=torch.get_num_threads(),
             gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
@@ -80,9 +87,7 @@ def nearby(text: str) -> str:
 def portable(value: Any, roots: Sequence[Path] = ()) -> Any:
     """Return a JSON value in which absolute paths are cut to their last part.
 
-    Args:
-        value: Texts, and lists and objects of them; a text may be an override (`key=path`).
-        roots: Folders; a path below one of them keeps what follows it.
+    A text may be an override (`key=path`). A path below one of the roots keeps what follows it.
     """
     if isinstance(value, Mapping):
         return {name: portable(one, roots) for name, one in value.items()}
@@ -104,25 +109,9 @@ def _cut(path: str, roots: Sequence[Path]) -> str:
     return shown or re.split(r"[\\/]", path.rstrip("\\/"))[-1]
 
 
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
-    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(models, platform.processor())
-
-
 def _git() -> Git | None:
-    here = Path(__file__).resolve().parent
-
     def ask(*words: str) -> str:
-        command = ["git", "-C", str(here), *words]
+        command = ["git", "-C", str(Path(__file__).resolve().parent), *words]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     try:

@@ -13,16 +13,8 @@ KINDS = ("jsonl", "wandb")
 class Tracker:
     """Writes each row to `metrics` and, when chosen, to wandb.
 
-    Args:
-        metrics: The JSONL file. Rows of steps after `resumed_step` are dropped: a resumed run
-            writes them again.
-        kind: One of `KINDS`.
-        project: Project at wandb.
-        name: Name of the run there.
-        resumed_step: The step that training goes on from.
-
-    Raises:
-        ValueError: The kind is unknown.
+    Rows of steps after `resumed_step`, where training goes on from, are dropped: a resumed run
+    writes them again. `project` and `name` are those at wandb.
     """
 
     def __init__(
@@ -33,7 +25,14 @@ class Tracker:
         kept = [row for row in read_metrics(metrics) if row["step"] <= resumed_step]
         metrics.parent.mkdir(parents=True, exist_ok=True)
         metrics.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
-        self.run = _start_wandb(metrics.parent, project, name) if kind == "wandb" else None
+        self.run: Any = None
+        if kind == "wandb":
+            # without a key wandb would stop and ask for one: offline keeps the numbers for later
+            has_key = bool(os.environ.get("WANDB_API_KEY")) or wandb.api.api_key is not None
+            mode, folder = None if has_key else "offline", metrics.parent
+            self.run = wandb.init(
+                project=project, name=name, id=name, resume="allow", dir=folder, mode=mode
+            )
 
     def log(self, row: dict[str, Any]) -> None:
         """Write one row; it holds at least `step`."""
@@ -49,11 +48,7 @@ class Tracker:
 
 
 def check_kind(kind: str) -> None:
-    """Refuse a tracker there is not.
-
-    Raises:
-        ValueError: Names it, and those there are.
-    """
+    """Refuse a tracker there is not."""
     if kind not in KINDS:
         raise ValueError(f"tracker must be one of {', '.join(KINDS)}, got {kind!r}")
 
@@ -69,10 +64,3 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         except json.JSONDecodeError:
             break
     return rows
-
-
-def _start_wandb(folder: Path, project: str, name: str) -> Any:
-    # without a key wandb would stop and ask for one: offline keeps the numbers for later
-    has_key = bool(os.environ.get("WANDB_API_KEY")) or wandb.api.api_key is not None
-    mode = None if has_key else "offline"
-    return wandb.init(project=project, name=name, id=name, resume="allow", dir=folder, mode=mode)

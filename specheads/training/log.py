@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specheads.runs.trackers import Tracker
 from specheads.training.losses.depth_loss import DepthLoss
-from specheads.training.phase import PlacedPhase, Progressed
+from specheads.training.schedule import PlacedPhase, Progressed
 
 
 def figures(loss: DepthLoss) -> dict[str, Tensor]:
@@ -53,7 +53,7 @@ class PhaseLog:
         self.steps += 1
         self.tokens += tokens
         if self.at.step % self.every == 0 or self.at.step == self.phase.end:
-            self._write(self._row())
+            self._write()
             self._clear()
         self.display.update(self.task, completed=self.at.step - self.phase.first)
 
@@ -61,34 +61,25 @@ class PhaseLog:
         self.sums: dict[str, Tensor] = {}
         self.steps, self.tokens, self.since = 0, 0, time.perf_counter()
 
-    def _row(self) -> dict[str, Any]:
-        """Return what happened since the last row."""
+    def _write(self) -> None:
+        """Tell what happened since the last row."""
         means = self.mean(torch.stack(list(self.sums.values())) / self.steps).tolist()
         at = self.at
         row: dict[str, Any] = {"step": at.step, "phase": self.phase.name, "tokens": at.tokens}
         row |= zip(self.sums, means, strict=True)
+        if not math.isfinite(row["loss"]):
+            raise ValueError(
+                f"training needs a finite loss, got {row['loss']} at step {at.step}; lower "
+                "learning_rate"
+            )
         row["tokens_per_second"] = self.tokens / (time.perf_counter() - self.since)
         rates = self.phase.rates(at.step - 1)
         row["learning_rate"] = rates["head"]
         if self.phase.settings.joint:
             row["learning_rate/base"] = rates["base"]
-        return row
-
-    def _write(self, row: Mapping[str, Any]) -> None:
-        if not math.isfinite(row["loss"]):
-            raise ValueError(
-                f"training needs a finite loss, got {row['loss']} at step {row['step']}; lower "
-                "learning_rate"
-            )
         if self.tracker is not None:
-            self.tracker.log(dict(row))
-        self.display.update(self.task, numbers=describe(row))
-
-
-def describe(row: Mapping[str, Any]) -> str:
-    """Return what stands beside the bar."""
-    accepted = (value for name, value in row.items() if name.startswith("accept/"))
-    return (
-        f"loss {row['loss']:.3f}  accept {' '.join(f'{value:.2f}' for value in accepted)}  "
-        f"{row['tokens_per_second']:,.0f} tokens/s"
-    )
+            self.tracker.log(row)
+        accepted = [f"{row[name]:.2f}" for name in row if name.startswith("accept/")]
+        numbers = f"loss {row['loss']:.3f}  accept {' '.join(accepted)}"
+        speed = f"{row['tokens_per_second']:,.0f} tokens/s"
+        self.display.update(self.task, numbers=f"{numbers}  {speed}")

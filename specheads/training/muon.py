@@ -1,14 +1,13 @@
 """Muon on machines that do not multiply bfloat16."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Coefficients of the quintic iteration: the steepest at zero that still stays near one."""
+"""Coefficients of the quintic iteration: torch's own, the steepest at zero that stay near one."""
 
 ITERATIONS = 5
 
@@ -20,43 +19,29 @@ class Muon(torch.optim.Muon):
     it, which makes one step of a small model many times slower than its forward and backward
     together. On other devices this is torch's own step.
 
-    Args:
-        params: Matrices.
-        lr: Learning rate.
-        weight_decay: Share of the learning rate that a step takes off the weights.
-
     Source: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon.
     """
-
-    def __init__(self, params: Any, lr: float, weight_decay: float = 0.0) -> None:
-        super().__init__(params, lr=lr, weight_decay=weight_decay, ns_coefficients=COEFFICIENTS)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Take one step."""
-        parameters = [one for group in self.param_groups for one in group["params"]]
-        if any(one.device.type != "cpu" for one in parameters):
+        if any(one.device.type != "cpu" for group in self.param_groups for one in group["params"]):
             return super().step(closure)
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, parameter.grad, group)
+                if (gradient := parameter.grad) is None:
+                    continue
+                state = self.state[parameter]
+                if "momentum_buffer" not in state:
+                    state["momentum_buffer"] = torch.zeros_like(gradient)
+                momentum = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
+                update = orthogonalize(gradient.lerp(momentum, group["momentum"]).float())
+                rows, columns = parameter.shape
+                rate = group["lr"] * max(1.0, rows / columns) ** 0.5
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                parameter.add_(update.to(parameter.dtype), alpha=-rate)
         return loss
-
-    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        state = self.state[parameter]
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(gradient)
-        momentum = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
-        update = orthogonalize(gradient.lerp(momentum, group["momentum"]).float())
-        rows, columns = parameter.shape
-        rate = group["lr"] * max(1.0, rows / columns) ** 0.5
-        parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        parameter.add_(update.to(parameter.dtype), alpha=-rate)
 
 
 def orthogonalize(matrix: Float[Tensor, "width aux"]) -> Float[Tensor, "width aux"]:

@@ -39,9 +39,12 @@ class Objective(nn.Module):
         drafted = self.head.to_drafted(tokens)
         rows, labels = (scored & (chains | (drafted >= 0))).nonzero(as_tuple=True)
         at = [labels + level if chains else labels for level in range(depth)]
+        predicted = torch.zeros_like(scored)  # with D-PACE all labels of the chains
+        for places in at:
+            predicted[rows, places] = True
         states = [
             state[rows, at[level] - 2 - level]
-            for level, state in enumerate(self.head.states(features, tokens))
+            for level, state in enumerate(self.head.states(features, tokens, predicted))
         ]
         targets = [
             Targets(drafted[rows, each], features.hidden[rows, each - 1].detach(), project)

@@ -1,6 +1,7 @@
 """Train a head through every phase of a recipe, into a run directory."""
 
 from collections.abc import Callable
+from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -62,14 +63,8 @@ def run(
 ) -> Trained:
     """Run every phase; an unfinished run of the same name goes on where it stopped.
 
-    Args:
-        settings: What is trained, on which text, how long.
-        config_text: The same as YAML, for config.yaml.
-        base: The one that the settings name, where it is loaded already.
-        announce: Takes lines for people, of the main process.
-
-    Raises:
-        ValueError: The run is finished already, or the settings could only fail later.
+    Settings that could only fail later are refused at once. `config_text` is the same settings as
+    YAML; `base` is what they name, where it is loaded already.
     """
     accelerator = Accelerator(
         # unasked, accelerate joins processes on GPUs only: two on CPUs would each train alone
@@ -79,35 +74,30 @@ def run(
         kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
     )
     made = RunDirectory(Path(settings.run_dir))
-    base = base or _load(settings, accelerator)
+    if base is None:
+        choices = asdict(settings.base)
+        if choices["device"] == "auto":
+            choices["device"] = str(accelerator.device)
+        base = FrozenBase.load(**choices)
     _refuse_unusable(settings, base)
     texts = _Texts(settings, base, made, accelerator)
-    texts.refuse_too_short()
     torch.manual_seed(settings.seed)
     head, counts = _start(settings, base, texts)
     identity: dict[str, Any] = {"base_fingerprint": base.fingerprint}
-    if counts is not None:
-        share = head.coverage(counts)
-        identity["draft_vocabulary"] = {"size": head.drafted_size, "coverage": share}
-        if accelerator.is_main_process:
-            announce(f"{head.drafted_size} draft tokens cover {share:.1%} of the corpus")
     if accelerator.is_main_process:
+        if counts is not None:
+            share = head.coverage(counts)
+            identity["draft_vocabulary"] = {"size": head.drafted_size, "coverage": share}
+            announce(f"{head.drafted_size} draft tokens cover {share:.1%} of the corpus")
         # a launcher may start fewer than it was asked for, and say nothing
         number = accelerator.num_processes
         announce(f"training with {number} process{'es' if number > 1 else ''}")
         made.begin(config_text, identity)
     accelerator.wait_for_everyone()
-    _train(settings, base, head, texts, made, accelerator)
+    _train(settings, base, head, texts, accelerator)
     if accelerator.is_main_process:
         made.end(head)
     return Trained(made, head, base, accelerator.is_main_process)
-
-
-def _load(settings: Train, accelerator: Accelerator) -> FrozenBase:
-    choices = asdict(settings.base)
-    if choices["device"] == "auto":
-        choices["device"] = str(accelerator.device)
-    return FrozenBase.load(**choices)
 
 
 def _start(settings: Train, base: FrozenBase, texts: "_Texts") -> tuple[Head, Tensor | None]:
@@ -120,23 +110,15 @@ def _start(settings: Train, base: FrozenBase, texts: "_Texts") -> tuple[Head, Te
 
 
 def _train(
-    settings: Train,
-    base: FrozenBase,
-    head: Head,
-    texts: "_Texts",
-    run: RunDirectory,
-    accelerator: Accelerator,
+    settings: Train, base: FrozenBase, head: Head, texts: "_Texts", accelerator: Accelerator
 ) -> None:
-    tracker = None
+    run, tracker = texts.run, None
     if accelerator.is_main_process:
+        step = trainer.last_step(run)
         tracker = Tracker(
-            run.metrics,
-            kind=settings.tracker.kind,
-            project=settings.tracker.project,
-            name=settings.name,
-            resumed_step=trainer.last_step(run),
+            run.metrics, **asdict(settings.tracker), name=settings.name, resumed_step=step
         )
-    try:
+    with closing(tracker) if tracker else nullcontext():
         trainer.train(
             base,
             head,
@@ -149,113 +131,87 @@ def _train(
             log_every=settings.log_every,
             checkpoint_every=settings.checkpoint_every,
         )
-    finally:
-        if tracker is not None:
-            tracker.close()
 
 
 class _Texts:
-    """Gives each phase its text: the corpus, or what the base writes when the phase begins."""
+    """Gives each phase its text: the corpus, or what the base writes when the phase begins.
+
+    Every phase's corpus is opened once at first, so that one too short is refused before anything
+    is written.
+    """
 
     def __init__(
         self, settings: Train, base: FrozenBase, run: RunDirectory, accelerator: Accelerator
     ) -> None:
-        self.settings, self.base, self.run, self.accelerator = settings, base, run, accelerator
+        assert base.tokenizer is not None
+        self.settings, self.base, self.tokenizer = settings, base, base.tokenizer
+        self.run, self.accelerator = run, accelerator
         # of the weights alone: while an adapter is trained, the model has more of them
         self.fingerprint = base.fingerprint
         self.documents = load_corpus(settings.data, "train", settings.seed)
+        self.share = {"rank": accelerator.process_index, "world_size": accelerator.num_processes}
+        for phase in settings.schedule.phases.values():
+            self.corpus(phase)
 
-    def corpus(self, sequence_length: int, batch_size: int) -> PackedText:
-        assert self.base.tokenizer is not None
-        return PackedText(
-            self.documents,
-            self.base.tokenizer,
-            sequence_length=sequence_length,
-            batch_size=batch_size,
-            seed=self.settings.seed,
-            rank=self.accelerator.process_index,
-            world_size=self.accelerator.num_processes,
-        )
-
-    def refuse_too_short(self) -> None:
-        """Open every phase's corpus once, before anything is written."""
-        for phase in self.settings.schedule.phases.values():
-            if phase.distill is not None:
-                self.prompts(phase.distill)
-            else:
-                self.corpus(phase.sequence_length, phase.batch_size)
+    def corpus(self, phase: Phase) -> PackedText:
+        """Return a phase's corpus; of distilled text, rows whose beginnings the base continues."""
+        length, batch_size = phase.sequence_length, phase.batch_size
+        if distill := phase.distill:
+            length, batch_size = distill.prompt_tokens + distill.new_tokens, distill.batch_size
+        return self._packed(length, batch_size, **self.share)
 
     def count_tokens(self) -> Tensor:
         """Return how often each token of the vocabulary stands in the corpus's beginning."""
-        assert self.base.tokenizer is not None
         # every process counts the same text, so that all agree
-        rows = PackedText(
-            self.documents,
-            self.base.tokenizer,
-            sequence_length=COUNTED_LENGTH,
-            batch_size=1,
-            seed=self.settings.seed,
-        )
-        batches = islice(rows.batches(), COUNTED_TOKENS // COUNTED_LENGTH)
+        rows = self._packed(COUNTED_LENGTH, 1, rank=0, world_size=1).batches()
+        batches = islice(rows, COUNTED_TOKENS // COUNTED_LENGTH)
         text = torch.cat([batch.tokens.flatten() for batch, _ in batches])
         return torch.bincount(text, minlength=self.base.vocab_size)
 
-    def prompts(self, settings: Distill) -> PackedText:
-        """Return corpus rows whose beginnings the base continues."""
-        return self.corpus(settings.prompt_tokens + settings.new_tokens, settings.batch_size)
+    def _packed(self, length: int, batch_size: int, *, rank: int, world_size: int) -> PackedText:
+        return PackedText(
+            self.documents,
+            self.tokenizer,
+            sequence_length=length,
+            batch_size=batch_size,
+            seed=self.settings.seed,
+            rank=rank,
+            world_size=world_size,
+        )
 
     def open(self, phase: Phase, bar: Progress) -> Text:
         """Return the phase's text, writing it first where the base is its author."""
         if phase.distill is None:
-            return self.corpus(phase.sequence_length, phase.batch_size)
-        self.write(phase.distill, bar)
+            return self.corpus(phase)
+        folder = Path(phase.distill.folder or self.run.text)
+        self._write(phase, phase.distill, folder, bar)
         self.accelerator.wait_for_everyone()
         return DistilledText(
-            self.folder(phase.distill),
+            folder,
             phase.batch_size,
             (self.base.eos_ids or (0,))[0],
             sequence_length=phase.sequence_length,
             seed=self.settings.seed,
-            rank=self.accelerator.process_index,
-            world_size=self.accelerator.num_processes,
+            **self.share,
         )
 
-    def folder(self, settings: Distill) -> Path:
-        """Return where the text that the base writes is kept."""
-        return Path(settings.folder) if settings.folder else self.run.text
-
-    def write(self, settings: Distill, bar: Progress) -> None:
-        """Have the base write what the run's text/ does not hold yet."""
-        base = self.base
-        assert base.tokenizer is not None
-        processes = self.accelerator.num_processes
+    def _write(self, phase: Phase, distill: Distill, folder: Path, bar: Progress) -> None:
+        """Have the base write what the folder does not hold yet."""
+        corpus, processes = self.settings.data, self.accelerator.num_processes
         identity = text_identity(
-            self.fingerprint, base.tokenizer, self.settings.data, self.documents, processes
+            self.fingerprint, self.tokenizer, corpus, self.documents, processes
         )
 
         def write(prompts: list[list[int]], seed: int) -> list[list[int]]:
-            return generate(
-                base,
-                None,
-                prompts,
-                max_new_tokens=settings.new_tokens,
-                sampling=Sampling(
-                    temperature=settings.temperature, top_k=settings.top_k, seed=seed
-                ),
-            ).tokens
+            how = Sampling(temperature=distill.temperature, top_k=distill.top_k, seed=seed)
+            new = distill.new_tokens
+            return generate(self.base, None, prompts, max_new_tokens=new, sampling=how).tokens
 
-        task = bar.add_task("text by the base", total=settings.num_samples, numbers="")
-        shards = write_shards(
-            self.folder(settings),
-            self.prompts(settings),
-            write,
-            settings,
-            identity,
-            seed=self.settings.seed,
-            rank=self.accelerator.process_index,
-            world_size=processes,
-        )
-        for done in shards:
+        task = bar.add_task("text by the base", total=distill.num_samples, numbers="")
+        prompts, seed = self.corpus(phase), self.settings.seed
+        for done in write_shards(
+            folder, prompts, write, distill, identity, seed=seed, **self.share
+        ):
             bar.update(task, completed=done)
 
 

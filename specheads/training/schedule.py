@@ -1,22 +1,96 @@
-"""The shape of a schedule: learning rates, optimizers, and what a phase must be.
+"""The shape of a schedule: phases in their places, learning rates, optimizers, refusals.
 
 See docs/two_phases.md.
 """
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
 
 from specheads.config import Joint, Phase, Schedule
 from specheads.core.drafter import Head
-from specheads.training.losses.depth_loss import KINDS, WEIGHTINGS
+from specheads.training.losses.depth_loss import check_choices, whole_chains
 from specheads.training.muon import Muon
 
 MOST_WARMUP_STEPS = 2000
 
-JOINT_CHOICES = {"ramp": ("constant", "sine"), "target": ("text", "base")}
-ADAPTER_SETTINGS = ("rank", "alpha", "dropout", "target_modules")
+
+@dataclass(slots=True)
+class Progressed:
+    """Where training stands; what a checkpoint's state.json holds."""
+
+    step: int = 0
+    """Optimizer steps done, over all phases."""
+    tokens: int = 0
+    """Tokens read by the base, over all processes."""
+    cursor: dict[str, Any] | None = None
+    """Place in the current phase's text."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedPhase:
+    """One phase of a schedule, and where it stands among the steps of the run."""
+
+    name: str
+    settings: Phase
+    first: int
+    """Step of the run at which it begins."""
+    peaks: dict[str, float]
+    """Peak learning rate of each role."""
+
+    @property
+    def end(self) -> int:
+        """Step of the run at which the next phase begins."""
+        return self.first + self.settings.steps
+
+    def elapsed(self, step: int) -> float:
+        """Return how much of the phase lies before a step: 0 at its first, 1 at its last."""
+        return (step - self.first) / max(self.settings.steps - 1, 1)
+
+    def rates(self, step: int) -> dict[str, float]:
+        """Return the learning rate of each role at a step."""
+        share = learning_rate_share(step - self.first, self.settings)
+        return {role: share * peak for role, peak in self.peaks.items()}
+
+    def scored(
+        self, counted: Bool[Tensor, "batch time"], depth: int, seed: int
+    ) -> Bool[Tensor, "batch time"]:
+        """Return which labels the losses of one step cover, of all that the text counts."""
+        if self.settings.weighting == "dpace":
+            counted = whole_chains(counted, depth)
+        if self.settings.scored_share == 1.0:
+            return counted
+        generator = torch.Generator().manual_seed(seed)
+        drawn = torch.rand(counted.shape, generator=generator)
+        return counted & (drawn < self.settings.scored_share)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one process reads in one step."""
+
+    phase: PlacedPhase
+    number: int
+    """Step of the run."""
+    seed: int
+    """Drawn from number and process, so that a resumed run draws the same."""
+    tokens: Int[Tensor, "batch time"]
+    scored: Bool[Tensor, "batch time"]
+    """Labels that the losses cover."""
+
+
+def placed(schedule: Schedule) -> list[PlacedPhase]:
+    """Return the phases of a schedule, each in its place."""
+    found: list[PlacedPhase] = []
+    for name, settings in schedule.phases.items():
+        first = found[-1].end if found else 0
+        found.append(PlacedPhase(name, settings, first, peak_rates(settings, schedule)))
+    return found
 
 
 def learning_rate_share(step: int, phase: Phase) -> float:
@@ -39,13 +113,8 @@ def optimizers(
     """Return AdamW for all parameters, or Muon for the hidden matrices and AdamW for the rest.
 
     Hidden matrices are two-dimensional and have no vocabulary axis; orthogonalised updates
-    suit them and not tables of rows per token. A group's `role` says whose learning rate it has:
-    see `peak_rates`.
-
-    Args:
-        head: Trained.
-        schedule: Schedule with the optimizer's settings.
-        adapter: What joint phases train of the base; it has an AdamW of its own.
+    suit them and not tables of rows per token. What joint phases train of the base, its adapter,
+    has an AdamW of its own. A group's `role` says whose learning rate it has: see `peak_rates`.
 
     Source: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon.
     """
@@ -59,8 +128,7 @@ def optimizers(
     ]
     known = {id(parameter) for parameter in hidden}
     rest = [parameter for parameter in trained if id(parameter) not in known]
-    decay = schedule.weight_decay
-    betas = (schedule.betas[0], schedule.betas[1])
+    decay, betas = schedule.weight_decay, (schedule.betas[0], schedule.betas[1])
     found: list[torch.optim.Optimizer] = [
         torch.optim.AdamW(
             [{"params": parameters, "role": role}], lr=1.0, betas=betas, weight_decay=decay
@@ -75,21 +143,14 @@ def optimizers(
 
 def peak_rates(phase: Phase, schedule: Schedule) -> dict[str, float]:
     """Return the peak learning rate of each role: the head, its hidden matrices, the base."""
-    return {
-        "head": phase.learning_rate,
-        "hidden": schedule.muon_learning_rate,
-        "base": phase.joint.learning_rate if phase.joint else 0.0,
-    }
+    base = phase.joint.learning_rate if phase.joint else 0.0
+    return {"head": phase.learning_rate, "hidden": schedule.muon_learning_rate, "base": base}
 
 
 def adapter_settings(schedule: Schedule) -> Joint | None:
-    """Return the settings of the one adapter that all joint phases train, None without any.
-
-    Raises:
-        ValueError: Two phases disagree.
-    """
+    """Return the settings of the one adapter that all joint phases train, None without any."""
     joint = [phase.joint for phase in schedule.phases.values() if phase.joint]
-    for setting in ADAPTER_SETTINGS:
+    for setting in ("rank", "alpha", "dropout", "target_modules"):
         values = [getattr(one, setting) for one in joint]
         if any(value != values[0] for value in values):
             raise ValueError(
@@ -100,11 +161,7 @@ def adapter_settings(schedule: Schedule) -> Joint | None:
 
 
 def check_names(phases: Mapping[str, Phase]) -> None:
-    """Refuse settings for phases that the schedule does not have.
-
-    Raises:
-        ValueError: Names them all, and what takes them away.
-    """
+    """Refuse settings for phases that the schedule does not have."""
     if strangers := [name for name, phase in phases.items() if not phase.text]:
         remedy = " ".join(f"~schedule.phases.{name}" for name in strangers)
         raise ValueError(
@@ -116,61 +173,49 @@ def check_names(phases: Mapping[str, Phase]) -> None:
 def check_phase(name: str, phase: Phase, context: int, depth: int | None = None) -> None:
     """Refuse a phase that could only fail once training has begun.
 
-    Args:
-        name: Name of the phase.
-        phase: Settings of the phase.
-        context: Tokens the base can read.
-        depth: Levels of the head; None leaves open how many weights there must be.
-
-    Raises:
-        ValueError: Names the setting, its value and what it must be.
+    `context` is the tokens the base can read, `depth` the levels of the head; None leaves open how
+    many weights there must be.
     """
     check_names({name: phase})
-    if phase.text not in ("corpus", "distilled") or (phase.text == "distilled") != bool(
-        phase.distill
-    ):
+    if phase.text != ("distilled" if phase.distill else "corpus"):
         raise ValueError(
             f"phase {name!r} needs text=corpus, or text=distilled with distill settings, got "
             f"text={phase.text!r}"
         )
-    _check_loss(name, phase, depth)
-    positive = {"steps": phase.steps, "batch_size": phase.batch_size}
+    check_choices(phase.loss, phase.weighting)
+    _check_weights(name, phase, depth)
+    least = {"steps": (phase.steps, 1), "batch_size": (phase.batch_size, 1)}
     length = phase.sequence_length
     if phase.distill is not None:
         length = phase.distill.prompt_tokens + phase.distill.new_tokens
-        positive |= {"num_samples": phase.distill.num_samples}
-    positive |= {"sequence_length": length}
-    if wrong := [setting for setting, value in positive.items() if value < 1]:
-        raise ValueError(
-            f"phase {name!r} needs {wrong[0]} >= 1, got {positive[wrong[0]]}; leave the phase out "
-            "to skip it"
-        )
+        least["num_samples"] = (phase.distill.num_samples, 1)
+    least["sequence_length"] = (length, 1)
+    if joint := phase.joint:
+        _check_joint(name, joint)
+        bounds = {"rank": 1, "alpha": 0, "learning_rate": 0, "head_weight": 0}
+        least |= {f"joint.{one}": (getattr(joint, one), bound) for one, bound in bounds.items()}
+    for setting, (value, bound) in least.items():
+        if value < bound:
+            raise ValueError(
+                f"phase {name!r} needs {setting} >= {bound}, got {value}; raise it, or leave the "
+                "phase out to skip it"
+            )
     if length > context:
         raise ValueError(
             f"phase {name!r} reads {length} tokens at once, the base's context holds {context}; "
             "shorten sequence_length, or prompt_tokens and new_tokens"
         )
-    if not 0 < phase.scored_share <= 1:
-        raise ValueError(
-            f"phase {name!r} needs scored_share above 0 and at most 1, got {phase.scored_share}"
-        )
-    if phase.joint is not None:
-        _check_joint(name, phase.joint)
+    if not 0 < (share := phase.scored_share) <= 1:
+        raise ValueError(f"phase {name!r} needs scored_share above 0 and at most 1, got {share}")
 
 
-def _check_loss(name: str, phase: Phase, depth: int | None) -> None:
-    for setting, choices in (("loss", KINDS), ("weighting", WEIGHTINGS)):
-        if (value := getattr(phase, setting)) not in choices:
-            raise ValueError(f"{setting} must be one of {', '.join(choices)}, got {value!r}")
-    if (phase.depth_weights or phase.weighting == "dpace") and phase.decay != 1.0:
+def _check_weights(name: str, phase: Phase, depth: int | None) -> None:
+    plain = {"decay": 1.0, "weighting": "geometric", "depth_weights": []}
+    ways = [setting for setting, value in plain.items() if getattr(phase, setting) != value]
+    if len(ways) > 1:
+        told = " and by ".join(f"{setting}={getattr(phase, setting)}" for setting in ways)
         raise ValueError(
-            f"phase {name!r} weighs depths in two ways, by decay={phase.decay} and by "
-            f"{'depth_weights' if phase.depth_weights else 'weighting=dpace'}; leave decay at 1"
-        )
-    if phase.depth_weights and phase.weighting == "dpace":
-        raise ValueError(
-            f"phase {name!r} weighs depths in two ways, by weighting=dpace and by depth_weights="
-            f"{phase.depth_weights}; leave one out"
+            f"phase {name!r} weighs depths in two ways, by {told}; leave one of them out"
         )
     if phase.depth_weights and depth not in (None, len(phase.depth_weights)):
         raise ValueError(
@@ -186,7 +231,7 @@ def _check_loss(name: str, phase: Phase, depth: int | None) -> None:
 
 
 def _check_joint(name: str, joint: Joint) -> None:
-    for setting, choices in JOINT_CHOICES.items():
+    for setting, choices in {"ramp": ("constant", "sine"), "target": ("text", "base")}.items():
         if (value := getattr(joint, setting)) not in choices:
             raise ValueError(
                 f"phase {name!r} needs joint.{setting} to be one of {', '.join(choices)}, got "
@@ -196,7 +241,3 @@ def _check_joint(name: str, joint: Joint) -> None:
         raise ValueError(
             f"phase {name!r} needs joint.dropout at least 0 and below 1, got {joint.dropout}"
         )
-    least = {"rank": 1, "alpha": 0, "learning_rate": 0, "head_weight": 0}
-    for setting, bound in least.items():
-        if (value := getattr(joint, setting)) < bound:
-            raise ValueError(f"phase {name!r} needs joint.{setting} >= {bound}, got {value}")

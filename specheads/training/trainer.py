@@ -1,39 +1,40 @@
 """The one training loop over phases. accelerate lives here and nowhere below."""
 
+import signal
+import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from rich.progress import Progress
 from torch import Tensor
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from specheads.base.model import FrozenBase
 from specheads.config import Phase, Schedule
 from specheads.core.drafter import Features, Head
 from specheads.data.packing import Text, TokenBatch
 from specheads.runs import checkpoint
-from specheads.runs.directory import RunDirectory
+from specheads.runs.directory import RunDirectory, atomic_folder
 from specheads.runs.progress import progress
 from specheads.runs.trackers import Tracker
+from specheads.training import schedule as schedules
 from specheads.training.log import PhaseLog
 from specheads.training.losses.depth_loss import DepthLoss
 from specheads.training.objective import Objective
-from specheads.training.phase import PlacedPhase, Progressed, Step, placed
-from specheads.training.schedule import optimizers
-from specheads.training.signals import on_interrupt
-from specheads.training.teacher import Teacher, average_gradients, teacher_of
-
-OpenText = Callable[[Phase, Progress], Text]
-"""Gives a phase its text when it begins, so that text can be written then, with progress."""
+from specheads.training.schedule import PlacedPhase, Progressed, Step
+from specheads.training.teacher import Teacher
 
 
 def train(
     base: FrozenBase,
     head: Head,
     schedule: Schedule,
-    open_text: OpenText,
+    open_text: Callable[[Phase, Progress], Text],
     run: RunDirectory,
     tracker: Tracker | None,
     accelerator: Accelerator,
@@ -44,43 +45,31 @@ def train(
 ) -> None:
     """Train a head through every phase, going on from the newest checkpoint.
 
+    The head is trained in place, and saved in the run directory after each phase. The weights of
+    the base are never changed: what joint phases teach it is saved as an adapter beside the head,
+    and taken out of the base at the end. `open_text` gives a phase its text when it begins, and may
+    write it then. `tracker` is None on all processes but the main one. With `checkpoint_every` zero
+    there are checkpoints at phase ends only.
+
     An interrupt (SIGINT, SIGTERM) ends the step at hand, writes a checkpoint and raises
     KeyboardInterrupt.
-
-    Args:
-        base: Reads the text. Its weights are never changed: what joint phases teach it is saved as
-            an adapter in the run directory, and taken out of it at the end.
-        head: Trained in place, and saved in the run directory after each phase.
-        schedule: Phases, in order, and the optimizer's settings.
-        open_text: Gives each phase its text.
-        run: Holds checkpoints and phases.
-        tracker: Where rows of metrics go, on the main process; others may have none.
-        accelerator: Made by the caller.
-        seed: Seed of the positions that are scored, and of the adapter.
-        log_every: Steps between two rows.
-        checkpoint_every: Steps between two checkpoints; zero keeps those at phase ends only.
-
-    Raises:
-        ValueError: The loss is no longer finite, or the newest checkpoint was written by another
-            number of processes. Joint phases disagree about their adapter, or the base has no
-            layers for it.
     """
-    teacher = teacher_of(base, head, schedule, seed)
+    teacher = Teacher(base, head, schedules.adapter_settings(schedule), seed)
     try:
         trainer = _Trainer(teacher, schedule, run, accelerator, seed)
         trainer.resume()
-        rows = tracker if accelerator.is_main_process else None
         with progress(shown=accelerator.is_main_process) as display:
-            for phase in placed(schedule):
+            for phase in schedules.placed(schedule):
                 if trainer.at.step >= phase.end:
                     continue
                 # what the base writes for a phase, it writes as it was loaded
                 with teacher.as_loaded():
                     text = open_text(phase.settings, display)
-                log = PhaseLog(phase, trainer.at, rows, display, trainer.mean, log_every)
+                log = PhaseLog(phase, trainer.at, tracker, display, trainer.mean, log_every)
                 trainer.run_phase(phase, text, log, checkpoint_every)
     finally:
-        teacher.leave()
+        if teacher.adapter:
+            teacher.adapter.remove()
 
 
 def last_step(run: RunDirectory) -> int:
@@ -105,7 +94,7 @@ class _Trainer:
         self.seed, self.clip_norm = seed, schedule.clip_norm
         self.optimizers = [
             accelerator.prepare_optimizer(optimizer)
-            for optimizer in optimizers(self.head, schedule, teacher.parameters)
+            for optimizer in schedules.optimizers(self.head, schedule, teacher.parameters)
         ]
         with warnings.catch_warnings():
             # accelerate passes on what newer torch calls by another name
@@ -120,7 +109,7 @@ class _Trainer:
         """Train from wherever the phase stands to its end."""
         batches = text.batches(self.at.cursor)
         self.teacher.begin(phase)
-        with on_interrupt(self._ask_to_stop):
+        with self._on_interrupt():
             while self.at.step < phase.end:
                 batch, self.at.cursor = next(batches)
                 values = self._step(batch, phase)
@@ -129,15 +118,20 @@ class _Trainer:
                 self.at.tokens += tokens
                 log.step(values, tokens)
                 stop = self._stops()
-                due = checkpoint_every and self.at.step % checkpoint_every == 0
-                if self.at.step < phase.end and (due or stop):
+                if self.at.step == phase.end:
+                    break
+                if stop or (checkpoint_every and self.at.step % checkpoint_every == 0):
                     self.save()
-                if self.at.step < phase.end and stop:
+                if stop:
                     raise KeyboardInterrupt
             self.at.cursor = None
             if self.accelerator.is_main_process:
-                self.run.save_phase(phase.name, self.head)
-                self.teacher.save(self.run, phase)
+                # kept, so that phases can be compared
+                with atomic_folder(self.run.phases / phase.name) as folder:
+                    self.head.save_pretrained(folder)
+                if phase.settings.joint and self.teacher.adapter:
+                    with atomic_folder(self.run.adapter) as folder:
+                        self.teacher.adapter.save(folder)
             self.save()
         if self._stops():
             raise KeyboardInterrupt
@@ -155,7 +149,9 @@ class _Trainer:
         total, values = self.teacher.losses(step, head_loss)
         self.accelerator.backward(total)
         learned = self.teacher.parameters
-        average_gradients(learned, self.mean)
+        # those of the head accelerate averages itself
+        if gradients := [value.grad for value in learned if value.grad is not None]:
+            vector_to_parameters(self.mean(parameters_to_vector(gradients)), gradients)
         self.accelerator.clip_grad_norm_([*self.head.parameters(), *learned], self.clip_norm)
         rates = phase.rates(self.at.step)
         for optimizer in self.optimizers:
@@ -180,10 +176,9 @@ class _Trainer:
                 "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
                 "random": torch.get_rng_state(),
             }
-            weights, adapter = self.head.state_dict(), self.teacher.weights()
-            checkpoint.save(
-                self.run.checkpoints, checkpoint.Checkpoint(state, weights, optimizer, adapter)
-            )
+            adapter = self.teacher.adapter.weights() if self.teacher.adapter else {}
+            held = checkpoint.Checkpoint(state, self.head.state_dict(), optimizer, adapter)
+            checkpoint.save(self.run.checkpoints, held)
         self.accelerator.wait_for_everyone()
 
     def resume(self) -> None:
@@ -198,16 +193,32 @@ class _Trainer:
                 f"a run resumes with as many processes as wrote it: {len(cursors)} then, "
                 f"{processes} now; launch {len(cursors)}"
             )
-        place = cursors[self.accelerator.process_index]
-        self.at = Progressed(state["step"], state["tokens"], place)
+        cursor = cursors[self.accelerator.process_index]
+        self.at = Progressed(state["step"], state["tokens"], cursor)
         self.head.load_state_dict(weights)
-        self.teacher.load(adapter)
+        if self.teacher.adapter:
+            self.teacher.adapter.load(adapter)
         for optimizer, values in zip(self.optimizers, saved["optimizers"], strict=True):
             optimizer.load_state_dict(values)
         torch.set_rng_state(saved["random"])
 
-    def _ask_to_stop(self) -> None:
-        self.stop = True
+    @contextmanager
+    def _on_interrupt(self) -> Iterator[None]:
+        """Turn SIGINT and SIGTERM into a request to stop, for as long as this lasts."""
+        # only the main thread gets signals
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def hear(*_: Any) -> None:
+            self.stop = True
+
+        before = {number: signal.signal(number, hear) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     def _stops(self) -> bool:
         """Return whether any process was asked to stop: all stop together, or none would end."""

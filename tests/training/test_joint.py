@@ -35,7 +35,7 @@ from specheads.training.schedule import (
     optimizers,
     peak_rates,
 )
-from specheads.training.teacher import JointTeacher, chunked_loss, head_weight
+from specheads.training.teacher import Teacher, chunked_loss, head_weight
 from tests import tiny
 
 TEXT = torch.arange(24).view(2, 12) % 7
@@ -328,21 +328,23 @@ def test_stopping_and_going_on_equals_never_stopping(
     assert (stopped.adapter / file).read_bytes() == (undisturbed.adapter / file).read_bytes()
 
 
-def joint_teacher(base: FrozenBase) -> JointTeacher:
+def joint_teacher(base: FrozenBase) -> tuple[Teacher, Adapter]:
     head = build_for({"kind": "medusa", "depth": 2}, base)
-    return JointTeacher(base, head, joint(dropout=0.0), seed=0)
+    teacher = Teacher(base, head, joint(dropout=0.0), seed=0)
+    assert teacher.adapter is not None
+    return teacher, teacher.adapter
 
 
 @pytest.mark.parametrize("architecture", ["llama", "granite", "gpt2"])
 def test_the_base_s_own_loss_is_that_of_all_its_logits_at_once(architecture: str):
     base = fresh_base(architecture)
-    teacher = joint_teacher(base)
+    teacher, adapter = joint_teacher(base)
     scored = torch.rand(TEXT.shape, generator=torch.manual_seed(3)) < 0.6
     for target in ("text", "base"):
-        with teacher.adapter.off(), torch.no_grad():
+        with adapter.off(), torch.no_grad():
             original = base.model(input_ids=TEXT, use_cache=False).logits[:, :-1][scored[:, 1:]]
-        randomise(teacher.adapter)
-        teacher.adapter.learn(True)
+        randomise(adapter)
+        adapter.learn(True)
         logits = base.model(input_ids=TEXT, use_cache=False).logits[:, :-1][scored[:, 1:]]
         whole = F.cross_entropy(logits, TEXT[:, 1:][scored[:, 1:]])
         if target == "base":
@@ -350,8 +352,8 @@ def test_the_base_s_own_loss_is_that_of_all_its_logits_at_once(architecture: str
             whole = (theirs.exp() * (theirs - ours)).sum(-1).mean()
         loss = teacher.read(TEXT, scored, joint(target=target))[1]
         torch.testing.assert_close(loss, whole, rtol=1e-12, atol=1e-12)
-        wanted = torch.autograd.grad(whole, teacher.adapter.parameters)
-        found = torch.autograd.grad(loss, teacher.adapter.parameters)
+        wanted = torch.autograd.grad(whole, adapter.parameters)
+        found = torch.autograd.grad(loss, adapter.parameters)
         torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
 
 
@@ -374,12 +376,12 @@ def test_chunks_change_neither_the_loss_nor_its_gradient(chunk_rows: int):
 
 def test_a_base_that_learns_itself_has_nothing_to_learn_at_first():
     base = fresh_base()
-    teacher = joint_teacher(base)
-    teacher.adapter.learn(True)
+    teacher, adapter = joint_teacher(base)
+    adapter.learn(True)
     scored = torch.ones_like(TEXT, dtype=torch.bool)
     loss = teacher.read(TEXT, scored, joint(target="base"))[1]
     assert loss.item() == 0.0
-    gradients = torch.autograd.grad(loss, teacher.adapter.parameters)
+    gradients = torch.autograd.grad(loss, adapter.parameters)
     assert max(gradient.abs().max().item() for gradient in gradients) < 1e-12
 
 

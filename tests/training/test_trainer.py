@@ -248,6 +248,31 @@ def test_a_label_that_cannot_be_drafted_is_not_trained_on_and_counts_as_not_acce
     assert torch.equal(whole.agreement, part.agreement / 2)
 
 
+@pytest.mark.parametrize("kind", ["mlp_speculator", "eagle3"])
+@pytest.mark.parametrize("weighting", ["geometric", "dpace"])
+def test_states_that_predict_no_label_of_the_loss_may_be_anything(
+    kind: str, weighting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    settings = phase(scored_share=0.6, weighting=weighting, loss="cross_entropy")
+    schedule = Schedule(phases={"corpus": settings})
+    whole = run_training(tmp_path / "whole", schedule, kind=kind)
+    states, left_out = type(whole).states, []
+
+    def partial(self, features, tokens, scored):
+        for level, state in enumerate(states(self, features, tokens)):
+            needed = scored.roll(-2 - level, dims=1)
+            left_out.append((~needed).sum().item())
+            yield state.where(needed[..., None], torch.nan)
+
+    monkeypatch.setattr(type(whole), "states", partial)
+    part = run_training(tmp_path / "part", schedule, kind=kind)
+    assert min(left_out) > 2
+    for name, value in whole.state_dict().items():
+        assert torch.equal(value, part.state_dict()[name]), name
+    rows = [read_metrics(tmp_path / name / "metrics.jsonl")[-1] for name in ("whole", "part")]
+    assert rows[0]["loss"] == rows[1]["loss"]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

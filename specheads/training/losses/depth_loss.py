@@ -28,6 +28,12 @@ WEIGHTINGS = ("geometric", "dpace")
 SMOOTHING = 0.5
 """Share of the way by which D-PACE draws a draft's confidence towards one."""
 
+CHUNK_LOGITS = {"cpu": 2**23, "cuda": 2**26}
+"""Logits of a chunk: few enough to be small beside the weights, enough for a matrix product."""
+
+BLOCK_LOGITS = {"cpu": 2**19, "cuda": 2**26}
+"""Logits that are worked on at once: what a core's cache holds, or all of a chunk."""
+
 
 @dataclass(frozen=True, slots=True)
 class Targets:
@@ -78,20 +84,19 @@ def depth_loss(
             must then be drafted from the same position, so that the depths have targets of
             their own.
         chunk_rows: Rows whose logits are held at once. None fits them to the device.
-
-    Raises:
-        ValueError: An unknown kind or weighting, a kind that needs the base's distribution
-            without `project`, or not one weight for each depth.
     """
     depth = len(states)
     each = [targets] * depth if isinstance(targets, Targets) else list(targets)
-    _check(kind, weighting, depth_weights, each, depth)
+    check_choices(kind, weighting)
+    _check(kind, depth_weights, each, depth)
     weights = list(depth_weights) or [decay**level for level in range(depth)]
     if weighting == "geometric" and liger.fits(kind, states, projections):
         return _by_liger(states, projections, each, weights)
-    if chunk_rows is None:
-        chunk_rows = _rows_within(CHUNK_LOGITS, projections[0][0])
-    block_rows = _rows_within(BLOCK_LOGITS, projections[0][0])
+    weight = projections[0][0]
+    chunk_rows, block_rows = (
+        rows or max(1, logits.get(weight.device.type, 2**26) // len(weight))
+        for rows, logits in ((chunk_rows, CHUNK_LOGITS), (None, BLOCK_LOGITS))
+    )
     plan = _Plan(kind, each, weights, weighting == "dpace", chunk_rows, block_rows)
     flat = [tensor for pair in projections for tensor in pair]
     total, by_depth, agreement = _FusedDepthLoss.apply(plan, depth, *states, *flat)
@@ -101,11 +106,9 @@ def depth_loss(
 def dpace_weights(confidence: Float[Tensor, "depth row"]) -> Float[Tensor, "depth row"]:
     """Return how much of a drafted chain's expected length hangs on each of its depths.
 
-    Depth j weighs the sum over m >= j of the product over i <= m of the smoothed confidences:
-    the expected number of accepted tokens that an error at j would lose. Carries no gradient.
-
-    Args:
-        confidence: The draft's probability of the token it should predict.
+    Depth j weighs the sum over m >= j of the product over i <= m of the smoothed confidences, the
+    draft's probabilities of what it should predict: the expected number of accepted tokens that an
+    error at j would lose. Carries no gradient.
 
     Source: Wu et al. 2026, arXiv:2605.18810, with smoothing 0.5.
     """
@@ -118,17 +121,16 @@ def whole_chains(scored: Bool[Tensor, "batch time"], depth: int) -> Bool[Tensor,
     return F.pad(scored, (0, depth - 1)).unfold(-1, depth, 1).all(-1)
 
 
+def check_choices(kind: str, weighting: str) -> None:
+    """Refuse a loss or a weighting there is not."""
+    for name, value, known in (("loss", kind, KINDS), ("weighting", weighting, WEIGHTINGS)):
+        if value not in known:
+            raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+
+
 def _check(
-    kind: str,
-    weighting: str,
-    depth_weights: Sequence[float],
-    targets: Sequence[Targets],
-    depth: int,
+    kind: str, depth_weights: Sequence[float], targets: Sequence[Targets], depth: int
 ) -> None:
-    if kind not in KINDS:
-        raise ValueError(f"loss must be one of {', '.join(KINDS)}, got {kind!r}")
-    if weighting not in WEIGHTINGS:
-        raise ValueError(f"weighting must be one of {', '.join(WEIGHTINGS)}, got {weighting!r}")
     if len(depth_weights) not in (0, depth):
         raise ValueError(
             f"depth_weights needs one weight for each of {depth} depths, got {len(depth_weights)}"
@@ -156,17 +158,6 @@ def _by_liger(
     return DepthLoss(total, by_depth.detach(), torch.stack([accuracy for _, accuracy in found]))
 
 
-CHUNK_LOGITS = {"cpu": 2**23, "cuda": 2**26}
-"""Logits of a chunk: few enough to be small beside the weights, enough for a matrix product."""
-
-BLOCK_LOGITS = {"cpu": 2**19, "cuda": 2**26}
-"""Logits that are worked on at once: what a core's cache holds, or all of a chunk."""
-
-
-def _rows_within(logits: dict[str, int], weight: Tensor) -> int:
-    return max(1, logits.get(weight.device.type, 2**26) // len(weight))
-
-
 @dataclass(frozen=True, slots=True)
 class _Plan:
     kind: str
@@ -175,11 +166,6 @@ class _Plan:
     dpace: bool
     chunk_rows: int
     block_rows: int
-
-    def chunks(self) -> Iterator[slice]:
-        # D-PACE holds the slopes of all depths at once, so its chunks are that much shorter
-        rows = self.chunk_rows // len(self.targets) if self.dpace else self.chunk_rows
-        return _slices(len(self.targets[0].labels), max(1, rows))
 
 
 def _slices(total: int, step: int) -> Iterator[slice]:
@@ -197,7 +183,9 @@ class _FusedDepthLoss(torch.autograd.Function):
         gradients = Gradients(depth, tensors, ctx.needs_input_grad[2:])
         scores = _Scores(plan, gradients)
         base_rows: list[BaseRows] = []
-        for rows in plan.chunks():
+        # D-PACE holds the slopes of all depths at once, so its chunks are that much shorter
+        chunk_rows = max(1, plan.chunk_rows // depth if plan.dpace else plan.chunk_rows)
+        for rows in _slices(len(plan.targets[0].labels), chunk_rows):
             for level, target in enumerate(plan.targets):
                 if level == 0 or target is not plan.targets[level - 1]:
                     base_rows.clear()  # before the next one is made, not after
@@ -230,22 +218,11 @@ def _base_rows(
 ) -> list[BaseRows]:
     """Return what each block of a chunk is to predict."""
     labels = targets.labels[rows].clamp(min=0)
-    blocks = _slices(len(labels), plan.block_rows)
-    if targets.project is None:
-        return [read_base(plan.kind, labels[block], None) for block in blocks]
-    base_logits = targets.project(targets.base_hidden[rows])
+    logits = targets.project(targets.base_hidden[rows]) if targets.project else None
     return [
-        read_base(plan.kind, labels[block], base_logits[block].to(precision)) for block in blocks
+        read_base(plan.kind, labels[block], None if logits is None else logits[block].to(precision))
+        for block in _slices(len(labels), plan.block_rows)
     ]
-
-
-@dataclass(slots=True)
-class _Scored:
-    level: int
-    slopes: Tensor
-    losses: Tensor
-    confidence: Tensor
-    drafted: Tensor
 
 
 class _Scores:
@@ -253,47 +230,37 @@ class _Scores:
 
     def __init__(self, plan: _Plan, gradients: Gradients) -> None:
         self.plan, self.gradients = plan, gradients
-        self.pending: list[_Scored] = []
-        device, precision = gradients.states[0].device, gradients.precision
-        self.total = torch.zeros((), device=device, dtype=precision)
-        self.by_depth = torch.zeros(len(plan.targets), device=device, dtype=precision)
-        self.agreement = torch.zeros_like(self.by_depth)
+        self.pending: list[tuple[int, Tensor, Tensor, Tensor, Tensor]] = []
+        precision = gradients.precision
+        self.by_depth = gradients.states[0].new_zeros(len(plan.targets), dtype=precision)
+        self.agreement, self.total = torch.zeros_like(self.by_depth), self.by_depth.new_zeros(())
         num_rows = [(target.labels >= 0).sum().clamp(min=1) for target in plan.targets]
         self.shares = [1.0 / rows.to(precision) for rows in num_rows]
 
     def add(self, level: int, rows: slice, base_rows: list[BaseRows]) -> None:
         """Turn one depth's logits of a chunk into slopes, and keep them until they are weighted."""
-        slopes = self.gradients.logits(level, rows)
-        losses, confidence, agreed = _overwrite_with_slopes(self.plan, slopes, base_rows)
+        slopes, plan = self.gradients.logits(level, rows), self.plan
+        found: list[tuple[Tensor, Tensor, Tensor]] = []
+        for block, base in zip(_slices(len(slopes), plan.block_rows), base_rows, strict=True):
+            log_draft = slopes[block].log_softmax(-1)
+            agreed = log_draft.argmax(-1) == base.best
+            expected = base.best if plan.kind == "argmax_cross_entropy" else base.labels
+            confidence = log_draft.gather(-1, expected[:, None])[:, 0].exp()
+            found.append((KINDS[plan.kind](log_draft, base), confidence, agreed))
+            slopes[block] = log_draft
+        losses, confidence, agreed = (torch.cat(column) for column in zip(*found, strict=True))
         drafted = self.plan.targets[level].labels[rows] >= 0
         losses = losses.where(drafted, 0.0)
         self.by_depth[level] += losses.sum() * self.shares[level]
         self.agreement[level] += (agreed & drafted).sum() * self.shares[level]
-        self.pending.append(_Scored(level, slopes, losses, confidence * drafted, drafted))
+        self.pending.append((level, slopes, losses, confidence * drafted, drafted))
 
     def flush(self, rows: slice) -> None:
         """Weight the slopes that are kept, and turn them into gradients."""
-        confidence = torch.stack([scored.confidence for scored in self.pending])
-        factors = dpace_weights(confidence) if self.plan.dpace else torch.ones_like(confidence)
-        for scored, factor in zip(self.pending, factors, strict=True):
-            weight = self.plan.weights[scored.level] * self.shares[scored.level]
-            scale = factor * scored.drafted * weight
-            self.total += (scored.losses * scale).sum()
-            self.gradients.add(scored.level, rows, scored.slopes.mul_(scale[:, None]))
+        sure = torch.stack([confidence for _, _, _, confidence, _ in self.pending])
+        factors = dpace_weights(sure) if self.plan.dpace else torch.ones_like(sure)
+        for (level, slopes, losses, _, drafted), factor in zip(self.pending, factors, strict=True):
+            scale = factor * drafted * (self.plan.weights[level] * self.shares[level])
+            self.total += (losses * scale).sum()
+            self.gradients.add(level, rows, slopes.mul_(scale[:, None]))
         self.pending.clear()
-
-
-def _overwrite_with_slopes(
-    plan: _Plan, logits: Tensor, base_rows: list[BaseRows]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each row's loss, its confidence in what it should predict, and its agreement."""
-    found: list[tuple[Tensor, Tensor, Tensor]] = []
-    for block, base in zip(_slices(len(logits), plan.block_rows), base_rows, strict=True):
-        log_draft = logits[block].log_softmax(-1)
-        agreed = log_draft.argmax(-1) == base.best
-        expected = base.best if plan.kind == "argmax_cross_entropy" else base.labels
-        confidence = log_draft.gather(-1, expected[:, None])[:, 0].exp()
-        found.append((KINDS[plan.kind](log_draft, base), confidence, agreed))
-        logits[block] = log_draft
-    losses, confidence, agreed = (torch.cat(column) for column in zip(*found, strict=True))
-    return losses, confidence, agreed

@@ -35,34 +35,33 @@ class Gradients:
             for tensor, first in zip(tensors, own, strict=True)
         ]
 
-    def _weight_at(self, level: int) -> int:
-        return self.place[len(self.states) + 2 * level]
-
-    def _bias_at(self, level: int) -> int:
-        return self.place[len(self.states) + 2 * level + 1]
-
-    def _weight(self, level: int) -> Tensor:
-        weight = self.cast[self._weight_at(level)]
+    def _projection(self, level: int) -> tuple[Tensor, Tensor | None]:
+        places = self._places(level)
+        weight = self.cast[places[0]]
         assert weight is not None
-        return weight
+        return weight, self.cast[places[1]]
+
+    def _places(self, level: int) -> list[int]:
+        """Return the places of a depth's weight and bias."""
+        first = len(self.states) + 2 * level
+        return self.place[first : first + 2]
 
     def logits(self, level: int, rows: slice) -> Tensor:
         """Return a depth's logits of some rows, in at least float32."""
-        bias = self.cast[self._bias_at(level)]
-        logits = F.linear(self.states[level][rows], self._weight(level), bias)
-        return logits.to(self.precision)
+        return F.linear(self.states[level][rows], *self._projection(level)).to(self.precision)
 
     def add(self, level: int, rows: slice, slopes: Tensor) -> None:
         """Add what the slopes of some rows' logits give."""
         state = self.states[level][rows]
         slopes = slopes.to(state.dtype)
+        weight, bias = self._places(level)
         if (sums := self.sums[self.place[level]]) is not None:
-            sums[rows] += slopes @ self._weight(level)
-        if (sums := self.sums[self._weight_at(level)]) is not None:
+            sums[rows] += slopes @ self._projection(level)[0]
+        if (sums := self.sums[weight]) is not None:
             # in place where precisions agree: the product alone is as large as the weight
             if sums.dtype == state.dtype:
                 sums.addmm_(slopes.T, state)
             else:
                 sums += slopes.T @ state
-        if (sums := self.sums[self._bias_at(level)]) is not None:
+        if (sums := self.sums[bias]) is not None:
             sums += slopes.sum(0)

@@ -44,11 +44,7 @@ def cross_entropy(
 ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
     """Return the mean surprise in nats, and the share of rows whose likeliest token is the label.
 
-    Args:
-        state: What is projected.
-        weight: Weight of the projection.
-        bias: Bias of the projection.
-        labels: One token a row; -1 leaves the row out.
+    A label of -1 leaves its row out.
     """
     ops: Any = import_module("liger_kernel.ops")
     num_rows = (labels != LEFT_OUT).sum().clamp(min=1)

@@ -34,7 +34,9 @@ class BaseRows:
     """Entropy of p, in nats."""
 
 
-RowLoss = Callable[[Tensor, BaseRows], Tensor]
+LogProbs = Float[Tensor, "row vocab"]
+Losses = Float[Tensor, " row"]
+RowLoss = Callable[[LogProbs, BaseRows], Losses]
 """(log q, what the base says) -> one loss a row; log q holds the slopes afterwards."""
 
 
@@ -50,21 +52,17 @@ def _surprise(log_draft: Tensor, tokens: Tensor) -> Tensor:
     return loss[:, 0]
 
 
-def cross_entropy(log_draft: Float[Tensor, "row vocab"], base: BaseRows) -> Float[Tensor, " row"]:
+def cross_entropy(log_draft: LogProbs, base: BaseRows) -> Losses:
     """Return the surprise of the text's own next token, in nats."""
     return _surprise(log_draft, base.labels)
 
 
-def argmax_cross_entropy(
-    log_draft: Float[Tensor, "row vocab"], base: BaseRows
-) -> Float[Tensor, " row"]:
+def argmax_cross_entropy(log_draft: LogProbs, base: BaseRows) -> Losses:
     """Return the surprise of the token the base itself would choose at temperature zero."""
     return _surprise(log_draft, base.best)
 
 
-def soft_cross_entropy(
-    log_draft: Float[Tensor, "row vocab"], base: BaseRows
-) -> Float[Tensor, " row"]:
+def soft_cross_entropy(log_draft: LogProbs, base: BaseRows) -> Losses:
     """Return the cross-entropy to the base's whole distribution: its KL divergence plus a constant.
 
     Source: Ankner et al. 2024, arXiv:2402.05109, the teacher loss of Hydra++.
@@ -75,13 +73,13 @@ def soft_cross_entropy(
     return loss
 
 
-def kl(log_draft: Float[Tensor, "row vocab"], base: BaseRows) -> Float[Tensor, " row"]:
+def kl(log_draft: LogProbs, base: BaseRows) -> Losses:
     """Return KL(p || q) in nats: zero where the draft has the base's distribution."""
     assert base.entropy is not None
     return soft_cross_entropy(log_draft, base) - base.entropy
 
 
-def reverse_kl(log_draft: Float[Tensor, "row vocab"], base: BaseRows) -> Float[Tensor, " row"]:
+def reverse_kl(log_draft: LogProbs, base: BaseRows) -> Losses:
     """Return KL(q || p) in nats, which costs a draft mass where the base has none."""
     gap = log_draft - _values(base)
     draft_probs = log_draft.exp_()
@@ -103,7 +101,7 @@ def _missed(draft_probs: Tensor, base_probs: Tensor) -> tuple[Tensor, Tensor]:
     return missed, torch.addcmul(-slope, draft_probs, pulled)
 
 
-def total_variation(log_draft: Float[Tensor, "row vocab"], base: BaseRows) -> Float[Tensor, " row"]:
+def total_variation(log_draft: LogProbs, base: BaseRows) -> Losses:
     """Return the total variation distance, one minus the rate of acceptance in exact sampling.
 
     Its slope vanishes where the draft has no mass on what the base would say.
@@ -113,7 +111,7 @@ def total_variation(log_draft: Float[Tensor, "row vocab"], base: BaseRows) -> Fl
     return missed
 
 
-def lk(log_draft: Float[Tensor, "row vocab"], base: BaseRows) -> Float[Tensor, " row"]:
+def lk(log_draft: LogProbs, base: BaseRows) -> Losses:
     """Return minus the logarithm of the rate of acceptance, in nats.
 
     Its slope is total variation's over the acceptance. All is in logarithms, for acceptance
@@ -129,7 +127,7 @@ def lk(log_draft: Float[Tensor, "row vocab"], base: BaseRows) -> Float[Tensor, "
     return -log_accepted[:, 0]
 
 
-def lk_hybrid(log_draft: Float[Tensor, "row vocab"], base: BaseRows) -> Float[Tensor, " row"]:
+def lk_hybrid(log_draft: LogProbs, base: BaseRows) -> Losses:
     """Return lambda KL(p || q) + (1 - lambda) TV(p, q) with lambda = exp(-3 acceptance).
 
     KL leads while the draft is far off and total variation has no slope; total variation leads
@@ -149,22 +147,17 @@ def lk_hybrid(log_draft: Float[Tensor, "row vocab"], base: BaseRows) -> Float[Te
 LABELS_ONLY = ("cross_entropy",)
 """Kinds that need no distribution of the base."""
 
-PROBS = ("soft_cross_entropy", "kl", "total_variation", "lk_hybrid")
-"""Kinds that read p."""
-
+NO_PROBS = (*LABELS_ONLY, "argmax_cross_entropy")
 LOG_PROBS = ("reverse_kl", "lk")
-"""Kinds that read log p."""
+"""Kinds that read log p; those in neither read p."""
 
 KINDS: dict[str, RowLoss] = {
-    "cross_entropy": cross_entropy,
-    "soft_cross_entropy": soft_cross_entropy,
-    "argmax_cross_entropy": argmax_cross_entropy,
-    "kl": kl,
-    "reverse_kl": reverse_kl,
-    "total_variation": total_variation,
-    "lk": lk,
-    "lk_hybrid": lk_hybrid,
-}
+    loss.__name__: loss
+    for loss in (
+        cross_entropy, soft_cross_entropy, argmax_cross_entropy, kl, reverse_kl, total_variation,
+        lk, lk_hybrid,
+    )
+}  # fmt: skip
 """Losses by the name that configurations give them."""
 
 
@@ -175,7 +168,7 @@ def read_base(
     if base_logits is None:
         return BaseRows(labels, labels)
     best = base_logits.argmax(-1)
-    if kind not in PROBS + LOG_PROBS:
+    if kind in NO_PROBS:
         return BaseRows(labels, best)
     log_probs = base_logits.log_softmax(-1).clamp_(min=RULED_OUT)
     if kind in LOG_PROBS:
