@@ -144,15 +144,15 @@ class RowLayer(CacheLayerMixin):
 class _Layer(RowLayer):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate on the first forward, when head counts and widths are known."""
-        batch, heads, _, width = key_states.shape
-        capacity = self.cache.capacity
-        self.keys = key_states.new_zeros(batch, heads, capacity, width)
-        self.values = value_states.new_zeros(batch, heads, capacity, value_states.shape[-1])
+        self.keys, self.values = (
+            new.new_zeros(*new.shape[:2], self.cache.capacity, new.shape[-1])
+            for new in (key_states, value_states)
+        )
         self.is_initialized = True
         if self.cache.static:
             # a CUDA graph then reads them where they are, instead of a copy of its own
-            torch._dynamo.mark_static_address(self.keys)
-            torch._dynamo.mark_static_address(self.values)
+            for held in self.held():
+                torch._dynamo.mark_static_address(held)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any

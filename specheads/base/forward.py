@@ -100,9 +100,9 @@ class Forwards:
         The residual streams of `aux_layers` are read too; with `gradients` the features carry
         them to an adapter that is trained.
         """
-        tokens = tokens.to(self.device)
+        inputs = {"input_ids": tokens.to(self.device), "use_cache": False}
         with torch.set_grad_enabled(gradients):
-            return self._features({"input_ids": tokens, "use_cache": False}, aux_layers)
+            return self._features(inputs, aux_layers)
 
     @torch.no_grad()
     def verify(

@@ -100,10 +100,8 @@ class _Store:
         """Write keys and values (batch, heads, length, width) to these slots of the pool."""
         if self.held is None:
             blocks, size = self.pool.num_blocks + 1, self.pool.block_size
-            key, value = (
-                like.new_zeros(like.shape[1], blocks, size, like.shape[-1]) for like in new
-            )
-            self.held = key, value
+            keys, values = (one.new_zeros(one.shape[1], blocks, size, one.shape[-1]) for one in new)
+            self.held = keys, values
         for held, states in zip(self.held, new, strict=True):
             held.flatten(1, 2)[:, slots] = states.transpose(0, 1)
 
