@@ -177,15 +177,6 @@ class _Layer(RowLayer):
         assert self.values is not None
         return self.keys, self.values
 
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        """Copy slots `source[b]` of each row b to slots `target[b]`."""
-        for held in self.held():
-            if len(held) == 1:
-                # one row needs no index of rows, and is copied in less time without
-                held.index_copy_(2, target[0], held.index_select(2, source[0]))
-            else:
-                held[_rows(held), :, target] = held[_rows(held), :, source]
-
 
 def _rows(held: Tensor) -> Tensor:
     return torch.arange(len(held), device=held.device)[:, None]
@@ -219,7 +210,12 @@ class KVCache(RowCache):
 
     def _copy(self, target: Tensor, source: Tensor) -> None:
         for layer in self._own_layers:
-            layer.copy(target, source)
+            for held in layer.held():
+                if len(held) == 1:
+                    # one row needs no index of rows, and is copied in less time without
+                    held.index_copy_(2, target[0], held.index_select(2, source[0]))
+                else:
+                    held[_rows(held), :, target] = held[_rows(held), :, source]
 
     def keep_rows(self, rows: list[int]) -> None:
         """Forget every row but these, in this order; a row named twice is copied."""

@@ -120,9 +120,6 @@ def paged_attention(
 
     Queries are (batch, heads, node, width), keys and values (1, key heads, slots of the pool,
     width). No `scaling` is one over the root of the width; `softcap` bounds scores, as in Gemma 2.
-
-    Raises:
-        ValueError: The model adds something to attention that this does not know.
     """
     del module
     for name in ("s_aux", "position_bias"):

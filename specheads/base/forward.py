@@ -110,11 +110,8 @@ class Forwards:
     ) -> Verification:
         """Run every node of a tree in one forward, each seeing the committed text and its path.
 
-        The keys and values stay in the cache's scratch until `cache.commit`.
-
-        Raises:
-            ValueError: The rows of a contiguous cache have no room for the tree.
-            PoolFullError: The pool of a paged one has too few free blocks; nothing has changed.
+        The keys and values stay in the cache's scratch until `cache.commit`. Without room for the
+        tree it raises as `cache.reserve`, and nothing has changed.
         """
         # what is recorded for one shape would be recorded again for each length of such rows
         run = answer if self.static and not cache.static else self._run

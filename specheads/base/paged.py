@@ -124,12 +124,6 @@ class _Store:
         assert self.held is not None
         return self.held[0].flatten(1, 2)[None], self.held[1].flatten(1, 2)[None]
 
-    def move(self, target: Tensor, source: Tensor) -> None:
-        """Copy slots of the pool."""
-        for held in self.held or ():
-            flat = held.flatten(1, 2)
-            flat[:, target] = flat[:, source]
-
 
 class _PagedLayer(RowLayer):
     """One layer of a batch of rows, over the pool's store of that layer."""
@@ -222,9 +216,11 @@ class PagedKVCache(RowCache):
         return self.table.gather(1, slots // size) * size + slots % size
 
     def _copy(self, target: Tensor, source: Tensor) -> None:
-        moves = self._in_pool(target), self._in_pool(source)
+        target, source = self._in_pool(target), self._in_pool(source)
         for store in self.pool.stores:
-            store.move(*moves)
+            for held in store.held or ():
+                flat = held.flatten(1, 2)
+                flat[:, target] = flat[:, source]
 
     def commit(self, paths: list[list[int]]) -> None:
         """Keep nodes `paths[b]` of the last forward; blocks that then hold nothing are free."""
