@@ -144,15 +144,15 @@ class RowLayer(CacheLayerMixin):
 class _Layer(RowLayer):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate on the first forward, when head counts and widths are known."""
-        batch, heads, _, width = key_states.shape
-        capacity = self.cache.capacity
-        self.keys = key_states.new_zeros(batch, heads, capacity, width)
-        self.values = value_states.new_zeros(batch, heads, capacity, value_states.shape[-1])
+        self.keys, self.values = (
+            new.new_zeros(*new.shape[:2], self.cache.capacity, new.shape[-1])
+            for new in (key_states, value_states)
+        )
         self.is_initialized = True
         if self.cache.static:
             # a CUDA graph then reads them where they are, instead of a copy of its own
-            torch._dynamo.mark_static_address(self.keys)
-            torch._dynamo.mark_static_address(self.values)
+            for held in self.held():
+                torch._dynamo.mark_static_address(held)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
@@ -176,15 +176,6 @@ class _Layer(RowLayer):
         assert self.keys is not None
         assert self.values is not None
         return self.keys, self.values
-
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        """Copy slots `source[b]` of each row b to slots `target[b]`."""
-        for held in self.held():
-            if len(held) == 1:
-                # one row needs no index of rows, and is copied in less time without
-                held.index_copy_(2, target[0], held.index_select(2, source[0]))
-            else:
-                held[_rows(held), :, target] = held[_rows(held), :, source]
 
 
 def _rows(held: Tensor) -> Tensor:
@@ -219,7 +210,12 @@ class KVCache(RowCache):
 
     def _copy(self, target: Tensor, source: Tensor) -> None:
         for layer in self._own_layers:
-            layer.copy(target, source)
+            for held in layer.held():
+                if len(held) == 1:
+                    # one row needs no index of rows, and is copied in less time without
+                    held.index_copy_(2, target[0], held.index_select(2, source[0]))
+                else:
+                    held[_rows(held), :, target] = held[_rows(held), :, source]
 
     def keep_rows(self, rows: list[int]) -> None:
         """Forget every row but these, in this order; a row named twice is copied."""

@@ -11,9 +11,6 @@ import torch
 EXTENT = 256
 """On CUDA a forward looks at a multiple of so many slots: as many graphs as a text is long."""
 
-MOST_GRAPHS = 128
-"""Shapes of one function that are compiled; beyond them it runs as it is written."""
-
 
 def compiled(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
     """Return the function compiled for this device; it is compiled when it is called first.
@@ -33,7 +30,8 @@ def compiled(function: Callable[..., Any], device: torch.device) -> Callable[...
         if static:
             torch.compiler.cudagraph_mark_step_begin()
         try:
-            with torch._dynamo.config.patch(recompile_limit=MOST_GRAPHS):
+            # beyond so many shapes a function runs as it is written
+            with torch._dynamo.config.patch(recompile_limit=128):
                 return graphs(*args, **settings)
         except InductorError as error:
             raise ValueError(

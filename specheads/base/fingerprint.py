@@ -11,9 +11,6 @@ TABLE_SAMPLES = 4096
 WEIGHT_SAMPLES = 256
 """Numbers looked at in each of the two tables, and in each other tensor."""
 
-SMALLEST = 2.0**-14
-"""Smaller numbers count as zero: float16 keeps fewer of their digits."""
-
 
 def exact_fingerprint(model: nn.Module, tokenizer: PreTrainedTokenizerBase | None) -> str:
     """Hash the weights (evenly spaced samples of each tensor) as they are, and the vocabulary.
@@ -65,5 +62,6 @@ def _sample(value: Shaped[Tensor, "*any"], count: int) -> bytes:
     stride = max(1, value.numel() // count) | 1
     places = torch.arange(0, value.numel(), stride, device=value.device)
     numbers = value[torch.unravel_index(places, value.shape)].float()
-    rounded = numbers.masked_fill(numbers.abs() < SMALLEST, 0).to(torch.bfloat16)
+    # float16 keeps fewer digits of smaller numbers
+    rounded = numbers.masked_fill(numbers.abs() < 2.0**-14, 0).to(torch.bfloat16)
     return f"{tuple(value.shape)}".encode() + rounded.view(torch.int16).cpu().numpy().tobytes()

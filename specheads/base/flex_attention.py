@@ -17,9 +17,6 @@ from transformers import AttentionInterface, PreTrainedConfig
 from specheads.base.cache import RowCache
 from specheads.base.paged import PagedKVCache
 
-NAME = "specheads_paged"
-"""What transformers' AttentionInterface knows `paged_attention` by."""
-
 QUERY_BLOCK = 128
 """Nodes of one tile of the mask; flex_attention's own default."""
 
@@ -120,9 +117,6 @@ def paged_attention(
 
     Queries are (batch, heads, node, width), keys and values (1, key heads, slots of the pool,
     width). No `scaling` is one over the root of the width; `softcap` bounds scores, as in Gemma 2.
-
-    Raises:
-        ValueError: The model adds something to attention that this does not know.
     """
     del module
     for name in ("s_aux", "position_bias"):
@@ -154,9 +148,9 @@ def attending(config: PreTrainedConfig, cache: RowCache) -> Iterator[None]:
     if not reads_in_place(cache):
         yield
         return
-    before = config._attn_implementation
-    AttentionInterface.register(NAME, paged_attention)
-    config._attn_implementation = NAME
+    name, before = "specheads_paged", config._attn_implementation
+    AttentionInterface.register(name, paged_attention)
+    config._attn_implementation = name
     try:
         yield
     finally:

@@ -100,9 +100,9 @@ class Forwards:
         The residual streams of `aux_layers` are read too; with `gradients` the features carry
         them to an adapter that is trained.
         """
-        tokens = tokens.to(self.device)
+        inputs = {"input_ids": tokens.to(self.device), "use_cache": False}
         with torch.set_grad_enabled(gradients):
-            return self._features({"input_ids": tokens, "use_cache": False}, aux_layers)
+            return self._features(inputs, aux_layers)
 
     @torch.no_grad()
     def verify(
@@ -110,11 +110,8 @@ class Forwards:
     ) -> Verification:
         """Run every node of a tree in one forward, each seeing the committed text and its path.
 
-        The keys and values stay in the cache's scratch until `cache.commit`.
-
-        Raises:
-            ValueError: The rows of a contiguous cache have no room for the tree.
-            PoolFullError: The pool of a paged one has too few free blocks; nothing has changed.
+        The keys and values stay in the cache's scratch until `cache.commit`. Without room for the
+        tree it raises as `cache.reserve`, and nothing has changed.
         """
         # what is recorded for one shape would be recorded again for each length of such rows
         run = answer if self.static and not cache.static else self._run

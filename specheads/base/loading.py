@@ -32,10 +32,16 @@ def load_model(
         )
     try:
         AutoConfig.from_pretrained(source, revision=revision)
-        tokenizer = None
-        if not Path(source).is_dir() or _has(source, TOKENIZER_FILES):
+        folder, tokenizer = Path(source), None
+        if not folder.is_dir() or any(any(folder.glob(name)) for name in TOKENIZER_FILES):
             tokenizer = AutoTokenizer.from_pretrained(source, revision=revision)
-        _refuse_pickles(source)
+        if folder.is_dir() and not any(folder.glob("*.safetensors")):
+            # unpickling would run a stranger's code
+            found = min((path.name for path in folder.glob("*.bin")), default="none")
+            raise ValueError(
+                f"weights must lie there in safetensors, and it has {found}; write them with "
+                "save_pretrained of a model that you trust"
+            )
         loaded = AutoModelForCausalLM.from_pretrained(
             source,
             revision=revision,
@@ -65,17 +71,3 @@ def _device(name: str) -> torch.device:
             f"({str(error).splitlines()[0].partition('. ')[0]}); use 'cpu', or 'auto' for CUDA "
             "where there is one"
         ) from error
-
-
-def _has(folder: str, patterns: tuple[str, ...]) -> bool:
-    return any(any(Path(folder).glob(pattern)) for pattern in patterns)
-
-
-def _refuse_pickles(source: str) -> None:
-    """Refuse a folder whose weights are not in safetensors: unpickling runs a stranger's code."""
-    if Path(source).is_dir() and not _has(source, ("*.safetensors",)):
-        found = min((path.name for path in Path(source).glob("*.bin")), default="none")
-        raise ValueError(
-            f"weights must lie there in safetensors, and it has {found}; write them with "
-            "save_pretrained of a model that you trust"
-        )

@@ -101,11 +101,12 @@ def targets(model: PreTrainedModel, wanted: Sequence[str] = ()) -> list[str]:
             "this one is quantised; load an unquantised base, or leave joint out"
         )
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    tied = head is not None and head.weight is embedding.weight
-    linear = [
-        name for name, layer in model.named_modules() if isinstance(layer, nn.Linear | Conv1D)
+    tied = head if head is not None and head.weight is embedding.weight else None
+    known = [
+        name
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.Linear | Conv1D) and layer is not tied
     ]
-    known = [name for name in linear if not (tied and model.get_submodule(name) is head)]
     found = [name for name in known if not wanted or any(_ends(name, end) for end in wanted)]
     missed = [end for end in wanted if not any(_ends(name, end) for name in known)]
     if missed or not found:
@@ -122,8 +123,8 @@ def targets(model: PreTrainedModel, wanted: Sequence[str] = ()) -> list[str]:
 def _quiet() -> Iterator[None]:
     """Silence what peft says of itself: an old name it uses, and layers that it tells apart."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
-        warnings.filterwarnings("ignore", message="fan_in_fan_out is set")
+        old = "`is_gradient_checkpointing` is deprecated|fan_in_fan_out is set"
+        warnings.filterwarnings("ignore", message=old)
         yield
 
 

@@ -28,23 +28,19 @@ def tree_mask(
     follow the path, not the slots, so siblings share one.
     """
     batch, num_nodes, _ = ancestors.shape
-    device = ancestors.device
-    end = cache.extent(num_nodes)
-    lengths = cache.lengths[:, None]
-    slots = torch.arange(end, device=device)
+    end, scratch = cache.extent(num_nodes), cache.scratch(num_nodes)
     if cache.shared_length is not None:
         committed = ancestors.new_ones(batch, num_nodes, cache.shared_length)
         visible = torch.cat([committed, ancestors], dim=-1)
     else:
-        visible = (slots < lengths)[:, None].repeat(1, num_nodes, 1)
-        scratch = cache.scratch(num_nodes)
+        slots = torch.arange(end, device=ancestors.device)
+        visible = (slots < cache.lengths[:, None])[:, None].repeat(1, num_nodes, 1)
         visible.scatter_(-1, scratch[:, None].expand(-1, num_nodes, -1), ancestors)
     if window is not None:
-        scratch = cache.scratch(num_nodes)
         own = cache.positions[:, None] + depths
         positions = cache.slot_positions(end).scatter(1, scratch, own)
         visible = visible & (positions[:, None] > own[..., None] - window)
-    blocked = torch.zeros(visible.shape, dtype=dtype, device=device)
+    blocked = torch.zeros(visible.shape, dtype=dtype, device=ancestors.device)
     return blocked.masked_fill_(~visible, torch.finfo(dtype).min)[:, None]
 
 

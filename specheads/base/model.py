@@ -27,7 +27,6 @@ class FrozenBase(Forwards):
 
     Args:
         model: Any causal LM whose attention takes a 4D mask and whose state is keys and values.
-        name: What to call it in reports: a path or a Hub id.
         compile: Whether trees are verified by a compiled graph: see docs/compile.md.
         owned: Whether the model is frozen and tried first. False leaves one that was tried
             before as it is, for its owner, who has put it in eval mode.
@@ -142,10 +141,7 @@ class FrozenBase(Forwards):
 
 
 def _freeze(model: PreTrainedModel) -> Callable[[], None]:
-    """Put a model in eval mode, without gradients, its matrices column by column.
-
-    Returns what gives back each module's mode, each parameter's flag and each matrix's strides.
-    """
+    """Put a model in eval mode, without gradients, column by column; return what undoes it."""
     training = {module: module.training for module in model.modules()}
     learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
     model.eval().requires_grad_(False)

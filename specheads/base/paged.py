@@ -100,10 +100,8 @@ class _Store:
         """Write keys and values (batch, heads, length, width) to these slots of the pool."""
         if self.held is None:
             blocks, size = self.pool.num_blocks + 1, self.pool.block_size
-            key, value = (
-                like.new_zeros(like.shape[1], blocks, size, like.shape[-1]) for like in new
-            )
-            self.held = key, value
+            keys, values = (one.new_zeros(one.shape[1], blocks, size, one.shape[-1]) for one in new)
+            self.held = keys, values
         for held, states in zip(self.held, new, strict=True):
             held.flatten(1, 2)[:, slots] = states.transpose(0, 1)
 
@@ -125,12 +123,6 @@ class _Store:
         """Return keys and values of the whole pool as one row, where they lie."""
         assert self.held is not None
         return self.held[0].flatten(1, 2)[None], self.held[1].flatten(1, 2)[None]
-
-    def move(self, target: Tensor, source: Tensor) -> None:
-        """Copy slots of the pool."""
-        for held in self.held or ():
-            flat = held.flatten(1, 2)
-            flat[:, target] = flat[:, source]
 
 
 class _PagedLayer(RowLayer):
@@ -224,9 +216,11 @@ class PagedKVCache(RowCache):
         return self.table.gather(1, slots // size) * size + slots % size
 
     def _copy(self, target: Tensor, source: Tensor) -> None:
-        moves = self._in_pool(target), self._in_pool(source)
+        target, source = self._in_pool(target), self._in_pool(source)
         for store in self.pool.stores:
-            store.move(*moves)
+            for held in store.held or ():
+                flat = held.flatten(1, 2)
+                flat[:, target] = flat[:, source]
 
     def commit(self, paths: list[list[int]]) -> None:
         """Keep nodes `paths[b]` of the last forward; blocks that then hold nothing are free."""

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-import torch
 from torch import nn
 
 
@@ -19,21 +18,18 @@ def column_major(module: nn.Module) -> Callable[[], None]:
     were stored before.
     """
     # a tied matrix is one parameter in several places, and is turned once
-    weights = {
-        id(layer.weight): layer.weight
+    before = {
+        layer.weight: layer.weight.stride()
         for layer in module.modules()
         if isinstance(layer, nn.Linear) and layer.weight.device.type == "cpu"
     }
-    before = [(weight, weight.stride()) for weight in weights.values()]
-    for weight in weights.values():
+    for weight in before:
         weight.data = weight.data.t().contiguous().t()
 
     def undo() -> None:
-        for weight, stride in before:
+        for weight, stride in before.items():
             if weight.stride() != stride:
-                own = torch.empty_strided(
-                    weight.shape, stride, dtype=weight.dtype, device=weight.device
-                )
+                own = weight.data.new_empty_strided(weight.shape, stride)
                 weight.data = own.copy_(weight.data)
 
     return undo
