@@ -155,26 +155,23 @@ def push(repo: str, files: Contents, *, private: bool | None = None, gated: str 
     if get_token() is None:
         raise ValueError("a push needs a token of the Hub: run hf auth login, or set HF_TOKEN")
     try:
-        return _push(HfApi(), repo, files, private, gated)
+        api = HfApi()
+        api.create_repo(repo, private=private, exist_ok=True)
+        if private is not None or gated:
+            api.update_repo_settings(repo, private=private, gated=GATES[gated] if gated else None)
+        there = api.list_repo_files(repo)
+        _refuse_another_model(repo, files, there)
+        # figures of an earlier push must not stand beside a head they are not of
+        old = [name for name in (RESULTS, *PICTURES) if name in there and name not in files]
+        operations = [
+            *(CommitOperationAdd(path, content) for path, content in files.items()),
+            *(CommitOperationDelete(name) for name in old),
+        ]
+        message = "Upload a head of specheads"
+        return api.create_commit(repo, operations, commit_message=message).commit_url
     # huggingface_hub wraps what goes wrong in its upload threads
     except (HTTPError, OSError, RuntimeError) as error:
         raise ValueError(_explain(repo, error)) from error
-
-
-def _push(api: HfApi, repo: str, files: Contents, private: bool | None, gated: str) -> str:
-    api.create_repo(repo, private=private, exist_ok=True)
-    if private is not None or gated:
-        api.update_repo_settings(repo, private=private, gated=GATES[gated] if gated else None)
-    there = api.list_repo_files(repo)
-    _refuse_another_model(repo, files, there)
-    # figures of an earlier push must not stand beside a head they are not of
-    old = [name for name in (RESULTS, *PICTURES) if name in there and name not in files]
-    operations = [
-        *(CommitOperationAdd(path, content) for path, content in files.items()),
-        *(CommitOperationDelete(name) for name in old),
-    ]
-    done = api.create_commit(repo, operations, commit_message="Upload a head of specheads")
-    return done.commit_url
 
 
 def _refuse_another_model(repo: str, files: Contents, there: list[str]) -> None:
