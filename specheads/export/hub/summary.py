@@ -67,16 +67,14 @@ def read_summary(
     if shown["data"]["source"] != "hub":
         shown["data"]["path"] = Path(shown["data"]["path"]).name
     revision, commit = base.revision, getattr(base.config, "_commit_hash", None)
-    if is_folder:
-        revision = ""
-    elif commit and commit != revision:
+    if commit and commit != revision:
         revision = f"{revision} (commit {commit})"
     known = json.loads(run.provenance.read_text(encoding="utf-8"))
     results = _results(run.report / "results.json", name)
     return Summary(
         base_id,
         name,
-        revision,
+        "" if is_folder else revision,
         bool(shown["base"]["adapter"]) or run.adapter.is_dir(),
         shown,
         portable({key: known[key] for key in PUBLIC_PROVENANCE if key in known}),

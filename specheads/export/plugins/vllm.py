@@ -59,12 +59,8 @@ def _prepare_runner() -> None:
     """Wrap the methods of vLLM's runner, which that of its CPU build inherits, once a process."""
     # imported here, because most processes with this package in reach serve nothing with it
     kind = importlib.import_module(RUNNER).GPUModelRunner
-    propose, fits, initialize = (
-        kind.propose_draft_token_ids,
-        kind._input_fits_in_drafter,
-        kind.initialize_kv_cache,
-    )
-    signature = inspect.signature(propose)
+    propose, fits = kind.propose_draft_token_ids, kind._input_fits_in_drafter
+    initialize, signature = kind.initialize_kv_cache, inspect.signature(propose)
 
     @functools.wraps(propose)
     def propose_draft_token_ids(runner: Any, *args: Any, **kwargs: Any) -> Any:
