@@ -44,10 +44,6 @@ def load_corpus(corpus: Data, split: str = "train", seed: int = 0) -> Dataset:
     The split is made by `split_of` for every source alike; of a Hub dataset its own "train" is what
     gets split, and it is streamed where documents are bounded, so that hardly more is downloaded.
     The seed decides the order, and which documents are taken where they are bounded.
-
-    Raises:
-        ValueError: An unknown source or split, a path or column that is not there, files that
-            cannot be read, or no document in the split.
     """
     source, most = corpus.source, corpus.max_documents
     for name, value, known in (("source", source, SOURCES), ("split", split, SPLITS)):
@@ -116,7 +112,7 @@ def _utf8(file: Path) -> str | None:
 
 
 def _tables(source: str, path: str, column: str) -> Dataset:
-    files = _find(path, SUFFIXES[source])
+    files = _find(path, SUFFIXES[source]) if path else []
     if not files:
         raise ValueError(
             f"source {source!r} needs a file, a folder or a glob that holds "
@@ -133,8 +129,6 @@ def _tables(source: str, path: str, column: str) -> Dataset:
 
 
 def _find(path: str, suffixes: tuple[str, ...]) -> list[str]:
-    if not path:
-        return []
     place = Path(path).expanduser()
     if place.is_dir():
         found = [file for file in place.rglob("*") if file.name.endswith(suffixes)]

@@ -43,16 +43,9 @@ class PackedText:
     cut; several such lanes take turns, row by row. Every epoch has its own order, and nothing is
     dropped where one epoch meets the next. No more than a few documents are held at a time.
 
-    Args:
-        documents: With a column `text`, as `load_corpus` returns.
-        batch_size: Rows per batch, per process.
-        rank: This process; it reads documents rank, rank + world_size, ... of each epoch.
-        lanes: Documents read in turn, row by row, so that a batch and its neighbours do not all
-            come from one long document.
-
-    Raises:
-        ValueError: The corpus is too short for one batch on every process, or the tokenizer has
-            no end-of-text token.
+    A process reads documents rank, rank + world_size, ... of each epoch, `batch_size` rows a batch.
+    Its lanes keep a batch and its neighbours from all coming from one long document. A corpus too
+    short for one batch on every process is refused.
     """
 
     def __init__(

@@ -90,11 +90,8 @@ def load_prompts(
     through the chat template where the tokenizer has one, messages always; `all_turns` makes a
     prompt of every turn, behind the row's earlier ones and without answers in between, and not of
     the first only. A larger set is sampled, a smaller one is taken as it is. `prompt_tokens` is
-    the length of windows cut from the standard library; what came as a prompt is never cut.
-
-    Raises:
-        ValueError: An unknown name, a file or set that cannot be read, or a row without a
-            prompt; names the line.
+    the length of windows cut from the standard library; what came as a prompt is never cut. A row
+    without a prompt is refused by its line.
     """
     if num_prompts < 1:
         raise ValueError(f"num_prompts must be at least 1, got {num_prompts}")

@@ -62,12 +62,7 @@ def expect(head: Head, base: FrozenBase, texts: Sequence[Text]) -> list[Expected
 
 @torch.no_grad()
 def check(expected: Sequence[Expected], folder: Path, read: Reader) -> Parity:
-    """Hold an export against the head it was made of.
-
-    Raises:
-        ValueError: A tensor is missing, left over or misshapen, or what the two draft differs:
-            names the depth and both numbers.
-    """
+    """Hold an export against the head it was made of; no tensor may be left over either."""
     counts: list[tuple[DepthCounts, DepthCounts]] = []
     differences: list[list[float]] = []
     depth = len(expected[0].guesses)

@@ -66,24 +66,21 @@ def read_summary(
     shown["base"]["model"] = name
     if shown["data"]["source"] != "hub":
         shown["data"]["path"] = Path(shown["data"]["path"]).name
+    revision, commit = base.revision, getattr(base.config, "_commit_hash", None)
+    if commit and commit != revision:
+        revision = f"{revision} (commit {commit})"
     known = json.loads(run.provenance.read_text(encoding="utf-8"))
     results = _results(run.report / "results.json", name)
     return Summary(
         base_id,
         name,
-        "" if is_folder else _revision(base),
+        "" if is_folder else revision,
         bool(shown["base"]["adapter"]) or run.adapter.is_dir(),
         shown,
         portable({key: known[key] for key in PUBLIC_PROVENANCE if key in known}),
         results,
         read_metrics(run.metrics),
     )
-
-
-def _revision(base: FrozenBase) -> str:
-    commit = getattr(base.config, "_commit_hash", None)
-    known = commit and commit != base.revision
-    return f"{base.revision} (commit {commit})" if known else base.revision
 
 
 def _results(file: Path, base_name: str) -> Results | None:

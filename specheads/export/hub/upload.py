@@ -65,9 +65,8 @@ class Pushed:
 def push_run(run: RunDirectory, trained: Train, settings: Push) -> Pushed:
     """Check that a run's head is whole and its base the right one, and upload it.
 
-    Raises:
-        ValueError: It is not, a text holds a secret of the environment or where on this machine
-            something lies, or the Hub refused: see `push`.
+    Texts that hold a secret of the environment, or where on this machine something lies, are
+    refused.
     """
     gated = settings.gated.lower()
     if gated and gated not in GATES:
@@ -94,7 +93,8 @@ def _files(run: RunDirectory, trained: Train, settings: Push) -> Contents:
     base = _measured_base(run, trained)
     head = load_head(run.head, base)
     about = read_summary(run, asdict(trained), base, settings.base_repo)
-    pictures = [name for name in PICTURES if _is_small(run.report / name)]
+    found = [run.report / name for name in PICTURES if (run.report / name).is_file()]
+    pictures = [file.name for file in found if file.stat().st_size < MAX_PICTURE_BYTES]
     card = model_card(
         about,
         head,
@@ -137,44 +137,33 @@ def _measured_base(run: RunDirectory, trained: Train) -> FrozenBase:
     return base
 
 
-def _is_small(picture: Path) -> bool:
-    return picture.is_file() and picture.stat().st_size < MAX_PICTURE_BYTES
-
-
 def push(repo: str, files: Contents, *, private: bool | None = None, gated: str = "") -> str:
     """Upload the files in one commit; return its address.
 
     Who may see and read the repository is settled before anything is in it; where it is missing,
     it is made. Large files are stored before the commit that names them, so whoever loads the head
     at any time finds all of one push or all of the one before.
-
-    Raises:
-        ValueError: No token is known, the repository holds another model, or the Hub refused or
-            could not be reached.
     """
     if get_token() is None:
         raise ValueError("a push needs a token of the Hub: run hf auth login, or set HF_TOKEN")
     try:
-        return _push(HfApi(), repo, files, private, gated)
+        api = HfApi()
+        api.create_repo(repo, private=private, exist_ok=True)
+        if private is not None or gated:
+            api.update_repo_settings(repo, private=private, gated=GATES[gated] if gated else None)
+        there = api.list_repo_files(repo)
+        _refuse_another_model(repo, files, there)
+        # figures of an earlier push must not stand beside a head they are not of
+        old = [name for name in (RESULTS, *PICTURES) if name in there and name not in files]
+        operations = [
+            *(CommitOperationAdd(path, content) for path, content in files.items()),
+            *(CommitOperationDelete(name) for name in old),
+        ]
+        message = "Upload a head of specheads"
+        return api.create_commit(repo, operations, commit_message=message).commit_url
     # huggingface_hub wraps what goes wrong in its upload threads
     except (HTTPError, OSError, RuntimeError) as error:
         raise ValueError(_explain(repo, error)) from error
-
-
-def _push(api: HfApi, repo: str, files: Contents, private: bool | None, gated: str) -> str:
-    api.create_repo(repo, private=private, exist_ok=True)
-    if private is not None or gated:
-        api.update_repo_settings(repo, private=private, gated=GATES[gated] if gated else None)
-    there = api.list_repo_files(repo)
-    _refuse_another_model(repo, files, there)
-    # figures of an earlier push must not stand beside a head they are not of
-    old = [name for name in (RESULTS, *PICTURES) if name in there and name not in files]
-    operations = [
-        *(CommitOperationAdd(path, content) for path, content in files.items()),
-        *(CommitOperationDelete(name) for name in old),
-    ]
-    done = api.create_commit(repo, operations, commit_message="Upload a head of specheads")
-    return done.commit_url
 
 
 def _refuse_another_model(repo: str, files: Contents, there: list[str]) -> None:

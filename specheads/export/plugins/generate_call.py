@@ -85,8 +85,18 @@ def read_call(
     lengths = [one.max_length for one in criteria if type(one) is MaxLengthCriteria]
     others = [one for one in criteria if type(one) not in (EosTokenCriteria, MaxLengthCriteria)]
     streamer = given.get("streamer")
-    if batch > 1:
-        _refuse_batch(others, eos_ids, streamer)
+    # the rows of a batch advance each at a pace of its own, and nothing may tie them together
+    whole = [one for one in others if type(one) not in (StopStringCriteria, MaxTimeCriteria)]
+    if batch > 1 and (whole or streamer is not None):
+        raise ValueError(
+            f"{type((whole or [streamer])[0]).__name__} can follow one prompt at a time; generate "
+            "for each prompt alone"
+        )
+    if batch > 1 and others and not eos_ids:
+        raise ValueError(
+            f"{type(others[0]).__name__} can end the rows of a batch where padding follows them; "
+            "set eos_token_id, or generate for each prompt alone"
+        )
     pad_id = config.pad_token_id
     return Call(
         prompts=[row[empty:] for row, empty in rows],
@@ -197,18 +207,3 @@ def _sampling(
         return Sampling(repetition_penalty=settings.get("repetition_penalty", 1.0))
     # drawn where transformers would draw its tokens, so that torch.manual_seed settles both
     return Sampling(**settings, seed=int(torch.randint(2**63 - 1, ())))
-
-
-def _refuse_batch(criteria: list[Any], eos_ids: tuple[int, ...], streamer: Any) -> None:
-    """Refuse what ties the rows of a batch together: each advances at a pace of its own."""
-    whole = [one for one in criteria if type(one) not in (StopStringCriteria, MaxTimeCriteria)]
-    if whole or streamer is not None:
-        raise ValueError(
-            f"{type((whole or [streamer])[0]).__name__} can follow one prompt at a time; generate "
-            "for each prompt alone"
-        )
-    if criteria and not eos_ids:
-        raise ValueError(
-            f"{type(criteria[0]).__name__} can end the rows of a batch where padding follows them; "
-            "set eos_token_id, or generate for each prompt alone"
-        )

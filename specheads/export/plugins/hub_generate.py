@@ -9,7 +9,7 @@ from typing import Any, cast
 from torch import Tensor
 from transformers import PreTrainedModel, StoppingCriteriaList, StopStringCriteria
 
-from specheads.core.drafter import Drafter, Head
+from specheads.core.drafter import Drafter
 from specheads.export.plugins.custom_generate import Generated, custom_generate
 from specheads.export.plugins.generate_call import caller
 from specheads.heads.load import load_head
@@ -97,7 +97,7 @@ def hub_generate(
         commit = Path(code).parents[1].name
         here = head is None and re.fullmatch(r"[\da-f]{40}", commit)
         found = str(head or caller().get("custom_generate") or repo)
-        drafter = _load(found, revision or (commit if here else "main"))
+        drafter = _load(found, revision=revision or (commit if here else "main"))
     if stop_strings is not None and arguments.get("tokenizer") is not None:
         # it would not hand the tokenizer on, and then miss it
         stops = StopStringCriteria(arguments.pop("tokenizer"), stop_strings)
@@ -114,6 +114,4 @@ def hub_generate(
     )
 
 
-@functools.lru_cache(maxsize=4)
-def _load(path: str, revision: str) -> Head:
-    return load_head(path, revision=revision)
+_load = functools.lru_cache(maxsize=4)(load_head)

@@ -17,7 +17,6 @@ import functools
 import importlib
 import inspect
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,50 +56,32 @@ def register() -> None:
 
 @functools.cache
 def _prepare_runner() -> None:
-    """Wrap the methods, once a process."""
+    """Wrap the methods of vLLM's runner, which that of its CPU build inherits, once a process."""
     # imported here, because most processes with this package in reach serve nothing with it
-    runner = importlib.import_module(RUNNER).GPUModelRunner
-    for name, wrap in WRAPPERS.items():
-        setattr(runner, name, wrap(getattr(runner, name)))
+    kind = importlib.import_module(RUNNER).GPUModelRunner
+    propose, fits = kind.propose_draft_token_ids, kind._input_fits_in_drafter
+    initialize, signature = kind.initialize_kv_cache, inspect.signature(propose)
 
-
-def _watching(method: Callable[..., Any]) -> Callable[..., Any]:
-    signature = inspect.signature(method)
-
-    @functools.wraps(method)
+    @functools.wraps(propose)
     def propose_draft_token_ids(runner: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(runner.drafter, Proposer):
             given = signature.bind(runner, *args, **kwargs).arguments
             runner.drafter.watch(runner.input_batch, given)
-        return method(runner, *args, **kwargs)
+        return propose(runner, *args, **kwargs)
 
-    return propose_draft_token_ids
-
-
-def _fitting(method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
+    @functools.wraps(fits)
     def input_fits_in_drafter(runner: Any, metadata: Any) -> bool:
-        return isinstance(runner.drafter, Proposer) or method(runner, metadata)
+        return isinstance(runner.drafter, Proposer) or fits(runner, metadata)
 
-    return input_fits_in_drafter
-
-
-def _allocating(method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
+    @functools.wraps(initialize)
     def initialize_kv_cache(runner: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        method(runner, config, *args, **kwargs)
+        initialize(runner, config, *args, **kwargs)
         if isinstance(getattr(runner, "drafter", None), Proposer):
             runner.drafter.allocate(config)
 
-    return initialize_kv_cache
-
-
-WRAPPERS = {
-    "propose_draft_token_ids": _watching,
-    "_input_fits_in_drafter": _fitting,
-    "initialize_kv_cache": _allocating,
-}
-"""Methods of vLLM's `GPUModelRunner`, which the runner of its CPU build inherits."""
+    kind.propose_draft_token_ids = propose_draft_token_ids
+    kind._input_fits_in_drafter = input_fits_in_drafter
+    kind.initialize_kv_cache = initialize_kv_cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +119,17 @@ class Proposer:
         """Load the head, and lend it the base's tensors."""
         head = load_head(os.environ[HEAD_VARIABLE])
         embedding, projection = _borrowed(target_model)
-        _refuse(head, self.policy.depth)
+        if head.aux_layers:
+            raise ValueError(
+                f"the plug-in shows heads the last hidden state only, and {head.kind} reads "
+                "earlier layers; export it with engine=vllm, which has a layout of vLLM's own for "
+                "it"
+            )
+        if self.policy.depth > head.depth:
+            raise ValueError(
+                f"num_speculative_tokens must be at most {head.depth}, the head's depth, got "
+                f"{self.policy.depth}"
+            )
         # the two tables only: the engine fuses and splits the layers between
         forced = os.environ.get(FORCE_VARIABLE) == "true"
         refuse_misfit(head, embedding, "" if forced else tables_fingerprint(embedding, projection))
@@ -211,9 +202,7 @@ class Proposer:
         if self._memory is None:
             # each one's last position alone
             ends = [
-                Row(
-                    row.index, row.offset + row.count - 1, row.start + row.count - 1, 1, wanted=True
-                )
+                Row(row.index, row.offset + row.count - 1, row.start + row.count - 1, 1, row.wanted)
                 for row in wanted
             ]
             return [ends] if ends else []
@@ -270,16 +259,3 @@ def _borrowed(target: torch.nn.Module) -> tuple[Tensor, Tensor]:
         gather(layer.weight.data, 0)[: layer.org_vocab_size] for layer in (inputs[0], outputs[0])
     )
     return inputs, outputs
-
-
-def _refuse(head: Head, num_drafted: int) -> None:
-    if head.aux_layers:
-        raise ValueError(
-            f"the plug-in shows heads the last hidden state only, and {head.kind} reads earlier "
-            "layers; export it with engine=vllm, which has a layout of vLLM's own for it"
-        )
-    if num_drafted > head.depth:
-        raise ValueError(
-            f"num_speculative_tokens must be at most {head.depth}, the head's depth, got "
-            f"{num_drafted}"
-        )

@@ -64,22 +64,16 @@ def _block(stored: Stored, name: str, state: Tensor, *, biased: bool = True) -> 
 def own(folder: Path, base: BaseView, depth: int) -> Iterator[Guess]:
     """Read our own layout: three ways from a state to logits, and perhaps fewer tokens."""
     config, stored, ids = open_own(folder, base, depth, "medusa")
+    lent = base.projection[ids]
+    drafted, width = lent.shape
     for head in range(depth):
-        state = base.hidden
+        state, matrix = base.hidden, lent
         for layer in range(config["num_layers"]):
             state = _block(stored, f"blocks.{head}.{layer}.linear", state)
-        yield Guess(_own_logits(stored, config, base.projection[ids], state, head), ids)
+        if config["projection"] == "own":
+            matrix = stored.take(f"head.{head}.weight", drafted, width)
+        elif config["projection"] == "low_rank":
+            down = stored.take(f"down.{head}.weight", config["rank"], width)
+            matrix = lent + stored.take(f"up.{head}.weight", drafted, config["rank"]) @ down
+        yield Guess(state @ matrix.T, ids)
     stored.close()
-
-
-def _own_logits(
-    stored: Stored, config: dict[str, Any], lent: Tensor, state: Tensor, head: int
-) -> Tensor:
-    drafted, width = lent.shape
-    if config["projection"] == "own":
-        return state @ stored.take(f"head.{head}.weight", drafted, width).T
-    if config["projection"] == "shared":
-        return state @ lent.T
-    down = stored.take(f"down.{head}.weight", config["rank"], width)
-    up = stored.take(f"up.{head}.weight", drafted, config["rank"])
-    return state @ (lent + up @ down).T
