@@ -173,8 +173,7 @@ def check_names(phases: Mapping[str, Phase]) -> None:
 def check_phase(name: str, phase: Phase, context: int, depth: int | None = None) -> None:
     """Refuse a phase that could only fail once training has begun.
 
-    `context` is the tokens the base can read, `depth` the levels of the head; None leaves open how
-    many weights there must be.
+    Without `depth`, the levels of the head, it is open how many weights there must be.
     """
     check_names({name: phase})
     if phase.text != ("distilled" if phase.distill else "corpus"):

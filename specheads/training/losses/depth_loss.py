@@ -73,17 +73,12 @@ def depth_loss(
 ) -> DepthLoss:
     """Return the loss of the states of every depth, without ever holding all their logits.
 
-    Args:
-        states: One for each depth; row r of each stands for the r-th label.
-        projections: Weight (vocab, width) and bias of each depth; tied depths repeat them.
-        targets: Labels and the base's states, shared by all depths or one for each.
-        kind: One of `KINDS`.
-        decay: Weight of each depth relative to the one before it.
-        depth_weights: Weight of each depth, in place of decay.
-        weighting: One of `WEIGHTINGS`. dpace multiplies by `dpace_weights`; row r of every depth
-            must then be drafted from the same position, so that the depths have targets of
-            their own.
-        chunk_rows: Rows whose logits are held at once. None fits them to the device.
+    Row r of each state stands for the r-th label. `projections` are weight (vocab, width) and bias
+    of each depth; tied depths repeat them. Targets are shared by all depths or one for each.
+    `depth_weights` stand in place of decay, the weight of each depth relative to the one before it.
+    dpace multiplies by `dpace_weights`; row r of every depth must then be drafted from the same
+    position, so that the depths have targets of their own. `chunk_rows` are the rows whose logits
+    are held at once; None fits them to the device.
     """
     depth = len(states)
     each = [targets] * depth if isinstance(targets, Targets) else list(targets)
