@@ -334,7 +334,7 @@ def test_a_cache_that_rounds_is_refused():
 def test_a_users_model_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     ours, head, tries = fresh_model(), small_head(), []
     try_out = plugin.check
-    monkeypatch.setattr(plugin, "check", lambda one: (tries.append(one), try_out(one)))
+    monkeypatch.setattr(plugin, "check", lambda one: (tries.append(one.model), try_out(one)))
     strides = {name: value.stride() for name, value in ours.named_parameters()}
     ours.lm_head.weight.requires_grad_(False)
     weights, learning = copy.deepcopy(ours.state_dict()), names_that_learn(ours)
