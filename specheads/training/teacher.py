@@ -6,10 +6,11 @@ See docs/joint_training.md. Source: Cai et al. 2024, arXiv:2401.10774, section 2
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
@@ -17,6 +18,7 @@ from specheads.base.lora import Adapter
 from specheads.base.model import FrozenBase
 from specheads.config import Joint
 from specheads.core.drafter import Features, Head
+from specheads.runs.directory import atomic_folder
 from specheads.training.log import figures
 from specheads.training.losses.depth_loss import DepthLoss
 from specheads.training.schedule import PlacedPhase, Step
@@ -25,54 +27,85 @@ HeadLoss = Callable[[Features, Callable[[Tensor], Tensor]], DepthLoss]
 """(what the base computed, its hidden states to logits) -> the loss of the head."""
 
 
-class Teacher:
-    """A base that a head learns from and borrows from: frozen, or with an adapter that learns.
+class FrozenTeacher:
+    """A base that stays as it is: it reads the text, and its logits are what a head learns."""
 
-    The adapter learns in joint phases, beside the head. In others the base is frozen, with what
-    the adapter has learned so far; it has none where `joint` is None. `seed` draws the adapter's
-    first factors.
-    """
-
-    def __init__(self, base: FrozenBase, head: Head, joint: Joint | None, seed: int) -> None:
+    def __init__(self, base: FrozenBase, head: Head) -> None:
         self.base, self.head = base, head
-        # taken before the adapter is in: what the frozen weights say
-        self._original_logits_of = base.projection
-        self.adapter = Adapter(base.model, joint, seed) if joint else None
-        self.parameters = self.adapter.parameters if self.adapter else []
+        self.parameters: list[nn.Parameter] = []
+        """What the teacher itself learns."""
 
-    def begin(self, phase: PlacedPhase) -> None:
-        """Take up a phase, in which the adapter learns or only computes."""
-        if self.adapter:
-            self.adapter.learn(phase.settings.joint is not None)
-        self._take_up()
-
-    def _take_up(self) -> None:
+    def begin(self, phase: PlacedPhase | None = None) -> None:
         """Take up the base as it is now: what the head learns, and what it borrows."""
+        del phase
         projection = self.base.projection
         self.logits_of = projection.rows(self.head.draft_ids)
         self.head.bind(self.base.embedding, projection.scaled_weight)
 
     def losses(self, step: Step, head_loss: HeadLoss) -> tuple[Tensor, dict[str, Tensor]]:
-        """Read the text; return the loss to descend, and what to log.
+        """Read the text; return the loss to descend, and what to log."""
+        loss = head_loss(self.base.read(step.tokens, self.head.aux_layers), self.logits_of)
+        return loss.total, figures(loss)
 
-        In a joint phase that is the base's own loss plus the weighted one of the head.
-        """
+    def as_loaded(self) -> AbstractContextManager[None]:
+        """Have the base compute, for as long as this lasts, as if it had learned nothing."""
+        return nullcontext()
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return what the teacher has learned, for a checkpoint."""
+        return {}
+
+    def load(self, weights: dict[str, Tensor]) -> None:
+        """Take up what `weights` returned."""
+
+    def save(self, folder: Path, phase: PlacedPhase) -> None:
+        """Keep what the teacher has learned by the end of a phase."""
+
+    def leave(self) -> None:
+        """Leave the base as it was before training."""
+
+
+class JointTeacher:
+    """A base with an adapter that learns in joint phases, beside the head.
+
+    In other phases it is a frozen teacher: the base with what the adapter has learned so far.
+    `seed` draws the adapter's first factors.
+    """
+
+    def __init__(self, base: FrozenBase, head: Head, joint: Joint, seed: int) -> None:
+        self.frozen = FrozenTeacher(base, head)
+        self.base, self.head = base, head
+        # taken before the adapter is in: what the frozen weights say
+        self._original_logits_of = base.projection
+        self.adapter = Adapter(base.model, joint, seed)
+        self.parameters = self.adapter.parameters
+        self.as_loaded, self.leave = self.adapter.off, self.adapter.remove
+        self.weights, self.load = self.adapter.weights, self.adapter.load
+
+    def begin(self, phase: PlacedPhase) -> None:
+        """Take up a phase, in which the adapter learns or only computes."""
+        self.adapter.learn(phase.settings.joint is not None)
+        self.frozen.begin()
+
+    def losses(self, step: Step, head_loss: HeadLoss) -> tuple[Tensor, dict[str, Tensor]]:
+        """Read the text; return the base's own loss plus the weighted one of the head."""
         joint = step.phase.settings.joint
         if joint is None:
-            loss = head_loss(self.base.read(step.tokens, self.head.aux_layers), self.logits_of)
-            return loss.total, figures(loss)
+            return self.frozen.losses(step, head_loss)
         torch.manual_seed(step.seed)  # of dropout
         features, own = self.read(step.tokens, step.scored, joint)
-        self._take_up()
-        loss = head_loss(features, self.logits_of)
+        self.frozen.begin()
+        loss = head_loss(features, self.frozen.logits_of)
         weight = head_weight(joint, step.phase.elapsed(step.number))
         total = own + weight * loss.total
         values = {"loss": total, "loss/base": own, "head_weight": torch.full_like(own, weight)}
         return total, figures(loss) | {name: value.detach() for name, value in values.items()}
 
-    def as_loaded(self) -> AbstractContextManager[None]:
-        """Have the base compute, for as long as this lasts, as if it had learned nothing."""
-        return self.adapter.off() if self.adapter else nullcontext()
+    def save(self, folder: Path, phase: PlacedPhase) -> None:
+        """Keep the adapter as it is at the end of a joint phase."""
+        if phase.settings.joint:
+            with atomic_folder(folder) as place:
+                self.adapter.save(place)
 
     def read(
         self,
@@ -102,6 +135,14 @@ class Teacher:
             return F.cross_entropy(logits, aims, reduction="sum")
         log_probs = self._original_logits_of(aims).to(logits.dtype).log_softmax(-1)
         return F.kl_div(logits.log_softmax(-1), log_probs, reduction="sum", log_target=True)
+
+
+Teacher = FrozenTeacher | JointTeacher
+
+
+def teacher_of(base: FrozenBase, head: Head, joint: Joint | None, seed: int) -> Teacher:
+    """Return the teacher that a schedule asks for: one that learns if any phase is joint."""
+    return JointTeacher(base, head, joint, seed) if joint else FrozenTeacher(base, head)
 
 
 def head_weight(joint: Joint, elapsed: float) -> float:

@@ -27,7 +27,7 @@ from specheads.training.log import PhaseLog
 from specheads.training.losses.depth_loss import DepthLoss
 from specheads.training.objective import Objective
 from specheads.training.schedule import PlacedPhase, Progressed, Step
-from specheads.training.teacher import Teacher
+from specheads.training.teacher import Teacher, teacher_of
 
 
 def train(
@@ -54,7 +54,7 @@ def train(
     An interrupt (SIGINT, SIGTERM) ends the step at hand, writes a checkpoint and raises
     KeyboardInterrupt.
     """
-    teacher = Teacher(base, head, schedules.adapter_settings(schedule), seed)
+    teacher = teacher_of(base, head, schedules.adapter_settings(schedule), seed)
     try:
         trainer = _Trainer(teacher, schedule, run, accelerator, seed)
         trainer.resume()
@@ -68,8 +68,7 @@ def train(
                 log = PhaseLog(phase, trainer.at, tracker, display, trainer.mean, log_every)
                 trainer.run_phase(phase, text, log, checkpoint_every)
     finally:
-        if teacher.adapter:
-            teacher.adapter.remove()
+        teacher.leave()
 
 
 def last_step(run: RunDirectory) -> int:
@@ -129,9 +128,7 @@ class _Trainer:
                 # kept, so that phases can be compared
                 with atomic_folder(self.run.phases / phase.name) as folder:
                     self.head.save_pretrained(folder)
-                if phase.settings.joint and self.teacher.adapter:
-                    with atomic_folder(self.run.adapter) as folder:
-                        self.teacher.adapter.save(folder)
+                self.teacher.save(self.run.adapter, phase)
             self.save()
         if self._stops():
             raise KeyboardInterrupt
@@ -176,8 +173,8 @@ class _Trainer:
                 "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
                 "random": torch.get_rng_state(),
             }
-            adapter = self.teacher.adapter.weights() if self.teacher.adapter else {}
-            held = checkpoint.Checkpoint(state, self.head.state_dict(), optimizer, adapter)
+            learned = self.teacher.weights()
+            held = checkpoint.Checkpoint(state, self.head.state_dict(), optimizer, learned)
             checkpoint.save(self.run.checkpoints, held)
         self.accelerator.wait_for_everyone()
 
@@ -196,8 +193,7 @@ class _Trainer:
         cursor = cursors[self.accelerator.process_index]
         self.at = Progressed(state["step"], state["tokens"], cursor)
         self.head.load_state_dict(weights)
-        if self.teacher.adapter:
-            self.teacher.adapter.load(adapter)
+        self.teacher.load(adapter)
         for optimizer, values in zip(self.optimizers, saved["optimizers"], strict=True):
             optimizer.load_state_dict(values)
         torch.set_rng_state(saved["random"])

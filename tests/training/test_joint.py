@@ -35,7 +35,7 @@ from specheads.training.schedule import (
     optimizers,
     peak_rates,
 )
-from specheads.training.teacher import Teacher, chunked_loss, head_weight
+from specheads.training.teacher import JointTeacher, chunked_loss, head_weight
 from tests import tiny
 
 TEXT = torch.arange(24).view(2, 12) % 7
@@ -328,10 +328,9 @@ def test_stopping_and_going_on_equals_never_stopping(
     assert (stopped.adapter / file).read_bytes() == (undisturbed.adapter / file).read_bytes()
 
 
-def joint_teacher(base: FrozenBase) -> tuple[Teacher, Adapter]:
+def joint_teacher(base: FrozenBase) -> tuple[JointTeacher, Adapter]:
     head = build_for({"kind": "medusa", "depth": 2}, base)
-    teacher = Teacher(base, head, joint(dropout=0.0), seed=0)
-    assert teacher.adapter is not None
+    teacher = JointTeacher(base, head, joint(dropout=0.0), seed=0)
     return teacher, teacher.adapter
 
 
