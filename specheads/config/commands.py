@@ -11,13 +11,13 @@ class Train:
     """`specheads train`."""
 
     name: str
-    """Of the run."""
+    """Name of the run."""
 
     run_dir: str = "runs/${name}"
     """Where it lies."""
 
     seed: int = 0
-    """Of initialisation, shuffling and sampling."""
+    """Seed of initialisation, shuffling and sampling."""
 
     base: Base
     head: dict[str, Any]
@@ -81,8 +81,8 @@ class Compare:
     """A finished run's directory."""
 
     drafters: list[str] = field(default_factory=list)
-    """Of head, prompt_lookup, hybrid, streaming and draft_model. Empty is all, draft_model only
-    where one is named."""
+    """Which of head, prompt_lookup, hybrid, streaming and draft_model. Empty is all, draft_model
+    only where one is named."""
 
     draft_model: str = ""
     """Folder or Hub id of a smaller model that shares the base's vocabulary. Empty is none."""
@@ -124,7 +124,7 @@ class Export:
     """Folder or Hub id of a head; `head=` on the command line."""
 
     base: Base
-    """Of a head without a run. Its name is what the engine will load, so a Hub id travels best."""
+    """Base of a head without a run. Its name is what the engine will load: a Hub id travels best."""
 
     force: bool = False
     """Take a head that was trained on other weights than the base's, a fine-tuned sibling's."""
@@ -169,10 +169,10 @@ class Push:
     """Hub id under which others find the base. Empty is what the run loaded, where that is one."""
 
     licence: str = "unknown"
-    """Of the head, as the Hub writes it, such as apache-2.0."""
+    """Licence of the head, as the Hub writes it, such as apache-2.0."""
 
     data_licence: str = ""
-    """Of the training text. Empty is what is known of the corpus."""
+    """Licence of the training text. Empty is what is known of the corpus."""
 
     dry_run: bool = False
     """List what would be uploaded, and stop."""

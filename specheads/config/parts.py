@@ -46,7 +46,7 @@ class Data:
     """Column that holds the text."""
 
     revision: str = "main"
-    """Of a Hub data set."""
+    """Revision of a Hub data set."""
 
     patterns: list[str] = field(default_factory=list)
     """Globs that choose among a folder's or a Hub data set's files. Empty takes all."""
@@ -89,7 +89,7 @@ class Joint:
     """
 
     rank: int = 32
-    """Of what is added to each matrix."""
+    """Rank of what is added to each matrix."""
 
     alpha: float = 16.0
     """What is added is scaled by alpha / rank."""
@@ -105,14 +105,14 @@ class Joint:
     """The base's, at its peak; the head's is the phase's."""
 
     head_weight: float = 0.2
-    """Of the head's loss beside the base's own: lambda0 of the paper."""
+    """Weight of the head's loss beside the base's own: lambda0 of the paper."""
 
     ramp: str = "constant"
     """constant, or sine: from zero in the phase's first step to head_weight in its last."""
 
     target: str = "text"
     """What the base learns: text (the surprise of the counted tokens), or base (KL divergence to
-    itself without the adapter, so that it keeps its law)."""
+    itself without the adapter, so that it keeps its distribution)."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -172,10 +172,10 @@ class Schedule:
     phases: dict[str, Phase]
 
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
-    """Of AdamW."""
+    """Decay rates of AdamW's two moments."""
 
     weight_decay: float = 0.0
-    """Of AdamW and Muon."""
+    """Decoupled weight decay of AdamW and Muon."""
 
     muon_learning_rate: float = 0.0
     """Peak for the hidden matrices, by Muon; it follows the phases' shape. Zero trains them with
@@ -214,11 +214,11 @@ class Evaluation:
     """Probability that a token needs, as a share of the likeliest one's. Zero is none."""
 
     repetition_penalty: float = 1.0
-    """Of tokens already in the text. One is none."""
+    """Penalty on tokens already in the text. One is none."""
 
     acceptance: str = "match"
     """What is kept of a tree: match (the base's own tokens, at every temperature), rejection (its
-    law; for sampled trees), or typical (neither, above temperature zero)."""
+    distribution; for sampled trees), or typical (neither, above temperature zero)."""
 
     batch_size: int = 1
     """Prompts decoded at once."""
@@ -279,4 +279,4 @@ class Tracker:
     """jsonl (nothing else) or wandb."""
 
     project: str = "specheads"
-    """Of wandb; offline where no key is set."""
+    """Project of wandb; offline where no key is set."""

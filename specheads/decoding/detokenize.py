@@ -13,7 +13,7 @@ _BROKEN = "\N{REPLACEMENT CHARACTER}"
 """What decoders give for bytes that are no character, or none yet."""
 
 _MOST_BROKEN = 3
-"""Of these that an incomplete character can be decoded to: one a byte."""
+"""Number of these that an incomplete character can be decoded to: one a byte."""
 
 
 class Text:

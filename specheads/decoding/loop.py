@@ -48,7 +48,7 @@ class Step:
     parents: list[int]
     """Parent of each node, -1 for the root and for nodes that are padding."""
     times: Times = field(compare=False)
-    """Of the step; rows of one batch share them. Equal steps said the same, sooner or later."""
+    """Times of the step, shared by the rows of a batch. Equal steps may differ in them."""
 
     @property
     def drafted_beyond(self) -> bool:

@@ -36,7 +36,7 @@ class Parity:
     """Drafts offered and accepted at each depth of a chain."""
     tokens_per_forward: float
     largest_difference: float
-    """Of any two logits, as a share of the largest one."""
+    """Largest difference of two logits, as a share of the largest one."""
 
 
 @dataclass(frozen=True, slots=True)

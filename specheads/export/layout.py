@@ -53,7 +53,7 @@ class Layout:
     read: Reader
     """Loads it back as the engine would: see readers/."""
     settings: Settings
-    """Of the kind's `Config`. What is not named must stand at its default, so that no option is
+    """Settings of the kind's `Config`. What is not named must stand at its default, so no option is
     ever left out silently."""
     verified: str
     """How far: by a "run" of the engine, or by reading the "layout" back as documented."""

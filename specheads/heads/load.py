@@ -62,7 +62,7 @@ def build(settings: Mapping[str, Any], *, width: int, vocab_size: int) -> Head:
     Args:
         settings: `kind` and that kind's own settings. Never code: the kind is looked up among
             `kinds()`.
-        width: Of the base's final hidden state.
+        width: Width of the base's final hidden state.
         vocab_size: Rows of the base's vocabulary projection.
 
     Raises:
@@ -195,7 +195,7 @@ def refuse_misfit(
     Args:
         head: Head, perhaps with the fingerprint of its base: older and public ones have none.
         embedding: Input embedding of this base.
-        fingerprint: Of this base, or its first half where no more could be computed; empty
+        fingerprint: Fingerprint of this base, or its first half where no more is known; empty
             compares sizes only.
 
     Raises:

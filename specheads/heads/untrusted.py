@@ -29,7 +29,7 @@ WEIGHT_FILES = (
 INDEX_SUFFIX = ".index.json"
 
 MAX_SETTINGS_BYTES = 2**20
-"""Of config.json; the largest public ones have some kilobytes."""
+"""Largest config.json read; the largest public ones have some kilobytes."""
 
 CODE_KEYS = ("_target_", "auto_map", "custom_pipelines")
 """Settings that name code. They are refused, not passed over: such a folder wants to run it."""

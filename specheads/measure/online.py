@@ -27,7 +27,7 @@ class Decoded:
     tokens: list[int]
     """New tokens, cut at the limit and after the first end-of-text token."""
     counts: DepthCounts
-    """Of the base forwards that gave all of them but the first."""
+    """Counts of the base forwards that gave all of them but the first."""
 
 
 def decode_prompts(

@@ -153,7 +153,7 @@ class Degenerate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Counted:
-    """Of replay and decoding, what has to be equal."""
+    """What has to be equal, of replay and of decoding."""
 
     forwards: int
     per_depth: list[Depth]

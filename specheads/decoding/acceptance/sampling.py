@@ -52,7 +52,7 @@ class Sampling:
     prompt included. One is none."""
 
     seed: int = 0
-    """Of the draws."""
+    """Seed of the draws."""
 
     def __post_init__(self) -> None:
         for name, allowed, holds in (

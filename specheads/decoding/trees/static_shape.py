@@ -23,7 +23,7 @@ class Level(NamedTuple):
     inner: Int[Tensor, " node"]
     """The nodes that are read."""
     inner_parents: Int[Tensor, " node"]
-    """Of those."""
+    """Parents of the nodes that are read."""
     width: int
     """Guesses that are asked for."""
 

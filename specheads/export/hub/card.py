@@ -17,10 +17,10 @@ from specheads.measure.results import Results
 from specheads.runs.directory import RunDirectory, write_atomic
 
 KNOWN_LICENCES = {"python_stdlib": "PSF-2.0"}
-"""Of corpora that are the same everywhere. Of others only their owner knows."""
+"""Licences of corpora that are the same everywhere; those of others only their owner knows."""
 
 PICTURES = ("acceptance.png", "speed.png", "loss.png")
-"""Of the report, as far as it has them."""
+"""Pictures of the report, as far as it has them."""
 
 
 def model_card(

@@ -36,7 +36,7 @@ class Summary:
     adapted: bool
     """Whether the head belongs to the base and an adapter together."""
     settings: dict[str, Any]
-    """Of config.yaml, those that `PUBLIC_SETTINGS` names."""
+    """Settings of config.yaml that `PUBLIC_SETTINGS` names."""
     provenance: dict[str, Any]
     results: Results | None
     """None where the head was not evaluated."""

@@ -59,7 +59,7 @@ class Pushed:
     files: dict[str, int]
     """Bytes of each file, by its path in the repository."""
     address: str
-    """Of the commit; empty where nothing was uploaded."""
+    """Address of the commit; empty where nothing was uploaded."""
 
 
 def push_run(run: RunDirectory, trained: Train, settings: Push) -> Pushed:
