@@ -124,7 +124,7 @@ class Export:
     """Folder or Hub id of a head; `head=` on the command line."""
 
     base: Base
-    """Base of a head without a run. Its name is what the engine will load: a Hub id travels best."""
+    """Base of a head without a run. Its name is what an engine will load: a Hub id travels best."""
 
     force: bool = False
     """Take a head that was trained on other weights than the base's, a fine-tuned sibling's."""
