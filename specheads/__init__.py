@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from specheads.base.model import FrozenBase
     from specheads.commands._library import compare, evaluate, export, push, train
-    from specheads.core.drafter import Drafter, Features, Head
+    from specheads.core.drafter import Committed, Drafter, Features, Head, Memory
     from specheads.core.tree import TokenTree
     from specheads.decoding.acceptance.sampling import Sampling
     from specheads.decoding.engine import Engine
@@ -23,12 +23,14 @@ if TYPE_CHECKING:
     from specheads.measure.offline import offline_logits
 
 __all__ = [
+    "Committed",
     "Decoding",
     "Drafter",
     "Engine",
     "Features",
     "FrozenBase",
     "Head",
+    "Memory",
     "Request",
     "Sampling",
     "Stream",
@@ -47,7 +49,7 @@ __all__ = [
 _PUBLIC = {
     "base.model": ["FrozenBase"],
     "commands._library": ["compare", "evaluate", "push", "train"],
-    "core.drafter": ["Drafter", "Features", "Head"],
+    "core.drafter": ["Committed", "Drafter", "Features", "Head", "Memory"],
     "core.tree": ["TokenTree"],
     "decoding.acceptance.sampling": ["Sampling"],
     "decoding.engine": ["Engine"],
