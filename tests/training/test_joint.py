@@ -20,7 +20,7 @@ from specheads.base.lora import WEIGHTS, Adapter, targets
 from specheads.base.model import FrozenBase
 from specheads.base.selfcheck import check
 from specheads.commands import evaluate, train
-from specheads.config import Joint, Phase, Schedule
+from specheads.config import Joint, Phase, Schedule, data_dir
 from specheads.core.drafter import Head
 from specheads.data.packing import TokenBatch
 from specheads.heads.load import build_for, kinds, load_head
@@ -489,7 +489,7 @@ def test_the_command_line_trains_both_and_measures_what_became_of_the_base(
     specheads(monkeypatch, evaluate, f"run={run.path}", "tree=chain", f"out={tmp_path / 'again'}")
     again = json.loads((tmp_path / "again" / "results.json").read_text())
     specheads(
-        monkeypatch, evaluate, f"head={run.head}", f"base={first['base']['name']}",
+        monkeypatch, evaluate, f"head={run.head}", f"base={data_dir('recipes')}/tiny_code/base",
         f"base.adapter={run.adapter}", *BRIEF, "evaluation.prompt_tokens=32",
         f"out={tmp_path / 'third'}",
     )  # fmt: skip
