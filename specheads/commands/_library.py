@@ -4,6 +4,7 @@ All take overrides as the command line does, or typed settings and objects; none
 """
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -200,7 +201,8 @@ def _settings(
 ) -> tuple[T, list[str]]:
     """Return a command's settings, with what is said in words, and the overrides in full names."""
     command = kind.__name__.lower()
-    settings: T = _compose.settings_of(command, overrides) if given is None else given
+    # a copy: what is said in words goes into it, and the caller's stays as it is
+    settings: T = _compose.settings_of(command, overrides) if given is None else deepcopy(given)
     for name, value in words.items():
         if value:
             setattr(settings, name, str(value) if isinstance(value, Path) else value)

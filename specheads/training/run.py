@@ -83,7 +83,7 @@ def run(
     texts = _Texts(settings, base, made, accelerator)
     torch.manual_seed(settings.seed)
     head, counts = _start(settings, base, texts)
-    identity: dict[str, Any] = {"base_fingerprint": base.fingerprint}
+    identity: dict[str, Any] = {"base_fingerprint": texts.fingerprint}
     if accelerator.is_main_process:
         if counts is not None:
             share = head.coverage(counts)
