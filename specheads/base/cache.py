@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from specheads.base.compile import EXTENT
+from specheads.core.errors import InputError
 
 
 class RowCache(Cache, ABC):
@@ -202,7 +203,7 @@ class KVCache(RowCache):
         """Check that the next forward fits: a ValueError says that it does not."""
         del counts
         if self.longest + length > self.capacity:
-            raise ValueError(
+            raise InputError(
                 f"the cache must hold committed and new tokens together: {self.longest} + "
                 f"{length} exceed its {self.capacity} slots; allocate more"
             )
@@ -229,7 +230,7 @@ class KVCache(RowCache):
     def join(self, other: RowCache) -> None:
         """Take over another cache's rows; both are copied into new, larger tensors."""
         if not isinstance(other, KVCache) or other.capacity != self.capacity:
-            raise ValueError(
+            raise InputError(
                 f"rows that join a contiguous batch must be contiguous rows of {self.capacity} "
                 f"slots, got {other.capacity}; allocate them alike"
             )

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from specheads.core.errors import InputError
+
 EXTENT = 256
 """On CUDA a forward looks at a multiple of so many slots: as many graphs as a text is long."""
 
@@ -34,7 +36,7 @@ def compiled(function: Callable[..., Any], device: torch.device) -> Callable[...
             with torch._dynamo.config.patch(recompile_limit=128):
                 return graphs(*args, **settings)
         except InductorError as error:
-            raise ValueError(
+            raise InputError(
                 f"compile=true needs a working compiler, C++ on a CPU and Triton on CUDA: "
                 f"{str(error).splitlines()[0]}; install one (g++), or leave compile=true out"
             ) from error

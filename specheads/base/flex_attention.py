@@ -16,6 +16,7 @@ from transformers import AttentionInterface, PreTrainedConfig
 
 from specheads.base.cache import RowCache
 from specheads.base.paged import PagedKVCache
+from specheads.core.errors import InputError
 
 QUERY_BLOCK = 128
 """Nodes of one tile of the mask; flex_attention's own default."""
@@ -121,7 +122,7 @@ def paged_attention(
     del module
     for name in ("s_aux", "position_bias"):
         if settings.get(name) is not None:
-            raise ValueError(
+            raise InputError(
                 f"paged attention on CUDA knows no {name!r}, which this base has; "
                 "use a pool with flex=False"
             )

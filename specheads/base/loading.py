@@ -8,6 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from specheads.base.masks import refuse_attention
+from specheads.core.errors import InputError
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "tekken.json")
@@ -27,7 +28,7 @@ def load_model(
     if dtype == "auto":
         dtype = "bfloat16" if place.type == "cuda" else "float32"
     if dtype not in DTYPES:
-        raise ValueError(
+        raise InputError(
             f"dtype must name a torch dtype such as {', '.join(map(repr, DTYPES))}, got {dtype!r}"
         )
     try:
@@ -38,7 +39,7 @@ def load_model(
         if folder.is_dir() and not any(folder.glob("*.safetensors")):
             # unpickling would run a stranger's code
             found = min((path.name for path in folder.glob("*.bin")), default="none")
-            raise ValueError(
+            raise InputError(
                 f"weights must lie there in safetensors, and it has {found}; write them with "
                 "save_pretrained of a model that you trust"
             )
@@ -50,7 +51,7 @@ def load_model(
             use_safetensors=True,
         )
     except (OSError, SafetensorError, ValueError) as error:
-        raise ValueError(
+        raise InputError(
             f"a base must be a folder or a Hub id that transformers can load, got "
             f"{source!r}: {str(error).splitlines()[0]}"
         ) from error
@@ -66,7 +67,7 @@ def _device(name: str) -> torch.device:
         # a name may be right, and no such device be here
         return torch.empty(0, device=name).device
     except (AssertionError, ImportError, NotImplementedError, RuntimeError) as error:
-        raise ValueError(
+        raise InputError(
             f"device must name a torch device of this machine, got {name!r} "
             f"({str(error).splitlines()[0].partition('. ')[0]}); use 'cpu', or 'auto' for CUDA "
             "where there is one"

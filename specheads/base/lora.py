@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from specheads.config import Joint
+from specheads.core.errors import InputError
 
 WEIGHTS = "adapter_model.safetensors"
 
@@ -96,7 +97,7 @@ def targets(model: PreTrainedModel, wanted: Sequence[str] = ()) -> list[str]:
     is added to that one could not be merged without changing the embedding too.
     """
     if getattr(model.config, "quantization_config", None) is not None:
-        raise ValueError(
+        raise InputError(
             "a joint phase needs a base of plain weights, to teach exactly and to merge into, and "
             "this one is quantised; load an unquantised base, or leave joint out"
         )
@@ -111,7 +112,7 @@ def targets(model: PreTrainedModel, wanted: Sequence[str] = ()) -> list[str]:
     missed = [end for end in wanted if not any(_ends(name, end) for name in known)]
     if missed or not found:
         ends = ", ".join(sorted({name.rpartition(".")[2] for name in known})) or "none"
-        raise ValueError(
+        raise InputError(
             "joint.target_modules must name linear layers of the base (a vocabulary projection "
             f"tied to the embedding is none), got {missed[0] if missed else 'a base without'!r}; "
             f"it has {ends}"
@@ -156,7 +157,7 @@ def merge(model: PreTrainedModel, adapter: str | Path) -> None:
     from peft import PeftConfig, get_peft_model
 
     if Path(adapter).is_dir() and not (Path(adapter) / WEIGHTS).is_file():
-        raise ValueError(
+        raise InputError(
             f"an adapter's folder needs adapter_config.json and {WEIGHTS}; {adapter} lacks the "
             "weights; name a run's adapter/"
         )
@@ -164,16 +165,16 @@ def merge(model: PreTrainedModel, adapter: str | Path) -> None:
         with _quiet():
             config = PeftConfig.from_pretrained(str(adapter))
             if config.peft_type != "LORA":
-                raise ValueError(f"it is of the kind {config.peft_type}")
+                raise InputError(f"it is of the kind {config.peft_type}")
             wrapped = get_peft_model(model, config)
             result = wrapped.load_adapter(str(adapter), "default")
         # peft itself takes what fits and leaves the rest as it was
         lacking = [name for name in result.missing_keys if "lora_" in name]
         if strange := lacking + result.unexpected_keys:
             wrapped.unload()
-            raise ValueError(f"it has too much or too little for {strange[0]}")
+            raise InputError(f"it has too much or too little for {strange[0]}")
     except (OSError, ValueError, RuntimeError) as error:
-        raise ValueError(
+        raise InputError(
             "base.adapter must be a LoRA adapter that peft can load onto this base, got "
             f"{str(adapter)!r}: {str(error).splitlines()[0]}"
         ) from error

@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from specheads.base.cache import RowCache
+from specheads.core.errors import InputError
 
 ATTENTION = ("sdpa", "eager")
 """Attention implementations that take an arbitrary 4D mask."""
@@ -52,13 +53,13 @@ def attention_windows(config: Any) -> dict[str, int | None]:
     known = {"full_attention": None, "sliding_attention": window}
     kinds = set(getattr(config, "layer_types", None) or [])
     if unknown := sorted(kinds - set(known)):
-        raise ValueError(
+        raise InputError(
             f"tree verification needs attention layers whose keys and values can be rolled "
             f"back; {config.model_type!r} has layers of kind {', '.join(unknown)}; "
             "choose a base with full or sliding attention only"
         )
     if "local" in (getattr(config, "attention_layers", None) or []):
-        raise ValueError(
+        raise InputError(
             f"tree verification needs windows that follow the mask; {config.model_type!r} has "
             "attention_layers of kind local, which count slots and not positions; choose a base "
             "with global, full or sliding attention"
@@ -66,7 +67,7 @@ def attention_windows(config: Any) -> dict[str, int | None]:
     names = ("mamba_d_state", "state_size", "ssm_state_size", "time_step_rank", "mamba_config")
     name = next((name for name in names if getattr(config, name, None) is not None), None)
     if name and not kinds:
-        raise ValueError(
+        raise InputError(
             f"tree verification cannot roll back a state-space base: {config.model_type!r} has "
             f"{name}; choose a base with attention layers only"
         )
@@ -92,7 +93,7 @@ def context_length(config: Any) -> int:
 def refuse_attention(name: str | None) -> None:
     """Refuse an attention implementation that takes no 4D mask: a node must see its path only."""
     if name not in ATTENTION:
-        raise ValueError(
+        raise InputError(
             f"tree verification needs an attention that takes a 4D mask, got {name!r}; "
             f"load the base with one of {ATTENTION}"
         )

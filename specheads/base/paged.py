@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from specheads.base.cache import RowCache, RowLayer, upload
+from specheads.core.errors import InputError
 
 
 class PoolFullError(Exception):
@@ -246,7 +247,7 @@ class PagedKVCache(RowCache):
     def join(self, other: RowCache) -> None:
         """Take over another batch's rows, without copying."""
         if not isinstance(other, PagedKVCache) or other.pool is not self.pool:
-            raise ValueError("paged rows that join a batch must be over its pool; share one pool")
+            raise InputError("paged rows that join a batch must be over its pool; share one pool")
         self._trim()
         other._trim()
         self.pool.share(other.blocks)

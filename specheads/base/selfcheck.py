@@ -4,6 +4,7 @@ import torch
 
 from specheads.base.cache import KVCache
 from specheads.base.forward import Forwards
+from specheads.core.errors import InputError
 from specheads.core.tree import TokenTree
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
@@ -32,18 +33,18 @@ def check(base: Forwards) -> None:
         projected = projection(base.read(path[None]).hidden)[0]
         verified = base.verify(tree, cache).logits[0]
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
-        raise ValueError(
+        raise InputError(
             f"tree verification needs a base that takes a 4D mask and positions; {kind!r} "
             f"fails with {str(error).splitlines()[0]!r}; choose another base"
         ) from error
     bound = TOLERANCE.get(base.dtype, 0.05) * (1e-3 + plain.abs().max())
     if not (plain - projected).abs().max() <= bound:
-        raise ValueError(
+        raise InputError(
             f"the logits of {kind!r} must be its vocabulary projection of the final hidden "
             "state, and are not; teach specheads.base.projection its rule"
         )
     if not (plain - verified[[0, 2, 4, 5]]).abs().max() <= bound:
-        raise ValueError(
+        raise InputError(
             f"tree verification needs a base that knows tokens by mask and position; {kind!r} "
             "reads a path among siblings differently; choose another base"
         )

@@ -9,6 +9,7 @@ from torch import Tensor
 from specheads.base.cache import KVCache, upload
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Drafter, refuse_scattering
+from specheads.core.errors import InputError
 from specheads.core.features import Committed
 from specheads.core.tree import TokenTree
 
@@ -64,7 +65,7 @@ class DraftModel(Drafter):
         chunk: int = 512,
     ) -> None:
         if depth < 1:
-            raise ValueError(f"a draft model needs a depth of at least 1, got {depth}")
+            raise InputError(f"a draft model needs a depth of at least 1, got {depth}")
         refuse_vocabulary(model, base)
         self.model, self.depth = model, depth
         self.max_nodes, self.chunk = max_nodes, chunk
@@ -114,7 +115,7 @@ def refuse_vocabulary(model: FrozenBase, base: FrozenBase) -> None:
     else:
         equal = model.tokenizer.get_vocab() == base.tokenizer.get_vocab()
     if not equal:
-        raise ValueError(
+        raise InputError(
             f"a draft model must share the base's vocabulary: {model.name!r} has "
             f"{model.vocab_size} tokens, {base.name!r} has {base.vocab_size}, and they differ; "
             "choose a smaller model of the same family"

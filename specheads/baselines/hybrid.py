@@ -9,6 +9,7 @@ from torch import Tensor
 
 from specheads.baselines.prompt_lookup import PromptLookup, Text
 from specheads.core.drafter import Drafter, Memory, State, refuse_scattering
+from specheads.core.errors import InputError
 from specheads.core.features import Committed
 from specheads.core.tree import TokenTree
 from specheads.decoding.acceptance.accept import kept
@@ -110,7 +111,7 @@ class Hybrid(Drafter):
     def begin(self, committed: Committed, memory: Any) -> NoReturn:
         """Refuse to draft level by level: two proposals are one tree only when both are whole."""
         del committed, memory
-        raise ValueError("a hybrid drafts whole trees: decode it with tree=HybridTree(...)")
+        raise InputError("a hybrid drafts whole trees: decode it with tree=HybridTree(...)")
 
     def extend(
         self, state: State, tokens: Int[Tensor, "batch node"], parents: Int[Tensor, "batch node"]

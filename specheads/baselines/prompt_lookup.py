@@ -7,6 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from specheads.core.drafter import Drafter, refuse_scattering
+from specheads.core.errors import InputError
 from specheads.core.features import Committed
 
 
@@ -77,7 +78,7 @@ class PromptLookup(Drafter):
         device: torch.device | str = "cpu",
     ) -> None:
         if depth < 1 or not 1 <= min_ngram <= max_ngram:
-            raise ValueError(
+            raise InputError(
                 "prompt lookup needs a depth of at least 1 and n-grams with 1 <= min <= max, got "
                 f"depth {depth}, min_ngram {min_ngram} and max_ngram {max_ngram}"
             )

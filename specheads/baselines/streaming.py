@@ -8,6 +8,7 @@ from specheads.base.cache import KVCache, RowCache, upload
 from specheads.base.model import FrozenBase
 from specheads.baselines.draft_model import DraftModel, Read
 from specheads.core.drafter import State
+from specheads.core.errors import InputError
 from specheads.core.features import Committed
 from specheads.core.tree import chain
 
@@ -88,7 +89,7 @@ class Streaming(DraftModel):
         max_nodes: int = 128,
     ) -> None:
         if sinks < 1 or window <= depth:
-            raise ValueError(
+            raise InputError(
                 f"streaming needs sinks >= 1 and a window longer than its depth of {depth}, got "
                 f"{sinks} and {window}"
             )

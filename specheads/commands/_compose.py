@@ -14,6 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from transformers.utils import logging as transformers_logging
 
 from specheads import config
+from specheads.core.errors import InputError
 
 KINDS = (config.Train, config.Evaluate, config.Compare, config.Export, config.Push)
 SCHEMAS: dict[str, type] = {kind.__name__.lower(): kind for kind in KINDS}
@@ -123,7 +124,7 @@ def settings_of(name: str, overrides: Sequence[str]) -> Any:
         with hydra.initialize_config_dir(folder, version_base="1.3"):
             return OmegaConf.to_object(hydra.compose(name, lengthen(name, overrides)))
     except (HydraException, OmegaConfBaseException) as error:
-        raise ValueError(message(error).removeprefix("error: ").rstrip()) from error
+        raise InputError(message(error).removeprefix("error: ").rstrip()) from error
 
 
 def lengthen(command: str, overrides: Sequence[str]) -> list[str]:
@@ -147,7 +148,7 @@ def overlay(trained: config.Train, settings: Any, overrides: Sequence[str]) -> N
             continue
         # how the base computes may change, and which one it is may not
         if group == "base" and name not in ("compile", "device", "dtype", "attention"):
-            raise ValueError(
+            raise InputError(
                 f"a run is measured on its own base, got base.{name}; leave it out, or name "
                 f"head={settings.run}/head and base=PATH"
             )
@@ -179,9 +180,9 @@ def as_yaml(settings: Any) -> str:
 def read_run(path: Path, schema: type) -> Any:
     """Return the typed settings that a run directory's config.yaml holds."""
     if not path.is_file():
-        raise ValueError(f"a run directory needs a config.yaml; {path.parent} has none")
+        raise InputError(f"a run directory needs a config.yaml; {path.parent} has none")
     try:
         merged = OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.load(path))
         return OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
-        raise ValueError(f"{path} is not a run's config.yaml: {_shorten(str(error))}") from error
+        raise InputError(f"{path} is not a run's config.yaml: {_shorten(str(error))}") from error

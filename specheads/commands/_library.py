@@ -15,6 +15,7 @@ from specheads import config
 from specheads.base.model import FrozenBase
 from specheads.commands import _compose
 from specheads.core.drafter import Head
+from specheads.core.errors import InputError
 from specheads.data.prompts import Prompt, PromptSet
 from specheads.export.engines import engine_module
 from specheads.export.gate import Parity
@@ -118,7 +119,7 @@ def compare(
             base.merge(made.adapter)
         head = load_head(made.head, base)
     elif base is None or head is None:
-        raise ValueError("name what to compare: run=DIR")
+        raise InputError("name what to compare: run=DIR")
     comparison = compare_head(base, head, settings, asked, _prompts(prompts, asked))
     if folder:
         write_comparison(folder, comparison)
@@ -153,13 +154,13 @@ def export(
     settings, words = _settings(config.Export, settings, overrides, run=run, engine=engine, out=out)
     engine_module(settings.engine)
     if not settings.out:
-        raise ValueError("an export needs a folder of its own: add out=FOLDER")
+        raise InputError("an export needs a folder of its own: add out=FOLDER")
     prompts = "python_stdlib"
     if settings.run:
         made, trained = _own(settings, words)
         made.refuse_unfinished("exported")
         if made.adapter.is_dir():
-            raise ValueError(
+            raise InputError(
                 f"an engine loads whole bases, and the base of {made.path} learned along as an "
                 f"adapter; merge {made.adapter} into it, save that, and export head={made.head} "
                 "base=FOLDER"
@@ -189,9 +190,9 @@ def push(
     hub_logging.set_verbosity_error()
     settings, _ = _settings(config.Push, settings, overrides, run=run, repo=repo, dry_run=dry_run)
     if not settings.run:
-        raise ValueError("name what to push: run=DIR")
+        raise InputError("name what to push: run=DIR")
     if not HUB_ID.fullmatch(settings.repo):
-        raise ValueError(f"name where to push, as repo=USER/NAME; got {settings.repo!r}")
+        raise InputError(f"name where to push, as repo=USER/NAME; got {settings.repo!r}")
     made = RunDirectory(Path(settings.run))
     return upload.push_run(made, _compose.read_run(made.config, config.Train), settings)
 
@@ -227,7 +228,7 @@ def _objects(
 ) -> tuple[FrozenBase, Head]:
     """Return base and head: those given, or those that the settings name."""
     if (head is None and not settings.head_path) or (base is None and not settings.base.model):
-        raise ValueError(f"name what to {what}: run=DIR, or head=PATH and base=PATH")
+        raise InputError(f"name what to {what}: run=DIR, or head=PATH and base=PATH")
     base = base or _load(settings)
     return base, head or load_head(settings.head_path, base, force=settings.force)
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from specheads.commands import _compose, _library
 from specheads.config import Evaluate
+from specheads.core.errors import InputError
 from specheads.measure import report
 from specheads.runs.directory import RunDirectory
 
@@ -13,7 +14,7 @@ from specheads.runs.directory import RunDirectory
 def main(settings: Evaluate, overrides: Sequence[str]) -> None:
     """Evaluate a run, or any head on the base it was made for."""
     if settings.head_path and not settings.run and not settings.out:
-        raise ValueError("a head without a run needs out=FOLDER for its report")
+        raise InputError("a head without a run needs out=FOLDER for its report")
     results = _library.evaluate(settings=settings, overrides=overrides)
     folder = Path(settings.out) if settings.out else RunDirectory(Path(settings.run)).report
     report.show(results, page=folder / "report.html")

@@ -15,6 +15,7 @@ from huggingface_hub import PyTorchModelHubMixin
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from specheads.core.errors import InputError
 from specheads.core.features import Committed, Features
 
 
@@ -133,13 +134,13 @@ class Head(Drafter, nn.Module, PyTorchModelHubMixin):
         self.width, self.vocab_size = width, vocab_size
         for name in ("depth", "num_layers"):
             if getattr(config, name, 0) > MAX_MODULES:
-                raise ValueError(
+                raise InputError(
                     f"a head may have at most {MAX_MODULES} levels, and blocks in each, got "
                     f"{name}={getattr(config, name)}"
                 )
         size = getattr(config, "draft_tokens", 0)
         if not 0 <= size <= vocab_size:
-            raise ValueError(
+            raise InputError(
                 f"draft_tokens must lie between 0 (all) and {vocab_size} (the vocabulary), got "
                 f"{size}"
             )
@@ -282,7 +283,7 @@ def refuse_scattering(
         ValueError: Always.
     """
     del places, lengths
-    raise ValueError(
+    raise InputError(
         f"a {type(memory).__name__} keeps each row's text in a row of its own and cannot lie "
         "scattered in another engine's cache; draft with a head there"
     )

@@ -7,6 +7,8 @@ from datasets import Dataset
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from specheads.core.errors import InputError
+
 END, PAD = "<|endoftext|>", "<|pad|>"
 
 WORDS = (
@@ -27,7 +29,7 @@ def train_tokenizer(documents: Dataset, vocab_size: int, context: int) -> PreTra
     `context` is the number of positions of the model it is for.
     """
     if vocab_size < 258:
-        raise ValueError(
+        raise InputError(
             f"a byte-level vocabulary needs at least 258 tokens, got {vocab_size}; raise vocab_size"
         )
     bpe = Tokenizer(models.BPE())

@@ -13,6 +13,7 @@ from datasets import Dataset
 from datasets.exceptions import DatasetsError
 
 from specheads.config import Data
+from specheads.core.errors import InputError
 
 SOURCES = ("python_stdlib", "files", "jsonl", "parquet", "hub")
 SPLITS = ("train", "validation", "prompts")
@@ -48,7 +49,7 @@ def load_corpus(corpus: Data, split: str = "train", seed: int = 0) -> Dataset:
     source, most = corpus.source, corpus.max_documents
     for name, value, known in (("source", source, SOURCES), ("split", split, SPLITS)):
         if value not in known:
-            raise ValueError(f"a corpus {name} must be one of {', '.join(known)}; got {value!r}")
+            raise InputError(f"a corpus {name} must be one of {', '.join(known)}; got {value!r}")
     if source == "python_stdlib":
         documents = _in_memory(_stdlib_texts())
     elif source == "hub":
@@ -66,7 +67,7 @@ def load_corpus(corpus: Data, split: str = "train", seed: int = 0) -> Dataset:
         if text and not text.isspace() and split_of(text) == split
     ]
     if not rows:
-        raise ValueError(
+        raise InputError(
             f"a corpus needs at least one document in its {split} split, {source} {corpus.path} "
             f"has none among {len(documents)}; give more documents"
         )
@@ -97,7 +98,7 @@ def _stdlib_texts() -> Iterator[str]:
 def _folder_texts(path: str, patterns: Sequence[str]) -> Iterator[str]:
     root = Path(path).expanduser()
     if not path or not root.is_dir():
-        raise ValueError(f"source 'files' needs a folder of text files, got path {path!r}")
+        raise InputError(f"source 'files' needs a folder of text files, got path {path!r}")
     for file in sorted({file for pattern in patterns for file in root.glob(pattern)}):
         hidden = any(part.startswith(".") for part in file.relative_to(root).parts)
         if file.is_file() and not hidden and (text := _utf8(file)) is not None:
@@ -114,7 +115,7 @@ def _utf8(file: Path) -> str | None:
 def _tables(source: str, path: str, column: str) -> Dataset:
     files = _find(path, SUFFIXES[source]) if path else []
     if not files:
-        raise ValueError(
+        raise InputError(
             f"source {source!r} needs a file, a folder or a glob that holds "
             f"{' or '.join(SUFFIXES[source])} files, got path {path!r}"
         )
@@ -123,7 +124,7 @@ def _tables(source: str, path: str, column: str) -> Dataset:
         with _quiet():
             table = datasets.load_dataset(kind, data_files=files, split="train")
     except (DatasetsError, OSError, ValueError) as error:
-        raise ValueError(f"cannot read {path!r} as {source}: {_first_line(error)}") from error
+        raise InputError(f"cannot read {path!r} as {source}: {_first_line(error)}") from error
     assert isinstance(table, Dataset)
     return _one_column(table, column, f"{source} {path}")
 
@@ -141,7 +142,7 @@ def _find(path: str, suffixes: tuple[str, ...]) -> list[str]:
 
 def _hub(corpus: Data, seed: int) -> Dataset:
     if not corpus.path:
-        raise ValueError("source 'hub' needs the id of a dataset as its path, got none")
+        raise InputError("source 'hub' needs the id of a dataset as its path, got none")
     rows = load_from_hub(
         corpus.path,
         name=corpus.config or None,
@@ -162,19 +163,19 @@ def load_from_hub(path: str, **choices: Any) -> Any:
     try:
         return datasets.load_dataset(path, **choices)
     except (DatasetsError, OSError, ValueError) as error:
-        raise ValueError(
+        raise InputError(
             f"cannot load {path!r} from the Hub: {_first_line(error)}; pass a local file instead"
         ) from error
 
 
 def _one_column(table: Dataset, column: str, where: str) -> Dataset:
     if column not in table.column_names:
-        raise ValueError(
+        raise InputError(
             f"{where} has no column {column!r}; it has {', '.join(table.column_names)}"
         )
     kind = table.features[column]
     if getattr(kind, "dtype", "") not in ("string", "large_string"):
-        raise ValueError(f"column {column!r} of {where} must hold text, it holds {kind}")
+        raise InputError(f"column {column!r} of {where} must hold text, it holds {kind}")
     return table.select_columns([column]).rename_columns(
         {column: "text"} if column != "text" else {}
     )

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import torch
 
 from specheads.config import Distill
+from specheads.core.errors import InputError
 from specheads.data.packing import Text, TokenBatch
 
 Write = Callable[[list[list[int]], int], list[list[int]]]
@@ -88,7 +89,7 @@ class DistilledText:
         self.batch_size, self.seed, self.rank, self.world_size = batch_size, seed, rank, world_size
         self.batches_per_epoch = num_rows // (batch_size * world_size)
         if table is None or self.batches_per_epoch == 0:
-            raise ValueError(
+            raise InputError(
                 f"a batch needs {batch_size} texts on each of {world_size} processes; "
                 f"{folder} holds {num_rows}; write more (num_samples) or use a smaller batch_size"
             )
@@ -130,7 +131,7 @@ def _claim(folder: Path, identity: dict[str, Any]) -> None:
     for name in now:
         # text of earlier versions has one hash of all, and that left the corpus's content out
         if before.get(name) != now[name]:
-            raise ValueError(
+            raise InputError(
                 "self-distilled text is used with the base, the corpus and the settings that wrote "
                 f"it only: {folder} was written with {name} {before.get(name)}, wanted "
                 f"{now[name]}; remove it or choose another folder"

@@ -11,6 +11,8 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from specheads.core.errors import InputError
+
 Place = dict[str, int]
 
 GROUP = 8
@@ -61,7 +63,7 @@ class PackedText:
         lanes: int = 16,
     ) -> None:
         if tokenizer.eos_token_id is None:
-            raise ValueError(
+            raise InputError(
                 "packing needs a tokenizer with an end-of-text token, this one has none; set its "
                 "eos_token"
             )
@@ -144,7 +146,7 @@ class PackedText:
             if found >= needed:
                 break
         if found < needed or len(self._documents) < self._world_size:
-            raise ValueError(
+            raise InputError(
                 f"a batch of {batch} x {length} tokens on each of {self._world_size} processes "
                 f"needs {needed} tokens and a document for each process, the corpus has {found} "
                 f"tokens in {len(self._documents)} documents; give more text, or lower the batch "

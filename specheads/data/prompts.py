@@ -15,6 +15,7 @@ from datasets import Dataset
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from specheads.config import Data
+from specheads.core.errors import InputError
 from specheads.data.corpora import load_corpus, load_from_hub
 
 
@@ -39,7 +40,7 @@ class PromptSet:
     def of(cls, name: str, prompts: list[Prompt]) -> "PromptSet":
         """Name some prompts; none are refused."""
         if not prompts:
-            raise ValueError(f"prompts {name!r} hold no prompt; give a set that has some")
+            raise InputError(f"prompts {name!r} hold no prompt; give a set that has some")
         ids = json.dumps([prompt.tokens for prompt in prompts]).encode()
         return cls(name, hashlib.sha256(ids).hexdigest()[:12], prompts)
 
@@ -94,7 +95,7 @@ def load_prompts(
     without a prompt is refused by its line.
     """
     if num_prompts < 1:
-        raise ValueError(f"num_prompts must be at least 1, got {num_prompts}")
+        raise InputError(f"num_prompts must be at least 1, got {num_prompts}")
     if name == "python_stdlib":
         documents = load_corpus(Data(source="python_stdlib"), "prompts", seed)
         prompts = [
@@ -125,7 +126,7 @@ def cut_windows(
     opening = whole[: whole.index(_ids(tokenizer, "a", add_special_tokens=False)[0])]
     room = prompt_tokens - len(opening)
     if room < 1:
-        raise ValueError(f"prompt_tokens must be at least {len(opening) + 1}, got {prompt_tokens}")
+        raise InputError(f"prompt_tokens must be at least {len(opening) + 1}, got {prompt_tokens}")
     later: list[list[list[int]]] = []
     for place, text in enumerate(documents["text"]):
         ids = _ids(tokenizer, text, add_special_tokens=False)
@@ -145,7 +146,7 @@ def _rows(name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
             with urlopen(SPEC_BENCH, timeout=30) as answer:
                 text = answer.read().decode()
         except OSError as error:
-            raise ValueError(
+            raise InputError(
                 f"cannot reach {SPEC_BENCH}: {error}; pass a local .jsonl file instead"
             ) from error
         yield from _parse(text.split("\n"), name)
@@ -163,15 +164,15 @@ def _rows(name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
 def _file_rows(name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     path = Path(name).expanduser()
     if not name.endswith(SUFFIXES):
-        raise ValueError(f"prompts must be {', '.join(NAMES)} or a .jsonl file; got {name!r}")
+        raise InputError(f"prompts must be {', '.join(NAMES)} or a .jsonl file; got {name!r}")
     if not path.is_file():
-        raise ValueError(f"prompts must be a file that exists, got {name!r}")
+        raise InputError(f"prompts must be a file that exists, got {name!r}")
     reading = gzip.open if path.suffix == ".gz" else Path.open
     try:
         with reading(path, mode="rt", encoding="utf-8") as lines:
             yield from _parse(lines, name)
     except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise ValueError(f"prompts must be a readable UTF-8 file; {name}: {error}") from error
+        raise InputError(f"prompts must be a readable UTF-8 file; {name}: {error}") from error
 
 
 def _parse(lines: Iterable[str], name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -183,9 +184,9 @@ def _parse(lines: Iterable[str], name: str) -> Iterator[tuple[str, Mapping[str, 
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
-            raise ValueError(f"{rule}: {error}") from error
+            raise InputError(f"{rule}: {error}") from error
         if not isinstance(row, dict):
-            raise ValueError(f"{rule}: {line.strip()[:40]}")
+            raise InputError(f"{rule}: {line.strip()[:40]}")
         yield where, row
 
 
@@ -199,7 +200,7 @@ def _row_prompts(
     elif "turns" in row:
         turns = row["turns"]
         if not isinstance(turns, list) or not turns or not all(map(_is_text, turns)):
-            raise ValueError(f"turns must be a list of texts that are not empty, {where} has none")
+            raise InputError(f"turns must be a list of texts that are not empty, {where} has none")
         for last in range(len(turns) if all_turns else 1):
             text = "\n\n".join(turns[: last + 1])
             if tokenizer.chat_template is None:
@@ -210,7 +211,7 @@ def _row_prompts(
     elif _is_text(plain):
         yield Prompt(_ids(tokenizer, plain), category, plain)
     else:
-        raise ValueError(
+        raise InputError(
             f"a prompt row needs text in prompt, turns or messages, {where} has none; it has "
             f"{', '.join(row) or 'no key'}"
         )
@@ -226,12 +227,12 @@ def _is_message(value: Any) -> bool:
 
 def _chat(messages: Any, where: str, tokenizer: PreTrainedTokenizerBase, category: str) -> Prompt:
     if tokenizer.chat_template is None:
-        raise ValueError(
+        raise InputError(
             f"messages need a tokenizer with a chat template, {where} has messages and this "
             "tokenizer has no template; give rows with prompt, or an instruction-tuned base"
         )
     if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
-        raise ValueError(
+        raise InputError(
             "messages must be a list of objects with role and content, and not empty; "
             f"{where} has {messages!r:.60}"
         )

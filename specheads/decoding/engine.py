@@ -13,6 +13,7 @@ from specheads.base.cache import RowCache
 from specheads.base.model import FrozenBase
 from specheads.base.paged import BlockPool, PagedKVCache, PoolFullError
 from specheads.core.drafter import Drafter, Head
+from specheads.core.errors import InputError
 from specheads.decoding.acceptance import rules
 from specheads.decoding.loop import State, start, step
 from specheads.decoding.request import Request, Stream
@@ -60,7 +61,7 @@ class Engine:
         timed: bool = False,
     ) -> None:
         if max_batch < 1:
-            raise ValueError(f"max_batch must be at least 1, got {max_batch}")
+            raise InputError(f"max_batch must be at least 1, got {max_batch}")
         if isinstance(drafter, Head):
             _refuse_elsewhere(drafter, base)
         self.base, self.drafter, self.max_batch, self.pool = base, drafter, max_batch, pool
@@ -96,12 +97,12 @@ class Engine:
         """
         length = len(request.prompt)
         if length > self.max_length:
-            raise ValueError(
+            raise InputError(
                 f"a prompt must fit the context: {length} tokens exceed {self.max_length}; "
                 "shorten it"
             )
         if request.stop and self.base.tokenizer is None:
-            raise ValueError(
+            raise InputError(
                 f"stop strings need a base with a tokenizer, and {self.base.name!r} has none; "
                 "name eos_ids instead"
             )
@@ -126,7 +127,7 @@ class Engine:
             return 0
         needed = self.pool.blocks_for(length + self.tree.num_nodes)
         if needed > self.pool.num_blocks:
-            raise ValueError(
+            raise InputError(
                 f"a request must fit the pool: {length} tokens and a tree of "
                 f"{self.tree.num_nodes} need {needed} blocks of {self.pool.num_blocks}; ask for "
                 "fewer tokens or allocate more blocks"
@@ -245,7 +246,7 @@ class Engine:
 def _refuse_elsewhere(head: Head, base: FrozenBase) -> None:
     parameter = next(head.parameters(), None)
     if parameter is not None and (parameter.dtype, parameter.device) != (base.dtype, base.device):
-        raise ValueError(
+        raise InputError(
             f"a head decodes in its base's dtype and on its device, got {parameter.dtype} on "
             f"{parameter.device} beside {base.dtype} on {base.device}; load it with "
             "load_head(path, base)"
@@ -258,7 +259,7 @@ def _policy(drafter: Drafter | None, tree: policies.TreePolicy | None) -> polici
         return policies.NOTHING
     policy = policies.chain(drafter.depth) if tree is None else tree
     if policy.depth > drafter.depth:
-        raise ValueError(
+        raise InputError(
             f"the tree has {policy.depth} levels but the head drafts {drafter.depth}; "
             "choose a shallower tree"
         )

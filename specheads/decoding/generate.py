@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from specheads.base.model import FrozenBase
 from specheads.base.paged import BlockPool
 from specheads.core.drafter import Drafter
+from specheads.core.errors import InputError
 from specheads.decoding.acceptance import rules
 from specheads.decoding.acceptance.sampling import Sampling, each_prompt
 from specheads.decoding.engine import Engine
@@ -101,10 +102,10 @@ def generate(
 def refuse_unfit(base: FrozenBase, prompts: list[list[int]], max_new_tokens: int) -> None:
     """Refuse empty prompts, and those for whose new tokens the context has no room."""
     if empty := [place for place, prompt in enumerate(prompts) if not prompt]:
-        raise ValueError(f"a prompt needs at least one token; prompt {empty[0]} has none")
+        raise InputError(f"a prompt needs at least one token; prompt {empty[0]} has none")
     longest = max(map(len, prompts), default=0)
     if longest + max_new_tokens > base.max_length:
-        raise ValueError(
+        raise InputError(
             f"prompt and new tokens must fit the context: {longest} + {max_new_tokens} exceed "
             f"{base.max_length}; shorten the prompt or max_new_tokens"
         )

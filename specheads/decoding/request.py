@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from specheads.base.model import FrozenBase
+from specheads.core.errors import InputError
 from specheads.decoding.acceptance.sampling import GREEDY, Sampling
 from specheads.decoding.detokenize import Text
 from specheads.decoding.loop import Step
@@ -33,11 +34,11 @@ class Request:
 
     def __post_init__(self) -> None:
         if not self.prompt:
-            raise ValueError("a prompt needs at least one token, got none")
+            raise InputError("a prompt needs at least one token, got none")
         if self.max_new_tokens < 0:
-            raise ValueError(f"max_new_tokens must be at least 0, got {self.max_new_tokens}")
+            raise InputError(f"max_new_tokens must be at least 0, got {self.max_new_tokens}")
         if "" in self.stop:
-            raise ValueError("a stop string needs at least one character; leave empty ones out")
+            raise InputError("a stop string needs at least one character; leave empty ones out")
 
 
 class Piece(NamedTuple):

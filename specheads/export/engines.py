@@ -7,6 +7,7 @@ from types import ModuleType
 
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
+from specheads.core.errors import InputError
 from specheads.export import layouts
 from specheads.export.layout import Layout
 
@@ -20,7 +21,7 @@ def engines() -> list[str]:
 def engine_module(engine: str) -> ModuleType:
     """Return an engine's module, with `ABOUT` and `LAYOUTS`."""
     if engine not in engines():
-        raise ValueError(f"engine must be one of {', '.join(engines())}; got {engine!r}")
+        raise InputError(f"engine must be one of {', '.join(engines())}; got {engine!r}")
     return importlib.import_module(f"specheads.export.layouts.{engine}")
 
 
@@ -29,7 +30,7 @@ def find_layout(head: Head, base: FrozenBase, engine: str) -> Layout:
     layout = _of(engine, head)
     if reason := objection(head, base, layout):
         others = [name for name in engines() if not objection(head, base, _of(name, head))]
-        raise ValueError(
+        raise InputError(
             f"engine {engine} cannot serve this {head.kind} head: {reason}; engines that can: "
             f"{', '.join(others) or 'none'}"
         )

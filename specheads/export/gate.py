@@ -15,6 +15,7 @@ from torch import Tensor
 
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Features, Head
+from specheads.core.errors import InputError
 from specheads.decoding.trees import policies
 from specheads.export.readers import BaseView, Guess, Reader
 from specheads.measure.counts import DepthCounts
@@ -77,7 +78,7 @@ def check(expected: Sequence[Expected], folder: Path, read: Reader) -> Parity:
     pairs = zip(own_counts.per_depth(), other_counts.per_depth(), strict=True)
     for depth, (own, other) in enumerate(pairs):
         if own != other:
-            raise ValueError(
+            raise InputError(
                 f"the export accepts {other.accepted} of {other.offered} drafts at depth "
                 f"{depth}, the run {own.accepted} of {own.offered}; nothing was written"
             )
@@ -85,7 +86,7 @@ def check(expected: Sequence[Expected], folder: Path, read: Reader) -> Parity:
     for depth, difference in enumerate(worst.tolist()):
         # written so that not-a-number is refused too
         if not difference <= TOLERANCE:
-            raise ValueError(
+            raise InputError(
                 f"the export's logits at depth {depth} are {difference:.1e} of the largest one "
                 f"away from the run's, rounding explains {TOLERANCE:.1e}; nothing was written"
             )
@@ -144,7 +145,7 @@ def _difference(ours: Guess, theirs: Guess, level: int) -> float:
     Rows whose answer lies beyond the text are left out.
     """
     if not torch.equal(ours.ids, theirs.ids):
-        raise ValueError(
+        raise InputError(
             f"the export drafts other tokens than the run at depth {level}: {len(theirs.ids)} and "
             f"{len(ours.ids)} of them, or others; nothing was written"
         )

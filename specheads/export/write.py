@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from specheads.base.model import FrozenBase
 from specheads.config import Export
 from specheads.core.drafter import Head
+from specheads.core.errors import InputError
 from specheads.data.prompts import load_prompts
 from specheads.export.engines import find_layout
 from specheads.export.gate import Parity, Text, check, expect
@@ -36,7 +37,7 @@ def export_head(
     layout = find_layout(head, base, engine)
     out = out.resolve()
     if out.exists() and not (out / RECORD).is_file() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(
+        raise InputError(
             f"out= must be a new or empty folder, or an earlier export; {out} holds other files"
         )
     folder, expected = layout.write(head, base, out), expect(head, base, texts)
@@ -57,10 +58,10 @@ def export_head(
 def gate_texts(base: FrozenBase, head: Head, settings: Export, prompts: str) -> list[Text]:
     """Return prompts, by name or from a .jsonl file, and what the base alone writes after each."""
     if base.tokenizer is None:
-        raise ValueError(f"the parity gate reads text: the base {base.name} needs a tokenizer")
+        raise InputError(f"the parity gate reads text: the base {base.name} needs a tokenizer")
     length, needed = settings.prompt_tokens, head.depth + 2
     if min(settings.num_prompts, length) < 1 or settings.new_tokens < needed:
-        raise ValueError(
+        raise InputError(
             f"the parity gate needs num_prompts >= 1, prompt_tokens >= 1 and new_tokens >= "
             f"{needed}, got {settings.num_prompts}, {length} and {settings.new_tokens}"
         )

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from specheads.core.drafter import Head
+from specheads.core.errors import InputError
 
 
 def fill(head: Head, tensors: Mapping[str, Tensor]) -> None:
@@ -17,12 +18,12 @@ def fill(head: Head, tensors: Mapping[str, Tensor]) -> None:
     """
     wanted = head.state_dict()
     if missing := sorted(set(wanted) - set(tensors)):
-        raise ValueError(f"the checkpoint lacks {missing[0]!r}; it is incomplete or another kind's")
+        raise InputError(f"the checkpoint lacks {missing[0]!r}; it is incomplete or another kind's")
     if extra := sorted(set(tensors) - set(wanted)):
-        raise ValueError(f"the checkpoint has {extra[0]!r}, which this head does not use")
+        raise InputError(f"the checkpoint has {extra[0]!r}, which this head does not use")
     for name, value in wanted.items():
         if value.shape != tensors[name].shape:
-            raise ValueError(
+            raise InputError(
                 f"{name!r} must have shape {tuple(value.shape)}, got {tuple(tensors[name].shape)}"
             )
     _check_draft_ids(head, tensors.get("draft_ids"))
@@ -34,7 +35,7 @@ def _check_draft_ids(head: Head, ids: Tensor | None) -> None:
     if ids is None:
         return
     if ids.is_floating_point() or ids[0] < 0 or ids[-1] >= head.vocab_size or ids.diff().min() < 1:
-        raise ValueError(
+        raise InputError(
             f"tokens that can be drafted must grow within 0 and {head.vocab_size}; repair the "
             "checkpoint's map"
         )

@@ -23,6 +23,7 @@ from specheads.base.model import FrozenBase
 from specheads.base.weight_layout import column_major
 from specheads.config import new_name
 from specheads.core.drafter import Head
+from specheads.core.errors import InputError
 from specheads.heads.fill import fill
 from specheads.heads.untrusted import INDEX_SUFFIX, WEIGHT_FILES, read_settings, read_tensors
 
@@ -35,7 +36,7 @@ def kinds() -> list[str]:
 
 def _module(kind: Any) -> ModuleType:
     if kind not in kinds():
-        raise ValueError(f"head kind must be one of {', '.join(kinds())}; got {kind!r}")
+        raise InputError(f"head kind must be one of {', '.join(kinds())}; got {kind!r}")
     return importlib.import_module(f"specheads.heads.kinds.{kind}")
 
 
@@ -49,7 +50,7 @@ def configure(settings: Mapping[str, Any]) -> Any:
     module = _module(values.pop("kind", None))
     known = {field.name for field in dataclasses.fields(module.Config)}
     if unknown := sorted(set(values) - known):
-        raise ValueError(
+        raise InputError(
             f"head {settings['kind']!r} does not know the setting {unknown[0]!r}; it has "
             f"{', '.join(sorted(known))}{new_name(repr(unknown[0]))}"
         )
@@ -106,7 +107,7 @@ def resume_head(path: str | Path, base: FrozenBase, kind: str) -> Head:
     """
     head = load_head(path)
     if head.kind != kind:
-        raise ValueError(f"init={path} is a head of kind {head.kind}: set head={head.kind}")
+        raise InputError(f"init={path} is a head of kind {head.kind}: set head={head.kind}")
     refuse_misfit(head, base.embedding)
     head.to(base.device).train()
     _lend(head, base)
@@ -142,12 +143,12 @@ def load_head(
         with torch.device("meta"):
             head = _interpret(config, tensors)
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:
-        raise ValueError(
+        raise InputError(
             f"config.json and tensors of {folder} describe no head: {type(error).__name__} "
             f"{str(error).partition(chr(10))[0]}"
         ) from error
     if head is None:
-        raise ValueError(
+        raise InputError(
             f"{folder} is no checkpoint that one of {', '.join(kinds())} can read: its "
             f"config.json names {config.get('architectures') or config.get('model_type')!r}"
         )
@@ -205,13 +206,13 @@ def refuse_misfit(
         theirs = getattr(head, name)
         # zero: a public checkpoint that does not say, because it borrows what would tell
         if theirs and ours != theirs:
-            raise ValueError(
+            raise InputError(
                 f"the head was made for a base of {name} {theirs}, this base has {ours}; "
                 "load the base it was trained on"
             )
     made_for = head.base_fingerprint[: len(fingerprint)]
     if made_for and made_for != fingerprint:
-        raise ValueError(
+        raise InputError(
             f"a head fits the weights it was trained on: those are {made_for}, this base has "
             f"{fingerprint}, perhaps a fine-tuned sibling's; load its own base, train it on this "
             "one (init=), or overrule with force=true"
@@ -226,7 +227,7 @@ def _lend(head: Head, base: FrozenBase) -> None:
     """Show a head its base: the layers it may read and the tensors it may borrow."""
     head.choose_aux_layers(base.num_layers)
     if max(head.aux_layers, default=0) > base.num_layers:
-        raise ValueError(
+        raise InputError(
             f"the head reads the base after {max(head.aux_layers)} layers, this base has "
             f"{base.num_layers}; load the base it was trained on, or set other aux_layers"
         )
@@ -248,7 +249,7 @@ def _fetch(path: str | Path, revision: str) -> Path:
                 ignore_patterns="*/*",
             )
         except (OSError, ValueError) as error:
-            raise ValueError(
+            raise InputError(
                 f"a head must be a folder or a Hub id that can be reached, got {str(path)!r}: "
                 f"{str(error).splitlines()[0]}"
             ) from error

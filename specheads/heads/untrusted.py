@@ -16,6 +16,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from specheads.core.errors import InputError
+
 WEIGHT_FILES = (
     "model*.safetensors",
     "medusa_lm_head*.safetensors",
@@ -47,11 +49,11 @@ def read_settings(folder: Path) -> dict[str, Any]:
     """
     file = folder / "config.json"
     if not file.is_file():
-        raise ValueError(f"a head needs a config.json; {folder} has none")
+        raise InputError(f"a head needs a config.json; {folder} has none")
     settings = read_json(file)
     for name, value in _settings_within(settings):
         if name in CODE_KEYS and value != HARMLESS_CODE:
-            raise ValueError(
+            raise InputError(
                 f"a head's config.json may hold settings only, and {file} names code in "
                 f"{name!r}; take that out where you trust the rest"
             )
@@ -66,16 +68,16 @@ def read_json(file: Path) -> dict[str, Any]:
     """
     _refuse_outside(file)
     if file.stat().st_size > MAX_SETTINGS_BYTES:
-        raise ValueError(
+        raise InputError(
             f"{file} must be at most {MAX_SETTINGS_BYTES} bytes of settings, it has "
             f"{file.stat().st_size}; remove what is none"
         )
     try:
         value = json.loads(file.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is not readable JSON: {_first_line(error)}") from error
+        raise InputError(f"{file} is not readable JSON: {_first_line(error)}") from error
     if not isinstance(value, dict):
-        raise ValueError(f"{file} must be a JSON object, got a {type(value).__name__}")
+        raise InputError(f"{file} must be a JSON object, got a {type(value).__name__}")
     return value
 
 
@@ -88,7 +90,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     """
     files = next(filter(None, (_files(folder, pattern) for pattern in WEIGHT_FILES)), None)
     if files is None:
-        raise ValueError(
+        raise InputError(
             f"a head needs weights, as *.safetensors, *.bin or *.pt; {folder} has none"
         )
     for index in _files(folder, f"*{INDEX_SUFFIX}"):
@@ -98,7 +100,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
         _refuse_outside(file)
         found = _read_safetensors(file) if file.suffix == ".safetensors" else _read_pickle(file)
         if twice := sorted(set(found) & set(tensors)):
-            raise ValueError(f"{twice[0]!r} stands in two files of {folder}; keep one of them")
+            raise InputError(f"{twice[0]!r} stands in two files of {folder}; keep one of them")
         tensors |= found
     return tensors
 
@@ -126,7 +128,7 @@ def _refuse_outside(file: Path) -> None:
     if folder.parent.name == "snapshots":
         allowed.append(folder.parent.parent / "blobs")
     if not any(real.is_relative_to(place) for place in allowed):
-        raise ValueError(
+        raise InputError(
             f"a checkpoint's files must lie in its own folder, and {file} leads to {real}; put a "
             "copy there where you trust it"
         )
@@ -137,7 +139,7 @@ def _check_index(index: Path) -> None:
     names = set(map(str, shards.values())) if isinstance(shards, dict) else {""}
     for name in sorted(names):
         if Path(name).name != name or not (index.parent / name).is_file():
-            raise ValueError(
+            raise InputError(
                 f"an index must name files beside it, and {index} names {name!r}; complete the "
                 "download"
             )
@@ -147,7 +149,7 @@ def _read_safetensors(file: Path) -> dict[str, Tensor]:
     try:
         return load_file(file)
     except (SafetensorError, OverflowError, RuntimeError) as error:
-        raise ValueError(
+        raise InputError(
             f"{file} is no whole safetensors file: {_first_line(error)}; download it again"
         ) from error
 
@@ -157,20 +159,20 @@ def _read_pickle(file: Path) -> dict[str, Tensor]:
     try:
         found = torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        raise ValueError(
+        raise InputError(
             f"a pickled checkpoint may hold tensors only, and {file.name} holds other objects; "
             "convert it to safetensors where you trust it"
         ) from error
     except Exception as error:
         # a damaged pickle can raise whatever there is
-        raise ValueError(
+        raise InputError(
             f"{file} is no whole checkpoint: {_first_line(error)}; download it again"
         ) from error
     if not isinstance(found, dict):
-        raise ValueError(f"{file} must hold tensors by name, got a {type(found).__name__}")
+        raise InputError(f"{file} must hold tensors by name, got a {type(found).__name__}")
     for name, value in found.items():
         if not isinstance(name, str) or not _is_whole(value):
-            raise ValueError(
+            raise InputError(
                 f"{file} must hold whole tensors by name, and {name!r} is none; convert it to "
                 "safetensors where you trust it"
             )
@@ -184,7 +186,7 @@ def _refuse_compressed(file: Path) -> None:
     with zipfile.ZipFile(file) as archive:
         held = sum(entry.file_size for entry in archive.infolist())
     if held > file.stat().st_size:
-        raise ValueError(
+        raise InputError(
             f"{file} unpacks to {held} bytes from {file.stat().st_size}; torch.save compresses "
             "nothing, so something else wrote it"
         )

@@ -12,6 +12,7 @@ from specheads.baselines import DraftModel, PromptLookup, Streaming
 from specheads.baselines.hybrid import Hybrid, HybridTree, Lookup
 from specheads.config import Compare
 from specheads.core.drafter import Head
+from specheads.core.errors import InputError
 from specheads.data.prompts import PromptSet
 from specheads.decoding.trees import policies
 from specheads.measure.evaluation import Asked, check, choose_tree, subject, told_by
@@ -37,9 +38,9 @@ DRAFTERS = ("head", "prompt_lookup", "hybrid", "streaming", "draft_model")
 def chosen(settings: Compare) -> list[str]:
     """Return the drafters that are asked for; a draft model needs a name."""
     if unknown := [name for name in settings.drafters if name not in DRAFTERS]:
-        raise ValueError(f"drafters must be among {', '.join(DRAFTERS)}, got {unknown[0]!r}")
+        raise InputError(f"drafters must be among {', '.join(DRAFTERS)}, got {unknown[0]!r}")
     if "draft_model" in settings.drafters and not settings.draft_model:
-        raise ValueError("the drafter draft_model needs a model: draft_model=FOLDER_OR_HUB_ID")
+        raise InputError("the drafter draft_model needs a model: draft_model=FOLDER_OR_HUB_ID")
     named = DRAFTERS if settings.draft_model else DRAFTERS[:-1]
     return list(dict.fromkeys(settings.drafters)) or list(named)
 

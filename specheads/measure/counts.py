@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from specheads.core.errors import InputError
 from specheads.measure.results import Depth, Rate
 
 
@@ -70,7 +71,7 @@ class DepthCounts:
 
 def _ratio(numerator: int, denominator: int) -> float:
     if denominator == 0:
-        raise ValueError(
+        raise InputError(
             "tokens per forward needs at least one forward, got none: the base gives the first "
             "token while it reads the prompt; raise max_new_tokens above 1"
         )
@@ -97,7 +98,7 @@ def acceptance_length(rates: Float[Tensor, " depth"]) -> float:
     Source: Leviathan et al. 2023, arXiv:2211.17192, eq. 1, with one rate per depth.
     """
     if ((rates < 0) | (rates > 1)).any():
-        raise ValueError(f"acceptance rates must lie in [0, 1], got {rates.tolist()}")
+        raise InputError(f"acceptance rates must lie in [0, 1], got {rates.tolist()}")
     return 1.0 + rates.cumprod(0).sum().item()
 
 
@@ -117,7 +118,7 @@ def bootstrap_interval(
     pairs = list(zip(numerators, denominators, strict=True))
     kept = [(top, bottom) for top, bottom in pairs if bottom > 0]
     if not kept:
-        raise ValueError(
+        raise InputError(
             f"an interval needs a prompt with a positive denominator, got {len(pairs)} prompts "
             "without one; add prompts or raise max_new_tokens above 1"
         )

@@ -10,6 +10,7 @@ from typing import Any
 from specheads.base.model import FrozenBase
 from specheads.config import Compare, Evaluate, Train
 from specheads.core.drafter import Head
+from specheads.core.errors import InputError
 from specheads.data.corpora import load_corpus
 from specheads.data.prompts import PromptSet, cut_windows, load_prompts
 from specheads.decoding.acceptance.rules import LOSSY, acceptance_rule
@@ -119,14 +120,14 @@ def check(
     """Refuse an evaluation that could only fail later; return the prompts it would use."""
     evaluation = settings.evaluation
     if evaluation.mode not in MODES:
-        raise ValueError(f"mode must be one of {', '.join(MODES)}, got {evaluation.mode!r}")
+        raise InputError(f"mode must be one of {', '.join(MODES)}, got {evaluation.mode!r}")
     how_of(evaluation, settings.seed)
     acceptance_rule(evaluation.acceptance)
     if evaluation.temperature > 0 and evaluation.mode == "offline":
-        raise ValueError(f"temperature must be 0 for mode=offline, got {evaluation.temperature}")
+        raise InputError(f"temperature must be 0 for mode=offline, got {evaluation.temperature}")
     tree = fixed_policy(settings.tree, head_depth)
     if base.tokenizer is None and (prompts is None or tree is None):
-        raise ValueError(f"evaluation reads text: the base {base.name} needs a tokenizer")
+        raise InputError(f"evaluation reads text: the base {base.name} needs a tokenizer")
     if prompts is None:
         assert base.tokenizer is not None
         prompts = load_prompts(
@@ -137,7 +138,7 @@ def check(
         )
     longest = max(len(prompt.tokens) for prompt in prompts.prompts)
     if longest + evaluation.max_new_tokens > base.max_length:
-        raise ValueError(
+        raise InputError(
             f"prompts and new tokens must fit the context: {longest} + "
             f"{evaluation.max_new_tokens} exceed {base.max_length}; lower "
             "evaluation.max_new_tokens or choose other prompts"

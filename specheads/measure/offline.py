@@ -15,6 +15,7 @@ from torch import Tensor
 
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Features, Head
+from specheads.core.errors import InputError
 from specheads.decoding.trees import policies
 from specheads.measure.counts import DepthCounts, rate
 from specheads.measure.results import Offline
@@ -37,7 +38,7 @@ def offline_logits(
     """
     time = tokens.shape[1]
     if time < head.depth + 2:
-        raise ValueError(
+        raise InputError(
             f"text of {time} tokens is too short to score {head.depth} drafted depths: need at "
             f"least {head.depth + 2}"
         )

@@ -7,6 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from specheads.core.drafter import Drafter, refuse_scattering
+from specheads.core.errors import InputError
 from specheads.core.features import Committed
 
 
@@ -50,7 +51,7 @@ class Oracle(Drafter):
         device: torch.device | str = "cpu",
     ) -> None:
         if not 0 <= rate <= 1:
-            raise ValueError(f"an oracle's rate must lie in [0, 1], got {rate}")
+            raise InputError(f"an oracle's rate must lie in [0, 1], got {rate}")
         self.depth, self.vocab_size = depth, vocab_size
         self.num_handed_out = 0
         # the last draft may reach past the end of the text

@@ -9,6 +9,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from specheads.base.model import FrozenBase
 from specheads.config import Train
+from specheads.core.errors import InputError
 from specheads.data.corpora import load_corpus
 from specheads.data.prompts import cut_windows
 from specheads.measure.counts import bootstrap_interval
@@ -51,7 +52,7 @@ def quality_windows(settings: Train, base: FrozenBase) -> list[list[int]]:
             return found
         # every document is shorter
         length //= 2
-    raise ValueError(
+    raise InputError(
         "the base's quality is measured on validation text, and there is none; raise "
         "evaluation.quality_windows above 0, or give longer documents"
     )
@@ -63,7 +64,7 @@ def measure_quality(
 ) -> Quality:
     """Have the base read windows of text, each by itself, and score every next token."""
     if not windows or min(map(len, windows)) < 2:
-        raise ValueError(
+        raise InputError(
             f"quality needs windows of two tokens at least, got {len(windows)} windows; give more "
             "or longer validation text"
         )

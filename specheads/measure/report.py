@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from specheads.core.errors import InputError
 from specheads.measure.plots import draw
 from specheads.measure.results import BaseQuality, Candidate, Interval, Results
 from specheads.measure.store import dumps
@@ -178,7 +179,7 @@ def show(results: Results, console: Console | None = None, page: Path | None = N
 def record(folder: Path, results: Results) -> None:
     """Keep what was measured with the recipe, which alone may hold numbers."""
     if not (folder / "recipe.yaml").is_file():
-        raise ValueError(f"record needs a recipe's folder; {folder} has no recipe.yaml")
+        raise InputError(f"record needs a recipe's folder; {folder} has no recipe.yaml")
     write_atomic(folder / "results.json", dumps(results))
 
 

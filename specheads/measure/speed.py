@@ -11,6 +11,7 @@ import torch
 
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Drafter
+from specheads.core.errors import InputError
 from specheads.decoding.generate import generate
 from specheads.decoding.loop import synchronise
 from specheads.decoding.trees import policies
@@ -91,7 +92,7 @@ def time_arms(
     counts. Trees are the arms' own.
     """
     if len(prompts) < 1 or repetitions < 1 or how.max_new_tokens < 3:
-        raise ValueError(
+        raise InputError(
             "speed needs a prompt, a repetition and 3 new tokens at least, got "
             f"{len(prompts)}, {repetitions} and {how.max_new_tokens}"
         )
@@ -185,7 +186,7 @@ def _step_seconds(arms: list[list[Timing]]) -> float:
     seconds = sum(statistics.median(one.step_seconds for one in arm) for arm in arms)
     steps = sum(statistics.median(one.num_steps for one in arm) for arm in arms)
     if steps == 0:
-        raise ValueError(
+        raise InputError(
             "step_overhead needs a prompt of two forwards at least, and every text ended "
             "sooner; raise max_new_tokens or choose other prompts"
         )

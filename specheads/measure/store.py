@@ -6,6 +6,8 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from specheads.core.errors import InputError
+
 T = TypeVar("T")
 
 
@@ -26,7 +28,7 @@ def from_json(kind: type[T], value: dict[str, Any], where: str = "") -> T:
         if name in value:
             given[item.name] = _field(hints[item.name], value[name], f"{where}.{name}")
         elif item.default is MISSING and item.default_factory is MISSING:
-            raise ValueError(
+            raise InputError(
                 f"results need {where.lstrip('.')}.{name}, and the file has none; measure again"
             )
     return kind(**given)

@@ -12,6 +12,7 @@ from typing import Any
 
 from specheads.base import lora
 from specheads.core.drafter import Head
+from specheads.core.errors import InputError
 from specheads.runs.provenance import provenance
 
 
@@ -70,7 +71,7 @@ class RunDirectory:
     def refuse_unfinished(self, what: str) -> None:
         """Refuse to do this with a run whose training has not ended."""
         if not self.finished:
-            raise ValueError(
+            raise InputError(
                 f"only a finished run can be {what}: {self.path} is not; finish it with the same "
                 "specheads train command"
             )
@@ -81,25 +82,25 @@ class RunDirectory:
         `identity` is what else must not change between stop and resume.
         """
         if self.finished:
-            raise ValueError(
+            raise InputError(
                 f"a finished run is never overwritten: {self.path} is finished; choose another "
                 "name=, or remove it"
             )
         if self.config.is_file():
             if self.config.read_text(encoding="utf-8") != config_text:
-                raise ValueError(
+                raise InputError(
                     f"an unfinished run resumes with its own settings only: those of {self.path} "
                     f"differ from {self.config.name}; choose another name=, or remove the folder"
                 )
             before = self._provenance() if self.provenance.is_file() else identity
             for name, value in identity.items():
                 if before.get(name) != value:
-                    raise ValueError(
+                    raise InputError(
                         f"an unfinished run resumes on the same {name.replace('_', ' ')} only: it "
                         f"was {before.get(name)}, now it is {value}; choose another name="
                     )
         elif self.path.is_dir() and any(self.path.iterdir()):
-            raise ValueError(
+            raise InputError(
                 f"a run needs a folder of its own: {self.path} holds other files; choose another "
                 "run_dir="
             )

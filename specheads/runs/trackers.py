@@ -7,6 +7,8 @@ from typing import Any
 
 import wandb
 
+from specheads.core.errors import InputError
+
 KINDS = ("jsonl", "wandb")
 
 
@@ -50,7 +52,7 @@ class Tracker:
 def check_kind(kind: str) -> None:
     """Refuse a tracker there is not."""
     if kind not in KINDS:
-        raise ValueError(f"tracker must be one of {', '.join(KINDS)}, got {kind!r}")
+        raise InputError(f"tracker must be one of {', '.join(KINDS)}, got {kind!r}")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ import torch
 from rich.progress import Progress
 from torch import Tensor
 
+from specheads.core.errors import InputError
 from specheads.runs.trackers import Tracker
 from specheads.training.losses.depth_loss import DepthLoss
 from specheads.training.schedule import PlacedPhase, Progressed
@@ -68,7 +69,7 @@ class PhaseLog:
         row: dict[str, Any] = {"step": at.step, "phase": self.phase.name, "tokens": at.tokens}
         row |= zip(self.sums, means, strict=True)
         if not math.isfinite(row["loss"]):
-            raise ValueError(
+            raise InputError(
                 f"training needs a finite loss, got {row['loss']} at step {at.step}; lower "
                 "learning_rate"
             )

@@ -17,6 +17,7 @@ from specheads.base import lora
 from specheads.base.model import FrozenBase
 from specheads.config import Distill, Phase, Train
 from specheads.core.drafter import Head
+from specheads.core.errors import InputError
 from specheads.data.corpora import load_corpus
 from specheads.data.distill import DistilledText, write_shards
 from specheads.data.fingerprint import text_identity
@@ -219,9 +220,9 @@ def _refuse_unusable(settings: Train, base: FrozenBase) -> None:
     """Refuse settings that could only fail later, before anything is written."""
     head_depth = configure(settings.head).depth
     if base.tokenizer is None:
-        raise ValueError(f"training reads text: the base {base.name} needs a tokenizer")
+        raise InputError(f"training reads text: the base {base.name} needs a tokenizer")
     if len(base.tokenizer) > base.vocab_size:
-        raise ValueError(
+        raise InputError(
             f"the tokenizer must be the base's own: it has {len(base.tokenizer)} tokens, the base "
             f"{base.vocab_size}; load the tokenizer the base was trained with"
         )

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from specheads.config import Joint, Phase, Schedule
 from specheads.core.drafter import Head
+from specheads.core.errors import InputError
 from specheads.training.losses.depth_loss import check_choices, whole_chains
 from specheads.training.muon import Muon
 
@@ -153,7 +154,7 @@ def adapter_settings(schedule: Schedule) -> Joint | None:
     for setting in ("rank", "alpha", "dropout", "target_modules"):
         values = [getattr(one, setting) for one in joint]
         if any(value != values[0] for value in values):
-            raise ValueError(
+            raise InputError(
                 f"all joint phases train one adapter: joint.{setting} must be the same in each, "
                 f"got {values}"
             )
@@ -164,7 +165,7 @@ def check_names(phases: Mapping[str, Phase]) -> None:
     """Refuse settings for phases that the schedule does not have."""
     if strangers := [name for name, phase in phases.items() if not phase.text]:
         remedy = " ".join(f"~schedule.phases.{name}" for name in strangers)
-        raise ValueError(
+        raise InputError(
             f"the schedule has no phase {strangers[0]!r} and the recipe changes it: it was made "
             f"for another schedule; add {remedy}"
         )
@@ -177,7 +178,7 @@ def check_phase(name: str, phase: Phase, context: int, depth: int | None = None)
     """
     check_names({name: phase})
     if phase.text != ("distilled" if phase.distill else "corpus"):
-        raise ValueError(
+        raise InputError(
             f"phase {name!r} needs text=corpus, or text=distilled with distill settings, got "
             f"text={phase.text!r}"
         )
@@ -195,17 +196,17 @@ def check_phase(name: str, phase: Phase, context: int, depth: int | None = None)
         least |= {f"joint.{one}": (getattr(joint, one), bound) for one, bound in bounds.items()}
     for setting, (value, bound) in least.items():
         if value < bound:
-            raise ValueError(
+            raise InputError(
                 f"phase {name!r} needs {setting} >= {bound}, got {value}; raise it, or leave the "
                 "phase out to skip it"
             )
     if length > context:
-        raise ValueError(
+        raise InputError(
             f"phase {name!r} reads {length} tokens at once, the base's context holds {context}; "
             "shorten sequence_length, or prompt_tokens and new_tokens"
         )
     if not 0 < (share := phase.scored_share) <= 1:
-        raise ValueError(f"phase {name!r} needs scored_share above 0 and at most 1, got {share}")
+        raise InputError(f"phase {name!r} needs scored_share above 0 and at most 1, got {share}")
 
 
 def _check_weights(name: str, phase: Phase, depth: int | None) -> None:
@@ -213,17 +214,17 @@ def _check_weights(name: str, phase: Phase, depth: int | None) -> None:
     ways = [setting for setting, value in plain.items() if getattr(phase, setting) != value]
     if len(ways) > 1:
         told = " and by ".join(f"{setting}={getattr(phase, setting)}" for setting in ways)
-        raise ValueError(
+        raise InputError(
             f"phase {name!r} weighs depths in two ways, by {told}; leave one of them out"
         )
     if phase.depth_weights and depth not in (None, len(phase.depth_weights)):
-        raise ValueError(
+        raise InputError(
             f"phase {name!r} needs one of depth_weights for each of the head's {depth} depths, got "
             f"{len(phase.depth_weights)}"
         )
     weights = [phase.decay, *phase.depth_weights]
     if min(weights) < 0 or not any(phase.depth_weights or [1.0]):
-        raise ValueError(
+        raise InputError(
             f"phase {name!r} needs depth weights of at least 0 and not all 0, got "
             f"decay={phase.decay} and depth_weights={phase.depth_weights}"
         )
@@ -232,11 +233,11 @@ def _check_weights(name: str, phase: Phase, depth: int | None) -> None:
 def _check_joint(name: str, joint: Joint) -> None:
     for setting, choices in {"ramp": ("constant", "sine"), "target": ("text", "base")}.items():
         if (value := getattr(joint, setting)) not in choices:
-            raise ValueError(
+            raise InputError(
                 f"phase {name!r} needs joint.{setting} to be one of {', '.join(choices)}, got "
                 f"{value!r}"
             )
     if not 0 <= joint.dropout < 1:
-        raise ValueError(
+        raise InputError(
             f"phase {name!r} needs joint.dropout at least 0 and below 1, got {joint.dropout}"
         )

@@ -17,6 +17,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from specheads.base.model import FrozenBase
 from specheads.config import Phase, Schedule
 from specheads.core.drafter import Features, Head
+from specheads.core.errors import InputError
 from specheads.data.packing import Text, TokenBatch
 from specheads.runs import checkpoint
 from specheads.runs.directory import RunDirectory, atomic_folder
@@ -186,7 +187,7 @@ class _Trainer:
         state, weights, saved, adapter = found
         cursors, processes = state["cursors"], self.accelerator.num_processes
         if len(cursors) != processes:
-            raise ValueError(
+            raise InputError(
                 f"a run resumes with as many processes as wrote it: {len(cursors)} then, "
                 f"{processes} now; launch {len(cursors)}"
             )

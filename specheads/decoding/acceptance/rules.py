@@ -5,6 +5,7 @@ from collections.abc import Callable
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from specheads.core.errors import InputError
 from specheads.core.tree import TokenTree
 from specheads.decoding.acceptance import accept
 from specheads.decoding.acceptance.sampling import Rows
@@ -56,5 +57,5 @@ LOSSY = ("typical",)
 def acceptance_rule(name: str) -> AcceptanceRule:
     """Return the rule of this name."""
     if name not in RULES:
-        raise ValueError(f"rule must be one of {', '.join(RULES)}, got {name!r}")
+        raise InputError(f"rule must be one of {', '.join(RULES)}, got {name!r}")
     return RULES[name]

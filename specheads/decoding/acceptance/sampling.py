@@ -20,6 +20,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from specheads.core.errors import InputError
 from specheads.core.tree import TokenTree
 from specheads.decoding.acceptance import noise
 
@@ -64,7 +65,7 @@ class Sampling:
             ("seed", "from 0 to 2**63 - 1", 0 <= self.seed < 2**63),
         ):
             if not holds:
-                raise ValueError(f"{name} must be {allowed}, got {getattr(self, name)}")
+                raise InputError(f"{name} must be {allowed}, got {getattr(self, name)}")
 
     @property
     def greedy(self) -> bool:
@@ -225,7 +226,7 @@ def each_prompt(sampling: Sampling | Sequence[Sampling] | None, count: int) -> l
     if sampling is None or isinstance(sampling, Sampling):
         return [(sampling or GREEDY).of_prompt(index) for index in range(count)]
     if len(sampling) != count:
-        raise ValueError(
+        raise InputError(
             f"sampling needs settings for each prompt, got {len(sampling)} for {count}; give a "
             "list as long as the prompts"
         )

@@ -1,6 +1,7 @@
 """The tree policies that `tree.kind` names."""
 
 from specheads.config import Tree
+from specheads.core.errors import InputError
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.product import Product
 from specheads.decoding.trees.sampled import Sampled
@@ -28,9 +29,9 @@ def fixed_policy(settings: Tree, head_depth: int) -> policies.TreePolicy | None:
         case "sampled":
             policy = Sampled(branches, settings.confidence)
         case _:
-            raise ValueError(f"tree.kind must be one of {', '.join(KINDS)}, got {settings.kind!r}")
+            raise InputError(f"tree.kind must be one of {', '.join(KINDS)}, got {settings.kind!r}")
     if policy.depth > head_depth:
-        raise ValueError(
+        raise InputError(
             f"a tree can be as deep as the head, {head_depth} levels, got {policy.depth}; lower "
             "tree.depth, or give shorter tree.paths or tree.branches"
         )

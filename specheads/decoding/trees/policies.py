@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from specheads.core.drafter import Drafter
+from specheads.core.errors import InputError
 from specheads.core.features import Committed
 from specheads.core.tree import TokenTree
 from specheads.decoding.acceptance.sampling import Rows
@@ -51,12 +52,12 @@ class Static(TreePolicy):
         known = {(), *ordered}
         orphans = [path for path in ordered if path[:-1] not in known]
         if orphans or len(known) <= len(ordered) or () in ordered:
-            raise ValueError(
+            raise InputError(
                 "a static tree needs distinct, non-empty rank paths whose parents are in it too, "
                 f"got {orphans or ordered}"
             )
         if not 0 <= confidence < 1:
-            raise ValueError(
+            raise InputError(
                 f"confidence must be at least 0, which never stops, and below 1, got {confidence}"
             )
         self.name, self.paths, self.confidence = name, tuple(ordered), confidence
@@ -119,7 +120,7 @@ class BestFirst(TreePolicy):
             level = min(level, beam) * branch
             most += level
         if not 2 <= num_nodes <= most:
-            raise ValueError(
+            raise InputError(
                 f"a best-first tree of depth {depth}, beam {beam} and branch {branch} has 2 to "
                 f"{most} nodes, got {num_nodes}; raise beam, branch or depth"
             )
@@ -177,7 +178,7 @@ class Beam(TreePolicy):
 
     def __init__(self, width: int, depth: int, top: int = 50) -> None:
         if not 1 <= width <= top or depth < 1:
-            raise ValueError(
+            raise InputError(
                 f"a beam needs a width from 1 to top={top} and a depth of at least 1, got "
                 f"{width} and {depth}"
             )

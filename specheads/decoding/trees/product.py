@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from specheads.core.drafter import Drafter
+from specheads.core.errors import InputError
 from specheads.core.features import Committed
 from specheads.core.tree import TokenTree, from_paths
 from specheads.decoding.acceptance.sampling import Rows
@@ -30,7 +31,7 @@ class Product(TreePolicy):
     def __init__(self, branches: Sequence[int], num_nodes: int) -> None:
         most = 1 + sum(math.prod(branches[:level]) for level in range(1, len(branches) + 1))
         if min(branches, default=0) < 1 or not 2 <= num_nodes <= most:
-            raise ValueError(
+            raise InputError(
                 f"a product tree needs at least 1 branch for each level and 2 to {most} nodes, got "
                 f"{list(branches)} and {num_nodes}; set tree.branches, tree.num_nodes"
             )

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from specheads.core.drafter import Drafter
+from specheads.core.errors import InputError
 from specheads.core.features import Committed
 from specheads.core.tree import Drawn, TokenTree
 from specheads.decoding.acceptance.sampling import Rows
@@ -28,7 +29,7 @@ class Sampled(TreePolicy):
 
     def __init__(self, branches: Sequence[int], confidence: float = 0.0) -> None:
         if not branches or min(branches) < 1:
-            raise ValueError(
+            raise InputError(
                 f"a sampled tree needs a level, and a child a node at least, got {branches}"
             )
         self.name, self.branches, self.confidence = "sampled", tuple(branches), confidence

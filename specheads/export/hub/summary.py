@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from specheads.base.model import FrozenBase
+from specheads.core.errors import InputError
 from specheads.measure.results import Results
 from specheads.measure.store import from_json
 from specheads.runs.directory import RunDirectory
@@ -57,7 +58,7 @@ def read_summary(
     `base_repo` is the Hub id under which others find its base; empty is what the run loaded.
     """
     if base_repo and not HUB_ID.fullmatch(base_repo):
-        raise ValueError(f"base_repo must be a Hub id as USER/NAME, got {base_repo!r}")
+        raise InputError(f"base_repo must be a Hub id as USER/NAME, got {base_repo!r}")
     source = str(settings["base"]["model"])
     is_folder = Path(source).exists() or not HUB_ID.fullmatch(source)
     base_id = base_repo or ("" if is_folder else source)

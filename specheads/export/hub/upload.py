@@ -18,6 +18,7 @@ from huggingface_hub.errors import (
 
 from specheads.base.model import FrozenBase
 from specheads.config import Push, Train
+from specheads.core.errors import InputError
 from specheads.export.hub.card import PICTURES, model_card
 from specheads.export.hub.summary import read_summary
 from specheads.export.plugins.hub_generate import hub_files
@@ -70,7 +71,7 @@ def push_run(run: RunDirectory, trained: Train, settings: Push) -> Pushed:
     """
     gated = settings.gated.lower()
     if gated and gated not in GATES:
-        raise ValueError(f"gated must be one of {', '.join(GATES)}, got {settings.gated!r}")
+        raise InputError(f"gated must be one of {', '.join(GATES)}, got {settings.gated!r}")
     files = _files(run, trained, settings)
     sizes = {
         path: len(content) if isinstance(content, bytes) else content.stat().st_size
@@ -85,7 +86,7 @@ def _files(run: RunDirectory, trained: Train, settings: Push) -> Contents:
     """Return what is to be uploaded, once the head has shown that it loads on its base."""
     run.refuse_unfinished("pushed")
     if run.adapter.is_dir() or trained.base.adapter:
-        raise ValueError(
+        raise InputError(
             f"a pushed head has to fit a base that others can load, and that of {run.path} is one "
             "together with an adapter; merge the adapter into the base, publish that, and train on "
             "it: base.model=USER/MERGED init=HEAD"
@@ -130,7 +131,7 @@ def _measured_base(run: RunDirectory, trained: Train) -> FrozenBase:
         return FrozenBase.load(**asdict(trained.base))
     base = FrozenBase.load(**asdict(replace(trained.base, dtype=measured.settings.dtype)))
     if base.fingerprint != measured.base.fingerprint:
-        raise ValueError(
+        raise InputError(
             f"a card shows what was measured on the base it names, and {base.name} has changed "
             f"since {file} was written; measure again with specheads evaluate run={run.path}"
         )
@@ -145,7 +146,7 @@ def push(repo: str, files: Contents, *, private: bool | None = None, gated: str 
     at any time finds all of one push or all of the one before.
     """
     if get_token() is None:
-        raise ValueError("a push needs a token of the Hub: run hf auth login, or set HF_TOKEN")
+        raise InputError("a push needs a token of the Hub: run hf auth login, or set HF_TOKEN")
     try:
         api = HfApi()
         api.create_repo(repo, private=private, exist_ok=True)
@@ -163,7 +164,7 @@ def push(repo: str, files: Contents, *, private: bool | None = None, gated: str 
         return api.create_commit(repo, operations, commit_message=message).commit_url
     # huggingface_hub wraps what goes wrong in its upload threads
     except (HTTPError, OSError, RuntimeError) as error:
-        raise ValueError(_explain(repo, error)) from error
+        raise InputError(_explain(repo, error)) from error
 
 
 def _refuse_another_model(repo: str, files: Contents, there: list[str]) -> None:
@@ -174,7 +175,7 @@ def _refuse_another_model(repo: str, files: Contents, there: list[str]) -> None:
         if "/" not in name and name.endswith((".safetensors", ".bin", ".pt")) and name not in files
     ]
     if others:
-        raise ValueError(
+        raise InputError(
             f"a head needs a repository of its own, and {repo} holds {others[0]}; name another"
         )
 
@@ -210,7 +211,7 @@ def _refuse_secrets(path: str, data: bytes) -> None:
     token = {"the token": re.escape(known)} if (known := get_token()) else {}
     for what, pattern in (token | secrets | places).items():
         if re.search(pattern.encode(), data):
-            raise ValueError(
+            raise InputError(
                 f"a push says nothing of its machine, and {path} holds {what}; take it out of the "
                 "run's settings"
             )

@@ -18,6 +18,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from specheads.base.model import FrozenBase
 from specheads.base.selfcheck import check
 from specheads.core.drafter import Drafter, Head
+from specheads.core.errors import InputError
 from specheads.decoding.acceptance import rules
 from specheads.decoding.acceptance.sampling import each_prompt
 from specheads.decoding.engine import Engine
@@ -78,7 +79,7 @@ def custom_generate(
 def _base(model: PreTrainedModel) -> FrozenBase:
     """Return the base that a user's model is, and leave the model as it is."""
     if any(module.training for module in model.modules()):
-        raise ValueError("decoding needs a model in eval mode; call model.eval() first")
+        raise InputError("decoding needs a model in eval mode; call model.eval() first")
     base = FrozenBase(model, name=model.name_or_path or "", owned=False)
     if model not in _tried:
         check(base)

@@ -31,6 +31,7 @@ from transformers.generation.stopping_criteria import (
 )
 from transformers.generation.streamers import BaseStreamer
 
+from specheads.core.errors import InputError
 from specheads.decoding.acceptance.sampling import Sampling
 
 _CHANGES: dict[type, tuple[str, str]] = {
@@ -88,12 +89,12 @@ def read_call(
     # the rows of a batch advance each at a pace of its own, and nothing may tie them together
     whole = [one for one in others if type(one) not in (StopStringCriteria, MaxTimeCriteria)]
     if batch > 1 and (whole or streamer is not None):
-        raise ValueError(
+        raise InputError(
             f"{type((whole or [streamer])[0]).__name__} can follow one prompt at a time; generate "
             "for each prompt alone"
         )
     if batch > 1 and others and not eos_ids:
-        raise ValueError(
+        raise InputError(
             f"{type(others[0]).__name__} can end the rows of a batch where padding follows them; "
             "set eos_token_id, or generate for each prompt alone"
         )
@@ -127,28 +128,28 @@ def caller() -> dict[str, Any]:
 def _refuse(config: GenerationConfig, given: dict[str, Any], model_kwargs: dict[str, Any]) -> None:
     mode = config.get_generation_mode(given.get("assistant_model"))
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-        raise ValueError(
+        raise InputError(
             f"a head decodes greedily or by sampling, and this asks for {mode.value}; leave out "
             "what asks for it, or leave out custom_generate"
         )
     if recorded := [name for name in _RECORDS if getattr(config, name)]:
-        raise ValueError(
+        raise InputError(
             f"a head leaves no record of each token: {recorded[0]} cannot be had; leave it out, "
             "or leave out custom_generate"
         )
     if config.cache_implementation == "quantized":
-        raise ValueError("a head decodes with exact caches; leave out cache_implementation")
+        raise InputError("a head decodes with exact caches; leave out cache_implementation")
     if given.get("synced_gpus"):
-        raise ValueError("a head decodes on one process; leave out synced_gpus")
+        raise InputError("a head decodes on one process; leave out synced_gpus")
     cache = model_kwargs.get("past_key_values")
     if cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length()):
-        raise ValueError(
+        raise InputError(
             "a head keeps a cache of its own, and past_key_values was given; pass the whole text "
             "and no cache"
         )
     unknown = {name for name, value in model_kwargs.items() if value is not None} - _HARMLESS
     if unknown:
-        raise ValueError(
+        raise InputError(
             f"a head decodes from tokens alone, and {min(unknown)} was given; leave it out, or "
             "leave out custom_generate"
         )
@@ -164,7 +165,7 @@ def _padding(
     places = torch.arange(input_ids.shape[1], device=input_ids.device)
     counted = places >= padding[:, None]
     if mask.shape != input_ids.shape or not counted[:, -1:].all() or (mask.bool() != counted).any():
-        raise ValueError(
+        raise InputError(
             "attention_mask may leave out padding on the left of a prompt, and nothing else; set "
             "padding_side='left' in the tokenizer, and leave a token in each prompt"
         )
@@ -172,7 +173,7 @@ def _padding(
     if positions is not None:
         wanted = places - padding[:, None]
         if positions.ndim != 2 or ((positions.to(wanted.device) != wanted) & counted).any():
-            raise ValueError(
+            raise InputError(
                 "a head decodes from tokens alone, and position_ids counts them otherwise than "
                 "one by one; leave it out, or leave out custom_generate"
             )
@@ -196,7 +197,7 @@ def _sampling(
             and (ignored is None or bool((torch.as_tensor(ignored).to(padding) == padding).all()))
         )
         if place <= last or not is_plain:
-            raise ValueError(
+            raise InputError(
                 "a head can change logits by repetition_penalty, temperature, top_k, top_p and "
                 f"min_p only, each once, got {kind.__name__}; leave it out, or leave out "
                 "custom_generate"

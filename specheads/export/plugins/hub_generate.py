@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, StoppingCriteriaList, StopStringCriteria
 
 from specheads.core.drafter import Drafter
+from specheads.core.errors import InputError
 from specheads.export.plugins.custom_generate import Generated, custom_generate
 from specheads.export.plugins.generate_call import caller
 from specheads.heads.load import load_head
@@ -86,7 +87,7 @@ def hub_generate(
     `custom_generate`.
     """
     if arguments.pop("token", None) is not None:
-        raise ValueError(
+        raise InputError(
             "the head is downloaded with the token that huggingface_hub knows; leave token out and "
             "set HF_TOKEN, or run hf auth login"
         )

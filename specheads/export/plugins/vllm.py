@@ -29,6 +29,7 @@ from specheads.base.fingerprint import tables_fingerprint
 from specheads.base.projection import projection_of
 from specheads.base.weight_layout import column_major
 from specheads.core.drafter import Head, Memory
+from specheads.core.errors import InputError
 from specheads.core.features import Committed, Features
 from specheads.decoding.trees import policies
 from specheads.export.layouts.vllm import HEAD_VARIABLE
@@ -105,7 +106,7 @@ class Proposer:
 
     def __init__(self, vllm_config: Any) -> None:
         if not _prepare_runner.cache_info().currsize:
-            raise ValueError(
+            raise InputError(
                 f"{HEAD_VARIABLE} must name a head, got {os.environ.get(HEAD_VARIABLE)!r}; set it, "
                 "and leave specheads in VLLM_PLUGINS where that is set"
             )
@@ -120,13 +121,13 @@ class Proposer:
         head = load_head(os.environ[HEAD_VARIABLE])
         embedding, projection = _borrowed(target_model)
         if head.aux_layers:
-            raise ValueError(
+            raise InputError(
                 f"the plug-in shows heads the last hidden state only, and {head.kind} reads "
                 "earlier layers; export it with engine=vllm, which has a layout of vLLM's own for "
                 "it"
             )
         if self.policy.depth > head.depth:
-            raise ValueError(
+            raise InputError(
                 f"num_speculative_tokens must be at most {head.depth}, the head's depth, got "
                 f"{self.policy.depth}"
             )
@@ -150,7 +151,7 @@ class Proposer:
         groups = [isinstance(group.kv_cache_spec, full) for group in cache.kv_cache_groups]
         split = self.config.parallel_config.decode_context_parallel_size > 1
         if self.config.kv_transfer_config is not None or split or not any(groups):
-            raise ValueError(
+            raise InputError(
                 f"{self.head.kind} remembers each position where vLLM has its keys and values: it "
                 "needs full attention somewhere, in a cache that is neither transferred nor split "
                 "among devices; take another kind of head"
@@ -249,7 +250,7 @@ def _borrowed(target: torch.nn.Module) -> tuple[Tensor, Tensor]:
     tables = [one for one in target.modules() if isinstance(one, layers.VocabParallelEmbedding)]
     inputs = [one for one in tables if not isinstance(one, layers.ParallelLMHead)]
     if not inputs:
-        raise ValueError(
+        raise InputError(
             "a head needs its base's input embedding on the device that samples; serve without "
             "pipeline parallelism"
         )

@@ -16,6 +16,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from specheads.core.errors import InputError
+
 
 @dataclass(frozen=True, slots=True)
 class BaseView:
@@ -52,17 +54,17 @@ class Stored:
 
     def __init__(self, file: Path) -> None:
         if not file.is_file():
-            raise ValueError(f"the engine reads {file.name}; {file.parent} has none")
+            raise InputError(f"the engine reads {file.name}; {file.parent} has none")
         self.name = file.name
         self.left: dict[str, Tensor] = load_file(file)
 
     def take(self, name: str, *shape: int) -> Tensor:
         """Return a tensor in float64, or as it is where it holds integers."""
         if name not in self.left:
-            raise ValueError(f"{self.name} lacks {name!r}")
+            raise InputError(f"{self.name} lacks {name!r}")
         value = self.left.pop(name)
         if value.shape != shape:
-            raise ValueError(f"{name!r} must have shape {shape}, got {tuple(value.shape)}")
+            raise InputError(f"{name!r} must have shape {shape}, got {tuple(value.shape)}")
         return value.double() if value.is_floating_point() else value
 
     def linear(self, name: str, size: int, values: Tensor) -> Tensor:
@@ -76,7 +78,7 @@ class Stored:
     def close(self) -> None:
         """Refuse what nobody took."""
         if self.left:
-            raise ValueError(f"{self.name} has {min(self.left)!r}, which the engine ignores")
+            raise InputError(f"{self.name} has {min(self.left)!r}, which the engine ignores")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -88,7 +90,7 @@ def require(config: dict[str, Any], **wanted: Any) -> None:
     """Refuse a setting that is missing, or that an engine would read as something else."""
     for name, value in wanted.items():
         if config.get(name) != value:
-            raise ValueError(
+            raise InputError(
                 f"the engine needs {name}={value!r} in config.json, got {config.get(name)!r}"
             )
 
@@ -123,5 +125,5 @@ def open_own(
         return config, stored, torch.arange(vocab)
     ids = stored.take("draft_ids", config["draft_tokens"])
     if not (ids.diff() > 0).all() or ids[0] < 0 or ids[-1] >= vocab:
-        raise ValueError(f"'draft_ids' must grow within 0 and {vocab}")
+        raise InputError(f"'draft_ids' must grow within 0 and {vocab}")
     return config, stored, ids

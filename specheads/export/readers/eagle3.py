@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from specheads.core.errors import InputError
 from specheads.export.readers import BaseView, Guess, Stored, read_config, rms
 from specheads.export.readers import require as need
 from specheads.export.readers.llama import Layer
@@ -37,7 +38,7 @@ def speculators(folder: Path, base: BaseView, depth: int) -> Iterator[Guess]:
     method = outer["speculators_config"]["proposal_methods"][0]
     need(method, speculative_tokens=depth)
     if not outer["speculators_config"]["verifier"]["name_or_path"]:
-        raise ValueError("vLLM needs the verifier's name_or_path in config.json")
+        raise InputError("vLLM needs the verifier's name_or_path in config.json")
     config = {"norm_before_residual": True} | outer | outer["transformer_layer_config"]
     yield from _draft(folder, config, base, depth, sorted(set(outer[IDS])))
 
@@ -89,7 +90,7 @@ def _draft(
     need(config, model_type="llama", hidden_size=width, num_hidden_layers=1, hidden_act="silu")
     need(config, vocab_size=vocab)
     if min(ids) < 0 or max(ids) >= len(base.streams) - 1:
-        raise ValueError(f"layers {list(ids)} are not among those an engine hands on")
+        raise InputError(f"layers {list(ids)} are not among those an engine hands on")
     aux = torch.cat([base.streams[one] for one in ids], dim=-1)
     stream = aux @ stored.take("fc.weight", width, aux.shape[1]).T
     embedding = base.embedding
@@ -100,7 +101,7 @@ def _draft(
     if len(tokens) != vocab:
         tokens = tokens + stored.take("d2t", len(tokens))
         if not torch.equal(stored.take("t2d", vocab).nonzero()[:, 0], tokens):
-            raise ValueError("d2t and t2d must name the same tokens, in order")
+            raise InputError("d2t and t2d must name the same tokens, in order")
     name = "midlayer" if "midlayer.hidden_norm.weight" in stored else "layers.0"
     layer, epsilon = Layer(stored, name, config, 2 * width), config["rms_norm_eps"]
     input_norm, hidden_norm, norm = (

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specheads.core.errors import InputError
 from specheads.export.readers import BaseView, Guess, Stored, open_own, read_config, silu
 from specheads.export.readers import require as need
 
@@ -25,7 +26,7 @@ def tgi(folder: Path, base: BaseView, depth: int) -> Iterator[Guess]:
     config = read_config(folder)
     need(config, architectures=None, medusa_num_heads=depth)
     if not config.get("base_model_name_or_path"):
-        raise ValueError("TGI needs base_model_name_or_path in config.json")
+        raise InputError("TGI needs base_model_name_or_path in config.json")
     yield from _fasterdecoding(folder, config, base, depth, biased=True)
 
 
@@ -36,7 +37,7 @@ def vllm_0_32(folder: Path, base: BaseView, depth: int) -> Iterator[Guess]:
     need(config, model_type="medusa", hidden_size=width, vocab_size=vocab, medusa_num_heads=depth)
     stray = [n for n in config if "num" in n and "heads" in n and n != "medusa_num_heads"]
     if stray or config.get("truncated_vocab_size", vocab) != vocab:
-        raise ValueError(f"vLLM 0.32 misreads {stray or 'truncated_vocab_size'} in config.json")
+        raise InputError(f"vLLM 0.32 misreads {stray or 'truncated_vocab_size'} in config.json")
     biased = config.get("medusa_fc_bias", False)
     yield from _fasterdecoding(folder, config, base, depth, biased=biased)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from specheads.core.errors import InputError
 from specheads.export.readers import BaseView, Guess, Stored, open_own, read_config, rms
 from specheads.export.readers import require as need
 
@@ -26,7 +27,7 @@ def tgi(folder: Path, base: BaseView, depth: int) -> Iterator[Guess]:
     need(config, model_type="mlp_speculator", tie_weights=True, n_predict=depth)
     need(config, architectures=["MLPSpeculatorPreTrainedModel"])
     if not config.get("base_model_name_or_path") or len(config["top_k_tokens_per_head"]) != depth:
-        raise ValueError("TGI needs base_model_name_or_path, and top_k_tokens_per_head a level")
+        raise InputError("TGI needs base_model_name_or_path, and top_k_tokens_per_head a level")
     stored = Stored(folder / "model.safetensors")
     width, vocab, inner = base.hidden.shape[1], len(base.embedding), config["inner_dim"]
     need(config, emb_dim=width, vocab_size=vocab)
@@ -50,7 +51,7 @@ def _tied(stored: Stored, name: str, shape: tuple[int, ...], levels: range) -> T
     copies = [stored.take(f"speculator.{part}.{level}.{suffix}", *shape) for level in levels]
     for level, copy in zip(levels, copies, strict=True):
         if not torch.equal(copy, copies[0]):
-            raise ValueError(f"tied weights must agree: {part}.{level} differs from the first")
+            raise InputError(f"tied weights must agree: {part}.{level} differs from the first")
     return copies[0]
 
 

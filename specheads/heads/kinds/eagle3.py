@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from specheads.core.drafter import Bias, Committed, Features, State, Weight
+from specheads.core.errors import InputError
 from specheads.heads.fill import fill
 from specheads.heads.layers.attention import AttentionShape, Slots
 from specheads.heads.layers.embedding import EmbeddingHead
@@ -60,10 +61,10 @@ class Config:
     def __post_init__(self) -> None:
         self.aux_layers = tuple(self.aux_layers)
         if self.depth < 1:
-            raise ValueError(f"eagle3 needs depth >= 1, got {self.depth}")
+            raise InputError(f"eagle3 needs depth >= 1, got {self.depth}")
         # serving engines read the list as a sorted set
         if list(self.aux_layers) != sorted({abs(layer) for layer in self.aux_layers}):
-            raise ValueError(
+            raise InputError(
                 f"eagle3 needs aux_layers in growing order, got {list(self.aux_layers)}; "
                 "set head.aux_layers"
             )
@@ -150,7 +151,7 @@ class Head(EmbeddingHead):
 
     def _fuse(self, features: Features) -> Tensor:
         if features.aux is None:
-            raise ValueError(
+            raise InputError(
                 "eagle3 reads aux_layers, got none; read the base with aux_layers=head.aux_layers"
             )
         return self.fc(features.aux)
@@ -189,7 +190,7 @@ def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | No
     settings["rope_theta"] = settings.get("rope_theta") or rope.get("rope_theta")
     for name, value in (PLAIN | {"target_hidden_size": settings["hidden_size"]}).items():
         if settings.get(name) not in (None, value):
-            raise ValueError(
+            raise InputError(
                 f"eagle3 reads checkpoints with {name}={value!r}, this one has "
                 f"{settings[name]!r}; choose another checkpoint"
             )
@@ -200,7 +201,7 @@ def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | No
         # the i-th draft token is token i + d2t[i] of the base
         ids = torch.arange(head.drafted_size, device=offsets.device) + offsets
         if marks is not None and not torch.equal(marks.nonzero()[:, 0], ids):
-            raise ValueError("d2t and t2d must name the same tokens, in order; repair the maps")
+            raise InputError("d2t and t2d must name the same tokens, in order; repair the maps")
         if head.draft_ids is not None:
             named["draft_ids"] = ids
     fill(head, named)

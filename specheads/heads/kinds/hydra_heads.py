@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from specheads.core.drafter import Bias, Committed, Features, State, Weight, pick_parents
+from specheads.core.errors import InputError
 from specheads.heads.fill import fill
 from specheads.heads.layers.attention import AttentionShape, Slots
 from specheads.heads.layers.embedding import EmbeddingHead
@@ -52,7 +53,7 @@ class Config:
 
     def __post_init__(self) -> None:
         if min(self.depth, self.num_layers) < 1:
-            raise ValueError(
+            raise InputError(
                 "hydra_heads needs depth >= 1 and num_layers >= 1, got "
                 f"{self.depth} and {self.num_layers}"
             )
@@ -135,7 +136,7 @@ def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | No
         return None
     found = [config.get(name) for name in ("hydra_head_arch", "grounded_heads")]
     if found not in (["mlp", True], ["prefix-mlp", True]) or config.get("hidden_state_offset"):
-        raise ValueError(
+        raise InputError(
             "of Hydra's heads only 'mlp' and 'prefix-mlp' can be read, grounded and on the last "
             f"hidden state; this one is {found[0]!r}, or not grounded, or reads an earlier state"
         )
@@ -157,7 +158,7 @@ def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | No
 
 def _need(tensors: dict[str, Tensor], name: str) -> Tensor:
     if name not in tensors:
-        raise ValueError(f"a Hydra checkpoint needs {name!r}; this one is incomplete")
+        raise InputError(f"a Hydra checkpoint needs {name!r}; this one is incomplete")
     return tensors[name]
 
 

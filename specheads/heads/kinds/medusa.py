@@ -14,6 +14,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from specheads.core.drafter import Bias, Committed, Features, State, Weight
 from specheads.core.drafter import Head as BaseHead
+from specheads.core.errors import InputError
 from specheads.heads.fill import fill
 from specheads.heads.layers.residual import ResidualBlock
 
@@ -42,12 +43,12 @@ class Config:
 
     def __post_init__(self) -> None:
         if self.depth < 1 or self.num_layers < 0:
-            raise ValueError(
+            raise InputError(
                 "medusa needs depth >= 1 and num_layers >= 0, got "
                 f"{self.depth} and {self.num_layers}"
             )
         if self.projection not in PROJECTIONS or self.rank < 1:
-            raise ValueError(
+            raise InputError(
                 f"medusa needs projection to be one of {', '.join(PROJECTIONS)} and rank >= 1, got "
                 f"{self.projection!r} and {self.rank}"
             )
@@ -150,7 +151,7 @@ class Head(BaseHead):
 
     def _lent(self) -> Tensor:
         if self.borrowed is None:
-            raise ValueError("medusa shares its base's projection; load the head with its base")
+            raise InputError("medusa shares its base's projection; load the head with its base")
         return self.borrowed
 
 
@@ -173,7 +174,7 @@ def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | No
     )
     known = "blocks.0.0.linear.weight" if is_legacy else "head.0.weight"
     if known not in named:
-        raise ValueError(f"a Medusa checkpoint needs {known!r}; this one is incomplete")
+        raise InputError(f"a Medusa checkpoint needs {known!r}; this one is incomplete")
     rows, width = named[known].shape
     head = Head(own, width=width, vocab_size=0 if is_legacy else rows)
     fill(head, named)

@@ -17,6 +17,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from specheads.core.drafter import Bias, Committed, Features, State, Weight, pick_parents
 from specheads.core.drafter import Head as BaseHead
+from specheads.core.errors import InputError
 from specheads.heads.fill import fill
 
 EPSILON = 1e-6
@@ -50,12 +51,12 @@ class Config:
 
     def __post_init__(self) -> None:
         if self.depth < 1 or self.inner_dim < 0:
-            raise ValueError(
+            raise InputError(
                 "an mlp_speculator needs depth >= 1 and inner_dim >= 0, got "
                 f"{self.depth} and {self.inner_dim}"
             )
         if self.state not in STATES:
-            raise ValueError(f"head.state must be one of {', '.join(STATES)}, got {self.state!r}")
+            raise InputError(f"head.state must be one of {', '.join(STATES)}, got {self.state!r}")
 
 
 class _Norm(nn.Module):
@@ -217,7 +218,7 @@ def _arctic_width(config: dict[str, Any]) -> int:
     known = config["method"] == "sum_rnn" or (config["method"] == "sum_lstm" and tied)
     width = max(widths)
     if not known or len(widths) > 1 or not width.isdigit():
-        raise ValueError(
+        raise InputError(
             "of Arctic's speculators those of one width can be read, sum_rnn or sum_lstm with tied "
             f"weights and embeddings; this one is {config['method']!r} of widths {sorted(widths)}"
         )
@@ -234,7 +235,7 @@ def _join_gates(named: dict[str, Tensor]) -> dict[str, Tensor]:
             if len(gates) < len(found):
                 continue
             if part == "emb" and not all(torch.equal(gates[0], gate) for gate in gates):
-                raise ValueError("tie_lstm_embs is set, but the gates' embeddings differ")
+                raise InputError("tie_lstm_embs is set, but the gates' embeddings differ")
             named[f"{part}.{level}.weight"] = gates[0] if part == "emb" else torch.cat(gates)
     return named
 
@@ -246,5 +247,5 @@ def _untie(named: dict[str, Tensor], wanted: set[str]) -> dict[str, Tensor]:
         suffix = rest.partition(".")[2]
         kept = f"{part}.{1 if part == 'proj' else 0}.{suffix}"
         if kept not in named or not torch.equal(named[kept], named[name]):
-            raise ValueError(f"tie_weights is set, but {name!r} differs from {kept!r}")
+            raise InputError(f"tie_weights is set, but {name!r} differs from {kept!r}")
     return {name: value for name, value in named.items() if name in wanted}

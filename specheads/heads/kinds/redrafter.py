@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from specheads.core.drafter import Bias, Committed, Features, State, Weight, pick_parents
+from specheads.core.errors import InputError
 from specheads.heads.fill import fill
 from specheads.heads.layers.embedding import EmbeddingHead
 from specheads.heads.layers.residual import ResidualBlock
@@ -40,7 +41,7 @@ class Config:
 
     def __post_init__(self) -> None:
         if self.depth < 1 or self.num_layers < 0 or self.exit_dim < 0:
-            raise ValueError(
+            raise InputError(
                 "redrafter needs depth >= 1, num_layers >= 0 and exit_dim >= 0, got "
                 f"{self.depth}, {self.num_layers} and {self.exit_dim}"
             )

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
+from specheads.core.errors import InputError
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
@@ -42,7 +44,7 @@ class AttentionShape:
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_shared or self.head_dim % 2:
-            raise ValueError(
+            raise InputError(
                 "attention needs key and value heads that divide its heads, and an even number "
                 f"of channels a head, got {self.num_shared}, {self.num_heads} and {self.head_dim}"
             )

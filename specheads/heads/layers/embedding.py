@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from specheads.core.drafter import Head
+from specheads.core.errors import InputError
 
 
 class EmbeddingHead(Head):
@@ -33,5 +34,5 @@ class EmbeddingHead(Head):
             ValueError: No base has lent its embedding.
         """
         if self.embedding is None:
-            raise ValueError(f"{self.kind} reads its base's embedding; load the head with its base")
+            raise InputError(f"{self.kind} reads its base's embedding; load the head with its base")
         return F.embedding(tokens, self.embedding).to(like.dtype)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
+from specheads.core.errors import InputError
 from specheads.decoding import loop
 from specheads.decoding.acceptance import rules
 from specheads.decoding.trees import policies
@@ -61,7 +62,7 @@ def pick_tree(
     products of per-depth accuracies, which are too low where difficulty comes in bursts.
     """
     if not prompts:
-        raise ValueError("picking a tree needs prompts to measure on, got none")
+        raise InputError("picking a tree needs prompts to measure on, got none")
     how = How(max_new_tokens=max_new_tokens, batch_size=8, progress=progress)
     ranks = [
         guess_ranks(base, head, prompt, continuation, width=WIDTH)

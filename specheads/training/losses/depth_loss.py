@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._C._autograd import _get_current_graph_task_keep_graph
 from torch.nn import functional as F  # noqa: N812
 
+from specheads.core.errors import InputError
 from specheads.training.losses import liger
 from specheads.training.losses.gradients import Gradients
 from specheads.training.losses.row_losses import KINDS as KINDS
@@ -120,20 +121,20 @@ def check_choices(kind: str, weighting: str) -> None:
     """Refuse a loss or a weighting there is not."""
     for name, value, known in (("loss", kind, KINDS), ("weighting", weighting, WEIGHTINGS)):
         if value not in known:
-            raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+            raise InputError(f"{name} must be one of {', '.join(known)}, got {value!r}")
 
 
 def _check(
     kind: str, depth_weights: Sequence[float], targets: Sequence[Targets], depth: int
 ) -> None:
     if len(depth_weights) not in (0, depth):
-        raise ValueError(
+        raise InputError(
             f"depth_weights needs one weight for each of {depth} depths, got {len(depth_weights)}"
         )
     if len(targets) != depth:
-        raise ValueError(f"targets are one for all, or one for each of {depth}: got {len(targets)}")
+        raise InputError(f"targets are one for all, or one for each of {depth}: got {len(targets)}")
     if kind not in LABELS_ONLY and any(target.project is None for target in targets):
-        raise ValueError(
+        raise InputError(
             f"loss {kind} reads the base's distribution, got project=None; pass a projection"
         )
 
