@@ -1,6 +1,8 @@
 """Entry point of a checkout: `accelerate launch --quiet train.py recipe=tiny_code`."""
 
-from specheads.commands.train import main
+import sys
+
+from specheads.commands._call import call
 
 if __name__ == "__main__":
-    main()
+    call("train", sys.argv[1:])

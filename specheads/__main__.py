@@ -1,8 +1,8 @@
 """`specheads <command> [overrides]`: every module of `specheads.commands` is a command."""
 
 import ast
-import importlib
 import sys
+from importlib import import_module
 from pathlib import Path
 
 FOLDER = Path(__file__).with_name("commands")
@@ -47,7 +47,8 @@ def main() -> None:
         sys.stderr.write(f"no command is called {name!r}: choose one of {', '.join(known)}\n")
         sys.exit(2)
     del sys.argv[1]
-    importlib.import_module(f"specheads.commands.{name}").main()
+    # late, so that a list of commands waits for nothing
+    import_module("specheads.commands._call").call(name, sys.argv[1:])
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from transformers.utils import logging as transformers_logging
 
 from specheads import config
 from specheads.core.errors import InputError
@@ -30,9 +30,6 @@ SHORT: dict[str, dict[str, str]] = {
     "export": HEAD,
 }
 """Names that docs and scripts use for settings further down, by command."""
-
-Body = Callable[[Any, Sequence[str]], None]
-"""What a command does with its settings, and with the overrides that made them."""
 
 
 def register() -> None:
@@ -76,53 +73,63 @@ def list_recipes() -> str:
     )
 
 
-def command(name: str) -> Callable[[Body], Callable[[], None]]:
-    """Make a function of a typed configuration into a command.
+def from_command_line(name: str, overrides: Sequence[str]) -> list[Any]:
+    """Return the typed settings of a command, checked; several where Hydra was asked for them.
 
-    Mistakes in what the user asked for leave one line on standard error and exit code 2; an
-    interrupt leaves 130; whatever else goes wrong is our bug and keeps its traceback.
+    Hydra composes and we run: it would put lines of its own before our errors, and leave folders.
     """
+    # so that mistakes come up to us instead of being printed by Hydra
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    composed: list[Any] = []
+    folder = str(config.data_dir("configs"))
+    decorate = hydra.main(version_base="1.3", config_path=folder, config_name=name)
+    given, sys.argv[1:] = sys.argv[1:], overrides
+    try:
+        with _reading(overrides):
+            decorate(composed.append)()
+    finally:
+        sys.argv[1:] = given
+    return [_checked(one) for one in composed]
 
-    def wrap(body: Body) -> Callable[[], None]:
-        def main() -> None:
-            # so that mistakes come up to us instead of being printed by Hydra
-            os.environ["HYDRA_FULL_ERROR"] = "1"
-            transformers_logging.disable_progress_bar()
-            composed: list[Any] = []
-            given = sys.argv[1:]
-            overrides = lengthen(name, given)
-            try:
-                register()
-                decorate = hydra.main(
-                    version_base="1.3",
-                    config_path=str(config.data_dir("configs")),
-                    config_name=name,
-                )
-                sys.argv[1:] = overrides
-                # Hydra composes and we run: it would put a line of its own before our errors
-                decorate(composed.append)()
-                sys.argv[1:] = given
-                for settings in composed:
-                    body(OmegaConf.to_object(settings), overrides)
-            except (HydraException, OmegaConfBaseException, ValueError) as error:
-                sys.stderr.write(message(error))
-                sys.exit(2)
-            except KeyboardInterrupt:
-                sys.stderr.write("interrupted; the same command goes on from the checkpoint\n")
-                sys.exit(130)
 
-        return main
+@contextmanager
+def _reading(overrides: Sequence[str]) -> Iterator[None]:
+    """Tell whatever Hydra raises as a mistake in the overrides: it reads nothing else."""
+    register()
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException):
+        raise
+    except Exception as error:
+        raise InputError(
+            f"overrides must read group=choice or setting=value, got {' '.join(overrides)[:200]!r} "
+            f"({type(error).__name__}: {error}); --help lists them"
+        ) from error
 
-    return wrap
+
+def _checked(composed: Any) -> Any:
+    """Return composed settings as dataclasses; one that is missing, unknown or wrong is refused."""
+    if missing := sorted(map(str, OmegaConf.missing_keys(composed))):
+        raise InputError(f"a setting without a default must be given; add {missing[0]}=")
+    try:
+        settings = OmegaConf.to_object(composed)
+    except AttributeError as error:
+        # +name=value adds a setting that no dataclass has a place for
+        name = str(error).rstrip("'").rpartition("'")[2]
+        raise InputError(
+            f"a setting must be one that --help lists, and there is no {name!r}; leave it out, or "
+            "mend its name"
+        ) from error
+    config.check(settings)
+    return settings
 
 
 def settings_of(name: str, overrides: Sequence[str]) -> Any:
     """Return the typed settings of a command, for a caller in Python."""
-    register()
     folder = str(config.data_dir("configs"))
     try:
-        with hydra.initialize_config_dir(folder, version_base="1.3"):
-            return OmegaConf.to_object(hydra.compose(name, lengthen(name, overrides)))
+        with _reading(overrides), hydra.initialize_config_dir(folder, version_base="1.3"):
+            return _checked(hydra.compose(name, lengthen(name, overrides)))
     except (HydraException, OmegaConfBaseException) as error:
         raise InputError(message(error).removeprefix("error: ").rstrip()) from error
 
@@ -158,6 +165,10 @@ def overlay(trained: config.Train, settings: Any, overrides: Sequence[str]) -> N
 def message(error: Exception) -> str:
     """Return a mistake in one line; behind a missing recipe, a list of them."""
     text = " ".join(str(error).split())
+    if text.startswith("Error merging override") and error.__cause__:
+        # Hydra says which override, and only what it wraps says why
+        text = f"{text.removeprefix('Error merging override ')}: {error.__cause__}"
+    text = " ".join(text.split())
     if "specify 'recipe'" in text or "Could not find 'recipe/" in text:
         wanted = text.partition("Could not find 'recipe/")[2].partition("'")[0]
         rule = f"there is no recipe {wanted!r}" if wanted else "name a recipe, as in recipe=smoke"

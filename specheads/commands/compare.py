@@ -5,14 +5,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from specheads.commands import _compose, _library
+from specheads.commands import _library
 from specheads.config import Compare
 from specheads.measure.compare import table
 from specheads.runs.directory import RunDirectory
 
 
-@_compose.command("compare")
-def main(settings: Compare, overrides: Sequence[str]) -> None:
+def run(settings: Compare, overrides: Sequence[str]) -> None:
     """Compare the head of a run with the baselines."""
     comparison = _library.compare(settings=settings, overrides=overrides)
     console = Console()

@@ -3,15 +3,14 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from specheads.commands import _compose, _library
+from specheads.commands import _library
 from specheads.config import Evaluate
 from specheads.core.errors import InputError
 from specheads.measure import report
 from specheads.runs.directory import RunDirectory
 
 
-@_compose.command("evaluate")
-def main(settings: Evaluate, overrides: Sequence[str]) -> None:
+def run(settings: Evaluate, overrides: Sequence[str]) -> None:
     """Evaluate a run, or any head on the base it was made for."""
     if settings.head_path and not settings.run and not settings.out:
         raise InputError("a head without a run needs out=FOLDER for its report")

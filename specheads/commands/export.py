@@ -5,12 +5,11 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from specheads.commands import _compose, _library
+from specheads.commands import _library
 from specheads.config import Export
 
 
-@_compose.command("export")
-def main(settings: Export, overrides: Sequence[str]) -> None:
+def run(settings: Export, overrides: Sequence[str]) -> None:
     """Export a run's head, or any head with the base it was made for."""
     made = _library.export(settings=settings, overrides=overrides)
     accepted = " ".join(f"{one.accepted}/{one.offered}" for one in made.parity.per_depth)

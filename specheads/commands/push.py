@@ -5,12 +5,11 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from specheads.commands import _compose, _library
+from specheads.commands import _library
 from specheads.config import Push
 
 
-@_compose.command("push")
-def main(settings: Push, _: Sequence[str]) -> None:
+def run(settings: Push, _: Sequence[str]) -> None:
     """Push a run."""
     push_run(settings)
 

@@ -13,8 +13,7 @@ from specheads.measure.results import Results
 from specheads.measure.store import read
 
 
-@_compose.command("train")
-def main(settings: Train, _: Sequence[str]) -> None:
+def run(settings: Train, _: Sequence[str]) -> None:
     """Run the recipe; an unfinished run of the same name goes on where it stopped."""
     if settings.dry_run:
         sys.stdout.write(_compose.as_yaml(settings))

@@ -1,18 +1,10 @@
 """Every setting, with its unit and what its zero means. Hydra fills these; nothing else does."""
 
 from specheads.config.commands import Compare, Evaluate, Export, Push, Train
-from specheads.config.parts import (
-    Base,
-    Data,
-    Distill,
-    Evaluation,
-    Joint,
-    Phase,
-    Schedule,
-    Tracker,
-    Tree,
-)
+from specheads.config.parts import Base, Data, Evaluation, Tracker, Tree
 from specheads.config.places import data_dir, new_name, recipe_dirs
+from specheads.config.schedule import Distill, Joint, Phase, Schedule
+from specheads.config.validation import check
 
 __all__ = [
     "Base",
@@ -29,6 +21,7 @@ __all__ = [
     "Tracker",
     "Train",
     "Tree",
+    "check",
     "data_dir",
     "new_name",
     "recipe_dirs",

@@ -1,29 +1,43 @@
 """Settings of each command. Hydra fills these; nothing else does."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
-from specheads.config.parts import Base, Data, Evaluation, Schedule, Tracker, Tree
+from specheads.config.parts import Base, Data, Evaluation, Tracker, Tree
+from specheads.config.ranges import (
+    Count,
+    Depth,
+    Name,
+    Nodes,
+    Place,
+    Positive,
+    Seed,
+    Text,
+    one_of,
+)
+from specheads.config.schedule import Schedule
+
+DRAFTERS = ("head", "prompt_lookup", "hybrid", "streaming", "draft_model")
 
 
 @dataclass(kw_only=True, slots=True)
 class Train:
     """`specheads train`."""
 
-    name: str
+    name: Name
     """Name of the run."""
 
-    run_dir: str = "runs/${name}"
+    run_dir: Place = "runs/${name}"
     """Where it lies."""
 
-    seed: int = 0
+    seed: Seed = 0
     """Seed of initialisation, shuffling and sampling."""
 
     base: Base
     head: dict[str, Any]
     """`kind` and that kind's own settings."""
 
-    init: str = ""
+    init: Place = ""
     """Folder or Hub id of a head of that kind, ours or public, to start from; its own settings
     count then, and not those of `head`. Empty starts anew."""
 
@@ -33,10 +47,10 @@ class Train:
     tracker: Tracker
     evaluation: Evaluation
 
-    log_every: int = 10
+    log_every: Positive = 10
     """Steps between two lines of metrics.jsonl."""
 
-    checkpoint_every: int = 0
+    checkpoint_every: Count = 0
     """Steps between two checkpoints. Zero writes them at the end of each phase only."""
 
     evaluate_after: bool = True
@@ -50,10 +64,10 @@ class Train:
 class Evaluate:
     """`specheads evaluate`."""
 
-    run: str = ""
+    run: Place = ""
     """A run directory; or name head and base."""
 
-    head_path: str = ""
+    head_path: Place = ""
     """Folder or Hub id of a head; `head=` on the command line."""
 
     base: Base
@@ -61,45 +75,46 @@ class Evaluate:
     """Whose validation text a tuned tree is picked on, for a head without a run."""
     tree: Tree
     evaluation: Evaluation
-    out: str = ""
+    out: Place = ""
     """Where the report goes. Empty is the run's own report/."""
 
     force: bool = False
     """Take a head that was trained on other weights than the base's, a fine-tuned sibling's."""
 
-    record: str = ""
+    record: Place = ""
     """A recipe folder whose results.json is to be replaced by what was measured."""
 
-    seed: int = 0
+    seed: Seed = 0
+    """Seed of sampling, and of which prompts are used."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Compare:
     """`specheads compare`."""
 
-    run: str = ""
+    run: Place = ""
     """A finished run's directory."""
 
-    drafters: list[str] = field(default_factory=list)
+    drafters: list[Annotated[str, one_of(*DRAFTERS)]] = field(default_factory=list)
     """Which of head, prompt_lookup, hybrid, streaming and draft_model. Empty is all, draft_model
     only where one is named."""
 
-    draft_model: str = ""
+    draft_model: Place = ""
     """Folder or Hub id of a smaller model that shares the base's vocabulary. Empty is none."""
 
-    draft_depth: int = 4
+    draft_depth: Depth = 4
     """Tokens that streaming and draft_model draft: a chain."""
 
-    copied_tokens: int = 10
+    copied_tokens: Nodes = 10
     """Tokens that prompt lookup copies at most, alone and in the hybrid's tree."""
 
-    max_ngram: int = 3
+    max_ngram: Positive = 3
     """Longest suffix that prompt lookup looks for."""
 
-    sinks: int = 4
+    sinks: Count = 4
     """First tokens of a text that streaming sees."""
 
-    window: int = 60
+    window: Positive = 60
     """Recent tokens that streaming sees; as many as the context make its draft the base's own."""
 
     data: Data
@@ -107,20 +122,21 @@ class Compare:
     tree: Tree
     """The head's, alone and in the hybrid."""
     evaluation: Evaluation
-    out: str = ""
+    out: Place = ""
     """Where compare.json goes. Empty is the run's own report/."""
 
-    seed: int = 0
+    seed: Seed = 0
+    """Seed of sampling, and of which prompts are used."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Export:
     """`specheads export`."""
 
-    run: str = ""
+    run: Place = ""
     """A run directory; or name head and base."""
 
-    head_path: str = ""
+    head_path: Place = ""
     """Folder or Hub id of a head; `head=` on the command line."""
 
     base: Base
@@ -129,23 +145,23 @@ class Export:
     force: bool = False
     """Take a head that was trained on other weights than the base's, a fine-tuned sibling's."""
 
-    engine: str = ""
+    engine: Text = ""
     """Whose layout: a module of specheads/export/layouts."""
 
-    out: str = ""
+    out: Place = ""
     """The new folder."""
 
-    prompts: str = ""
+    prompts: Place = ""
     """On which head and export must draft alike: a name or a .jsonl file. Empty is the run's own,
     or python_stdlib."""
 
-    num_prompts: int = 8
+    num_prompts: Positive = 8
     """Prompts used."""
 
-    prompt_tokens: int = 64
+    prompt_tokens: Positive = 64
     """Tokens of each, at most."""
 
-    new_tokens: int = 64
+    new_tokens: Positive = 64
     """Tokens that the base says after each."""
 
 
@@ -153,25 +169,25 @@ class Export:
 class Push:
     """`specheads push`. Tokens are huggingface_hub's own matter: there is no setting for them."""
 
-    run: str = ""
+    run: Place = ""
     """A finished run's directory."""
 
-    repo: str = ""
+    repo: Text = ""
     """USER/NAME on the Hub; made where it is missing."""
 
     private: bool | None = None
     """Whether only its owner sees it. None leaves a repository as it is, and makes a public one."""
 
-    gated: str = ""
+    gated: Annotated[str, one_of("", "false", "False", "auto", "manual")] = ""
     """Whether others have to ask for the files: false, auto or manual. Empty leaves it as it is."""
 
-    base_repo: str = ""
+    base_repo: Text = ""
     """Hub id under which others find the base. Empty is what the run loaded, where that is one."""
 
-    licence: str = "unknown"
+    licence: Text = "unknown"
     """Licence of the head, as the Hub writes it, such as apache-2.0."""
 
-    data_licence: str = ""
+    data_licence: Text = ""
     """Licence of the training text. Empty is what is known of the corpus."""
 
     dry_run: bool = False

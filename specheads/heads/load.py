@@ -22,6 +22,7 @@ from specheads.base.fingerprint import base_fingerprint
 from specheads.base.model import FrozenBase
 from specheads.base.weight_layout import column_major
 from specheads.config import new_name
+from specheads.config.validation import hints, refuse
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.heads.fill import fill
@@ -54,6 +55,9 @@ def configure(settings: Mapping[str, Any]) -> Any:
             f"head {settings['kind']!r} does not know the setting {unknown[0]!r}; it has "
             f"{', '.join(sorted(known))}{new_name(repr(unknown[0]))}"
         )
+    for name, hint in hints(module.Config).items():
+        if name in values:
+            refuse(f"head.{name}", values[name], hint)
     return module.Config(**values)
 
 

@@ -39,8 +39,6 @@ from specheads.measure.tune.trees import pick_tree
 from specheads.runs.directory import RunDirectory
 from specheads.runs.provenance import nearby, provenance
 
-MODES = ("offline", "online", "all")
-
 Asked = Train | Evaluate | Compare
 """Settings that say what is measured: `evaluation`, `tree`, `data` and `seed`."""
 
@@ -114,18 +112,27 @@ def evaluate_head(
     )
 
 
+def refuse_unusable(settings: Asked, head_depth: int) -> policies.TreePolicy | None:
+    """Refuse an evaluation that no base could take; return the tree, None where it is to be picked.
+
+    Ranges are checked where settings are composed: what is left is what they are together.
+    """
+    evaluation = settings.evaluation
+    how_of(evaluation, settings.seed)
+    acceptance_rule(evaluation.acceptance)
+    if evaluation.temperature > 0 and evaluation.mode == "offline":
+        raise InputError(
+            "evaluation.temperature must be 0 for evaluation.mode=offline, got "
+            f"{evaluation.temperature}; set mode=online"
+        )
+    return fixed_policy(settings.tree, head_depth)
+
+
 def check(
     settings: Asked, base: FrozenBase, head_depth: int, prompts: PromptSet | None = None
 ) -> PromptSet:
     """Refuse an evaluation that could only fail later; return the prompts it would use."""
-    evaluation = settings.evaluation
-    if evaluation.mode not in MODES:
-        raise InputError(f"mode must be one of {', '.join(MODES)}, got {evaluation.mode!r}")
-    how_of(evaluation, settings.seed)
-    acceptance_rule(evaluation.acceptance)
-    if evaluation.temperature > 0 and evaluation.mode == "offline":
-        raise InputError(f"temperature must be 0 for mode=offline, got {evaluation.temperature}")
-    tree = fixed_policy(settings.tree, head_depth)
+    evaluation, tree = settings.evaluation, refuse_unusable(settings, head_depth)
     if base.tokenizer is None and (prompts is None or tree is None):
         raise InputError(f"evaluation reads text: the base {base.name} needs a tokenizer")
     if prompts is None:

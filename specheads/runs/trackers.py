@@ -7,10 +7,6 @@ from typing import Any
 
 import wandb
 
-from specheads.core.errors import InputError
-
-KINDS = ("jsonl", "wandb")
-
 
 class Tracker:
     """Writes each row to `metrics` and, when chosen, to wandb.
@@ -22,7 +18,6 @@ class Tracker:
     def __init__(
         self, metrics: Path, *, kind: str, project: str, name: str, resumed_step: int = 0
     ) -> None:
-        check_kind(kind)
         self.metrics = metrics
         kept = [row for row in read_metrics(metrics) if row["step"] <= resumed_step]
         metrics.parent.mkdir(parents=True, exist_ok=True)
@@ -47,12 +42,6 @@ class Tracker:
         """Tell wandb that the run is over."""
         if self.run is not None:
             self.run.finish()
-
-
-def check_kind(kind: str) -> None:
-    """Refuse a tracker there is not."""
-    if kind not in KINDS:
-        raise InputError(f"tracker must be one of {', '.join(KINDS)}, got {kind!r}")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

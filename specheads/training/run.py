@@ -25,13 +25,12 @@ from specheads.data.packing import PackedText, Text
 from specheads.decoding.acceptance.sampling import Sampling
 from specheads.decoding.generate import generate
 from specheads.heads.load import build_for, configure, resume_head
-from specheads.measure.evaluation import check
+from specheads.measure.evaluation import check, refuse_unusable
 from specheads.measure.quality import quality_windows
-from specheads.runs import trackers
 from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import Tracker
 from specheads.training import trainer
-from specheads.training.schedule import adapter_settings, check_names, check_phase
+from specheads.training.schedule import adapter_settings, refuse_misfit
 
 COUNTED_TOKENS = 2**19
 """Tokens of the corpus that a reduced draft vocabulary is counted on."""
@@ -75,12 +74,13 @@ def run(
         kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
     )
     made = RunDirectory(Path(settings.run_dir))
+    depth = _refuse_unusable(settings)
     if base is None:
         choices = asdict(settings.base)
         if choices["device"] == "auto":
             choices["device"] = str(accelerator.device)
         base = FrozenBase.load(**choices)
-    _refuse_unusable(settings, base)
+    _refuse_unfit(settings, base, depth)
     texts = _Texts(settings, base, made, accelerator)
     torch.manual_seed(settings.seed)
     head, counts = _start(settings, base, texts)
@@ -216,9 +216,16 @@ class _Texts:
             bar.update(task, completed=done)
 
 
-def _refuse_unusable(settings: Train, base: FrozenBase) -> None:
-    """Refuse settings that could only fail later, before anything is written."""
-    head_depth = configure(settings.head).depth
+def _refuse_unusable(settings: Train) -> int:
+    """Refuse what is wrong whatever the base is, before it is loaded; return the head's depth."""
+    depth: int = configure(settings.head).depth
+    if settings.evaluate_after:
+        refuse_unusable(settings, depth)
+    return depth
+
+
+def _refuse_unfit(settings: Train, base: FrozenBase, depth: int) -> None:
+    """Refuse settings that do not fit the base, before anything is written."""
     if base.tokenizer is None:
         raise InputError(f"training reads text: the base {base.name} needs a tokenizer")
     if len(base.tokenizer) > base.vocab_size:
@@ -226,16 +233,14 @@ def _refuse_unusable(settings: Train, base: FrozenBase) -> None:
             f"the tokenizer must be the base's own: it has {len(base.tokenizer)} tokens, the base "
             f"{base.vocab_size}; load the tokenizer the base was trained with"
         )
-    check_names(settings.schedule.phases)
     for name, phase in settings.schedule.phases.items():
-        check_phase(name, phase, base.max_length, head_depth)
+        refuse_misfit(name, phase, base.max_length, depth)
     if joint := adapter_settings(settings.schedule):
         lora.targets(base.model, joint.target_modules)
         if settings.evaluate_after:
             quality_windows(settings, base)
-    trackers.check_kind(settings.tracker.kind)
     if settings.evaluate_after:
-        check(settings, base, head_depth)
+        check(settings, base, depth)
 
 
 def _has_bf16() -> bool:

@@ -4,7 +4,7 @@ See docs/two_phases.md.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from specheads.config import Joint, Phase, Schedule
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
-from specheads.training.losses.depth_loss import check_choices, whole_chains
+from specheads.training.losses.depth_loss import whole_chains
 from specheads.training.muon import Muon
 
 MOST_WARMUP_STEPS = 2000
@@ -150,94 +150,26 @@ def peak_rates(phase: Phase, schedule: Schedule) -> dict[str, float]:
 
 def adapter_settings(schedule: Schedule) -> Joint | None:
     """Return the settings of the one adapter that all joint phases train, None without any."""
-    joint = [phase.joint for phase in schedule.phases.values() if phase.joint]
-    for setting in ("rank", "alpha", "dropout", "target_modules"):
-        values = [getattr(one, setting) for one in joint]
-        if any(value != values[0] for value in values):
-            raise InputError(
-                f"all joint phases train one adapter: joint.{setting} must be the same in each, "
-                f"got {values}"
-            )
-    return joint[0] if joint else None
+    return next((phase.joint for phase in schedule.phases.values() if phase.joint), None)
 
 
-def check_names(phases: Mapping[str, Phase]) -> None:
-    """Refuse settings for phases that the schedule does not have."""
-    if strangers := [name for name, phase in phases.items() if not phase.text]:
-        remedy = " ".join(f"~schedule.phases.{name}" for name in strangers)
-        raise InputError(
-            f"the schedule has no phase {strangers[0]!r} and the recipe changes it: it was made "
-            f"for another schedule; add {remedy}"
-        )
-
-
-def check_phase(name: str, phase: Phase, context: int, depth: int | None = None) -> None:
-    """Refuse a phase that could only fail once training has begun.
-
-    Without `depth`, the levels of the head, it is open how many weights there must be.
-    """
-    check_names({name: phase})
-    if phase.text != ("distilled" if phase.distill else "corpus"):
-        raise InputError(
-            f"phase {name!r} needs text=corpus, or text=distilled with distill settings, got "
-            f"text={phase.text!r}"
-        )
-    check_choices(phase.loss, phase.weighting)
-    _check_weights(name, phase, depth)
-    least = {"steps": (phase.steps, 1), "batch_size": (phase.batch_size, 1)}
+def refuse_misfit(name: str, phase: Phase, context: int, depth: int) -> None:
+    """Refuse a phase whose text does not fit the base's context and the head's levels."""
     length = phase.sequence_length
     if phase.distill is not None:
         length = phase.distill.prompt_tokens + phase.distill.new_tokens
-        least["num_samples"] = (phase.distill.num_samples, 1)
-    least["sequence_length"] = (length, 1)
-    if joint := phase.joint:
-        _check_joint(name, joint)
-        bounds = {"rank": 1, "alpha": 0, "learning_rate": 0, "head_weight": 0}
-        least |= {f"joint.{one}": (getattr(joint, one), bound) for one, bound in bounds.items()}
-    for setting, (value, bound) in least.items():
-        if value < bound:
-            raise InputError(
-                f"phase {name!r} needs {setting} >= {bound}, got {value}; raise it, or leave the "
-                "phase out to skip it"
-            )
     if length > context:
         raise InputError(
             f"phase {name!r} reads {length} tokens at once, the base's context holds {context}; "
             "shorten sequence_length, or prompt_tokens and new_tokens"
         )
-    if not 0 < (share := phase.scored_share) <= 1:
-        raise InputError(f"phase {name!r} needs scored_share above 0 and at most 1, got {share}")
-
-
-def _check_weights(name: str, phase: Phase, depth: int | None) -> None:
-    plain = {"decay": 1.0, "weighting": "geometric", "depth_weights": []}
-    ways = [setting for setting, value in plain.items() if getattr(phase, setting) != value]
-    if len(ways) > 1:
-        told = " and by ".join(f"{setting}={getattr(phase, setting)}" for setting in ways)
+    if min(length, phase.sequence_length or length) < depth + 2:
         raise InputError(
-            f"phase {name!r} weighs depths in two ways, by {told}; leave one of them out"
+            f"phase {name!r} needs at least {depth + 2} tokens to train {depth} depths, got "
+            f"{length}; raise sequence_length, or new_tokens"
         )
-    if phase.depth_weights and depth not in (None, len(phase.depth_weights)):
+    if len(phase.depth_weights) not in (0, depth):
         raise InputError(
             f"phase {name!r} needs one of depth_weights for each of the head's {depth} depths, got "
             f"{len(phase.depth_weights)}"
-        )
-    weights = [phase.decay, *phase.depth_weights]
-    if min(weights) < 0 or not any(phase.depth_weights or [1.0]):
-        raise InputError(
-            f"phase {name!r} needs depth weights of at least 0 and not all 0, got "
-            f"decay={phase.decay} and depth_weights={phase.depth_weights}"
-        )
-
-
-def _check_joint(name: str, joint: Joint) -> None:
-    for setting, choices in {"ramp": ("constant", "sine"), "target": ("text", "base")}.items():
-        if (value := getattr(joint, setting)) not in choices:
-            raise InputError(
-                f"phase {name!r} needs joint.{setting} to be one of {', '.join(choices)}, got "
-                f"{value!r}"
-            )
-    if not 0 <= joint.dropout < 1:
-        raise InputError(
-            f"phase {name!r} needs joint.dropout at least 0 and below 1, got {joint.dropout}"
         )

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 import specheads
-from specheads.commands import compare, evaluate, export, train
+from specheads.commands._call import call
 from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import read_metrics
 from specheads.training import trainer
@@ -50,11 +49,11 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 def here(finished: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Return what runs a command beside the finished run, in this process: it starts faster."""
 
-    def run(command: ModuleType, *arguments: str) -> None:
+    def run(command: str, *arguments: str) -> None:
         monkeypatch.chdir(finished[0])
-        monkeypatch.setattr(sys, "argv", ["command", *arguments])
         monkeypatch.setenv("COLUMNS", "160")
-        command.main()
+        monkeypatch.setattr(sys, "argv", [command, *arguments])
+        call(command, arguments)
 
     return run
 
@@ -113,7 +112,7 @@ def test_a_finished_run_is_refused_and_left_as_it_is(
     run = finished[0] / "runs" / "smoke"
     before = {file: file.stat().st_mtime_ns for file in run.rglob("*")}
     with pytest.raises(SystemExit) as left:
-        here(train, "recipe=smoke", *SMALL)
+        here("train", "recipe=smoke", *SMALL)
     assert left.value.code == 2
     assert "a finished run is never overwritten" in capsys.readouterr().err
     assert before == {file: file.stat().st_mtime_ns for file in run.rglob("*")}
@@ -135,7 +134,7 @@ def test_a_head_without_its_run_is_measured_by_the_short_names(
     finished: tuple[Path, str], here: Callable[..., None]
 ):
     here(
-        evaluate, "head=runs/smoke/head", f"base={ROOT / 'recipes/tiny_code/base'}", "tree=chain",
+        "evaluate", "head=runs/smoke/head", f"base={ROOT / 'recipes/tiny_code/base'}", "tree=chain",
         "prompts=python_stdlib", "num_prompts=2", "max_new_tokens=8", "mode=offline", "out=third",
     )  # fmt: skip
     results = json.loads((finished[0] / "third" / "results.json").read_text())
@@ -148,7 +147,7 @@ def test_a_head_without_its_run_is_measured_by_the_short_names(
 def test_evaluate_keeps_the_run_s_own_settings_but_for_those_asked_for(
     finished: tuple[Path, str], here: Callable[..., None]
 ):
-    here(evaluate, "run=runs/smoke", "tree=chain", "temperature=0.9", "num_prompts=1", "out=warm")
+    here("evaluate", "run=runs/smoke", "tree=chain", "temperature=0.9", "num_prompts=1", "out=warm")
     results = json.loads((finished[0] / "warm" / "results.json").read_text())
     assert results["settings"]["temperature"] == 0.9
     # the run was made with 8 new tokens, the default is 128
@@ -162,11 +161,11 @@ def test_evaluate_measures_a_run_on_its_own_base_in_another_way(
     finished: tuple[Path, str], here: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ):
     wanted = ("run=runs/smoke", "num_prompts=1", "max_new_tokens=4", "mode=online")
-    here(evaluate, *wanted, "base.dtype=float64", "tree=chain", "out=fine")
+    here("evaluate", *wanted, "base.dtype=float64", "tree=chain", "out=fine")
     results = json.loads((finished[0] / "fine" / "results.json").read_text())
     assert results["settings"]["dtype"] == "float64"
     with pytest.raises(SystemExit) as left:
-        here(evaluate, *wanted, "base=elsewhere", "out=never")
+        here("evaluate", *wanted, "base=elsewhere", "out=never")
     assert left.value.code == 2
     assert "measured on its own base, got base.model" in capsys.readouterr().err
     assert not (finished[0] / "never").exists()
@@ -175,8 +174,7 @@ def test_evaluate_measures_a_run_on_its_own_base_in_another_way(
 def test_an_interrupted_command_goes_on_and_ends_where_an_undisturbed_one_does(
     finished: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ):
-    arguments = ["train.py", "recipe=smoke", f"run_dir={tmp_path}/run", "evaluate_after=false"]
-    monkeypatch.setattr(sys, "argv", arguments)
+    arguments = ["recipe=smoke", f"run_dir={tmp_path}/run", "evaluate_after=false"]
     step = trainer._Trainer._step
 
     def interrupted(self, *rest):
@@ -186,10 +184,10 @@ def test_an_interrupted_command_goes_on_and_ends_where_an_undisturbed_one_does(
     with monkeypatch.context() as patch:
         patch.setattr(trainer._Trainer, "_step", interrupted)
         with pytest.raises(SystemExit) as left:
-            train.main()
+            call("train", arguments)
     assert left.value.code == 130
     assert trainer.last_step(RunDirectory(tmp_path / "run")) == 8
-    train.main()
+    call("train", arguments)
     ours = load_file(tmp_path / "run" / "head" / "model.safetensors")
     whole = load_file(finished[0] / "runs" / "smoke" / "head" / "model.safetensors")
     for name, value in whole.items():
@@ -231,9 +229,8 @@ def test_a_mistake_gets_one_line_and_leaves_nothing_behind(
 ):
     overrides, told = MISTAKES[mistake]
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["train.py", *overrides])
     with pytest.raises(SystemExit) as left:
-        train.main()
+        call("train", overrides)
     printed = capsys.readouterr().err
     assert left.value.code == 2, printed
     assert told in printed
@@ -243,10 +240,9 @@ def test_a_mistake_gets_one_line_and_leaves_nothing_behind(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_bare_command_lists_the_recipes(monkeypatch: pytest.MonkeyPatch, capsys: Any):
-    monkeypatch.setattr(sys, "argv", ["train.py"])
+def test_a_bare_command_lists_the_recipes(capsys: Any):
     with pytest.raises(SystemExit):
-        train.main()
+        call("train", [])
     printed = capsys.readouterr().err
     assert all(f"  {name} " in printed for name in ("smoke", "tiny_code", "granite_code"))
 
@@ -255,8 +251,7 @@ def test_a_dry_run_prints_the_settings_and_writes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["train.py", "recipe=tiny_code", "dry_run=true"])
-    train.main()
+    call("train", ["recipe=tiny_code", "dry_run=true"])
     assert "kind: mlp_speculator" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
 
@@ -265,7 +260,7 @@ def test_export_writes_a_folder_and_the_line_that_serves_it(
     finished: tuple[Path, str], here: Callable[..., None], capsys: Any
 ):
     cwd = finished[0]
-    here(export, "run=runs/smoke", "engine=vllm", "out=served", "num_prompts=2", "new_tokens=16")
+    here("export", "run=runs/smoke", "engine=vllm", "out=served", "num_prompts=2", "new_tokens=16")
     (line,) = capsys.readouterr().out.splitlines()
     assert "vllm serve" in line
     assert str(cwd / "served") in line
@@ -279,7 +274,7 @@ def test_training_starts_from_a_head_that_is_named(
 ):
     cwd = finished[0]
     here(
-        train, "recipe=smoke", "name=further", "init=runs/smoke/head", "evaluate_after=false",
+        "train", "recipe=smoke", "name=further", "init=runs/smoke/head", "evaluate_after=false",
         "schedule.phases.corpus.steps=2", "~schedule.phases.distilled",
     )  # fmt: skip
     first = read_metrics(cwd / "runs" / "smoke" / "metrics.jsonl")[0]["loss"]
@@ -292,7 +287,7 @@ def test_compare_holds_the_head_of_a_run_against_what_needs_no_training(
     run = finished[0] / "runs" / "smoke"
     before = {file.name for file in (run / "report").iterdir()}
     here(
-        compare, "run=runs/smoke", "tree=chain", "num_prompts=2", "max_new_tokens=8",
+        "compare", "run=runs/smoke", "tree=chain", "num_prompts=2", "max_new_tokens=8",
         "evaluation.speed_prompts=1", "evaluation.repeats=1",
         f"draft_model={ROOT / 'recipes/tiny_code/base'}", "window=16",
     )  # fmt: skip
@@ -327,7 +322,7 @@ def test_compare_refuses_a_run_that_is_not_finished_and_a_stranger_as_the_draft_
         ),
     ):
         with pytest.raises(SystemExit) as left:
-            here(compare, *arguments, "num_prompts=1", "max_new_tokens=4", "out=refused")
+            here("compare", *arguments, "num_prompts=1", "max_new_tokens=4", "out=refused")
         assert left.value.code == 2
         (line,) = capsys.readouterr().err.strip().splitlines()[-1:]
         assert told in line

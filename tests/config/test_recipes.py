@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from specheads import config
 from specheads.commands import _compose
 from specheads.heads.load import build
-from specheads.training.schedule import check_phase
+from specheads.training.schedule import refuse_misfit
 
 RECIPES = _compose.recipes()
 HEADINGS = ["What", "Command", "Cost", "Results", "Not measured", "Changes"]
@@ -37,11 +37,11 @@ def test_a_recipe_composes_and_builds_its_head(name: str):
     settings = composed("train", f"recipe={name}")
     assert isinstance(settings, config.Train)
     assert settings.name == name
-    for phase_name, phase in settings.schedule.phases.items():
-        check_phase(phase_name, phase, context=8192)
+    config.check(settings)
     with torch.device("meta"):
         head = build(settings.head, width=64, vocab_size=65536)
-    assert head.depth >= 1
+    for phase_name, phase in settings.schedule.phases.items():
+        refuse_misfit(phase_name, phase, context=8192, depth=head.depth)
 
 
 @pytest.mark.parametrize("name", sorted(RECIPES))

@@ -22,6 +22,7 @@ from omegaconf import OmegaConf
 import specheads
 from specheads.base.model import FrozenBase
 from specheads.commands import _compose, push
+from specheads.commands._call import call
 from specheads.config import Push, Train, data_dir
 from specheads.export.engines import engines
 from specheads.export.hub import card, upload
@@ -437,12 +438,11 @@ def test_a_mistake_puts_nothing_there(mistake, publish, server):
 
 
 @pytest.mark.usefixtures("owner")
-def test_the_command_tells_a_refusal_in_one_line(server, run, capsys, monkeypatch):
-    arguments = ["push", f"run={run.path}", f"repo={REPO}", "private=true", "gated=auto"]
-    monkeypatch.setattr(sys, "argv", arguments)
+def test_the_command_tells_a_refusal_in_one_line(server, run, capsys):
+    arguments = [f"run={run.path}", f"repo={REPO}", "private=true", "gated=auto"]
     server.fail_at = 9
     with pytest.raises(SystemExit) as left:
-        push.main()
+        call("push", arguments)
     told = capsys.readouterr()
     assert (left.value.code, told.out) == (2, "")
     assert len(told.err.splitlines()) == 1

@@ -1,7 +1,6 @@
 """Drafters beside each other, in one run."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ import pytest
 
 from specheads.baselines import PromptLookup
 from specheads.baselines.hybrid import Hybrid, HybridTree, Lookup
-from specheads.commands import compare as command
+from specheads.commands._call import call
 from specheads.config import Compare, Data, Evaluation, Tree
 from specheads.decoding.generate import generate
 from specheads.decoding.trees import policies
@@ -101,7 +100,7 @@ def test_a_draft_model_is_compared_only_where_one_is_named():
     [
         (["run=nowhere"], "nowhere has none"),
         ([], "name what to compare: run=DIR"),
-        (["run=x", "drafters=[head,oak]"], "drafters must be among head"),
+        (["run=x", "drafters=[head,oak]"], "each one of head, prompt_lookup"),
         (["run=x", "drafters=[draft_model]"], "draft_model=FOLDER_OR_HUB_ID"),
     ],
 )
@@ -109,9 +108,8 @@ def test_a_mistake_gets_one_line(
     overrides: list[str], told: str, monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
 ):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["compare.py", *overrides])
     with pytest.raises(SystemExit) as left:
-        command.main()
+        call("compare", overrides)
     printed = capsys.readouterr().err
     assert left.value.code == 2, printed
     assert told in printed

@@ -14,6 +14,7 @@ from rich.progress import Progress
 from specheads.base.model import FrozenBase
 from specheads.config import Phase, Schedule
 from specheads.core.drafter import Head
+from specheads.core.errors import InputError
 from specheads.data.packing import TokenBatch
 from specheads.heads.load import build, build_for, kinds
 from specheads.runs.directory import RunDirectory
@@ -21,7 +22,7 @@ from specheads.runs.trackers import Tracker, read_metrics
 from specheads.training import trainer
 from specheads.training.losses.depth_loss import whole_chains
 from specheads.training.objective import Objective
-from specheads.training.schedule import check_phase, learning_rate_share, optimizers
+from specheads.training.schedule import learning_rate_share, optimizers, refuse_misfit
 from tests import tiny
 
 
@@ -216,18 +217,14 @@ def test_muon_takes_hidden_matrices_and_adamw_the_rest(draft_tokens: int):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"text": ""}, "add ~schedule.phases.corpus"),
-        ({"text": "books"}, "needs text=corpus"),
-        ({"text": "distilled"}, "with distill settings"),
-        ({"loss": "hinge"}, "got 'hinge'"),
-        ({"steps": 0}, "needs steps >= 1"),
         ({"sequence_length": 999}, "context holds 128"),
-        ({"scored_share": 0.0}, "scored_share above 0"),
+        ({"sequence_length": 3}, "at least 4 tokens to train 2 depths, got 3"),
+        ({"depth_weights": [1.0]}, "each of the head's 2 depths, got 1"),
     ],
 )
-def test_a_phase_that_could_only_fail_later_is_refused_at_once(changes: dict, message: str):
-    with pytest.raises(ValueError, match=message):
-        check_phase("corpus", phase(**changes), context=128)
+def test_a_phase_that_does_not_fit_base_or_head_is_refused_at_once(changes: dict, message: str):
+    with pytest.raises(InputError, match=message):
+        refuse_misfit("corpus", phase(**changes), context=128, depth=2)
 
 
 def test_a_label_that_cannot_be_drafted_is_not_trained_on_and_counts_as_not_accepted():
@@ -271,24 +268,6 @@ def test_states_that_predict_no_label_of_the_loss_may_be_anything(
         assert torch.equal(value, part.state_dict()[name]), name
     rows = [read_metrics(tmp_path / name / "metrics.jsonl")[-1] for name in ("whole", "part")]
     assert rows[0]["loss"] == rows[1]["loss"]
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"weighting": "flat"}, "weighting must be one of geometric, dpace"),
-        ({"weighting": "dpace", "decay": 0.8}, "two ways, by decay=0.8"),
-        ({"depth_weights": [1.0, 0.5], "decay": 0.8}, "two ways, by decay=0.8"),
-        ({"weighting": "dpace", "depth_weights": [1.0, 0.5]}, "two ways, by weighting=dpace"),
-        ({"depth_weights": [1.0]}, "each of the head's 2 depths, got 1"),
-        ({"depth_weights": [1.0, -0.5]}, "at least 0"),
-    ],
-)
-def test_weights_of_depths_that_contradict_each_other_are_refused(
-    changes: dict[str, Any], message: str
-):
-    with pytest.raises(ValueError, match=message):
-        check_phase("corpus", phase(**changes), context=128, depth=2)
 
 
 def test_dpace_scores_whole_chains_each_drafted_from_one_position(tmp_path: Path):

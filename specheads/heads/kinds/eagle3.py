@@ -3,14 +3,16 @@
 Source: Li et al. 2025, arXiv:2503.01840; SafeAILab/EAGLE, vllm-project/speculators.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from specheads.config import check
+from specheads.config.ranges import Count, Depth, Layer, Scale, Width
 from specheads.core.drafter import Bias, Committed, Features, State, Weight
 from specheads.core.errors import InputError
 from specheads.heads.fill import fill
@@ -27,45 +29,45 @@ NUM_AUX_LAYERS = 3
 class Config:
     """Settings of an EAGLE-3 head; the defaults are the published ones."""
 
-    depth: int = 7
+    depth: Depth = 7
     """Number of levels it drafts, and steps of its training-time test."""
 
-    aux_layers: Sequence[int] = ()
+    aux_layers: list[Layer] = field(default_factory=list)
     """Base layers it reads, in growing order: k is the residual stream after k layers. Empty
     takes 2, n // 2 and n - 3 of n, as serving engines do, and others in a base too shallow."""
 
-    attention_heads: int = 0
+    attention_heads: Width = 0
     """Number of attention heads. Zero takes one for each 64 channels of the base."""
 
-    key_value_heads: int = 0
+    key_value_heads: Width = 0
     """Number of heads of keys and values. Zero takes as many as there are attention heads."""
 
-    head_dim: int = 0
+    head_dim: Width = 0
     """Number of channels of an attention head. Zero divides the base's among them."""
 
-    inner_dim: int = 0
+    inner_dim: Width = 0
     """Width of its MLP. Zero takes 8/3 of the base's, rounded up to a multiple of 16."""
 
     norm_before_residual: bool = False
     """Whether the residual starts from the normed features, as in some checkpoints."""
 
-    rope_theta: float = 10_000.0
+    rope_theta: Scale = 10_000.0
     """Base of the rotary position embedding."""
 
-    epsilon: float = 1e-5
+    epsilon: Scale = 1e-5
     """Epsilon of its norms."""
 
-    draft_tokens: int = 0
+    draft_tokens: Count = 0
     """Number of tokens it can draft, the most frequent ones of the training text. Zero is all."""
 
     def __post_init__(self) -> None:
-        self.aux_layers = tuple(self.aux_layers)
-        if self.depth < 1:
-            raise InputError(f"eagle3 needs depth >= 1, got {self.depth}")
+        if isinstance(self.aux_layers, tuple):
+            self.aux_layers = list(self.aux_layers)
+        check(self, "head")
         # serving engines read the list as a sorted set
-        if list(self.aux_layers) != sorted({abs(layer) for layer in self.aux_layers}):
+        if self.aux_layers != sorted(set(self.aux_layers)):
             raise InputError(
-                f"eagle3 needs aux_layers in growing order, got {list(self.aux_layers)}; "
+                f"eagle3 needs aux_layers in growing order, got {self.aux_layers}; "
                 "set head.aux_layers"
             )
 
@@ -98,7 +100,7 @@ class Head(EmbeddingHead):
         if not self.aux_layers:
             first, end = (2, 3) if num_layers >= 7 else (int(num_layers > 3), 1)
             aux_layers = (first, num_layers // 2, num_layers - end)
-            self.config = replace(self.config, aux_layers=aux_layers)
+            self.config = replace(self.config, aux_layers=list(aux_layers))
             self.aux_layers = aux_layers
 
     def initialise(self, embedding: Tensor, projection: Tensor) -> None:
@@ -215,7 +217,7 @@ def _own_config(settings: dict[str, Any]) -> Config:
     drafted = settings.get("draft_vocab_size") or 0
     return Config(
         depth=proposal.get("speculative_tokens") or Config().depth,
-        aux_layers=tuple(sorted(set(settings.get(IDS) or ()))),
+        aux_layers=sorted(set(settings.get(IDS) or ())),
         attention_heads=settings["num_attention_heads"],
         key_value_heads=settings.get("num_key_value_heads") or 0,
         head_dim=settings.get("head_dim") or 0,

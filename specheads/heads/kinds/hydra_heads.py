@@ -11,6 +11,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from specheads.config import check
+from specheads.config.ranges import Count, Depth, Scale, Width
 from specheads.core.drafter import Bias, Committed, Features, State, Weight, pick_parents
 from specheads.core.errors import InputError
 from specheads.heads.fill import fill
@@ -27,36 +29,32 @@ BORROWED = ("input_embed_fn.weight", "embed_tokens.weight", "rotary_emb.inv_freq
 class Config:
     """Settings of Hydra heads; the defaults are the published ones of Hydra++."""
 
-    depth: int = 4
+    depth: Depth = 4
     """Number of levels it drafts, each by a head of its own."""
 
-    num_layers: int = 4
+    num_layers: Depth = 4
     """Number of blocks of each head: 1 is Hydra, 4 is Hydra++."""
 
-    draft_tokens: int = 0
+    draft_tokens: Count = 0
     """Number of tokens it can draft, the most frequent ones of the training text. Zero is all."""
 
     prefix: bool = True
     """Whether a decoder layer of its own reads the base's states first, as in Hydra++."""
 
-    attention_heads: int = 0
+    attention_heads: Width = 0
     """Number of that layer's attention heads. Zero takes one for each 64 channels of the base."""
 
-    key_value_heads: int = 0
+    key_value_heads: Width = 0
     """Number of heads of keys and values. Zero takes as many as there are attention heads."""
 
-    inner_dim: int = 0
+    inner_dim: Width = 0
     """Width of its MLP. Zero takes 8/3 of the base's, rounded up to a multiple of 16."""
 
-    rope_theta: float = 10_000.0
+    rope_theta: Scale = 10_000.0
     """Base of its rotary position embedding."""
 
     def __post_init__(self) -> None:
-        if min(self.depth, self.num_layers) < 1:
-            raise InputError(
-                "hydra_heads needs depth >= 1 and num_layers >= 1, got "
-                f"{self.depth} and {self.num_layers}"
-            )
+        check(self, "head")
 
 
 class Head(EmbeddingHead):

@@ -5,53 +5,45 @@ Source: Cai et al. 2024, arXiv:2401.10774, section 2.1; FasterDecoding/Medusa.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from annotated_types import Ge
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
+from specheads.config import check
+from specheads.config.ranges import Count, Depth, Layers, Width, one_of
 from specheads.core.drafter import Bias, Committed, Features, State, Weight
 from specheads.core.drafter import Head as BaseHead
 from specheads.core.errors import InputError
 from specheads.heads.fill import fill
 from specheads.heads.layers.residual import ResidualBlock
 
-PROJECTIONS = ("own", "shared", "low_rank")
-
 
 @dataclass(kw_only=True, slots=True)
 class Config:
     """Settings of Medusa heads; the defaults are the published ones."""
 
-    depth: int = 5
+    depth: Depth = 5
     """Number of levels it drafts, each by a head of its own."""
 
-    num_layers: int = 1
+    num_layers: Layers = 1
     """Number of residual blocks of each head."""
 
-    projection: str = "own"
+    projection: Annotated[str, one_of("own", "shared", "low_rank")] = "own"
     """Where a head's state becomes logits: own (a matrix of each head), shared (the base's, never
     trained nor saved) or low_rank (the base's, plus the product of two thin matrices)."""
 
-    rank: int = 64
+    rank: Annotated[Width, Ge(1)] = 64
     """Width between those two thin matrices."""
 
-    draft_tokens: int = 0
+    draft_tokens: Count = 0
     """Number of tokens it can draft, the most frequent ones of the training text. Zero is all."""
 
     def __post_init__(self) -> None:
-        if self.depth < 1 or self.num_layers < 0:
-            raise InputError(
-                "medusa needs depth >= 1 and num_layers >= 0, got "
-                f"{self.depth} and {self.num_layers}"
-            )
-        if self.projection not in PROJECTIONS or self.rank < 1:
-            raise InputError(
-                f"medusa needs projection to be one of {', '.join(PROJECTIONS)} and rank >= 1, got "
-                f"{self.projection!r} and {self.rank}"
-            )
+        check(self, "head")
 
 
 class Head(BaseHead):

@@ -8,20 +8,21 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
+from specheads.config import check
+from specheads.config.ranges import Count, Depth, Width, one_of
 from specheads.core.drafter import Bias, Committed, Features, State, Weight, pick_parents
 from specheads.core.drafter import Head as BaseHead
 from specheads.core.errors import InputError
 from specheads.heads.fill import fill
 
 EPSILON = 1e-6
-STATES = ("mlp", "gated")
 GATES = ("forget", "input", "output", "cell")
 """Parts of the gated recurrence, in the order of their rows; the last one is no gate."""
 
@@ -30,13 +31,13 @@ GATES = ("forget", "input", "output", "cell")
 class Config:
     """Settings of an MLP speculator; the defaults are the published ones."""
 
-    depth: int = 3
+    depth: Depth = 3
     """Number of levels it drafts."""
 
-    inner_dim: int = 0
+    inner_dim: Width = 0
     """Width of its state. Zero takes the base's."""
 
-    state: str = "mlp"
+    state: Annotated[str, one_of("mlp", "gated")] = "mlp"
     """How a token updates it: mlp (a layer of its own) or gated (as an LSTM does)."""
 
     tie_weights: bool = True
@@ -46,17 +47,11 @@ class Config:
     scale_input: bool = True
     """Whether the base's hidden state is brought to norm 1/sqrt(2) per channel first."""
 
-    draft_tokens: int = 0
+    draft_tokens: Count = 0
     """Number of tokens it can draft, the most frequent ones of the training text. Zero is all."""
 
     def __post_init__(self) -> None:
-        if self.depth < 1 or self.inner_dim < 0:
-            raise InputError(
-                "an mlp_speculator needs depth >= 1 and inner_dim >= 0, got "
-                f"{self.depth} and {self.inner_dim}"
-            )
-        if self.state not in STATES:
-            raise InputError(f"head.state must be one of {', '.join(STATES)}, got {self.state!r}")
+        check(self, "head")
 
 
 class _Norm(nn.Module):

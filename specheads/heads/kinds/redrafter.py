@@ -13,8 +13,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
+from specheads.config import check
+from specheads.config.ranges import Count, Depth, Layers, Width
 from specheads.core.drafter import Bias, Committed, Features, State, Weight, pick_parents
-from specheads.core.errors import InputError
 from specheads.heads.fill import fill
 from specheads.heads.layers.embedding import EmbeddingHead
 from specheads.heads.layers.residual import ResidualBlock
@@ -24,27 +25,23 @@ from specheads.heads.layers.residual import ResidualBlock
 class Config:
     """Settings of a recurrent drafter; the defaults are the published ones."""
 
-    depth: int = 5
+    depth: Depth = 5
     """Number of levels it learns and drafts; its size does not depend on it."""
 
-    num_layers: int = 2
+    num_layers: Layers = 2
     """Number of residual blocks before its vocabulary projection."""
 
-    exit_dim: int = 0
+    exit_dim: Width = 0
     """Width of blocks and projection. Zero takes twice the base's, which needs no adapter."""
 
     rnn: bool = True
     """Whether a cell reads the drafted tokens; without it their embeddings are summed up."""
 
-    draft_tokens: int = 0
+    draft_tokens: Count = 0
     """Number of tokens it can draft, the most frequent ones of the training text. Zero is all."""
 
     def __post_init__(self) -> None:
-        if self.depth < 1 or self.num_layers < 0 or self.exit_dim < 0:
-            raise InputError(
-                "redrafter needs depth >= 1, num_layers >= 0 and exit_dim >= 0, got "
-                f"{self.depth}, {self.num_layers} and {self.exit_dim}"
-            )
+        check(self, "head")
 
 
 class Head(EmbeddingHead):

@@ -1,0 +1,110 @@
+"""What `specheads COMMAND --help` shows: choices and settings; needs no recipe and no torch."""
+
+import ast
+import inspect
+from collections.abc import Iterator
+from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
+from textwrap import fill
+from typing import Any, get_args
+
+from specheads import config
+from specheads.commands import _compose
+from specheads.config import ranges, validation
+
+KINDS = Path(__file__).parents[1] / "heads" / "kinds"
+
+Line = tuple[str, str, str, str]
+"""A setting's full name, what it may be, its default and what it is."""
+
+
+def settings(command: str) -> str:
+    """Return the help of a command: how to call it, its choices, and every setting."""
+    kind = _compose.SCHEMAS[command]
+    groups = [item.name for item in fields(kind) if _choices(item.name)]
+    if kind is config.Train:
+        groups.insert(0, "recipe")
+    shown = [f"{group}={'|'.join(_choices(group))}" for group in groups]
+    short = [f"{name} is {full}" for name, full in _compose.SHORT.get(command, {}).items()]
+    parts = [
+        f"usage: specheads {command} [group=choice] [key=value] ...",
+        inspect.getdoc(kind) or "",
+        *(["choices", *(f"  {line}" for line in shown)] if shown else []),
+        *(["short names", *(f"  {line}" for line in short)] if short else []),
+        "settings",
+        *(_shown(*line) for line in _settings(kind, command)),
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def _choices(group: str) -> list[str]:
+    if group == "recipe":
+        return sorted(_compose.recipes())
+    return sorted(path.stem for path in config.data_dir("configs").joinpath(group).glob("*.yaml"))
+
+
+def _shown(name: str, rule: str, default: str, about: str) -> str:
+    head = f"  {name}: {rule}{f' [{default}]' if default else ''}"
+    return f"{head}\n{fill(about, 96, initial_indent='      ', subsequent_indent='      ')}"
+
+
+def _settings(kind: Any, command: str, where: str = "") -> Iterator[Line]:
+    """Yield a dataclass's settings, and those below it."""
+    hints = validation.hints(kind)
+    about = _about(ast.parse(inspect.getsource(kind)).body[0])
+    for item in fields(kind):
+        name, hint = f"{where}{item.name}", hints[item.name]
+        if name == "head" and command == "train":
+            yield from _heads()
+        elif below := _below(hint):
+            yield from _settings(below, command, f"{name}.{_key(hint)}")
+        else:
+            default = "" if item.default is MISSING else repr(item.default)
+            if item.default_factory is not MISSING:
+                default = repr(item.default_factory())
+            yield name, validation.words(hint), default, about.get(item.name, "")
+
+
+def _below(hint: Any) -> Any:
+    """Return the dataclass that a setting is, or holds by name; None for a plain one."""
+    found = (_below(one) for one in get_args(hint))
+    is_group = isinstance(hint, type) and is_dataclass(hint)
+    return hint if is_group else next(filter(None, found), None)
+
+
+def _key(hint: Any) -> str:
+    return "NAME." if "dict[" in str(hint) else ""
+
+
+def _about(body: Any) -> dict[str, str]:
+    """Return what stands below each setting of a class."""
+    return {
+        ast.unparse(setting.target): " ".join(ast.literal_eval(text.value).split())
+        for setting, text in zip(body.body, body.body[1:], strict=False)
+        if isinstance(setting, ast.AnnAssign) and isinstance(text, ast.Expr)
+    }
+
+
+def _heads() -> Iterator[Line]:
+    """Yield the settings of every kind of head, from its file: importing one loads torch."""
+    for file in sorted(KINDS.glob("[!_]*.py")):
+        module = ast.parse(file.read_text(encoding="utf-8"))
+        kind = next(one for one in module.body if getattr(one, "name", "") == "Config")
+        about = _about(kind)
+        assert isinstance(kind, ast.ClassDef)
+        for item in kind.body:
+            if isinstance(item, ast.AnnAssign):
+                name = ast.unparse(item.target)
+                default = ast.unparse(item.value) if item.value else ""
+                label = f"head.{name} (head={file.stem})"
+                yield label, _words(item.annotation), default, about.get(name, "")
+
+
+def _words(annotation: ast.expr) -> str:
+    """Return what a setting may be, of an annotation that was not run."""
+    text = ast.unparse(annotation)
+    calls = [one for one in ast.walk(annotation) if isinstance(one, ast.Call)]
+    if calls and ast.unparse(calls[0].func) == "one_of":
+        return ranges.one_of(*(ast.literal_eval(one) for one in calls[0].args)).words
+    hint = getattr(ranges, text, None) or {"bool": bool}.get(text)
+    return validation.words(hint) if hint else text

@@ -1,0 +1,159 @@
+"""Settings of training: phases, and how the base writes text for one."""
+
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from annotated_types import Ge
+
+from specheads.config.ranges import (
+    Below1,
+    Count,
+    Length,
+    Pair,
+    Part,
+    Place,
+    Positive,
+    Scale,
+    Share,
+    Some,
+    Temperature,
+    Text,
+    Weight,
+    Width,
+    one_of,
+)
+
+LOSSES = (
+    *("cross_entropy", "soft_cross_entropy", "argmax_cross_entropy", "kl", "reverse_kl"),
+    *("total_variation", "lk", "lk_hybrid"),
+)
+
+
+@dataclass(kw_only=True, slots=True)
+class Distill:
+    """Text the frozen base writes itself, continuing prompts from the training corpus."""
+
+    num_samples: Positive
+    """Texts written."""
+
+    prompt_tokens: Positive = 64
+    """Tokens of corpus text that each continues; they are read and not counted."""
+
+    new_tokens: Positive = 256
+    """Tokens the base writes for each; the loss covers these only."""
+
+    temperature: Temperature = 1.0
+    """Sampling temperature of the base. Zero is greedy: the text a greedy server would see."""
+
+    top_k: Count = 0
+    """Tokens sampled from, the likeliest ones. Zero samples from all."""
+
+    batch_size: Positive = 64
+    """Texts written at once, and kept in one shard."""
+
+    folder: Place = ""
+    """Where the text is kept, so that several runs can share it. Empty is the run's own text/."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Joint:
+    """The base learns along with the head, by LoRA. The defaults are Medusa-2's for Vicuna.
+
+    Source: Cai et al. 2024, arXiv:2401.10774.
+    """
+
+    rank: Annotated[Width, Ge(1)] = 32
+    """Rank of what is added to each matrix."""
+
+    alpha: Scale = 16.0
+    """What is added is scaled by alpha / rank."""
+
+    dropout: Below1 = 0.05
+    """Share of each adapted layer's inputs that what is added does not see, in training."""
+
+    target_modules: list[Text] = field(default_factory=list)
+    """Ends of linear layers' names, such as q_proj. Empty is all, the vocabulary projection
+    included unless it is tied to the embedding."""
+
+    learning_rate: Share = 5e-4
+    """The base's, at its peak; the head's is the phase's."""
+
+    head_weight: Weight = 0.2
+    """Weight of the head's loss beside the base's own: lambda0 of the paper."""
+
+    ramp: Annotated[str, one_of("constant", "sine")] = "constant"
+    """constant, or sine: from zero in the phase's first step to head_weight in its last."""
+
+    target: Annotated[str, one_of("text", "base")] = "text"
+    """What the base learns: text (the surprise of the counted tokens), or base (KL divergence to
+    itself without the adapter, so that it keeps its distribution)."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Phase:
+    """One stretch of training: where its text comes from, how long, how fast."""
+
+    text: Annotated[str, one_of("corpus", "distilled")] = ""
+    """corpus, or distilled: text the base wrote itself."""
+
+    steps: Positive = 0
+    """Optimizer steps, at least one."""
+
+    batch_size: Positive = 0
+    """Sequences of one step on each process."""
+
+    sequence_length: Length = 0
+    """Tokens of a sequence. Zero takes the distilled text's own length."""
+
+    learning_rate: Share = 1e-3
+    """At its peak."""
+
+    final_share: Share = 0.1
+    """Learning rate at the end, as a share of the peak."""
+
+    warmup_share: Share = 0.05
+    """Share of the steps that warm up, at most 2000 of them."""
+
+    loss: Annotated[str, one_of(*LOSSES)] = "soft_cross_entropy"
+    """Which loss: see docs/losses.md."""
+
+    decay: Weight = 1.0
+    """Weight of each depth's loss relative to the depth before."""
+
+    depth_weights: list[Weight] = field(default_factory=list)
+    """Weight of each depth's loss, one a depth, in place of decay. Empty leaves it to decay."""
+
+    weighting: Annotated[str, one_of("geometric", "dpace")] = "geometric"
+    """geometric (by decay or depth_weights, the same for every position), or dpace (each chain by
+    how far its own drafts are likely to reach)."""
+
+    scored_share: Part = 1.0
+    """Share of the counted positions that the loss covers, drawn anew in each step. The base's
+    forward is cheap beside the vocabulary products, so scoring fewer positions of more text
+    learns faster in the same time."""
+
+    distill: Distill | None = None
+    """How distilled text is written; only for text=distilled."""
+
+    joint: Joint | None = None
+    """How the base learns along with the head. None trains the head alone."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Schedule:
+    """The phases, by name, in order."""
+
+    phases: Annotated[dict[str, Phase], Some]
+
+    betas: Annotated[list[Below1], Pair] = field(default_factory=lambda: [0.9, 0.95])
+    """Decay rates of AdamW's two moments."""
+
+    weight_decay: Share = 0.0
+    """Decoupled weight decay of AdamW and Muon."""
+
+    muon_learning_rate: Share = 0.0
+    """Peak for the hidden matrices, by Muon; it follows the phases' shape. Zero trains them with
+    AdamW like all else."""
+
+    clip_norm: Scale = 1.0
+    """Largest norm of all gradients together."""

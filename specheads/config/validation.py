@@ -1,0 +1,183 @@
+"""The one validation: settings are held against what is declared beside them, before anything runs.
+
+What only the base, the head or a file can tell (contexts, vocabularies, depths) is told by whoever
+has loaded it.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
+from types import NoneType, UnionType
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+from annotated_types import Ge, Gt, Le, Len, Lt, MinLen
+from pydantic import TypeAdapter, ValidationError
+
+from specheads.config.parts import Data, Tree
+from specheads.config.ranges import MOST, Name, Rule
+from specheads.config.schedule import Phase, Schedule
+from specheads.core.errors import InputError
+
+KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+
+
+def check(settings: Any, where: str = "") -> None:
+    """Refuse settings of which one is not what is declared beside it, or that do not go together.
+
+    Args:
+        settings: A dataclass of settings, with whatever is below it.
+        where: Full name of what they are, such as `schedule`; empty for a command's own.
+
+    Raises:
+        InputError: A setting is of another type or out of its range, or they contradict.
+    """
+    if isinstance(settings, Schedule):
+        _phases(settings.phases)
+    known = hints(type(settings))
+    for item in fields(settings):
+        value, place = getattr(settings, item.name), f"{where}.{item.name}".lstrip(".")
+        default = item.default if item.default_factory is MISSING else item.default_factory()
+        refuse(place, value, known[item.name], default)
+        for name, section in _sections(place, value):
+            check(section, name)
+    if isinstance(settings, Phase):
+        _phase(where, settings)
+    elif isinstance(settings, Schedule):
+        _one_adapter(settings.phases)
+    elif isinstance(settings, Tree) and settings.kind == "static" and not settings.paths:
+        raise InputError(f"a static tree needs {where}.paths, got none; give some, as [[0],[1]]")
+    elif isinstance(settings, Data) and settings.source != "python_stdlib" and not settings.path:
+        raise InputError(f"{where}.source={settings.source} needs {where}.path, got none; give it")
+
+
+def refuse(place: str, value: Any, hint: Any, default: Any = MISSING) -> None:
+    """Refuse one value for a setting, by its full name, that is not what its hint declares."""
+    try:
+        _adapter(hint).validate_python(value, strict=True)
+    except ValidationError as error:
+        # of several, the first: a list may be wrong in many places
+        first = error.errors(include_url=False)[0]
+        inside = "".join(f"[{one}]" for one in first["loc"])
+        usable = default is not MISSING and _admits(hint, default)
+        remedy = f"; its default is {default!r}" if usable else f"; set {place}"
+        raise InputError(
+            f"{place} must be {words(hint)}, got {_shown(first['input'])}"
+            f"{f' at {place}{inside}' if inside else ''}{remedy}"
+        ) from error
+
+
+def words(hint: Any) -> str:
+    """Return the type and range of a setting in words, such as `a whole number, at least 1`."""
+    rules = hint.__metadata__ if get_origin(hint) is Annotated else ()
+    plain = hint.__origin__ if rules else hint
+    origin, inner = get_origin(plain), get_args(plain)
+    if origin is UnionType:
+        kind = " or none; ".join(words(one) for one in inner if one is not NoneType) + " or none"
+    elif origin is list:
+        kind = f"a list, each {words(inner[0])}"
+    else:
+        kind = KINDS.get(plain, "a group of settings")
+    told = {type(rule): rule for rule in rules}
+    if isinstance(own := told.get(Rule), Rule) and plain is str:
+        return own.words
+    return ", ".join([kind, *_bounds(told)])
+
+
+def _bounds(rules: Mapping[type, Any]) -> Iterator[str]:
+    if Rule in rules:
+        yield rules[Rule].words
+    if Ge in rules:
+        yield f"at least {rules[Ge].ge:,}"
+    if Gt in rules:
+        yield f"above {rules[Gt].gt:,}"
+    # what cannot be reached need not be told
+    if Le in rules and rules[Le].le != MOST:
+        yield f"at most {rules[Le].le:,}"
+    if Lt in rules:
+        yield f"below {rules[Lt].lt:,}"
+    if Len in rules:
+        yield f"{rules[Len].min_length} of them"
+    if MinLen in rules:
+        yield "not empty"
+
+
+@cache
+def hints(kind: type) -> dict[str, Any]:
+    """Return what each setting of a dataclass may be, with its rules."""
+    return get_type_hints(kind, include_extras=True)
+
+
+@cache
+def _adapter(hint: Any) -> Any:
+    return TypeAdapter(hint)
+
+
+def _sections(place: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the dataclasses that a setting holds, each by its full name."""
+    if is_dataclass(value):
+        yield place, value
+    elif isinstance(value, Mapping):
+        yield from ((f"{place}.{key}", one) for key, one in value.items() if is_dataclass(one))
+
+
+def _admits(hint: Any, value: Any) -> bool:
+    try:
+        _adapter(hint).validate_python(value, strict=True)
+    except ValidationError:
+        return False
+    return True
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _phases(phases: Mapping[str, Phase]) -> None:
+    """Refuse settings for phases that the schedule does not have."""
+    if strangers := [name for name, phase in phases.items() if not phase.text]:
+        remedy = " ".join(f"~schedule.phases.{name}" for name in strangers)
+        raise InputError(
+            f"the schedule has no phase {strangers[0]!r} and the recipe changes it: it was made "
+            f"for another schedule; add {remedy}"
+        )
+    for name in phases:
+        # the head of each phase is kept in a folder called as the phase
+        refuse("the name of a phase", name, Name)
+
+
+def _phase(where: str, phase: Phase) -> None:
+    distill = phase.distill
+    if phase.text != ("distilled" if distill else "corpus"):
+        raise InputError(
+            f"{where} needs text=corpus, or text=distilled with distill settings, got "
+            f"text={phase.text!r}"
+        )
+    if distill is None and not phase.sequence_length:
+        raise InputError(f"{where} reads a corpus and needs sequence_length of at least 2, got 0")
+    if distill and 0 < phase.sequence_length <= distill.prompt_tokens:
+        raise InputError(
+            f"{where} learns what the base wrote, behind distill.prompt_tokens="
+            f"{distill.prompt_tokens}, and needs a longer sequence_length, got "
+            f"{phase.sequence_length}; zero takes the text's own"
+        )
+    plain = {"decay": 1.0, "weighting": "geometric", "depth_weights": []}
+    ways = [setting for setting, value in plain.items() if getattr(phase, setting) != value]
+    if len(ways) > 1:
+        told = " and by ".join(f"{setting}={getattr(phase, setting)}" for setting in ways)
+        raise InputError(f"{where} weighs depths in two ways, by {told}; leave one of them out")
+    if not any(phase.depth_weights or [1.0]):
+        raise InputError(
+            f"{where} needs depth_weights that are not all 0, got {phase.depth_weights}; raise one"
+        )
+
+
+def _one_adapter(phases: Mapping[str, Phase]) -> None:
+    joint = [phase.joint for phase in phases.values() if phase.joint]
+    for setting in ("rank", "alpha", "dropout", "target_modules"):
+        values = [getattr(one, setting) for one in joint]
+        if any(value != values[0] for value in values):
+            raise InputError(
+                f"all joint phases train one adapter: joint.{setting} must be the same in each, "
+                f"got {values}"
+            )

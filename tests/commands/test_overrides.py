@@ -1,0 +1,225 @@
+"""Override sets drawn from the schema itself are taken, or refused at once, without a trace."""
+
+import contextlib
+import io
+import re
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Annotated, Any, get_args, get_origin
+
+import pytest
+from annotated_types import Ge, Gt, Le, Lt
+from hypothesis import HealthCheck, given, settings, strategies
+
+from specheads.commands import _call, _compose
+from specheads.config.validation import hints
+from specheads.heads.kinds.mlp_speculator import Config
+
+COMMANDS = tuple(_compose.SCHEMAS)
+
+SMALL = [
+    *("recipe=smoke", "schedule.phases.corpus.steps=2", "schedule.phases.distilled.steps=1"),
+    *("schedule.phases.distilled.distill.num_samples=8", "evaluation.num_prompts=2"),
+    *("evaluation.max_new_tokens=4", "evaluation.speed_prompts=1", "log_every=1"),
+    *("evaluation.tune_prompts=1", "schedule.phases.distilled.distill.new_tokens=8"),
+    *("schedule.phases.corpus.sequence_length=32", "schedule.phases.distilled.batch_size=2"),
+]
+
+BOUNDS = (Ge, Gt, Le, Lt)
+UNHURRIED = (HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large)
+
+STRANGE = (
+    "three", "", "null", "???", "nan", "-nan", "inf", "-inf", "-1", "0", "1.5", "1e400", "true",
+    "99999999999999999999", "[1]", "[]", "{}", "{a:1}", "[[[1]]]", "${x}", "${oc.env:HOME}",
+    "'\\x00'", "\ud800", "ä" * 200, "x" * 5000, "../../x", "/dev/null", "a b", "=", "[", "'", "\n",
+)  # fmt: skip
+
+
+def leaves(kind: Any, where: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every setting's full name, as the smoke recipe has it, and what it may be."""
+    for item in fields(kind):
+        name, hint = f"{where}{item.name}", hints(kind)[item.name]
+        inner = [
+            one for one in (hint, *get_args(hint)) if isinstance(one, type) and is_dataclass(one)
+        ]
+        if name == "head":
+            yield from ((f"head.{own.name}", hints(Config)[own.name]) for own in fields(Config))
+        elif name == "schedule.phases":
+            section = get_args(get_args(hint)[0])[1]
+            for phase in ("corpus", "distilled"):
+                yield from leaves(section, f"{name}.{phase}.")
+        elif inner:
+            yield from leaves(inner[0], f"{name}.")
+        else:
+            yield name, hint
+
+
+def usual(hint: Any) -> strategies.SearchStrategy[str]:
+    """Draw what a setting may hold, with its ends."""
+    rules = hint.__metadata__ if get_origin(hint) is Annotated else ()
+    plain = hint.__origin__ if rules else hint
+    if plain is int or plain is float:
+        ends = {
+            getattr(rule, type(rule).__name__.lower()) for rule in rules if type(rule) in BOUNDS
+        }
+        around = {end + step for end in ends for step in (-1, 0, 1)} | {1, 2, 3, 8}
+        if plain is float:
+            around |= {end + step for end in ends for step in (-1e-3, 1e-3)} | {0.5}
+        return strategies.sampled_from([str(plain(one)) for one in sorted(around)])
+    if get_origin(plain) is list:
+        one = usual(get_args(plain)[0])
+        return strategies.lists(one, max_size=3).map(lambda found: f"[{','.join(found)}]")
+    if plain is str and rules and rules[0].words.startswith("one of "):
+        return strategies.sampled_from(rules[0].words.removeprefix("one of ").split(", "))
+    return strategies.sampled_from(["true", "false", "none", "plain"])
+
+
+@dataclass
+class Told:
+    """What one call left."""
+
+    code: int
+    error: str
+    ran: Any
+    """Settings that the command would run with; None where it refused."""
+
+
+class Caller:
+    """Calls commands in a folder of their own, with what they run replaced by a note of it."""
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        self.folder, self.counts = folder, Counter()
+        self.ran: Any = None
+        # torch must not even be looked for: what is imported late is what runs
+        module = SimpleNamespace(run=self._note, disable_progress_bar=lambda: None)
+        patch.setattr(_call, "import_module", lambda _: module)
+        patch.chdir(folder)
+
+    def _note(self, given: Any, _: Any) -> None:
+        self.ran = given
+
+    def __call__(self, command: str, overrides: list[str]) -> Told:
+        self.ran, said = None, io.StringIO()
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+            try:
+                _call.call(command, overrides)
+                code = 0
+            except SystemExit as left:
+                code = int(left.code or 0)
+        self.counts[("accepted", "", "refused")[code] if code in (0, 2) else f"exit {code}"] += 1
+        return Told(code, said.getvalue(), self.ran)
+
+
+def override_sets(command: str) -> strategies.SearchStrategy[list[str]]:
+    """Draw one to four overrides: in range, out of it, of another type, unknown, missing, odd."""
+    known = list(leaves(_compose.SCHEMAS[command]))
+    names = strategies.sampled_from([name for name, _ in known])
+    groups = strategies.sampled_from(["base", "head", "data", "tree", "schedule", "tracker"])
+    unknown = strategies.sampled_from(["evaluation.x", "+evaluation.x", "++x", "x"])
+    odd = strategies.sampled_from(STRANGE) | strategies.text(max_size=8)
+    one = strategies.one_of(
+        strategies.sampled_from(known).flatmap(assigned),
+        strategies.tuples(names | groups | unknown, odd).map("=".join),
+        names.map("~{}".format),
+        odd,
+    )
+    return strategies.lists(one, min_size=1, max_size=4)
+
+
+def assigned(leaf: tuple[str, Any]) -> strategies.SearchStrategy[str]:
+    """Draw an override of one setting, with what it may hold or hardly may not."""
+    name, hint = leaf
+    return usual(hint).map(lambda value: f"{name}={value}")
+
+
+@pytest.fixture
+def caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Caller:
+    return Caller(tmp_path, monkeypatch)
+
+
+def refused_at_once(caller: Caller, command: str, overrides: list[str]) -> bool:
+    """Hold one call against the rules; return whether it was refused."""
+    recipe = ["recipe=smoke"] if command == "train" else []
+    told = caller(command, [*recipe, *overrides])
+    assert told.code in (0, 2), (overrides, told.error)
+    assert [*caller.folder.iterdir()] == [], overrides
+    if told.code == 2:
+        assert told.ran is None, overrides
+        # Hydra's own flags are told by argparse, with its usage
+        if not told.error.startswith(("usage:", "there is no recipe")):
+            assert told.error.startswith("error: "), (overrides, told.error)
+            assert len(told.error.splitlines()) == 1, (overrides, told.error)
+            assert len(told.error) < 1200, overrides
+    return told.code == 2
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("number", [25, pytest.param(500, marks=pytest.mark.slow)])
+def test_overrides_drawn_from_the_schema_are_taken_or_refused_in_one_line(
+    command: str, number: int, caller: Caller
+):
+    @settings(max_examples=number, suppress_health_check=UNHURRIED)
+    @given(overrides=override_sets(command))
+    def hold(overrides: list[str]) -> None:
+        refused_at_once(caller, command, overrides)
+
+    hold()
+    sys.stderr.write(f"{command}: {dict(caller.counts)}\n")
+    assert caller.counts["accepted"] > 0
+    assert caller.counts["refused"] > number / 4
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_setting_refuses_what_is_no_number_and_no_text(command: str, caller: Caller):
+    """Draw nothing: each setting in turn, with what none can be."""
+    for name, _ in leaves(_compose.SCHEMAS[command]):
+        assert refused_at_once(caller, command, [f"{name}={{a:1}}"]) or name.startswith("head.")
+
+
+RUNNABLE = [
+    (name, hint)
+    for name, hint in leaves(_compose.SCHEMAS["train"])
+    if name.split(".")[0] in ("head", "schedule", "tree", "evaluation", "seed", "log_every")
+    and name not in ("evaluation.prompts", "evaluation.acceptance", "evaluation.mode")
+    and not name.endswith(("folder", "target_modules", "learning_rate", "joint", "clip_norm"))
+]
+
+
+def small(override: str) -> bool:
+    """Tell whether no number of it is above 16: larger runs take too long to be tried."""
+    numbers = re.findall(r"[\d.]+(?:e[+-]?\d+)?", override.partition("=")[2])
+    return all(float(one) <= 16 for one in numbers)
+
+
+@pytest.mark.slow
+def test_what_is_accepted_runs_to_its_end_or_is_refused_before_a_file_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    counts: Counter[str] = Counter()
+    one = strategies.sampled_from(RUNNABLE).flatmap(assigned).filter(small)
+
+    @settings(max_examples=30, suppress_health_check=UNHURRIED)
+    @given(overrides=strategies.lists(one, min_size=1, max_size=2))
+    def hold(overrides: list[str]) -> None:
+        shutil.rmtree(tmp_path / "runs", ignore_errors=True)
+        said = io.StringIO()
+        code = 0
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+            try:
+                _call.call("train", [*SMALL, *overrides])
+            except SystemExit as left:
+                code = int(left.code or 0)
+        counts[{0: "ran to its end", 2: "refused"}.get(code, f"exit {code}")] += 1
+        assert code in (0, 2), (overrides, said.getvalue())
+        left = [path for path in tmp_path.rglob("*") if path.is_file()]
+        assert bool(left) == (code == 0), (overrides, said.getvalue())
+
+    hold()
+    sys.stderr.write(f"train for real: {dict(counts)}\n")
+    assert min(counts["ran to its end"], counts["refused"]) > 2

@@ -1,0 +1,167 @@
+"""Every setting is held against what is declared beside it, wherever it comes from."""
+
+import inspect
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from specheads.config import Compare, Evaluate, Export, Push, Train, check, parts, ranges, schedule
+from specheads.config.commands import DRAFTERS
+from specheads.config.parts import SOURCES, TREES, Data, Evaluation, Tree
+from specheads.config.schedule import LOSSES, Distill, Joint, Phase, Schedule
+from specheads.config.validation import hints, words
+from specheads.core.errors import InputError
+from specheads.data import corpora
+from specheads.decoding.acceptance.rules import RULES
+from specheads.decoding.trees import named
+from specheads.measure import compare
+from specheads.training.losses.depth_loss import KINDS, WEIGHTINGS
+
+COMMANDS = (Train, Evaluate, Compare, Export, Push)
+PARTS = [
+    kind
+    for module in (parts, schedule)
+    for _, kind in inspect.getmembers(module, inspect.isclass)
+    if kind.__module__ == module.__name__
+]
+
+
+def phase(**changes: Any) -> Phase:
+    usual = {"text": "corpus", "steps": 3, "batch_size": 2, "sequence_length": 16}
+    return Phase(**(usual | changes))
+
+
+def joint(**changes: Any) -> Joint:
+    return Joint(**changes)
+
+
+@pytest.mark.parametrize("kind", [*COMMANDS, *PARTS], ids=lambda kind: kind.__name__)
+def test_every_number_and_text_has_its_range_beside_it(kind: type):
+    for item in fields(kind):
+        bare = hints(kind)[item.name] in (int, float, str, list[str], list[int], list[float])
+        assert not bare, f"{kind.__name__}.{item.name}: say what it may be, see ranges.py"
+
+
+def test_what_a_setting_may_be_is_what_there_is():
+    assert tuple(KINDS) == LOSSES
+    assert TREES == named.KINDS
+    assert SOURCES == corpora.SOURCES
+    assert DRAFTERS == compare.DRAFTERS
+    known = hints(Phase)["weighting"].__metadata__[0]
+    assert all(known.holds(name) for name in WEIGHTINGS)
+    known = hints(Evaluation)["acceptance"].__metadata__[0]
+    assert all(known.holds(name) for name in RULES)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"steps": 0}, "steps must be a whole number, at least 1, got 0"),
+        ({"batch_size": -4}, "batch_size must be a whole number, at least 1, got -4"),
+        ({"sequence_length": 1}, "sequence_length must be a whole number, 0 or at least 2, got 1"),
+        ({"sequence_length": 0}, "reads a corpus and needs sequence_length"),
+        ({"learning_rate": -1e-3}, "learning_rate must be a number, at least 0, at most 1"),
+        ({"learning_rate": float("nan")}, "got nan; its default is 0.001"),
+        ({"scored_share": 0.0}, "scored_share must be a number, above 0, at most 1"),
+        ({"loss": "hinge"}, "loss must be one of .*, got 'hinge'"),
+        ({"text": "books"}, "text must be one of corpus, distilled, got 'books'"),
+        ({"text": "distilled"}, "with distill settings"),
+        ({"weighting": "flat"}, "weighting must be one of geometric, dpace"),
+        ({"weighting": "dpace", "decay": 0.8}, "two ways, by decay=0.8"),
+        ({"depth_weights": [1.0, 0.5], "decay": 0.8}, "two ways, by decay=0.8"),
+        ({"weighting": "dpace", "depth_weights": [1.0, 0.5]}, "two ways, by weighting=dpace"),
+        ({"depth_weights": [1.0, -0.5]}, r"got -0.5 at schedule.phases.a.depth_weights\[1\]"),
+        ({"depth_weights": [0.0, 0.0]}, "not all 0"),
+        ({"distill": Distill(num_samples=0), "text": "distilled"}, "num_samples must be"),
+        ({"distill": Distill(num_samples=9, top_k=-1), "text": "distilled"}, "top_k must be"),
+        (
+            {"distill": Distill(num_samples=9, prompt_tokens=16), "text": "distilled"},
+            "needs a longer sequence_length, got 16",
+        ),
+        ({"joint": joint(ramp="linear")}, "joint.ramp must be one of constant, sine"),
+        ({"joint": joint(target="labels")}, "joint.target must be one of text, base"),
+        ({"joint": joint(dropout=1.0)}, "joint.dropout must be a number, at least 0, below 1"),
+        ({"joint": joint(rank=0)}, "joint.rank must be a whole number, at least 1"),
+        ({"joint": joint(head_weight=-0.1)}, "joint.head_weight must be a number, at least 0"),
+    ],
+)
+def test_a_phase_that_could_only_fail_later_is_refused_by_its_full_name(
+    changes: dict[str, Any], message: str
+):
+    with pytest.raises(InputError, match=message) as refused:
+        check(Schedule(phases={"a": phase(**changes)}), "schedule")
+    assert "schedule.phases.a" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        (Schedule(phases={}), "phases must be a group of settings, not empty, got {}"),
+        (Schedule(phases={"a": phase()}, betas=[]), "2 of them, got []; its default is [0.9, 0"),
+        (Schedule(phases={"a": phase()}, betas=[0.9, 1.0]), "got 1.0 at schedule.betas[1]"),
+        (Schedule(phases={"a": phase()}, clip_norm=0.0), "clip_norm must be a number, above 0"),
+        (Schedule(phases={"a/b": phase()}), "a name that a folder can have, without /, got 'a/b'"),
+        (
+            Schedule(phases={"a": phase(), "b": phase(text=""), "c": phase(text="")}),
+            "add ~schedule.phases.b ~schedule.phases.c",
+        ),
+        (
+            Schedule(phases={"a": phase(joint=joint()), "b": phase(joint=joint(rank=3))}),
+            "joint.rank must be the same in each, got [32, 3]",
+        ),
+    ],
+    ids=str,
+)
+def test_a_schedule_that_makes_no_sense_is_refused(schedule: Schedule, message: str):
+    with pytest.raises(InputError) as refused:
+        check(schedule, "schedule")
+    assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (Data(source="jsonl"), "data.source=jsonl needs data.path, got none"),
+        (Data(source="files", path="a\0b"), "data.path must be a path or an id"),
+        (Data(source="files", path="x" * 300), "its parts of at most 255 bytes"),
+        (Data(source="files", path="ä" * 200), "its parts of at most 255 bytes"),
+        (
+            Data(source="files", path="x", patterns=["/etc/*"]),
+            "relative, and without .., got '/etc",
+        ),
+        (Data(source="files", path="x", patterns=["../*"]), "relative, and without .., got '../*'"),
+        (Data(source="files", path="x", column="\ud800"), "data.column must be text, printable"),
+        (Data(source="python_stdlib", max_documents=-1), "data.max_documents must be a whole"),
+    ],
+    ids=str,
+)
+def test_a_corpus_that_nothing_can_be_is_refused(settings: Data, message: str):
+    with pytest.raises(InputError) as refused:
+        check(settings, "data")
+    assert message in str(refused.value)
+
+
+def test_a_static_tree_needs_paths():
+    with pytest.raises(InputError, match=r"needs tree\.paths, got none"):
+        check(Tree(kind="static"), "tree")
+
+
+def test_a_refusal_shows_no_more_of_a_value_than_fits_a_line():
+    with pytest.raises(InputError) as refused:
+        check(Data(source="x" * 1000), "data")
+    assert len(str(refused.value)) < 200
+
+
+@pytest.mark.parametrize(
+    ("hint", "told"),
+    [
+        (ranges.Positive, "a whole number, at least 1"),
+        (ranges.Share, "a number, at least 0, at most 1"),
+        (ranges.Temperature, "a number, 0 or at least 0.001, at most 100"),
+        (list[ranges.Rank], "a list, each a whole number, at least 0, at most 4,095"),
+        (bool | None, "true or false or none"),
+    ],
+)
+def test_what_a_setting_may_be_is_told_in_words(hint: Any, told: str):
+    assert words(hint) == told
