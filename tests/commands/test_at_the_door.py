@@ -1,0 +1,93 @@
+"""What users got wrong on their first evening: one line each, exit code 2, and no file."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specheads.commands._call import call
+from tests.commands import broken
+
+LONG = "x" * 300
+PHASES = "schedule.phases"
+
+SETTINGS = (
+    f"{PHASES}.distilled.distill.top_k=-1", f"{PHASES}.distilled.distill.temperature=nan",
+    f"{PHASES}.distilled.distill.temperature=-1", f"{PHASES}.distilled.distill.batch_size=0",
+    f"{PHASES}.distilled.distill.num_samples=0", f"{PHASES}.distilled.distill.new_tokens=0",
+    f"{PHASES}.corpus.batch_size=-4", f"{PHASES}.corpus.learning_rate=-1",
+    f"{PHASES}.corpus.learning_rate=nan", f"{PHASES}.corpus.sequence_length=1",
+    f"{PHASES}.corpus.warmup_share=-1", f"{PHASES}.corpus.final_share=nan",
+    f"{PHASES}.distilled.sequence_length=8", "schedule.betas=[]", "schedule.betas=[0.9]",
+    "schedule.betas=[2,3]", "schedule.clip_norm=-1", "schedule.weight_decay=nan",
+    "schedule.muon_learning_rate=-1", "evaluation.repeats=0", "evaluation.batch_size=-4",
+    "evaluation.temperature=nan", "evaluation.top_k=-1", "evaluation.speed_prompts=0",
+    "evaluation.tune_prompts=-1", "evaluation.max_new_tokens=0", "evaluation.num_prompts=-3",
+    "evaluation.min_p=2", "data.max_documents=-1", "log_every=0", "log_every=-1",
+    "checkpoint_every=-5", "seed=-1", "seed=99999999999999999999", "head.depth=three",
+    "head.depth=0", "head.inner_dim=-4", "head.tie_weights=3", "tree.kind=static",
+    "tree.num_nodes=-1", "tree.confidence=nan", "name=a/../b", f"name={LONG}", f"run_dir={LONG}",
+    "base.device=gpu", "base.device=cuda:99", "base.dtype=int8", f"base.model={LONG}",
+    "tracker.kind=mlflow", f"data=jsonl data.path={LONG}", "data=jsonl",
+    "data=files data.path=. data.patterns=[/etc/*]", "evaluation.mode=fast",
+    "evaluation.temperature=0.5 evaluation.mode=offline", f"evaluation.prompts={LONG}.jsonl",
+)  # fmt: skip
+
+TREES = (
+    "tree.kind=product tree.branches=[1000,1000,1000]", "tree.kind=sampled tree.branches=[99,99]",
+    "tree.kind=best_first tree.num_nodes=1000000", "tree.kind=beam tree.beam=1000000",
+    "tree.kind=static tree.paths=[[1000000]]", "tree.kind=chain tree.depth=1000000",
+)  # fmt: skip
+
+CORPORA = [
+    *(f"data=jsonl data.path={{at}}/{name}" for name in broken.FILES if ".jsonl" in name),
+    *(f"data=parquet data.path={{at}}/{name}" for name in broken.FILES if ".parquet" in name),
+    "data=jsonl data.path={at}/folder.jsonl", "data=files data.path={at}/nothing",
+    "data=files data.path={at}/empty.jsonl", "data=jsonl data.path=~nobody/x.jsonl",
+]  # fmt: skip
+
+PROMPTS = [
+    *(f"evaluation.prompts={{at}}/{name}" for name in broken.FILES if ".jsonl" in name),
+    "evaluation.prompts={at}/folder.jsonl", "evaluation.prompts={at}/missing.jsonl",
+]  # fmt: skip
+
+
+@pytest.fixture
+def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):
+    """Return what trains with these overrides, and returns the one line that refuses it."""
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+
+    def train(*overrides: str) -> str:
+        with pytest.raises(SystemExit) as left:
+            call("train", ["recipe=smoke", *overrides])
+        said = capsys.readouterr().err
+        assert left.value.code == 2, said
+        assert len(said.splitlines()) == 1, said
+        assert said.startswith("error: "), said
+        assert list(work.iterdir()) == []
+        return said
+
+    return train
+
+
+@pytest.mark.parametrize("overrides", [*SETTINGS, *TREES])
+def test_a_setting_that_cannot_be_is_refused_by_name(overrides: str, refused: Any):
+    said = refused(*overrides.split())
+    name = overrides.split()[-1].partition("=")[0]
+    assert name.rpartition(".")[2] in said or "'static'" in said or "paths" in said
+
+
+@pytest.mark.parametrize("overrides", [*CORPORA, *PROMPTS])
+def test_a_broken_file_is_refused_by_name(overrides: str, refused: Any, tmp_path: Path):
+    broken.files(tmp_path)
+    said = refused(*overrides.format(at=tmp_path).split())
+    assert Path(overrides.rpartition("=")[2]).name in said
+    assert "Expecting value" not in said.partition("(")[0]
+
+
+@pytest.mark.parametrize("damage", broken.BASES)
+def test_a_base_that_is_not_whole_is_refused(damage: str, refused: Any, tmp_path: Path):
+    said = refused(f"base.model={broken.base(tmp_path, damage)}")
+    assert broken.BASES[damage][1] in said
