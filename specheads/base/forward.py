@@ -60,7 +60,7 @@ class Forwards:
 
     The model is not changed, and must be in eval mode. See `FrozenBase` for arguments and errors.
     Threads may share it, each with caches and engines of its own: forwards wait for one another.
-    CUDA graphs are the thread's that recorded them, and a compiled base refuses another there.
+    Torch's compiler belongs to one thread, so a compiled base refuses any but its first.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -70,6 +70,7 @@ class Forwards:
         refuse_attention(self.config._attn_implementation)
         self._run: Callable[..., tuple[Tensor, Any]] = answer
         self._lock, self._owner = threading.RLock(), ""
+        self._embedding: Any = model.get_input_embeddings()
         self._frozen = self._place()
 
     @cached_property
@@ -88,11 +89,12 @@ class Forwards:
         return self.model.dtype
 
     def _place(self) -> tuple[torch.dtype, torch.device]:
-        first = next(self.model.parameters())
-        return first.dtype, first.device
+        # one parameter of many, for this is asked at every step
+        weight = self._embedding.weight
+        return weight.dtype, weight.device
 
     def _refuse_changed(self) -> None:
-        """Refuse a model whose owner changed it since, and graphs of another thread."""
+        """Refuse a model whose owner changed it since, and a compiled one in another thread."""
         if self.model.training:
             raise InputError(
                 "a base must be in eval mode, and its model is in training mode; call "
@@ -103,12 +105,12 @@ class Forwards:
                 f"a base must stay as it was frozen, {self._frozen[0]} on {self._frozen[1]}, and "
                 f"its model is {now[0]} on {now[1]}; move it back, or make a FrozenBase anew"
             )
-        if self.static:
+        if self._run is not answer:
             here = threading.current_thread().name
             self._owner = self._owner or here
             if here != self._owner:
                 raise InputError(
-                    f"a compiled base on CUDA serves one thread, {self._owner!r}, and {here!r} "
+                    f"a compiled base serves one thread, {self._owner!r}, and {here!r} "
                     "asks it too; load one for each thread, or leave compile=true out"
                 )
 

@@ -50,7 +50,7 @@ def refuse_bytes(size: int, device: torch.device, what: str, remedy: str) -> Non
         )
 
 
-def whole(value: Any, name: str, least: float = 0) -> int:
+def whole(value: Any, name: str, least: int | None = 0) -> int:
     """Return a whole number of Python, numpy or torch as Python's own."""
     try:
         # True and a tensor of truth are numbers to Python
@@ -59,6 +59,6 @@ def whole(value: Any, name: str, least: float = 0) -> int:
         number = None
     if number is None:
         raise InputError(f"{name} must be a whole number, got {value!r:.80}")
-    if number < least:
+    if least is not None and number < least:
         raise InputError(f"{name} must be at least {least}, got {number}")
     return number

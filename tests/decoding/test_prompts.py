@@ -29,7 +29,7 @@ def _as_users_run_it() -> Iterator[None]:
 
 
 def answer(prompts: Any, **settings: Any) -> list[list[int]]:
-    return generate(tiny.base(), None, prompts, **{"max_new_tokens": 3} | settings).tokens
+    return generate(tiny.base(), None, prompts, **{"max_new_tokens": 3, **settings}).tokens
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_a_limit_below_its_least_is_refused(name, value):
         answer([PROMPT], **{name: value})
 
 
-BAD: dict[str, dict[str, Any]] = {
+BAD: dict[str, Any] = {
     "text": {"prompt": "abc"},
     "nothing": {"prompt": []},
     "several prompts": {"prompt": [PROMPT]},
@@ -152,7 +152,7 @@ def test_a_bad_request_fails_alone(name):
     engine.step()
     state = engine.running, engine.waiting
     with pytest.raises(InputError) as caught:
-        engine.submit(Request(**{"prompt": PROMPT} | BAD[name]))
+        engine.submit(Request(**{"prompt": PROMPT, **BAD[name]}))
     assert "\n" not in str(caught.value)
     assert (engine.running, engine.waiting) == state
     after = engine.submit(Request(prompt=PROMPT, max_new_tokens=6))

@@ -6,7 +6,7 @@ request draws depends on its own seed and on places in its text alone. See docs/
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from math import inf, isfinite
+from math import isfinite
 from numbers import Real
 from typing import cast
 
@@ -60,7 +60,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         for name in ("top_k", "seed"):
-            object.__setattr__(self, name, whole(getattr(self, name), name, -inf))
+            object.__setattr__(self, name, whole(getattr(self, name), name, None))
         for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, Real) or not isfinite(value):

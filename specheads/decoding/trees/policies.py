@@ -55,8 +55,8 @@ class Static(TreePolicy):
         self, paths: Sequence[Sequence[int]], name: str = "static", confidence: float = 0.0
     ) -> None:
         refuse_nodes(1 + len(paths), "tree.paths")
-        ranks = [[whole(rank, "a rank of tree.paths") for rank in path] for path in paths]
-        ordered = sorted(map(tuple, ranks), key=lambda path: (len(path), path))
+        ranks = [tuple(map(_rank, path)) for path in paths]
+        ordered = sorted(ranks, key=lambda path: (len(path), path))
         known = {(), *ordered}
         orphans = [path for path in ordered if path[:-1] not in known]
         if orphans or len(known) <= len(ordered) or () in ordered:
@@ -220,6 +220,10 @@ class Beam(TreePolicy):
             if level + 1 < self.depth:
                 logits, state = drafter.extend(state, drafted[-1], origin)
         return TokenTree(torch.cat(drafted, dim=1), torch.cat(parents, dim=1))
+
+
+def _rank(rank: int) -> int:
+    return rank if type(rank) is int and rank >= 0 else whole(rank, "a rank of tree.paths")
 
 
 def root_only(committed: Committed) -> TokenTree:
