@@ -3,10 +3,11 @@
 See docs/tree_verification.md.
 """
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from functools import cached_property, wraps
+from typing import Any, TypeVar, cast
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -18,8 +19,11 @@ from specheads.base.cache import RowCache, upload
 from specheads.base.flex_attention import attending, reads_in_place, tree_block_mask
 from specheads.base.masks import attention_windows, context_length, refuse_attention, tree_mask
 from specheads.base.projection import VocabularyProjection, vocabulary_projection
+from specheads.core.errors import InputError
 from specheads.core.features import Features
 from specheads.core.tree import TokenTree
+
+Forward = TypeVar("Forward", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +43,24 @@ def answer(
     return projection(out.last_hidden_state), out
 
 
+def _alone(forward: Forward) -> Forward:
+    """Have one thread at a time take this forward, of a model that is what it was."""
+
+    @wraps(forward)
+    def guarded(self: "Forwards", *args: Any, **settings: Any) -> Any:
+        with self._lock:
+            self._refuse_changed()
+            return forward(self, *args, **settings)
+
+    return cast(Forward, guarded)
+
+
 class Forwards:
     """What a causal LM is asked: features of texts, verdicts on trees, and prompts committed.
 
     The model is not changed, and must be in eval mode. See `FrozenBase` for arguments and errors.
+    Threads may share it, each with caches and engines of its own: forwards wait for one another.
+    Torch's compiler belongs to one thread, so a compiled base refuses any but its first.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -51,6 +69,9 @@ class Forwards:
         self.windows = attention_windows(self.config)
         refuse_attention(self.config._attn_implementation)
         self._run: Callable[..., tuple[Tensor, Any]] = answer
+        self._lock, self._owner = threading.RLock(), ""
+        self._embedding: Any = model.get_input_embeddings()
+        self._frozen = self._place()
 
     @cached_property
     def max_length(self) -> int:
@@ -66,6 +87,32 @@ class Forwards:
     def dtype(self) -> torch.dtype:
         """What it computes in."""
         return self.model.dtype
+
+    def _place(self) -> tuple[torch.dtype, torch.device]:
+        # one parameter of many, for this is asked at every step
+        weight = self._embedding.weight
+        return weight.dtype, weight.device
+
+    def _refuse_changed(self) -> None:
+        """Refuse a model whose owner changed it since, and a compiled one in another thread."""
+        if self.model.training:
+            raise InputError(
+                "a base must be in eval mode, and its model is in training mode; call "
+                "model.eval(), or keep a copy to train"
+            )
+        if (now := self._place()) != self._frozen:
+            raise InputError(
+                f"a base must stay as it was frozen, {self._frozen[0]} on {self._frozen[1]}, and "
+                f"its model is {now[0]} on {now[1]}; move it back, or make a FrozenBase anew"
+            )
+        if self._run is not answer:
+            here = threading.current_thread().name
+            self._owner = self._owner or here
+            if here != self._owner:
+                raise InputError(
+                    f"a compiled base serves one thread, {self._owner!r}, and {here!r} "
+                    "asks it too; load one for each thread, or leave compile=true out"
+                )
 
     @property
     def static(self) -> bool:
@@ -88,6 +135,7 @@ class Forwards:
             return self.projection.finish(layer(hidden))
         return self.projection(hidden)
 
+    @_alone
     def read(
         self,
         tokens: Int[Tensor, "batch time"],
@@ -105,6 +153,7 @@ class Forwards:
             return self._features(inputs, aux_layers)
 
     @torch.no_grad()
+    @_alone
     def verify(
         self, tree: TokenTree, cache: RowCache, aux_layers: tuple[int, ...] = ()
     ) -> Verification:
@@ -125,6 +174,7 @@ class Forwards:
         return Verification(logits, _features(out, tree.tokens, aux_layers), ancestors)
 
     @torch.no_grad()
+    @_alone
     def prefill(
         self,
         tokens: Int[Tensor, "batch time"],

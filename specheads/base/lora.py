@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from specheads.base.loading import reason
 from specheads.config import Joint
 from specheads.core.errors import InputError
 
@@ -156,27 +157,34 @@ def merge(model: PreTrainedModel, adapter: str | Path) -> None:
     """Add an adapter, a folder or a Hub id in peft's layout, to a model's own weights for good."""
     from peft import PeftConfig, get_peft_model
 
-    if Path(adapter).is_dir() and not (Path(adapter) / WEIGHTS).is_file():
-        raise InputError(
-            f"an adapter's folder needs adapter_config.json and {WEIGHTS}; {adapter} lacks the "
-            "weights; name a run's adapter/"
-        )
+    wrapped = None
     try:
+        if Path(adapter).is_dir() and not (Path(adapter) / WEIGHTS).is_file():
+            raise ValueError(f"an adapter's folder needs {WEIGHTS}, and it lacks the weights")
         with _quiet():
             config = PeftConfig.from_pretrained(str(adapter))
             if config.peft_type != "LORA":
-                raise InputError(f"it is of the kind {config.peft_type}")
+                raise ValueError(f"it is of the kind {config.peft_type}")
+            rank, width = getattr(config, "r", 0), model.config.get_text_config().hidden_size
+            if rank > width:
+                raise ValueError(f"its rank {rank:.4g} exceeds the base's width {width}")
             wrapped = get_peft_model(model, config)
             result = wrapped.load_adapter(str(adapter), "default")
         # peft itself takes what fits and leaves the rest as it was
         lacking = [name for name in result.missing_keys if "lora_" in name]
         if strange := lacking + result.unexpected_keys:
+            raise ValueError(f"it has too much or too little for {strange[0]}")
+        if not all(
+            value.isfinite().all() for name, value in wrapped.named_parameters() if "lora_" in name
+        ):
+            raise ValueError("its weights are not finite")
+    except Exception as error:
+        # a damaged folder brings any error out of peft
+        if wrapped is not None:
             wrapped.unload()
-            raise InputError(f"it has too much or too little for {strange[0]}")
-    except (OSError, ValueError, RuntimeError) as error:
         raise InputError(
             "base.adapter must be a LoRA adapter that peft can load onto this base, got "
-            f"{str(adapter)!r}: {str(error).splitlines()[0]}"
+            f"{str(adapter)!r:.200} ({reason(error)}); name a run's adapter/"
         ) from error
     wrapped.merge_and_unload(safe_merge=True)
     model.eval().requires_grad_(False)

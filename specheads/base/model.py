@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from specheads.base.loading import load_model
 from specheads.base.paged import BlockPool
 from specheads.base.selfcheck import check
 from specheads.base.weight_layout import column_major
+from specheads.core.bounds import refuse_bytes
 
 
 class FrozenBase(Forwards):
@@ -122,11 +123,27 @@ class FrozenBase(Forwards):
 
     def cache(self, batch: int, capacity: int) -> KVCache:
         """Return an empty cache of `batch` rows with `capacity` slots each."""
+        self.refuse_slots(batch * capacity, "lower max_batch or max_length, or take a pool")
         return KVCache(self.num_layers, batch, capacity, self.device, static=self.static)
 
     def pool(self, num_blocks: int, block_size: int = 16) -> BlockPool:
         """Return blocks for paged caches, `PagedKVCache(pool, batch)`, of this base."""
+        self.refuse_slots(num_blocks * block_size, "lower num_blocks")
         return BlockPool(self.num_layers, num_blocks, block_size, self.device)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one token's keys and values."""
+        config: Any = self.config
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        heads = 1 if getattr(config, "multi_query", False) else heads
+        width = getattr(config, "head_dim", None) or self.width // config.num_attention_heads
+        return 2 * self.num_layers * heads * width * self.dtype.itemsize
+
+    def refuse_slots(self, slots: int, remedy: str) -> None:
+        """Refuse more slots of keys and values than its device has memory for."""
+        what = f"a cache of {slots:.4g} tokens"
+        refuse_bytes(slots * self.slot_bytes, self.device, what, remedy)
 
     def release(self) -> None:
         """Give the model back: modes, gradient flags and strides are as they were."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from specheads.base.cache import RowCache, RowLayer, upload
+from specheads.core.bounds import refuse_bytes
 from specheads.core.errors import InputError
 
 
@@ -43,6 +44,8 @@ class BlockPool:
     ) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
         self.device = torch.device(device)
+        # who holds a block, and which are free, are lists of the host
+        refuse_bytes(64 * num_blocks, torch.device("cpu"), "a pool", "lower num_blocks")
         self.flex = self.device.type == "cuda" if flex is None else flex
         self.references = [0] * num_blocks
         self.copied_blocks = 0

@@ -37,6 +37,11 @@ def check(base: Forwards) -> None:
             f"tree verification needs a base that takes a 4D mask and positions; {kind!r} "
             f"fails with {str(error).splitlines()[0]!r}; choose another base"
         ) from error
+    if not plain.isfinite().all():
+        raise InputError(
+            f"a base must say something, and the logits of {kind!r} are not finite; its weights "
+            "are damaged, or too large for its dtype: load it again, or with dtype=float32"
+        )
     bound = TOLERANCE.get(base.dtype, 0.05) * (1e-3 + plain.abs().max())
     if not (plain - projected).abs().max() <= bound:
         raise InputError(

@@ -70,7 +70,7 @@ class DraftModel(Drafter):
         self.model, self.depth = model, depth
         self.max_nodes, self.chunk = max_nodes, chunk
         # either projection may have padding rows, which stand for no token
-        self.vocab_size = min(model.vocab_size, base.vocab_size)
+        self.vocab_size = self.drafted_size = min(model.vocab_size, base.vocab_size)
 
     def memory(self, batch: int, capacity: int) -> Read:
         """Return an empty cache of the draft model."""

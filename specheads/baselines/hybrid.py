@@ -8,6 +8,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from specheads.baselines.prompt_lookup import PromptLookup, Text
+from specheads.core.bounds import refuse_nodes
 from specheads.core.drafter import Drafter, Memory, State, refuse_scattering
 from specheads.core.errors import InputError
 from specheads.core.features import Committed
@@ -63,7 +64,8 @@ class Lookup(TreePolicy):
     """
 
     def __init__(self, depth: int) -> None:
-        self.name, self.depth, self.num_nodes = "lookup", depth, depth + 1
+        self.num_nodes = refuse_nodes(depth + 1, "copied_tokens")
+        self.name, self.depth = "lookup", depth
 
     def grow(
         self, drafter: Drafter, committed: Committed, memory: Any, rows: Rows | None = None
@@ -103,6 +105,7 @@ class Hybrid(Drafter):
     def __init__(self, head: Drafter, lookup: PromptLookup) -> None:
         self.head, self.lookup = head, lookup
         self.depth, self.aux_layers = head.depth + lookup.depth, head.aux_layers
+        self.drafted_size = head.drafted_size
 
     def memory(self, batch: int, capacity: int) -> Both:
         """Return the memories of both."""
@@ -136,7 +139,9 @@ class HybridTree(TreePolicy):
     def __init__(self, inner: TreePolicy, size: int, *, trim: bool = False) -> None:
         self.name = f"{inner.name}+lookup"
         self.inner, self.size, self.trim = inner, size, trim
-        self.num_nodes, self.depth = inner.num_nodes + size, inner.depth + size
+        self.num_nodes = refuse_nodes(inner.num_nodes + size, "copied_tokens")
+        self.depth = inner.depth + size
+        self.num_guesses, self.num_answers = inner.num_guesses, inner.num_answers
 
     def grow(
         self, drafter: Drafter, committed: Committed, memory: Any, rows: Rows | None = None

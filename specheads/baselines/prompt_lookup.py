@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from specheads.core.bounds import refuse_nodes
 from specheads.core.drafter import Drafter, refuse_scattering
 from specheads.core.errors import InputError
 from specheads.core.features import Committed
@@ -82,7 +83,8 @@ class PromptLookup(Drafter):
                 "prompt lookup needs a depth of at least 1 and n-grams with 1 <= min <= max, got "
                 f"depth {depth}, min_ngram {min_ngram} and max_ngram {max_ngram}"
             )
-        self.vocab_size, self.depth = vocab_size, depth
+        refuse_nodes(max(depth, max_ngram), "copied_tokens, max_ngram")
+        self.vocab_size, self.drafted_size, self.depth = vocab_size, vocab_size, depth
         self.max_ngram, self.min_ngram, self.device = max_ngram, min_ngram, device
 
     def memory(self, batch: int, capacity: int) -> Text:

@@ -23,7 +23,9 @@ class WindowCache(KVCache):
     def __init__(
         self, base: FrozenBase, batch: int, *, sinks: int, window: int, scratch: int
     ) -> None:
-        super().__init__(base.num_layers, batch, sinks + window + scratch, base.device)
+        slots = sinks + window + scratch
+        base.refuse_slots(batch * slots, "lower window or max_nodes")
+        super().__init__(base.num_layers, batch, slots, base.device)
         self.sinks, self.window = sinks, window
         self.dropped = torch.zeros_like(self.lengths)
 

@@ -77,6 +77,8 @@ class Drafter(ABC):
     depth: int
     """Levels it can draft."""
 
+    drafted_size: int = 0
+    """Columns of its logits. Zero is not known."""
     aux_layers: tuple[int, ...] = ()
     """Base layers whose residual stream it reads: k is the stream after k layers."""
 

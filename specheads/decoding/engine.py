@@ -12,10 +12,13 @@ from dataclasses import dataclass
 from specheads.base.cache import RowCache
 from specheads.base.model import FrozenBase
 from specheads.base.paged import BlockPool, PagedKVCache, PoolFullError
+from specheads.core.bounds import whole
 from specheads.core.drafter import Drafter, Head
 from specheads.core.errors import InputError
 from specheads.decoding.acceptance import rules
+from specheads.decoding.fitting import grown_by, refuse_elsewhere, refuse_larger
 from specheads.decoding.loop import State, start, step
+from specheads.decoding.prompts import refuse_unknown
 from specheads.decoding.request import Request, Stream
 from specheads.decoding.trees import policies
 
@@ -44,8 +47,9 @@ class Engine:
         timed: Whether steps wait for the device so that their times are true: see `loop.step`.
 
     Raises:
-        ValueError: The tree is deeper than the drafter drafts, a setting is out of range, or a
-            head computes in another dtype or on another device than the base.
+        ValueError: The tree is deeper or wider than the drafter drafts, a setting is out of range,
+            what a step needs exceeds the memory, or a head computes in another dtype or on another
+            device than the base.
     """
 
     def __init__(
@@ -60,19 +64,21 @@ class Engine:
         pool: BlockPool | None = None,
         timed: bool = False,
     ) -> None:
-        if max_batch < 1:
-            raise InputError(f"max_batch must be at least 1, got {max_batch}")
+        max_batch = whole(max_batch, "max_batch", 1)
         if isinstance(drafter, Head):
-            _refuse_elsewhere(drafter, base)
+            refuse_elsewhere(drafter, base)
         self.base, self.drafter, self.max_batch, self.pool = base, drafter, max_batch, pool
         self.acceptance = (
             rules.acceptance_rule(acceptance) if isinstance(acceptance, str) else acceptance
         )
-        self.tree, self.timed = _policy(drafter, tree), timed
+        self.tree, self.timed = grown_by(drafter, tree), timed
         context = base.max_length
-        self.max_length = context if max_length is None else min(max_length, context)
+        asked = context if max_length is None else whole(max_length, "max_length")
+        self.max_length = min(asked, context)
         # a row may overshoot its limit by one draft, and the tree of its last step needs slots too
         self._capacity = self.max_length + 2 * self.tree.num_nodes
+        rows = max_batch if pool is None else 0
+        refuse_larger(base, drafter, self.tree, max_batch, self.max_length, rows * self._capacity)
         self._numbers = itertools.count()
         self._waiting: deque[Stream] = deque()
         self._batches: list[_Batch] = []
@@ -91,10 +97,13 @@ class Engine:
         """Put a request at the end of the queue; it is decoded by the steps that follow.
 
         Raises:
-            ValueError: It can never be decoded: its prompt is longer than the context, it needs
-                more blocks than the pool has, or it names stop strings to a base without a
-                tokenizer.
+            ValueError: It can never be decoded: its prompt is longer than the context or has ids
+                beyond the vocabulary, it needs more blocks than the pool has, or it names stop
+                strings to a base without a tokenizer. The engine is as it was.
         """
+        if not isinstance(request, Request):
+            raise InputError(f"submit takes a Request(prompt=...), got {request!r:.80}")
+        refuse_unknown(self.base, request.prompt, "its prompt")
         length = len(request.prompt)
         if length > self.max_length:
             raise InputError(
@@ -241,26 +250,3 @@ class Engine:
                     batch.state.keep(kept)
             batch.streams = [batch.streams[row] for row in kept]
         self._batches = [batch for batch in self._batches if batch.streams]
-
-
-def _refuse_elsewhere(head: Head, base: FrozenBase) -> None:
-    parameter = next(head.parameters(), None)
-    if parameter is not None and (parameter.dtype, parameter.device) != (base.dtype, base.device):
-        raise InputError(
-            f"a head decodes in its base's dtype and on its device, got {parameter.dtype} on "
-            f"{parameter.device} beside {base.dtype} on {base.device}; load it with "
-            "load_head(path, base)"
-        )
-
-
-def _policy(drafter: Drafter | None, tree: policies.TreePolicy | None) -> policies.TreePolicy:
-    """Return how drafts grow, but for a tree that is deeper than the drafter drafts."""
-    if drafter is None:
-        return policies.NOTHING
-    policy = policies.chain(drafter.depth) if tree is None else tree
-    if policy.depth > drafter.depth:
-        raise InputError(
-            f"the tree has {policy.depth} levels but the head drafts {drafter.depth}; "
-            "choose a shallower tree"
-        )
-    return policy

@@ -2,17 +2,23 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from specheads.base.model import FrozenBase
 from specheads.base.paged import BlockPool
+from specheads.core.bounds import whole
 from specheads.core.drafter import Drafter
 from specheads.core.errors import InputError
 from specheads.decoding.acceptance import rules
 from specheads.decoding.acceptance.sampling import Sampling, each_prompt
 from specheads.decoding.engine import Engine
 from specheads.decoding.loop import Step
+from specheads.decoding.prompts import read_prompts
 from specheads.decoding.request import Request
 from specheads.decoding.trees import policies
+
+Prompts = Any
+"""A list of prompts, or a two-dimensional tensor: see `decoding.prompts`."""
 
 
 @dataclass(slots=True)
@@ -30,7 +36,7 @@ class Decoding:
 def generate(
     base: FrozenBase,
     head: Drafter | None,
-    prompts: list[list[int]],
+    prompts: Prompts,
     *,
     max_new_tokens: int = 64,
     sampling: Sampling | Sequence[Sampling] | None = None,
@@ -50,7 +56,7 @@ def generate(
     Args:
         base: The model that decides.
         head: The drafter that guesses; None decodes with the base alone, in the same loop.
-        prompts: Token ids; none may be empty.
+        prompts: Token ids of each, a list or a tensor; none may be empty.
         max_new_tokens: Limit for each prompt.
         sampling: How tokens are chosen, for all prompts or for each; None is greedily. One object
             gives each prompt a seed of its own that follows from its.
@@ -64,9 +70,10 @@ def generate(
         timed: Whether steps wait for the device so that their times are true there too.
 
     Raises:
-        ValueError: A prompt is empty, or prompt and new tokens exceed the context or the pool, or
-            a setting lies outside its range.
+        ValueError: A prompt is empty or no token ids, or prompt and new tokens exceed the context,
+            the pool or the memory, or a setting lies outside its range.
     """
+    prompts = read_prompts(base, prompts)
     each = each_prompt(sampling, len(prompts))
     refuse_unfit(base, prompts, max_new_tokens)
     engine = Engine(
@@ -104,6 +111,7 @@ def refuse_unfit(base: FrozenBase, prompts: list[list[int]], max_new_tokens: int
     if empty := [place for place, prompt in enumerate(prompts) if not prompt]:
         raise InputError(f"a prompt needs at least one token; prompt {empty[0]} has none")
     longest = max(map(len, prompts), default=0)
+    max_new_tokens = whole(max_new_tokens, "max_new_tokens")
     if longest + max_new_tokens > base.max_length:
         raise InputError(
             f"prompt and new tokens must fit the context: {longest} + {max_new_tokens} exceed "

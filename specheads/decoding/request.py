@@ -2,13 +2,16 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NamedTuple
 
 from specheads.base.model import FrozenBase
+from specheads.core.bounds import whole
 from specheads.core.errors import InputError
 from specheads.decoding.acceptance.sampling import GREEDY, Sampling
 from specheads.decoding.detokenize import Text
 from specheads.decoding.loop import Step
+from specheads.decoding.prompts import token_ids
 
 FinishReason = Literal["eos", "stop", "length", "context", "cancelled", "failed"]
 """An end-of-text token, a stop string, the request's own limit, a full context, `cancel`, and a
@@ -20,6 +23,7 @@ class Request:
     """What to continue, and until when."""
 
     prompt: list[int]
+    """Token ids: a list, or what becomes one (tuple, range, array or tensor of whole numbers)."""
 
     max_new_tokens: int = 64
     """Limit. Zero asks for nothing, and gets it at once."""
@@ -33,12 +37,22 @@ class Request:
     """Tokens that end the text, as its last; None are the base's own."""
 
     def __post_init__(self) -> None:
+        keep = partial(object.__setattr__, self)
+        keep("prompt", token_ids(self.prompt, "a prompt"))
         if not self.prompt:
             raise InputError("a prompt needs at least one token, got none")
-        if self.max_new_tokens < 0:
-            raise InputError(f"max_new_tokens must be at least 0, got {self.max_new_tokens}")
+        keep("max_new_tokens", whole(self.max_new_tokens, "max_new_tokens"))
+        if not isinstance(self.sampling, Sampling):
+            raise InputError(f"sampling must be a Sampling(...), got {self.sampling!r:.80}")
+        if not isinstance(self.stop, tuple | list) or not all(
+            isinstance(one, str) for one in self.stop
+        ):
+            raise InputError(f"stop must be a tuple of strings, got {self.stop!r:.80}")
         if "" in self.stop:
             raise InputError("a stop string needs at least one character; leave empty ones out")
+        keep("stop", tuple(self.stop))
+        if self.eos_ids is not None:
+            keep("eos_ids", tuple(token_ids(self.eos_ids, "eos_ids")))
 
 
 class Piece(NamedTuple):

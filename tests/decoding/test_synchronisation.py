@@ -88,8 +88,10 @@ def verdict_of_nobody(tree: Any, verdict: Any) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def meta() -> FrozenBase:
-    base = FrozenBase(copy.deepcopy(tiny.base("llama", dtype=torch.float32).model))
-    torch.nn.Module.to(base.model, META)
+    model = copy.deepcopy(tiny.base("llama", dtype=torch.float32).model)
+    torch.nn.Module.to(model, META)
+    # not tried first: there is nothing to compare
+    base = FrozenBase(model, owned=False)
     return base
 
 
@@ -179,8 +181,9 @@ def test_a_wait_would_be_seen(base: FrozenBase) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("tree", POLICIES)
 def test_cuda_itself_sees_no_wait(tree: str) -> None:
-    base = FrozenBase(copy.deepcopy(tiny.base("llama", dtype=torch.float32).model))
-    torch.nn.Module.to(base.model, "cuda")
+    model = copy.deepcopy(tiny.base("llama", dtype=torch.float32).model)
+    torch.nn.Module.to(model, "cuda")
+    base = FrozenBase(model)
     head = build_for({"kind": "mlp_speculator", "depth": 3}, base).eval()
     state, _ = loop.start(base, head, [[1, 2, 3], [4, 5, 6, 7]], 64, LAWS["sampled"])
     # the first step copies what a policy prepares once

@@ -6,6 +6,8 @@ request draws depends on its own seed and on places in its text alone. See docs/
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from math import isfinite
+from numbers import Real
 from typing import cast
 
 import torch
@@ -20,6 +22,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from specheads.core.bounds import whole
 from specheads.core.errors import InputError
 from specheads.core.tree import TokenTree
 from specheads.decoding.acceptance import noise
@@ -56,6 +59,12 @@ class Sampling:
     """Seed of the draws."""
 
     def __post_init__(self) -> None:
+        for name in ("top_k", "seed"):
+            object.__setattr__(self, name, whole(getattr(self, name), name, None))
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, Real) or not isfinite(value):
+                raise InputError(f"{name} must be a finite number, got {value!r:.80}")
         for name, allowed, holds in (
             ("temperature", "at least 0", self.temperature >= 0),
             ("top_k", "at least 0, where 0 is all", self.top_k >= 0),
@@ -225,6 +234,8 @@ def each_prompt(sampling: Sampling | Sequence[Sampling] | None, count: int) -> l
     """
     if sampling is None or isinstance(sampling, Sampling):
         return [(sampling or GREEDY).of_prompt(index) for index in range(count)]
+    if not isinstance(sampling, Sequence):
+        raise InputError(f"sampling must be a Sampling(...) or a list, got {sampling!r:.80}")
     if len(sampling) != count:
         raise InputError(
             f"sampling needs settings for each prompt, got {len(sampling)} for {count}; give a "

@@ -1,12 +1,14 @@
 """Tree policies: how a drafter's guesses become a token tree."""
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from specheads.core.bounds import refuse_nodes, whole
 from specheads.core.drafter import Drafter
 from specheads.core.errors import InputError
 from specheads.core.features import Committed
@@ -24,6 +26,10 @@ class TreePolicy(ABC):
     """Nodes of every tree, root included."""
     depth: int
     """Levels below the root."""
+    num_guesses: int = 1
+    """Guesses taken of one answer of the drafter, at most."""
+    num_answers: int = 1
+    """Nodes of one level that the drafter answers for, at most."""
 
     @abstractmethod
     def grow(
@@ -48,7 +54,9 @@ class Static(TreePolicy):
     def __init__(
         self, paths: Sequence[Sequence[int]], name: str = "static", confidence: float = 0.0
     ) -> None:
-        ordered = sorted((tuple(path) for path in paths), key=lambda path: (len(path), path))
+        refuse_nodes(1 + len(paths), "tree.paths")
+        ranks = [tuple(map(_rank, path)) for path in paths]
+        ordered = sorted(ranks, key=lambda path: (len(path), path))
         known = {(), *ordered}
         orphans = [path for path in ordered if path[:-1] not in known]
         if orphans or len(known) <= len(ordered) or () in ordered:
@@ -62,6 +70,9 @@ class Static(TreePolicy):
             )
         self.name, self.paths, self.confidence = name, tuple(ordered), confidence
         self.num_nodes, self.depth = len(known), max(map(len, ordered), default=0)
+        self.num_guesses = 1 + max((path[-1] for path in ordered), default=0)
+        answers = Counter(len(path) for path in {path[:-1] for path in ordered})
+        self.num_answers = max(answers.values(), default=1)
         self._shapes: dict[torch.device, Shape] = {}
 
     def shape(self, device: torch.device) -> Shape:
@@ -116,9 +127,9 @@ class BestFirst(TreePolicy):
 
     def __init__(self, num_nodes: int, depth: int, beam: int = 4, branch: int = 4) -> None:
         most, level = 1, 1
-        for _ in range(depth):
+        for _ in range(refuse_nodes(depth, "tree.depth")):
             level = min(level, beam) * branch
-            most += level
+            most = refuse_nodes(most + level, "tree.beam, tree.branch, tree.depth")
         if not 2 <= num_nodes <= most:
             raise InputError(
                 f"a best-first tree of depth {depth}, beam {beam} and branch {branch} has 2 to "
@@ -126,6 +137,7 @@ class BestFirst(TreePolicy):
             )
         self.name = "best_first"
         self.num_nodes, self.depth, self.beam, self.branch = num_nodes, depth, beam, branch
+        self.num_guesses, self.num_answers = branch, beam
 
     def grow(
         self, drafter: Drafter, committed: Committed, memory: Any, rows: Rows | None = None
@@ -183,8 +195,9 @@ class Beam(TreePolicy):
                 f"{width} and {depth}"
             )
         self.name = "beam"
-        self.num_nodes, self.depth = 1 + width * depth, depth
+        self.num_nodes, self.depth = refuse_nodes(1 + width * depth, "tree.beam, tree.depth"), depth
         self.width, self.top = width, top
+        self.num_guesses = self.num_answers = width
 
     def grow(
         self, drafter: Drafter, committed: Committed, memory: Any, rows: Rows | None = None
@@ -209,6 +222,10 @@ class Beam(TreePolicy):
         return TokenTree(torch.cat(drafted, dim=1), torch.cat(parents, dim=1))
 
 
+def _rank(rank: int) -> int:
+    return rank if type(rank) is int and rank >= 0 else whole(rank, "a rank of tree.paths")
+
+
 def root_only(committed: Committed) -> TokenTree:
     """Return the tree without a draft: the base alone, in the same loop."""
     root = committed.root()
@@ -225,6 +242,7 @@ def _best(logits: Tensor, width: int) -> Tensor:
 
 def chain(depth: int, confidence: float = 0.0) -> Static:
     """Return the policy that drafts one token a level, until it doubts one (see `Static`)."""
+    refuse_nodes(depth + 1, "tree.depth")
     return Static([(0,) * length for length in range(1, depth + 1)], "chain", confidence)
 
 

@@ -1,11 +1,11 @@
 """The MLP speculator's own way to grow: all products of a few guesses a level, best paths first."""
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from specheads.core.bounds import level_sizes
 from specheads.core.drafter import Drafter
 from specheads.core.errors import InputError
 from specheads.core.features import Committed
@@ -29,7 +29,8 @@ class Product(TreePolicy):
     """
 
     def __init__(self, branches: Sequence[int], num_nodes: int) -> None:
-        most = 1 + sum(math.prod(branches[:level]) for level in range(1, len(branches) + 1))
+        levels = level_sizes(branches)
+        most = sum(levels)
         if min(branches, default=0) < 1 or not 2 <= num_nodes <= most:
             raise InputError(
                 f"a product tree needs at least 1 branch for each level and 2 to {most} nodes, got "
@@ -37,6 +38,7 @@ class Product(TreePolicy):
             )
         self.name = "product"
         self.branches, self.num_nodes, self.depth = tuple(branches), num_nodes, len(branches)
+        self.num_guesses, self.num_answers = max(branches), max(levels[:-1])
 
     def grow(
         self, drafter: Drafter, committed: Committed, memory: Any, rows: Rows | None = None

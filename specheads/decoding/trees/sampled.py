@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specheads.core.bounds import level_sizes
 from specheads.core.drafter import Drafter
 from specheads.core.errors import InputError
 from specheads.core.features import Committed
@@ -32,6 +33,7 @@ class Sampled(TreePolicy):
             raise InputError(
                 f"a sampled tree needs a level, and a child a node at least, got {branches}"
             )
+        level_sizes(branches)
         self.name, self.branches, self.confidence = "sampled", tuple(branches), confidence
         paths = [
             path
@@ -40,6 +42,7 @@ class Sampled(TreePolicy):
         ]
         self._static = Static(paths, confidence=confidence)
         self.num_nodes, self.depth = self._static.num_nodes, self._static.depth
+        self.num_guesses, self.num_answers = max(branches), self._static.num_answers
 
     def grow(
         self, drafter: Drafter, committed: Committed, memory: Any, rows: Rows | None = None

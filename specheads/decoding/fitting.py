@@ -1,0 +1,57 @@
+"""What an engine is made of, refused where it does not fit together or into memory."""
+
+from specheads.base.model import FrozenBase
+from specheads.core.bounds import refuse_bytes
+from specheads.core.drafter import Drafter, Head
+from specheads.core.errors import InputError
+from specheads.decoding.trees import policies
+
+
+def refuse_elsewhere(head: Head, base: FrozenBase) -> None:
+    """Refuse a head that lies on another device than its base, or computes in another dtype."""
+    parameter = next(head.parameters(), None)
+    if parameter is not None and (parameter.dtype, parameter.device) != (base.dtype, base.device):
+        raise InputError(
+            f"a head decodes in its base's dtype and on its device, got {parameter.dtype} on "
+            f"{parameter.device} beside {base.dtype} on {base.device}; load it with "
+            "load_head(path, base)"
+        )
+
+
+def grown_by(drafter: Drafter | None, tree: policies.TreePolicy | None) -> policies.TreePolicy:
+    """Return how drafts grow, but for a tree deeper or wider than the drafter drafts."""
+    if drafter is None:
+        return policies.NOTHING
+    policy = policies.chain(drafter.depth) if tree is None else tree
+    if policy.depth > drafter.depth:
+        raise InputError(
+            f"the tree has {policy.depth} levels but the head drafts {drafter.depth}; "
+            "choose a shallower tree"
+        )
+    if 0 < drafter.drafted_size < policy.num_guesses:
+        raise InputError(
+            f"the tree takes {policy.num_guesses} guesses after a node, and the drafter knows "
+            f"{drafter.drafted_size} tokens; lower its ranks or branches"
+        )
+    return policy
+
+
+def refuse_larger(
+    base: FrozenBase,
+    drafter: Drafter | None,
+    tree: policies.TreePolicy,
+    batch: int,
+    length: int,
+    slots: int,
+) -> None:
+    """Refuse what one step of so many rows, and their cache of so many slots, cannot fit."""
+    nodes, number = tree.num_nodes, base.dtype.itemsize
+    # of each node its mask, its logits and whom it has above; of the drafter one level's logits
+    step = nodes * ((length + nodes) * number + base.vocab_size * number + nodes)
+    step += tree.num_answers * (drafter.drafted_size if drafter else 0) * number
+    refuse_bytes(
+        batch * step + slots * base.slot_bytes,
+        base.device,
+        f"a batch of {batch:.4g} rows of {length:.4g} tokens with trees of {nodes} nodes",
+        "lower max_batch, max_length (or max_new_tokens) or the tree's nodes, or take a pool",
+    )

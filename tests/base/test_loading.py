@@ -1,0 +1,295 @@
+"""A base and its adapter are whole, or refused in one line: no random layers, no stray error."""
+
+import copy
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from specheads.base.lora import Adapter
+from specheads.base.model import FrozenBase
+from specheads.config import Joint
+from specheads.core.errors import InputError
+from tests import tiny
+from tests.base.test_model import SHIPPED
+
+Damage = Callable[[Path], Any]
+WEIGHTS, ADAPTER = "model.safetensors", "adapter_model.safetensors"
+DEEP = b"[" * 100_000
+WHOLE = "a base must be whole"
+
+
+def refused(folder: object, **settings: Any) -> str:
+    """Return the one line with which a base is refused."""
+    with pytest.raises(InputError) as caught:
+        FrozenBase.load(folder, **{"device": "cpu", **settings})  # pyright: ignore[reportArgumentType]
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def says(file_name: str = "config.json", **changes: Any) -> Damage:
+    """Return what changes settings of a JSON file of a folder."""
+
+    def damage(folder: Path) -> None:
+        file = folder / file_name
+        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+    return damage
+
+
+def tensors(change: Callable[[dict[str, torch.Tensor]], Any], name: str = WEIGHTS) -> Damage:
+    """Return what changes a folder's tensors in place."""
+
+    def damage(folder: Path) -> None:
+        held = load_file(folder / name)
+        change(held)
+        save_file(held, folder / name, metadata={"format": "pt"})
+
+    return damage
+
+
+def write(name: str, content: bytes) -> Damage:
+    return lambda folder: (folder / name).write_bytes(content)
+
+
+def cut(name: str) -> Damage:
+    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:150])
+
+
+def remove(name: str) -> Damage:
+    return lambda folder: next(folder.glob(name)).unlink()
+
+
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (says(num_hidden_layers=5), r"lack model\.layers\.3\..* and 16 more;"),
+        (says(num_hidden_layers=2), r"too much with model\.layers\.2\..* and 7 more;"),
+        (says(vocab_size=62), r"another shape lm_head\.weight of \[61, 32\] for \[62, 32\]"),
+        (tensors(lambda held: held.pop(UP)), f"lack {UP};"),
+        (
+            tensors(lambda held: held.update(strange=held.pop(UP))),
+            f"lack {UP}, and have too much with strange;",
+        ),
+        (
+            tensors(lambda held: held.update({UP: held[UP][:40].clone()})),
+            rf"another shape {UP} of \[40, 32\] for \[48, 32\]; mend",
+        ),
+        (tensors(dict.clear), "lack .* and 28 more;"),
+    ],
+    ids=["more layers", "fewer layers", "vocabulary", "lost", "renamed", "shape", "empty"],
+)
+def test_weights_that_are_not_those_of_the_config_are_refused_by_name(
+    damage, told, tmp_path, caplog, capsys
+):
+    tiny.base().model.save_pretrained(tmp_path)
+    capsys.readouterr()
+    damage(tmp_path)
+    with pytest.raises(InputError, match=f"{WHOLE}.*{told}") as caught:
+        FrozenBase.load(tmp_path, device="cpu")
+    assert "\n" not in str(caught.value)
+    # transformers' own table of them is held back
+    assert "LOAD REPORT" not in caplog.text + capsys.readouterr().err
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
+def test_what_transformers_saves_is_whole_in_one_file_or_in_shards(architecture, tied, tmp_path):
+    model = type(tiny.base(architecture).model)(tiny.config(architecture, tie_word_embeddings=tied))
+    model.save_pretrained(tmp_path, max_shard_size="20KB" if tied else "1GB")
+    assert len([*tmp_path.glob("*.safetensors")]) > tied
+    FrozenBase.load(tmp_path, dtype="float32", device="cpu")
+
+
+CONFIG, ENDS = "config.json", "generation_config.json"
+BROKEN: dict[str, tuple[Damage, str]] = {
+    "no config": (remove(CONFIG), "config.json"),
+    "empty config": (write(CONFIG, b""), "config.json"),
+    "cut config": (cut(CONFIG), "config.json"),
+    "binary config": (write(CONFIG, b"\xff\xfe\0"), "config.json"),
+    "deep config": (write(CONFIG, DEEP), "config.json"),
+    "config that is null": (write(CONFIG, b"null"), "config.json"),
+    "config that is a list": (write(CONFIG, b"[1]"), "config.json"),
+    "words for a number": (says(num_hidden_layers="3"), "config.json"),
+    "a negative width": (says(hidden_size=-32), "weights"),
+    "no heads": (says(num_attention_heads=0), "config.json"),
+    "an unknown activation": (says(hidden_act="nope"), "weights"),
+    "an unknown rope": (says(rope_parameters={"rope_type": "nope"}), "weights"),
+    "a library that is not here": (
+        says(quantization_config={"quant_method": "gptq", "bits": 4}),
+        "weights",
+    ),
+    "a million layers": (says(num_hidden_layers=10**6), "num_hidden_layers .* 1 to 1024"),
+    "a billion labels": (says(num_labels=10**9), "num_labels"),
+    "no context": (says(max_position_embeddings=0), "max_position_embeddings"),
+    "cut weights": (cut(WEIGHTS), "weights .*SafetensorError"),
+    "weights that are not numbers": (
+        tensors(lambda held: held["model.norm.weight"].mul_(float("nan"))),
+        "not finite",
+    ),
+    "weights of nobody": (
+        lambda folder: (folder / WEIGHTS).unlink() or (folder / WEIGHTS).symlink_to("/nowhere"),
+        "weights",
+    ),
+    "cut ends of text": (write(ENDS, b'{"eos'), ENDS),
+    "deep ends of text": (write(ENDS, DEEP), ENDS),
+    "an end of text in words": (write(ENDS, b'{"eos_token_id": "x"}'), "must be token ids"),
+    "an end of text that is true": (write(ENDS, b'{"eos_token_id": true}'), "must be token ids"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_file_of_a_base_is_told_by_name(name, tmp_path):
+    damage, told = BROKEN[name]
+    tiny.base().model.save_pretrained(tmp_path)
+    damage(tmp_path)
+    with pytest.raises(InputError, match=told):
+        raise InputError(refused(tmp_path))
+
+
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        remove("model-00002*"),
+        cut("model-00002-of-00017.safetensors"),
+        remove(INDEX),
+        cut(INDEX),
+        write(INDEX, b"[]"),
+        write(INDEX, b"{}"),
+        write(INDEX, b'{"metadata": {}, "weight_map": {}}'),
+        write(INDEX, b'{"metadata": {}, "weight_map": {"a": 1}}'),
+        write(INDEX, b'{"metadata": {}, "weight_map": {"a": "../../../etc/passwd"}}'),
+    ],
+)
+def test_shards_that_are_not_all_there_are_refused(damage, tmp_path):
+    tiny.base().model.save_pretrained(tmp_path, max_shard_size="20KB")
+    damage(tmp_path)
+    assert "whose weights it cannot read" in refused(tmp_path)
+
+
+def tokenizer(key: str, value: object = None) -> Damage:
+    """Return what changes one part of tokenizer.json, or takes it away."""
+
+    def damage(folder: Path) -> None:
+        file = folder / "tokenizer.json"
+        held = json.loads(file.read_text())
+        held.pop(key)
+        file.write_text(json.dumps(held if value is None else {**held, key: value}))
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        cut("tokenizer.json"),
+        write("tokenizer.json", b""),
+        write("tokenizer.json", b"{}"),
+        write("tokenizer.json", b"null"),
+        write("tokenizer.json", DEEP),
+        tokenizer("model"),
+        tokenizer("added_tokens"),
+        tokenizer("model", 3),
+        tokenizer("decoder", 3),
+        remove("tokenizer.json"),
+        cut("tokenizer_config.json"),
+        write("tokenizer_config.json", b"[]"),
+        write("tokenizer_config.json", b'{"tokenizer_class": 3}'),
+    ],
+)
+def test_a_broken_tokenizer_is_refused(damage, tmp_path):
+    for file in SHIPPED.iterdir():
+        if "safetensors" not in file.name:
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    damage(tmp_path)
+    assert "whose tokenizer it cannot read" in refused(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        (SHIPPED / "config.json", "config.json' is a file; name its folder"),
+        ("a" * 300, "'aaa"),
+        ("/" + "a/" * 3000, "'/a/"),
+        ("a\0b", r"'a\\x00b'"),
+        ("/tmp/a\udc80", r"udc80"),
+        ("a\nb", r"'a\\nb'"),
+        ("", "got ''"),
+    ],
+)
+def test_a_name_that_names_no_base_is_refused(name, told):
+    with pytest.raises(InputError, match=told):
+        raise InputError(refused(name))
+
+
+@pytest.mark.parametrize("device", ["gpu", "meta", "", "cpu\0", "\udc80", "a\nb"])
+def test_a_device_that_holds_no_numbers_here_is_refused(device):
+    assert "device must name a torch device of this machine" in refused(SHIPPED, device=device)
+
+
+@functools.cache
+def adapter_files() -> dict[str, bytes]:
+    """Return the files of a sound adapter of the tiny base."""
+    import tempfile
+
+    adapter = Adapter(copy.deepcopy(tiny.base().model), Joint(target_modules=["q_proj"], rank=2))
+    with tempfile.TemporaryDirectory() as folder:
+        adapter.save(Path(folder))
+        return {file.name: file.read_bytes() for file in Path(folder).iterdir()}
+
+
+def adapter_says(**changes: Any) -> Damage:
+    return says("adapter_config.json", **changes)
+
+
+def each(change: Callable[[torch.Tensor], torch.Tensor]) -> Damage:
+    return tensors(
+        lambda held: held.update({name: change(one) for name, one in held.items()}), ADAPTER
+    )
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        remove("adapter_config.json"),
+        remove(ADAPTER),
+        lambda folder: (folder / ADAPTER).rename(folder / "adapter_model.bin"),
+        cut(ADAPTER),
+        each(lambda value: value[:1].clone()),
+        each(lambda value: value * float("nan")),
+        tensors(lambda held: held.popitem(), ADAPTER),
+        tensors(lambda held: held.update(strange=torch.ones(2)), ADAPTER),
+        cut("adapter_config.json"),
+        write("adapter_config.json", b"null"),
+        write("adapter_config.json", DEEP),
+        adapter_says(peft_type="NOPE"),
+        adapter_says(r=10**9),
+        adapter_says(r="2"),
+        adapter_says(lora_alpha="x"),
+        adapter_says(target_modules="(("),
+        adapter_says(rank_pattern=3),
+        adapter_says(layer_replication=[[0, 9]]),
+    ],
+)
+def test_a_broken_adapter_is_refused_and_leaves_the_base_as_it_was(damage, tmp_path):
+    for name, content in adapter_files().items():
+        (tmp_path / name).write_bytes(content)
+    damage(tmp_path)
+    base = FrozenBase(copy.deepcopy(tiny.base().model))
+    modules, before = [*dict(base.model.named_modules())], base.fingerprint
+    with pytest.raises(InputError, match=r"base\.adapter must be a LoRA adapter") as caught:
+        base.merge(tmp_path)
+    assert "\n" not in str(caught.value)
+    assert [*dict(base.model.named_modules())] == modules
+    assert base.fingerprint == before

@@ -1,0 +1,101 @@
+"""A base that several threads use, and one that its owner changes meanwhile."""
+
+import copy
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from specheads.base.model import FrozenBase
+from specheads.core.errors import InputError
+from specheads.core.tree import chain
+from specheads.decoding.engine import Engine
+from specheads.decoding.generate import generate
+from specheads.decoding.request import Request
+from tests import tiny
+
+
+def fresh() -> FrozenBase:
+    return FrozenBase(copy.deepcopy(tiny.base().model))
+
+
+def test_threads_that_share_a_base_get_what_each_would_get_alone():
+    inside, most, base, known = 0, 0, fresh(), tiny.continuations()
+
+    def enter(*_: Any) -> None:
+        nonlocal inside, most
+        inside, most = inside + 1, max(most, inside + 1)
+        time.sleep(1e-3)
+
+    def leave(*_: Any) -> None:
+        nonlocal inside
+        inside -= 1
+
+    base.model.base_model.register_forward_pre_hook(enter)
+    base.model.base_model.register_forward_hook(leave)
+    together = threading.Barrier(2)
+
+    def decode(row: int) -> list[list[int]]:
+        together.wait()
+        return generate(base, tiny.oracle(3), [tiny.prompts()[row]], max_new_tokens=20).tokens
+
+    with ThreadPoolExecutor(2) as threads:
+        said = list(threads.map(decode, [0, 1]))
+    assert said == [[known[row][:20]] for row in (0, 1)]
+    # forwards of the two were never under way at once
+    assert most == 1
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch, about its own compiler
+def test_a_compiled_base_refuses_a_second_thread_by_both_names():
+    base = FrozenBase(copy.deepcopy(tiny.base().model), compile=True)
+    text = torch.tensor([[1, 2]])
+    base.read(text)
+    failed: list[Exception] = []
+
+    def use() -> None:
+        try:
+            base.read(text)
+        except InputError as error:
+            failed.append(error)
+
+    other = threading.Thread(target=use, name="second")
+    other.start()
+    other.join()
+    base.read(text)
+    assert "serves one thread, 'MainThread', and 'second' asks it too" in str(failed[0])
+
+
+CHANGES: dict[str, tuple[Callable[[nn.Module], Any], Callable[[nn.Module], Any], str]] = {
+    "training": (nn.Module.train, nn.Module.eval, r"training mode; call model\.eval\(\)"),
+    "dtype": (nn.Module.half, nn.Module.double, r"torch.float64 on cpu, .* torch.float16 on cpu"),
+    "device": (lambda model: model.to("meta"), lambda _: None, "float64 on meta; move it"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_model_that_its_owner_changed_is_noticed_at_the_next_use(name):
+    change, undo, told = CHANGES[name]
+    base, prompts = fresh(), tiny.prompts()
+    engine = Engine(base)
+    stream = engine.submit(Request(prompt=prompts[0], max_new_tokens=4))
+    change(base.model)
+    for use in (
+        lambda: base.read(torch.tensor([[1, 2]])),
+        lambda: base.verify(chain(torch.tensor([[1, 2]])), base.cache(1, 4)),
+        lambda: generate(base, None, prompts, max_new_tokens=2),
+        engine.run,
+    ):
+        with pytest.raises(InputError, match=told):
+            use()
+    assert stream.finish_reason == "failed"
+    undo(base.model)
+    if name == "training":
+        assert generate(base, None, prompts, max_new_tokens=4).tokens == [
+            said[:4] for said in tiny.continuations()
+        ]
