@@ -73,6 +73,11 @@ def sweep(folder: Path, names: str = "*") -> None:
             item.unlink()
 
 
+def is_ours(name: str) -> bool:
+    """Return whether a file of this name is a lock, or not whole yet."""
+    return name == LOCK or SCRATCH.fullmatch(name) is not None
+
+
 @contextmanager
 def sole_writer(folder: Path, lock: str = LOCK) -> Iterator[None]:
     """Keep other processes from writing a folder, which is made if need be, while this lasts.

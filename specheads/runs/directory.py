@@ -9,23 +9,13 @@ from typing import Any
 from specheads.base import lora
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
-from specheads.core.files import LOCK, SCRATCH, atomic_folder, sweep, write_atomic
+from specheads.core.files import atomic_folder, is_ours, sweep, write_atomic
 from specheads.heads.untrusted import read_json
 from specheads.runs.provenance import provenance
 from specheads.runs.settings import first_difference, parse, read_settings
 
-KNOWN: dict[str, Any] = {
-    "start": str,
-    "end": str | None,
-    "command": list,
-    "versions": dict,
-    "git": dict | None,
-    "hardware": dict,
-    "base_fingerprint": str,
-    "adapter_fingerprint": str,
-    "draft_vocabulary": dict,
-}
-"""What provenance.json may hold."""
+KNOWN: dict[str, Any] = {"end": str | None, "base_fingerprint": str, "draft_vocabulary": dict}
+"""What is looked up in provenance.json, and what it is."""
 
 
 class RunDirectory:
@@ -69,7 +59,7 @@ class RunDirectory:
             )
         if self.config.is_file():
             self._refuse_changed(config_text, identity)
-        elif self.path.is_dir() and any(map(_is_anothers, self.path.iterdir())):
+        elif self.path.is_dir() and not all(is_ours(item.name) for item in self.path.iterdir()):
             raise InputError(
                 f"a run needs a folder of its own: {self.path} holds other files; choose another "
                 "run_dir="
@@ -117,17 +107,12 @@ class RunDirectory:
 
     def _provenance(self) -> dict[str, Any]:
         known = read_json(self.provenance)
-        for name, value in known.items():
-            if not isinstance(value, KNOWN.get(name, object)):
+        for name in KNOWN.keys() & known.keys():
+            if not isinstance(known[name], KNOWN[name]):
                 raise InputError(
-                    f"{self.provenance} says {name}={value!r}, which training never writes; put "
-                    "back the file that it wrote"
+                    f"{self.provenance} holds a {name} that training never wrote; put back its file"
                 )
         return known
-
-
-def _is_anothers(item: Path) -> bool:
-    return item.name != LOCK and not SCRATCH.fullmatch(item.name)
 
 
 def _now() -> str:

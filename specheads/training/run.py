@@ -78,30 +78,34 @@ def run(
         kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
     )
     made = RunDirectory(Path(settings.run_dir))
+    if base is None:
+        choices = asdict(settings.base)
+        if choices["device"] == "auto":
+            choices["device"] = str(accelerator.device)
+        base = FrozenBase.load(**choices)
+    _refuse_unusable(settings, base)
+    texts = _Texts(settings, base, made, accelerator)
+    torch.manual_seed(settings.seed)
+    head, counts = _start(settings, base, texts)
+    identity: dict[str, Any] = {"base_fingerprint": texts.fingerprint}
     is_main = accelerator.is_main_process
+    if is_main:
+        if counts is not None:
+            share = head.coverage(counts)
+            identity["draft_vocabulary"] = {"size": head.drafted_size, "coverage": share}
+            announce(f"{head.drafted_size} draft tokens cover {share:.1%} of the corpus")
+        # a launcher may start fewer than it was asked for, and say nothing
+        number = accelerator.num_processes
+        announce(f"training with {number} process{'es' if number > 1 else ''}")
     with ExitStack() as held:
-        # the other processes belong to the one that holds the lock
-        lock = sole_writer(made.path)
-        _together(lambda: held.enter_context(lock) if is_main else None)
-        if base is None:
-            choices = asdict(settings.base)
-            if choices["device"] == "auto":
-                choices["device"] = str(accelerator.device)
-            base = FrozenBase.load(**choices)
-        _refuse_unusable(settings, base)
-        texts = _Texts(settings, base, made, accelerator)
-        torch.manual_seed(settings.seed)
-        head, counts = _start(settings, base, texts)
-        identity: dict[str, Any] = {"base_fingerprint": texts.fingerprint}
-        if is_main:
-            if counts is not None:
-                share = head.coverage(counts)
-                identity["draft_vocabulary"] = {"size": head.drafted_size, "coverage": share}
-                announce(f"{head.drafted_size} draft tokens cover {share:.1%} of the corpus")
-            # a launcher may start fewer than it was asked for, and say nothing
-            number = accelerator.num_processes
-            announce(f"training with {number} process{'es' if number > 1 else ''}")
-        _together(lambda: made.begin(config_text, identity) if is_main else None)
+
+        def begin() -> None:
+            # the others belong to the one that holds the lock
+            if is_main:
+                held.enter_context(sole_writer(made.path))
+                made.begin(config_text, identity)
+
+        _together(begin)
         _train(settings, base, head, texts, accelerator)
         if is_main:
             made.end(head)

@@ -69,7 +69,6 @@ def train(
                 # what the base writes for a phase, it writes as it was loaded
                 with teacher.as_loaded():
                     text = open_text(phase.settings, display, trainer.halt)
-                trainer.halt()
                 log = PhaseLog(phase, trainer.at, tracker, display, trainer.mean, log_every)
                 trainer.run_phase(phase, text, log, checkpoint_every)
     finally:

@@ -91,7 +91,6 @@ PROVENANCES = {
     "an end that is none": b'{"end": {"a": 1}}',
     "a fingerprint that is none": b'{"base_fingerprint": 3, "end": null}',
     "a vocabulary that is none": b'{"draft_vocabulary": "all", "end": "now"}',
-    "versions that are none": b'{"versions": ["torch"], "end": "now"}',
 }
 
 

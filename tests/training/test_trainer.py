@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from specheads.base.model import FrozenBase
 from specheads.config import Phase, Schedule
 from specheads.core.drafter import Head
-from specheads.data.packing import TokenBatch
+from specheads.data.packing import Text, TokenBatch
 from specheads.heads.load import build, build_for, kinds
 from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import Tracker, read_metrics
@@ -57,7 +57,12 @@ def opened(base: FrozenBase) -> Callable[..., Counting]:
 
 
 def run_training(
-    folder: Path, schedule: Schedule, *, kind: str = "mlp_speculator", checkpoint_every: int = 0
+    folder: Path,
+    schedule: Schedule,
+    *,
+    kind: str = "mlp_speculator",
+    checkpoint_every: int = 0,
+    open_text: Callable[..., Text] | None = None,
 ) -> Head:
     base = tiny.base("llama", dtype=torch.float32)
     torch.manual_seed(0)
@@ -68,7 +73,7 @@ def run_training(
         base,
         head,
         schedule,
-        opened(base),
+        open_text or opened(base),
         run,
         tracker,
         Accelerator(cpu=True),
