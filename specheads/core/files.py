@@ -113,7 +113,8 @@ def sole_writer(folder: Path, lock: str = LOCK) -> Iterator[None]:
 def _acquire(path: Path) -> int:
     """Return the open file of a lock that is ours now, with our number and machine in it."""
     while True:
-        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        # a link, in a folder that somebody sent, could lead to any file
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

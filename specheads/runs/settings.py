@@ -13,18 +13,9 @@ MAX_DEPTH = 20
 """Levels of nesting read; our own settings have six."""
 
 RESUMABLE = (
-    "name",
-    "run_dir",
-    "tree",
-    "tracker",
-    "evaluation",
-    "evaluate_after",
-    "log_every",
-    "checkpoint_every",
-    "base.device",
-    "base.compile",
-    "dry_run",
-)
+    "name", "run_dir", "tree", "tracker", "evaluation", "evaluate_after", "log_every",
+    "checkpoint_every", "base.device", "base.compile", "dry_run",
+)  # fmt: skip
 """What does not decide what training computes, and may change between stop and resume."""
 
 
@@ -75,14 +66,17 @@ def parse(text: str) -> dict[str, Any]:
         if getattr(event, "anchor", None) or getattr(event, "tag", None):
             place = event.start_mark.line + 1
             raise ValueError(f"tags, anchors and aliases are not read, and line {place} has one")
+        if "${" in getattr(event, "value", ""):
+            raise ValueError(
+                f"values are read as they stand, and {event.value!r} is to be looked up"
+            )
         depth += isinstance(event, yaml.CollectionStartEvent)
         depth -= isinstance(event, yaml.CollectionEndEvent)
         if depth > MAX_DEPTH:
             raise ValueError(f"settings are nested {MAX_DEPTH} deep at most")
     value = yaml.load(text, Loader=_Loader)
-    if not isinstance(value, dict):
-        raise ValueError(f"settings are a mapping, got a {type(value).__name__}")
-    _refuse_interpolations(value)
+    if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
+        raise ValueError(f"settings have names, got a {type(value).__name__}")
     return value
 
 
@@ -95,16 +89,3 @@ def first_difference(before: Any, now: Any, name: str = "") -> tuple[str, Any, A
     inner = ((key, before.get(key), now.get(key)) for key in {**now, **before})
     found = (first_difference(a, b, f"{name}.{key}".lstrip(".")) for key, a, b in inner)
     return next(filter(None, found), None)
-
-
-def _refuse_interpolations(value: Any) -> None:
-    if isinstance(value, str) and "${" in value:
-        raise ValueError(f"values are read as they stand, and {value!r} is to be looked up")
-    if isinstance(value, list):
-        for one in value:
-            _refuse_interpolations(one)
-    if isinstance(value, dict):
-        for key, one in value.items():
-            if not isinstance(key, str):
-                raise ValueError(f"names of settings are text, got {key!r}")
-            _refuse_interpolations([key, one])

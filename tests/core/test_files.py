@@ -87,6 +87,15 @@ def test_a_place_that_cannot_be_a_folder_is_refused_by_name(name: str, tmp_path:
     assert [item.name for item in tmp_path.iterdir()] == ["file"]
 
 
+def test_a_lock_that_is_a_link_is_refused_and_what_it_leads_to_stays(tmp_path: Path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "thesis").write_text("mine")
+    (tmp_path / "run" / LOCK).symlink_to(tmp_path / "thesis")
+    with pytest.raises(InputError, match="can be written"):
+        take(tmp_path / "run")
+    assert (tmp_path / "thesis").read_text() == "mine"
+
+
 def test_what_killed_processes_left_is_swept_and_all_else_stays(tmp_path: Path):
     for folder in (".head.0123abcd", ".step-3.old", "step-3", "keep.0123abcd", ".git"):
         (tmp_path / folder).mkdir()
