@@ -190,10 +190,11 @@ def as_yaml(settings: Any) -> str:
 
 def read_run(path: Path, schema: type) -> Any:
     """Return the typed settings that a run directory's config.yaml holds."""
-    if not path.is_file():
-        raise InputError(f"a run directory needs a config.yaml; {path.parent} has none")
+    # what knows torch comes when it is needed
+    from specheads.runs.settings import read_settings
+
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.load(path))
+        merged = OmegaConf.merge(OmegaConf.structured(schema), read_settings(path))
         return OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         raise InputError(f"{path} is not a run's config.yaml: {_shorten(str(error))}") from error

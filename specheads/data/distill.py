@@ -3,9 +3,10 @@
 See docs/two_phases.md.
 """
 
+import hashlib
+import io
 import json
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,14 @@ import torch
 
 from specheads.config import Distill
 from specheads.core.errors import InputError
+from specheads.core.files import sole_writer, sweep, write_atomic
 from specheads.data.packing import Text, TokenBatch
 
 Write = Callable[[list[list[int]], int], list[list[int]]]
 """(prompts, seed) -> the new tokens of each."""
+
+MARK = "fingerprint.json"
+"""Names what decided the text of a folder."""
 
 
 def write_shards(
@@ -32,7 +37,7 @@ def write_shards(
     seed: int = 0,
     rank: int = 0,
     world_size: int = 1,
-) -> Iterator[int]:
+) -> Generator[int, None, None]:
     """Have the base continue corpus prompts; yield how many texts are done, after each shard.
 
     Every shard is drawn from a seed of its own, so stopping and going on, in this call or in a
@@ -42,26 +47,34 @@ def write_shards(
 
     Raises:
         ValueError: The folder holds text that other settings or another `identity` decided: what
-            else decides it, by name, see `text_identity`.
+            else decides it, by name, see `text_identity`. Or it is damaged, or being written.
     """
     # where the text is kept does not decide what it says
     decisive = {name: value for name, value in asdict(settings).items() if name != "folder"}
-    _claim(folder, identity | decisive | {"seed": seed})
+    claim = identity | decisive | {"seed": seed}
     wanted = -(-settings.num_samples // world_size)
-    progress = folder / f"progress-{rank}.json"
-    done: dict[str, Any] = {"texts": 0, "shards": 0, "cursor": None}
-    if progress.is_file():
-        done = json.loads(progress.read_text(encoding="utf-8"))
-    batches = prompts.batches(done["cursor"])
-    while done["texts"] < wanted:
-        batch, cursor = next(batches)
-        rows = batch.tokens[: wanted - done["texts"], : settings.prompt_tokens].tolist()
-        number = done["shards"]
-        written = write(rows, (seed * 1_000 + rank) * 1_000_000 + number)
-        _write_shard(folder / f"shard-{rank}-{number:05d}.parquet", rows, written)
-        done = {"texts": done["texts"] + len(rows), "shards": number + 1, "cursor": cursor}
-        _replace(progress, json.dumps(done))
-        yield done["texts"]
+    if _is_claimed(folder, claim) and _progress(folder, rank)["texts"] >= wanted:
+        return
+    # one lock a process: those of a run write side by side, a second run finds the same ones held
+    with sole_writer(folder, f".lock-{rank}"):
+        sweep(folder, "*" if world_size == 1 else f"*-{rank}[-.]*")
+        if not _is_claimed(folder, claim):
+            write_atomic(folder / MARK, json.dumps(claim, indent=1, sort_keys=True) + "\n")
+        done = _progress(folder, rank)
+        batches = prompts.batches(done["cursor"])
+        while done["texts"] < wanted:
+            batch, cursor = next(batches)
+            rows = batch.tokens[: wanted - done["texts"], : settings.prompt_tokens].tolist()
+            number = len(done["shards"])
+            written = write(rows, (seed * 1_000 + rank) * 1_000_000 + number)
+            shard = _shard(rows, written)
+            name = f"shard-{rank}-{number:05d}.parquet"
+            write_atomic(folder / name, shard)
+            shards = done["shards"] | {name: _sha256(shard)}
+            done = {"texts": done["texts"] + len(rows), "shards": shards, "cursor": cursor}
+            sealed = done | {"sha256": _sha256(json.dumps(done, sort_keys=True).encode())}
+            write_atomic(folder / f"progress-{rank}.json", json.dumps(sealed, indent=1) + "\n")
+            yield done["texts"]
 
 
 class DistilledText:
@@ -83,8 +96,10 @@ class DistilledText:
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        files = sorted(folder.glob("shard-*.parquet"))
-        table = pa.concat_tables([pq.read_table(file) for file in files]) if files else None
+        ranks = [file.stem.removeprefix("progress-") for file in folder.glob("progress-*.json")]
+        names = sorted(name for one in ranks for name in _progress(folder, one)["shards"])
+        tables = [pq.read_table(folder / name) for name in names]
+        table = pa.concat_tables(tables) if tables else None
         num_rows = table.num_rows if table is not None else 0
         self.batch_size, self.seed, self.rank, self.world_size = batch_size, seed, rank, world_size
         self.batches_per_epoch = num_rows // (batch_size * world_size)
@@ -119,15 +134,11 @@ class DistilledText:
             yield TokenBatch(self.tokens[rows], self.counted[rows]), {"batch": batch}
 
 
-def _claim(folder: Path, identity: dict[str, Any]) -> None:
-    """Mark the folder as holding this text, or refuse it when it holds another."""
-    mark = folder / "fingerprint.json"
-    written = json.dumps(identity, indent=1, sort_keys=True)
-    if not mark.is_file():
-        folder.mkdir(parents=True, exist_ok=True)
-        _replace(mark, written)
-        return
-    before, now = json.loads(mark.read_text(encoding="utf-8")), json.loads(written)
+def _is_claimed(folder: Path, claim: dict[str, Any]) -> bool:
+    """Return whether the folder holds this text; refuse it where it holds another."""
+    if not (mark := folder / MARK).is_file():
+        return False
+    before, now = _read(mark), json.loads(json.dumps(claim))
     for name in now:
         # text of earlier versions has one hash of all, and that left the corpus's content out
         if before.get(name) != now[name]:
@@ -136,16 +147,47 @@ def _claim(folder: Path, identity: dict[str, Any]) -> None:
                 f"it only: {folder} was written with {name} {before.get(name)}, wanted "
                 f"{now[name]}; remove it or choose another folder"
             )
+    return True
 
 
-def _replace(path: Path, text: str) -> None:
-    """Write a file whole or not at all; several processes may, with the same text."""
-    scratch = path.with_suffix(f".{os.getpid()}.tmp")
-    scratch.write_text(text + "\n", encoding="utf-8")
-    scratch.replace(path)
+def _progress(folder: Path, rank: int | str) -> dict[str, Any]:
+    """Return what a process has written, once all of it has shown to be as it was written."""
+    file = folder / f"progress-{rank}.json"
+    if not file.is_file():
+        return {"texts": 0, "shards": {}, "cursor": None}
+    done = _read(file)
+    if done.pop("sha256", None) != _sha256(json.dumps(done, sort_keys=True).encode()):
+        raise _damaged(file)
+    for name, expected in done["shards"].items():
+        shard = folder / name
+        if not shard.is_file() or _sha256(shard.read_bytes()) != expected:
+            raise _damaged(shard)
+    return done
 
 
-def _write_shard(path: Path, prompts: list[list[int]], written: list[list[int]]) -> None:
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_bytes())
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise _damaged(file)
+    return value
+
+
+def _damaged(file: Path) -> InputError:
+    # shards are drawn from seeds of their own, so what is written anew is the same
+    return InputError(
+        f"self-distilled text must be as it was written, and {file} is damaged or missing; remove "
+        f"{file.parent} to have the same text written again"
+    )
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _shard(prompts: list[list[int]], written: list[list[int]]) -> bytes:
     table = pa.table(
         {
             "tokens": pa.array(
@@ -155,6 +197,6 @@ def _write_shard(path: Path, prompts: list[list[int]], written: list[list[int]])
             "prompt_tokens": pa.array([len(row) for row in prompts], pa.int32()),
         }
     )
-    scratch = path.with_suffix(".tmp")
-    pq.write_table(table, scratch)
-    scratch.replace(path)
+    content = io.BytesIO()
+    pq.write_table(table, content)
+    return content.getvalue()

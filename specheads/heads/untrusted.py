@@ -66,7 +66,7 @@ def read_json(file: Path) -> dict[str, Any]:
     Raises:
         ValueError: The file lies elsewhere, is too large or too deep, or is no JSON object.
     """
-    _refuse_outside(file)
+    refuse_outside(file)
     if file.stat().st_size > MAX_SETTINGS_BYTES:
         raise InputError(
             f"{file} must be at most {MAX_SETTINGS_BYTES} bytes of settings, it has "
@@ -97,7 +97,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
         _check_index(index)
     tensors: dict[str, Tensor] = {}
     for file in files:
-        _refuse_outside(file)
+        refuse_outside(file)
         found = _read_safetensors(file) if file.suffix == ".safetensors" else _read_pickle(file)
         if twice := sorted(set(found) & set(tensors)):
             raise InputError(f"{twice[0]!r} stands in two files of {folder}; keep one of them")
@@ -121,7 +121,7 @@ def _settings_within(value: Any) -> Iterator[tuple[str, Any]]:
             pending += one
 
 
-def _refuse_outside(file: Path) -> None:
+def refuse_outside(file: Path) -> None:
     """Refuse a link that leads out of the folder, but for those of the Hub's own cache."""
     folder, real = file.parent.resolve(), file.resolve()
     allowed = [folder]

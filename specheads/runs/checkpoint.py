@@ -3,6 +3,8 @@
 import hashlib
 import json
 import shutil
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,7 +12,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from specheads.runs.directory import as_json, atomic_folder
+from specheads.core.errors import InputError
+from specheads.core.files import atomic_folder
+from specheads.runs.directory import as_json
+
+KEPT = 2
+"""Checkpoints kept, the newest ones: should the last be damaged, there is one before it."""
+
+SUMS = "checksums.json"
 
 
 class Checkpoint(NamedTuple):
@@ -27,44 +36,97 @@ class Checkpoint(NamedTuple):
 
 
 def save(folder: Path, held: Checkpoint) -> None:
-    """Write a checkpoint as `step-N` into a folder, and remove the older ones."""
+    """Write a checkpoint as `step-N` into a folder, and remove those that count no more.
+
+    These are the older ones but for the newest of them, and those of later steps: training goes on
+    from before them only where they are damaged.
+    """
     target = folder / f"step-{held.state['step']}"
     with atomic_folder(target) as scratch:
         for name, tensors in (("head", held.weights), ("adapter", held.adapter)):
             if tensors:
                 whole = {key: value.contiguous() for key, value in tensors.items()}
                 save_file(whole, scratch / f"{name}.safetensors")
-        torch.save(held.optimizer, scratch / "optimizer.pt")
+        # through a stream of ours, so that a full disk is told as such
+        with (scratch / "optimizer.pt").open("wb") as stream:
+            torch.save(held.optimizer, stream)
         (scratch / "state.json").write_text(as_json(held.state), encoding="utf-8")
         sums = {file.name: _sha256(file) for file in sorted(scratch.iterdir())}
-        (scratch / "checksums.json").write_text(as_json(sums), encoding="utf-8")
-    for other in _steps(folder):
-        if other != target:
-            shutil.rmtree(other)
+        (scratch / SUMS).write_text(as_json(sums), encoding="utf-8")
+    steps = _steps(folder)
+    for other in {*steps} - {*steps[: steps.index(target) + 1][-KEPT:]}:
+        shutil.rmtree(other)
 
 
-def newest(folder: Path) -> Checkpoint | None:
-    """Return the newest checkpoint of a folder that is whole, None where there is none."""
+def newest(folder: Path, tell: Callable[[str], object] = warnings.warn) -> Checkpoint | None:
+    """Return the newest checkpoint of a folder that is whole, None where there is none at all.
+
+    Damaged ones after it are named in a line for people.
+
+    Raises:
+        ValueError: There are some, and none is whole.
+    """
+    damaged: list[str] = []
     for found in reversed(_steps(folder)):
-        sums = found / "checksums.json"
-        expected = json.loads(sums.read_text(encoding="utf-8")) if sums.is_file() else {}
-        files = {name: found / name for name in expected}
-        if expected and all(
-            file.is_file() and _sha256(file) == expected[name] for name, file in files.items()
-        ):
-            adapter = found / "adapter.safetensors"
-            return Checkpoint(
-                json.loads((found / "state.json").read_text(encoding="utf-8")),
-                load_file(found / "head.safetensors"),
-                torch.load(found / "optimizer.pt", weights_only=True, map_location="cpu"),
-                load_file(adapter) if adapter.is_file() else {},
-            )
+        try:
+            held = _read(found)
+        except ValueError as error:
+            damaged.append(f"{found.name} ({error})")
+            continue
+        if damaged:
+            told = f"damaged checkpoints in {folder}: {', '.join(damaged)}"
+            tell(f"{told}; going on from {found.name}")
+        return held
+    if damaged:
+        raise InputError(
+            f"a run goes on from a whole checkpoint, and those in {folder} are damaged: "
+            f"{', '.join(damaged)}; put back what was written, or remove the folder to train anew"
+        )
     return None
 
 
+def _read(folder: Path) -> Checkpoint:
+    """Return a checkpoint.
+
+    Raises:
+        ValueError: It is not what was written; in a few words.
+    """
+    try:
+        sums = json.loads((folder / SUMS).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        sums = None
+    if not isinstance(sums, dict):
+        raise ValueError(f"no readable {SUMS}")
+    there = {item.name for item in folder.iterdir()} - {SUMS}
+    if strangers := there ^ set(sums):
+        raise ValueError(f"{min(strangers)} is {'too much' if there - set(sums) else 'missing'}")
+    for name, expected in sums.items():
+        if not (folder / name).is_file() or _sha256(folder / name) != expected:
+            raise ValueError(f"{name} is not what was written")
+    try:
+        adapter = folder / "adapter.safetensors"
+        held = Checkpoint(
+            json.loads((folder / "state.json").read_text(encoding="utf-8")),
+            load_file(folder / "head.safetensors"),
+            torch.load(folder / "optimizer.pt", weights_only=True, map_location="cpu"),
+            load_file(adapter) if adapter.is_file() else {},
+        )
+        whole = held.state["step"] == int(folder.name.removeprefix("step-"))
+    # whoever made the checksums, too: files that cannot be read raise whatever there is
+    except Exception as error:
+        raise ValueError("another program wrote it") from error
+    if not whole:
+        raise ValueError("state.json is of another step")
+    return held
+
+
 def _steps(folder: Path) -> list[Path]:
-    found = [step for step in folder.glob("step-*") if step.is_dir()]
-    return sorted(found, key=lambda step: int(step.name.removeprefix("step-")))
+    numbered = [
+        (int(step.name.removeprefix("step-")), step)
+        for step in folder.glob("step-*")
+        if step.is_dir() and step.name.removeprefix("step-").isdecimal()
+    ]
+    return [step for _, step in sorted(numbered)]
 
 
 def _sha256(file: Path) -> str:

@@ -1,10 +1,6 @@
 """The run directory: what lies where, what made it, and when it ended."""
 
 import json
-import shutil
-import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,39 +9,13 @@ from typing import Any
 from specheads.base import lora
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
+from specheads.core.files import atomic_folder, is_ours, sweep, write_atomic
+from specheads.heads.untrusted import read_json
 from specheads.runs.provenance import provenance
+from specheads.runs.settings import first_difference, parse, read_settings
 
-
-@contextmanager
-def atomic_folder(target: Path) -> Iterator[Path]:
-    """Give a folder to fill that becomes `target` at once, or never.
-
-    A folder that stands at `target` already is replaced.
-    """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}"
-    scratch.mkdir()
-    try:
-        yield scratch
-        old = target.parent / f".{target.name}.old"
-        if target.exists():
-            shutil.rmtree(old, ignore_errors=True)
-            target.rename(old)
-        scratch.rename(target)
-        shutil.rmtree(old, ignore_errors=True)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-
-
-def write_atomic(path: Path, content: str | bytes) -> None:
-    """Write a file that is whole or absent."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.parent / f".{path.name}.{uuid.uuid4().hex[:8]}"
-    try:
-        scratch.write_bytes(content.encode() if isinstance(content, str) else content)
-        scratch.replace(path)
-    finally:
-        scratch.unlink(missing_ok=True)
+KNOWN: dict[str, Any] = {"end": str | None, "base_fingerprint": str, "draft_vocabulary": dict}
+"""What is looked up in provenance.json, and what it is."""
 
 
 class RunDirectory:
@@ -77,9 +47,10 @@ class RunDirectory:
             )
 
     def begin(self, config_text: str, identity: dict[str, Any]) -> None:
-        """Open a new run, or an unfinished one made with the very same settings, given as YAML.
+        """Open a new run, or an unfinished one whose training the settings, as YAML, do not change.
 
-        `identity` is what else must not change between stop and resume.
+        `identity` is what else must not change between stop and resume. What a killed process left
+        half-written is removed, so only one that holds the lock may call this.
         """
         if self.finished:
             raise InputError(
@@ -87,27 +58,34 @@ class RunDirectory:
                 "name=, or remove it"
             )
         if self.config.is_file():
-            if self.config.read_text(encoding="utf-8") != config_text:
-                raise InputError(
-                    f"an unfinished run resumes with its own settings only: those of {self.path} "
-                    f"differ from {self.config.name}; choose another name=, or remove the folder"
-                )
-            before = self._provenance() if self.provenance.is_file() else identity
-            for name, value in identity.items():
-                if before.get(name) != value:
-                    raise InputError(
-                        f"an unfinished run resumes on the same {name.replace('_', ' ')} only: it "
-                        f"was {before.get(name)}, now it is {value}; choose another name="
-                    )
-        elif self.path.is_dir() and any(self.path.iterdir()):
+            self._refuse_changed(config_text, identity)
+        elif self.path.is_dir() and not all(is_ours(item.name) for item in self.path.iterdir()):
             raise InputError(
                 f"a run needs a folder of its own: {self.path} holds other files; choose another "
                 "run_dir="
             )
+        for folder in (self.path, self.checkpoints, self.phases, self.head):
+            sweep(folder)
+        # the settings say that the folder is a run's, and come first
+        write_atomic(self.config, config_text)
         if not self.provenance.is_file():
             made = {"start": _now(), "end": None, **identity, **asdict(provenance())}
             write_atomic(self.provenance, as_json(made))
-        write_atomic(self.config, config_text)
+
+    def _refuse_changed(self, config_text: str, identity: dict[str, Any]) -> None:
+        if found := first_difference(read_settings(self.config), parse(config_text)):
+            name, was, now = found
+            raise InputError(
+                f"an unfinished run resumes with its own settings only: {name} was {was}, now "
+                f"{now}; choose another name=, or remove {self.path}"
+            )
+        before = self._provenance() if self.provenance.is_file() else identity
+        for name, value in identity.items():
+            if before.get(name) != value:
+                raise InputError(
+                    f"an unfinished run resumes on the same {name.replace('_', ' ')} only: it "
+                    f"was {before.get(name)}, now it is {value}; choose another name="
+                )
 
     def end(self, head: Head) -> None:
         """Save the trained head and close the run.
@@ -128,7 +106,13 @@ class RunDirectory:
         write_atomic(self.provenance, as_json({**known, **owner, "end": _now()}))
 
     def _provenance(self) -> dict[str, Any]:
-        return json.loads(self.provenance.read_text(encoding="utf-8"))
+        known = read_json(self.provenance)
+        for name in KNOWN.keys() & known.keys():
+            if not isinstance(known[name], KNOWN[name]):
+                raise InputError(
+                    f"{self.provenance} holds a {name} that training never wrote; put back its file"
+                )
+        return known
 
 
 def _now() -> str:

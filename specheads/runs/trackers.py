@@ -7,21 +7,19 @@ from typing import Any
 
 import wandb
 
+from specheads.core.errors import InputError
+from specheads.core.files import naming_full_disk, write_atomic
+from specheads.heads.untrusted import refuse_outside
+
 
 class Tracker:
     """Writes each row to `metrics` and, when chosen, to wandb.
 
-    Rows of steps after `resumed_step`, where training goes on from, are dropped: a resumed run
-    writes them again. `project` and `name` are those at wandb.
+    `project` and `name` are those at wandb.
     """
 
-    def __init__(
-        self, metrics: Path, *, kind: str, project: str, name: str, resumed_step: int = 0
-    ) -> None:
+    def __init__(self, metrics: Path, *, kind: str, project: str, name: str) -> None:
         self.metrics = metrics
-        kept = [row for row in read_metrics(metrics) if row["step"] <= resumed_step]
-        metrics.parent.mkdir(parents=True, exist_ok=True)
-        metrics.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
         self.run: Any = None
         if kind == "wandb":
             # without a key wandb would stop and ask for one: offline keeps the numbers for later
@@ -31,9 +29,17 @@ class Tracker:
                 project=project, name=name, id=name, resume="allow", dir=folder, mode=mode
             )
 
+    def resume(self, step: int) -> None:
+        """Drop the rows of steps after this one, from which training goes on and writes anew."""
+        kept = [row for row in read_metrics(self.metrics) if row["step"] <= step]
+        write_atomic(self.metrics, "".join(json.dumps(row) + "\n" for row in kept))
+
     def log(self, row: dict[str, Any]) -> None:
         """Write one row; it holds at least `step`."""
-        with self.metrics.open("a", encoding="utf-8") as stream:
+        with (
+            naming_full_disk(self.metrics),
+            self.metrics.open("a", encoding="utf-8") as stream,
+        ):
             stream.write(json.dumps(row) + "\n")
         if self.run is not None:
             self.run.log(row, step=row["step"])
@@ -45,13 +51,26 @@ class Tracker:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a metrics.jsonl, leaving out a last one cut short by a crash."""
+    """Return the rows of a metrics.jsonl, leaving out a last one cut short by a crash.
+
+    Raises:
+        ValueError: The file lies elsewhere, or a line before the last is no row.
+    """
     if not path.is_file():
         return []
-    rows = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    refuse_outside(path)
+    rows, lines = [], path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, start=1):
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            row = None
+        if isinstance(row, dict) and type(row.get("step")) is int:
+            rows.append(row)
+        # the last one has no end of line: it is empty, or half a row
+        elif number < len(lines):
+            raise InputError(
+                f"each line of {path} must be an object with a step, and line {number} is none; "
+                "take it out"
+            )
     return rows

@@ -1,15 +1,15 @@
 """Train a head through every phase of a recipe, into a run directory."""
 
-from collections.abc import Callable
-from contextlib import closing, nullcontext
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs
+from accelerate.utils import DistributedDataParallelKwargs, gather_object
 from rich.progress import Progress
 from torch import Tensor
 
@@ -18,6 +18,7 @@ from specheads.base.model import FrozenBase
 from specheads.config import Distill, Phase, Train
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
+from specheads.core.files import sole_writer
 from specheads.data.corpora import load_corpus
 from specheads.data.distill import DistilledText, write_shards
 from specheads.data.fingerprint import text_identity
@@ -31,6 +32,8 @@ from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import Tracker
 from specheads.training import trainer
 from specheads.training.schedule import adapter_settings, refuse_misfit
+
+T = TypeVar("T")
 
 COUNTED_TOKENS = 2**19
 """Tokens of the corpus that a reduced draft vocabulary is counted on."""
@@ -85,7 +88,8 @@ def run(
     torch.manual_seed(settings.seed)
     head, counts = _start(settings, base, texts)
     identity: dict[str, Any] = {"base_fingerprint": texts.fingerprint}
-    if accelerator.is_main_process:
+    is_main = accelerator.is_main_process
+    if is_main:
         if counts is not None:
             share = head.coverage(counts)
             identity["draft_vocabulary"] = {"size": head.drafted_size, "coverage": share}
@@ -93,12 +97,33 @@ def run(
         # a launcher may start fewer than it was asked for, and say nothing
         number = accelerator.num_processes
         announce(f"training with {number} process{'es' if number > 1 else ''}")
-        made.begin(config_text, identity)
-    accelerator.wait_for_everyone()
-    _train(settings, base, head, texts, accelerator)
-    if accelerator.is_main_process:
-        made.end(head)
-    return Trained(made, head, base, accelerator.is_main_process)
+    with ExitStack() as held:
+
+        def begin() -> None:
+            # the others belong to the one that holds the lock
+            if is_main:
+                held.enter_context(sole_writer(made.path))
+                made.begin(config_text, identity)
+
+        _together(begin)
+        _train(settings, base, head, texts, accelerator)
+        if is_main:
+            made.end(head)
+    return Trained(made, head, base, is_main)
+
+
+def _together(act: Callable[[], T]) -> list[T]:
+    """Act on every process and return what each of them got; where one is refused, all are."""
+    got, refused = [], ""
+    try:
+        got = [act()]
+    except InputError as error:
+        refused = str(error)
+    told = gather_object([(got, refused)])
+    for _, refused in told:
+        if refused:
+            raise InputError(refused)
+    return [one for got, _ in told for one in got]
 
 
 def _start(settings: Train, base: FrozenBase, texts: "_Texts") -> tuple[Head, Tensor | None]:
@@ -115,10 +140,7 @@ def _train(
 ) -> None:
     run, tracker = texts.run, None
     if accelerator.is_main_process:
-        step = trainer.last_step(run)
-        tracker = Tracker(
-            run.metrics, **asdict(settings.tracker), name=settings.name, resumed_step=step
-        )
+        tracker = Tracker(run.metrics, **asdict(settings.tracker), name=settings.name)
     with closing(tracker) if tracker else nullcontext():
         trainer.train(
             base,
@@ -180,13 +202,20 @@ class _Texts:
             world_size=world_size,
         )
 
-    def open(self, phase: Phase, bar: Progress) -> Text:
-        """Return the phase's text, writing it first where the base is its author."""
+    def open(self, phase: Phase, bar: Progress, halt: Callable[[], None]) -> Text:
+        """Return the phase's text, writing it first where the base is its author.
+
+        `halt` is called on all processes together, and raises where writing is to stop.
+        """
         if phase.distill is None:
             return self.corpus(phase)
         folder = Path(phase.distill.folder or self.run.text)
-        self._write(phase, phase.distill, folder, bar)
-        self.accelerator.wait_for_everyone()
+        with closing(self._writer(phase, phase.distill, folder)) as writer:
+            task = bar.add_task("text by the base", total=phase.distill.num_samples, numbers="")
+            # processes that have written their share wait for the others
+            while sum(done := _together(lambda: next(writer, 0))):
+                bar.update(task, completed=max(done) * len(done))
+                halt()
         return DistilledText(
             folder,
             phase.batch_size,
@@ -196,8 +225,8 @@ class _Texts:
             **self.share,
         )
 
-    def _write(self, phase: Phase, distill: Distill, folder: Path, bar: Progress) -> None:
-        """Have the base write what the folder does not hold yet."""
+    def _writer(self, phase: Phase, distill: Distill, folder: Path) -> Generator[int, None, None]:
+        """Return what has the base write, shard by shard, what the folder does not hold yet."""
         corpus, processes = self.settings.data, self.accelerator.num_processes
         identity = text_identity(
             self.fingerprint, self.tokenizer, corpus, self.documents, processes
@@ -208,12 +237,8 @@ class _Texts:
             new = distill.new_tokens
             return generate(self.base, None, prompts, max_new_tokens=new, sampling=how).tokens
 
-        task = bar.add_task("text by the base", total=distill.num_samples, numbers="")
         prompts, seed = self.corpus(phase), self.settings.seed
-        for done in write_shards(
-            folder, prompts, write, distill, identity, seed=seed, **self.share
-        ):
-            bar.update(task, completed=done)
+        return write_shards(folder, prompts, write, distill, identity, seed=seed, **self.share)
 
 
 def _refuse_unusable(settings: Train) -> int:

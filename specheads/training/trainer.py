@@ -35,7 +35,7 @@ def train(
     base: FrozenBase,
     head: Head,
     schedule: Schedule,
-    open_text: Callable[[Phase, Progress], Text],
+    open_text: Callable[[Phase, Progress, Callable[[], None]], Text],
     run: RunDirectory,
     tracker: Tracker | None,
     accelerator: Accelerator,
@@ -49,23 +49,26 @@ def train(
     The head is trained in place, and saved in the run directory after each phase. The weights of
     the base are never changed: what joint phases teach it is saved as an adapter beside the head,
     and taken out of the base at the end. `open_text` gives a phase its text when it begins, and may
-    write it then. `tracker` is None on all processes but the main one. With `checkpoint_every` zero
-    there are checkpoints at phase ends only.
+    write it then; now and again, on all processes alike, it calls what it is given, which raises
+    KeyboardInterrupt once one of them was interrupted. `tracker` is None on all processes but the
+    main one. With `checkpoint_every` zero there are checkpoints at phase ends only.
 
-    An interrupt (SIGINT, SIGTERM) ends the step at hand, writes a checkpoint and raises
-    KeyboardInterrupt.
+    An interrupt (SIGINT, SIGTERM) of any process ends the step at hand, writes a checkpoint and
+    raises KeyboardInterrupt on all of them; a second one does what it did before.
     """
     teacher = teacher_of(base, head, schedules.adapter_settings(schedule), seed)
     try:
         trainer = _Trainer(teacher, schedule, run, accelerator, seed)
-        trainer.resume()
-        with progress(shown=accelerator.is_main_process) as display:
+        with progress(shown=accelerator.is_main_process) as display, trainer.on_interrupt():
+            trainer.resume(lambda line: display.console.print(line, markup=False, soft_wrap=True))
+            if tracker is not None:
+                tracker.resume(trainer.at.step)
             for phase in schedules.placed(schedule):
                 if trainer.at.step >= phase.end:
                     continue
                 # what the base writes for a phase, it writes as it was loaded
                 with teacher.as_loaded():
-                    text = open_text(phase.settings, display)
+                    text = open_text(phase.settings, display, trainer.halt)
                 log = PhaseLog(phase, trainer.at, tracker, display, trainer.mean, log_every)
                 trainer.run_phase(phase, text, log, checkpoint_every)
     finally:
@@ -109,30 +112,28 @@ class _Trainer:
         """Train from wherever the phase stands to its end."""
         batches = text.batches(self.at.cursor)
         self.teacher.begin(phase)
-        with self._on_interrupt():
-            while self.at.step < phase.end:
-                batch, self.at.cursor = next(batches)
-                values = self._step(batch, phase)
-                tokens = batch.tokens.numel() * self.accelerator.num_processes
-                self.at.step += 1
-                self.at.tokens += tokens
-                log.step(values, tokens)
-                stop = self._stops()
-                if self.at.step == phase.end:
-                    break
-                if stop or (checkpoint_every and self.at.step % checkpoint_every == 0):
-                    self.save()
-                if stop:
-                    raise KeyboardInterrupt
-            self.at.cursor = None
-            if self.accelerator.is_main_process:
-                # kept, so that phases can be compared
-                with atomic_folder(self.run.phases / phase.name) as folder:
-                    self.head.save_pretrained(folder)
-                self.teacher.save(self.run.adapter, phase)
-            self.save()
-        if self._stops():
-            raise KeyboardInterrupt
+        while self.at.step < phase.end:
+            batch, self.at.cursor = next(batches)
+            values = self._step(batch, phase)
+            tokens = batch.tokens.numel() * self.accelerator.num_processes
+            self.at.step += 1
+            self.at.tokens += tokens
+            log.step(values, tokens)
+            if self.at.step == phase.end:
+                break
+            stop = self._stops()
+            if stop or (checkpoint_every and self.at.step % checkpoint_every == 0):
+                self.save()
+            if stop:
+                raise KeyboardInterrupt
+        self.at.cursor = None
+        if self.accelerator.is_main_process:
+            # kept, so that phases can be compared
+            with atomic_folder(self.run.phases / phase.name) as folder:
+                self.head.save_pretrained(folder)
+            self.teacher.save(self.run.adapter, phase)
+        self.save()
+        self.halt()
 
     def _step(self, batch: TokenBatch, phase: PlacedPhase) -> dict[str, Tensor]:
         """Make one optimizer step; return what is logged of it."""
@@ -179,11 +180,22 @@ class _Trainer:
             checkpoint.save(self.run.checkpoints, held)
         self.accelerator.wait_for_everyone()
 
-    def resume(self) -> None:
-        """Go on from the newest whole checkpoint, if there is one."""
-        found = checkpoint.newest(self.run.checkpoints)
+    def resume(self, tell: Callable[[str], object]) -> None:
+        """Go on from the newest whole checkpoint, if there is one; tell of damaged ones."""
+        is_main = self.accelerator.is_main_process
+        found = checkpoint.newest(self.run.checkpoints, tell if is_main else lambda _: None)
         if found is None:
             return
+        try:
+            self._take_up(found)
+        # its checksums hold, so it is as it was written
+        except (KeyError, TypeError, RuntimeError) as error:
+            raise InputError(
+                f"a run goes on from its own checkpoints, and {self.run.checkpoints} holds others; "
+                "remove the folder to train anew"
+            ) from error
+
+    def _take_up(self, found: checkpoint.Checkpoint) -> None:
         state, weights, saved, adapter = found
         cursors, processes = state["cursors"], self.accelerator.num_processes
         if len(cursors) != processes:
@@ -200,25 +212,34 @@ class _Trainer:
         torch.set_rng_state(saved["random"])
 
     @contextmanager
-    def _on_interrupt(self) -> Iterator[None]:
-        """Turn SIGINT and SIGTERM into a request to stop, for as long as this lasts."""
+    def on_interrupt(self) -> Iterator[None]:
+        """Turn a first SIGINT or SIGTERM into a request to stop, for as long as this lasts."""
         # only the main thread gets signals
         if threading.current_thread() is not threading.main_thread():
             yield
             return
 
+        def restore() -> None:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
         def hear(*_: Any) -> None:
             self.stop = True
+            restore()
 
         before = {number: signal.signal(number, hear) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
         finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            restore()
+
+    def halt(self) -> None:
+        """Leave once any process was asked to: all together, or the others would wait for it."""
+        if self._stops():
+            raise KeyboardInterrupt
 
     def _stops(self) -> bool:
-        """Return whether any process was asked to stop: all stop together, or none would end."""
+        """Return whether any process was asked to stop."""
         if self.accelerator.num_processes == 1:
             return self.stop
         asked = torch.tensor(float(self.stop), device=self.accelerator.device)

@@ -1,6 +1,7 @@
 """Self-distilled text: only what the base wrote counts, written once, resumed to the bit."""
 
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ import pytest
 import torch
 
 from specheads.config import Distill
+from specheads.core.errors import InputError
+from specheads.core.files import sole_writer
 from specheads.data.distill import DistilledText, write_shards
 from specheads.data.packing import TokenBatch
 
@@ -75,6 +78,89 @@ def test_stopping_and_going_on_writes_the_same_text(tmp_path: Path):
     assert rows(tmp_path / "parts") == rows(tmp_path / "whole")
     assert write(tmp_path / "parts") == []
     assert not list((tmp_path / "parts").glob("*.tmp"))
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-5])
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 3] ^= 1
+    file.write_bytes(content)
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "cut": cut,
+    "flipped": flip,
+    "empty": lambda file: file.write_bytes(b""),
+    "no text": lambda file: file.write_bytes(b"\xff\xfe"),
+    "another type": lambda file: file.write_text("[]"),
+    "deep": lambda file: file.write_text("[" * 100_000),
+}
+
+
+@pytest.mark.parametrize("name", ["shard-0-00001.parquet", "progress-0.json", "fingerprint.json"])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_text_is_refused_by_the_file_and_written_again_once_it_is_removed(
+    name: str, damage: str, tmp_path: Path
+):
+    folder = tmp_path / "text"
+    write(folder)
+    before = rows(folder)
+    DAMAGES[damage](folder / name)
+    # a flipped bit of the fingerprint is another fingerprint
+    with pytest.raises(InputError, match=f"{name} is damaged|that wrote it only"):
+        write(folder)
+    if name != "fingerprint.json":
+        with pytest.raises(InputError, match=f"{name} is damaged"):
+            DistilledText(folder, 2, padding_id=0)
+    shutil.rmtree(folder)
+    assert write(folder) == [4, 8, 10]
+    assert rows(folder) == before
+
+
+def test_a_missing_shard_is_never_passed_over(tmp_path: Path):
+    write(tmp_path)
+    (tmp_path / "shard-0-00000.parquet").unlink()
+    for use in (lambda: write(tmp_path), lambda: DistilledText(tmp_path, 2, padding_id=0)):
+        with pytest.raises(InputError, match=r"00000\.parquet is damaged or missing"):
+            use()
+
+
+def test_without_its_progress_the_same_text_is_written_again(tmp_path: Path):
+    write(tmp_path)
+    before = rows(tmp_path)
+    (tmp_path / "progress-0.json").unlink()
+    assert write(tmp_path) == [4, 8, 10]
+    assert rows(tmp_path) == before
+
+
+def test_text_that_is_being_written_has_one_writer_and_is_read_by_all_once_it_is_there(
+    tmp_path: Path,
+):
+    first = write_shards(tmp_path, Prompts(), pen, SETTINGS, {"base": "b"})
+    assert next(first) == 4
+    with pytest.raises(InputError, match="one process at a time may write"):
+        write(tmp_path)
+    assert write(tmp_path, rank=1, world_size=2) == [4, 5]
+    first.close()
+    assert not list(tmp_path.glob(".lock*"))
+    assert write(tmp_path) == [8, 10]
+    with sole_writer(tmp_path, ".lock-0"):
+        assert write(tmp_path) == []
+
+
+def test_what_killed_writers_left_half_written_is_swept(tmp_path: Path):
+    (tmp_path / ".shard-0-00000.parquet.0123abcd").touch()
+    (tmp_path / ".shard-1-00000.parquet.0123abcd").touch()
+    write(tmp_path, world_size=2)
+    assert [file.name for file in tmp_path.glob(".*")] == [".shard-1-00000.parquet.0123abcd"]
+    shutil.rmtree(tmp_path)
+    tmp_path.mkdir()
+    (tmp_path / ".fingerprint.json.0123abcd").touch()
+    write(tmp_path)
+    assert not list(tmp_path.glob(".*"))
 
 
 @pytest.mark.parametrize(

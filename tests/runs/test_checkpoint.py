@@ -1,10 +1,15 @@
-"""Checkpoints: whole or absent, the newest whole one counts, older ones go."""
+"""Checkpoints: whole or absent, the newest whole one counts, two are kept."""
 
+import json
+import shutil
+from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
 import torch
 
+from specheads.core.errors import InputError
 from specheads.runs import checkpoint
 from specheads.runs.checkpoint import Checkpoint
 
@@ -14,31 +19,93 @@ def save(folder: Path, step: int) -> None:
     checkpoint.save(folder, Checkpoint({"step": step}, weights, {"momentum": torch.ones(2)}, {}))
 
 
-def test_the_newest_checkpoint_comes_back_and_older_ones_go(tmp_path: Path):
+def steps(folder: Path) -> list[str]:
+    return sorted(item.name for item in folder.iterdir())
+
+
+def newest(folder: Path, told: list[str] | None = None) -> int:
+    found = checkpoint.newest(folder, (told if told is not None else []).append)
+    assert found is not None
+    assert found.weights["a"].tolist() == [float(found.state["step"])] * 3
+    return found.state["step"]
+
+
+def test_the_newest_checkpoint_comes_back_and_the_one_before_is_kept(tmp_path: Path):
     assert checkpoint.newest(tmp_path) is None
-    for step in (3, 20):
+    for step in (3, 20, 100):
         save(tmp_path, step)
-    found = checkpoint.newest(tmp_path)
-    assert found is not None
-    assert found[0] == {"step": 20}
-    assert found[1]["a"].tolist() == [20.0] * 3
-    assert [folder.name for folder in tmp_path.iterdir()] == ["step-20"]
+    assert newest(tmp_path) == 100
+    assert steps(tmp_path) == ["step-100", "step-20"]
 
 
-@pytest.mark.parametrize("damage", ["head.safetensors", "state.json", "checksums.json"])
-def test_a_damaged_checkpoint_is_passed_over(damage: str, tmp_path: Path):
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def forge(folder: Path, state: str) -> None:
+    (folder / "state.json").write_text(state)
+    sums = {
+        file.name: sha256(file.read_bytes()).hexdigest()
+        for file in folder.iterdir()
+        if file.name != "checksums.json"
+    }
+    (folder / "checksums.json").write_text(json.dumps(sums))
+
+
+NAMES = ("head.safetensors", "optimizer.pt", "state.json", "checksums.json")
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    **{f"{name} flipped": lambda at, name=name: flip(at / name) for name in NAMES},
+    **{f"{name} empty": lambda at, name=name: (at / name).write_bytes(b"") for name in NAMES},
+    **{f"{name} missing": lambda at, name=name: (at / name).unlink() for name in NAMES},
+    "all files missing": lambda at: [file.unlink() for file in at.iterdir()],
+    "a file too much": lambda at: (at / "adapter.safetensors").write_bytes(b"{}"),
+    "a folder for a file": lambda at: ((at / "state.json").unlink(), (at / "state.json").mkdir()),
+    "no sums": lambda at: (at / "checksums.json").write_text("{}\n"),
+    "sums of another type": lambda at: (at / "checksums.json").write_text("[1]\n"),
+    "sums too deep": lambda at: (at / "checksums.json").write_text("[" * 100_000),
+    "sums that are no text": lambda at: (at / "checksums.json").write_bytes(b"\xff\xfe"),
+    "state without its step": lambda at: forge(at, "{}"),
+    "state of another step": lambda at: forge(at, '{"step": 7}'),
+    "state of another type": lambda at: forge(at, "[]"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(damage: str, tmp_path: Path):
     save(tmp_path, 3)
-    good = tmp_path / "step-3"
-    kept = {file.name: file.read_bytes() for file in good.iterdir()}
     save(tmp_path, 4)
-    good.mkdir()
-    for name, content in kept.items():
-        (good / name).write_bytes(content)
-    bad = tmp_path / "step-4" / damage
-    if damage == "checksums.json":
-        bad.unlink()
-    else:
-        bad.write_bytes(bad.read_bytes()[:-1] + b"?")
-    found = checkpoint.newest(tmp_path)
-    assert found is not None
-    assert found[0]["step"] == 3
+    DAMAGES[damage](tmp_path / "step-4")
+    told: list[str] = []
+    assert newest(tmp_path, told) == 3
+    assert len(told) == 1
+    assert "step-4 (" in told[0]
+    assert told[0].endswith("going on from step-3")
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_no_whole_checkpoint_among_some_is_refused_and_never_a_start_from_zero(
+    damage: str, tmp_path: Path
+):
+    save(tmp_path, 4)
+    DAMAGES[damage](tmp_path / "step-4")
+    with pytest.raises(InputError, match=r"are damaged: step-4 \(.*remove the folder"):
+        checkpoint.newest(tmp_path)
+
+
+def test_checkpoints_after_the_one_that_a_run_went_back_to_are_removed(tmp_path: Path):
+    for step in (3, 4):
+        save(tmp_path, step)
+    shutil.copytree(tmp_path / "step-4", tmp_path / "step-9")
+    assert newest(tmp_path) == 4
+    save(tmp_path, 5)
+    assert steps(tmp_path) == ["step-4", "step-5"]
+
+
+def test_other_folders_are_no_checkpoints(tmp_path: Path):
+    for name in ("step-", "step-x", "step-1.bak"):
+        (tmp_path / name).mkdir()
+    assert checkpoint.newest(tmp_path) is None
+    save(tmp_path, 1)
+    assert newest(tmp_path) == 1

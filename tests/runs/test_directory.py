@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from specheads.core.errors import InputError
+from specheads.core.files import LOCK
 from specheads.heads.load import build
 from specheads.runs.directory import RunDirectory, atomic_folder, write_atomic
 from specheads.runs.provenance import provenance
@@ -52,10 +54,89 @@ def test_an_unfinished_run_goes_on_with_its_own_settings_and_base_only(tmp_path:
     run = RunDirectory(tmp_path / "run")
     run.begin("a: 1\n", {"base_fingerprint": "f"})
     run.begin("a: 1\n", {"base_fingerprint": "f"})
-    with pytest.raises(ValueError, match="own settings only"):
+    with pytest.raises(ValueError, match="own settings only: a was 1, now 2; choose another name="):
         run.begin("a: 2\n", {"base_fingerprint": "f"})
     with pytest.raises(ValueError, match="same base fingerprint only: it was f, now it is g"):
         run.begin("a: 1\n", {"base_fingerprint": "g"})
+
+
+def test_settings_that_do_not_touch_what_is_computed_may_change_on_resume(tmp_path: Path):
+    run = RunDirectory(tmp_path / "run")
+    run.begin("a: {b: 1}\nlog_every: 10\nevaluation: {prompts: gone}\n", {})
+    changed = "a: {b: 1}\nlog_every: 2\nevaluation: {prompts: there}\ntree: {kind: chain}\n"
+    run.begin(changed, {})
+    assert run.config.read_text() == changed
+    with pytest.raises(InputError, match=r"a\.b was 1, now 2"):
+        run.begin("a: {b: 2}\nlog_every: 2\n", {})
+    assert run.config.read_text() == changed
+
+
+@pytest.mark.parametrize("damage", [b"", b"\xff", b"a: [", b"a: &x 1\n", b"- a\n"])
+def test_a_damaged_config_is_refused_by_name(damage: bytes, tmp_path: Path):
+    run = RunDirectory(tmp_path / "run")
+    run.begin("a: 1\n", {})
+    run.config.write_bytes(damage)
+    with pytest.raises(InputError, match=r"config\.yaml is not a run's settings"):
+        run.begin("a: 1\n", {})
+    assert run.config.read_bytes() == damage
+
+
+PROVENANCES = {
+    "nothing": b"",
+    "no text": b"\xff\xfe",
+    "half": b'{"start": "2026',
+    "a list": b"[]",
+    "deep": b"[" * 100_000,
+    "too much": b" " * (2**20 + 1),
+    "an end that is none": b'{"end": {"a": 1}}',
+    "a fingerprint that is none": b'{"base_fingerprint": 3, "end": null}',
+    "a vocabulary that is none": b'{"draft_vocabulary": "all", "end": "now"}',
+}
+
+
+@pytest.mark.parametrize("damage", PROVENANCES)
+def test_a_provenance_that_training_never_wrote_is_refused_by_name(damage: str, tmp_path: Path):
+    run = RunDirectory(tmp_path / "run")
+    run.begin("a: 1\n", {})
+    run.provenance.write_bytes(PROVENANCES[damage])
+    for act in (lambda: run.begin("a: 1\n", {}), lambda: run.refuse_unfinished("evaluated")):
+        with pytest.raises(InputError, match=r"provenance\.json") as refused:
+            act()
+        assert len(str(refused.value).splitlines()) == 1
+
+
+def test_a_provenance_that_lies_elsewhere_is_not_read(tmp_path: Path):
+    run = RunDirectory(tmp_path / "run")
+    run.begin("a: 1\n", {})
+    run.provenance.rename(tmp_path / "secret.json")
+    run.provenance.symlink_to(tmp_path / "secret.json")
+    with pytest.raises(InputError, match="lie in its own folder"):
+        run.refuse_unfinished("evaluated")
+
+
+def test_a_start_that_was_killed_at_any_moment_begins_again(tmp_path: Path):
+    run = RunDirectory(tmp_path / "run")
+    run.begin("a: 1\n", {"base_fingerprint": "f"})
+    run.provenance.rename(run.path / ".provenance.json.0123abcd")
+    run.begin("a: 1\n", {"base_fingerprint": "f"})
+    run.provenance.unlink()
+    run.config.rename(run.path / ".config.yaml.0123abcd")
+    (run.path / LOCK).touch()
+    run.begin("a: 1\n", {"base_fingerprint": "f"})
+    left = {item.name for item in run.path.iterdir()}
+    assert left == {LOCK, "config.yaml", "provenance.json"}
+
+
+def test_what_a_killed_run_left_half_written_goes_and_what_it_set_aside_comes_back(tmp_path: Path):
+    run = RunDirectory(tmp_path / "run")
+    run.begin("a: 1\n", {})
+    for place in ("checkpoints/.step-3.0123abcd", "phases/.corpus.0123abcd", ".head.old"):
+        (run.path / place).mkdir(parents=True)
+        (run.path / place / "model.safetensors").touch()
+    run.begin("a: 1\n", {})
+    files = [file.relative_to(run.path).as_posix() for file in run.path.rglob("*.safetensors")]
+    assert files == ["head/model.safetensors"]
+    assert list(run.checkpoints.iterdir()) == list(run.phases.iterdir()) == []
 
 
 def test_a_folder_with_other_files_is_left_alone(tmp_path: Path):

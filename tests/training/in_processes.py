@@ -1,7 +1,7 @@
 """Trains a tiny head in as many processes as torchrun starts; run by test_processes.py.
 
-Arguments: a folder, rows of a batch over all processes, and what happens to the last process in
-its third step: `fail`, `stop` (a signal that the others do not get) or, with `train`, nothing.
+Arguments: a folder, rows of a batch over all processes, and what happens in the third step:
+`fail-RANK`, `stop-RANK` (a signal that the others do not get) or, with `train`, nothing.
 """
 
 import os
@@ -27,7 +27,8 @@ class Shares:
 
     def __init__(self, rows: int, rank: int, world_size: int, what: str) -> None:
         self.rows, self.share = rows, slice(rank * rows // world_size, None)
-        self.count, self.what = rows // world_size, what if rank == world_size - 1 else ""
+        self.count = rows // world_size
+        self.what = what.removesuffix(f"-{rank}")
 
     def batches(
         self, cursor: dict[str, Any] | None = None

@@ -79,9 +79,7 @@ def run_training(
     torch.manual_seed(0)
     head = build_for({"kind": settings.pop("kind", "medusa"), "depth": 2}, base)
     run = RunDirectory(folder)
-    tracker = Tracker(
-        run.metrics, kind="jsonl", project="", name="", resumed_step=trainer.last_step(run)
-    )
+    tracker = Tracker(run.metrics, kind="jsonl", project="", name="")
     trainer.train(
         base,
         head,

@@ -1,15 +1,25 @@
 """Several processes train one head, and a launcher shows what we say and nothing of its own."""
 
 import os
+import signal
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 import torch
 
+from specheads.runs.directory import RunDirectory
+
 REPOSITORY = Path(__file__).parents[2]
+ENVIRONMENT = os.environ | {
+    "CUDA_VISIBLE_DEVICES": "",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": str(REPOSITORY),
+}
 IN_PROCESSES = "tests.training.in_processes"
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc_per_node", "2")
 
@@ -18,15 +28,10 @@ pytestmark = pytest.mark.slow
 
 def python(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a module as a user would, without GPUs, in the checkout."""
-    environment = os.environ | {
-        "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(REPOSITORY),
-    }
     return subprocess.run(
         [sys.executable, "-m", *arguments],
         cwd=REPOSITORY,
-        env=environment,
+        env=ENVIRONMENT,
         capture_output=True,
         text=True,
         timeout=500,
@@ -48,17 +53,106 @@ def test_two_processes_train_the_head_that_one_trains_with_twice_the_batch(tmp_p
 
 
 def test_an_error_in_one_process_ends_them_all(tmp_path: Path):
-    found = python(*TORCHRUN, "-m", IN_PROCESSES, str(tmp_path), "4", "fail")
+    found = python(*TORCHRUN, "-m", IN_PROCESSES, str(tmp_path), "4", "fail-1")
     assert found.returncode == 1
     assert "ValueError: text is at its end" in found.stderr
     assert not list(tmp_path.glob("head-*"))
 
 
-def test_a_signal_that_one_process_gets_stops_all_of_them_at_one_checkpoint(tmp_path: Path):
-    found = python(*TORCHRUN, "-m", IN_PROCESSES, str(tmp_path), "4", "stop")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_that_one_process_gets_stops_all_of_them_at_one_checkpoint(
+    rank: int, tmp_path: Path
+):
+    found = python(*TORCHRUN, "-m", IN_PROCESSES, str(tmp_path), "4", f"stop-{rank}")
     assert found.returncode == 1
     assert "KeyboardInterrupt" in found.stderr
     assert [folder.name for folder in (tmp_path / "checkpoints").iterdir()] == ["step-3"]
+
+
+class Pair:
+    """Two processes of one run, which no launcher watches."""
+
+    def __init__(self, count: int, *arguments: str) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, *arguments],
+                cwd=REPOSITORY,
+                env=ENVIRONMENT
+                | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(count)}
+                | {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(count)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for rank in range(count)
+        ]
+
+    def wait_for(self, folder: Path, pattern: str) -> None:
+        while not list(folder.glob(pattern)):
+            assert all(process.poll() is None for process in self.processes), self.leave()
+            time.sleep(0.01)
+
+    def leave(self) -> list[tuple[int, str]]:
+        """Return how each ended, and what it said."""
+        said = [process.communicate(timeout=500)[0] for process in self.processes]
+        return [
+            (process.returncode, text) for process, text in zip(self.processes, said, strict=True)
+        ]
+
+
+LONG_TEXT = (
+    "recipe=smoke", "evaluate_after=false", "data.max_documents=20",
+    "schedule.phases.corpus.steps=1",
+    "schedule.phases.distilled.steps=1", "schedule.phases.distilled.distill.num_samples=40",
+    "schedule.phases.distilled.distill.batch_size=4",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("count", "rank", "number"),
+    [(2, 0, signal.SIGTERM), (2, 1, signal.SIGINT), (1, 0, signal.SIGTERM)],
+)
+def test_a_signal_while_the_base_writes_stops_all_processes_and_leaves_whole_shards(
+    count: int, rank: int, number: signal.Signals, tmp_path: Path
+):
+    run = tmp_path / "run"
+    pair = Pair(count, "train.py", *LONG_TEXT, f"run_dir={run}")
+    pair.wait_for(run / "text", f"shard-{rank}-*")
+    pair.processes[rank].send_signal(number)
+    for code, said in pair.leave():
+        assert (code, "interrupted" in said) == (130, True), said
+    assert [step.name for step in (run / "checkpoints").iterdir()] == ["step-1"]
+    assert not list(run.rglob(".*"))
+    assert 0 < len(list((run / "text").glob("shard-*"))) < 10
+
+
+def test_a_second_run_of_a_folder_is_refused_by_all_its_processes_and_disturbs_nothing(
+    tmp_path: Path,
+):
+    run = tmp_path / "run"
+    first = Pair(1, "train.py", *LONG_TEXT, "schedule.phases.corpus.steps=100000", f"run_dir={run}")
+    first.wait_for(run, "metrics.jsonl")
+    for code, said in Pair(2, "train.py", *LONG_TEXT, f"run_dir={run}").leave():
+        assert code == 2, said
+        assert f'"pid": {first.processes[0].pid}' in said
+    first.processes[0].send_signal(signal.SIGTERM)
+    assert first.leave()[0][0] == 130
+    assert len(list((run / "checkpoints").iterdir())) == 1
+
+
+def test_a_signal_after_training_leaves_a_finished_run(tmp_path: Path):
+    run = tmp_path / "run"
+    pair = Pair(1, "train.py", *LONG_TEXT, "evaluate_after=true", f"run_dir={run}")
+    pair.wait_for(run, "head/config.json")
+    while list(run.glob(".*")):
+        time.sleep(0.01)
+    pair.processes[0].send_signal(signal.SIGTERM)
+    pair.leave()
+    assert RunDirectory(run).finished
+    assert not (run / "report").exists()
 
 
 def test_the_smoke_recipe_in_two_processes_shares_out_its_text_and_says_how_many_they_are(

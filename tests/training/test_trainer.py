@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from rich.progress import Progress
 
 from specheads.base.model import FrozenBase
 from specheads.config import Phase, Schedule
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
-from specheads.data.packing import TokenBatch
+from specheads.data.packing import Text, TokenBatch
 from specheads.heads.load import build, build_for, kinds
 from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import Tracker, read_metrics
@@ -54,29 +53,28 @@ class Counting:
             yield TokenBatch(tokens, torch.ones_like(tokens, dtype=torch.bool)), {"number": number}
 
 
-def opened(base: FrozenBase) -> Callable[[Phase, Progress], Counting]:
+def opened(base: FrozenBase) -> Callable[..., Counting]:
     return lambda *_: Counting(base.vocab_size)
 
 
 def run_training(
-    folder: Path, schedule: Schedule, *, kind: str = "mlp_speculator", checkpoint_every: int = 0
+    folder: Path,
+    schedule: Schedule,
+    *,
+    kind: str = "mlp_speculator",
+    checkpoint_every: int = 0,
+    open_text: Callable[..., Text] | None = None,
 ) -> Head:
     base = tiny.base("llama", dtype=torch.float32)
     torch.manual_seed(0)
     head = build_for({"kind": kind, "depth": 2}, base)
     run = RunDirectory(folder)
-    tracker = Tracker(
-        run.metrics,
-        kind="jsonl",
-        project="",
-        name="test",
-        resumed_step=trainer.last_step(run),
-    )
+    tracker = Tracker(run.metrics, kind="jsonl", project="", name="test")
     trainer.train(
         base,
         head,
         schedule,
-        opened(base),
+        open_text or opened(base),
         run,
         tracker,
         Accelerator(cpu=True),

@@ -1,0 +1,91 @@
+"""Read a run's settings as plain values: nothing in them is looked up, expanded or called."""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from specheads.core.errors import InputError
+from specheads.heads.untrusted import MAX_SETTINGS_BYTES
+from specheads.heads.untrusted import refuse_outside
+
+MAX_DEPTH = 20
+"""Levels of nesting read; our own settings have six."""
+
+RESUMABLE = (
+    "name", "run_dir", "tree", "tracker", "evaluation", "evaluate_after", "log_every",
+    "checkpoint_every", "base.device", "base.compile", "dry_run",
+)  # fmt: skip
+"""What does not decide what training computes, and may change between stop and resume."""
+
+
+class _Loader(yaml.SafeLoader):
+    """Loads scalars as OmegaConf writes them, which knows no dates."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, rule) for tag, rule in known if not tag.endswith(":timestamp")]
+    for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+
+
+def read_settings(file: Path) -> dict[str, Any]:
+    """Return the settings of a run that anybody may have written.
+
+    Raises:
+        ValueError: The file lies elsewhere, is too large or deep, is no YAML mapping, or has tags,
+            aliases or interpolations.
+    """
+    if not file.is_file():
+        raise InputError(f"a run directory needs a {file.name}; {file.parent} has none")
+    refuse_outside(file)
+    if (size := file.stat().st_size) > MAX_SETTINGS_BYTES:
+        raise InputError(
+            f"{file} must be at most {MAX_SETTINGS_BYTES} bytes of settings, it has {size}; remove "
+            "what is none"
+        )
+    try:
+        return parse(file.read_text(encoding="utf-8"))
+    except (ValueError, yaml.YAMLError) as error:
+        told = " ".join(str(error).split())
+        raise InputError(
+            f"{file} is not a run's settings: {told}; put back the file that training wrote"
+        ) from error
+
+
+def parse(text: str) -> dict[str, Any]:
+    """Return settings from YAML of mappings, lists and scalars.
+
+    Raises:
+        ValueError: There is something else in it.
+        YAMLError: It is not YAML.
+    """
+    depth = 0
+    # events come one by one: nothing is built yet, and nothing recurses
+    for event in yaml.parse(text, Loader=_Loader):
+        if getattr(event, "anchor", None) or getattr(event, "tag", None):
+            place = event.start_mark.line + 1
+            raise ValueError(f"tags, anchors and aliases are not read, and line {place} has one")
+        if "${" in getattr(event, "value", ""):
+            raise ValueError(
+                f"values are read as they stand, and {event.value!r} is to be looked up"
+            )
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+        if depth > MAX_DEPTH:
+            raise ValueError(f"settings are nested {MAX_DEPTH} deep at most")
+    value = yaml.load(text, Loader=_Loader)
+    if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
+        raise ValueError(f"settings have names, got a {type(value).__name__}")
+    return value
+
+
+def first_difference(before: Any, now: Any, name: str = "") -> tuple[str, Any, Any] | None:
+    """Return name and both values of the first setting that may not change on resume."""
+    if name in RESUMABLE or before == now:
+        return None
+    if not (isinstance(before, dict) and isinstance(now, dict)):
+        return name, before, now
+    inner = ((key, before.get(key), now.get(key)) for key in {**now, **before})
+    found = (first_difference(a, b, f"{name}.{key}".lstrip(".")) for key, a, b in inner)
+    return next(filter(None, found), None)

@@ -1,0 +1,164 @@
+"""Files are whole or absent, whatever kills their writer, and a folder has one writer at a time."""
+
+import errno
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from specheads.core.errors import InputError
+from specheads.core.files import LOCK, atomic_folder, naming_full_disk, sole_writer, sweep
+
+HOLD = """
+import sys
+from pathlib import Path
+from specheads.core.files import sole_writer
+with sole_writer(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Another process that holds the lock of `tmp_path`/run."""
+    command = [sys.executable, "-c", HOLD, str(tmp_path / "run")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"held\n"
+        yield process
+        process.kill()
+
+
+def take(folder: Path) -> None:
+    with sole_writer(folder):
+        (folder / "mine").touch()
+
+
+def test_a_second_process_is_refused_with_the_first_one_s_pid_and_host_and_leaves_nothing(
+    holder: subprocess.Popen[bytes], tmp_path: Path
+):
+    about = json.dumps({"pid": holder.pid, "host": socket.gethostname()})
+    with pytest.raises(InputError, match="one process at a time may write") as refused:
+        take(tmp_path / "run")
+    assert about in str(refused.value)
+    assert [file.name for file in (tmp_path / "run").iterdir()] == [LOCK]
+
+
+def test_the_lock_of_a_killed_process_holds_nobody_up(
+    holder: subprocess.Popen[bytes], tmp_path: Path
+):
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    assert (tmp_path / "run" / LOCK).is_file()
+    take(tmp_path / "run")
+    assert [file.name for file in (tmp_path / "run").iterdir()] == ["mine"]
+
+
+def test_two_writers_of_one_process_exclude_each_other_and_the_lock_says_whose_it_is(
+    tmp_path: Path,
+):
+    with sole_writer(tmp_path):
+        assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()
+        with pytest.raises(InputError, match=f'"pid": {os.getpid()}'):
+            take(tmp_path)
+    take(tmp_path)
+
+
+def test_folders_that_were_made_for_nothing_go_again(tmp_path: Path):
+    with pytest.raises(InputError, match="no"), sole_writer(tmp_path / "runs" / "mine"):
+        raise InputError("no")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["file", "file/below", "x" * 300])
+def test_a_place_that_cannot_be_a_folder_is_refused_by_name(name: str, tmp_path: Path):
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match="a folder that can be written is needed"):
+        take(tmp_path / name)
+    assert [item.name for item in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_lock_that_is_a_link_is_refused_and_what_it_leads_to_stays(tmp_path: Path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "thesis").write_text("mine")
+    (tmp_path / "run" / LOCK).symlink_to(tmp_path / "thesis")
+    with pytest.raises(InputError, match="can be written"):
+        take(tmp_path / "run")
+    assert (tmp_path / "thesis").read_text() == "mine"
+
+
+def test_what_killed_processes_left_is_swept_and_all_else_stays(tmp_path: Path):
+    for folder in (".head.0123abcd", ".step-3.old", "step-3", "keep.0123abcd", ".git"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "file").touch()
+    for file in (".config.yaml.deadbeef", ".bashrc", ".a.0123abcx", LOCK):
+        (tmp_path / file).touch()
+    (tmp_path / ".link.0123abcd").symlink_to(tmp_path / ".git")
+    sweep(tmp_path)
+    left = {item.name for item in tmp_path.iterdir()}
+    assert left == {"step-3", "keep.0123abcd", ".git", ".bashrc", ".a.0123abcx", LOCK}
+    assert (tmp_path / ".git" / "file").is_file()
+
+
+def test_a_folder_set_aside_comes_back_where_its_successor_never_came(tmp_path: Path):
+    (tmp_path / "head").mkdir()
+    (tmp_path / "head" / "old").touch()
+    # killed between the two renames: nothing is cleared up
+    script = """
+import os, sys
+from pathlib import Path
+from specheads.core.files import atomic_folder
+rename, left = Path.rename, iter(range(2))
+def killed(self, target):
+    return os._exit(1) if next(left) else rename(self, target)
+Path.rename = killed
+with atomic_folder(Path(sys.argv[1])) as folder:
+    (folder / "new").touch()
+"""
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path / "head")], check=False)
+    assert done.returncode == 1
+    assert not (tmp_path / "head").exists()
+    sweep(tmp_path)
+    assert [item.name for item in tmp_path.iterdir()] == ["head"]
+    assert [item.name for item in (tmp_path / "head").iterdir()] == ["old"]
+
+
+class FullStream:
+    """A file on a full disk."""
+
+    def write(self, _: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def flush(self) -> None: ...
+
+
+@pytest.mark.parametrize("library", ["python", "torch", "safetensors"])
+def test_a_full_disk_is_told_by_its_place_whoever_writes(library: str, tmp_path: Path):
+    tensors = {"a": torch.zeros(100_000)}
+
+    def fill() -> None:
+        with atomic_folder(tmp_path / "head"):
+            if library == "torch":
+                torch.save(tensors, FullStream())  # pyright: ignore[reportArgumentType]
+            if library == "safetensors":
+                save_file(tensors, "/dev/full")
+            FullStream().write(b"")
+
+    with pytest.raises(OSError, match="No space left") as full:
+        fill()
+    assert (full.value.errno, full.value.filename) == (errno.ENOSPC, str(tmp_path / "head"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_other_errors_pass_as_they_are(tmp_path: Path):
+    with pytest.raises(PermissionError), naming_full_disk(tmp_path):
+        raise PermissionError(errno.EACCES, "no")

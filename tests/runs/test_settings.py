@@ -1,0 +1,122 @@
+"""A stranger's config.yaml is values and nothing else; our own always comes back."""
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import settings as tried
+from hypothesis import strategies as st
+
+from specheads.commands import _compose
+from specheads.config import Train
+from specheads.core.errors import InputError
+from specheads.runs.settings import first_difference, parse, read_settings
+
+BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40))
+HOSTILE = {
+    "a variable of the environment": ("name: ${oc.env:SECRET}\n", "is to be looked up"),
+    "one in a list": ("head: {sizes: [1, 'a${oc.env:SECRET}']}\n", "is to be looked up"),
+    "one in a name": ("${oc.env:SECRET}: 1\n", "is to be looked up"),
+    "an alias bomb": (BOMB, "line 1 has one"),
+    "an anchor": ("name: &a x\nrun_dir: *a\n", "line 1 has one"),
+    "a tag": ("name: x\nseed: !!python/object/apply:os.system [id]\n", "line 2 has one"),
+    "a tag of its own": ("name: !env SECRET\n", "line 1 has one"),
+    "depth": ("a: " + "[" * 500_000, "20 deep"),
+    "depth by indents": ("".join(f"{' ' * n}a:\n" for n in range(300)), "20 deep"),
+    "a list": ("- name\n", "settings have names, got a list"),
+    "nothing": ("", "settings have names, got a NoneType"),
+    "names that are numbers": ("1: 2\n", "settings have names"),
+    "one behind an escape": ('name: "\\x24{oc.env:SECRET}"\n', "is to be looked up"),
+    "names that are lists": ("? [a]\n: 2\n", "is not a run's settings"),
+    "two documents": ("name: x\n---\nname: y\n", "is not a run's settings"),
+    "no YAML": ("name: [x\n", "is not a run's settings"),
+    "a number of 100,000 digits": ("seed: " + "9" * 100_000, "is not a run's settings"),
+    "too much": ("# " + "x" * 2**20, "at most 1048576 bytes"),
+    "bytes": ("name: \x00\n", "is not a run's settings"),
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_a_hostile_config_is_refused_in_one_line(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("SECRET", "hunter2")
+    text, told = HOSTILE[what]
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(InputError) as refused:
+        _compose.read_run(tmp_path / "config.yaml", Train)
+    assert told in str(refused.value)
+    assert "hunter2" not in str(refused.value)
+    assert str(tmp_path / "config.yaml") in str(refused.value)
+    assert len(str(refused.value).splitlines()) == 1
+
+
+def test_bytes_that_are_no_text_a_link_that_leads_out_and_no_file_are_refused(tmp_path: Path):
+    run = tmp_path / "run"
+    run.mkdir()
+    with pytest.raises(InputError, match=r"needs a config\.yaml"):
+        read_settings(run / "config.yaml")
+    (run / "config.yaml").write_bytes(b"name: \xff\xfe\n")
+    with pytest.raises(InputError, match="is not a run's settings"):
+        read_settings(run / "config.yaml")
+    (run / "config.yaml").unlink()
+    (tmp_path / "secret").write_text("password: hunter2\n")
+    (run / "config.yaml").symlink_to(tmp_path / "secret")
+    with pytest.raises(InputError, match="in its own folder") as refused:
+        read_settings(run / "config.yaml")
+    assert "hunter2" not in str(refused.value)
+
+
+# PyYAML itself folds these three line ends when it writes them
+TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\x85\u2028\u2029\\"))
+STRANGE = (
+    "yes", "no", "null", "~", "1e3", "1e-3", "0o17", "0x1f", "1_000", "1:20", "2020-01-01", "=",
+    "<<", "", " ", "'", '"', "a: b", "a #b", "- a", "[a", "{a", "&a", "*a", "!a", "%a", "@a", "`a",
+    "a\nb", "a\n", "\n", "\t", "é", "名", "\U0001f600", "\ufeff", "\x07", ".nan", ".inf", "...",
+    "---", "?", "? a", "|", ">", "$", "{}", "[]",
+)  # fmt: skip
+
+
+@dataclass
+class Small:
+    """What differs in form among our settings."""
+
+    name: str
+    head: dict[str, Any]
+    rates: list[float] = field(default_factory=lambda: [0.9, 1e-5])
+
+
+@tried(max_examples=100, deadline=None)
+@given(name=TEXT.filter(lambda text: "${" not in text and text != "???"))
+def test_what_we_write_ourselves_is_read_as_it_was(name: str):
+    settings = Small(name, {"kind": name, "list": [name, 1e-5, 3, None, True, {"deep": name}]})
+    assert parse(_compose.as_yaml(settings)) == asdict(settings)
+
+
+for one in STRANGE:
+    test_what_we_write_ourselves_is_read_as_it_was = example(name=one)(
+        test_what_we_write_ourselves_is_read_as_it_was
+    )
+
+
+def test_a_run_s_own_settings_come_back_typed(tmp_path: Path):
+    smoke = _compose.settings_of("train", ["recipe=smoke"])
+    (tmp_path / "config.yaml").write_text(_compose.as_yaml(smoke), encoding="utf-8")
+    assert _compose.read_run(tmp_path / "config.yaml", Train) == smoke
+
+
+@pytest.mark.parametrize(
+    ("now", "found"),
+    [
+        ("a: 1\nevaluation: {prompts: x}\nname: m\nbase: {device: cpu, dtype: auto}\n", None),
+        ("a: 2\nevaluation: {}\nname: n\nbase: {dtype: auto}\n", ("a", 1, 2)),
+        ("a: 1\nname: n\nbase: {dtype: float32}\n", ("base.dtype", "auto", "float32")),
+        ("a: 1\nname: n\nbase: {dtype: auto}\nb: {c: 3}\n", ("b", None, {"c": 3})),
+        ("name: n\nbase: {dtype: auto}\n", ("a", 1, None)),
+    ],
+)
+def test_only_what_decides_the_training_makes_a_difference(now: str, found: object):
+    before = parse("a: 1\nevaluation: {prompts: y}\nname: n\nbase: {device: cuda, dtype: auto}\n")
+    assert first_difference(before, parse(now)) == found

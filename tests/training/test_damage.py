@@ -1,0 +1,158 @@
+"""Whatever happens to its disk, a run ends in the same head, bit for bit, or says why it cannot."""
+
+import errno
+import io
+import os
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import SafetensorError
+
+from specheads.config import Distill, Phase, Schedule
+from specheads.core.drafter import Head
+from specheads.core.files import sole_writer
+from specheads.data.distill import DistilledText, write_shards
+from specheads.data.packing import Text
+from specheads.runs import checkpoint
+from specheads.runs.directory import RunDirectory
+from specheads.training import trainer
+from tests import tiny
+from tests.training.test_trainer import Counting, StopError, phase, run_training
+
+pytestmark = pytest.mark.slow
+
+SCHEDULE = Schedule(phases={"corpus": phase(), "distilled": phase(steps=5, scored_share=0.6)})
+
+
+def killed_at(step: int, folder: Path) -> None:
+    """Train until a step and no further, as a power cut would have it."""
+    with pytest.MonkeyPatch.context() as patch:
+        whole = trainer._Trainer._step
+
+        def crash(self, *arguments):
+            if self.at.step == step:
+                raise StopError
+            return whole(self, *arguments)
+
+        patch.setattr(trainer._Trainer, "_step", crash)
+        with pytest.raises(StopError):
+            run_training(folder, SCHEDULE, checkpoint_every=2)
+
+
+@pytest.mark.parametrize("step", [5, 10], ids=["phase one", "phase two"])
+def test_a_random_byte_of_a_checkpoint_may_be_anything(
+    step: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Fifty bytes a phase, of the newest checkpoint or the one before it."""
+    chance = random.Random(step)
+    whole = run_training(tmp_path / "whole", SCHEDULE).state_dict()
+    killed_at(step, tmp_path / "killed")
+    files = sorted((tmp_path / "killed" / "checkpoints").rglob("*.*"))
+    assert len({file.parent for file in files}) == 2
+    ends = {"same": 0, "told": 0}
+    for number in range(50):
+        run = shutil.copytree(tmp_path / "killed", tmp_path / f"run-{number}")
+        file = run / chance.choice(files).relative_to(tmp_path / "killed")
+        content = bytearray(file.read_bytes())
+        place = chance.randrange(len(content))
+        content[place] = (content[place] + chance.randrange(1, 256)) % 256
+        file.write_bytes(content)
+        head = run_training(run, SCHEDULE, checkpoint_every=2).state_dict()
+        told = " ".join(capsys.readouterr().err.split())
+        ends["same"] += all(torch.equal(value, head[name]) for name, value in whole.items())
+        ends["told"] += f"{file.parent.name} (" in told
+        shutil.rmtree(run)
+    assert ends["same"] == 50
+    # the one before the newest is not looked at
+    assert 10 < ends["told"] < 45
+
+
+class Disk:
+    """Takes so many writes into a folder, and leaves half of the next one."""
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        self.folder, self.writes, self.room = str(folder), 0, -1
+        for module, name in ((os, "mkdir"), (os, "rename"), (os, "replace")):
+            patch.setattr(module, name, self.guarded(getattr(module, name)))
+        patch.setattr(io, "open", self.guarded_open(io.open))
+        patch.setattr(checkpoint, "save_file", self.guarded_save(checkpoint.save_file))
+
+    def is_full(self, path: Any) -> bool:
+        if not str(path).startswith(self.folder):
+            return False
+        self.writes += 1
+        return 0 <= self.room < self.writes
+
+    def guarded(self, act: Any) -> Any:
+        def guard(path: Any, *rest: Any, **named: Any) -> Any:
+            if self.is_full(path):
+                raise OSError(errno.ENOSPC, "No space left on device", str(path))
+            return act(path, *rest, **named)
+
+        return guard
+
+    def guarded_open(self, opened: Any) -> Any:
+        def guard(path: Any, mode: str = "r", *rest: Any, **named: Any) -> Any:
+            if mode[0] in "wa" and self.is_full(path):
+                with opened(path, mode, *rest, **named) as stream:
+                    stream.write(b'{"st' if "b" in mode else '{"st')
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return opened(path, mode, *rest, **named)
+
+        return guard
+
+    def guarded_save(self, save_file: Any) -> Any:
+        def guard(tensors: Any, path: Path) -> None:
+            if self.is_full(path):
+                raise SafetensorError("I/O error: No space left on device (os error 28)")
+            save_file(tensors, path)
+
+        return guard
+
+
+def session(folder: Path) -> Head:
+    """Do what the command does to a run's folder, from its lock to its end."""
+    run, base = RunDirectory(folder), tiny.base("llama", dtype=torch.float32)
+    prompts = Counting(base.vocab_size)
+    settings = Distill(num_samples=8, prompt_tokens=4, new_tokens=8, batch_size=2)
+
+    def write(rows: list[list[int]], seed: int) -> list[list[int]]:
+        return [[(7 * row[-1] + seed + place) % 59 for place in range(8)] for row in rows]
+
+    def open_text(phase: Phase, *rest: Any) -> Text:
+        del rest
+        if phase.steps == 6:
+            return prompts
+        for _ in write_shards(run.text, prompts, write, settings, {}):
+            pass
+        return DistilledText(run.text, 2, 0)
+
+    with sole_writer(folder):
+        run.begin("a: 1\n", {})
+        head = run_training(folder, SCHEDULE, checkpoint_every=2, open_text=open_text)
+        run.end(head)
+    return head
+
+
+def test_a_full_disk_at_any_moment_is_named_and_the_run_goes_on_once_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    disk = Disk(tmp_path, monkeypatch)
+    whole = session(tmp_path / "whole").state_dict()
+    moments = random.Random(0).sample(range(disk.writes), 20)
+    for moment in moments:
+        run = tmp_path / f"run-{moment}"
+        disk.writes, disk.room = 0, moment
+        with pytest.raises(OSError, match="No space left") as full:
+            session(run)
+        assert full.value.errno == errno.ENOSPC
+        assert str(full.value.filename).startswith(str(run))
+        disk.room = -1
+        head = session(run).state_dict()
+        assert all(torch.equal(value, head[name]) for name, value in whole.items()), moment
+        assert RunDirectory(run).finished
+        assert not list(run.rglob(".*"))
