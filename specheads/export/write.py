@@ -70,7 +70,7 @@ def gate_texts(base: FrozenBase, head: Head, settings: Export, prompts: str) -> 
     )
     tokens = [prompt.tokens[:length] for prompt in found.prompts]
     # the gate needs text of some length, and not that it makes sense
-    how = How(max_new_tokens=settings.new_tokens, batch_size=8, stop_at_eos=False)
+    how = How(max_new_tokens=settings.new_tokens, batch_size=8, stop_at_eos=False, progress=True)
     return list(zip(tokens, write_alone(base, tokens, how), strict=True))
 
 

@@ -202,9 +202,9 @@ def _replay(
     base: FrozenBase, head: Head, prompts: list[list[int]], alone: list[list[int]], how: How
 ) -> Replay:
     """Hold the offline replay of a chain against the same chain decoded for real."""
-    how = replace(how, tree=None, acceptance="match", batch_size=8, progress=False)
+    how = replace(how, tree=None, acceptance="match", batch_size=8)
     measured = (
-        measure_offline(base, head, prompts, alone),
+        measure_offline(base, head, prompts, alone, progress=how.progress),
         measure_online(base, head, prompts, alone, how).online,
     )
     replayed, decoded = (
@@ -218,6 +218,7 @@ def _phase(
     base: FrozenBase, folder: Path, prompts: list[list[int]], alone: list[list[int]]
 ) -> PhaseRate:
     """Replay a chain with the head as it was at the end of a phase."""
-    found = measure_offline(base, load_head(folder, base, force=True), prompts, alone)
+    head = load_head(folder, base, force=True)
+    found = measure_offline(base, head, prompts, alone, progress=True)
     rate = found.tokens_per_forward
     return PhaseRate(phase=folder.name, tokens_per_forward=rate, interval=found.interval)

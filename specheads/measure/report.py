@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from specheads.core.errors import InputError
 from specheads.measure.plots import draw
 from specheads.measure.results import BaseQuality, Candidate, Interval, Results
 from specheads.measure.store import dumps
+from specheads.measure.tables import Fitted
 from specheads.runs.directory import write_atomic
 
 Rows = list[tuple[str, str]]
@@ -162,18 +162,13 @@ def depth_rows(results: Results) -> list[list[str]]:
 def show(results: Results, console: Console | None = None, page: Path | None = None) -> None:
     """Print the main table, the table by depth, the verdict, and where the report lies."""
     console = console or Console()
-    table = Table(show_header=False, title="specheads evaluation", title_justify="left")
-    for row in summary(results):
-        table.add_row(*row)
-    console.print(table)
+    console.print(Fitted("specheads evaluation", summary(results)))
     header, *rows = depth_rows(results)
-    by_depth = Table(*header, title="by depth", title_justify="left")
-    for row in rows:
-        by_depth.add_row(*row)
-    console.print(by_depth)
+    console.print(Fitted("by depth", rows, header))
     console.print(verdict(results), style="bold" if pays(results) else "bold red")
     if page is not None:
-        console.print(f"report: {page}")
+        # one line, to be copied
+        console.print(f"report: {page}", markup=False, soft_wrap=True)
 
 
 def record(folder: Path, results: Results) -> None:
