@@ -11,6 +11,7 @@ from specheads.baselines.hybrid import Hybrid, HybridTree, Lookup
 from specheads.config import Compare
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
+from specheads.core.paths import writable_folder
 from specheads.data.prompts import PromptSet
 from specheads.decoding.trees import policies
 from specheads.measure.evaluation import Asked, check, choose_tree, subject, told_by
@@ -168,6 +169,7 @@ def _figure(section: Rate | Speed) -> str:
 
 def write_comparison(folder: Path, comparison: Comparison) -> Path:
     """Write compare.json and compare.png; return the former, which appears last."""
+    folder = writable_folder(folder)
     write_atomic(folder / "compare.png", draw_comparison(comparison.drafters))
     path = folder / "compare.json"
     write_atomic(path, dumps(comparison))

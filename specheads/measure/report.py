@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from specheads.core.errors import InputError
+from specheads.core.paths import local_path, writable_folder
 from specheads.measure.plots import draw
 from specheads.measure.results import BaseQuality, Candidate, Interval, Results
 from specheads.measure.store import dumps
@@ -38,7 +39,7 @@ def write_report(folder: Path, results: Results, history: Sequence[Mapping[str, 
     Every file appears whole or not at all. results.json comes last, so where it is, the rest
     is too. `history` are rows of metrics.jsonl; none where the head was not trained here.
     """
-    pictures = draw(results, history)
+    folder, pictures = writable_folder(folder), draw(results, history)
     for name, picture in pictures.items():
         write_atomic(folder / name, picture)
     page = folder / "report.html"
@@ -173,9 +174,9 @@ def show(results: Results, console: Console | None = None, page: Path | None = N
 
 def record(folder: Path, results: Results) -> None:
     """Keep what was measured with the recipe, which alone may hold numbers."""
-    if not (folder / "recipe.yaml").is_file():
+    if not (local_path(folder) / "recipe.yaml").is_file():
         raise InputError(f"record needs a recipe's folder; {folder} has no recipe.yaml")
-    write_atomic(folder / "results.json", dumps(results))
+    write_atomic(writable_folder(folder) / "results.json", dumps(results))
 
 
 def render(results: Results, pictures: Mapping[str, bytes]) -> str:
