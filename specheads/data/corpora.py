@@ -10,12 +10,14 @@ from typing import Any
 import datasets
 import numpy as np
 from datasets import Dataset
-from datasets.exceptions import DatasetsError
 
 from specheads.config import Data
 from specheads.core.errors import InputError
+from specheads.core.paths import local_path
+from specheads.data.jsonl import names, read_jsonl
 
 SOURCES = ("python_stdlib", "files", "jsonl", "parquet", "hub")
+TEXT = datasets.Features(text=datasets.Value("string"))
 SPLITS = ("train", "validation", "prompts")
 SUFFIXES = {"jsonl": (".jsonl", ".jsonl.gz", ".json"), "parquet": (".parquet",)}
 
@@ -57,15 +59,21 @@ def load_corpus(corpus: Data, split: str = "train", seed: int = 0) -> Dataset:
     elif source == "files":
         documents = _in_memory(_folder_texts(corpus.path, corpus.patterns or ("**/*",)))
     else:
-        documents = _tables(source, corpus.path, corpus.column)
+        documents = _local(source, corpus.path, corpus.column)
     rng = np.random.default_rng(seed)
     if 0 < most < len(documents):
         documents = documents.select(np.sort(rng.permutation(len(documents))[:most]))
-    rows = [
-        row
-        for row, text in enumerate(texts_of(documents))
-        if text and not text.isspace() and split_of(text) == split
-    ]
+    try:
+        rows = [
+            row
+            for row, text in enumerate(texts_of(documents))
+            if text and not text.isspace() and split_of(text) == split
+        ]
+    except UnicodeDecodeError as error:
+        # nobody looked at the text of a parquet file before
+        raise InputError(
+            f"a corpus must be UTF-8 text, {source} {corpus.path} is not: {error}; convert it"
+        ) from error
     if not rows:
         raise InputError(
             f"a corpus needs at least one document in its {split} split, {source} {corpus.path} "
@@ -82,8 +90,7 @@ def texts_of(documents: Dataset) -> Iterator[str | None]:
 
 def _in_memory(texts: Iterator[str]) -> Dataset:
     # the type is given, because none can be told from an empty list
-    features = datasets.Features(text=datasets.Value("string"))
-    return Dataset.from_dict({"text": list(texts)}, features=features)
+    return Dataset.from_dict({"text": list(texts)}, features=TEXT)
 
 
 def _stdlib_texts() -> Iterator[str]:
@@ -96,13 +103,31 @@ def _stdlib_texts() -> Iterator[str]:
 
 
 def _folder_texts(path: str, patterns: Sequence[str]) -> Iterator[str]:
-    root = Path(path).expanduser()
+    root = local_path(path)
     if not path or not root.is_dir():
         raise InputError(f"source 'files' needs a folder of text files, got path {path!r}")
-    for file in sorted({file for pattern in patterns for file in root.glob(pattern)}):
+    found = {file for pattern in patterns for file in _glob(root, pattern)}
+    if not found:
+        named = " or ".join(map(repr, patterns))
+        raise InputError(f"no file below {path} matches {named}; change patterns")
+    for file in sorted(found):
         hidden = any(part.startswith(".") for part in file.relative_to(root).parts)
-        if file.is_file() and not hidden and (text := _utf8(file)) is not None:
+        if not hidden and (text := _utf8(file)) is not None:
             yield text
+
+
+def _glob(root: Path, pattern: str) -> list[Path]:
+    """Return the files below a folder that match."""
+    try:
+        if ".." not in Path(pattern).parts:
+            return [file for file in root.glob(pattern) if file.is_file()]
+        reason = "it leads out of there"
+    # what is wrong with a pattern tells itself in many ways
+    except (IndexError, NotImplementedError, OSError, ValueError) as error:
+        reason = _told(error)
+    raise InputError(
+        f"a pattern must be a glob below {root}, as **/*.txt, got {pattern!r:.80}: {reason:.120}"
+    )
 
 
 def _utf8(file: Path) -> str | None:
@@ -110,33 +135,71 @@ def _utf8(file: Path) -> str | None:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         return None
+    except OSError as error:
+        raise InputError(f"cannot read {file}: {error.strerror}; change patterns") from error
 
 
-def _tables(source: str, path: str, column: str) -> Dataset:
+def _local(source: str, path: str, column: str) -> Dataset:
     files = _find(path, SUFFIXES[source]) if path else []
     if not files:
         raise InputError(
             f"source {source!r} needs a file, a folder or a glob that holds "
             f"{' or '.join(SUFFIXES[source])} files, got path {path!r}"
         )
-    kind = "json" if source == "jsonl" else source
     try:
         with _quiet():
-            table = datasets.load_dataset(kind, data_files=files, split="train")
-    except (DatasetsError, OSError, ValueError) as error:
-        raise InputError(f"cannot read {path!r} as {source}: {_first_line(error)}") from error
+            if source == "jsonl":
+                stamped = [(file, _stamp(Path(file))) for file in files]
+                table = Dataset.from_generator(
+                    _jsonl_texts, features=TEXT, gen_kwargs={"files": stamped, "column": column}
+                )
+            else:
+                table = datasets.load_dataset(source, data_files=files, split="train")
+    except Exception as error:
+        # what reads the file can raise whatever there is
+        if isinstance(error.__cause__, InputError):
+            raise error.__cause__ from None
+        raise InputError(
+            f"cannot read {path!r} as {source}: {_told(error)}; write or download it anew"
+        ) from error
     assert isinstance(table, Dataset)
-    return _one_column(table, column, f"{source} {path}")
+    return table if source == "jsonl" else _one_column(table, column, f"{source} {path}")
+
+
+def _stamp(file: Path) -> str:
+    """Return what changes with a file: by its name alone an older one's rows would be found."""
+    known = file.stat()
+    return f"{file.absolute()} {known.st_mtime_ns} {known.st_size}"
+
+
+def _jsonl_texts(files: Sequence[tuple[str, str]], column: str) -> Iterator[dict[str, str | None]]:
+    """Yield the texts of .jsonl files; a row may lack the column, a whole file may not."""
+    num_rows = 0
+    for file, _ in files:
+        known: dict[str, None] = {}
+        for where, row in read_jsonl(Path(file)):
+            text = row.get(column)
+            if not isinstance(text, str | None):
+                raise InputError(
+                    f"column {column!r} of {where} must hold text, it holds {type(text).__name__}"
+                )
+            known |= dict.fromkeys(row)
+            num_rows += 1
+            yield {"text": text}
+        if known and column not in known:
+            raise InputError(f"{file} has no column {column!r}; it has {names(known)}")
+    if not num_rows:
+        raise InputError(f"{files[0][0]} holds no row; give documents, one JSON object a line")
 
 
 def _find(path: str, suffixes: tuple[str, ...]) -> list[str]:
-    place = Path(path).expanduser()
+    place = local_path(path)
     if place.is_dir():
         found = [file for file in place.rglob("*") if file.name.endswith(suffixes)]
     elif place.is_file():
         found = [place]
     else:
-        found = Path(place.anchor or ".").glob(str(place.relative_to(place.anchor)))
+        found = _glob(Path(place.anchor or "."), str(place.relative_to(place.anchor)))
     return sorted(str(file) for file in found if file.is_file())
 
 
@@ -154,17 +217,26 @@ def _hub(corpus: Data, seed: int) -> Dataset:
     if not isinstance(rows, Dataset):
         shuffled = rows.shuffle(seed=seed, buffer_size=1000).take(corpus.max_documents)
         # what a stream's columns are is known only once a row has come
-        rows = Dataset.from_list(list(shuffled))
+        with _reachable(corpus.path):
+            rows = Dataset.from_list(list(shuffled))
     return _one_column(rows, corpus.column, f"dataset {corpus.path}")
 
 
 def load_from_hub(path: str, **choices: Any) -> Any:
     """Call `datasets.load_dataset`; a Hub that cannot be reached is a ValueError of one line."""
-    try:
+    with _reachable(path):
         return datasets.load_dataset(path, **choices)
-    except (DatasetsError, OSError, ValueError) as error:
+
+
+@contextmanager
+def _reachable(path: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        # the network, the Hub and every format's reader raise errors of their own
         raise InputError(
-            f"cannot load {path!r} from the Hub: {_first_line(error)}; pass a local file instead"
+            f"cannot load {path!r:.80} from the Hub: {_told(error)}; check the id and the network, "
+            "or pass a local file instead"
         ) from error
 
 
@@ -181,8 +253,10 @@ def _one_column(table: Dataset, column: str, where: str) -> Dataset:
     )
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error.__cause__ or error) or type(error).__name__).splitlines()[0]
+def _told(error: BaseException) -> str:
+    """Return an error in one line: the first, and the last where that is another."""
+    lines = str(error.__cause__ or error).split("\n")
+    return " ".join(dict.fromkeys([lines[0], lines[-1]])).strip() or type(error).__name__
 
 
 @contextmanager

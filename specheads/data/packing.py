@@ -129,11 +129,10 @@ class PackedText:
 
     def _tokenise(self, rows: Any) -> list[list[int]]:
         texts = list(self._documents[rows]["text"])
-        # verbose: documents longer than the base's context are what packing is for
-        reading: Any = self._tokenizer(texts, return_attention_mask=False, verbose=False)
         # some tokenizers end every text themselves
         return [
-            ids if ids and ids[-1] == self._end else [*ids, self._end] for ids in reading.input_ids
+            ids if ids and ids[-1] == self._end else [*ids, self._end]
+            for ids in token_ids(self._tokenizer, texts)
         ]
 
     def _refuse_too_short(self) -> None:
@@ -152,3 +151,24 @@ class PackedText:
                 f"tokens in {len(self._documents)} documents; give more text, or lower the batch "
                 "size or the sequence length"
             )
+
+
+def token_ids(
+    tokenizer: PreTrainedTokenizerBase, text: str | list[str], *, add_special_tokens: bool = True
+) -> Any:
+    """Return the token ids of a text, or of each of several."""
+    try:
+        # verbose: whether a text fits the base's context is no matter of who reads it
+        reading = tokenizer(
+            text,
+            add_special_tokens=add_special_tokens,
+            return_attention_mask=False,
+            verbose=False,
+        )
+    except Exception as error:
+        # tokenizers has no other class for what a vocabulary cannot do
+        raise InputError(
+            f"the tokenizer must read any text, and it fails on {text!r:.60}: {error}; give it a "
+            "token for what is unknown"
+        ) from error
+    return reading["input_ids"]

@@ -1,11 +1,11 @@
 """Prompts: what drafters are measured on. Never text that was trained on."""
 
-import gzip
 import hashlib
 import json
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from http.client import HTTPException
 from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -16,7 +16,10 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from specheads.config import Data
 from specheads.core.errors import InputError
+from specheads.core.paths import local_path
 from specheads.data.corpora import load_corpus, load_from_hub
+from specheads.data.jsonl import names, parse, read_jsonl
+from specheads.data.packing import token_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +101,12 @@ def load_prompts(
         raise InputError(f"num_prompts must be at least 1, got {num_prompts}")
     if name == "python_stdlib":
         documents = load_corpus(Data(source="python_stdlib"), "prompts", seed)
-        prompts = [
-            Prompt(ids, "python_stdlib", str(tokenizer.decode(ids)))
-            for ids in islice(cut_windows(documents, tokenizer, prompt_tokens, seed), num_prompts)
-        ]
+        windows = islice(cut_windows(documents, tokenizer, prompt_tokens, seed), num_prompts)
+        prompts = [Prompt(ids, name, str(tokenizer.decode(ids))) for ids in windows]
+        if not prompts:
+            raise InputError(
+                f"no file of the standard library has {prompt_tokens} tokens; lower prompt_tokens"
+            )
     else:
         prompts = [
             prompt
@@ -122,14 +127,18 @@ def cut_windows(
     A window has `prompt_tokens` tokens, those with which the tokenizer begins every text included;
     the seed decides which windows of a document come first.
     """
-    whole = _ids(tokenizer, "a")
-    opening = whole[: whole.index(_ids(tokenizer, "a", add_special_tokens=False)[0])]
+    whole, plain = (
+        token_ids(tokenizer, "a", add_special_tokens=special) for special in (True, False)
+    )
+    if not plain or plain[0] not in whole:
+        raise InputError("text needs a tokenizer that reads any letter, this one has none for 'a'")
+    opening = whole[: whole.index(plain[0])]
     room = prompt_tokens - len(opening)
     if room < 1:
         raise InputError(f"prompt_tokens must be at least {len(opening) + 1}, got {prompt_tokens}")
     later: list[list[list[int]]] = []
     for place, text in enumerate(documents["text"]):
-        ids = _ids(tokenizer, text, add_special_tokens=False)
+        ids = token_ids(tokenizer, text, add_special_tokens=False)
         starts = list(range(0, len(ids) - room + 1, room))
         random.Random(f"{seed} {place}").shuffle(starts)
         # the first round goes out as it is cut: a caller of few windows reads few documents
@@ -145,11 +154,11 @@ def _rows(name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
         try:
             with urlopen(SPEC_BENCH, timeout=30) as answer:
                 text = answer.read().decode()
-        except OSError as error:
+        except (HTTPException, OSError, UnicodeDecodeError) as error:
             raise InputError(
                 f"cannot reach {SPEC_BENCH}: {error}; pass a local .jsonl file instead"
             ) from error
-        yield from _parse(text.split("\n"), name)
+        yield from parse(text.split("\n"), name)
     elif name not in ON_HUB:
         yield from _file_rows(name)
     else:
@@ -162,32 +171,12 @@ def _rows(name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _file_rows(name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    path = Path(name).expanduser()
+    path = local_path(name)
     if not name.endswith(SUFFIXES):
         raise InputError(f"prompts must be {', '.join(NAMES)} or a .jsonl file; got {name!r}")
     if not path.is_file():
         raise InputError(f"prompts must be a file that exists, got {name!r}")
-    reading = gzip.open if path.suffix == ".gz" else Path.open
-    try:
-        with reading(path, mode="rt", encoding="utf-8") as lines:
-            yield from _parse(lines, name)
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise InputError(f"prompts must be a readable UTF-8 file; {name}: {error}") from error
-
-
-def _parse(lines: Iterable[str], name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        where = f"line {number} of {name}"
-        rule = f"a prompts file has one JSON object a line; {where}"
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise InputError(f"{rule}: {error}") from error
-        if not isinstance(row, dict):
-            raise InputError(f"{rule}: {line.strip()[:40]}")
-        yield where, row
+    return read_jsonl(path)
 
 
 def _row_prompts(
@@ -204,16 +193,16 @@ def _row_prompts(
         for last in range(len(turns) if all_turns else 1):
             text = "\n\n".join(turns[: last + 1])
             if tokenizer.chat_template is None:
-                yield Prompt(_ids(tokenizer, text), category, text)
+                yield _prompt(token_ids(tokenizer, text), category, text, where)
             else:
                 message = {"role": "user", "content": text}
                 yield _chat([message], where, tokenizer, category)
     elif _is_text(plain):
-        yield Prompt(_ids(tokenizer, plain), category, plain)
+        yield _prompt(token_ids(tokenizer, plain), category, plain, where)
     else:
         raise InputError(
             f"a prompt row needs text in prompt, turns or messages, {where} has none; it has "
-            f"{', '.join(row) or 'no key'}"
+            f"{names(row)}"
         )
 
 
@@ -236,14 +225,21 @@ def _chat(messages: Any, where: str, tokenizer: PreTrainedTokenizerBase, categor
             "messages must be a list of objects with role and content, and not empty; "
             f"{where} has {messages!r:.60}"
         )
-    text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except Exception as error:
+        # a template is a stranger's program: it can raise whatever there is
+        raise InputError(
+            f"the tokenizer's chat template takes no messages such as those of {where}: "
+            f"{' '.join(str(error).split()) or type(error).__name__}; change the roles, or give "
+            "rows with prompt"
+        ) from error
     # the template wrote the special tokens itself
-    return Prompt(_ids(tokenizer, text, add_special_tokens=False), category, text)
+    ids = token_ids(tokenizer, str(text), add_special_tokens=False)
+    return _prompt(ids, category, str(text), where)
 
 
-def _ids(
-    tokenizer: PreTrainedTokenizerBase, text: str, *, add_special_tokens: bool = True
-) -> list[int]:
-    # verbose: whether a prompt fits the context is the caller's check, not a warning's
-    reading = tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
-    return list(reading["input_ids"])
+def _prompt(tokens: list[int], category: str, text: str, where: str) -> Prompt:
+    if not tokens:
+        raise InputError(f"a prompt needs a token, and {where} has none that the tokenizer knows")
+    return Prompt(tokens, category, text)

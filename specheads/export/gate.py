@@ -21,6 +21,7 @@ from specheads.export.readers import BaseView, Guess, Reader
 from specheads.measure.counts import DepthCounts
 from specheads.measure.offline import replay
 from specheads.measure.results import Depth
+from specheads.runs.progress import bar
 
 TOLERANCE = 1e-4
 """Largest difference of two logits, as a share of the largest logit: rotary tables in float32."""
@@ -54,7 +55,7 @@ def expect(head: Head, base: FrozenBase, texts: Sequence[Text]) -> list[Expected
     """Return what an export of this head has to draft; in float64 on the CPU."""
     own = deepcopy(head).cpu().double()
     expected = []
-    for text in texts:
+    for text in bar(texts, "drafts of the head", shown=True):
         view = look(base, *text)
         own.bind(view.embedding, view.projection)
         expected.append(Expected(text, view, guess(own, view)))
@@ -67,7 +68,7 @@ def check(expected: Sequence[Expected], folder: Path, read: Reader) -> Parity:
     counts: list[tuple[DepthCounts, DepthCounts]] = []
     differences: list[list[float]] = []
     depth = len(expected[0].guesses)
-    for one in expected:
+    for one in bar(expected, "drafts of the export", shown=True):
         theirs = list(read(folder, one.view, depth))
         counts.append((_walk(one.guesses, *one.text), _walk(theirs, *one.text)))
         pairs = zip(one.guesses, theirs, strict=True)

@@ -13,6 +13,7 @@ from specheads.base.model import FrozenBase
 from specheads.config import Export
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
+from specheads.core.paths import writable_folder
 from specheads.data.prompts import load_prompts
 from specheads.export.engines import find_layout
 from specheads.export.gate import Parity, Text, check, expect
@@ -35,7 +36,7 @@ def export_head(
             refuses. Nothing is written then.
     """
     layout = find_layout(head, base, engine)
-    out = out.resolve()
+    out = writable_folder(out)
     if out.exists() and not (out / RECORD).is_file() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(
             f"out= must be a new or empty folder, or an earlier export; {out} holds other files"
@@ -57,6 +58,9 @@ def export_head(
 
 def gate_texts(base: FrozenBase, head: Head, settings: Export, prompts: str) -> list[Text]:
     """Return prompts, by name or from a .jsonl file, and what the base alone writes after each."""
+    if settings.out:
+        # told before the base writes texts
+        writable_folder(settings.out)
     if base.tokenizer is None:
         raise InputError(f"the parity gate reads text: the base {base.name} needs a tokenizer")
     length, needed = settings.prompt_tokens, head.depth + 2
@@ -70,7 +74,7 @@ def gate_texts(base: FrozenBase, head: Head, settings: Export, prompts: str) -> 
     )
     tokens = [prompt.tokens[:length] for prompt in found.prompts]
     # the gate needs text of some length, and not that it makes sense
-    how = How(max_new_tokens=settings.new_tokens, batch_size=8, stop_at_eos=False)
+    how = How(max_new_tokens=settings.new_tokens, batch_size=8, stop_at_eos=False, progress=True)
     return list(zip(tokens, write_alone(base, tokens, how), strict=True))
 
 

@@ -13,8 +13,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import torch
 from huggingface_hub import snapshot_download
+
+# HTTPError is its HTTP client's, which is another library in some versions
+from huggingface_hub.errors import HTTPError  # pyright: ignore[reportPrivateImportUsage]
 from jaxtyping import Float
 from torch import Tensor
 
@@ -25,8 +27,16 @@ from specheads.config import new_name
 from specheads.config.validation import hints, refuse
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
+from specheads.core.paths import local_path
 from specheads.heads.fill import fill
-from specheads.heads.untrusted import INDEX_SUFFIX, WEIGHT_FILES, read_settings, read_tensors
+from specheads.heads.sizes import planning, refuse_too_large
+from specheads.heads.untrusted import (
+    INDEX_SUFFIX,
+    WEIGHT_FILES,
+    first_line,
+    read_settings,
+    read_tensors,
+)
 
 
 def kinds() -> list[str]:
@@ -37,7 +47,7 @@ def kinds() -> list[str]:
 
 def _module(kind: Any) -> ModuleType:
     if kind not in kinds():
-        raise InputError(f"head kind must be one of {', '.join(kinds())}; got {kind!r}")
+        raise InputError(f"head kind must be one of {', '.join(kinds())}; got {kind!r:.80}")
     return importlib.import_module(f"specheads.heads.kinds.{kind}")
 
 
@@ -85,8 +95,15 @@ def build_for(settings: Mapping[str, Any], base: FrozenBase, counts: Tensor | No
         base: The base it is made for.
         counts: How often each token stands in the training text, for a head that drafts the
             most frequent ones only; None takes the first ones.
+
+    Raises:
+        ValueError: As `build`, or it cannot be trained in the memory there is.
     """
-    head = build(settings, width=base.width, vocab_size=base.vocab_size)
+    sizes = {"width": base.width, "vocab_size": base.vocab_size}
+    with planning("head settings"):
+        planned = build(settings, **sizes)
+    refuse_too_large(planned, base.device)
+    head = build(settings, **sizes)
     if counts is not None:
         head.choose_vocabulary(counts)
     # heads learn in float32 whatever the base computes in: small updates vanish in bfloat16
@@ -142,19 +159,13 @@ def load_head(
     """
     folder = _fetch(path, revision)
     config, tensors = read_settings(folder), read_tensors(folder)
-    try:
-        # no memory before sizes are known to be those of the tensors: config.json may say anything
-        with torch.device("meta"):
-            head = _interpret(config, tensors)
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:
-        raise InputError(
-            f"config.json and tensors of {folder} describe no head: {type(error).__name__} "
-            f"{str(error).partition(chr(10))[0]}"
-        ) from error
+    # no memory before sizes are known to be those of the tensors: config.json may say anything
+    with planning(f"config.json and tensors of {folder}"):
+        head = _interpret(config, tensors)
     if head is None:
         raise InputError(
             f"{folder} is no checkpoint that one of {', '.join(kinds())} can read: its "
-            f"config.json names {config.get('architectures') or config.get('model_type')!r}"
+            f"config.json names {config.get('architectures') or config.get('model_type')!r:.80}"
         )
     if base is not None:
         fit(head, base, force=force)
@@ -240,7 +251,7 @@ def _lend(head: Head, base: FrozenBase) -> None:
 
 def _fetch(path: str | Path, revision: str) -> Path:
     """Return the folder; of the Hub no more than the settings and one format's weights."""
-    folder = Path(path)
+    folder = local_path(path)
     if folder.is_dir():
         return folder
     for pattern in WEIGHT_FILES:
@@ -252,10 +263,10 @@ def _fetch(path: str | Path, revision: str) -> Path:
                 allow_patterns=["config.json", index, pattern],
                 ignore_patterns="*/*",
             )
-        except (OSError, ValueError) as error:
+        except (HTTPError, OSError, ValueError) as error:
             raise InputError(
                 f"a head must be a folder or a Hub id that can be reached, got {str(path)!r}: "
-                f"{str(error).splitlines()[0]}"
+                f"{first_line(error)}"
             ) from error
         folder = Path(found)
         if any(folder.glob(pattern)):

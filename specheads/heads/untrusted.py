@@ -66,18 +66,22 @@ def read_json(file: Path) -> dict[str, Any]:
     Raises:
         ValueError: The file lies elsewhere, is too large or too deep, or is no JSON object.
     """
-    refuse_outside(file)
-    if file.stat().st_size > MAX_SETTINGS_BYTES:
-        raise InputError(
-            f"{file} must be at most {MAX_SETTINGS_BYTES} bytes of settings, it has "
-            f"{file.stat().st_size}; remove what is none"
-        )
     try:
+        refuse_outside(file)
+        if (size := file.stat().st_size) > MAX_SETTINGS_BYTES:
+            raise InputError(
+                f"{file} must be at most {MAX_SETTINGS_BYTES} bytes of settings, it has {size}; "
+                "remove what is none"
+            )
         value = json.loads(file.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{file} is not readable JSON: {_first_line(error)}") from error
+    except InputError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(
+            f"{file} is not readable JSON: {first_line(error)}; mend it, or get it anew"
+        ) from error
     if not isinstance(value, dict):
-        raise InputError(f"{file} must be a JSON object, got a {type(value).__name__}")
+        raise InputError(f"{file} must be a JSON object, got a {type(value).__name__}; get it anew")
     return value
 
 
@@ -137,20 +141,21 @@ def refuse_outside(file: Path) -> None:
 def _check_index(index: Path) -> None:
     shards = read_json(index).get("weight_map")
     names = set(map(str, shards.values())) if isinstance(shards, dict) else {""}
-    for name in sorted(names):
-        if Path(name).name != name or not (index.parent / name).is_file():
-            raise InputError(
-                f"an index must name files beside it, and {index} names {name!r}; complete the "
-                "download"
-            )
+    # compared as names: a path made of one may be too long to ask for
+    beside = {file.name for file in index.parent.iterdir() if file.is_file()}
+    if strange := sorted(names - beside):
+        raise InputError(
+            f"an index must name files beside it, and {index} names {strange[0]!r:.80}; complete "
+            "the download"
+        )
 
 
 def _read_safetensors(file: Path) -> dict[str, Tensor]:
     try:
         return load_file(file)
-    except (SafetensorError, OverflowError, RuntimeError) as error:
+    except (SafetensorError, OSError, OverflowError, RuntimeError) as error:
         raise InputError(
-            f"{file} is no whole safetensors file: {_first_line(error)}; download it again"
+            f"{file} is no whole safetensors file: {first_line(error)}; download it again"
         ) from error
 
 
@@ -166,7 +171,7 @@ def _read_pickle(file: Path) -> dict[str, Tensor]:
     except Exception as error:
         # a damaged pickle can raise whatever there is
         raise InputError(
-            f"{file} is no whole checkpoint: {_first_line(error)}; download it again"
+            f"{file} is no whole checkpoint: {first_line(error)}; download it again"
         ) from error
     if not isinstance(found, dict):
         raise InputError(f"{file} must hold tensors by name, got a {type(found).__name__}")
@@ -199,5 +204,6 @@ def _is_whole(value: Any) -> bool:
     return value.numel() * value.element_size() <= value.untyped_storage().nbytes()
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+def first_line(error: BaseException) -> str:
+    """Return what an error says in one line of some length, or else its name."""
+    return f"{(str(error).splitlines() or [''])[0] or type(error).__name__:.200}"

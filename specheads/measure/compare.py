@@ -5,14 +5,13 @@ from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 
-from rich.table import Table
-
 from specheads.base.model import FrozenBase
 from specheads.baselines import DraftModel, PromptLookup, Streaming
 from specheads.baselines.hybrid import Hybrid, HybridTree, Lookup
 from specheads.config import Compare
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
+from specheads.core.paths import writable_folder
 from specheads.data.prompts import PromptSet
 from specheads.decoding.trees import policies
 from specheads.measure.evaluation import Asked, check, choose_tree, subject, told_by
@@ -29,6 +28,7 @@ from specheads.measure.results import (
 )
 from specheads.measure.speed import Arm, summarise, time_arms
 from specheads.measure.store import dumps
+from specheads.measure.tables import Fitted
 from specheads.runs.directory import write_atomic
 from specheads.runs.provenance import nearby
 
@@ -144,21 +144,21 @@ def compare_drafters(
     }
 
 
-def table(rows: Mapping[str, DrafterRow]) -> Table:
+def table(rows: Mapping[str, DrafterRow]) -> Fitted:
     """Return the comparison as a table for the console."""
     columns = "drafter", "nodes", "tokens per forward", "without loops", "identical", "speed-up"
-    out = Table(*columns, title="drafters beside each other", title_justify="left")
-    for name, row in rows.items():
-        without = row.degenerate.without
-        out.add_row(
+    lines = [
+        (
             name,
             str(row.num_nodes),
             _figure(row.online),
-            _figure(without) if without else "none left",
+            _figure(row.degenerate.without) if row.degenerate.without else "none left",
             f"{row.lossless.identical} of {row.lossless.compared}",
             _figure(row.speed),
         )
-    return out
+        for name, row in rows.items()
+    ]
+    return Fitted("drafters beside each other", lines, columns)
 
 
 def _figure(section: Rate | Speed) -> str:
@@ -169,6 +169,7 @@ def _figure(section: Rate | Speed) -> str:
 
 def write_comparison(folder: Path, comparison: Comparison) -> Path:
     """Write compare.json and compare.png; return the former, which appears last."""
+    folder = writable_folder(folder)
     write_atomic(folder / "compare.png", draw_comparison(comparison.drafters))
     path = folder / "compare.json"
     write_atomic(path, dumps(comparison))

@@ -1,6 +1,5 @@
 """Evaluate a head, or the head of a run: offline replay, online decoding, speed."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from itertools import islice
@@ -17,6 +16,7 @@ from specheads.decoding.acceptance.rules import LOSSY, acceptance_rule
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.named import fixed_policy
 from specheads.heads.load import load_head
+from specheads.heads.untrusted import read_json
 from specheads.measure.how import How, how_of
 from specheads.measure.offline import measure_offline
 from specheads.measure.online import measure_online, write_alone
@@ -200,18 +200,18 @@ def draft_vocabulary(head: Head, run: RunDirectory | None) -> DraftVocabulary:
     """Return how many tokens the head can draft, and their share of its training text."""
     if head.draft_ids is None:
         return DraftVocabulary(size=head.vocab_size, coverage=1.0)
-    known = json.loads(run.provenance.read_text(encoding="utf-8")) if run is not None else {}
+    known = read_json(run.provenance) if run is not None else {}
     counted = known.get("draft_vocabulary") or {"size": head.drafted_size, "coverage": None}
-    return from_json(DraftVocabulary, counted)
+    return from_json(DraftVocabulary, counted, "provenance.json")
 
 
 def _replay(
     base: FrozenBase, head: Head, prompts: list[list[int]], alone: list[list[int]], how: How
 ) -> Replay:
     """Hold the offline replay of a chain against the same chain decoded for real."""
-    how = replace(how, tree=None, acceptance="match", batch_size=8, progress=False)
+    how = replace(how, tree=None, acceptance="match", batch_size=8)
     measured = (
-        measure_offline(base, head, prompts, alone),
+        measure_offline(base, head, prompts, alone, progress=how.progress),
         measure_online(base, head, prompts, alone, how).online,
     )
     replayed, decoded = (
@@ -225,6 +225,7 @@ def _phase(
     base: FrozenBase, folder: Path, prompts: list[list[int]], alone: list[list[int]]
 ) -> PhaseRate:
     """Replay a chain with the head as it was at the end of a phase."""
-    found = measure_offline(base, load_head(folder, base, force=True), prompts, alone)
+    head = load_head(folder, base, force=True)
+    found = measure_offline(base, head, prompts, alone, progress=True)
     rate = found.tokens_per_forward
     return PhaseRate(phase=folder.name, tokens_per_forward=rate, interval=found.interval)

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from specheads.core.errors import InputError
+from specheads.core.paths import local_path, writable_folder
 from specheads.measure.plots import draw
 from specheads.measure.results import BaseQuality, Candidate, Interval, Results
 from specheads.measure.store import dumps
+from specheads.measure.tables import Fitted
 from specheads.runs.directory import write_atomic
 
 Rows = list[tuple[str, str]]
@@ -38,7 +39,7 @@ def write_report(folder: Path, results: Results, history: Sequence[Mapping[str, 
     Every file appears whole or not at all. results.json comes last, so where it is, the rest
     is too. `history` are rows of metrics.jsonl; none where the head was not trained here.
     """
-    pictures = draw(results, history)
+    folder, pictures = writable_folder(folder), draw(results, history)
     for name, picture in pictures.items():
         write_atomic(folder / name, picture)
     page = folder / "report.html"
@@ -162,25 +163,20 @@ def depth_rows(results: Results) -> list[list[str]]:
 def show(results: Results, console: Console | None = None, page: Path | None = None) -> None:
     """Print the main table, the table by depth, the verdict, and where the report lies."""
     console = console or Console()
-    table = Table(show_header=False, title="specheads evaluation", title_justify="left")
-    for row in summary(results):
-        table.add_row(*row)
-    console.print(table)
+    console.print(Fitted("specheads evaluation", summary(results)))
     header, *rows = depth_rows(results)
-    by_depth = Table(*header, title="by depth", title_justify="left")
-    for row in rows:
-        by_depth.add_row(*row)
-    console.print(by_depth)
+    console.print(Fitted("by depth", rows, header))
     console.print(verdict(results), style="bold" if pays(results) else "bold red")
     if page is not None:
-        console.print(f"report: {page}")
+        # one line, to be copied
+        console.print(f"report: {page}", markup=False, soft_wrap=True)
 
 
 def record(folder: Path, results: Results) -> None:
     """Keep what was measured with the recipe, which alone may hold numbers."""
-    if not (folder / "recipe.yaml").is_file():
+    if not (local_path(folder) / "recipe.yaml").is_file():
         raise InputError(f"record needs a recipe's folder; {folder} has no recipe.yaml")
-    write_atomic(folder / "results.json", dumps(results))
+    write_atomic(writable_folder(folder) / "results.json", dumps(results))
 
 
 def render(results: Results, pictures: Mapping[str, bytes]) -> str:

@@ -104,7 +104,7 @@ def time_arms(
             return time_generate(base, None, unit, how)
         return time_generate(base, arms[name].drafter, unit, replace(how, tree=arms[name].tree))
 
-    for name in names:
+    for name in bar(names, "warming up", how.progress):
         run(name, units[0])
     if base.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(base.device)

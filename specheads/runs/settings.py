@@ -6,8 +6,7 @@ from typing import Any
 import yaml
 
 from specheads.core.errors import InputError
-from specheads.heads.untrusted import MAX_SETTINGS_BYTES
-from specheads.heads.untrusted import refuse_outside
+from specheads.heads.untrusted import MAX_SETTINGS_BYTES, refuse_outside
 
 MAX_DEPTH = 20
 """Levels of nesting read; our own settings have six."""

@@ -168,7 +168,7 @@ def test_a_corpus_of_nothing_but_blanks_is_refused_and_a_broken_file_named(tmp_p
         load("jsonl", path=blank)
     broken = tmp_path / "b.jsonl"
     broken.write_text("no json\n", encoding="utf-8")
-    with pytest.raises(ValueError, match=r"cannot read .*b\.jsonl' as jsonl"):
+    with pytest.raises(ValueError, match=r"line 1 of .*b\.jsonl is none"):
         load("jsonl", path=str(broken))
 
 
@@ -177,7 +177,9 @@ def test_an_unreachable_hub_is_one_line_that_asks_for_a_local_file(monkeypatch):
         raise ConnectionError("no route\nmore lines")
 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
-    with pytest.raises(ValueError, match="'a/b' from the Hub: no route; pass a local file") as told:
+    with pytest.raises(
+        ValueError, match=r"'a/b' from the Hub: no route .* pass a local file"
+    ) as told:
         load("hub", path="a/b")
     assert "\n" not in str(told.value)
 

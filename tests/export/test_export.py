@@ -14,19 +14,23 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from specheads.base.model import FrozenBase
+from specheads.config import Base, Export
 from specheads.core.drafter import Head
+from specheads.core.errors import InputError
 from specheads.decoding.generate import generate
 from specheads.decoding.trees import policies
 from specheads.export.engines import engine_module, engines, find_layout, objection
 from specheads.export.gate import check, expect, guess, look
 from specheads.export.layout import RECORD
 from specheads.export.readers import BaseView, Guess, eagle3, medusa, mlp_speculator
-from specheads.export.write import export_head, save
+from specheads.export.write import export_head, gate_texts, save
 from specheads.heads.load import build_for, kinds, load_head
 from specheads.measure.counts import DepthCounts
 from specheads.measure.offline import guess_ranks, replay
+from specheads.measure.report import write_report
 from specheads.measure.store import to_json
 from tests import tiny
+from tests.results import bare
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 OUT = Path("/serve/head")
@@ -390,3 +394,36 @@ def test_the_export_matrix_in_the_docs_is_current():
     page = (root / "docs" / "export_matrix.md").read_text(encoding="utf-8")
     assert f"<!-- matrix -->\n{script.render()}<!-- /matrix -->" in page
     assert all(f"| {kind} |" in page for kind in kinds())
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("file", "file is a file"),
+        ("file/below", "file is a file"),
+        ("x" * 300, "File name too long"),
+        ("x" * 250, "its name is too long"),
+        ("a\0b", "null byte"),
+        ("loop", "Symlink loop"),
+        ("locked/new", "nothing may be written in"),
+    ],
+)
+def test_a_folder_that_cannot_be_written_is_refused_before_any_work(
+    name: str, told: str, tmp_path: Path, base: FrozenBase, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "file").write_text("kept")
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "locked").mkdir()
+    before = sorted(tmp_path.iterdir())
+    # who is root may write anywhere
+    monkeypatch.setattr("os.access", lambda place, _: Path(place).name != "locked")
+    head, out = make("medusa", base), tmp_path / name
+    for attempt in (
+        lambda: export_head(head, base, "vllm", out, []),
+        lambda: gate_texts(base, head, Export(base=Base(model=""), out=str(out)), "python_stdlib"),
+        lambda: write_report(out, bare(), []),
+    ):
+        with pytest.raises(InputError, match=told) as caught:
+            attempt()
+        assert "\n" not in str(caught.value)
+    assert sorted(tmp_path.iterdir()) == before

@@ -18,12 +18,14 @@ from huggingface_hub import ModelCard
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
+from safetensors.torch import load_file
 
 import specheads
 from specheads.base.model import FrozenBase
 from specheads.commands import _compose, push
 from specheads.commands._call import call
 from specheads.config import Push, Train, data_dir
+from specheads.core.errors import InputError
 from specheads.export.engines import engines
 from specheads.export.hub import card, upload
 from specheads.export.hub.summary import read_summary
@@ -112,8 +114,9 @@ def publish(
 
 
 def refusal(publish: Callable[..., None], **settings: Any) -> str:
-    with pytest.raises(ValueError, match=r"\w") as refused:
+    with pytest.raises(InputError, match=r"\w") as refused:
         publish(**settings)
+    assert "\n" not in str(refused.value)
     return str(refused.value)
 
 
@@ -397,6 +400,28 @@ def add_adapter(run: RunDirectory, *_: Any) -> None:
     run.adapter.mkdir()
 
 
+def take_weights(run: RunDirectory, *_: Any) -> None:
+    """Leave a pickle that loads, and no file to upload."""
+    file = run.head / "model.safetensors"
+    torch.save(load_file(file), file.with_suffix(".bin"))
+    file.unlink()
+
+
+def link_picture(run: RunDirectory, *_: Any) -> None:
+    secret = run.path.parent / "secret.txt"
+    secret.write_text("a key")
+    (run.report / "speed.png").unlink(missing_ok=True)
+    (run.report / "speed.png").symlink_to(secret)
+
+
+def cut_results(run: RunDirectory, *_: Any) -> None:
+    (run.report / "results.json").write_text('{"head":')
+
+
+def make_up_results(run: RunDirectory, *_: Any) -> None:
+    (run.report / "results.json").write_text('{"head": [1]}')
+
+
 def log_out(_: RunDirectory, patch: pytest.MonkeyPatch) -> None:
     patch.delenv("HF_TOKEN")
 
@@ -406,6 +431,10 @@ SPOILT: dict[str, tuple[Callable[..., Any], str]] = {
     "damaged": (cut_weights, "no whole safetensors file"),
     "base changed": (exchange_base, "measure again"),
     "adapter": (add_adapter, "merge the adapter"),
+    "weights gone": (take_weights, "a pushed head needs model.safetensors"),
+    "picture elsewhere": (link_picture, "must lie in its own folder"),
+    "results cut": (cut_results, "results.json is not readable JSON"),
+    "results made up": (make_up_results, "results need a dict in"),
     "no token": (log_out, "hf auth login"),
 }
 
@@ -423,8 +452,10 @@ MISTAKES: dict[str, tuple[dict[str, str], str]] = {
     "not a run": ({"run": "no/such"}, "config.yaml"),
     "no repository": ({"repo": "head"}, "repo=USER/NAME"),
     "odd repository": ({"repo": "ada/a--b"}, "ada/a--b"),
+    "no name of the Hub": ({"repo": "ada/head.git"}, "repo must be USER/NAME as the Hub takes it"),
+    "a long name": ({"repo": f"ada/{'x' * 300}"}, "repo must be USER/NAME as the Hub takes it"),
     "gated": ({"gated": "perhaps"}, "gated must be one of auto, manual, false"),
-    "base_repo": ({"base_repo": "../x"}, "base_repo must be a Hub id"),
+    "base_repo": ({"base_repo": "../x"}, "base_repo must be USER/NAME"),
     "licence": ({"licence": "Not One!"}, "license"),
     "somebody else's": ({"repo": "eve/head"}, "under eve); use a token that may write there"),
 }

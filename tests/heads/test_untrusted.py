@@ -5,6 +5,8 @@ import os
 import pickle
 import shutil
 import struct
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
@@ -14,10 +16,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from specheads.base.model import FrozenBase
-from specheads.heads.load import build, load_head, resume_head
+from specheads.heads.load import build, build_for, load_head, resume_head
 from specheads.heads.untrusted import read_settings, read_tensors
 from specheads.measure.offline import measure_offline, offline_logits
 from tests import tiny
+from tests.heads import hostile
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 PUBLIC = {
@@ -69,6 +72,7 @@ def refused(folder: Path, message: str) -> None:
         ({"width": "8"}, "describe no head"),
         ({"depth": None}, "describe no head"),
         ({"depth": True, "num_layers": [1]}, "describe no head"),
+        ({"kind": "x" * 10_000}, "head kind must be one of .{,200}$"),
     ],
 )
 def test_settings_of_a_stranger_are_refused_in_one_line(folder: Path, changes, message: str):
@@ -197,7 +201,9 @@ def test_links_of_the_hub_s_cache_are_followed(folder: Path, tmp_path: Path):
     assert load_head(snapshot).depth == 2
 
 
-@pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/passwd", "model-2.safetensors"])
+@pytest.mark.parametrize(
+    "name", ["../secret.safetensors", "/etc/passwd", "model-2.safetensors", "x" * 300]
+)
 def test_an_index_that_names_files_elsewhere_is_refused(folder: Path, name: str):
     index = {"weight_map": {"x": name}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -230,6 +236,69 @@ def test_half_precision_checkpoints_load_in_float32(folder: Path):
     tensors = {name: value.half() for name, value in read_tensors(folder).items()}
     save_file(tensors, folder / "model.safetensors")
     assert {value.dtype for value in load_head(folder).parameters()} == {torch.float32}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    return hostile.seeds(tmp_path_factory.mktemp("seeds"))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("seed", range(40))
+def test_a_head_that_was_spoilt_is_a_head_or_one_line(whole, seed: int, tmp_path: Path):
+    rng, folder, secret = hostile.Random(seed), tmp_path / "head", tmp_path / "secret"
+    shutil.copytree(rng.choice(whole), folder)
+    shutil.copy(hostile.weights(whole[0]), secret)
+    hostile.spoil(folder, rng, tmp_path / "mark", secret)
+    assert hostile.outcome(folder) in ("head", "refused")
+    assert not (tmp_path / "mark").exists()
+
+
+@pytest.mark.slow
+def test_spoilt_heads_run_nothing_read_nothing_outside_and_take_little(tmp_path: Path):
+    arguments = [sys.executable, "-m", "tests.heads.hostile", str(tmp_path), "1500", "0"]
+    done = subprocess.run(
+        arguments, cwd=GOLDEN.parents[1], capture_output=True, text=True, check=True
+    )
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert set(found["outcomes"]) == {"head", "refused"}
+    assert (found["strange"], found["executed"]) == ([], False)
+    assert found["mebibytes"] < 500
+
+
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [("hydra_mlp", "x"), ("hydra_mlp", "hydra_lm_head.c.0.weight"), ("medusa_heads", "x")],
+)
+def test_a_tensor_of_a_strange_name_is_refused(case: str, name: str, tmp_path: Path):
+    place = shutil.copytree(GOLDEN / case, tmp_path / "head")
+    (place / "expected.safetensors").unlink(missing_ok=True)
+    tensors = load_file(hostile.weights(place))
+    tensors[name] = torch.zeros(1)
+    save_file(tensors, hostile.weights(place))
+    refused(place, "describe no head|does not use|lacks")
+
+
+def test_a_misshapen_tensor_that_tells_sizes_is_refused(tmp_path: Path):
+    place = shutil.copytree(GOLDEN / "medusa_heads", tmp_path / "head")
+    (place / "expected.safetensors").unlink(missing_ok=True)
+    flat = {name: one.reshape(-1) for name, one in load_file(hostile.weights(place)).items()}
+    save_file(flat, hostile.weights(place))
+    refused(place, "describe no head: ValueError")
+
+
+@pytest.mark.parametrize("path", ["x" * 300, "~nobodyatall/head", "a/b/c", "a\0b"])
+def test_a_head_that_cannot_be_named_is_refused(path: str):
+    with pytest.raises(ValueError, match=r"a path must be|must be a folder or a Hub id") as told:
+        load_head(path)
+    assert "\n" not in str(told.value)
+
+
+def test_a_head_that_no_memory_holds_is_refused_before_any_is_taken(base: FrozenBase):
+    with pytest.raises(ValueError, match=r"must fit in memory, and one of [\d,]+ parameters takes"):
+        build_for({"kind": "mlp_speculator", "inner_dim": 2**20}, base)
+    with pytest.raises(ValueError, match="head settings describe no head"):
+        build_for({"kind": "mlp_speculator", "inner_dim": 2**62}, base)
 
 
 # public checkpoints, as their projects publish them, are heads like ours

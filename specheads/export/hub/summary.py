@@ -1,6 +1,5 @@
 """What a card and a Hub repository say of a run: nothing of where it ran."""
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -9,6 +8,7 @@ from typing import Any
 
 from specheads.base.model import FrozenBase
 from specheads.core.errors import InputError
+from specheads.heads.untrusted import read_json
 from specheads.measure.results import Results
 from specheads.measure.store import from_json
 from specheads.runs.directory import RunDirectory
@@ -70,7 +70,7 @@ def read_summary(
     revision, commit = base.revision, getattr(base.config, "_commit_hash", None)
     if commit and commit != revision:
         revision = f"{revision} (commit {commit})"
-    known = json.loads(run.provenance.read_text(encoding="utf-8"))
+    known = read_json(run.provenance)
     results = _results(run.report / "results.json", name)
     return Summary(
         base_id,
@@ -88,7 +88,7 @@ def _results(file: Path, base_name: str) -> Results | None:
     if not file.is_file():
         return None
     # files of before hold absolute paths, and so may what a user typed
-    found = from_json(Results, portable(json.loads(file.read_text(encoding="utf-8"))), str(file))
+    found = from_json(Results, portable(read_json(file)), str(file))
     return replace(
         found,
         base=replace(found.base, name=base_name),

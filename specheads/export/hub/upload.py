@@ -13,8 +13,10 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ge
 # HTTPError is its HTTP client's, which is another library in some versions
 from huggingface_hub.errors import (
     HfHubHTTPError,
+    HFValidationError,
     HTTPError,  # pyright: ignore[reportPrivateImportUsage]
 )
+from huggingface_hub.utils import validate_repo_id
 
 from specheads.base.model import FrozenBase
 from specheads.config import Push, Train
@@ -23,6 +25,7 @@ from specheads.export.hub.card import PICTURES, model_card
 from specheads.export.hub.summary import read_summary
 from specheads.export.plugins.hub_generate import hub_files
 from specheads.heads.load import load_head
+from specheads.heads.untrusted import first_line, refuse_outside
 from specheads.measure.results import Results
 from specheads.measure.store import read, to_json
 from specheads.runs.directory import RunDirectory
@@ -72,6 +75,8 @@ def push_run(run: RunDirectory, trained: Train, settings: Push) -> Pushed:
     gated = settings.gated.lower()
     if gated and gated not in GATES:
         raise InputError(f"gated must be one of {', '.join(GATES)}, got {settings.gated!r}")
+    for name, value in (("repo", settings.repo), ("base_repo", settings.base_repo)):
+        _refuse_unnameable(name, value)
     files = _files(run, trained, settings)
     sizes = {
         path: len(content) if isinstance(content, bytes) else content.stat().st_size
@@ -80,6 +85,17 @@ def push_run(run: RunDirectory, trained: Train, settings: Push) -> Pushed:
     if settings.dry_run:
         return Pushed(sizes, "")
     return Pushed(sizes, push(settings.repo, files, private=settings.private, gated=gated))
+
+
+def _refuse_unnameable(name: str, repo: str) -> None:
+    """Refuse a name that the Hub never takes, before anything is loaded."""
+    try:
+        # empty is none
+        validate_repo_id(repo or "none")
+    except HFValidationError as error:
+        raise InputError(
+            f"{name} must be USER/NAME as the Hub takes it: {first_line(error)}"
+        ) from error
 
 
 def _files(run: RunDirectory, trained: Train, settings: Push) -> Contents:
@@ -118,6 +134,13 @@ def _files(run: RunDirectory, trained: Train, settings: Push) -> Contents:
     files |= {path: text.encode() for path, text in hub_files(settings.repo).items()}
     files |= {name: run.report / name for name in pictures}
     for path, content in files.items():
+        if isinstance(content, Path):
+            if not content.is_file():
+                raise InputError(
+                    f"a pushed head needs {path}, and {content} is gone; save it again"
+                )
+            # a link would publish what lies elsewhere on this machine
+            refuse_outside(content)
         if Path(path).suffix not in (".safetensors", ".png"):
             _refuse_secrets(path, content if isinstance(content, bytes) else content.read_bytes())
     return files
@@ -162,8 +185,10 @@ def push(repo: str, files: Contents, *, private: bool | None = None, gated: str 
         ]
         message = "Upload a head of specheads"
         return api.create_commit(repo, operations, commit_message=message).commit_url
-    # huggingface_hub wraps what goes wrong in its upload threads
-    except (HTTPError, OSError, RuntimeError) as error:
+    except InputError:
+        raise
+    # huggingface_hub wraps what goes wrong in its upload threads, and refuses a card's metadata
+    except (HTTPError, OSError, RuntimeError, ValueError) as error:
         raise InputError(_explain(repo, error)) from error
 
 
@@ -185,7 +210,9 @@ def _explain(repo: str, error: BaseException) -> str:
     answer: BaseException | None = error
     while answer is not None and not isinstance(answer, HfHubHTTPError):
         answer = answer.__cause__
-    if answer is None:
+    if answer is None and type(error) is ValueError:
+        what, remedy = " ".join(str(error).split()), "change that setting"
+    elif answer is None:
         what = f"the upload broke off ({type(error.__cause__ or error).__name__})"
         remedy = "check the network and HF_ENDPOINT, and push again"
     else:

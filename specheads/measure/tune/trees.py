@@ -62,11 +62,15 @@ def pick_tree(
     products of per-depth accuracies, which are too low where difficulty comes in bursts.
     """
     if not prompts:
-        raise InputError("picking a tree needs prompts to measure on, got none")
+        raise InputError(
+            "picking a tree needs prompts to measure on, got none; lower evaluation.prompt_tokens, "
+            "raise evaluation.tune_prompts above 0, or give longer documents"
+        )
     how = How(max_new_tokens=max_new_tokens, batch_size=8, progress=progress)
+    pairs = list(zip(prompts, write_alone(base, prompts, how), strict=True))
     ranks = [
         guess_ranks(base, head, prompt, continuation, width=WIDTH)
-        for prompt, continuation in zip(prompts, write_alone(base, prompts, how), strict=True)
+        for prompt, continuation in bar(pairs, "guesses", progress)
     ]
     grown, judged = ranks[::2], ranks[1::2] or ranks
     candidates = propose(grown, head.depth, sizes=(4, 6, 8, 12, 16))

@@ -1,0 +1,51 @@
+"""Paths that a user names: where they lead, before anything is read or written there."""
+
+import os
+from pathlib import Path
+
+from specheads.core.errors import InputError
+
+
+def local_path(path: str | Path) -> Path:
+    """Return a path of this machine, ~ expanded; nothing need be there yet.
+
+    Raises:
+        ValueError: No disk can hold it, or it may not be looked at.
+    """
+    try:
+        place = Path(path).expanduser()
+        place.exists()
+    # an unknown ~user is a RuntimeError
+    except (OSError, RuntimeError, ValueError) as error:
+        raise InputError(
+            f"a path must be one that this machine can read, got {str(path)!r:.80}: "
+            f"{getattr(error, 'strerror', None) or error}; name another"
+        ) from error
+    return place
+
+
+def writable_folder(path: str | Path) -> Path:
+    """Return a folder in which files can be made, resolved; it need not be there yet.
+
+    Raises:
+        ValueError: It is a file or below one, its name is too long, or nothing may be written.
+    """
+    place = local_path(path)
+    try:
+        place = place.resolve()
+        # what is not whole yet stands there by a longer name
+        reason = "its name is too long" if len(os.fsencode(place.name)) > 240 else ""
+        nearest = next(one for one in (place, *place.parents) if one.exists())
+    except (OSError, RuntimeError, ValueError) as error:
+        raise InputError(
+            f"a folder to write to is needed, got {str(path)!r:.80}: {error}"
+        ) from error
+    if not nearest.is_dir():
+        reason = f"{nearest} is a file"
+    elif not os.access(nearest, os.W_OK | os.X_OK):
+        reason = f"nothing may be written in {nearest}"
+    if reason:
+        raise InputError(
+            f"a folder to write to is needed, got {str(path)!r:.80}: {reason}; name another"
+        )
+    return place

@@ -1,0 +1,270 @@
+"""What users' files can hold instead of text: one line with the file, the place and a remedy."""
+
+import gzip
+import json
+from pathlib import Path
+
+import datasets
+import pyarrow
+import pytest
+from datasets import Dataset
+from pyarrow import parquet
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from specheads.config import Data
+from specheads.core.errors import InputError
+from specheads.core.paths import local_path
+from specheads.data.corpora import load_corpus
+from specheads.data.jsonl import read_jsonl
+from specheads.data.packing import PackedText
+from specheads.data.prompts import load_prompts
+
+BASE = Path(__file__).parents[2] / "recipes" / "tiny_code" / "base"
+GOOD = "".join(json.dumps({"text": f"document {number}"}) + "\n" for number in range(40))
+ROW = b'{"text": "a"}\n'
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(BASE)
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets_cache")
+
+
+def refused(told: str, *, of: Path | str = "", **choices) -> None:
+    """Expect one line that holds what is told and names the file."""
+    with pytest.raises(InputError, match=told) as caught:
+        load_corpus(Data(**choices))
+    assert "\n" not in str(caught.value)
+    assert str(of) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b'{"text": \n', r"line 2 of .*Expecting value \(character 11\); mend or remove it"),
+        (b'{"text": "cut', "line 2 of .*Unterminated string"),
+        (b'{"text": "a\x00b"}\n', "line 2 of .*Invalid control character"),
+        (b'{"text": "a\\ud800b"}\n', "line 2 of .*half of a surrogate pair"),
+        # pyarrow's parser ends the process here
+        (b'{"text": ' + b"[" * 100_000 + b"]" * 100_000 + b"}\n", "line 2 of .*nested too deep"),
+        (b'{"text": ' + b"9" * 5000 + b"}\n", "line 2 of .*integer string conversion"),
+        (b"3\n", "line 2 of .* it is a int, 3"),
+        (b'["a"]\n', "line 2 of .* it is a list"),
+        (b'{"text": "caf\xe9"}\n', "readable UTF-8 file.* make it readable"),
+    ],
+)
+def test_a_row_that_is_none_is_named_by_file_and_line(tmp_path: Path, content: bytes, told: str):
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(ROW + content)
+    with pytest.raises(InputError, match=told) as caught:
+        list(read_jsonl(file))
+    assert str(file) in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+def test_rows_come_with_marks_blank_lines_and_all_line_ends(tmp_path: Path):
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(b"\xef\xbb\xbf" + ROW + b"\r\n\n" + ROW.replace(b"\n", b"\r\n") + b" \n")
+    assert [row["text"] for _, row in read_jsonl(file)] == ["a", "a"]
+    file.write_text('{"text": "a \\ud83d\\ude00"}')
+    assert [row["text"] for _, row in read_jsonl(file)] == ["a \U0001f600"]
+
+
+def test_one_list_of_rows_is_read_too(tmp_path: Path):
+    file = tmp_path / "a.json"
+    file.write_text(json.dumps([{"text": "a"}, {"text": "b"}], indent=2))
+    assert [row["text"] for _, row in read_jsonl(file)] == ["a", "b"]
+    file.write_text('[{"text": "a"}, "b"]')
+    with pytest.raises(InputError, match=r"row 2 of .* it is a str"):
+        list(read_jsonl(file))
+    file.write_text('[{"text": "a"}')
+    with pytest.raises(InputError, match=r"the list in .* is none"):
+        list(read_jsonl(file))
+
+
+@pytest.mark.parametrize("damage", ["truncated", "checksum", "garbage"])
+def test_a_damaged_archive_is_named(tmp_path: Path, damage: str):
+    whole = gzip.compress(ROW * 100)
+    damaged = {
+        "truncated": whole[:-20],
+        "checksum": whole[:-8] + bytes(8),
+        "garbage": b"\x1f\x8b" + b"abc" * 40,
+    }
+    file = tmp_path / "a.jsonl.gz"
+    file.write_bytes(damaged[damage])
+    with pytest.raises(InputError, match="make it readable, or write it anew"):
+        list(read_jsonl(file))
+
+
+def test_an_archive_is_known_by_its_content_and_not_by_its_name(tmp_path: Path):
+    (tmp_path / "a.jsonl").write_bytes(gzip.compress(ROW))
+    (tmp_path / "b.jsonl.gz").write_bytes(ROW)
+    found = [[row for _, row in read_jsonl(file)] for file in sorted(tmp_path.glob("*.jsonl*"))]
+    assert found == [[{"text": "a"}]] * 2
+
+
+def test_a_file_that_may_not_be_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def denied(self: Path, *_, **__):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(ROW)
+    monkeypatch.setattr(Path, "open", denied)
+    with pytest.raises(InputError, match="Permission denied"):
+        list(read_jsonl(file))
+    monkeypatch.setattr(Path, "read_text", denied)
+    refused("cannot read .*Permission denied", of=file, source="files", path=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("", "holds no row"),
+        ("\n\n", "holds no row"),
+        (GOOD + '{"text": 3}\n', "column 'text' of line 41 of .* must hold text, it holds int"),
+        (GOOD + '{"text": ["a"]}\n', "of line 41 of .* it holds list"),
+        ('{"body": "a"}\n{"size": 1}\n', "no column 'text'; it has body, size"),
+        ('{"text": null}\n', "at least one document"),
+    ],
+)
+def test_a_corpus_without_text_is_refused(tmp_path: Path, content: str, told: str):
+    file = tmp_path / "a.jsonl"
+    file.write_text(content)
+    refused(told, of=file, source="jsonl", path=str(file))
+
+
+def test_files_of_other_columns_and_dates_for_text_are_read(tmp_path: Path):
+    # datasets would take the dates for times, and refuse the second file for its column
+    dates = "".join(f'{{"text": "2020-01-{day:02}"}}\n' for day in range(1, 29))
+    (tmp_path / "a.jsonl").write_text(dates)
+    (tmp_path / "b.jsonl").write_text(GOOD.replace("}", ', "more": 1}'))
+    found = load_corpus(Data(source="jsonl", path=str(tmp_path)))
+    assert {text[:4] for text in found["text"]} == {"2020", "docu"}
+
+
+def test_a_file_that_changed_is_read_again(tmp_path: Path):
+    file = tmp_path / "a.jsonl"
+    file.write_text(GOOD)
+    first = set(load_corpus(Data(source="jsonl", path=str(file)))["text"])
+    file.write_text(GOOD.replace("document", "page"))
+    assert first.isdisjoint(load_corpus(Data(source="jsonl", path=str(file)))["text"])
+
+
+@pytest.mark.parametrize("damage", ["truncated", "other", "empty", "numbers", "no text"])
+def test_a_damaged_table_is_refused(tmp_path: Path, damage: str):
+    file = tmp_path / "a.parquet"
+    Dataset.from_dict({"text": ["a", "b"]}).to_parquet(file)
+    whole = file.read_bytes()
+    if damage == "numbers":
+        Dataset.from_dict({"text": [1]}).to_parquet(file)
+    elif damage == "no text":
+        offsets = pyarrow.py_buffer(bytes([0, 0, 0, 0, 4, 0, 0, 0]))
+        wrong = pyarrow.StringArray.from_buffers(1, offsets, pyarrow.py_buffer(b"\xff\xfeab"))
+        parquet.write_table(pyarrow.table({"text": wrong}), file)
+    else:
+        file.write_bytes({"truncated": whole[:-30], "other": b"no table", "empty": b""}[damage])
+    told = {"numbers": "must hold text", "no text": "must be UTF-8 text"}.get(damage, "cannot read")
+    refused(told, of=file, source="parquet", path=str(file))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "told"),
+    [
+        ("/abs/**", "a glob below"),
+        ("../*", "leads out of there"),
+        ("", "a glob below"),
+        (".", "a glob below"),
+        ("**x", "a glob below"),
+        ("x" * 300, "File name too long"),
+        ("*.rs", "no file below .* matches '\\*.rs'"),
+    ],
+)
+def test_a_pattern_that_matches_nothing_is_told(tmp_path: Path, pattern: str, told: str):
+    (tmp_path / "a.txt").write_text("text")
+    refused(told, of=tmp_path, source="files", path=str(tmp_path), patterns=[pattern])
+
+
+@pytest.mark.parametrize("path", ["x" * 300, "~nobodyatall/x"])
+@pytest.mark.parametrize("source", ["files", "jsonl", "parquet"])
+def test_a_path_that_no_disk_has_is_refused(source: str, path: str):
+    refused("a path must be one that this machine can read", source=source, path=path)
+
+
+def test_a_path_that_is_not_there_yet_is_one(tmp_path: Path):
+    assert local_path(str(tmp_path / "new")) == tmp_path / "new"
+    assert local_path("~") == Path.home()
+
+
+def test_a_glob_of_folders_or_no_glob_at_all_is_refused(tmp_path: Path):
+    (tmp_path / "a.jsonl").mkdir()
+    refused("needs a file, a folder or a glob", source="jsonl", path=str(tmp_path / "*"))
+    refused("a pattern must be a glob", source="jsonl", path=str(tmp_path / "**x"))
+
+
+def test_a_stream_that_breaks_off_is_one_line(monkeypatch: pytest.MonkeyPatch):
+    def breaking():
+        yield {"text": "a"}
+        raise pyarrow.ArrowInvalid("JSON parse error\nmore")
+
+    def answer(*_, **__):
+        return datasets.IterableDataset.from_generator(breaking)
+
+    monkeypatch.setattr(datasets, "load_dataset", answer)
+    refused("cannot load 'a/b' from the Hub", source="hub", path="a/b", max_documents=5)
+
+
+# prompts
+
+
+@pytest.mark.parametrize(
+    ("template", "told"),
+    [
+        ("{{ raise_exception('no\nsystem role') }}", "no system role"),
+        ("{% for", "unexpected"),
+        ("{{ messages.x.y }}", "has no attribute 'x'"),
+        ("{{ 1 + messages[0].content }}", "unsupported operand"),
+        ("{{ 1 // 0 }}", "by zero"),
+        ("", "needs a token, and line 1 of"),
+    ],
+)
+def test_a_chat_template_that_fails_is_told_with_the_row(tokenizer, tmp_path, template, told):
+    tokenizer.chat_template = template
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"turns": ["hello"]}\n')
+    with pytest.raises(InputError, match=told) as caught:
+        load_prompts(str(file), tokenizer, num_prompts=1)
+    assert f"line 1 of {file}" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_tokenizer_that_cannot_read_is_told(tmp_path: Path):
+    words = Tokenizer(models.WordLevel({"x": 0, "end": 1}))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()  # pyright: ignore[reportAttributeAccessIssue]
+    narrow = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="end")
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"prompt": "y"}\n')
+    with pytest.raises(InputError, match="a token for what is unknown"):
+        load_prompts(str(file), narrow, num_prompts=1)
+    with pytest.raises(InputError, match="a token for what is unknown"):
+        load_prompts("python_stdlib", narrow, num_prompts=1)
+    documents = Dataset.from_dict({"text": ["y"]})
+    with pytest.raises(InputError, match="a token for what is unknown"):
+        PackedText(documents, narrow, sequence_length=2, batch_size=1)
+
+
+def test_prompts_longer_than_every_document_say_so(tokenizer):
+    with pytest.raises(InputError, match=r"no file .* has 100000000 tokens; lower prompt_tokens"):
+        load_prompts("python_stdlib", tokenizer, num_prompts=1, prompt_tokens=100_000_000)
+
+
+def test_the_keys_of_a_row_stay_in_one_line(tokenizer, tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_text(json.dumps({"a\nb": 1} | {f"key {number}": 1 for number in range(999)}))
+    with pytest.raises(InputError, match="it has a b, key 0") as caught:
+        load_prompts(str(file), tokenizer, num_prompts=1)
+    assert len(str(caught.value)) < 400

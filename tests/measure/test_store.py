@@ -1,0 +1,105 @@
+"""Results that somebody changed, cut or made up: one line that names the place."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specheads.core.errors import InputError
+from specheads.export.hub.summary import read_summary
+from specheads.heads.load import build
+from specheads.measure.evaluation import draft_vocabulary
+from specheads.measure.results import Results
+from specheads.measure.store import read, to_json
+from specheads.runs.directory import RunDirectory
+from tests import tiny
+from tests.results import bare
+
+WHOLE = to_json(bare(speed={"base_tokens_per_second": 1.0, "tokens_per_second": 2.0, "speedup": 2.0,
+    "interval": [1.0, 3.0], "step_overhead": 1.0, "step_milliseconds": 1.0,
+    "base_step_milliseconds": 1.0, "new_tokens": 3, "forwards": 2}))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "value", "told"),
+    [
+        ("head", "depth", "three", "need a int in .*head.depth, got 'three'"),
+        ("head", "depth", True, "need a int in .*head.depth, got True"),
+        ("head", "depth", None, "need a int in .*head.depth, got None"),
+        ("head", "depth", 1.5, "need a int in .*head.depth"),
+        ("speed", "speedup", [2.0], "need a float in .*speed.speedup"),
+        ("speed", "interval", 3, "need a list in .*speed.interval"),
+        ("speed", "interval", [1.0], "need 2 numbers in .*speed.interval"),
+        ("speed", "interval", ["a", "b"], "need a float in .*speed.interval"),
+        ("provenance", "versions", ["torch"], "need a dict in .*provenance.versions"),
+        ("provenance", "command", "specheads", "need a list in .*provenance.command"),
+        ("provenance", "hardware", 3, "need a dict in .*provenance.hardware"),
+    ],
+)
+def test_a_figure_of_another_type_is_named(tmp_path: Path, section, name, value, told):
+    file = tmp_path / "results.json"
+    file.write_text(json.dumps(WHOLE | {section: WHOLE[section] | {name: value}}))
+    with pytest.raises(InputError, match=told) as caught:
+        read(Results, file)
+    assert str(file) in str(caught.value)
+
+
+def test_whole_numbers_are_figures_too(tmp_path: Path):
+    file = tmp_path / "results.json"
+    file.write_text(json.dumps(WHOLE | {"speed": WHOLE["speed"] | {"speedup": 2}}))
+    found = read(Results, file)
+    assert found is not None
+    assert found.speed is not None
+    assert found.speed.speedup == 2.0
+    assert read(Results, tmp_path / "none.json") is None
+
+
+BROKEN = {
+    "cut": b'{"head": {"ki',
+    "deep": b'{"head": ' + b"[" * 100_000,
+    "binary": b"\xff\xfe\x00",
+    "a list": b"[]",
+    "large": b" " * 2_000_000 + b"{}",
+}
+
+
+def spoil(file: Path, how: str) -> None:
+    if how == "elsewhere":
+        other = file.parent.parent / "secret.json"
+        other.write_text(json.dumps({"draft_vocabulary": {"size": 1, "coverage": 0.5}}))
+        file.unlink(missing_ok=True)
+        file.symlink_to(other)
+    else:
+        file.write_bytes(BROKEN[how])
+
+
+@pytest.mark.parametrize("how", [*BROKEN, "elsewhere"])
+def test_broken_results_are_one_line(tmp_path: Path, how: str):
+    file = tmp_path / "report" / "results.json"
+    file.parent.mkdir()
+    spoil(file, how)
+    with pytest.raises(InputError, match=r"results\.json") as caught:
+        read(Results, file)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("how", [*BROKEN, "elsewhere", "missing", "wrong"])
+def test_a_broken_provenance_is_one_line(tmp_path: Path, how: str):
+    run = RunDirectory(tmp_path / "run")
+    run.path.mkdir()
+    if how == "wrong":
+        run.provenance.write_text('{"draft_vocabulary": ["size"]}')
+    elif how != "missing":
+        spoil(run.provenance, how)
+    head = build({"kind": "medusa", "draft_tokens": 3}, width=8, vocab_size=11)
+    with pytest.raises(InputError, match="provenance") as caught:
+        draft_vocabulary(head, run)
+    assert "\n" not in str(caught.value)
+    if how == "wrong":
+        return
+    settings: dict[str, Any] = dict.fromkeys(
+        ("seed", "base", "head", "init", "data", "schedule", "tree", "evaluation"), 0
+    ) | {"base": {"model": "x", "adapter": ""}, "data": {"source": "files", "path": "a"}}
+    with pytest.raises(InputError, match="provenance"):
+        read_summary(run, settings, tiny.base())

@@ -1,0 +1,82 @@
+"""Output in narrow consoles, and piped: every figure stands whole, somewhere."""
+
+import io
+import re
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from specheads.measure import report
+from specheads.measure.compare import table
+from specheads.measure.results import Results
+from specheads.measure.store import read
+from specheads.measure.tables import Fitted
+
+RESULTS = Path(__file__).parents[2] / "recipes" / "tiny_code" / "results.json"
+NUMBER = re.compile(r"[+-]?\d[\d,]*(?:\.\d+)?")
+
+
+def printed(thing: object, width: int) -> str:
+    stream = io.StringIO()
+    Console(width=width, file=stream).print(thing)
+    return stream.getvalue()
+
+
+def measured() -> Results:
+    results = read(Results, RESULTS)
+    assert results is not None
+    return results
+
+
+def figures(text: str) -> list[str]:
+    return sorted(NUMBER.findall(text))
+
+
+@pytest.mark.parametrize("width", [200, 80, 60, 40, 24])
+def test_a_report_keeps_every_figure_whole_at_any_width(width: int):
+    results, stream = measured(), io.StringIO()
+    page = Path("/a/[b]") / ("folder" * 12) / "report.html"
+    report.show(results, Console(width=width, file=stream), page)
+    text = stream.getvalue()
+    cells = [cell for row in report.summary(results) for cell in row]
+    cells += [cell for row in report.depth_rows(results) for cell in row]
+    shown = figures(text)
+    for figure in figures(" ".join([*cells, report.verdict(results)])):
+        assert figure in shown
+        shown.remove(figure)
+    assert "\u2026" not in text
+    assert f"report: {page}\n" in text
+
+
+@pytest.mark.parametrize("width", [200, 60, 40, 24])
+def test_a_comparison_keeps_every_figure_whole_at_any_width(width: int):
+    from tests.measure.test_compare import rows
+
+    found = table(rows())
+    text = printed(found, width)
+    assert figures(text) == figures(" ".join(cell for row in found.rows for cell in row))
+    assert "\u2026" not in text
+    assert all(len(line) <= width for line in text.splitlines())
+
+
+def test_a_table_that_does_not_fit_is_a_list():
+    rows = [["1", "12 / 345", "0.123"], ["2", "6 / 12", "0.045"]]
+    wide = Fitted("by depth", rows, ["depth", "accepted / offered", "top 1"])
+    assert "12 / 345" in printed(wide, 80)
+    assert printed(wide, 20).splitlines() == [
+        "by depth",
+        "depth 1",
+        "  accepted / ",
+        "offered: 12 / 345",
+        "  top 1: 0.123",
+        "depth 2",
+        "  accepted / ",
+        "offered: 6 / 12",
+        "  top 1: 0.045",
+    ]
+
+
+def test_a_name_in_brackets_is_a_name():
+    text = printed(Fitted("title", [["base", "[/] of [bold]mine"]]), 60)
+    assert "[/] of [bold]mine" in text
