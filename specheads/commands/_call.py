@@ -43,7 +43,8 @@ def call(name: str, arguments: Sequence[str]) -> None:
         for one in settings:
             run(one, overrides)
     except KeyboardInterrupt:
-        sys.stderr.write("interrupted; the same command goes on from the checkpoint\n")
+        told = "an unfinished run goes on with the same command"
+        sys.stderr.write(f"interrupted; {told}, a finished one with specheads evaluate run=DIR\n")
         sys.exit(130)
     except BrokenPipeError:
         # whoever read our output has enough; Python would complain once more when it flushes

@@ -16,6 +16,7 @@ from specheads.base.model import FrozenBase
 from specheads.commands import _compose
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
+from specheads.core.paths import writable_folder
 from specheads.data.prompts import Prompt, PromptSet
 from specheads.export.engines import engine_module
 from specheads.export.gate import Parity
@@ -81,6 +82,7 @@ def evaluate(
     the base. A run's report and card are written anew, or with `out` a report there and no card.
     """
     settings, words = _settings(config.Evaluate, settings, overrides, run=run, out=out)
+    _refuse_unwritable(settings.out)
     if settings.run:
         made, trained = _own(settings, words)
         given = _prompts(prompts, trained)
@@ -109,6 +111,7 @@ def compare(
     """
     settings, words = _settings(config.Compare, settings, overrides, run=run, out=out)
     chosen(settings)
+    _refuse_unwritable(settings.out)
     asked: Asked = settings
     folder = Path(settings.out) if settings.out else None
     if settings.run:
@@ -197,6 +200,12 @@ def push(
     return upload.push_run(made, _compose.read_run(made.config, config.Train), settings)
 
 
+def _refuse_unwritable(out: str) -> None:
+    """Refuse a folder for results in which none can be made, before anything is measured."""
+    if out:
+        writable_folder(out)
+
+
 def _settings(
     kind: type[T], given: T | None, overrides: Sequence[str], **words: str | Path | bool
 ) -> tuple[T, list[str]]:
@@ -207,6 +216,7 @@ def _settings(
     for name, value in words.items():
         if value:
             setattr(settings, name, str(value) if isinstance(value, Path) else value)
+    config.check(settings)
     return settings, _compose.lengthen(command, overrides)
 
 

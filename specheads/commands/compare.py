@@ -17,4 +17,4 @@ def run(settings: Compare, overrides: Sequence[str]) -> None:
     console = Console()
     console.print(table(comparison.drafters))
     folder = Path(settings.out) if settings.out else RunDirectory(Path(settings.run)).report
-    console.print(f"comparison: {folder / 'compare.json'}", soft_wrap=True)
+    console.print(f"comparison: {folder / 'compare.json'}", soft_wrap=True, markup=False)

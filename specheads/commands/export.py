@@ -15,7 +15,8 @@ def run(settings: Export, overrides: Sequence[str]) -> None:
     accepted = " ".join(f"{one.accepted}/{one.offered}" for one in made.parity.per_depth)
     Console(stderr=True).print(
         f"{made.folder}: read back, it accepts {accepted} drafts by depth, as the run's head "
-        f"does, {made.parity.tokens_per_forward:.2f} tokens per forward"
+        f"does, {made.parity.tokens_per_forward:.2f} tokens per forward",
+        markup=False,
     )
     # whole lines, to be copied: a console would wrap them
     sys.stdout.write("".join(f"{line}\n" for line in made.serve))

@@ -22,4 +22,4 @@ def push_run(settings: Push) -> None:
         total = f"{sum(pushed.files.values()):>15,}  bytes in all\n"
         sys.stdout.write("".join([*lines, total]))
     else:
-        Console().print(f"pushed: {pushed.address}", soft_wrap=True)
+        Console().print(f"pushed: {pushed.address}", soft_wrap=True, markup=False)

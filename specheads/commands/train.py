@@ -18,7 +18,7 @@ def run(settings: Train, _: Sequence[str]) -> None:
     if settings.dry_run:
         sys.stdout.write(_compose.as_yaml(settings))
         return
-    run = _library.train(settings=settings, announce=Console().print)
+    run = _library.train(settings=settings, announce=Console(markup=False).print)
     results = read(Results, run.report / "results.json")
     if settings.evaluate_after and results and PartialState().is_main_process:
         report.show(results, page=run.report / "report.html")

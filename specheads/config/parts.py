@@ -3,12 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from annotated_types import Ge, Le
-
 from specheads.config.ranges import (
     Below1,
     Count,
-    Finite,
     Levels,
     Nodes,
     Part,
@@ -19,6 +16,8 @@ from specheads.config.ranges import (
     Share,
     Temperature,
     Text,
+    at_least,
+    at_most,
     one_of,
 )
 
@@ -106,7 +105,7 @@ class Evaluation:
     min_p: Share = 0.0
     """Probability that a token needs, as a share of the likeliest one's. Zero is none."""
 
-    repetition_penalty: Annotated[Finite, Ge(0.01), Le(100)] = 1.0
+    repetition_penalty: Annotated[float, at_least(0.01), at_most(100)] = 1.0
     """Penalty on tokens already in the text. One is none."""
 
     acceptance: Annotated[str, one_of("match", "rejection", "typical")] = "match"

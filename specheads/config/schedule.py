@@ -3,8 +3,6 @@
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from annotated_types import Ge
-
 from specheads.config.ranges import (
     Below1,
     Count,
@@ -15,11 +13,11 @@ from specheads.config.ranges import (
     Positive,
     Scale,
     Share,
+    Size,
     Some,
     Temperature,
     Text,
     Weight,
-    Width,
     one_of,
 )
 
@@ -62,7 +60,7 @@ class Joint:
     Source: Cai et al. 2024, arXiv:2401.10774.
     """
 
-    rank: Annotated[Width, Ge(1)] = 32
+    rank: Size = 32
     """Rank of what is added to each matrix."""
 
     alpha: Scale = 16.0

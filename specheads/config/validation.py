@@ -4,17 +4,15 @@ What only the base, the head or a file can tell (contexts, vocabularies, depths)
 has loaded it.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
-from annotated_types import Ge, Gt, Le, Len, Lt, MinLen
-from pydantic import TypeAdapter, ValidationError
-
 from specheads.config.parts import Data, Tree
-from specheads.config.ranges import MOST, Name, Rule
+from specheads.config.ranges import Name, Rule
 from specheads.config.schedule import Phase, Schedule
 from specheads.core.errors import InputError
 
@@ -52,53 +50,52 @@ def check(settings: Any, where: str = "") -> None:
 
 def refuse(place: str, value: Any, hint: Any, default: Any = MISSING) -> None:
     """Refuse one value for a setting, by its full name, that is not what its hint declares."""
-    try:
-        _adapter(hint).validate_python(value, strict=True)
-    except ValidationError as error:
-        # of several, the first: a list may be wrong in many places
-        first = error.errors(include_url=False)[0]
-        inside = "".join(f"[{one}]" for one in first["loc"])
-        usable = default is not MISSING and _admits(hint, default)
-        remedy = f"; its default is {default!r}" if usable else f"; set {place}"
-        raise InputError(
-            f"{place} must be {words(hint)}, got {_shown(first['input'])}"
-            f"{f' at {place}{inside}' if inside else ''}{remedy}"
-        ) from error
+    if admits(hint, value):
+        return
+    # of a list, what is wrong in it
+    wrong, inside = value, ""
+    if isinstance(value, list) and (one := get_args(_parts(hint)[0])):
+        places = [number for number, item in enumerate(value) if not admits(one[0], item)]
+        if places:
+            wrong, inside = value[places[0]], f" at {place}[{places[0]}]"
+    usable = default is not MISSING and admits(hint, default)
+    remedy = f"its default is {default!r}" if usable else f"set {place}"
+    text = repr(wrong)
+    shown = text if len(text) <= 60 else f"{text[:57]}..."
+    raise InputError(f"{place} must be {words(hint)}, got {shown}{inside}; {remedy}")
+
+
+def admits(hint: Any, value: Any) -> bool:
+    """Return whether a value is of the type that a hint declares, and keeps its rules."""
+    plain, rules = _parts(hint)
+    origin, inner = get_origin(plain), get_args(plain)
+    if origin is UnionType:
+        return any(admits(one, value) for one in inner)
+    if origin is list:
+        fits = isinstance(value, list) and all(admits(inner[0], one) for one in value)
+    elif origin is dict:
+        fits = isinstance(value, dict) and all(admits(inner[1], one) for one in value.values())
+    elif plain is float:
+        fits = type(value) in (int, float) and math.isfinite(value)
+    else:
+        # True is an int to Python, and none to us
+        fits = plain is Any or type(value) is plain
+    return fits and all(rule.holds(value) for rule in rules)
 
 
 def words(hint: Any) -> str:
     """Return the type and range of a setting in words, such as `a whole number, at least 1`."""
-    rules = hint.__metadata__ if get_origin(hint) is Annotated else ()
-    plain = hint.__origin__ if rules else hint
+    plain, rules = _parts(hint)
     origin, inner = get_origin(plain), get_args(plain)
+    if rules and plain is str:
+        return rules[-1].words
     if origin is UnionType:
         kind = " or none; ".join(words(one) for one in inner if one is not NoneType) + " or none"
     elif origin is list:
         kind = f"a list, each {words(inner[0])}"
     else:
         kind = KINDS.get(plain, "a group of settings")
-    told = {type(rule): rule for rule in rules}
-    if isinstance(own := told.get(Rule), Rule) and plain is str:
-        return own.words
-    return ", ".join([kind, *_bounds(told)])
-
-
-def _bounds(rules: Mapping[type, Any]) -> Iterator[str]:
-    if Rule in rules:
-        yield rules[Rule].words
-    if Ge in rules:
-        yield f"at least {rules[Ge].ge:,}"
-    if Gt in rules:
-        yield f"above {rules[Gt].gt:,}"
-    # what cannot be reached need not be told
-    if Le in rules and rules[Le].le != MOST:
-        yield f"at most {rules[Le].le:,}"
-    if Lt in rules:
-        yield f"below {rules[Lt].lt:,}"
-    if Len in rules:
-        yield f"{rules[Len].min_length} of them"
-    if MinLen in rules:
-        yield "not empty"
+    return ", ".join([kind, *(rule.words for rule in rules if rule.words)])
 
 
 @cache
@@ -107,9 +104,9 @@ def hints(kind: type) -> dict[str, Any]:
     return get_type_hints(kind, include_extras=True)
 
 
-@cache
-def _adapter(hint: Any) -> Any:
-    return TypeAdapter(hint)
+def _parts(hint: Any) -> tuple[Any, tuple[Rule, ...]]:
+    """Return a hint's type, and the rules beside it."""
+    return (hint.__origin__, hint.__metadata__) if get_origin(hint) is Annotated else (hint, ())
 
 
 def _sections(place: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -118,19 +115,6 @@ def _sections(place: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield place, value
     elif isinstance(value, Mapping):
         yield from ((f"{place}.{key}", one) for key, one in value.items() if is_dataclass(one))
-
-
-def _admits(hint: Any, value: Any) -> bool:
-    try:
-        _adapter(hint).validate_python(value, strict=True)
-    except ValidationError:
-        return False
-    return True
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _phases(phases: Mapping[str, Phase]) -> None:

@@ -60,9 +60,6 @@ class Memory(Protocol):
 State = Any
 """What a drafter keeps between the levels of one draft; opaque to the engines."""
 
-MAX_MODULES = 64
-"""Levels of a head, and blocks of a level: settings may come from a stranger."""
-
 Weight = Float[Tensor, "vocab width"]
 Bias = Float[Tensor, " vocab"]
 
@@ -134,12 +131,6 @@ class Head(Drafter, nn.Module, PyTorchModelHubMixin):
         super().__init__()
         self.config = config
         self.width, self.vocab_size = width, vocab_size
-        for name in ("depth", "num_layers"):
-            if getattr(config, name, 0) > MAX_MODULES:
-                raise InputError(
-                    f"a head may have at most {MAX_MODULES} levels, and blocks in each, got "
-                    f"{name}={getattr(config, name)}"
-                )
         size = getattr(config, "draft_tokens", 0)
         if not 0 <= size <= vocab_size:
             raise InputError(

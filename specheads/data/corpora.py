@@ -12,11 +12,11 @@ import numpy as np
 from datasets import Dataset
 
 from specheads.config import Data
+from specheads.config.parts import SOURCES
 from specheads.core.errors import InputError
 from specheads.core.paths import local_path
 from specheads.data.jsonl import names, read_jsonl
 
-SOURCES = ("python_stdlib", "files", "jsonl", "parquet", "hub")
 TEXT = datasets.Features(text=datasets.Value("string"))
 SPLITS = ("train", "validation", "prompts")
 SUFFIXES = {"jsonl": (".jsonl", ".jsonl.gz", ".json"), "parquet": (".parquet",)}

@@ -70,7 +70,7 @@ def _value(text: str, where: str) -> Any:
             # half a surrogate pair is legal JSON and no text: no tokenizer reads it
             json.dumps(value, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
-        reason = f"{error.msg} (character {error.pos + 1})"
+        reason = f"it is no JSON from character {error.pos + 1} on"
     except RecursionError:
         reason = "it is nested too deep"
     except UnicodeEncodeError as error:

@@ -77,8 +77,10 @@ class Engine:
         self.max_length = min(asked, context)
         # a row may overshoot its limit by one draft, and the tree of its last step needs slots too
         self._capacity = self.max_length + 2 * self.tree.num_nodes
-        rows = max_batch if pool is None else 0
-        refuse_larger(base, drafter, self.tree, max_batch, self.max_length, rows * self._capacity)
+        # rows as long as the whole context are counted as they come: seldom are there as many
+        rows = 1 if max_length is None else max_batch
+        slots = 0 if pool is not None else rows * self._capacity
+        refuse_larger(base, drafter, self.tree, rows, self.max_length, slots)
         self._numbers = itertools.count()
         self._waiting: deque[Stream] = deque()
         self._batches: list[_Batch] = []

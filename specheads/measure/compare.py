@@ -9,6 +9,7 @@ from specheads.base.model import FrozenBase
 from specheads.baselines import DraftModel, PromptLookup, Streaming
 from specheads.baselines.hybrid import Hybrid, HybridTree, Lookup
 from specheads.config import Compare
+from specheads.config.commands import DRAFTERS
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.core.paths import writable_folder
@@ -31,8 +32,6 @@ from specheads.measure.store import dumps
 from specheads.measure.tables import Fitted
 from specheads.runs.directory import write_atomic
 from specheads.runs.provenance import nearby
-
-DRAFTERS = ("head", "prompt_lookup", "hybrid", "streaming", "draft_model")
 
 
 def chosen(settings: Compare) -> list[str]:

@@ -54,7 +54,7 @@ BASES: dict[str, tuple[Damage, str]] = {
     "no config": (lambda at: (at / "config.json").unlink(), "config.json"),
     "config cut short": (lambda at: _cut(at / "config.json", 30), "config.json"),
     "config empty": (lambda at: _cut(at / "config.json", 0), "config.json"),
-    "config of nonsense": (lambda at: _config(at, hidden_size="wide"), "weights"),
+    "config of nonsense": (lambda at: _config(at, hidden_size="wide"), "hidden_size"),
     "no tokenizer": (lambda at: [one.unlink() for one in at.glob("tokenizer*")], "tokenizer"),
     "tokenizer cut short": (lambda at: _cut(at / "tokenizer.json", 100), "tokenizer"),
 }

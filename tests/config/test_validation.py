@@ -7,15 +7,11 @@ from typing import Any
 import pytest
 
 from specheads.config import Compare, Evaluate, Export, Push, Train, check, parts, ranges, schedule
-from specheads.config.commands import DRAFTERS
-from specheads.config.parts import SOURCES, TREES, Data, Evaluation, Tree
+from specheads.config.parts import Data, Evaluation, Tree
 from specheads.config.schedule import LOSSES, Distill, Joint, Phase, Schedule
 from specheads.config.validation import hints, words
 from specheads.core.errors import InputError
-from specheads.data import corpora
 from specheads.decoding.acceptance.rules import RULES
-from specheads.decoding.trees import named
-from specheads.measure import compare
 from specheads.training.losses.depth_loss import KINDS, WEIGHTINGS
 
 COMMANDS = (Train, Evaluate, Compare, Export, Push)
@@ -45,9 +41,6 @@ def test_every_number_and_text_has_its_range_beside_it(kind: type):
 
 def test_what_a_setting_may_be_is_what_there_is():
     assert tuple(KINDS) == LOSSES
-    assert TREES == named.KINDS
-    assert SOURCES == corpora.SOURCES
-    assert DRAFTERS == compare.DRAFTERS
     known = hints(Phase)["weighting"].__metadata__[0]
     assert all(known.holds(name) for name in WEIGHTINGS)
     known = hints(Evaluation)["acceptance"].__metadata__[0]

@@ -3,7 +3,8 @@
 import pytest
 
 from specheads.config import Tree
-from specheads.decoding.trees.named import KINDS, fixed_policy
+from specheads.config.parts import TREES
+from specheads.decoding.trees.named import fixed_policy
 
 
 @pytest.mark.parametrize(
@@ -22,7 +23,7 @@ def test_every_kind_makes_its_policy(tree: Tree, num_nodes: int, depth: int):
     policy = fixed_policy(tree, 3)
     assert policy is not None
     assert (policy.num_nodes, policy.depth) == (num_nodes, depth)
-    assert tree.kind in KINDS
+    assert tree.kind in TREES
 
 
 def test_a_tree_that_is_to_be_picked_has_no_policy_yet():

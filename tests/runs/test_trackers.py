@@ -76,9 +76,3 @@ def test_wandb_is_offline_where_no_key_is_set(tmp_path: Path, monkeypatch: pytes
     found.close()
     assert list((tmp_path / "wandb").glob("offline-run-*"))
     assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": 1.0}]
-
-
-def test_an_unknown_tracker_is_refused_by_name(tmp_path: Path):
-    with pytest.raises(ValueError, match="got 'mlflow'"):
-        tracker(tmp_path, kind="mlflow")
-    assert not (tmp_path / "metrics.jsonl").exists()

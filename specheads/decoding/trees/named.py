@@ -1,12 +1,11 @@
 """The tree policies that `tree.kind` names."""
 
 from specheads.config import Tree
+from specheads.config.parts import TREES
 from specheads.core.errors import InputError
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.product import Product
 from specheads.decoding.trees.sampled import Sampled
-
-KINDS = ("tuned", "chain", "static", "best_first", "beam", "product", "sampled")
 
 
 def fixed_policy(settings: Tree, head_depth: int) -> policies.TreePolicy | None:
@@ -29,7 +28,7 @@ def fixed_policy(settings: Tree, head_depth: int) -> policies.TreePolicy | None:
         case "sampled":
             policy = Sampled(branches, settings.confidence)
         case _:
-            raise InputError(f"tree.kind must be one of {', '.join(KINDS)}, got {settings.kind!r}")
+            raise InputError(f"tree.kind must be one of {', '.join(TREES)}, got {settings.kind!r}")
     if policy.depth > head_depth:
         raise InputError(
             f"a tree can be as deep as the head, {head_depth} levels, got {policy.depth}; lower "

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
-from annotated_types import Ge
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from specheads.config import check
-from specheads.config.ranges import Count, Depth, Layers, Width, one_of
+from specheads.config.ranges import Count, Depth, Layers, Size, one_of
 from specheads.core.drafter import Bias, Committed, Features, State, Weight
 from specheads.core.drafter import Head as BaseHead
 from specheads.core.errors import InputError
@@ -36,7 +35,7 @@ class Config:
     """Where a head's state becomes logits: own (a matrix of each head), shared (the base's, never
     trained nor saved) or low_rank (the base's, plus the product of two thin matrices)."""
 
-    rank: Annotated[Width, Ge(1)] = 64
+    rank: Size = 64
     """Width between those two thin matrices."""
 
     draft_tokens: Count = 0
