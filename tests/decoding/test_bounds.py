@@ -119,7 +119,7 @@ def test_the_size_of_a_cache_is_known_before_it_is_made(architecture):
 @pytest.mark.parametrize(
     ("make", "told"),
     [
-        (lambda base: Engine(base, max_batch=BIG), "lower max_batch"),
+        (lambda base: Engine(base, max_batch=BIG, max_length=64), "lower max_batch"),
         (lambda base: base.cache(BIG, 1000), r"lower max_batch or max_length, or take a pool"),
         (lambda base: base.pool(BIG), "lower num_blocks"),
         (lambda _: BlockPool(1, 10**12), "lower num_blocks"),

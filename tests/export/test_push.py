@@ -454,7 +454,7 @@ MISTAKES: dict[str, tuple[dict[str, str], str]] = {
     "odd repository": ({"repo": "ada/a--b"}, "ada/a--b"),
     "no name of the Hub": ({"repo": "ada/head.git"}, "repo must be USER/NAME as the Hub takes it"),
     "a long name": ({"repo": f"ada/{'x' * 300}"}, "repo must be USER/NAME as the Hub takes it"),
-    "gated": ({"gated": "perhaps"}, "gated must be one of auto, manual, false"),
+    "gated": ({"gated": "perhaps"}, "gated must be one of '', false, False, auto, manual"),
     "base_repo": ({"base_repo": "../x"}, "base_repo must be USER/NAME"),
     "licence": ({"licence": "Not One!"}, "license"),
     "somebody else's": ({"repo": "eve/head"}, "under eve); use a token that may write there"),
