@@ -83,9 +83,10 @@ def load_model(
 
 @contextmanager
 def _reading(part: str, source: str) -> Iterator[None]:
-    """Tell by name which part of a base cannot be read, and keep transformers' tables back."""
-    level = logging.get_verbosity()
+    """Tell by name which part of a base cannot be read; keep transformers' tables and bars back."""
+    level, shows_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
+    logging.disable_progress_bar()
     try:
         yield
     except InputError:
@@ -99,6 +100,8 @@ def _reading(part: str, source: str) -> Iterator[None]:
         ) from error
     finally:
         logging.set_verbosity(level)
+        if shows_bars:
+            logging.enable_progress_bar()
 
 
 def reason(error: Exception) -> str:

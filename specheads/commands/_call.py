@@ -39,7 +39,6 @@ def call(name: str, arguments: Sequence[str]) -> None:
         overrides = _compose.lengthen(name, arguments)
         settings = _compose.from_command_line(name, overrides)
         run = import_module(f"specheads.commands.{name}").run
-        import_module("transformers.utils.logging").disable_progress_bar()
         for one in settings:
             run(one, overrides)
     except KeyboardInterrupt:

@@ -3,14 +3,8 @@
 import sys
 from collections.abc import Sequence
 
-from accelerate import PartialState
-from rich.console import Console
-
-from specheads.commands import _compose, _library
+from specheads.commands import _compose
 from specheads.config import Train
-from specheads.measure import report
-from specheads.measure.results import Results
-from specheads.measure.store import read
 
 
 def run(settings: Train, _: Sequence[str]) -> None:
@@ -18,6 +12,15 @@ def run(settings: Train, _: Sequence[str]) -> None:
     if settings.dry_run:
         sys.stdout.write(_compose.as_yaml(settings))
         return
+    # late: what shows settings need not wait for torch
+    from accelerate import PartialState
+    from rich.console import Console
+
+    from specheads.commands import _library
+    from specheads.measure import report
+    from specheads.measure.results import Results
+    from specheads.measure.store import read
+
     run = _library.train(settings=settings, announce=Console(markup=False).print)
     results = read(Results, run.report / "results.json")
     if settings.evaluate_after and results and PartialState().is_main_process:

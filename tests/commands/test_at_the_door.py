@@ -79,6 +79,8 @@ def test_a_setting_that_cannot_be_is_refused_by_name(overrides: str, refused: An
     assert name.rpartition(".")[2] in said or "'static'" in said or "paths" in said
 
 
+# the readers' own tests are quick; here each reads the base and the text before it
+@pytest.mark.slow
 @pytest.mark.parametrize("overrides", [*CORPORA, *PROMPTS])
 def test_a_broken_file_is_refused_by_name(overrides: str, refused: Any, tmp_path: Path):
     broken.files(tmp_path)
@@ -87,6 +89,7 @@ def test_a_broken_file_is_refused_by_name(overrides: str, refused: Any, tmp_path
     assert "Expecting value" not in said.partition("(")[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", broken.BASES)
 def test_a_base_that_is_not_whole_is_refused(damage: str, refused: Any, tmp_path: Path):
     said = refused(f"base.model={broken.base(tmp_path, damage)}")

@@ -29,7 +29,7 @@ def raising(monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path) -> Cal
             if error is not None:
                 raise error
 
-        module = SimpleNamespace(run=body, disable_progress_bar=lambda: None)
+        module = SimpleNamespace(run=body)
         monkeypatch.setattr(_call, "import_module", lambda _: module)
         try:
             call("push", ["run=x", "repo=a/b"])
@@ -120,7 +120,14 @@ def test_help_of_training_knows_every_kind_of_head_without_a_recipe(capsys: Any)
 
 @pytest.mark.parametrize(
     "arguments",
-    [[], ["--help"], ["train"], ["train", "--help"], ["train", "recipe=smoke", "seed=-1"]],
+    [
+        [],
+        ["--help"],
+        ["train"],
+        ["train", "--help"],
+        ["train", "recipe=smoke", "seed=-1"],
+        ["train", "recipe=smoke", "dry_run=true"],
+    ],
     ids=" ".join,
 )
 def test_nothing_heavy_is_loaded_before_a_command_is_known_to_run(arguments: list[str]):

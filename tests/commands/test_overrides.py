@@ -92,7 +92,7 @@ class Caller:
         self.folder, self.counts = folder, Counter()
         self.ran: Any = None
         # torch must not even be looked for: what is imported late is what runs
-        module = SimpleNamespace(run=self._note, disable_progress_bar=lambda: None)
+        module = SimpleNamespace(run=self._note)
         patch.setattr(_call, "import_module", lambda _: module)
         patch.chdir(folder)
 

@@ -19,7 +19,7 @@ from torch.nn import functional as F  # noqa: N812
 from specheads.base.lora import WEIGHTS, Adapter, targets
 from specheads.base.model import FrozenBase
 from specheads.base.selfcheck import check
-from specheads.commands import evaluate, train
+from specheads.commands._call import call
 from specheads.config import Joint, Phase, Schedule, data_dir
 from specheads.core.drafter import Head
 from specheads.data.packing import TokenBatch
@@ -427,9 +427,9 @@ BRIEF = [
 ]  # fmt: skip
 
 
-def specheads(monkeypatch: pytest.MonkeyPatch, command: Any, *arguments: str) -> None:
+def specheads(monkeypatch: pytest.MonkeyPatch, command: str, *arguments: str) -> None:
     monkeypatch.setattr(sys, "argv", ["specheads", *arguments])
-    command.main()
+    call(command, arguments)
 
 
 def small_corpus(folder: Path) -> Path:
@@ -448,7 +448,7 @@ def test_the_command_line_trains_both_and_measures_what_became_of_the_base(
     run = RunDirectory(tmp_path / "run")
     left_over = ["~schedule.phases.corpus", "~schedule.phases.distilled"]
     specheads(
-        monkeypatch, train, "recipe=smoke", "head=medusa", "schedule=medusa2", *left_over, *STEPS,
+        monkeypatch, "train", "recipe=smoke", "head=medusa", "schedule=medusa2", *left_over, *STEPS,
         "data=jsonl", f"data.path={small_corpus(tmp_path)}", "data.max_documents=0",
         *BRIEF, "schedule.phases.joint.joint.learning_rate=0.05", f"run_dir={run.path}",
     )  # fmt: skip
@@ -461,10 +461,10 @@ def test_the_command_line_trains_both_and_measures_what_became_of_the_base(
     assert "nats per token, base + adapter" in (run.report / "report.html").read_text()
     # the base is tied: its embedding is no part of the adapter
     assert not any("lm_head" in name for name in load_file(run.adapter / WEIGHTS))
-    specheads(monkeypatch, evaluate, f"run={run.path}", "tree=chain", f"out={tmp_path / 'again'}")
+    specheads(monkeypatch, "evaluate", f"run={run.path}", "tree=chain", f"out={tmp_path / 'again'}")
     again = json.loads((tmp_path / "again" / "results.json").read_text())
     specheads(
-        monkeypatch, evaluate, f"head={run.head}", f"base={data_dir('recipes')}/tiny_code/base",
+        monkeypatch, "evaluate", f"head={run.head}", f"base={data_dir('recipes')}/tiny_code/base",
         f"base.adapter={run.adapter}", *BRIEF, "evaluation.prompt_tokens=32",
         f"out={tmp_path / 'third'}",
     )  # fmt: skip

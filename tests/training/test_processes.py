@@ -178,5 +178,8 @@ def test_accelerate_launch_shows_one_line_for_a_mistake(tmp_path: Path):
     )  # fmt: skip
     assert found.returncode == 1
     assert "Traceback" not in found.stderr
-    assert "error: phase 'corpus' needs steps >= 1, got 0" in found.stderr
+    assert (
+        "error: schedule.phases.corpus.steps must be a whole number, at least 1, got 0"
+        in found.stderr
+    )
     assert not (tmp_path / "run").exists()
