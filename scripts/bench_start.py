@@ -17,11 +17,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 COMMANDS: dict[str, Sequence[str]] = {
-    "specheads --help": ["--help"],
-    "specheads train": ["train"],
-    "specheads train --help": ["train", "--help"],
-    "specheads train recipe=smoke seed=-1": ["train", "recipe=smoke", "seed=-1"],
-    "specheads train recipe=smoke dry_run=true": ["train", "recipe=smoke", "dry_run=true"],
+    "--help": ["--help"],
+    "train": ["train"],
+    "train --help": ["train", "--help"],
+    "train recipe=smoke seed=-1": ["train", "recipe=smoke", "seed=-1"],
+    "train recipe=smoke dry_run=true": ["train", "recipe=smoke", "dry_run=true"],
 }
 
 
@@ -54,7 +54,7 @@ def main() -> None:
     models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     processor = next(models, platform.processor())
     print(f"{starts} starts each, {os.cpu_count()} cores of {processor}\n")
-    print("| command | median | fastest | slowest |\n|---|---|---|---|")
+    print("| specheads ... | median | fastest | slowest |\n|---|---|---|---|")
     for name, times in taken.items():
         middle = statistics.median(times)
         print(f"| `{name}` | {middle:.2f} s | {min(times):.2f} s | {max(times):.2f} s |")

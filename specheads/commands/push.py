@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Sequence
 
+from huggingface_hub.utils import disable_progress_bars
 from rich.console import Console
 
 from specheads.commands import _library
@@ -11,6 +12,8 @@ from specheads.config import Push
 
 def run(settings: Push, _: Sequence[str]) -> None:
     """Push a run."""
+    # the client's bars would stand before our line where the upload breaks off
+    disable_progress_bars()
     push_run(settings)
 
 
