@@ -7,6 +7,7 @@ from textwrap import shorten
 from typing import Any
 
 import torch
+from huggingface_hub.utils import are_progress_bars_disabled
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -84,7 +85,9 @@ def load_model(
 @contextmanager
 def _reading(part: str, source: str) -> Iterator[None]:
     """Tell by name which part of a base cannot be read; keep transformers' tables and bars back."""
-    level, shows_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    # transformers' switch turns the Hub client's bars too, and not every reader has those on
+    shows_bars = logging.is_progress_bar_enabled() and not are_progress_bars_disabled()
+    level = logging.get_verbosity()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
