@@ -164,7 +164,7 @@ def overlay(trained: config.Train, settings: Any, overrides: Sequence[str]) -> N
 
 def message(error: Exception) -> str:
     """Return a mistake in one line; behind a missing recipe, a list of them."""
-    text = " ".join(str(error).split())
+    text = str(error)
     if text.startswith("Error merging override") and error.__cause__:
         # Hydra says which override, and only what it wraps says why
         text = f"{text.removeprefix('Error merging override ')}: {error.__cause__}"

@@ -40,7 +40,7 @@ def refuse_bytes(size: int, device: torch.device, what: str, remedy: str) -> Non
         held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         room = torch.cuda.mem_get_info(device)[0] + held
     elif device.type == "cpu":
-        room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        room = host_bytes()
     else:
         return
     if size > room:
@@ -48,6 +48,11 @@ def refuse_bytes(size: int, device: torch.device, what: str, remedy: str) -> Non
             f"{what} must fit the memory of {device}, and takes {size / 2**30:.4g} GiB of "
             f"{room / 2**30:.4g}; {remedy}"
         )
+
+
+def host_bytes() -> int:
+    """Return the bytes of memory that this machine has."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def whole(value: Any, name: str, least: int | None = 0) -> int:

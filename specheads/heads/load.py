@@ -65,6 +65,7 @@ def configure(settings: Mapping[str, Any]) -> Any:
             f"head {settings['kind']!r} does not know the setting {unknown[0]!r}; it has "
             f"{', '.join(sorted(known))}{new_name(repr(unknown[0]))}"
         )
+    # before a dataclass of them is made: tests hold its own annotations against the values
     for name, hint in hints(module.Config).items():
         if name in values:
             refuse(f"head.{name}", values[name], hint)

@@ -1,11 +1,11 @@
 """A head's sizes, before memory is taken for them."""
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
+from specheads.core.bounds import host_bytes
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.heads.untrusted import first_line
@@ -34,9 +34,7 @@ def planning(what: str) -> Iterator[None]:
 def refuse_too_large(head: Head, device: torch.device) -> None:
     """Refuse a head that cannot be trained in the memory of a device."""
     parameters = sum(parameter.numel() for parameter in head.parameters())
-    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if device.type == "cuda":
-        there = torch.cuda.mem_get_info(device)[1]
+    there = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else host_bytes()
     if (needed := TRAINING_BYTES * parameters) > there:
         raise InputError(
             f"a head must fit in memory, and one of {parameters:,} parameters takes "

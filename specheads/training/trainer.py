@@ -75,12 +75,6 @@ def train(
         teacher.leave()
 
 
-def last_step(run: RunDirectory) -> int:
-    """Return the step of the newest whole checkpoint, zero when there is none."""
-    found = checkpoint.newest(run.checkpoints)
-    return found.state["step"] if found else 0
-
-
 class _Trainer:
     """What the loop holds on to; `train` is its only user."""
 

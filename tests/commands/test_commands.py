@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 import specheads
 from specheads.commands._call import call
+from specheads.runs import checkpoint
 from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import read_metrics
 from specheads.training import trainer
@@ -186,7 +187,9 @@ def test_an_interrupted_command_goes_on_and_ends_where_an_undisturbed_one_does(
         with pytest.raises(SystemExit) as left:
             call("train", arguments)
     assert left.value.code == 130
-    assert trainer.last_step(RunDirectory(tmp_path / "run")) == 8
+    held = checkpoint.newest(tmp_path / "run" / "checkpoints")
+    assert held is not None
+    assert held.state["step"] == 8
     call("train", arguments)
     ours = load_file(tmp_path / "run" / "head" / "model.safetensors")
     whole = load_file(finished[0] / "runs" / "smoke" / "head" / "model.safetensors")
