@@ -1,0 +1,54 @@
+"""Documents as token ids, with which of them the loss counts: what packing and training read."""
+
+from functools import cached_property
+
+import numpy as np
+import pyarrow as pa
+
+
+class Documents:
+    """Tokenised documents, in memory or mapped from files; picked by number, in any order.
+
+    Args:
+        table: A row is a document: `tokens`, a list of int32, and maybe `counted`, a list of uint8
+            of the same length, one where the loss covers the token; without it all are covered.
+        fingerprint: Names what decided the documents and their order.
+    """
+
+    def __init__(self, table: pa.Table, fingerprint: str = "") -> None:
+        self.fingerprint = fingerprint
+        columns = [name for name in ("tokens", "counted") if name in table.column_names]
+        chunks = table.select(columns).combine_chunks().to_batches() if len(table) else []
+        self._chunks = [{name: _flat(batch.column(name)) for name in columns} for batch in chunks]
+        self._first = np.cumsum([0, *(len(batch) for batch in chunks)])
+
+    def __len__(self) -> int:
+        return int(self._first[-1])
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each document."""
+        parts = [np.diff(chunk["tokens"][1]) for chunk in self._chunks]
+        return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+
+    def tokens(self, number: int) -> np.ndarray:
+        """Return the token ids of a document: (time,) int32, not to be written to."""
+        return self._piece(number, "tokens")
+
+    def counted(self, number: int) -> np.ndarray:
+        """Return which tokens of a document the loss covers: (time,) bool."""
+        if self._chunks and "counted" not in self._chunks[0]:
+            return np.ones(self.lengths[number], np.bool_)
+        return self._piece(number, "counted").astype(np.bool_)
+
+    def _piece(self, number: int, name: str) -> np.ndarray:
+        place = int(np.searchsorted(self._first, number, side="right")) - 1
+        values, ends = self._chunks[place][name]
+        row = number - self._first[place]
+        return values[ends[row] : ends[row + 1]]
+
+
+def _flat(column: pa.Array) -> tuple[np.ndarray, np.ndarray]:
+    """Return the values of a column of lists, and where each list begins and the last ends."""
+    ends = column.offsets.to_numpy()
+    return column.values.to_numpy(), ends

@@ -1,0 +1,1 @@
+"""Text that the base writes itself: what is asked, who answers, what is kept."""
