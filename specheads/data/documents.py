@@ -18,7 +18,8 @@ class Documents:
     def __init__(self, table: pa.Table, fingerprint: str = "") -> None:
         self.fingerprint = fingerprint
         columns = [name for name in ("tokens", "counted") if name in table.column_names]
-        chunks = table.select(columns).combine_chunks().to_batches() if len(table) else []
+        # not combined: that would copy what is mapped
+        chunks = table.select(columns).to_batches()
         self._chunks = [{name: _flat(batch.column(name)) for name in columns} for batch in chunks]
         self._first = np.cumsum([0, *(len(batch) for batch in chunks)])
 
