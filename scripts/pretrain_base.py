@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
 from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor
@@ -32,8 +31,11 @@ from transformers.utils import logging as transformers_logging
 
 from specheads.config import Data
 from specheads.data.bpe import train_tokenizer
-from specheads.data.corpora import SUFFIXES, load_corpus
+from specheads.data.documents import Documents
+from specheads.data.local import JSONL, PARQUET
 from specheads.data.packing import PackedText
+from specheads.data.sources import read
+from specheads.data.tokenise import tokenised
 from specheads.runs import checkpoint
 from specheads.runs.directory import RunDirectory, atomic_folder, write_atomic
 from specheads.runs.progress import progress
@@ -131,20 +133,20 @@ def prepare(options: argparse.Namespace) -> Run:
     work = RunDirectory(options.out.with_name(options.out.name + ".partial"))
     settings = {name: value for name, value in vars(options).items() if name != "out"}
     refuse_other_settings(work.path, settings)
-    documents, held_out = load_splits(options)
+    corpus = corpus_of(options)
     torch.manual_seed(options.seed)
-    model, tokenizer = build(options, work.path / "tokenizer", documents)
+    model, tokenizer = build(options, work.path / "tokenizer", corpus)
 
-    def pack(split: Dataset) -> PackedText:
+    def pack(split: Documents) -> PackedText:
         length, rows = options.sequence_length, options.batch_size
-        return PackedText(
-            split, tokenizer, sequence_length=length, batch_size=rows, seed=options.seed
-        )
+        return PackedText(split, sequence_length=length, batch_size=rows, seed=options.seed)
 
-    text = pack(documents)
+    with progress(shown=True, transient=True) as bar:
+        text = pack(tokenised(corpus, "train", tokenizer, options.seed, bar=bar))
     try:
-        held_out_text = pack(held_out) if held_out is not None else None
+        held_out_text = pack(tokenised(corpus, "validation", tokenizer, options.seed))
     except ValueError:
+        # a hash makes the splits, so a corpus of few documents may have little or none held out
         held_out_text = None
     model = model.to("cuda" if torch.cuda.is_available() else "cpu").train()
     optimizers = make_optimizers(model, options)
@@ -170,17 +172,11 @@ def refuse_other_settings(work: Path, settings: dict[str, Any]) -> None:
             )
 
 
-def load_splits(options: argparse.Namespace) -> tuple[Dataset, Dataset | None]:
-    """Return the text to train on and, where the corpus is large enough, text held out."""
+def corpus_of(options: argparse.Namespace) -> Data:
+    """Return the corpus that was asked for."""
     source = source_of(options.data)
     path = "" if source == options.data else options.data
-    corpus = Data(source=source, path=path, column=options.column)
-    documents = load_corpus(corpus, "train", options.seed)
-    try:
-        return documents, load_corpus(corpus, "validation", options.seed)
-    except ValueError:
-        # a hash makes the splits, so a corpus of few documents may have none held out
-        return documents, None
+    return Data(source=source, path=path, column=options.column)
 
 
 def source_of(data: str) -> str:
@@ -188,13 +184,13 @@ def source_of(data: str) -> str:
     if data == "python_stdlib":
         return data
     inside = [file.name for file in Path(data).rglob("*")] if Path(data).is_dir() else [data]
-    for source, suffixes in SUFFIXES.items():
+    for source, suffixes in (("jsonl", JSONL), ("parquet", PARQUET)):
         if any(name.endswith(suffixes) for name in inside):
             return source
     return "files"
 
 
-def build(options: argparse.Namespace, saved: Path, documents: Dataset) -> tuple[Any, Any]:
+def build(options: argparse.Namespace, saved: Path, corpus: Data) -> tuple[Any, Any]:
     """Return the model as it is before the first step, and its tokenizer.
 
     Raises:
@@ -209,7 +205,8 @@ def build(options: argparse.Namespace, saved: Path, documents: Dataset) -> tuple
             tokenizer = AutoTokenizer.from_pretrained(saved)
         else:
             CONSOLE.print("training the tokenizer")
-            tokenizer = train_tokenizer(documents, shape["vocab_size"], shape["context"])
+            texts = (row["text"] for _, row in read(corpus, "train"))
+            tokenizer = train_tokenizer(texts, shape["vocab_size"], shape["context"])
         return make_model(shape, tokenizer), tokenizer
     if given := [name for name, value in asked.items() if value is not None]:
         flag = "--" + given[0].replace("_", "-")

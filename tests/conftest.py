@@ -20,6 +20,12 @@ hypothesis.settings.register_profile("specheads", deadline=None, derandomize=Tru
 hypothesis.settings.load_profile("specheads")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    # also of the processes that tests start
+    os.environ["SPECHEADS_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)

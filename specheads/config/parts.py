@@ -16,12 +16,16 @@ from specheads.config.ranges import (
     Share,
     Temperature,
     Text,
+    Weight,
     at_least,
     at_most,
     one_of,
 )
 
-SOURCES = ("python_stdlib", "files", "jsonl", "parquet", "hub")
+SOURCES = (
+    *("python_stdlib", "stdlib_instructions", "files", "text", "jsonl", "parquet", "hub", "chat"),
+)
+NO_PATH = ("python_stdlib", "stdlib_instructions")
 TREES = ("tuned", "chain", "static", "best_first", "beam", "product", "sampled")
 
 
@@ -52,20 +56,20 @@ class Base:
 
 
 @dataclass(kw_only=True, slots=True)
-class Data:
-    """Which text is the corpus."""
+class Source:
+    """Where documents come from."""
 
     source: Annotated[str, one_of(*SOURCES)]
-    """python_stdlib, files, jsonl, parquet or hub."""
+    """Kind of source; docs/data.md says what each reads."""
 
     path: Place = ""
-    """Folder, file, glob or Hub id; empty for python_stdlib."""
+    """Folder, file, glob or Hub id; empty for what the interpreter brings."""
 
     config: Text = ""
     """Configuration of a Hub data set; empty for its default."""
 
     column: Text = "text"
-    """Column that holds the text."""
+    """Column that holds the text; conversations have columns of their own."""
 
     revision: Text = "main"
     """Revision of a Hub data set."""
@@ -75,6 +79,29 @@ class Data:
 
     max_documents: Count = 0
     """Documents taken, before they are split. Zero takes all."""
+
+    streaming: bool = False
+    """Take the first max_documents as they come, and read no further; else they are drawn from
+    all."""
+
+
+@dataclass(kw_only=True, slots=True)
+class WeightedSource(Source):
+    """One source of a mixture."""
+
+    weight: Weight = 1.0
+    """Share of the mixture's tokens, relative to the others'. Zero leaves the source out."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Data(Source):
+    """Which text is the corpus."""
+
+    source: Annotated[str, one_of(*SOURCES, "mixture")]
+    """Kind of source, or mixture; docs/data.md says what each reads."""
+
+    sources: dict[str, WeightedSource] = field(default_factory=dict)
+    """Sources of a mixture, by names of your own."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -11,7 +11,7 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
-from specheads.config.parts import Data, Tree
+from specheads.config.parts import NO_PATH, Data, Source, Tree
 from specheads.config.ranges import Name, Rule
 from specheads.config.schedule import Phase, Schedule
 from specheads.core.errors import InputError
@@ -44,8 +44,8 @@ def check(settings: Any, where: str = "") -> None:
         _one_adapter(settings.phases)
     elif isinstance(settings, Tree) and settings.kind == "static" and not settings.paths:
         raise InputError(f"a static tree needs {where}.paths, got none; give some, as [[0],[1]]")
-    elif isinstance(settings, Data) and settings.source != "python_stdlib" and not settings.path:
-        raise InputError(f"{where}.source={settings.source} needs {where}.path, got none; give it")
+    elif isinstance(settings, Source):
+        _source(where, settings)
 
 
 def refuse(place: str, value: Any, hint: Any, default: Any = MISSING) -> None:
@@ -153,6 +153,27 @@ def _phase(where: str, phase: Phase) -> None:
     if not any(phase.depth_weights or [1.0]):
         raise InputError(
             f"{where} needs depth_weights that are not all 0, got {phase.depth_weights}; raise one"
+        )
+
+
+def _source(where: str, source: Source) -> None:
+    sources = source.sources if isinstance(source, Data) else {}
+    if source.source != "mixture" and sources:
+        raise InputError(
+            f"{where}.sources are a mixture's, got {where}.source={source.source}; say "
+            f"{where}.source=mixture, or leave them out"
+        )
+    if source.source == "mixture":
+        if not any(one.weight for one in sources.values()):
+            raise InputError(
+                f"a mixture needs {where}.sources of which one has a weight above 0, got "
+                f"{', '.join(sources) or 'none'}; give one"
+            )
+    elif source.source not in NO_PATH and not source.path:
+        raise InputError(f"{where}.source={source.source} needs {where}.path, got none; give it")
+    if source.streaming and not source.max_documents:
+        raise InputError(
+            f"{where}.streaming takes the first {where}.max_documents and stops, got 0; give it"
         )
 
 

@@ -79,7 +79,7 @@ def is_ours(name: str) -> bool:
 
 
 @contextmanager
-def sole_writer(folder: Path, lock: str = LOCK) -> Iterator[None]:
+def sole_writer(folder: Path, lock: str = LOCK, *, wait: bool = False) -> Iterator[None]:
     """Keep other processes from writing a folder, which is made if need be, while this lasts.
 
     A folder that is still empty then goes again. The lock is the system's own and ends with its
@@ -87,12 +87,13 @@ def sole_writer(folder: Path, lock: str = LOCK) -> Iterator[None]:
     where the server keeps locks; a file system that keeps none is written without.
 
     Raises:
-        ValueError: Another process holds the lock, or nothing can be written there.
+        ValueError: Another process holds the lock and we are not to wait for it, or nothing can be
+            written there.
     """
     try:
         made = [one for one in (folder, *folder.parents) if not one.exists()]
         folder.mkdir(parents=True, exist_ok=True)
-        held = _acquire(folder / lock)
+        held = _acquire(folder / lock, 0 if wait else fcntl.LOCK_NB)
     except OSError as error:
         if error.errno == errno.ENOSPC:
             raise
@@ -110,13 +111,13 @@ def sole_writer(folder: Path, lock: str = LOCK) -> Iterator[None]:
                 one.rmdir()
 
 
-def _acquire(path: Path) -> int:
+def _acquire(path: Path, how: int) -> int:
     """Return the open file of a lock that is ours now, with our number and machine in it."""
     while True:
         # a link, in a folder that somebody sent, could lead to any file
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | how)
         except BlockingIOError:
             holder = os.read(file, 1000).decode(errors="replace").strip() or "one that just began"
             os.close(file)

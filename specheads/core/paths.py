@@ -49,3 +49,10 @@ def writable_folder(path: str | Path) -> Path:
             f"a folder to write to is needed, got {str(path)!r:.80}: {reason}; name another"
         )
     return place
+
+
+def cache_dir() -> Path:
+    """Return the folder for what can be made again: $SPECHEADS_CACHE, or the user's own cache."""
+    if named := os.environ.get("SPECHEADS_CACHE"):
+        return local_path(named)
+    return local_path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "specheads"

@@ -1,9 +1,8 @@
 """Tokenizers for bases trained from nothing."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from datasets import Dataset
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -21,11 +20,11 @@ MAX_CHARACTERS = 30_000_000
 """Text trained on at most: more changes the merges little and costs memory."""
 
 
-def train_tokenizer(documents: Dataset, vocab_size: int, context: int) -> PreTrainedTokenizerFast:
+def train_tokenizer(texts: Iterable[str], vocab_size: int, context: int) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE tokenizer: any text can be written, and read back as it was.
 
-    The documents' column `text` is read in its order, which should be random. The vocabulary holds
-    the 256 bytes, `END` (0), `PAD` (1) and merges; little text gives fewer than `vocab_size`.
+    Of much text the beginning is read, whose order should be random. The vocabulary holds the 256
+    bytes, `END` (0), `PAD` (1) and merges; little text gives fewer than `vocab_size`.
     `context` is the number of positions of the model it is for.
     """
     if vocab_size < 258:
@@ -45,7 +44,7 @@ def train_tokenizer(documents: Dataset, vocab_size: int, context: int) -> PreTra
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    bpe.train_from_iterator(_first_texts(documents), trainer=trainer)
+    bpe.train_from_iterator(_first_texts(texts), trainer=trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe,
         bos_token=END,
@@ -56,9 +55,9 @@ def train_tokenizer(documents: Dataset, vocab_size: int, context: int) -> PreTra
     )
 
 
-def _first_texts(documents: Dataset) -> Iterator[str]:
+def _first_texts(texts: Iterable[str]) -> Iterator[str]:
     characters = 0
-    for text in documents["text"]:
+    for text in texts:
         if characters >= MAX_CHARACTERS:
             return
         characters += len(text)

@@ -12,6 +12,12 @@ from specheads.core.errors import InputError
 
 Row = dict[str, Any]
 
+MAX_LINE = 2**25
+"""Most characters of a line: a row is a document, and no file of rows is one."""
+
+MAX_LIST = 2**28
+"""Most characters of a list, which is in memory as a whole."""
+
 GZIP = b"\x1f\x8b"
 """How a compressed file begins, whatever it is called."""
 
@@ -20,17 +26,24 @@ def read_jsonl(file: Path) -> Iterator[tuple[str, Row]]:
     """Yield where each row stands, for errors, and the row.
 
     A file has one JSON object a line, or one list of objects in all; gzip is read too, and blank
-    lines are passed over.
+    lines are passed over. One line at a time is in memory, and of one too long no more than its
+    beginning.
 
     Raises:
-        ValueError: The file cannot be read, or something in it is no JSON object.
+        ValueError: The file cannot be read, it holds no row, or something in it is no JSON object
+            or too long.
     """
     try:
         with file.open("rb") as stream:
             is_packed = stream.read(2) == GZIP
         reading: Any = gzip.open if is_packed else open
         with reading(file, mode="rt", encoding="utf-8-sig") as lines:
-            yield from parse(lines, str(file))
+            has_rows = False
+            for where, row in parse(_lines(lines, file), str(file)):
+                has_rows = True
+                yield where, row
+            if not has_rows:
+                raise InputError(f"{file} holds no row; give documents, one JSON object a line")
     except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise InputError(
             f"rows must stand in a readable UTF-8 file, and {file} is none: {error}; make it "
@@ -38,12 +51,25 @@ def read_jsonl(file: Path) -> Iterator[tuple[str, Row]]:
         ) from error
 
 
+def _lines(stream: Any, file: Path) -> Iterator[str]:
+    """Yield the lines of a file; one that is too long is refused before it is read to its end."""
+    number = 0
+    while line := stream.readline(MAX_LINE):
+        number += 1
+        if len(line) == MAX_LINE:
+            raise InputError(
+                f"a line holds at most {MAX_LINE:,} characters, line {number} of {file} has more; "
+                "write one JSON object a line, or cut the text"
+            )
+        yield line
+
+
 def parse(lines: Iterable[str], name: str) -> Iterator[tuple[str, Row]]:
     """Yield the rows of a text; errors call it by this name."""
     lines = iter(lines)
     first = next(lines, "")
     if first.lstrip().startswith("["):
-        rows = _value(first + "".join(lines), f"the list in {name}")
+        rows = _value(_joined(chain([first], lines), name), f"the list in {name}")
         pairs = ((f"row {place} of {name}", row) for place, row in enumerate(rows, start=1))
     else:
         pairs = (
@@ -56,6 +82,19 @@ def parse(lines: Iterable[str], name: str) -> Iterator[tuple[str, Row]]:
         if not isinstance(row, dict):
             raise InputError(f"{_rule(where)}; it is a {type(row).__name__}, {row!r:.40}")
         yield where, row
+
+
+def _joined(lines: Iterable[str], name: str) -> str:
+    held, size = [], 0
+    for line in lines:
+        held.append(line)
+        size += len(line)
+        if size > MAX_LIST:
+            raise InputError(
+                f"a list of rows holds at most {MAX_LIST:,} characters, {name} has more; write one "
+                "JSON object a line"
+            )
+    return "".join(held)
 
 
 def names(keys: Iterable[str]) -> str:

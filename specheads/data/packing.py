@@ -6,12 +6,11 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from datasets import Dataset
 from jaxtyping import Bool, Int
 from torch import Tensor
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from specheads.core.errors import InputError
+from specheads.data.documents import Documents
 
 Place = dict[str, int]
 
@@ -41,9 +40,8 @@ class Text(Protocol):
 class PackedText:
     """An endless stream of batches from a corpus, of which every token counts.
 
-    Documents are tokenised, each is ended by the end-of-text token, they are laid end to end and
-    cut; several such lanes take turns, row by row. Every epoch has its own order, and nothing is
-    dropped where one epoch meets the next. No more than a few documents are held at a time.
+    Documents are laid end to end and cut; several such lanes take turns, row by row. Every epoch
+    has its own order, and nothing is dropped where one epoch meets the next.
 
     A process reads documents rank, rank + world_size, ... of each epoch, `batch_size` rows a batch.
     Its lanes keep a batch and its neighbours from all coming from one long document. A corpus too
@@ -52,8 +50,7 @@ class PackedText:
 
     def __init__(
         self,
-        documents: Dataset,
-        tokenizer: PreTrainedTokenizerBase,
+        documents: Documents,
         *,
         sequence_length: int,
         batch_size: int,
@@ -62,13 +59,7 @@ class PackedText:
         world_size: int = 1,
         lanes: int = 16,
     ) -> None:
-        if tokenizer.eos_token_id is None:
-            raise InputError(
-                "packing needs a tokenizer with an end-of-text token, this one has none; set its "
-                "eos_token"
-            )
-        self._documents, self._tokenizer = documents, tokenizer
-        self._end: Any = tokenizer.eos_token_id
+        self._documents = documents
         self._batch_size, self._length = batch_size, sequence_length
         # every lane needs a document to begin with
         self._num_lanes = max(1, min(lanes, len(documents) // world_size))
@@ -128,12 +119,7 @@ class PackedText:
             epoch, document = epoch + 1, 0
 
     def _tokenise(self, rows: Any) -> list[list[int]]:
-        texts = list(self._documents[rows]["text"])
-        # some tokenizers end every text themselves
-        return [
-            ids if ids and ids[-1] == self._end else [*ids, self._end]
-            for ids in token_ids(self._tokenizer, texts)
-        ]
+        return [self._documents.tokens(int(row)).tolist() for row in rows]
 
     def _refuse_too_short(self) -> None:
         # the verdict is over the whole corpus, so that every process comes to the same one
@@ -151,24 +137,3 @@ class PackedText:
                 f"tokens in {len(self._documents)} documents; give more text, or lower the batch "
                 "size or the sequence length"
             )
-
-
-def token_ids(
-    tokenizer: PreTrainedTokenizerBase, text: str | list[str], *, add_special_tokens: bool = True
-) -> Any:
-    """Return the token ids of a text, or of each of several."""
-    try:
-        # verbose: whether a text fits the base's context is no matter of who reads it
-        reading = tokenizer(
-            text,
-            add_special_tokens=add_special_tokens,
-            return_attention_mask=False,
-            verbose=False,
-        )
-    except Exception as error:
-        # tokenizers has no other class for what a vocabulary cannot do
-        raise InputError(
-            f"the tokenizer must read any text, and it fails on {text!r:.60}: {error}; give it a "
-            "token for what is unknown"
-        ) from error
-    return reading["input_ids"]

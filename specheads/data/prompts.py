@@ -11,15 +11,18 @@ from pathlib import Path
 from typing import Any, TypeGuard
 from urllib.request import urlopen
 
-from datasets import Dataset
+import numpy as np
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from specheads.config import Data
 from specheads.core.errors import InputError
 from specheads.core.paths import local_path
-from specheads.data.corpora import load_corpus, load_from_hub
+from specheads.data.documents import Documents
+from specheads.data.encode import token_ids
+from specheads.data.hub import load_from_hub
 from specheads.data.jsonl import names, parse, read_jsonl
-from specheads.data.packing import token_ids
+from specheads.data.sources import read
+from specheads.data.tokenise import UnansweredError, tokenised
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +73,7 @@ SPEC_BENCH = (
 )
 """Spec-Bench lives in its own repository and on no Hub."""
 
-NAMES = ("python_stdlib", "spec_bench", *ON_HUB)
+NAMES = ("python_stdlib", "stdlib_instructions", "spec_bench", *ON_HUB)
 
 TEXT_COLUMNS = ("prompt", "question", "text")
 """Where a row's plain prompt may stand: ours, GSM8K's and MBPP's."""
@@ -89,18 +92,18 @@ def load_prompts(
 ) -> PromptSet:
     """Load prompts by name or from a file, whole and tokenised.
 
-    A name is "python_stdlib", a named public set, or a JSONL file (.gz too) whose rows have
-    `prompt` (text), `turns` (user turns) or `messages` (chat), and maybe `category`. Turns go
-    through the chat template where the tokenizer has one, messages always; `all_turns` makes a
-    prompt of every turn, behind the row's earlier ones and without answers in between, and not of
-    the first only. A larger set is sampled, a smaller one is taken as it is. `prompt_tokens` is
-    the length of windows cut from the standard library; what came as a prompt is never cut. A row
-    without a prompt is refused by its line.
+    A name is "python_stdlib", "stdlib_instructions", a named public set, or a JSONL file (.gz too)
+    whose rows have `prompt` (text), `turns` (user turns) or `messages` (chat), and maybe
+    `category`. Turns go through the chat template where the tokenizer has one, messages always;
+    `all_turns` makes a prompt of every turn, behind the row's earlier ones and without answers in
+    between, and not of the first only. A larger set is sampled, a smaller one is taken as it is.
+    `prompt_tokens` is the length of windows cut from the standard library; what came as a prompt
+    is never cut. A row without a prompt is refused by its line.
     """
     if num_prompts < 1:
         raise InputError(f"num_prompts must be at least 1, got {num_prompts}")
     if name == "python_stdlib":
-        documents = load_corpus(Data(source="python_stdlib"), "prompts", seed)
+        documents = tokenised(Data(source="python_stdlib"), "prompts", tokenizer, seed)
         windows = islice(cut_windows(documents, tokenizer, prompt_tokens, seed), num_prompts)
         prompts = [Prompt(ids, name, str(tokenizer.decode(ids))) for ids in windows]
         if not prompts:
@@ -119,8 +122,25 @@ def load_prompts(
     return PromptSet.of(name if name in NAMES else Path(name).name, prompts)
 
 
+def held_out(
+    corpus: Data, tokenizer: PreTrainedTokenizerBase, prompt_tokens: int, seed: int = 0
+) -> Iterator[list[int]]:
+    """Yield windows of a corpus's validation text; of conversations without answers, the prompts.
+
+    Prompts that are longer are cut to `prompt_tokens`.
+    """
+    try:
+        documents = tokenised(corpus, "validation", tokenizer, seed)
+    except UnansweredError:
+        for where, row in read(corpus, "validation", seed):
+            for prompt in _row_prompts(row, where, tokenizer, all_turns=False):
+                yield prompt.tokens[:prompt_tokens]
+    else:
+        yield from cut_windows(documents, tokenizer, prompt_tokens, seed)
+
+
 def cut_windows(
-    documents: Dataset, tokenizer: PreTrainedTokenizerBase, prompt_tokens: int, seed: int = 0
+    documents: Documents, tokenizer: PreTrainedTokenizerBase, prompt_tokens: int, seed: int = 0
 ) -> Iterator[list[int]]:
     """Cut windows that do not overlap: one of every document, then another of every one, ...
 
@@ -137,8 +157,14 @@ def cut_windows(
     if room < 1:
         raise InputError(f"prompt_tokens must be at least {len(opening) + 1}, got {prompt_tokens}")
     later: list[list[list[int]]] = []
-    for place, text in enumerate(documents["text"]):
-        ids = token_ids(tokenizer, text, add_special_tokens=False)
+    end: Any = tokenizer.eos_token_id
+    order = np.random.default_rng(seed).permutation(len(documents))
+    for place, number in enumerate(order.tolist()):
+        ids = documents.tokens(number).tolist()
+        if ids[: len(opening)] == opening:
+            ids = ids[len(opening) :]
+        if ids[-1:] == [end]:
+            ids.pop()
         starts = list(range(0, len(ids) - room + 1, room))
         random.Random(f"{seed} {place}").shuffle(starts)
         # the first round goes out as it is cut: a caller of few windows reads few documents
@@ -159,6 +185,11 @@ def _rows(name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
                 f"cannot reach {SPEC_BENCH}: {error}; pass a local .jsonl file instead"
             ) from error
         yield from parse(text.split("\n"), name)
+    elif name == "stdlib_instructions":
+        for where, row in read(Data(source=name), "prompts"):
+            # as turns they can be told to a base without a chat template too
+            turns = [message["content"] for message in row["messages"]]
+            yield where, {"turns": turns, "category": row["category"]}
     elif name not in ON_HUB:
         yield from _file_rows(name)
     else:

@@ -10,8 +10,7 @@ from specheads.base.model import FrozenBase
 from specheads.config import Compare, Evaluate, Train
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
-from specheads.data.corpora import load_corpus
-from specheads.data.prompts import PromptSet, cut_windows, load_prompts
+from specheads.data.prompts import PromptSet, held_out, load_prompts
 from specheads.decoding.acceptance.rules import LOSSY, acceptance_rule
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.named import fixed_policy
@@ -161,8 +160,7 @@ def choose_tree(
         return tree, []
     assert base.tokenizer is not None
     evaluation = settings.evaluation
-    documents = load_corpus(settings.data, "validation", settings.seed)
-    windows = cut_windows(documents, base.tokenizer, evaluation.prompt_tokens, settings.seed)
+    windows = held_out(settings.data, base.tokenizer, evaluation.prompt_tokens, settings.seed)
     choice = pick_tree(base, head, list(islice(windows, evaluation.tune_prompts)), progress=True)
     return choice.tree, choice.table
 

@@ -10,8 +10,7 @@ from torch.nn import functional as F  # noqa: N812
 from specheads.base.model import FrozenBase
 from specheads.config import Train
 from specheads.core.errors import InputError
-from specheads.data.corpora import load_corpus
-from specheads.data.prompts import cut_windows
+from specheads.data.prompts import held_out
 from specheads.measure.counts import bootstrap_interval
 from specheads.measure.results import BaseQuality, QualityChange, TextQuality
 from specheads.runs.progress import bar
@@ -44,10 +43,9 @@ class Quality:
 def quality_windows(settings: Train, base: FrozenBase) -> list[list[int]]:
     """Cut the validation text that quality is measured on, at most 512 tokens a window."""
     assert base.tokenizer is not None
-    documents = load_corpus(settings.data, "validation", settings.seed)
     length = min(512, base.max_length)
     while length > 1:
-        windows = cut_windows(documents, base.tokenizer, length, settings.seed)
+        windows = held_out(settings.data, base.tokenizer, length, settings.seed)
         if found := list(islice(windows, settings.evaluation.quality_windows)):
             return found
         # every document is shorter

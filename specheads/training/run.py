@@ -19,16 +19,17 @@ from specheads.config import Distill, Phase, Train
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.core.files import sole_writer
-from specheads.data.corpora import load_corpus
 from specheads.data.distill import DistilledText, write_shards
 from specheads.data.fingerprint import text_identity
 from specheads.data.packing import PackedText, Text
+from specheads.data.tokenise import tokenised
 from specheads.decoding.acceptance.sampling import Sampling
 from specheads.decoding.generate import generate
 from specheads.heads.load import build_for, configure, resume_head
 from specheads.measure.evaluation import check, refuse_unusable
 from specheads.measure.quality import quality_windows
 from specheads.runs.directory import RunDirectory
+from specheads.runs.progress import progress
 from specheads.runs.trackers import Tracker
 from specheads.training import trainer
 from specheads.training.schedule import adapter_settings, refuse_misfit
@@ -171,7 +172,10 @@ class _Texts:
         self.run, self.accelerator = run, accelerator
         # of the weights alone: while an adapter is trained, the model has more of them
         self.fingerprint = base.fingerprint
-        self.documents = load_corpus(settings.data, "train", settings.seed)
+        with progress(shown=accelerator.is_main_process, transient=True) as bar:
+            self.documents = tokenised(
+                settings.data, "train", base.tokenizer, settings.seed, bar=bar
+            )
         self.share = {"rank": accelerator.process_index, "world_size": accelerator.num_processes}
         for phase in settings.schedule.phases.values():
             self.corpus(phase)
@@ -194,7 +198,6 @@ class _Texts:
     def _packed(self, length: int, batch_size: int, *, rank: int, world_size: int) -> PackedText:
         return PackedText(
             self.documents,
-            self.tokenizer,
             sequence_length=length,
             batch_size=batch_size,
             seed=self.settings.seed,

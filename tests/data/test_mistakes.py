@@ -15,10 +15,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from specheads.config import Data
 from specheads.core.errors import InputError
 from specheads.core.paths import local_path
-from specheads.data.corpora import load_corpus
 from specheads.data.jsonl import read_jsonl
-from specheads.data.packing import PackedText
 from specheads.data.prompts import load_prompts
+from specheads.data.sources import SPLITS, read
+from specheads.data.tokenise import tokenised
 
 BASE = Path(__file__).parents[2] / "recipes" / "tiny_code" / "base"
 GOOD = "".join(json.dumps({"text": f"document {number}"}) + "\n" for number in range(40))
@@ -31,16 +31,28 @@ def tokenizer() -> PreTrainedTokenizerBase:
 
 
 @pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets_cache")
+    monkeypatch.setenv("SPECHEADS_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
 
 
-def refused(told: str, *, of: Path | str = "", **choices) -> None:
-    """Expect one line that holds what is told and names the file."""
-    with pytest.raises(InputError, match=told) as caught:
-        load_corpus(Data(**choices))
-    assert "\n" not in str(caught.value)
-    assert str(of) in str(caught.value)
+@pytest.fixture
+def refused(tokenizer, cache: Path):
+    """Return what expects one line, and nothing left behind."""
+
+    def expect(told: str, *, of: Path | str = "", **choices) -> None:
+        with pytest.raises(InputError, match=told) as caught:
+            tokenised(Data(**choices), "train", tokenizer)
+        assert "\n" not in str(caught.value)
+        assert str(of) in str(caught.value)
+        assert not cache.exists()
+
+    return expect
+
+
+def texts(corpus: Data) -> list[str]:
+    return [row["text"] for split in SPLITS for _, row in read(corpus, split)]
 
 
 @pytest.mark.parametrize(
@@ -108,7 +120,9 @@ def test_an_archive_is_known_by_its_content_and_not_by_its_name(tmp_path: Path):
     assert found == [[{"text": "a"}]] * 2
 
 
-def test_a_file_that_may_not_be_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_file_that_may_not_be_read_is_refused(
+    refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     def denied(self: Path, *_, **__):
         raise PermissionError(13, "Permission denied", str(self))
 
@@ -130,9 +144,11 @@ def test_a_file_that_may_not_be_read_is_refused(tmp_path: Path, monkeypatch: pyt
         (GOOD + '{"text": ["a"]}\n', "of line 41 of .* it holds list"),
         ('{"body": "a"}\n{"size": 1}\n', "no column 'text'; it has body, size"),
         ('{"text": null}\n', "at least one document"),
+        (GOOD + '{"text": "half', "no JSON from character 10 on"),
+        ("\x00\x01\x02" * 99, "no JSON from character 1 on"),
     ],
 )
-def test_a_corpus_without_text_is_refused(tmp_path: Path, content: str, told: str):
+def test_a_corpus_without_text_is_refused(refused, tmp_path: Path, content: str, told: str):
     file = tmp_path / "a.jsonl"
     file.write_text(content)
     refused(told, of=file, source="jsonl", path=str(file))
@@ -143,20 +159,23 @@ def test_files_of_other_columns_and_dates_for_text_are_read(tmp_path: Path):
     dates = "".join(f'{{"text": "2020-01-{day:02}"}}\n' for day in range(1, 29))
     (tmp_path / "a.jsonl").write_text(dates)
     (tmp_path / "b.jsonl").write_text(GOOD.replace("}", ', "more": 1}'))
-    found = load_corpus(Data(source="jsonl", path=str(tmp_path)))
-    assert {text[:4] for text in found["text"]} == {"2020", "docu"}
+    found = texts(Data(source="jsonl", path=str(tmp_path)))
+    assert {text[:4] for text in found} == {"2020", "docu"}
 
 
-def test_a_file_that_changed_is_read_again(tmp_path: Path):
+def test_a_file_that_changed_is_read_again(tmp_path: Path, tokenizer):
     file = tmp_path / "a.jsonl"
     file.write_text(GOOD)
-    first = set(load_corpus(Data(source="jsonl", path=str(file)))["text"])
+    first = tokenised(Data(source="jsonl", path=str(file)), "train", tokenizer)
     file.write_text(GOOD.replace("document", "page"))
-    assert first.isdisjoint(load_corpus(Data(source="jsonl", path=str(file)))["text"])
+    other = tokenised(Data(source="jsonl", path=str(file)), "train", tokenizer)
+    assert first.fingerprint != other.fingerprint
+    assert "page" in tokenizer.decode(other.tokens(0))
+    assert "document" in tokenizer.decode(first.tokens(0))
 
 
 @pytest.mark.parametrize("damage", ["truncated", "other", "empty", "numbers", "no text"])
-def test_a_damaged_table_is_refused(tmp_path: Path, damage: str):
+def test_a_damaged_table_is_refused(refused, tmp_path: Path, damage: str):
     file = tmp_path / "a.parquet"
     Dataset.from_dict({"text": ["a", "b"]}).to_parquet(file)
     whole = file.read_bytes()
@@ -172,6 +191,37 @@ def test_a_damaged_table_is_refused(tmp_path: Path, damage: str):
     refused(told, of=file, source="parquet", path=str(file))
 
 
+def test_a_line_or_a_list_that_is_too_long_is_refused_before_it_is_in_memory(
+    refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    file = tmp_path / "a.jsonl"
+    with file.open("w") as stream:
+        stream.write(GOOD + '{"text": "')
+        for _ in range(100):
+            stream.write("x" * 10**6)
+    refused("line 41 of .* has more; write one JSON object a line", of=file, source="jsonl",
+            path=str(file))  # fmt: skip
+    monkeypatch.setattr("specheads.data.jsonl.MAX_LIST", 1000)
+    file.write_text("[\n" + ",\n".join(['{"text": "a"}'] * 100) + "]")
+    refused("a list of rows holds at most", of=file, source="jsonl", path=str(file))
+    monkeypatch.setattr("specheads.data.local.MAX_FILE_BYTES", 1000)
+    refused("source 'text'", of=file, source="files", path=str(tmp_path))
+
+
+def test_files_of_several_tables_need_the_column_each(refused, tmp_path: Path):
+    Dataset.from_dict({"text": ["a"] * 99}).to_parquet(tmp_path / "a.parquet")
+    Dataset.from_dict({"body": ["a"] * 99}).to_parquet(tmp_path / "b.parquet")
+    refused(r"b\.parquet has no column 'text'; it has body", source="parquet", path=str(tmp_path))
+
+
+def test_text_that_is_none_is_refused_by_its_file(refused, tmp_path: Path):
+    file = tmp_path / "a.txt"
+    file.write_bytes(b"\xff\xfe\x00" * 9)
+    refused("a readable UTF-8 file", of=file, source="text", path=str(file))
+    file.write_bytes(b"")
+    refused("at least one document", of=file, source="text", path=str(file))
+
+
 @pytest.mark.parametrize(
     ("pattern", "told"),
     [
@@ -184,14 +234,14 @@ def test_a_damaged_table_is_refused(tmp_path: Path, damage: str):
         ("*.rs", "no file below .* matches '\\*.rs'"),
     ],
 )
-def test_a_pattern_that_matches_nothing_is_told(tmp_path: Path, pattern: str, told: str):
+def test_a_pattern_that_matches_nothing_is_told(refused, tmp_path: Path, pattern: str, told: str):
     (tmp_path / "a.txt").write_text("text")
     refused(told, of=tmp_path, source="files", path=str(tmp_path), patterns=[pattern])
 
 
 @pytest.mark.parametrize("path", ["x" * 300, "~nobodyatall/x"])
 @pytest.mark.parametrize("source", ["files", "jsonl", "parquet"])
-def test_a_path_that_no_disk_has_is_refused(source: str, path: str):
+def test_a_path_that_no_disk_has_is_refused(refused, source: str, path: str):
     refused("a path must be one that this machine can read", source=source, path=path)
 
 
@@ -200,13 +250,13 @@ def test_a_path_that_is_not_there_yet_is_one(tmp_path: Path):
     assert local_path("~") == Path.home()
 
 
-def test_a_glob_of_folders_or_no_glob_at_all_is_refused(tmp_path: Path):
+def test_a_glob_of_folders_or_no_glob_at_all_is_refused(refused, tmp_path: Path):
     (tmp_path / "a.jsonl").mkdir()
     refused("needs a file, a folder or a glob", source="jsonl", path=str(tmp_path / "*"))
     refused("a pattern must be a glob", source="jsonl", path=str(tmp_path / "**x"))
 
 
-def test_a_stream_that_breaks_off_is_one_line(monkeypatch: pytest.MonkeyPatch):
+def test_a_stream_that_breaks_off_is_one_line(refused, monkeypatch: pytest.MonkeyPatch):
     def breaking():
         yield {"text": "a"}
         raise pyarrow.ArrowInvalid("JSON parse error\nmore")
@@ -250,11 +300,15 @@ def test_a_tokenizer_that_cannot_read_is_told(tmp_path: Path):
     file.write_text('{"prompt": "y"}\n')
     with pytest.raises(InputError, match="a token for what is unknown"):
         load_prompts(str(file), narrow, num_prompts=1)
-    with pytest.raises(InputError, match="a token for what is unknown"):
+    with (
+        pytest.warns(UserWarning, match="fastokens does not read"),
+        pytest.raises(InputError, match="a token for what is unknown"),
+    ):
         load_prompts("python_stdlib", narrow, num_prompts=1)
-    documents = Dataset.from_dict({"text": ["y"]})
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "y"}\n')
     with pytest.raises(InputError, match="a token for what is unknown"):
-        PackedText(documents, narrow, sequence_length=2, batch_size=1)
+        tokenised(Data(source="jsonl", path=str(rows)), "train", narrow, tell=lambda _: None)
 
 
 def test_prompts_longer_than_every_document_say_so(tokenizer):

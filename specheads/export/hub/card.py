@@ -16,7 +16,7 @@ from specheads.measure.report import depth_rows, summary, verdict
 from specheads.measure.results import Results
 from specheads.runs.directory import RunDirectory, write_atomic
 
-KNOWN_LICENCES = {"python_stdlib": "PSF-2.0"}
+KNOWN_LICENCES = {"python_stdlib": "PSF-2.0", "stdlib_instructions": "PSF-2.0"}
 """Licences of corpora that are the same everywhere; those of others only their owner knows."""
 
 PICTURES = ("acceptance.png", "speed.png", "loss.png")
@@ -186,6 +186,11 @@ def _training(about: Summary, data_licence: str) -> str:
 def _corpus(data: Mapping[str, Any]) -> str:
     if data["source"] == "python_stdlib":
         return "the standard library of Python"
+    if data["source"] == "stdlib_instructions":
+        return "instructions about the standard library of Python"
+    if data["source"] == "mixture":
+        shares = ((one["weight"], _corpus(one)) for one in data["sources"].values())
+        return " and ".join(f"{weight:g} parts {corpus}" for weight, corpus in shares if weight)
     if data["source"] == "hub":
         name = f"[{data['path']}](https://huggingface.co/datasets/{data['path']})"
         return f"{name}, configuration {data['config'] or 'default'}, revision {data['revision']}"

@@ -1,0 +1,217 @@
+"""Instructions about the standard library of the running interpreter: prompts on every machine."""
+
+import ast
+import hashlib
+import re
+import textwrap
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from specheads.data.jsonl import Row
+
+KINDS = {
+    "write": (
+        "Write a Python function with this signature and docstring:\n\n{stub}",
+        "Implement the following Python function.\n\n{stub}",
+        "Please complete this function. Reply with the whole function.\n\n{stub}",
+        "I need the body of this Python function:\n\n{stub}\n\nIts docstring says what it does.",
+    ),
+    "explain": (
+        "Explain what this Python code does:\n\n{code}",
+        "What does this function do, step by step?\n\n{code}",
+        "Explain this code to somebody who is new to Python.\n\n{code}",
+        "Describe in a few sentences the purpose of `{name}`:\n\n{code}",
+    ),
+    "test": (
+        "Write a unit test for this function:\n\n{code}",
+        "Write tests with pytest for `{name}`.\n\n{code}",
+        "How would you test this code? Give the tests.\n\n{code}",
+        "Write a unittest.TestCase that covers the edge cases of this function:\n\n{code}",
+    ),
+    "continue": (
+        "Continue this Python code:\n\n{start}",
+        "Complete the function that begins like this:\n\n{start}",
+        "Finish this code. Reply with what follows only.\n\n{start}",
+        "Here is the first half of `{name}`. Write the second half.\n\n{start}",
+    ),
+    "document": (
+        "Write a docstring for this function:\n\n{bare}",
+        "Add a docstring to this Python code, with its arguments and what it returns.\n\n{bare}",
+        "Document this function:\n\n{bare}",
+    ),
+    "annotate": (
+        "Add type annotations to this function:\n\n{code}",
+        "Rewrite this Python code with type hints.\n\n{code}",
+    ),
+    "rename": (
+        "Rename the variables of this function so that it reads better:\n\n{code}",
+        "Improve the names in this code, and change nothing else.\n\n{code}",
+    ),
+    "fix": (
+        "There is a bug in this function. Find it and fix it.\n\n{broken}",
+        "This code gives wrong results. What is wrong with it?\n\n{broken}",
+    ),
+    "module": (
+        "What does a Python module with this docstring and these names do?\n\n{outline}",
+        "Here is an outline of a Python module. Summarise what it is for.\n\n{outline}",
+        "When would you use this module? Give a short example.\n\n{outline}",
+    ),
+}
+"""Kinds of instructions, each in several wordings."""
+
+ALWAYS, ONE_OF = ("write", "explain", "test", "continue"), ("document", "annotate", "rename", "fix")
+"""What is asked of every function that allows it, and what of each only one is asked."""
+
+LINES = range(5, 61)
+"""Lines of a function that is asked about, its docstring included."""
+
+DOCSTRING_CHARACTERS = 40
+"""Shorter docstrings do not say enough to write the function."""
+
+BUGS = ((" == ", " != "), (" < ", " <= "), (" > ", " >= "), (" and ", " or "), (" + 1", " - 1"))
+"""What a broken function has in place of the right operator."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Function:
+    name: str
+    code: str
+    """Its text, at no indentation."""
+    stub: str
+    """Its signature and docstring; empty where the docstring says too little."""
+    bare: str
+    """Its text without the docstring; empty where it has none."""
+
+
+def instructions(
+    files: Iterator[tuple[str, Row]], split_of: Callable[[str], str]
+) -> Iterator[tuple[str, Row]]:
+    """Yield conversations of one user turn about the functions of Python files, and the files.
+
+    They belong to their file's split, so that what `python_stdlib` trains on is in no prompt of
+    another. A function that stands in several files is asked about once, and not at all where
+    these belong to different splits; no wording comes twice. Rows say their kind, `category`.
+    """
+    found: dict[str, tuple[str, str, _Function]] = {}
+    shared: set[str] = set()
+    asked: set[str] = set()
+    outlines: list[tuple[str, str, str]] = []
+    for where, row in files:
+        text, split = row["text"], split_of(row["text"])
+        if (tree := _parsed(text)) is None:
+            continue
+        if outline := _outline(tree):
+            outlines.append((where, split, outline))
+        for function in _functions(text, tree):
+            if found.setdefault(function.code, (where, split, function))[1] != split:
+                shared.add(function.code)
+    rows = [
+        (where, _row("module", split, {"outline": outline})) for where, split, outline in outlines
+    ]
+    for code, (where, split, function) in found.items():
+        if code not in shared:
+            rows += ((f"{function.name} of {where}", row) for row in _rows(function, split))
+    for where, row in rows:
+        content = row["messages"][0]["content"]
+        if content not in asked:
+            asked.add(content)
+            yield where, row
+
+
+def _parsed(text: str) -> ast.Module | None:
+    try:
+        return ast.parse(text)
+    # the standard library has files of other versions' grammar
+    except (SyntaxError, ValueError, RecursionError):
+        return None
+
+
+def _functions(text: str, tree: ast.Module) -> Iterator[_Function]:
+    lines = text.splitlines()
+    for node in _statements(tree.body):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
+        last = node.end_lineno or node.lineno
+        if last - first + 1 not in LINES or node.body[0].lineno == node.lineno:
+            continue
+        code = textwrap.dedent("\n".join(lines[first - 1 : last]))
+        docstring = ast.get_docstring(node) or ""
+        if not docstring:
+            yield _Function(node.name, code, "", "")
+            continue
+        end = node.body[0].end_lineno or 0
+        head, rest = lines[first - 1 : end], lines[end:last]
+        bare = textwrap.dedent("\n".join([*lines[first - 1 : node.body[0].lineno - 1], *rest]))
+        has_body = len(node.body) > 1
+        says = len(docstring) >= DOCSTRING_CHARACTERS and has_body
+        stub = textwrap.dedent("\n".join(head)) if says else ""
+        yield _Function(node.name, code, stub, bare if has_body else "")
+
+
+def _statements(body: list[Any]) -> Iterator[ast.AST]:
+    """Yield statements and those inside: ast.walk would visit every expression too."""
+    for node in body:
+        yield node
+        for name in ("body", "handlers", "orelse", "finalbody"):
+            yield from _statements(getattr(node, name, []))
+
+
+def _outline(tree: ast.Module) -> str:
+    """Return a module's docstring and the names it defines; empty where it has no docstring."""
+    if not (docstring := ast.get_docstring(tree)):
+        return ""
+    kinds = {ast.FunctionDef: "def", ast.AsyncFunctionDef: "def", ast.ClassDef: "class"}
+    names = [
+        f"{kinds[type(node)]} {node.name}"
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        and not node.name.startswith("_")
+    ]
+    return "\n".join([docstring[:800], "", *names[:30]]) if names else ""
+
+
+def _rows(function: _Function, split: str) -> Iterator[Row]:
+    lines = function.code.splitlines()
+    texts = {
+        "name": function.name,
+        "code": function.code,
+        "stub": function.stub,
+        "bare": function.bare,
+        "start": "\n".join(lines[: (len(lines) + 1) // 2]),
+        "broken": _broken(function.code),
+    }
+    needs = {"write": "stub", "document": "bare", "fix": "broken"}
+    fits = [kind for kind in (*ALWAYS, *ONE_OF) if texts[needs.get(kind, "code")]]
+    rest = [kind for kind in fits if kind in ONE_OF]
+    chosen = rest[_number(function.code) % len(rest)]
+    for kind in fits:
+        if kind in ALWAYS or kind == chosen:
+            yield _row(kind, split, texts)
+
+
+def _row(kind: str, split: str, texts: dict[str, str]) -> Row:
+    """Return a conversation; its code decides the wording."""
+    wordings = KINDS[kind]
+    wording = wordings[_number(kind + "".join(texts.values())) % len(wordings)]
+    fenced = {
+        name: text if name == "name" else f"```python\n{text}\n```" for name, text in texts.items()
+    }
+    content = wording.format(**fenced)
+    messages = [{"role": "user", "content": content}]
+    return {"messages": messages, "tools": None, "category": kind, "split": split}
+
+
+def _broken(code: str) -> str:
+    """Return code with one operator that is wrong; empty where there is none to change."""
+    # not in its comments and strings, as far as a line can tell
+    for right, wrong in BUGS:
+        if found := re.search(rf"^[^#'\"\n]*{re.escape(right)}", code, re.MULTILINE):
+            start = found.end() - len(right)
+            return code[:start] + wrong + code[found.end() :]
+    return ""
+
+
+def _number(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8])

@@ -1,0 +1,150 @@
+import ast
+import collections
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from specheads.config import Data
+from specheads.core.errors import InputError
+from specheads.data import local
+from specheads.data.instructions import KINDS, instructions
+from specheads.data.prompts import held_out, load_prompts
+from specheads.data.sources import SPLITS, read, split_of
+from specheads.data.tokenise import tokenised
+
+BASE = Path(__file__).parents[2] / "recipes" / "tiny_code" / "base"
+ASKED = Data(source="stdlib_instructions")
+CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+
+CODE = '''"""Numbers that are counted, with everything one needs for it."""
+
+
+def count(limit: int, step: int = 1) -> int:
+    """Return how many numbers there are below a limit, by steps of some length."""
+    found = 0
+    for number in range(0, limit, step):
+        if number < limit and number >= 0:
+            found += 1
+    return found
+
+
+def short(): return 1
+'''
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave a part of the standard library, which is faster to read."""
+    files = local.stdlib_files()[::12]
+    monkeypatch.setattr(local, "stdlib_files", lambda: files)
+
+
+def asked(text: str, kind: str) -> list[str]:
+    found = instructions(iter([("a.py", {"text": text})]), split_of)
+    return [row["messages"][0]["content"] for _, row in found if row["category"] == kind]
+
+
+def test_a_function_is_asked_about_in_every_way_it_allows():
+    found = list(instructions(iter([("a.py", {"text": CODE})]), lambda _: "prompts"))
+    kinds = [row["category"] for _, row in found]
+    assert {"module", "write", "explain", "test", "continue"} < set(kinds)
+    assert len(kinds) == 6
+    assert {row["split"] for _, row in found} == {"prompts"}
+    assert {where for where, _ in found} == {"a.py", "count of a.py"}
+
+
+def test_what_is_to_be_written_is_not_shown():
+    (write,), (start,) = asked(CODE, "write"), asked(CODE, "continue")
+    assert "def count(limit: int, step: int = 1) -> int:" in write
+    assert "by steps of some length" in write
+    assert "found" not in write
+    assert "found = 0" in start
+    assert "return found" not in start
+
+
+def test_a_bug_is_one_operator_outside_of_texts_and_comments():
+    for number in range(40):
+        code = CODE.replace("count", f"count_{number}")
+        for text in asked(code, "fix"):
+            assert ("number <= limit" in text) != ("limit or number" in text)
+            ast.parse(text.partition("```python\n")[2].partition("```")[0])
+            return
+    pytest.fail("nothing was to be fixed")
+
+
+def test_a_function_in_files_of_two_splits_is_left_out_and_one_in_two_files_asked_once():
+    files = [("a.py", {"text": CODE}), ("b.py", {"text": CODE + "# more\n"})]
+    once = list(instructions(iter(files), lambda _: "train"))
+    assert len({row["messages"][0]["content"] for _, row in once}) == len(once) == 6
+    parted = instructions(iter(files), lambda text: "train" if "more" in text else "prompts")
+    assert [row["category"] for _, row in parted] == ["module"]
+
+
+@pytest.mark.slow
+def test_the_standard_library_gives_thousands_and_every_split_some_and_none_twice():
+    rows = {split: [row for _, row in read(ASKED, split)] for split in SPLITS}
+    assert len(rows["train"]) > 5000
+    assert len(rows["prompts"]) > 300
+    assert len(rows["validation"]) > 100
+    contents = [row["messages"][0]["content"] for part in rows.values() for row in part]
+    assert len(set(contents)) == len(contents)
+    counts = collections.Counter(row["category"] for row in rows["train"])
+    assert set(counts) == set(KINDS)
+    assert min(counts.values()) > 100
+    openings = {content.split("```")[0] for content in contents}
+    assert len(openings) > sum(map(len, KINDS.values())) / 2
+
+
+@pytest.mark.usefixtures("few")
+def test_no_function_of_a_prompt_stands_in_a_file_that_is_trained_on():
+    asked = [row for _, row in read(ASKED, "prompts") if row["category"] == "explain"]
+    assert asked
+    trained = "\n".join(text["text"] for _, text in read(Data(source="python_stdlib"), "train"))
+    for row in asked:
+        code = row["messages"][0]["content"].partition("```python\n")[2].partition("\n```")[0]
+        assert f"\n{code}\n" not in trained
+
+
+@pytest.mark.usefixtures("few")
+def test_they_are_the_same_on_every_start_and_in_one_split_each():
+    first, again = (list(read(ASKED, "prompts")) for _ in range(2))
+    assert first == again
+    other = {row["messages"][0]["content"] for _, row in read(ASKED, "train")}
+    assert other.isdisjoint(row["messages"][0]["content"] for _, row in first)
+
+
+@pytest.mark.usefixtures("few")
+def test_they_are_prompts_by_kind_through_the_template_where_there_is_one():
+    tokenizer = AutoTokenizer.from_pretrained(BASE)
+    plain = load_prompts("stdlib_instructions", tokenizer, num_prompts=60)
+    assert {prompt.category for prompt in plain.prompts} <= set(KINDS)
+    assert len({prompt.category for prompt in plain.prompts}) > 3
+    tokenizer.chat_template = CHAT
+    chat = load_prompts("stdlib_instructions", tokenizer, num_prompts=60)
+    assert [prompt.text for prompt in chat.prompts] == [
+        f"<user>{prompt.text}<assistant>" for prompt in plain.prompts
+    ]
+
+
+@pytest.mark.usefixtures("few")
+def test_a_corpus_phase_refuses_them_and_names_distill(monkeypatch, tmp_path):
+    monkeypatch.setenv("SPECHEADS_CACHE", str(tmp_path / "cache"))
+    tokenizer = AutoTokenizer.from_pretrained(BASE)
+    tokenizer.chat_template = CHAT
+    with pytest.raises(InputError, match=r"learns answers, and .* has none; .* distill") as told:
+        tokenised(ASKED, "train", tokenizer)
+    assert "\n" not in str(told.value)
+    assert not (tmp_path / "cache").exists()
+    # what is tuned on validation text has the prompts instead
+    window = next(held_out(ASKED, tokenizer, 16))
+    assert str(tokenizer.decode(window)).startswith("<user>")
+
+
+def test_a_file_that_is_no_python_of_today_is_passed_over(monkeypatch, tmp_path):
+    (tmp_path / "old.py").write_text("print 'hello'\n" * 100)
+    (tmp_path / "new.py").write_text(CODE * 2)
+    monkeypatch.setattr(local.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    found = [where for split in SPLITS for where, _ in read(ASKED, split)]
+    assert found
+    assert all("new.py" in where for where in found)

@@ -1,0 +1,410 @@
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from datasets import Dataset
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from specheads.config import Data, check
+from specheads.config.parts import WeightedSource
+from specheads.core.errors import InputError
+from specheads.core.paths import cache_dir
+from specheads.data import encode, tokenise
+from specheads.data.encode import Encoder
+from specheads.data.sources import SPLITS, read
+from specheads.data.tokenise import tokenised
+
+BASE = Path(__file__).parents[2] / "recipes" / "tiny_code" / "base"
+TEXTS = [f"def f_{number}():\n    return {number}\n" * (number % 7 + 1) for number in range(300)]
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(BASE)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SPECHEADS_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def write(path: Path, texts: list[str] = TEXTS, column: str = "text") -> str:
+    path.write_text("".join(json.dumps({column: text}) + "\n" for text in texts))
+    return str(path)
+
+
+def corpus(tmp_path: Path, **choices: Any) -> Data:
+    return Data(source="jsonl", path=write(tmp_path / "a.jsonl"), **choices)
+
+
+def refuse_reading(*_: object, **__: object) -> None:
+    raise AssertionError("read again")
+
+
+# documents
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_documents_are_the_tokenizers_ids_ended_by_the_end_of_text(tokenizer, tmp_path, split):
+    data = corpus(tmp_path)
+    found = tokenised(data, split, tokenizer)
+    texts = [row["text"] for _, row in read(data, split)]
+    assert len(found) == len(texts) > 0
+    for number, text in enumerate(texts):
+        wanted = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+        assert found.tokens(number).tolist() == wanted
+        assert found.counted(number).all()
+    assert found.lengths.tolist() == [len(found.tokens(number)) for number in range(len(found))]
+
+
+def test_every_local_form_of_the_same_texts_gives_the_same_documents(tokenizer, tmp_path):
+    Dataset.from_dict({"code": TEXTS}).to_parquet(tmp_path / "a.parquet")
+    parquet = Data(source="parquet", path=str(tmp_path), column="code")
+    one, other = (tokenised(data, "train", tokenizer) for data in (corpus(tmp_path), parquet))
+    assert one.fingerprint == other.fingerprint != tokenised(parquet, "prompts", tokenizer)
+
+
+def test_a_long_text_file_is_cut_at_blank_lines_and_loses_nothing(tmp_path):
+    paragraphs = ["word " * (number % 90 + 1) + "\n\n" for number in range(4000)]
+    file = tmp_path / "a.txt"
+    file.write_text("".join(paragraphs))
+    pieces = {
+        where: row["text"]
+        for split in SPLITS
+        for where, row in read(Data(source="text", path=str(file)), split)
+    }
+    in_order = sorted(pieces, key=lambda where: int(where.split()[1]))
+    assert "".join(pieces[where] for where in in_order) == "".join(paragraphs)
+    assert all(8000 <= len(pieces[where]) < 9000 for where in in_order[:-1])
+    assert all(pieces[where].endswith("\n\n") for where in in_order)
+
+
+# the cache
+
+
+def test_a_second_start_reads_and_tokenises_nothing(tokenizer, tmp_path, monkeypatch):
+    data = corpus(tmp_path)
+    first = tokenised(data, "train", tokenizer)
+    monkeypatch.setattr(tokenise, "read_all", refuse_reading)
+    monkeypatch.setattr(tokenise, "Encoder", refuse_reading)
+    again = tokenised(data, "train", AutoTokenizer.from_pretrained(BASE))
+    assert again.fingerprint == first.fingerprint
+    assert len(tokenised(data, "validation", tokenizer)) > 0
+
+
+@pytest.mark.parametrize("change", ["text", "column", "tokenizer", "seed", "bound"])
+def test_what_decides_documents_has_shards_of_its_own(tokenizer, tmp_path, change):
+    bound = {"max_documents": 200}
+    first = tokenised(corpus(tmp_path, **bound), "train", tokenizer, 0)
+    seed, data = 0, corpus(tmp_path, **bound)
+    if change == "text":
+        write(tmp_path / "a.jsonl", [text.replace("f_", "g_") for text in TEXTS])
+    elif change == "column":
+        write(tmp_path / "a.jsonl", TEXTS[::-1], "body")
+        data = Data(source="jsonl", path=data.path, column="body", **bound)
+    elif change == "tokenizer":
+        tokenizer.add_tokens(["return"])
+    elif change == "seed":
+        seed = 1
+    else:
+        data = corpus(tmp_path, max_documents=150)
+    assert tokenised(data, "train", tokenizer, seed).fingerprint != first.fingerprint
+
+
+def test_the_seed_is_nothing_to_a_corpus_that_is_taken_whole(tokenizer, tmp_path, cache):
+    data = corpus(tmp_path)
+    tokenised(data, "train", tokenizer, 0)
+    tokenised(data, "train", tokenizer, 1)
+    assert len(list((cache / "tokens").iterdir())) == 1
+
+
+def _fill(data: Data, ready: Any) -> None:
+    ready.wait()
+    tokenised(data, "train", AutoTokenizer.from_pretrained(BASE))
+
+
+@pytest.mark.slow
+def test_two_processes_write_one_folder(tokenizer, tmp_path, cache):
+    data, context = corpus(tmp_path), multiprocessing.get_context("spawn")
+    ready = context.Event()
+    both = [context.Process(target=_fill, args=(data, ready)) for _ in range(2)]
+    for one in both:
+        one.start()
+    ready.set()
+    for one in both:
+        one.join(120)
+    assert [one.exitcode for one in both] == [0, 0]
+    assert len(list((cache / "tokens").iterdir())) == 1
+    assert len(tokenised(data, "train", tokenizer)) > 0
+
+
+def _stall(data: Data) -> None:
+    def slow(*args: Any) -> Any:
+        for found in read_all(*args):
+            time.sleep(0.05)
+            yield found
+
+    read_all, tokenise.read_all = tokenise.read_all, slow
+    tokenise.BATCH_CHARACTERS = 100
+    tokenised(data, "train", AutoTokenizer.from_pretrained(BASE))
+
+
+@pytest.mark.slow
+def test_a_killed_process_leaves_nothing_that_is_used(tokenizer, tmp_path, cache):
+    data = corpus(tmp_path)
+    process = multiprocessing.get_context("spawn").Process(target=_stall, args=(data,))
+    process.start()
+    while not list(cache.glob("tokens/.*/train.arrow")):
+        time.sleep(0.02)
+    os.kill(process.pid or 0, signal.SIGKILL)
+    process.join()
+    assert list(cache.glob("tokens/.*/train.arrow"))
+    whole = tokenised(data, "train", tokenizer)
+    assert len(whole) == len(list(read(data, "train")))
+    assert [one.name[0] != "." for one in (cache / "tokens").iterdir()] == [True]
+
+
+def test_damaged_shards_are_named_with_the_remedy(tokenizer, tmp_path, cache):
+    data = corpus(tmp_path)
+    tokenised(data, "train", tokenizer)
+    (file,) = cache.glob("tokens/*/train.arrow")
+    file.write_bytes(file.read_bytes()[:-300])
+    with pytest.raises(InputError, match="is damaged; remove it to have it written again"):
+        tokenised(data, "train", tokenizer)
+
+
+def test_the_cache_is_where_it_is_said_to_be(monkeypatch, tmp_path):
+    assert cache_dir() == tmp_path / "cache"
+    monkeypatch.delenv("SPECHEADS_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_dir() == tmp_path / "xdg" / "specheads"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_dir() == Path.home() / ".cache" / "specheads"
+
+
+# the faster tokenizer
+
+
+class Wrong:
+    """Reads as fastokens does, but for one text."""
+
+    def __init__(self, right: Any, text: str) -> None:
+        self.right, self.text = right, text
+
+    def encode_batch_flat(self, texts: list[str], add_special_tokens: bool) -> Any:
+        changed = ["x" if self.text and self.text in text else text for text in texts]
+        return self.right.encode_batch_flat(changed, add_special_tokens=add_special_tokens)
+
+
+def test_special_tokens_in_a_text_come_out_as_the_tokenizers(tokenizer):
+    pytest.importorskip("fastokens")
+    texts = ["a<|endoftext|>b", "<|endoftext|><|pad|>\n", "", " ", "é\u0301한 \U0001f600"]
+    fast = Encoder(tokenizer)
+    assert fast.is_fast
+    assert [ids.tolist() for ids in fast(texts)] == tokenizer(texts)["input_ids"]
+    plain = Encoder(tokenizer, is_fast=False)
+    assert [ids.tolist() for ids in plain(texts)] == tokenizer(texts)["input_ids"]
+
+
+@pytest.mark.parametrize("text", ["<|endoftext|>", "f_3()", "f_299()"])
+def test_another_reading_is_noticed_and_the_tokenizer_reads_all(
+    tokenizer, tmp_path, monkeypatch, text
+):
+    fastokens = pytest.importorskip("fastokens")
+    whole = fastokens.Tokenizer.from_json_str
+    monkeypatch.setattr(
+        encode,
+        "fastokens",
+        SimpleNamespace(
+            Tokenizer=SimpleNamespace(from_json_str=lambda rules: Wrong(whole(rules), text))
+        ),
+    )
+    # of the last document the sample must know
+    monkeypatch.setattr(encode, "COMPARED", 300)
+    told: list[str] = []
+    found = tokenised(corpus(tmp_path), "train", tokenizer, tell=told.append)
+    assert len(told) == 1
+    assert "fastokens does not read as the tokenizer does" in told[0]
+    for number, (_, row) in enumerate(read(corpus(tmp_path), "train")):
+        assert found.tokens(number)[:-1].tolist() == tokenizer(row["text"])["input_ids"]
+
+
+def test_without_the_faster_tokenizer_the_documents_are_the_same(tokenizer, tmp_path, monkeypatch):
+    first = tokenised(corpus(tmp_path), "train", tokenizer)
+    monkeypatch.setattr(encode, "fastokens", None)
+    monkeypatch.setenv("SPECHEADS_CACHE", str(tmp_path / "other"))
+    assert tokenised(corpus(tmp_path), "train", tokenizer).fingerprint == first.fingerprint
+
+
+# mixtures
+
+
+def mixture(tmp_path: Path, **weights: float) -> Data:
+    sources = {}
+    for name, weight in weights.items():
+        number = 300 if name == "long" else 100
+        texts = [f"{name} {place} " + "word " * (place % 9) for place in range(number)]
+        path = write(tmp_path / f"{name}.jsonl", texts)
+        sources[name] = WeightedSource(source="jsonl", path=path, weight=float(weight))
+    return Data(source="mixture", sources=sources)
+
+
+def shares(found: Any, tokenizer: Any) -> dict[str, float]:
+    tokens: dict[str, int] = {}
+    for number in range(len(found)):
+        name = str(tokenizer.decode(found.tokens(number))).split()[0]
+        tokens[name] = tokens.get(name, 0) + int(found.lengths[number])
+    return {name: count / sum(tokens.values()) for name, count in tokens.items()}
+
+
+@pytest.mark.parametrize(("long", "short"), [(1, 1), (3, 1), (1, 20), (1, 0)])
+def test_weights_are_shares_of_tokens(tokenizer, tmp_path, long, short):
+    found = tokenised(mixture(tmp_path, long=long, short=short), "train", tokenizer)
+    measured = shares(found, tokenizer)
+    assert measured["long"] == pytest.approx(long / (long + short), abs=0.01)
+    assert set(measured) == ({"long", "short"} if short else {"long"})
+
+
+def test_a_source_with_less_than_its_share_comes_again_as_evenly_as_can_be(tokenizer, tmp_path):
+    found = tokenised(mixture(tmp_path, long=1, short=9), "train", tokenizer)
+    texts = [str(tokenizer.decode(found.tokens(number))) for number in range(len(found))]
+    counts = np.unique([text for text in texts if text.startswith("short")], return_counts=True)[1]
+    assert counts.max() - counts.min() == 1
+    rare = [text for text in texts if text.startswith("long")]
+    assert len(set(rare)) == len(rare)
+
+
+def test_a_mixture_is_the_same_by_its_seed(tokenizer, tmp_path):
+    data = mixture(tmp_path, long=1, short=2)
+    first, again, other = (tokenised(data, "train", tokenizer, seed) for seed in (0, 0, 1))
+    assert first.fingerprint == again.fingerprint != other.fingerprint
+    assert all(
+        np.array_equal(first.tokens(number), again.tokens(number)) for number in range(len(first))
+    )
+
+
+def test_rows_of_a_mixture_take_turns_by_their_weights(tmp_path):
+    rows = [row["text"].split()[0] for _, row in read(mixture(tmp_path, long=1, short=1), "train")]
+    assert 30 < rows[:80].count("short") < 50
+    assert rows.count("short") > 80
+    assert rows.count("long") > 250
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (Data(source="mixture"), "a mixture needs data.sources .* got none"),
+        ({"weight": 0.0}, "one has a weight above 0, got a"),
+        ({"weight": -1.0}, r"data\.sources\.a\.weight must be a number, at least 0"),
+        ({"source": "web"}, r"data\.sources\.a\.source must be one of"),
+        ({"source": "mixture"}, r"data\.sources\.a\.source must be one of"),
+        ({"path": ""}, r"data\.sources\.a\.source=jsonl needs data\.sources\.a\.path"),
+        ({"streaming": True}, r"data\.sources\.a\.streaming takes the first .*max_documents"),
+        (
+            Data(source="jsonl", path="x", sources={"a": WeightedSource(source="hub", path="b")}),
+            "data.sources are a mixture's, got data.source=jsonl",
+        ),
+    ],
+    ids=str,
+)
+def test_a_mixture_that_makes_no_sense_is_refused(data, message):
+    if isinstance(data, dict):
+        one = WeightedSource(**({"source": "jsonl", "path": "x"} | data))
+        data = Data(source="mixture", sources={"a": one})
+    with pytest.raises(InputError, match=message):
+        check(data, "data")
+
+
+def test_an_empty_source_of_a_mixture_is_named(tokenizer, tmp_path):
+    data = mixture(tmp_path, long=1, short=1)
+    Path(data.sources["short"].path).write_text("")
+    with pytest.raises(InputError, match=r"short\.jsonl holds no row"):
+        tokenised(data, "train", tokenizer)
+    Path(data.sources["short"].path).write_text('{"text": " "}\n')
+    with pytest.raises(InputError, match=r"needs at least one document, jsonl .*short\.jsonl"):
+        tokenised(data, "train", tokenizer)
+
+
+# conversations
+
+
+@dataclass(frozen=True)
+class Talk:
+    messages: list[dict]
+    tools: list[dict] | None = None
+
+
+class StandIn:
+    """A template that counts what the assistant says."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+
+    def samples(self, messages: list[dict], tools: Any, where: str) -> list[Any]:
+        assert tools is None
+        assert "line" in where
+        tokens, counted = [], []
+        for message in messages:
+            ids = list(self.tokenizer(message["content"])["input_ids"])
+            tokens += ids
+            counted += [message["role"] == "assistant"] * len(ids)
+        return [SimpleNamespace(tokens=tokens, counted=counted)]
+
+
+@pytest.fixture
+def chat(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in: Any = ModuleType("specheads.data.chat")
+    stand_in.Template = StandIn
+    stand_in.conversation = lambda row, _: Talk(row["messages"])
+    monkeypatch.setitem(sys.modules, "specheads.data.chat", stand_in)
+
+
+def talk(number: int, answer: str = "no") -> dict:
+    turns = [{"role": "user", "content": f"is it {number}?"}]
+    return {"messages": turns + [{"role": "assistant", "content": answer}] * bool(answer)}
+
+
+@pytest.mark.usefixtures("chat")
+def test_of_conversations_the_answers_count_and_one_prompt_is_in_one_split(tokenizer, tmp_path):
+    file = tmp_path / "a.jsonl"
+    rows = [talk(number, answer) for number in range(200) for answer in ("no", "yes, it is")]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = Data(source="chat", path=str(file))
+    asked = {
+        split: {row["messages"][0]["content"] for _, row in read(data, split)} for split in SPLITS
+    }
+    assert sum(map(len, asked.values())) == len(set().union(*asked.values())) == 200
+    found = tokenised(data, "train", tokenizer)
+    assert len(found) == 2 * len(asked["train"])
+    for number in range(len(found)):
+        answer = found.tokens(number)[found.counted(number)]
+        assert tokenizer.decode(answer) in ("no", "yes, it is")
+
+
+@pytest.mark.usefixtures("chat")
+def test_conversations_and_text_are_mixed(tokenizer, tmp_path):
+    file = tmp_path / "talk.jsonl"
+    file.write_text("".join(json.dumps(talk(number)) + "\n" for number in range(100)))
+    data = mixture(tmp_path, short=1)
+    data.sources["talk"] = WeightedSource(source="chat", path=str(file))
+    found = tokenised(data, "train", tokenizer)
+    counted = [float(found.counted(number).mean()) for number in range(len(found))]
+    assert {share == 1.0 for share in counted} == {True, False}
+
+
+@pytest.mark.usefixtures("chat")
+def test_a_conversation_without_an_answer_is_named_with_distill(tokenizer, tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_text(json.dumps(talk(1)) + "\n" + json.dumps(talk(2, "")) + "\n")
+    with pytest.raises(InputError, match=r"line 2 of .* has none; .* specheads distill"):
+        tokenised(Data(source="chat", path=str(file)), "train", tokenizer)
