@@ -43,8 +43,8 @@ def main() -> None:
         os.environ["SPECHEADS_CACHE"] = folder
         wall, processor = measure(corpus, tokenizer)
         CONSOLE.print(
-            f"{size:.0f} MB in {wall:.1f} s: {size / wall:.1f} MB/s; {processor:.1f} s of processor "
-            f"time, load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
+            f"{size:.0f} MB in {wall:.1f} s: {size / wall:.1f} MB/s; {processor:.1f} s of "
+            f"processor time, load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
         )
         CONSOLE.print(f"most memory {peak_gib():.2f} GiB, {before:.2f} before tokenising")
         kept = sum(file.stat().st_size for file in Path(folder).rglob("*") if file.is_file())

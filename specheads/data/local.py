@@ -218,6 +218,18 @@ def table_rows(file: Path, column: str = "") -> Iterator[tuple[str, Row]]:
         ) from error
 
 
+def num_bytes(file: Path) -> int:
+    """Return about how much is in a file: of a table what it has unpacked."""
+    if file.name.endswith(PARQUET):
+        try:
+            known = pq.read_metadata(file)
+            return sum(known.row_group(at).total_byte_size for at in range(known.num_row_groups))
+        # who reads its rows will say what is wrong
+        except (OSError, pa.ArrowException):
+            return 0
+    return file.stat().st_size
+
+
 def _refuse_other(schema: pa.Schema, column: str, where: str) -> None:
     if column not in schema.names:
         raise InputError(f"{where} has no column {column!r}; it has {names(schema.names)}")

@@ -74,7 +74,7 @@ def read_all(source: Source, seed: int = 0) -> Iterator[tuple[str, str, Row]]:
 
 
 def identity(source: Source, seed: int) -> tuple[dict[str, Any], int]:
-    """Return what decides a source's rows, by name, and how many bytes its files have.
+    """Return what decides a source's rows, by name, and about how many bytes they are.
 
     By its path alone the rows of an older file would be found, so that its size and date count.
     """
@@ -88,7 +88,7 @@ def identity(source: Source, seed: int) -> tuple[dict[str, Any], int]:
         [str(file.absolute()), stat.st_size, stat.st_mtime_ns]
         for file, stat in zip(files, stats, strict=True)
     ]
-    return told, sum(stat.st_size for stat in stats)
+    return told, sum(map(local.num_bytes, files))
 
 
 def _loader(source: Source) -> _Loader:

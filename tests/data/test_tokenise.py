@@ -192,6 +192,31 @@ def test_the_cache_is_where_it_is_said_to_be(monkeypatch, tmp_path):
     assert cache_dir() == Path.home() / ".cache" / "specheads"
 
 
+class Bar:
+    """Remembers what it was to show."""
+
+    def __init__(self) -> None:
+        self.shown: list[tuple[int, int]] = []
+
+    def add_task(self, label: str, total: int, numbers: str) -> int:
+        assert (label, numbers) == ("tokenising", "MB")
+        self.shown.append((0, total))
+        return 0
+
+    def update(self, task: int, completed: int, total: int) -> None:
+        assert task == 0
+        self.shown.append((completed, total))
+
+
+def test_a_bar_shows_how_much_of_the_text_is_read(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenise, "BATCH_CHARACTERS", 1_000_000)
+    Dataset.from_dict({"text": ["word " * 50_000] * 20}).to_parquet(tmp_path / "a.parquet")
+    bar = Bar()
+    tokenised(Data(source="parquet", path=str(tmp_path)), "train", tokenizer, bar=bar)
+    assert [done for done, _ in bar.shown] == [0, 1, 2, 3, 4, 5]
+    assert all(total > done for done, total in bar.shown)
+
+
 # the faster tokenizer
 
 
