@@ -24,9 +24,12 @@ EVALUATION = {
     for name in ("prompts", "num_prompts", "max_new_tokens", "temperature")
 }
 HEAD = {"head": "head_path", "base": "base.model"}
+# Hydra adds names to a mapping only behind a plus
+MIXTURE = {"data.sources": "+data.sources"}
 SHORT: dict[str, dict[str, str]] = {
-    "evaluate": HEAD | EVALUATION | {"mode": "evaluation.mode"},
-    "compare": EVALUATION,
+    "train": MIXTURE,
+    "evaluate": HEAD | EVALUATION | MIXTURE | {"mode": "evaluation.mode"},
+    "compare": EVALUATION | MIXTURE,
     "export": HEAD,
 }
 """Names that docs and scripts use for settings further down, by command."""

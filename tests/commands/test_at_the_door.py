@@ -29,7 +29,9 @@ SETTINGS = (
     "tree.num_nodes=-1", "tree.confidence=nan", "name=a/../b", f"name={LONG}", f"run_dir={LONG}",
     "base.device=gpu", "base.device=cuda:99", "base.dtype=int8", f"base.model={LONG}",
     "tracker.kind=mlflow", f"data=jsonl data.path={LONG}", "data=jsonl",
-    "data=files data.path=. data.patterns=[/etc/*]", "evaluation.mode=fast",
+    "data=files data.path=. data.patterns=[/etc/*]", "data=mixture",
+    "data=mixture data.sources={a:{source:web,path:x}}",
+    "data=mixture data.sources={a:{source:python_stdlib,weight:-1}}", "evaluation.mode=fast",
     "evaluation.temperature=0.5 evaluation.mode=offline", f"evaluation.prompts={LONG}.jsonl",
 )  # fmt: skip
 

@@ -358,7 +358,7 @@ def test_prompts_that_cannot_be_found_are_refused(tokenizer, tmp_path):
     with pytest.raises(ValueError, match="must be a file that exists"):
         load_prompts(str(tmp_path / "a.jsonl"), tokenizer, num_prompts=1)
     (tmp_path / "b.jsonl").touch()
-    with pytest.raises(ValueError, match="hold no prompt"):
+    with pytest.raises(ValueError, match="holds no row"):
         load_prompts(str(tmp_path / "b.jsonl"), tokenizer, num_prompts=1)
 
 
