@@ -22,6 +22,9 @@ MISTAKES = (InputError, HydraException, OmegaConfBaseException)
 NO_ROOM = ("No space left on device", "PytorchStreamWriter failed writing", "Disk quota exceeded")
 """What libraries say of a full disk: not all raise an OSError."""
 
+MOST_DETAILS = 8000
+"""Characters shown below an error's line."""
+
 NO_MEMORY = ("out of memory", "can't allocate memory", "Unable to allocate")
 
 
@@ -51,7 +54,7 @@ def call(name: str, arguments: Sequence[str]) -> None:
         sys.exit(141)
     except Exception as error:
         if line := _users(error, settings):
-            sys.stderr.write(line)
+            sys.stderr.write(line + _details(error))
             sys.exit(2)
         sys.stderr.write(_ours(error))
         sys.exit(1)
@@ -81,6 +84,22 @@ def _users(error: Exception, settings: Sequence[Any]) -> str:
                 f"{str(one.filename)[:200]!r}; check its name and its rights\n"
             )
     return ""
+
+
+def _details(error: Exception) -> str:
+    """Return what an error shows besides its line."""
+    told = printable(error.details) if isinstance(error, InputError) else ""
+    if len(told) > MOST_DETAILS:
+        half = MOST_DETAILS // 2
+        told = f"{told[:half]}\n[{len(told) - 2 * half:,} characters left out]\n{told[-half:]}"
+    return told
+
+
+def printable(text: str) -> str:
+    """Return a text that a terminal shows and does not obey."""
+    return "".join(
+        one if one.isprintable() or one in "\n\t" else f"\\x{ord(one):02x}" for one in text
+    )
 
 
 def _ours(error: Exception) -> str:

@@ -21,7 +21,7 @@ from specheads.config.ranges import (
     one_of,
 )
 
-SOURCES = ("python_stdlib", "files", "jsonl", "parquet", "hub")
+SOURCES = ("python_stdlib", "files", "jsonl", "parquet", "hub", "chat")
 TREES = ("tuned", "chain", "static", "best_first", "beam", "product", "sampled")
 
 
@@ -56,7 +56,7 @@ class Data:
     """Which text is the corpus."""
 
     source: Annotated[str, one_of(*SOURCES)]
-    """python_stdlib, files, jsonl, parquet or hub."""
+    """python_stdlib, files, jsonl, parquet, hub or chat."""
 
     path: Place = ""
     """Folder, file, glob or Hub id; empty for python_stdlib."""

@@ -142,7 +142,7 @@ def test_max_documents_bounds_what_is_taken(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("choices", "message"),
     [
-        ({"source": "web"}, "python_stdlib, files, jsonl, parquet, hub; got 'web'"),
+        ({"source": "web"}, "python_stdlib, files, jsonl, parquet, hub, chat; got 'web'"),
         ({"source": "jsonl", "split": "test"}, "train, validation, prompts; got 'test'"),
         ({"source": "jsonl", "path": "missing.jsonl"}, "got path 'missing.jsonl'"),
         ({"source": "files", "path": "missing"}, "needs a folder of text files, got path"),
