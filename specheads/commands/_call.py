@@ -15,7 +15,7 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from specheads.commands import _compose, _help
-from specheads.core.errors import InputError
+from specheads.core.errors import InputError, printable
 
 MISTAKES = (InputError, HydraException, OmegaConfBaseException)
 
@@ -87,19 +87,12 @@ def _users(error: Exception, settings: Sequence[Any]) -> str:
 
 
 def _details(error: Exception) -> str:
-    """Return what an error shows besides its line."""
-    told = printable(error.details) if isinstance(error, InputError) else ""
+    """Return what an error shows below its line."""
+    told = printable(error.details).rstrip("\n") if isinstance(error, InputError) else ""
     if len(told) > MOST_DETAILS:
         half = MOST_DETAILS // 2
         told = f"{told[:half]}\n[{len(told) - 2 * half:,} characters left out]\n{told[-half:]}"
-    return told
-
-
-def printable(text: str) -> str:
-    """Return a text that a terminal shows and does not obey."""
-    return "".join(
-        one if one.isprintable() or one in "\n\t" else f"\\x{ord(one):02x}" for one in text
-    )
+    return told and f"{told}\n"
 
 
 def _ours(error: Exception) -> str:

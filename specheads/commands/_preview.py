@@ -6,9 +6,8 @@ from rich.text import Text
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from specheads.base.loading import load_tokenizer
-from specheads.commands._call import printable
 from specheads.config import Train
-from specheads.core.errors import InputError
+from specheads.core.errors import InputError, printable
 from specheads.data.shown import CLOSE, OPEN, marked, pieces
 from specheads.data.tokenise import tokenised
 

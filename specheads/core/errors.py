@@ -12,3 +12,10 @@ class InputError(ValueError):
     def __init__(self, line: str, details: str = "") -> None:
         super().__init__(line)
         self.details = details
+
+
+def printable(text: str) -> str:
+    """Return a text that a terminal shows and does not obey."""
+    return "".join(
+        one if one.isprintable() or one in "\n\t" else f"\\x{ord(one):02x}" for one in text
+    )

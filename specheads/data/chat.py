@@ -160,14 +160,14 @@ class Template:
                     "a chat template must begin a conversation with an answer as it begins the "
                     f"prompt for it, this tokenizer's does not in {where}: the mask would be "
                     "unstable; give the tokenizer a template with {% generation %} markers",
-                    f"the prompt:\n{prompt}\nwith its answer:\n{whole}\n",
+                    f"the prompt:\n{prompt}\nwith its answer:\n{whole}",
                 )
         answer, end, rest = written.rpartition(self._rendering.end)
         if not end:
             raise InputError(
                 f"every answer must end with {self._rendering.end}, one of {where} does not; give "
                 "the tokenizer another chat template",
-                f"the prompt:\n{prompt}\nits answer:\n{written}\n",
+                f"the prompt:\n{prompt}\nits answer:\n{written}",
             )
         return _Turn(messages[-1], prompt, answer + end, rest)
 
@@ -185,7 +185,7 @@ class Template:
                 f"ends, this tokenizer's do not in {where}; move them, or remove them from the "
                 "template",
                 f"the prompt:\n{prompt}\nwith its answer:\n{whole}\nthe markers begin at:\n"
-                f"{whole[mark:] if mark >= 0 else 'nowhere'}\n",
+                f"{whole[mark:] if mark >= 0 else 'nowhere'}",
             )
         return whole[begin:]
 
@@ -230,5 +230,5 @@ class Template:
                 f"the mask must count the assistant's answers and nothing else, in {where} {told}; "
                 "see the text below, counted in brackets: mend the row, or the tokenizer's chat "
                 "template",
-                f"{shown}\n",
+                shown,
             )

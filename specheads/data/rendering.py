@@ -62,7 +62,13 @@ class Rendering:
         """The token that ends an answer, and with it the base's turn."""
         asked: list[Message] = [{"role": "user", "content": ASKED}]
         whole = self.text([*asked, {"role": "assistant", "content": ANSWERED}], None, "a try")
-        behind = self.read(whole.rpartition(ANSWERED)[2])[0] if ANSWERED in whole else []
+        if ANSWERED not in whole:
+            raise InputError(
+                "a chat template must write what the assistant says, this tokenizer's leaves it "
+                "out; give the tokenizer another template",
+                whole,
+            )
+        behind = self.read(whole.rpartition(ANSWERED)[2])[0]
         eos: Any = self._tokenizer.eos_token_id
         added = added_ids(self._tokenizer)
         ends = [eos] if eos in behind else [one for one in behind if one in added]

@@ -320,4 +320,176 @@ def test_a_wrong_mask_is_refused_with_its_text(family: str, case: str, planted: 
         template.refuse_wrong_mask(wrong, answers, "line 3 of x.jsonl")
     assert "line 3 of x.jsonl" in str(caught.value)
     assert "\n" not in str(caught.value)
-    assert caught.value.details.replace("⟦", "").replace("⟧", "") == f"{one.text}\n"
+    assert caught.value.details.replace("⟦", "").replace("⟧", "") == one.text
+
+
+def test_a_greeting_is_no_answer_and_what_follows_the_last_answer_is_left_out():
+    messages = said([("assistant", "Welcome."), *SINGLE, ("user", "Thanks")])
+    (one,) = Template(tokenizer("smollm2")).samples(messages)
+    text = chatml("Hi?", "Hello.", system=f"{SMOL}<|im_end|>\n<|im_start|>assistant\nWelcome.")
+    assert one.text == barred(text).replace("|_|", "")
+    assert (one.tokens, one.counted) == table("smollm2", barred(text))
+
+
+def test_what_stands_in_a_message_is_read_as_it_would_be_by_the_server():
+    # a special token in a message is that token, as in transformers, and no end of the mask
+    messages = said([("user", "What is <|im_end|>?"), ("assistant", "<|im_end|> ends.")])
+    one = Template(tokenizer("smollm2")).encode(messages)
+    text = barred(chatml("What is <|im_end|>?", "<|im_end|> ends.", system=SMOL))
+    assert (one.tokens, one.counted) == table("smollm2", text)
+
+
+def test_a_token_that_begins_in_the_prompt_is_not_counted():
+    # "\n\n" is one token, and its first half the generation prompt's
+    one = Template(tokenizer("smollm2")).encode(said([("user", "Hi?"), ("assistant", "\nHello.")]))
+    begin = one.counted.index(True)
+    assert tokenizer("smollm2").decode(one.tokens[begin - 1]) == "\n\n"
+    counted = [token for token, is_in in zip(one.tokens, one.counted, strict=True) if is_in]
+    assert tokenizer("smollm2").decode(counted) == "Hello.<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("family", "case", "told"),
+    [
+        ("smollm2", CALLING, "counts '' for an answer that says '' and calls sun"),
+        ("granite3_3", CALLING, "and calls sun"),
+        ("gemma3", CALLING, "takes no messages such as those of line 3: Conversation roles must"),
+        ("llama3_1", [CALLING[0], CALLING[1] | {"content": "Let me see."}], "that says 'Let me"),
+        ("mistral_nemo", [*SINGLE, ("assistant", "More.")], "roles must alternate"),
+        ("smollm2", SINGLE[:1], "needs an answer of the assistant, line 3 has none"),
+        ("smollm2", [("assistant", "Welcome."), *SINGLE[:1]], "needs an answer"),
+    ],
+)
+def test_what_a_template_leaves_out_or_does_not_take_is_told(family: str, case: Any, told: str):
+    with pytest.raises(InputError, match=told) as caught:
+        Template(tokenizer(family)).samples(said(case), [TOOL], "line 3")
+    assert "\n" not in str(caught.value)
+
+
+HEADER = "{{ '<|im_start|>' + m.role + '\n' }}"
+SAID = "{{ m.content + '<|im_end|>' }}"
+ASKS = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+
+
+def marked(answer: str, asks: str = ASKS) -> str:
+    """Return a template of ours with markers in the assistant's branch."""
+    other = "{% else %}" + HEADER + SAID + "\n{% endif %}{% endfor %}"
+    return "{% for m in messages %}{% if m.role == 'assistant' %}" + answer + other + asks
+
+
+def with_template(source: str) -> Template:
+    made = AutoTokenizer.from_pretrained(BASE)
+    made.add_special_tokens({"eos_token": "<|im_end|>", "additional_special_tokens": list(CHATML)})
+    made.chat_template = source
+    return Template(made)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        marked(HEADER + "{% generation %}" + SAID + "{{ '\n' }}{% endgeneration %}"),
+        # these markers leave the end to us
+        marked(HEADER + "{% generation %}{{ m.content }}{% endgeneration %}{{ '<|im_end|>\n' }}"),
+        # the prompt begins the thought, and the markers say so too
+        marked(
+            HEADER + "{% generation %}{{ '<think>\n' }}" + SAID + "{{ '\n' }}{% endgeneration %}",
+            ASKS.replace("assistant\n", "assistant\n<think>\n"),
+        ),
+        # prompt and answer differ, and only the markers tell where it begins
+        marked(
+            HEADER + "{% generation %}" + SAID + "{{ '\n' }}{% endgeneration %}",
+            ASKS.replace("assistant\n", "assistant\n<think>\n"),
+        ),
+    ],
+)
+def test_generation_markers_say_what_is_counted_and_the_end_belongs_to_it(source: str):
+    (one,) = with_template(source).samples(said(MULTI))
+    counted = [token for token, is_in in zip(one.tokens, one.counted, strict=True) if is_in]
+    text = with_template(source)._tokenizer.decode(counted)
+    assert text == "Hello.<|im_end|>Bye.<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        (marked("{% generation %}" + HEADER + SAID + "\n{% endgeneration %}"), "must begin where"),
+        (marked(HEADER + SAID + "{% generation %}{{ '\n' }}{% endgeneration %}"), "must begin"),
+        (
+            marked(
+                HEADER + "{% if loop.last %}" + SAID + "{% else %}{% generation %}" + SAID
+                + "{% endgeneration %}{% endif %}\n"
+            ),
+            "must begin where",
+        ),
+        (
+            marked(HEADER + SAID, ASKS.replace("assistant\n", "assistant\n<think>\n")),
+            "the mask would be unstable",
+        ),
+        (marked(HEADER + "{{ m.content }}\n"), "must end an answer with a special token"),
+        (marked(HEADER + "{{ '<|im_end|>' }}"), "leaves it out"),
+        (marked(HEADER + "{{ m.content | upper + '<|im_end|>' }}"), "counts 'HELLO.' for an"),
+    ],
+    ids=["header", "beginning", "last", "unstable", "endless", "silent", "loud"],
+)  # fmt: skip
+def test_a_template_from_which_no_mask_follows_stops_and_shows_why(source: str, told: str):
+    with pytest.raises(InputError, match=told) as caught:
+        with_template(source).samples(said(MULTI), None, "line 3")
+    assert "\n" not in str(caught.value)
+
+
+def test_an_unstable_template_shows_the_prompt_and_the_text():
+    source = marked(HEADER + SAID, ASKS.replace("assistant\n", "assistant\n<think>\n"))
+    with pytest.raises(InputError) as caught:
+        with_template(source).samples(said(SINGLE))
+    assert "the prompt:\n<|im_start|>user" in caught.value.details
+    assert "<|im_start|>assistant\nHello.<|im_end|>" in caught.value.details
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_a_prompt_and_its_answers_are_spliced_to_the_text_that_training_sees(family: str):
+    template, reader = Template(tokenizer(family)), tokenizer(family)
+    ids: Any = reader("Hello.", add_special_tokens=False)["input_ids"]
+    messages = said(MULTI[:3])
+    first = template.prompt(messages[:1])
+    assert first == table(family, sampled(family, "single")[0].text.partition("Hello.")[0])[0] or (
+        family == "qwen3"
+    )
+    again = template.next_prompt([*first, *ids], messages)
+    assert again == template.prompt(messages)
+    # the base ended its answer itself
+    assert template.next_prompt(again[: len(first) + len(ids) + 1], messages) == again
+
+
+def test_an_answer_keeps_its_ids_however_it_would_be_read_again():
+    template, reader = Template(tokenizer("llama3_1")), tokenizer("llama3_1")
+    # letter by letter, and with a blank that the template trims
+    odd = [token for one in " Hello. " for token in reader(one, add_special_tokens=False).input_ids]
+    first = template.prompt(said(SINGLE[:1]))
+    messages = said([*SINGLE[:1], ("assistant", " Hello. "), ("user", "More")])
+    assert template.next_prompt([*first, *odd], messages)[: len(first) + len(odd)] == [*first, *odd]
+
+
+def test_where_earlier_thoughts_are_stripped_the_conversation_is_rendered_anew():
+    template, reader = Template(tokenizer("qwen3")), tokenizer("qwen3")
+    first = template.prompt(said(THINKING[:1]))
+    ids: Any = reader(HM, add_special_tokens=False)["input_ids"]
+    again = template.next_prompt([*first, *ids], said(THINKING[:3]))
+    assert again == template.prompt(said(THINKING[:3]))
+    assert "<think>" not in reader.decode(again)
+
+
+def test_a_template_that_asks_the_clock_says_the_same_tomorrow(monkeypatch: Any):
+    monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", None)
+    assert "July 26, 2024" in sampled("granite3_3", "single")[0].text
+    assert "26 Jul 2024" in sampled("llama3_2", "single")[0].text
+
+
+def test_fingerprints_tell_templates_and_special_tokens_apart():
+    found = {Template(tokenizer(family)).fingerprint for family in SPECIAL}
+    assert len(found) == len(SPECIAL)
+    assert Template(tokenizer("qwen3")).fingerprint == Template(tokenizer("qwen3")).fingerprint
+
+
+def test_a_tokenizer_without_a_template_is_refused():
+    with pytest.raises(InputError, match="tokenizer with a chat template, line 3 has messages"):
+        Template(AutoTokenizer.from_pretrained(BASE), "line 3")
