@@ -203,8 +203,9 @@ class Template:
         counted = np.zeros(len(ids), bool)
         for turn in turns:
             begin, end = len(turn.prompt), len(turn.prompt) + len(turn.answer)
-            # a token that begins in the prompt is none that the base writes
-            counted |= (begin <= places[:, 0]) & (places[:, 0] < end) & (places[:, 1] <= end)
+            # a token that begins in the prompt is none that the base writes; the one that ends the
+            # answer may take in the line break behind it
+            counted |= (begin <= places[:, 0]) & (places[:, 0] < end)
         sample = Sample(ids, counted.tolist(), text)
         self.refuse_wrong_mask(sample, [turn.message for turn in turns], where)
         return sample

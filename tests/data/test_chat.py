@@ -3,13 +3,15 @@
 In a table a piece between bars is counted: what the model itself writes, with what ends it.
 """
 
+import json
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
+from tokenizers import AddedToken, Tokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from specheads.core.errors import InputError
@@ -346,6 +348,28 @@ def test_a_token_that_begins_in_the_prompt_is_not_counted():
     assert tokenizer("smollm2").decode(one.tokens[begin - 1]) == "\n\n"
     counted = [token for token, is_in in zip(one.tokens, one.counted, strict=True) if is_in]
     assert tokenizer("smollm2").decode(counted) == "Hello.<|im_end|>"
+
+
+@pytest.mark.parametrize("family", ["smollm2", "gemma3"])
+def test_an_end_that_takes_in_the_line_break_behind_it_is_counted(family: str):
+    made = AutoTokenizer.from_pretrained(BASE)
+    *others, end = SPECIAL[family]
+    made.add_special_tokens({"additional_special_tokens": [*others, AddedToken(end, rstrip=True)]})
+    made.chat_template = tokenizer(family).chat_template
+    one = Template(made).encode(said(MULTI))
+    counted = [token for token, is_in in zip(one.tokens, one.counted, strict=True) if is_in]
+    assert made.decode(counted) == f"Hello.{end}Bye.{end}"
+
+
+def test_a_tokenizer_that_normalises_is_no_reason_to_refuse_an_answer():
+    rules = json.loads(tokenizer("smollm2").backend_tokenizer.to_str())
+    rules["normalizer"] = {"type": "NFC"}
+    made = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(rules)))
+    made.add_special_tokens({"eos_token": "<|im_end|>"})
+    made.chat_template = tokenizer("smollm2").chat_template
+    one = Template(made).encode(said([("user", "Hi?"), ("assistant", "Cafe\u0301 e\u0301.")]))
+    counted = [token for token, is_in in zip(one.tokens, one.counted, strict=True) if is_in]
+    assert made.decode(counted) == "Caf\u00e9 \u00e9.<|im_end|>"
 
 
 @pytest.mark.parametrize(
