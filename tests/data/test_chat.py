@@ -362,7 +362,8 @@ def test_an_end_that_takes_in_the_line_break_behind_it_is_counted(family: str):
 
 
 def test_a_tokenizer_that_normalises_is_no_reason_to_refuse_an_answer():
-    rules = json.loads(tokenizer("smollm2").backend_tokenizer.to_str())
+    reader: Any = tokenizer("smollm2")
+    rules = json.loads(reader.backend_tokenizer.to_str())
     rules["normalizer"] = {"type": "NFC"}
     made = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(rules)))
     made.add_special_tokens({"eos_token": "<|im_end|>"})
