@@ -51,10 +51,7 @@ def load_model(
         sizes, _ = PreTrainedConfig.get_config_dict(source, revision=revision)
         _refuse_sizes(sizes)
         AutoConfig.from_pretrained(source, revision=revision)
-    folder, tokenizer = Path(source), None
-    if not folder.is_dir() or any(any(folder.glob(name)) for name in TOKENIZER_FILES):
-        with _reading("tokenizer", source):
-            tokenizer = AutoTokenizer.from_pretrained(source, revision=revision)
+    folder, tokenizer = Path(source), load_tokenizer(source, revision=revision)
     if (folder / "generation_config.json").is_file():
         # transformers would pass over a damaged one, and with it over what ends a text
         with _reading("generation_config.json", source):
@@ -80,6 +77,15 @@ def load_model(
         )
         _refuse_unwhole(source, told)
     return loaded.to(place), tokenizer
+
+
+def load_tokenizer(source: str, *, revision: str) -> PreTrainedTokenizerBase | None:
+    """Load a base's tokenizer alone; a folder without tokenizer files has none."""
+    folder = Path(source)
+    if folder.is_dir() and not any(any(folder.glob(name)) for name in TOKENIZER_FILES):
+        return None
+    with _reading("tokenizer", source):
+        return AutoTokenizer.from_pretrained(source, revision=revision)
 
 
 @contextmanager

@@ -15,12 +15,15 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from specheads.commands import _compose, _help
-from specheads.core.errors import InputError
+from specheads.core.errors import InputError, printable
 
 MISTAKES = (InputError, HydraException, OmegaConfBaseException)
 
 NO_ROOM = ("No space left on device", "PytorchStreamWriter failed writing", "Disk quota exceeded")
 """What libraries say of a full disk: not all raise an OSError."""
+
+MOST_DETAILS = 8000
+"""Characters shown below an error's line."""
 
 NO_MEMORY = ("out of memory", "can't allocate memory", "Unable to allocate")
 
@@ -51,7 +54,7 @@ def call(name: str, arguments: Sequence[str]) -> None:
         sys.exit(141)
     except Exception as error:
         if line := _users(error, settings):
-            sys.stderr.write(line)
+            sys.stderr.write(line + _details(error))
             sys.exit(2)
         sys.stderr.write(_ours(error))
         sys.exit(1)
@@ -81,6 +84,15 @@ def _users(error: Exception, settings: Sequence[Any]) -> str:
                 f"{str(one.filename)[:200]!r}; check its name and its rights\n"
             )
     return ""
+
+
+def _details(error: Exception) -> str:
+    """Return what an error shows below its line."""
+    told = printable(error.details).rstrip("\n") if isinstance(error, InputError) else ""
+    if len(told) > MOST_DETAILS:
+        half = MOST_DETAILS // 2
+        told = f"{told[:half]}\n[{len(told) - 2 * half:,} characters left out]\n{told[-half:]}"
+    return told and f"{told}\n"
 
 
 def _ours(error: Exception) -> str:

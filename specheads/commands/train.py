@@ -12,6 +12,11 @@ def run(settings: Train, _: Sequence[str]) -> None:
     if settings.dry_run:
         sys.stdout.write(_compose.as_yaml(settings))
         return
+    if settings.preview:
+        from specheads.commands import _preview
+
+        _preview.show(settings)
+        return
     # late: what shows settings need not wait for torch
     from accelerate import PartialState
     from rich.console import Console

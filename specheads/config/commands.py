@@ -59,6 +59,9 @@ class Train:
     dry_run: bool = False
     """Print the resolved settings and stop."""
 
+    preview: Count = 0
+    """Documents shown with the tokens that the loss counts; then it stops. Zero trains."""
+
 
 @dataclass(kw_only=True, slots=True)
 class Evaluate:

@@ -17,6 +17,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from specheads.config import Data
 from specheads.core.errors import InputError
 from specheads.core.paths import local_path
+from specheads.data.chat import Template, conversation
 from specheads.data.documents import Documents
 from specheads.data.encode import token_ids
 from specheads.data.hub import load_from_hub
@@ -241,33 +242,11 @@ def _is_text(value: Any) -> TypeGuard[str]:
     return isinstance(value, str) and bool(value.strip())
 
 
-def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and "role" in value and _is_text(value.get("content"))
-
-
 def _chat(messages: Any, where: str, tokenizer: PreTrainedTokenizerBase, category: str) -> Prompt:
-    if tokenizer.chat_template is None:
-        raise InputError(
-            f"messages need a tokenizer with a chat template, {where} has messages and this "
-            "tokenizer has no template; give rows with prompt, or an instruction-tuned base"
-        )
-    if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
-        raise InputError(
-            "messages must be a list of objects with role and content, and not empty; "
-            f"{where} has {messages!r:.60}"
-        )
-    try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except Exception as error:
-        # a template is a stranger's program: it can raise whatever there is
-        raise InputError(
-            f"the tokenizer's chat template takes no messages such as those of {where}: "
-            f"{' '.join(str(error).split()) or type(error).__name__}; change the roles, or give "
-            "rows with prompt"
-        ) from error
-    # the template wrote the special tokens itself
-    ids = token_ids(tokenizer, str(text), add_special_tokens=False)
-    return _prompt(ids, category, str(text), where)
+    template = Template(tokenizer, where)
+    told = conversation({"messages": messages}, where)
+    ids = template.prompt(told.messages, told.tools, where)
+    return _prompt(ids, category, str(tokenizer.decode(ids)), where)
 
 
 def _prompt(tokens: list[int], category: str, text: str, where: str) -> Prompt:

@@ -15,6 +15,7 @@ from specheads.config.parts import Source
 from specheads.core.errors import InputError
 from specheads.core.paths import local_path
 from specheads.data import local
+from specheads.data.conversations import conversation
 from specheads.data.hub import hub_rows, hub_texts
 from specheads.data.instructions import instructions
 from specheads.data.jsonl import Row
@@ -153,8 +154,6 @@ def _chat_files(source: Source) -> list[Path]:
 
 
 def _conversations(source: Source, files: list[Path], seed: int) -> Rows:
-    from specheads.data.chat import conversation  # pyright: ignore[reportMissingImports]
-
     for where, row in local.rows_of(files) if files else hub_rows(source, seed):
         talk = conversation(row, where)
         yield where, {"messages": talk.messages, "tools": talk.tools}

@@ -18,6 +18,7 @@ from specheads.core.errors import InputError
 from specheads.core.files import sole_writer, sweep
 from specheads.core.paths import cache_dir
 from specheads.data import jsonl
+from specheads.data.chat import Template
 from specheads.data.documents import Documents
 from specheads.data.encode import DisagreementError, Encoder
 from specheads.data.fingerprint import tokenizer_fingerprint
@@ -176,15 +177,13 @@ def _read_texts(tokenizer: PreTrainedTokenizerBase, is_fast: bool) -> Read:
 
 
 def _read_conversations(tokenizer: PreTrainedTokenizerBase) -> Read:
-    template: Any = None
+    template: Template | None = None
 
     def read(batch: list[Row]) -> list[list[Document]]:
         nonlocal template
         for _, where, row in batch:
             _refuse_unanswered(row["messages"], where)
         if template is None:
-            from specheads.data.chat import Template  # pyright: ignore[reportMissingImports]
-
             template = Template(tokenizer)
         return [
             [

@@ -1,0 +1,49 @@
+"""Show some of the text that training would see, with what the loss counts of it."""
+
+import numpy as np
+from rich.console import Console
+from rich.text import Text
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from specheads.base.loading import load_tokenizer
+from specheads.config import Train
+from specheads.core.errors import InputError, printable
+from specheads.data.shown import CLOSE, OPEN, marked, pieces
+from specheads.data.tokenise import tokenised
+
+MOST_TOKENS = 2048
+"""Tokens shown of a document."""
+
+COUNTED, OTHERS, SPECIAL = "bold green", "dim", " reverse"
+
+
+def show(settings: Train) -> None:
+    """Print documents of the corpus; of the base only the tokenizer is loaded."""
+    tokenizer = load_tokenizer(settings.base.model, revision=settings.base.revision)
+    if tokenizer is None:
+        raise InputError(f"training reads text: the base {settings.base.model} needs a tokenizer")
+    documents = tokenised(settings.data, "train", tokenizer, settings.seed)
+    order = np.random.default_rng(settings.seed).permutation(len(documents))[: settings.preview]
+    console = Console(markup=False, highlight=False, soft_wrap=True)
+    has_colour = console.is_terminal and not console.no_color
+    how = "bright" if has_colour else f"in {OPEN}{CLOSE}"
+    console.print(f"{len(documents):,} documents; what the loss counts is {how}")
+    for place, number in enumerate(order.tolist(), start=1):
+        tokens, counted = documents.tokens(number).tolist(), documents.counted(number).tolist()
+        console.print(
+            f"\n--- {place} of {len(order)}: {len(tokens):,} tokens, {sum(counted):,} counted "
+            f"({sum(counted) / max(len(tokens), 1):.1%})"
+        )
+        shown = tokens[:MOST_TOKENS], counted[:MOST_TOKENS]
+        is_plain = not has_colour
+        console.print(printable(marked(tokenizer, *shown)) if is_plain else _lit(tokenizer, *shown))
+        if len(tokens) > MOST_TOKENS:
+            console.print(f"... and {len(tokens) - MOST_TOKENS:,} more tokens")
+
+
+def _lit(tokenizer: PreTrainedTokenizerBase, tokens: list[int], counted: list[bool]) -> Text:
+    out = Text()
+    for text, is_counted, is_special in pieces(tokenizer, tokens, counted):
+        style = (COUNTED if is_counted else OTHERS) + (SPECIAL if is_special else "")
+        out.append(printable(text), style)
+    return out

@@ -1,0 +1,110 @@
+"""`specheads train preview=N`: what training would see, before anything is spent."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from transformers import AutoTokenizer
+
+from specheads.commands import _preview
+from specheads.commands._call import call
+
+BASE = Path(__file__).parents[2] / "recipes" / "tiny_code" / "base"
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+TALK = {
+    "messages": [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "\x1b]0;"}]
+}
+
+
+@pytest.fixture
+def overrides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return what trains on one conversation, with a base of which only a tokenizer is there."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    tokenizer = AutoTokenizer.from_pretrained(BASE)
+    special = ["<|im_start|>", "<|im_end|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": special, "eos_token": special[1]})
+    tokenizer.chat_template = CHATML
+    tokenizer.save_pretrained("base")
+    Path("talks.jsonl").write_text(json.dumps(TALK) + "\n", encoding="utf-8")
+    return ["recipe=smoke", "base.model=base", "data.source=chat", "data.path=talks.jsonl"]
+
+
+def test_a_preview_shows_the_mask_without_colour_and_leaves_no_run(
+    overrides: list[str], capsys: Any
+):
+    call("train", [*overrides, "preview=2"])
+    said = capsys.readouterr().out
+    # what a terminal would obey is shown and not sent
+    shown = "<|im_start|>user\nHi?<|im_end|>\n<|im_start|>assistant\n⟦\\x1b]0;<|im_end|>⟧\n"
+    assert shown in said
+    assert "--- 1 of 1: " in said
+    assert not Path("runs").exists()
+
+
+def test_all_of_a_plain_corpus_is_counted(overrides: list[str], capsys: Any):
+    text = "a sentence to learn " * 20
+    rows = [json.dumps({"text": f"{text} {number}"}) for number in range(40)]
+    Path("talks.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    call("train", [*overrides, "data.source=jsonl", "preview=1"])
+    said = capsys.readouterr().out
+    assert "counted (100.0%)" in said
+    assert f"⟦{text} " in said
+
+
+def test_on_a_terminal_what_is_counted_is_bright_and_special_tokens_stand_out(
+    overrides: list[str], capsys: Any, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(
+        _preview,
+        "Console",
+        lambda **how: Console(force_terminal=True, color_system="standard", **how),
+    )
+    call("train", [*overrides, "preview=1"])
+    said = capsys.readouterr().out
+    assert "\x1b[2;7m<|im_start|>\x1b[0m\x1b[2massistant" in said
+    assert "\x1b[1;32m\\x1b]0;\x1b[0m\x1b[1;7;32m<|im_end|>\x1b[0m" in said
+
+
+def test_a_wrong_mask_leaves_one_line_and_below_it_the_text(overrides: list[str], capsys: Any):
+    loud = CHATML.replace("m.content", "(m.content | upper)")
+    Path("base/chat_template.jinja").write_text(loud, encoding="utf-8")
+    row = {"messages": [TALK["messages"][0], {"role": "assistant", "content": "Hello."}]}
+    Path("talks.jsonl").write_text(json.dumps(row), encoding="utf-8")
+    with pytest.raises(SystemExit) as left:
+        call("train", [*overrides, "preview=1"])
+    assert left.value.code == 2
+    first, *below = capsys.readouterr().err.splitlines()
+    assert first.startswith("error: the mask must count the assistant's answers and nothing else")
+    assert "line 1 of talks.jsonl" in first
+    assert below[-2:] == ["<|im_start|>assistant", "⟦HELLO.<|im_end|>⟧"]
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"{not json}\n", "line 1 of talks.jsonl is none"),
+        (b'{"text": "no messages"}\n', "has text"),
+        (b'{"messages": [{"role": "bot", "content": "a"}]}\n', "has 'bot'"),
+        (b"", "has none"),
+        (b"\x00\xff\xfe\x80binary", "talks.jsonl"),
+        (b'{"messages": [], "conversations": []}\n', "messages; conversations"),
+    ],
+)
+def test_a_broken_file_of_conversations_leaves_one_line(
+    overrides: list[str], capsys: Any, content: bytes, told: str
+):
+    Path("talks.jsonl").write_bytes(content)
+    with pytest.raises(SystemExit) as left:
+        call("train", [*overrides, "preview=1"])
+    said = capsys.readouterr().err
+    assert left.value.code == 2
+    assert told in said
+    assert len(said.splitlines()) == 1

@@ -1,0 +1,520 @@
+"""Conversations through published chat templates: ids and masks against tables written by hand.
+
+In a table a piece between bars is counted: what the model itself writes, with what ends it.
+"""
+
+import json
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, Tokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from specheads.core.errors import InputError
+from specheads.data.chat import Sample, Template, conversation
+
+BASE = Path(__file__).parents[2] / "recipes" / "tiny_code" / "base"
+TEMPLATES = Path(__file__).parent / "templates"
+
+CHATML = ("<|im_start|>", "<|im_end|>")
+LLAMA = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+MISTRAL = (
+    *("<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"),
+    *("[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"),
+)
+SPECIAL: dict[str, tuple[str, ...]] = {
+    "smollm2": CHATML,
+    "qwen3": CHATML,
+    "qwen3_training": CHATML,
+    "llama3_1": LLAMA,
+    "llama3_2": LLAMA,
+    "granite3_3": ("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>"),
+    "mistral_nemo": MISTRAL,
+    "gemma3": ("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"),
+}
+BOS = {"llama3_1": LLAMA[0], "llama3_2": LLAMA[0], "mistral_nemo": "<s>", "gemma3": "<bos>"}
+EOS = {"gemma3": "<eos>", "mistral_nemo": "</s>"}
+PUBLISHED = tuple(name for name in SPECIAL if name != "qwen3_training")
+
+SINGLE = [("user", "Hi?"), ("assistant", "Hello.")]
+MULTI = [*SINGLE, ("user", "More"), ("assistant", "Bye.")]
+SYSTEM = [("system", "Be brief."), *MULTI]
+THINKING = [
+    *(("user", "Hi?"), ("assistant", "<think>\nhm\n</think>\n\nHello.")),
+    *(("user", "More"), ("assistant", "<think>\nha\n</think>\n\nBye.")),
+]
+CALL = {"id": "abcdefghi", "function": {"name": "sun", "arguments": '{"city": "Rome"}'}}
+TOOL = {"type": "function", "function": {"name": "sun", "parameters": {}}}
+CALLING: list[Any] = [
+    {"role": "user", "content": "Sun?"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "content": "yes", "tool_call_id": "abcdefghi"},
+    {"role": "assistant", "content": "Sunny."},
+]
+CALLING_IN_TEXT: list[Any] = [
+    CALLING[0],
+    {"role": "assistant", "content": '<|tool_call|>[{"name": "sun"}]'},
+    *CALLING[2:],
+]
+"""Granite's template has no place for calls: it publishes them in the answer's text."""
+
+SMOL = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face"
+LLAMA_SYSTEM = (
+    "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\n"
+    "Cutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\n"
+)
+LLAMA_USER = "<|start_header_id|>user<|end_header_id|>\n\n"
+LLAMA_ASKS = "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
+LLAMA_TOOLS = (
+    "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nEnvironment: ipython\n"
+    "Cutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\n<|eot_id|>"
+    f"{LLAMA_USER}Given the following functions, please respond with a JSON for a function call "
+    "with its proper arguments that best answers the given prompt.\n\nRespond in the format "
+    '{"name": function name, "parameters": dictionary of argument name and its value}.'
+    'Do not use variables.\n\n{\n    "type": "function",\n    "function": {\n        '
+    '"name": "sun",\n        "parameters": {}\n    }\n}\n\nSun?'
+)
+QWEN_TOOLS = (
+    "<|im_start|>system\n# Tools\n\nYou may call one or more functions to assist with the user "
+    "query.\n\nYou are provided with function signatures within <tools></tools> XML tags:\n<tools>"
+    '\n{"type": "function", "function": {"name": "sun", "parameters": {}}}\n</tools>\n\nFor each '
+    "function call, return a json object with function name and arguments within <tool_call>"
+    '</tool_call> XML tags:\n<tool_call>\n{"name": <function-name>, "arguments": '
+    "<args-json-object>}\n</tool_call><|im_end|>\n<|im_start|>user\nSun?<|im_end|>\n"
+)
+GRANITE = (
+    "<|start_of_role|>system<|end_of_role|>Knowledge Cutoff Date: April 2024. Today's Date: "
+    "July 26, 2024. You are Granite, developed by IBM. You are a helpful "
+)
+GRANITE_TOOLS = (
+    f"{GRANITE}assistant with access to the following tools. When a tool is required to answer the "
+    "user's query, respond only with <|tool_call|> followed by a JSON list of tools used. If a "
+    "tool does not exist in the provided list of tools, notify the user that you do not have the "
+    "ability to fulfill the request.<|end_of_text|>\n<|start_of_role|>available_tools"
+    '<|end_of_role|>[\n    {\n        "type": "function",\n        "function": {\n            '
+    '"name": "sun",\n            "parameters": {}\n        }\n    }\n]<|end_of_text|>\n'
+)
+NEMO_TOOLS = (
+    '<s>[AVAILABLE_TOOLS][{"type": "function", "function": {"name": "sun", "parameters": {}}}]'
+    "[/AVAILABLE_TOOLS][INST]Sun?[/INST]"
+)
+NO_THOUGHT = "<think>\n\n</think>\n\n"
+
+
+def chatml(*turns: str, system: str = "", ends: str = "\n") -> str:
+    """Write questions and answers in turn."""
+    out = f"{system}<|im_end|>\n" if system else ""
+    for place, text in enumerate(turns):
+        role = "assistant" if place % 2 else "user"
+        said = f"|{text}<|im_end|>|" if place % 2 else f"{text}<|im_end|>"
+        out += f"<|im_start|>{role}\n{said}{ends}"
+    return out
+
+
+def qwen(asked: str, said: str, again: str, answer: str, system: str = "") -> list[str]:
+    """Write what qwen3 makes of two turns: the first answer keeps its thought for itself."""
+    first = chatml(asked, said, system=system)
+    history = first.replace("|" + said, said.rpartition("\n\n")[2]).replace(
+        "<|im_end|>|", "<|im_end|>"
+    )
+    return [first, history + chatml(again, answer)]
+
+
+def llama(*turns: str, system: str = "") -> str:
+    out = f"{LLAMA_SYSTEM}{system}<|eot_id|>"
+    for asked, said in zip(turns[::2], turns[1::2], strict=True):
+        out += f"{LLAMA_USER}{asked}{LLAMA_ASKS}|{said}<|eot_id|>|"
+    return out
+
+
+def granite(*turns: str, system: str = f"{GRANITE}AI assistant.") -> str:
+    system = system if system.startswith("<") else f"<|start_of_role|>system<|end_of_role|>{system}"
+    out = f"{system}<|end_of_text|>\n"
+    for asked, said in zip(turns[::2], turns[1::2], strict=True):
+        out += f"<|start_of_role|>user<|end_of_role|>{asked}<|end_of_text|>\n"
+        out += f"<|start_of_role|>assistant<|end_of_role|>|{said}<|end_of_text|>|\n"
+    return out
+
+
+def gemma(*turns: str) -> str:
+    out = "<bos>"
+    for asked, said in zip(turns[::2], turns[1::2], strict=True):
+        out += f"<start_of_turn>user\n{asked}<end_of_turn>\n"
+        out += f"<start_of_turn>model\n|{said}<end_of_turn>|\n"
+    return out
+
+
+HM, HA = "<think>\nhm\n</think>\n\nHello.", "<think>\nha\n</think>\n\nBye."
+CASES: dict[str, Any] = {
+    "single": SINGLE, "multi": MULTI, "system": SYSTEM, "thinking": THINKING, "calling": CALLING,
+}  # fmt: skip
+EXPECTED: dict[tuple[str, str], list[str]] = {
+    ("smollm2", "single"): [chatml("Hi?", "Hello.", system=SMOL)],
+    ("smollm2", "multi"): [chatml("Hi?", "Hello.", "More", "Bye.", system=SMOL)],
+    ("smollm2", "system"): [
+        chatml("Hi?", "Hello.", "More", "Bye.", system="<|im_start|>system\nBe brief.")
+    ],
+    ("smollm2", "thinking"): [chatml("Hi?", HM, "More", HA, system=SMOL)],
+    ("qwen3", "single"): [chatml("Hi?", f"{NO_THOUGHT}Hello.")],
+    ("qwen3", "multi"): qwen("Hi?", f"{NO_THOUGHT}Hello.", "More", f"{NO_THOUGHT}Bye."),
+    ("qwen3", "system"): qwen(
+        *("Hi?", f"{NO_THOUGHT}Hello.", "More", f"{NO_THOUGHT}Bye."),
+        system="<|im_start|>system\nBe brief.",
+    ),
+    ("qwen3", "thinking"): qwen("Hi?", HM, "More", HA),
+    ("qwen3", "calling"): [
+        f"{QWEN_TOOLS}<|im_start|>assistant\n|{NO_THOUGHT}<tool_call>\n"
+        '{"name": "sun", "arguments": {"city": "Rome"}}\n</tool_call><|im_end|>|\n',
+        f"{QWEN_TOOLS}<|im_start|>assistant\n<tool_call>\n"
+        '{"name": "sun", "arguments": {"city": "Rome"}}\n</tool_call><|im_end|>\n'
+        "<|im_start|>user\n<tool_response>\nyes\n</tool_response><|im_end|>\n"
+        f"<|im_start|>assistant\n|{NO_THOUGHT}Sunny.<|im_end|>|\n",
+    ],
+    ("qwen3_training", "multi"): [
+        chatml("Hi?", f"{NO_THOUGHT}Hello.", "More", f"{NO_THOUGHT}Bye.")
+    ],
+    ("qwen3_training", "thinking"): [chatml("Hi?", HM, "More", HA)],
+    **{
+        (name, case): table
+        for name in ("llama3_1", "llama3_2")
+        for case, table in {
+            "single": [llama("Hi?", "Hello.")],
+            "multi": [llama("Hi?", "Hello.", "More", "Bye.")],
+            "system": [llama("Hi?", "Hello.", "More", "Bye.", system="Be brief.")],
+            "thinking": [llama("Hi?", HM, "More", HA)],
+            "calling": [
+                f'{LLAMA_TOOLS}{LLAMA_ASKS}|{{"name": "sun", "parameters": {{"city": "Rome"}}}}'
+                '<|eot_id|>|<|start_header_id|>ipython<|end_header_id|>\n\n"yes"'
+                f"{LLAMA_ASKS}|Sunny.<|eot_id|>|"
+            ],
+        }.items()
+    },
+    ("granite3_3", "single"): [granite("Hi?", "Hello.")],
+    ("granite3_3", "multi"): [granite("Hi?", "Hello.", "More", "Bye.")],
+    ("granite3_3", "system"): [granite("Hi?", "Hello.", "More", "Bye.", system="Be brief.")],
+    ("granite3_3", "thinking"): [granite("Hi?", HM, "More", HA)],
+    ("granite3_3", "calling"): [
+        f"{GRANITE_TOOLS}<|start_of_role|>user<|end_of_role|>Sun?<|end_of_text|>\n"
+        '<|start_of_role|>assistant<|end_of_role|>|<|tool_call|>[{"name": "sun"}]<|end_of_text|>|\n'
+        "<|start_of_role|>tool<|end_of_role|>yes<|end_of_text|>\n"
+        "<|start_of_role|>assistant<|end_of_role|>|Sunny.<|end_of_text|>|\n"
+    ],
+    ("mistral_nemo", "single"): ["<s>[INST]Hi?[/INST]|Hello.</s>|"],
+    ("mistral_nemo", "multi"): ["<s>[INST]Hi?[/INST]|Hello.</s>|[INST]More[/INST]|Bye.</s>|"],
+    # it moves the system prompt to the last question, so the first answer stands alone behind its
+    ("mistral_nemo", "system"): [
+        "<s>[INST]Be brief.\n\nHi?[/INST]|Hello.</s>|",
+        "<s>[INST]Hi?[/INST]Hello.</s>[INST]Be brief.\n\nMore[/INST]|Bye.</s>|",
+    ],
+    ("mistral_nemo", "thinking"): [f"<s>[INST]Hi?[/INST]|{HM}</s>|[INST]More[/INST]|{HA}</s>|"],
+    ("mistral_nemo", "calling"): [
+        f'{NEMO_TOOLS}|[TOOL_CALLS][{{"name": "sun", "arguments": {{"city": "Rome"}}, "id": '
+        '"abcdefghi"}]</s>|[TOOL_RESULTS]{"content": yes, "call_id": "abcdefghi"}[/TOOL_RESULTS]'
+        "|Sunny.</s>|"
+    ],
+    ("gemma3", "single"): [gemma("Hi?", "Hello.")],
+    ("gemma3", "multi"): [gemma("Hi?", "Hello.", "More", "Bye.")],
+    ("gemma3", "system"): [gemma("Be brief.\n\nHi?", "Hello.", "More", "Bye.")],
+    ("gemma3", "thinking"): [gemma("Hi?", HM, "More", HA)],
+}
+
+
+@cache
+def tokenizer(family: str) -> PreTrainedTokenizerBase:
+    """Return a small byte-level tokenizer with the special tokens and the template of a family."""
+    made = AutoTokenizer.from_pretrained(BASE)
+    special = SPECIAL[family]
+    named = {"eos_token": EOS.get(family, special[-1])}
+    named |= {"bos_token": BOS[family]} if family in BOS else {}
+    made.add_special_tokens({**named, "additional_special_tokens": list(special)})
+    if family.startswith("qwen3"):
+        made.add_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>"])
+    made.chat_template = (TEMPLATES / f"{family}.jinja").read_text(encoding="utf-8")
+    return made
+
+
+def said(case: Any) -> list[dict[str, Any]]:
+    """Return messages as a row's reader gives them."""
+    rows = [{"role": one[0], "content": one[1]} if isinstance(one, tuple) else one for one in case]
+    return conversation({"messages": rows}, "a row").messages
+
+
+def sampled(family: str, case: str) -> list[Sample]:
+    is_text = family == "granite3_3" and case == "calling"
+    messages = said(CALLING_IN_TEXT if is_text else CASES[case])
+    return Template(tokenizer(family)).samples(messages, [TOOL] if case == "calling" else None)
+
+
+def table(family: str, text: str) -> tuple[list[int], list[bool]]:
+    """Return the ids and the mask of a text in whose pieces every other one is counted."""
+    ids, counted = [], []
+    for place, piece in enumerate(text.split("|_|")):
+        found: Any = tokenizer(family)(piece, add_special_tokens=False)["input_ids"]
+        ids += found
+        counted += [place % 2 == 1] * len(found)
+    return ids, counted
+
+
+def barred(text: str) -> str:
+    """Mark the bars that are not those of a special token, such as <|im_end|>."""
+    plain = text.replace("<|", "\0").replace("|>", "\1").replace("|", "|_|")
+    return plain.replace("\0", "<|").replace("\1", "|>")
+
+
+@pytest.mark.parametrize(("family", "case"), EXPECTED)
+def test_ids_and_masks_of_published_templates_equal_a_table_written_by_hand(family: str, case: str):
+    found = sampled(family, case)
+    wanted = [barred(text) for text in EXPECTED[family, case]]
+    assert [one.text for one in found] == [text.replace("|_|", "") for text in wanted]
+    assert [(one.tokens, one.counted) for one in found] == [table(family, one) for one in wanted]
+
+
+@pytest.mark.parametrize("family", ["smollm2", "qwen3", "llama3_1", "gemma3"])
+def test_ids_are_those_of_the_tokenizers_own_template(family: str):
+    own: Any = tokenizer(family).apply_chat_template(said(SYSTEM), return_dict=False)
+    assert sampled(family, "system")[-1].tokens == own
+
+
+def shifted(one: Sample, places: int) -> list[bool]:
+    """Return a mask moved to the right, or to the left."""
+    around = [False] * abs(places)
+    longer = [*around, *one.counted, *around]
+    return longer[abs(places) - places :][: len(one.counted)]
+
+
+def with_header(one: Sample) -> list[bool]:
+    """Return a mask that counts what stands before an answer too."""
+    return [here or after for here, after in zip(one.counted, shifted(one, -3), strict=True)]
+
+
+def without_last(one: Sample) -> list[bool]:
+    """Return a mask without its last stretch."""
+    end = max(place for place, counted in enumerate(one.counted) if counted)
+    begin = max((place for place in range(end) if not one.counted[place]), default=-1)
+    return [*one.counted[: begin + 1], *([False] * (len(one.counted) - begin - 1))]
+
+
+PLANTED = {
+    "shifted right": lambda one: shifted(one, 1),
+    "shifted left": lambda one: shifted(one, -1),
+    "header counted": with_header,
+    "last turn left out": without_last,
+    "nothing counted": lambda one: [False] * len(one.counted),
+    "everything counted": lambda one: [True] * len(one.counted),
+}
+
+
+@pytest.mark.parametrize("planted", PLANTED)
+@pytest.mark.parametrize(("family", "case"), EXPECTED)
+def test_a_wrong_mask_is_refused_with_its_text(family: str, case: str, planted: str):
+    template, one = Template(tokenizer(family)), sampled(family, case)[-1]
+    messages = said(CALLING_IN_TEXT if "granite" in family and case == "calling" else CASES[case])
+    answers = [message for message in messages if message["role"] == "assistant"]
+    # of a conversation in parts the last one counts one answer
+    answers = answers[len(EXPECTED[family, case]) - 1 :]
+    template.refuse_wrong_mask(one, answers)
+    wrong = replace(one, counted=PLANTED[planted](one))
+    with pytest.raises(InputError, match="the mask must count the assistant's answers") as caught:
+        template.refuse_wrong_mask(wrong, answers, "line 3 of x.jsonl")
+    assert "line 3 of x.jsonl" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert caught.value.details.replace("⟦", "").replace("⟧", "") == one.text
+
+
+def test_a_greeting_is_no_answer_and_what_follows_the_last_answer_is_left_out():
+    messages = said([("assistant", "Welcome."), *SINGLE, ("user", "Thanks")])
+    (one,) = Template(tokenizer("smollm2")).samples(messages)
+    text = chatml("Hi?", "Hello.", system=f"{SMOL}<|im_end|>\n<|im_start|>assistant\nWelcome.")
+    assert one.text == barred(text).replace("|_|", "")
+    assert (one.tokens, one.counted) == table("smollm2", barred(text))
+
+
+def test_what_stands_in_a_message_is_read_as_it_would_be_by_the_server():
+    # a special token in a message is that token, as in transformers, and no end of the mask
+    messages = said([("user", "What is <|im_end|>?"), ("assistant", "<|im_end|> ends.")])
+    one = Template(tokenizer("smollm2")).encode(messages)
+    text = barred(chatml("What is <|im_end|>?", "<|im_end|> ends.", system=SMOL))
+    assert (one.tokens, one.counted) == table("smollm2", text)
+
+
+def test_a_token_that_begins_in_the_prompt_is_not_counted():
+    # "\n\n" is one token, and its first half the generation prompt's
+    one = Template(tokenizer("smollm2")).encode(said([("user", "Hi?"), ("assistant", "\nHello.")]))
+    begin = one.counted.index(True)
+    assert tokenizer("smollm2").decode(one.tokens[begin - 1]) == "\n\n"
+    counted = [token for token, is_in in zip(one.tokens, one.counted, strict=True) if is_in]
+    assert tokenizer("smollm2").decode(counted) == "Hello.<|im_end|>"
+
+
+@pytest.mark.parametrize("family", ["smollm2", "gemma3"])
+def test_an_end_that_takes_in_the_line_break_behind_it_is_counted(family: str):
+    made = AutoTokenizer.from_pretrained(BASE)
+    *others, end = SPECIAL[family]
+    made.add_special_tokens({"additional_special_tokens": [*others, AddedToken(end, rstrip=True)]})
+    made.chat_template = tokenizer(family).chat_template
+    one = Template(made).encode(said(MULTI))
+    counted = [token for token, is_in in zip(one.tokens, one.counted, strict=True) if is_in]
+    assert made.decode(counted) == f"Hello.{end}Bye.{end}"
+
+
+def test_a_tokenizer_that_normalises_is_no_reason_to_refuse_an_answer():
+    reader: Any = tokenizer("smollm2")
+    rules = json.loads(reader.backend_tokenizer.to_str())
+    rules["normalizer"] = {"type": "NFC"}
+    made = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(rules)))
+    made.add_special_tokens({"eos_token": "<|im_end|>"})
+    made.chat_template = tokenizer("smollm2").chat_template
+    one = Template(made).encode(said([("user", "Hi?"), ("assistant", "Cafe\u0301 e\u0301.")]))
+    counted = [token for token, is_in in zip(one.tokens, one.counted, strict=True) if is_in]
+    assert made.decode(counted) == "Caf\u00e9 \u00e9.<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("family", "case", "told"),
+    [
+        ("smollm2", CALLING, "counts '' for an answer that says '' and calls sun"),
+        ("granite3_3", CALLING, "and calls sun"),
+        ("gemma3", CALLING, "takes no messages such as those of line 3: Conversation roles must"),
+        ("llama3_1", [CALLING[0], CALLING[1] | {"content": "Let me see."}], "that says 'Let me"),
+        ("mistral_nemo", [*SINGLE, ("assistant", "More.")], "roles must alternate"),
+        ("smollm2", SINGLE[:1], "needs an answer of the assistant, line 3 has none"),
+        ("smollm2", [("assistant", "Welcome."), *SINGLE[:1]], "needs an answer"),
+    ],
+)
+def test_what_a_template_leaves_out_or_does_not_take_is_told(family: str, case: Any, told: str):
+    with pytest.raises(InputError, match=told) as caught:
+        Template(tokenizer(family)).samples(said(case), [TOOL], "line 3")
+    assert "\n" not in str(caught.value)
+
+
+HEADER = "{{ '<|im_start|>' + m.role + '\n' }}"
+SAID = "{{ m.content + '<|im_end|>' }}"
+ASKS = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+
+
+def marked(answer: str, asks: str = ASKS) -> str:
+    """Return a template of ours with markers in the assistant's branch."""
+    other = "{% else %}" + HEADER + SAID + "\n{% endif %}{% endfor %}"
+    return "{% for m in messages %}{% if m.role == 'assistant' %}" + answer + other + asks
+
+
+def with_template(source: str) -> Template:
+    made = AutoTokenizer.from_pretrained(BASE)
+    made.add_special_tokens({"eos_token": "<|im_end|>", "additional_special_tokens": list(CHATML)})
+    made.chat_template = source
+    return Template(made)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        marked(HEADER + "{% generation %}" + SAID + "{{ '\n' }}{% endgeneration %}"),
+        # these markers leave the end to us
+        marked(HEADER + "{% generation %}{{ m.content }}{% endgeneration %}{{ '<|im_end|>\n' }}"),
+        # the prompt begins the thought, and the markers say so too
+        marked(
+            HEADER + "{% generation %}{{ '<think>\n' }}" + SAID + "{{ '\n' }}{% endgeneration %}",
+            ASKS.replace("assistant\n", "assistant\n<think>\n"),
+        ),
+        # prompt and answer differ, and only the markers tell where it begins
+        marked(
+            HEADER + "{% generation %}" + SAID + "{{ '\n' }}{% endgeneration %}",
+            ASKS.replace("assistant\n", "assistant\n<think>\n"),
+        ),
+    ],
+)
+def test_generation_markers_say_what_is_counted_and_the_end_belongs_to_it(source: str):
+    (one,) = with_template(source).samples(said(MULTI))
+    counted = [token for token, is_in in zip(one.tokens, one.counted, strict=True) if is_in]
+    text = with_template(source)._tokenizer.decode(counted)
+    assert text == "Hello.<|im_end|>Bye.<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        (marked("{% generation %}" + HEADER + SAID + "\n{% endgeneration %}"), "must begin where"),
+        (marked(HEADER + SAID + "{% generation %}{{ '\n' }}{% endgeneration %}"), "must begin"),
+        (
+            marked(
+                HEADER + "{% if loop.last %}" + SAID + "{% else %}{% generation %}" + SAID
+                + "{% endgeneration %}{% endif %}\n"
+            ),
+            "must begin where",
+        ),
+        (
+            marked(HEADER + SAID, ASKS.replace("assistant\n", "assistant\n<think>\n")),
+            "the mask would be unstable",
+        ),
+        (marked(HEADER + "{{ m.content }}\n"), "must end an answer with a special token"),
+        (marked(HEADER + "{{ '<|im_end|>' }}"), "leaves it out"),
+        (marked(HEADER + "{{ m.content | upper + '<|im_end|>' }}"), "counts 'HELLO.' for an"),
+    ],
+    ids=["header", "beginning", "last", "unstable", "endless", "silent", "loud"],
+)  # fmt: skip
+def test_a_template_from_which_no_mask_follows_stops_and_shows_why(source: str, told: str):
+    with pytest.raises(InputError, match=told) as caught:
+        with_template(source).samples(said(MULTI), None, "line 3")
+    assert "\n" not in str(caught.value)
+
+
+def test_an_unstable_template_shows_the_prompt_and_the_text():
+    source = marked(HEADER + SAID, ASKS.replace("assistant\n", "assistant\n<think>\n"))
+    with pytest.raises(InputError) as caught:
+        with_template(source).samples(said(SINGLE))
+    assert "the prompt:\n<|im_start|>user" in caught.value.details
+    assert "<|im_start|>assistant\nHello.<|im_end|>" in caught.value.details
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_a_prompt_and_its_answers_are_spliced_to_the_text_that_training_sees(family: str):
+    template, reader = Template(tokenizer(family)), tokenizer(family)
+    ids: Any = reader("Hello.", add_special_tokens=False)["input_ids"]
+    messages = said(MULTI[:3])
+    first = template.prompt(messages[:1])
+    assert first == table(family, sampled(family, "single")[0].text.partition("Hello.")[0])[0] or (
+        family == "qwen3"
+    )
+    again = template.next_prompt([*first, *ids], messages)
+    assert again == template.prompt(messages)
+    # the base ended its answer itself
+    assert template.next_prompt(again[: len(first) + len(ids) + 1], messages) == again
+
+
+def test_an_answer_keeps_its_ids_however_it_would_be_read_again():
+    template, reader = Template(tokenizer("llama3_1")), tokenizer("llama3_1")
+    # letter by letter, and with a blank that the template trims
+    odd = [token for one in " Hello. " for token in reader(one, add_special_tokens=False).input_ids]
+    first = template.prompt(said(SINGLE[:1]))
+    messages = said([*SINGLE[:1], ("assistant", " Hello. "), ("user", "More")])
+    assert template.next_prompt([*first, *odd], messages)[: len(first) + len(odd)] == [*first, *odd]
+
+
+def test_where_earlier_thoughts_are_stripped_the_conversation_is_rendered_anew():
+    template, reader = Template(tokenizer("qwen3")), tokenizer("qwen3")
+    first = template.prompt(said(THINKING[:1]))
+    ids: Any = reader(HM, add_special_tokens=False)["input_ids"]
+    again = template.next_prompt([*first, *ids], said(THINKING[:3]))
+    assert again == template.prompt(said(THINKING[:3]))
+    assert "<think>" not in reader.decode(again)
+
+
+def test_a_template_that_asks_the_clock_says_the_same_tomorrow(monkeypatch: Any):
+    monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", None)
+    assert "July 26, 2024" in sampled("granite3_3", "single")[0].text
+    assert "26 Jul 2024" in sampled("llama3_2", "single")[0].text
+
+
+def test_fingerprints_tell_templates_and_special_tokens_apart():
+    found = {Template(tokenizer(family)).fingerprint for family in SPECIAL}
+    assert len(found) == len(SPECIAL)
+    assert Template(tokenizer("qwen3")).fingerprint == Template(tokenizer("qwen3")).fingerprint
+
+
+def test_a_tokenizer_without_a_template_is_refused():
+    with pytest.raises(InputError, match="tokenizer with a chat template, line 3 has messages"):
+        Template(AutoTokenizer.from_pretrained(BASE), "line 3")
