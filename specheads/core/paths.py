@@ -49,3 +49,12 @@ def writable_folder(path: str | Path) -> Path:
             f"a folder to write to is needed, got {str(path)!r:.80}: {reason}; name another"
         )
     return place
+
+
+def cache_folder() -> Path:
+    """Return where lies what can be made again: SPECHEADS_CACHE, or specheads in the user's cache.
+
+    The latter is XDG_CACHE_HOME, or ~/.cache; nothing need be there yet.
+    """
+    own, general = os.environ.get("SPECHEADS_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    return local_path(own or Path(general or "~/.cache") / "specheads").absolute()
