@@ -46,13 +46,8 @@ def load_model(
     """
     refuse_attention(attention)
     place = _device(device)
-    if dtype == "auto":
-        dtype = "bfloat16" if place.type == "cuda" else "float32"
-    if dtype not in DTYPES:
-        raise InputError(
-            f"dtype must name a torch dtype such as {', '.join(map(repr, DTYPES))}, got {dtype!r}"
-        )
-    quantised = quantisation(quantization, place, getattr(torch, dtype))
+    precision = _dtype(dtype, place)
+    quantised = quantisation(quantization, place, precision)
     source = located(source)
     with reading("config.json", source):
         _refuse_file(source)
@@ -77,7 +72,7 @@ def load_model(
         loaded, told = read(
             source,
             revision=revision,
-            dtype=getattr(torch, dtype),
+            dtype=precision,
             attn_implementation=attention,
             use_safetensors=True,
             ignore_mismatched_sizes=True,
@@ -87,6 +82,16 @@ def load_model(
         )
         refuse_unwhole(source, told)
     return loaded if quantised else loaded.to(place), tokenizer
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        name = "bfloat16" if device.type == "cuda" else "float32"
+    if name not in DTYPES:
+        raise InputError(
+            f"dtype must name a torch dtype such as {', '.join(map(repr, DTYPES))}, got {name!r}"
+        )
+    return getattr(torch, name)
 
 
 def _tokenizer(source: str, revision: str) -> PreTrainedTokenizerBase | None:
