@@ -60,13 +60,7 @@ def load_model(
         with reading("generation_config.json", source):
             _refuse_ends(GenerationConfig.from_pretrained(source))
     with reading("weights", source):
-        if folder.is_dir() and not any(folder.glob("*.safetensors")):
-            # unpickling would run a stranger's code
-            found = min((path.name for path in folder.glob("*.bin")), default="none")
-            raise InputError(
-                f"weights must lie in {source!r} in safetensors, and it has {found}; write them "
-                "with save_pretrained of a model that you trust"
-            )
+        _refuse_pickles(folder)
         # pyright does not know that it returns what it was asked to tell too
         read: Any = AutoModelForCausalLM.from_pretrained
         loaded, told = read(
@@ -100,6 +94,16 @@ def _tokenizer(source: str, revision: str) -> PreTrainedTokenizerBase | None:
         return None
     with reading("tokenizer", source):
         return AutoTokenizer.from_pretrained(source, revision=revision)
+
+
+def _refuse_pickles(folder: Path) -> None:
+    if folder.is_dir() and not any(folder.glob("*.safetensors")):
+        # unpickling would run a stranger's code
+        found = min((path.name for path in folder.glob("*.bin")), default="none")
+        raise InputError(
+            f"weights must lie in {str(folder)!r} in safetensors, and it has {found}; write them "
+            "with save_pretrained of a model that you trust"
+        )
 
 
 def _refuse_file(source: str) -> None:
