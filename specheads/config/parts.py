@@ -34,7 +34,8 @@ class Base:
     """Which model is frozen."""
 
     model: Place
-    """Folder or Hub id; safetensors only, and no code of its own is run."""
+    """Folder or Hub id (safetensors only, and no code of its own is run), FILE.gguf, or
+    package:NAME for the GGUF file inside a Python package."""
 
     revision: Text = "main"
     """Hub revision; ignored for a folder."""
@@ -47,6 +48,9 @@ class Base:
 
     attention: Annotated[str, one_of("sdpa", "eager")] = "sdpa"
     """sdpa or eager: what takes an arbitrary mask."""
+
+    quantization: Annotated[str, one_of("none", "8bit", "4bit")] = "none"
+    """none, 8bit or 4bit: bitsandbytes or torchao quantise its weights while loading; CUDA only."""
 
     adapter: Place = ""
     """Folder or Hub id of a LoRA adapter that is merged into it. Empty is none."""

@@ -8,7 +8,7 @@ import re
 import shutil
 import socket
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -79,21 +79,23 @@ def is_ours(name: str) -> bool:
 
 
 @contextmanager
-def sole_writer(folder: Path, lock: str = LOCK, *, wait: bool = False) -> Iterator[None]:
+def sole_writer(
+    folder: Path, lock: str = LOCK, *, wait: Callable[[str], object] | None = None
+) -> Iterator[None]:
     """Keep other processes from writing a folder, which is made if need be, while this lasts.
+
+    Where another process holds the lock, `wait` is told who, and then it is waited for.
 
     A folder that is still empty then goes again. The lock is the system's own and ends with its
     process: the file that a killed one leaves holds nobody up. Over NFS it counts between machines
     where the server keeps locks; a file system that keeps none is written without.
 
     Raises:
-        ValueError: Another process holds the lock and we are not to wait for it, or nothing can be
-            written there.
+        ValueError: Another process holds the lock and `wait` is None, or nothing can be written.
     """
     try:
         made = [one for one in (folder, *folder.parents) if not one.exists()]
-        folder.mkdir(parents=True, exist_ok=True)
-        held = _acquire(folder / lock, 0 if wait else fcntl.LOCK_NB)
+        held = _acquire(folder / lock, wait)
     except OSError as error:
         if error.errno == errno.ENOSPC:
             raise
@@ -111,20 +113,28 @@ def sole_writer(folder: Path, lock: str = LOCK, *, wait: bool = False) -> Iterat
                 one.rmdir()
 
 
-def _acquire(path: Path, how: int) -> int:
+def _acquire(path: Path, wait: Callable[[str], object] | None) -> int:
     """Return the open file of a lock that is ours now, with our number and machine in it."""
     while True:
-        # a link, in a folder that somebody sent, could lead to any file
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            # a link, in a folder that somebody sent, could lead to any file
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        except FileNotFoundError:
+            # a holder that made the folder, and leaves it empty, takes it away
+            continue
         try:
             fcntl.flock(file, fcntl.LOCK_EX | how)
         except BlockingIOError:
             holder = os.read(file, 1000).decode(errors="replace").strip() or "one that just began"
-            os.close(file)
-            raise InputError(
-                f"one process at a time may write {path.parent}, and another does ({holder}); wait "
-                "for it, stop it, or choose another folder"
-            ) from None
+            if wait is None:
+                os.close(file)
+                raise InputError(
+                    f"one process at a time may write {path.parent}, and another does ({holder}); "
+                    "wait for it, stop it, or choose another folder"
+                ) from None
+            wait(holder)
+            fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:
             if error.errno not in NO_LOCKS:
                 raise

@@ -51,8 +51,10 @@ def writable_folder(path: str | Path) -> Path:
     return place
 
 
-def cache_dir() -> Path:
-    """Return the folder for what can be made again: $SPECHEADS_CACHE, or the user's own cache."""
-    if named := os.environ.get("SPECHEADS_CACHE"):
-        return local_path(named)
-    return local_path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "specheads"
+def cache_folder() -> Path:
+    """Return where lies what can be made again: SPECHEADS_CACHE, or specheads in the user's cache.
+
+    The latter is XDG_CACHE_HOME, or ~/.cache; nothing need be there yet.
+    """
+    own, general = os.environ.get("SPECHEADS_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    return local_path(own or Path(general or "~/.cache") / "specheads").absolute()

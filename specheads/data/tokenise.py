@@ -16,7 +16,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from specheads.config import Data
 from specheads.core.errors import InputError
 from specheads.core.files import sole_writer, sweep
-from specheads.core.paths import cache_dir
+from specheads.core.paths import cache_folder
 from specheads.data import jsonl
 from specheads.data.chat import Template
 from specheads.data.documents import Documents
@@ -92,10 +92,10 @@ def _shards(
     known, size = identity(corpus, seed)
     known |= {"format": FORMAT, "tokenizer": tokenizer_fingerprint(tokenizer)}
     key = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:32]
-    folder = cache_dir() / "tokens" / key
+    folder = cache_folder() / "tokens" / key
     if (folder / MARK).is_file():
         return folder
-    with sole_writer(folder.parent, f".{key}.lock", wait=True):
+    with sole_writer(folder.parent, f".{key}.lock", wait=lambda _: None):
         # another process may just have made it
         if (folder / MARK).is_file():
             return folder

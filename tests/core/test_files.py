@@ -73,6 +73,21 @@ def test_two_writers_of_one_process_exclude_each_other_and_the_lock_says_whose_i
     take(tmp_path)
 
 
+def test_who_waits_is_told_for_whom_and_comes_next_though_the_folder_goes_meanwhile(
+    holder: subprocess.Popen[bytes], tmp_path: Path
+):
+    told = []
+
+    def wait(about: str) -> None:
+        told.append(json.loads(about)["pid"])
+        # the holder's folder is still empty, so it goes with the lock
+        holder.communicate()
+
+    with sole_writer(tmp_path / "run", wait=wait):
+        assert json.loads((tmp_path / "run" / LOCK).read_text())["pid"] == os.getpid()
+    assert told == [holder.pid]
+
+
 def test_folders_that_were_made_for_nothing_go_again(tmp_path: Path):
     with pytest.raises(InputError, match="no"), sole_writer(tmp_path / "runs" / "mine"):
         raise InputError("no")

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from specheads.config import Data, check
 from specheads.config.parts import WeightedSource
 from specheads.core.errors import InputError
-from specheads.core.paths import cache_dir
+from specheads.core.paths import cache_folder
 from specheads.data import encode, tokenise
 from specheads.data.encode import Encoder
 from specheads.data.sources import SPLITS, read
@@ -184,12 +184,12 @@ def test_damaged_shards_are_named_with_the_remedy(tokenizer, tmp_path, cache):
 
 
 def test_the_cache_is_where_it_is_said_to_be(monkeypatch, tmp_path):
-    assert cache_dir() == tmp_path / "cache"
+    assert cache_folder() == tmp_path / "cache"
     monkeypatch.delenv("SPECHEADS_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert cache_dir() == tmp_path / "xdg" / "specheads"
+    assert cache_folder() == tmp_path / "xdg" / "specheads"
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert cache_dir() == Path.home() / ".cache" / "specheads"
+    assert cache_folder() == Path.home() / ".cache" / "specheads"
 
 
 class Bar:

@@ -6,6 +6,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
 
+from specheads.base.gguf import PACKAGE, is_package
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
 from specheads.data.prompts import ON_HUB
@@ -112,9 +113,9 @@ def _what(about: Summary, head: Head) -> str:
     rows = [
         ("head", f"`{head.kind}`, depth {head.depth}, {parameters:,} parameters"),
         ("drafts", f"{head.drafted_size:,} of {head.vocab_size:,} tokens"),
-        ("base", base or f"a folder named `{about.base_name}`, under no Hub id"),
+        ("base", base or f"{_unpublished(about)}, under no Hub id"),
         *([("with", "an adapter that was trained along with it")] if about.adapted else []),
-        ("revision of the base", about.base_revision or "unknown: it was loaded from a folder"),
+        ("revision of the base", about.base_revision or "unknown: it was loaded from a disk"),
         ("fingerprint of the base", f"`{about.provenance.get('base_fingerprint', 'unknown')}`"),
     ]
     return (
@@ -122,6 +123,16 @@ def _what(about: Summary, head: Head) -> str:
         f"its base checks them in one forward. What is written stays the base's own; it takes "
         f"fewer forwards. Trained with specheads.\n\n{_table(['', ''], rows)}"
     )
+
+
+def _unpublished(about: Summary) -> str:
+    """Return in words what a base without a Hub id was loaded from."""
+    name = about.base_name
+    if is_package(name):
+        return f"the GGUF file of the Python package `{name.removeprefix(PACKAGE)}`, dequantised"
+    if name.lower().endswith(".gguf"):
+        return f"a GGUF file named `{name}`, dequantised"
+    return f"a folder named `{name}`"
 
 
 def _measured(about: Summary, pictures: Sequence[str]) -> str:
@@ -201,7 +212,7 @@ def _use(about: Summary, place: str, *, published: bool) -> str:
     adapter = ', adapter="path/to/adapter"' if about.adapted else ""
     ours = (
         "import specheads\n\n"
-        f'base = specheads.FrozenBase.load("{about.base_place}"{adapter})\n'
+        f'base = specheads.FrozenBase.load("{about.our_base_place}"{adapter})\n'
         f'head = specheads.load_head("{place}", base)\n'
         'prompt = base.tokenizer("The")["input_ids"]\n'
         "out = specheads.generate(base, head, [prompt], max_new_tokens=64)\n"
@@ -213,7 +224,9 @@ def _use(about: Summary, place: str, *, published: bool) -> str:
         lines = three_lines(about.base_place, place, measured)
         parts.insert(0, f"In transformers' own `generate`:\n\n{_code('python', lines)}")
     if not about.base_id:
-        parts.append("`path/to/base` is the folder of the base: it has no Hub id.")
+        parts.append(
+            f"`path/to/base` is the folder of the base, which has no Hub id: {_unpublished(about)}."
+        )
     return "\n\n".join(parts)
 
 
@@ -229,10 +242,10 @@ def _engines(about: Summary, head: Head, base: FrozenBase, place: str) -> str:
         served = f"no: {reason}" if reason or not layout else f"yes; {ran}{layout.note}"
         rows.append([f"`{engine}`", module.ABOUT, served])
         if layout and not reason:
-            name = about.base_place
-            written = f"specheads export head={place} base={name} engine={engine} out=served"
+            ours, name = about.our_base_place, about.base_place
+            written = f"specheads export head={place} base={ours} engine={engine} out=served"
             lines = layout.write(head, base, Path("served")).serve
-            shown = (line.replace(base.name, name) if base.name else line for line in lines)
+            shown = (line.replace(base.place, name) if base.place else line for line in lines)
             block = _code("sh", "\n".join([written, *shown]) + "\n")
             blocks.append(f"`{engine}`:\n\n{block}")
     table = _table(["engine", "", "serves this head"], rows)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from specheads.base.gguf import is_package
 from specheads.base.model import FrozenBase
 from specheads.core.errors import InputError
 from specheads.heads.untrusted import read_json
@@ -29,9 +30,9 @@ class Summary:
     """A run as strangers may read it: absolute paths are cut to their last part."""
 
     base_id: str
-    """Hub id of the base; empty where it was a folder, which says nothing to others."""
+    """Hub id of the base; empty where it was a folder or a file, which says nothing to others."""
     base_name: str
-    """For people: the Hub id, or the folder's own name."""
+    """For people: the Hub id, `package:NAME`, or the folder's or file's own name."""
     base_revision: str
     """Asked for, and the commit where it is known; empty for a folder."""
     adapted: bool
@@ -46,8 +47,13 @@ class Summary:
 
     @property
     def base_place(self) -> str:
-        """What stands for the base in code."""
+        """What stands for the base in everybody's code."""
         return self.base_id or "path/to/base"
+
+    @property
+    def our_base_place(self) -> str:
+        """What stands for the base in our own code, which finds packages too."""
+        return self.base_name if is_package(self.base_name) else self.base_place
 
 
 def read_summary(

@@ -14,7 +14,7 @@ ABOUT = "llama.cpp with EAGLE-3 (after #18039)"
 
 def write(head: Head, base: FrozenBase, out: Path) -> Folder:
     """Return the folder its converter reads, and the lines that convert and serve it."""
-    place, target = shlex.quote(str(out)), shlex.quote(base.name)
+    place, target = shlex.quote(str(out)), shlex.quote(base.place)
     gguf = shlex.quote(str(out / "head.gguf"))
     lines = (
         f"python convert_hf_to_gguf.py {place} --target-model-dir {target} --outfile {gguf}",

@@ -15,7 +15,7 @@ ABOUT = "SGLang 0.5.23"
 def write(head: Head, base: FrozenBase, out: Path) -> Folder:
     """Return the folder and the line that serves it; a chain, as deep as the head."""
     line = (
-        f"python3 -m sglang.launch_server --model-path {shlex.quote(base.name)} "
+        f"python3 -m sglang.launch_server --model-path {shlex.quote(base.place)} "
         f"--speculative-algorithm EAGLE3 --speculative-draft-model-path {shlex.quote(str(out))} "
         f"--speculative-num-steps {head.depth} --speculative-eagle-topk 1 "
         f"--speculative-num-draft-tokens {head.depth + 1}"

@@ -33,7 +33,7 @@ def write(head: Head, base: FrozenBase, out: Path) -> Folder:
             "default_proposal_method": "greedy",
             "proposal_methods": [method],
             "verifier": {
-                "name_or_path": base.name,
+                "name_or_path": base.place,
                 "architectures": base.config.architectures or [type(base.model).__name__],
             },
         },

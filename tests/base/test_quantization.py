@@ -1,0 +1,109 @@
+"""A base in 8 or 4 bits is made by the library that is installed, on CUDA, or refused first."""
+
+import sys
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
+
+from specheads.base import loading, quantization
+from specheads.base.model import FrozenBase
+from specheads.base.quantization import quantisation
+from tests import tiny
+from tests.base.test_loading import refused
+from tests.base.test_model import SHIPPED
+
+CUDA = torch.device("cuda")
+
+
+def have(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """Make just these libraries of quantisation be there."""
+    monkeypatch.setattr(
+        quantization,
+        "find_spec",
+        lambda name: ModuleSpec(name, None) if name in names else None,
+    )
+
+
+@pytest.mark.parametrize("how", ["8bit", "4bit"])
+def test_a_quantised_base_is_refused_without_cuda_before_anything_is_loaded(how, monkeypatch):
+    monkeypatch.setattr(loading, "located", lambda _: pytest.fail("it was looked for"))
+    told = refused("package:absent_one", quantization=how)
+    assert f"a base is quantised on CUDA only, got quantization={how} on cpu" in told
+
+
+def test_without_a_library_the_one_to_install_is_named(monkeypatch):
+    have(monkeypatch)
+    with pytest.raises(ValueError, match="needs bitsandbytes or torchao, and neither is installed"):
+        quantisation("4bit", CUDA, torch.bfloat16)
+
+
+def test_another_word_is_refused():
+    assert "quantization must be one of none, 8bit, 4bit" in refused(SHIPPED, quantization="2bit")
+    assert quantisation("none", torch.device("cpu"), torch.float32) is None
+
+
+def test_bitsandbytes_goes_first_and_computes_in_the_dtype_of_the_base(monkeypatch):
+    have(monkeypatch, "bitsandbytes", "torchao")
+    monkeypatch.setattr(BitsAndBytesConfig, "post_init", lambda _: None)
+    four = quantisation("4bit", CUDA, torch.bfloat16)
+    assert (four.load_in_4bit, four.load_in_8bit, four.bnb_4bit_quant_type) == (True, False, "nf4")
+    assert four.bnb_4bit_compute_dtype is torch.bfloat16
+    eight = quantisation("8bit", CUDA, torch.bfloat16)
+    assert (eight.load_in_4bit, eight.load_in_8bit) == (False, True)
+
+
+@pytest.mark.parametrize(("how", "kind"), [("8bit", "Int8"), ("4bit", "Int4")])
+def test_torchao_quantises_weights_where_it_alone_is_installed(how, kind, monkeypatch):
+    have(monkeypatch, "torchao")
+    library: Any = ModuleType("torchao.quantization")
+    library.Int8WeightOnlyConfig, library.Int4WeightOnlyConfig = lambda: "Int8", lambda: "Int4"
+    monkeypatch.setitem(sys.modules, "torchao", ModuleType("torchao"))
+    monkeypatch.setitem(sys.modules, "torchao.quantization", library)
+    monkeypatch.setattr(TorchAoConfig, "post_init", lambda _: None)
+    assert quantisation(how, CUDA, torch.bfloat16).quant_type == kind
+
+
+def test_the_configuration_reaches_transformers_with_the_device_and_nothing_is_moved_after(
+    monkeypatch,
+):
+    asked, wanted = {}, SimpleNamespace()
+    loaded = AutoModelForCausalLM.from_config(tiny.config())
+    monkeypatch.setattr(loaded, "to", lambda _: pytest.fail("a quantised base cannot be moved"))
+
+    def read(_: str, **settings: Any) -> tuple[Any, dict[str, Any]]:
+        asked.update(settings)
+        return loaded, {"mismatched_keys": [], "missing_keys": [], "unexpected_keys": []}
+
+    monkeypatch.setattr(loading, "quantisation", lambda *_: wanted)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", read)
+    model, _ = loading.load_model(
+        str(SHIPPED),
+        revision="main",
+        dtype="float32",
+        device="cpu",
+        attention="sdpa",
+        quantization="8bit",
+    )
+    assert model is loaded
+    assert asked["quantization_config"] is wanted
+    assert asked["device_map"] == {"": torch.device("cpu")}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not (find_spec("bitsandbytes") or find_spec("torchao")), reason="needs a library"
+)
+@pytest.mark.parametrize("how", ["8bit", "4bit"])
+def test_a_quantised_base_is_smaller_and_still_says_much_the_same(how):
+    plain = FrozenBase.load(SHIPPED, dtype="bfloat16", device="cuda")
+    small = FrozenBase.load(SHIPPED, dtype="bfloat16", device="cuda", quantization=how)
+    assert small.model.get_memory_footprint() < plain.model.get_memory_footprint()
+    tokens = torch.arange(2, 60, device="cuda")[None]
+    ours, theirs = (base.model(tokens).logits.argmax(-1) for base in (small, plain))
+    assert (ours == theirs).float().mean() > 0.5
+    assert small.fingerprint != plain.fingerprint
