@@ -89,7 +89,7 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def load_tokenizer(source: str, *, revision: str) -> PreTrainedTokenizerBase | None:
-    """Load a base's tokenizer alone, by any name of it; a folder without tokenizer files has none."""
+    """Load a base's tokenizer alone, by its name; a folder without tokenizer files has none."""
     source = located(source)
     folder = Path(source)
     if folder.is_dir() and not any(any(folder.glob(name)) for name in TOKENIZER_FILES):

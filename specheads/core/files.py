@@ -124,7 +124,7 @@ def _acquire(path: Path, wait: Callable[[str], object] | None) -> int:
             # a holder that made the folder, and leaves it empty, takes it away
             continue
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | how)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = os.read(file, 1000).decode(errors="replace").strip() or "one that just began"
             if wait is None:
