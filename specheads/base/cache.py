@@ -152,7 +152,7 @@ class _Layer(RowLayer):
         self.is_initialized = True
         if self.cache.static:
             # a CUDA graph then reads them where they are, instead of a copy of its own
-            for held in self.held():
+            for held in (self.keys, self.values):
                 torch._dynamo.mark_static_address(held)
 
     def update(
@@ -161,7 +161,10 @@ class _Layer(RowLayer):
         """Write the new positions into each row's scratch; return all slots in use."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        keys, values = self.held()
+        assert self.keys is not None
+        assert self.values is not None
+        rows = key_states.shape[0]
+        keys, values = self.keys[:rows], self.values[:rows]
         length, shared, end = key_states.shape[2], self.cache.shared_length, self.cache.end
         if shared is not None:
             keys[:, :, shared : shared + length] = key_states
@@ -173,10 +176,43 @@ class _Layer(RowLayer):
         return keys[:, :, :end], values[:, :, :end]
 
     def held(self) -> tuple[Tensor, Tensor]:
-        """Return keys and values of all slots, each (batch, heads, capacity, width)."""
+        """Return keys and values of all slots, each (batch, heads, capacity, width).
+
+        Behind them may lie room that rows have left, for those who join.
+        """
         assert self.keys is not None
         assert self.values is not None
-        return self.keys, self.values
+        rows = len(self.cache.row_lengths)
+        return self.keys[:rows], self.values[:rows]
+
+    def move(self, targets: list[int], sources: list[int]) -> None:
+        """Copy the committed slots of some rows into the places of others."""
+        end = self.cache.longest
+        for held in self.held():
+            held[targets, :, :end] = held[sources, :, :end]
+
+    def pick(self, rows: list[int]) -> None:
+        """Copy these rows, in this order, into new tensors."""
+        keys, values = self.held()
+        self.keys, self.values = keys[rows], values[rows]
+
+    def take_over(self, other: "_Layer") -> None:
+        """Put another layer's rows behind the own: into room that is left there, or new tensors."""
+        if not other.is_initialized:
+            return
+        if not self.is_initialized:
+            (self.keys, self.values), self.is_initialized = other.held(), True
+            return
+        own, new = self.held(), other.held()
+        before, after = len(own[0]), len(own[0]) + len(new[0])
+        assert self.keys is not None
+        assert self.values is not None
+        if after > len(self.keys):
+            self.keys, self.values = (torch.cat(both) for both in zip(own, new, strict=True))
+            return
+        end = other.cache.longest
+        for held, states in zip((self.keys, self.values), new, strict=True):
+            held[before:after, :, :end] = states[:, :, :end]
 
 
 def _rows(held: Tensor) -> Tensor:
@@ -219,25 +255,28 @@ class KVCache(RowCache):
                     held[_rows(held), :, target] = held[_rows(held), :, source]
 
     def keep_rows(self, rows: list[int]) -> None:
-        """Forget every row but these, in this order; a row named twice is copied."""
-        index = upload(rows, self.device)
+        """Forget every row but these, in this order; a row named twice is copied.
+
+        Where rows stay in place, or come from behind them all, only the latter are copied.
+        """
+        moved = [(place, row) for place, row in enumerate(rows) if place != row]
+        behind = all(row >= len(rows) for _, row in moved)
         for layer in self._own_layers:
-            if layer.is_initialized:
-                keys, values = layer.held()
-                layer.keys, layer.values = keys[index], values[index]
+            if not layer.is_initialized:
+                continue
+            if not behind:
+                layer.pick(rows)
+            elif moved:
+                layer.move(*map(list, zip(*moved, strict=True)))
         super().keep_rows(rows)
 
     def join(self, other: RowCache) -> None:
-        """Take over another cache's rows; both are copied into new, larger tensors."""
+        """Take over another cache's rows, into room that rows have left or into new tensors."""
         if not isinstance(other, KVCache) or other.capacity != self.capacity:
             raise InputError(
                 f"rows that join a contiguous batch must be contiguous rows of {self.capacity} "
                 f"slots, got {other.capacity}; allocate them alike"
             )
         for own, new in zip(self._own_layers, other._own_layers, strict=True):
-            if new.is_initialized:
-                held = [own.held()] if own.is_initialized else []
-                keys, values = zip(*held, new.held(), strict=True)
-                own.keys, own.values = torch.cat(keys), torch.cat(values)
-                own.is_initialized = True
+            own.take_over(new)
         super().join(other)

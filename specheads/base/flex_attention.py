@@ -15,6 +15,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers import AttentionInterface, PreTrainedConfig
 
 from specheads.base.cache import RowCache
+from specheads.base.grouped_attention import grouped_attention
 from specheads.base.paged import PagedKVCache
 from specheads.core.errors import InputError
 
@@ -146,11 +147,15 @@ def reads_in_place(cache: RowCache) -> TypeGuard[PagedKVCache]:
 @contextmanager
 def attending(config: PreTrainedConfig, cache: RowCache) -> Iterator[None]:
     """Let the model of this config attend in the way that the cache asks for, meanwhile."""
-    if not reads_in_place(cache):
+    before = config._attn_implementation
+    if reads_in_place(cache):
+        name, function = "specheads_paged", paged_attention
+    elif before == "sdpa":
+        name, function = "specheads_grouped", grouped_attention
+    else:
         yield
         return
-    name, before = "specheads_paged", config._attn_implementation
-    AttentionInterface.register(name, paged_attention)
+    AttentionInterface.register(name, function)
     config._attn_implementation = name
     try:
         yield

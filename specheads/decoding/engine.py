@@ -22,6 +22,9 @@ from specheads.decoding.prompts import refuse_unknown
 from specheads.decoding.request import Request, Stream
 from specheads.decoding.trees import policies
 
+SPREAD, SHORT = 1.5, 64
+"""Longest over shortest prompt of those that are read together; shorter ones count as that long."""
+
 
 @dataclass(slots=True)
 class _Batch:
@@ -88,7 +91,8 @@ class Engine:
     @property
     def running(self) -> list[Stream]:
         """Requests that are being decoded."""
-        return [stream for batch in self._batches for stream in batch.streams]
+        streams = [stream for batch in self._batches for stream in batch.streams]
+        return sorted(streams, key=lambda stream: stream.number)
 
     @property
     def waiting(self) -> list[Stream]:
@@ -172,12 +176,11 @@ class Engine:
                     stream.steps.append(taken)
                     stream.take(taken.tokens)
         self._let_go()
-        if len(self._batches) > 1:
-            first, second = self._batches
-            together = first.streams + second.streams
-            with self._failing(together, first.state.cache):
+        while len(self._batches) > 1:
+            first, second = self._batches[0], self._batches.pop(1)
+            first.streams += second.streams
+            with self._failing(first.streams, first.state.cache):
                 first.state.join(second.state)
-            self._batches = [_Batch(first.state, together)]
         return bool(self._batches or self._waiting)
 
     def cancel(self, stream: Stream) -> None:
@@ -190,14 +193,23 @@ class Engine:
 
     def _admit(self) -> None:
         """Read the prompts of those who are next and fit."""
-        streams: list[Stream] = []
-        room = self.max_batch - len(self.running)
-        while self._waiting and len(streams) < room and self._has_blocks(streams):
-            streams.append(self._waiting.popleft())
-        if not streams:
-            if self._waiting and not self._batches:
-                raise PoolFullError("others hold the pool's blocks; give an engine its own pool")
-            return
+        served, newcomers = self.running, []
+        for stream in self._waiting:
+            if len(served) + len(newcomers) == self.max_batch:
+                break
+            if not self._has_blocks([*served, *newcomers, stream]):
+                break
+            newcomers.append(stream)
+        if self._waiting and not served and not newcomers:
+            raise PoolFullError("others hold the pool's blocks; give an engine its own pool")
+        for streams in _alike(newcomers):
+            self._start(streams)
+        self._let_go()
+
+    def _start(self, streams: list[Stream]) -> None:
+        """Read the prompts of these, who were waiting, and give each its first token."""
+        for stream in streams:
+            self._waiting.remove(stream)
         prompts = [stream.request.prompt for stream in streams]
         sampling = [stream.request.sampling for stream in streams]
         numbers = [stream.number for stream in streams]
@@ -212,7 +224,6 @@ class Engine:
             self._batches.append(_Batch(state, streams))
             for stream, token in zip(streams, first, strict=True):
                 stream.take([token])
-        self._let_go()
 
     @contextmanager
     def _failing(self, streams: list[Stream], cache: RowCache) -> Iterator[None]:
@@ -230,15 +241,14 @@ class Engine:
             self._let_go()
             raise
 
-    def _has_blocks(self, newcomers: list[Stream]) -> bool:
-        """Return whether the pool has what these, the next and those running may come to need."""
+    def _has_blocks(self, served: list[Stream]) -> bool:
+        """Return whether the pool has what all of these may come to need."""
         if self.pool is None:
             return True
         caches = [batch.state.cache for batch in self._batches]
         held = sum(
             len(row) for one in caches if isinstance(one, PagedKVCache) for row in one.blocks
         )
-        served = [*self.running, *newcomers, self._waiting[0]]
         return sum(stream.num_blocks for stream in served) <= self.pool.num_free + held
 
     def _let_go(self) -> None:
@@ -248,7 +258,31 @@ class Engine:
             if not kept:
                 batch.state.cache.keep_rows([])
             elif len(kept) < len(batch.streams):
+                kept = _closed_up(kept)
                 with self._failing(batch.streams, batch.state.cache):
                     batch.state.keep(kept)
             batch.streams = [batch.streams[row] for row in kept]
         self._batches = [batch for batch in self._batches if batch.streams]
+
+
+def _closed_up(rows: list[int]) -> list[int]:
+    """Return rows in the order in which as few as can be move: the last take the places left."""
+    stay = set(rows)
+    last = iter([row for row in rows if row >= len(rows)])
+    return [place if place in stay else next(last) for place in range(len(rows))]
+
+
+def _alike(streams: list[Stream]) -> list[list[Stream]]:
+    """Return streams by the length of their prompts, each list in the order in which they came.
+
+    Prompts that are read together are padded to the longest of them.
+    """
+    lists: list[list[Stream]] = []
+    most = 0.0
+    for stream in sorted(streams, key=lambda stream: len(stream.request.prompt)):
+        length = len(stream.request.prompt)
+        if length > most:
+            most = SPREAD * max(length, SHORT)
+            lists.append([])
+        lists[-1].append(stream)
+    return [sorted(one, key=lambda stream: stream.number) for one in lists]

@@ -101,3 +101,39 @@ def test_more_tokens_than_slots_are_refused_with_both_numbers():
     with pytest.raises(ValueError, match=r"3 \+ 3 exceed its 5 slots"):
         write(cache, 3, start=10)
     assert committed(cache) == [[0, 1, 2], [0]]
+
+
+def test_rows_that_close_up_and_join_are_copied_into_the_room_that_others_left():
+    cache = KVCache(num_layers=2, batch=4, capacity=6)
+    write(cache, 3, start=0)
+    cache.commit([[0, 1, 2], [0, 2], [0, 1], [1]])
+    where = [one.data_ptr() for one in held(cache, 1)]
+    cache.keep_rows([0, 3])
+    newcomers = KVCache(num_layers=2, batch=2, capacity=6)
+    write(newcomers, 2, start=20)
+    newcomers.commit([[0, 1], [0]])
+    cache.join(newcomers)
+    assert newcomers.row_lengths == []
+    for layer in range(2):
+        assert committed(cache, layer) == [[0, 1, 2], [1], [20, 21], [20]]
+    assert held(cache, 1)[0][1, 0, 0, 0] == 3001
+    assert [one.data_ptr() for one in held(cache, 1)] == where
+    write(cache, 1, start=30)
+    cache.commit([[0]] * 4)
+    assert committed(cache) == [[0, 1, 2, 30], [1, 30], [20, 21, 30], [20, 30]]
+    # there is no room for a fifth
+    another = KVCache(num_layers=2, batch=1, capacity=6)
+    write(another, 1, start=40)
+    another.commit([[0]])
+    cache.join(another)
+    assert committed(cache) == [[0, 1, 2, 30], [1, 30], [20, 21, 30], [20, 30], [40]]
+
+
+def test_rows_in_another_order_and_forks_are_copied_whole():
+    cache = KVCache(num_layers=1, batch=3, capacity=4)
+    write(cache, 3, start=0)
+    cache.commit([[0, 1, 2], [0, 2], [1]])
+    cache.keep_rows([1, 0])
+    assert committed(cache) == [[0, 2], [0, 1, 2]]
+    cache.keep_rows([1, 1, 0])
+    assert committed(cache) == [[0, 1, 2], [0, 1, 2], [0, 2]]

@@ -649,3 +649,13 @@ def test_typical_acceptance_keeps_what_its_threshold_says_and_nothing_lossless()
     law = emitted(by_typicality, only, base, 1)
     assert law.tolist() == [0, 1, 0, 0]
     assert variation(law, P) == pytest.approx(0.7)
+
+
+@pytest.mark.parametrize("vocab", [5, accept.BLOCK, 3 * accept.BLOCK])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_likeliest_token_is_the_first_of_the_largest(vocab, dtype):
+    logits = torch.randn(40, 2, vocab, generator=torch.Generator().manual_seed(0)).to(dtype)
+    # few different numbers, so that most rows have ties, within blocks and across them
+    ties = (2 * logits).round()
+    for rows in (logits, ties, torch.full_like(logits, -torch.inf), logits[:, :, ::1][:, :0]):
+        assert torch.equal(accept.likeliest(rows), rows.argmax(-1))

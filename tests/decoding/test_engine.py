@@ -478,3 +478,24 @@ def test_a_head_in_another_dtype_is_refused_before_torch_fails():
     fit(head, base)
     assert head.projection(0)[0].dtype == base.dtype
     Engine(base, head)
+
+
+def test_prompts_of_very_different_length_are_not_padded_to_the_longest(monkeypatch):
+    base, read = tiny.base(), []
+    prefill = FrozenBase.prefill
+
+    def noted(self, tokens, *rest):
+        read.append(tuple(tokens.shape))
+        return prefill(self, tokens, *rest)
+
+    monkeypatch.setattr(FrozenBase, "prefill", noted)
+    lengths = [120, 5, 90, 110, 30]
+    prompts = [(torch.arange(length) % tiny.VOCAB).tolist() for length in lengths]
+    engine = Engine(base, None, max_batch=5, max_length=125)
+    streams = [engine.submit(Request(prompt=one, max_new_tokens=4)) for one in prompts]
+    engine.step()
+    assert read == [(3, 90), (2, 120)]
+    assert engine.running == streams
+    engine.run()
+    for stream, prompt in zip(streams, prompts, strict=True):
+        assert stream.tokens == generate(base, None, [prompt], max_new_tokens=4).tokens[0]

@@ -12,6 +12,9 @@ from torch import Tensor
 
 from specheads.core.tree import TokenTree
 
+BLOCK = 128
+"""Numbers of a row that are compared at once; most vocabularies are a multiple of it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
@@ -53,7 +56,21 @@ def greedy(
     ancestors: Bool[Tensor, "batch node node"] | None = None,
 ) -> Verdict:
     """Keep what the base itself would choose at temperature zero: lossless."""
-    return match(tree, logits.argmax(-1), ancestors)
+    return match(tree, likeliest(logits), ancestors)
+
+
+def likeliest(logits: Float[Tensor, "*batch vocab"]) -> Int[Tensor, "*batch"]:
+    """Return the index of the largest number of each row, the first of equals.
+
+    On a processor torch's argmax compares one number at a time, and amax many: so the largest is
+    looked for among blocks first, in a third of the time or less.
+    """
+    if logits.device.type != "cpu" or logits.shape[-1] % BLOCK:
+        return logits.argmax(-1)
+    blocks = logits.unflatten(-1, (-1, BLOCK))
+    at = blocks.amax(-1).argmax(-1)
+    inside = blocks.gather(-2, at[..., None, None].expand(*at.shape, 1, BLOCK))
+    return at * BLOCK + inside[..., 0, :].argmax(-1)
 
 
 def draw(

@@ -13,6 +13,7 @@ from specheads.core.drafter import Drafter
 from specheads.core.errors import InputError
 from specheads.core.features import Committed
 from specheads.core.tree import TokenTree
+from specheads.decoding.acceptance.accept import likeliest
 from specheads.decoding.acceptance.sampling import Rows
 from specheads.decoding.trees.early_stop import Stop
 from specheads.decoding.trees.static_shape import Shape
@@ -236,7 +237,7 @@ def root_only(committed: Committed) -> TokenTree:
 def _best(logits: Tensor, width: int) -> Tensor:
     """Return the `width` best tokens, best first; argmax is much cheaper than a sort of one."""
     if width == 1:
-        return logits.argmax(-1, keepdim=True)
+        return likeliest(logits)[..., None]
     return logits.topk(width, dim=-1).indices
 
 

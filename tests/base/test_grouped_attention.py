@@ -1,0 +1,55 @@
+"""Keys that heads share are read as they are, and what comes out is as if they were repeated."""
+
+import pytest
+import torch
+from torch import nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from specheads.base import flex_attention, grouped_attention
+from tests import tiny
+
+
+class Layer(nn.Module):
+    """What transformers asks of the layer that attends."""
+
+    is_causal = True
+
+    def __init__(self, group: int) -> None:
+        super().__init__()
+        self.num_key_value_groups = group
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 5])
+@pytest.mark.parametrize("group", [1, 3])
+def test_heads_that_share_keys_attend_as_if_each_had_its_own(group, nodes):
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    query, key, value = random(2, 2 * group, nodes, 4), random(2, 2, 9, 4), random(2, 2, 9, 4)
+    mask = torch.where(random(2, 1, nodes, 9) > 0, 0.0, -1e30).double()
+    mask[..., 0] = 0.0
+    given = Layer(group), query, key, value, mask
+    ours, _ = grouped_attention.grouped_attention(*given, scaling=0.3)
+    theirs, _ = sdpa_attention_forward(*given, scaling=0.3)
+    assert ours.shape == (2, nodes, 2 * group, 4)
+    assert ours.is_contiguous()
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_a_base_verifies_trees_without_repeating_keys(monkeypatch):
+    seen = []
+
+    def attend(module, query, key, *rest, **settings):
+        seen.append((query.shape[1:3], key.shape[1]))
+        return grouped_attention.grouped_attention(module, query, key, *rest, **settings)
+
+    base = tiny.base()
+    monkeypatch.setattr(flex_attention, "grouped_attention", attend)
+    before = base.config._attn_implementation
+    cache = base.cache(1, 8)
+    base.prefill(torch.tensor([[1, 2, 3]]), cache, [3])
+    heads, shared = base.config.num_attention_heads, base.config.num_key_value_heads
+    assert seen == [((heads, 3), shared)] * base.num_layers
+    assert base.config._attn_implementation == before == "sdpa"
