@@ -2,11 +2,10 @@ import json
 import multiprocessing
 import os
 import signal
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -369,29 +368,15 @@ class Talk:
     tools: list[dict] | None = None
 
 
-class StandIn:
-    """A template that counts what the assistant says."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.tokenizer = tokenizer
-
-    def samples(self, messages: list[dict], tools: Any, where: str) -> list[Any]:
-        assert tools is None
-        assert "line" in where
-        tokens, counted = [], []
-        for message in messages:
-            ids = list(self.tokenizer(message["content"])["input_ids"])
-            tokens += ids
-            counted += [message["role"] == "assistant"] * len(ids)
-        return [SimpleNamespace(tokens=tokens, counted=counted)]
+TEMPLATE = (
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}{{ eos_token }}"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 
 
 @pytest.fixture
-def chat(monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in: Any = ModuleType("specheads.data.chat")
-    stand_in.Template = StandIn
-    stand_in.conversation = lambda row, _: Talk(row["messages"])
-    monkeypatch.setitem(sys.modules, "specheads.data.chat", stand_in)
+def chat(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE)
 
 
 def talk(number: int, answer: str = "no") -> dict:
@@ -413,7 +398,8 @@ def test_of_conversations_the_answers_count_and_one_prompt_is_in_one_split(token
     assert len(found) == 2 * len(asked["train"])
     for number in range(len(found)):
         answer = found.tokens(number)[found.counted(number)]
-        assert tokenizer.decode(answer) in ("no", "yes, it is")
+        assert tokenizer.decode(answer[:-1]) in ("no", "yes, it is")
+        assert answer[-1] == tokenizer.eos_token_id
 
 
 @pytest.mark.usefixtures("chat")
