@@ -34,6 +34,7 @@ from specheads.config import Data
 from specheads.data.bpe import train_tokenizer
 from specheads.data.corpora import SUFFIXES, load_corpus
 from specheads.data.packing import PackedText
+from specheads.data.tokenise import tokenised
 from specheads.runs import checkpoint
 from specheads.runs.directory import RunDirectory, atomic_folder, write_atomic
 from specheads.runs.progress import progress
@@ -131,24 +132,29 @@ def prepare(options: argparse.Namespace) -> Run:
     work = RunDirectory(options.out.with_name(options.out.name + ".partial"))
     settings = {name: value for name, value in vars(options).items() if name != "out"}
     refuse_other_settings(work.path, settings)
-    documents, held_out = load_splits(options)
+    corpus = corpus_of(options)
+    documents = load_corpus(corpus, "train", options.seed)
     torch.manual_seed(options.seed)
     model, tokenizer = build(options, work.path / "tokenizer", documents)
 
-    def pack(split: Dataset) -> PackedText:
-        length, rows = options.sequence_length, options.batch_size
+    def pack(split: str) -> PackedText:
         return PackedText(
-            split, tokenizer, sequence_length=length, batch_size=rows, seed=options.seed
+            tokenised(corpus, split, tokenizer, options.seed),
+            sequence_length=options.sequence_length,
+            batch_size=options.batch_size,
+            packing="stream",
+            seed=options.seed,
         )
 
-    text = pack(documents)
+    text = pack("train")
     try:
-        held_out_text = pack(held_out) if held_out is not None else None
+        held_out = pack("validation")
     except ValueError:
-        held_out_text = None
+        # a hash makes the splits, so a corpus of few documents may have none held out
+        held_out = None
     model = model.to("cuda" if torch.cuda.is_available() else "cpu").train()
     optimizers = make_optimizers(model, options)
-    run = Run(options, work, model, tokenizer, text, held_out_text, optimizers)
+    run = Run(options, work, model, tokenizer, text, held_out, optimizers)
     if not work.path.exists():
         with atomic_folder(work.path) as folder:
             tokenizer.save_pretrained(folder / "tokenizer")
@@ -170,17 +176,11 @@ def refuse_other_settings(work: Path, settings: dict[str, Any]) -> None:
             )
 
 
-def load_splits(options: argparse.Namespace) -> tuple[Dataset, Dataset | None]:
-    """Return the text to train on and, where the corpus is large enough, text held out."""
+def corpus_of(options: argparse.Namespace) -> Data:
+    """Return which corpus is read."""
     source = source_of(options.data)
     path = "" if source == options.data else options.data
-    corpus = Data(source=source, path=path, column=options.column)
-    documents = load_corpus(corpus, "train", options.seed)
-    try:
-        return documents, load_corpus(corpus, "validation", options.seed)
-    except ValueError:
-        # a hash makes the splits, so a corpus of few documents may have none held out
-        return documents, None
+    return Data(source=source, path=path, column=options.column)
 
 
 def source_of(data: str) -> str:

@@ -3,7 +3,7 @@
 from specheads.config.commands import Compare, Evaluate, Export, Push, Train
 from specheads.config.parts import Base, Data, Evaluation, Tracker, Tree
 from specheads.config.places import data_dir, new_name, recipe_dirs
-from specheads.config.schedule import Distill, Joint, Phase, Schedule
+from specheads.config.schedule import Distill, Joint, Phase, Schedule, Validation
 from specheads.config.validation import check
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "Tracker",
     "Train",
     "Tree",
+    "Validation",
     "check",
     "data_dir",
     "new_name",

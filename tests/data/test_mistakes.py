@@ -17,8 +17,8 @@ from specheads.core.errors import InputError
 from specheads.core.paths import local_path
 from specheads.data.corpora import load_corpus
 from specheads.data.jsonl import read_jsonl
-from specheads.data.packing import PackedText
 from specheads.data.prompts import load_prompts
+from specheads.data.tokenise import tokenised
 
 BASE = Path(__file__).parents[2] / "recipes" / "tiny_code" / "base"
 GOOD = "".join(json.dumps({"text": f"document {number}"}) + "\n" for number in range(40))
@@ -252,9 +252,8 @@ def test_a_tokenizer_that_cannot_read_is_told(tmp_path: Path):
         load_prompts(str(file), narrow, num_prompts=1)
     with pytest.raises(InputError, match="a token for what is unknown"):
         load_prompts("python_stdlib", narrow, num_prompts=1)
-    documents = Dataset.from_dict({"text": ["y"]})
     with pytest.raises(InputError, match="a token for what is unknown"):
-        PackedText(documents, narrow, sequence_length=2, batch_size=1)
+        tokenised(Data(source="python_stdlib"), "validation", narrow)
 
 
 def test_prompts_longer_than_every_document_say_so(tokenizer):
