@@ -18,6 +18,7 @@ from specheads.config.ranges import (
     Temperature,
     Text,
     Weight,
+    at_least,
     one_of,
 )
 
@@ -150,6 +151,18 @@ class Validation:
 
     rows: Count = 16
     """Sequences measured on, the same each time. Zero measures nothing."""
+
+
+@dataclass(kw_only=True, slots=True)
+class FeatureCache:
+    """Hidden states of the frozen base, kept on disk for later trainings on the same text."""
+
+    gib: Annotated[float, at_least(0)] = 0.0
+    """GiB that they may take; a run that needs more is refused and told how many. Zero keeps none,
+    and has the base read every batch."""
+
+    folder: Place = "runs/features"
+    """Where they lie; several runs may share it."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -14,7 +14,7 @@ MAX_DEPTH = 20
 
 RESUMABLE = (
     "name", "run_dir", "tree", "tracker", "evaluation", "evaluate_after", "log_every",
-    "checkpoint_every", "validation", "base.device", "base.compile", "dry_run",
+    "checkpoint_every", "validation", "feature_cache", "base.device", "base.compile", "dry_run",
     "schedule.phases.*.batch_size",
 )  # fmt: skip
 """What does not decide what training computes, and may change between stop and resume.

@@ -23,6 +23,7 @@ from specheads.measure.quality import quality_windows
 from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import Tracker
 from specheads.training import trainer
+from specheads.training.feature_cache import FeatureCache, feature_cache
 from specheads.training.schedule import adapter_settings, refuse_misfit
 from specheads.training.texts import Texts, together
 
@@ -73,6 +74,7 @@ def run(
     texts = Texts(settings, base, made, accelerator, announce)
     torch.manual_seed(settings.seed)
     head, counts = _start(settings, base, texts)
+    cache = feature_cache(settings, base, head.aux_layers, accelerator.num_processes, announce)
     identity: dict[str, Any] = {"base_fingerprint": texts.fingerprint}
     is_main = accelerator.is_main_process
     if is_main:
@@ -92,7 +94,7 @@ def run(
                 made.begin(config_text, identity)
 
         together(begin)
-        _train(settings, base, head, texts, accelerator)
+        _train(settings, base, head, texts, cache, accelerator)
         if is_main:
             made.end(head)
     return Trained(made, head, base, is_main)
@@ -108,7 +110,12 @@ def _start(settings: Train, base: FrozenBase, texts: Texts) -> tuple[Head, Tenso
 
 
 def _train(
-    settings: Train, base: FrozenBase, head: Head, texts: Texts, accelerator: Accelerator
+    settings: Train,
+    base: FrozenBase,
+    head: Head,
+    texts: Texts,
+    cache: FeatureCache | None,
+    accelerator: Accelerator,
 ) -> None:
     run, tracker, held_out = texts.run, None, texts.held_out(settings.validation)
     if accelerator.is_main_process:
@@ -126,6 +133,7 @@ def _train(
             log_every=settings.log_every,
             checkpoint_every=settings.checkpoint_every,
             held_out=held_out,
+            cache=cache,
         )
 
 

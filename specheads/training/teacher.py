@@ -20,6 +20,7 @@ from specheads.config import Joint
 from specheads.core.drafter import Features, Head
 from specheads.data.packing import TokenBatch
 from specheads.runs.directory import atomic_folder
+from specheads.training.feature_cache import FeatureCache
 from specheads.training.log import figures
 from specheads.training.losses.depth_loss import DepthLoss
 from specheads.training.schedule import PlacedPhase, Step
@@ -31,8 +32,8 @@ HeadLoss = Callable[[Features, Callable[[Tensor], Tensor]], DepthLoss]
 class FrozenTeacher:
     """A base that stays as it is: it reads the text, and its logits are what a head learns."""
 
-    def __init__(self, base: FrozenBase, head: Head) -> None:
-        self.base, self.head = base, head
+    def __init__(self, base: FrozenBase, head: Head, cache: FeatureCache | None = None) -> None:
+        self.base, self.head, self.cache = base, head, cache
         self.parameters: list[nn.Parameter] = []
         """What the teacher itself learns."""
 
@@ -50,6 +51,8 @@ class FrozenTeacher:
 
     def read(self, batch: TokenBatch) -> Features:
         """Return what the base says of a batch, as it is now and without gradients."""
+        if self.cache is not None:
+            return self.cache.read(batch)
         return self.base.read(batch.tokens, self.head.aux_layers, batch.documents)
 
     def as_loaded(self) -> AbstractContextManager[None]:
@@ -159,9 +162,14 @@ class JointTeacher:
 Teacher = FrozenTeacher | JointTeacher
 
 
-def teacher_of(base: FrozenBase, head: Head, joint: Joint | None, seed: int) -> Teacher:
-    """Return the teacher that a schedule asks for: one that learns if any phase is joint."""
-    return JointTeacher(base, head, joint, seed) if joint else FrozenTeacher(base, head)
+def teacher_of(
+    base: FrozenBase, head: Head, joint: Joint | None, seed: int, cache: FeatureCache | None = None
+) -> Teacher:
+    """Return the teacher that a schedule asks for: one that learns if any phase is joint.
+
+    Only what a frozen base says can come from a cache.
+    """
+    return JointTeacher(base, head, joint, seed) if joint else FrozenTeacher(base, head, cache)
 
 
 def head_weight(joint: Joint, elapsed: float) -> float:

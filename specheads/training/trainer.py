@@ -24,6 +24,7 @@ from specheads.runs.directory import RunDirectory, atomic_folder
 from specheads.runs.progress import progress
 from specheads.runs.trackers import Tracker
 from specheads.training import schedule as schedules
+from specheads.training.feature_cache import FeatureCache
 from specheads.training.log import PhaseLog
 from specheads.training.losses.depth_loss import DepthLoss
 from specheads.training.objective import Objective
@@ -46,6 +47,7 @@ def train(
     log_every: int = 10,
     checkpoint_every: int = 0,
     held_out: HeldOut | None = None,
+    cache: FeatureCache | None = None,
 ) -> None:
     """Train a head through every phase, going on from the newest checkpoint.
 
@@ -55,12 +57,13 @@ def train(
     write it then; now and again, on all processes alike, it calls what it is given, which raises
     KeyboardInterrupt once one of them was interrupted. `tracker` is None on all processes but the
     main one. With `checkpoint_every` zero there are checkpoints at phase ends only. On `held_out`
-    text the head is measured now and then, and not trained.
+    text the head is measured now and then, and not trained. With a `cache` a frozen base reads each
+    batch once.
 
     An interrupt (SIGINT, SIGTERM) of any process ends the step at hand, writes a checkpoint and
     raises KeyboardInterrupt on all of them; a second one does what it did before.
     """
-    teacher = teacher_of(base, head, schedules.adapter_settings(schedule), seed)
+    teacher = teacher_of(base, head, schedules.adapter_settings(schedule), seed, cache)
     try:
         trainer = _Trainer(teacher, schedule, run, accelerator, seed)
         with progress(shown=accelerator.is_main_process) as display, trainer.on_interrupt():

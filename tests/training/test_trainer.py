@@ -23,7 +23,6 @@ from specheads.training import trainer
 from specheads.training.losses.depth_loss import whole_chains
 from specheads.training.objective import Objective
 from specheads.training.schedule import learning_rate_share, optimizers, refuse_misfit
-from specheads.training.validation import HeldOut
 from tests import tiny
 
 
@@ -71,7 +70,7 @@ def run_training(
     kind: str = "mlp_speculator",
     checkpoint_every: int = 0,
     open_text: Callable[..., Text] | None = None,
-    held_out: HeldOut | None = None,
+    **choices: Any,
 ) -> Head:
     base = tiny.base("llama", dtype=torch.float32)
     torch.manual_seed(0)
@@ -88,7 +87,7 @@ def run_training(
         Accelerator(cpu=True),
         log_every=2,
         checkpoint_every=checkpoint_every,
-        held_out=held_out,
+        **choices,
     )
     return head
 
@@ -312,6 +311,8 @@ def test_a_phase_goes_on_with_batches_as_large_as_before(
     with pytest.raises(StopError):
         run_training(tmp_path, Schedule(phases={"corpus": phase()}), checkpoint_every=2)
     monkeypatch.undo()
-    with pytest.raises(InputError, match=r"2 then, 4 now; set schedule\.phases\.corpus\.batch_size"):
+    with pytest.raises(
+        InputError, match=r"2 then, 4 now; set schedule\.phases\.corpus\.batch_size"
+    ):
         run_training(tmp_path, Schedule(phases={"corpus": phase(batch_size=4)}))
     run_training(tmp_path, Schedule(phases={"corpus": phase()}))
