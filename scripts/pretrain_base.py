@@ -31,7 +31,6 @@ from transformers.utils import logging as transformers_logging
 
 from specheads.config import Data
 from specheads.data.bpe import train_tokenizer
-from specheads.data.documents import Documents
 from specheads.data.local import JSONL, PARQUET
 from specheads.data.packing import PackedText
 from specheads.data.sources import read
@@ -137,20 +136,25 @@ def prepare(options: argparse.Namespace) -> Run:
     torch.manual_seed(options.seed)
     model, tokenizer = build(options, work.path / "tokenizer", corpus)
 
-    def pack(split: Documents) -> PackedText:
-        length, rows = options.sequence_length, options.batch_size
-        return PackedText(split, sequence_length=length, batch_size=rows, seed=options.seed)
+    def pack(split: str) -> PackedText:
+        return PackedText(
+            tokenised(corpus, split, tokenizer, options.seed, bar=bar),
+            sequence_length=options.sequence_length,
+            batch_size=options.batch_size,
+            packing="stream",
+            seed=options.seed,
+        )
 
     with progress(shown=True, transient=True) as bar:
-        text = pack(tokenised(corpus, "train", tokenizer, options.seed, bar=bar))
-    try:
-        held_out_text = pack(tokenised(corpus, "validation", tokenizer, options.seed))
-    except ValueError:
-        # a hash makes the splits, so a corpus of few documents may have little or none held out
-        held_out_text = None
+        text = pack("train")
+        try:
+            held_out = pack("validation")
+        except ValueError:
+            # a hash makes the splits, so a corpus of few documents may have none held out
+            held_out = None
     model = model.to("cuda" if torch.cuda.is_available() else "cpu").train()
     optimizers = make_optimizers(model, options)
-    run = Run(options, work, model, tokenizer, text, held_out_text, optimizers)
+    run = Run(options, work, model, tokenizer, text, held_out, optimizers)
     if not work.path.exists():
         with atomic_folder(work.path) as folder:
             tokenizer.save_pretrained(folder / "tokenizer")

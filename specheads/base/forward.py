@@ -5,7 +5,7 @@ See docs/tree_verification.md.
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, wraps
 from typing import Any, TypeVar, cast
 
@@ -17,10 +17,16 @@ from transformers import PreTrainedModel
 from specheads.base import lora
 from specheads.base.cache import RowCache, upload
 from specheads.base.flex_attention import attending, reads_in_place, tree_block_mask
-from specheads.base.masks import attention_windows, context_length, refuse_attention, tree_mask
+from specheads.base.masks import (
+    attention_windows,
+    context_length,
+    document_mask,
+    refuse_attention,
+    tree_mask,
+)
 from specheads.base.projection import VocabularyProjection, vocabulary_projection
 from specheads.core.errors import InputError
-from specheads.core.features import Features
+from specheads.core.features import Features, document_places
 from specheads.core.tree import TokenTree
 
 Forward = TypeVar("Forward", bound=Callable[..., Any])
@@ -140,17 +146,27 @@ class Forwards:
         self,
         tokens: Int[Tensor, "batch time"],
         aux_layers: tuple[int, ...] = (),
+        documents: Int[Tensor, "batch time"] | None = None,
         *,
         gradients: bool = False,
     ) -> Features:
         """Read whole sequences from their first token, without logits and without a cache.
 
         The residual streams of `aux_layers` are read too; with `gradients` the features carry
-        them to an adapter that is trained.
+        them to an adapter that is trained. Packed `documents`, numbered within each row, are read
+        as if each stood alone; None reads each row as one text.
         """
-        inputs = {"input_ids": tokens.to(self.device), "use_cache": False}
+        inputs: dict[str, Any] = {"input_ids": tokens.to(self.device), "use_cache": False}
+        if documents is not None:
+            documents = documents.to(self.device)
+            masks = {
+                window: document_mask(documents, window, self.dtype)
+                for window in set(self.windows.values())
+            }
+            inputs["attention_mask"] = self._by_kind(masks)
+            inputs["position_ids"] = document_places(documents)
         with torch.set_grad_enabled(gradients):
-            return self._features(inputs, aux_layers)
+            return replace(self._features(inputs, aux_layers), documents=documents)
 
     @torch.no_grad()
     @_alone
@@ -216,16 +232,19 @@ class Forwards:
             else tree_mask(ancestors, depths, cache, window, self.dtype)
             for window in set(self.windows.values())
         }
-        by_type = {kind: masks[window] for kind, window in self.windows.items()}
         return {
             "input_ids": tokens,
-            # models that mix kinds of layer take one mask a kind; the others take the mask
-            "attention_mask": by_type if len(by_type) > 1 else next(iter(masks.values())),
+            "attention_mask": self._by_kind(masks),
             # a tree may reach past the context at its end, with nodes never asked for
             "position_ids": (cache.positions[:, None] + depths).clamp(max=self.max_length - 1),
             "past_key_values": cache,
             "use_cache": True,
         }
+
+    def _by_kind(self, masks: dict[int | None, Any]) -> Any:
+        """Return the mask of each kind of layer: models of one kind take no more than that."""
+        kinds = {kind: masks[window] for kind, window in self.windows.items()}
+        return kinds if len(kinds) > 1 else next(iter(masks.values()))
 
     def _features(self, inputs: dict[str, Any], aux_layers: tuple[int, ...]) -> Features:
         out = self.model.base_model(**inputs, output_hidden_states=bool(aux_layers))

@@ -54,7 +54,7 @@ class Adapter:
         """Let the layers take gradients, with dropout; or only compute, without."""
         from peft.tuners.lora import LoraLayer
 
-        self._learning = on
+        self.learning = on
         for layer in self._wrapped.modules():
             if isinstance(layer, LoraLayer):
                 layer.lora_dropout.train(on)
@@ -66,7 +66,7 @@ class Adapter:
         """Have the model compute as it did before it had these layers."""
         with self._wrapped.disable_adapter():
             yield
-        self.learn(self._learning)
+        self.learn(self.learning)
 
     def weights(self) -> dict[str, Tensor]:
         """Return its tensors, by the names that peft gives them."""

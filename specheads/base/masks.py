@@ -11,6 +11,7 @@ from torch import Tensor
 
 from specheads.base.cache import RowCache
 from specheads.core.errors import InputError
+from specheads.core.features import within_documents
 
 ATTENTION = ("sdpa", "eager")
 """Attention implementations that take an arbitrary 4D mask."""
@@ -41,7 +42,22 @@ def tree_mask(
         own = cache.positions[:, None] + depths
         positions = cache.slot_positions(end).scatter(1, scratch, own)
         visible = visible & (positions[:, None] > own[..., None] - window)
-    blocked = torch.zeros(visible.shape, dtype=dtype, device=ancestors.device)
+    return _additive(visible, dtype)
+
+
+def document_mask(
+    documents: Int[Tensor, "batch time"], window: int | None, dtype: torch.dtype
+) -> Float[Tensor, "batch 1 time time"]:
+    """Return the additive mask under which packed documents are read as if each stood alone.
+
+    `window` is that of `tree_mask`. Documents lie in one piece, so that slots tell how far back.
+    """
+    visible = within_documents(documents)
+    return _additive(visible if window is None else visible.triu(1 - window), dtype)
+
+
+def _additive(visible: Bool[Tensor, "batch node slot"], dtype: torch.dtype) -> Tensor:
+    blocked = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
     return blocked.masked_fill_(~visible, torch.finfo(dtype).min)[:, None]
 
 

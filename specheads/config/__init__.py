@@ -3,7 +3,7 @@
 from specheads.config.commands import Compare, Evaluate, Export, Push, Train
 from specheads.config.parts import Base, Data, Evaluation, Tracker, Tree
 from specheads.config.places import data_dir, new_name, recipe_dirs
-from specheads.config.schedule import Distill, Joint, Phase, Schedule
+from specheads.config.schedule import Distill, FeatureCache, Joint, Phase, Schedule, Validation
 from specheads.config.validation import check
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "Evaluate",
     "Evaluation",
     "Export",
+    "FeatureCache",
     "Joint",
     "Phase",
     "Push",
@@ -21,6 +22,7 @@ __all__ = [
     "Tracker",
     "Train",
     "Tree",
+    "Validation",
     "check",
     "data_dir",
     "new_name",

@@ -15,7 +15,7 @@ from specheads.config.ranges import (
     Text,
     one_of,
 )
-from specheads.config.schedule import Schedule
+from specheads.config.schedule import FeatureCache, Schedule, Validation
 
 DRAFTERS = ("head", "prompt_lookup", "hybrid", "streaming", "draft_model")
 
@@ -46,6 +46,8 @@ class Train:
     tree: Tree
     tracker: Tracker
     evaluation: Evaluation
+    validation: Validation = field(default_factory=Validation)
+    feature_cache: FeatureCache = field(default_factory=FeatureCache)
 
     log_every: Positive = 10
     """Steps between two lines of metrics.jsonl."""

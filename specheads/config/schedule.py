@@ -18,6 +18,7 @@ from specheads.config.ranges import (
     Temperature,
     Text,
     Weight,
+    at_least,
     one_of,
 )
 
@@ -103,6 +104,10 @@ class Phase:
     sequence_length: Length = 0
     """Tokens of a sequence. Zero takes the distilled text's own length."""
 
+    packing: Annotated[str, one_of("best_fit", "stream", "none")] = "best_fit"
+    """How documents become sequences: best_fit (several in one, each by itself), stream (end to
+    end, cut, each seeing those before it), or none (one in each, padded or cut)."""
+
     learning_rate: Share = 1e-3
     """At its peak."""
 
@@ -135,6 +140,29 @@ class Phase:
 
     joint: Joint | None = None
     """How the base learns along with the head. None trains the head alone."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Validation:
+    """Text held out of the corpus, on which a head is measured while it is trained."""
+
+    every: Count = 0
+    """Steps between two measurements. Zero measures at the end of each phase only."""
+
+    rows: Count = 16
+    """Sequences measured on, the same each time. Zero measures nothing."""
+
+
+@dataclass(kw_only=True, slots=True)
+class FeatureCache:
+    """Hidden states of the frozen base, kept on disk for later trainings on the same text."""
+
+    gib: Annotated[float, at_least(0)] = 0.0
+    """GiB that they may take; a run that needs more is refused and told how many. Zero keeps none,
+    and has the base read every batch."""
+
+    folder: Place = "runs/features"
+    """Where they lie; several runs may share it."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -201,7 +201,8 @@ class Head(Drafter, nn.Module, PyTorchModelHubMixin):
         too close to the end for that wrap round and are meaningless; callers leave them out.
 
         Args:
-            features: The base at every position.
+            features: The base at every position. Of a row of several documents each sees its own
+                only: `features.visible()`, at `features.places()`.
             tokens: What it read there.
             scored: Tokens that the loss covers. States that predict none of these may be anything,
                 so that heads whose cost grows with the positions they draft from can skip them;

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -21,6 +21,22 @@ class Features:
 
     tokens: Int[Tensor, "batch time"] | None = None
     """What the base read there, for drafters that read text and not features."""
+
+    documents: Int[Tensor, "batch time"] | None = None
+    """Which document of its row each position belongs to; None: each row is one text."""
+
+    def places(self) -> Int[Tensor, "row time"]:
+        """Return each position's place in its own document: of every row, or one for all."""
+        if self.documents is not None:
+            return document_places(self.documents)
+        return torch.arange(self.hidden.shape[1], device=self.hidden.device)[None]
+
+    def visible(self) -> Bool[Tensor, "row time time"]:
+        """Return what each position may attend to: its document up to itself."""
+        if self.documents is not None:
+            return within_documents(self.documents)
+        places = self.places()
+        return places[:, :, None] >= places[:, None]
 
     def at(self, rows: Int[Tensor, "batch path"]) -> "Features":
         """Return the features of positions `rows[b]` of each row b."""
@@ -97,6 +113,19 @@ class Committed:
             stack_rows(self.next_tokens, other.next_tokens),
             torch.cat([self.counts, other.counts]),
         )
+
+
+def document_places(documents: Int[Tensor, "batch time"]) -> Int[Tensor, "batch time"]:
+    """Return how many positions of its own document stand before each position of packed rows."""
+    index = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    begins = torch.ones_like(documents, dtype=torch.bool)
+    begins[:, 1:] = documents.diff(dim=1) != 0
+    return index - index.where(begins, 0).cummax(1).values
+
+
+def within_documents(documents: Int[Tensor, "batch time"]) -> Bool[Tensor, "batch time time"]:
+    """Return which positions of packed rows each one may see: its document up to itself."""
+    return (documents[:, :, None] == documents[:, None]).tril()
 
 
 def stack_rows(

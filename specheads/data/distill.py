@@ -6,19 +6,19 @@ See docs/two_phases.md.
 import hashlib
 import io
 import json
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import torch
 
 from specheads.config import Distill
 from specheads.core.errors import InputError
 from specheads.core.files import sole_writer, sweep, write_atomic
-from specheads.data.packing import Text, TokenBatch
+from specheads.data.documents import Documents
+from specheads.data.packing import Text
 
 Write = Callable[[list[list[int]], int], list[list[int]]]
 """(prompts, seed) -> the new tokens of each."""
@@ -67,7 +67,9 @@ def write_shards(
             rows = batch.tokens[: wanted - done["texts"], : settings.prompt_tokens].tolist()
             number = len(done["shards"])
             written = write(rows, (seed * 1_000 + rank) * 1_000_000 + number)
-            shard = _shard(rows, written)
+            first = done["texts"]
+            numbers = range(first * world_size + rank, (first + len(rows)) * world_size, world_size)
+            shard = _bytes(_table(rows, written, numbers))
             name = f"shard-{rank}-{number:05d}.parquet"
             write_atomic(folder / name, shard)
             shards = done["shards"] | {name: _sha256(shard)}
@@ -77,61 +79,18 @@ def write_shards(
             yield done["texts"]
 
 
-class DistilledText:
-    """Batches of self-distilled text, epoch after epoch, in an order drawn from the seed.
+def documents(folder: Path) -> Documents:
+    """Return the text of a folder, of all ranks, once all of it has shown to be as it was written.
 
-    The folder holds the shards of all ranks; processes read disjoint rows of them. `padding_id`
-    fills rows that the base ended early and is never counted; a `sequence_length` of zero keeps
-    whole rows.
+    Only what the base wrote counts.
     """
-
-    def __init__(
-        self,
-        folder: Path,
-        batch_size: int,
-        padding_id: int,
-        *,
-        sequence_length: int = 0,
-        seed: int = 0,
-        rank: int = 0,
-        world_size: int = 1,
-    ) -> None:
-        ranks = [file.stem.removeprefix("progress-") for file in folder.glob("progress-*.json")]
-        names = sorted(name for one in ranks for name in _progress(folder, one)["shards"])
-        tables = [pq.read_table(folder / name) for name in names]
-        table = pa.concat_tables(tables) if tables else None
-        num_rows = table.num_rows if table is not None else 0
-        self.batch_size, self.seed, self.rank, self.world_size = batch_size, seed, rank, world_size
-        self.batches_per_epoch = num_rows // (batch_size * world_size)
-        if table is None or self.batches_per_epoch == 0:
-            raise InputError(
-                f"a batch needs {batch_size} texts on each of {world_size} processes; "
-                f"{folder} holds {num_rows}; write more (num_samples) or use a smaller batch_size"
-            )
-        texts = table["tokens"].combine_chunks()
-        lengths = torch.from_numpy(texts.value_lengths().to_numpy().copy())[:, None]
-        starts = torch.from_numpy(table["prompt_tokens"].to_numpy().copy())[:, None]
-        place = torch.arange(int(lengths.max()))
-        self.tokens = torch.full((num_rows, len(place)), padding_id)
-        self.tokens[place < lengths] = torch.from_numpy(texts.flatten().to_numpy().copy()).long()
-        self.counted = (place >= starts) & (place < lengths)
-        if sequence_length:
-            self.tokens = self.tokens[:, :sequence_length]
-            self.counted = self.counted[:, :sequence_length]
-
-    def batches(
-        self, cursor: dict[str, Any] | None = None
-    ) -> Iterator[tuple[TokenBatch, dict[str, Any]]]:
-        """Yield batches for ever, each with the cursor from which the next one follows."""
-        batch = int(cursor["batch"]) if cursor else 0
-        while True:
-            epoch, place = divmod(batch, self.batches_per_epoch)
-            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-            order = torch.randperm(len(self.tokens), generator=generator)
-            start = (place * self.world_size + self.rank) * self.batch_size
-            rows = order[start : start + self.batch_size]
-            batch += 1
-            yield TokenBatch(self.tokens[rows], self.counted[rows]), {"batch": batch}
+    ranks = [file.stem.removeprefix("progress-") for file in folder.glob("progress-*.json")]
+    shards = {
+        name: sum for one in ranks for name, sum in sorted(_progress(folder, one)["shards"].items())
+    }
+    tables = [pq.read_table(folder / name) for name in sorted(shards)]
+    table = pa.concat_tables(tables) if tables else _table([], [], range(0))
+    return Documents(table, _sha256(json.dumps(shards, sort_keys=True).encode())[:32])
 
 
 def _is_claimed(folder: Path, claim: dict[str, Any]) -> bool:
@@ -187,16 +146,20 @@ def _sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def _shard(prompts: list[list[int]], written: list[list[int]]) -> bytes:
-    table = pa.table(
+def _table(prompts: list[list[int]], written: list[list[int]], numbers: Iterable[int]) -> pa.Table:
+    texts = list(zip(prompts, written, strict=True))
+    return pa.table(
         {
-            "tokens": pa.array(
-                [row + new for row, new in zip(prompts, written, strict=True)],
-                pa.list_(pa.int32()),
+            "number": pa.array(numbers, pa.int64()),
+            "tokens": pa.array([row + new for row, new in texts], pa.list_(pa.int32())),
+            "counted": pa.array(
+                [[0] * len(row) + [1] * len(new) for row, new in texts], pa.list_(pa.uint8())
             ),
-            "prompt_tokens": pa.array([len(row) for row in prompts], pa.int32()),
         }
     )
+
+
+def _bytes(table: pa.Table) -> bytes:
     content = io.BytesIO()
     pq.write_table(table, content)
     return content.getvalue()

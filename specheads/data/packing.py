@@ -1,7 +1,11 @@
-"""Packing: documents end to end, cut into rows of equal length, resumable to the bit."""
+"""Batches out of documents: rows by sample number, so that any number of processes resume them.
+
+See docs/packing.md.
+"""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -11,11 +15,7 @@ from torch import Tensor
 
 from specheads.core.errors import InputError
 from specheads.data.documents import Documents
-
-Place = dict[str, int]
-
-GROUP = 8
-"""Documents a lane tokenises at a time: enough to keep a fast tokenizer's threads busy."""
+from specheads.data.rows import PACKINGS, Rows, Waste, best_fit, end_to_end, one_a_row, waste
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,23 @@ class TokenBatch:
 
     tokens: Int[Tensor, "batch time"]
     counted: Bool[Tensor, "batch time"]
+    documents: Int[Tensor, "batch time"] | None = None
+    """Which document of its row each token is of, padding being one of its own; None: each row is
+    one text, and maybe padding behind it."""
+
+    def to(self, device: torch.device) -> "TokenBatch":
+        """Return the batch on a device; what is pinned is copied while others compute."""
+        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pinned(self) -> "TokenBatch":
+        """Return the batch in memory that a GPU can copy from by itself."""
+        return self._each(Tensor.pin_memory)
+
+    def _each(self, change: Any) -> "TokenBatch":
+        documents = None if self.documents is None else change(self.documents)
+        return replace(
+            self, tokens=change(self.tokens), counted=change(self.counted), documents=documents
+        )
 
 
 @runtime_checkable
@@ -33,19 +50,33 @@ class Text(Protocol):
     def batches(
         self, cursor: dict[str, Any] | None = None
     ) -> Iterator[tuple[TokenBatch, dict[str, Any]]]:
-        """Yield batches for ever, each with the cursor from which the next one follows."""
+        """Yield batches for ever, each with the cursor from which the next one follows.
+
+        The cursor is the same on all processes, and fit for JSON.
+        """
         ...
 
 
 class PackedText:
-    """An endless stream of batches from a corpus, of which every token counts.
+    """An endless stream of batches from documents, each epoch in an order of its own.
 
-    Documents are laid end to end and cut; several such lanes take turns, row by row. Every epoch
-    has its own order, and nothing is dropped where one epoch meets the next.
+    Rows are picked by sample number: sample n is a row of epoch n // rows an epoch, and its place
+    there is drawn from seed and epoch. A cursor is the number of samples that all processes have
+    read together, so any number of them goes on from it. Of each batch over all processes this one
+    takes the rows of its rank.
 
-    A process reads documents rank, rank + world_size, ... of each epoch, `batch_size` rows a batch.
-    Its lanes keep a batch and its neighbours from all coming from one long document. A corpus too
-    short for one batch on every process is refused.
+    Args:
+        documents: Text, and which of it counts.
+        sequence_length: Tokens of a row. Zero takes the longest document's.
+        batch_size: Rows of a batch on each process.
+        packing: best_fit, stream or none: see docs/packing.md.
+        padding_id: Token that fills rows up; it is never counted.
+        seed: Seed of the orders.
+        rank: Number of this process.
+        world_size: Number of processes.
+
+    Raises:
+        ValueError: The documents do not fill one batch on every process.
     """
 
     def __init__(
@@ -54,86 +85,90 @@ class PackedText:
         *,
         sequence_length: int,
         batch_size: int,
+        packing: str = "best_fit",
+        padding_id: int = 0,
         seed: int = 0,
         rank: int = 0,
         world_size: int = 1,
-        lanes: int = 16,
     ) -> None:
-        self._documents = documents
-        self._batch_size, self._length = batch_size, sequence_length
-        # every lane needs a document to begin with
-        self._num_lanes = max(1, min(lanes, len(documents) // world_size))
-        self._seed, self._rank, self._world_size = seed, rank, world_size
+        if packing not in PACKINGS:
+            raise InputError(f"packing must be one of {', '.join(PACKINGS)}, got {packing!r}")
+        self._documents, self._packing, self._padding_id = documents, packing, padding_id
+        self.length = sequence_length or int(documents.lengths.max(initial=1))
+        self._batch_size, self._seed = batch_size, seed
+        self._rank, self._world_size = rank, world_size
+        self._epoch, self._rows = -1, self._lay(0)
+        self.rows_per_epoch = len(self._rows)
         self._refuse_too_short()
+
+    @cached_property
+    def waste(self) -> Waste:
+        """What packing costs."""
+        return waste(self._rows, self._documents.lengths, self.length)
 
     def batches(
         self, cursor: dict[str, Any] | None = None
     ) -> Iterator[tuple[TokenBatch, dict[str, Any]]]:
-        """Yield batches for ever, each with the cursor from which the next one continues.
-
-        A cursor is a few integers, fit for JSON: whose turn it is, and of each lane the epoch, the
-        document in the lane's order of it, and the tokens of that document already used. It is
-        meant for the same corpus, tokenizer, seed and number of processes.
-        """
-        start = {"epoch": 0, "document": 0, "offset": 0}
-        turn: int = cursor["turn"] if cursor else 0
-        places: list[Place] = list(cursor["lanes"]) if cursor else [start] * self._num_lanes
-        lanes = [self._rows(lane, place) for lane, place in enumerate(places)]
+        """Yield batches for ever, each with the cursor from which the next one follows."""
+        sample = 0 if cursor is None else _sample(cursor)
         while True:
-            rows = []
-            for _ in range(self._batch_size):
-                row, places[turn] = next(lanes[turn])
-                rows.append(row)
-                turn = (turn + 1) % self._num_lanes
-            tokens = torch.tensor(rows)
-            batch = TokenBatch(tokens, torch.ones_like(tokens, dtype=torch.bool))
-            yield batch, {"turn": turn, "lanes": list(places)}
+            first = sample + self._rank * self._batch_size
+            sample += self._batch_size * self._world_size
+            yield self.batch(range(first, first + self._batch_size)), {"sample": sample}
 
-    def _rows(self, lane: int, place: Place) -> Iterator[tuple[list[int], Place]]:
-        """Yield one lane's rows, each with the place after it."""
-        stream = self._tokenised(lane, place["epoch"], place["document"])
-        epoch, document, ids = next(stream)
-        offset = place["offset"]
-        while True:
-            row: list[int] = []
-            while len(row) < self._length:
-                if offset >= len(ids):
-                    (epoch, document, ids), offset = next(stream), 0
-                piece = ids[offset : offset + self._length - len(row)]
-                offset += len(piece)
-                row += piece
-            yield row, {"epoch": epoch, "document": document, "offset": offset}
+    def batch(self, samples: range) -> TokenBatch:
+        """Return the rows of these sample numbers."""
+        shape = len(samples), self.length
+        tokens = np.full(shape, self._padding_id, np.int64)
+        counted, numbers = np.zeros(shape, np.bool_), np.zeros(shape, np.int64)
+        most = 1
+        for row, sample in enumerate(samples):
+            end = number = 0
+            for number, (document, start, stop) in enumerate(self._pieces(sample)):
+                begin, end = end, end + stop - start
+                tokens[row, begin:end] = self._documents.tokens(document)[start:stop]
+                counted[row, begin:end] = self._documents.counted(document)[start:stop]
+                numbers[row, begin:end] = number
+            numbers[row, end:] = number + 1
+            most = max(most, number + 1)
+        alone = self._packing != "best_fit" or most == 1
+        documents = None if alone else torch.from_numpy(numbers)
+        return TokenBatch(torch.from_numpy(tokens), torch.from_numpy(counted), documents)
 
-    def _tokenised(
-        self, lane: int, epoch: int, document: int
-    ) -> Iterator[tuple[int, int, list[int]]]:
-        """Yield (epoch, document, its tokens) from this document on, epoch after epoch."""
-        first = self._rank * self._num_lanes + lane
-        while True:
-            order = np.random.default_rng((self._seed, epoch)).permutation(len(self._documents))
-            mine = order[first :: self._world_size * self._num_lanes]
-            for start in range(document, len(mine), GROUP):
-                group = self._tokenise(mine[start : start + GROUP])
-                for place, ids in enumerate(group, start=start):
-                    yield epoch, place, ids
-            epoch, document = epoch + 1, 0
+    def _pieces(self, sample: int) -> Iterator[tuple[int, int, int]]:
+        epoch, place = divmod(sample, self.rows_per_epoch)
+        if epoch != self._epoch:
+            if self._packing == "stream":
+                self._rows = self._lay(epoch)
+            self._epoch, self._order = epoch, self._shuffled(epoch, 0, self.rows_per_epoch)
+        return self._rows.pieces(int(self._order[place]))
 
-    def _tokenise(self, rows: Any) -> list[list[int]]:
-        return [self._documents.tokens(int(row)).tolist() for row in rows]
+    def _lay(self, epoch: int) -> Rows:
+        lengths = self._documents.lengths
+        if self._packing == "stream":
+            return end_to_end(lengths, self.length, self._shuffled(epoch, 1, len(lengths)))
+        return (best_fit if self._packing == "best_fit" else one_a_row)(lengths, self.length)
+
+    def _shuffled(self, epoch: int, what: int, count: int) -> np.ndarray:
+        return np.random.default_rng((self._seed, epoch, what)).permutation(count)
 
     def _refuse_too_short(self) -> None:
-        # the verdict is over the whole corpus, so that every process comes to the same one
-        batch, length = self._batch_size, self._length
-        needed, found = batch * length * self._world_size, 0
-        for start in range(0, len(self._documents), GROUP):
-            rows = range(start, min(start + GROUP, len(self._documents)))
-            found += sum(map(len, self._tokenise(rows)))
-            if found >= needed:
-                break
-        if found < needed or len(self._documents) < self._world_size:
+        # the verdict is over all documents, so that every process comes to the same one
+        batch, world_size = self._batch_size, self._world_size
+        if self.rows_per_epoch < batch * world_size:
             raise InputError(
-                f"a batch of {batch} x {length} tokens on each of {self._world_size} processes "
-                f"needs {needed} tokens and a document for each process, the corpus has {found} "
-                f"tokens in {len(self._documents)} documents; give more text, or lower the batch "
-                "size or the sequence length"
+                f"a batch of {batch} x {self.length} tokens on each of {world_size} processes "
+                f"needs {batch * world_size} rows, and {len(self._documents)} documents of "
+                f"{self._documents.lengths.sum()} tokens fill {self.rows_per_epoch}; give more "
+                "text, or lower the batch size or the sequence length"
             )
+
+
+def _sample(cursor: dict[str, Any]) -> int:
+    """Return how many samples were read; refuse the cursors of earlier versions."""
+    if set(cursor) != {"sample"}:
+        raise InputError(
+            "a run goes on at a sample of its text, and this one stopped at a place of an earlier "
+            f"version ({', '.join(sorted(cursor))}); finish it with that version, or train anew"
+        )
+    return cursor["sample"]

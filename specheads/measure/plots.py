@@ -18,10 +18,13 @@ SHADES = ("#f1f4f8", "#fdf3e7", "#eef6ef")
 def draw(results: Results, history: Sequence[Mapping[str, Any]]) -> dict[str, bytes]:
     """Return every picture there is something to draw for, by file name."""
     pictures: dict[str, bytes] = {}
+    held_out = [row for row in history if "validation/loss" in row]
     if results.offline or results.online:
         pictures["acceptance.png"] = _png(_acceptance(results))
     if any("loss" in row for row in history):
-        pictures["loss.png"] = _png(_losses([row for row in history if "loss" in row]))
+        pictures["loss.png"] = _png(_losses([row for row in history if "loss" in row], held_out))
+    if held_out:
+        pictures["validation.png"] = _png(_held_out(held_out))
     if results.speed:
         pictures["speed.png"] = _png(_speed(results.speed))
     return pictures
@@ -61,22 +64,44 @@ def _acceptance(results: Results) -> Figure:
     return figure
 
 
-def _losses(rows: Sequence[Mapping[str, Any]]) -> Figure:
+def _losses(rows: Sequence[Mapping[str, Any]], held_out: Sequence[Mapping[str, Any]]) -> Figure:
     figure, axes = _axes(7.0, "Training loss", "loss per token", "step")
     for number, (name, first, last) in enumerate(_phases(rows)):
         axes.axvspan(first, last, color=SHADES[number % len(SHADES)], zorder=0)
         place = {"transform": axes.get_xaxis_transform(), "ha": "center", "va": "top"}
         axes.text((first + last) / 2, 0.97, name, color="#555555", **place)
-    depths = sorted({key for row in rows for key in row if key.startswith("loss/depth_")})
-    for number, key in enumerate(depths):
-        points = [(row["step"], row[key]) for row in rows if key in row]
-        label = f"depth {int(key.rpartition('_')[2]) + 1}"
-        shade = 0.75 - 0.45 * number / max(len(depths) - 1, 1)
-        axes.plot(*zip(*points, strict=True), color=ORANGE, alpha=shade, linewidth=1, label=label)
-    steps, losses = [row["step"] for row in rows], [row["loss"] for row in rows]
-    axes.plot(steps, losses, color=BLUE, linewidth=1.8, label="loss")
+    _by_depth(axes, rows, "loss/depth_")
+    axes.plot(*_points(rows, "loss"), color=BLUE, linewidth=1.8, label="loss")
+    if held_out:
+        axes.plot(*_points(held_out, "validation/loss"), "k.--", linewidth=1, label="held out")
     axes.legend(frameon=False)
     return figure
+
+
+def _held_out(rows: Sequence[Mapping[str, Any]]) -> Figure:
+    figure, axes = _axes(7.0, "Agreement on held-out text", "share accepted", "step")
+    _by_depth(axes, rows, "validation/accept/depth_", marker=".")
+    axes.set(ylim=(0, 1))
+    axes.legend(frameon=False)
+    return figure
+
+
+def _by_depth(axes: Axes, rows: Sequence[Mapping[str, Any]], prefix: str, **style: Any) -> None:
+    """Draw a figure of each depth over steps, the deeper the paler."""
+    keys = sorted({key for row in rows for key in row if key.startswith(prefix)}, key=_depth)
+    for number, key in enumerate(keys):
+        shade = 0.75 - 0.45 * number / max(len(keys) - 1, 1)
+        how = {"color": ORANGE, "alpha": shade, "linewidth": 1, "label": f"depth {_depth(key)}"}
+        axes.plot(*_points(rows, key), **how, **style)
+
+
+def _depth(key: str) -> int:
+    return int(key.rpartition("_")[2]) + 1
+
+
+def _points(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[list[int], list[float]]:
+    found = [row for row in rows if key in row]
+    return [row["step"] for row in found], [row[key] for row in found]
 
 
 def _phases(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, int, int]]:

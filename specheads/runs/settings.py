@@ -1,5 +1,6 @@
 """Read a run's settings as plain values: nothing in them is looked up, expanded or called."""
 
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,13 @@ MAX_DEPTH = 20
 
 RESUMABLE = (
     "name", "run_dir", "tree", "tracker", "evaluation", "evaluate_after", "log_every",
-    "checkpoint_every", "base.device", "base.compile", "dry_run",
+    "checkpoint_every", "validation", "feature_cache", "base.device", "base.compile", "dry_run",
+    "schedule.phases.*.batch_size",
 )  # fmt: skip
-"""What does not decide what training computes, and may change between stop and resume."""
+"""What does not decide what training computes, and may change between stop and resume.
+
+That a phase's batches over all processes stay as large, its checkpoints tell.
+"""
 
 
 class _Loader(yaml.SafeLoader):
@@ -81,7 +86,7 @@ def parse(text: str) -> dict[str, Any]:
 
 def first_difference(before: Any, now: Any, name: str = "") -> tuple[str, Any, Any] | None:
     """Return name and both values of the first setting that may not change on resume."""
-    if name in RESUMABLE or before == now:
+    if before == now or any(fnmatchcase(name, pattern) for pattern in RESUMABLE):
         return None
     if not (isinstance(before, dict) and isinstance(now, dict)):
         return name, before, now

@@ -41,7 +41,7 @@ class PhaseLog:
         every: int,
     ) -> None:
         self.phase, self.at, self.tracker, self.display = phase, at, tracker, display
-        self.mean, self.every = mean, every
+        self.mean, self.every, self.held_out = mean, every, ""
         self.task = display.add_task(
             phase.name, total=phase.settings.steps, completed=at.step - phase.first, numbers=""
         )
@@ -58,15 +58,24 @@ class PhaseLog:
             self._clear()
         self.display.update(self.task, completed=self.at.step - self.phase.first)
 
+    def validated(self, values: Mapping[str, float]) -> None:
+        """Tell how the head does on held-out text."""
+        row = self._row() | dict(values)
+        if self.tracker is not None:
+            self.tracker.log(row)
+        self.held_out = f"  held out {row['validation/loss']:.3f}"
+
     def _clear(self) -> None:
         self.sums: dict[str, Tensor] = {}
         self.steps, self.tokens, self.since = 0, 0, time.perf_counter()
 
+    def _row(self) -> dict[str, Any]:
+        return {"step": self.at.step, "phase": self.phase.name, "tokens": self.at.tokens}
+
     def _write(self) -> None:
         """Tell what happened since the last row."""
         means = self.mean(torch.stack(list(self.sums.values())) / self.steps).tolist()
-        at = self.at
-        row: dict[str, Any] = {"step": at.step, "phase": self.phase.name, "tokens": at.tokens}
+        at, row = self.at, self._row()
         row |= zip(self.sums, means, strict=True)
         if not math.isfinite(row["loss"]):
             raise InputError(
@@ -83,4 +92,4 @@ class PhaseLog:
         accepted = [f"{row[name]:.2f}" for name in row if name.startswith("accept/")]
         numbers = f"loss {row['loss']:.3f}  accept {' '.join(accepted)}"
         speed = f"{row['tokens_per_second']:,.0f} tokens/s"
-        self.display.update(self.task, numbers=f"{numbers}  {speed}")
+        self.display.update(self.task, numbers=f"{numbers}{self.held_out}  {speed}")

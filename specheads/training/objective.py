@@ -33,9 +33,7 @@ class Objective(nn.Module):
         """
         depth, chains = self.head.depth, phase.weighting == "dpace"
         project = None if phase.loss in LABELS_ONLY else logits_of
-        scored = scored.clone()
-        # the first labels have no position early enough for the deepest head
-        scored[:, : depth + 1] = False
+        scored = early_enough(scored, features, depth)
         drafted = self.head.to_drafted(tokens)
         rows, labels = (scored & (chains | (drafted >= 0))).nonzero(as_tuple=True)
         at = [labels + level if chains else labels for level in range(depth)]
@@ -62,3 +60,10 @@ class Objective(nn.Module):
         # a label that cannot be drafted is a draft that the base will not accept
         drafted_labels = torch.stack([(target.labels >= 0).sum() for target in targets])
         return replace(loss, agreement=loss.agreement * drafted_labels / scored.sum().clamp(min=1))
+
+
+def early_enough(
+    scored: Bool[Tensor, "batch time"], features: Features, depth: int
+) -> Bool[Tensor, "batch time"]:
+    """Leave out a text's first labels: no position of it is early enough for the deepest head."""
+    return scored & (features.places() > depth)

@@ -1,45 +1,31 @@
 """Train a head through every phase of a recipe, into a run directory."""
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import asdict, dataclass
-from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, gather_object
-from rich.progress import Progress
+from accelerate.utils import DistributedDataParallelKwargs
 from torch import Tensor
 
 from specheads.base import lora
 from specheads.base.model import FrozenBase
-from specheads.config import Distill, Phase, Train
+from specheads.config import Train
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.core.files import sole_writer
-from specheads.data.distill import DistilledText, write_shards
-from specheads.data.fingerprint import text_identity
-from specheads.data.packing import PackedText, Text
-from specheads.data.tokenise import tokenised
-from specheads.decoding.acceptance.sampling import Sampling
-from specheads.decoding.generate import generate
 from specheads.heads.load import build_for, configure, resume_head
 from specheads.measure.evaluation import check, refuse_unusable
 from specheads.measure.quality import quality_windows
 from specheads.runs.directory import RunDirectory
-from specheads.runs.progress import progress
 from specheads.runs.trackers import Tracker
 from specheads.training import trainer
+from specheads.training.feature_cache import FeatureCache, feature_cache
 from specheads.training.schedule import adapter_settings, refuse_misfit
-
-T = TypeVar("T")
-
-COUNTED_TOKENS = 2**19
-"""Tokens of the corpus that a reduced draft vocabulary is counted on."""
-
-COUNTED_LENGTH = 512
+from specheads.training.texts import Texts, together
 
 Announce = Callable[[str], None]
 """Takes a line for people."""
@@ -85,9 +71,10 @@ def run(
             choices["device"] = str(accelerator.device)
         base = FrozenBase.load(**choices)
     _refuse_unfit(settings, base, depth)
-    texts = _Texts(settings, base, made, accelerator)
+    texts = Texts(settings, base, made, accelerator, announce)
     torch.manual_seed(settings.seed)
     head, counts = _start(settings, base, texts)
+    cache = feature_cache(settings, base, head.aux_layers, accelerator.num_processes, announce)
     identity: dict[str, Any] = {"base_fingerprint": texts.fingerprint}
     is_main = accelerator.is_main_process
     if is_main:
@@ -106,28 +93,14 @@ def run(
                 held.enter_context(sole_writer(made.path))
                 made.begin(config_text, identity)
 
-        _together(begin)
-        _train(settings, base, head, texts, accelerator)
+        together(begin)
+        _train(settings, base, head, texts, cache, accelerator)
         if is_main:
             made.end(head)
     return Trained(made, head, base, is_main)
 
 
-def _together(act: Callable[[], T]) -> list[T]:
-    """Act on every process and return what each of them got; where one is refused, all are."""
-    got, refused = [], ""
-    try:
-        got = [act()]
-    except InputError as error:
-        refused = str(error)
-    told = gather_object([(got, refused)])
-    for _, refused in told:
-        if refused:
-            raise InputError(refused)
-    return [one for got, _ in told for one in got]
-
-
-def _start(settings: Train, base: FrozenBase, texts: "_Texts") -> tuple[Head, Tensor | None]:
+def _start(settings: Train, base: FrozenBase, texts: Texts) -> tuple[Head, Tensor | None]:
     """Return the head training begins with, and token counts where it drafts only some tokens."""
     if settings.init:
         head = resume_head(settings.init, base, settings.head["kind"])
@@ -137,9 +110,14 @@ def _start(settings: Train, base: FrozenBase, texts: "_Texts") -> tuple[Head, Te
 
 
 def _train(
-    settings: Train, base: FrozenBase, head: Head, texts: "_Texts", accelerator: Accelerator
+    settings: Train,
+    base: FrozenBase,
+    head: Head,
+    texts: Texts,
+    cache: FeatureCache | None,
+    accelerator: Accelerator,
 ) -> None:
-    run, tracker = texts.run, None
+    run, tracker, held_out = texts.run, None, texts.held_out(settings.validation)
     if accelerator.is_main_process:
         tracker = Tracker(run.metrics, **asdict(settings.tracker), name=settings.name)
     with closing(tracker) if tracker else nullcontext():
@@ -154,94 +132,9 @@ def _train(
             seed=settings.seed,
             log_every=settings.log_every,
             checkpoint_every=settings.checkpoint_every,
+            held_out=held_out,
+            cache=cache,
         )
-
-
-class _Texts:
-    """Gives each phase its text: the corpus, or what the base writes when the phase begins.
-
-    Every phase's corpus is opened once at first, so that one too short is refused before anything
-    is written.
-    """
-
-    def __init__(
-        self, settings: Train, base: FrozenBase, run: RunDirectory, accelerator: Accelerator
-    ) -> None:
-        assert base.tokenizer is not None
-        self.settings, self.base, self.tokenizer = settings, base, base.tokenizer
-        self.run, self.accelerator = run, accelerator
-        # of the weights alone: while an adapter is trained, the model has more of them
-        self.fingerprint = base.fingerprint
-        with progress(shown=accelerator.is_main_process, transient=True) as bar:
-            self.documents = tokenised(
-                settings.data, "train", base.tokenizer, settings.seed, bar=bar
-            )
-        self.share = {"rank": accelerator.process_index, "world_size": accelerator.num_processes}
-        for phase in settings.schedule.phases.values():
-            self.corpus(phase)
-
-    def corpus(self, phase: Phase) -> PackedText:
-        """Return a phase's corpus; of distilled text, rows whose beginnings the base continues."""
-        length, batch_size = phase.sequence_length, phase.batch_size
-        if distill := phase.distill:
-            length, batch_size = distill.prompt_tokens + distill.new_tokens, distill.batch_size
-        return self._packed(length, batch_size, **self.share)
-
-    def count_tokens(self) -> Tensor:
-        """Return how often each token of the vocabulary stands in the corpus's beginning."""
-        # every process counts the same text, so that all agree
-        rows = self._packed(COUNTED_LENGTH, 1, rank=0, world_size=1).batches()
-        batches = islice(rows, COUNTED_TOKENS // COUNTED_LENGTH)
-        text = torch.cat([batch.tokens.flatten() for batch, _ in batches])
-        return torch.bincount(text, minlength=self.base.vocab_size)
-
-    def _packed(self, length: int, batch_size: int, *, rank: int, world_size: int) -> PackedText:
-        return PackedText(
-            self.documents,
-            sequence_length=length,
-            batch_size=batch_size,
-            seed=self.settings.seed,
-            rank=rank,
-            world_size=world_size,
-        )
-
-    def open(self, phase: Phase, bar: Progress, halt: Callable[[], None]) -> Text:
-        """Return the phase's text, writing it first where the base is its author.
-
-        `halt` is called on all processes together, and raises where writing is to stop.
-        """
-        if phase.distill is None:
-            return self.corpus(phase)
-        folder = Path(phase.distill.folder or self.run.text)
-        with closing(self._writer(phase, phase.distill, folder)) as writer:
-            task = bar.add_task("text by the base", total=phase.distill.num_samples, numbers="")
-            # processes that have written their share wait for the others
-            while sum(done := _together(lambda: next(writer, 0))):
-                bar.update(task, completed=max(done) * len(done))
-                halt()
-        return DistilledText(
-            folder,
-            phase.batch_size,
-            (self.base.eos_ids or (0,))[0],
-            sequence_length=phase.sequence_length,
-            seed=self.settings.seed,
-            **self.share,
-        )
-
-    def _writer(self, phase: Phase, distill: Distill, folder: Path) -> Generator[int, None, None]:
-        """Return what has the base write, shard by shard, what the folder does not hold yet."""
-        corpus, processes = self.settings.data, self.accelerator.num_processes
-        identity = text_identity(
-            self.fingerprint, self.tokenizer, corpus, self.documents, processes
-        )
-
-        def write(prompts: list[list[int]], seed: int) -> list[list[int]]:
-            how = Sampling(temperature=distill.temperature, top_k=distill.top_k, seed=seed)
-            new = distill.new_tokens
-            return generate(self.base, None, prompts, max_new_tokens=new, sampling=how).tokens
-
-        prompts, seed = self.corpus(phase), self.settings.seed
-        return write_shards(folder, prompts, write, distill, identity, seed=seed, **self.share)
 
 
 def _refuse_unusable(settings: Train) -> int:

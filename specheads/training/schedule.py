@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool
 from torch import Tensor
 
 from specheads.config import Joint, Phase, Schedule
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
+from specheads.data.packing import TokenBatch
 from specheads.training.losses.depth_loss import whole_chains
 from specheads.training.muon import Muon
 
@@ -30,7 +31,9 @@ class Progressed:
     tokens: int = 0
     """Tokens read by the base, over all processes."""
     cursor: dict[str, Any] | None = None
-    """Place in the current phase's text."""
+    """Place in the current phase's text, the same for all processes."""
+    batch_rows: int = 0
+    """Rows of a batch over all processes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +62,16 @@ class PlacedPhase:
         return {role: share * peak for role, peak in self.peaks.items()}
 
     def scored(
-        self, counted: Bool[Tensor, "batch time"], depth: int, seed: int
+        self, batch: TokenBatch, depth: int, seed: int | None = None
     ) -> Bool[Tensor, "batch time"]:
-        """Return which labels the losses of one step cover, of all that the text counts."""
+        """Return which labels the losses of one step cover, of all that the text counts.
+
+        Without a seed all that could be drawn are covered.
+        """
+        counted = batch.counted
         if self.settings.weighting == "dpace":
-            counted = whole_chains(counted, depth)
-        if self.settings.scored_share == 1.0:
+            counted = whole_chains(counted, depth, batch.documents)
+        if seed is None or self.settings.scored_share == 1.0:
             return counted
         generator = torch.Generator().manual_seed(seed)
         drawn = torch.rand(counted.shape, generator=generator)
@@ -80,7 +87,8 @@ class Step:
     """Step of the run."""
     seed: int
     """Drawn from number and process, so that a resumed run draws the same."""
-    tokens: Int[Tensor, "batch time"]
+    batch: TokenBatch
+    """On the base's device."""
     scored: Bool[Tensor, "batch time"]
     """Labels that the losses cover."""
 

@@ -4,12 +4,12 @@ See docs/joint_training.md. Source: Cai et al. 2024, arXiv:2401.10774, section 2
 """
 
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
@@ -18,7 +18,9 @@ from specheads.base.lora import Adapter
 from specheads.base.model import FrozenBase
 from specheads.config import Joint
 from specheads.core.drafter import Features, Head
+from specheads.data.packing import TokenBatch
 from specheads.runs.directory import atomic_folder
+from specheads.training.feature_cache import FeatureCache
 from specheads.training.log import figures
 from specheads.training.losses.depth_loss import DepthLoss
 from specheads.training.schedule import PlacedPhase, Step
@@ -30,8 +32,8 @@ HeadLoss = Callable[[Features, Callable[[Tensor], Tensor]], DepthLoss]
 class FrozenTeacher:
     """A base that stays as it is: it reads the text, and its logits are what a head learns."""
 
-    def __init__(self, base: FrozenBase, head: Head) -> None:
-        self.base, self.head = base, head
+    def __init__(self, base: FrozenBase, head: Head, cache: FeatureCache | None = None) -> None:
+        self.base, self.head, self.cache = base, head, cache
         self.parameters: list[nn.Parameter] = []
         """What the teacher itself learns."""
 
@@ -44,12 +46,22 @@ class FrozenTeacher:
 
     def losses(self, step: Step, head_loss: HeadLoss) -> tuple[Tensor, dict[str, Tensor]]:
         """Read the text; return the loss to descend, and what to log."""
-        loss = head_loss(self.base.read(step.tokens, self.head.aux_layers), self.logits_of)
+        loss = head_loss(self.read(step.batch), self.logits_of)
         return loss.total, figures(loss)
+
+    def read(self, batch: TokenBatch) -> Features:
+        """Return what the base says of a batch, as it is now and without gradients."""
+        if self.cache is not None:
+            return self.cache.read(batch)
+        return self.base.read(batch.tokens, self.head.aux_layers, batch.documents)
 
     def as_loaded(self) -> AbstractContextManager[None]:
         """Have the base compute, for as long as this lasts, as if it had learned nothing."""
         return nullcontext()
+
+    def at_rest(self) -> "AbstractContextManager[FrozenTeacher]":
+        """Give the base as it is now, which learns nothing for as long as this lasts."""
+        return nullcontext(self)
 
     def weights(self) -> dict[str, Tensor]:
         """Return what the teacher has learned, for a checkpoint."""
@@ -93,7 +105,7 @@ class JointTeacher:
         if joint is None:
             return self.frozen.losses(step, head_loss)
         torch.manual_seed(step.seed)  # of dropout
-        features, own = self.read(step.tokens, step.scored, joint)
+        features, own = self.learn(step.batch, step.scored, joint)
         self.frozen.begin()
         loss = head_loss(features, self.frozen.logits_of)
         weight = head_weight(joint, step.phase.elapsed(step.number))
@@ -101,30 +113,40 @@ class JointTeacher:
         values = {"loss": total, "loss/base": own, "head_weight": torch.full_like(own, weight)}
         return total, figures(loss) | {name: value.detach() for name, value in values.items()}
 
+    @contextmanager
+    def at_rest(self) -> Iterator[FrozenTeacher]:
+        """Give the base as it is now, adapter and all, which learns nothing meanwhile."""
+        learning = self.adapter.learning
+        self.adapter.learn(False)
+        self.frozen.begin()
+        yield self.frozen
+        self.adapter.learn(learning)
+
     def save(self, folder: Path, phase: PlacedPhase) -> None:
         """Keep the adapter as it is at the end of a joint phase."""
         if phase.settings.joint:
             with atomic_folder(folder) as place:
                 self.adapter.save(place)
 
-    def read(
-        self,
-        tokens: Int[Tensor, "batch time"],
-        scored: Bool[Tensor, "batch time"],
-        joint: Joint,
+    def learn(
+        self, batch: TokenBatch, scored: Bool[Tensor, "batch time"], joint: Joint
     ) -> tuple[Features, Float[Tensor, ""]]:
         """Return features with gradients, and the base's own loss in nats a label.
 
         The loss is the text's surprise, or the KL divergence to the base without its adapter. It
-        covers the scored labels, of which a row's first token is never one.
+        covers the scored labels, of which a text's first token is never one.
         """
-        rows, places = scored[:, 1:].nonzero(as_tuple=True)
+        tokens, documents = batch.tokens, batch.documents
+        labels = scored[:, 1:]
+        if documents is not None:
+            labels = labels & (documents.diff(dim=1) == 0)
+        rows, places = labels.nonzero(as_tuple=True)
         aims = tokens[rows, places + 1]
         if joint.target == "base":
             # before the forward with gradients: switching off and on touches what they flow to
             with self.as_loaded():
-                aims = self.base.read(tokens).hidden[rows, places]
-        features = self.base.read(tokens, self.head.aux_layers, gradients=True)
+                aims = self.base.read(tokens, documents=documents).hidden[rows, places]
+        features = self.base.read(tokens, self.head.aux_layers, documents, gradients=True)
         return features, chunked_loss(features.hidden[rows, places], aims, self._row_loss)
 
     def _row_loss(self, hidden: Tensor, aims: Tensor) -> Tensor:
@@ -140,9 +162,14 @@ class JointTeacher:
 Teacher = FrozenTeacher | JointTeacher
 
 
-def teacher_of(base: FrozenBase, head: Head, joint: Joint | None, seed: int) -> Teacher:
-    """Return the teacher that a schedule asks for: one that learns if any phase is joint."""
-    return JointTeacher(base, head, joint, seed) if joint else FrozenTeacher(base, head)
+def teacher_of(
+    base: FrozenBase, head: Head, joint: Joint | None, seed: int, cache: FeatureCache | None = None
+) -> Teacher:
+    """Return the teacher that a schedule asks for: one that learns if any phase is joint.
+
+    Only what a frozen base says can come from a cache.
+    """
+    return JointTeacher(base, head, joint, seed) if joint else FrozenTeacher(base, head, cache)
 
 
 def head_weight(joint: Joint, elapsed: float) -> float:

@@ -4,12 +4,12 @@ import signal
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 from rich.progress import Progress
 from torch import Tensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
@@ -24,11 +24,14 @@ from specheads.runs.directory import RunDirectory, atomic_folder
 from specheads.runs.progress import progress
 from specheads.runs.trackers import Tracker
 from specheads.training import schedule as schedules
+from specheads.training.feature_cache import FeatureCache
 from specheads.training.log import PhaseLog
 from specheads.training.losses.depth_loss import DepthLoss
 from specheads.training.objective import Objective
+from specheads.training.prefetch import prefetched
 from specheads.training.schedule import PlacedPhase, Progressed, Step
 from specheads.training.teacher import Teacher, teacher_of
+from specheads.training.validation import HeldOut, validate
 
 
 def train(
@@ -43,6 +46,8 @@ def train(
     seed: int = 0,
     log_every: int = 10,
     checkpoint_every: int = 0,
+    held_out: HeldOut | None = None,
+    cache: FeatureCache | None = None,
 ) -> None:
     """Train a head through every phase, going on from the newest checkpoint.
 
@@ -51,12 +56,14 @@ def train(
     and taken out of the base at the end. `open_text` gives a phase its text when it begins, and may
     write it then; now and again, on all processes alike, it calls what it is given, which raises
     KeyboardInterrupt once one of them was interrupted. `tracker` is None on all processes but the
-    main one. With `checkpoint_every` zero there are checkpoints at phase ends only.
+    main one. With `checkpoint_every` zero there are checkpoints at phase ends only. On `held_out`
+    text the head is measured now and then, and not trained. With a `cache` a frozen base reads each
+    batch once.
 
     An interrupt (SIGINT, SIGTERM) of any process ends the step at hand, writes a checkpoint and
     raises KeyboardInterrupt on all of them; a second one does what it did before.
     """
-    teacher = teacher_of(base, head, schedules.adapter_settings(schedule), seed)
+    teacher = teacher_of(base, head, schedules.adapter_settings(schedule), seed, cache)
     try:
         trainer = _Trainer(teacher, schedule, run, accelerator, seed)
         with progress(shown=accelerator.is_main_process) as display, trainer.on_interrupt():
@@ -70,7 +77,7 @@ def train(
                 with teacher.as_loaded():
                     text = open_text(phase.settings, display, trainer.halt)
                 log = PhaseLog(phase, trainer.at, tracker, display, trainer.mean, log_every)
-                trainer.run_phase(phase, text, log, checkpoint_every)
+                trainer.run_phase(phase, text, log, checkpoint_every, held_out)
     finally:
         teacher.leave()
 
@@ -101,25 +108,35 @@ class _Trainer:
         self.stop = False
 
     def run_phase(
-        self, phase: PlacedPhase, text: Text, log: PhaseLog, checkpoint_every: int
+        self,
+        phase: PlacedPhase,
+        text: Text,
+        log: PhaseLog,
+        checkpoint_every: int,
+        held_out: HeldOut | None,
     ) -> None:
         """Train from wherever the phase stands to its end."""
-        batches = text.batches(self.at.cursor)
+        self._refuse_other_batch(phase)
         self.teacher.begin(phase)
-        while self.at.step < phase.end:
-            batch, self.at.cursor = next(batches)
-            values = self._step(batch, phase)
-            tokens = batch.tokens.numel() * self.accelerator.num_processes
-            self.at.step += 1
-            self.at.tokens += tokens
-            log.step(values, tokens)
-            if self.at.step == phase.end:
-                break
-            stop = self._stops()
-            if stop or (checkpoint_every and self.at.step % checkpoint_every == 0):
-                self.save()
-            if stop:
-                raise KeyboardInterrupt
+        with closing(prefetched(self._batches(text))) as batches:
+            for batch, cursor in batches:
+                values, self.at.cursor = self._step(batch, phase), cursor
+                tokens = batch.tokens.numel() * self.accelerator.num_processes
+                self.at.step += 1
+                self.at.tokens += tokens
+                self.at.batch_rows = self._batch_rows(phase)
+                log.step(values, tokens)
+                if held_out is not None and held_out.due(self.at.step, phase):
+                    log.validated(
+                        validate(held_out, self.teacher, self.objective, phase, self.mean)
+                    )
+                if self.at.step == phase.end:
+                    break
+                stop = self._stops()
+                if stop or (checkpoint_every and self.at.step % checkpoint_every == 0):
+                    self.save()
+                if stop:
+                    raise KeyboardInterrupt
         self.at.cursor = None
         if self.accelerator.is_main_process:
             # kept, so that phases can be compared
@@ -129,15 +146,21 @@ class _Trainer:
         self.save()
         self.halt()
 
+    def _batches(self, text: Text) -> Iterator[tuple[TokenBatch, dict[str, Any]]]:
+        """Yield what follows in a text, where a GPU can fetch it from while it computes."""
+        for batch, cursor in text.batches(self.at.cursor):
+            yield batch.pinned() if self.teacher.base.device.type == "cuda" else batch, cursor
+
     def _step(self, batch: TokenBatch, phase: PlacedPhase) -> dict[str, Tensor]:
         """Make one optimizer step; return what is logged of it."""
         rank, device = self.accelerator.process_index, self.teacher.base.device
         seed = (self.seed * 1_009 + rank) * 10_000_019 + self.at.step
-        scored = phase.scored(batch.counted, self.head.depth, seed)
-        step = Step(phase, self.at.step, seed, batch.tokens.to(device), scored.to(device))
+        scored = phase.scored(batch, self.head.depth, seed)
+        step = Step(phase, self.at.step, seed, batch.to(device), scored.to(device))
 
         def head_loss(features: Features, logits_of: Callable[[Tensor], Tensor]) -> DepthLoss:
-            return self.objective(features, step.tokens, step.scored, logits_of, phase.settings)
+            tokens, settings = step.batch.tokens, phase.settings
+            return self.objective(features, tokens, step.scored, logits_of, settings)
 
         total, values = self.teacher.losses(step, head_loss)
         self.accelerator.backward(total)
@@ -162,15 +185,15 @@ class _Trainer:
 
     def save(self) -> None:
         """Write a checkpoint on the main process; every process waits for it."""
-        cursors = gather_object([self.at.cursor])
         if self.accelerator.is_main_process:
-            state = {"step": self.at.step, "tokens": self.at.tokens, "cursors": cursors}
             optimizer = {
                 "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
                 "random": torch.get_rng_state(),
             }
             learned = self.teacher.weights()
-            held = checkpoint.Checkpoint(state, self.head.state_dict(), optimizer, learned)
+            held = checkpoint.Checkpoint(
+                asdict(self.at), self.head.state_dict(), optimizer, learned
+            )
             checkpoint.save(self.run.checkpoints, held)
         self.accelerator.wait_for_everyone()
 
@@ -191,19 +214,31 @@ class _Trainer:
 
     def _take_up(self, found: checkpoint.Checkpoint) -> None:
         state, weights, saved, adapter = found
-        cursors, processes = state["cursors"], self.accelerator.num_processes
-        if len(cursors) != processes:
+        if "cursors" in state:
             raise InputError(
-                f"a run resumes with as many processes as wrote it: {len(cursors)} then, "
-                f"{processes} now; launch {len(cursors)}"
+                "a run goes on at a sample of its text, and this one was stopped by an earlier "
+                "version, at a place of its own in each process; finish it with that version, or "
+                f"remove {self.run.checkpoints} to train anew"
             )
-        cursor = cursors[self.accelerator.process_index]
-        self.at = Progressed(state["step"], state["tokens"], cursor)
+        self.at = Progressed(**state)
         self.head.load_state_dict(weights)
         self.teacher.load(adapter)
         for optimizer, values in zip(self.optimizers, saved["optimizers"], strict=True):
             optimizer.load_state_dict(values)
         torch.set_rng_state(saved["random"])
+
+    def _batch_rows(self, phase: PlacedPhase) -> int:
+        return phase.settings.batch_size * self.accelerator.num_processes
+
+    def _refuse_other_batch(self, phase: PlacedPhase) -> None:
+        """Refuse to go on in a phase with other batches than it began with."""
+        now = self._batch_rows(phase)
+        if self.at.cursor is not None and self.at.batch_rows != now:
+            raise InputError(
+                f"a phase goes on with batches of as many rows over all processes: "
+                f"{self.at.batch_rows} then, {now} now; set "
+                f"schedule.phases.{phase.name}.batch_size or launch other processes"
+            )
 
     @contextmanager
     def on_interrupt(self) -> Iterator[None]:

@@ -13,8 +13,8 @@ import torch
 from specheads.config import Distill
 from specheads.core.errors import InputError
 from specheads.core.files import sole_writer
-from specheads.data.distill import DistilledText, write_shards
-from specheads.data.packing import TokenBatch
+from specheads.data.distill import documents, write_shards
+from specheads.data.packing import PackedText, TokenBatch
 
 SETTINGS = Distill(num_samples=10, prompt_tokens=3, new_tokens=4, batch_size=4)
 
@@ -55,7 +55,9 @@ def test_prompts_are_the_beginnings_of_corpus_rows_and_as_many_are_written_as_as
     assert write(tmp_path) == [4, 8, 10]
     found = rows(tmp_path)
     assert len(found) == 10
-    assert found[0] == {"tokens": [0, 1, 2, 1002, 0, 7, 8], "prompt_tokens": 3}
+    counted = [0, 0, 0, 1, 1, 1, 1]
+    assert found[0] == {"number": 0, "tokens": [0, 1, 2, 1002, 0, 7, 8], "counted": counted}
+    assert [row["number"] for row in found] == list(range(10))
     assert found[4]["tokens"][:3] == [100, 101, 102]
     assert found[1]["tokens"] == [7, 8, 9, 1009, 0]
 
@@ -114,7 +116,7 @@ def test_damaged_text_is_refused_by_the_file_and_written_again_once_it_is_remove
         write(folder)
     if name != "fingerprint.json":
         with pytest.raises(InputError, match=f"{name} is damaged"):
-            DistilledText(folder, 2, padding_id=0)
+            documents(folder)
     shutil.rmtree(folder)
     assert write(folder) == [4, 8, 10]
     assert rows(folder) == before
@@ -123,7 +125,7 @@ def test_damaged_text_is_refused_by_the_file_and_written_again_once_it_is_remove
 def test_a_missing_shard_is_never_passed_over(tmp_path: Path):
     write(tmp_path)
     (tmp_path / "shard-0-00000.parquet").unlink()
-    for use in (lambda: write(tmp_path), lambda: DistilledText(tmp_path, 2, padding_id=0)):
+    for use in (lambda: write(tmp_path), lambda: documents(tmp_path)):
         with pytest.raises(InputError, match=r"00000\.parquet is damaged or missing"):
             use()
 
@@ -204,29 +206,31 @@ def test_only_what_the_base_wrote_counts(tmp_path: Path):
     #  prompt  p p p      counted  . . .
     #  written w w w w             x x x x   or, ended early:  x x . .
     write(tmp_path)
-    text = DistilledText(tmp_path, 10, padding_id=0)
-    batch, _ = next(text.batches())
+    batch, _ = next(pack(tmp_path, 10).batches())
     long = batch.tokens[:, 5] == 7
     assert batch.counted[long].tolist() == [[False] * 3 + [True] * 4] * 5
     assert batch.counted[~long].tolist() == [[False] * 3 + [True] * 2 + [False] * 2] * 5
     assert batch.tokens[~long, 5:].any().item() is False
 
 
-def test_batches_go_on_from_a_cursor_over_epochs_and_ranks_share_no_row(tmp_path: Path):
-    write(tmp_path)
-    text = DistilledText(tmp_path, 2, padding_id=0, rank=0, world_size=2)
-    other = DistilledText(tmp_path, 2, padding_id=0, rank=1, world_size=2)
-    assert text.batches_per_epoch == 2
-    stream, theirs = text.batches(), other.batches()
-    seen = [next(stream) for _ in range(5)]
-    again = text.batches(seen[2][1])
-    assert torch.equal(next(again)[0].tokens, seen[3][0].tokens)
-    mine = torch.cat([batch.tokens for batch, _ in seen[:2]])
-    others = torch.cat([next(theirs)[0].tokens for _ in range(2)])
-    assert not set(mine[:, 0].tolist()) & set(others[:, 0].tolist())
+def pack(folder: Path, batch_size: int, **share: int) -> PackedText:
+    sizes = {"sequence_length": 0, "batch_size": batch_size} | share
+    return PackedText(documents(folder), packing="none", **sizes)
+
+
+def test_the_shards_of_all_ranks_are_one_text(tmp_path: Path):
+    for rank in (1, 0):
+        write(tmp_path, rank=rank, world_size=2)
+    assert sorted(row["number"] for row in rows(tmp_path)) == list(range(10))
+    assert len(documents(tmp_path)) == 10
+    before = documents(tmp_path).fingerprint
+    (tmp_path / "progress-1.json").unlink()
+    assert documents(tmp_path).fingerprint != before
 
 
 def test_too_few_texts_for_a_batch_is_an_error_with_both_numbers(tmp_path: Path):
     write(tmp_path)
-    with pytest.raises(ValueError, match=r"needs 11 texts.*holds 10"):
-        DistilledText(tmp_path, 11, padding_id=0)
+    with pytest.raises(ValueError, match=r"needs 11 rows.*fill 10"):
+        pack(tmp_path, 11)
+    with pytest.raises(ValueError, match=r"needs 2 rows.*fill 0"):
+        pack(tmp_path / "empty", 2)

@@ -1,5 +1,4 @@
 import gzip
-import itertools
 import json
 import re
 from pathlib import Path
@@ -7,7 +6,6 @@ from pathlib import Path
 import datasets
 import pyarrow as pa
 import pytest
-import torch
 from datasets import Dataset
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -15,7 +13,6 @@ from specheads.config import Data
 from specheads.data import local, sources
 from specheads.data.documents import Documents
 from specheads.data.fingerprint import text_identity, tokenizer_fingerprint
-from specheads.data.packing import PackedText
 from specheads.data.prompts import PromptSet, load_prompts
 from specheads.data.sources import SPLITS, read, split_of
 
@@ -184,77 +181,6 @@ def test_a_hub_dataset_with_a_bound_is_streamed(monkeypatch):
     assert 0 < len(part) <= 30
     whole = load("hub", path="a/b", column="content")
     assert set(part) < set(whole)
-
-
-# packing
-
-
-def pack(tokenizer: PreTrainedTokenizerBase, texts: list[str] = TEXTS, **choices) -> PackedText:
-    sizes = {"sequence_length": 16, "batch_size": 2} | choices
-    ids = [[*ids_of(text, tokenizer), tokenizer.eos_token_id] for text in texts]
-    documents = Documents(pa.table({"tokens": pa.array(ids, pa.list_(pa.int32()))}))
-    return PackedText(documents, **sizes)
-
-
-def documents_in(batches: list, eos: int) -> list[tuple[int, ...]]:
-    """Cut a stream back into its whole documents."""
-    flat = [token for batch, _ in batches for token in batch.tokens.flatten().tolist()]
-    cuts = [place for place, token in enumerate(flat) if token == eos]
-    return [tuple(flat[a + 1 : b]) for a, b in itertools.pairwise([-1, *cuts])]
-
-
-def test_packing_lays_documents_end_to_end_and_drops_no_token(tokenizer):
-    batches = list(itertools.islice(pack(tokenizer, lanes=1).batches(), 60))
-    assert all(batch.tokens.shape == (2, 16) for batch, _ in batches)
-    assert all(batch.counted.all() for batch, _ in batches)
-    found = documents_in(batches, tokenizer.eos_token_id)
-    wanted = [tuple(ids_of(text, tokenizer)) for text in TEXTS]
-    # a first epoch has every document once, in another order than the corpus; then a second
-    assert len(found) > len(TEXTS)
-    assert sorted(found[: len(TEXTS)]) == sorted(wanted)
-    assert found[: len(TEXTS)] != wanted
-    assert found[len(TEXTS)] in wanted
-
-
-def test_lanes_take_turns_row_by_row(tokenizer):
-    #  lane 0  a a a a      rows  a b c a b c
-    #  lane 1  b b b b
-    #  lane 2  c c c c      so no two neighbours are of the same document
-    texts = ["a " * 400, "b " * 400, "c " * 400]
-    batches = itertools.islice(pack(tokenizer, texts, lanes=3).batches(), 4)
-    rows = [row for batch, _ in batches for row in batch.tokens.tolist()]
-    assert all(one[-1] != other[-1] for one, other in itertools.pairwise(rows))
-    assert [row[-1] for row in rows[:3]] == [row[-1] for row in rows[3:6]]
-
-
-@pytest.mark.parametrize("lanes", [1, 5])
-@pytest.mark.parametrize("stop", [1, 7, 40])
-def test_packing_resumes_to_the_bit_from_a_cursor_that_went_through_json(tokenizer, stop, lanes):
-    whole = list(itertools.islice(pack(tokenizer, lanes=lanes).batches(), 90))
-    cursor = json.loads(json.dumps(whole[stop - 1][1]))
-    rest = itertools.islice(pack(tokenizer, lanes=lanes).batches(cursor), 90 - stop)
-    for (batch, place), (wanted, wanted_place) in zip(rest, whole[stop:], strict=True):
-        assert torch.equal(batch.tokens, wanted.tokens)
-        assert place == wanted_place
-
-
-def test_processes_read_disjoint_documents_and_together_all(tokenizer):
-    parts = []
-    for rank in range(3):
-        packed = pack(tokenizer, rank=rank, world_size=3, lanes=1)
-        batches = list(itertools.islice(packed.batches(), 40))
-        parts.append(documents_in(batches, tokenizer.eos_token_id)[: len(TEXTS) // 3])
-    together = [document for part in parts for document in part]
-    assert sorted(together) == sorted(tuple(ids_of(text, tokenizer)) for text in TEXTS)
-
-
-def test_a_corpus_too_short_for_one_batch_says_how_short(tokenizer):
-    text = "one two three"
-    found = len(ids_of(text, tokenizer)) + 1
-    with pytest.raises(ValueError, match=f"needs 64 tokens .* has {found} tokens in 1 documents"):
-        pack(tokenizer, [text], sequence_length=32)
-    with pytest.raises(ValueError, match="a document for each process"):
-        pack(tokenizer, [text * 100], world_size=2)
 
 
 # prompts

@@ -58,9 +58,10 @@ class Head(EmbeddingHead):
         everywhere = torch.ones_like(tokens, dtype=torch.bool)
         rows, at = (everywhere if scored is None else self.anchors(scored)).nonzero(as_tuple=True)
         self.num_anchors = len(rows)
-        places = torch.arange(tokens.shape[1])
-        past = self._context(features.hidden, tokens.roll(-1, 1), places[None])
-        block = self._block(past[rows], places <= at[:, None, None], at)
+        places = features.places()
+        past = self._context(features.hidden, tokens.roll(-1, 1), places)
+        visible = features.visible().expand(len(tokens), -1, -1)[rows, at]
+        block = self._block(past[rows], visible[:, None], places.expand_as(tokens)[rows, at])
         for level in range(self.depth):
             empty = block.new_zeros(*tokens.shape, self.width)
             yield empty.index_put((rows, at), block[:, level])

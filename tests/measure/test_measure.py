@@ -16,7 +16,7 @@ from specheads.base.model import FrozenBase
 from specheads.core.drafter import Features, Head
 from specheads.decoding.acceptance.sampling import Sampling
 from specheads.decoding.trees import policies
-from specheads.measure import offline, online, report, speed
+from specheads.measure import offline, online, plots, report, speed
 from specheads.measure.counts import DepthCounts
 from specheads.measure.how import How
 from specheads.measure.results import Acceptance, Candidate, Lossless, PhaseRate, Results
@@ -548,6 +548,17 @@ def test_the_page_needs_no_other_file_and_escapes_what_it_shows(tmp_path):
     assert "<habit>" not in page
     assert page.count('<tr class="chosen">') == 1
     assert "after phase corpus" in page
+
+
+def test_held_out_text_stands_in_the_loss_picture_and_in_one_of_its_own():
+    names = ("validation/loss", "validation/accept/depth_0", "validation/accept/depth_1")
+    watched = [
+        {"step": step, "phase": "corpus"} | dict.fromkeys(names, step / 60) for step in (20, 40)
+    ]
+    plain, found = plots.draw(results(), HISTORY), plots.draw(results(), [*HISTORY, *watched])
+    assert set(found) - set(plain) == {"validation.png"}
+    assert found["loss.png"] != plain["loss.png"]
+    assert found["acceptance.png"] == plain["acceptance.png"]
 
 
 def test_a_head_trained_elsewhere_has_no_loss_picture(tmp_path):

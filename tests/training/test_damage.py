@@ -15,8 +15,8 @@ from safetensors import SafetensorError
 from specheads.config import Distill, Phase, Schedule
 from specheads.core.drafter import Head
 from specheads.core.files import sole_writer
-from specheads.data.distill import DistilledText, write_shards
-from specheads.data.packing import Text
+from specheads.data.distill import documents, write_shards
+from specheads.data.packing import PackedText, Text
 from specheads.runs import checkpoint
 from specheads.runs.directory import RunDirectory
 from specheads.training import trainer
@@ -129,7 +129,7 @@ def session(folder: Path) -> Head:
             return prompts
         for _ in write_shards(run.text, prompts, write, settings, {}):
             pass
-        return DistilledText(run.text, 2, 0)
+        return PackedText(documents(run.text), sequence_length=0, batch_size=2, packing="none")
 
     with sole_writer(folder):
         run.begin("a: 1\n", {})

@@ -94,6 +94,10 @@ def run_training(
     return head, run
 
 
+def everything(tokens: Tensor) -> TokenBatch:
+    return TokenBatch(tokens, torch.ones_like(tokens, dtype=torch.bool))
+
+
 def values(base: FrozenBase) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in base.model.state_dict().items()}
 
@@ -345,7 +349,7 @@ def test_the_base_s_own_loss_is_that_of_all_its_logits_at_once(architecture: str
         if target == "base":
             ours, theirs = logits.log_softmax(-1), original.log_softmax(-1)
             whole = (theirs.exp() * (theirs - ours)).sum(-1).mean()
-        loss = teacher.read(TEXT, scored, joint(target=target))[1]
+        loss = teacher.learn(everything(TEXT), scored, joint(target=target))[1]
         torch.testing.assert_close(loss, whole, rtol=1e-12, atol=1e-12)
         wanted = torch.autograd.grad(whole, adapter.parameters)
         found = torch.autograd.grad(loss, adapter.parameters)
@@ -374,7 +378,7 @@ def test_a_base_that_learns_itself_has_nothing_to_learn_at_first():
     teacher, adapter = joint_teacher(base)
     adapter.learn(True)
     scored = torch.ones_like(TEXT, dtype=torch.bool)
-    loss = teacher.read(TEXT, scored, joint(target="base"))[1]
+    loss = teacher.learn(everything(TEXT), scored, joint(target="base"))[1]
     assert loss.item() == 0.0
     gradients = torch.autograd.grad(loss, adapter.parameters)
     assert max(gradient.abs().max().item() for gradient in gradients) < 1e-12

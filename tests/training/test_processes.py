@@ -69,6 +69,17 @@ def test_a_signal_that_one_process_gets_stops_all_of_them_at_one_checkpoint(
     assert [folder.name for folder in (tmp_path / "checkpoints").iterdir()] == ["step-3"]
 
 
+def test_one_process_goes_on_where_two_were_stopped(tmp_path: Path):
+    stopped = python(*TORCHRUN, "-m", IN_PROCESSES, str(tmp_path / "run"), "4", "stop-1")
+    assert "KeyboardInterrupt" in stopped.stderr
+    for folder in ("run", "whole"):
+        found = python(IN_PROCESSES, str(tmp_path / folder), "4", "train")
+        assert found.returncode == 0, found.stderr
+    went_on, whole = (torch.load(tmp_path / name / "head-0.pt") for name in ("run", "whole"))
+    for name, value in whole.items():
+        torch.testing.assert_close(went_on[name], value, rtol=1e-3, atol=1e-4)
+
+
 class Pair:
     """Two processes of one run, which no launcher watches."""
 

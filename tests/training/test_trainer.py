@@ -70,6 +70,7 @@ def run_training(
     kind: str = "mlp_speculator",
     checkpoint_every: int = 0,
     open_text: Callable[..., Text] | None = None,
+    **choices: Any,
 ) -> Head:
     base = tiny.base("llama", dtype=torch.float32)
     torch.manual_seed(0)
@@ -86,6 +87,7 @@ def run_training(
         Accelerator(cpu=True),
         log_every=2,
         checkpoint_every=checkpoint_every,
+        **choices,
     )
     return head
 
@@ -281,3 +283,36 @@ def test_dpace_scores_whole_chains_each_drafted_from_one_position(tmp_path: Path
     run_training(tmp_path, chains)
     rows = read_metrics(RunDirectory(tmp_path).metrics)
     assert rows[-1]["loss/depth_1"] < 0.7 * rows[0]["loss/depth_1"]
+
+
+def test_a_place_in_the_text_of_an_earlier_version_is_refused(tmp_path: Path):
+    run_training(tmp_path, Schedule(phases={"corpus": phase()}))
+    run = RunDirectory(tmp_path)
+    held = checkpoint.newest(run.checkpoints)
+    assert held is not None
+    old = {"step": 6, "tokens": 192, "cursors": [{"turn": 0, "lanes": []}]}
+    checkpoint.save(run.checkpoints, held._replace(state=old))
+    with pytest.raises(InputError, match=r"stopped by an earlier version.*train anew") as told:
+        run_training(tmp_path, Schedule(phases={"corpus": phase(steps=9)}))
+    assert "\n" not in str(told.value)
+
+
+def test_a_phase_goes_on_with_batches_as_large_as_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    step = trainer._Trainer._step
+
+    def crash(self, *arguments):
+        if self.at.step == 4:
+            raise StopError
+        return step(self, *arguments)
+
+    monkeypatch.setattr(trainer._Trainer, "_step", crash)
+    with pytest.raises(StopError):
+        run_training(tmp_path, Schedule(phases={"corpus": phase()}), checkpoint_every=2)
+    monkeypatch.undo()
+    with pytest.raises(
+        InputError, match=r"2 then, 4 now; set schedule\.phases\.corpus\.batch_size"
+    ):
+        run_training(tmp_path, Schedule(phases={"corpus": phase(batch_size=4)}))
+    run_training(tmp_path, Schedule(phases={"corpus": phase()}))

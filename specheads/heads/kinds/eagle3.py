@@ -119,7 +119,8 @@ class Head(EmbeddingHead):
         read = (
             self.embed(tokens.roll(-1 - level, 1), self.fc.weight) for level in range(self.depth)
         )
-        for hidden in self.midlayer.rounds(self._fuse(features), read):
+        fused, places = self._fuse(features), features.places()
+        for hidden in self.midlayer.rounds(fused, read, places, features.visible()):
             yield self.norm(hidden)
 
     def projection(self, level: int) -> tuple[Weight, Bias | None]:

@@ -94,7 +94,7 @@ class Head(EmbeddingHead):
     ) -> Iterator[Float[Tensor, "batch time width"]]:
         """Yield the states that read one token after each position, then two, and so on."""
         del scored
-        path = self.prefix(features.hidden) if self.prefix else features.hidden
+        path = self.prefix(features) if self.prefix else features.hidden
         embedded = self.embed(tokens, path)
         for level, blocks in enumerate(self.blocks):
             path = torch.cat([path, embedded.roll(-1 - level, 1)], dim=-1)

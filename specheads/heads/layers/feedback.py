@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from specheads.core.drafter import pick_parents
@@ -57,25 +57,28 @@ class FeedbackLayer(nn.Module):
         self.mlp = GatedMlp(width, inner)
 
     def rounds(
-        self, hidden: Float[Tensor, "batch time width"], embedded: Iterable[Tensor]
+        self,
+        hidden: Float[Tensor, "batch time width"],
+        embedded: Iterable[Tensor],
+        places: Int[Tensor, "row time"],
+        visible: Bool[Tensor, "row time time"],
     ) -> Iterator[Float[Tensor, "batch time width"]]:
         """Yield each round's output, of every position at once: drafting from each of them.
 
         Args:
             hidden: Features of the base.
             embedded: Embeddings of the tokens that a round reads, (batch, time, width) each.
+            places: Places of the positions in their texts.
+            visible: Which positions each one may see.
         """
-        batch, time, _ = hidden.shape
-        first = torch.arange(time, device=hidden.device).expand(batch, -1)
-        visible = torch.ones(1, time, time, dtype=torch.bool, device=hidden.device).tril()
         past = path = None
         for level, tokens in enumerate(embedded):
-            inputs, fresh = self._read(hidden, tokens, first + level)
+            inputs, fresh = self._read(hidden, tokens, places + level)
             if past is None or path is None:
                 past, path = fresh, _no_path(fresh)
             else:
                 path = torch.cat([path, fresh[..., None, :]], dim=4)
-            hidden = self(hidden, inputs, first + level, past, visible, path)
+            hidden = self(hidden, inputs, places + level, past, visible, path)
             yield hidden
 
     def commit(

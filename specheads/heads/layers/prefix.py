@@ -1,10 +1,9 @@
 """A Llama layer of a head's own, over the base's last hidden states: Hydra's prefix attention."""
 
-import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from specheads.core.features import Committed
+from specheads.core.features import Committed, Features
 from specheads.heads.layers.attention import Attention, AttentionShape, GatedMlp, Slots
 from specheads.heads.layers.norm import RMSNorm
 
@@ -31,15 +30,14 @@ class PrefixLayer(nn.Module):
         for closed in (self.self_attn.o_proj, self.mlp.down_proj):
             nn.init.zeros_(closed.weight)
 
-    def forward(self, hidden: Float[Tensor, "batch time width"]) -> Tensor:
-        """Read whole texts, each position those up to itself."""
-        places = torch.arange(hidden.shape[1], device=hidden.device)[None]
-        visible = places[:, :, None] >= places[:, None]
+    def forward(self, features: Features) -> Float[Tensor, "batch time width"]:
+        """Read whole texts, each position its own up to itself."""
+        places = features.places()
         # a base in bfloat16 trains a float32 layer: its norms and sums stay in float32
-        hidden = hidden.to(self.norm.weight.dtype)
+        hidden = features.hidden.to(self.norm.weight.dtype)
         normed = self.input_layernorm(hidden)
         past = self.self_attn.keys_values(normed, places)
-        return self._rest(hidden, normed, places, past, visible)
+        return self._rest(hidden, normed, places, past, features.visible())
 
     def newest(self, committed: Committed, memory: Slots) -> Float[Tensor, "batch 1 width"]:
         """Remember the counted positions; return what the last of each row becomes."""

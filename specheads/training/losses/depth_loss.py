@@ -93,7 +93,8 @@ def depth_loss(
         rows or max(1, logits.get(weight.device.type, 2**26) // len(weight))
         for rows, logits in ((chunk_rows, CHUNK_LOGITS), (None, BLOCK_LOGITS))
     )
-    plan = _Plan(kind, each, weights, weighting == "dpace", chunk_rows, block_rows)
+    learns = torch.is_grad_enabled()
+    plan = _Plan(kind, each, weights, weighting == "dpace", chunk_rows, block_rows, learns)
     flat = [tensor for pair in projections for tensor in pair]
     total, by_depth, agreement = _FusedDepthLoss.apply(plan, depth, *states, *flat)
     return DepthLoss(total, by_depth, agreement)
@@ -112,9 +113,20 @@ def dpace_weights(confidence: Float[Tensor, "depth row"]) -> Float[Tensor, "dept
     return reach.flip(0).cumsum(0).flip(0)
 
 
-def whole_chains(scored: Bool[Tensor, "batch time"], depth: int) -> Bool[Tensor, "batch time"]:
-    """Return which labels begin `depth` scored ones: a chain drafted from one position."""
-    return F.pad(scored, (0, depth - 1)).unfold(-1, depth, 1).all(-1)
+def whole_chains(
+    scored: Bool[Tensor, "batch time"],
+    depth: int,
+    documents: Int[Tensor, "batch time"] | None = None,
+) -> Bool[Tensor, "batch time"]:
+    """Return which labels begin `depth` scored ones: a chain drafted from one position.
+
+    A chain lies in one of the `documents` of its row; None: each row is one text.
+    """
+    whole = F.pad(scored, (0, depth - 1)).unfold(-1, depth, 1).all(-1)
+    if documents is None:
+        return whole
+    last = documents.new_full((len(documents), depth - 1), -1)
+    return whole & (documents == torch.cat([documents, last], dim=1)[:, depth - 1 :])
 
 
 def check_choices(kind: str, weighting: str) -> None:
@@ -162,6 +174,8 @@ class _Plan:
     dpace: bool
     chunk_rows: int
     block_rows: int
+    learns: bool
+    """Whether gradients are wanted; parameters alone would not tell."""
 
 
 def _slices(total: int, step: int) -> Iterator[slice]:
@@ -176,7 +190,8 @@ class _FusedDepthLoss(torch.autograd.Function):
     @torch.autocast("cuda", enabled=False)
     @torch.autocast("cpu", enabled=False)
     def forward(ctx: Any, plan: _Plan, depth: int, *tensors: Tensor | None) -> Any:
-        gradients = Gradients(depth, tensors, ctx.needs_input_grad[2:])
+        wanted = [plan.learns and needed for needed in ctx.needs_input_grad[2:]]
+        gradients = Gradients(depth, tensors, wanted)
         scores = _Scores(plan, gradients)
         base_rows: list[BaseRows] = []
         # D-PACE holds the slopes of all depths at once, so its chunks are that much shorter

@@ -1,0 +1,51 @@
+"""Packed documents are read as if each stood alone, by every family of bases."""
+
+import pytest
+import torch
+
+from specheads.core.features import document_places, within_documents
+from tests import tiny
+from tests.packed import alone, packed, pieces, rows, texts
+
+
+def test_places_restart_and_a_document_sees_itself_up_to_each_position():
+    #  a a b b b p
+    documents = torch.tensor([[0, 0, 1, 1, 1, 2]])
+    assert document_places(documents).tolist() == [[0, 1, 0, 1, 2, 0]]
+    assert within_documents(documents)[0].int().tolist() == [
+        [1, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0],
+        [0, 0, 1, 0, 0, 0],
+        [0, 0, 1, 1, 0, 0],
+        [0, 0, 1, 1, 1, 0],
+        [0, 0, 0, 0, 0, 1],
+    ]
+
+
+@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_base_reads_packed_documents_as_each_alone(architecture: str, attention: str):
+    base, documents = tiny.base(architecture, attention), texts()
+    batch, single = packed(documents), alone(documents)
+    found = base.read(batch.tokens, (1, 2), batch.documents)
+    wanted = base.read(single.tokens, (1, 2))
+    assert found.aux is not None
+    assert wanted.aux is not None
+    for ours, theirs in ((found.hidden, wanted.hidden), (found.aux, wanted.aux)):
+        for one, text, other in zip(pieces(ours, batch), documents, theirs, strict=True):
+            torch.testing.assert_close(one, other[: len(text)], rtol=1e-10, atol=1e-10)
+    # without the mask it is another text
+    blind = base.read(batch.tokens, (1, 2)).hidden
+    assert (blind[:, 12:30] - found.hidden[:, 12:30]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
+def test_what_lies_beside_a_document_and_where_changes_nothing(architecture: str):
+    base, (first, second, third, *_) = tiny.base(architecture), texts()
+    other = texts(seed=12)[0]
+    batches = [rows([pack]) for pack in ((first, second, third), (third, other, second))]
+    early, late = (
+        pieces(base.read(batch.tokens, (), batch.documents).hidden, batch) for batch in batches
+    )
+    torch.testing.assert_close(early[1], late[2], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(early[2], late[0], rtol=1e-12, atol=1e-12)

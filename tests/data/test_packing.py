@@ -1,0 +1,244 @@
+"""Packing: every token once, rows by sample number, and the waste as one counts it by hand."""
+
+import itertools
+import json
+import re
+from collections import Counter
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specheads.core.errors import InputError
+from specheads.data.documents import Documents
+from specheads.data.packing import PackedText, TokenBatch
+from specheads.data.rows import PACKINGS, best_fit, end_to_end, one_a_row, waste
+
+LENGTHS = [3, 9, 1, 16, 5, 0, 40, 2, 7, 11, 4, 30, 6, 8, 13]
+
+
+def numbered(lengths: list[int]) -> Documents:
+    """Return documents of which every token is another number, from 1 on; odd ones count."""
+    ends = np.cumsum(lengths)
+    tokens = [
+        list(range(int(end - size) + 1, int(end) + 1))
+        for size, end in zip(lengths, ends, strict=True)
+    ]
+    return Documents(
+        pa.table(
+            {
+                "tokens": pa.array(tokens, pa.list_(pa.int32())),
+                "counted": pa.array(
+                    [[token % 2 for token in row] for row in tokens], pa.list_(pa.uint8())
+                ),
+            }
+        )
+    )
+
+
+def pack(packing: str, lengths: list[int] = LENGTHS, **choices: int) -> PackedText:
+    sizes = {"sequence_length": 16, "batch_size": 2} | choices
+    return PackedText(numbered(lengths), packing=packing, **sizes)
+
+
+def epoch(text: PackedText) -> TokenBatch:
+    return text.batch(range(text.rows_per_epoch))
+
+
+# rows
+
+
+def test_best_fit_puts_the_longest_first_and_each_where_the_least_room_is_left():
+    #  row of 10      7 5 4 3 1     7 . . . . . . 3 3 3      5 . . . . 4 . . . 1
+    rows = best_fit(np.array([5, 7, 1, 3, 4]), 10)
+    assert [list(rows.pieces(row)) for row in range(len(rows))] == [
+        [(1, 0, 7), (3, 0, 3)],
+        [(0, 0, 5), (4, 0, 4), (2, 0, 1)],
+    ]
+
+
+def test_a_document_longer_than_a_row_fills_rows_first_and_its_rest_is_packed():
+    #  row of 4      a a a a   a a a a   a a b b
+    rows = best_fit(np.array([10, 2]), 4)
+    assert [list(rows.pieces(row)) for row in range(len(rows))] == [
+        [(0, 0, 4)], [(0, 4, 8)], [(0, 8, 10), (1, 0, 2)],
+    ]  # fmt: skip
+
+
+def best_fit_one_by_one(lengths: list[int], length: int) -> list[int]:
+    """Return the room left in each row: the definition, a document at a time."""
+    rooms: list[int] = []
+    for size in sorted(lengths, reverse=True):
+        fitting = [row for row, room in enumerate(rooms) if room >= size]
+        if not fitting:
+            fitting.append(len(rooms))
+            rooms.append(length)
+        rooms[min(fitting, key=rooms.__getitem__)] -= size
+    return sorted(rooms)
+
+
+@given(st.lists(st.integers(1, 30), max_size=80), st.integers(30, 40))
+def test_placing_equal_lengths_together_is_best_fit_one_by_one(sizes: list[int], length: int):
+    rows = best_fit(np.array(sizes, dtype=np.int64), length)
+    held = [sum(stop - start for _, start, stop in rows.pieces(row)) for row in range(len(rows))]
+    assert sorted(length - one for one in held) == best_fit_one_by_one(sizes, length)
+
+
+@given(st.lists(st.integers(0, 60), max_size=40), st.integers(1, 20))
+def test_best_fit_holds_every_token_once_and_no_row_too_many(sizes: list[int], length: int):
+    rows = best_fit(np.array(sizes, dtype=np.int64), length)
+    seen: Counter[tuple[int, int]] = Counter()
+    for row in range(len(rows)):
+        pieces = list(rows.pieces(row))
+        assert 0 < sum(stop - start for _, start, stop in pieces) <= length
+        seen.update((one, at) for one, start, stop in pieces for at in range(start, stop))
+    assert seen == Counter((one, at) for one, size in enumerate(sizes) for at in range(size))
+
+
+@given(st.lists(st.integers(0, 60), max_size=40), st.integers(1, 20), st.randoms())
+def test_a_stream_is_all_documents_in_their_order_but_for_a_last_row_too_short(
+    sizes: list[int], length: int, chance
+):
+    order = list(range(len(sizes)))
+    chance.shuffle(order)
+    rows = end_to_end(np.array(sizes, dtype=np.int64), length, np.array(order, dtype=np.int64))
+    flat = [(one, at) for one in order for at in range(sizes[one])]
+    found = [
+        (one, at)
+        for row in range(len(rows))
+        for one, start, stop in rows.pieces(row)
+        for at in range(start, stop)
+    ]
+    assert len(rows) == len(flat) // length
+    assert found == flat[: len(rows) * length]
+
+
+def test_waste_is_what_one_counts():
+    #  rows of 4     a a a a   a a b b   c c c .
+    lengths = np.array([6, 2, 3])
+    found = waste(best_fit(lengths, 4), lengths, 4)
+    assert (found.documents, found.rows) == (3, 3)
+    assert (found.padding, found.cut, found.left_out) == pytest.approx((1 / 12, 1 / 3, 0.0))
+    assert str(found) == (
+        "3 documents in 3 rows of 4 tokens, 8.3% padding, 33.3% of documents cut, "
+        "0.0% of tokens left out"
+    )
+    #  one a row     a a a a   b b . .   c c c .
+    alone = waste(one_a_row(lengths, 4), lengths, 4)
+    assert (alone.padding, alone.cut, alone.left_out) == pytest.approx((3 / 12, 1 / 3, 2 / 11))
+    #  stream        a a a a   a a b b
+    stream = waste(end_to_end(lengths, 4, np.arange(3)), lengths, 4)
+    assert (stream.padding, stream.cut, stream.left_out) == pytest.approx((0, 2 / 3, 3 / 11))
+
+
+def test_two_hundred_thousand_documents_waste_less_than_a_thousandth():
+    lengths = np.random.default_rng(0).lognormal(6, 1.2, 200_000).astype(np.int64) + 1
+    found = waste(best_fit(lengths, 2048), lengths, 2048)
+    assert found.padding < 0.001
+    assert found.left_out == 0.0
+    assert found.cut == pytest.approx((lengths > 2048).mean())
+
+
+# batches
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_an_epoch_has_every_token_once_and_counts_what_its_documents_count(packing: str):
+    text = pack(packing)
+    batch = epoch(text)
+    real = batch.tokens > 0
+    found = sorted(batch.tokens[real].tolist())
+    assert len(set(found)) == len(found)
+    assert len(found) == round(sum(LENGTHS) * (1 - text.waste.left_out))
+    assert torch.equal(batch.counted, real & (batch.tokens % 2 == 1))
+    assert 1 - real.float().mean().item() == pytest.approx(text.waste.padding)
+
+
+def test_documents_are_numbered_within_their_row_and_padding_is_one_of_its_own():
+    batch = pack("best_fit", [5, 4, 3], sequence_length=13, batch_size=1).batch(range(1))
+    assert batch.documents is not None
+    assert batch.documents[0].tolist() == [0] * 5 + [1] * 4 + [2] * 3 + [3]
+    assert not batch.counted[0, -1]
+
+
+@pytest.mark.parametrize(
+    ("packing", "lengths"), [("best_fit", [16, 16, 9]), ("stream", LENGTHS), ("none", LENGTHS)]
+)
+def test_rows_of_one_text_each_need_no_mask(packing: str, lengths: list[int]):
+    assert epoch(pack(packing, lengths)).documents is None
+
+
+def test_a_row_as_long_as_the_longest_document_is_what_zero_asks_for():
+    batch = pack("none", sequence_length=0).batch(range(3))
+    assert batch.tokens.shape == (3, 40)
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_ranks_share_out_the_batches_that_one_process_reads(packing: str, world_size: int):
+    size = 4 // world_size
+    alone = pack(packing, batch_size=4).batches()
+    ranks = [
+        pack(packing, batch_size=size, rank=rank, world_size=world_size).batches()
+        for rank in range(world_size)
+    ]
+    for _ in range(9):
+        (whole, cursor), parts = next(alone), [next(rank) for rank in ranks]
+        assert torch.equal(whole.tokens, torch.cat([part.tokens for part, _ in parts]))
+        assert torch.equal(whole.counted, torch.cat([part.counted for part, _ in parts]))
+        assert [place for _, place in parts] == [cursor] * world_size
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("stop", [1, 5, 17])
+def test_a_cursor_that_went_through_json_goes_on_to_the_bit_with_any_number_of_ranks(
+    packing: str, stop: int
+):
+    whole = list(itertools.islice(pack(packing, batch_size=4).batches(), 25))
+    cursor = json.loads(json.dumps(whole[stop - 1][1]))
+    assert cursor == {"sample": 4 * stop}
+    for world_size in (1, 2):
+        rank = pack(packing, batch_size=4 // world_size, world_size=world_size)
+        rest = itertools.islice(rank.batches(cursor), 25 - stop)
+        for (batch, place), (wanted, wanted_place) in zip(rest, whole[stop:], strict=True):
+            assert torch.equal(batch.tokens, wanted.tokens[: 4 // world_size])
+            assert place == wanted_place
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_every_epoch_has_an_order_of_its_own_drawn_from_the_seed(packing: str):
+    def orders(seed: int) -> list[list[list[int]]]:
+        text = pack(packing, seed=seed)
+        count = text.rows_per_epoch
+        return [text.batch(range(n * count, (n + 1) * count)).tokens.tolist() for n in range(3)]
+
+    first = orders(0)
+    assert first == orders(0)
+    assert first != orders(1)
+    assert first[0] != first[1] != first[2]
+    if packing != "stream":
+        assert sorted(first[0]) == sorted(first[1]) == sorted(first[2])
+
+
+def test_a_place_of_an_earlier_version_is_refused():
+    with pytest.raises(InputError, match=r"an earlier version \(lanes, turn\)"):
+        next(pack("stream").batches({"turn": 0, "lanes": []}))
+
+
+def test_a_packing_that_is_none_is_refused():
+    with pytest.raises(InputError, match="best_fit, stream, none, got 'tight'"):
+        pack("tight")
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_too_little_text_for_one_batch_on_every_process_says_how_little(packing: str):
+    told = (
+        "a batch of 2 x 16 tokens on each of 3 processes needs 6 rows, and 2 documents of 20 tokens"
+    )
+    with pytest.raises(InputError, match=re.escape(told)):
+        pack(packing, [12, 8], world_size=3)
+    with pytest.raises(InputError, match="needs 2 rows, and 0 documents of 0 tokens fill 0"):
+        pack(packing, [])

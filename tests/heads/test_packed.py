@@ -1,0 +1,71 @@
+"""No head sees from one document of a row into another."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from specheads.core.drafter import Head
+from specheads.core.features import Features
+from specheads.data.packing import TokenBatch
+from specheads.heads.load import kinds
+from tests import tiny
+from tests.heads import block_parallel
+from tests.packed import alone, packed, pieces, rows, texts
+
+KINDS = [*kinds(), block_parallel.KIND]
+ATTENDING = ["eagle3", "hydra_heads", block_parallel.KIND]
+"""Kinds with attention of their own; a new one that is not told here fails the control below."""
+
+DEPTH = 2
+
+
+def head_of(kind: str) -> Head:
+    """Return a head whose every part does something."""
+    head = block_parallel.build_for({"kind": kind, "depth": DEPTH}, tiny.base()).double()
+    for parameter in head.parameters():
+        parameter.data.copy_(torch.randn_like(parameter) * 0.3)
+    return head
+
+
+def read(head: Head, batch: TokenBatch) -> Features:
+    return tiny.base().read(batch.tokens, head.aux_layers, batch.documents)
+
+
+def states(head: Head, features: Features, batch: TokenBatch) -> list[Tensor]:
+    with torch.no_grad():
+        return list(head.states(features, batch.tokens))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_states_are_those_of_each_document_alone(kind: str):
+    head, documents = head_of(kind), texts()
+    batch, single = packed(documents), alone(documents)
+    features = read(head, batch)
+    found, wanted = states(head, features, batch), states(head, read(head, single), single)
+    # that the head's own mask matters, and not the base's alone
+    blind = states(head, replace(features, documents=None), batch)
+    apart = 0.0
+    for level, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
+        cut = [pieces(value, batch) for value in (ours, blind[level])]
+        for one, unmasked, text, other in zip(*cut, documents, theirs, strict=True):
+            # later ones read the tokens behind the document, and predict none of it
+            known = len(text) - 1 - level
+            torch.testing.assert_close(one[:known], other[:known], rtol=1e-10, atol=1e-10)
+            apart = max(apart, (unmasked[:known] - other[:known]).abs().max().item())
+    assert (apart > 1e-3) == (kind in ATTENDING)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_document_s_states_hang_on_no_other_document(kind: str):
+    head, (first, second, third, *_) = head_of(kind), texts()
+    other = torch.randint(tiny.VOCAB, (len(first),))
+    found = []
+    for pack in ((first, second, third), (other, second, third), (third, second, other)):
+        batch = rows([pack])
+        found.append([pieces(value, batch)[1] for value in states(head, read(head, batch), batch)])
+    for level, (one, changed, moved) in enumerate(zip(*found, strict=True)):
+        known = len(second) - 1 - level
+        for ours in (changed, moved):
+            torch.testing.assert_close(ours[:known], one[:known], rtol=1e-12, atol=1e-12)

@@ -1,0 +1,60 @@
+"""The same documents packed, alone, and in other places of a row."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from specheads.data.packing import TokenBatch
+from tests import tiny
+
+LENGTHS = (9, 22, 6, 15, 12, 7)
+"""Longer and shorter than the sliding windows of tiny bases."""
+
+
+def texts(seed: int = 11, lengths: Sequence[int] = LENGTHS) -> list[Tensor]:
+    """Return documents of random tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(tiny.VOCAB, (length,), generator=generator) for length in lengths]
+
+
+def counted_in(text: Tensor) -> Tensor:
+    """Return which tokens of a document count: all but each fifth."""
+    return torch.arange(len(text)) % 5 != 4
+
+
+def rows(packs: Sequence[Sequence[Tensor]], length: int = 40) -> TokenBatch:
+    """Return one row for each pack of documents, padded to a length."""
+    tokens = torch.full((len(packs), length), 3)
+    counted = torch.zeros_like(tokens, dtype=torch.bool)
+    documents = torch.zeros_like(tokens)
+    for row, pack in enumerate(packs):
+        whole = torch.cat(list(pack))
+        tokens[row, : len(whole)] = whole
+        counted[row, : len(whole)] = torch.cat([counted_in(text) for text in pack])
+        documents[row] = len(pack)
+        documents[row, : len(whole)] = torch.repeat_interleave(
+            torch.tensor([len(text) for text in pack])
+        )
+    return TokenBatch(tokens, counted, documents)
+
+
+def packed(documents: Sequence[Tensor]) -> TokenBatch:
+    """Return six documents in two rows."""
+    return rows([documents[:3], documents[3:]])
+
+
+def alone(documents: Sequence[Tensor]) -> TokenBatch:
+    """Return each document in a row of its own, without a mask."""
+    found = rows([[text] for text in documents])
+    return TokenBatch(found.tokens, found.counted)
+
+
+def pieces(values: Tensor, batch: TokenBatch) -> list[Tensor]:
+    """Cut what was computed of a packed batch into that of each document, padding left out."""
+    assert batch.documents is not None
+    return [
+        value[own == number]
+        for value, own in zip(values, batch.documents, strict=True)
+        for number in range(int(own.max()))
+    ]

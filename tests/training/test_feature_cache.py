@@ -1,0 +1,131 @@
+"""A feature cache: the same training to the bit, without the base; damage is told and mended."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specheads.base.model import FrozenBase
+from specheads.config import Base, Data, Evaluation, Joint, Schedule, Tracker, Train, Tree
+from specheads.config import FeatureCache as Settings
+from specheads.core.drafter import Head
+from specheads.core.errors import InputError
+from specheads.runs.trackers import read_metrics
+from specheads.training import feature_cache as module
+from specheads.training.feature_cache import FeatureCache, feature_cache
+from specheads.training.validation import HeldOut
+from tests import tiny
+from tests.packed import packed, texts
+from tests.training.test_trainer import phase, run_training
+
+BASE = tiny.base("llama", dtype=torch.float32)
+AUX = {"eagle3": (0, 1, 2)}
+
+
+def trained(folder: Path, cache: FeatureCache | None, kind: str = "mlp_speculator") -> Head:
+    schedule = Schedule(phases={"corpus": phase(scored_share=0.6)})
+    held_out = HeldOut([packed(texts())], every=3)
+    return run_training(folder, schedule, kind=kind, held_out=held_out, cache=cache)
+
+
+def cached(folder: Path, kind: str = "mlp_speculator") -> tuple[FeatureCache, list[str]]:
+    told: list[str] = []
+    return FeatureCache(folder, BASE, AUX.get(kind, ()), told.append), told
+
+
+def assert_same_run(one: tuple[Path, Head], other: tuple[Path, Head]) -> None:
+    for name, value in one[1].state_dict().items():
+        assert torch.equal(value, other[1].state_dict()[name]), name
+    first, second = (read_metrics(folder / "metrics.jsonl") for folder, _ in (one, other))
+    for row in (*first, *second):
+        row.pop("tokens_per_second", None)
+    assert first == second
+
+
+@pytest.mark.parametrize("kind", ["mlp_speculator", "eagle3"])
+def test_training_from_the_cache_is_the_same_to_the_bit_and_asks_the_base_nothing(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    plain = tmp_path / "plain", trained(tmp_path / "plain", None, kind)
+    cache, _ = cached(tmp_path / "features", kind)
+    first = tmp_path / "first", trained(tmp_path / "first", cache, kind)
+    # six batches, and one that is held out
+    assert len(list(cache.folder.iterdir())) == 7
+
+    def asked(*_: Any, **__: Any) -> None:
+        raise AssertionError("the base was asked")
+
+    monkeypatch.setattr(FrozenBase, "read", asked)
+    again = tmp_path / "again", trained(tmp_path / "again", cache, kind)
+    assert_same_run(plain, first)
+    assert_same_run(plain, again)
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "empty"])
+def test_a_damaged_file_is_named_and_made_anew(damage: str, tmp_path: Path):
+    cache, told = cached(tmp_path / "features")
+    first = tmp_path / "first", trained(tmp_path / "first", cache)
+    file = sorted(cache.folder.iterdir())[2]
+    whole = file.read_bytes()
+    flipped = bytearray(whole)
+    flipped[len(whole) // 2] ^= 1
+    file.write_bytes({"cut": whole[:-9], "flipped": bytes(flipped), "empty": b""}[damage])
+    again = tmp_path / "again", trained(tmp_path / "again", cache)
+    assert_same_run(first, again)
+    assert told == [f"{file} is damaged and is made anew"]
+    assert file.read_bytes() == whole
+
+
+def test_other_weights_layers_and_precisions_have_folders_of_their_own(tmp_path: Path):
+    folders = {
+        FeatureCache(tmp_path, base, layers, print).folder
+        for base, layers in (
+            (BASE, ()),
+            (BASE, (1,)),
+            (tiny.base("gpt2", dtype=torch.float32), ()),
+            (tiny.base("llama"), ()),
+            (tiny.base("llama", "eager", torch.float32), ()),
+        )
+    }
+    assert len(folders) == 5
+
+
+def settings(folder: Path, gib: float, **changes: Any) -> Train:
+    phases = {"corpus": phase(steps=1000, sequence_length=128, **changes)}
+    return Train(
+        name="test",
+        base=Base(model="none"),
+        head={"kind": "eagle3"},
+        data=Data(source="python_stdlib"),
+        schedule=Schedule(phases=phases),
+        tree=Tree(),
+        tracker=Tracker(),
+        evaluation=Evaluation(),
+        feature_cache=Settings(gib=gib, folder=str(folder)),
+    )
+
+
+def test_a_size_that_was_not_confirmed_is_refused_with_the_size(tmp_path: Path):
+    #  (1000 steps x 2 rows x 2 processes + 16 rows held out) x 128 x (1 + 3) x 32 x 4 bytes
+    size = (1000 * 2 * 2 + 16) * 128 * 4 * 32 * 4 / 2**30
+    assert f"{size:.2f}" == "0.25"
+    arguments = BASE, (1, 2, 3), 2, print
+    with pytest.raises(InputError, match=r"takes up to 0\.25 GiB, and feature_cache\.gib=0\.1;"):
+        feature_cache(settings(tmp_path, 0.1), *arguments)
+    assert feature_cache(settings(tmp_path, 0.25), *arguments) is not None
+    assert feature_cache(settings(tmp_path, 0.0), *arguments) is None
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_without_room_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    full = shutil.disk_usage(tmp_path)._replace(free=2**20)
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda _: full)
+    with pytest.raises(InputError, match=r"up to 0\.25 GiB, and .* has 0\.00 free; set another"):
+        feature_cache(settings(tmp_path / "new", 1.0), BASE, (1, 2, 3), 2, print)
+
+
+def test_a_base_that_learns_is_not_cached(tmp_path: Path):
+    with pytest.raises(InputError, match="phase 'corpus' trains the base; set feature_cache"):
+        feature_cache(settings(tmp_path, 9.0, joint=Joint()), BASE, (), 1, print)

@@ -1,0 +1,127 @@
+"""Validation: what it says is the objective's own, and training does not notice it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specheads.config import Joint, Phase, Schedule
+from specheads.core.drafter import Head
+from specheads.data.packing import TokenBatch
+from specheads.heads.load import build_for, kinds
+from specheads.runs.trackers import read_metrics
+from specheads.training.objective import Objective
+from specheads.training.schedule import placed
+from specheads.training.teacher import FrozenTeacher, JointTeacher
+from specheads.training.validation import HeldOut, validate
+from tests import tiny
+from tests.packed import alone, packed, texts
+from tests.training.test_joint import fresh_base
+from tests.training.test_trainer import phase, run_training
+
+DEPTH = 2
+
+
+def split(batch: TokenBatch, at: int) -> list[TokenBatch]:
+    parts = slice(0, at), slice(at, None)
+    documents = batch.documents
+    return [
+        TokenBatch(
+            batch.tokens[part], batch.counted[part], None if documents is None else documents[part]
+        )
+        for part in parts
+    ]
+
+
+def measured(batches: list[TokenBatch], settings: Phase, kind: str = "eagle3") -> dict[str, float]:
+    base = tiny.base()
+    torch.manual_seed(1)
+    head = build_for({"kind": kind, "depth": DEPTH}, base).double()
+    teacher = FrozenTeacher(base, head)
+    (place,) = placed(Schedule(phases={"corpus": settings}))
+    teacher.begin()
+    return validate(HeldOut(batches, 0), teacher, Objective(head), place, lambda values: values)
+
+
+@pytest.mark.parametrize("weighting", ["geometric", "dpace"])
+def test_rows_weigh_alike_however_they_are_batched_and_packed(weighting: str):
+    settings = phase(weighting=weighting, scored_share=0.1)
+    documents = texts()
+    whole = measured([packed(documents)], settings)
+    assert set(whole) == {
+        "validation/loss", "validation/loss/depth_0", "validation/loss/depth_1",
+        "validation/accept/depth_0", "validation/accept/depth_1",
+    }  # fmt: skip
+    for batches in (split(packed(documents), 1), split(alone(documents), 4)):
+        found = measured(batches, settings)
+        assert found == pytest.approx(whole, rel=1e-5, nan_ok=weighting == "dpace")
+    assert measured([packed(documents)], settings) == whole
+
+
+def test_a_share_of_two_processes_and_none_of_a_third_make_up_the_whole():
+    documents = texts()
+    whole = measured([packed(documents)], phase())
+    first, second = split(packed(documents), 1)
+    sums: list[torch.Tensor] = []
+    base = tiny.base()
+    torch.manual_seed(1)
+    head = build_for({"kind": "eagle3", "depth": DEPTH}, base).double()
+    teacher = FrozenTeacher(base, head)
+    (place,) = placed(Schedule(phases={"corpus": phase()}))
+    teacher.begin()
+    for share in ([first], [second], []):
+
+        def keep(values: torch.Tensor) -> torch.Tensor:
+            sums.append(values)
+            return torch.stack(sums).mean(0)
+
+        found = validate(HeldOut(share, 0), teacher, Objective(head), place, keep)
+    assert found == pytest.approx(whole, rel=1e-5)
+
+
+def held_out() -> HeldOut:
+    return HeldOut(split(packed(texts()), 1), every=2)
+
+
+def trained(folder: Path, kind: str, held: HeldOut | None, **changes: Any) -> Head:
+    schedule = Schedule(phases={"corpus": phase(scored_share=0.6, **changes)})
+    return run_training(folder, schedule, kind=kind, held_out=held)
+
+
+@pytest.mark.parametrize("kind", kinds())
+def test_training_ends_in_the_same_head_bit_for_bit_with_validation_and_without(
+    kind: str, tmp_path: Path
+):
+    plain = trained(tmp_path / "plain", kind, None).state_dict()
+    state = torch.get_rng_state()
+    watched = trained(tmp_path / "watched", kind, held_out()).state_dict()
+    assert torch.equal(torch.get_rng_state(), state)
+    for name, value in plain.items():
+        assert torch.equal(value, watched[name]), name
+    rows = read_metrics(tmp_path / "watched" / "metrics.jsonl")
+    found = [row for row in rows if "validation/loss" in row]
+    assert [row["step"] for row in found] == [2, 4, 6]
+    assert [row["tokens"] for row in found] == [64, 128, 192]
+    plain_rows = read_metrics(tmp_path / "plain" / "metrics.jsonl")
+    assert [row["loss"] for row in rows if "loss" in row] == [row["loss"] for row in plain_rows]
+
+
+def test_an_adapter_that_learns_rests_while_it_is_measured():
+    base = fresh_base()
+    joint = Joint(rank=2, dropout=0.5)
+    head = build_for({"kind": "medusa", "depth": DEPTH}, base).double()
+    teacher = JointTeacher(base, head, joint, seed=0)
+    for value in teacher.parameters:
+        value.data.copy_(torch.randn_like(value) * 0.1)
+    (place,) = placed(Schedule(phases={"joint": phase(joint=joint)}))
+    teacher.begin(place)
+    state = torch.get_rng_state()
+    found = [
+        validate(held_out(), teacher, Objective(head), place, lambda values: values)
+        for _ in range(2)
+    ]
+    assert found[0] == found[1]
+    assert torch.equal(torch.get_rng_state(), state)
+    assert teacher.adapter.learning
+    assert all(value.requires_grad for value in teacher.parameters)
