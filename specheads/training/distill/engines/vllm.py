@@ -45,9 +45,14 @@ class Offline:
 
     def _submit(self, ask: Ask, room: int) -> str:
         name = str(ask.number)
-        parameters = _parameters(ask.sampling, room, self.ends)
-        (prompt,) = self.engine.renderer.render_cmpl([{"prompt_token_ids": ask.tokens}])
-        self.engine.add_request(name, prompt, parameters)
+        try:
+            (prompt,) = self.engine.renderer.render_cmpl([{"prompt_token_ids": ask.tokens}])
+            self.engine.add_request(name, prompt, _parameters(ask.sampling, room, self.ends))
+        except ValueError as error:
+            raise InputError(
+                f"vLLM must take what it is asked, and refused text {name}: {first_line(error)}; "
+                "change the sampling, or choose another engine"
+            ) from error
         return name
 
 
