@@ -122,7 +122,7 @@ def test_vllm_offline_writes_what_the_base_says_and_draws_by_each_texts_own_seed
     assert out["greedy"] == expected()
     assert out["drawn"] == out["again"]
     assert out["drawn"] != out["greedy"]
-    assert "refused text 7: temperature must be in [0, 2], got 3.0" in out["refused"]
+    assert "refused text 7: temperature must be" in out["refused"]
     assert "\n" not in out["refused"]
 
 
