@@ -48,7 +48,7 @@ class Offline:
         try:
             (prompt,) = self.engine.renderer.render_cmpl([{"prompt_token_ids": ask.tokens}])
             self.engine.add_request(name, prompt, _parameters(ask.sampling, room, self.ends))
-        except ValueError as error:
+        except (ValueError, import_module("vllm.exceptions").VLLMError) as error:
             raise InputError(
                 f"vLLM must take what it is asked, and refused text {name}: {first_line(error)}; "
                 "change the sampling, or choose another engine"
@@ -81,7 +81,7 @@ def build(how: Writing) -> Offline:
             max_model_len=min(how.max_length or context, context) or None,
         )
     # what it cannot do it says with a RuntimeError too, from the process that it starts
-    except (ValueError, RuntimeError, OSError) as error:
+    except (ValueError, RuntimeError, OSError, import_module("vllm.exceptions").VLLMError) as error:
         raise InputError(
             f"engine=vllm writes with a model that vLLM can load, and it refused {how.model!r}: "
             f"{first_line(error)}; see what it printed above, or choose another engine"
