@@ -40,7 +40,7 @@ test-min: $(READY_MIN)  ## on the oldest supported torch and transformers
 	$(VENV_MIN)/bin/python -m pytest -n auto
 
 vllm: $(READY_VLLM)  ## real vLLM for CPU, 3.5 GB in an environment of its own, serves every kind of head
-	$(VENV_VLLM)/bin/python -m pytest -m vllm tests/export/test_vllm.py
+	$(VENV_VLLM)/bin/python -m pytest -m vllm tests/export/test_vllm.py tests/training/distill/test_vllm.py
 
 gpu: $(READY)  ## tests that need CUDA
 	$(VENV)/bin/python -m pytest -m gpu

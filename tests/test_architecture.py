@@ -25,6 +25,7 @@ LIBRARIES = {
     "accelerate": {"commands", "training"},
     "peft": {"base.lora"},
     "wandb": {"runs.trackers"},
+    "httpx2": {"training.distill.server"},
 }
 """Where an outside library may be known: a folder or a module."""
 

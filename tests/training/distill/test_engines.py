@@ -1,0 +1,489 @@
+"""transformers and servers write what they are asked, each text once, whatever happens."""
+
+import copy
+import random
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from specheads.base.model import FrozenBase
+from specheads.core.errors import InputError
+from specheads.decoding.acceptance.sampling import Sampling
+from specheads.decoding.generate import generate
+from specheads.training.distill import server as requests
+from specheads.training.distill.engine import Answer, Ask, Engine, Writing
+from specheads.training.distill.engines import openai, transformers
+from tests import tiny
+from tests.training.distill.completions_server import (
+    PASSING,
+    Completions,
+    completion,
+    continuation,
+    serving,
+)
+
+TINY_CODE = Path(__file__).parents[3] / "recipes" / "tiny_code" / "base"
+KEY = "sk-secret-0123"
+
+
+def write(engine: Engine, asks: Iterable[Ask]) -> dict[int, Answer]:
+    """Have all asks answered; return the answers by number, each of which came once."""
+    waiting = iter(asks)
+    answers = list(engine.answers(lambda: next(waiting, None)))
+    assert len({answer.number for answer in answers}) == len(answers)
+    return {answer.number: answer for answer in answers}
+
+
+def asks(count: int, new_tokens: int = 6, sampling: Sampling | None = None) -> list[Ask]:
+    return [
+        Ask(number, [1 + number % 60, 2, 3 + number // 60], new_tokens, sampling or Sampling())
+        for number in range(count)
+    ]
+
+
+def ragged(new_tokens: int = tiny.NEW_TOKENS) -> list[Ask]:
+    return [
+        Ask(number, prompt, new_tokens, Sampling()) for number, prompt in enumerate(tiny.prompts())
+    ]
+
+
+SETTINGS = (
+    Sampling(temperature=1.0, seed=5),
+    Sampling(temperature=0.7, top_k=5, seed=6),
+    Sampling(temperature=1.3, top_p=0.8, repetition_penalty=1.4, seed=7),
+    Sampling(temperature=1.0, min_p=0.1, seed=8),
+    Sampling(repetition_penalty=1.5),
+    Sampling(),
+)
+
+
+# transformers
+
+
+@pytest.mark.parametrize(
+    ("architecture", "batch_size"), [("llama", 1), ("llama", 8), ("gpt2", 2), ("mistral", 2)]
+)
+def test_transformers_writes_what_the_base_says_of_ragged_prompts(architecture, batch_size):
+    engine = transformers.build(
+        Writing(model="", base=tiny.base(architecture), batch_size=batch_size)
+    )
+    answers = write(engine, ragged())
+    assert [answers[number].tokens for number in range(3)] == tiny.continuations(architecture)
+    assert {answer.finish for answer in answers.values()} == {"length"}
+
+
+@pytest.mark.parametrize("batch_size", [4, 6])
+def test_transformers_draws_what_our_own_engine_draws_whatever_the_batch(batch_size):
+    base, prompts = tiny.base(dtype=torch.float32), tiny.prompts() * 2
+    wanted = generate(base, None, prompts, max_new_tokens=20, sampling=SETTINGS).tokens
+    asked = [
+        Ask(number, prompt, 20, sampling)
+        for number, (prompt, sampling) in enumerate(zip(prompts, SETTINGS, strict=True))
+    ]
+    engine = transformers.build(Writing(model="", base=base, batch_size=batch_size))
+    answers = write(engine, asked)
+    assert [answers[number].tokens for number in range(6)] == wanted
+
+
+def ending(place: int) -> tuple[FrozenBase, list[list[int]]]:
+    """A base that ends its first text there, and what it says."""
+    said = tiny.continuations()
+    model = copy.deepcopy(tiny.base().model)
+    model.generation_config = GenerationConfig(eos_token_id=[said[0][place], tiny.VOCAB - 1])
+    return FrozenBase(model), said
+
+
+def test_transformers_ends_a_text_with_the_token_that_ends_it():
+    base, said = ending(9)
+    answers = write(transformers.build(Writing(model="", base=base)), ragged())
+    for number, text in enumerate(said):
+        end = next((at for at, token in enumerate(text) if token in base.eos_ids), None)
+        cut = text if end is None else text[: end + 1]
+        assert answers[number] == Answer(number, cut, "length" if end is None else "eos")
+    assert answers[0].finish == "eos"
+
+
+def test_transformers_keeps_each_text_to_its_own_limit_and_to_the_context():
+    said, prompts = tiny.continuations(), tiny.prompts()
+    asked = [
+        Ask(0, prompts[0], 3, Sampling()),
+        Ask(1, prompts[1], 40, Sampling()),
+        Ask(2, [1] * 30, 4, Sampling()),
+    ]
+    answers = write(transformers.build(Writing(model="", base=tiny.base(), max_length=30)), asked)
+    assert answers[0] == Answer(0, said[0][:3], "length")
+    assert answers[1] == Answer(1, said[1][:9], "length")
+    assert answers[2] == Answer(2, [], "length")
+
+
+def test_transformers_leaves_the_model_as_it_was_and_hears_nothing_of_its_own_settings():
+    model = copy.deepcopy(tiny.base().model)
+    own = GenerationConfig(do_sample=True, top_k=1, repetition_penalty=5.0, suppress_tokens=[3, 4])
+    model.generation_config = own
+    with FrozenBase(model) as base:
+        strides = [parameter.stride() for parameter in model.parameters()]
+        state = torch.random.get_rng_state()
+        answers = write(transformers.build(Writing(model="", base=base)), ragged())
+        assert [answers[number].tokens for number in range(3)] == tiny.continuations()
+        assert model.generation_config is own
+        assert [parameter.stride() for parameter in model.parameters()] == strides
+        assert not any(parameter.requires_grad for parameter in model.parameters())
+        assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_transformers_needs_a_loaded_base():
+    with pytest.raises(InputError, match="loaded base"):
+        transformers.build(Writing(model="somewhere"))
+
+
+# any engine
+
+
+class Turns:
+    """Conversations of so many turns: a next one is asked when the one before was answered."""
+
+    def __init__(self, count: int, turns: int) -> None:
+        self.ready = [(number, 0, [number + 1]) for number in range(count)]
+        self.turns, self.asked = turns, {}
+
+    def pull(self) -> Ask | None:
+        if not self.ready:
+            return None
+        number, turn, text = self.ready.pop()
+        name = number * self.turns + turn
+        self.asked[name] = (number, turn, text)
+        return Ask(name, text, 2, Sampling())
+
+    def take(self, answer: Answer) -> None:
+        number, turn, text = self.asked.pop(answer.number)
+        if turn + 1 < self.turns:
+            self.ready.append((number, turn + 1, [*text, *answer.tokens, 5]))
+
+
+@pytest.fixture
+def service():
+    with serving(Completions()) as state:
+        yield state
+
+
+@pytest.fixture(autouse=True)
+def _hurry(monkeypatch):
+    monkeypatch.setattr(requests, "FIRST_WAIT_SECONDS", 0.01)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+
+
+def asking(service: Completions, **settings: Any) -> openai.Completions:
+    how = {"model": "served", "url": service.url, "timeout_seconds": 5.0} | settings
+    return openai.build(Writing(**how))
+
+
+@pytest.mark.parametrize("name", ["transformers", "openai"])
+def test_what_is_asked_next_may_follow_from_an_answer(name, service):
+    turns = Turns(5, 3)
+    how = Writing(model="m", base=tiny.base(), batch_size=2, url=service.url)
+    engine = import_module(f"specheads.training.distill.engines.{name}").build(how)
+    answers = 0
+    for answer in engine.answers(turns.pull):
+        turns.take(answer)
+        answers += 1
+    assert answers == 15
+    assert not turns.asked
+
+
+# servers
+
+
+def test_a_server_that_fails_in_every_way_loses_nothing_and_doubles_nothing(service):
+    rng, asked = random.Random(3), asks(60)
+    plans = {
+        tuple(ask.tokens): [rng.choice(PASSING) for _ in range(rng.randrange(3))] for ask in asked
+    }
+    assert {fault for plan in plans.values() for fault in plan} == set(PASSING)
+    service.fault = lambda prompt, attempt: [*plans[tuple(prompt)], None, None][attempt]
+    answers = write(asking(service, batch_size=16, timeout_seconds=2.0, retries=5), asked)
+    assert answers == {
+        ask.number: Answer(ask.number, continuation(ask.tokens, 6), "length") for ask in asked
+    }
+    assert service.asked == {prompt: len(plan) + 1 for prompt, plan in plans.items()}
+
+
+@pytest.mark.parametrize("batch_size", [1, 5])
+def test_as_many_texts_are_in_flight_as_was_said_and_no_more(service, batch_size):
+    service.seconds = 0.05
+    write(asking(service, batch_size=batch_size), asks(20))
+    assert service.peak == batch_size
+
+
+def test_a_server_is_asked_for_everything_that_decides_the_text(service):
+    sampling = Sampling(
+        temperature=0.5, top_k=7, top_p=0.9, min_p=0.1, repetition_penalty=1.1, seed=2**62 + 1
+    )
+    write(asking(service), [Ask(4, [1, 2], 9, sampling), Ask(5, [1, 3], 9, Sampling())])
+    first, second = sorted(service.requests, key=lambda request: request["prompt"])
+    assert first == {
+        "model": "served",
+        "prompt": [1, 2],
+        "max_tokens": 9,
+        "n": 1,
+        "stream": False,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 7,
+        "min_p": 0.1,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "repetition_penalty": 1.1,
+        "repeat_penalty": 1.1,
+        "repeat_last_n": -1,
+        "seed": 2**62 + 1,
+        "stop_token_ids": [],
+        "add_special_tokens": False,
+        "skip_special_tokens": False,
+        "return_token_ids": True,
+    }
+    assert (second["temperature"], second["top_k"], second["top_p"]) == (0.0, -1, 1.0)
+
+
+def test_a_server_that_says_when_to_come_back_is_left_alone_until_then(service):
+    service.headers = {"Retry-After": "1"}
+    service.fault = lambda _prompt, attempt: None if attempt else "429"
+    write(asking(service), asks(1))
+    first, second = service.times
+    assert second - first >= 1
+
+
+def test_a_time_to_come_back_is_seconds_or_a_date():
+    soon = format_datetime(datetime.now(UTC) + timedelta(seconds=90), usegmt=True)
+    assert requests._seconds("2.5") == 2.5
+    assert 85 < requests._seconds(soon) <= 90
+    assert [requests._seconds(one) for one in ("", "soon", "-4", "inf", "nan")] == [0.0] * 5
+    assert requests._wait_seconds(0, 1e9) == requests.LONGEST_WAIT_SECONDS
+
+
+def test_waits_double_from_attempt_to_attempt(monkeypatch):
+    monkeypatch.setattr(requests, "FIRST_WAIT_SECONDS", 0.5)
+    for attempt, least in enumerate([0.25, 0.5, 1.0, 2.0]):
+        waits = {requests._wait_seconds(attempt, 0.0) for _ in range(50)}
+        assert all(least <= one <= 2 * least for one in waits)
+        assert len(waits) > 1
+
+
+@pytest.mark.parametrize(
+    ("status", "remedy"),
+    [
+        ("400", "lower max_length"),
+        ("401", "environment variable OURS"),
+        ("403", "environment variable OURS"),
+        ("404", "the name that the server has"),
+        ("307", "url up to /v1"),
+        ("422", "lower max_length"),
+    ],
+)
+def test_a_refusal_is_one_line_at_once_with_its_remedy_and_without_the_key(
+    service, monkeypatch, status, remedy
+):
+    monkeypatch.setenv("OURS", f" {KEY}\n")
+    service.fault = lambda _prompt, _attempt: status
+    with pytest.raises(InputError, match=remedy) as error:
+        write(asking(service, api_key_env="OURS"), asks(1))
+    assert service.keys == [f"Bearer {KEY}"]
+    message = str(error.value)
+    assert f"status {status}, no, not with Bearer *** and not now" in message
+    assert KEY not in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("fault", PASSING)
+def test_a_server_that_never_answers_ends_it_with_one_line_after_what_it_did_answer(
+    service, fault, monkeypatch
+):
+    monkeypatch.setenv("OURS", KEY)
+    bad = asks(3)[2]
+    service.fault = lambda prompt, _attempt: fault if prompt == bad.tokens else None
+    engine = asking(service, api_key_env="OURS", timeout_seconds=0.5, retries=2, batch_size=3)
+    waiting = iter(asks(3))
+    answers = engine.answers(lambda: next(waiting, None))
+    assert {next(answers).number, next(answers).number} == {0, 1}
+    with pytest.raises(InputError, match="within 3 attempts") as error:
+        next(answers)
+    assert service.asked[tuple(bad.tokens)] == 3
+    assert KEY not in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_server_that_is_not_there_is_told_by_its_address_and_without_what_is_secret_in_it():
+    address = "http://ada:hunter2@127.0.0.1:9/v1?token=hunter2"
+    with pytest.raises(InputError, match=r"http://127\.0\.0\.1:9/v1 did not") as error:
+        write(openai.build(Writing(model="m", url=address, retries=1)), asks(1))
+    assert "hunter2" not in str(error.value)
+
+
+def test_an_unset_key_is_not_sent(service, monkeypatch):
+    monkeypatch.delenv("OURS", raising=False)
+    write(asking(service, api_key_env="OURS"), asks(1))
+    assert service.keys == [None]
+
+
+def test_a_key_that_no_header_can_carry_is_refused_by_its_name(monkeypatch):
+    monkeypatch.setenv("OURS", f"{KEY}\nX-Evil: 1")
+    with pytest.raises(InputError, match="the one in OURS") as error:
+        openai.build(Writing(model="m", url="http://127.0.0.1:9/v1", api_key_env="OURS"))
+    assert KEY not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "127.0.0.1:8000/v1",
+        "ftp://a:hunter2@x?hunter2",
+        "http://",
+        "http://[::1",
+        "http://x:99999",
+    ],
+)
+def test_an_address_that_is_none_is_refused_before_anything_is_asked(url):
+    with pytest.raises(InputError, match="a server's url must begin") as error:
+        openai.build(Writing(model="m", url=url))
+    assert "hunter2" not in str(error.value)
+
+
+def test_a_proxy_that_cannot_be_used_is_told_with_its_remedy(service, monkeypatch):
+    monkeypatch.setenv("ALL_PROXY", "gopher://127.0.0.1:9")
+    with pytest.raises(InputError, match="or name the server in NO_PROXY"):
+        write(asking(service), asks(1))
+
+
+def test_closing_lets_go_of_what_is_in_flight_at_once(service):
+    service.fault = lambda prompt, _attempt: "stall" if prompt[0] > 1 else None
+    engine, waiting = asking(service, batch_size=4, timeout_seconds=600.0), iter(asks(9))
+    answers = engine.answers(lambda: next(waiting, None))
+    assert next(answers).number == 0
+    while service.now < 3:
+        time.sleep(0.01)
+    answers.close()
+    # the server's handlers end when the other side hangs up, and not before
+    while service.now:
+        time.sleep(0.01)
+    assert "requests" not in {thread.name for thread in threading.enumerate()}
+
+
+@cache
+def tiny_code() -> FrozenBase:
+    return FrozenBase.load(TINY_CODE, dtype="float32", device="cpu")
+
+
+def spoken(**choice: Any) -> dict[str, Any]:
+    return {"choices": [{"text": "def f(x):", "finish_reason": "stop"} | choice]}
+
+
+def test_text_without_token_ids_is_tokenised_once_and_counted(service):
+    tokenizer = tiny_code().tokenizer
+    assert tokenizer is not None
+    ids, (end,) = tokenizer("def f(x):", add_special_tokens=False)["input_ids"], tiny_code().eos_ids
+    service.reply = lambda request: spoken(
+        finish_reason="stop" if request["prompt"][0] == 1 else "length"
+    )
+    engine = asking(service, base=tiny_code())
+    answers = write(engine, asks(2, new_tokens=20))
+    assert answers[0] == Answer(0, [*ids, end], "eos")
+    assert answers[1] == Answer(1, ids, "length")
+    assert engine.retokenised == 2
+
+
+@pytest.mark.parametrize(
+    ("choice", "tokens", "finish"),
+    [
+        # vLLM: the end is there, and named where it is not the model's first
+        ({"token_ids": [5, 6, 0], "stop_reason": None}, [5, 6, 0], "eos"),
+        ({"token_ids": [5, 6, 9], "stop_reason": 9}, [5, 6, 9], "eos"),
+        # SGLang names it, whether it is there or not
+        ({"token_ids": [5, 6], "matched_stop": 9}, [5, 6, 9], "eos"),
+        ({"token_ids": [5, 6, 9], "matched_stop": 9}, [5, 6, 9], "eos"),
+        ({"token_ids": [5, 6]}, [5, 6, 0], "eos"),
+        ({"token_ids": []}, [0], "eos"),
+        ({"token_ids": [], "finish_reason": "length"}, [], "length"),
+        ({"token_ids": [5, 6, 0], "finish_reason": "length"}, [5, 6, 0], "length"),
+        # no room is left for the end
+        ({"token_ids": [5] * 6}, [5] * 6, "length"),
+        ({"text": ""}, [0], "eos"),
+    ],
+)
+def test_an_answer_ends_with_the_token_that_ended_it_once(service, choice, tokens, finish):
+    service.reply = lambda _request: spoken(**choice)
+    assert write(asking(service, base=tiny_code()), asks(1))[0] == Answer(0, tokens, finish)
+    assert service.requests[0]["stop_token_ids"] == [0]
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        [],
+        {"error": "overloaded"},
+        {"choices": None},
+        spoken(finish_reason=None),
+        spoken(finish_reason="abort"),
+        spoken(text=None),
+        spoken(token_ids="5, 6"),
+        spoken(token_ids=[5, -1]),
+        spoken(token_ids=[5, 1.5]),
+        spoken(prompt_token_ids=3),
+        {"choices": [spoken()["choices"][0]] * 2},
+    ],
+)
+def test_a_reply_that_is_no_whole_completion_is_asked_for_again(service, reply):
+    service.reply = lambda request: completion(request) if len(service.requests) > 1 else reply
+    assert write(asking(service), asks(1))[0].tokens == continuation(asks(1)[0].tokens, 6)
+    assert len(service.requests) == 2
+
+
+@pytest.mark.parametrize(
+    "changed", [{"prompt_token_ids": [0, 1, 2, 3]}, {"prompt_token_ids": [1, 2, 4]}]
+)
+def test_a_server_that_reads_another_prompt_is_refused(service, changed):
+    service.reply = lambda _request: spoken(token_ids=[5], **changed)
+    with pytest.raises(InputError, match=r"read \d in place of the 3"):
+        write(asking(service), asks(1))
+    service.reply = lambda _request: spoken(token_ids=[5]) | {"usage": {"prompt_tokens": 4}}
+    with pytest.raises(InputError, match="read 4 in place of the 3"):
+        write(asking(service), asks(1))
+
+
+def test_a_server_of_another_vocabulary_is_refused(service):
+    service.reply = lambda _request: spoken(token_ids=[5, tiny.VOCAB])
+    with pytest.raises(InputError, match="token 61 of a vocabulary of 61"):
+        write(asking(service, base=tiny.base()), asks(1))
+
+
+def test_a_text_without_a_tokenizer_is_refused(service, tmp_path):
+    service.reply = lambda _request: spoken()
+    with pytest.raises(InputError, match="no tokenizer for it"):
+        write(asking(service, model=str(tmp_path)), asks(1))
+
+
+def test_a_server_is_asked_for_what_the_context_has_room_for(service):
+    asked = [Ask(0, [1] * 8, 6, Sampling()), Ask(1, [1] * 10, 6, Sampling())]
+    answers = write(asking(service, max_length=10), asked)
+    assert [len(answers[number].tokens) for number in range(2)] == [2, 0]
+    assert [request["max_tokens"] for request in service.requests] == [2]
+
+
+# vLLM, where there is none
+
+
+def test_vllm_that_is_not_installed_is_told_with_its_remedy(monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    vllm = import_module("specheads.training.distill.engines.vllm")
+    with pytest.raises(InputError, match=r"pip install specheads\[vllm\]"):
+        vllm.build(Writing(model="m"))

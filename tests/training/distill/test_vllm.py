@@ -1,0 +1,188 @@
+"""Real vLLM writes what the base says, in this process's own and behind its server: `make vllm`."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from functools import cache
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from specheads.base.model import FrozenBase
+from specheads.core.errors import InputError
+from specheads.decoding.acceptance.sampling import Sampling
+from specheads.decoding.generate import generate
+from specheads.training.distill.engine import Ask, Engine, Writing
+from specheads.training.distill.engines import openai
+
+pytestmark = pytest.mark.vllm
+
+ROOT = Path(__file__).parents[3]
+BASE = ROOT / "recipes" / "tiny_code" / "base"
+KEY = "sk-secret-0123"
+NEW_TOKENS = 40
+QUIET = {
+    "HF_HUB_OFFLINE": "1",
+    "NO_PROXY": "127.0.0.1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+# where heads are served there may be none of these, and nothing may miss them
+ABSENT = ("accelerate", "datasets", "hydra", "matplotlib", "omegaconf", "wandb")
+START = f"""
+import sys
+if __name__ == "__main__":
+    sys.modules.update(dict.fromkeys({ABSENT}))
+    from tests.training.distill.test_vllm import main
+    main()
+"""
+
+
+@cache
+def base() -> FrozenBase:
+    return FrozenBase.load(BASE, dtype="float32", device="cpu")
+
+
+def asks(sampling: Sampling, new_tokens: int = NEW_TOKENS) -> list[Ask]:
+    """Nine ragged prompts, the last one as long as the context."""
+    tokenizer = base().tokenizer
+    assert tokenizer is not None
+    ids = tokenizer((ROOT / "specheads" / "decoding" / "engine.py").read_text()[:4000])["input_ids"]
+    prompts = [ids[50 * at : 50 * at + 10 + 5 * at] for at in range(8)]
+    return [
+        Ask(number, prompt, new_tokens, sampling.of_prompt(number))
+        for number, prompt in enumerate([*prompts, ids[:256]])
+    ]
+
+
+def write(engine: Engine, asked: list[Ask]) -> list[dict[str, Any]]:
+    """What is answered, by number, as it is to be: each number once."""
+    waiting = iter(asked)
+    answers = sorted(engine.answers(lambda: next(waiting, None)), key=lambda answer: answer.number)
+    assert [answer.number for answer in answers] == [ask.number for ask in asked]
+    return [{"tokens": answer.tokens, "finish": answer.finish} for answer in answers]
+
+
+def expected() -> list[dict[str, Any]]:
+    prompts = [ask.tokens for ask in asks(Sampling())][:-1]
+    said = generate(base(), None, prompts, max_new_tokens=NEW_TOKENS).tokens
+    ends = base().eos_ids
+    finished = [
+        {"tokens": text, "finish": "eos" if text[-1] in ends else "length"} for text in said
+    ]
+    return [*finished, {"tokens": [], "finish": "length"}]
+
+
+def main() -> None:
+    """Write with vLLM offline, in a process of its own; the answer is the last line."""
+    import vllm  # pyright: ignore[reportMissingImports]
+
+    from specheads.training.distill.engines import vllm as ours
+
+    # compiling for a base this small takes longer than everything else together
+    whole = vllm.LLM  # pyright: ignore[reportAttributeAccessIssue]
+    vllm.LLM = lambda **settings: whole(enforce_eager=True, **settings)  # pyright: ignore
+    how = Writing(model=str(BASE), base=base(), batch_size=3, dtype="float32", max_length=256)
+    engine = ours.build(how)
+    out: dict[str, Any] = {"greedy": write(engine, asks(Sampling()))}
+    drawn = asks(Sampling(temperature=1.0, top_p=0.9, seed=4))
+    out["drawn"], engine.batch_size = write(engine, drawn), 2
+    # let go of some in mid-flight, and ask again
+    waiting = iter(drawn)
+    begun = engine.answers(lambda: next(waiting, None))
+    next(begun)
+    begun.close()
+    out["again"] = write(engine, drawn)
+    try:
+        write(engine, [Ask(7, [5, 6], 4, Sampling(temperature=3.0))])
+    except InputError as error:
+        out["refused"] = str(error)
+    sys.stdout.write(f"\n{json.dumps(out)}\n")
+
+
+def test_vllm_offline_writes_what_the_base_says_and_draws_by_each_texts_own_seed():
+    done = subprocess.run(
+        [sys.executable, "-c", START],
+        cwd=ROOT,
+        env=os.environ | QUIET | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+    line = next(one for one in done.stdout.splitlines() if one.startswith('{"greedy"'))
+    out = json.loads(line)
+    assert out["greedy"] == expected()
+    assert out["drawn"] == out["again"]
+    assert out["drawn"] != out["greedy"]
+    assert "refused text 7: temperature must be" in out["refused"]
+    assert "\n" not in out["refused"]
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory):
+    """The address of a real server of the tiny base that wants a key."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    log = tmp_path_factory.mktemp("serve") / "log"
+    # not `vllm serve`, which the CPU build cannot start: it looks for a package by its other name
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(BASE)]
+    command += ["--served-model-name", "tiny", "--dtype", "float32", "--max-model-len", "256"]
+    command += ["--enforce-eager", "--host", "127.0.0.1", "--port", str(port), "--api-key", KEY]
+    with log.open("wb") as out:
+        server = subprocess.Popen(command, env=os.environ | QUIET, stdout=out, stderr=out)
+    try:
+        for _ in count():
+            assert server.poll() is None, log.read_text()[-5000:]
+            try:
+                httpx2.get(f"http://127.0.0.1:{port}/health", trust_env=False)
+                break
+            except httpx2.TransportError:
+                time.sleep(0.5)
+        yield f"http://127.0.0.1:{port}/v1"
+    finally:
+        server.terminate()
+        server.wait()
+
+
+@pytest.fixture
+def how(url, monkeypatch):
+    monkeypatch.setenv("OURS", KEY)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    return {"model": "tiny", "base": base(), "url": url, "api_key_env": "OURS", "batch_size": 4}
+
+
+def test_a_real_server_gives_the_token_ids_that_the_base_says(how):
+    engine = openai.build(Writing(**how, max_length=256))
+    assert write(engine, asks(Sampling())) == expected()
+    assert engine.retokenised == 0
+
+
+def test_a_real_server_draws_by_each_texts_own_seed(how):
+    drawn = asks(Sampling(temperature=1.0, top_k=50, min_p=0.02, seed=4))
+    first = write(openai.build(Writing(**how, max_length=256)), drawn)
+    assert write(openai.build(Writing(**how | {"batch_size": 2}, max_length=256)), drawn) == first
+    assert first != expected()
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"model": "other"}, "status 404.*the name that the server has"),
+        ({"api_key_env": ""}, "status 401.*environment variable"),
+        ({"max_length": 4096}, "status 400.*lower max_length"),
+    ],
+)
+def test_a_real_server_that_refuses_is_told_in_one_line(how, changed, message):
+    with pytest.raises(InputError, match=message) as error:
+        write(openai.build(Writing(**how | changed)), asks(Sampling()))
+    assert KEY not in str(error.value)
+    assert "\n" not in str(error.value)
