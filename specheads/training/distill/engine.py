@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from specheads.base.model import FrozenBase
+from specheads.core.drafter import Head
 from specheads.decoding.acceptance.sampling import Sampling
 
 Finish = Literal["eos", "length"]
@@ -45,3 +47,29 @@ class Engine(Protocol):
         iterator lets go of what is in flight.
         """
         ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Writing:
+    """What an engine may need to have a base write; each takes what it has a use for."""
+
+    model: str
+    """Folder or id that the engine loads or asks for."""
+    base: FrozenBase | None = None
+    """The same, where it is loaded here already."""
+    head: Head | None = None
+    """Drafter for the engine that can use one."""
+    batch_size: int = 64
+    """Texts in flight at once."""
+    url: str = ""
+    """Address of a server, such as http://127.0.0.1:8000/v1."""
+    api_key_env: str = ""
+    """Environment variable that holds the server's key; empty sends none."""
+    timeout_seconds: float = 120.0
+    """Longest wait for one answer of a server."""
+    retries: int = 5
+    """Times that a server is asked again, ever later, before the text is given up."""
+    max_length: int = 0
+    """Longest text, what is read and what is written together; zero is the base's context."""
+    dtype: str = "auto"
+    """Precision of the weights, where the engine loads them."""

@@ -1,1 +1,1 @@
-"""Who answers: one file an engine, each a way to have the base write."""
+"""Who answers: a module an engine, each with `build(how: Writing) -> Engine`."""
