@@ -13,19 +13,18 @@ from specheads.data.corpora import texts_of
 
 
 def text_identity(
-    base: str, tokenizer: PreTrainedTokenizerBase, corpus: Data, documents: Dataset, processes: int
+    base: str, tokenizer: PreTrainedTokenizerBase, corpus: Data, documents: str
 ) -> dict[str, Any]:
     """Return what decides self-distilled text besides how it is written, each under its name.
 
-    `base` is the fingerprint of the base that writes. The documents count beside the settings of
-    the corpus, under which they may have changed.
+    `base` is the fingerprint of the base that writes. That of the documents counts beside the
+    settings of the corpus, under which they may have changed.
     """
     return {
         "base": base,
         "tokenizer": tokenizer_fingerprint(tokenizer),
         "corpus": asdict(corpus),
-        "documents": documents_fingerprint(documents),
-        "processes": processes,
+        "documents": documents,
     }
 
 

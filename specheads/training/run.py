@@ -1,15 +1,15 @@
 """Train a head through every phase of a recipe, into a run directory."""
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, gather_object
+from accelerate.utils import DistributedDataParallelKwargs
 from rich.progress import Progress
 from torch import Tensor
 
@@ -20,20 +20,21 @@ from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.core.files import sole_writer
 from specheads.data.corpora import load_corpus
-from specheads.data.distill import DistilledText, write_shards
-from specheads.data.fingerprint import text_identity
 from specheads.data.packing import PackedText, Text
-from specheads.decoding.acceptance.sampling import Sampling
-from specheads.decoding.generate import generate
 from specheads.heads.load import build_for, configure, resume_head
 from specheads.measure.evaluation import check, refuse_unusable
 from specheads.measure.quality import quality_windows
 from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import Tracker
 from specheads.training import trainer
+from specheads.training.distill.asks import Prompts
+from specheads.training.distill.prompts import identity_of, prompts_of
+from specheads.training.distill.rows import DocumentRows
+from specheads.training.distill.run import Job
+from specheads.training.distill.shards import read_text
+from specheads.training.distill.together import write_together
+from specheads.training.processes import together
 from specheads.training.schedule import adapter_settings, refuse_misfit
-
-T = TypeVar("T")
 
 COUNTED_TOKENS = 2**19
 """Tokens of the corpus that a reduced draft vocabulary is counted on."""
@@ -87,6 +88,7 @@ def run(
     texts = _Texts(settings, base, made, accelerator)
     torch.manual_seed(settings.seed)
     head, counts = _start(settings, base, texts)
+    texts.head = head
     identity: dict[str, Any] = {"base_fingerprint": texts.fingerprint}
     is_main = accelerator.is_main_process
     if is_main:
@@ -105,25 +107,11 @@ def run(
                 held.enter_context(sole_writer(made.path))
                 made.begin(config_text, identity)
 
-        _together(begin)
+        together(begin)
         _train(settings, base, head, texts, accelerator)
         if is_main:
             made.end(head)
     return Trained(made, head, base, is_main)
-
-
-def _together(act: Callable[[], T]) -> list[T]:
-    """Act on every process and return what each of them got; where one is refused, all are."""
-    got, refused = [], ""
-    try:
-        got = [act()]
-    except InputError as error:
-        refused = str(error)
-    told = gather_object([(got, refused)])
-    for _, refused in told:
-        if refused:
-            raise InputError(refused)
-    return [one for got, _ in told for one in got]
 
 
 def _start(settings: Train, base: FrozenBase, texts: "_Texts") -> tuple[Head, Tensor | None]:
@@ -173,15 +161,18 @@ class _Texts:
         self.fingerprint = base.fingerprint
         self.documents = load_corpus(settings.data, "train", settings.seed)
         self.share = {"rank": accelerator.process_index, "world_size": accelerator.num_processes}
+        self.head: Head | None = None
+        """The one that is trained, which may draft while the base writes."""
+        self._prompts: dict[tuple[int, int], Prompts] = {}
         for phase in settings.schedule.phases.values():
-            self.corpus(phase)
+            if phase.distill is None:
+                self.corpus(phase)
+            else:
+                self.prompts(phase.distill)
 
     def corpus(self, phase: Phase) -> PackedText:
-        """Return a phase's corpus; of distilled text, rows whose beginnings the base continues."""
-        length, batch_size = phase.sequence_length, phase.batch_size
-        if distill := phase.distill:
-            length, batch_size = distill.prompt_tokens + distill.new_tokens, distill.batch_size
-        return self._packed(length, batch_size, **self.share)
+        """Return a phase's corpus."""
+        return self._packed(phase.sequence_length, phase.batch_size, **self.share)
 
     def count_tokens(self) -> Tensor:
         """Return how often each token of the vocabulary stands in the corpus's beginning."""
@@ -210,35 +201,36 @@ class _Texts:
         if phase.distill is None:
             return self.corpus(phase)
         folder = Path(phase.distill.folder or self.run.text)
-        with closing(self._writer(phase, phase.distill, folder)) as writer:
-            task = bar.add_task("text by the base", total=phase.distill.num_samples, numbers="")
-            # processes that have written their share wait for the others
-            while sum(done := _together(lambda: next(writer, 0))):
-                bar.update(task, completed=max(done) * len(done))
-                halt()
-        return DistilledText(
+        prompts, seed = self.prompts(phase.distill), self.settings.seed
+        job = Job(
+            base=self.base,
+            prompts=prompts,
+            settings=phase.distill,
+            folder=folder,
+            identity=identity_of(self.settings.data, self.base, self.fingerprint, prompts),
+            seed=seed,
+            head=self.head,
+            **self.share,
+        )
+        write_together(job, bar, halt)
+        return DocumentRows(
+            read_text(folder, phase.distill.num_samples),
             folder,
             phase.batch_size,
             (self.base.eos_ids or (0,))[0],
             sequence_length=phase.sequence_length,
-            seed=self.settings.seed,
+            seed=seed,
             **self.share,
         )
 
-    def _writer(self, phase: Phase, distill: Distill, folder: Path) -> Generator[int, None, None]:
-        """Return what has the base write, shard by shard, what the folder does not hold yet."""
-        corpus, processes = self.settings.data, self.accelerator.num_processes
-        identity = text_identity(
-            self.fingerprint, self.tokenizer, corpus, self.documents, processes
-        )
-
-        def write(prompts: list[list[int]], seed: int) -> list[list[int]]:
-            how = Sampling(temperature=distill.temperature, top_k=distill.top_k, seed=seed)
-            new = distill.new_tokens
-            return generate(self.base, None, prompts, max_new_tokens=new, sampling=how).tokens
-
-        prompts, seed = self.corpus(phase), self.settings.seed
-        return write_shards(folder, prompts, write, distill, identity, seed=seed, **self.share)
+    def prompts(self, distill: Distill) -> Prompts:
+        """Return what the base is asked."""
+        lengths = distill.prompt_tokens, distill.new_tokens
+        if lengths not in self._prompts:
+            self._prompts[lengths] = prompts_of(
+                self.settings.data, self.base, distill, self.settings.seed
+            )
+        return self._prompts[lengths]
 
 
 def _refuse_unusable(settings: Train) -> int:
