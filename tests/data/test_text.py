@@ -400,7 +400,7 @@ def test_a_named_set_reads_its_column_of_the_hub(tokenizer, monkeypatch):
 def test_the_identity_of_text_names_every_setting_of_its_corpus_and_its_content(tokenizer):
     documents = Dataset.from_dict({"text": TEXTS})
     corpus = Data(source="hub", path="a/b", column="code", patterns=["x/*"], max_documents=7)
-    found = text_identity("f", tokenizer, corpus, documents, 2)
+    found = text_identity("f", tokenizer, corpus, documents_fingerprint(documents))
     assert found["corpus"] == {
         "source": "hub",
         "path": "a/b",
@@ -411,7 +411,7 @@ def test_the_identity_of_text_names_every_setting_of_its_corpus_and_its_content(
         "max_documents": 7,
     }
     assert found["documents"] == documents_fingerprint(documents)
-    assert (found["base"], found["processes"]) == ("f", 2)
+    assert found["base"] == "f"
     assert found["tokenizer"] == tokenizer_fingerprint(tokenizer)
 
 

@@ -7,7 +7,7 @@ order.
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from specheads.core.errors import InputError
 from specheads.data.documents import Documents
 
 
+@runtime_checkable
 class Prompts(Protocol):
     """What is asked, by number; as many numbers as one likes."""
 
@@ -89,6 +90,7 @@ class Continuations:
         return None
 
 
+@runtime_checkable
 class Template(Protocol):
     """How a tokenizer's chat template writes conversations: see `specheads.data.chat`."""
 

@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from specheads.training.distill.engine import Answer, Ask, Engine, Writing
 from specheads.training.distill.shards import Shards, is_claimed, is_complete, write_claim
 from specheads.training.distill.texts import Rules, Text
 
-TICK_SECONDS = 1.0
+TICK_SECONDS = 0.25
 """How often the loop comes up for air, once answers have come."""
 
 SAYS_NOTHING = {
@@ -93,7 +93,9 @@ def engine_for(job: Job) -> Engine:
     return engines.build(settings.engine, how)
 
 
-def write_text(job: Job, make: Callable[[Job], Engine] = engine_for) -> Generator[Written]:
+def write_text(
+    job: Job, make: Callable[[Job], Engine] = engine_for
+) -> Generator[Written, None, None]:
     """Have the base write what a folder lacks; tell now and then how far it is.
 
     `make` makes the engine, where there is anything to be written.
@@ -118,10 +120,10 @@ def write_text(job: Job, make: Callable[[Job], Engine] = engine_for) -> Generato
                 assert shards.num_done == shards.num_texts
 
 
-def _answered(engine: Engine, asking: "_Asking") -> Iterator[Written]:
+def _answered(engine: Engine, asking: "_Asking") -> Generator[Written, None, None]:
     began = told = time.monotonic()
     tokens = 0
-    with closing(cast(Generator[Answer], engine.answers(asking.pull))) as answers:
+    with closing(cast(Generator[Answer, None, None], engine.answers(asking.pull))) as answers:
         for answer in answers:
             asking.take(answer)
             tokens += len(answer.tokens)

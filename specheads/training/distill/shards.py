@@ -69,9 +69,12 @@ def write_claim(folder: Path, claim: dict[str, Any]) -> None:
 
 
 def is_complete(folder: Path, size: int, total: int) -> bool:
-    """Return whether all texts below a number are in whole shards; nothing is verified."""
+    """Return whether all texts below a number are in whole shards, and no journal is left.
+
+    Nothing is verified.
+    """
     sealed = _sealed(folder)
-    return all(
+    return not any(folder.glob("open-*")) and all(
         max(sealed.get(shard, {"": 0}).values()) >= end and _shard_file(folder, shard).is_file()
         for shard, end in _ends(size, total)
     )
