@@ -36,7 +36,7 @@ DISTILL = {
     name: f"schedule.phases.distilled.distill.{name}"
     for name in (
         *("num_samples", "engine", "url", "batch_size", "temperature", "top_k", "top_p"),
-        *("new_tokens", "prompt_tokens", "max_turns", "drop"),
+        *("new_tokens", "prompt_tokens", "max_turns", "drop", "shard_size"),
     )
 }
 SHORT: dict[str, dict[str, str]] = {

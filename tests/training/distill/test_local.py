@@ -1,10 +1,11 @@
-"""Our own engine as an author: the same text at any batch, with a head or without, long or short."""
+"""Our own engine as an author: the same text at any batch, with a head or without."""
 
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from specheads.decoding.acceptance.sampling import Sampling
 from specheads.decoding.generate import generate
 from specheads.heads.load import build_for
 from specheads.training.distill.engine import Ask
@@ -37,7 +38,6 @@ def test_neither_batch_nor_head_nor_memory_changes_a_text(temperature: float, tm
 
 
 def test_an_answer_is_what_generate_says_with_the_same_seed(tmp_path: Path):
-    write(tmp_path, temperature=0.9)
     asked = job(tmp_path, settings=replace(author.SETTINGS, num_samples=8, drop=[]))
     pulled: list[Ask | None] = []
 
@@ -64,15 +64,11 @@ def test_an_answer_is_what_generate_says_with_the_same_seed(tmp_path: Path):
 
 def test_a_text_that_does_not_fit_a_pool_beside_others_waits_and_closing_gives_all_back():
     engine = Local(tiny.base(), None, 4)
-    asks = [Ask(number, [1, 2, 3], 20, author_sampling(number)) for number in range(6)]
+    asks = [
+        Ask(number, [1, 2, 3], 20, Sampling(temperature=1.0, seed=number)) for number in range(6)
+    ]
     answers = engine.answers(lambda: asks.pop(0) if asks else None)
     first = next(answers)
     assert len(first.tokens) == 20
     assert first.finish == "length"
     answers.close()
-
-
-def author_sampling(number: int):
-    from specheads.decoding.acceptance.sampling import Sampling
-
-    return Sampling(temperature=1.0, seed=number)
