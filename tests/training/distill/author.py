@@ -1,6 +1,5 @@
-"""Has a tiny base write a folder of text with our own engine; run by test_kills.py."""
+"""Has a tiny base write a folder of text with our own engine; forked by test_kills.py."""
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +24,3 @@ def main(folder: Path, rank: int = 0, world_size: int = 1) -> None:
     asked = job(folder, settings=replace(SETTINGS, drop=[]), prompts=Talks())
     for _ in write_text(replace(asked, rank=rank, world_size=world_size), local):
         pass
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
