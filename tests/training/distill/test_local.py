@@ -1,5 +1,6 @@
 """Our own engine as an author: the same text at any batch, with a head or without."""
 
+from collections.abc import Generator
 from dataclasses import replace
 from pathlib import Path
 
@@ -71,4 +72,5 @@ def test_a_text_that_does_not_fit_a_pool_beside_others_waits_and_closing_gives_a
     first = next(answers)
     assert len(first.tokens) == 20
     assert first.finish == "length"
+    assert isinstance(answers, Generator)
     answers.close()
