@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from specheads.base.model import FrozenBase
-    from specheads.commands._library import compare, evaluate, export, push, train
+    from specheads.commands._library import compare, distill, evaluate, export, push, train
     from specheads.core.drafter import Committed, Drafter, Features, Head, Memory
     from specheads.core.tree import TokenTree
     from specheads.decoding.acceptance.sampling import Sampling
@@ -37,6 +37,7 @@ __all__ = [
     "TokenTree",
     "compare",
     "custom_generate",
+    "distill",
     "evaluate",
     "export",
     "generate",
@@ -48,7 +49,7 @@ __all__ = [
 
 _PUBLIC = {
     "base.model": ["FrozenBase"],
-    "commands._library": ["compare", "evaluate", "push", "train"],
+    "commands._library": ["compare", "distill", "evaluate", "push", "train"],
     "core.drafter": ["Committed", "Drafter", "Features", "Head", "Memory"],
     "core.tree": ["TokenTree"],
     "decoding.acceptance.sampling": ["Sampling"],

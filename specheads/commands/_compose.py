@@ -14,9 +14,17 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from specheads import config
+from specheads.config import commands
 from specheads.core.errors import InputError
 
-KINDS = (config.Train, config.Evaluate, config.Compare, config.Export, config.Push)
+KINDS = (
+    config.Train,
+    commands.Distill,
+    config.Evaluate,
+    config.Compare,
+    config.Export,
+    config.Push,
+)
 SCHEMAS: dict[str, type] = {kind.__name__.lower(): kind for kind in KINDS}
 
 EVALUATION = {
@@ -26,8 +34,16 @@ EVALUATION = {
 HEAD = {"head": "head_path", "base": "base.model"}
 # Hydra adds names to a mapping only behind a plus
 MIXTURE = {"data.sources": "+data.sources"}
+DISTILL = {
+    name: f"schedule.phases.distilled.distill.{name}"
+    for name in (
+        *("num_samples", "engine", "url", "batch_size", "temperature", "top_k", "top_p"),
+        *("new_tokens", "prompt_tokens", "max_turns", "drop", "shard_size"),
+    )
+}
 SHORT: dict[str, dict[str, str]] = {
     "train": MIXTURE,
+    "distill": HEAD | DISTILL | MIXTURE,
     "evaluate": HEAD | EVALUATION | MIXTURE | {"mode": "evaluation.mode"},
     "compare": EVALUATION | MIXTURE,
     "export": HEAD,

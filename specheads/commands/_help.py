@@ -22,7 +22,7 @@ def settings(command: str) -> str:
     """Return the help of a command: how to call it, its choices, and every setting."""
     kind = _compose.SCHEMAS[command]
     groups = [item.name for item in fields(kind) if _choices(item.name)]
-    if kind is config.Train:
+    if issubclass(kind, config.Train):
         groups.insert(0, "recipe")
     shown = [f"{group}={'|'.join(_choices(group))}" for group in groups]
     short = [f"{name} is {full}" for name, full in _compose.SHORT.get(command, {}).items()]
@@ -51,10 +51,12 @@ def _shown(name: str, rule: str, default: str, about: str) -> str:
 def _settings(kind: Any, command: str, where: str = "") -> Iterator[Line]:
     """Yield a dataclass's settings, and those below it."""
     hints = validation.hints(kind)
-    about = _about(ast.parse(inspect.getsource(kind)).body[0])
+    about: dict[str, str] = {}
+    for one in reversed(kind.__mro__[:-1]):
+        about |= _about(ast.parse(inspect.getsource(one)).body[0])
     for item in fields(kind):
         name, hint = f"{where}{item.name}", hints[item.name]
-        if name == "head" and command == "train":
+        if name == "head" and command in ("train", "distill"):
             yield from _heads()
         elif below := _below(hint):
             yield from _settings(below, command, f"{name}.{_key(hint)}")

@@ -1,4 +1,4 @@
-"""What commands and Python call: `specheads.train`, `evaluate`, `compare`, `export`, `push`.
+"""What commands and Python call: `train`, `distill`, `evaluate`, `compare`, `export`, `push`.
 
 All take overrides as the command line does, or typed settings and objects; none prints.
 """
@@ -14,6 +14,7 @@ from huggingface_hub.utils import logging as hub_logging
 from specheads import config
 from specheads.base.model import FrozenBase
 from specheads.commands import _compose
+from specheads.config import commands
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.core.paths import writable_folder
@@ -31,6 +32,8 @@ from specheads.measure.results import Comparison, Results
 from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import read_metrics
 from specheads.training import run as training
+from specheads.training.distill.recipe import write_recipe
+from specheads.training.distill.report import Report
 
 T = TypeVar("T")
 
@@ -63,6 +66,26 @@ def train(
         if settings.evaluate_after:
             _measure(made.run, settings, made.base)
     return made.run
+
+
+def distill(
+    recipe: str = "",
+    overrides: Sequence[str] = (),
+    *,
+    settings: commands.Distill | None = None,
+    base: FrozenBase | None = None,
+    head: Head | None = None,
+    out: str | Path = "",
+) -> Report | None:
+    """Have the base of a recipe write text into a folder; return what came of it.
+
+    Overrides are as on the command line, `["num_samples=5000", "engine=vllm"]`. A stopped call goes
+    on where it was. A `head` drafts, and changes the text in nothing. Of several processes only the
+    first gets the report.
+    """
+    words = [f"recipe={recipe}", *overrides] if recipe else list(overrides)
+    settings, _ = _settings(commands.Distill, settings, words, out=out)
+    return write_recipe(settings, base, head)
 
 
 def evaluate(

@@ -66,6 +66,21 @@ class Train:
 
 
 @dataclass(kw_only=True, slots=True)
+class Distill(Train):
+    """`specheads distill`: takes a recipe as it is, so that every setting of training is known.
+
+    Base and data count, and how the first distilled phase has text written.
+    """
+
+    out: Place = ""
+    """Folder of the text: made, or gone on with."""
+
+    head_path: Place = ""
+    """Folder or Hub id of a head to draft with, which changes the text in nothing; `head=` on the
+    command line. Empty is none."""
+
+
+@dataclass(kw_only=True, slots=True)
 class Evaluate:
     """`specheads evaluate`."""
 

@@ -27,19 +27,29 @@ LOSSES = (
     *("total_variation", "lk", "lk_hybrid"),
 )
 
+ENGINES = ("local", "transformers", "vllm", "openai")
+FAULTS = ("loop", "empty", "truncated")
+"""What may be wrong with an answer that the base wrote."""
+
 
 @dataclass(kw_only=True, slots=True)
 class Distill:
-    """Text the frozen base writes itself, continuing prompts from the training corpus."""
+    """Text the frozen base writes itself: its answers in conversations, or continuations of text.
+
+    Which of the two follows from the training data.
+    """
 
     num_samples: Positive
-    """Texts written."""
+    """Texts asked for: conversations, or continuations."""
 
     prompt_tokens: Positive = 64
-    """Tokens of corpus text that each continues; they are read and not counted."""
+    """Tokens of plain text that each continues; they are read and not counted."""
 
     new_tokens: Positive = 256
-    """Tokens the base writes for each; the loss covers these only."""
+    """Tokens the base writes at most in an answer or a continuation; the loss covers these only."""
+
+    max_turns: Count = 0
+    """Answers in a conversation, at most. Zero asks every turn that it has."""
 
     temperature: Temperature = 1.0
     """Sampling temperature of the base. Zero is greedy: the text a greedy server would see."""
@@ -47,8 +57,45 @@ class Distill:
     top_k: Count = 0
     """Tokens sampled from, the likeliest ones. Zero samples from all."""
 
+    top_p: Part = 1.0
+    """Probability that the tokens sampled from reach together, likeliest first. One is all."""
+
+    drop: list[Annotated[str, one_of(*FAULTS)]] | None = None
+    """Answers that are not kept: loop (ends up repeating itself), empty, truncated (stopped by a
+    limit before the base had ended it, for conversations only). None is all of these in
+    conversations, and nothing of continued text."""
+
+    min_tokens: Positive = 1
+    """Tokens that an answer needs in order not to be empty, its end not counted."""
+
+    engine: Annotated[str, one_of(*ENGINES)] = "local"
+    """Who has the base write: local (this package's own decoding), transformers, vllm, or openai (a
+    server that speaks that protocol)."""
+
     batch_size: Positive = 64
-    """Texts written at once, and kept in one shard."""
+    """Texts in flight at once; of a server, requests."""
+
+    use_head: Annotated[str, one_of("auto", "true", "True", "false", "False")] = "auto"
+    """Whether engine=local drafts with the head trained so far, which changes the text in nothing:
+    true, false, or auto (whichever writes faster in a short trial)."""
+
+    url: Text = ""
+    """Address of the server of engine=openai, such as http://127.0.0.1:8000/v1."""
+
+    served_as: Text = ""
+    """The base's name at that server. Empty is base.model."""
+
+    api_key_env: Text = "OPENAI_API_KEY"
+    """Environment variable that holds the server's key; where it is not set, none is sent."""
+
+    timeout_seconds: Scale = 120.0
+    """Longest wait for one answer of a server."""
+
+    retries: Count = 5
+    """Times that a server is asked again, ever later. Zero gives up at once."""
+
+    shard_size: Positive = 64
+    """Texts in one file, which appears once all are there; processes share the work by files."""
 
     folder: Place = ""
     """Where the text is kept, so that several runs can share it. Empty is the run's own text/."""

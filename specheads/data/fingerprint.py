@@ -8,27 +8,21 @@ from typing import Any
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from specheads.config import Data
-from specheads.data.documents import Documents
 
 
 def text_identity(
-    base: str,
-    tokenizer: PreTrainedTokenizerBase,
-    corpus: Data,
-    documents: Documents,
-    processes: int,
+    base: str, tokenizer: PreTrainedTokenizerBase, corpus: Data, documents: str
 ) -> dict[str, Any]:
     """Return what decides self-distilled text besides how it is written, each under its name.
 
-    `base` is the fingerprint of the base that writes. The documents count beside the settings of
-    the corpus, under which they may have changed.
+    `base` is the fingerprint of the base that writes. That of the documents counts beside the
+    settings of the corpus, under which they may have changed.
     """
     return {
         "base": base,
         "tokenizer": tokenizer_fingerprint(tokenizer),
         "corpus": asdict(corpus),
-        "documents": documents.fingerprint,
-        "processes": processes,
+        "documents": documents,
     }
 
 

@@ -7,11 +7,12 @@ import torch
 
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Drafter
+from specheads.core.loops import loops
 from specheads.decoding.acceptance.sampling import GREEDY, each_prompt
 from specheads.decoding.generate import generate
 from specheads.decoding.loop import Step
 from specheads.decoding.trees import policies
-from specheads.measure.counts import DepthCounts, loops, rate
+from specheads.measure.counts import DepthCounts, rate
 from specheads.measure.how import How
 from specheads.measure.results import Acceptance, CategoryRate, Degenerate, Lossless, Online
 from specheads.runs.progress import bar
@@ -154,7 +155,7 @@ def _gap(base: FrozenBase, text: list[int]) -> float:
 def degenerate(counts: list[DepthCounts], alone: list[list[int]]) -> Degenerate:
     """Return the figures with and without the prompts after which the base alone loops.
 
-    `counts.loops` is the rule. A figure is None where no prompt, or none with a forward, is left.
+    `core.loops` is the rule. A figure is None where no prompt, or none with a forward, is left.
     """
     flags = [loops(tokens) for tokens in alone]
     flagged = [one for one, flag in zip(counts, flags, strict=True) if flag]

@@ -24,8 +24,9 @@ from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import Tracker
 from specheads.training import trainer
 from specheads.training.feature_cache import FeatureCache, feature_cache
+from specheads.training.processes import together
 from specheads.training.schedule import adapter_settings, refuse_misfit
-from specheads.training.texts import Texts, together
+from specheads.training.texts import Texts
 
 Announce = Callable[[str], None]
 """Takes a line for people."""
@@ -74,6 +75,7 @@ def run(
     texts = Texts(settings, base, made, accelerator, announce)
     torch.manual_seed(settings.seed)
     head, counts = _start(settings, base, texts)
+    texts.head = head
     cache = feature_cache(settings, base, head.aux_layers, accelerator.num_processes, announce)
     identity: dict[str, Any] = {"base_fingerprint": texts.fingerprint}
     is_main = accelerator.is_main_process

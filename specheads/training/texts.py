@@ -1,49 +1,33 @@
 """Each phase's text: the corpus, or what the base writes when the phase begins; text held out."""
 
-from collections.abc import Callable, Generator
-from contextlib import closing
+from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 from rich.progress import Progress
 from torch import Tensor
 
 from specheads.base.model import FrozenBase
 from specheads.config import Distill, Phase, Train, Validation
+from specheads.core.drafter import Head
 from specheads.core.errors import InputError
-from specheads.data import distill as shards
 from specheads.data.documents import Documents
-from specheads.data.fingerprint import text_identity
 from specheads.data.packing import PackedText, Text
-from specheads.data.tokenise import tokenised
-from specheads.decoding.acceptance.sampling import Sampling
-from specheads.decoding.generate import generate
+from specheads.data.tokenise import UnansweredError, tokenised
 from specheads.runs.directory import RunDirectory
 from specheads.runs.progress import progress
+from specheads.training.distill.asks import Prompts
+from specheads.training.distill.prompts import identity_of, prompts_of
+from specheads.training.distill.run import Job
+from specheads.training.distill.shards import read_text
+from specheads.training.distill.together import write_together
 from specheads.training.validation import HeldOut
-
-T = TypeVar("T")
 
 COUNTED_TOKENS = 2**19
 """Tokens of the corpus that a reduced draft vocabulary is counted on."""
-
-
-def together(act: Callable[[], T]) -> list[T]:
-    """Act on every process and return what each of them got; where one is refused, all are."""
-    got, refused = [], ""
-    try:
-        got = [act()]
-    except InputError as error:
-        refused = str(error)
-    told = gather_object([(got, refused)])
-    for _, refused in told:
-        if refused:
-            raise InputError(refused)
-    return [one for got, _ in told for one in got]
 
 
 class Texts:
@@ -66,37 +50,74 @@ class Texts:
         self.run, self.accelerator, self.announce = run, accelerator, announce
         # of the weights alone: while an adapter is trained, the model has more of them
         self.fingerprint = base.fingerprint
-        self.documents = self._corpus("train")
         self.share = {"rank": accelerator.process_index, "world_size": accelerator.num_processes}
+        self.head: Head | None = None
+        """The one that is trained, which may draft while the base writes."""
+        self._prompts: dict[tuple[int, int], Prompts] = {}
         for phase in settings.schedule.phases.values():
-            self.corpus(phase)
+            if phase.distill is None:
+                self.corpus(phase)
+            else:
+                self.prompts(phase.distill)
+
+    @cached_property
+    def documents(self) -> Documents:
+        """What the corpus phases read."""
+        return self._corpus("train")
 
     def corpus(self, phase: Phase) -> PackedText:
-        """Return a phase's corpus; of distilled text, rows whose beginnings the base continues."""
-        if distill := phase.distill:
-            length = distill.prompt_tokens + distill.new_tokens
-            return self._packed(self.documents, length, distill.batch_size, "stream")
+        """Return a phase's corpus."""
         length, batch_size = phase.sequence_length, phase.batch_size
         return self._packed(self.documents, length, batch_size, phase.packing)
 
+    def prompts(self, distill: Distill) -> Prompts:
+        """Return what the base is asked."""
+        lengths = distill.prompt_tokens, distill.new_tokens
+        if lengths not in self._prompts:
+            self._prompts[lengths] = prompts_of(
+                self.settings.data, self.base, distill, self.settings.seed
+            )
+        return self._prompts[lengths]
+
     def count_tokens(self) -> Tensor:
-        """Return how often each token of the vocabulary stands in some of the corpus."""
+        """Return how often each token of the vocabulary is a label in some of the text.
+
+        That is the corpus, or where nothing in it is answered what the base wrote before.
+        """
+        try:
+            text = self.documents
+        except UnansweredError as error:
+            if (text := self._written_before()) is None:
+                raise InputError(
+                    "draft_tokens are counted on text, and the corpus has prompts only; have it "
+                    "answered first (specheads distill), and name that folder as distill.folder"
+                ) from error
         # every process counts the same text, so that all agree
-        order = np.random.default_rng(self.settings.seed).permutation(len(self.documents))
-        ends = np.cumsum(self.documents.lengths[order])
-        some = order[: int(np.searchsorted(ends, COUNTED_TOKENS)) + 1]
-        text = np.concatenate([self.documents.tokens(int(number)) for number in some])
-        return torch.from_numpy(np.bincount(text, minlength=self.base.vocab_size))
+        order = np.random.default_rng(self.settings.seed).permutation(len(text))
+        some = order[: int(np.searchsorted(np.cumsum(text.lengths[order]), COUNTED_TOKENS)) + 1]
+        labels = [text.tokens(number)[text.counted(number)] for number in map(int, some)]
+        return torch.from_numpy(np.bincount(np.concatenate(labels), minlength=self.base.vocab_size))
+
+    def _written_before(self) -> Documents | None:
+        """Return the text of the first distilled phase that names a folder where some lies."""
+        for phase in self.settings.schedule.phases.values():
+            if phase.distill and phase.distill.folder and Path(phase.distill.folder).is_dir():
+                return read_text(Path(phase.distill.folder), phase.distill.num_samples)
+        return None
 
     def held_out(self, settings: Validation) -> HeldOut | None:
         """Return rows of the corpus's validation split, this process's share of them.
 
-        They are packed by best fit, as long as the first phase's and as many in a batch.
+        They are packed by best fit, as long as the first corpus phase's (or else as what the base
+        writes) and as many in a batch.
         """
         if not settings.rows:
             return None
-        first = next(iter(self.settings.schedule.phases.values()))
-        length = self.corpus(first).length
+        phases = self.settings.schedule.phases.values()
+        first = next((phase for phase in phases if phase.distill is None), next(iter(phases)))
+        length = first.sequence_length
+        if first.distill and not length:
+            length = first.distill.prompt_tokens + first.distill.new_tokens
         try:
             text = PackedText(
                 self._corpus("validation"),
@@ -128,13 +149,19 @@ class Texts:
     def _written(self, phase: Phase, bar: Progress, halt: Callable[[], None]) -> PackedText:
         assert phase.distill is not None
         folder = Path(phase.distill.folder or self.run.text)
-        with closing(self._writer(phase, phase.distill, folder)) as writer:
-            task = bar.add_task("text by the base", total=phase.distill.num_samples, numbers="")
-            # processes that have written their share wait for the others
-            while sum(done := together(lambda: next(writer, 0))):
-                bar.update(task, completed=max(done) * len(done))
-                halt()
-        written = shards.documents(folder)
+        prompts = self.prompts(phase.distill)
+        job = Job(
+            base=self.base,
+            prompts=prompts,
+            settings=phase.distill,
+            folder=folder,
+            identity=identity_of(self.settings.data, self.base, self.fingerprint, prompts),
+            seed=self.settings.seed,
+            head=self.head,
+            **self.share,
+        )
+        write_together(job, bar, halt)
+        written = read_text(folder, phase.distill.num_samples)
         return self._packed(written, phase.sequence_length, phase.batch_size, phase.packing)
 
     def _packed(
@@ -157,20 +184,3 @@ class Texts:
     def _corpus(self, split: str) -> Documents:
         with progress(shown=self.accelerator.is_main_process, transient=True) as bar:
             return tokenised(self.settings.data, split, self.tokenizer, self.settings.seed, bar=bar)
-
-    def _writer(self, phase: Phase, distill: Distill, folder: Path) -> Generator[int, None, None]:
-        """Return what has the base write, shard by shard, what the folder does not hold yet."""
-        corpus, processes = self.settings.data, self.accelerator.num_processes
-        identity = text_identity(
-            self.fingerprint, self.tokenizer, corpus, self.documents, processes
-        )
-
-        def write(prompts: list[list[int]], seed: int) -> list[list[int]]:
-            how = Sampling(temperature=distill.temperature, top_k=distill.top_k, seed=seed)
-            new = distill.new_tokens
-            return generate(self.base, None, prompts, max_new_tokens=new, sampling=how).tokens
-
-        prompts, seed = self.corpus(phase), self.settings.seed
-        return shards.write_shards(
-            folder, prompts, write, distill, identity, seed=seed, **self.share
-        )

@@ -140,7 +140,7 @@ def caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Caller:
 
 def refused_at_once(caller: Caller, command: str, overrides: list[str]) -> bool:
     """Hold one call against the rules; return whether it was refused."""
-    recipe = ["recipe=smoke"] if command == "train" else []
+    recipe = ["recipe=smoke"] if command in ("train", "distill") else []
     told = caller(command, [*recipe, *overrides])
     assert told.code in (0, 2), (overrides, told.error)
     assert [*caller.folder.iterdir()] == [], overrides

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from specheads.measure.counts import DepthCounts, acceptance_length, bootstrap_interval, loops
+from specheads.core.loops import loops
+from specheads.measure.counts import DepthCounts, acceptance_length, bootstrap_interval
 from specheads.measure.results import Depth
 
 

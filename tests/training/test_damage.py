@@ -15,12 +15,14 @@ from safetensors import SafetensorError
 from specheads.config import Distill, Phase, Schedule
 from specheads.core.drafter import Head
 from specheads.core.files import sole_writer
-from specheads.data.distill import documents, write_shards
 from specheads.data.packing import PackedText, Text
 from specheads.runs import checkpoint
 from specheads.runs.directory import RunDirectory
 from specheads.training import trainer
+from specheads.training.distill.run import Job, write_text
+from specheads.training.distill.shards import read_text
 from tests import tiny
+from tests.training.distill.pens import Pen, Talks
 from tests.training.test_trainer import Counting, StopError, phase, run_training
 
 pytestmark = pytest.mark.slow
@@ -118,18 +120,16 @@ def session(folder: Path) -> Head:
     """Do what the command does to a run's folder, from its lock to its end."""
     run, base = RunDirectory(folder), tiny.base("llama", dtype=torch.float32)
     prompts = Counting(base.vocab_size)
-    settings = Distill(num_samples=8, prompt_tokens=4, new_tokens=8, batch_size=2)
-
-    def write(rows: list[list[int]], seed: int) -> list[list[int]]:
-        return [[(7 * row[-1] + seed + place) % 59 for place in range(8)] for row in rows]
+    settings = Distill(num_samples=8, new_tokens=8, shard_size=2)
+    job = Job(base=base, prompts=Talks(), settings=settings, folder=run.text, identity={})
 
     def open_text(phase: Phase, *rest: Any) -> Text:
         del rest
         if phase.steps == 6:
             return prompts
-        for _ in write_shards(run.text, prompts, write, settings, {}):
+        for _ in write_text(job, lambda _: Pen()):
             pass
-        return PackedText(documents(run.text), sequence_length=0, batch_size=2, packing="none")
+        return PackedText(read_text(run.text, 8), sequence_length=0, batch_size=2, packing="none")
 
     with sole_writer(folder):
         run.begin("a: 1\n", {})

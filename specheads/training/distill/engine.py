@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
@@ -36,6 +36,7 @@ class Answer:
     """eos where it ended the text itself, length where the limit did."""
 
 
+@runtime_checkable
 class Engine(Protocol):
     """Has the base write, several texts at a time."""
 

@@ -1,0 +1,78 @@
+"""The text of a recipe's distilled phase, written before any training."""
+
+from dataclasses import asdict, replace
+
+import torch
+from accelerate import Accelerator
+
+from specheads.base.model import FrozenBase
+from specheads.config import Distill as Settings
+from specheads.config.commands import Distill
+from specheads.core.drafter import Head
+from specheads.core.errors import InputError
+from specheads.core.paths import writable_folder
+from specheads.heads.load import load_head
+from specheads.runs.progress import progress
+from specheads.training.distill.prompts import identity_of, prompts_of
+from specheads.training.distill.report import Report
+from specheads.training.distill.run import Job
+from specheads.training.distill.together import write_together
+
+ELSEWHERE = ("vllm", "openai")
+"""Engines with weights of their own: here the base only says what it is."""
+
+
+def write_recipe(
+    settings: Distill, base: FrozenBase | None = None, head: Head | None = None
+) -> Report | None:
+    """Have the base write what a folder lacks; on all processes but the first return None.
+
+    Raises:
+        ValueError: As `write_text`, or what the settings name is not there or does not fit.
+    """
+    how = _how(settings, head)
+    folder = writable_folder(settings.out)
+    accelerator = Accelerator(cpu=not torch.accelerator.is_available())
+    if base is None:
+        choices = asdict(settings.base)
+        if how.engine in ELSEWHERE:
+            choices["device"] = "cpu"
+        elif choices["device"] == "auto":
+            choices["device"] = str(accelerator.device)
+        base = FrozenBase.load(**choices)
+    if head is None and settings.head_path:
+        head = load_head(settings.head_path, base)
+    prompts = prompts_of(settings.data, base, how, settings.seed)
+    job = Job(
+        base=base,
+        prompts=prompts,
+        settings=how,
+        folder=folder,
+        identity=identity_of(settings.data, base, base.fingerprint, prompts),
+        seed=settings.seed,
+        head=head,
+        rank=accelerator.process_index,
+        world_size=accelerator.num_processes,
+    )
+    with progress(shown=accelerator.is_main_process) as bar:
+        return write_together(job, bar, lambda: None)
+
+
+def _how(settings: Distill, head: Head | None) -> Settings:
+    """Return how text is written, once that and the rest are known to go together."""
+    phases = settings.schedule.phases.values()
+    found = [phase.distill for phase in phases if phase.distill is not None]
+    if not found:
+        raise InputError(
+            "distill writes the text of a recipe's distilled phase, and this one has none; add "
+            "schedule=two_phase"
+        )
+    if not settings.out:
+        raise InputError("text needs a folder: add out=FOLDER")
+    drafts = bool(settings.head_path) or head is not None
+    if drafts and found[0].engine != "local":
+        raise InputError(
+            f"a head drafts for engine=local, got engine={found[0].engine}; leave one out"
+        )
+    # who names a head wants it to draft
+    return replace(found[0], use_head="true") if drafts else found[0]

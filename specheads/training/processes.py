@@ -1,0 +1,24 @@
+"""What several processes of one run do together."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from accelerate.utils import gather_object
+
+from specheads.core.errors import InputError
+
+T = TypeVar("T")
+
+
+def together(act: Callable[[], T]) -> list[T]:
+    """Act on every process and return what each of them got; where one is refused, all are."""
+    got, refused = [], ""
+    try:
+        got = [act()]
+    except InputError as error:
+        refused = str(error)
+    told = gather_object([(got, refused)])
+    for _, refused in told:
+        if refused:
+            raise InputError(refused)
+    return [one for got, _ in told for one in got]

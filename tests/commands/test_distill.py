@@ -1,0 +1,122 @@
+"""`specheads distill`: text of a recipe's base in a folder, which its distilled phase then uses."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import specheads
+from specheads.commands._call import call
+from specheads.config import data_dir
+from specheads.heads.load import build_for
+from tests import tiny
+
+SMALL = ["recipe=smoke", "num_samples=6", "new_tokens=8", "batch_size=3"]
+
+
+@pytest.fixture(scope="module")
+def base() -> specheads.FrozenBase:
+    return specheads.FrozenBase.load(data_dir("recipes") / "tiny_code" / "base", device="cpu")
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("corpus")
+    for number in range(20):
+        text = "".join(f"def add_{number}_{one}(a, b):\n    return a + b\n" for one in range(40))
+        (folder / f"{number}.py").write_text(text)
+    return ["data=files", f"data.path={folder}"]
+
+
+def shards(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.glob("*.parquet")}
+
+
+def test_a_folder_of_text_is_written_with_its_report_and_gone_on_with(
+    base: specheads.FrozenBase, corpus: list[str], tmp_path: Path
+):
+    first = specheads.distill(
+        overrides=[*SMALL, *corpus, "shard_size=2"], base=base, out=tmp_path / "text"
+    )
+    assert first is not None
+    assert (first.asked, first.kept, first.tokens) == (6, 6, 48)
+    told = json.loads((tmp_path / "text" / "report.json").read_text())
+    assert told["tokens_per_second"] == first.tokens_per_second > 0
+    page = (tmp_path / "text" / "report.md").read_text()
+    assert "- kept: 6 texts with 6 answers" in page
+    assert page.count("\nText ") == 5
+    before = shards(tmp_path / "text")
+    more = [*SMALL, *corpus, "shard_size=2", "num_samples=8", "batch_size=1"]
+    second = specheads.distill(overrides=more, base=base, out=tmp_path / "text")
+    assert second is not None
+    assert second.asked == 8
+    assert shards(tmp_path / "text").items() > before.items()
+
+
+def test_a_head_writes_the_same_text(base: specheads.FrozenBase, corpus: list[str], tmp_path: Path):
+    head = build_for({"kind": "mlp_speculator", "depth": 2, "inner_dim": 16}, base)
+    specheads.distill(overrides=[*SMALL, *corpus], base=base, out=tmp_path / "alone")
+    specheads.distill(overrides=[*SMALL, *corpus], base=base, head=head, out=tmp_path / "drafted")
+    assert shards(tmp_path / "drafted") == shards(tmp_path / "alone")
+
+
+@pytest.mark.slow
+def test_a_distilled_phase_trains_on_a_folder_that_the_command_wrote(
+    corpus: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+):
+    monkeypatch.chdir(tmp_path)
+    call("distill", [*SMALL, *corpus, "out=text"])
+    shown = capsys.readouterr().out
+    assert "- kept: 6 texts" in shown
+    assert shown.rstrip().endswith("text: text")
+    stamps = {file: file.stat().st_mtime_ns for file in (tmp_path / "text").iterdir()}
+    phase = "schedule.phases.distilled"
+    call(
+        "train",
+        [
+            *("recipe=smoke", *corpus, "evaluate_after=false", f"{phase}.steps=1"),
+            *("schedule.phases.corpus.steps=1", f"{phase}.distill.num_samples=6"),
+            *(f"{phase}.distill.new_tokens=8", f"{phase}.distill.folder=text", "name=mine"),
+        ],
+    )
+    assert (tmp_path / "runs" / "mine" / "head" / "config.json").is_file()
+    assert {file: file.stat().st_mtime_ns for file in (tmp_path / "text").iterdir()} == stamps
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        ([], "text needs a folder: add out=FOLDER"),
+        (["out=text", "engine=pen"], "must be one of local, transformers, vllm, openai"),
+        (["out=file/text"], "a folder to write to is needed"),
+        (["out=text", "schedule=corpus_only", "~schedule.phases.distilled"], "one has none"),
+        (["out=text", "head=there", "engine=vllm"], "a head drafts for engine=local"),
+        (["out=text", "head=nowhere/head"], "nowhere/head"),
+        (["out=text", "data=jsonl", "data.path=nothing.jsonl"], "nothing.jsonl"),
+        (["out=text", "drop=[boring]"], "each one of loop, empty, truncated"),
+    ],
+)
+def test_a_mistake_gets_one_line_and_leaves_nothing_behind(
+    overrides: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit) as left:
+        call("distill", ["recipe=smoke", *overrides])
+    error = capsys.readouterr().err
+    assert left.value.code == 2, error
+    assert told in error
+    assert len(error.splitlines()) == 1, error
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_head_of_another_base_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+):
+    monkeypatch.chdir(tmp_path)
+    build_for({"kind": "medusa", "depth": 1}, tiny.base()).save_pretrained(tmp_path / "head")
+    with pytest.raises(SystemExit):
+        call("distill", [*SMALL, "out=text", "head=head"])
+    assert "the head was made for a base of width 32" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["head"]

@@ -1,0 +1,26 @@
+"""Has a tiny base write a folder of text with our own engine; forked by test_kills.py."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from specheads.config import Distill
+from specheads.training.distill.engine import Engine
+from specheads.training.distill.engines.local import Local
+from specheads.training.distill.run import Job, write_text
+from tests.training.distill.pens import Talks, job
+
+SETTINGS = Distill(num_samples=24, new_tokens=12, batch_size=4, shard_size=4, temperature=0.9)
+
+
+def local(asked: Job) -> Engine:
+    return Local(asked.base, asked.head, asked.settings.batch_size)
+
+
+def main(folder: Path, rank: int = 0, world_size: int = 1) -> None:
+    torch.set_num_threads(1)
+    # the tiny base never ends a text itself: every answer is as long as it may be, and kept
+    asked = job(folder, settings=replace(SETTINGS, drop=[]), prompts=Talks())
+    for _ in write_text(replace(asked, rank=rank, world_size=world_size), local):
+        pass

@@ -1,0 +1,97 @@
+"""What is asked follows from its number: windows of documents, turns of conversations."""
+
+import pyarrow as pa
+import pytest
+
+from specheads.core.errors import InputError
+from specheads.data.documents import Documents
+from specheads.training.distill.asks import Continuations, Conversations
+
+END = 0
+
+
+def documents(*texts: list[int]) -> Documents:
+    return Documents(pa.table({"tokens": pa.array(texts, pa.list_(pa.int32()))}))
+
+
+def test_prompts_spread_over_a_document_and_never_hold_its_end():
+    #  document  1 2 3 4 5 6 7 8 9 0     windows of 2 + 3: 1 2, then 6 7
+    asked = Continuations(documents([*range(1, 10), END]), prompt_tokens=2, new_tokens=3)
+    assert sorted(asked.first(number) for number in range(2)) == [[1, 2], [6, 7]]
+    # a second round begins a prompt further on, where there is room
+    assert sorted(asked.first(number) for number in range(2, 4)) == [[3, 4], [8, 9]]
+    assert asked.following(0, [1, 2, 3], [[3]]) is None
+
+
+def test_a_short_document_is_one_prompt_and_an_empty_one_none():
+    asked = Continuations(documents([5, END], [END], [6, 7, END]), prompt_tokens=4, new_tokens=4)
+    assert sorted(asked.first(number) for number in range(2)) == [[5], [6, 7]]
+    with pytest.raises(InputError, match="none of 1 has them"):
+        Continuations(documents([END]), prompt_tokens=4, new_tokens=4)
+
+
+def test_another_letter_of_the_documents_is_another_fingerprint():
+    def of(*texts: list[int]) -> str:
+        return Continuations(documents(*texts), prompt_tokens=1, new_tokens=1).fingerprint
+
+    assert of([1, 2, 0], [3, 0]) == of([1, 2, 0], [3, 0])
+    assert len({of([1, 2, 0], [3, 0]), of([1, 2], [0, 3, 0]), of([1, 2, 0], [4, 0])}) == 3
+
+
+class Letters:
+    """A template of one letter a role, whose tokens are characters."""
+
+    fingerprint = "letters"
+
+    def prompt(self, messages, tools=None) -> list[int]:
+        assert tools is None
+        said = "".join(f"{one['role'][0]}{one['content']}" for one in messages)
+        return [ord(letter) for letter in f"{said}a"]
+
+    def next_prompt(self, tokens, messages, tools=None) -> list[int]:
+        assert tools is None
+        assert messages[-2]["role"] == "assistant"
+        return [*tokens, *self.prompt(messages[-1:])]
+
+
+def say(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def spoken(messages: list[dict[str, str]], answers: int) -> list[str]:
+    """Return what the base reads before each answer, its own answers being A, B, C."""
+    decode = lambda ids: "".join(map(chr, ids))  # noqa: E731
+    asked = Conversations([{"messages": messages}], Letters(), decode)
+    tokens, said, given = asked.first(0), [], []
+    for number in range(answers):
+        said.append(decode(tokens))
+        given.append([ord("A") + number])
+        following = asked.following(0, tokens + given[-1], given)
+        if following is None:
+            break
+        tokens = following
+    return said
+
+
+def test_all_user_turns_are_asked_in_order_behind_the_bases_own_answers():
+    messages = [
+        say("system", "s"), say("user", "1"), say("assistant", "theirs"), say("user", "2"),
+        say("assistant", "theirs"), say("user", "3"), say("assistant", "last"),
+    ]  # fmt: skip
+    assert spoken(messages, 9) == ["ssu1a", "ssu1aAu2a", "ssu1aAu2aBu3a"]
+
+
+def test_a_last_turn_without_an_answer_is_asked_and_a_greeting_is_not():
+    messages = [say("system", "s"), say("assistant", "hi"), say("user", "1")]
+    assert spoken(messages, 9) == ["ssu1a"]
+
+
+def test_a_conversation_is_left_where_a_tool_answers():
+    messages = [say("user", "1"), say("assistant", "call"), say("tool", "9"), say("user", "2")]
+    assert spoken(messages, 9) == ["u1a"]
+
+
+def test_where_nobody_asks_nothing_is_asked():
+    assert Conversations([{"messages": [say("system", "s")]}], Letters(), str).first(0) == []
+    with pytest.raises(InputError, match="need one at least"):
+        Conversations([], Letters(), str)

@@ -1,0 +1,76 @@
+"""Our own engine as an author: the same text at any batch, with a head or without."""
+
+from collections.abc import Generator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from specheads.decoding.acceptance.sampling import Sampling
+from specheads.decoding.generate import generate
+from specheads.heads.load import build_for
+from specheads.training.distill.engine import Ask
+from specheads.training.distill.engines.local import Local
+from specheads.training.distill.run import write_text
+from tests import tiny
+from tests.training.distill import author
+from tests.training.distill.pens import Talks, job, rows, shards
+
+HEAD = {"kind": "mlp_speculator", "depth": 3, "inner_dim": 16}
+
+
+def write(folder: Path, batch_size: int = 4, head=None, max_length: int = 0, **changes) -> None:
+    settings = replace(author.SETTINGS, num_samples=8, drop=[], **changes)
+    asked = job(folder, settings=settings, prompts=Talks())
+    engine = Local(tiny.base(), head, batch_size, max_length)
+    for _ in write_text(asked, lambda _: engine):
+        pass
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_neither_batch_nor_head_nor_memory_changes_a_text(temperature: float, tmp_path: Path):
+    head = build_for(HEAD, tiny.base()).double().eval()
+    write(tmp_path / "one", 1, temperature=temperature)
+    write(tmp_path / "many", 8, temperature=temperature)
+    write(tmp_path / "rows", 3, max_length=100, temperature=temperature)
+    write(tmp_path / "drafted", 3, head, temperature=temperature)
+    for name in ("many", "rows", "drafted"):
+        assert shards(tmp_path / name) == shards(tmp_path / "one"), name
+
+
+def test_an_answer_is_what_generate_says_with_the_same_seed(tmp_path: Path):
+    asked = job(tmp_path, settings=replace(author.SETTINGS, num_samples=8, drop=[]))
+    pulled: list[Ask | None] = []
+
+    def keep(ask: Ask) -> Ask:
+        pulled.append(ask)
+        return ask
+
+    class Kept(Local):
+        def answers(self, pull):
+            yield from super().answers(lambda: (ask := pull()) and keep(ask))
+
+    for _ in write_text(
+        replace(asked, folder=tmp_path / "kept"), lambda _: Kept(tiny.base(), None, 2)
+    ):
+        pass
+    first = next(ask for ask in pulled if ask and ask.number == 5)
+    said = generate(
+        tiny.base(), None, [first.tokens], max_new_tokens=first.new_tokens,
+        sampling=[first.sampling],
+    )  # fmt: skip
+    row = next(row for row in rows(tmp_path / "kept") if row["number"] == 5)
+    assert row["tokens"][2:14] == said.tokens[0]
+
+
+def test_a_text_that_does_not_fit_a_pool_beside_others_waits_and_closing_gives_all_back():
+    engine = Local(tiny.base(), None, 4)
+    asks = [
+        Ask(number, [1, 2, 3], 20, Sampling(temperature=1.0, seed=number)) for number in range(6)
+    ]
+    answers = engine.answers(lambda: asks.pop(0) if asks else None)
+    first = next(answers)
+    assert len(first.tokens) == 20
+    assert first.finish == "length"
+    assert isinstance(answers, Generator)
+    answers.close()
