@@ -47,35 +47,34 @@ class PhaseLog:
         )
         self._clear()
 
-    def step(self, values: Mapping[str, Tensor], tokens: int) -> None:
-        """Tell of one more step: its figures, and the tokens that all processes read in it."""
+    def step(
+        self,
+        values: Mapping[str, Tensor],
+        tokens: int,
+        held_out: Callable[[], Mapping[str, float]] | None = None,
+    ) -> None:
+        """Tell of one more step: its figures, and the tokens that all processes read in it.
+
+        `held_out` measures on held-out text, in steps after which that is done: they get a row.
+        """
         for name, value in values.items():
             self.sums[name] = self.sums[name] + value if name in self.sums else value
         self.steps += 1
         self.tokens += tokens
-        if self.at.step % self.every == 0 or self.at.step == self.phase.end:
-            self._write()
+        if held_out or self.at.step % self.every == 0 or self.at.step == self.phase.end:
+            self._write(held_out)
             self._clear()
         self.display.update(self.task, completed=self.at.step - self.phase.first)
-
-    def validated(self, values: Mapping[str, float]) -> None:
-        """Tell how the head does on held-out text."""
-        row = self._row() | dict(values)
-        if self.tracker is not None:
-            self.tracker.log(row)
-        self.held_out = f"  held out {row['validation/loss']:.3f}"
 
     def _clear(self) -> None:
         self.sums: dict[str, Tensor] = {}
         self.steps, self.tokens, self.since = 0, 0, time.perf_counter()
 
-    def _row(self) -> dict[str, Any]:
-        return {"step": self.at.step, "phase": self.phase.name, "tokens": self.at.tokens}
-
-    def _write(self) -> None:
+    def _write(self, held_out: Callable[[], Mapping[str, float]] | None) -> None:
         """Tell what happened since the last row."""
         means = self.mean(torch.stack(list(self.sums.values())) / self.steps).tolist()
-        at, row = self.at, self._row()
+        at = self.at
+        row: dict[str, Any] = {"step": at.step, "phase": self.phase.name, "tokens": at.tokens}
         row |= zip(self.sums, means, strict=True)
         if not math.isfinite(row["loss"]):
             raise InputError(
@@ -87,6 +86,9 @@ class PhaseLog:
         row["learning_rate"] = rates["head"]
         if self.phase.settings.joint:
             row["learning_rate/base"] = rates["base"]
+        if held_out:
+            row |= held_out()
+            self.held_out = f"  held out {row['validation/loss']:.3f}"
         if self.tracker is not None:
             self.tracker.log(row)
         accepted = [f"{row[name]:.2f}" for name in row if name.startswith("accept/")]

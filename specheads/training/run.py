@@ -57,13 +57,7 @@ def run(
     Settings that could only fail later are refused at once. `config_text` is the same settings as
     YAML; `base` is what they name, where it is loaded already.
     """
-    accelerator = Accelerator(
-        # unasked, accelerate joins processes on GPUs only: two on CPUs would each train alone
-        cpu=not torch.accelerator.is_available(),
-        mixed_precision="bf16" if _has_bf16() else "no",
-        # what a head borrows from the base is a buffer, the same everywhere already
-        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
-    )
+    accelerator = _accelerator()
     made = RunDirectory(Path(settings.run_dir))
     depth = _refuse_unusable(settings)
     if base is None:
@@ -100,6 +94,16 @@ def run(
         if is_main:
             made.end(head)
     return Trained(made, head, base, is_main)
+
+
+def _accelerator() -> Accelerator:
+    return Accelerator(
+        # unasked, accelerate joins processes on GPUs only: two on CPUs would each train alone
+        cpu=not torch.accelerator.is_available(),
+        mixed_precision="bf16" if _has_bf16() else "no",
+        # what a head borrows from the base is a buffer, the same everywhere already
+        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
+    )
 
 
 def _start(settings: Train, base: FrozenBase, texts: Texts) -> tuple[Head, Tensor | None]:

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -125,11 +126,7 @@ class _Trainer:
                 self.at.step += 1
                 self.at.tokens += tokens
                 self.at.batch_rows = self._batch_rows(phase)
-                log.step(values, tokens)
-                if held_out is not None and held_out.due(self.at.step, phase):
-                    log.validated(
-                        validate(held_out, self.teacher, self.objective, phase, self.mean)
-                    )
+                log.step(values, tokens, self._due(held_out, phase))
                 if self.at.step == phase.end:
                     break
                 stop = self._stops()
@@ -145,6 +142,14 @@ class _Trainer:
             self.teacher.save(self.run.adapter, phase)
         self.save()
         self.halt()
+
+    def _due(
+        self, held_out: HeldOut | None, phase: PlacedPhase
+    ) -> Callable[[], dict[str, float]] | None:
+        """Return what measures on held-out text, where it is time for that."""
+        if held_out is None or not held_out.due(self.at.step, phase):
+            return None
+        return partial(validate, held_out, self.teacher, self.objective, phase, self.mean)
 
     def _batches(self, text: Text) -> Iterator[tuple[TokenBatch, dict[str, Any]]]:
         """Yield what follows in a text, where a GPU can fetch it from while it computes."""

@@ -93,7 +93,7 @@ def test_a_wrong_mask_leaves_one_line_and_below_it_the_text(overrides: list[str]
         (b"{not json}\n", "line 1 of talks.jsonl is none"),
         (b'{"text": "no messages"}\n', "has text"),
         (b'{"messages": [{"role": "bot", "content": "a"}]}\n', "has 'bot'"),
-        (b"", "has none"),
+        (b"", "holds no row"),
         (b"\x00\xff\xfe\x80binary", "talks.jsonl"),
         (b'{"messages": [], "conversations": []}\n', "messages; conversations"),
     ],

@@ -153,7 +153,7 @@ class Completions:
 
 
 def build(how: Writing) -> Completions:
-    """Return an engine that asks the server at `how.url`, and nothing before the first text.
+    """Return an engine that asks the server it is told of, and nothing before the first text.
 
     Raises:
         ValueError: The address is none, or the key is none that a request can carry.
