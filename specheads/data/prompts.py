@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from http.client import HTTPException
 from itertools import chain, islice, zip_longest
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 from urllib.request import urlopen
 
 import numpy as np
@@ -23,7 +23,9 @@ from specheads.data.encode import token_ids
 from specheads.data.hub import load_from_hub
 from specheads.data.jsonl import names, parse, read_jsonl
 from specheads.data.sources import read
-from specheads.data.tokenise import UnansweredError, tokenised
+from specheads.data.tokenise import tokenised
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +76,10 @@ SPEC_BENCH = (
 )
 """Spec-Bench lives in its own repository and on no Hub."""
 
-NAMES = ("python_stdlib", "stdlib_instructions", "spec_bench", *ON_HUB)
+OWN = ("python_stdlib", "stdlib_instructions")
+"""Sources whose own prompts have a name."""
+
+NAMES = (*OWN, "held_out", "spec_bench", *ON_HUB)
 
 TEXT_COLUMNS = ("prompt", "question", "text")
 """Where a row's plain prompt may stand: ours, GSM8K's and MBPP's."""
@@ -90,54 +95,90 @@ def load_prompts(
     prompt_tokens: int = 64,
     all_turns: bool = False,
     seed: int = 0,
+    corpus: Data | None = None,
 ) -> PromptSet:
     """Load prompts by name or from a file, whole and tokenised.
 
-    A name is "python_stdlib", "stdlib_instructions", a named public set, or a JSONL file (.gz too)
-    whose rows have `prompt` (text), `turns` (user turns) or `messages` (chat), and maybe
-    `category`. Turns go through the chat template where the tokenizer has one, messages always;
-    `all_turns` makes a prompt of every turn, behind the row's earlier ones and without answers in
-    between, and not of the first only. A larger set is sampled, a smaller one is taken as it is.
-    `prompt_tokens` is the length of windows cut from the standard library; what came as a prompt
-    is never cut. A row without a prompt is refused by its line.
+    A name is "python_stdlib", "stdlib_instructions", "held_out" (the prompts of `corpus`, none of
+    which is trained on), a named public set, or a JSONL file (.gz too) whose rows have `prompt`
+    (text), `turns` (user turns) or `messages` (chat), and maybe `category`. Turns go through the
+    chat template where the tokenizer has one, messages always; `all_turns` makes a prompt of every
+    turn, behind the row's earlier ones and without answers in between, and not of the first only.
+    A larger set is sampled, a smaller one is taken as it is. `prompt_tokens` is the length of
+    windows cut from text; what came as a prompt is never cut. A row without a prompt is refused by
+    its line.
     """
     if num_prompts < 1:
         raise InputError(f"num_prompts must be at least 1, got {num_prompts}")
-    if name == "python_stdlib":
-        documents = tokenised(Data(source="python_stdlib"), "prompts", tokenizer, seed)
-        windows = islice(cut_windows(documents, tokenizer, prompt_tokens, seed), num_prompts)
-        prompts = [Prompt(ids, name, str(tokenizer.decode(ids))) for ids in windows]
-        if not prompts:
-            raise InputError(
-                f"no file of the standard library has {prompt_tokens} tokens; lower prompt_tokens"
-            )
+    if name in OWN:
+        corpus = Data(source=name)
+    elif name != "held_out":
+        corpus = None
+    elif corpus is None:
+        raise InputError("prompts=held_out are those of a run's data; name a run, or other prompts")
+    if corpus is not None:
+        prompts = list(held_out(corpus, "prompts", tokenizer, prompt_tokens, num_prompts, seed))
     else:
-        prompts = [
+        rows = [
             prompt
             for where, row in _rows(name)
             for prompt in _row_prompts(row, where, tokenizer, all_turns)
         ]
-        if len(prompts) > num_prompts:
-            kept = sorted(random.Random(seed).sample(range(len(prompts)), num_prompts))
-            prompts = [prompts[place] for place in kept]
+        prompts = _some(rows, num_prompts, seed)
     return PromptSet.of(name if name in NAMES else Path(name).name, prompts)
 
 
 def held_out(
-    corpus: Data, tokenizer: PreTrainedTokenizerBase, prompt_tokens: int, seed: int = 0
-) -> Iterator[list[int]]:
-    """Yield windows of a corpus's validation text; of conversations without answers, the prompts.
+    corpus: Data,
+    split: str,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt_tokens: int,
+    num_prompts: int,
+    seed: int = 0,
+) -> list[Prompt]:
+    """Return prompts out of one split of a corpus: what users say first, or windows of its text.
 
-    Prompts that are longer are cut to `prompt_tokens`.
+    Windows have `prompt_tokens` tokens.
+
+    Raises:
+        ValueError: The split has no text, or none as long as that.
     """
-    try:
-        documents = tokenised(corpus, "validation", tokenizer, seed)
-    except UnansweredError:
-        for where, row in read(corpus, "validation", seed):
-            for prompt in _row_prompts(row, where, tokenizer, all_turns=False):
-                yield prompt.tokens[:prompt_tokens]
-    else:
-        yield from cut_windows(documents, tokenizer, prompt_tokens, seed)
+    first = next(read(corpus, split, seed), None)
+    if first and "messages" in first[1]:
+        rows = [(row, where) for where, row in read(corpus, split, seed) if row.get("messages")]
+        return [
+            prompt
+            for row, where in _some(rows, num_prompts, seed)
+            for prompt in _row_prompts(_asked(row), where, tokenizer, all_turns=False)
+        ]
+    documents = tokenised(corpus, split, tokenizer, seed)
+    windows = islice(cut_windows(documents, tokenizer, prompt_tokens, seed), num_prompts)
+    category = corpus.source
+    if found := [Prompt(ids, category, str(tokenizer.decode(ids))) for ids in windows]:
+        return found
+    raise InputError(
+        f"no document of {corpus.source} held out for {split} has {prompt_tokens} tokens; lower "
+        "prompt_tokens"
+    )
+
+
+def _some(items: list[T], most: int, seed: int) -> list[T]:
+    """Return at most so many, drawn by the seed, in their order."""
+    if len(items) <= most:
+        return items
+    return [items[place] for place in sorted(random.Random(seed).sample(range(len(items)), most))]
+
+
+def _asked(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a conversation as it stood before its first answer."""
+    messages = row["messages"]
+    roles = [message["role"] for message in messages]
+    if "assistant" not in roles and all(role == "user" for role in roles):
+        # as turns they can be told to a base without a chat template too
+        turns = [message["content"] for message in messages]
+        return {"turns": turns, "category": row.get("category")}
+    end = roles.index("assistant") if "assistant" in roles else len(roles)
+    return {**row, "messages": messages[:end]}
 
 
 def cut_windows(
@@ -186,11 +227,6 @@ def _rows(name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
                 f"cannot reach {SPEC_BENCH}: {error}; pass a local .jsonl file instead"
             ) from error
         yield from parse(text.split("\n"), name)
-    elif name == "stdlib_instructions":
-        for where, row in read(Data(source=name), "prompts"):
-            # as turns they can be told to a base without a chat template too
-            turns = [message["content"] for message in row["messages"]]
-            yield where, {"turns": turns, "category": row["category"]}
     elif name not in ON_HUB:
         yield from _file_rows(name)
     else:

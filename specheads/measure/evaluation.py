@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +140,7 @@ def check(
             base.tokenizer,
             num_prompts=evaluation.num_prompts,
             prompt_tokens=evaluation.prompt_tokens,
+            corpus=settings.data,
         )
     longest = max(len(prompt.tokens) for prompt in prompts.prompts)
     if longest + evaluation.max_new_tokens > base.max_length:
@@ -160,8 +160,14 @@ def choose_tree(
         return tree, []
     assert base.tokenizer is not None
     evaluation = settings.evaluation
-    windows = held_out(settings.data, base.tokenizer, evaluation.prompt_tokens, settings.seed)
-    choice = pick_tree(base, head, list(islice(windows, evaluation.tune_prompts)), progress=True)
+    length, number = evaluation.prompt_tokens, evaluation.tune_prompts
+    try:
+        found = held_out(settings.data, "validation", base.tokenizer, length, number, settings.seed)
+    except InputError:
+        # of few documents none may be held out, and a tree is picked, not judged, on these
+        found = held_out(settings.data, "train", base.tokenizer, length, number, settings.seed)
+    fitting = [prompt.tokens for prompt in found if len(prompt.tokens) <= base.max_length // 2]
+    choice = pick_tree(base, head, fitting or [found[0].tokens], progress=True)
     return choice.tree, choice.table
 
 

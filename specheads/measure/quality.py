@@ -10,7 +10,8 @@ from torch.nn import functional as F  # noqa: N812
 from specheads.base.model import FrozenBase
 from specheads.config import Train
 from specheads.core.errors import InputError
-from specheads.data.prompts import held_out
+from specheads.data.prompts import cut_windows, held_out
+from specheads.data.tokenise import UnansweredError, tokenised
 from specheads.measure.counts import bootstrap_interval
 from specheads.measure.results import BaseQuality, QualityChange, TextQuality
 from specheads.runs.progress import bar
@@ -43,10 +44,21 @@ class Quality:
 def quality_windows(settings: Train, base: FrozenBase) -> list[list[int]]:
     """Cut the validation text that quality is measured on, at most 512 tokens a window."""
     assert base.tokenizer is not None
+    most = settings.evaluation.quality_windows
+    try:
+        documents = tokenised(settings.data, "validation", base.tokenizer, settings.seed)
+    except UnansweredError:
+        # there are prompts only
+        return [
+            prompt.tokens
+            for prompt in held_out(
+                settings.data, "validation", base.tokenizer, 512, most, settings.seed
+            )
+        ]
     length = min(512, base.max_length)
     while length > 1:
-        windows = held_out(settings.data, base.tokenizer, length, settings.seed)
-        if found := list(islice(windows, settings.evaluation.quality_windows)):
+        windows = cut_windows(documents, base.tokenizer, length, settings.seed)
+        if found := list(islice(windows, most)):
             return found
         # every document is shorter
         length //= 2

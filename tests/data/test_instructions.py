@@ -137,8 +137,8 @@ def test_a_corpus_phase_refuses_them_and_names_distill(monkeypatch, tmp_path):
     assert "\n" not in str(told.value)
     assert not (tmp_path / "cache").exists()
     # what is tuned on validation text has the prompts instead
-    window = next(held_out(ASKED, tokenizer, 16))
-    assert str(tokenizer.decode(window)).startswith("<user>")
+    [window] = held_out(ASKED, "validation", tokenizer, 16, 1)
+    assert window.text.startswith("<user>")
 
 
 def test_a_file_that_is_no_python_of_today_is_passed_over(monkeypatch, tmp_path):
