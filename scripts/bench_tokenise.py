@@ -26,7 +26,7 @@ CONSOLE = Console(highlight=False, soft_wrap=True)
 
 def main() -> None:
     """Print megabytes a second, the most memory held, and what a second start costs."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--data", required=True, help="file, folder or glob")
     parser.add_argument("--source", default="parquet", help="how it is read (default: parquet)")
     parser.add_argument("--column", default="text", help="column that holds the text")

@@ -3,7 +3,7 @@
 import json
 import random
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -58,12 +58,12 @@ class Encoder:
 
 def _fast(tokenizer: PreTrainedTokenizerBase) -> Any:
     """Return fastokens' own tokenizer where there is one; its added tokens are tried."""
-    if fastokens is None or not tokenizer.is_fast:
+    backend = getattr(cast(Any, tokenizer), "backend_tokenizer", None)
+    if fastokens is None or backend is None:
         return None
-    backend: Any = tokenizer
     # of these two the last call decides, and documents are whole
-    rules = json.loads(backend.backend_tokenizer.to_str()) | {"truncation": None, "padding": None}
-    added = list(tokenizer.get_added_vocab())
+    rules = json.loads(backend.to_str()) | {"truncation": None, "padding": None}
+    added: list[str] = list(tokenizer.get_added_vocab())
     tried = ["", " ", *added, *(f"a{token}b {token} \n{token}1" for token in added), "".join(added)]
     try:
         fast = fastokens.Tokenizer.from_json_str(json.dumps(rules))

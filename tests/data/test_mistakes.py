@@ -312,7 +312,7 @@ def test_a_tokenizer_that_cannot_read_is_told(tmp_path: Path):
 
 
 def test_prompts_longer_than_every_document_say_so(tokenizer):
-    with pytest.raises(InputError, match=r"no document .* has 100000000 tokens; lower prompt_tokens"):
+    with pytest.raises(InputError, match=r"no document .* has 100000000 tokens; lower"):
         load_prompts("python_stdlib", tokenizer, num_prompts=1, prompt_tokens=100_000_000)
 
 

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -110,7 +110,7 @@ def test_what_decides_documents_has_shards_of_its_own(tokenizer, tmp_path, chang
         write(tmp_path / "a.jsonl", [text.replace("f_", "g_") for text in TEXTS])
     elif change == "column":
         write(tmp_path / "a.jsonl", TEXTS[::-1], "body")
-        data = Data(source="jsonl", path=data.path, column="body", **bound)
+        data = Data(source="jsonl", path=data.path, column="body", **cast(Any, bound))
     elif change == "tokenizer":
         tokenizer.add_tokens(["return"])
     elif change == "seed":
@@ -343,7 +343,7 @@ def test_rows_of_a_mixture_take_turns_by_their_weights(tmp_path):
 )
 def test_a_mixture_that_makes_no_sense_is_refused(data, message):
     if isinstance(data, dict):
-        one = WeightedSource(**({"source": "jsonl", "path": "x"} | data))
+        one = WeightedSource(**cast(Any, {"source": "jsonl", "path": "x"} | data))
         data = Data(source="mixture", sources={"a": one})
     with pytest.raises(InputError, match=message):
         check(data, "data")

@@ -94,7 +94,10 @@ class Continuations:
 class Template(Protocol):
     """How a tokenizer's chat template writes conversations: see `specheads.data.chat`."""
 
-    fingerprint: str
+    @property
+    def fingerprint(self) -> str:
+        """What changes with what it writes."""
+        ...
 
     def prompt(self, messages: Any, tools: Any = None) -> list[int]:
         """Return a conversation as token ids, up to where the answer begins."""
