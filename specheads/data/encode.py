@@ -58,12 +58,12 @@ class Encoder:
 
 def _fast(tokenizer: PreTrainedTokenizerBase) -> Any:
     """Return fastokens' own tokenizer where there is one; its added tokens are tried."""
-    backend = getattr(cast(Any, tokenizer), "backend_tokenizer", None)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
     if fastokens is None or backend is None:
         return None
     # of these two the last call decides, and documents are whole
     rules = json.loads(backend.to_str()) | {"truncation": None, "padding": None}
-    added: list[str] = list(tokenizer.get_added_vocab())
+    added = list(cast(Any, tokenizer).get_added_vocab())
     tried = ["", " ", *added, *(f"a{token}b {token} \n{token}1" for token in added), "".join(added)]
     try:
         fast = fastokens.Tokenizer.from_json_str(json.dumps(rules))
