@@ -84,7 +84,8 @@ def find(source: str, path: str, suffixes: tuple[str, ...]) -> list[Path]:
     if not (files := sorted(file for file in found if file.is_file())):
         raise InputError(
             f"source {source!r} needs a file, a folder or a glob that holds "
-            f"{' or '.join(suffixes)} files, got path {path!r}"
+            f"{' or '.join(suffixes)} files, and {path!r} "
+            f"{'has none' if place.exists() else 'is not there'}; name another path"
         )
     return files
 
