@@ -39,7 +39,6 @@ class Encoder:
         self._fast = _fast(tokenizer) if is_fast else None
         self._num_read = 0
         self._random = random.Random(0)
-        self.is_fast = self._fast is not None
 
     def __call__(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return the token ids of each text, with what the tokenizer puts around every text."""
