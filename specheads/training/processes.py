@@ -12,13 +12,14 @@ T = TypeVar("T")
 
 def together(act: Callable[[], T]) -> list[T]:
     """Act on every process and return what each of them got; where one is refused, all are."""
-    got, refused = [], ""
+    got: list[T] = []
+    refused: tuple[str, str] | None = None
     try:
         got = [act()]
     except InputError as error:
-        refused = str(error)
+        refused = str(error), error.details
     told = gather_object([(got, refused)])
     for _, refused in told:
         if refused:
-            raise InputError(refused)
+            raise InputError(*refused)
     return [one for got, _ in told for one in got]
