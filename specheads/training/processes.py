@@ -1,13 +1,25 @@
 """What several processes of one run do together."""
 
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import TypeVar
 
+from accelerate import Accelerator
 from accelerate.utils import gather_object
 
+from specheads.base.model import FrozenBase
+from specheads.config import Base
 from specheads.core.errors import InputError
 
 T = TypeVar("T")
+
+
+def load_base(settings: Base, accelerator: Accelerator) -> FrozenBase:
+    """Load a base, by itself onto this process's own device."""
+    choices = asdict(settings)
+    if choices["device"] == "auto":
+        choices["device"] = str(accelerator.device)
+    return FrozenBase.load(**choices)
 
 
 def together(act: Callable[[], T]) -> list[T]:
