@@ -56,6 +56,9 @@ ASKS = (
 AMX = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8")
 """What of a processor decides how fast it multiplies."""
 
+WARM_UP = 16
+"""Tokens of each text that is written before anything is timed."""
+
 Texts = list[list[int]]
 Decode = Callable[[Texts, int], tuple[float, Texts]]
 """Takes prompts and how many may run together; gives seconds and each prompt's new tokens."""
@@ -73,6 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     prompts = _prompts(base)
     for batch in options.batch:
         count = options.prompts or (2 * batch if options.stop_at_eos else batch)
+        _warm_up(arms, prompts[-batch:], batch, options)
         run = _alternate(arms, prompts, batch, count, options.repeats)
         results["runs"].append(run)
         sys.stdout.write(json.dumps(run["arms"], indent=1) + "\n")
@@ -131,13 +135,20 @@ def _functions() -> Iterator[tuple[str, str, str, str]]:
                 yield module, name, signature, says
 
 
+def _warm_up(
+    arms: dict[str, Decode], prompts: Texts, batch: int, options: argparse.Namespace
+) -> None:
+    """Have each arm write a little: what is made on first use is not what is compared."""
+    asked, options.new_tokens = options.new_tokens, WARM_UP
+    for decode in arms.values():
+        decode(prompts, batch)
+    options.new_tokens = asked
+
+
 def _alternate(
     arms: dict[str, Decode], prompts: Texts, batch: int, count: int, repeats: int
 ) -> dict[str, Any]:
     """Have the arms take turns on the same prompts; return what each took and their ratios."""
-    for decode in arms.values():
-        # what is compiled, allocated or read from disk on first use is not what is compared
-        decode(prompts[-batch:], batch)
     seconds: dict[str, list[float]] = {name: [] for name in arms}
     written: dict[str, list[Texts]] = {name: [] for name in arms}
     for repeat in range(repeats):
