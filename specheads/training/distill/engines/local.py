@@ -13,7 +13,7 @@ REFILL = 8
 """New texts wait until this share of the batch is free (an eighth): reading their prompts together
 costs little more than reading one."""
 
-POOLED_TOKENS = 2048
+POOLED_TOKENS = 1024
 """Tokens a text for which a pool has room, where texts may be longer than rows of their own."""
 
 
