@@ -35,7 +35,8 @@ def test_numbers_are_uniform_and_those_of_neighbouring_keys_unrelated():
 
 def test_the_largest_noisy_log_probability_is_a_draw():
     probs = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64)
-    drawn = (probs.log() + noise.gumbel(torch.arange(40_000)[:, None], torch.arange(4))).argmax(-1)
+    keys = noise.bits(torch.arange(40_000))
+    drawn = (probs.log() + noise.gumbel(keys, 4)).argmax(-1)
     shares = torch.bincount(drawn, minlength=4) / len(drawn)
     torch.testing.assert_close(shares.double(), probs, atol=0.012, rtol=0.0)
 
