@@ -67,16 +67,7 @@ def custom_generate(
             # every time: the model may have moved, or it may be another one
             with torch.inference_mode(False):
                 fit(head, base, force=force)
-        refuse_unfit(base, call.prompts, call.max_new_tokens)
-        engine = Engine(
-            base,
-            head,
-            tree=tree,
-            acceptance=acceptance,
-            max_batch=len(call.prompts),
-            max_length=max(map(len, call.prompts)) + call.max_new_tokens,
-            coupled=coupled,
-        )
+        engine = _engine(base, head, call, tree, acceptance, coupled)
         rows = _decode(engine, call, input_ids)
         width = max(map(len, rows))
         padded = [row + [call.pad_id] * (width - len(row)) for row in rows]
@@ -96,6 +87,27 @@ def _base(model: PreTrainedModel) -> FrozenBase:
         check(base)
         _tried.add(model)
     return base
+
+
+def _engine(
+    base: FrozenBase,
+    head: Drafter,
+    call: Call,
+    tree: policies.TreePolicy | None,
+    acceptance: str | rules.AcceptanceRule,
+    coupled: bool,
+) -> Engine:
+    """Return an engine with room for what is asked for."""
+    refuse_unfit(base, call.prompts, call.max_new_tokens)
+    return Engine(
+        base,
+        head,
+        tree=tree,
+        acceptance=acceptance,
+        max_batch=len(call.prompts),
+        max_length=max(map(len, call.prompts)) + call.max_new_tokens,
+        coupled=coupled,
+    )
 
 
 def _decode(engine: Engine, call: Call, input_ids: Int[Tensor, "batch time"]) -> list[list[int]]:
