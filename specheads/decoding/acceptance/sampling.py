@@ -97,7 +97,7 @@ class Rows:
     vocab_size: int
     """Columns of the base's logits."""
     dtype: torch.dtype = torch.float32
-    """What noise is computed in; float64 where the base's logits are."""
+    """What draws are computed in; float64 where the base's logits are."""
     coupled: bool = True
     """Whether drafts see the noise that the base draws with: see `trees.coupling`."""
     depth: int | None = None
@@ -217,7 +217,8 @@ class Rows:
         deepest = tree.tokens.shape[1] - 1
         deepest = deepest if self.depth is None else min(deepest, self.depth)
         depths = ancestors.sum(-1) - 1
-        return likeliest(scores + self._noise.after(self.lengths, depths, deepest + 1))
+        noisy = self._noise.after(self.lengths, depths, deepest + 1)
+        return likeliest(noisy.add_(scores.to(self.dtype)))
 
     def level_noise(self, level: int) -> Float[Tensor, "batch 1 vocab"]:
         """Return the noise of the tokens after the nodes `level` edges below the root."""
