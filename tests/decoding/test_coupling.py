@@ -370,21 +370,22 @@ def test_kept_noise_is_that_of_seed_and_position_while_rows_advance_leave_and_jo
 
 
 def test_noise_of_a_position_is_made_once(monkeypatch):
-    made = []
-    right = noise.token_noise
+    made: list[int] = []
+    right = noise.gumbel
 
-    def counting(seeds: Tensor, positions: Tensor, size: int, dtype: torch.dtype) -> Tensor:
-        made.extend(zip(seeds.tolist(), positions.tolist(), strict=True))
-        return right(seeds, positions, size, dtype)
+    def counting(keys: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+        made.extend(keys.tolist())
+        return right(keys, size, dtype)
 
-    monkeypatch.setattr(noise, "token_noise", counting)
+    monkeypatch.setattr(noise, "gumbel", counting)
     prompts = [[1, 2, 3], [4, 5, 6, 7], [8, 9]]
     settings = [replace(DRAWN, seed=1), GREEDY, replace(DRAWN, seed=2)]
     out = generate(
         tiny.base(), Bigrams("llama", 3, 0.5), prompts, max_new_tokens=20, sampling=settings
     )
     assert len(made) == len({*made})
-    assert {seed for seed, _ in made} == {1, 2}
+    keys = noise.bits(torch.tensor([[1], [2]]), torch.arange(60), noise.TOKEN)
+    assert {*made} <= {*keys.flatten().tolist()}
     # every token was drawn with it, and little else was made: a draft ahead of each text's end
     assert 2 * 20 <= len(made) <= 2 * (20 + 2 * 4)
     made.clear()

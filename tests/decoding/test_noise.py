@@ -64,8 +64,9 @@ def test_the_largest_noisy_log_probability_is_a_draw(over, dtype):
 @pytest.mark.parametrize("step", [(1, 0), (0, 1), (1, 1), (1, -1), (0, 2)])
 def test_draws_of_neighbouring_seeds_and_positions_are_independent(step):
     seeds, positions = torch.arange(1, 318)[:, None], torch.arange(10, 327)
-    first = drawn(*torch.broadcast_tensors(seeds, positions), torch.float64)
-    second = drawn(*torch.broadcast_tensors(seeds + step[0], positions + step[1]), torch.float64)
+    seeds, positions = seeds.expand(317, 317), positions.expand(317, 317)
+    first = drawn(seeds, positions, torch.float64)
+    second = drawn(seeds + step[0], positions + step[1], torch.float64)
     common = PROBS[:6]
     both = (first < 6) & (second < 6)
     counts = torch.bincount((first * 6 + second)[both], minlength=36)
@@ -79,7 +80,7 @@ def test_draws_of_neighbouring_seeds_and_positions_are_independent(step):
 def test_noise_of_two_positions_is_unrelated_over_a_vocabulary():
     size = 49_152
     seeds, positions = torch.tensor([[3], [4], [2**62]]), torch.arange(40)
-    table = noise.token_noise(*torch.broadcast_tensors(seeds, positions), size).flatten(0, 1)
+    table = noise.token_noise(seeds.expand(3, 40), positions.expand(3, 40), size).flatten(0, 1)
     standard = (table - table.mean(-1, keepdim=True)) / table.std(-1, keepdim=True)
     related = standard @ standard.T / size
     related.fill_diagonal_(0.0)

@@ -14,9 +14,6 @@ TOKEN, BONUS, COIN, DRAFT = range(4)
 """Kinds of noise, the third key of each: of the token at a position, and for drafts that are drawn
 and tested the token after the last one kept, a node's test, and the draft itself."""
 
-BLOCK = 2**16
-"""Numbers that a processor makes at once: they stay in its cache from one operation to the next."""
-
 _STEP = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed number: the golden ratio's bits
 _FIRST = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _SECOND = -7723592293110705685  # 0x94D049BB133111EB
@@ -58,15 +55,11 @@ def gumbel(
     Source: Dietzfelbinger et al. 1997, A reliable randomized algorithm for the closest-pair
     problem, for the product; Daliri et al. 2024, arXiv:2408.07978, for noise shared with drafts.
     """
-    flat, constants = (keys | 1).flatten(), _constants(size, keys.device)
-    noise = torch.empty(len(flat), size, dtype=dtype, device=keys.device)
     # an odd number is never zero, and the factor keeps the share below one: noise is finite
     below_one = 1 - torch.finfo(dtype).eps / 2
-    rows = max(1, BLOCK // size) if keys.device.type == "cpu" else max(1, len(flat))
-    for some, out in zip(flat.split(rows), noise.split(rows), strict=True):
-        shares = out.copy_(some[:, None] * constants).abs_().mul_(-(2.0**-63) * below_one)
-        shares.log1p_().neg_().log_().neg_()
-    return noise.view(*keys.shape, size)
+    products = (keys | 1)[..., None] * _constants(size, keys.device)
+    shares = products.to(dtype).abs_().mul_(-(2.0**-63) * below_one)
+    return shares.log1p_().neg_().log_().neg_()
 
 
 def token_noise(

@@ -7,8 +7,11 @@ from torch import Tensor
 from specheads.base.cache import upload
 from specheads.decoding.acceptance import noise
 
-CHUNK = 64
-"""Positions whose noise is made at once, which bounds the memory that it takes on the way."""
+BLOCK = {"cpu": 2**16}
+"""Numbers that are made at once: on a processor as many as stay in its cache between operations."""
+
+MOST = 2**22
+"""The same on other devices, which bounds the memory that it takes on the way."""
 
 
 class NoiseCache:
@@ -70,12 +73,15 @@ class NoiseCache:
             for ahead in range(known, num_positions)
             if draws
         ]
-        for first in range(0, len(missing), CHUNK):
-            rows, ahead = upload(missing[first : first + CHUNK], lengths.device).unbind(-1)
+        if missing:
+            rows, ahead = upload(missing, lengths.device).unbind(-1)
             positions = lengths[rows] + 1 + ahead
-            seeds = self.seeds[rows]
-            found = noise.token_noise(seeds, positions, self.vocab_size, self.dtype)
-            self._values.flatten(0, 1).index_copy_(0, rows * slots + positions % slots, found)
+            keys = noise.bits(self.seeds[rows], positions, noise.TOKEN)
+            places = rows * slots + positions % slots
+            size = max(1, BLOCK.get(lengths.device.type, MOST) // self.vocab_size)
+            flat = self._values.flatten(0, 1)
+            for some, where in zip(keys.split(size), places.split(size), strict=True):
+                flat.index_copy_(0, where, noise.gumbel(some, self.vocab_size, self.dtype))
         self._known = [max(known, num_positions) for known in self._known]
         return self._values
 
