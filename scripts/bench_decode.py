@@ -12,6 +12,7 @@ Parts
     compiled  such a step with compile=true against one without
     batch     tokens per second of the base alone and with the oracle, by batch
     context   the step over n nodes against the base alone, by length of the text before it
+    noise     a step of the base alone that draws, against one at temperature zero, by batch
 
 Every comparison is paired: its sides take turns on the same prompt, so that a machine that slows
 down slows both. Ratios carry 95 % bootstrap intervals over prompts or turns.
@@ -38,6 +39,8 @@ from specheads.baselines.streaming import Streaming
 from specheads.core.drafter import Drafter
 from specheads.decoding import loop
 from specheads.decoding.acceptance import rules
+from specheads.decoding.acceptance.noise import token_noise
+from specheads.decoding.acceptance.sampling import Sampling
 from specheads.decoding.generate import Decoding, generate
 from specheads.decoding.trees import policies
 from specheads.heads.load import load_head
@@ -375,13 +378,22 @@ def _compared(
     }
 
 
-def _stepper(base: FrozenBase, prompt: list[int], nodes: int, turns: int) -> Callable[[], Any]:
-    """Return what takes one step with an oracle that is never right."""
+def _stepper(
+    base: FrozenBase,
+    prompt: list[int],
+    nodes: int,
+    turns: int,
+    *,
+    rows: int = 1,
+    temperature: float = 0.0,
+) -> Callable[[], Any]:
+    """Return what takes one step of so many equal rows with an oracle that is never right."""
     policy = _tree(nodes)
     oracle = Oracle([prompt], policy.depth, base.vocab_size, rate=0.0, device=base.device)
     drafter = oracle if policy.depth else None
     room = len(prompt) + 2 * nodes + 2 * (WARM_UP + STEPS * turns)
-    state, _ = loop.start(base, drafter, [prompt], room)
+    sampling = [Sampling(temperature=temperature).of_prompt(row) for row in range(rows)]
+    state, _ = loop.start(base, drafter, [prompt] * rows, room, sampling)
     return lambda: loop.step(base, drafter, policy, rules.match, state)
 
 
@@ -469,12 +481,41 @@ def context(bench: Bench) -> list[dict[str, Any]]:
     return rows
 
 
+@torch.inference_mode()
+def noise(bench: Bench) -> list[dict[str, Any]]:
+    """Return what drawing costs a step of the base alone, and what its noise alone takes."""
+    base, prompt, found = bench.base, bench.prompts[0], []
+    for size in sorted({min(bench.batches), max(bench.batches)}):
+        greedy, drawing = (
+            _stepper(base, prompt, 1, bench.turns, rows=size, temperature=temperature)
+            for temperature in (0.0, 1.0)
+        )
+        row = _compared(bench, prompt, 1, {"drawing": drawing, "greedy": greedy})
+        seeds = torch.arange(size, device=base.device)
+        dtype = torch.float64 if base.dtype == torch.float64 else torch.float32
+        times = [
+            _time(base, lambda s=seeds, d=dtype: token_noise(s, s, base.vocab_size, d))[0]
+            for _ in range(WARM_UP + STEPS * bench.turns)
+        ][WARM_UP:]
+        milliseconds = 1e3 * statistics.median(times)
+        found.append(
+            {"batch": size, "vocabulary": base.vocab_size}
+            | row
+            | {
+                "noise_milliseconds": milliseconds,
+                "noise_over_greedy": milliseconds / row["greedy_milliseconds"],
+            }
+        )
+    return found
+
+
 PARTS = {
     "arms": arms,
     "steps": steps,
     "compiled": compiled,
     "batch": batch,
     "context": context,
+    "noise": noise,
 }
 
 

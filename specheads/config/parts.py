@@ -143,6 +143,10 @@ class Evaluation:
     """What is kept of a tree: match (the base's own tokens, at every temperature), rejection (its
     distribution; for sampled trees), or typical (neither, above temperature zero)."""
 
+    coupled: bool = True
+    """Whether drafts see the noise that the base draws with above temperature zero: more guesses
+    are right then, and the text is the same."""
+
     batch_size: Positive = 1
     """Prompts decoded at once."""
 

@@ -47,6 +47,7 @@ class Engine:
             Contiguous rows and a drafter's memory are as long from the start.
         pool: Where keys and values lie, this engine's own; None is contiguous rows. A request is
             admitted once the pool can hold all that it may come to need, and waits until then.
+        coupled: Whether drafts see the noise that the base draws with: see `generate`.
         timed: Whether steps wait for the device so that their times are true: see `loop.step`.
 
     Raises:
@@ -65,6 +66,7 @@ class Engine:
         max_batch: int = 16,
         max_length: int | None = None,
         pool: BlockPool | None = None,
+        coupled: bool = True,
         timed: bool = False,
     ) -> None:
         max_batch = whole(max_batch, "max_batch", 1)
@@ -75,6 +77,7 @@ class Engine:
             rules.acceptance_rule(acceptance) if isinstance(acceptance, str) else acceptance
         )
         self.tree, self.timed = grown_by(drafter, tree), timed
+        self.coupled = coupled
         context = base.max_length
         asked = context if max_length is None else whole(max_length, "max_length")
         self.max_length = min(asked, context)
@@ -219,7 +222,14 @@ class Engine:
             cache = PagedKVCache(self.pool, len(streams))
         with self._failing(streams, cache):
             state, first = start(
-                self.base, self.drafter, prompts, self._capacity, sampling, cache, numbers
+                self.base,
+                self.drafter,
+                prompts,
+                self._capacity,
+                sampling,
+                cache,
+                numbers,
+                coupled=self.coupled,
             )
             self._batches.append(_Batch(state, streams))
             for stream, token in zip(streams, first, strict=True):

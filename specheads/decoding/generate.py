@@ -45,6 +45,7 @@ def generate(
     stop_at_eos: bool = True,
     max_batch: int | None = None,
     pool: BlockPool | None = None,
+    coupled: bool = True,
     timed: bool = False,
 ) -> Decoding:
     """Decode prompts, several tokens a forward where the head's guesses are right.
@@ -67,6 +68,8 @@ def generate(
         max_batch: Rows decoded together; further prompts wait until one is done. None is all.
         pool: Where keys and values lie, `base.pool(num_blocks)`; where it is full, prompts wait.
             None is contiguous rows.
+        coupled: Whether drafts see the noise that the base draws with, which follows from seed and
+            position. Above temperature zero more guesses are right then; the output is the same.
         timed: Whether steps wait for the device so that their times are true there too.
 
     Raises:
@@ -84,6 +87,7 @@ def generate(
         max_batch=max(len(prompts), 1) if max_batch is None else max_batch,
         max_length=max(map(len, prompts), default=0) + max_new_tokens,
         pool=pool,
+        coupled=coupled,
         timed=timed,
     )
     eos_ids = None if stop_at_eos else ()

@@ -111,6 +111,7 @@ def step(
     too; that costs a synchronisation or two.
     """
     began = _now(base, wait=timed)
+    state.rows.depth = tree.depth
     if drafter is None:
         grown = root_only(state.committed)
     else:
@@ -160,7 +161,8 @@ def _advance(state: State, verified: Verification, verdict: Verdict, steps: list
         upload(padded, verdict.path.device),
         verdict.count,
     )
-    state.rows.advance(state.committed.next_tokens, state.cache.positions)
+    counts = [len(taken.tokens) for taken in steps]
+    state.rows.advance(state.committed.next_tokens, state.cache.positions, counts)
 
 
 @torch.inference_mode()
@@ -172,11 +174,14 @@ def start(
     sampling: list[Sampling] | None = None,
     cache: RowCache | None = None,
     numbers: list[int] | None = None,
+    *,
+    coupled: bool = True,
 ) -> tuple[State, list[int]]:
     """Read the prompts; return the loop's state and each row's first token.
 
     A row holds at most `capacity` tokens, the nodes of a last tree included. By default
     rows are greedy, their cache contiguous, and their steps numbered as the prompts are.
+    `coupled` lets drafts see the noise that the base draws with.
 
     Raises:
         PoolFullError: The cache's pool cannot hold the prompts.
@@ -191,12 +196,19 @@ def start(
     logits, features = base.prefill(padded, cache, lengths, aux_layers)
     counts = torch.tensor(lengths, device=base.device)
     text = pad(padded, (0, capacity - padded.shape[1]))
-    rows = Rows(sampling or [GREEDY] * batch, counts - 1, text, logits.shape[-1])
+    rows = Rows(
+        sampling or [GREEDY] * batch,
+        counts - 1,
+        text,
+        logits.shape[-1],
+        dtype=torch.float64 if logits.dtype == torch.float64 else torch.float32,
+        coupled=coupled,
+    )
     following = padded.roll(-1, dims=1)
     root = root_only(Committed(features, padded, counts))
     # there is no draft to judge yet: every rule begins with a token of the base's own
     first = rules.match(root, logits[:, None], root.ancestors(), rows).bonus
-    rows.advance(first[:, None], counts)
+    rows.advance(first[:, None], counts, [1] * batch)
     following[torch.arange(batch, device=base.device), counts - 1] = first
     committed = Committed(features, following, counts)
     state = State(cache, committed, memory, rows, numbers or list(range(batch)))

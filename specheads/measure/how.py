@@ -19,6 +19,8 @@ class How:
     """How tokens are chosen; each prompt draws with a seed of its own."""
     acceptance: str = "match"
     """What is kept of a tree: a name in `specheads.decoding.acceptance.rules.RULES`."""
+    coupled: bool = True
+    """Whether drafts see the noise that the base draws with."""
     batch_size: int = 1
     """Prompts decoded together."""
     stop_at_eos: bool = True
@@ -34,6 +36,7 @@ def how_of(evaluation: Evaluation, seed: int) -> How:
         max_new_tokens=evaluation.max_new_tokens,
         sampling=Sampling(**{name: getattr(evaluation, name) for name in names}, seed=seed),
         acceptance=evaluation.acceptance,
+        coupled=evaluation.coupled,
         batch_size=evaluation.batch_size,
         progress=True,
     )

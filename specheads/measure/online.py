@@ -54,6 +54,7 @@ def decode_prompts(
             tree=tree,
             acceptance=how.acceptance if drafter is not None else "match",
             stop_at_eos=how.stop_at_eos,
+            coupled=how.coupled,
         )
         decoded += [
             Decoded(tokens, _count(steps, len(tokens), tree.depth))

@@ -52,6 +52,7 @@ def time_generate(
         sampling=how.sampling,
         acceptance=how.acceptance if drafter is not None else "match",
         stop_at_eos=how.stop_at_eos,
+        coupled=how.coupled,
     )
     synchronise(base.device)
     seconds = time.perf_counter() - start

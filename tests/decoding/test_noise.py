@@ -33,11 +33,89 @@ def test_numbers_are_uniform_and_those_of_neighbouring_keys_unrelated():
         assert (centred * other).mean().abs() * 12 < 6 / table.numel() ** 0.5
 
 
-def test_the_largest_noisy_log_probability_is_a_draw():
-    probs = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64)
-    drawn = (probs.log() + noise.gumbel(torch.arange(40_000)[:, None], torch.arange(4))).argmax(-1)
-    shares = torch.bincount(drawn, minlength=4) / len(drawn)
-    torch.testing.assert_close(shares.double(), probs, atol=0.012, rtol=0.0)
+def chi_square(counts: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return how far counts are from what is expected, in standard deviations."""
+    free = counts.numel() - 1
+    found = float(((counts - expected) ** 2 / expected).sum())
+    return ((found / free) ** (1 / 3) - 1 + 2 / (9 * free)) / (2 / (9 * free)) ** 0.5
+
+
+FAR = 4.75
+"""One sample in a million is further away."""
+
+PROBS = torch.tensor([0.4, 0.25, 0.15, 0.1, 0.05, 0.03, 0.015, 0.005], dtype=torch.float64)
+
+
+def drawn(seeds: torch.Tensor, positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    found = noise.token_noise(seeds, positions, len(PROBS), dtype)
+    assert found.dtype == dtype
+    return (PROBS.log().to(dtype) + found).argmax(-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("over", ["seeds", "positions"])
+def test_the_largest_noisy_log_probability_is_a_draw(over, dtype):
+    many, one = torch.arange(100_000), torch.full((100_000,), 6)
+    seeds, positions = (many, one) if over == "seeds" else (one, many)
+    counts = torch.bincount(drawn(seeds, positions, dtype), minlength=len(PROBS))
+    assert chi_square(counts, PROBS * len(many)) < FAR
+
+
+@pytest.mark.parametrize("step", [(1, 0), (0, 1), (1, 1), (1, -1), (0, 2)])
+def test_draws_of_neighbouring_seeds_and_positions_are_independent(step):
+    seeds, positions = torch.arange(1, 318)[:, None], torch.arange(10, 327)
+    seeds, positions = seeds.expand(317, 317), positions.expand(317, 317)
+    first = drawn(seeds, positions, torch.float64)
+    second = drawn(seeds + step[0], positions + step[1], torch.float64)
+    common = PROBS[:6]
+    both = (first < 6) & (second < 6)
+    counts = torch.bincount((first * 6 + second)[both], minlength=36)
+    share = (common / common.sum())[:, None] * (common / common.sum())
+    assert chi_square(counts, share.flatten() * both.sum()) < FAR
+    # the same counts must show positions that share their noise
+    counts = torch.bincount((first * 6 + first)[both], minlength=36)
+    assert chi_square(counts, share.flatten() * both.sum()) > 10 * FAR
+
+
+def test_noise_of_two_positions_is_unrelated_over_a_vocabulary():
+    size = 49_152
+    seeds, positions = torch.tensor([[3], [4], [2**62]]), torch.arange(40)
+    table = noise.token_noise(seeds.expand(3, 40), positions.expand(3, 40), size).flatten(0, 1)
+    standard = (table - table.mean(-1, keepdim=True)) / table.std(-1, keepdim=True)
+    related = standard @ standard.T / size
+    related.fill_diagonal_(0.0)
+    assert related.abs().max() < 6 / size**0.5
+    # nor are the largest, which decide: the hundred best of any two positions seldom meet
+    best = torch.zeros_like(table).scatter_(-1, table.topk(100, dim=-1).indices, 1.0)
+    shared = best @ best.T
+    shared.fill_diagonal_(0.0)
+    assert shared.max() <= 5
+    assert abs(float(shared.sum()) / (120 * 119) - 100 * 100 / size) < 0.02
+
+
+def test_gumbel_noise_has_its_distribution_to_the_tails():
+    keys = noise.bits(torch.arange(20))
+    for dtype in (torch.float32, torch.float64):
+        found = noise.gumbel(keys, 50_000, dtype).double()
+        assert found.isfinite().all()
+        shares = torch.histc((-(-found).exp()).exp(), bins=200, min=0, max=1)
+        assert chi_square(shares, torch.full_like(shares, 5_000)) < FAR
+        # a token of probability 1e-5 beats another once in 100,000: clocks below 1e-5 are as many
+        rare = (found > torch.tensor(1e5).log()).sum()
+        assert 0 <= rare <= 30
+        assert abs(float((found > torch.tensor(1e3).log()).sum()) - 1_000) < 4.75 * 1_000**0.5
+
+
+def test_float32_tells_the_largest_noise_apart_as_float64_does():
+    keys = noise.bits(torch.arange(50))
+    single, double = (noise.gumbel(keys, 49_152, dtype) for dtype in (torch.float32, torch.float64))
+    assert single.topk(64, dim=-1).values.diff(dim=-1).abs().min() > 0
+    assert torch.equal(single.argmax(-1), double.argmax(-1))
+    # the smallest noise is coarse, and no token is chosen for it
+    high = double > 0
+    torch.testing.assert_close(single.double()[high], double[high], atol=1e-6, rtol=1e-6)
+    # what stands for a token does not depend on how many there are
+    assert torch.equal(noise.gumbel(keys, 61), noise.gumbel(keys, 49_152)[:, :61])
 
 
 @pytest.mark.parametrize("seed", [0, 5, 2**63 - 1])

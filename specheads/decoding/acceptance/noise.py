@@ -4,9 +4,15 @@ What a request draws follows from its own seed and the place in its text, and so
 its neighbours in the batch nor from how many tokens a step happened to accept.
 """
 
+import functools
+
 import torch
-from jaxtyping import Float64, Int64
+from jaxtyping import Float, Float64, Int64
 from torch import Tensor
+
+TOKEN, BONUS, COIN, DRAFT = range(4)
+"""Kinds of noise, the third key of each: of the token at a position, and for drafts that are drawn
+and tested the token after the last one kept, a node's test, and the draft itself."""
 
 _STEP = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed number: the golden ratio's bits
 _FIRST = -4658895280553007687  # 0xBF58476D1CE4E5B9
@@ -34,13 +40,39 @@ def uniform(*keys: Int64[Tensor, "..."] | int) -> Float64[Tensor, "..."]:
     return (_unsigned_shift(bits(*keys), 12).double() + 0.5) * 2.0**-52
 
 
-def gumbel(*keys: Int64[Tensor, "..."] | int) -> Float64[Tensor, "..."]:
-    """Return Gumbel noise for each combination of keys.
+def gumbel(
+    keys: Int64[Tensor, "*batch"], size: int, dtype: torch.dtype = torch.float64
+) -> Float[Tensor, "*batch vocab"]:
+    """Return Gumbel noise for each of `size` tokens under each key, which is itself random bits.
 
     The largest of log-probabilities with this added is a draw from their distribution, and the
     largest k in order are k draws without replacement (Kool et al. 2019, arXiv:1903.06059).
+
+    A key costs one product a token: it and every token's constant are random odd numbers, so their
+    product modulo 2**64 is as random, and its upper bits depend on all of both. Large noise comes
+    from small products, which floats tell apart down to 2**-63: rare tokens have their chance.
+
+    Source: Dietzfelbinger et al. 1997, A reliable randomized algorithm for the closest-pair
+    problem, for the product; Daliri et al. 2024, arXiv:2408.07978, for noise shared with drafts.
     """
-    return -(-uniform(*keys).log()).log()
+    # an odd number is never zero, and the factor keeps the share below one: noise is finite
+    below_one = 1 - torch.finfo(dtype).eps / 2
+    products = (keys | 1)[..., None] * _constants(size, keys.device)
+    shares = products.to(dtype).abs_().mul_(-(2.0**-63) * below_one)
+    return shares.log1p_().neg_().log_().neg_()
+
+
+def token_noise(
+    seeds: Int64[Tensor, "*batch"],
+    positions: Int64[Tensor, "*batch"],
+    size: int,
+    dtype: torch.dtype = torch.float64,
+) -> Float[Tensor, "*batch vocab"]:
+    """Return the noise with which requests of these seeds draw the tokens at these positions.
+
+    The token at position i is the one that i others stand before, prompt included.
+    """
+    return gumbel(bits(seeds, positions, TOKEN), size, dtype)
 
 
 def derive(seed: int, index: int) -> int:
@@ -56,6 +88,12 @@ def derive(seed: int, index: int) -> int:
         state = (state ^ (state >> 27)) * _SECOND % 2**64
         state ^= state >> 31
     return state % 2**63
+
+
+@functools.lru_cache(maxsize=8)
+def _constants(size: int, device: torch.device) -> Int64[Tensor, " vocab"]:
+    """Return a random odd number for each token, the same whatever the size."""
+    return bits(torch.arange(size, device=device)) | 1
 
 
 def _mix(value: Tensor) -> Tensor:

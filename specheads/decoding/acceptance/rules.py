@@ -20,13 +20,12 @@ AcceptanceRule = Callable[
 def match(tree: TokenTree, logits: Tensor, ancestors: Tensor, rows: Rows) -> accept.Verdict:
     """Draw one token after every node and keep the path that agrees: lossless for any tree.
 
-    Nodes of one depth share their random number, the one that the base alone would use at that
-    position: so this emits what the base alone emits, token for token.
+    Nodes of one depth share their noise, with which the base alone would draw at that position:
+    so this emits what the base alone emits, token for token, also where drafts have seen the noise.
     """
     if rows.greedy:
         return accept.greedy(tree, logits, ancestors)
-    drawn = accept.draw(rows.tree_probs(tree, logits, ancestors), rows.uniforms(ancestors))
-    return accept.match(tree, drawn, ancestors)
+    return accept.match(tree, rows.choose(tree, logits, ancestors), ancestors)
 
 
 def rejection(tree: TokenTree, logits: Tensor, ancestors: Tensor, rows: Rows) -> accept.Verdict:

@@ -26,13 +26,8 @@ from specheads.core.bounds import whole
 from specheads.core.errors import InputError
 from specheads.core.tree import TokenTree
 from specheads.decoding.acceptance import noise
-
-_AFTER, _COIN, _DRAFT = range(3)
-"""Kinds of random numbers, the third key of each: the token after a node, its test, its draft."""
-
-_NO_CHANCE = -2000.0
-"""Stands for the logarithm of zero: below that of any float, noise included, and not infinite,
-so that noise still orders tokens without a chance."""
+from specheads.decoding.acceptance.accept import likeliest
+from specheads.decoding.acceptance.noise_cache import NoiseCache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,17 +96,31 @@ class Rows:
     is to come, and kept up where a repetition penalty asks for it."""
     vocab_size: int
     """Columns of the base's logits."""
+    dtype: torch.dtype = torch.float32
+    """What draws are computed in; float64 where the base's logits are."""
+    coupled: bool = True
+    """Whether drafts see the noise that the base draws with: see `trees.coupling`."""
+    depth: int | None = None
+    """Levels of the trees to come, at most; None is as many as they have nodes. The noise of that
+    many positions is looked up at once."""
     greedy: bool = field(init=False)
     """Whether every row is."""
-    _seeds: Int[Tensor, " batch"] = field(init=False)
-    _drawing: Bool[Tensor, " batch"] = field(init=False)
+    draws: bool = field(init=False)
+    """Whether any row draws: has a temperature above zero."""
+    drawing: Bool[Tensor, " batch"] = field(init=False)
+    """Which rows draw."""
+    seeds: Int[Tensor, " batch"] = field(init=False)
+    """Seed of each row."""
     _groups: list[tuple[Sampling, Tensor]] = field(init=False)
+    _noise: NoiseCache = field(init=False)
 
     def __post_init__(self) -> None:
         device = self.lengths.device
         self.greedy = all(one.greedy for one in self.sampling)
-        self._seeds = torch.tensor([one.seed for one in self.sampling], device=device)
-        self._drawing = torch.tensor([one.temperature > 0 for one in self.sampling], device=device)
+        drawing = [one.temperature > 0 for one in self.sampling]
+        self.draws, self.drawing = any(drawing), torch.tensor(drawing, device=device)
+        self.seeds = torch.tensor([one.seed for one in self.sampling], device=device)
+        self._noise = NoiseCache(self.seeds, drawing, self.vocab_size, self.dtype)
         places: dict[Sampling, list[int]] = {}
         for place, settings in enumerate(self.sampling):
             places.setdefault(replace(settings, seed=0), []).append(place)
@@ -122,38 +131,65 @@ class Rows:
     def keep(self, rows: list[int]) -> "Rows":
         """Return what is known of these rows: finished requests leave the batch."""
         index = torch.tensor(rows, device=self.lengths.device)
-        settings = [self.sampling[row] for row in rows]
-        return Rows(settings, self.lengths[index], self.text[index], self.vocab_size)
+        sampling = [self.sampling[row] for row in rows]
+        kept = replace(self, sampling=sampling, lengths=self.lengths[index], text=self.text[index])
+        kept._noise = self._noise.keep(rows, index)
+        return kept
 
     def join(self, other: "Rows") -> "Rows":
         """Return what is known of both batches' rows: new requests join, with texts as wide."""
         lengths = torch.cat([self.lengths, other.lengths])
         text = torch.cat([self.text, other.text])
-        return Rows(self.sampling + other.sampling, lengths, text, self.vocab_size)
+        joined = replace(self, sampling=self.sampling + other.sampling, lengths=lengths, text=text)
+        joined._noise = self._noise.join(other._noise)
+        return joined
 
-    def advance(self, tokens: Int[Tensor, "batch path"], lengths: Int[Tensor, " batch"]) -> None:
-        """Note what a step added after the root, padding last, and where the new root stands."""
+    def advance(
+        self,
+        tokens: Int[Tensor, "batch path"],
+        lengths: Int[Tensor, " batch"],
+        counts: list[int],
+    ) -> None:
+        """Note what a step added after the root: tokens, padding last, and how many they are.
+
+        The new root stands at `lengths`.
+        """
         if any(one.repetition_penalty != 1 for one in self.sampling):
             offsets = torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
             self.text.scatter_(1, self.lengths[:, None] + offsets, tokens)
         self.lengths = lengths
+        self._noise.advance(counts)
+
+    def scores(
+        self, logits: Float[Tensor, "batch node vocab"], paths: Int[Tensor, "batch node path"]
+    ) -> Float[Tensor, "batch node vocab"]:
+        """Return the logits of what each row asks for, from a base's or drafter's after each node.
+
+        Logits cover the base's vocabulary. Paths lead from the root to each node, and any token
+        of them may stand twice. At temperature zero the largest score is all that counts.
+        """
+        scores = logits if logits.dtype == torch.float64 else logits.float()
+        if len(self._groups) == 1:
+            return _group_scores(self._groups[0][0], scores, paths, self.text, self.lengths)
+        out = torch.empty_like(scores)
+        for settings, rows in self._groups:
+            inputs = (values[rows] for values in (scores, paths, self.text, self.lengths))
+            out[rows] = _group_scores(settings, *inputs)
+        return out
 
     def probs(
         self, logits: Float[Tensor, "batch node vocab"], paths: Int[Tensor, "batch node path"]
     ) -> Float[Tensor, "batch node vocab"]:
-        """Return what each row asks for, from a base's or a drafter's logits after each node.
+        """Return the distribution of what each row asks for: see `scores`.
 
-        Logits cover the base's vocabulary. Paths lead from the root to each node, and any token
-        of them may stand twice. At temperature zero one token has it all.
+        At temperature zero one token has it all.
         """
-        scores = logits if logits.dtype == torch.float64 else logits.float()
-        if len(self._groups) == 1:
-            return _group_probs(self._groups[0][0], scores, paths, self.text, self.lengths)
-        out = torch.empty_like(scores)
-        for settings, rows in self._groups:
-            inputs = (values[rows] for values in (scores, paths, self.text, self.lengths))
-            out[rows] = _group_probs(settings, *inputs)
-        return out
+        scores = self.scores(logits, paths)
+        probs = scores.softmax(-1)
+        if all(one.temperature > 0 for one in self.sampling):
+            return probs
+        best = torch.zeros_like(probs).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
+        return torch.where(self.drawing[:, None, None], probs, best)
 
     def tree_probs(
         self,
@@ -162,48 +198,58 @@ class Rows:
         ancestors: Bool[Tensor, "batch node node"],
     ) -> Float[Tensor, "batch node vocab"]:
         """Return the base's distribution after each node of a tree."""
-        paths = torch.where(ancestors, tree.tokens[:, None], tree.tokens[:, :1, None])
-        return self.probs(logits, paths)
+        return self.probs(logits, _paths(tree, ancestors))
+
+    def choose(
+        self,
+        tree: TokenTree,
+        logits: Float[Tensor, "batch node vocab"],
+        ancestors: Bool[Tensor, "batch node node"],
+    ) -> Int[Tensor, "batch node"]:
+        """Return the token that the base alone would say after each node of a tree.
+
+        It is the largest of the scores with the position's noise added, which is a draw from
+        their distribution; at temperature zero there is no noise.
+        """
+        scores = self.scores(logits, _paths(tree, ancestors))
+        if not self.draws:
+            return likeliest(scores)
+        deepest = tree.tokens.shape[1] - 1
+        deepest = deepest if self.depth is None else min(deepest, self.depth)
+        depths = ancestors.sum(-1) - 1
+        noisy = self._noise.after(self.lengths, depths, deepest + 1)
+        return likeliest(noisy.add_(scores.to(self.dtype)))
+
+    def level_noise(self, level: int) -> Float[Tensor, "batch 1 vocab"]:
+        """Return the noise of the tokens after the nodes `level` edges below the root."""
+        # what is drafted is verified: that takes the noise after the last level too
+        soon = level if self.depth is None else max(level, self.depth)
+        depths = torch.full_like(self.lengths, level)[:, None]
+        return self._noise.after(self.lengths, depths, soon + 1)
 
     def uniforms(self, ancestors: Bool[Tensor, "batch node node"]) -> Float64[Tensor, "batch node"]:
-        """Return the number that draws the token after each node: one for each position."""
-        return noise.uniform(self._seeds[:, None], self._after(ancestors), _AFTER)
+        """Return the number that draws what rejection leaves over after each node."""
+        return noise.uniform(self.seeds[:, None], self._after(ancestors), noise.BONUS)
 
     def coins(self, ancestors: Bool[Tensor, "batch node node"]) -> Float64[Tensor, "batch node"]:
         """Return the number that decides the test of each node."""
         nodes = torch.arange(ancestors.shape[1], device=ancestors.device)
-        return noise.uniform(self._seeds[:, None], self._after(ancestors) - 1, _COIN, nodes)
-
-    def draft(
-        self,
-        logits: Float[Tensor, "batch node vocab"],
-        probs: Float[Tensor, "batch node vocab"],
-        level: int,
-        count: int,
-    ) -> Int[Tensor, "batch node path"]:
-        """Return tokens drawn without replacement after each node, in the order of drawing.
-
-        Nodes are those of one level, `level` edges below the root. A greedy row gets the likeliest
-        tokens instead. Where too few have a chance, those without follow in random order.
-        """
-        order = logits.double().log_softmax(-1)
-        if not all(one.temperature == 0 for one in self.sampling):
-            tokens = torch.arange(logits.shape[-1], device=logits.device)
-            after = self.lengths + level + 1
-            drawn = noise.gumbel(self._seeds[:, None, None], after[:, None, None], _DRAFT, tokens)
-            order = torch.where(self._drawing[:, None, None], drawn, order)
-        chance = probs.double().log().clamp(min=_NO_CHANCE)
-        return (chance + order).topk(count, dim=-1).indices
+        return noise.uniform(self.seeds[:, None], self._after(ancestors) - 1, noise.COIN, nodes)
 
     def _after(self, ancestors: Tensor) -> Tensor:
         """Return the position after each node."""
         return self.lengths[:, None] + ancestors.sum(-1)
 
 
-def _group_probs(
+def _paths(tree: TokenTree, ancestors: Tensor) -> Int[Tensor, "batch node path"]:
+    """Return the tokens from the root to each node, the root's in place of those not above it."""
+    return torch.where(ancestors, tree.tokens[:, None], tree.tokens[:, :1, None])
+
+
+def _group_scores(
     settings: Sampling, scores: Tensor, paths: Tensor, text: Tensor, lengths: Tensor
 ) -> Tensor:
-    """Return the probs of rows with the same settings: what transformers would apply, in order."""
+    """Return the scores of rows with the same settings: what transformers would apply, in order."""
     shape, flat, read = scores.shape, scores.flatten(0, 1), paths.flatten(0, 1)
     processors = LogitsProcessorList()
     if settings.repetition_penalty != 1:
@@ -221,10 +267,7 @@ def _group_probs(
             processors.append(TopPLogitsWarper(settings.top_p))
         if settings.min_p:
             processors.append(MinPLogitsWarper(settings.min_p))
-    flat = processors(cast(torch.LongTensor, read), flat)
-    if settings.temperature > 0:
-        return flat.softmax(-1).view(shape)
-    return torch.zeros_like(flat).scatter_(1, flat.argmax(-1, keepdim=True), 1.0).view(shape)
+    return processors(cast(torch.LongTensor, read), flat).view(shape)
 
 
 def each_prompt(sampling: Sampling | Sequence[Sampling] | None, count: int) -> list[Sampling]:

@@ -15,6 +15,7 @@ from specheads.core.features import Committed
 from specheads.core.tree import TokenTree
 from specheads.decoding.acceptance.accept import likeliest
 from specheads.decoding.acceptance.sampling import Rows
+from specheads.decoding.trees.coupling import coupled
 from specheads.decoding.trees.early_stop import Stop
 from specheads.decoding.trees.static_shape import Shape
 
@@ -36,7 +37,7 @@ class TreePolicy(ABC):
     def grow(
         self, drafter: Drafter, committed: Committed, memory: Any, rows: Rows | None = None
     ) -> TokenTree:
-        """Draft one tree a row; only a tree policy that draws has to know what `rows` ask for."""
+        """Draft one tree a row; `rows` say what each asks for, and know the noise it draws with."""
 
 
 class Static(TreePolicy):
@@ -86,9 +87,9 @@ class Static(TreePolicy):
         self, drafter: Drafter, committed: Committed, memory: Any, rows: Rows | None = None
     ) -> TokenTree:
         """Draft `num_nodes - 1` tokens by their ranks."""
-        del rows
         if not self.depth:
             return root_only(committed)
+        drafter = coupled(drafter, rows)
         root = committed.root()
         batch, shape = len(root), self.shape(root.device)
         logits, state = drafter.begin(committed, memory)
@@ -144,7 +145,7 @@ class BestFirst(TreePolicy):
         self, drafter: Drafter, committed: Committed, memory: Any, rows: Rows | None = None
     ) -> TokenTree:
         """Draft level by level, then keep the best nodes of all levels."""
-        del rows
+        drafter = coupled(drafter, rows)
         root = committed.root()
         logits, state = drafter.begin(committed, memory)
         drafted, parents, scores = [], [], []
@@ -204,7 +205,7 @@ class Beam(TreePolicy):
         self, drafter: Drafter, committed: Committed, memory: Any, rows: Rows | None = None
     ) -> TokenTree:
         """Draft `width` tokens a level, those that end the likeliest paths."""
-        del rows
+        drafter = coupled(drafter, rows)
         root = committed.root()
         logits, state = drafter.begin(committed, memory)
         drafted, parents = [root], [torch.full_like(root, -1)]

@@ -11,6 +11,7 @@ from specheads.core.errors import InputError
 from specheads.core.features import Committed
 from specheads.core.tree import TokenTree, from_paths
 from specheads.decoding.acceptance.sampling import Rows
+from specheads.decoding.trees.coupling import coupled
 from specheads.decoding.trees.policies import TreePolicy
 
 
@@ -44,7 +45,7 @@ class Product(TreePolicy):
         self, drafter: Drafter, committed: Committed, memory: Any, rows: Rows | None = None
     ) -> TokenTree:
         """Draft the whole product, then keep the beginnings of its best paths."""
-        del rows
+        drafter = coupled(drafter, rows)
         logits, state = drafter.begin(committed, memory)
         paths = committed.root()[..., None]
         score = torch.zeros(paths.shape[:2], dtype=logits.dtype, device=logits.device)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from specheads.core.bounds import level_sizes
@@ -13,9 +14,15 @@ from specheads.core.drafter import Drafter
 from specheads.core.errors import InputError
 from specheads.core.features import Committed
 from specheads.core.tree import Drawn, TokenTree
+from specheads.decoding.acceptance import noise
 from specheads.decoding.acceptance.sampling import Rows
+from specheads.decoding.trees.coupling import over_vocabulary
 from specheads.decoding.trees.early_stop import Stop
 from specheads.decoding.trees.policies import Static, TreePolicy
+
+_NO_CHANCE = -2000.0
+"""Stands for the logarithm of zero: below that of any float, noise included, and not infinite,
+so that noise still orders tokens without a chance."""
 
 
 class Sampled(TreePolicy):
@@ -55,9 +62,9 @@ class Sampled(TreePolicy):
         batch, device = len(paths), paths.device
         stop = Stop(self.confidence, batch, device)
         for level, width in enumerate(self.branches):
-            logits = _over_vocabulary(drafter, logits, rows.vocab_size)
+            logits = over_vocabulary(drafter, logits, rows.vocab_size)
             probs.append(rows.probs(logits, paths))
-            drawn = rows.draft(logits, probs[-1], level, width).flatten(1)
+            drawn = _drawn(rows, logits, probs[-1], level, width).flatten(1)
             drafted.append(drawn)
             parents = torch.arange(logits.shape[1], device=drawn.device).repeat_interleave(width)
             stop.level(logits, drawn, parents, slice(None))
@@ -69,11 +76,22 @@ class Sampled(TreePolicy):
         return replace(self._static.shaped(drafted, stop), drawn=how)
 
 
-def _over_vocabulary(drafter: Drafter, logits: Tensor, vocab_size: int) -> Tensor:
-    """Return logits over the base's vocabulary; what cannot be drafted has no chance."""
-    if logits.shape[-1] == vocab_size:
-        return logits
-    columns = torch.arange(logits.shape[-1], device=logits.device)
-    out = logits.new_full((*logits.shape[:-1], vocab_size), -torch.inf)
-    out[..., drafter.to_tokens(columns)] = logits
-    return out
+def _drawn(
+    rows: Rows,
+    logits: Float[Tensor, "batch node vocab"],
+    probs: Float[Tensor, "batch node vocab"],
+    level: int,
+    count: int,
+) -> Int[Tensor, "batch node path"]:
+    """Return tokens drawn without replacement after each node, in the order of drawing.
+
+    Nodes are those of one level, `level` edges below the root. A greedy row gets the likeliest
+    tokens instead. Where too few have a chance, those without follow in random order.
+    """
+    order = logits.double().log_softmax(-1)
+    if rows.draws:
+        keys = noise.bits(rows.seeds, rows.lengths + level + 1, noise.DRAFT)
+        random = noise.gumbel(keys[:, None], logits.shape[-1])
+        order = torch.where(rows.drawing[:, None, None], random, order)
+    chance = probs.double().log().clamp(min=_NO_CHANCE)
+    return (chance + order).topk(count, dim=-1).indices

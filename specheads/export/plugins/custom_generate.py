@@ -39,6 +39,7 @@ def custom_generate(
     *,
     tree: policies.TreePolicy | None = None,
     acceptance: str | rules.AcceptanceRule = "match",
+    coupled: bool = True,
     force: bool = False,
 ) -> Callable[..., Generated]:
     """Return what `model.generate(..., custom_generate=...)` calls in place of its own loop.
@@ -47,7 +48,7 @@ def custom_generate(
     guesses right; sampled ones have the same distribution, but with the rule `typical`. What it
     cannot do it refuses when called. The head moves to the device and dtype of the model it is
     called with; `force` takes one that was trained on other weights too. `tree` None is a chain as
-    deep as the head, and `acceptance` as for `specheads.generate`.
+    deep as the head, and `acceptance` and `coupled` as for `specheads.generate`.
     """
 
     def decode(
@@ -66,7 +67,8 @@ def custom_generate(
             # every time: the model may have moved, or it may be another one
             with torch.inference_mode(False):
                 fit(head, base, force=force)
-        rows = _decode(base, head, tree, acceptance, call, input_ids)
+        engine = _engine(base, head, call, tree, acceptance, coupled)
+        rows = _decode(engine, call, input_ids)
         width = max(map(len, rows))
         padded = [row + [call.pad_id] * (width - len(row)) for row in rows]
         text = torch.cat([input_ids, torch.tensor(padded, device=input_ids.device)], dim=1)
@@ -87,20 +89,30 @@ def _base(model: PreTrainedModel) -> FrozenBase:
     return base
 
 
-def _decode(
+def _engine(
     base: FrozenBase,
     head: Drafter,
+    call: Call,
     tree: policies.TreePolicy | None,
     acceptance: str | rules.AcceptanceRule,
-    call: Call,
-    input_ids: Int[Tensor, "batch time"],
-) -> list[list[int]]:
-    """Return the new tokens of each row."""
+    coupled: bool,
+) -> Engine:
+    """Return an engine with room for what is asked for."""
     refuse_unfit(base, call.prompts, call.max_new_tokens)
-    batch, longest = len(call.prompts), max(map(len, call.prompts)) + call.max_new_tokens
-    engine = Engine(
-        base, head, tree=tree, acceptance=acceptance, max_batch=batch, max_length=longest
+    return Engine(
+        base,
+        head,
+        tree=tree,
+        acceptance=acceptance,
+        max_batch=len(call.prompts),
+        max_length=max(map(len, call.prompts)) + call.max_new_tokens,
+        coupled=coupled,
     )
+
+
+def _decode(engine: Engine, call: Call, input_ids: Int[Tensor, "batch time"]) -> list[list[int]]:
+    """Return the new tokens of each row."""
+    each = each_prompt(call.sampling, len(call.prompts))
     requests = [
         Request(
             prompt=prompt,
@@ -108,7 +120,7 @@ def _decode(
             sampling=sampling,
             eos_ids=call.eos_ids,
         )
-        for prompt, sampling in zip(call.prompts, each_prompt(call.sampling, batch), strict=True)
+        for prompt, sampling in zip(call.prompts, each, strict=True)
     ]
     rows = [
         _Row(engine.submit(request), call, text)

@@ -96,6 +96,7 @@ class _Chosen(LogitsProcessor):
             (lengths - 1).to(base.device),
             text.to(base.device),
             base.vocab_size,
+            dtype=torch.float64 if base.dtype == torch.float64 else torch.float32,
         )
 
     def __call__(
@@ -105,7 +106,7 @@ class _Chosen(LogitsProcessor):
         del input_ids
         ancestors = self.root.ancestors()
         token = rules.match(self.root, scores[:, None], ancestors, self.rows).bonus[:, None]
-        self.rows.advance(token, self.rows.lengths + 1)
+        self.rows.advance(token, self.rows.lengths + 1, [1] * len(token))
         return torch.full_like(scores, -torch.inf).scatter_(1, token, 0.0)
 
 

@@ -1,0 +1,79 @@
+"""Drafting with the noise that the base draws with: what it will say is then easier to guess."""
+
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from specheads.core.drafter import Drafter, State
+from specheads.core.features import Committed
+from specheads.decoding.acceptance.sampling import Rows
+
+
+def coupled(drafter: Drafter, rows: Rows | None) -> Drafter:
+    """Return the drafter as it guesses when it sees the noise of the rows' own draws.
+
+    It is the drafter itself where nothing is drawn, or where the rows are not coupled.
+    """
+    if rows is None or not rows.draws or not rows.coupled:
+        return drafter
+    return Coupled(drafter, rows)
+
+
+class Coupled(Drafter):
+    """Adds each position's noise to what the drafter makes of it.
+
+    Its logits are the drafter's, with temperature, cuts and penalties as each row asks for them,
+    plus the noise with which the base will draw there. The largest is what the base says if the
+    drafter is right, and often where it is not: with p the base's distribution and q the drafter's,
+    they agree with the probability sum over x of 1 / sum over y of max(p(y) / p(x), q(y) / q(x)),
+    at least (1 - TV) / (1 + TV), TV their total variation distance. Softmax of the logits is the
+    chance of each token given the noise if the drafter errs by Gumbel noise of its own. Rows at
+    temperature zero keep their logits. What is said is the same for any drafter.
+
+    Source: Daliri, Musco and Suresh 2024, arXiv:2408.07978.
+    """
+
+    def __init__(self, drafter: Drafter, rows: Rows) -> None:
+        self.drafter, self.rows = drafter, rows
+        self.depth, self.aux_layers = drafter.depth, drafter.aux_layers
+        self.drafted_size = drafter.drafted_size
+
+    def to_tokens(self, drafted: Int[Tensor, "*any"]) -> Int[Tensor, "*any"]:
+        """Return the tokens that these columns of its logits stand for."""
+        return self.drafter.to_tokens(drafted)
+
+    def begin(self, committed: Committed, memory: Any) -> tuple[Tensor, State]:
+        """Read what was committed; return logits for the token after the root."""
+        logits, state = self.drafter.begin(committed, memory)
+        paths = committed.root()[..., None]
+        return self._noisy(logits, paths), (state, paths)
+
+    def extend(self, state: State, tokens: Tensor, parents: Tensor) -> tuple[Tensor, State]:
+        """Read one level of nodes; return logits for the token after each."""
+        state, paths = state
+        logits, state = self.drafter.extend(state, tokens, parents)
+        above = paths.take_along_dim(parents[..., None], dim=1)
+        paths = torch.cat([above, tokens[..., None]], dim=-1)
+        return self._noisy(logits, paths), (state, paths)
+
+    def _noisy(self, logits: Tensor, paths: Int[Tensor, "batch node path"]) -> Tensor:
+        rows, noise = self.rows, self.rows.level_noise(paths.shape[-1] - 1)
+        if logits.shape[-1] == rows.vocab_size:
+            noisy = rows.scores(logits, paths) + noise
+        else:
+            columns = self.to_tokens(torch.arange(logits.shape[-1], device=logits.device))
+            wide = over_vocabulary(self.drafter, logits, rows.vocab_size)
+            noisy = (rows.scores(wide, paths) + noise)[..., columns]
+        return torch.where(rows.drawing[:, None, None], noisy, logits)
+
+
+def over_vocabulary(drafter: Drafter, logits: Tensor, vocab_size: int) -> Tensor:
+    """Return logits over the base's vocabulary; what cannot be drafted has no chance."""
+    if logits.shape[-1] == vocab_size:
+        return logits
+    columns = torch.arange(logits.shape[-1], device=logits.device)
+    out = logits.new_full((*logits.shape[:-1], vocab_size), -torch.inf)
+    out[..., drafter.to_tokens(columns)] = logits
+    return out

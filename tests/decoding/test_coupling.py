@@ -1,0 +1,409 @@
+"""Drafts that see the base's own noise: right more often, and the text stays what it is."""
+
+import functools
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from specheads.baselines.hybrid import Hybrid, HybridTree
+from specheads.baselines.prompt_lookup import PromptLookup
+from specheads.core.drafter import Drafter
+from specheads.core.features import Committed, Features
+from specheads.core.tree import TokenTree
+from specheads.decoding.acceptance import noise, rules
+from specheads.decoding.acceptance.sampling import GREEDY, Rows, Sampling
+from specheads.decoding.generate import generate
+from specheads.decoding.trees import policies
+from specheads.decoding.trees.coupling import coupled
+from specheads.decoding.trees.product import Product
+from specheads.decoding.trees.sampled import Sampled
+from tests import tiny
+
+DRAWN = Sampling(temperature=1.0)
+
+
+class Laws(Drafter):
+    """Says the same logits at every node; the k-th column stands for token `first + k`."""
+
+    def __init__(self, logits: Tensor, depth: int = 1, first: int = 0) -> None:
+        self.logits, self.depth, self.first = logits, depth, first
+
+    def to_tokens(self, drafted: Tensor) -> Tensor:
+        return drafted + self.first
+
+    def begin(self, committed: Committed, memory: None) -> tuple[Tensor, None]:
+        del memory
+        return self.logits.expand(len(committed.counts), 1, -1), None
+
+    def extend(self, state: None, tokens: Tensor, parents: Tensor) -> tuple[Tensor, None]:
+        del state, parents
+        return self.logits.expand(*tokens.shape, -1), None
+
+
+class Bigrams(Drafter):
+    """Guesses what follows a token as the base would if it had read nothing else, blurred."""
+
+    def __init__(self, architecture: str, depth: int, blur: float) -> None:
+        generator = torch.Generator().manual_seed(5)
+        model = tiny.base(architecture).model
+        with torch.inference_mode():
+            table = model(torch.arange(tiny.VOCAB)[:, None], use_cache=False).logits[:, 0]
+        error = torch.randn(table.shape, generator=generator, dtype=table.dtype)
+        self.table, self.depth = table + blur * error, depth
+
+    def begin(self, committed: Committed, memory: None) -> tuple[Tensor, None]:
+        del memory
+        return self.table[committed.root()], None
+
+    def extend(self, state: None, tokens: Tensor, parents: Tensor) -> tuple[Tensor, None]:
+        del state, parents
+        return self.table[tokens], None
+
+
+def many(count: int, vocab: int, chosen: Sampling = DRAWN, **how: bool) -> Rows:
+    """Return rows of one text and a seed each."""
+    each = [chosen.of_prompt(place) for place in range(count)]
+    places = torch.full((count,), 4)
+    text = torch.zeros(count, 8, dtype=torch.long)
+    return Rows(each, places, text, vocab, dtype=torch.float64, **how)
+
+
+def grown(policy: policies.TreePolicy, drafter: Drafter, rows: Rows) -> TokenTree:
+    batch = len(rows.sampling)
+    committed = Committed(
+        Features(torch.zeros(batch, 1, 1)),
+        torch.zeros(batch, 1, dtype=torch.long),
+        torch.ones(batch, dtype=torch.long),
+    )
+    return policy.grow(drafter, committed, None, rows)
+
+
+def chosen(rows: Rows, tree: TokenTree, logits: Tensor) -> Tensor:
+    """Return what the base says after each node, whose logits are the same everywhere."""
+    return rows.choose(tree, logits.expand(*tree.tokens.shape, -1), tree.ancestors())
+
+
+# --- how often a guess is right ------------------------------------------------------------------
+
+
+def planted(seed: int, spread: float, vocab: int) -> tuple[Tensor, Tensor]:
+    """Return log-probabilities of a base and of a drafter that errs by this much."""
+    generator = torch.Generator().manual_seed(seed)
+    base, error = torch.randn(2, vocab, generator=generator, dtype=torch.float64)
+    return (2 * base).log_softmax(-1), (2 * base + spread * error).log_softmax(-1)
+
+
+def agreement(base: Tensor, draft: Tensor) -> float:
+    """Return how probable it is that both have their largest noisy log-probability together.
+
+    Token x is largest in both if its exponential clock is before that of every other token y by
+    the larger of the two ratios: one clock of the rate sum over y of max(p_y/p_x, q_y/q_x).
+    """
+    ratios = torch.maximum(base - base[:, None], draft - draft[:, None])
+    return float((1 / ratios.exp().sum(-1)).sum())
+
+
+PAIRS = [
+    (seed, spread, vocab) for seed, spread in ((1, 0.5), (2, 1.5), (3, 4.0)) for vocab in (5, 61)
+]
+
+
+@pytest.mark.parametrize(("seed", "spread", "vocab"), PAIRS)
+def test_a_coupled_guess_is_right_as_often_as_the_coupling_says(seed, spread, vocab):
+    base, draft = planted(seed, spread, vocab)
+    count = 8_000
+    rows = many(count, vocab)
+    tree = grown(policies.chain(1), Laws(draft), rows)
+    share = (chosen(rows, tree, base)[:, 0] == tree.tokens[:, 1]).double().mean()
+    wanted = agreement(base, draft)
+    error = (wanted * (1 - wanted) / count) ** 0.5
+    assert abs(share - wanted) < 4.5 * error
+    distance = float((base.exp() - draft.exp()).abs().sum() / 2)
+    least, most = (1 - distance) / (1 + distance), 1 - distance
+    assert least - 1e-12 <= wanted <= most + 1e-12
+    # the best guess of a drafter that is as good as the base is still but one token
+    assert agreement(base, base) == pytest.approx(1.0)
+
+
+def test_planted_pairs_never_fall_below_the_bound():
+    for seed, spread in itertools.product(range(40), (0.1, 1.0, 5.0)):
+        base, draft = planted(seed, spread, 9)
+        distance = float((base.exp() - draft.exp()).abs().sum() / 2)
+        assert agreement(base, draft) >= (1 - distance) / (1 + distance) - 1e-12
+
+
+def test_several_coupled_children_hold_the_draw_as_often_as_the_list_coupling_does():
+    base, draft = planted(7, 2.0, 12)
+    count, width = 8_000, 3
+    rows = many(count, 12)
+    star = policies.Static([(rank,) for rank in range(width)])
+    tree = grown(star, Laws(draft), rows)
+    found = (tree.tokens[:, 1:] == chosen(rows, tree, base)[:, :1]).any(-1).double().mean()
+    # the same in other random numbers
+    generator = torch.Generator().manual_seed(0)
+    other = -torch.rand(count, 12, generator=generator, dtype=torch.float64).log().neg().log()
+    best = (draft + other).topk(width).indices
+    wanted = (best == (base + other).argmax(-1, keepdim=True)).any(-1).double().mean()
+    assert abs(found - wanted) < 4.5 * (0.5 / count) ** 0.5
+    single = (tree.tokens[:, 1] == chosen(rows, tree, base)[:, 0]).double().mean()
+    assert found > single + 0.1
+
+
+def test_noise_of_a_wrong_position_helps_no_more_than_a_draw_of_its_own():
+    base, draft = planted(2, 1.5, 61)
+    rows = many(8_000, 61)
+    late = replace(rows, lengths=rows.lengths + 1)
+    tree = grown(policies.chain(1), Laws(draft), late)
+    share = (chosen(rows, tree, base)[:, 0] == tree.tokens[:, 1]).double().mean()
+    independent = float((base.exp() * draft.exp()).sum())
+    assert abs(share - independent) < 4.5 * (independent * (1 - independent) / 8_000) ** 0.5
+    assert agreement(base, draft) > independent + 0.2
+
+
+def test_a_drafter_of_few_tokens_gets_the_noise_of_the_tokens_it_stands_for():
+    base = planted(4, 0.0, 20)[0]
+    rows = many(5_000, 20)
+    part = Laws(base[6:14], first=6)
+    tree = grown(policies.chain(1), part, rows)
+    said = chosen(rows, tree, base)[:, 0]
+    inside = (said >= 6) & (said < 14)
+    assert inside.any()
+    assert torch.equal(tree.tokens[inside, 1], said[inside])
+
+
+@pytest.mark.parametrize(
+    "law",
+    [
+        Sampling(temperature=0.6),
+        Sampling(temperature=1.3, top_k=5, top_p=0.9, min_p=0.05),
+        Sampling(temperature=0.8, repetition_penalty=1.7),
+    ],
+)
+@pytest.mark.parametrize("first", [0, 3])
+def test_a_drafter_that_is_the_base_is_always_right_whatever_is_asked_for(law, first):
+    base = planted(5, 0.0, 30)[0]
+    base[:first] = -torch.inf
+    rows = many(200, 30, law)
+    tree = grown(policies.chain(4), Laws(base[first:], 4, first), rows)
+    assert torch.equal(chosen(rows, tree, base)[:, :4], tree.tokens[:, 1:])
+
+
+# --- who sees the noise --------------------------------------------------------------------------
+
+
+def test_greedy_and_uncoupled_rows_draft_as_they_did():
+    drafter = Laws(planted(1, 1.0, 9)[1])
+    assert coupled(drafter, None) is drafter
+    assert coupled(drafter, many(3, 9, coupled=False)) is drafter
+    assert coupled(drafter, many(3, 9, GREEDY)) is drafter
+    assert coupled(drafter, many(3, 9, Sampling(repetition_penalty=1.2))) is drafter
+    assert coupled(drafter, many(3, 9)) is not drafter
+
+
+def test_greedy_rows_beside_drawing_ones_keep_their_drafts():
+    drafter = Laws(planted(1, 1.0, 9)[1], 2)
+    mixed = Rows(
+        [GREEDY, DRAWN, Sampling(repetition_penalty=2.0)],
+        torch.full((3,), 4),
+        torch.zeros(3, 8, dtype=torch.long),
+        9,
+    )
+    for policy in (policies.chain(2), policies.BestFirst(6, 2), policies.Beam(2, 2)):
+        tree = grown(policy, drafter, mixed)
+        alone = grown(policy, drafter, many(3, 9, GREEDY))
+        assert torch.equal(tree.tokens[[0, 2]], alone.tokens[[0, 2]])
+
+
+def test_a_sampled_tree_is_drawn_without_the_noise():
+    drafter = Laws(planted(1, 1.0, 9)[1], 2)
+    one, other = (
+        grown(Sampled((2, 1)), drafter, many(50, 9, coupled=seen)) for seen in (True, False)
+    )
+    assert torch.equal(one.tokens, other.tokens)
+
+
+def test_doubt_is_about_the_chance_given_the_noise():
+    # of two tokens alike to the drafter, the noise mostly says which one it will be
+    rows, drafter = many(2_000, 2), Laws(torch.zeros(2, dtype=torch.float64), 2)
+    tree = grown(policies.chain(2, confidence=0.9), drafter, rows)
+    sure = tree.parents[:, 2] >= 0
+    # the difference of two Gumbel variables is logistic: softmax of them is uniform
+    assert abs(sure.double().mean() - 0.2) < 0.04
+    alone = grown(policies.chain(2, confidence=0.9), drafter, many(2_000, 2, coupled=False))
+    assert alone.tokens.shape[1] == 2
+
+
+# --- the text ------------------------------------------------------------------------------------
+
+TREES: dict[str, Callable[[], policies.TreePolicy]] = {
+    "chain": lambda: policies.chain(3),
+    "stopping chain": lambda: policies.chain(3, confidence=0.3),
+    "static": lambda: policies.Static([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0)]),
+    "best first": lambda: policies.BestFirst(8, 3),
+    "beam": lambda: policies.Beam(3, 3),
+    "product": lambda: Product((2, 2, 1), 8),
+    "hybrid": lambda: HybridTree(policies.chain(3), 3, trim=True),
+    "sampled": lambda: Sampled((2, 1)),
+}
+SETTINGS = [
+    Sampling(temperature=1.0),
+    Sampling(temperature=0.7, top_k=20),
+    Sampling(temperature=1.2, top_p=0.9, repetition_penalty=1.3),
+    GREEDY,
+    Sampling(temperature=0.9, min_p=0.05),
+]
+
+
+def prompts() -> list[list[int]]:
+    return [prompt[:length] for prompt in tiny.prompts() for length in (5, 3)][:5]
+
+
+@functools.cache
+def alone(seed: int, batch: int) -> list[list[int]]:
+    return decoded(None, None, seed, batch)
+
+
+def decoded(
+    drafter: Drafter | None,
+    tree: policies.TreePolicy | None,
+    seed: int,
+    batch: int,
+    *,
+    seen: bool = True,
+    paged: bool = False,
+) -> list[list[int]]:
+    base = tiny.base()
+    out = generate(
+        base,
+        drafter,
+        prompts(),
+        max_new_tokens=14,
+        sampling=[replace(one, seed=seed).of_prompt(at) for at, one in enumerate(SETTINGS)],
+        tree=tree,
+        max_batch=batch,
+        pool=base.pool(80, block_size=4) if paged else None,
+        coupled=seen,
+    )
+    return out.tokens
+
+
+@pytest.mark.parametrize("name", TREES)
+@pytest.mark.parametrize(("batch", "paged"), [(1, False), (2, True), (5, False)])
+def test_the_text_is_the_base_alones_with_and_without_the_noise(name, batch, paged):
+    # two rows at a time: requests enter and leave beside others
+    head = Bigrams("llama", 3, 1.0)
+    drafter = Hybrid(head, PromptLookup(tiny.VOCAB, 3)) if name == "hybrid" else head
+    for seed, seen in itertools.product((1, 2), (True, False)):
+        said = decoded(drafter, TREES[name](), seed, batch, seen=seen, paged=paged)
+        assert said == alone(seed, 5)
+    assert alone(1, 5) != alone(2, 5)
+
+
+def forwards(monkeypatch: pytest.MonkeyPatch | None = None, *, seen: bool = True) -> int:
+    """Return the forwards that many texts take, with drafts that see the noise of a wrong place."""
+    if monkeypatch is not None:
+        right = Rows.level_noise
+        monkeypatch.setattr(Rows, "level_noise", lambda rows, level: right(rows, level + 1))
+    each = [Sampling(temperature=1.0, seed=3).of_prompt(place) for place in range(60)]
+    out = generate(
+        tiny.base(),
+        Bigrams("llama", 2, 0.5),
+        [[1 + place % 60, 7] for place in range(60)],
+        max_new_tokens=24,
+        sampling=each,
+        tree=policies.chain(2),
+        coupled=seen,
+    )
+    return sum(out.forwards)
+
+
+def test_noise_of_a_wrong_position_changes_no_text_and_helps_nobody(monkeypatch):
+    with_noise, without = forwards(), forwards(seen=False)
+    assert with_noise < 0.95 * without
+    wrong = forwards(monkeypatch)
+    assert wrong > 1.05 * with_noise
+    assert decoded(Bigrams("llama", 3, 1.0), policies.chain(3), 1, 2) == alone(1, 5)
+
+
+# --- noise that is kept --------------------------------------------------------------------------
+
+
+def noise_of(rows: Rows, levels: int) -> list[Tensor]:
+    return [rows.level_noise(level)[:, 0] for level in range(levels)]
+
+
+def expected(rows: Rows, levels: int) -> list[Tensor]:
+    """Return the noise as it follows from seeds and positions, without anything kept."""
+    seeds = torch.tensor([one.seed for one in rows.sampling])
+    drawing = torch.tensor([one.temperature > 0 for one in rows.sampling])[:, None]
+    return [
+        noise.token_noise(seeds, rows.lengths + 1 + level, rows.vocab_size) * drawing
+        for level in range(levels)
+    ]
+
+
+def assert_right(rows: Rows, levels: int) -> None:
+    for found, wanted in zip(noise_of(rows, levels), expected(rows, levels), strict=True):
+        assert torch.equal(found, wanted)
+
+
+def test_kept_noise_is_that_of_seed_and_position_while_rows_advance_leave_and_join():
+    generator = torch.Generator().manual_seed(0)
+    one, other = many(4, 13), many(3, 13, Sampling(temperature=0.5, seed=9))
+    one.sampling[2] = GREEDY
+    one = replace(one, depth=3)
+    other = replace(other, depth=3, lengths=other.lengths + 3)
+    for turn in range(12):
+        for rows in (one, other):
+            assert_right(rows, 4)
+            steps = torch.randint(1, 5, rows.lengths.shape, generator=generator)
+            rows.advance(torch.zeros(len(steps), 4).long(), rows.lengths + steps, steps.tolist())
+        if turn == 4:
+            one, other = one.keep([3, 0, 2]), other.keep([2, 1])
+        if turn == 8:
+            one, other = one.join(other), other.keep([0])
+    assert_right(one, 6)
+
+
+def test_noise_of_a_position_is_made_once(monkeypatch):
+    made: list[int] = []
+    right = noise.gumbel
+
+    def counting(keys: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+        made.extend(keys.tolist())
+        return right(keys, size, dtype)
+
+    monkeypatch.setattr(noise, "gumbel", counting)
+    prompts = [[1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    settings = [replace(DRAWN, seed=1), GREEDY, replace(DRAWN, seed=2)]
+    out = generate(
+        tiny.base(), Bigrams("llama", 3, 0.5), prompts, max_new_tokens=20, sampling=settings
+    )
+    assert len(made) == len({*made})
+    keys = noise.bits(torch.tensor([[1], [2]]), torch.arange(60), noise.TOKEN)
+    assert {*made} <= {*keys.flatten().tolist()}
+    # every token was drawn with it, and little else was made: a draft ahead of each text's end
+    assert 2 * 20 <= len(made) <= 2 * (20 + 2 * 4)
+    made.clear()
+    generate(tiny.base(), Bigrams("llama", 3, 0.5), prompts, max_new_tokens=6)
+    assert made == []
+    assert len(out.tokens) == 3
+
+
+def test_the_rule_reads_noise_at_the_depth_of_each_node_without_being_told_the_trees_depth():
+    base = planted(3, 0.0, 11)[0]
+    rows = many(30, 11)
+    #  0 - 1 - 3    two children of the root, and one below the first
+    #    `- 2
+    parents = torch.tensor([-1, 0, 0, 1]).expand(30, -1)
+    tree = TokenTree(torch.tensor([0, 1, 2, 3]).expand(30, -1), parents)
+    logits = base.expand(30, 4, -1)
+    found = rules.match(tree, logits, tree.ancestors(), rows)
+    drawn = [(base + one).argmax(-1) for one in expected(rows, 3)]
+    said = rows.choose(tree, logits, tree.ancestors())
+    assert torch.equal(said, torch.stack([drawn[0], drawn[1], drawn[1], drawn[2]], dim=1))
+    assert found.count.max() > 1
