@@ -34,6 +34,7 @@ from transformers import AutoModelForCausalLM
 from specheads.base.model import FrozenBase
 from specheads.decoding.acceptance.sampling import Sampling
 from specheads.decoding.generate import generate
+from specheads.decoding.trees.policies import chain
 from specheads.heads.load import load_head
 from specheads.measure.counts import bootstrap_interval
 from specheads.measure.store import to_json
@@ -92,6 +93,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--model", required=True, help="folder of the base, with a tokenizer and its template")
     add("--arms", nargs="+", choices=[*ARMS], default=["local", "transformers"])
     add("--head", help="folder of a trained head, for the arm 'head'")
+    add("--draft", type=int, default=0, help="tokens it drafts a step, in a chain; 0: its depth")
     add("--vllm-python", default=".venv-vllm/bin/python", help="interpreter that has vLLM")
     add("--vllm-eager", action="store_true", help="have vLLM not compile its model")
     add("--batch", type=int, nargs="+", default=[64], help="prompts that run together")
@@ -216,6 +218,7 @@ def _local(base: FrozenBase, options: argparse.Namespace, drafter: Any = None) -
             base,
             drafter,
             prompts,
+            tree=chain(options.draft) if drafter and options.draft else None,
             max_new_tokens=options.new_tokens,
             sampling=Sampling(temperature=options.temperature),
             stop_at_eos=options.stop_at_eos,
@@ -334,6 +337,8 @@ def _machine(base: FrozenBase, options: argparse.Namespace) -> dict[str, Any]:
         "new_tokens": options.new_tokens,
         "stop_at_eos": options.stop_at_eos,
         "temperature": options.temperature,
+        "head": nearby(options.head or ""),
+        "draft": options.draft,
         "pool": options.pool,
         "compile": options.compile,
         "instructions": [name for name in AMX if name in words],
