@@ -65,7 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Time the arms asked for; return the exit code."""
     options = _parse(arguments)
     torch.set_num_threads(options.threads)
-    base = FrozenBase.load(options.model, dtype=options.dtype, device="cpu")
+    base = FrozenBase.load(
+        options.model, dtype=options.dtype, device="cpu", compile=options.compile
+    )
     results: dict[str, Any] = {"schema": 1, "machine": _machine(base, options), "runs": []}
     arms = {name: ARMS[name](base, options) for name in options.arms}
     prompts = _prompts(base)
@@ -93,6 +95,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--new-tokens", type=int, default=256)
     add("--stop-at-eos", action="store_true", help="end a text where the model ends it")
     add("--temperature", type=float, default=0.0)
+    add("--compile", action="store_true", help="compile the forwards of our loop")
     add("--pool", action="store_true", help="keep our keys and values in blocks")
     add("--repeats", type=int, default=3)
     add("--dtype", default="bfloat16")
@@ -321,6 +324,7 @@ def _machine(base: FrozenBase, options: argparse.Namespace) -> dict[str, Any]:
         "stop_at_eos": options.stop_at_eos,
         "temperature": options.temperature,
         "pool": options.pool,
+        "compile": options.compile,
         "instructions": [name for name in AMX if name in words],
         **to_json(provenance()),
     }

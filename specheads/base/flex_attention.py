@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers import AttentionInterface, PreTrainedConfig
 
 from specheads.base.cache import RowCache
-from specheads.base.grouped_attention import grouped_attention
+from specheads.base.grouped_attention import grouped_attention, ragged
 from specheads.base.paged import PagedKVCache
 from specheads.core.errors import InputError
 
@@ -158,6 +158,7 @@ def attending(config: PreTrainedConfig, cache: RowCache) -> Iterator[None]:
     AttentionInterface.register(name, function)
     config._attn_implementation = name
     try:
-        yield
+        with ragged(cache.row_lengths):
+            yield
     finally:
         config._attn_implementation = before

@@ -1,8 +1,11 @@
-"""Attention whose query heads share keys, on a processor: shared keys are read once, not copied.
+"""Attention of few nodes on a processor: shared keys are read once, and each row's own slots only.
 
 See docs/caches.md.
 """
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -12,6 +15,21 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 MOST_NODES = 64
 """Nodes up to which copying keys costs more than a mask that is as much higher."""
+
+SPAN = 16
+"""Rows that are read up to the longest of them, where a batch has more."""
+
+_LENGTHS: ContextVar[tuple[int, ...]] = ContextVar("committed tokens of each row", default=())
+
+
+@contextmanager
+def ragged(lengths: Sequence[int]) -> Iterator[None]:
+    """Let attention know how many slots each row has before the nodes of this forward."""
+    token = _LENGTHS.set(tuple(lengths))
+    try:
+        yield
+    finally:
+        _LENGTHS.reset(token)
 
 
 def grouped_attention(
@@ -26,21 +44,37 @@ def grouped_attention(
     """Attend from every row's nodes to its slots: what transformers calls in each layer.
 
     Queries are (batch, heads, node, width), keys and values (batch, key heads, slot, width).
-    Heads that share keys are taken for further nodes of one head. transformers does so for one
-    node, and for several repeats keys and values once a head: so much is copied at every step.
+    Heads that share keys are taken for further nodes of one head, where transformers repeats keys
+    and values once a head: so much would be copied at every step. Rows are read by spans, each up
+    to its own longest row: neighbours alike in length cost what they hold.
     """
     (batch, heads, nodes, width), shared = query.shape, key.shape[1]
-    group = heads // shared
     special = any(settings.get(name) is not None for name in ("softcap", "position_bias", "s_aux"))
-    if special or group == 1 or not 1 < nodes <= MOST_NODES or query.device.type != "cpu":
+    if special or nodes > MOST_NODES or query.device.type != "cpu":
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **settings
         )
-    out = F.scaled_dot_product_attention(
-        query.reshape(batch, shared, group * nodes, width),
-        key,
-        value,
-        attn_mask=attention_mask.repeat(1, 1, group, 1),
-        scale=scaling,
-    )
-    return out.reshape(batch, heads, nodes, -1).transpose(1, 2).contiguous(), None
+    group = heads // shared
+    query = query.reshape(batch, shared, group * nodes, width)
+    mask = attention_mask.repeat(1, 1, group, 1)
+    out = [
+        F.scaled_dot_product_attention(
+            query[rows],
+            key[rows, :, :end],
+            value[rows, :, :end],
+            attn_mask=mask[rows, ..., :end],
+            scale=scaling,
+        )
+        for rows, end in _spans(batch, nodes, key.shape[2])
+    ]
+    whole = out[0] if len(out) == 1 else torch.cat(out)
+    return whole.reshape(batch, heads, nodes, -1).transpose(1, 2).contiguous(), None
+
+
+def _spans(batch: int, nodes: int, end: int) -> list[tuple[slice, int]]:
+    """Return which rows are read together, and up to which slot."""
+    # a compiled graph serves batches of all lengths
+    if torch.compiler.is_compiling() or batch <= SPAN or len(lengths := _LENGTHS.get()) != batch:
+        return [(slice(None), end)]
+    spans = [slice(first, first + SPAN) for first in range(0, batch, SPAN)]
+    return [(rows, max(lengths[rows]) + nodes) for rows in spans]

@@ -64,9 +64,11 @@ class Adapter:
     @contextmanager
     def off(self) -> Iterator[None]:
         """Have the model compute as it did before it had these layers."""
-        with self._wrapped.disable_adapter():
-            yield
-        self.learn(self.learning)
+        try:
+            with self._wrapped.disable_adapter():
+                yield
+        finally:
+            self.learn(self.learning)
 
     def weights(self) -> dict[str, Tensor]:
         """Return its tensors, by the names that peft gives them."""

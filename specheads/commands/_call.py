@@ -54,9 +54,9 @@ def call(name: str, arguments: Sequence[str]) -> None:
         sys.exit(141)
     except Exception as error:
         if line := _users(error, settings):
-            sys.stderr.write(line + _details(error))
+            sys.stderr.write(printable(line + _details(error)))
             sys.exit(2)
-        sys.stderr.write(_ours(error))
+        sys.stderr.write(printable(_ours(error)))
         sys.exit(1)
 
 
@@ -88,7 +88,7 @@ def _users(error: Exception, settings: Sequence[Any]) -> str:
 
 def _details(error: Exception) -> str:
     """Return what an error shows below its line."""
-    told = printable(error.details).rstrip("\n") if isinstance(error, InputError) else ""
+    told = error.details.rstrip("\n") if isinstance(error, InputError) else ""
     if len(told) > MOST_DETAILS:
         half = MOST_DETAILS // 2
         told = f"{told[:half]}\n[{len(told) - 2 * half:,} characters left out]\n{told[-half:]}"

@@ -17,12 +17,11 @@ from specheads.commands import _compose
 from specheads.config import commands
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
-from specheads.core.paths import writable_folder
+from specheads.core.paths import HUB_ID, writable_folder
 from specheads.data.prompts import Prompt, PromptSet
 from specheads.export.engines import engine_module
 from specheads.export.gate import Parity
 from specheads.export.hub import card, upload
-from specheads.export.hub.summary import HUB_ID
 from specheads.export.write import export_head, gate_texts
 from specheads.heads.load import load_head
 from specheads.measure import report

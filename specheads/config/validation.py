@@ -169,6 +169,14 @@ def _source(where: str, source: Source) -> None:
                 f"a mixture needs {where}.sources of which one has a weight above 0, got "
                 f"{', '.join(sources) or 'none'}; give one"
             )
+        plain = Source(source="mixture")
+        names = [one.name for one in fields(Source)]
+        if idle := [name for name in names if getattr(source, name) != getattr(plain, name)]:
+            raise InputError(
+                f"a mixture is read as each of {where}.sources says, got {where}.{idle[0]}="
+                f"{getattr(source, idle[0])!r:.80} for the whole; leave it at "
+                f"{getattr(plain, idle[0])!r}, or say it of a source"
+            )
     elif source.source not in NO_PATH and not source.path:
         raise InputError(f"{where}.source={source.source} needs {where}.path, got none; give it")
     if source.streaming and not source.max_documents:

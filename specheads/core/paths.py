@@ -1,9 +1,13 @@
 """Paths that a user names: where they lead, before anything is read or written there."""
 
 import os
+import re
 from pathlib import Path
 
 from specheads.core.errors import InputError
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+"""What the Hugging Face Hub calls a model or a data set: USER/NAME."""
 
 
 def local_path(path: str | Path) -> Path:

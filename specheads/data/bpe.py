@@ -3,18 +3,13 @@
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from specheads.base.gguf_tokenizer import SPLITTINGS
 from specheads.core.errors import InputError
 
 END, PAD = "<|endoftext|>", "<|pad|>"
-
-WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-"""Where merges stop: GPT-4's rule, which keeps runs of indentation whole."""
 
 MAX_CHARACTERS = 30_000_000
 """Text trained on at most: more changes the merges little and costs memory."""
@@ -32,11 +27,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, context: int) -> PreT
             f"a byte-level vocabulary needs at least 258 tokens, got {vocab_size}; raise vocab_size"
         )
     bpe = Tokenizer(models.BPE())
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    split = pre_tokenizers.Split(Regex(WORDS), "isolated")
     # the stubs of tokenizers take these properties for read-only
     parts: Any = bpe
-    parts.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    # runs of indentation stay whole
+    parts.pre_tokenizer = SPLITTINGS["llama3"].pre_tokenizer()
     parts.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,

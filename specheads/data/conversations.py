@@ -62,7 +62,7 @@ def conversation(row: Mapping[str, Any], where: str) -> Conversation:
         raise InputError(
             "a conversation is a row with messages, or conversations, or a question and its answer "
             f"(as instruction and output), and with one of them only; {where} has "
-            f"{'; '.join(found) or names(row)}"
+            f"{'; '.join(found) or names(row)}; mend or remove it"
         )
     is_pair = bool(ask and answer)
     messages = _pair(row, ask, answer, where) if is_pair else _messages(row[found[0]], where)
@@ -95,7 +95,7 @@ def _messages(value: Any, where: str) -> list[Message]:
     if not isinstance(value, list) or not value:
         raise InputError(
             "messages must be a list of objects with role and content, and not empty; "
-            f"{where} has {value!r:.60}"
+            f"{where} has {value!r:.60}; mend or remove it"
         )
     return [_message(one, where) for one in value]
 
@@ -104,13 +104,14 @@ def _message(value: Any, where: str) -> Message:
     if not isinstance(value, Mapping):
         raise InputError(
             "messages must be a list of objects with role and content, and not empty; "
-            f"{where} has {value!r:.60} among them"
+            f"{where} has {value!r:.60} among them; mend or remove it"
         )
     said = {name: part for name, part in value.items() if part is not None}
     role, content = said.get("role", said.get("from")), said.get("content", said.get("value"))
     if not isinstance(role, str) or role not in ROLES:
         raise InputError(
-            f"the role of a message must be one of {', '.join(ROLES)}; {where} has {role!r:.40}"
+            f"the role of a message must be one of {', '.join(ROLES)}; {where} has {role!r:.40}: "
+            "mend or remove it"
         )
     out: Message = {"role": ROLES[role], "content": _text(content, where)}
     out |= {name: said[name] for name in KEPT if name in said}
@@ -160,7 +161,7 @@ def _calls(value: Any, where: str) -> list[dict[str, Any]]:
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise InputError(
                 "tool_calls must be a list of objects with function, and that with name and "
-                f"arguments; {where} has {call!r:.60}"
+                f"arguments; {where} has {call!r:.60}: mend or remove the row"
             )
         arguments = _parsed(function.get("arguments", {}))
         if not isinstance(arguments, Mapping):

@@ -39,7 +39,6 @@ class Encoder:
         self._fast = _fast(tokenizer) if is_fast else None
         self._num_read = 0
         self._random = random.Random(0)
-        self.is_fast = self._fast is not None
 
     def __call__(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return the token ids of each text, with what the tokenizer puts around every text."""
@@ -101,18 +100,21 @@ def token_ids(
     tokenizer: PreTrainedTokenizerBase, text: str | list[str], *, add_special_tokens: bool = True
 ) -> Any:
     """Return the token ids of a text, or of each of several."""
+    return encoding(tokenizer, text, add_special_tokens=add_special_tokens)["input_ids"]
+
+
+def encoding(tokenizer: PreTrainedTokenizerBase, text: str | list[str], **choices: Any) -> Any:
+    """Return what a tokenizer makes of a text, or of several; `choices` are the tokenizer's own.
+
+    Raises:
+        ValueError: It fails on the text.
+    """
     try:
         # verbose: whether a text fits the base's context is no matter of who reads it
-        reading = tokenizer(
-            text,
-            add_special_tokens=add_special_tokens,
-            return_attention_mask=False,
-            verbose=False,
-        )
+        return tokenizer(text, return_attention_mask=False, verbose=False, **choices)
     except Exception as error:
         # tokenizers has no other class for what a vocabulary cannot do
         raise InputError(
             f"the tokenizer must read any text, and it fails on {text!r:.60}: {error}; give it a "
             "token for what is unknown"
         ) from error
-    return reading["input_ids"]

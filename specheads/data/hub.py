@@ -8,7 +8,7 @@ import datasets
 
 from specheads.config.parts import Source
 from specheads.core.errors import InputError
-from specheads.data.jsonl import Row, names
+from specheads.data.jsonl import Row, names, text_row
 from specheads.data.local import told
 
 SHUFFLED = 1000
@@ -51,11 +51,7 @@ def hub_texts(source: Source, seed: int) -> Iterator[tuple[str, Row]]:
     for where, row in hub_rows(source, seed):
         if column not in row:
             raise InputError(f"{where} has no column {column!r}; it has {names(row)}")
-        if not isinstance(text := row[column], str | None):
-            raise InputError(
-                f"column {column!r} of {where} must hold text, it holds {type(text).__name__}"
-            )
-        yield where, {"text": text}
+        yield where, text_row(row, column, where)
 
 
 @contextmanager

@@ -102,6 +102,16 @@ def names(keys: Iterable[str]) -> str:
     return f"{' '.join(', '.join(keys).split()) or 'no key':.100}"
 
 
+def text_row(row: Row, column: str, where: str) -> Row:
+    """Return the text of a column as a row of its own; it is None where the row lacks it."""
+    text = row.get(column)
+    if not isinstance(text, str | None):
+        raise InputError(
+            f"column {column!r} of {where} must hold text, it holds {type(text).__name__}"
+        )
+    return {"text": text}
+
+
 def _value(text: str, where: str) -> Any:
     try:
         value = json.loads(text)

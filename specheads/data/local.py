@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 
 from specheads.core.errors import InputError
 from specheads.core.paths import local_path
-from specheads.data.jsonl import Row, names, read_jsonl
+from specheads.data.jsonl import Row, names, read_jsonl, text_row
 
 JSONL, PARQUET, TXT = (".jsonl", ".jsonl.gz", ".json", ".json.gz"), (".parquet",), (".txt",)
 
@@ -84,7 +84,8 @@ def find(source: str, path: str, suffixes: tuple[str, ...]) -> list[Path]:
     if not (files := sorted(file for file in found if file.is_file())):
         raise InputError(
             f"source {source!r} needs a file, a folder or a glob that holds "
-            f"{' or '.join(suffixes)} files, got path {path!r}"
+            f"{' or '.join(suffixes)} files, and {path!r} "
+            f"{'has none' if place.exists() else 'is not there'}; name another path"
         )
     return files
 
@@ -178,13 +179,8 @@ def jsonl_texts(files: Iterable[Path], column: str) -> Iterator[tuple[str, Row]]
     for file in files:
         known: dict[str, None] = {}
         for where, row in read_jsonl(file):
-            text = row.get(column)
-            if not isinstance(text, str | None):
-                raise InputError(
-                    f"column {column!r} of {where} must hold text, it holds {type(text).__name__}"
-                )
             known |= dict.fromkeys(row)
-            yield where, {"text": text}
+            yield where, text_row(row, column, where)
         if known and column not in known:
             raise InputError(f"{file} has no column {column!r}; it has {names(known)}")
 

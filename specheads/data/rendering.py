@@ -12,6 +12,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from specheads.core.errors import InputError
 from specheads.data.conversations import Message
+from specheads.data.encode import encoding
 from specheads.data.shown import added_ids
 
 DATE = "26 Jul 2024"
@@ -158,20 +159,7 @@ class Rendering:
 
     def read(self, text: str) -> tuple[list[int], np.ndarray]:
         """Return a text's token ids, and where each begins and ends in it."""
-        try:
-            # the template wrote the special tokens itself; and whether a text fits the base's
-            # context is no matter of who reads it
-            read: Any = self._tokenizer(
-                text,
-                add_special_tokens=False,
-                return_attention_mask=False,
-                return_offsets_mapping=True,
-                verbose=False,
-            )
-        except Exception as error:
-            # tokenizers has no other class for what a vocabulary cannot do
-            raise InputError(
-                f"the tokenizer must read any text, and it fails on {text!r:.60}: {error}; give it "
-                "a token for what is unknown"
-            ) from error
-        return read["input_ids"], np.array(read["offset_mapping"], int).reshape(-1, 2)
+        # the template wrote the special tokens itself
+        choices = {"add_special_tokens": False, "return_offsets_mapping": True}
+        found = encoding(self._tokenizer, text, **choices)
+        return found["input_ids"], np.array(found["offset_mapping"], int).reshape(-1, 2)

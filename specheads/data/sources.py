@@ -13,7 +13,7 @@ import numpy as np
 from specheads.config import Data
 from specheads.config.parts import Source
 from specheads.core.errors import InputError
-from specheads.core.paths import local_path
+from specheads.core.paths import HUB_ID, local_path
 from specheads.data import local
 from specheads.data.conversations import conversation
 from specheads.data.hub import hub_rows, hub_texts
@@ -147,10 +147,10 @@ def alone(corpus: Data, name: str) -> Data:
 def _chat_files(source: Source) -> list[Path]:
     """Return local files of conversations; none where the path is an id of the Hub."""
     suffixes = (*local.JSONL, *local.PARQUET)
-    is_named = source.path.endswith(suffixes) or any(sign in source.path for sign in "*?[")
-    if is_named or not source.path or local_path(source.path).exists():
-        return local.find("chat", source.path, suffixes)
-    return []
+    is_named = source.path.endswith(suffixes) or local_path(source.path).exists()
+    if HUB_ID.fullmatch(source.path) and not is_named:
+        return []
+    return local.find("chat", source.path, suffixes)
 
 
 def _conversations(source: Source, files: list[Path], seed: int) -> Rows:

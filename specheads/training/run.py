@@ -24,7 +24,7 @@ from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import Tracker
 from specheads.training import trainer
 from specheads.training.feature_cache import FeatureCache, feature_cache
-from specheads.training.processes import together
+from specheads.training.processes import load_base, together
 from specheads.training.schedule import adapter_settings, refuse_misfit
 from specheads.training.texts import Texts
 
@@ -61,10 +61,7 @@ def run(
     made = RunDirectory(Path(settings.run_dir))
     depth = _refuse_unusable(settings)
     if base is None:
-        choices = asdict(settings.base)
-        if choices["device"] == "auto":
-            choices["device"] = str(accelerator.device)
-        base = FrozenBase.load(**choices)
+        base = load_base(settings.base, accelerator)
     _refuse_unfit(settings, base, depth)
     texts = Texts(settings, base, made, accelerator, announce)
     torch.manual_seed(settings.seed)

@@ -118,9 +118,11 @@ class JointTeacher:
         """Give the base as it is now, adapter and all, which learns nothing meanwhile."""
         learning = self.adapter.learning
         self.adapter.learn(False)
-        self.frozen.begin()
-        yield self.frozen
-        self.adapter.learn(learning)
+        try:
+            self.frozen.begin()
+            yield self.frozen
+        finally:
+            self.adapter.learn(learning)
 
     def save(self, folder: Path, phase: PlacedPhase) -> None:
         """Keep the adapter as it is at the end of a joint phase."""

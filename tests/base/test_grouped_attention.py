@@ -53,3 +53,33 @@ def test_a_base_verifies_trees_without_repeating_keys(monkeypatch):
     heads, shared = base.config.num_attention_heads, base.config.num_key_value_heads
     assert seen == [((heads, 3), shared)] * base.num_layers
     assert base.config._attn_implementation == before == "sdpa"
+
+
+def test_rows_are_read_by_spans_up_to_the_longest_of_each(monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    lengths = [3, 2] * 8 + [9, 1, 6]
+    batch, nodes, end = len(lengths), 2, max(lengths) + 2
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    query, key, value = (
+        random(batch, 4, nodes, 4),
+        random(batch, 2, end, 4),
+        random(batch, 2, end, 4),
+    )
+    slots = torch.arange(end)
+    seen = slots < torch.tensor(lengths)[:, None] + nodes
+    mask = torch.where(seen, 0.0, -1e30).double()[:, None, None].repeat(1, 1, nodes, 1)
+    whole, _ = grouped_attention.grouped_attention(Layer(2), query, key, value, mask)
+    read, attend = [], nn.functional.scaled_dot_product_attention
+
+    def watched(query, key, *rest, **settings):
+        read.append((len(key), key.shape[2]))
+        return attend(query, key, *rest, **settings)
+
+    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", watched)
+    with grouped_attention.ragged(lengths):
+        ours, _ = grouped_attention.grouped_attention(Layer(2), query, key, value, mask)
+    assert read == [(16, 5), (3, 11)]
+    torch.testing.assert_close(ours, whole, rtol=1e-12, atol=1e-12)

@@ -85,26 +85,3 @@ def test_a_wrong_mask_leaves_one_line_and_below_it_the_text(overrides: list[str]
     assert first.startswith("error: the mask must count the assistant's answers and nothing else")
     assert "line 1 of talks.jsonl" in first
     assert below[-2:] == ["<|im_start|>assistant", "⟦HELLO.<|im_end|>⟧"]
-
-
-@pytest.mark.parametrize(
-    ("content", "told"),
-    [
-        (b"{not json}\n", "line 1 of talks.jsonl is none"),
-        (b'{"text": "no messages"}\n', "has text"),
-        (b'{"messages": [{"role": "bot", "content": "a"}]}\n', "has 'bot'"),
-        (b"", "holds no row"),
-        (b"\x00\xff\xfe\x80binary", "talks.jsonl"),
-        (b'{"messages": [], "conversations": []}\n', "messages; conversations"),
-    ],
-)
-def test_a_broken_file_of_conversations_leaves_one_line(
-    overrides: list[str], capsys: Any, content: bytes, told: str
-):
-    Path("talks.jsonl").write_bytes(content)
-    with pytest.raises(SystemExit) as left:
-        call("train", [*overrides, "preview=1"])
-    said = capsys.readouterr().err
-    assert left.value.code == 2
-    assert told in said
-    assert len(said.splitlines()) == 1

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from specheads.config import Compare, Evaluate, Export, Push, Train, check, parts, ranges, schedule
-from specheads.config.parts import Data, Evaluation, Tree
+from specheads.config.parts import Data, Evaluation, Tree, WeightedSource
 from specheads.config.schedule import LOSSES, Distill, Joint, Phase, Schedule
 from specheads.config.validation import hints, words
 from specheads.core.errors import InputError
@@ -133,6 +133,26 @@ def test_a_corpus_that_nothing_can_be_is_refused(settings: Data, message: str):
     with pytest.raises(InputError) as refused:
         check(settings, "data")
     assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"path": "a.jsonl"},
+        {"column": "body"},
+        {"patterns": ["*.py"]},
+        {"max_documents": 60},
+        {"max_documents": 60, "streaming": True},
+        {"revision": "v1"},
+        {"config": "full"},
+    ],
+)
+def test_what_a_mixture_would_not_heed_is_refused_with_where_to_say_it(said: dict[str, Any]):
+    sources = {"a": WeightedSource(source="python_stdlib")}
+    check(Data(source="mixture", sources=sources), "data")
+    name = next(iter(said))
+    with pytest.raises(InputError, match=rf"got data\.{name}=.* for the whole; leave it at"):
+        check(Data(source="mixture", sources=sources, **said), "data")
 
 
 def test_a_static_tree_needs_paths():

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import tracemalloc
 from pathlib import Path
 
 import datasets
@@ -15,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from specheads.config import Data
 from specheads.core.errors import InputError
 from specheads.core.paths import local_path
-from specheads.data.jsonl import read_jsonl
+from specheads.data.jsonl import MAX_LINE, read_jsonl
 from specheads.data.prompts import load_prompts
 from specheads.data.sources import SPLITS, read
 from specheads.data.tokenise import tokenised
@@ -206,6 +207,20 @@ def test_a_line_or_a_list_that_is_too_long_is_refused_before_it_is_in_memory(
     refused("a list of rows holds at most", of=file, source="jsonl", path=str(file))
     monkeypatch.setattr("specheads.data.local.MAX_FILE_BYTES", 1000)
     refused("source 'text'", of=file, source="files", path=str(tmp_path))
+
+
+def test_of_a_line_that_is_too_long_only_the_beginning_is_read(tmp_path: Path):
+    file = tmp_path / "a.jsonl"
+    with file.open("wb") as stream:
+        # 1 GB of zeros, of which the disk holds nothing
+        stream.truncate(10**9)
+    tracemalloc.start()
+    with pytest.raises(InputError, match=r"line 1 of .* has more"):
+        list(read_jsonl(file))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    # its pieces, and these joined
+    assert peak < 2.5 * MAX_LINE
 
 
 def test_files_of_several_tables_need_the_column_each(refused, tmp_path: Path):

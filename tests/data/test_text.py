@@ -125,7 +125,7 @@ def test_max_documents_bounds_what_is_taken(tmp_path, monkeypatch):
     [
         ({"source": "web"}, "python_stdlib, .* chat, mixture; got 'web'"),
         ({"source": "jsonl", "split": "test"}, "train, validation, prompts; got 'test'"),
-        ({"source": "jsonl", "path": "missing.jsonl"}, "got path 'missing.jsonl'"),
+        ({"source": "jsonl", "path": "missing.jsonl"}, "'missing.jsonl' is not there"),
         ({"source": "files", "path": "missing"}, "needs a folder of text files, got path"),
         ({"source": "hub"}, "needs the id of a dataset"),
     ],

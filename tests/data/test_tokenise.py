@@ -234,7 +234,6 @@ def test_special_tokens_in_a_text_come_out_as_the_tokenizers(tokenizer):
     pytest.importorskip("fastokens")
     texts = ["a<|endoftext|>b", "<|endoftext|><|pad|>\n", "", " ", "é\u0301한 \U0001f600"]
     fast = Encoder(tokenizer)
-    assert fast.is_fast
     assert [ids.tolist() for ids in fast(texts)] == tokenizer(texts)["input_ids"]
     plain = Encoder(tokenizer, is_fast=False)
     assert [ids.tolist() for ids in plain(texts)] == tokenizer(texts)["input_ids"]

@@ -224,6 +224,29 @@ def test_what_a_run_does_not_tell_is_called_unknown(run, base, base_folder):
     assert str(base_folder.parent) not in text
 
 
+@pytest.mark.parametrize(
+    ("model", "named", "ours"),
+    [
+        ("package:carrier", "the GGUF file of the Python package `carrier`", "package:carrier"),
+        ("/secret_place/small.Q4_1.gguf", "a GGUF file named `small.Q4_1.gguf`", "path/to/base"),
+    ],
+)
+def test_the_card_of_a_base_in_gguf_names_package_or_file_and_no_place(
+    run, base, monkeypatch, model, named, ours
+):
+    monkeypatch.setattr(base, "place", "/secret_place/cache/gguf/small-0123")
+    settings = asdict(_compose.read_run(run.config, Train))
+    settings["base"]["model"] = model
+    about = read_summary(run, settings, base)
+    text = card.model_card(about, load_head(run.head, base), base)
+    assert f"{named}, dequantised, under no Hub id" in text
+    assert f'FrozenBase.load("{ours}")' in text
+    assert f"base={ours} engine=" in text
+    assert about.settings["base"]["model"] == Path(model).name
+    assert "base_model" not in ModelCard(text).data.to_dict()
+    assert "secret_place" not in text
+
+
 def test_the_card_of_a_base_with_its_adapter_sends_no_one_to_an_engine(run, base):
     run.adapter.mkdir()
     settings = asdict(_compose.read_run(run.config, Train))

@@ -334,6 +334,20 @@ def joint_teacher(base: FrozenBase) -> tuple[JointTeacher, Adapter]:
     return teacher, teacher.adapter
 
 
+def test_what_fails_while_the_base_rests_leaves_it_learning():
+    base = fresh_base()
+    teacher, adapter = joint_teacher(base)
+    randomise(adapter)
+    adapter.learn(True)
+    adapted = said(base)
+    for resting in (teacher.at_rest, teacher.as_loaded):
+        with pytest.raises(StopError), resting():
+            raise StopError
+        assert adapter.learning
+        assert all(value.requires_grad for value in teacher.parameters)
+        assert torch.equal(said(base), adapted)
+
+
 @pytest.mark.parametrize("architecture", ["llama", "granite", "gpt2"])
 def test_the_base_s_own_loss_is_that_of_all_its_logits_at_once(architecture: str):
     base = fresh_base(architecture)

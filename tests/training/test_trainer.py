@@ -22,6 +22,7 @@ from specheads.runs.trackers import Tracker, read_metrics
 from specheads.training import trainer
 from specheads.training.losses.depth_loss import whole_chains
 from specheads.training.objective import Objective
+from specheads.training.processes import together
 from specheads.training.schedule import learning_rate_share, optimizers, refuse_misfit
 from tests import tiny
 
@@ -316,3 +317,12 @@ def test_a_phase_goes_on_with_batches_as_large_as_before(
     ):
         run_training(tmp_path, Schedule(phases={"corpus": phase(batch_size=4)}))
     run_training(tmp_path, Schedule(phases={"corpus": phase()}))
+
+
+def test_what_a_process_is_refused_for_keeps_what_stands_below_its_line():
+    def refuse() -> None:
+        raise InputError("a rule, a value; a remedy", "the text\n")
+
+    with pytest.raises(InputError, match="a rule, a value; a remedy") as caught:
+        together(refuse)
+    assert caught.value.details == "the text\n"

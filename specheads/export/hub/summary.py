@@ -1,6 +1,5 @@
 """What a card and a Hub repository say of a run: nothing of where it ran."""
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,14 +8,13 @@ from typing import Any
 from specheads.base.gguf import is_package
 from specheads.base.model import FrozenBase
 from specheads.core.errors import InputError
+from specheads.core.paths import HUB_ID
 from specheads.heads.untrusted import read_json
 from specheads.measure.results import Results
 from specheads.measure.store import from_json
 from specheads.runs.directory import RunDirectory
 from specheads.runs.provenance import portable
 from specheads.runs.trackers import read_metrics
-
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 PUBLIC_SETTINGS = ("seed", "base", "head", "init", "data", "schedule", "tree", "evaluation")
 """Settings that say how a head was made and measured. The others say where on which machine."""

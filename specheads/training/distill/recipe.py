@@ -1,6 +1,6 @@
 """The text of a recipe's distilled phase, written before any training."""
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import torch
 from accelerate import Accelerator
@@ -17,6 +17,7 @@ from specheads.training.distill.prompts import identity_of, prompts_of
 from specheads.training.distill.report import Report
 from specheads.training.distill.run import Job
 from specheads.training.distill.together import write_together
+from specheads.training.processes import load_base
 
 ELSEWHERE = ("vllm", "openai")
 """Engines with weights of their own: here the base only says what it is."""
@@ -34,12 +35,9 @@ def write_recipe(
     folder = writable_folder(settings.out)
     accelerator = Accelerator(cpu=not torch.accelerator.is_available())
     if base is None:
-        choices = asdict(settings.base)
-        if how.engine in ELSEWHERE:
-            choices["device"] = "cpu"
-        elif choices["device"] == "auto":
-            choices["device"] = str(accelerator.device)
-        base = FrozenBase.load(**choices)
+        is_here = how.engine not in ELSEWHERE
+        named = settings.base if is_here else replace(settings.base, device="cpu")
+        base = load_base(named, accelerator)
     if head is None and settings.head_path:
         head = load_head(settings.head_path, base)
     prompts = prompts_of(settings.data, base, how, settings.seed)

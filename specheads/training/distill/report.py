@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from specheads.core.errors import printable
 from specheads.core.files import write_atomic
 from specheads.training.distill.shards import read_shards
 
@@ -80,7 +81,7 @@ def report_of(
         read_tokens=read_tokens,
         tokens_per_second=tokens_per_second,
         lengths=_histogram(written),
-        samples=[(number, _clean(text)) for number, text in shown],
+        samples=[(number, _cut(printable(text))) for number, text in shown],
     )
 
 
@@ -140,7 +141,5 @@ def _bars(lengths: list[tuple[int, int, int]]) -> list[str]:
     ]
 
 
-def _clean(text: str) -> str:
-    """Return a text that does no harm to a terminal: whatever the base wrote."""
-    shown = "".join(one if one.isprintable() or one in "\n\t" else "\ufffd" for one in text)
-    return shown if len(shown) <= SHOWN else f"{shown[:SHOWN]} ..."
+def _cut(text: str) -> str:
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]} ..."

@@ -1,0 +1,182 @@
+"""Files of conversations that are none, as users bring them: one line each, and nothing left."""
+
+import gzip
+import json
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specheads.commands._call import call
+
+BASE = Path(__file__).parents[2] / "recipes" / "tiny_code" / "base"
+
+TEMPLATE = (
+    "{% for m in messages %}{{ '### ' + m.role + '\n' + m.content + '<|endoftext|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '### assistant\n' }}{% endif %}"
+)
+
+ASKED, ANSWERED = {"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Hello."}
+
+
+def talk(*messages: Any) -> bytes:
+    return json.dumps({"messages": messages}).encode() + b"\n"
+
+
+GOOD = b"".join(talk({"role": "user", "content": f"Hi {n}?"}, ANSWERED) for n in range(60))
+"""More than enough to train on: what is wrong stands behind it."""
+
+FILES: dict[str, tuple[bytes, str]] = {
+    "no JSON": (GOOD + b"{not json}\n", "line 61 of talks.jsonl is none: it is no JSON from"),
+    "half a row": (GOOD[:-20], "line 60 of talks.jsonl is none: it is no JSON from"),
+    "a web page": (b"<!DOCTYPE html>\n<html></html>\n", "line 1 of talks.jsonl is none"),
+    "no messages": (GOOD + b'{"title": "Hi"}\n', "line 61 of talks.jsonl has title; mend"),
+    "unknown role": (GOOD + talk({"role": "bot", "content": "Hi?"}), "talks.jsonl has 'bot': mend"),
+    "empty": (b"", "talks.jsonl holds no row"),
+    "blank lines": (b"\n  \n\t\n\n", "talks.jsonl holds no row"),
+    "binary": (random.Random(0).randbytes(5000), "a readable UTF-8 file, and talks.jsonl is none"),
+    "zeros": (bytes(5000), "line 1 of talks.jsonl is none: it is no JSON from character 1"),
+    "gzip cut short": (gzip.compress(GOOD)[:-20], "talks.jsonl is none: Compressed file ended"),
+    "broken row in gzip": (gzip.compress(GOOD + b"{not json}\n"), "line 61 of talks.jsonl is none"),
+    "UTF-16": (GOOD.decode().encode("utf-16"), "a readable UTF-8 file, and talks.jsonl is none"),
+    "latin-1": (
+        GOOD + talk(ASKED, {**ANSWERED, "content": "caf_"}).replace(b"_", b"\xe9"),
+        "a readable UTF-8 file, and talks.jsonl is none",
+    ),
+    "mixed schemas": (GOOD + b'{"text": "plain"}\n', "line 61 of talks.jsonl has text; mend"),
+    "two schemas in a row": (
+        GOOD + b'{"messages": [], "conversations": []}\n',
+        "line 61 of talks.jsonl has messages; conversations; mend",
+    ),
+    "text for messages": (GOOD + b'{"messages": "Hi?"}\n', "line 61 of talks.jsonl has 'Hi?'"),
+    "texts for messages": (GOOD + talk("Hi?"), "line 61 of talks.jsonl has 'Hi?' among them"),
+    "no message": (GOOD + talk(), "line 61 of talks.jsonl has []; mend"),
+    "a number for content": (
+        GOOD + talk({"role": "user", "content": 3}, ANSWERED),
+        "line 61 of talks.jsonl has int; write it as text",
+    ),
+    "nobody asks": (
+        GOOD + talk({"role": "system", "content": "Be nice."}),
+        "line 61 of talks.jsonl has only system; remove it",
+    ),
+    "half a surrogate pair": (
+        GOOD + talk({"role": "user", "content": "\ud800"}),
+        "line 61 of talks.jsonl is none: it has half of a surrogate pair",
+    ),
+    "nested too deep": (
+        GOOD + b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}\n",
+        "line 61 of talks.jsonl is none: it is nested too deep",
+    ),
+    # what a terminal obeys, and line breaks that only some readers know
+    "keys for a terminal": (GOOD + b'{"\\u001b[2J\\u2028\\n": 1}\n', "has \\x1b[2J; mend"),
+}
+"""What stands in talks.jsonl, and what the line must say of it."""
+
+COMMANDS = {
+    "train": ("train", "evaluate_after=false"),
+    "preview": ("train", "preview=3"),
+    "distill": ("distill", "out=text"),
+}
+# they read as train does, and that all of them do is tried once in a while
+EACH = [
+    "train",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in COMMANDS if name != "train"),
+]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a base that takes conversations."""
+    folder = tmp_path_factory.mktemp("bases") / "chat"
+    shutil.copytree(BASE, folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def refused(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> Callable[..., str]:
+    """Return what runs a command on a path; it returns the only line, and finds nothing new."""
+    work, cache = tmp_path / "work", tmp_path / "cache"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    monkeypatch.setenv("SPECHEADS_CACHE", str(cache))
+
+    def run(how: str, path: str = "talks.jsonl") -> str:
+        before = sorted(work.rglob("*"))
+        command, *words = COMMANDS[how]
+        data = ["data.source=chat", f"data.path={path}"]
+        with pytest.raises(SystemExit) as left:
+            call(command, ["recipe=smoke", f"base.model={base}", *data, *words])
+        out, said = capsys.readouterr()
+        assert left.value.code == 2, said
+        assert said.startswith("error: ")
+        assert said.endswith("\n")
+        assert len(said.splitlines()) == 1, said
+        assert len(said) < 500
+        assert said[:-1].isprintable()
+        assert not out
+        assert sorted(work.rglob("*")) == before
+        assert not cache.exists()
+        return said
+
+    return run
+
+
+@pytest.mark.parametrize("how", EACH)
+@pytest.mark.parametrize("name", FILES)
+def test_a_broken_file_gets_one_line_and_leaves_nothing(how: str, name: str, refused: Any):
+    content, told = FILES[name]
+    Path("talks.jsonl").write_bytes(content)
+    assert told in refused(how)
+
+
+@pytest.mark.parametrize("how", COMMANDS)
+def test_a_line_of_100_mb_gets_one_line(how: str, refused: Any):
+    with Path("talks.jsonl").open("wb") as stream:
+        stream.write(GOOD + b'{"messages": [{"role": "user", "content": "')
+        for _ in range(100):
+            stream.write(b"x" * 10**6)
+        stream.write(b'"}]}\n')
+    assert "line 61 of talks.jsonl has more; write one JSON object a line" in refused(how)
+
+
+@pytest.mark.parametrize("how", ["train", "preview"])
+def test_a_conversation_that_nobody_answers_is_one_for_the_base_to_answer(how: str, refused: Any):
+    Path("talks.jsonl").write_bytes(GOOD + talk(ASKED))
+    said = refused(how)
+    assert "line 61 of talks.jsonl has none; have the base answer it" in said
+    assert "specheads distill" in said
+    # what the assistant says first is no answer
+    Path("talks.jsonl").write_bytes(GOOD + talk(ANSWERED, ASKED))
+    assert "line 61 of talks.jsonl has none" in refused(how)
+
+
+@pytest.mark.parametrize("how", EACH)
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("nowhere.jsonl", "'nowhere.jsonl' is not there"),
+        # no data set of the Hub is called so: nobody waits for the network
+        ("nowhere", "'nowhere' is not there"),
+        ("./no/where", "'./no/where' is not there"),
+        ("nothing", "'nothing' has none"),
+        ("nothing/*.jsonl", "'nothing/*.jsonl' is not there"),
+        ("folder.jsonl", "'folder.jsonl' has none"),
+        ("some", "line 61 of some/b.jsonl is none"),
+        ("some/*.jsonl", "line 61 of "),
+        ("table.parquet", "cannot read 'table.parquet' as parquet"),
+    ],
+)
+def test_a_path_without_conversations_is_told(how: str, path: str, told: str, refused: Any):
+    for folder in ("nothing", "folder.jsonl", "some"):
+        Path(folder).mkdir()
+    Path("nothing/readme.md").write_text("no rows", encoding="utf-8")
+    Path("some/a.jsonl").write_bytes(GOOD)
+    Path("some/b.jsonl").write_bytes(GOOD + b"{not json}\n")
+    Path("table.parquet").write_bytes(GOOD)
+    assert told in refused(how, path)
