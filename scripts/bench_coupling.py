@@ -11,6 +11,7 @@ changes no number. What is in --out already, of the same prompts, is not measure
 """
 
 import argparse
+import hashlib
 import json
 import subprocess
 import sys
@@ -34,7 +35,7 @@ from specheads.measure.online import Decoded, decode_prompts, write_alone
 from specheads.measure.speed import Arm
 from specheads.measure.store import to_json
 from specheads.measure.tune.trees import propose, write_ranks
-from specheads.runs.provenance import nearby, provenance
+from specheads.runs.provenance import provenance
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -67,6 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     rows = _kept(options.out, asked)
     tokens = [prompt.tokens for prompt in prompts.prompts]
+    # folders are named alike, and moved: a head is known by its weights
+    heads = {_digest(folder): folder for folder in options.heads}
     for temperature in options.temperature:
         how = How(
             max_new_tokens=options.new_tokens,
@@ -75,11 +78,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             progress=True,
         )
         known = {(row["head"], row["temperature"]) for row in rows}
-        missing = [one for one in options.heads if (nearby(str(one)), temperature) not in known]
+        missing = {one: at for one, at in heads.items() if (one, temperature) not in known}
         alone = write_alone(base, tokens, how) if missing else []
-        for folder in missing:
+        for digest, folder in missing.items():
             head = load_head(folder, base)
-            named = {"head": nearby(str(folder)), "kind": head.kind, "temperature": temperature}
+            named = {"head": digest, "kind": head.kind, "temperature": temperature}
             arms = trees(base, head, settings, how, options.nodes)
             rows.append(named | measure(base, arms, tokens, alone, how))
             _write(options.out, {"schema": 1, **asked, "rows": rows})
@@ -106,6 +109,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--out", type=Path, default=ROOT / "runs" / "coupling.json")
     add("--record", action="store_true", help="write recipes/README.md's table")
     return parser.parse_args(arguments)
+
+
+def _digest(head: Path) -> str:
+    with (head / "model.safetensors").open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:12]
 
 
 def _kept(file: Path, asked: dict[str, Any]) -> list[dict[str, Any]]:
