@@ -5,7 +5,8 @@
 
 Only what stands between `<!-- results -->` and `<!-- /results -->` is written, and in
 recipes/README.md what stands between `<!-- heads -->` and `<!-- /heads -->`: the table of
-scripts/bench_heads.py, from a recipe's heads.json.
+scripts/bench_heads.py, from a recipe's heads.json, and between `<!-- coupling -->` and
+`<!-- /coupling -->` that of scripts/bench_coupling.py, from its coupling.json.
 """
 
 import argparse
@@ -36,6 +37,15 @@ HEADS_HEADER = (
     "chain, T=1",
     "tuned tree, T=0",
     "speed-up, tuned tree",
+)
+COUPLING_HEADER = (
+    "head",
+    "T",
+    "chain",
+    "best-first tree",
+    "tuned tree",
+    "chain, by rejection",
+    "identical, chain without and with",
 )
 NOT_YET = "not yet run"
 NOT_MEASURED = "not measured"
@@ -71,14 +81,18 @@ def render(root: Path) -> dict[Path, str]:
     folders = sorted(path.parent for path in root.glob("recipes/*/recipe.yaml"))
     measured = {folder.name: read(Results, folder / "results.json") for folder in folders}
     blocks = {folder / "README.md": {"results": card(measured[folder.name])} for folder in folders}
-    compared = [
-        json.loads(file.read_text(encoding="utf-8"))
-        for folder in folders
-        if (file := folder / "heads.json").is_file()
-    ]
+    compared, drawn = (
+        [
+            json.loads(file.read_text(encoding="utf-8"))
+            for folder in folders
+            if (file := folder / name).is_file()
+        ]
+        for name in ("heads.json", "coupling.json")
+    )
     blocks[root / "recipes" / "README.md"] = {
         "results": overview(measured),
         "heads": "\n\n".join(map(heads, compared)) or NOT_YET,
+        "coupling": "\n\n".join(map(coupling, drawn)) or NOT_YET,
     }
     blocks[root / "README.md"] = {"results": overview(measured, "recipes/")}
     return {file: _replace(file, wanted) for file, wanted in blocks.items()}
@@ -141,6 +155,35 @@ def heads(compared: Mapping[str, Any]) -> str:
         f"torch {made.versions['torch']}, commit {_commit(made.git)}."
     )
     return f"{common}\n\n{_table(HEADS_HEADER, rows)}"
+
+
+def coupling(measured: Mapping[str, Any]) -> str:
+    """Return the table of drafts with and without the base's noise, and what its rows share."""
+    rows: Rows = []
+    for row in sorted(measured["rows"], key=lambda row: (row["kind"], row["temperature"])):
+        same = (row["chain"][way]["identical"] for way in ("uncoupled", "coupled"))
+        rows.append(
+            (
+                f"`{row['kind']}`",
+                f"{row['temperature']:g}",
+                *(_gain(row[name]) for name in ("chain", "best_first", "tuned")),
+                _figure(row["rejection"], "tokens_per_forward"),
+                f"{' and '.join(map(str, same))} of {row['prompts']}",
+            )
+        )
+    made = from_json(Provenance, measured["provenance"])
+    common = (
+        f"`{measured['recipe']}`, {measured['prompts']['count']} prompts of "
+        f"{measured['new_tokens']} new tokens, trees of {measured['nodes']} nodes; "
+        f"torch {made.versions['torch']}, commit {_commit(made.git)}."
+    )
+    return f"{common}\n\n{_table(COUPLING_HEADER, rows)}"
+
+
+def _gain(pair: Mapping[str, Any]) -> str:
+    """Return tokens per forward without the noise and with it, and their ratio."""
+    before, after = (pair[way]["tokens_per_forward"] for way in ("uncoupled", "coupled"))
+    return f"{before:.2f} to {after:.2f}: {_figure(pair['gain'], 'ratio')}"
 
 
 def _planned(name: str) -> tuple[str, str]:

@@ -29,7 +29,7 @@ SCHEMAS: dict[str, type] = {kind.__name__.lower(): kind for kind in KINDS}
 
 EVALUATION = {
     name: f"evaluation.{name}"
-    for name in ("prompts", "num_prompts", "max_new_tokens", "temperature")
+    for name in ("prompts", "num_prompts", "max_new_tokens", "temperature", "coupled")
 }
 HEAD = {"head": "head_path", "base": "base.model"}
 # Hydra adds names to a mapping only behind a plus

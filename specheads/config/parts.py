@@ -125,7 +125,7 @@ class Evaluation:
     """Tokens decoded for each."""
 
     temperature: Temperature = 0.0
-    """Zero is greedy; above it tokens are sampled, and there is nothing to replay offline."""
+    """Zero is greedy; above it tokens are sampled, each prompt's with a seed of its own."""
 
     top_k: Count = 0
     """Tokens sampled from, the likeliest ones. Zero samples from all."""

@@ -15,6 +15,7 @@ from specheads.core.errors import InputError
 from specheads.core.paths import writable_folder
 from specheads.data.prompts import PromptSet
 from specheads.decoding.trees import policies
+from specheads.measure.drafting import ways
 from specheads.measure.evaluation import Asked, check, choose_tree, subject, told_by
 from specheads.measure.how import How, how_of
 from specheads.measure.online import measure_online, write_alone
@@ -82,7 +83,10 @@ def compare_head(
 def _arms(
     base: FrozenBase, head: Head, names: list[str], settings: Compare, asked: Asked
 ) -> dict[str, Arm]:
-    """Return the drafters that are asked for, each with its own tree."""
+    """Return the drafters that are asked for, each with its own tree.
+
+    Above temperature zero the head drafts in all three ways.
+    """
     copied, depth = settings.copied_tokens, settings.draft_depth
     tree: policies.TreePolicy = policies.NOTHING
     if {"head", "hybrid"} & set(names):
@@ -110,7 +114,13 @@ def _arms(
                 model = FrozenBase.load(settings.draft_model, dtype=dtype, device=str(base.device))
                 return Arm(DraftModel(model, depth, base), policies.chain(depth))
 
-    return {name: arm(name) for name in names}
+    arms = {name: arm(name) for name in names}
+    evaluation = asked.evaluation
+    if evaluation.temperature > 0 and "head" in arms:
+        others = ways(head, tree)
+        others.pop("coupled" if evaluation.coupled else "uncoupled", None)
+        arms |= {f"head_{name}": other for name, other in others.items()}
+    return arms
 
 
 def compare_drafters(
@@ -125,10 +135,11 @@ def compare_drafters(
 ) -> dict[str, DrafterRow]:
     """Measure every arm: what it is accepted, and how fast it is on the first prompts.
 
-    `alone` is what `write_alone` gave each prompt, with the same limit; trees are the arms' own.
+    `alone` is what `write_alone` gave each prompt, with the same limit and sampling; trees are the
+    arms' own.
     """
     found = {
-        name: measure_online(base, arm.drafter, prompts, alone, replace(how, tree=arm.tree))
+        name: measure_online(base, arm.drafter, prompts, alone, arm.how(how))
         for name, arm in arms.items()
     }
     timings = time_arms(base, arms, prompts[:speed_prompts], how, repetitions=repetitions)

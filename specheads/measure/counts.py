@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Float64
 from torch import Tensor
 
 from specheads.core.errors import InputError
-from specheads.measure.results import Depth, Rate
+from specheads.measure.rates import Gain, Interval, Rate
+from specheads.measure.results import Depth
 
 
 @dataclass(slots=True)
@@ -88,6 +89,22 @@ def rate(counts: Sequence[DepthCounts]) -> Rate:
     )
 
 
+def paired_gain(ours: Sequence[DepthCounts], theirs: Sequence[DepthCounts]) -> Gain:
+    """Return our tokens per forward over theirs, on the same prompts, and its interval.
+
+    Each resample draws prompts for both at once, so what a prompt makes hard for both cancels.
+    """
+    rows = [
+        (one.new_tokens, one.forwards, other.new_tokens, other.forwards)
+        for one, other in zip(ours, theirs, strict=True)
+    ]
+    both = [row for row in rows if row[1] and row[3]]
+    top, under, their_top, their_under = (sum(column) for column in zip(*both, strict=True))
+    sums = _resampled_sums(torch.tensor(both, dtype=torch.float64))
+    ratios = sums[:, 0] / sums[:, 1] / (sums[:, 2] / sums[:, 3])
+    return Gain(ratio=top / under / (their_top / their_under), interval=_middle(ratios))
+
+
 def acceptance_length(rates: Float[Tensor, " depth"]) -> float:
     """Return the mean number of tokens one base forward yields at these acceptance rates.
 
@@ -122,12 +139,24 @@ def bootstrap_interval(
             f"an interval needs a prompt with a positive denominator, got {len(pairs)} prompts "
             "without one; add prompts or raise max_new_tokens above 1"
         )
-    values = torch.tensor(kept, dtype=torch.float64)
+    sums = _resampled_sums(torch.tensor(kept, dtype=torch.float64), resamples, seed)
+    return _middle(sums[:, 0] / sums[:, 1])
+
+
+def _resampled_sums(
+    values: Float64[Tensor, "prompt column"], resamples: int = 2000, seed: int = 0
+) -> Float64[Tensor, "resample column"]:
+    """Return the sums of the columns over as many prompts as there are, drawn anew each time."""
+    count = len(values)
     generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randint(len(kept), (resamples, len(kept)), generator=generator)
+    drawn = torch.randint(count, (resamples, count), generator=generator)
     # how often each prompt was drawn: (resamples, prompts), so the sums are one small product
-    weights = torch.zeros(resamples, len(kept), dtype=torch.float64)
+    weights = torch.zeros(resamples, count, dtype=torch.float64)
     weights.scatter_add_(1, drawn, torch.ones_like(drawn, dtype=torch.float64))
-    sums = weights @ values
-    low, high = (sums[:, 0] / sums[:, 1]).quantile(torch.tensor([0.025, 0.975]).double()).tolist()
+    return weights @ values
+
+
+def _middle(values: Float64[Tensor, " resample"]) -> Interval:
+    """Return the ends of the middle 95 %."""
+    low, high = values.quantile(torch.tensor([0.025, 0.975]).double()).tolist()
     return low, high

@@ -15,6 +15,7 @@ from specheads.decoding.trees import policies
 from specheads.decoding.trees.named import fixed_policy
 from specheads.heads.load import load_head
 from specheads.heads.untrusted import read_json
+from specheads.measure.drafting import measure_drafting
 from specheads.measure.how import How, how_of
 from specheads.measure.offline import measure_offline
 from specheads.measure.online import measure_online, write_alone
@@ -25,6 +26,7 @@ from specheads.measure.results import (
     Counted,
     DraftVocabulary,
     HeadSummary,
+    Offline,
     PhaseRate,
     PromptSummary,
     Replay,
@@ -36,6 +38,9 @@ from specheads.measure.store import from_json
 from specheads.measure.tune.trees import pick_tree
 from specheads.runs.directory import RunDirectory
 from specheads.runs.provenance import nearby, provenance
+
+TUNING_TOKENS = 64
+"""Tokens that the base writes after each prompt that a tree is picked on."""
 
 Asked = Train | Evaluate | Compare
 """Settings that say what is measured: `evaluation`, `tree`, `data` and `seed`."""
@@ -82,14 +87,17 @@ def evaluate_head(
     tree, candidates = choose_tree(base, head, settings)
     how = replace(how, tree=tree)
     found: dict[str, Any] = {}
-    if evaluation.temperature == 0:
-        found["offline"] = measure_offline(base, head, tokens, alone, tree=tree, progress=True)
+    matched = evaluation.temperature == 0 or evaluation.acceptance == "match"
+    if matched:
+        found["offline"] = _offline(base, head, tokens, alone, how)
     if evaluation.mode != "offline":
         categories = [prompt.category for prompt in prompts.prompts]
         accepted = measure_online(base, head, tokens, alone, how, categories)
         found |= {item.name: getattr(accepted, item.name) for item in fields(accepted)}
-        if evaluation.temperature == 0:
+        if matched:
             found["replay"] = _replay(base, head, tokens, alone, how)
+        if evaluation.temperature > 0:
+            found["drafting"] = measure_drafting(base, head, tokens, alone, how)
     if evaluation.mode == "all":
         timed = tokens[: evaluation.speed_prompts]
         found["speed"] = measure_speed(base, head, timed, how, repetitions=evaluation.repeats)
@@ -105,7 +113,7 @@ def evaluate_head(
         ),
         draft_vocabulary=draft_vocabulary(head, None),
         tree_candidates=candidates,
-        phases=[_phase(base, folder, tokens, alone) for folder in phases],
+        phases=[_phase(base, folder, tokens, alone, how) for folder in phases],
         **found,
     )
 
@@ -118,10 +126,11 @@ def refuse_unusable(settings: Asked, head_depth: int) -> policies.TreePolicy | N
     evaluation = settings.evaluation
     how_of(evaluation, settings.seed)
     acceptance_rule(evaluation.acceptance)
-    if evaluation.temperature > 0 and evaluation.mode == "offline":
+    sampled = evaluation.temperature > 0 and evaluation.acceptance != "match"
+    if sampled and evaluation.mode == "offline":
         raise InputError(
-            "evaluation.temperature must be 0 for evaluation.mode=offline, got "
-            f"{evaluation.temperature}; set mode=online"
+            "evaluation.acceptance must be match for evaluation.mode=offline above temperature "
+            f"zero, got {evaluation.acceptance}; set mode=online"
         )
     return fixed_policy(settings.tree, head_depth)
 
@@ -167,7 +176,8 @@ def choose_tree(
         # of few documents none may be held out, and a tree is picked, not judged, on these
         found = held_out(settings.data, "train", base.tokenizer, length, number, settings.seed)
     fitting = [prompt.tokens for prompt in found if len(prompt.tokens) <= base.max_length // 2]
-    choice = pick_tree(base, head, fitting or [found[0].tokens], progress=True)
+    how = replace(how_of(evaluation, settings.seed), max_new_tokens=TUNING_TOKENS)
+    choice = pick_tree(base, head, fitting or [found[0].tokens], how=how)
     return choice.tree, choice.table
 
 
@@ -209,13 +219,28 @@ def draft_vocabulary(head: Head, run: RunDirectory | None) -> DraftVocabulary:
     return from_json(DraftVocabulary, counted, "provenance.json")
 
 
+def _offline(
+    base: FrozenBase, head: Head, prompts: list[list[int]], alone: list[list[int]], how: How
+) -> Offline:
+    return measure_offline(
+        base,
+        head,
+        prompts,
+        alone,
+        tree=how.tree,
+        sampling=how.sampling,
+        coupled=how.coupled,
+        progress=how.progress,
+    )
+
+
 def _replay(
     base: FrozenBase, head: Head, prompts: list[list[int]], alone: list[list[int]], how: How
 ) -> Replay:
     """Hold the offline replay of a chain against the same chain decoded for real."""
     how = replace(how, tree=None, acceptance="match", batch_size=8)
     measured = (
-        measure_offline(base, head, prompts, alone, progress=how.progress),
+        _offline(base, head, prompts, alone, how),
         measure_online(base, head, prompts, alone, how).online,
     )
     replayed, decoded = (
@@ -226,10 +251,10 @@ def _replay(
 
 
 def _phase(
-    base: FrozenBase, folder: Path, prompts: list[list[int]], alone: list[list[int]]
+    base: FrozenBase, folder: Path, prompts: list[list[int]], alone: list[list[int]], how: How
 ) -> PhaseRate:
     """Replay a chain with the head as it was at the end of a phase."""
     head = load_head(folder, base, force=True)
-    found = measure_offline(base, head, prompts, alone, progress=True)
+    found = _offline(base, head, prompts, alone, replace(how, tree=None))
     rate = found.tokens_per_forward
     return PhaseRate(phase=folder.name, tokens_per_forward=rate, interval=found.interval)

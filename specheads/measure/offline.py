@@ -1,9 +1,10 @@
 """Offline measurement: what a head would do in the loop, read off text the base already wrote.
 
-The loop's output is the base's own greedy continuation whatever the head guesses, so whether a
-guess from some place is right depends on the stored text alone, and the places the loop drafts
-from follow from that: walk the text, `anchor += accepted + 1`. The plain mean over all places is
-another number, off by a quarter either way, because the loop does not visit them evenly.
+With the rule `match` the loop's output is the base's own continuation whatever the head guesses, so
+whether a guess from some place is right depends on the stored text alone, and above temperature
+zero on the noise of each position, which follows from the seed. The places the loop drafts from
+follow from that: walk the text, `anchor += accepted + 1`. The plain mean over all places is another
+number, off by a quarter either way, because the loop does not visit them evenly.
 See docs/losslessness.md.
 """
 
@@ -16,7 +17,9 @@ from torch import Tensor
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Features, Head
 from specheads.core.errors import InputError
+from specheads.decoding.acceptance.sampling import GREEDY, Rows, Sampling, each_prompt
 from specheads.decoding.trees import policies
+from specheads.decoding.trees.coupling import with_noise
 from specheads.measure.counts import DepthCounts, rate
 from specheads.measure.results import Offline
 from specheads.runs.progress import bar
@@ -50,13 +53,29 @@ def offline_logits(
 
 @torch.inference_mode()
 def guess_ranks(
-    base: FrozenBase, head: Head, prompt: list[int], continuation: list[int], *, width: int = TOP
+    base: FrozenBase,
+    head: Head,
+    prompt: list[int],
+    continuation: list[int],
+    *,
+    width: int = TOP,
+    sampling: Sampling = GREEDY,
+    coupled: bool = True,
 ) -> Int[Tensor, "drafted depth"]:
     """Return how far down its list of guesses the head has each token the base went on to say.
 
     Row i drafts from `continuation[i]` as root, having read the features before it. Column k is
     the rank of `continuation[i + 1 + k]`, zero being its best guess, given the tokens between;
     `width` stands for "not among the best `width`", and -1 for "beyond the text".
+
+    Args:
+        base: Who wrote the continuation.
+        head: Whose guesses are ranked.
+        prompt: What was continued.
+        continuation: What the base alone said.
+        width: Ranks that are told apart.
+        sampling: How it chose its tokens, with the seed that it drew them with.
+        coupled: Whether guesses are ranked as one who sees the noise of those draws ranks them.
     """
     if len(continuation) < 2:
         return torch.empty(0, head.depth, dtype=torch.long)
@@ -64,28 +83,48 @@ def guess_ranks(
     num_roots = len(continuation) - 1
     first = len(prompt) - 1
     features = base.read(text, head.aux_layers)
+    drawn = sampling if coupled and sampling.temperature > 0 else None
     ranks = torch.full((num_roots, head.depth), -1)
     for level, state in enumerate(head.states(features, text)):
         num_known = num_roots - level
         if num_known <= 0:
             break
-        answers = text[0, first + 2 + level :]
         states = state[0, first : first + num_known]
-        ranks[:num_known, level] = _ranks(head, level, states, answers, width).cpu()
+        # position of the last token that stands before each answer
+        before = torch.arange(first + 1 + level, text.shape[1] - 1, device=base.device)
+        found = [
+            _ranks(head, level, *chunk, text, width, drawn)
+            for chunk in zip(states.split(CHUNK), before.split(CHUNK), strict=True)
+        ]
+        ranks[:num_known, level] = torch.cat(found).cpu()
     return ranks
 
 
-def _ranks(head: Head, level: int, states: Tensor, answers: Tensor, width: int) -> Tensor:
-    found = []
-    for chunk, wanted in zip(states.split(CHUNK), answers.split(CHUNK), strict=True):
-        logits = head.logits(chunk, level)
-        guesses = logits.topk(min(width, logits.shape[-1]), dim=-1).indices
-        hits = head.to_tokens(guesses) == wanted[:, None]
-        rank = torch.where(hits.any(-1), hits.int().argmax(-1), width)
-        # chains draft the argmax and trees the topk, which may order equal logits differently
-        best = head.to_tokens(logits.argmax(-1)) == wanted
-        found.append(torch.where(best, 0, rank.clamp(min=1)))
-    return torch.cat(found)
+def _ranks(
+    head: Head,
+    level: int,
+    states: Float[Tensor, "time width"],
+    before: Int[Tensor, " time"],
+    text: Int[Tensor, "1 all"],
+    width: int,
+    drawn: Sampling | None,
+) -> Int[Tensor, " time"]:
+    """Return the rank of the token after each of these positions; `drawn` if the noise is seen."""
+    logits = head.logits(states, level)
+    if drawn is not None:
+        # what was drafted on the way is what the text says: so each token before an answer may
+        # stand for the root itself
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        each = text.expand(len(before), -1)
+        rows = Rows([drawn] * len(before), before, each, head.vocab_size, dtype=dtype)
+        logits = with_noise(head, logits[:, None], text[0, before][:, None, None], rows)[:, 0]
+    wanted = text[0, before + 1]
+    guesses = logits.topk(min(width, logits.shape[-1]), dim=-1).indices
+    hits = head.to_tokens(guesses) == wanted[:, None]
+    rank = torch.where(hits.any(-1), hits.int().argmax(-1), width)
+    # chains draft the argmax and trees the topk, which may order equal logits differently
+    best = head.to_tokens(logits.argmax(-1)) == wanted
+    return torch.where(best, 0, rank.clamp(min=1))
 
 
 def replay(ranks: Int[Tensor, "drafted depth"], tree: policies.Static) -> DepthCounts:
@@ -136,20 +175,23 @@ def measure_offline(
     continuations: list[list[int]],
     *,
     tree: policies.TreePolicy | None = None,
+    sampling: Sampling = GREEDY,
+    coupled: bool = True,
     progress: bool = False,
 ) -> Offline:
     """Return the `offline` section of results.json.
 
-    `continuations` are what the base alone says after each prompt, greedily. Without a tree a
-    chain as deep as the head is replayed, and so it is for a tree that differs from step to
-    step, whose shape stored ranks do not tell; `replayed` says which it was.
+    `continuations` are what the base alone says after each prompt, with this sampling. Without a
+    tree a chain as deep as the head is replayed, and so it is for a tree that differs from step to
+    step, whose shape stored ranks do not tell; `replayed` says which it was. `coupled` is that of
+    `specheads.generate`: whether drafts see the noise that the continuations were drawn with.
     """
     static = tree if isinstance(tree, policies.Static) else policies.chain(head.depth)
     width = max([TOP, *(path[-1] + 1 for path in static.paths)])
-    pairs = list(zip(prompts, continuations, strict=True))
+    texts = list(zip(prompts, continuations, each_prompt(sampling, len(prompts)), strict=True))
     ranks = [
-        guess_ranks(base, head, prompt, continuation, width=width)
-        for prompt, continuation in bar(pairs, "offline", progress)
+        guess_ranks(base, head, *text, width=width, sampling=one, coupled=coupled)
+        for *text, one in bar(texts, "offline", progress)
     ]
     counts = [replay(rows, static) for rows in ranks]
     total = DepthCounts.total(counts, static.depth)

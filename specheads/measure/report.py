@@ -11,7 +11,7 @@ from rich.console import Console
 from specheads.core.errors import InputError
 from specheads.core.paths import local_path, writable_folder
 from specheads.measure.plots import draw
-from specheads.measure.results import BaseQuality, Candidate, Interval, Results
+from specheads.measure.results import BaseQuality, Candidate, Drafting, Interval, Results
 from specheads.measure.store import dumps
 from specheads.measure.tables import Fitted
 from specheads.runs.directory import write_atomic
@@ -102,10 +102,23 @@ def summary(results: Results) -> Rows:
         if rate:
             text = _figure(rate.tokens_per_forward, rate.interval)
             rows.append((f"tokens per forward, {name}", text))
+    rows += _drafting(results.drafting)
     for phase in results.phases:
         name = f"tokens per forward after phase {phase.phase}"
         rows.append((name, f"{phase.tokens_per_forward:.3f}"))
     return [*rows, *_base_quality(results.base_quality), *_against_base(results)]
+
+
+def _drafting(section: Mapping[str, Drafting]) -> Rows:
+    """Return what each way to draft gives above temperature zero."""
+    rows = []
+    for name, found in section.items():
+        text = _figure(found.tokens_per_forward, found.interval)
+        if gain := found.gain_of_coupled:
+            text += f"; coupled over it {_figure(gain.ratio, gain.interval)}"
+        label = f"tokens per forward, {name} {found.tree} of {found.num_nodes} nodes"
+        rows.append((label, text))
+    return rows
 
 
 def _against_base(results: Results) -> Rows:

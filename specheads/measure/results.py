@@ -6,10 +6,8 @@ that Python reserves has an underscore behind it here and none in the file (`wit
 
 from dataclasses import dataclass, field
 
+from specheads.measure.rates import Drafting, Interval, Rate
 from specheads.runs.provenance import Provenance
-
-Interval = tuple[float, float]
-"""Ends of a 95 % bootstrap interval over prompts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,15 +65,8 @@ class Settings:
     repetition_penalty: float = 1.0
     acceptance: str = "match"
     lossless: bool = True
+    coupled: bool = False
     paths: list[list[int]] = field(default_factory=list)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rate:
-    """Tokens per forward, the base's own included."""
-
-    tokens_per_forward: float
-    interval: Interval
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -236,6 +227,7 @@ class Results:
     lossless: Lossless | None = None
     degenerate: Degenerate | None = None
     replay: Replay | None = None
+    drafting: dict[str, Drafting] = field(default_factory=dict)
     tree_candidates: list[Candidate] = field(default_factory=list)
     phases: list[PhaseRate] = field(default_factory=list)
     base_quality: BaseQuality | None = None
@@ -258,6 +250,7 @@ class CompareSettings:
     dtype: str
     device: str
     seed: int
+    coupled: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

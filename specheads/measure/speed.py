@@ -72,6 +72,19 @@ class Arm:
 
     drafter: Drafter
     tree: policies.TreePolicy
+    acceptance: str | None = None
+    """What is kept of its trees; None is as all are told."""
+    coupled: bool | None = None
+    """Whether its drafts see the noise that the base draws with; None is as all are told."""
+
+    def how(self, how: How) -> How:
+        """Return how it decodes where all are told to decode like this."""
+        return replace(
+            how,
+            tree=self.tree,
+            acceptance=how.acceptance if self.acceptance is None else self.acceptance,
+            coupled=how.coupled if self.coupled is None else self.coupled,
+        )
 
 
 Timings = dict[str | None, list[list[Timing]]]
@@ -103,7 +116,7 @@ def time_arms(
     def run(name: str | None, unit: list[list[int]]) -> Timing:
         if name is None:
             return time_generate(base, None, unit, how)
-        return time_generate(base, arms[name].drafter, unit, replace(how, tree=arms[name].tree))
+        return time_generate(base, arms[name].drafter, unit, arms[name].how(how))
 
     for name in bar(names, "warming up", how.progress):
         run(name, units[0])

@@ -32,7 +32,8 @@ SETTINGS = (
     "data=files data.path=. data.patterns=[/etc/*]", "data=mixture",
     "data=mixture data.sources={a:{source:web,path:x}}",
     "data=mixture data.sources={a:{source:python_stdlib,weight:-1}}", "evaluation.mode=fast",
-    "evaluation.temperature=0.5 evaluation.mode=offline", f"evaluation.prompts={LONG}.jsonl",
+    "evaluation.temperature=0.5 evaluation.acceptance=rejection evaluation.mode=offline",
+    f"evaluation.prompts={LONG}.jsonl",
 )  # fmt: skip
 
 TREES = (

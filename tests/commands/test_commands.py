@@ -154,8 +154,49 @@ def test_evaluate_keeps_the_run_s_own_settings_but_for_those_asked_for(
     # the run was made with 8 new tokens, the default is 128
     assert results["settings"]["max_new_tokens"] == 8
     assert results["prompts"]["count"] == 1
-    assert results["offline"] is None
+    assert results["settings"]["coupled"] is True
+    assert results["offline"]["replayed"] == "chain"
     assert results["online"]["tokens_per_forward"] >= 1.0
+
+
+def test_above_temperature_zero_drafts_with_and_without_the_noise_and_rejection_are_told_apart(
+    finished: tuple[Path, str], here: Callable[..., None], capsys: pytest.CaptureFixture[str]
+):
+    here(
+        "evaluate", "run=runs/smoke", "tree=chain", "temperature=0.7", "num_prompts=2",
+        "max_new_tokens=8", "mode=online", "base.dtype=float64", "out=drawn",
+    )  # fmt: skip
+    results = json.loads((finished[0] / "drawn" / "results.json").read_text())
+    ways = results["drafting"]
+    assert list(ways) == ["coupled", "uncoupled", "rejection"]
+    assert ways["coupled"]["tokens_per_forward"] == results["online"]["tokens_per_forward"]
+    assert [ways[name]["identical"] for name in ways] == [2, 2, 0]
+    assert ways["coupled"]["gain_of_coupled"] is None
+    assert ways["rejection"]["gain_of_coupled"]["ratio"] > 0
+    # what is decoded can be read off the base's own text, in float64 to the last integer
+    assert results["replay"]["equal"] is True
+    assert results["offline"]["forwards"] == results["online"]["forwards"]
+    page = (finished[0] / "drawn" / "report.html").read_text()
+    for text in (capsys.readouterr().out, page):
+        for name, tree in (("coupled", "chain"), ("uncoupled", "chain"), ("rejection", "sampled")):
+            assert f"tokens per forward, {name} {tree} of 4 nodes" in text
+
+
+def test_an_offline_replay_of_drawn_text_needs_no_decoding_with_the_head(
+    finished: tuple[Path, str], here: Callable[..., None]
+):
+    asked = (
+        "evaluate", "run=runs/smoke", "tree=chain", "temperature=1.0", "num_prompts=2",
+        "max_new_tokens=8", "mode=offline",
+    )  # fmt: skip
+    here(*asked, "out=seen")
+    here(*asked, "coupled=false", "out=unseen")
+    seen, unseen = (
+        json.loads((finished[0] / name / "results.json").read_text()) for name in ("seen", "unseen")
+    )
+    assert [one["settings"]["coupled"] for one in (seen, unseen)] == [True, False]
+    assert seen["offline"]["top_k_accuracy"] != unseen["offline"]["top_k_accuracy"]
+    assert (seen["online"], seen["drafting"]) == (None, {})
 
 
 def test_evaluate_measures_a_run_on_its_own_base_in_another_way(
@@ -309,6 +350,22 @@ def test_compare_holds_the_head_of_a_run_against_what_needs_no_training(
     assert drafters["draft_model"]["online"]["forwards"] == 2 * 2
     assert found["prompts"]["count"] == 2
     assert found["provenance"]["command"][1] == "run=runs/smoke"
+
+
+def test_compare_above_temperature_zero_has_the_head_draft_in_three_ways(
+    finished: tuple[Path, str], here: Callable[..., None], capsys: pytest.CaptureFixture[str]
+):
+    here(
+        "compare", "run=runs/smoke", "tree=chain", "num_prompts=2", "max_new_tokens=8",
+        "temperature=1.0", "drafters=[head]", "evaluation.speed_prompts=1", "out=warmer",
+    )  # fmt: skip
+    found = json.loads((finished[0] / "warmer" / "compare.json").read_text())
+    rows = found["drafters"]
+    assert list(rows) == ["head", "head_uncoupled", "head_rejection"]
+    assert [row["tree"] for row in rows.values()] == ["chain", "chain", "sampled"]
+    assert [row["lossless"]["compared"] for row in rows.values()] == [2, 2, 0]
+    assert (found["settings"]["temperature"], found["settings"]["coupled"]) == (1.0, True)
+    assert "head_rejection" in capsys.readouterr().out
 
 
 def test_compare_refuses_a_run_that_is_not_finished_and_a_stranger_as_the_draft_model(

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from specheads.core.loops import loops
-from specheads.measure.counts import DepthCounts, acceptance_length, bootstrap_interval
+from specheads.measure.counts import DepthCounts, acceptance_length, bootstrap_interval, paired_gain
 from specheads.measure.results import Depth
 
 
@@ -119,6 +119,30 @@ def test_prompts_without_a_forward_do_not_move_the_interval():
     assert bootstrap_interval([3, 0, 4], [2, 0, 2]) == bootstrap_interval([3, 4], [2, 2])
     with pytest.raises(ValueError, match="got 2 prompts without one"):
         bootstrap_interval([0, 0], [0, 0])
+
+
+def test_a_paired_gain_leaves_out_what_prompts_make_hard_for_both():
+    # prompts differ tenfold, and on each we need a tenth fewer forwards but for a little
+    ours = [DepthCounts(9 * size + size % 3, [], []) for size in range(10, 100, 10)]
+    theirs = [DepthCounts(10 * size, [], []) for size in range(10, 100, 10)]
+    for one, forwards in [*((one, 100) for one in ours), *((one, 100) for one in theirs)]:
+        one.accepted = [forwards * 10 - one.forwards]
+    found = paired_gain(ours, theirs)
+    low, high = found.interval
+    assert low < found.ratio < high
+    forwards = sum(one.forwards for one in theirs) / sum(one.forwards for one in ours)
+    assert found.ratio == pytest.approx(forwards)
+    alone = bootstrap_interval([one.new_tokens for one in ours], [one.forwards for one in ours])
+    assert high - low < 0.1 * (alone[1] - alone[0])
+    same = paired_gain(ours, ours)
+    assert (same.ratio, same.interval) == (1.0, (1.0, 1.0))
+
+
+def test_a_text_of_one_token_says_nothing_of_a_gain():
+    one, none = DepthCounts(5, [], [5]), DepthCounts.zeros(1)
+    other = DepthCounts(10, [], [0])
+    assert paired_gain([one, none], [other, none]) == paired_gain([one], [other])
+    assert paired_gain([one], [other]).ratio == 2.0
 
 
 @pytest.mark.parametrize("period", [1, 2, 7, 16])

@@ -388,7 +388,11 @@ def dear(policies):
 
 def choose(noise: float, timer) -> trees.Choice:
     return trees.pick_tree(
-        tiny.base(), Habit(noise), tiny.prompts(), max_new_tokens=tiny.NEW_TOKENS, timer=timer
+        tiny.base(),
+        Habit(noise),
+        tiny.prompts(),
+        how=How(max_new_tokens=tiny.NEW_TOKENS),
+        timer=timer,
     )
 
 
@@ -437,7 +441,7 @@ def test_proposed_trees_are_those_the_text_follows_furthest():
 def test_step_times_are_measured_for_every_policy_on_real_steps():
     tried = [policies.NOTHING, policies.chain(2), TREE]
     seconds = trees.time_steps(
-        tiny.base(), Habit(), tiny.prompts(), tried, max_new_tokens=30, num_steps=8
+        tiny.base(), Habit(), tiny.prompts(), tried, how=How(max_new_tokens=30), num_steps=8
     )
     assert len(seconds) == 3
     assert min(seconds) > 0
@@ -445,7 +449,7 @@ def test_step_times_are_measured_for_every_policy_on_real_steps():
 
 def test_picking_without_prompts_is_refused():
     with pytest.raises(ValueError, match="needs prompts to measure on"):
-        trees.pick_tree(tiny.base(), Habit(), [])
+        trees.pick_tree(tiny.base(), Habit(), [], how=How(max_new_tokens=8))
 
 
 # --- report ------------------------------------------------------------------------------------

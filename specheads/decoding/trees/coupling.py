@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from specheads.core.drafter import Drafter, State
@@ -48,7 +48,7 @@ class Coupled(Drafter):
         """Read what was committed; return logits for the token after the root."""
         logits, state = self.drafter.begin(committed, memory)
         paths = committed.root()[..., None]
-        return self._noisy(logits, paths), (state, paths)
+        return with_noise(self.drafter, logits, paths, self.rows), (state, paths)
 
     def extend(self, state: State, tokens: Tensor, parents: Tensor) -> tuple[Tensor, State]:
         """Read one level of nodes; return logits for the token after each."""
@@ -56,17 +56,27 @@ class Coupled(Drafter):
         logits, state = self.drafter.extend(state, tokens, parents)
         above = paths.take_along_dim(parents[..., None], dim=1)
         paths = torch.cat([above, tokens[..., None]], dim=-1)
-        return self._noisy(logits, paths), (state, paths)
+        return with_noise(self.drafter, logits, paths, self.rows), (state, paths)
 
-    def _noisy(self, logits: Tensor, paths: Int[Tensor, "batch node path"]) -> Tensor:
-        rows, noise = self.rows, self.rows.level_noise(paths.shape[-1] - 1)
-        if logits.shape[-1] == rows.vocab_size:
-            noisy = rows.scores(logits, paths) + noise
-        else:
-            columns = self.to_tokens(torch.arange(logits.shape[-1], device=logits.device))
-            wide = over_vocabulary(self.drafter, logits, rows.vocab_size)
-            noisy = (rows.scores(wide, paths) + noise)[..., columns]
-        return torch.where(rows.drawing[:, None, None], noisy, logits)
+
+def with_noise(
+    drafter: Drafter,
+    logits: Float[Tensor, "batch node drafted"],
+    paths: Int[Tensor, "batch node path"],
+    rows: Rows,
+) -> Float[Tensor, "batch node drafted"]:
+    """Return what a drafter's logits after nodes of one level are to those who see the noise.
+
+    Paths lead from the root to each node. Rows that draw nothing keep their logits.
+    """
+    noise = rows.level_noise(paths.shape[-1] - 1)
+    if logits.shape[-1] == rows.vocab_size:
+        noisy = rows.scores(logits, paths) + noise
+    else:
+        columns = drafter.to_tokens(torch.arange(logits.shape[-1], device=logits.device))
+        wide = over_vocabulary(drafter, logits, rows.vocab_size)
+        noisy = (rows.scores(wide, paths) + noise)[..., columns]
+    return torch.where(rows.drawing[:, None, None], noisy, logits)
 
 
 def over_vocabulary(drafter: Drafter, logits: Tensor, vocab_size: int) -> Tensor:

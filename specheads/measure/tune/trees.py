@@ -16,6 +16,7 @@ from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.decoding import loop
 from specheads.decoding.acceptance import rules
+from specheads.decoding.acceptance.sampling import each_prompt
 from specheads.decoding.trees import policies
 from specheads.measure.counts import DepthCounts
 from specheads.measure.how import How
@@ -45,9 +46,8 @@ def pick_tree(
     head: Head,
     prompts: list[list[int]],
     *,
-    max_new_tokens: int = 64,
+    how: How,
     timer: Timer | None = None,
-    progress: bool = False,
 ) -> Choice:
     """Choose the chain or static tree with the most tokens per second.
 
@@ -56,7 +56,8 @@ def pick_tree(
     real steps. Every other prompt grows the trees and the rest judge them, because a tree looks
     too good on the very text it was grown from; a single prompt does both. Prompts are training
     or validation text: never those of the evaluation. Without a timer step times are measured
-    here and now.
+    here and now. Text, guesses and steps are those at the temperature asked for, and with the noise
+    that drafts see there; tree, rule and batch of `how` count for nothing.
 
     Source: Cai et al. 2024, arXiv:2401.10774, section 2.3.3, with joint counts in place of
     products of per-depth accuracies, which are too low where difficulty comes in bursts.
@@ -66,17 +67,10 @@ def pick_tree(
             "picking a tree needs prompts to measure on, got none; lower evaluation.prompt_tokens, "
             "raise evaluation.tune_prompts above 0, or give longer documents"
         )
-    how = How(max_new_tokens=max_new_tokens, batch_size=8, progress=progress)
-    pairs = list(zip(prompts, write_alone(base, prompts, how), strict=True))
-    ranks = [
-        guess_ranks(base, head, prompt, continuation, width=WIDTH)
-        for prompt, continuation in bar(pairs, "guesses", progress)
-    ]
+    ranks = write_ranks(base, head, prompts, how)
     grown, judged = ranks[::2], ranks[1::2] or ranks
     candidates = propose(grown, head.depth, sizes=(4, 6, 8, 12, 16))
-    timer = timer or partial(
-        time_steps, base, head, prompts, max_new_tokens=max_new_tokens, progress=progress
-    )
+    timer = timer or partial(time_steps, base, head, prompts, how=how)
     base_seconds, *seconds = timer([policies.NOTHING, *candidates])
     table = [_row(policies.NOTHING, 1.0, 1.0)]
     for tree, step in zip(candidates, seconds, strict=True):
@@ -86,6 +80,16 @@ def pick_tree(
     best = max(range(len(candidates)), key=lambda place: table[place + 1].speedup)
     table[best + 1] = replace(table[best + 1], chosen=True)
     return Choice(candidates[best], table)
+
+
+def write_ranks(base: FrozenBase, head: Head, prompts: list[list[int]], how: How) -> list[Tensor]:
+    """Have the base continue prompts; return the ranks of what it says among the head's guesses."""
+    texts = write_alone(base, prompts, replace(how, batch_size=8))
+    each = each_prompt(how.sampling, len(prompts))
+    return [
+        guess_ranks(base, head, *text, width=WIDTH, sampling=one, coupled=how.coupled)
+        for *text, one in bar(list(zip(prompts, texts, each, strict=True)), "guesses", how.progress)
+    ]
 
 
 def _row(tree: policies.Static, tokens_per_forward: float, step_overhead: float) -> Candidate:
@@ -131,9 +135,8 @@ def time_steps(
     prompts: list[list[int]],
     trees: Sequence[policies.TreePolicy],
     *,
-    max_new_tokens: int = 64,
+    how: How,
     num_steps: int = 36,
-    progress: bool = False,
 ) -> list[float]:
     """Return the median seconds of a real decode step with each tree.
 
@@ -143,22 +146,23 @@ def time_steps(
     """
     deepest = max(tree.depth for tree in trees)
     # the first step after a prompt is not timed: it reads the whole prompt's features
-    each = max(max_new_tokens // (deepest + 1), 2) - 1
+    each = max(how.max_new_tokens // (deepest + 1), 2) - 1
     rounds = [prompts[turn % len(prompts)] for turn in range(-(-num_steps // each))]
     seconds: list[list[float]] = [[] for _ in trees]
-    for prompt in bar(rounds, "step times", progress):
+    start = partial(loop.start, sampling=[how.sampling], coupled=how.coupled)
+    for prompt in bar(rounds, "step times", how.progress):
         capacity = len(prompt) + (each + 1) * (deepest + 1) + max(tree.num_nodes for tree in trees)
         runs = [
-            (tree, drafter, loop.start(base, drafter, [prompt], capacity)[0])
+            (tree, drafter, start(base, drafter, [prompt], capacity)[0])
             for tree in trees
             for drafter in [head if tree.depth else None]
         ]
         for turn in range(each + 1):
             for place, (tree, drafter, state) in enumerate(runs):
                 loop.synchronise(base.device)
-                start = time.perf_counter()
+                began = time.perf_counter()
                 loop.step(base, drafter, tree, rules.match, state)
                 loop.synchronise(base.device)
                 if turn > 0:
-                    seconds[place].append(time.perf_counter() - start)
+                    seconds[place].append(time.perf_counter() - began)
     return [statistics.median(times) for times in seconds]

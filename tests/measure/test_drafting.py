@@ -1,0 +1,89 @@
+"""Guesses with the base's noise, guesses without, and rejection, beside each other."""
+
+from specheads.decoding.acceptance.sampling import Sampling
+from specheads.decoding.trees import policies
+from specheads.decoding.trees.sampled import Sampled
+from specheads.measure.compare import compare_drafters
+from specheads.measure.drafting import measure_drafting, ways
+from specheads.measure.how import How
+from specheads.measure.online import decode_prompts, write_alone
+from specheads.measure.rates import Drafting
+from specheads.measure.tune.trees import pick_tree
+from tests import tiny
+from tests.measure.test_measure import Habit
+
+HOW = How(max_new_tokens=40, batch_size=3, sampling=Sampling(temperature=2.0, seed=2))
+
+
+def measured(tree: policies.TreePolicy) -> dict[str, Drafting]:
+    base, prompts = tiny.base(), tiny.prompts()
+    alone = write_alone(base, prompts, HOW)
+    how = How(max_new_tokens=40, batch_size=3, sampling=HOW.sampling, tree=tree)
+    return measure_drafting(base, Habit(0.5, 3), prompts, alone, how)
+
+
+def test_the_three_ways_are_measured_on_the_same_prompts_and_two_say_what_the_base_says():
+    found = measured(policies.chain(3))
+    assert list(found) == ["coupled", "uncoupled", "rejection"]
+    assert [(row.compared, row.identical) for row in found.values()] == [(3, 3), (3, 3), (0, 0)]
+    assert [row.tree for row in found.values()] == ["chain", "chain", "sampled"]
+    assert {row.num_nodes for row in found.values()} == {4}
+    assert found["coupled"].gain_of_coupled is None
+    for name in ("uncoupled", "rejection"):
+        gain, row = found[name].gain_of_coupled, found[name]
+        assert gain is not None
+        ratio = found["coupled"].tokens_per_forward / row.tokens_per_forward
+        assert abs(gain.ratio - ratio) < 1e-12
+        assert gain.interval[0] <= gain.ratio <= gain.interval[1]
+    assert found["coupled"].tokens_per_forward > found["uncoupled"].tokens_per_forward
+    assert found["uncoupled"].tokens_per_forward == found_alone(policies.chain(3))
+
+
+def found_alone(tree: policies.TreePolicy) -> float:
+    """Return tokens per forward of drafts without the noise, decoded by themselves."""
+    how = How(max_new_tokens=40, sampling=HOW.sampling, tree=tree, coupled=False)
+    decoded = decode_prompts(tiny.base(), Habit(0.5, 3), tiny.prompts(), how)
+    forwards = sum(one.counts.forwards for one in decoded)
+    return sum(one.counts.new_tokens for one in decoded) / forwards
+
+
+def test_a_tree_of_drawn_tokens_is_itself_what_rejection_tests():
+    drawn = Sampled((2, 1))
+    arms = ways(Habit(), drawn)
+    assert arms["rejection"].tree is drawn
+    assert [arms[name].tree.name for name in ("coupled", "uncoupled")] == ["chain", "chain"]
+    assert {arm.tree.depth for arm in arms.values()} == {2}
+
+
+def test_nothing_is_measured_of_a_tree_that_drafts_nothing():
+    assert measured(policies.NOTHING) == {}
+
+
+def test_a_comparison_lets_each_arm_decode_its_own_way():
+    base, prompts = tiny.base(), tiny.prompts()
+    rows = compare_drafters(
+        base,
+        ways(Habit(0.5, 3), policies.chain(3)),
+        prompts,
+        write_alone(base, prompts, HOW),
+        HOW,
+        speed_prompts=1,
+        repetitions=1,
+    )
+    wanted = measured(policies.chain(3))
+    for name, row in rows.items():
+        assert row.online.tokens_per_forward == wanted[name].tokens_per_forward
+        assert row.lossless.compared == wanted[name].compared
+
+
+def test_a_tree_is_picked_for_the_temperature_and_the_noise_that_are_asked_for():
+    def free(tried):
+        return [1.0 for _ in tried]
+
+    def rates(coupled: bool) -> dict[int, float]:
+        how = How(max_new_tokens=40, sampling=HOW.sampling, coupled=coupled)
+        choice = pick_tree(tiny.base(), Habit(0.5, 3), tiny.prompts(), how=how, timer=free)
+        return {row.depth: row.tokens_per_forward for row in choice.table if row.tree == "chain"}
+
+    seen, unseen = rates(True), rates(False)
+    assert all(seen[depth] > unseen[depth] for depth in (1, 2, 3))
