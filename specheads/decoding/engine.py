@@ -77,7 +77,8 @@ class Engine:
             rules.acceptance_rule(acceptance) if isinstance(acceptance, str) else acceptance
         )
         self.tree, self.timed = grown_by(drafter, tree), timed
-        self.coupled = coupled
+        # what draws nothing keeps the likeliest guesses, not those that noise favours
+        self.coupled = coupled and self.acceptance is not rules.typical
         context = base.max_length
         asked = context if max_length is None else whole(max_length, "max_length")
         self.max_length = min(asked, context)
