@@ -19,11 +19,8 @@ from specheads.decoding.acceptance import rules
 from specheads.decoding.fitting import grown_by, refuse_elsewhere, refuse_larger
 from specheads.decoding.loop import State, start, step
 from specheads.decoding.prompts import refuse_unknown
-from specheads.decoding.request import Request, Stream
+from specheads.decoding.request import Request, Stream, alike
 from specheads.decoding.trees import policies
-
-SPREAD, SHORT = 1.5, 64
-"""Longest over shortest prompt of those that are read together; shorter ones count as that long."""
 
 
 @dataclass(slots=True)
@@ -206,7 +203,7 @@ class Engine:
             newcomers.append(stream)
         if self._waiting and not served and not newcomers:
             raise PoolFullError("others hold the pool's blocks; give an engine its own pool")
-        for streams in _alike(newcomers):
+        for streams in alike(newcomers):
             self._start(streams)
         self._let_go()
 
@@ -281,19 +278,3 @@ def _closed_up(rows: list[int]) -> list[int]:
     stay = set(rows)
     last = iter([row for row in rows if row >= len(rows)])
     return [place if place in stay else next(last) for place in range(len(rows))]
-
-
-def _alike(streams: list[Stream]) -> list[list[Stream]]:
-    """Return streams by the length of their prompts, each list in the order in which they came.
-
-    Prompts that are read together are padded to the longest of them.
-    """
-    lists: list[list[Stream]] = []
-    most = 0.0
-    for stream in sorted(streams, key=lambda stream: len(stream.request.prompt)):
-        length = len(stream.request.prompt)
-        if length > most:
-            most = SPREAD * max(length, SHORT)
-            lists.append([])
-        lists[-1].append(stream)
-    return [sorted(one, key=lambda stream: stream.number) for one in lists]

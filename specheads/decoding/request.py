@@ -17,6 +17,13 @@ FinishReason = Literal["eos", "stop", "length", "context", "cancelled", "failed"
 """An end-of-text token, a stop string, the request's own limit, a full context, `cancel`, and a
 step for this request that raised."""
 
+SPREAD, SHORT = 1.5, 64
+"""Longest over shortest prompt of those that are read together; shorter ones count as that long."""
+
+FULL, FULL_SPREAD = 512, 1.1
+"""Tokens from which on a forward takes as long as it has tokens, padding included, and the longest
+over the shortest prompt in there."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
@@ -166,3 +173,22 @@ class Stream:
         if self.finish_reason is not None:
             self._text.close()
         return self._text
+
+
+def alike(streams: list[Stream]) -> list[list[Stream]]:
+    """Return streams by the length of their prompts, each list in the order in which they came.
+
+    Prompts that are read together are padded to the longest of them. Few are read together though
+    they differ; those that fill a forward are not.
+    """
+    lists: list[list[Stream]] = []
+    shortest = tokens = 0
+    for stream in sorted(streams, key=lambda stream: len(stream.request.prompt)):
+        length = len(stream.request.prompt)
+        most = SPREAD * max(shortest, SHORT) if tokens < FULL else FULL_SPREAD * shortest
+        if not lists or length > most:
+            lists.append([])
+            shortest, tokens = length, 0
+        lists[-1].append(stream)
+        tokens += length
+    return [sorted(one, key=lambda stream: stream.number) for one in lists]
