@@ -8,7 +8,8 @@
         --batch 1 2 4 --repeats 8                                  with a trained head and without
 
 Arms take turns on the same prompts, each repeat on others: a machine that slows down slows all of
-them. Prompts are instructions about the standard library in the model's own chat template. Ratios
+them. Prompts are instructions about the standard library, or the first turns of
+--conversations FILE, in the model's own chat template. Ratios
 carry 95 % bootstrap intervals over repeats. transformers takes prompts in waves of the batch, the
 other arms refill what is free. vLLM lives in a process of its own, started once, and sleeps while
 the others are timed; its prefix cache is off, for repeats would find their prompts there.
@@ -74,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     results: dict[str, Any] = {"schema": 1, "machine": _machine(base, options), "runs": []}
     arms = {name: ARMS[name](base, options) for name in options.arms}
-    prompts = _prompts(base)
+    prompts = _prompts(base, _first_turns(options.conversations) or _instructions())
     for batch in options.batch:
         count = options.prompts or (2 * batch if options.stop_at_eos else batch)
         _warm_up(arms, prompts[-batch:], batch, options)
@@ -98,6 +99,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--vllm-eager", action="store_true", help="have vLLM not compile its model")
     add("--batch", type=int, nargs="+", default=[64], help="prompts that run together")
     add("--prompts", type=int, default=0, help="a repeat; 0 is the batch, or two with eos")
+    add("--conversations", type=Path, help="JSON lines whose first turns are the prompts")
     add("--new-tokens", type=int, default=256)
     add("--stop-at-eos", action="store_true", help="end a text where the model ends it")
     add("--temperature", type=float, default=0.0)
@@ -110,18 +112,30 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _prompts(base: FrozenBase) -> Texts:
-    """Return instructions about functions of the standard library, shuffled, as token ids."""
+def _prompts(base: FrozenBase, texts: list[str]) -> Texts:
+    """Return what a user says, shuffled, as token ids of the model's own chat template."""
     tokenizer: Any = base.tokenizer
-    texts = sorted(
-        ask.format(module=module, name=name, signature=signature, says=says)
-        for number, (module, name, signature, says) in enumerate(_functions())
-        for ask in (ASKS[number % len(ASKS)],)
-    )
     random.Random(0).shuffle(texts)
     chats = [[{"role": "user", "content": text}] for text in texts]
     rendered = tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=True)
     return rendered["input_ids"]
+
+
+def _first_turns(path: Path | None) -> list[str]:
+    """Return what users say first in a file of conversations."""
+    if path is None:
+        return []
+    rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    said = [[one["content"] for one in row["messages"] if one["role"] == "user"] for row in rows]
+    return sorted({turns[0] for turns in said})
+
+
+def _instructions() -> list[str]:
+    """Return instructions about functions of the standard library."""
+    return sorted(
+        ASKS[number % len(ASKS)].format(module=module, name=name, signature=signature, says=says)
+        for number, (module, name, signature, says) in enumerate(_functions())
+    )
 
 
 def _functions() -> Iterator[tuple[str, str, str, str]]:
@@ -335,6 +349,7 @@ def _machine(base: FrozenBase, options: argparse.Namespace) -> dict[str, Any]:
         "base": nearby(base.name),
         "dtype": str(base.dtype).removeprefix("torch."),
         "new_tokens": options.new_tokens,
+        "conversations": options.conversations and options.conversations.name,
         "stop_at_eos": options.stop_at_eos,
         "temperature": options.temperature,
         "head": nearby(options.head or ""),
