@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -22,6 +23,32 @@ from specheads.config import Joint
 from specheads.core.errors import InputError
 
 WEIGHTS = "adapter_model.safetensors"
+
+
+class Dropout(nn.Module):
+    """Dropout that follows from a key of each position, and not from who reads it with what else.
+
+    A product modulo 2**64 of two random odd numbers, the position's and the input's, is as random.
+    """
+
+    def __init__(self, share: float, width: int, generator: torch.Generator) -> None:
+        super().__init__()
+        self.share, self.least = share, int((share - 0.5) * 2**64)
+        self.keys: Int64[Tensor, ...] = torch.zeros((), dtype=torch.int64)
+        """Random bits of each position that is read next."""
+        factors = torch.randint(-(2**63), 2**63 - 1, (width,), generator=generator)
+        self.register_buffer("factors", factors | 1, persistent=False)
+
+    def forward(self, inputs: Float[Tensor, "... width"]) -> Float[Tensor, "... width"]:
+        """Leave out some inputs, in training."""
+        if not self.training:
+            return inputs
+        if self.keys.numel() * inputs.shape[-1] != inputs.numel():
+            # an expert reads positions of its choice, and says not which
+            return F.dropout(inputs, self.share)
+        keys = self.keys.reshape(*inputs.shape[:-1], 1)
+        drawn = (keys | 1) * self.factors.to(inputs.device)
+        return inputs.where(drawn >= self.least, 0.0) / (1 - self.share)
 
 
 class Adapter:
@@ -48,7 +75,24 @@ class Adapter:
             torch.manual_seed(seed)
             self._wrapped = get_peft_model(model, config)
         self.parameters = [value for value in model.parameters() if value.requires_grad]
+        self.dropouts = self._with_keys(settings.dropout, torch.Generator().manual_seed(seed))
         self.learn(False)
+
+    def _with_keys(self, share: float, generator: torch.Generator) -> list[Dropout]:
+        """Have the layers leave out inputs by key."""
+        from peft.tuners.lora import LoraLayer
+
+        found: list[Dropout] = []
+        for layer in self._wrapped.modules():
+            if share and isinstance(layer, LoraLayer):
+                found.append(Dropout(share, layer.in_features, generator))
+                layer.lora_dropout = nn.ModuleDict({"default": found[-1]})
+        return found
+
+    def draw_by(self, keys: Int64[Tensor, "..."]) -> None:
+        """Have dropout follow from random bits of each position that is read next."""
+        for dropout in self.dropouts:
+            dropout.keys = keys
 
     def learn(self, on: bool) -> None:
         """Let the layers take gradients, with dropout; or only compute, without."""

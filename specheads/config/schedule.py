@@ -146,7 +146,11 @@ class Phase:
     """Optimizer steps, at least one."""
 
     batch_size: Positive = 0
-    """Sequences of one step on each process."""
+    """Sequences of one step, over all processes: their number does not change what is trained."""
+
+    accumulation_steps: Positive = 1
+    """Parts in which each process reads its share of a step's sequences, one after the other: less
+    memory, the same gradients."""
 
     sequence_length: Length = 0
     """Tokens of a sequence. Zero takes the distilled text's own length."""

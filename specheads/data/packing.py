@@ -1,4 +1,4 @@
-"""Batches out of documents: rows by sample number, so that any number of processes resume them.
+"""Batches out of documents: rows by sample number, the same for any number of processes.
 
 See docs/packing.md.
 """
@@ -6,6 +6,7 @@ See docs/packing.md.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import itemgetter
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -27,6 +28,13 @@ class TokenBatch:
     documents: Int[Tensor, "batch time"] | None = None
     """Which document of its row each token is of, padding being one of its own; None: each row is
     one text, and maybe padding behind it."""
+    first_sample: int = 0
+    """Number of the first row's sample in its text; those of the others follow."""
+
+    @property
+    def samples(self) -> range:
+        """Numbers of the rows among the samples of the text."""
+        return range(self.first_sample, self.first_sample + len(self.tokens))
 
     def to(self, device: torch.device) -> "TokenBatch":
         """Return the batch on a device; what is pinned is copied while others compute."""
@@ -36,11 +44,23 @@ class TokenBatch:
         """Return the batch in memory that a GPU can copy from by itself."""
         return self._each(Tensor.pin_memory)
 
+    def parts(self, count: int) -> "Iterator[TokenBatch]":
+        """Yield the rows in nearly equal parts."""
+        for number in range(count):
+            rows = share(range(len(self.tokens)), number, count)
+            part = self._each(itemgetter(slice(rows.start, rows.stop)))
+            yield replace(part, first_sample=self.first_sample + rows.start)
+
     def _each(self, change: Any) -> "TokenBatch":
         documents = None if self.documents is None else change(self.documents)
         return replace(
             self, tokens=change(self.tokens), counted=change(self.counted), documents=documents
         )
+
+
+def share(rows: range, number: int, count: int) -> range:
+    """Return the `number`-th of `count` nearly equal runs of rows."""
+    return rows[len(rows) * number // count : len(rows) * (number + 1) // count]
 
 
 @runtime_checkable
@@ -61,14 +81,13 @@ class PackedText:
     """An endless stream of batches from documents, each epoch in an order of its own.
 
     Rows are picked by sample number: sample n is a row of epoch n // rows an epoch, and its place
-    there is drawn from seed and epoch. A cursor is the number of samples that all processes have
-    read together, so any number of them goes on from it. Of each batch over all processes this one
-    takes the rows of its rank.
+    there is drawn from seed and epoch. A batch is the same rows for any number of processes, of
+    which this one takes its share; a cursor is the number of samples in the batches before it.
 
     Args:
         documents: Text, and which of it counts.
         sequence_length: Tokens of a row. Zero takes the longest document's.
-        batch_size: Rows of a batch on each process.
+        batch_size: Rows of a batch over all processes.
         packing: best_fit, stream or none: see docs/packing.md.
         padding_id: Token that fills rows up; it is never counted.
         seed: Seed of the orders.
@@ -76,7 +95,7 @@ class PackedText:
         world_size: Number of processes.
 
     Raises:
-        ValueError: The documents do not fill one batch on every process.
+        ValueError: The documents do not fill one batch.
     """
 
     def __init__(
@@ -112,12 +131,12 @@ class PackedText:
         """Yield batches for ever, each with the cursor from which the next one follows."""
         sample = 0 if cursor is None else _sample(cursor)
         while True:
-            first = sample + self._rank * self._batch_size
-            sample += self._batch_size * self._world_size
-            yield self.batch(range(first, first + self._batch_size)), {"sample": sample}
+            rows = range(sample, sample + self._batch_size)
+            sample = rows.stop
+            yield self.batch(share(rows, self._rank, self._world_size)), {"sample": sample}
 
     def batch(self, samples: range) -> TokenBatch:
-        """Return the rows of these sample numbers."""
+        """Return the rows of these sample numbers, which follow one another."""
         shape = len(samples), self.length
         tokens = np.full(shape, self._padding_id, np.int64)
         counted, numbers = np.zeros(shape, np.bool_), np.zeros(shape, np.int64)
@@ -133,7 +152,8 @@ class PackedText:
             most = max(most, number + 1)
         alone = self._packing != "best_fit" or most == 1
         documents = None if alone else torch.from_numpy(numbers)
-        return TokenBatch(torch.from_numpy(tokens), torch.from_numpy(counted), documents)
+        shown = torch.from_numpy(tokens), torch.from_numpy(counted)
+        return TokenBatch(*shown, documents, samples.start)
 
     def _pieces(self, sample: int) -> Iterator[tuple[int, int, int]]:
         epoch, place = divmod(sample, self.rows_per_epoch)
@@ -153,14 +173,12 @@ class PackedText:
         return np.random.default_rng((self._seed, epoch, what)).permutation(count)
 
     def _refuse_too_short(self) -> None:
-        # the verdict is over all documents, so that every process comes to the same one
-        batch, world_size = self._batch_size, self._world_size
-        if self.rows_per_epoch < batch * world_size:
+        if self.rows_per_epoch < self._batch_size:
             raise InputError(
-                f"a batch of {batch} x {self.length} tokens on each of {world_size} processes "
-                f"needs {batch * world_size} rows, and {len(self._documents)} documents of "
-                f"{self._documents.lengths.sum()} tokens fill {self.rows_per_epoch}; give more "
-                "text, or lower the batch size or the sequence length"
+                f"a batch of {self._batch_size} x {self.length} tokens needs as many rows, and "
+                f"{len(self._documents)} documents of {self._documents.lengths.sum()} tokens fill "
+                f"{self.rows_per_epoch}; give more text, or lower the batch size or the sequence "
+                "length"
             )
 
 

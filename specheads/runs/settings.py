@@ -15,12 +15,9 @@ MAX_DEPTH = 20
 RESUMABLE = (
     "name", "run_dir", "tree", "tracker", "evaluation", "evaluate_after", "log_every",
     "checkpoint_every", "validation", "feature_cache", "base.device", "base.compile", "dry_run",
-    "schedule.phases.*.batch_size",
+    "schedule.phases.*.accumulation_steps",
 )  # fmt: skip
-"""What does not decide what training computes, and may change between stop and resume.
-
-That a phase's batches over all processes stay as large, its checkpoints tell.
-"""
+"""What does not decide what training computes, and may change between stop and resume."""
 
 
 class _Loader(yaml.SafeLoader):

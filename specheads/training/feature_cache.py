@@ -91,7 +91,6 @@ def feature_cache(
     settings: Train,
     base: FrozenBase,
     aux_layers: tuple[int, ...],
-    processes: int,
     tell: Callable[[str], object],
 ) -> FeatureCache | None:
     """Return the cache that settings ask for, None without one; it may grow as large as confirmed.
@@ -109,9 +108,7 @@ def feature_cache(
             f"a feature cache keeps what a frozen base says, and phase {joint[0]!r} trains the "
             "base; set feature_cache.gib=0"
         )
-    rows = [
-        (phase.steps * phase.batch_size * processes, _length(phase)) for phase in phases.values()
-    ]
+    rows = [(phase.steps * phase.batch_size, _length(phase)) for phase in phases.values()]
     rows.append((settings.validation.rows, rows[0][1]))
     size = _bytes(rows, base, len(aux_layers))
     folder = writable_folder(wanted.folder)

@@ -28,7 +28,7 @@ def figures(loss: DepthLoss) -> dict[str, Tensor]:
 class PhaseLog:
     """Tells of one phase: a row every few steps, and its line of the display.
 
-    Figures are summed up on the device, and read and averaged over processes once a row.
+    Figures are summed up on the device, and over processes when they are read, once a row.
     """
 
     def __init__(
@@ -37,11 +37,11 @@ class PhaseLog:
         at: Progressed,
         tracker: Tracker | None,
         display: Progress,
-        mean: Callable[[Tensor], Tensor],
+        total: Callable[[Tensor], Tensor],
         every: int,
     ) -> None:
         self.phase, self.at, self.tracker, self.display = phase, at, tracker, display
-        self.mean, self.every, self.held_out = mean, every, ""
+        self.total, self.every, self.held_out = total, every, ""
         self.task = display.add_task(
             phase.name, total=phase.settings.steps, completed=at.step - phase.first, numbers=""
         )
@@ -53,7 +53,7 @@ class PhaseLog:
         tokens: int,
         held_out: Callable[[], Mapping[str, float]] | None = None,
     ) -> None:
-        """Tell of one more step: its figures, and the tokens that all processes read in it.
+        """Tell of one more step: its figures, which are summed over processes, and its tokens.
 
         `held_out` measures on held-out text, in steps after which that is done: they get a row.
         """
@@ -72,7 +72,7 @@ class PhaseLog:
 
     def _write(self, held_out: Callable[[], Mapping[str, float]] | None) -> None:
         """Tell what happened since the last row."""
-        means = self.mean(torch.stack(list(self.sums.values())) / self.steps).tolist()
+        means = self.total(torch.stack(list(self.sums.values())) / self.steps).tolist()
         at = self.at
         row: dict[str, Any] = {"step": at.step, "phase": self.phase.name, "tokens": at.tokens}
         row |= zip(self.sums, means, strict=True)
@@ -86,6 +86,7 @@ class PhaseLog:
         row["learning_rate"] = rates["head"]
         if self.phase.settings.joint:
             row["learning_rate/base"] = rates["base"]
+            row["head_weight"] = self.phase.head_weight(at.step - 1)
         if held_out:
             row |= held_out()
             self.held_out = f"  held out {row['validation/loss']:.3f}"

@@ -4,11 +4,12 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
 from specheads.config import Phase
 from specheads.core.drafter import Features, Head
+from specheads.core.features import document_places
 from specheads.training.losses.depth_loss import LABELS_ONLY, DepthLoss, Targets, depth_loss
 
 
@@ -26,14 +27,18 @@ class Objective(nn.Module):
         scored: Bool[Tensor, "batch time"],
         logits_of: Callable[[Tensor], Tensor],
         phase: Phase,
+        counts: Int[Tensor, " level"] | None = None,
     ) -> DepthLoss:
         """Return the loss of every depth over the labels that `scored` marks.
 
-        With D-PACE those are first labels of whole chains, each drafted from one position.
+        With D-PACE those are first labels of whole chains, each drafted from one position. The
+        means are over as many labels as `counts` says, by `label_counts`; None: over these.
         """
         depth, chains = self.head.depth, phase.weighting == "dpace"
         project = None if phase.loss in LABELS_ONLY else logits_of
-        scored = early_enough(scored, features, depth)
+        if counts is None:
+            counts = label_counts(self.head, tokens, features.documents, scored, phase)
+        scored = early_enough(scored, features.documents, depth)
         drafted = self.head.to_drafted(tokens)
         rows, labels = (scored & (chains | (drafted >= 0))).nonzero(as_tuple=True)
         at = [labels + level if chains else labels for level in range(depth)]
@@ -56,14 +61,43 @@ class Objective(nn.Module):
             decay=phase.decay,
             depth_weights=phase.depth_weights,
             weighting=phase.weighting,
+            rows=counts[:depth],
         )
         # a label that cannot be drafted is a draft that the base will not accept
-        drafted_labels = torch.stack([(target.labels >= 0).sum() for target in targets])
-        return replace(loss, agreement=loss.agreement * drafted_labels / scored.sum().clamp(min=1))
+        share = counts[:depth] / counts[depth].clamp(min=1)
+        return replace(loss, agreement=loss.agreement * share)
+
+
+def label_counts(
+    head: Head,
+    tokens: Int[Tensor, "batch time"],
+    documents: Int[Tensor, "batch time"] | None,
+    scored: Bool[Tensor, "batch time"],
+    phase: Phase,
+) -> Int[Tensor, " level"]:
+    """Return how many labels each depth is to draft, how many there are, and how many of the base.
+
+    They are what the means of a loss are over: the depths' own, their agreement, the base's own.
+    """
+    labels = early_enough(scored, documents, head.depth)
+    drafted = head.to_drafted(tokens) >= 0
+    # a chain is whole: what is rolled round the end begins none
+    ahead = range(head.depth) if phase.weighting == "dpace" else [0] * head.depth
+    of_depths = [(labels & drafted.roll(-places, dims=1)).sum() for places in ahead]
+    return torch.stack([*of_depths, labels.sum(), own_labels(scored, documents).sum()])
 
 
 def early_enough(
-    scored: Bool[Tensor, "batch time"], features: Features, depth: int
+    scored: Bool[Tensor, "batch time"], documents: Int[Tensor, "batch time"] | None, depth: int
 ) -> Bool[Tensor, "batch time"]:
     """Leave out a text's first labels: no position of it is early enough for the deepest head."""
-    return scored & (features.places() > depth)
+    if documents is None:
+        return scored & (torch.arange(scored.shape[1], device=scored.device) > depth)
+    return scored & (document_places(documents) > depth)
+
+
+def own_labels(
+    scored: Bool[Tensor, "batch time"], documents: Int[Tensor, "batch time"] | None
+) -> Bool[Tensor, "batch path"]:
+    """Return at which positions the base's own next token is scored: not where it begins a text."""
+    return scored[:, 1:] if documents is None else scored[:, 1:] & (documents.diff(dim=1) == 0)

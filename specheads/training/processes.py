@@ -1,6 +1,7 @@
 """What several processes of one run do together."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TypeVar
 
@@ -20,6 +21,24 @@ def load_base(settings: Base, accelerator: Accelerator) -> FrozenBase:
     if choices["device"] == "auto":
         choices["device"] = str(accelerator.device)
     return FrozenBase.load(**choices)
+
+
+@contextmanager
+def naming_lost() -> Iterator[None]:
+    """Say in a line that another process of the run ended, where it is missed.
+
+    Over gloo that is seen at once. With NCCL the launcher sees it and ends the others; without one
+    they would wait for NCCL's own timeout, ten minutes.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "by peer" not in str(error):
+            raise
+        raise InputError(
+            "a run needs all its processes, and another one of them ended (it or its machine may "
+            "say why); start them again, and the same command goes on"
+        ) from error
 
 
 def together(act: Callable[[], T]) -> list[T]:

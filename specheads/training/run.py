@@ -24,7 +24,7 @@ from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import Tracker
 from specheads.training import trainer
 from specheads.training.feature_cache import FeatureCache, feature_cache
-from specheads.training.processes import load_base, together
+from specheads.training.processes import load_base, naming_lost, together
 from specheads.training.schedule import adapter_settings, refuse_misfit
 from specheads.training.texts import Texts
 
@@ -49,6 +49,7 @@ class Trained:
     """Whether this process, of several, is the one that writes and announces."""
 
 
+@naming_lost()
 def run(
     settings: Train, config_text: str, base: FrozenBase | None = None, announce: Announce = quiet
 ) -> Trained:
@@ -62,12 +63,12 @@ def run(
     depth = _refuse_unusable(settings)
     if base is None:
         base = load_base(settings.base, accelerator)
-    _refuse_unfit(settings, base, depth)
+    _refuse_unfit(settings, base, depth, accelerator.num_processes)
     texts = Texts(settings, base, made, accelerator, announce)
     torch.manual_seed(settings.seed)
     head, counts = _start(settings, base, texts)
     texts.head = head
-    cache = feature_cache(settings, base, head.aux_layers, accelerator.num_processes, announce)
+    cache = feature_cache(settings, base, head.aux_layers, announce)
     identity: dict[str, Any] = {"base_fingerprint": texts.fingerprint}
     is_main = accelerator.is_main_process
     if is_main:
@@ -148,7 +149,7 @@ def _refuse_unusable(settings: Train) -> int:
     return depth
 
 
-def _refuse_unfit(settings: Train, base: FrozenBase, depth: int) -> None:
+def _refuse_unfit(settings: Train, base: FrozenBase, depth: int, processes: int) -> None:
     """Refuse settings that do not fit the base, before anything is written."""
     if base.tokenizer is None:
         raise InputError(f"training reads text: the base {base.name} needs a tokenizer")
@@ -158,7 +159,7 @@ def _refuse_unfit(settings: Train, base: FrozenBase, depth: int) -> None:
             f"{base.vocab_size}; load the tokenizer the base was trained with"
         )
     for name, phase in settings.schedule.phases.items():
-        refuse_misfit(name, phase, base.max_length, depth)
+        refuse_misfit(name, phase, base.max_length, depth, processes)
     if joint := adapter_settings(settings.schedule):
         lora.targets(base.model, joint.target_modules)
         if settings.evaluate_after:

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from specheads.config import Joint, Phase, Schedule
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.data.packing import TokenBatch
+from specheads.decoding.acceptance.noise import derive
 from specheads.training.losses.depth_loss import whole_chains
 from specheads.training.muon import Muon
 
@@ -32,8 +33,6 @@ class Progressed:
     """Tokens read by the base, over all processes."""
     cursor: dict[str, Any] | None = None
     """Place in the current phase's text, the same for all processes."""
-    batch_rows: int = 0
-    """Rows of a batch over all processes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,36 +60,48 @@ class PlacedPhase:
         share = learning_rate_share(step - self.first, self.settings)
         return {role: share * peak for role, peak in self.peaks.items()}
 
+    def head_weight(self, step: int) -> float:
+        """Return the weight of the head's loss beside the base's own at a step."""
+        assert self.settings.joint
+        return head_weight(self.settings.joint, self.elapsed(step))
+
     def scored(
         self, batch: TokenBatch, depth: int, seed: int | None = None
     ) -> Bool[Tensor, "batch time"]:
         """Return which labels the losses of one step cover, of all that the text counts.
 
-        Without a seed all that could be drawn are covered.
+        What is drawn of a sample follows from the step's seed and its own number. Without a seed
+        all that could be drawn are covered.
         """
         counted = batch.counted
         if self.settings.weighting == "dpace":
             counted = whole_chains(counted, depth, batch.documents)
         if seed is None or self.settings.scored_share == 1.0:
             return counted
-        generator = torch.Generator().manual_seed(seed)
-        drawn = torch.rand(counted.shape, generator=generator)
-        return counted & (drawn < self.settings.scored_share)
+        seeds = [derive(seed, sample) for sample in batch.samples]
+        drawn = [
+            torch.rand(counted.shape[1], generator=torch.Generator().manual_seed(one))
+            for one in seeds
+        ]
+        return counted & (torch.stack(drawn) < self.settings.scored_share)
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one process reads in one step."""
+    """What one process reads at once in one step: its share, or a part of that."""
 
     phase: PlacedPhase
     number: int
     """Step of the run."""
     seed: int
-    """Drawn from number and process, so that a resumed run draws the same."""
+    """Drawn from the run's seed and number."""
     batch: TokenBatch
     """On the base's device."""
     scored: Bool[Tensor, "batch time"]
     """Labels that the losses cover."""
+    counts: Int[Tensor, " level"]
+    """Over how many labels the means are, those of all processes and parts together: see
+    `objective.label_counts`."""
 
 
 def placed(schedule: Schedule) -> list[PlacedPhase]:
@@ -156,13 +167,27 @@ def peak_rates(phase: Phase, schedule: Schedule) -> dict[str, float]:
     return {"head": phase.learning_rate, "hidden": schedule.muon_learning_rate, "base": base}
 
 
+def head_weight(joint: Joint, elapsed: float) -> float:
+    """Return the weight of the head's loss beside the base's own, at this share of a phase.
+
+    Source: arXiv:2401.10774, section 2.3.2, for the sine.
+    """
+    return joint.head_weight * (math.sin(math.pi / 2 * elapsed) if joint.ramp == "sine" else 1.0)
+
+
 def adapter_settings(schedule: Schedule) -> Joint | None:
     """Return the settings of the one adapter that all joint phases train, None without any."""
     return next((phase.joint for phase in schedule.phases.values() if phase.joint), None)
 
 
-def refuse_misfit(name: str, phase: Phase, context: int, depth: int) -> None:
-    """Refuse a phase whose text does not fit the base's context and the head's levels."""
+def refuse_misfit(name: str, phase: Phase, context: int, depth: int, processes: int = 1) -> None:
+    """Refuse a phase whose text does not fit the base's context, the head's levels, or us all."""
+    if phase.batch_size < processes * phase.accumulation_steps:
+        raise InputError(
+            f"phase {name!r} needs a sequence for each process and part of a step, and "
+            f"{processes} processes with accumulation_steps={phase.accumulation_steps} share out "
+            f"batch_size={phase.batch_size}; raise it, or start fewer processes"
+        )
     length = phase.sequence_length
     if phase.distill is not None:
         length = phase.distill.prompt_tokens + phase.distill.new_tokens

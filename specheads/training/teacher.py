@@ -3,13 +3,12 @@
 See docs/joint_training.md. Source: Cai et al. 2024, arXiv:2401.10774, section 2.2.2.
 """
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Shaped
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
@@ -19,14 +18,16 @@ from specheads.base.model import FrozenBase
 from specheads.config import Joint
 from specheads.core.drafter import Features, Head
 from specheads.data.packing import TokenBatch
+from specheads.decoding.acceptance.noise import bits
 from specheads.runs.directory import atomic_folder
 from specheads.training.feature_cache import FeatureCache
 from specheads.training.log import figures
 from specheads.training.losses.depth_loss import DepthLoss
+from specheads.training.objective import own_labels
 from specheads.training.schedule import PlacedPhase, Step
 
-HeadLoss = Callable[[Features, Callable[[Tensor], Tensor]], DepthLoss]
-"""(what the base computed, its hidden states to logits) -> the loss of the head."""
+HeadLoss = Callable[..., DepthLoss]
+"""`Objective.forward`, maybe within what shares out its gradients."""
 
 
 class FrozenTeacher:
@@ -46,8 +47,13 @@ class FrozenTeacher:
 
     def losses(self, step: Step, head_loss: HeadLoss) -> tuple[Tensor, dict[str, Tensor]]:
         """Read the text; return the loss to descend, and what to log."""
-        loss = head_loss(self.read(step.batch), self.logits_of)
+        loss = self.loss_of_head(step, head_loss, self.read(step.batch))
         return loss.total, figures(loss)
+
+    def loss_of_head(self, step: Step, head_loss: HeadLoss, features: Features) -> DepthLoss:
+        """Return the loss of the head on what the base computed."""
+        tokens, settings = step.batch.tokens, step.phase.settings
+        return head_loss(features, tokens, step.scored, self.logits_of, settings, step.counts)
 
     def read(self, batch: TokenBatch) -> Features:
         """Return what the base says of a batch, as it is now and without gradients."""
@@ -104,13 +110,12 @@ class JointTeacher:
         joint = step.phase.settings.joint
         if joint is None:
             return self.frozen.losses(step, head_loss)
-        torch.manual_seed(step.seed)  # of dropout
-        features, own = self.learn(step.batch, step.scored, joint)
+        features, own = self.learn(step.batch, step.scored, joint, step.seed)
+        own = own / step.counts[-1].clamp(min=1)
         self.frozen.begin()
-        loss = head_loss(features, self.frozen.logits_of)
-        weight = head_weight(joint, step.phase.elapsed(step.number))
-        total = own + weight * loss.total
-        values = {"loss": total, "loss/base": own, "head_weight": torch.full_like(own, weight)}
+        loss = self.frozen.loss_of_head(step, head_loss, features)
+        total = own + step.phase.head_weight(step.number) * loss.total
+        values = {"loss": total, "loss/base": own}
         return total, figures(loss) | {name: value.detach() for name, value in values.items()}
 
     @contextmanager
@@ -131,28 +136,31 @@ class JointTeacher:
                 self.adapter.save(place)
 
     def learn(
-        self, batch: TokenBatch, scored: Bool[Tensor, "batch time"], joint: Joint
+        self, batch: TokenBatch, scored: Bool[Tensor, "batch time"], joint: Joint, seed: int = 0
     ) -> tuple[Features, Float[Tensor, ""]]:
-        """Return features with gradients, and the base's own loss in nats a label.
+        """Return features with gradients, and the base's own loss in nats, summed over labels.
 
         The loss is the text's surprise, or the KL divergence to the base without its adapter. It
-        covers the scored labels, of which a text's first token is never one.
+        covers the scored labels, of which a text's first token is never one. Dropout follows from
+        the seed and the numbers of samples and positions.
         """
         tokens, documents = batch.tokens, batch.documents
-        labels = scored[:, 1:]
-        if documents is not None:
-            labels = labels & (documents.diff(dim=1) == 0)
-        rows, places = labels.nonzero(as_tuple=True)
+        samples = torch.arange(batch.samples.start, batch.samples.stop, device=tokens.device)
+        keys = bits(seed, samples[:, None], torch.arange(tokens.shape[1], device=tokens.device))
+        rows, places = own_labels(scored, documents).nonzero(as_tuple=True)
         aims = tokens[rows, places + 1]
         if joint.target == "base":
             # before the forward with gradients: switching off and on touches what they flow to
             with self.as_loaded():
                 aims = self.base.read(tokens, documents=documents).hidden[rows, places]
+        self.adapter.draw_by(keys)
         features = self.base.read(tokens, self.head.aux_layers, documents, gradients=True)
-        return features, chunked_loss(features.hidden[rows, places], aims, self._row_loss)
+        states = features.hidden[rows, places]
+        return features, chunked_loss(self._row_loss, states, aims, keys[rows, places])
 
-    def _row_loss(self, hidden: Tensor, aims: Tensor) -> Tensor:
+    def _row_loss(self, hidden: Tensor, aims: Tensor, keys: Tensor) -> Tensor:
         """Return the summed loss of states that aim at labels, or at the original's states."""
+        self.adapter.draw_by(keys)
         logits = self.base.logits_of(hidden)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if aims.ndim == 1:
@@ -174,26 +182,15 @@ def teacher_of(
     return JointTeacher(base, head, joint, seed) if joint else FrozenTeacher(base, head, cache)
 
 
-def head_weight(joint: Joint, elapsed: float) -> float:
-    """Return the weight of the head's loss beside the base's own, at this share of a phase.
-
-    Source: arXiv:2401.10774, section 2.3.2, for the sine.
-    """
-    return joint.head_weight * (math.sin(math.pi / 2 * elapsed) if joint.ramp == "sine" else 1.0)
-
-
 def chunked_loss(
-    hidden: Float[Tensor, "row width"],
-    aims: Tensor,
-    row_loss: Callable[[Tensor, Tensor], Tensor],
-    chunk_rows: int = 512,
+    row_loss: Callable[..., Tensor], *columns: Shaped[Tensor, "row ..."], chunk_rows: int = 512
 ) -> Float[Tensor, ""]:
-    """Return the mean over rows of a loss that sums over the rows it is given.
+    """Return the sum over rows of a loss that sums over the rows of the columns it is given.
 
     A chunk's logits are made anew for its gradients, so that no more than one chunk's are ever
     held. Unlike `losses.depth_loss` this keeps no gradient of a whole projection matrix: the
     base's own is frozen.
     """
-    chunks = zip(hidden.split(chunk_rows), aims.split(chunk_rows), strict=True)
-    sums = [checkpoint(row_loss, rows, goals, use_reentrant=False) for rows, goals in chunks]
-    return torch.stack(sums).sum() / max(len(hidden), 1)
+    chunks = zip(*(column.split(chunk_rows) for column in columns), strict=True)
+    sums = [checkpoint(row_loss, *chunk, use_reentrant=False) for chunk in chunks]
+    return torch.stack(sums).sum()

@@ -15,7 +15,7 @@ from specheads.config import Distill, Phase, Train, Validation
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.data.documents import Documents
-from specheads.data.packing import PackedText, Text
+from specheads.data.packing import PackedText, Text, share
 from specheads.data.tokenise import UnansweredError, tokenised
 from specheads.runs.directory import RunDirectory
 from specheads.runs.progress import progress
@@ -109,7 +109,7 @@ class Texts:
         """Return rows of the corpus's validation split, this process's share of them.
 
         They are packed by best fit, as long as the first corpus phase's (or else as what the base
-        writes) and as many in a batch.
+        writes), and at most as many are read at once.
         """
         if not settings.rows:
             return None
@@ -131,8 +131,9 @@ class Texts:
                 self.announce(f"no validation: {error}")
             return None
         rows = range(min(settings.rows, text.rows_per_epoch))
-        mine = rows[self.share["rank"] :: self.share["world_size"]]
-        size = first.batch_size
+        rank, world_size = self.share.values()
+        mine = share(rows, rank, world_size)
+        size = max(1, first.batch_size // (world_size * first.accumulation_steps))
         batches = [text.batch(mine[at : at + size]) for at in range(0, len(mine), size)]
         return HeldOut(batches, settings.every)
 

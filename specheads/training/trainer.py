@@ -4,7 +4,7 @@ import signal
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -17,9 +17,10 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from specheads.base.model import FrozenBase
 from specheads.config import Phase, Schedule
-from specheads.core.drafter import Features, Head
+from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.data.packing import Text, TokenBatch
+from specheads.decoding.acceptance.noise import derive
 from specheads.runs import checkpoint
 from specheads.runs.directory import RunDirectory, atomic_folder
 from specheads.runs.progress import progress
@@ -27,8 +28,7 @@ from specheads.runs.trackers import Tracker
 from specheads.training import schedule as schedules
 from specheads.training.feature_cache import FeatureCache
 from specheads.training.log import PhaseLog
-from specheads.training.losses.depth_loss import DepthLoss
-from specheads.training.objective import Objective
+from specheads.training.objective import Objective, label_counts
 from specheads.training.prefetch import prefetched
 from specheads.training.schedule import PlacedPhase, Progressed, Step
 from specheads.training.teacher import Teacher, teacher_of
@@ -77,7 +77,7 @@ def train(
                 # what the base writes for a phase, it writes as it was loaded
                 with teacher.as_loaded():
                     text = open_text(phase.settings, display, trainer.halt)
-                log = PhaseLog(phase, trainer.at, tracker, display, trainer.mean, log_every)
+                log = PhaseLog(phase, trainer.at, tracker, display, trainer.total, log_every)
                 trainer.run_phase(phase, text, log, checkpoint_every, held_out)
     finally:
         teacher.leave()
@@ -117,15 +117,13 @@ class _Trainer:
         held_out: HeldOut | None,
     ) -> None:
         """Train from wherever the phase stands to its end."""
-        self._refuse_other_batch(phase)
         self.teacher.begin(phase)
         with closing(prefetched(self._batches(text))) as batches:
             for batch, cursor in batches:
                 values, self.at.cursor = self._step(batch, phase), cursor
-                tokens = batch.tokens.numel() * self.accelerator.num_processes
+                tokens = phase.settings.batch_size * batch.tokens.shape[1]
                 self.at.step += 1
                 self.at.tokens += tokens
-                self.at.batch_rows = self._batch_rows(phase)
                 log.step(values, tokens, self._due(held_out, phase))
                 if self.at.step == phase.end:
                     break
@@ -149,7 +147,7 @@ class _Trainer:
         """Return what measures on held-out text, where it is time for that."""
         if held_out is None or not held_out.due(self.at.step, phase):
             return None
-        return partial(validate, held_out, self.teacher, self.objective, phase, self.mean)
+        return partial(validate, held_out, self.teacher, self.objective, phase, self.total)
 
     def _batches(self, text: Text) -> Iterator[tuple[TokenBatch, dict[str, Any]]]:
         """Yield what follows in a text, where a GPU can fetch it from while it computes."""
@@ -157,22 +155,44 @@ class _Trainer:
             yield batch.pinned() if self.teacher.base.device.type == "cuda" else batch, cursor
 
     def _step(self, batch: TokenBatch, phase: PlacedPhase) -> dict[str, Tensor]:
-        """Make one optimizer step; return what is logged of it."""
-        rank, device = self.accelerator.process_index, self.teacher.base.device
-        seed = (self.seed * 1_009 + rank) * 10_000_019 + self.at.step
-        scored = phase.scored(batch, self.head.depth, seed)
-        step = Step(phase, self.at.step, seed, batch.to(device), scored.to(device))
+        """Make one optimizer step; return what is logged of it, as far as it is read here."""
+        values: dict[str, Tensor] = {}
+        steps = self._parts(batch, phase)
+        for step in steps:
+            torch.manual_seed(derive(step.seed, step.batch.first_sample))  # of dropout in heads
+            # gradients are shared out once, with those of the last part
+            last = step is steps[-1]
+            with nullcontext() if last else self.accelerator.no_sync(self.objective):
+                loss, found = self.teacher.losses(step, self.objective)
+                # accelerate takes the mean over processes, and these are parts of one sum
+                self.accelerator.backward(loss * self.accelerator.num_processes)
+            for name, value in found.items():
+                values[name] = values[name] + value if name in values else value
+        self._update(phase)
+        return values
 
-        def head_loss(features: Features, logits_of: Callable[[Tensor], Tensor]) -> DepthLoss:
-            tokens, settings = step.batch.tokens, phase.settings
-            return self.objective(features, tokens, step.scored, logits_of, settings)
+    def _parts(self, batch: TokenBatch, phase: PlacedPhase) -> list[Step]:
+        """Return what this process reads of a step's batch, part by part."""
+        number, depth, device = self.at.step, self.head.depth, self.teacher.base.device
+        seed = derive(self.seed, number)
+        parts = [
+            (part.to(device), phase.scored(part, depth, seed).to(device))
+            for part in batch.parts(phase.settings.accumulation_steps)
+        ]
+        counts = [
+            label_counts(self.head, part.tokens, part.documents, scored, phase.settings)
+            for part, scored in parts
+        ]
+        counts = self.total(torch.stack(counts).sum(0))
+        return [Step(phase, number, seed, part, scored, counts) for part, scored in parts]
 
-        total, values = self.teacher.losses(step, head_loss)
-        self.accelerator.backward(total)
+    def _update(self, phase: PlacedPhase) -> None:
+        """Have the optimizers take the gradients at hand."""
         learned = self.teacher.parameters
         # those of the head accelerate averages itself
         if gradients := [value.grad for value in learned if value.grad is not None]:
-            vector_to_parameters(self.mean(parameters_to_vector(gradients)), gradients)
+            mean = self.total(parameters_to_vector(gradients)) / self.accelerator.num_processes
+            vector_to_parameters(mean, gradients)
         self.accelerator.clip_grad_norm_([*self.head.parameters(), *learned], self.clip_norm)
         rates = phase.rates(self.at.step)
         for optimizer in self.optimizers:
@@ -180,21 +200,17 @@ class _Trainer:
                 group["lr"] = rates[group["role"]]
             optimizer.step()
             optimizer.zero_grad()
-        return values
 
-    def mean(self, values: Tensor) -> Tensor:
-        """Return the mean of a tensor over all processes."""
-        mean = self.accelerator.reduce(values, reduction="mean")
-        assert isinstance(mean, Tensor)
-        return mean
+    def total(self, values: Tensor) -> Tensor:
+        """Return the sum of a tensor over all processes."""
+        total = self.accelerator.reduce(values, reduction="sum")
+        assert isinstance(total, Tensor)
+        return total
 
     def save(self) -> None:
         """Write a checkpoint on the main process; every process waits for it."""
         if self.accelerator.is_main_process:
-            optimizer = {
-                "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-                "random": torch.get_rng_state(),
-            }
+            optimizer = {"optimizers": [one.state_dict() for one in self.optimizers]}
             learned = self.teacher.weights()
             held = checkpoint.Checkpoint(
                 asdict(self.at), self.head.state_dict(), optimizer, learned
@@ -225,25 +241,11 @@ class _Trainer:
                 "version, at a place of its own in each process; finish it with that version, or "
                 f"remove {self.run.checkpoints} to train anew"
             )
-        self.at = Progressed(**state)
+        self.at = Progressed(state["step"], state["tokens"], state["cursor"])
         self.head.load_state_dict(weights)
         self.teacher.load(adapter)
         for optimizer, values in zip(self.optimizers, saved["optimizers"], strict=True):
             optimizer.load_state_dict(values)
-        torch.set_rng_state(saved["random"])
-
-    def _batch_rows(self, phase: PlacedPhase) -> int:
-        return phase.settings.batch_size * self.accelerator.num_processes
-
-    def _refuse_other_batch(self, phase: PlacedPhase) -> None:
-        """Refuse to go on in a phase with other batches than it began with."""
-        now = self._batch_rows(phase)
-        if self.at.cursor is not None and self.at.batch_rows != now:
-            raise InputError(
-                f"a phase goes on with batches of as many rows over all processes: "
-                f"{self.at.batch_rows} then, {now} now; set "
-                f"schedule.phases.{phase.name}.batch_size or launch other processes"
-            )
 
     @contextmanager
     def on_interrupt(self) -> Iterator[None]:
@@ -277,4 +279,4 @@ class _Trainer:
         if self.accelerator.num_processes == 1:
             return self.stop
         asked = torch.tensor(float(self.stop), device=self.accelerator.device)
-        return bool(self.mean(asked) > 0)
+        return bool(self.total(asked) > 0)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from specheads.data.packing import TokenBatch
 from specheads.training.losses.depth_loss import DepthLoss
-from specheads.training.objective import early_enough
+from specheads.training.objective import label_counts
 from specheads.training.schedule import PlacedPhase
 from specheads.training.teacher import Teacher
 
@@ -34,25 +34,27 @@ def validate(
     teacher: Teacher,
     objective: Callable[..., DepthLoss],
     phase: PlacedPhase,
-    mean: Callable[[Tensor], Tensor],
+    total: Callable[[Tensor], Tensor],
 ) -> dict[str, float]:
     """Return the phase's loss and the agreement of each depth, under the names of metrics.jsonl.
 
     All labels that could be drafted are scored, and weigh alike whatever batch and process they
-    are in. Nothing is drawn, so that training goes on as if nothing had been measured. `mean` is
-    over processes, and every one of them calls it once.
+    are in. Nothing is drawn, so that training goes on as if nothing had been measured. `total` sums
+    over processes, and every one of them calls it twice, whatever its share.
     """
-    depth, device = teacher.head.depth, teacher.base.device
-    sums = torch.zeros(2 * depth + 2, device=device)
+    depth, settings, device = teacher.head.depth, phase.settings, teacher.base.device
+    batches = [batch.to(device) for batch in held_out.batches]
+    scored = [phase.scored(batch, depth) for batch in batches]
+    counts = torch.zeros(depth + 2, dtype=torch.long, device=device)
+    for batch, labels in zip(batches, scored, strict=True):
+        counts += label_counts(teacher.head, batch.tokens, batch.documents, labels, settings)
+    precision = torch.promote_types(teacher.base.dtype, torch.float32)
+    counts, sums = total(counts), torch.zeros(2 * depth + 1, dtype=precision, device=device)
     with teacher.at_rest() as frozen:
-        for batch in (one.to(device) for one in held_out.batches):
-            features = frozen.read(batch)
-            scored = early_enough(phase.scored(batch, depth), features, depth)
-            loss = objective(features, batch.tokens, scored, frozen.logits_of, phase.settings)
-            one = scored.sum()[None].to(sums)
-            values = torch.cat([loss.total[None], loss.by_depth, loss.agreement]).to(sums)
-            sums += torch.cat([values * one, one])
-    *found, labels = mean(sums).tolist()
-    values = [value / labels if labels else math.nan for value in found]
+        for batch, labels in zip(batches, scored, strict=True):
+            seen = frozen.read(batch), batch.tokens, labels
+            loss = objective(*seen, frozen.logits_of, settings, counts)
+            sums += torch.cat([loss.total[None], loss.by_depth, loss.agreement])
+    values = total(sums).where(counts[depth] > 0, math.nan).tolist()
     names = [f"{what}/depth_{level}" for what in ("loss", "accept") for level in range(depth)]
     return dict(zip([f"validation/{name}" for name in ("loss", *names)], values, strict=True))

@@ -177,18 +177,18 @@ def test_a_row_as_long_as_the_longest_document_is_what_zero_asks_for():
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_ranks_share_out_the_batches_that_one_process_reads(packing: str, world_size: int):
-    size = 4 // world_size
     alone = pack(packing, batch_size=4).batches()
     ranks = [
-        pack(packing, batch_size=size, rank=rank, world_size=world_size).batches()
+        pack(packing, batch_size=4, rank=rank, world_size=world_size).batches()
         for rank in range(world_size)
     ]
     for _ in range(9):
         (whole, cursor), parts = next(alone), [next(rank) for rank in ranks]
         assert torch.equal(whole.tokens, torch.cat([part.tokens for part, _ in parts]))
         assert torch.equal(whole.counted, torch.cat([part.counted for part, _ in parts]))
+        assert [number for part, _ in parts for number in part.samples] == [*whole.samples]
         assert [place for _, place in parts] == [cursor] * world_size
 
 
@@ -201,10 +201,11 @@ def test_a_cursor_that_went_through_json_goes_on_to_the_bit_with_any_number_of_r
     cursor = json.loads(json.dumps(whole[stop - 1][1]))
     assert cursor == {"sample": 4 * stop}
     for world_size in (1, 2):
-        rank = pack(packing, batch_size=4 // world_size, world_size=world_size)
+        rank = pack(packing, batch_size=4, world_size=world_size)
         rest = itertools.islice(rank.batches(cursor), 25 - stop)
         for (batch, place), (wanted, wanted_place) in zip(rest, whole[stop:], strict=True):
             assert torch.equal(batch.tokens, wanted.tokens[: 4 // world_size])
+            assert batch.first_sample == wanted.first_sample
             assert place == wanted_place
 
 
@@ -234,11 +235,17 @@ def test_a_packing_that_is_none_is_refused():
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
-def test_too_little_text_for_one_batch_on_every_process_says_how_little(packing: str):
-    told = (
-        "a batch of 2 x 16 tokens on each of 3 processes needs 6 rows, and 2 documents of 20 tokens"
-    )
+def test_too_little_text_for_one_batch_says_how_little(packing: str):
+    told = "a batch of 6 x 16 tokens needs as many rows, and 2 documents of 20 tokens fill"
     with pytest.raises(InputError, match=re.escape(told)):
-        pack(packing, [12, 8], world_size=3)
-    with pytest.raises(InputError, match="needs 2 rows, and 0 documents of 0 tokens fill 0"):
+        pack(packing, [12, 8], batch_size=6)
+    with pytest.raises(InputError, match="needs as many rows, and 0 documents of 0 tokens fill 0"):
         pack(packing, [])
+
+
+def test_a_batch_falls_into_nearly_equal_parts_that_know_their_samples():
+    whole = pack("best_fit").batch(range(7, 12))
+    parts = list(whole.parts(3))
+    assert [list(part.samples) for part in parts] == [[7], [8, 9], [10, 11]]
+    for name in ("tokens", "counted", "documents"):
+        assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(whole, name))

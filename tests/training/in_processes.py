@@ -1,78 +1,164 @@
-"""Trains a tiny head in as many processes as torchrun starts; run by test_processes.py.
+"""Trains a tiny head in several processes: forked by tests, or started by torchrun as a module.
 
-Arguments: a folder, rows of a batch over all processes, and what happens: `fail-RANK` (the third
-batch cannot be made), `stop-RANK` (a signal in the third step, that the others do not get) or, with
-`train`, nothing.
+Arguments of the module: a folder, and what happens: `fail-RANK` (the third batch cannot be made),
+`stop-RANK` and `kill-RANK` (SIGTERM or SIGKILL in the third step, which the others do not get) or,
+with `train`, nothing.
 """
 
+import multiprocessing
 import os
 import signal
+import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 
 from specheads.config import Phase, Schedule
-from specheads.data.packing import TokenBatch
+from specheads.data.documents import Documents
+from specheads.data.packing import PackedText, Text, TokenBatch, share
 from specheads.heads.load import build_for
 from specheads.runs.directory import RunDirectory
+from specheads.runs.trackers import Tracker
 from specheads.training import trainer
+from specheads.training.validation import HeldOut
 from tests import tiny
+from tests.packed import counted_in, texts
+
+FORK = multiprocessing.get_context("fork")
 
 
-class Shares:
-    """Text of which each process reads its own rows."""
+class StopError(Exception):
+    """Ends a process as a power cut would."""
 
-    def __init__(self, rows: int, rank: int, world_size: int, what: str) -> None:
-        self.rows, self.share = rows, slice(rank * rows // world_size, None)
-        self.count = rows // world_size
-        self.what = what.removesuffix(f"-{rank}")
+
+def documents() -> Documents:
+    """Return documents of uneven lengths, of which parts count."""
+    found = texts(lengths=(9, 22, 6, 15, 12, 7, 31, 18, 5, 26) * 4)
+    return Documents(
+        pa.table(
+            {
+                "tokens": pa.array([text.tolist() for text in found], pa.list_(pa.int32())),
+                "counted": pa.array(
+                    [counted_in(text).int().tolist() for text in found], pa.list_(pa.uint8())
+                ),
+            }
+        )
+    )
+
+
+def train(
+    folder: Path,
+    kind: str = "mlp_speculator",
+    *,
+    drafted: int = 0,
+    held_out: int = 0,
+    cut: Callable[[Text], Text] = lambda text: text,
+    schedule: dict[str, Any] | None = None,
+    choices: dict[str, Any] | None = None,
+    **settings: Any,
+) -> None:
+    """Train a head in float64, telling of each step; `cut` changes what a process reads."""
+    accelerator = Accelerator(cpu=True)
+    base = tiny.base("llama")
+    torch.manual_seed(0)
+    made = {"kind": kind, "depth": 2, "draft_tokens": drafted}
+    head = build_for(made, base, torch.arange(tiny.VOCAB)).double()
+    usual = {"steps": 6, "batch_size": 6, "learning_rate": 1e-2, "scored_share": 0.6}
+    phase = Phase(text="corpus", sequence_length=40, **usual | settings)
+    rank, world_size = accelerator.process_index, accelerator.num_processes
+    sizes = {"sequence_length": 40, "batch_size": phase.batch_size}
+    text = PackedText(documents(), **sizes, rank=rank, world_size=world_size)
+    mine = share(range(held_out), rank, world_size)
+    rows = [text.batch(mine[at : at + 2]) for at in range(0, len(mine), 2)]
+    run = RunDirectory(folder)
+    tracker = Tracker(run.metrics, kind="jsonl", project="", name="")
+    trainer.train(
+        base,
+        head,
+        Schedule(phases={"corpus": phase}, **schedule or {}),
+        lambda *_: cut(text),
+        run,
+        tracker if accelerator.is_main_process else None,
+        accelerator,
+        log_every=1,
+        held_out=HeldOut(rows, every=2) if held_out else None,
+        **choices or {},
+    )
+    torch.save(head.state_dict(), folder / f"head-{accelerator.process_index}.pt")
+
+
+def forked(count: int, act: Callable[..., None], *arguments: Any) -> list[int | None]:
+    """Act in so many processes of one run; return how each ended."""
+    tiny.base("llama")  # made once, and not in each
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = [
+        FORK.Process(target=_act_as, args=(rank, count, port, act, arguments))
+        for rank in range(count)
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    return [process.exitcode for process in ranks]
+
+
+def _act_as(rank: int, count: int, port: int, act: Callable[..., None], arguments: Any) -> None:
+    if count > 1:
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        os.environ |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    # what the tests before made of it in this process
+    AcceleratorState._reset_state(reset_partial_state=True)
+    torch.set_num_threads(1)
+    act(*arguments)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+class Failing:
+    """Text whose third batch cannot be made."""
+
+    def __init__(self, text: Text) -> None:
+        self.text = text
 
     def batches(
         self, cursor: dict[str, Any] | None = None
     ) -> Iterator[tuple[TokenBatch, dict[str, Any]]]:
-        number = cursor["number"] if cursor else 0
-        while True:
-            if number == 2 and self.what == "fail":
+        for number, batch in enumerate(self.text.batches(cursor)):
+            if number == 2:
                 raise ValueError("text is at its end")
-            places = torch.arange(self.rows * 16).view(self.rows, 16) * 7 + 3 * number
-            tokens = (places % 59)[self.share][: self.count]
-            number += 1
-            yield TokenBatch(tokens, torch.ones_like(tokens, dtype=torch.bool)), {"number": number}
+            yield batch
 
 
-def stop_in_the_third_step() -> None:
-    """Have this process signalled as by a scheduler, at a moment that prefetching cannot move."""
+def at_step(number: int, act: Callable[[], object]) -> None:
+    """Have this process act before a step, a moment that prefetching cannot move."""
     whole: Any = trainer._Trainer
     step = whole._step
 
-    def stopped(self: Any, *arguments: Any) -> Any:
-        if self.at.step == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
+    def acting(self: Any, *arguments: Any) -> Any:
+        if self.at.step == number:
+            act()
         return step(self, *arguments)
 
-    whole._step = stopped
+    whole._step = acting
 
 
-def main(folder: Path, rows: int, what: str) -> None:
-    accelerator = Accelerator(cpu=True)
-    rank, world_size = accelerator.process_index, accelerator.num_processes
-    base = tiny.base("llama", dtype=torch.float32)
-    torch.manual_seed(0)
-    head = build_for({"kind": "mlp_speculator", "depth": 2}, base)
-    text = Shares(rows, rank, world_size, what)
-    if what == f"stop-{rank}":
-        stop_in_the_third_step()
-    settings = {"text": "corpus", "batch_size": rows // world_size, "sequence_length": 16}
-    phase = Phase(**settings, steps=6, learning_rate=1e-2)
-    schedule = Schedule(phases={"corpus": phase})
-    run = RunDirectory(folder)
-    trainer.train(base, head, schedule, lambda *_: text, run, None, accelerator)
-    torch.save(head.state_dict(), folder / f"head-{rank}.pt")
+def main(folder: Path, what: str) -> None:
+    rank = os.environ.get("RANK", "0")
+    for word, number in (("stop", signal.SIGTERM), ("kill", signal.SIGKILL)):
+        if what == f"{word}-{rank}":
+            at_step(2, partial(os.kill, os.getpid(), number))
+    train(folder, cut=Failing if what == f"fail-{rank}" else lambda text: text)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    main(Path(sys.argv[1]), sys.argv[2])

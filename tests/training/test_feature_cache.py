@@ -111,7 +111,7 @@ def test_a_size_that_was_not_confirmed_is_refused_with_the_size(tmp_path: Path):
     #  (1000 steps x 2 rows x 2 processes + 16 rows held out) x 128 x (1 + 3) x 32 x 4 bytes
     size = (1000 * 2 * 2 + 16) * 128 * 4 * 32 * 4 / 2**30
     assert f"{size:.2f}" == "0.25"
-    arguments = BASE, (1, 2, 3), 2, print
+    arguments = BASE, (1, 2, 3), print
     with pytest.raises(InputError, match=r"takes up to 0\.25 GiB, and feature_cache\.gib=0\.1;"):
         feature_cache(settings(tmp_path, 0.1), *arguments)
     assert feature_cache(settings(tmp_path, 0.25), *arguments) is not None
@@ -123,9 +123,9 @@ def test_a_disk_without_room_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
     full = shutil.disk_usage(tmp_path)._replace(free=2**20)
     monkeypatch.setattr(module.shutil, "disk_usage", lambda _: full)
     with pytest.raises(InputError, match=r"up to 0\.25 GiB, and .* has 0\.00 free; set another"):
-        feature_cache(settings(tmp_path / "new", 1.0), BASE, (1, 2, 3), 2, print)
+        feature_cache(settings(tmp_path / "new", 1.0), BASE, (1, 2, 3), print)
 
 
 def test_a_base_that_learns_is_not_cached(tmp_path: Path):
     with pytest.raises(InputError, match="phase 'corpus' trains the base; set feature_cache"):
-        feature_cache(settings(tmp_path, 9.0, joint=Joint()), BASE, (), 1, print)
+        feature_cache(settings(tmp_path, 9.0, joint=Joint()), BASE, (), print)

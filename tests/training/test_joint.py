@@ -30,10 +30,11 @@ from specheads.runs.trackers import Tracker, read_metrics
 from specheads.training import trainer
 from specheads.training.schedule import (
     adapter_settings,
+    head_weight,
     optimizers,
     peak_rates,
 )
-from specheads.training.teacher import JointTeacher, chunked_loss, head_weight
+from specheads.training.teacher import JointTeacher, chunked_loss
 from tests import tiny
 
 TEXT = torch.arange(24).view(2, 12) % 7
@@ -359,10 +360,10 @@ def test_the_base_s_own_loss_is_that_of_all_its_logits_at_once(architecture: str
         randomise(adapter)
         adapter.learn(True)
         logits = base.model(input_ids=TEXT, use_cache=False).logits[:, :-1][scored[:, 1:]]
-        whole = F.cross_entropy(logits, TEXT[:, 1:][scored[:, 1:]])
+        whole = F.cross_entropy(logits, TEXT[:, 1:][scored[:, 1:]], reduction="sum")
         if target == "base":
             ours, theirs = logits.log_softmax(-1), original.log_softmax(-1)
-            whole = (theirs.exp() * (theirs - ours)).sum(-1).mean()
+            whole = (theirs.exp() * (theirs - ours)).sum()
         loss = teacher.learn(everything(TEXT), scored, joint(target=target))[1]
         torch.testing.assert_close(loss, whole, rtol=1e-12, atol=1e-12)
         wanted = torch.autograd.grad(whole, adapter.parameters)
@@ -380,8 +381,8 @@ def test_chunks_change_neither_the_loss_nor_its_gradient(chunk_rows: int):
         assert len(rows) <= chunk_rows
         return F.cross_entropy(rows, goals, reduction="sum")
 
-    loss = chunked_loss(hidden, aims, row_loss, chunk_rows)
-    whole = F.cross_entropy(hidden, aims)
+    loss = chunked_loss(row_loss, hidden, aims, chunk_rows=chunk_rows)
+    whole = F.cross_entropy(hidden, aims, reduction="sum")
     torch.testing.assert_close(loss, whole, rtol=1e-13, atol=1e-13)
     gradients = [torch.autograd.grad(value, hidden)[0] for value in (loss, whole)]
     torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-13)

@@ -227,11 +227,12 @@ def test_muon_takes_hidden_matrices_and_adamw_the_rest(draft_tokens: int):
         ({"sequence_length": 999}, "context holds 128"),
         ({"sequence_length": 3}, "at least 4 tokens to train 2 depths, got 3"),
         ({"depth_weights": [1.0]}, "each of the head's 2 depths, got 1"),
+        ({"accumulation_steps": 2}, "2 processes with accumulation_steps=2 share out batch_size=2"),
     ],
 )
 def test_a_phase_that_does_not_fit_base_or_head_is_refused_at_once(changes: dict, message: str):
     with pytest.raises(InputError, match=message):
-        refuse_misfit("corpus", phase(**changes), context=128, depth=2)
+        refuse_misfit("corpus", phase(**changes), context=128, depth=2, processes=2)
 
 
 def test_a_label_that_cannot_be_drafted_is_not_trained_on_and_counts_as_not_accepted():
@@ -296,27 +297,6 @@ def test_a_place_in_the_text_of_an_earlier_version_is_refused(tmp_path: Path):
     with pytest.raises(InputError, match=r"stopped by an earlier version.*train anew") as told:
         run_training(tmp_path, Schedule(phases={"corpus": phase(steps=9)}))
     assert "\n" not in str(told.value)
-
-
-def test_a_phase_goes_on_with_batches_as_large_as_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    step = trainer._Trainer._step
-
-    def crash(self, *arguments):
-        if self.at.step == 4:
-            raise StopError
-        return step(self, *arguments)
-
-    monkeypatch.setattr(trainer._Trainer, "_step", crash)
-    with pytest.raises(StopError):
-        run_training(tmp_path, Schedule(phases={"corpus": phase()}), checkpoint_every=2)
-    monkeypatch.undo()
-    with pytest.raises(
-        InputError, match=r"2 then, 4 now; set schedule\.phases\.corpus\.batch_size"
-    ):
-        run_training(tmp_path, Schedule(phases={"corpus": phase(batch_size=4)}))
-    run_training(tmp_path, Schedule(phases={"corpus": phase()}))
 
 
 def test_what_a_process_is_refused_for_keeps_what_stands_below_its_line():

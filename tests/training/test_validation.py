@@ -59,27 +59,6 @@ def test_rows_weigh_alike_however_they_are_batched_and_packed(weighting: str):
     assert measured([packed(documents)], settings) == whole
 
 
-def test_a_share_of_two_processes_and_none_of_a_third_make_up_the_whole():
-    documents = texts()
-    whole = measured([packed(documents)], phase())
-    first, second = split(packed(documents), 1)
-    sums: list[torch.Tensor] = []
-    base = tiny.base()
-    torch.manual_seed(1)
-    head = build_for({"kind": "eagle3", "depth": DEPTH}, base).double()
-    teacher = FrozenTeacher(base, head)
-    (place,) = placed(Schedule(phases={"corpus": phase()}))
-    teacher.begin()
-    for share in ([first], [second], []):
-
-        def keep(values: torch.Tensor) -> torch.Tensor:
-            sums.append(values)
-            return torch.stack(sums).mean(0)
-
-        found = validate(HeldOut(share, 0), teacher, Objective(head), place, keep)
-    assert found == pytest.approx(whole, rel=1e-5)
-
-
 def held_out() -> HeldOut:
     return HeldOut(split(packed(texts()), 1), every=2)
 

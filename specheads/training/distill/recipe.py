@@ -17,12 +17,13 @@ from specheads.training.distill.prompts import identity_of, prompts_of
 from specheads.training.distill.report import Report
 from specheads.training.distill.run import Job
 from specheads.training.distill.together import write_together
-from specheads.training.processes import load_base
+from specheads.training.processes import load_base, naming_lost
 
 ELSEWHERE = ("vllm", "openai")
 """Engines with weights of their own: here the base only says what it is."""
 
 
+@naming_lost()
 def write_recipe(
     settings: Distill, base: FrozenBase | None = None, head: Head | None = None
 ) -> Report | None:

@@ -70,6 +70,7 @@ def depth_loss(
     decay: float = 1.0,
     depth_weights: Sequence[float] = (),
     weighting: str = "geometric",
+    rows: Int[Tensor, " depth"] | None = None,
     chunk_rows: int | None = None,
 ) -> DepthLoss:
     """Return the loss of the states of every depth, without ever holding all their logits.
@@ -78,23 +79,26 @@ def depth_loss(
     of each depth; tied depths repeat them. Targets are shared by all depths or one for each.
     `depth_weights` stand in place of decay, the weight of each depth relative to the one before it.
     dpace multiplies by `dpace_weights`; row r of every depth must then be drafted from the same
-    position, so that the depths have targets of their own. `chunk_rows` are the rows whose logits
-    are held at once; None fits them to the device.
+    position, so that the depths have targets of their own. The means of each depth are over
+    `rows`, where these are a part of more; None: those there are. `chunk_rows` are the rows whose
+    logits are held at once; None fits them to the device.
     """
     depth = len(states)
     each = [targets] * depth if isinstance(targets, Targets) else list(targets)
     check_choices(kind, weighting)
     _check(kind, depth_weights, each, depth)
     weights = list(depth_weights) or [decay**level for level in range(depth)]
+    if rows is None:
+        rows = torch.stack([(target.labels >= 0).sum() for target in each])
     if weighting == "geometric" and liger.fits(kind, states, projections):
-        return _by_liger(states, projections, each, weights)
+        return _by_liger(states, projections, each, weights, rows)
     weight = projections[0][0]
     chunk_rows, block_rows = (
-        rows or max(1, logits.get(weight.device.type, 2**26) // len(weight))
-        for rows, logits in ((chunk_rows, CHUNK_LOGITS), (None, BLOCK_LOGITS))
+        given or max(1, logits.get(weight.device.type, 2**26) // len(weight))
+        for given, logits in ((chunk_rows, CHUNK_LOGITS), (None, BLOCK_LOGITS))
     )
     learns = torch.is_grad_enabled()
-    plan = _Plan(kind, each, weights, weighting == "dpace", chunk_rows, block_rows, learns)
+    plan = _Plan(kind, each, weights, rows, weighting == "dpace", chunk_rows, block_rows, learns)
     flat = [tensor for pair in projections for tensor in pair]
     total, by_depth, agreement = _FusedDepthLoss.apply(plan, depth, *states, *flat)
     return DepthLoss(total, by_depth, agreement)
@@ -156,10 +160,11 @@ def _by_liger(
     projections: Sequence[tuple[Tensor, Tensor | None]],
     targets: Sequence[Targets],
     weights: Sequence[float],
+    rows: Int[Tensor, " depth"],
 ) -> DepthLoss:
     found = [
-        liger.cross_entropy(state, *projection, target.labels)
-        for state, projection, target in zip(states, projections, targets, strict=True)
+        liger.cross_entropy(state, *projection, target.labels, count)
+        for state, projection, target, count in zip(states, projections, targets, rows, strict=True)
     ]
     by_depth = torch.stack([loss for loss, _ in found])
     total = (by_depth * by_depth.new_tensor(weights)).sum()
@@ -171,6 +176,7 @@ class _Plan:
     kind: str
     targets: list[Targets]
     weights: list[float]
+    rows: Int[Tensor, " depth"]
     dpace: bool
     chunk_rows: int
     block_rows: int
@@ -245,8 +251,7 @@ class _Scores:
         precision = gradients.precision
         self.by_depth = gradients.states[0].new_zeros(len(plan.targets), dtype=precision)
         self.agreement, self.total = torch.zeros_like(self.by_depth), self.by_depth.new_zeros(())
-        num_rows = [(target.labels >= 0).sum().clamp(min=1) for target in plan.targets]
-        self.shares = [1.0 / rows.to(precision) for rows in num_rows]
+        self.shares = list(1.0 / plan.rows.clamp(min=1).to(precision))
 
     def add(self, level: int, rows: slice, base_rows: list[BaseRows]) -> None:
         """Turn one depth's logits of a chunk into slopes, and keep them until they are weighted."""

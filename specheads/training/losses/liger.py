@@ -41,13 +41,14 @@ def cross_entropy(
     weight: Float[Tensor, "vocab width"],
     bias: Float[Tensor, " vocab"] | None,
     labels: Int[Tensor, " row"],
+    rows: Int[Tensor, ""],
 ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
     """Return the mean surprise in nats, and the share of rows whose likeliest token is the label.
 
-    A label of -1 leaves its row out.
+    Both are over so many `rows`, of which these may be some. A label of -1 leaves its row out.
     """
     ops: Any = import_module("liger_kernel.ops")
-    num_rows = (labels != LEFT_OUT).sum().clamp(min=1)
+    rows = rows.clamp(min=1)
     # by position, as torch requires: no class weights, ignored label, no z loss, no smoothing,
     # a sum, no soft cap, no z loss returned, gradients in the weight's precision, no scaling by
     # the token, the accuracy returned
@@ -55,4 +56,4 @@ def cross_entropy(
         state, weight, labels, bias, None, LEFT_OUT, 0.0, 0.0, "sum", None, False, None, False, True
     )
     total, accuracy = found[0], found[2]
-    return total / num_rows, torch.nan_to_num(accuracy)
+    return total / rows, torch.nan_to_num(accuracy) * (labels != LEFT_OUT).sum() / rows

@@ -1,0 +1,54 @@
+"""Processes that write together: unequal shares hold nobody up, and a refusal reaches all."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from accelerate import Accelerator
+
+from specheads.core.errors import InputError
+from specheads.runs.progress import progress
+from specheads.training.distill.together import write_together
+from specheads.training.processes import together
+from tests.training.distill import author
+from tests.training.distill.pens import Talks, job, shards
+from tests.training.in_processes import forked
+
+
+def write(folder: Path, num_samples: int) -> None:
+    accelerator = Accelerator(cpu=True)
+    asked = job(
+        folder,
+        settings=replace(author.SETTINGS, num_samples=num_samples, drop=[]),
+        prompts=Talks(),
+        rank=accelerator.process_index,
+        world_size=accelerator.num_processes,
+    )
+    with progress(shown=False) as bar:
+        report = write_together(asked, bar, lambda: None)
+    assert (report is None) == (accelerator.process_index > 0)
+
+
+@pytest.mark.parametrize("num_samples", [4, 20], ids=["one shard", "five shards"])
+def test_a_process_with_less_to_write_or_nothing_waits_for_the_other(
+    num_samples: int, tmp_path: Path
+):
+    for name, count in (("one", 1), ("two", 2)):
+        assert forked(count, write, tmp_path / name, num_samples) == [0] * count
+    assert len(shards(tmp_path / "one")) == num_samples // author.SETTINGS.shard_size
+    assert shards(tmp_path / "two") == shards(tmp_path / "one")
+
+
+def refused_in_one() -> None:
+    accelerator = Accelerator(cpu=True)
+
+    def refuse() -> None:
+        if accelerator.process_index == 1:
+            raise InputError("a rule, a value; a remedy")
+
+    with pytest.raises(InputError, match="a rule, a value; a remedy"):
+        together(refuse)
+
+
+def test_what_one_process_is_refused_for_is_refused_to_all():
+    assert forked(3, refused_in_one) == [0, 0, 0]

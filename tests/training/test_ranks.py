@@ -1,0 +1,106 @@
+"""However many processes train, and in however many parts, the losses are those of one."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specheads.config import Joint
+from specheads.heads.load import kinds
+from specheads.runs.trackers import read_metrics
+from tests.training.in_processes import StopError, at_step, forked, train
+
+
+def told(folder: Path) -> list[dict[str, float]]:
+    """Return what was logged of each step, but for what a clock says."""
+    rows = read_metrics(folder / "metrics.jsonl")
+    others = ("phase", "tokens_per_second")
+    return [{name: row[name] for name in row if name not in others} for row in rows]
+
+
+def each(of: Sequence[str], folder: Path, settings: dict[str, Any]) -> None:
+    for kind in of:
+        train(folder / kind, kind, **settings)
+
+
+def same_losses(
+    folder: Path, *runs: tuple[int, int], of: Sequence[str] = tuple(kinds()), **settings: Any
+) -> None:
+    """Hold runs of (processes, accumulation steps) against the first one, for kinds of heads."""
+    for count, parts in runs:
+        asked = settings | {"accumulation_steps": parts}
+        assert forked(count, each, of, folder / f"{count}-{parts}", asked) == [0] * count
+    first, *others = [folder / f"{count}-{parts}" for count, parts in runs]
+    for kind in of:
+        whole = told(first / kind)
+        assert len(whole) == settings["steps"]
+        for other in others:
+            for ours, theirs in zip(told(other / kind), whole, strict=True):
+                assert ours == pytest.approx(theirs, rel=0, abs=1e-6), (other.name, kind)
+
+
+def test_two_processes_have_the_losses_of_one(tmp_path: Path):
+    same_losses(tmp_path, (1, 1), (2, 2), steps=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["text", "base"])
+def test_a_base_that_learns_drops_out_the_same_in_any_number_of_processes(
+    target: str, tmp_path: Path
+):
+    joint = Joint(rank=2, dropout=0.3, target=target, learning_rate=1e-2)
+    runs = (1, 1), (2, 1), (4, 1), (2, 3)
+    same_losses(tmp_path, *runs, of=["medusa", "eagle3"], steps=50, joint=joint)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [1, 5])
+def test_held_out_text_is_measured_alike_where_a_process_has_less_of_it_or_none(
+    rows: int, tmp_path: Path
+):
+    same_losses(tmp_path, (1, 1), (2, 1), (4, 1), steps=4, drafted=40, held_out=rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"loss": "cross_entropy"},
+        {"weighting": "dpace", "drafted": 40, "schedule": {"muon_learning_rate": 0.02}},
+    ],
+    ids=["cross entropy", "dpace, some tokens, muon"],
+)
+def test_fifty_steps_have_one_loss_in_any_number_of_processes_and_parts(
+    settings: dict[str, Any], tmp_path: Path
+):
+    """Of six rows a step, so that four processes have unequal shares."""
+    same_losses(tmp_path, (1, 1), (2, 1), (4, 1), (1, 3), (2, 2), steps=50, **settings)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 4)])
+def test_another_number_of_processes_goes_on_with_the_same_losses(
+    before: int, after: int, tmp_path: Path
+):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    asked = {"steps": 50, "choices": {"checkpoint_every": 25}}
+    assert forked(1, each, kinds(), whole, asked) == [0]
+    for kind in kinds():
+        assert forked(before, stopped_at, 25, parts / kind, kind, asked) == [1] * before
+    assert {path.name for path in parts.glob("*/checkpoints/*")} == {"step-25"}
+    assert forked(after, each, kinds(), parts, asked) == [0] * after
+    for kind in kinds():
+        found, wanted = told(parts / kind), told(whole / kind)
+        assert len(found) == 50
+        for ours, theirs in zip(found, wanted, strict=True):
+            assert ours == pytest.approx(theirs, rel=0, abs=1e-6), kind
+
+
+def stop() -> None:
+    raise StopError
+
+
+def stopped_at(step: int, folder: Path, kind: str, settings: dict[str, Any]) -> None:
+    at_step(step, stop)
+    train(folder, kind, **settings)
