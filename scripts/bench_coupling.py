@@ -4,8 +4,8 @@
     python scripts/bench_coupling.py --heads ... --temperature 1.0 --prompts 40
     python scripts/bench_coupling.py --heads ... --record                 and into recipes/README.md
 
-Each head drafts a chain, a best-first tree, and the static tree that suits it best on validation
-text, with the noise and without, and a chain of drawn tokens that is tested by rejection. All
+Each head drafts a chain and the static tree that suits it best on validation text, with the noise
+and without, and a chain of drawn tokens that is tested by rejection. All
 continue the same prompts, and ratios are paired by prompt. Nothing is timed, so a busy machine
 changes no number. What is in --out already, of the same prompts, is not measured again.
 """
@@ -24,12 +24,12 @@ from specheads.base.model import FrozenBase
 from specheads.commands import _compose
 from specheads.config import Train
 from specheads.core.drafter import Head
-from specheads.data.prompts import held_out, load_prompts
 from specheads.decoding.acceptance.sampling import Sampling
 from specheads.decoding.trees import policies
 from specheads.heads.load import load_head
 from specheads.measure.counts import paired_gain, rate
 from specheads.measure.drafting import ways
+from specheads.measure.evaluation import TUNING_TOKENS, named_prompts, tuning_prompts
 from specheads.measure.how import How
 from specheads.measure.online import Decoded, decode_prompts, write_alone
 from specheads.measure.speed import Arm
@@ -39,25 +39,15 @@ from specheads.runs.provenance import provenance
 
 ROOT = Path(__file__).resolve().parents[1]
 
-TUNING_TOKENS = 64
-"""Tokens that the base writes after each validation prompt."""
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure what is missing; return the exit code."""
     options = _parse(arguments)
-    words = [f"recipe={options.recipe}", *([f"base.model={options.base}"] if options.base else [])]
+    words = [f"recipe={options.recipe}", f"evaluation.num_prompts={options.prompts}"]
+    words += [f"base.model={options.base}"] if options.base else []
     settings = _compose.settings_of("train", words)
     base = FrozenBase.load(**asdict(settings.base))
-    assert base.tokenizer is not None
-    evaluation = settings.evaluation
-    prompts = load_prompts(
-        evaluation.prompts,
-        base.tokenizer,
-        num_prompts=options.prompts,
-        prompt_tokens=evaluation.prompt_tokens,
-        corpus=settings.data,
-    )
+    prompts = named_prompts(settings, base)
     asked = {
         "recipe": options.recipe,
         "base": base.fingerprint,
@@ -138,17 +128,7 @@ def trees(
     base: FrozenBase, head: Head, settings: Train, how: How, num_nodes: int
 ) -> dict[str, Pair | Arm]:
     """Return what is drafted: pairs of one tree with and without the noise, and rejection."""
-    assert base.tokenizer is not None
-    evaluation = settings.evaluation
-    found = held_out(
-        settings.data,
-        "validation",
-        base.tokenizer,
-        evaluation.prompt_tokens,
-        evaluation.tune_prompts,
-        settings.seed,
-    )
-    texts = [prompt.tokens for prompt in found]
+    texts = tuning_prompts(settings, base)
     how = replace(how, max_new_tokens=TUNING_TOKENS)
     # each way has the tree that is best for it
     with_noise, without = (
@@ -158,10 +138,8 @@ def trees(
         for coupled in (True, False)
     )
     chain = ways(head, policies.chain(head.depth))
-    best = ways(head, policies.BestFirst(num_nodes, head.depth))
     return {
         "chain": (chain["coupled"], chain["uncoupled"]),
-        "best_first": (best["coupled"], best["uncoupled"]),
         "tuned": (ways(head, with_noise)["coupled"], ways(head, without)["uncoupled"]),
         "rejection": chain["rejection"],
     }

@@ -37,10 +37,10 @@ from specheads.baselines.hybrid import Hybrid, HybridTree, Lookup
 from specheads.baselines.prompt_lookup import PromptLookup
 from specheads.baselines.streaming import Streaming
 from specheads.core.drafter import Drafter
+from specheads.core.tree import TokenTree
 from specheads.decoding import loop
 from specheads.decoding.acceptance import rules
-from specheads.decoding.acceptance.noise import token_noise
-from specheads.decoding.acceptance.sampling import Sampling
+from specheads.decoding.acceptance.sampling import Rows, Sampling
 from specheads.decoding.generate import Decoding, generate
 from specheads.decoding.trees import policies
 from specheads.heads.load import load_head
@@ -483,7 +483,7 @@ def context(bench: Bench) -> list[dict[str, Any]]:
 
 @torch.inference_mode()
 def noise(bench: Bench) -> list[dict[str, Any]]:
-    """Return what drawing costs a step of the base alone, and what its noise alone takes."""
+    """Return what drawing costs a step of the base alone, and the choice of its tokens."""
     base, prompt, found = bench.base, bench.prompts[0], []
     for size in sorted({min(bench.batches), max(bench.batches)}):
         greedy, drawing = (
@@ -491,13 +491,12 @@ def noise(bench: Bench) -> list[dict[str, Any]]:
             for temperature in (0.0, 1.0)
         )
         row = _compared(bench, prompt, 1, {"drawing": drawing, "greedy": greedy})
-        seeds = torch.arange(size, device=base.device)
-        dtype = torch.float64 if base.dtype == torch.float64 else torch.float32
-        times = [
-            _time(base, lambda s=seeds, d=dtype: token_noise(s, s, base.vocab_size, d))[0]
-            for _ in range(WARM_UP + STEPS * bench.turns)
-        ][WARM_UP:]
-        milliseconds = 1e3 * statistics.median(times)
+        sides = {
+            name: _chooser(base, prompt, size, temperature)
+            for name, temperature in (("drawing", 1.0), ("greedy", 0.0))
+        }
+        choice = _compared(bench, prompt, 1, sides)
+        milliseconds = choice["drawing_milliseconds"] - choice["greedy_milliseconds"]
         found.append(
             {"batch": size, "vocabulary": base.vocab_size}
             | row
@@ -507,6 +506,24 @@ def noise(bench: Bench) -> list[dict[str, Any]]:
             }
         )
     return found
+
+
+def _chooser(
+    base: FrozenBase, prompt: list[int], size: int, temperature: float
+) -> Callable[[], Any]:
+    """Return what chooses the next tokens of a batch, whose logits are those along the prompt."""
+    logits = base.model(input_ids=torch.tensor([prompt], device=base.device)).logits[0, :, None]
+    logits = logits[torch.arange(size, device=base.device) % len(prompt)]
+    tokens = torch.zeros(size, 1, dtype=torch.long, device=base.device)
+    tree = TokenTree(tokens, tokens - 1)
+    sampling = [Sampling(temperature=temperature).of_prompt(row) for row in range(size)]
+    rows = Rows(sampling, tokens[:, 0], tokens, logits.shape[-1], dtype=logits.dtype)
+
+    def choose() -> None:
+        rows.choose(tree, logits, tree.ancestors())
+        rows.advance(tokens, rows.lengths + 1, [1] * size)
+
+    return choose
 
 
 PARTS = {

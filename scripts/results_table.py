@@ -42,7 +42,6 @@ COUPLING_HEADER = (
     "head",
     "T",
     "chain",
-    "best-first tree",
     "tuned tree",
     "chain, by rejection",
     "identical, chain without and with",
@@ -150,11 +149,10 @@ def heads(compared: Mapping[str, Any]) -> str:
         )
     first, made = compared["rows"][0], from_json(Provenance, compared["provenance"])
     common = (
-        f"`{compared['recipe']}` with each kind of head in turn: {first['training_tokens']:,} "
-        f"training tokens, depth {first['depth']}, {first['prompts']} prompts; {hardware(made)}, "
-        f"torch {made.versions['torch']}, commit {_commit(made.git)}."
+        f" with each kind of head in turn: {first['training_tokens']:,} training tokens, "
+        f"depth {first['depth']}, {first['prompts']} prompts; {hardware(made)},"
     )
-    return f"{common}\n\n{_table(HEADS_HEADER, rows)}"
+    return _below(common, compared, _table(HEADS_HEADER, rows))
 
 
 def coupling(measured: Mapping[str, Any]) -> str:
@@ -166,18 +164,23 @@ def coupling(measured: Mapping[str, Any]) -> str:
             (
                 f"`{row['kind']}`",
                 f"{row['temperature']:g}",
-                *(_gain(row[name]) for name in ("chain", "best_first", "tuned")),
+                *(_gain(row[name]) for name in ("chain", "tuned")),
                 _figure(row["rejection"], "tokens_per_forward"),
                 f"{' and '.join(map(str, same))} of {row['prompts']}",
             )
         )
-    made = from_json(Provenance, measured["provenance"])
     common = (
-        f"`{measured['recipe']}`, {measured['prompts']['count']} prompts of "
-        f"{measured['new_tokens']} new tokens, trees of {measured['nodes']} nodes; "
-        f"torch {made.versions['torch']}, commit {_commit(made.git)}."
+        f", {measured['prompts']['count']} prompts of {measured['new_tokens']} new tokens, "
+        f"trees of {measured['nodes']} nodes;"
     )
-    return f"{common}\n\n{_table(COUPLING_HEADER, rows)}"
+    return _below(common, measured, _table(COUPLING_HEADER, rows))
+
+
+def _below(common: str, measured: Mapping[str, Any], table: str) -> str:
+    """Return a table below its recipe, what its rows share and what measured them."""
+    made = from_json(Provenance, measured["provenance"])
+    origin = f"torch {made.versions['torch']}, commit {_commit(made.git)}"
+    return f"`{measured['recipe']}`{common} {origin}.\n\n{table}"
 
 
 def _gain(pair: Mapping[str, Any]) -> str:

@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from specheads.core.opaque import opaque
+
 MOST_NODES = 64
 """Nodes up to which copying keys costs more than a mask that is as much higher."""
 
@@ -57,6 +59,15 @@ def grouped_attention(
     group = heads // shared
     query = query.reshape(batch, shared, group * nodes, width)
     mask = attention_mask.repeat(1, 1, group, 1)
+    # the compiler makes one graph for rows of all lengths, and they are looked up when it runs
+    attend = _opaque if torch.compiler.is_compiling() else _attend
+    out = attend(query, key, value, mask, nodes, scaling)
+    return out.reshape(batch, heads, nodes, -1).transpose(1, 2).contiguous(), None
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, nodes: int, scaling: float | None
+) -> Tensor:
     out = [
         F.scaled_dot_product_attention(
             query[rows],
@@ -65,16 +76,24 @@ def grouped_attention(
             attn_mask=mask[rows, ..., :end],
             scale=scaling,
         )
-        for rows, end in _spans(batch, nodes, key.shape[2])
+        for rows, end in _spans(len(query), nodes, key.shape[2])
     ]
-    whole = out[0] if len(out) == 1 else torch.cat(out)
-    return whole.reshape(batch, heads, nodes, -1).transpose(1, 2).contiguous(), None
+    return out[0] if len(out) == 1 else torch.cat(out)
+
+
+def _shaped(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, nodes: int, scaling: float | None
+) -> Tensor:
+    del key, mask, nodes, scaling
+    return query.new_empty(*query.shape[:-1], value.shape[-1])
+
+
+_opaque = opaque("grouped_attention", _attend, _shaped)
 
 
 def _spans(batch: int, nodes: int, end: int) -> list[tuple[slice, int]]:
     """Return which rows are read together, and up to which slot."""
-    # a compiled graph serves batches of all lengths
-    if torch.compiler.is_compiling() or batch <= SPAN or len(lengths := _LENGTHS.get()) != batch:
+    if batch <= SPAN or len(lengths := _LENGTHS.get()) != batch:
         return [(slice(None), end)]
     spans = [slice(first, first + SPAN) for first in range(0, batch, SPAN)]
     return [(rows, max(lengths[rows]) + nodes) for rows in spans]

@@ -17,8 +17,8 @@ from specheads.base.forward import Forwards, answer
 from specheads.base.loading import load_model
 from specheads.base.paged import BlockPool
 from specheads.base.selfcheck import check
-from specheads.base.weight_layout import column_major
 from specheads.core.bounds import refuse_bytes
+from specheads.core.weight_layout import for_few_rows
 
 
 class FrozenBase(Forwards):
@@ -107,7 +107,7 @@ class FrozenBase(Forwards):
         Heads that borrow the base's tensors have to be bound after this. As `lora.merge`.
         """
         lora.merge(self.model, adapter)
-        column_major(self.model)
+        for_few_rows(self.model)
         self.adapter = str(adapter)
 
     @property
@@ -172,7 +172,7 @@ def _freeze(model: PreTrainedModel) -> Callable[[], None]:
     training = {module: module.training for module in model.modules()}
     learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
     model.eval().requires_grad_(False)
-    restore_layout = column_major(model)
+    restore_layout = for_few_rows(model)
 
     def undo() -> None:
         for module, flag in training.items():

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812
 from transformers import PreTrainedModel
 
 from specheads.base import lora
+from specheads.core.weight_layout import product
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class VocabularyProjection:
 
     def __call__(self, hidden: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch drafted"]:
         """Return the logits of final hidden states; gradients flow to those where they are on."""
-        return self.finish(F.linear(hidden, self.weight, self.bias))
+        return self.finish(product(hidden, self.weight, self.bias))
 
     def finish(self, products: Float[Tensor, "*batch drafted"]) -> Float[Tensor, "*batch drafted"]:
         """Scale and cap what the matrix and the bias gave, in the base's own order."""

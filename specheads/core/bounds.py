@@ -1,6 +1,7 @@
 """What is refused before it is built: trees of too many nodes, and what no memory can hold."""
 
 import os
+import sys
 from collections.abc import Sequence
 from operator import index
 from typing import Any
@@ -35,19 +36,20 @@ def level_sizes(branches: Sequence[int]) -> list[int]:
 
 def refuse_bytes(size: int, device: torch.device, what: str, remedy: str) -> None:
     """Refuse what cannot lie in a device's memory: free memory on CUDA, all of it on a host."""
-    if device.type == "cuda":
-        # what torch holds and nobody uses is free too
-        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        room = torch.cuda.mem_get_info(device)[0] + held
-    elif device.type == "cpu":
-        room = host_bytes()
-    else:
-        return
-    if size > room:
+    if size > (room := device_bytes(device)):
         raise InputError(
             f"{what} must fit the memory of {device}, and takes {size / 2**30:.4g} GiB of "
             f"{room / 2**30:.4g}; {remedy}"
         )
+
+
+def device_bytes(device: torch.device) -> int:
+    """Return the bytes that may be asked for: what is free on CUDA, all memory of a host."""
+    if device.type == "cuda":
+        # what torch holds and nobody uses is free too
+        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + held
+    return host_bytes() if device.type == "cpu" else sys.maxsize
 
 
 def host_bytes() -> int:

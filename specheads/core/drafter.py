@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from specheads.core.errors import InputError
 from specheads.core.features import Committed, Features
+from specheads.core.weight_layout import product
 
 
 @runtime_checkable
@@ -253,7 +254,7 @@ class Head(Drafter, nn.Module, PyTorchModelHubMixin):
     ) -> Float[Tensor, "*batch vocab"]:
         """Return the logits that `state` of this level stands for."""
         weight, bias = self.projection(level)
-        return nn.functional.linear(state, weight, bias)
+        return product(state, weight, bias)
 
     def _save_pretrained(self, save_directory: Path) -> None:
         """Write the weights, and a config.json that says which kind of head it is."""

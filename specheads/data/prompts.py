@@ -143,12 +143,13 @@ def held_out(
     Raises:
         ValueError: The split has no text, or none as long as that.
     """
-    first = next(read(corpus, split, seed), None)
+    rows = read(corpus, split, seed)
+    first = next(rows, None)
     if first and "messages" in first[1]:
-        rows = [(row, where) for where, row in read(corpus, split, seed) if row.get("messages")]
+        talks = [(row, where) for where, row in chain([first], rows) if row.get("messages")]
         return [
             prompt
-            for row, where in _some(rows, num_prompts, seed)
+            for row, where in _some(talks, num_prompts, seed)
             for prompt in _row_prompts(_asked(row), where, tokenizer, all_turns=False)
         ]
     documents = tokenised(corpus, split, tokenizer, seed)

@@ -74,6 +74,18 @@ def read_all(source: Source, seed: int = 0) -> Iterator[tuple[str, str, Row]]:
             yield row.get("split") or split_of(_decisive(row)), where, row
 
 
+def refuse_unreadable(corpus: Data) -> None:
+    """Refuse local files that are not there, or whose first row is none; the Hub is not asked."""
+    if corpus.source == "mixture":
+        for name, one in corpus.sources.items():
+            if one.weight:
+                refuse_unreadable(alone(corpus, name))
+        return
+    loader = _loader(corpus)
+    if files := loader.files(corpus):
+        next(loader.rows(corpus, files, 0), None)
+
+
 def identity(source: Source, seed: int) -> tuple[dict[str, Any], int]:
     """Return what decides a source's rows, by name, and about how many bytes they are.
 
@@ -149,6 +161,12 @@ def _chat_files(source: Source) -> list[Path]:
     suffixes = (*local.JSONL, *local.PARQUET)
     is_named = source.path.endswith(suffixes) or local_path(source.path).exists()
     if HUB_ID.fullmatch(source.path) and not is_named:
+        if (folder := local_path(source.path).parent).is_dir():
+            raise InputError(
+                f"source 'chat' needs a file, a folder, a glob or the Hub's USER/NAME, and "
+                f"{source.path!r} may be a path or an id: there is a folder {folder} here, without "
+                f"{Path(source.path).name}; correct the path, or start elsewhere to ask the Hub"
+            )
         return []
     return local.find("chat", source.path, suffixes)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from specheads.base.cache import RowCache
 from specheads.base.model import FrozenBase
 from specheads.base.paged import BlockPool, PagedKVCache, PoolFullError
-from specheads.core.bounds import whole
+from specheads.core.bounds import device_bytes, whole
 from specheads.core.drafter import Drafter, Head
 from specheads.core.errors import InputError
 from specheads.decoding.acceptance import rules
@@ -39,7 +39,8 @@ class Engine:
     Base, drafter, tree and acceptance are as for `generate`.
 
     Args:
-        max_batch: Rows decoded together; further requests wait.
+        max_batch: Rows decoded together; further requests wait. Contiguous rows are fewer where
+            memory holds no more.
         max_length: Longest text, prompt and new tokens together; None is the base's context.
             Contiguous rows and a drafter's memory are as long from the start.
         pool: Where keys and values lie, this engine's own; None is contiguous rows. A request is
@@ -85,6 +86,10 @@ class Engine:
         rows = 1 if max_length is None else max_batch
         slots = 0 if pool is not None else rows * self._capacity
         refuse_larger(base, drafter, self.tree, rows, self.max_length, slots)
+        if pool is None:
+            # rows that join are copied: for a moment memory holds all of them twice
+            fitting = device_bytes(base.device) / (2 * self._capacity * base.slot_bytes)
+            self.max_batch = max(1, int(min(max_batch, fitting)))
         self._numbers = itertools.count()
         self._waiting: deque[Stream] = deque()
         self._batches: list[_Batch] = []

@@ -201,7 +201,7 @@ def start(
         counts - 1,
         text,
         logits.shape[-1],
-        dtype=torch.float64 if logits.dtype == torch.float64 else torch.float32,
+        dtype=logits.dtype,
         coupled=coupled,
     )
     following = padded.roll(-1, dims=1)

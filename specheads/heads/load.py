@@ -22,12 +22,12 @@ from torch import Tensor
 
 from specheads.base.fingerprint import base_fingerprint
 from specheads.base.model import FrozenBase
-from specheads.base.weight_layout import column_major
 from specheads.config import new_name
 from specheads.config.validation import hints, refuse
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.core.paths import local_path
+from specheads.core.weight_layout import for_few_rows
 from specheads.heads.fill import fill
 from specheads.heads.sizes import planning, refuse_too_large
 from specheads.heads.untrusted import (
@@ -200,7 +200,7 @@ def fit(head: Head, base: FrozenBase, *, force: bool = False) -> None:
     known = head.base_fingerprint and not force
     refuse_misfit(head, base.embedding, _fingerprint(base) if known else "")
     head.to(base.device, base.dtype)
-    column_major(head)
+    for_few_rows(head)
     _lend(head, base)
 
 

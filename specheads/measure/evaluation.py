@@ -142,15 +142,7 @@ def check(
     evaluation, tree = settings.evaluation, refuse_unusable(settings, head_depth)
     if base.tokenizer is None and (prompts is None or tree is None):
         raise InputError(f"evaluation reads text: the base {base.name} needs a tokenizer")
-    if prompts is None:
-        assert base.tokenizer is not None
-        prompts = load_prompts(
-            evaluation.prompts,
-            base.tokenizer,
-            num_prompts=evaluation.num_prompts,
-            prompt_tokens=evaluation.prompt_tokens,
-            corpus=settings.data,
-        )
+    prompts = prompts or named_prompts(settings, base)
     longest = max(len(prompt.tokens) for prompt in prompts.prompts)
     if longest + evaluation.max_new_tokens > base.max_length:
         raise InputError(
@@ -167,6 +159,13 @@ def choose_tree(
     """Return the tree that was asked for, and what was tried where one is to be picked."""
     if (tree := fixed_policy(settings.tree, head.depth)) is not None:
         return tree, []
+    how = replace(how_of(settings.evaluation, settings.seed), max_new_tokens=TUNING_TOKENS)
+    choice = pick_tree(base, head, tuning_prompts(settings, base), how=how)
+    return choice.tree, choice.table
+
+
+def tuning_prompts(settings: Asked, base: FrozenBase) -> list[list[int]]:
+    """Return the token ids of validation prompts, on which trees are picked."""
     assert base.tokenizer is not None
     evaluation = settings.evaluation
     length, number = evaluation.prompt_tokens, evaluation.tune_prompts
@@ -175,10 +174,20 @@ def choose_tree(
     except InputError:
         # of few documents none may be held out, and a tree is picked, not judged, on these
         found = held_out(settings.data, "train", base.tokenizer, length, number, settings.seed)
-    fitting = [prompt.tokens for prompt in found if len(prompt.tokens) <= base.max_length // 2]
-    how = replace(how_of(evaluation, settings.seed), max_new_tokens=TUNING_TOKENS)
-    choice = pick_tree(base, head, fitting or [found[0].tokens], how=how)
-    return choice.tree, choice.table
+    tokens = [prompt.tokens for prompt in found]
+    return [one for one in tokens if len(one) <= base.max_length // 2] or tokens[:1]
+
+
+def named_prompts(settings: Asked, base: FrozenBase) -> PromptSet:
+    """Load the prompts that the settings name."""
+    assert base.tokenizer is not None
+    return load_prompts(
+        settings.evaluation.prompts,
+        base.tokenizer,
+        num_prompts=settings.evaluation.num_prompts,
+        prompt_tokens=settings.evaluation.prompt_tokens,
+        corpus=settings.data,
+    )
 
 
 def subject(base: FrozenBase, head: Head, prompts: PromptSet) -> dict[str, Any]:

@@ -114,9 +114,8 @@ def _ranks(
     if drawn is not None:
         # what was drafted on the way is what the text says: so each token before an answer may
         # stand for the root itself
-        dtype = torch.promote_types(logits.dtype, torch.float32)
         each = text.expand(len(before), -1)
-        rows = Rows([drawn] * len(before), before, each, head.vocab_size, dtype=dtype)
+        rows = Rows([drawn] * len(before), before, each, head.vocab_size, dtype=logits.dtype)
         logits = with_noise(head, logits[:, None], text[0, before][:, None, None], rows)[:, 0]
     wanted = text[0, before + 1]
     guesses = logits.topk(min(width, logits.shape[-1]), dim=-1).indices

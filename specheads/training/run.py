@@ -17,6 +17,7 @@ from specheads.config import Train
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.core.files import sole_writer
+from specheads.data.sources import refuse_unreadable
 from specheads.heads.load import build_for, configure, resume_head
 from specheads.measure.evaluation import check, refuse_unusable
 from specheads.measure.quality import quality_windows
@@ -144,6 +145,7 @@ def _train(
 def _refuse_unusable(settings: Train) -> int:
     """Refuse what is wrong whatever the base is, before it is loaded; return the head's depth."""
     depth: int = configure(settings.head).depth
+    refuse_unreadable(settings.data)
     if settings.evaluate_after:
         refuse_unusable(settings, depth)
     return depth

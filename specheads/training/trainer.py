@@ -263,8 +263,11 @@ class _Trainer:
             self.stop = True
             restore()
 
-        before = {number: signal.signal(number, hear) for number in (signal.SIGINT, signal.SIGTERM)}
+        # known before one is replaced: an interrupt may come between the two
+        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
+            for number in before:
+                signal.signal(number, hear)
             yield
         finally:
             restore()

@@ -82,6 +82,33 @@ def test_a_setting_that_cannot_be_is_refused_by_name(overrides: str, refused: An
     assert name.rpartition(".")[2] in said or "'static'" in said or "paths" in said
 
 
+@pytest.mark.parametrize("command", ["train", "distill"])
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [("", "is not there"), ('{"text": 3}\n', "must hold text"), ("no json\n", "line 1 of")],
+)
+def test_a_file_without_a_first_row_is_refused_before_the_base_is_loaded(
+    command: str, content: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: Any,
+):  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    if content:
+        Path("mine.jsonl").write_text(content)
+    asked = [
+        # there is no such base either
+        "recipe=smoke", "base.model=no/such/folder", "data=mixture", "data.max_documents=0",
+        "data.sources={a:{source:python_stdlib},b:{source:jsonl,path:mine.jsonl}}",
+        *(["out=text"] if command == "distill" else []),
+    ]  # fmt: skip
+    with pytest.raises(SystemExit) as left:
+        call(command, asked)
+    said = capsys.readouterr().err
+    assert left.value.code == 2
+    assert told in said
+    assert len(said.splitlines()) == 1
+    assert "mine.jsonl" in said
+
+
 # the readers' own tests are quick; here each reads the base and the text before it
 @pytest.mark.slow
 @pytest.mark.parametrize("overrides", [*CORPORA, *PROMPTS])

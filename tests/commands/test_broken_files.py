@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from specheads.base.model import FrozenBase
 from specheads.commands._call import call
 
 BASE = Path(__file__).parents[2] / "recipes" / "tiny_code" / "base"
@@ -96,11 +97,18 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def loaded(base: Path) -> FrozenBase:
+    """Return that base, loaded once for all files."""
+    return FrozenBase.load(base, device="cpu")
+
+
 @pytest.fixture
 def refused(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    base: Path, loaded: FrozenBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> Callable[..., str]:
     """Return what runs a command on a path; it returns the only line, and finds nothing new."""
+    monkeypatch.setattr("specheads.training.run.load_base", lambda *_: loaded)
     work, cache = tmp_path / "work", tmp_path / "cache"
     work.mkdir()
     monkeypatch.chdir(work)
@@ -135,7 +143,7 @@ def test_a_broken_file_gets_one_line_and_leaves_nothing(how: str, name: str, ref
     assert told in refused(how)
 
 
-@pytest.mark.parametrize("how", COMMANDS)
+@pytest.mark.parametrize("how", EACH)
 def test_a_line_of_100_mb_gets_one_line(how: str, refused: Any):
     with Path("talks.jsonl").open("wb") as stream:
         stream.write(GOOD + b'{"messages": [{"role": "user", "content": "')

@@ -9,6 +9,7 @@ from datasets import Dataset
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from specheads.config import Data
+from specheads.core.errors import InputError
 from specheads.data import local, sources
 from specheads.data.fingerprint import text_identity, tokenizer_fingerprint
 from specheads.data.prompts import PromptSet, load_prompts
@@ -133,6 +134,20 @@ def test_max_documents_bounds_what_is_taken(tmp_path, monkeypatch):
 def test_a_corpus_that_cannot_be_named_is_refused(choices, message):
     with pytest.raises(ValueError, match=message):
         load(**choices)
+
+
+def test_a_missing_folder_in_one_that_is_there_is_not_asked_of_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    asked: list[str] = []
+    monkeypatch.setattr(
+        sources, "hub_rows", lambda source, _: iter(asked.append(source.path) or ())
+    )
+    assert load("chat", path="data/talks") == []
+    assert asked == ["data/talks"]
+    Path("data").mkdir()
+    with pytest.raises(InputError, match=r"path or an id: .* folder data here, without talks; "):
+        load("chat", path="data/talks")
+    assert asked == ["data/talks"]
 
 
 def test_a_missing_column_is_told_with_those_there_are(tmp_path):

@@ -499,3 +499,19 @@ def test_prompts_of_very_different_length_are_not_padded_to_the_longest(monkeypa
     engine.run()
     for stream, prompt in zip(streams, prompts, strict=True):
         assert stream.tokens == generate(base, None, [prompt], max_new_tokens=4).tokens[0]
+
+
+def test_no_more_rows_are_decoded_together_than_memory_holds(monkeypatch):
+    # copies for those who join included, room for three rows and a half
+    base, slots = tiny.base(), 40 + 2
+    room = 7 * slots * base.slot_bytes
+    monkeypatch.setattr("specheads.decoding.engine.device_bytes", lambda _: room)
+    engine = Engine(base, None, max_batch=5, max_length=40)
+    streams = [engine.submit(Request(prompt=[1, 2, at], max_new_tokens=4)) for at in range(5)]
+    engine.step()
+    assert engine.running == streams[:3]
+    engine.run()
+    assert [len(stream.tokens) for stream in streams] == [4] * 5
+    # one row is always tried
+    monkeypatch.setattr("specheads.decoding.engine.device_bytes", lambda _: 0)
+    assert Engine(base, None, max_batch=5, max_length=40).max_batch == 1

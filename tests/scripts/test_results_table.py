@@ -199,7 +199,6 @@ def test_drafts_with_and_without_the_noise_stand_beside_each_other(
 
     row = {"kind": "medusa", "temperature": 1.0, "prompts": 80, "rejection": way(1.3)} | {
         "chain": pair(1.1, 1.32),
-        "best_first": pair(1.2, 1.5),
         "tuned": pair(1.25, 1.5),
     }
     told = {"recipe": "tiny_code", "prompts": {"count": 80}, "new_tokens": 128, "nodes": 8}
@@ -215,7 +214,7 @@ def test_drafts_with_and_without_the_noise_stand_beside_each_other(
         "`f1fca6e00000` and uncommitted changes."
     )
     cells = (
-        "1.10 to 1.32: 1.20 [1.10, 1.50] | 1.20 to 1.50: 1.25 [1.10, 1.50] | "
+        "1.10 to 1.32: 1.20 [1.10, 1.50] | "
         "1.25 to 1.50: 1.20 [1.10, 1.50] | 1.30 [1.20, 1.40] | 78 and 79 of 80 |"
     )
     assert table[4:] == [f"| `medusa` | 0.6 | {cells}", f"| `medusa` | 1 | {cells}"]

@@ -55,11 +55,31 @@ def gumbel(
     Source: Dietzfelbinger et al. 1997, A reliable randomized algorithm for the closest-pair
     problem, for the product; Daliri et al. 2024, arXiv:2408.07978, for noise shared with drafts.
     """
-    # an odd number is never zero, and the factor keeps the share below one: noise is finite
-    below_one = 1 - torch.finfo(dtype).eps / 2
-    products = (keys | 1)[..., None] * _constants(size, keys.device)
-    shares = products.to(dtype).abs_().mul_(-(2.0**-63) * below_one)
-    return shares.log1p_().neg_().log_().neg_()
+    return of_products(products(keys, constants(size, keys.device), dtype))
+
+
+def products(
+    keys: Int64[Tensor, "*batch"], constants: Int64[Tensor, "*#batch vocab"], dtype: torch.dtype
+) -> Float[Tensor, "*batch vocab"]:
+    """Return the size of each key's products with these tokens' constants.
+
+    The smaller a product, the larger the noise that it stands for.
+    """
+    # an odd number is never zero, and so noise is finite
+    return ((keys | 1)[..., None] * constants).to(dtype).abs_()
+
+
+def of_products(products: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
+    """Return the noise that products stand for, in their place."""
+    # the factor keeps the share below one: noise is finite at this end too
+    below_one = 1 - torch.finfo(products.dtype).eps / 2
+    return products.mul_(-(2.0**-63) * below_one).log1p_().neg_().log_().neg_()
+
+
+@functools.lru_cache(maxsize=8)
+def constants(size: int, device: torch.device) -> Int64[Tensor, " vocab"]:
+    """Return a random odd number for each token, the same whatever the size."""
+    return bits(torch.arange(size, device=device)) | 1
 
 
 def token_noise(
@@ -88,12 +108,6 @@ def derive(seed: int, index: int) -> int:
         state = (state ^ (state >> 27)) * _SECOND % 2**64
         state ^= state >> 31
     return state % 2**63
-
-
-@functools.lru_cache(maxsize=8)
-def _constants(size: int, device: torch.device) -> Int64[Tensor, " vocab"]:
-    """Return a random odd number for each token, the same whatever the size."""
-    return bits(torch.arange(size, device=device)) | 1
 
 
 def _mix(value: Tensor) -> Tensor:

@@ -6,6 +6,8 @@ from torch import Tensor
 
 from specheads.base.cache import upload
 from specheads.decoding.acceptance import noise
+from specheads.decoding.acceptance.accept import in_blocks, likeliest
+from specheads.decoding.acceptance.gumbel_max import gumbel_max
 
 BLOCK = {"cpu": 2**16}
 """Numbers that are made at once: on a processor as many as stay in its cache between operations."""
@@ -25,7 +27,7 @@ class NoiseCache:
         seeds: Seed of each row.
         drawing: Whether each row draws.
         vocab_size: Tokens that noise is for.
-        dtype: What it is computed in: float64 where the base's logits are, else float32.
+        dtype: What it is computed in.
     """
 
     def __init__(
@@ -59,6 +61,27 @@ class NoiseCache:
         rows = torch.arange(batch, device=lengths.device)[:, None]
         places = rows * slots + (lengths[:, None] + 1 + depths) % slots
         return values.flatten(0, 1).index_select(0, places.flatten()).unflatten(0, places.shape)
+
+    def draw(
+        self,
+        scores: Float[Tensor, "batch node vocab"],
+        lengths: Int[Tensor, " batch"],
+        depths: Int[Tensor, "batch node"],
+        num_positions: int,
+    ) -> Int[Tensor, "batch node"]:
+        """Return the token whose score and noise together are the largest after each node.
+
+        The other arguments are those of `after`. Where drafts have asked for noise it is at hand;
+        where none has, only tokens that can win need it.
+        """
+        scores = scores.to(self.dtype)
+        if self._values is not None or not in_blocks(scores):
+            return likeliest(self.after(lengths, depths, num_positions).add_(scores))
+        keys = noise.bits(self.seeds[:, None], lengths[:, None] + 1 + depths, noise.TOKEN)
+        drawn = gumbel_max(scores.flatten(0, 1), keys.flatten()).view_as(keys)
+        if all(self.drawing):
+            return drawn
+        return torch.where(torch.tensor(self.drawing)[:, None], drawn, likeliest(scores))
 
     def _filled(self, lengths: Tensor, num_positions: int) -> Float[Tensor, "batch slot vocab"]:
         """Return the ring with at least so many positions after each root in it."""

@@ -97,7 +97,7 @@ class Rows:
     vocab_size: int
     """Columns of the base's logits."""
     dtype: torch.dtype = torch.float32
-    """What draws are computed in; float64 where the base's logits are."""
+    """That of the base's logits. Draws are computed in it, and in float32 at least."""
     coupled: bool = True
     """Whether drafts see the noise that the base draws with: see `trees.coupling`."""
     depth: int | None = None
@@ -116,6 +116,7 @@ class Rows:
 
     def __post_init__(self) -> None:
         device = self.lengths.device
+        self.dtype = torch.promote_types(self.dtype, torch.float32)
         self.greedy = all(one.greedy for one in self.sampling)
         drawing = [one.temperature > 0 for one in self.sampling]
         self.draws, self.drawing = any(drawing), torch.tensor(drawing, device=device)
@@ -217,8 +218,7 @@ class Rows:
         deepest = tree.tokens.shape[1] - 1
         deepest = deepest if self.depth is None else min(deepest, self.depth)
         depths = ancestors.sum(-1) - 1
-        noisy = self._noise.after(self.lengths, depths, deepest + 1)
-        return likeliest(noisy.add_(scores.to(self.dtype)))
+        return self._noise.draw(scores, self.lengths, depths, deepest + 1)
 
     def level_noise(self, level: int) -> Float[Tensor, "batch 1 vocab"]:
         """Return the noise of the tokens after the nodes `level` edges below the root."""

@@ -27,10 +27,10 @@ from torch import Tensor
 
 from specheads.base.fingerprint import tables_fingerprint
 from specheads.base.projection import projection_of
-from specheads.base.weight_layout import column_major
 from specheads.core.drafter import Head, Memory
 from specheads.core.errors import InputError
 from specheads.core.features import Committed, Features
+from specheads.core.weight_layout import for_few_rows
 from specheads.decoding.trees import policies
 from specheads.export.layouts.vllm import HEAD_VARIABLE
 from specheads.heads.load import load_head, refuse_misfit
@@ -135,7 +135,7 @@ class Proposer:
         forced = os.environ.get(FORCE_VARIABLE) == "true"
         refuse_misfit(head, embedding, "" if forced else tables_fingerprint(embedding, projection))
         head.to(embedding.device, self.config.model_config.dtype)
-        column_major(head)
+        for_few_rows(head)
         own = projection_of(self.config.model_config.hf_text_config, projection)
         head.bind(embedding, own.scaled_weight)
         self.head = head

@@ -10,13 +10,13 @@ from typing import Annotated, Any
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812
 
 from specheads.config import check
 from specheads.config.ranges import Count, Depth, Layers, Size, one_of
 from specheads.core.drafter import Bias, Committed, Features, State, Weight
 from specheads.core.drafter import Head as BaseHead
 from specheads.core.errors import InputError
+from specheads.core.weight_layout import product
 from specheads.heads.fill import fill
 from specheads.heads.layers.residual import ResidualBlock
 
@@ -117,7 +117,7 @@ class Head(BaseHead):
             return super().logits(state, level)
         # two products, so that drafting does not put the projection together in every step
         hidden, thin = state.split([self.width, self.config.rank], dim=-1)
-        return F.linear(hidden, self._lent()) + self.up[level](thin)
+        return product(hidden, self._lent()) + self.up[level](thin)
 
     def begin(
         self, committed: Committed, memory: None

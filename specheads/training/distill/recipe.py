@@ -11,6 +11,7 @@ from specheads.config.commands import Distill
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.core.paths import writable_folder
+from specheads.data.sources import refuse_unreadable
 from specheads.heads.load import load_head
 from specheads.runs.progress import progress
 from specheads.training.distill.prompts import identity_of, prompts_of
@@ -33,6 +34,7 @@ def write_recipe(
         ValueError: As `write_text`, or what the settings name is not there or does not fit.
     """
     how = _how(settings, head)
+    refuse_unreadable(settings.data)
     folder = writable_folder(settings.out)
     accelerator = Accelerator(cpu=not torch.accelerator.is_available())
     if base is None:

@@ -96,7 +96,7 @@ class _Chosen(LogitsProcessor):
             (lengths - 1).to(base.device),
             text.to(base.device),
             base.vocab_size,
-            dtype=torch.float64 if base.dtype == torch.float64 else torch.float32,
+            dtype=base.dtype,
         )
 
     def __call__(

@@ -1,0 +1,133 @@
+"""Matrices lie where products are fast, and are what they were."""
+
+import copy
+import gc
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from specheads.core import weight_layout
+from specheads.core.weight_layout import PackedLinear, column_major, for_few_rows, pack, product
+
+needs_mkl = pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="torch without MKL")
+
+
+@pytest.fixture
+def layer() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(256, 256)
+
+
+def test_weights_lie_by_column_and_are_the_same_bit_for_bit():
+    torch.manual_seed(0)
+    first, last = nn.Linear(5, 7), nn.Linear(7, 3, bias=False)
+    model = nn.Sequential(first, nn.ReLU(), last)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    rows = torch.randn(4, 5)
+    wanted = model(rows)
+    column_major([first, last])
+    assert first.weight.stride() == (1, 7)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    torch.testing.assert_close(model(rows), wanted)
+
+
+def test_a_tied_matrix_stays_tied():
+    embedding, projection = nn.Embedding(7, 5), nn.Linear(5, 7, bias=False)
+    projection.weight = embedding.weight
+    column_major([projection])
+    assert projection.weight is embedding.weight
+    assert projection.weight.stride() == (1, 7)
+
+
+@needs_mkl
+@pytest.mark.parametrize("rows", [1, 3, 64, 300])
+def test_a_packed_layer_gives_the_same_products(layer: nn.Linear, rows: int):
+    hidden = torch.randn(2, rows, 256)
+    with torch.no_grad():
+        wanted = layer(hidden)
+        undo = pack([layer])
+        assert isinstance(layer, PackedLinear)
+        torch.testing.assert_close(layer(hidden), wanted, rtol=1e-5, atol=1e-5)
+        turned = hidden.transpose(0, 1)
+        torch.testing.assert_close(layer(turned), wanted.transpose(0, 1), rtol=1e-5, atol=1e-5)
+        undo()
+    assert type(layer) is nn.Linear
+    assert torch.equal(layer(hidden), wanted)
+
+
+@needs_mkl
+def test_a_matrix_that_is_written_to_is_not_multiplied_by_its_old_pack(layer: nn.Linear):
+    pack([layer])
+    rows = torch.randn(4, 256)
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    assert torch.equal(layer(rows), F.linear(rows, layer.weight, layer.bias))
+
+
+@needs_mkl
+def test_a_packed_layer_learns_as_any_other(layer: nn.Linear):
+    plain, rows = copy.deepcopy(layer), torch.randn(4, 256, requires_grad=True)
+    pack([layer])
+    (wanted,) = torch.autograd.grad(plain(rows).square().sum(), rows)
+    (found,) = torch.autograd.grad(layer(rows).square().sum(), rows)
+    assert torch.equal(found, wanted)
+    layer(rows).square().sum().backward()
+    assert layer.weight.grad is not None
+
+
+@needs_mkl
+@pytest.mark.parametrize("change", [Tensor.t, lambda matrix: matrix[:100]], ids=["turned", "part"])
+def test_what_begins_at_the_address_of_a_packed_matrix_is_not_taken_for_it(layer, change):
+    pack([layer])
+    matrix, rows = change(layer.weight.detach()), torch.randn(4, 256)
+    assert torch.equal(product(rows, matrix), F.linear(rows, matrix))
+
+
+@needs_mkl
+def test_who_borrows_a_packed_matrix_multiplies_by_its_pack(layer: nn.Linear, monkeypatch):
+    pack([layer])
+    rows = torch.randn(4, 256)
+    borrowed = layer.weight.detach()
+    wanted = F.linear(rows, borrowed)
+    monkeypatch.setattr(F, "linear", None)
+    torch.testing.assert_close(product(rows, borrowed), wanted, rtol=1e-5, atol=1e-5)
+
+
+@needs_mkl
+def test_a_copy_multiplies_by_its_own_matrix(layer: nn.Linear):
+    pack([layer])
+    copied = copy.deepcopy(layer)
+    with torch.no_grad():
+        copied.weight.zero_()
+        assert torch.equal(copied(torch.randn(4, 256)), copied.bias.expand(4, 256))
+
+
+@needs_mkl
+def test_packs_go_with_their_matrices():
+    before = set(weight_layout._PACKS)
+    model = nn.Linear(256, 256)
+    pack([model])
+    assert len(set(weight_layout._PACKS) - before) == 1
+    del model
+    gc.collect()
+    assert set(weight_layout._PACKS) <= before
+
+
+@needs_mkl
+def test_only_large_matrices_of_float32_are_packed(monkeypatch):
+    monkeypatch.setattr(weight_layout, "PACKS_PAY", True)
+    small, large = nn.Linear(8, 8), nn.Linear(256, 256)
+    double = nn.Linear(256, 256, dtype=torch.float64)
+    undo = for_few_rows(nn.ModuleList([small, large, double]))
+    assert [type(one) for one in (small, large, double)] == [nn.Linear, PackedLinear, nn.Linear]
+    assert [one.weight.stride(0) for one in (small, large, double)] == [1, 256, 1]
+    undo()
+    assert type(large) is nn.Linear
+    assert [one.weight.stride(1) for one in (small, large, double)] == [1, 1, 1]
+    # too many bytes for a second copy
+    monkeypatch.setattr(weight_layout, "MOST", 1000)
+    for_few_rows(large)
+    assert type(large) is nn.Linear
+    assert large.weight.stride(0) == 1
