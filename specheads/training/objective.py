@@ -50,8 +50,8 @@ class Objective(nn.Module):
             for level, state in enumerate(self.head.states(features, tokens, predicted))
         ]
         targets = [
-            Targets(drafted[rows, each], features.hidden[rows, each - 1].detach(), project)
-            for each in at[: depth if chains else 1]
+            Targets(drafted[rows, each], features.hidden[rows, each - 1].detach(), project, count)
+            for each, count in zip(at[: depth if chains else 1], counts, strict=False)
         ]
         loss = depth_loss(
             states,
@@ -61,7 +61,6 @@ class Objective(nn.Module):
             decay=phase.decay,
             depth_weights=phase.depth_weights,
             weighting=phase.weighting,
-            rows=counts[:depth],
         )
         # a label that cannot be drafted is a draft that the base will not accept
         share = counts[:depth] / counts[depth].clamp(min=1)

@@ -108,13 +108,13 @@ def settings(folder: Path, gib: float, **changes: Any) -> Train:
 
 
 def test_a_size_that_was_not_confirmed_is_refused_with_the_size(tmp_path: Path):
-    #  (1000 steps x 2 rows x 2 processes + 16 rows held out) x 128 x (1 + 3) x 32 x 4 bytes
-    size = (1000 * 2 * 2 + 16) * 128 * 4 * 32 * 4 / 2**30
-    assert f"{size:.2f}" == "0.25"
+    #  (1000 steps x 2 rows + 16 rows held out) x 128 x (1 + 3) x 32 x 4 bytes
+    size = (1000 * 2 + 16) * 128 * 4 * 32 * 4 / 2**30
+    assert f"{size:.2f}" == "0.12"
     arguments = BASE, (1, 2, 3), print
-    with pytest.raises(InputError, match=r"takes up to 0\.25 GiB, and feature_cache\.gib=0\.1;"):
+    with pytest.raises(InputError, match=r"takes up to 0\.12 GiB, and feature_cache\.gib=0\.1;"):
         feature_cache(settings(tmp_path, 0.1), *arguments)
-    assert feature_cache(settings(tmp_path, 0.25), *arguments) is not None
+    assert feature_cache(settings(tmp_path, 0.13), *arguments) is not None
     assert feature_cache(settings(tmp_path, 0.0), *arguments) is None
     assert not list(tmp_path.iterdir())
 
@@ -122,7 +122,7 @@ def test_a_size_that_was_not_confirmed_is_refused_with_the_size(tmp_path: Path):
 def test_a_disk_without_room_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     full = shutil.disk_usage(tmp_path)._replace(free=2**20)
     monkeypatch.setattr(module.shutil, "disk_usage", lambda _: full)
-    with pytest.raises(InputError, match=r"up to 0\.25 GiB, and .* has 0\.00 free; set another"):
+    with pytest.raises(InputError, match=r"up to 0\.12 GiB, and .* has 0\.00 free; set another"):
         feature_cache(settings(tmp_path / "new", 1.0), BASE, (1, 2, 3), print)
 
 

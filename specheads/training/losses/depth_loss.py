@@ -47,6 +47,8 @@ class Targets:
     project: Callable[[Tensor], Tensor] | None
     """Turns those states into the base's own logits; None where the loss reads only labels,
     which then stand for the base's choice as well."""
+    count: Int[Tensor, ""] | None = None
+    """Labels that the mean is over, where these are a part of them; None: these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,6 @@ def depth_loss(
     decay: float = 1.0,
     depth_weights: Sequence[float] = (),
     weighting: str = "geometric",
-    rows: Int[Tensor, " depth"] | None = None,
     chunk_rows: int | None = None,
 ) -> DepthLoss:
     """Return the loss of the states of every depth, without ever holding all their logits.
@@ -79,17 +80,17 @@ def depth_loss(
     of each depth; tied depths repeat them. Targets are shared by all depths or one for each.
     `depth_weights` stand in place of decay, the weight of each depth relative to the one before it.
     dpace multiplies by `dpace_weights`; row r of every depth must then be drafted from the same
-    position, so that the depths have targets of their own. The means of each depth are over
-    `rows`, where these are a part of more; None: those there are. `chunk_rows` are the rows whose
-    logits are held at once; None fits them to the device.
+    position, so that the depths have targets of their own. `chunk_rows` are the rows whose logits
+    are held at once; None fits them to the device.
     """
     depth = len(states)
     each = [targets] * depth if isinstance(targets, Targets) else list(targets)
     check_choices(kind, weighting)
     _check(kind, depth_weights, each, depth)
     weights = list(depth_weights) or [decay**level for level in range(depth)]
-    if rows is None:
-        rows = torch.stack([(target.labels >= 0).sum() for target in each])
+    rows = torch.stack(
+        [(one.labels >= 0).sum() if one.count is None else one.count for one in each]
+    )
     if weighting == "geometric" and liger.fits(kind, states, projections):
         return _by_liger(states, projections, each, weights, rows)
     weight = projections[0][0]
