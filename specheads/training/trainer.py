@@ -147,7 +147,9 @@ class _Trainer:
         """Return what measures on held-out text, where it is time for that."""
         if held_out is None or not held_out.due(self.at.step, phase):
             return None
-        return partial(validate, held_out, self.teacher, self.objective, phase, self.total)
+        # wrapped for several processes it waits for the others at each batch, who may have none
+        alone = self.accelerator.unwrap_model(self.objective)
+        return partial(validate, held_out, self.teacher, alone, phase, self.total)
 
     def _batches(self, text: Text) -> Iterator[tuple[TokenBatch, dict[str, Any]]]:
         """Yield what follows in a text, where a GPU can fetch it from while it computes."""
