@@ -5,6 +5,7 @@ See docs/tree_verification.md.
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, wraps
 from typing import Any, TypeVar, cast
@@ -16,6 +17,7 @@ from transformers import PreTrainedModel
 
 from specheads.base import lora
 from specheads.base.cache import RowCache, upload
+from specheads.base.document_attention import attending_documents
 from specheads.base.flex_attention import attending, reads_in_place, tree_block_mask
 from specheads.base.masks import (
     attention_windows,
@@ -157,6 +159,7 @@ class Forwards:
         as if each stood alone; None reads each row as one text.
         """
         inputs: dict[str, Any] = {"input_ids": tokens.to(self.device), "use_cache": False}
+        attending: AbstractContextManager[None] = nullcontext()
         if documents is not None:
             documents = documents.to(self.device)
             masks = {
@@ -164,8 +167,9 @@ class Forwards:
                 for window in set(self.windows.values())
             }
             inputs["attention_mask"] = self._by_kind(masks)
-            inputs["position_ids"] = document_places(documents)
-        with torch.set_grad_enabled(gradients):
+            inputs["position_ids"] = places = document_places(documents)
+            attending = attending_documents(self.config, places, list(masks))
+        with torch.set_grad_enabled(gradients), attending:
             return replace(self._features(inputs, aux_layers), documents=documents)
 
     @torch.no_grad()

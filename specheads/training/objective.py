@@ -6,6 +6,7 @@ from dataclasses import replace
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
+from torch.profiler import record_function
 
 from specheads.config import Phase
 from specheads.core.drafter import Features, Head
@@ -45,23 +46,25 @@ class Objective(nn.Module):
         predicted = torch.zeros_like(scored)  # with D-PACE all labels of the chains
         for places in at:
             predicted[rows, places] = True
-        states = [
-            state[rows, at[level] - 2 - level]
-            for level, state in enumerate(self.head.states(features, tokens, predicted))
-        ]
+        with record_function("head"):
+            states = [
+                state[rows, at[level] - 2 - level]
+                for level, state in enumerate(self.head.states(features, tokens, predicted))
+            ]
         targets = [
             Targets(drafted[rows, each], features.hidden[rows, each - 1].detach(), project, count)
             for each, count in zip(at[: depth if chains else 1], counts, strict=False)
         ]
-        loss = depth_loss(
-            states,
-            [self.head.projection(level) for level in range(depth)],
-            targets if chains else targets[0],
-            kind=phase.loss,
-            decay=phase.decay,
-            depth_weights=phase.depth_weights,
-            weighting=phase.weighting,
-        )
+        with record_function("loss"):
+            loss = depth_loss(
+                states,
+                [self.head.projection(level) for level in range(depth)],
+                targets if chains else targets[0],
+                kind=phase.loss,
+                decay=phase.decay,
+                depth_weights=phase.depth_weights,
+                weighting=phase.weighting,
+            )
         # a label that cannot be drafted is a draft that the base will not accept
         share = counts[:depth] / counts[depth].clamp(min=1)
         return replace(loss, agreement=loss.agreement * share)
@@ -100,3 +103,13 @@ def own_labels(
 ) -> Bool[Tensor, "batch path"]:
     """Return at which positions the base's own next token is scored: not where it begins a text."""
     return scored[:, 1:] if documents is None else scored[:, 1:] & (documents.diff(dim=1) == 0)
+
+
+def figures(loss: DepthLoss) -> dict[str, Tensor]:
+    """Return what is logged of a head's loss, under the names of metrics.jsonl."""
+    by_depth, agreement = loss.by_depth.unbind(), loss.agreement.unbind()
+    return (
+        {"loss": loss.total.detach()}
+        | {f"loss/depth_{level}": value for level, value in enumerate(by_depth)}
+        | {f"accept/depth_{level}": value for level, value in enumerate(agreement)}
+    )

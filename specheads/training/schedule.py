@@ -151,7 +151,11 @@ def optimizers(
     decay, betas = schedule.weight_decay, (schedule.betas[0], schedule.betas[1])
     found: list[torch.optim.Optimizer] = [
         torch.optim.AdamW(
-            [{"params": parameters, "role": role}], lr=1.0, betas=betas, weight_decay=decay
+            [{"params": parameters, "role": role}],
+            lr=1.0,
+            betas=betas,
+            weight_decay=decay,
+            fused=True,
         )
         for role, parameters in (("head", rest), ("base", list(adapter)))
         if parameters

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
+from torch.profiler import record_function
 from torch.utils.checkpoint import checkpoint
 
 from specheads.base.lora import Adapter
@@ -21,9 +22,8 @@ from specheads.data.packing import TokenBatch
 from specheads.decoding.acceptance.noise import bits
 from specheads.runs.directory import atomic_folder
 from specheads.training.feature_cache import FeatureCache
-from specheads.training.log import figures
 from specheads.training.losses.depth_loss import DepthLoss
-from specheads.training.objective import own_labels
+from specheads.training.objective import figures, own_labels
 from specheads.training.schedule import PlacedPhase, Step
 
 HeadLoss = Callable[..., DepthLoss]
@@ -47,7 +47,9 @@ class FrozenTeacher:
 
     def losses(self, step: Step, head_loss: HeadLoss) -> tuple[Tensor, dict[str, Tensor]]:
         """Read the text; return the loss to descend, and what to log."""
-        loss = self.loss_of_head(step, head_loss, self.read(step.batch))
+        with record_function("base"):
+            features = self.read(step.batch)
+        loss = self.loss_of_head(step, head_loss, features)
         return loss.total, figures(loss)
 
     def loss_of_head(self, step: Step, head_loss: HeadLoss, features: Features) -> DepthLoss:

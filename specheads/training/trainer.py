@@ -2,9 +2,8 @@
 
 import signal
 import threading
-import warnings
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -12,15 +11,12 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from rich.progress import Progress
-from torch import Tensor
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from specheads.base.model import FrozenBase
 from specheads.config import Phase, Schedule
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.data.packing import Text, TokenBatch
-from specheads.decoding.acceptance.noise import derive
 from specheads.runs import checkpoint
 from specheads.runs.directory import RunDirectory, atomic_folder
 from specheads.runs.progress import progress
@@ -28,9 +24,9 @@ from specheads.runs.trackers import Tracker
 from specheads.training import schedule as schedules
 from specheads.training.feature_cache import FeatureCache
 from specheads.training.log import PhaseLog
-from specheads.training.objective import Objective, label_counts
 from specheads.training.prefetch import prefetched
-from specheads.training.schedule import PlacedPhase, Progressed, Step
+from specheads.training.schedule import PlacedPhase, Progressed
+from specheads.training.step import Stepper
 from specheads.training.teacher import Teacher, teacher_of
 from specheads.training.validation import HeldOut, validate
 
@@ -96,15 +92,8 @@ class _Trainer:
     ) -> None:
         self.teacher, self.head = teacher, teacher.head
         self.run, self.accelerator = run, accelerator
-        self.seed, self.clip_norm = seed, schedule.clip_norm
-        self.optimizers = [
-            accelerator.prepare_optimizer(optimizer)
-            for optimizer in schedules.optimizers(self.head, schedule, teacher.parameters)
-        ]
-        with warnings.catch_warnings():
-            # accelerate passes on what newer torch calls by another name
-            warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
-            self.objective = accelerator.prepare_model(Objective(self.head.train()))
+        self.stepper = Stepper(teacher, schedule, accelerator, seed)
+        self.optimizers, self.total = self.stepper.optimizers, self.stepper.total
         self.at = Progressed()
         self.stop = False
 
@@ -120,7 +109,7 @@ class _Trainer:
         self.teacher.begin(phase)
         with closing(prefetched(self._batches(text))) as batches:
             for batch, cursor in batches:
-                values, self.at.cursor = self._step(batch, phase), cursor
+                values, self.at.cursor = self.stepper.step(batch, phase, self.at.step), cursor
                 tokens = phase.settings.batch_size * batch.tokens.shape[1]
                 self.at.step += 1
                 self.at.tokens += tokens
@@ -148,66 +137,13 @@ class _Trainer:
         if held_out is None or not held_out.due(self.at.step, phase):
             return None
         # wrapped for several processes it waits for the others at each batch, who may have none
-        alone = self.accelerator.unwrap_model(self.objective)
+        alone = self.accelerator.unwrap_model(self.stepper.objective)
         return partial(validate, held_out, self.teacher, alone, phase, self.total)
 
     def _batches(self, text: Text) -> Iterator[tuple[TokenBatch, dict[str, Any]]]:
         """Yield what follows in a text, where a GPU can fetch it from while it computes."""
         for batch, cursor in text.batches(self.at.cursor):
             yield batch.pinned() if self.teacher.base.device.type == "cuda" else batch, cursor
-
-    def _step(self, batch: TokenBatch, phase: PlacedPhase) -> dict[str, Tensor]:
-        """Make one optimizer step; return what is logged of it, as far as it is read here."""
-        values: dict[str, Tensor] = {}
-        steps = self._parts(batch, phase)
-        for step in steps:
-            torch.manual_seed(derive(step.seed, step.batch.first_sample))  # of dropout in heads
-            # gradients are shared out once, with those of the last part
-            last = step is steps[-1]
-            with nullcontext() if last else self.accelerator.no_sync(self.objective):
-                loss, found = self.teacher.losses(step, self.objective)
-                # accelerate takes the mean over processes, and these are parts of one sum
-                self.accelerator.backward(loss * self.accelerator.num_processes)
-            for name, value in found.items():
-                values[name] = values[name] + value if name in values else value
-        self._update(phase)
-        return values
-
-    def _parts(self, batch: TokenBatch, phase: PlacedPhase) -> list[Step]:
-        """Return what this process reads of a step's batch, part by part."""
-        number, depth, device = self.at.step, self.head.depth, self.teacher.base.device
-        seed = derive(self.seed, number)
-        parts = [
-            (part.to(device), phase.scored(part, depth, seed).to(device))
-            for part in batch.parts(phase.settings.accumulation_steps)
-        ]
-        counts = [
-            label_counts(self.head, part.tokens, part.documents, scored, phase.settings)
-            for part, scored in parts
-        ]
-        counts = self.total(torch.stack(counts).sum(0))
-        return [Step(phase, number, seed, part, scored, counts) for part, scored in parts]
-
-    def _update(self, phase: PlacedPhase) -> None:
-        """Have the optimizers take the gradients at hand."""
-        learned = self.teacher.parameters
-        # those of the head accelerate averages itself
-        if gradients := [value.grad for value in learned if value.grad is not None]:
-            mean = self.total(parameters_to_vector(gradients)) / self.accelerator.num_processes
-            vector_to_parameters(mean, gradients)
-        self.accelerator.clip_grad_norm_([*self.head.parameters(), *learned], self.clip_norm)
-        rates = phase.rates(self.at.step)
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = rates[group["role"]]
-            optimizer.step()
-            optimizer.zero_grad()
-
-    def total(self, values: Tensor) -> Tensor:
-        """Return the sum of a tensor over all processes."""
-        total = self.accelerator.reduce(values, reduction="sum")
-        assert isinstance(total, Tensor)
-        return total
 
     def save(self) -> None:
         """Write a checkpoint on the main process; every process waits for it."""

@@ -27,6 +27,8 @@ from specheads.heads.load import build_for
 from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import Tracker
 from specheads.training import trainer
+from specheads.training.schedule import PlacedPhase
+from specheads.training.step import Stepper
 from specheads.training.validation import HeldOut
 from tests import tiny
 from tests.packed import counted_in, texts
@@ -141,15 +143,15 @@ class Failing:
 
 def at_step(number: int, act: Callable[[], object]) -> None:
     """Have this process act before a step, a moment that prefetching cannot move."""
-    whole: Any = trainer._Trainer
-    step = whole._step
+    whole: Any = Stepper
+    step = whole.step
 
-    def acting(self: Any, *arguments: Any) -> Any:
-        if self.at.step == number:
+    def acting(self: Any, batch: TokenBatch, phase: PlacedPhase, now: int) -> Any:
+        if now == number:
             act()
-        return step(self, *arguments)
+        return step(self, batch, phase, now)
 
-    whole._step = acting
+    whole.step = acting
 
 
 def main(folder: Path, what: str) -> None:

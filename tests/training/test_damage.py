@@ -18,9 +18,9 @@ from specheads.core.files import sole_writer
 from specheads.data.packing import PackedText, Text
 from specheads.runs import checkpoint
 from specheads.runs.directory import RunDirectory
-from specheads.training import trainer
 from specheads.training.distill.run import Job, write_text
 from specheads.training.distill.shards import read_text
+from specheads.training.step import Stepper
 from tests import tiny
 from tests.training.distill.pens import Pen, Talks
 from tests.training.test_trainer import Counting, StopError, phase, run_training
@@ -33,14 +33,14 @@ SCHEDULE = Schedule(phases={"corpus": phase(), "distilled": phase(steps=5, score
 def killed_at(step: int, folder: Path) -> None:
     """Train until a step and no further, as a power cut would have it."""
     with pytest.MonkeyPatch.context() as patch:
-        whole = trainer._Trainer._step
+        whole = Stepper.step
 
-        def crash(self, *arguments):
-            if self.at.step == step:
+        def crash(self, batch, phase, number):
+            if number == step:
                 raise StopError
-            return whole(self, *arguments)
+            return whole(self, batch, phase, number)
 
-        patch.setattr(trainer._Trainer, "_step", crash)
+        patch.setattr(Stepper, "step", crash)
         with pytest.raises(StopError):
             run_training(folder, SCHEDULE, checkpoint_every=2)
 

@@ -34,6 +34,7 @@ from specheads.training.schedule import (
     optimizers,
     peak_rates,
 )
+from specheads.training.step import Stepper
 from specheads.training.teacher import JointTeacher, chunked_loss
 from tests import tiny
 
@@ -311,14 +312,14 @@ def test_stopping_and_going_on_equals_never_stopping(
     }
     whole, undisturbed = run_training(tmp_path / "whole", base, phases)
     for crash_at in (3, 7):
-        step = trainer._Trainer._step
+        step = Stepper.step
 
-        def crash(self, *arguments, at=crash_at, step=step):
-            if self.at.step == at:
+        def crash(self, batch, phase, number, at=crash_at, step=step):
+            if number == at:
                 raise StopError
-            return step(self, *arguments)
+            return step(self, batch, phase, number)
 
-        monkeypatch.setattr(trainer._Trainer, "_step", crash)
+        monkeypatch.setattr(Stepper, "step", crash)
         with pytest.raises(StopError):
             run_training(tmp_path / "parts", base, phases, checkpoint_every=2)
         monkeypatch.undo()

@@ -24,6 +24,7 @@ from specheads.training.losses.depth_loss import whole_chains
 from specheads.training.objective import Objective
 from specheads.training.processes import together
 from specheads.training.schedule import learning_rate_share, optimizers, refuse_misfit
+from specheads.training.step import Stepper
 from tests import tiny
 
 
@@ -158,14 +159,14 @@ def test_stopping_and_going_on_equals_never_stopping(
     whole = run_training(tmp_path / "whole", schedule)
     for crash_at in (4, 9):
         # killed without warning: only what the last checkpoint holds survives
-        step = trainer._Trainer._step
+        step = Stepper.step
 
-        def crash(self, *arguments, at=crash_at, step=step):
-            if self.at.step == at:
+        def crash(self, batch, phase, number, at=crash_at, step=step):
+            if number == at:
                 raise StopError
-            return step(self, *arguments)
+            return step(self, batch, phase, number)
 
-        monkeypatch.setattr(trainer._Trainer, "_step", crash)
+        monkeypatch.setattr(Stepper, "step", crash)
         with pytest.raises(StopError):
             run_training(tmp_path / "parts", schedule, checkpoint_every=3)
         monkeypatch.undo()
@@ -186,14 +187,14 @@ def test_an_interrupt_leaves_a_checkpoint_to_go_on_from(
     at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     schedule = Schedule(phases={"corpus": phase(), "distilled": phase()})
-    step = trainer._Trainer._step
+    step = Stepper.step
 
-    def interrupted(self, *arguments):
-        if self.at.step == at:
+    def interrupted(self, batch, phase, number):
+        if number == at:
             os.kill(os.getpid(), signal.SIGTERM)
-        return step(self, *arguments)
+        return step(self, batch, phase, number)
 
-    monkeypatch.setattr(trainer._Trainer, "_step", interrupted)
+    monkeypatch.setattr(Stepper, "step", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run_training(tmp_path, schedule)
     run = RunDirectory(tmp_path)

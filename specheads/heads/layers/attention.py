@@ -6,6 +6,7 @@ the slots are what was committed and a path is a branch of the tree. So both are
 """
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -80,6 +81,7 @@ class Attention(nn.Module):
         past: Tensor,
         visible: Tensor,
         path: Tensor | None = None,
+        lengths: Sequence[int] = (),
     ) -> Tensor:
         """Attend to the visible slots and to the path, itself included, as if they were one.
 
@@ -89,6 +91,9 @@ class Attention(nn.Module):
             past: (batch, 2, shared head, slot, head_dim), from `keys_values`.
             visible: (batch, time, slot); batch and time may be one.
             path: (batch, 2, shared head, time, level, head_dim): each position's own, if any.
+            lengths: How long each document of packed rows is, where slots are positions and each
+                sees those of its document up to itself: each is worked on alone, and `visible`
+                is not read. Empty works on all at once.
         """
         queries = _rotate(self._split(self.q_proj(inputs)), positions, self.theta)
         if path is None:
@@ -96,12 +101,10 @@ class Attention(nn.Module):
             mixed = F.scaled_dot_product_attention(
                 queries, keys, values, attn_mask=visible[:, None], enable_gqa=True
             )
-        elif torch.is_grad_enabled():
-            # the weights of all levels would not fit: the backward pass makes them again
-            mixed = checkpoint(_mix, queries, past, visible, path, use_reentrant=False)
-            assert isinstance(mixed, Tensor)
+        elif lengths:
+            mixed = _mix_documents(queries, past, path, lengths)
         else:
-            mixed = _mix(queries, past, visible, path)
+            mixed = _sparing(_mix, queries, past, visible, path)
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
     def _split(self, values: Tensor) -> Tensor:
@@ -116,6 +119,33 @@ def _rotate(values: Tensor, positions: Tensor, theta: float) -> Tensor:
     cos, sin = angles.cos().to(values.dtype), angles.sin().to(values.dtype)
     first, second = values.split(half, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+def _sparing(mix: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """Mix, and make the weights again in the backward pass: those of all levels would not fit."""
+    if not torch.is_grad_enabled():
+        return mix(*inputs)
+    mixed = checkpoint(mix, *inputs, use_reentrant=False)
+    assert isinstance(mixed, Tensor)
+    return mixed
+
+
+def _mix_documents(queries: Tensor, past: Tensor, path: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Mix as `_mix` does, each document by itself: few weights at once, and none for nothing."""
+    # taken apart along one axis, whose gradient is put together again once
+    columns = [
+        values.movedim(axis, 1).flatten(0, 1).split(lengths)
+        for values, axis in ((queries, 2), (past, 3), (path, 3))
+    ]
+    pieces = [_sparing(_mix_document, *piece) for piece in zip(*columns, strict=True)]
+    return torch.cat(pieces).unflatten(0, (len(queries), -1)).transpose(1, 2)
+
+
+def _mix_document(queries: Tensor, past: Tensor, path: Tensor) -> Tensor:
+    """Mix one document, time first: (time, head, head_dim)."""
+    queries, past, path = queries[None].movedim(1, 2), past[None].movedim(1, 3), path[None]
+    visible = torch.ones(1, *queries.shape[2:3] * 2, dtype=torch.bool).tril()
+    return _mix(queries, past, visible, path.movedim(1, 3))[0].transpose(0, 1)
 
 
 def _mix(queries: Tensor, past: Tensor, visible: Tensor, path: Tensor) -> Tensor:

@@ -2,13 +2,14 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from specheads.core.drafter import pick_parents
-from specheads.core.features import Committed
+from specheads.core.features import Committed, document_lengths
 from specheads.heads.layers.attention import Attention, AttentionShape, GatedMlp, Slots
 from specheads.heads.layers.norm import RMSNorm
 
@@ -72,13 +73,16 @@ class FeedbackLayer(nn.Module):
             visible: Which positions each one may see.
         """
         past = path = None
+        # many small products are fast on a processor, and slow to launch elsewhere
+        by_document = hidden.device.type == "cpu"
+        lengths = document_lengths(places.expand(len(hidden), -1)) if by_document else []
         for level, tokens in enumerate(embedded):
             inputs, fresh = self._read(hidden, tokens, places + level)
             if past is None or path is None:
                 past, path = fresh, _no_path(fresh)
             else:
                 path = torch.cat([path, fresh[..., None, :]], dim=4)
-            hidden = self(hidden, inputs, places + level, past, visible, path)
+            hidden = self(hidden, inputs, places + level, past, visible, path, lengths)
             yield hidden
 
     def commit(
@@ -118,7 +122,7 @@ class FeedbackLayer(nn.Module):
         inputs = torch.cat([self.input_layernorm(embedded), self.hidden_norm(hidden)], dim=-1)
         return inputs, self.self_attn.keys_values(inputs, positions)
 
-    def forward(self, hidden: Tensor, inputs: Tensor, *attended: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, inputs: Tensor, *attended: Any) -> Tensor:
         """Return the stream after this layer; `attended` is what `Attention` takes."""
         stream = self.hidden_norm(hidden) if self.norm_before_residual else hidden
         stream = stream + self.self_attn(inputs, *attended)

@@ -21,7 +21,7 @@ from specheads.training.losses import liger
 from specheads.training.losses.gradients import Gradients
 from specheads.training.losses.row_losses import KINDS as KINDS
 from specheads.training.losses.row_losses import LABELS_ONLY as LABELS_ONLY
-from specheads.training.losses.row_losses import BaseRows, read_base
+from specheads.training.losses.row_losses import BaseRows, best_of, read_base
 
 WEIGHTINGS = ("geometric", "dpace")
 """How depths are weighted against each other: by numbers given, or also by each row's drafts."""
@@ -260,7 +260,7 @@ class _Scores:
         found: list[tuple[Tensor, Tensor, Tensor]] = []
         for block, base in zip(_slices(len(slopes), plan.block_rows), base_rows, strict=True):
             log_draft = slopes[block].log_softmax(-1)
-            agreed = log_draft.argmax(-1) == base.best
+            agreed = best_of(log_draft) == base.best
             expected = base.best if plan.kind == "argmax_cross_entropy" else base.labels
             confidence = log_draft.gather(-1, expected[:, None])[:, 0].exp()
             found.append((KINDS[plan.kind](log_draft, base), confidence, agreed))
@@ -279,5 +279,5 @@ class _Scores:
         for (level, slopes, losses, _, drafted), factor in zip(self.pending, factors, strict=True):
             scale = factor * drafted * (self.plan.weights[level] * self.shares[level])
             self.total += (losses * scale).sum()
-            self.gradients.add(level, rows, slopes.mul_(scale[:, None]))
+            self.gradients.add(level, rows, slopes, scale)
         self.pending.clear()

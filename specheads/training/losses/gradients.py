@@ -50,18 +50,20 @@ class Gradients:
         """Return a depth's logits of some rows, in at least float32."""
         return F.linear(self.states[level][rows], *self._projection(level)).to(self.precision)
 
-    def add(self, level: int, rows: slice, slopes: Tensor) -> None:
-        """Add what the slopes of some rows' logits give."""
+    def add(self, level: int, rows: slice, slopes: Tensor, scale: Tensor) -> None:
+        """Add what the slopes of some rows' logits give, each row times its scale."""
         state = self.states[level][rows]
-        slopes = slopes.to(state.dtype)
+        slopes, scale = slopes.to(state.dtype), scale.to(state.dtype)
         weight, bias = self._places(level)
+        # scaled where a row is a state's width, and not the vocabulary's
         if (sums := self.sums[self.place[level]]) is not None:
-            sums[rows] += slopes @ self._projection(level)[0]
+            sums[rows] += (slopes @ self._projection(level)[0]).mul_(scale[:, None])
         if (sums := self.sums[weight]) is not None:
+            scaled = state * scale[:, None]
             # in place where precisions agree: the product alone is as large as the weight
             if sums.dtype == state.dtype:
-                sums.addmm_(slopes.T, state)
+                sums.addmm_(slopes.T, scaled)
             else:
-                sums += slopes.T @ state
+                sums += slopes.T @ scaled
         if (sums := self.sums[bias]) is not None:
-            sums += slopes.sum(0)
+            sums += scale @ slopes

