@@ -62,6 +62,14 @@ EIGHT = {
 SHAPES: dict[str, Any] = {
     "llama-8b": LlamaConfig(**EIGHT, num_hidden_layers=32, vocab_size=128_256),
     "granite-8b": GraniteConfig(**EIGHT, num_hidden_layers=36, vocab_size=49_152),
+    "tiny": LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=512,
+    ),
 }
 """Bases with random weights: only their speed means anything."""
 
@@ -129,8 +137,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def _base(name: str, options: argparse.Namespace) -> FrozenBase:
     if name not in SHAPES:
         return FrozenBase.load(BASES.get(name, name), device=options.device, dtype=options.dtype)
-    device = torch.device("cuda" if options.device == "auto" else options.device)
-    dtype = "bfloat16" if options.dtype == "auto" else options.dtype
+    usual = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(usual if options.device == "auto" else options.device)
+    usual = "bfloat16" if device.type == "cuda" else "float32"
+    dtype = usual if options.dtype == "auto" else options.dtype
     with device:
         model = AutoModelForCausalLM.from_config(SHAPES[name], dtype=getattr(torch, dtype))
     return FrozenBase(model, name=f"random weights, shape {name}")

@@ -62,9 +62,9 @@ def step_flops(base: FrozenBase, head: Head, batch: TokenBatch, phase: Phase) ->
     teacher = 0 if phase.loss in LABELS_ONLY else drafted * base.width
     depths = sum(3 * drafted * head.projection(level)[0].shape[1] for level in range(head.depth))
     return StepFlops(
-        base=2 * batch.tokens.numel() * matrices + attention,
-        head=3 * _states_flops(head, base, batch, documents),
-        loss=teacher + depths,
+        base=float(2 * batch.tokens.numel() * matrices + attention),
+        head=3.0 * _states_flops(head, base, batch, documents),
+        loss=float(teacher + depths),
     )
 
 

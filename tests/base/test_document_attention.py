@@ -1,0 +1,105 @@
+"""Documents that are read one by one: the same numbers and gradients as under a mask."""
+
+from contextlib import nullcontext
+
+import jaxtyping
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from specheads.base import document_attention
+from specheads.base.model import FrozenBase
+from specheads.core.features import document_lengths, document_places
+from tests import tiny
+from tests.packed import packed, texts
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """Return the queries that are attended document by document."""
+    seen: list[torch.Tensor] = []
+    attend = document_attention._attend
+
+    def seeing(query: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        seen.append(query)
+        return attend(query, *others)
+
+    monkeypatch.setattr(document_attention, "_attend", seeing)
+    return seen
+
+
+def masked(base: FrozenBase, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
+    """Return what a base says of packed documents under their mask."""
+    batch = packed(texts())
+    with monkeypatch.context() as patch:
+        patch.setattr("specheads.base.forward.attending_documents", lambda *_: nullcontext())
+        return base.read(batch.tokens, documents=batch.documents).hidden
+
+
+@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
+def test_documents_are_read_as_under_their_mask(
+    architecture: str, calls: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+):
+    base, batch = tiny.base(architecture), packed(texts())
+    wanted = masked(base, monkeypatch)
+    assert not calls
+    found = base.read(batch.tokens, documents=batch.documents).hidden
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    # shorter windows than documents need a mask
+    assert bool(calls) == (architecture not in tiny.WINDOWED)
+    assert base.config._attn_implementation == "sdpa"
+
+
+def test_windows_that_hold_every_document_need_no_mask(
+    calls: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+):
+    config = tiny.config("mistral", sliding_window=22)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").double()
+    base = FrozenBase(model.eval(), name="a longer window")
+    wanted, batch = masked(base, monkeypatch), packed(texts())
+    found = base.read(batch.tokens, documents=batch.documents).hidden
+    assert calls
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_gradients_flow_as_under_a_mask(monkeypatch: pytest.MonkeyPatch):
+    base, batch = tiny.base(), packed(texts())
+    weight = base.model.get_parameter("model.layers.0.self_attn.k_proj.weight")
+    weight.requires_grad_(True)
+    try:
+        found = []
+        for attending in (document_attention.attending_documents, lambda *_: nullcontext()):
+            monkeypatch.setattr("specheads.base.forward.attending_documents", attending)
+            read = base.read(batch.tokens, documents=batch.documents, gradients=True)
+            found += torch.autograd.grad(read.hidden.pow(2).sum(), weight)
+    finally:
+        weight.requires_grad_(False)
+    torch.testing.assert_close(found[0], found[1], rtol=1e-10, atol=1e-10)
+
+
+def test_lengths_follow_from_places():
+    documents = torch.tensor([[0, 0, 1, 1, 1, 2], [0, 0, 0, 0, 0, 0]])
+    assert document_lengths(document_places(documents)) == [2, 3, 1, 6]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_forward_looks_documents_up_when_it_runs():
+    jaxtyping.config.update("jaxtyping_disable", True)
+    try:
+        torch._dynamo.reset()
+        base = tiny.base()
+        body = torch.compile(base.model.base_model.forward)
+        for lengths in ((9, 22, 6, 15, 12, 7), (20, 11, 9, 30, 5, 5)):
+            batch = packed(texts(lengths=lengths))
+            wanted = base.read(batch.tokens, documents=batch.documents).hidden
+            places = document_places(batch.documents)
+            mask = torch.zeros(2, 1, 40, 40, dtype=torch.float64)
+            inputs = {"attention_mask": mask, "position_ids": places, "use_cache": False}
+            # norms are in float32, and the compiler adds up in an order of its own
+            with torch.no_grad(), document_attention.attending_documents(base.config, places, []):
+                found = body(input_ids=batch.tokens, **inputs).last_hidden_state
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", False)
+        torch._dynamo.reset()

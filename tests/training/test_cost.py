@@ -1,0 +1,61 @@
+"""What a step costs: counted by hand for small shapes, and by torch while it runs."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from specheads.config import Phase
+from specheads.heads.load import build_for, kinds
+from specheads.training.cost import matmul_rate, step_flops
+from tests import tiny
+from tests.packed import alone, packed, texts
+
+
+def phase(**settings) -> Phase:
+    return Phase(text="corpus", steps=1, batch_size=2, sequence_length=40, **settings)
+
+
+def test_the_base_costs_what_torch_counts_but_for_attention_that_is_masked_away():
+    base, batch = tiny.base(attention="eager"), alone(texts())
+    head = build_for({"kind": "medusa", "depth": 2}, base, None)
+    with FlopCounterMode(display=False) as counter:
+        base.read(batch.tokens)
+    config, (rows, time) = base.config, batch.tokens.shape
+    width = config.num_attention_heads * config.head_dim
+    square = 4 * rows * time**2 * width * config.num_hidden_layers
+    causal = 4 * rows * time * (time + 1) / 2 * width * config.num_hidden_layers
+    found = step_flops(base, head, batch, phase()).base
+    assert found == counter.get_total_flops() - square + causal
+
+
+def test_documents_cost_less_than_one_long_text():
+    base, batch = tiny.base(), packed(texts())
+    head = build_for({"kind": "medusa", "depth": 2}, base, None)
+    short, long = (
+        step_flops(base, head, one, phase()).base
+        for one in (batch, type(batch)(batch.tokens, batch.counted))
+    )
+    assert 0 < short < long
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "soft_cross_entropy"])
+def test_the_vocabulary_costs_its_labels(loss: str):
+    base, batch = tiny.base(), packed(texts())
+    made = {"kind": "mlp_speculator", "depth": 2, "inner_dim": 24}
+    head = build_for(made, base, None)
+    rows = int(batch.counted.sum())
+    teacher = 2 * rows * tiny.VOCAB * base.width if loss == "soft_cross_entropy" else 0
+    found = step_flops(base, head, batch, phase(loss=loss, scored_share=0.5))
+    assert found.loss == 0.5 * (teacher + 2 * 3 * 2 * rows * tiny.VOCAB * 24)
+    assert found.total == found.base + found.head + found.loss
+
+
+@pytest.mark.parametrize("kind", kinds())
+def test_every_kind_has_layers_that_cost_something(kind: str):
+    base = tiny.base()
+    head = build_for({"kind": kind, "depth": 3}, base, None)
+    assert step_flops(base, head, packed(texts()), phase()).head > 0
+
+
+def test_a_machine_multiplies_at_some_rate():
+    assert matmul_rate(torch.device("cpu"), torch.float32) > 1e6
