@@ -53,7 +53,7 @@ BASES = {
 }
 """What --bases names besides shapes."""
 
-EIGHT = {
+EIGHT: dict[str, Any] = {
     "hidden_size": 4096,
     "intermediate_size": 14336,
     "num_attention_heads": 32,

@@ -1,6 +1,7 @@
 """Documents that are read one by one: the same numbers and gradients as under a mask."""
 
 from contextlib import nullcontext
+from typing import Any
 
 import jaxtyping
 import pytest
@@ -20,7 +21,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     seen: list[torch.Tensor] = []
     attend = document_attention._attend
 
-    def seeing(query: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+    def seeing(query: torch.Tensor, *others: Any) -> torch.Tensor:
         seen.append(query)
         return attend(query, *others)
 
@@ -93,6 +94,7 @@ def test_a_compiled_forward_looks_documents_up_when_it_runs():
         for lengths in ((9, 22, 6, 15, 12, 7), (20, 11, 9, 30, 5, 5)):
             batch = packed(texts(lengths=lengths))
             wanted = base.read(batch.tokens, documents=batch.documents).hidden
+            assert batch.documents is not None
             places = document_places(batch.documents)
             mask = torch.zeros(2, 1, 40, 40, dtype=torch.float64)
             inputs = {"attention_mask": mask, "position_ids": places, "use_cache": False}
