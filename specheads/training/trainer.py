@@ -30,6 +30,7 @@ from specheads.training.feature_cache import FeatureCache
 from specheads.training.log import PhaseLog
 from specheads.training.objective import Objective, label_counts
 from specheads.training.prefetch import prefetched
+from specheads.training.processes import readers
 from specheads.training.schedule import PlacedPhase, Progressed, Step
 from specheads.training.teacher import Teacher, teacher_of
 from specheads.training.validation import HeldOut, validate
@@ -97,6 +98,7 @@ class _Trainer:
         self.teacher, self.head = teacher, teacher.head
         self.run, self.accelerator = run, accelerator
         self.seed, self.clip_norm = seed, schedule.clip_norm
+        self.shares = readers(teacher.base, accelerator)["world_size"]
         self.optimizers = [
             accelerator.prepare_optimizer(optimizer)
             for optimizer in schedules.optimizers(self.head, schedule, teacher.parameters)
@@ -167,7 +169,7 @@ class _Trainer:
             with nullcontext() if last else self.accelerator.no_sync(self.objective):
                 loss, found = self.teacher.losses(step, self.objective)
                 # accelerate takes the mean over processes, and these are parts of one sum
-                self.accelerator.backward(loss * self.accelerator.num_processes)
+                self.accelerator.backward(loss * self.shares)
             for name, value in found.items():
                 values[name] = values[name] + value if name in values else value
         self._update(phase)
@@ -193,7 +195,7 @@ class _Trainer:
         learned = self.teacher.parameters
         # those of the head accelerate averages itself
         if gradients := [value.grad for value in learned if value.grad is not None]:
-            mean = self.total(parameters_to_vector(gradients)) / self.accelerator.num_processes
+            mean = self.total(parameters_to_vector(gradients)) / self.shares
             vector_to_parameters(mean, gradients)
         self.accelerator.clip_grad_norm_([*self.head.parameters(), *learned], self.clip_norm)
         rates = phase.rates(self.at.step)
@@ -204,10 +206,11 @@ class _Trainer:
             optimizer.zero_grad()
 
     def total(self, values: Tensor) -> Tensor:
-        """Return the sum of a tensor over all processes."""
+        """Return the sum over all processes, where several read the same rows that of one."""
         total = self.accelerator.reduce(values, reduction="sum")
         assert isinstance(total, Tensor)
-        return total
+        copies = self.accelerator.num_processes // self.shares
+        return total // copies if not total.is_floating_point() else total / copies
 
     def save(self) -> None:
         """Write a checkpoint on the main process; every process waits for it."""

@@ -5,11 +5,13 @@ Arguments of the module: a folder, and what happens: `fail-RANK` (the third batc
 with `train`, nothing.
 """
 
+import functools
 import multiprocessing
 import os
 import signal
 import socket
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -20,18 +22,32 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
-from specheads.config import Phase, Schedule
+from specheads.base.model import FrozenBase
+from specheads.config import Base, Phase, Schedule
 from specheads.data.documents import Documents
 from specheads.data.packing import PackedText, Text, TokenBatch, share
 from specheads.heads.load import build_for
 from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import Tracker
 from specheads.training import trainer
+from specheads.training.processes import accelerator_of_environment, load_base, readers
 from specheads.training.validation import HeldOut
 from tests import tiny
 from tests.packed import counted_in, texts
 
 FORK = multiprocessing.get_context("fork")
+
+SHARED_OUT = {
+    "fsdp2": {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"},
+    "replicas": {
+        **{"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"},
+        **{"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"},
+    },
+    "tensor": {
+        "ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_TP_SIZE": "2",
+    },
+}  # fmt: skip
+"""What the launcher says of configurations that share out the base."""
 
 
 class StopError(Exception):
@@ -53,10 +69,28 @@ def documents() -> Documents:
     )
 
 
+@functools.cache
+def folder_of_base() -> str:
+    """Return where the tiny llama lies, for processes that load a part of it each."""
+    folder = tempfile.mkdtemp()
+    tiny.base("llama").model.save_pretrained(folder)
+    return folder
+
+
+def joined(shared_out: str) -> tuple[Accelerator, FrozenBase]:
+    """Return what joins the processes, and the base in float64 as each of them has it."""
+    if not shared_out:
+        return Accelerator(cpu=True), tiny.base("llama")
+    os.environ |= SHARED_OUT[shared_out] | {"ACCELERATE_MIXED_PRECISION": "no"}
+    accelerator = accelerator_of_environment()
+    return accelerator, load_base(Base(model=folder_of_base(), dtype="float64"), accelerator)
+
+
 def train(
     folder: Path,
     kind: str = "mlp_speculator",
     *,
+    shared_out: str = "",
     drafted: int = 0,
     held_out: int = 0,
     cut: Callable[[Text], Text] = lambda text: text,
@@ -65,15 +99,14 @@ def train(
     **settings: Any,
 ) -> None:
     """Train a head in float64, telling of each step; `cut` changes what a process reads."""
-    accelerator = Accelerator(cpu=True)
-    base = tiny.base("llama")
+    accelerator, base = joined(shared_out)
     torch.manual_seed(0)
     made = {"kind": kind, "depth": 2, "draft_tokens": drafted}
     head = build_for(made, base, torch.arange(tiny.VOCAB)).double()
     usual = {"steps": 6, "batch_size": 6, "learning_rate": 1e-2, "scored_share": 0.6}
     phase = Phase(text="corpus", sequence_length=40, **usual | settings)
-    rank, world_size = accelerator.process_index, accelerator.num_processes
-    sizes = {"sequence_length": 40, "batch_size": phase.batch_size}
+    rank, world_size = readers(base, accelerator).values()
+    sizes: dict[str, Any] = {"sequence_length": 40, "batch_size": phase.batch_size}
     text = PackedText(documents(), **sizes, rank=rank, world_size=world_size)
     mine = share(range(held_out), rank, world_size)
     rows = [text.batch(mine[at : at + 2]) for at in range(0, len(mine), 2)]
@@ -96,7 +129,7 @@ def train(
 
 def forked(count: int, act: Callable[..., None], *arguments: Any) -> list[int | None]:
     """Act in so many processes of one run; return how each ended."""
-    tiny.base("llama")  # made once, and not in each
+    folder_of_base()  # made once, and not in each
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
