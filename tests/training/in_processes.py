@@ -2,7 +2,7 @@
 
 Arguments of the module: a folder, and what happens: `fail-RANK` (the third batch cannot be made),
 `stop-RANK` and `kill-RANK` (SIGTERM or SIGKILL in the third step, which the others do not get) or,
-with `train`, nothing.
+with `train`, nothing; and, maybe, how the base is shared out.
 """
 
 import functools
@@ -185,13 +185,14 @@ def at_step(number: int, act: Callable[[], object]) -> None:
     whole._step = acting
 
 
-def main(folder: Path, what: str) -> None:
+def main(folder: Path, what: str, shared_out: str = "") -> None:
     rank = os.environ.get("RANK", "0")
     for word, number in (("stop", signal.SIGTERM), ("kill", signal.SIGKILL)):
         if what == f"{word}-{rank}":
             at_step(2, partial(os.kill, os.getpid(), number))
-    train(folder, cut=Failing if what == f"fail-{rank}" else lambda text: text)
+    cut = Failing if what == f"fail-{rank}" else lambda text: text
+    train(folder, cut=cut, shared_out=shared_out)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]), *sys.argv[2:])
