@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import (
     DistributedDataParallelKwargs,
+    DynamoBackend,
     FullyShardedDataParallelPlugin,
     gather_object,
 )
@@ -68,7 +69,12 @@ def load_base(settings: Base, accelerator: Accelerator) -> FrozenBase:
             )
         choices["device"] = sharding or str(accelerator.device)
     with _whole():
-        return FrozenBase.load(**choices)
+        base = FrozenBase.load(**choices)
+    compiler = accelerator.state.dynamo_plugin
+    # a layer that is gathered while it computes is no part of a graph
+    if compiler.backend != DynamoBackend.NO and base.sharding is None:
+        base.compile_reads(**compiler.to_kwargs())
+    return base
 
 
 def readers(base: FrozenBase, accelerator: Accelerator) -> dict[str, int]:
@@ -151,7 +157,8 @@ def naming_lost() -> Iterator[None]:
     """
     try:
         yield
-    except RuntimeError as error:
+    # a base that is tried with the others' parts tells what it misses in words of its own
+    except (RuntimeError, InputError) as error:
         if "by peer" not in str(error):
             raise
         raise InputError(

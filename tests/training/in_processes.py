@@ -37,7 +37,8 @@ from tests.packed import counted_in, texts
 
 FORK = multiprocessing.get_context("fork")
 
-SHARED_OUT = {
+SHARED_OUT: dict[str, dict[str, str]] = {
+    "none": {},
     "fsdp2": {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"},
     "replicas": {
         **{"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"},
@@ -81,9 +82,11 @@ def joined(shared_out: str) -> tuple[Accelerator, FrozenBase]:
     """Return what joins the processes, and the base in float64 as each of them has it."""
     if not shared_out:
         return Accelerator(cpu=True), tiny.base("llama")
+    # before processes are joined: of those, transformers lets the first alone write
+    settings = Base(model=folder_of_base(), dtype="float64")
     os.environ |= SHARED_OUT[shared_out] | {"ACCELERATE_MIXED_PRECISION": "no"}
     accelerator = accelerator_of_environment()
-    return accelerator, load_base(Base(model=folder_of_base(), dtype="float64"), accelerator)
+    return accelerator, load_base(settings, accelerator)
 
 
 def train(

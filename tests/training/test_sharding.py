@@ -1,5 +1,6 @@
 """Processes that share a base out among them train what one trains that has it whole."""
 
+import signal
 import subprocess
 import sys
 from functools import cache
@@ -16,7 +17,14 @@ from specheads.core.errors import InputError
 from specheads.runs.trackers import read_metrics
 from specheads.training.processes import accelerator_of_environment, load_base
 from tests.training.in_processes import SHARED_OUT, forked
-from tests.training.test_processes import ENVIRONMENT, IN_PROCESSES, REPOSITORY, TORCHRUN, python
+from tests.training.test_processes import (
+    ENVIRONMENT,
+    IN_PROCESSES,
+    REPOSITORY,
+    TORCHRUN,
+    Pair,
+    python,
+)
 from tests.training.test_ranks import each, same_losses, stopped_at, told
 
 CONFIGS = sorted((REPOSITORY / "configs" / "accelerate").glob("*.yaml"))
@@ -70,6 +78,24 @@ def test_a_launcher_names_a_process_that_was_killed_beside_one_that_shares_its_b
     assert found.returncode == 1
     assert "Signal 9 (SIGKILL)" in found.stderr
     assert not list(tmp_path.glob("head-*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_that_is_killed_is_missed_by_one_that_shares_its_base(rank: int, tmp_path: Path):
+    pair = Pair(
+        *(2, "train.py", "recipe=smoke", "~schedule.phases.distilled", "evaluate_after=false"),
+        *("schedule.phases.corpus.steps=100000", f"run_dir={tmp_path / 'run'}"),
+        **SHARED_OUT["fsdp2"],
+    )
+    pair.wait_for(tmp_path / "run", "metrics.jsonl")
+    pair.processes[rank].kill()
+    ended = pair.leave()
+    assert ended[rank][0] == -signal.SIGKILL
+    code, said = ended[1 - rank]
+    assert code == 2, said
+    assert "error: a run needs all its processes, and another one of them ended" in said
+    assert "Traceback" not in said
 
 
 @pytest.mark.parametrize(
