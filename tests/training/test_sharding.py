@@ -142,7 +142,8 @@ def launched(place: Path, name: str, *choices: str) -> subprocess.CompletedProce
             *("--config_file", f"configs/accelerate/{name}.yaml"),
             *("--num_processes", "2", "--mixed_precision", "no", *choices),
             *("train.py", "recipe=smoke", "~schedule.phases.distilled", "log_every=1"),
-            f"run_dir={place / name}",
+            # of which one process has three and the other two
+            *("validation.rows=5", "validation.every=2", f"run_dir={place / name}"),
         ],
         cwd=REPOSITORY,
         env=ENVIRONMENT,
@@ -167,6 +168,8 @@ def test_the_launcher_starts_processes_that_share_a_base(
     assert "no process decodes by itself with a sharded base" in found.stdout
     ours, theirs = (read_metrics(place / one / "metrics.jsonl") for one in (name, "cpu_2"))
     assert len(ours) == 6
+    assert [row["step"] for row in ours if "validation/loss" in row] == [2, 4, 6]
     for row, other in zip(ours, theirs, strict=True):
-        assert row["loss"] == pytest.approx(other["loss"], rel=1e-4)
+        for name_of in row.keys() & {"loss", "validation/loss"}:
+            assert row[name_of] == pytest.approx(other[name_of], rel=1e-4)
     assert (place / name / "head" / "model.safetensors").is_file()
