@@ -11,12 +11,15 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.commands.config.config_args import load_config_from_file
+from torch.distributed.tensor import DTensor
 
 from specheads.config import Base
 from specheads.core.errors import InputError
+from specheads.heads.load import _fingerprint
 from specheads.runs.trackers import read_metrics
 from specheads.training.processes import accelerator_of_environment, load_base
-from tests.training.in_processes import SHARED_OUT, forked
+from tests import tiny
+from tests.training.in_processes import SHARED_OUT, forked, joined
 from tests.training.test_processes import (
     ENVIRONMENT,
     IN_PROCESSES,
@@ -32,6 +35,20 @@ CONFIGS = sorted((REPOSITORY / "configs" / "accelerate").glob("*.yaml"))
 
 def test_two_processes_that_share_a_base_have_the_losses_of_one(tmp_path: Path):
     same_losses(tmp_path, (1, 1), (2, 2, "fsdp2"), of=["eagle3"], steps=3)
+
+
+def known_again(how: str) -> None:
+    shared_out, whole = joined(how)[1], tiny.base("llama")
+    assert shared_out.sharding
+    assert any(type(value) is DTensor for value in shared_out.model.parameters())
+    assert shared_out.fingerprint == whole.fingerprint
+    assert _fingerprint(shared_out) == _fingerprint(whole)
+    assert shared_out.num_parameters == whole.num_parameters
+
+
+@pytest.mark.parametrize("how", ["fsdp2", "tensor"])
+def test_a_base_that_is_shared_out_is_the_same_base(how: str):
+    assert forked(2, known_again, how) == [0, 0]
 
 
 @pytest.mark.slow
