@@ -106,4 +106,6 @@ def whole(value: Tensor) -> Tensor:
     """Return a tensor as it was before it was shared out: all its processes ask at once."""
     if not isinstance(value, DTensor):
         return value
-    return value.to(value.device_mesh.device_type).full_tensor()
+    # what is kept on the CPU goes to where it is gathered
+    there: Any = value.to(value.device_mesh.device_type)
+    return there.full_tensor()

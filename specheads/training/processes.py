@@ -70,7 +70,7 @@ def load_base(settings: Base, accelerator: Accelerator) -> FrozenBase:
         choices["device"] = sharding or str(accelerator.device)
     with _whole():
         base = FrozenBase.load(**choices)
-    compiler = accelerator.state.dynamo_plugin
+    compiler: Any = accelerator.state.dynamo_plugin
     # a layer that is gathered while it computes is no part of a graph
     if compiler.backend != DynamoBackend.NO and base.sharding is None:
         base.compile_reads(**compiler.to_kwargs())
