@@ -7,6 +7,8 @@ from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from specheads.base.sharding import whole
+
 TABLE_SAMPLES = 4096
 WEIGHT_SAMPLES = 256
 """Numbers looked at in each of the two tables, and in each other tensor."""
@@ -19,7 +21,7 @@ def exact_fingerprint(model: nn.Module, tokenizer: PreTrainedTokenizerBase | Non
     """
     digest = hashlib.sha256()
     for name, value in sorted(model.state_dict().items()):
-        flat = value.detach().flatten()
+        flat = whole(value.detach()).flatten()
         sample = flat[:: max(1, len(flat) // 64)].float().cpu()
         digest.update(f"{name}{tuple(value.shape)}".encode() + sample.numpy().tobytes())
     if tokenizer is not None:
@@ -39,7 +41,7 @@ def base_fingerprint(model: nn.Module, embedding: Tensor, projection: Tensor) ->
     The projection is the unscaled one. What is returned is `tables_fingerprint`, a hyphen, and 16
     hex digits of all parameters.
     """
-    found = {_sample(value, WEIGHT_SAMPLES) for value in model.parameters()}
+    found = {_sample(whole(value.detach()), WEIGHT_SAMPLES) for value in model.parameters()}
     weights = hashlib.sha256(b"".join(sorted(found))).hexdigest()[:16]
     return f"{tables_fingerprint(embedding, projection)}-{weights}"
 

@@ -77,6 +77,7 @@ class Forwards:
         self.windows = attention_windows(self.config)
         refuse_attention(self.config._attn_implementation)
         self._run: Callable[..., tuple[Tensor, Any]] = answer
+        self._reader: Callable[..., Any] = model.base_model
         self._lock, self._owner = threading.RLock(), ""
         self._embedding: Any = model.get_input_embeddings()
         self._frozen = self._place()
@@ -143,6 +144,10 @@ class Forwards:
             return self.projection.finish(layer(hidden))
         return self.projection(hidden)
 
+    def compile_reads(self, **how: Any) -> None:
+        """Have `read` run as a compiled graph, made by `torch.compile` with these arguments."""
+        self._reader = torch.compile(self.model.base_model, **how)
+
     @_alone
     def read(
         self,
@@ -170,7 +175,7 @@ class Forwards:
             inputs["position_ids"] = places = document_places(documents)
             attending = attending_documents(self.config, places, list(masks))
         with torch.set_grad_enabled(gradients), attending:
-            return replace(self._features(inputs, aux_layers), documents=documents)
+            return replace(self._features(inputs, aux_layers, self._reader), documents=documents)
 
     @torch.no_grad()
     @_alone
@@ -250,8 +255,14 @@ class Forwards:
         kinds = {kind: masks[window] for kind, window in self.windows.items()}
         return kinds if len(kinds) > 1 else next(iter(masks.values()))
 
-    def _features(self, inputs: dict[str, Any], aux_layers: tuple[int, ...]) -> Features:
-        out = self.model.base_model(**inputs, output_hidden_states=bool(aux_layers))
+    def _features(
+        self,
+        inputs: dict[str, Any],
+        aux_layers: tuple[int, ...],
+        run: Callable[..., Any] | None = None,
+    ) -> Features:
+        run = self.model.base_model if run is None else run
+        out = run(**inputs, output_hidden_states=bool(aux_layers))
         return _features(out, inputs["input_ids"], aux_layers)
 
 

@@ -18,6 +18,7 @@ from specheads.base.gguf import located
 from specheads.base.masks import refuse_attention
 from specheads.base.quantization import quantisation
 from specheads.base.reading import reading, refuse_unwhole
+from specheads.base.sharding import Sharding
 from specheads.core.errors import InputError
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
@@ -33,7 +34,7 @@ def load_model(
     *,
     revision: str,
     dtype: str,
-    device: str,
+    device: str | Sharding,
     attention: str,
     quantization: str = "none",
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
@@ -42,10 +43,11 @@ def load_model(
     The source is a folder, a Hub id, or what `gguf.located` makes one of.
     The revision is one of the Hub, and ignored for a folder. The dtype is one of `DTYPES`, or
     "auto": bfloat16 on CUDA and float32 elsewhere; the device "auto" is CUDA where there is one.
-    Quantization is none, 8bit or 4bit, as in quantization.py.
+    Quantization is none, 8bit or 4bit, as in quantization.py. What is to be shared out lies whole
+    on the CPU when it is returned.
     """
     refuse_attention(attention)
-    place = _device(device)
+    place = device.device if isinstance(device, Sharding) else _device(device)
     precision = _dtype(dtype, place)
     quantised = quantisation(quantization, place, precision)
     source = located(source)
@@ -75,7 +77,8 @@ def load_model(
             **({"quantization_config": quantised, "device_map": {"": place}} if quantised else {}),
         )
         refuse_unwhole(source, told)
-    return loaded if quantised else loaded.to(place), tokenizer
+    stays = quantised or isinstance(device, Sharding)
+    return loaded if stays else loaded.to(place), tokenizer
 
 
 def _dtype(name: str, device: torch.device) -> torch.dtype:

@@ -17,6 +17,7 @@ from specheads.base.forward import Forwards, answer
 from specheads.base.loading import load_model
 from specheads.base.paged import BlockPool
 from specheads.base.selfcheck import check
+from specheads.base.sharding import Sharding
 from specheads.core.bounds import refuse_bytes
 from specheads.core.weight_layout import for_few_rows
 
@@ -49,6 +50,8 @@ class FrozenBase(Forwards):
     ) -> None:
         super().__init__(model)
         self.tokenizer, self.name, self.revision, self.adapter = tokenizer, name, revision, ""
+        self.sharding: Sharding | None = None
+        """How its layers are shared out among processes, which then read together; None: whole."""
         self.place = name
         """Folder or Hub id from which others load it: its name, but for a base in GGUF."""
         self._give_back = lambda: None
@@ -75,7 +78,7 @@ class FrozenBase(Forwards):
         *,
         revision: str = "main",
         dtype: str = "auto",
-        device: str = "auto",
+        device: str | Sharding = "auto",
         attention: str = "sdpa",
         quantization: str = "none",
         adapter: str | Path = "",
@@ -85,7 +88,8 @@ class FrozenBase(Forwards):
 
         Arguments are those of `loading.load_model` and of the class, the model's name that of
         `gguf.located`; `adapter` is the folder or Hub id of a LoRA adapter that is merged into the
-        base, empty for none.
+        base, empty for none. A `Sharding` in place of a device shares it out among processes, all
+        of which call this together.
         """
         loaded, tokenizer = load_model(
             str(model),
@@ -95,10 +99,13 @@ class FrozenBase(Forwards):
             attention=attention,
             quantization=quantization,
         )
-        base = cls(loaded, tokenizer, name=str(model), revision=revision, compile=compile)
-        base.place = loaded.name_or_path
         if adapter:
-            base.merge(adapter)
+            lora.merge(loaded, adapter)
+        if isinstance(device, Sharding):
+            device.apply(loaded)
+        base = cls(loaded, tokenizer, name=str(model), revision=revision, compile=compile)
+        base.place, base.adapter = loaded.name_or_path, str(adapter)
+        base.sharding = device if isinstance(device, Sharding) else None
         return base
 
     def merge(self, adapter: str | Path) -> None:

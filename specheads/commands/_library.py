@@ -62,7 +62,10 @@ def train(
         announce(f"head: {made.run.head}")
         if made.run.adapter.is_dir():
             announce(f"adapter of the base: {made.run.adapter}")
-        if settings.evaluate_after:
+        if settings.evaluate_after and made.base.sharding:
+            told = "no process decodes by itself with a sharded base"
+            announce(f"{told}: measure with specheads evaluate run={made.run.path}")
+        elif settings.evaluate_after:
             _measure(made.run, settings, made.base)
     return made.run
 

@@ -152,6 +152,10 @@ class Phase:
     """Parts in which each process reads its share of a step's sequences, one after the other: less
     memory, the same gradients."""
 
+    activation_checkpointing: bool = False
+    """Whether the head's layers compute once more for their gradients instead of keeping what those
+    need: less memory, the same gradients. A mlp_speculator has no such layers."""
+
     sequence_length: Length = 0
     """Tokens of a sequence. Zero takes the distilled text's own length."""
 

@@ -65,7 +65,10 @@ def for_few_rows(module: nn.Module) -> Callable[[], None]:
     layers = [
         layer
         for layer in module.modules()
-        if isinstance(layer, nn.Linear) and layer.weight.device.type == "cpu"
+        # what is shared out among processes lies as they need it
+        if isinstance(layer, nn.Linear)
+        and type(layer.weight) is nn.Parameter
+        and layer.weight.device.type == "cpu"
     ]
     packed = [layer for layer in layers if _packable(layer)] if PACKS_PAY else []
     if sum(weight.nbytes for weight in {layer.weight for layer in packed}) > MOST:

@@ -1,6 +1,7 @@
 """A head and its loss as one module: which state of which position predicts which label."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -12,6 +13,7 @@ from specheads.config import Phase
 from specheads.core.drafter import Features, Head
 from specheads.core.features import document_places
 from specheads.training.losses.depth_loss import LABELS_ONLY, DepthLoss, Targets, depth_loss
+from specheads.training.recompute import recomputed
 
 
 class Objective(nn.Module):
@@ -46,7 +48,8 @@ class Objective(nn.Module):
         predicted = torch.zeros_like(scored)  # with D-PACE all labels of the chains
         for places in at:
             predicted[rows, places] = True
-        with record_function("head"):
+        sparing = recomputed(self.head) if phase.activation_checkpointing else nullcontext()
+        with record_function("head"), sparing:
             states = [
                 state[rows, at[level] - 2 - level]
                 for level, state in enumerate(self.head.states(features, tokens, predicted))

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs
 from torch import Tensor
 
 from specheads.base import lora
@@ -24,8 +23,15 @@ from specheads.measure.quality import quality_windows
 from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import Tracker
 from specheads.training import trainer
+from specheads.training.distill.run import refuse_sharded
 from specheads.training.feature_cache import FeatureCache, feature_cache
-from specheads.training.processes import load_base, naming_lost, together
+from specheads.training.processes import (
+    accelerator_of_environment,
+    load_base,
+    naming_lost,
+    readers,
+    together,
+)
 from specheads.training.schedule import adapter_settings, refuse_misfit
 from specheads.training.texts import Texts
 
@@ -59,12 +65,13 @@ def run(
     Settings that could only fail later are refused at once. `config_text` is the same settings as
     YAML; `base` is what they name, where it is loaded already.
     """
-    accelerator = _accelerator()
+    accelerator = accelerator_of_environment(settings.base.dtype)
     made = RunDirectory(Path(settings.run_dir))
     depth = _refuse_unusable(settings)
     if base is None:
         base = load_base(settings.base, accelerator)
-    _refuse_unfit(settings, base, depth, accelerator.num_processes)
+    _refuse_unfit(settings, base, depth, readers(base, accelerator)["world_size"])
+    _refuse_sharded(settings, base, made.text)
     texts = Texts(settings, base, made, accelerator, announce)
     torch.manual_seed(settings.seed)
     head, counts = _start(settings, base, texts)
@@ -93,16 +100,6 @@ def run(
         if is_main:
             made.end(head)
     return Trained(made, head, base, is_main)
-
-
-def _accelerator() -> Accelerator:
-    return Accelerator(
-        # unasked, accelerate joins processes on GPUs only: two on CPUs would each train alone
-        cpu=not torch.accelerator.is_available(),
-        mixed_precision="bf16" if _has_bf16() else "no",
-        # what a head borrows from the base is a buffer, the same everywhere already
-        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
-    )
 
 
 def _start(settings: Train, base: FrozenBase, texts: Texts) -> tuple[Head, Tensor | None]:
@@ -151,6 +148,25 @@ def _refuse_unusable(settings: Train) -> int:
     return depth
 
 
+def _refuse_sharded(settings: Train, base: FrozenBase, text: Path) -> None:
+    """Refuse what processes that share a base would not do at the same time, or could not."""
+    if base.sharding is None:
+        return
+    if settings.feature_cache.gib:
+        raise InputError(
+            "a sharded base reads with all its processes at once, and a feature cache has each "
+            "read what it lacks; set feature_cache.gib=0, or use configs/accelerate/ddp_8gpu.yaml"
+        )
+    if adapter_settings(settings.schedule):
+        raise InputError(
+            "a base that learns must be whole in each process, and accelerate is configured to "
+            "shard it; use configs/accelerate/ddp_8gpu.yaml, or leave joint out"
+        )
+    for phase in settings.schedule.phases.values():
+        if phase.distill:
+            refuse_sharded(base, phase.distill, Path(phase.distill.folder or text))
+
+
 def _refuse_unfit(settings: Train, base: FrozenBase, depth: int, processes: int) -> None:
     """Refuse settings that do not fit the base, before anything is written."""
     if base.tokenizer is None:
@@ -168,10 +184,3 @@ def _refuse_unfit(settings: Train, base: FrozenBase, depth: int, processes: int)
             quality_windows(settings, base)
     if settings.evaluate_after:
         check(settings, base, depth)
-
-
-def _has_bf16() -> bool:
-    if torch.cuda.is_available():
-        return torch.cuda.is_bf16_supported()
-    # emulated bfloat16 is slower than float32; what counts is the instruction set
-    return bool(getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)())

@@ -14,6 +14,7 @@ from specheads.data.packing import TokenBatch
 from specheads.decoding.acceptance.noise import derive
 from specheads.training import schedule as schedules
 from specheads.training.objective import Objective, label_counts
+from specheads.training.processes import readers
 from specheads.training.schedule import PlacedPhase, Step
 from specheads.training.teacher import Teacher
 
@@ -26,6 +27,7 @@ class Stepper:
     ) -> None:
         self.teacher, self.head, self.accelerator = teacher, teacher.head, accelerator
         self.seed, self.clip_norm = seed, schedule.clip_norm
+        self.shares = readers(teacher.base, accelerator)["world_size"]
         self.optimizers = [
             accelerator.prepare_optimizer(optimizer)
             for optimizer in schedules.optimizers(self.head, schedule, teacher.parameters)
@@ -50,7 +52,7 @@ class Stepper:
                 loss, found = self.teacher.losses(step, self.objective)
                 # accelerate takes the mean over processes, and these are parts of one sum
                 with record_function("backward"):
-                    self.accelerator.backward(loss * self.accelerator.num_processes)
+                    self.accelerator.backward(loss * self.shares)
             for name, value in found.items():
                 values[name] = values[name] + value if name in values else value
         with record_function("optimizer"):
@@ -77,7 +79,7 @@ class Stepper:
         learned = self.teacher.parameters
         # those of the head accelerate averages itself
         if gradients := [value.grad for value in learned if value.grad is not None]:
-            mean = self.total(parameters_to_vector(gradients)) / self.accelerator.num_processes
+            mean = self.total(parameters_to_vector(gradients)) / self.shares
             vector_to_parameters(mean, gradients)
         self.accelerator.clip_grad_norm_([*self.head.parameters(), *learned], self.clip_norm)
         for optimizer in self.optimizers:
@@ -87,7 +89,8 @@ class Stepper:
             optimizer.zero_grad()
 
     def total(self, values: Tensor) -> Tensor:
-        """Return the sum of a tensor over all processes."""
+        """Return the sum over all processes, where several read the same rows that of one."""
         total = self.accelerator.reduce(values, reduction="sum")
         assert isinstance(total, Tensor)
-        return total
+        copies = self.accelerator.num_processes // self.shares
+        return total // copies if not total.is_floating_point() else total / copies

@@ -1,6 +1,8 @@
 """Each phase's text: the corpus, or what the base writes when the phase begins; text held out."""
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
@@ -24,6 +26,7 @@ from specheads.training.distill.prompts import identity_of, prompts_of
 from specheads.training.distill.run import Job
 from specheads.training.distill.shards import read_text
 from specheads.training.distill.together import write_together
+from specheads.training.processes import readers
 from specheads.training.validation import HeldOut
 
 COUNTED_TOKENS = 2**19
@@ -50,7 +53,7 @@ class Texts:
         self.run, self.accelerator, self.announce = run, accelerator, announce
         # of the weights alone: while an adapter is trained, the model has more of them
         self.fingerprint = base.fingerprint
-        self.share = {"rank": accelerator.process_index, "world_size": accelerator.num_processes}
+        self.share = readers(base, accelerator)
         self.head: Head | None = None
         """The one that is trained, which may draft while the base writes."""
         self._prompts: dict[tuple[int, int], Prompts] = {}
@@ -135,6 +138,12 @@ class Texts:
         mine = share(rows, rank, world_size)
         size = max(1, first.batch_size // (world_size * first.accumulation_steps))
         batches = [text.batch(mine[at : at + size]) for at in range(0, len(mine), size)]
+        if self.base.sharding:
+            # its processes read as often as one another, and some of them what counts nothing
+            most = math.ceil(math.ceil(len(rows) / world_size) / size)
+            row = text.batch(rows[:1])
+            idle = replace(row, counted=torch.zeros_like(row.counted))
+            batches += [idle] * (most - len(batches))
         return HeldOut(batches, settings.every)
 
     def open(self, phase: Phase, bar: Progress, halt: Callable[[], None]) -> Text:

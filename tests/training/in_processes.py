@@ -2,14 +2,16 @@
 
 Arguments of the module: a folder, and what happens: `fail-RANK` (the third batch cannot be made),
 `stop-RANK` and `kill-RANK` (SIGTERM or SIGKILL in the third step, which the others do not get) or,
-with `train`, nothing.
+with `train`, nothing; and, maybe, how the base is shared out.
 """
 
+import functools
 import multiprocessing
 import os
 import signal
 import socket
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -20,13 +22,15 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
-from specheads.config import Phase, Schedule
+from specheads.base.model import FrozenBase
+from specheads.config import Base, Phase, Schedule
 from specheads.data.documents import Documents
 from specheads.data.packing import PackedText, Text, TokenBatch, share
 from specheads.heads.load import build_for
 from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import Tracker
 from specheads.training import trainer
+from specheads.training.processes import accelerator_of_environment, load_base, readers
 from specheads.training.schedule import PlacedPhase
 from specheads.training.step import Stepper
 from specheads.training.validation import HeldOut
@@ -34,6 +38,19 @@ from tests import tiny
 from tests.packed import counted_in, texts
 
 FORK = multiprocessing.get_context("fork")
+
+SHARED_OUT: dict[str, dict[str, str]] = {
+    "none": {},
+    "fsdp2": {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"},
+    "replicas": {
+        **{"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"},
+        **{"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"},
+    },
+    "tensor": {
+        "ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_TP_SIZE": "2",
+    },
+}  # fmt: skip
+"""What the launcher says of configurations that share out the base."""
 
 
 class StopError(Exception):
@@ -55,10 +72,30 @@ def documents() -> Documents:
     )
 
 
+@functools.cache
+def folder_of_base() -> str:
+    """Return where the tiny llama lies, for processes that load a part of it each."""
+    folder = tempfile.mkdtemp()
+    tiny.base("llama").model.save_pretrained(folder)
+    return folder
+
+
+def joined(shared_out: str) -> tuple[Accelerator, FrozenBase]:
+    """Return what joins the processes, and the base in float64 as each of them has it."""
+    if not shared_out:
+        return Accelerator(cpu=True), tiny.base("llama")
+    # before processes are joined: of those, transformers lets the first alone write
+    settings = Base(model=folder_of_base(), dtype="float64")
+    os.environ |= SHARED_OUT[shared_out]
+    accelerator = accelerator_of_environment(settings.dtype)
+    return accelerator, load_base(settings, accelerator)
+
+
 def train(
     folder: Path,
     kind: str = "mlp_speculator",
     *,
+    shared_out: str = "",
     drafted: int = 0,
     held_out: int = 0,
     cut: Callable[[Text], Text] = lambda text: text,
@@ -67,15 +104,14 @@ def train(
     **settings: Any,
 ) -> None:
     """Train a head in float64, telling of each step; `cut` changes what a process reads."""
-    accelerator = Accelerator(cpu=True)
-    base = tiny.base("llama")
+    accelerator, base = joined(shared_out)
     torch.manual_seed(0)
     made = {"kind": kind, "depth": 2, "draft_tokens": drafted}
     head = build_for(made, base, torch.arange(tiny.VOCAB)).double()
     usual = {"steps": 6, "batch_size": 6, "learning_rate": 1e-2, "scored_share": 0.6}
     phase = Phase(text="corpus", sequence_length=40, **usual | settings)
-    rank, world_size = accelerator.process_index, accelerator.num_processes
-    sizes = {"sequence_length": 40, "batch_size": phase.batch_size}
+    rank, world_size = readers(base, accelerator).values()
+    sizes: dict[str, Any] = {"sequence_length": 40, "batch_size": phase.batch_size}
     text = PackedText(documents(), **sizes, rank=rank, world_size=world_size)
     mine = share(range(held_out), rank, world_size)
     rows = [text.batch(mine[at : at + 2]) for at in range(0, len(mine), 2)]
@@ -98,7 +134,7 @@ def train(
 
 def forked(count: int, act: Callable[..., None], *arguments: Any) -> list[int | None]:
     """Act in so many processes of one run; return how each ended."""
-    tiny.base("llama")  # made once, and not in each
+    folder_of_base()  # made once, and not in each
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -154,13 +190,14 @@ def at_step(number: int, act: Callable[[], object]) -> None:
     whole.step = acting
 
 
-def main(folder: Path, what: str) -> None:
+def main(folder: Path, what: str, shared_out: str = "") -> None:
     rank = os.environ.get("RANK", "0")
     for word, number in (("stop", signal.SIGTERM), ("kill", signal.SIGKILL)):
         if what == f"{word}-{rank}":
             at_step(2, partial(os.kill, os.getpid(), number))
-    train(folder, cut=Failing if what == f"fail-{rank}" else lambda text: text)
+    cut = Failing if what == f"fail-{rank}" else lambda text: text
+    train(folder, cut=cut, shared_out=shared_out)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]), *sys.argv[2:])

@@ -91,7 +91,7 @@ def test_a_launcher_names_a_process_that_was_killed_and_ends_the_others(rank: in
 class Pair:
     """Two processes of one run, which no launcher watches."""
 
-    def __init__(self, count: int, *arguments: str) -> None:
+    def __init__(self, count: int, *arguments: str, **environment: str) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
@@ -100,6 +100,7 @@ class Pair:
                 [sys.executable, *arguments],
                 cwd=REPOSITORY,
                 env=ENVIRONMENT
+                | environment
                 | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(count)}
                 | {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(count)},
                 stdout=subprocess.PIPE,

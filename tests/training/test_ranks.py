@@ -25,13 +25,20 @@ def each(of: Sequence[str], folder: Path, settings: dict[str, Any]) -> None:
 
 
 def same_losses(
-    folder: Path, *runs: tuple[int, int], of: Sequence[str] = tuple(kinds()), **settings: Any
+    folder: Path,
+    *runs: tuple[int, int] | tuple[int, int, str],
+    of: Sequence[str] = tuple(kinds()),
+    **settings: Any,
 ) -> None:
-    """Hold runs of (processes, accumulation steps) against the first one, for kinds of heads."""
-    for count, parts in runs:
-        asked = settings | {"accumulation_steps": parts}
-        assert forked(count, each, of, folder / f"{count}-{parts}", asked) == [0] * count
-    first, *others = [folder / f"{count}-{parts}" for count, parts in runs]
+    """Hold runs against the first one, for kinds of heads.
+
+    A run is a number of processes and of accumulation steps, and how the base is shared out.
+    """
+    places = [folder / "-".join(map(str, run)) for run in runs]
+    for (count, parts, *how), place in zip(runs, places, strict=True):
+        asked = settings | {"accumulation_steps": parts, "shared_out": "".join(how)}
+        assert forked(count, each, of, place, asked) == [0] * count
+    first, *others = places
     for kind in of:
         whole = told(first / kind)
         assert len(whole) == settings["steps"]

@@ -2,9 +2,6 @@
 
 from dataclasses import replace
 
-import torch
-from accelerate import Accelerator
-
 from specheads.base.model import FrozenBase
 from specheads.config import Distill as Settings
 from specheads.config.commands import Distill
@@ -16,12 +13,13 @@ from specheads.heads.load import load_head
 from specheads.runs.progress import progress
 from specheads.training.distill.prompts import identity_of, prompts_of
 from specheads.training.distill.report import Report
-from specheads.training.distill.run import Job
+from specheads.training.distill.run import ELSEWHERE, Job, refuse_sharded
 from specheads.training.distill.together import write_together
-from specheads.training.processes import load_base, naming_lost
-
-ELSEWHERE = ("vllm", "openai")
-"""Engines with weights of their own: here the base only says what it is."""
+from specheads.training.processes import (
+    accelerator_of_environment,
+    load_base,
+    naming_lost,
+)
 
 
 @naming_lost()
@@ -36,11 +34,12 @@ def write_recipe(
     how = _how(settings, head)
     refuse_unreadable(settings.data)
     folder = writable_folder(settings.out)
-    accelerator = Accelerator(cpu=not torch.accelerator.is_available())
+    accelerator = accelerator_of_environment()
     if base is None:
         is_here = how.engine not in ELSEWHERE
         named = settings.base if is_here else replace(settings.base, device="cpu")
         base = load_base(named, accelerator)
+        refuse_sharded(base, how, folder)
     if head is None and settings.head_path:
         head = load_head(settings.head_path, base)
     prompts = prompts_of(settings.data, base, how, settings.seed)

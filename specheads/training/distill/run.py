@@ -12,6 +12,7 @@ from specheads.base.model import FrozenBase
 from specheads.config import Distill
 from specheads.config.schedule import FAULTS
 from specheads.core.drafter import Head
+from specheads.core.errors import InputError
 from specheads.core.files import sole_writer
 from specheads.decoding.acceptance.sampling import Sampling
 from specheads.training.distill import engines
@@ -19,6 +20,9 @@ from specheads.training.distill.asks import Prompts
 from specheads.training.distill.engine import Answer, Ask, Engine, Writing
 from specheads.training.distill.shards import Shards, is_claimed, is_complete, write_claim
 from specheads.training.distill.texts import Rules, Text
+
+ELSEWHERE = ("vllm", "openai")
+"""Engines with weights of their own: here the base only says what it is."""
 
 TICK_SECONDS = 0.25
 """How often the loop comes up for air, once answers have come."""
@@ -91,6 +95,18 @@ def engine_for(job: Job) -> Engine:
         dtype=str(base.dtype).removeprefix("torch."),
     )
     return engines.build(settings.engine, how)
+
+
+def refuse_sharded(base: FrozenBase, settings: Distill, folder: Path) -> None:
+    """Refuse to have a sharded base write: its processes would wait for those that are done."""
+    if base.sharding is None or settings.engine in ELSEWHERE:
+        return
+    if not is_complete(folder, settings.shard_size, settings.num_samples):
+        raise InputError(
+            "a sharded base reads with all its processes at once, and each writes texts of its "
+            f"own; set distill.engine to one of {', '.join(ELSEWHERE)}, or have the text written "
+            "first by specheads distill, unsharded, and name its folder as distill.folder"
+        )
 
 
 def write_text(

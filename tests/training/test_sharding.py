@@ -1,0 +1,192 @@
+"""Processes that share a base out among them train what one trains that has it whole."""
+
+import signal
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.commands.config.config_args import load_config_from_file
+from torch.distributed.tensor import DTensor
+
+from specheads.config import Base
+from specheads.core.errors import InputError
+from specheads.heads.load import _fingerprint
+from specheads.runs.trackers import read_metrics
+from specheads.training.processes import accelerator_of_environment, load_base
+from tests import tiny
+from tests.training.in_processes import SHARED_OUT, forked, joined
+from tests.training.test_processes import (
+    ENVIRONMENT,
+    IN_PROCESSES,
+    REPOSITORY,
+    TORCHRUN,
+    Pair,
+    python,
+)
+from tests.training.test_ranks import each, same_losses, stopped_at, told
+
+CONFIGS = sorted((REPOSITORY / "configs" / "accelerate").glob("*.yaml"))
+
+
+def test_two_processes_that_share_a_base_have_the_losses_of_one(tmp_path: Path):
+    same_losses(tmp_path, (1, 1), (2, 2, "fsdp2"), of=["eagle3"], steps=3)
+
+
+def known_again(how: str) -> None:
+    shared_out, whole = joined(how)[1], tiny.base("llama")
+    assert shared_out.sharding
+    assert any(type(value) is DTensor for value in shared_out.model.parameters())
+    assert shared_out.fingerprint == whole.fingerprint
+    assert _fingerprint(shared_out) == _fingerprint(whole)
+    assert shared_out.num_parameters == whole.num_parameters
+
+
+@pytest.mark.parametrize("how", ["fsdp2", "tensor"])
+def test_a_base_that_is_shared_out_is_the_same_base(how: str):
+    assert forked(2, known_again, how) == [0, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["fsdp2", "tensor"])
+def test_fifty_steps_have_one_loss_however_a_base_is_shared_out(how: str, tmp_path: Path):
+    """Of six rows a step, so that four processes have unequal shares."""
+    same_losses(tmp_path, (1, 1), (2, 1, how), (4, 1, how), (2, 2, how), steps=50)
+
+
+@pytest.mark.slow
+def test_groups_of_processes_hold_a_base_each(tmp_path: Path):
+    same_losses(tmp_path, (1, 1), (4, 1, "replicas"), steps=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [((1, ""), (2, "fsdp2")), ((2, "fsdp2"), (1, "")), ((2, "fsdp2"), (2, ""))],
+    ids=lambda run: f"{run[0]}{run[1]}",
+)
+def test_a_run_goes_on_however_its_base_is_shared_out(
+    before: tuple[int, str], after: tuple[int, str], tmp_path: Path
+):
+    of, whole, parts = ["eagle3", "mlp_speculator"], tmp_path / "whole", tmp_path / "parts"
+    asked = {"steps": 12, "choices": {"checkpoint_every": 6}}
+    assert forked(1, each, of, whole, asked) == [0]
+    (count, how), (later, then) = before, after
+    for kind in of:
+        stopped = asked | {"shared_out": how}
+        assert forked(count, stopped_at, 6, parts / kind, kind, stopped) == [1] * count
+    assert forked(later, each, of, parts, asked | {"shared_out": then}) == [0] * later
+    for kind in of:
+        for ours, theirs in zip(told(parts / kind), told(whole / kind), strict=True):
+            assert ours == pytest.approx(theirs, rel=0, abs=1e-6), kind
+        ours, theirs = (torch.load(folder / kind / "head-0.pt") for folder in (parts, whole))
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_a_launcher_names_a_process_that_was_killed_beside_one_that_shares_its_base(
+    tmp_path: Path,
+):
+    found = python(*TORCHRUN, "-m", IN_PROCESSES, str(tmp_path), "kill-1", "fsdp2")
+    assert found.returncode == 1
+    assert "Signal 9 (SIGKILL)" in found.stderr
+    assert not list(tmp_path.glob("head-*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_that_is_killed_is_missed_by_one_that_shares_its_base(rank: int, tmp_path: Path):
+    pair = Pair(
+        *(2, "train.py", "recipe=smoke", "~schedule.phases.distilled", "evaluate_after=false"),
+        *("schedule.phases.corpus.steps=100000", f"run_dir={tmp_path / 'run'}"),
+        **SHARED_OUT["fsdp2"],
+    )
+    pair.wait_for(tmp_path / "run", "metrics.jsonl")
+    pair.processes[rank].kill()
+    ended = pair.leave()
+    assert ended[rank][0] == -signal.SIGKILL
+    code, said = ended[1 - rank]
+    assert code == 2, said
+    assert "error: a run needs all its processes, and another one of them ended" in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("said", "refused"),
+    [
+        ({"FSDP_VERSION": "1"}, "fsdp_version=1; set it to 2"),
+        ({"PARALLELISM_CONFIG_TP_SIZE": "2"}, "choose one of"),
+        ({"PARALLELISM_CONFIG_DP_SHARD_SIZE": "4"}, "6 processes make no groups of 4"),
+        ({"PARALLELISM_CONFIG_DP_SHARD_SIZE": "0"}, "dp_shard_size must be at least 1"),
+    ],
+)
+def test_processes_that_cannot_share_a_base_are_refused_before_it_is_loaded(
+    said: dict[str, str], refused: str, monkeypatch: pytest.MonkeyPatch
+):
+    joined = Accelerator(cpu=True)
+    for name, value in (SHARED_OUT["fsdp2"] | said).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(Accelerator, "num_processes", 6)
+    with pytest.raises(InputError, match=refused):
+        load_base(Base(model="nowhere"), joined)
+
+
+def test_what_is_not_supported_is_refused_with_what_is(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    with pytest.raises(InputError, match=r"use configs/accelerate/fsdp2\.yaml"):
+        accelerator_of_environment()
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
+def test_accelerate_takes_each_configuration_and_its_sizes_agree(file: Path):
+    found: Any = load_config_from_file(str(file))
+    sizes = found.parallelism_config.values()
+    grouped = torch.tensor([1, *sizes]).prod().item()
+    assert found.num_processes % grouped == 0
+    assert found.num_processes % found.num_machines == 0
+
+
+@cache
+def launched(place: Path, name: str, *choices: str) -> subprocess.CompletedProcess[str]:
+    """Start two processes as a user would, with one of our configurations."""
+    return subprocess.run(
+        [
+            *(sys.executable, "-m", "accelerate.commands.launch", "--quiet"),
+            *("--config_file", f"configs/accelerate/{name}.yaml"),
+            *("--num_processes", "2", "--mixed_precision", "no", *choices),
+            *("train.py", "recipe=smoke", "~schedule.phases.distilled", "log_every=1"),
+            # of which one process has three and the other two
+            *("validation.rows=5", "validation.every=2", f"run_dir={place / name}"),
+        ],
+        cwd=REPOSITORY,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "choices"),
+    [("fsdp2", ()), ("tensor_parallel", ("--parallelism_config_tp_size", "2"))],
+)
+def test_the_launcher_starts_processes_that_share_a_base(
+    name: str, choices: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
+):
+    place = tmp_path_factory.getbasetemp() / "launched"
+    for one, more in (("cpu_2", ()), (name, choices)):
+        found = launched(place, one, *more)
+        assert found.returncode == 0, found.stderr
+    assert "no process decodes by itself with a sharded base" in found.stdout
+    ours, theirs = (read_metrics(place / one / "metrics.jsonl") for one in (name, "cpu_2"))
+    assert len(ours) == 6
+    assert [row["step"] for row in ours if "validation/loss" in row] == [2, 4, 6]
+    for row, other in zip(ours, theirs, strict=True):
+        for name_of in row.keys() & {"loss", "validation/loss"}:
+            assert row[name_of] == pytest.approx(other[name_of], rel=1e-4)
+    assert (place / name / "head" / "model.safetensors").is_file()
