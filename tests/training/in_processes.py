@@ -12,6 +12,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from specheads.heads.load import build_for
 from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import Tracker
 from specheads.training import trainer
+from specheads.training.schedule import batch_sizes
 from specheads.training.validation import HeldOut
 from tests import tiny
 from tests.packed import counted_in, texts
@@ -73,8 +75,10 @@ def train(
     usual = {"steps": 6, "batch_size": 6, "learning_rate": 1e-2, "scored_share": 0.6}
     phase = Phase(text="corpus", sequence_length=40, **usual | settings)
     rank, world_size = accelerator.process_index, accelerator.num_processes
-    sizes = {"sequence_length": 40, "batch_size": phase.batch_size}
-    text = PackedText(documents(), **sizes, rank=rank, world_size=world_size)
+    sizes = batch_sizes(phase)
+    text = PackedText(
+        documents(), sequence_length=40, batch_size=sizes, rank=rank, world_size=world_size
+    )
     mine = share(range(held_out), rank, world_size)
     rows = [text.batch(mine[at : at + 2]) for at in range(0, len(mine), 2)]
     run = RunDirectory(folder)
@@ -97,6 +101,14 @@ def train(
 def forked(count: int, act: Callable[..., None], *arguments: Any) -> list[int | None]:
     """Act in so many processes of one run; return how each ended."""
     tiny.base("llama")  # made once, and not in each
+    ranks = started(count, act, *arguments)
+    for process in ranks:
+        process.join()
+    return [process.exitcode for process in ranks]
+
+
+def started(count: int, act: Callable[..., None], *arguments: Any) -> list[ForkProcess]:
+    """Act in so many processes of one run, and do not wait for them."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -106,9 +118,7 @@ def forked(count: int, act: Callable[..., None], *arguments: Any) -> list[int | 
     ]
     for process in ranks:
         process.start()
-    for process in ranks:
-        process.join()
-    return [process.exitcode for process in ranks]
+    return ranks
 
 
 def _act_as(rank: int, count: int, port: int, act: Callable[..., None], arguments: Any) -> None:
