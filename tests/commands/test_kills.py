@@ -6,7 +6,6 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -148,9 +147,7 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_twenty_kills_at_random_moments_change_no_bit(
-    count: int, words: list[str], tmp_path: Path, record_property: Callable[[str, Any], None]
-):
+def test_twenty_kills_at_random_moments_change_no_bit(count: int, words: list[str], tmp_path: Path):
     killer, number = Killer(words, count), 0
     whole = killer.whole(tmp_path / "whole")
     assert len(rows(whole)) == 2 * STEPS
@@ -163,5 +160,4 @@ def test_twenty_kills_at_random_moments_change_no_bit(
         assert rows(run) == rows(whole)
         assert files(run) == files(whole)
         number += 1
-    record_property("landed", dict(killer.landed))
     assert min(killer.landed[what] for what in ("corpus", "checkpoint", "writing", "distilled")) > 1
