@@ -52,7 +52,7 @@ def test_a_signal_to_a_launcher_leaves_one_checkpoint_and_the_same_command_goes_
         process.send_signal(number)
         said = process.communicate()[0]
         assert process.returncode != 0
-        assert said.count("interrupted: an unfinished run goes on") == 2, said
+        assert said.count("interrupted; an unfinished run goes on") == 2, said
         assert not list(run.rglob(".*"))
         step = max(int(one.name.removeprefix("step-")) for one in run.glob("checkpoints/step-*"))
         assert step > before
