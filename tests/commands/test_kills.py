@@ -163,4 +163,4 @@ def test_twenty_kills_at_random_moments_change_no_bit(count: int, words: list[st
         left = [name for name in {*found} - {*wanted} if not name.startswith("text/.lock-")]
         assert all(name.startswith("checkpoints/step-") for name in left), left
         number += 1
-    assert min(killer.landed[what] for what in ("corpus", "checkpoint", "writing", "distilled")) > 1
+    assert all(killer.landed[what] for what in ("corpus", "checkpoint", "writing", "distilled"))
