@@ -2,13 +2,15 @@
 
 import functools
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from specheads.base.model import FrozenBase
+from specheads.config import data_dir
 from specheads.measure.oracle import Oracle
 
 VOCAB = 61
@@ -91,10 +93,32 @@ def base(
         model = AutoModelForCausalLM.from_config(
             config(architecture), attn_implementation=attention, dtype=torch.float32
         )
+    _sharpen(model, recipe)
+    return FrozenBase(model.to(dtype), name=f"tiny-{architecture}")
+
+
+def saved(folder: Path, architecture: str = "llama", **changes: Any) -> Path:
+    """Save a random base in float32, with the tokenizer of recipes/tiny_code; return its folder."""
+    author = data_dir("recipes") / "tiny_code" / "base"
+    tokenizer = AutoTokenizer.from_pretrained(author)
+    special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    recipe = RECIPES[architecture]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(recipe.seed)
+        model = AutoModelForCausalLM.from_config(
+            config(architecture, vocab_size=len(tokenizer), **special | changes),
+            dtype=torch.float32,
+        )
+    _sharpen(model, recipe)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def _sharpen(model: PreTrainedModel, recipe: Recipe) -> None:
     for name, parameter in model.named_parameters():
         if "norm" not in name and "ln_" not in name:
             parameter.data.mul_(recipe.sharpness)
-    return FrozenBase(model.to(dtype), name=f"tiny-{architecture}")
 
 
 def prompts() -> list[list[int]]:

@@ -15,6 +15,7 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from specheads.commands import _compose, _help
+from specheads.commands._interrupt import INTERRUPTED, interruptible
 from specheads.core.errors import InputError, printable
 
 MISTAKES = (InputError, HydraException, OmegaConfBaseException)
@@ -42,12 +43,13 @@ def call(name: str, arguments: Sequence[str]) -> None:
         overrides = _compose.lengthen(name, arguments)
         settings = _compose.from_command_line(name, overrides)
         run = import_module(f"specheads.commands.{name}").run
-        for one in settings:
-            run(one, overrides)
+        with interruptible():
+            for one in settings:
+                run(one, overrides)
     except KeyboardInterrupt:
         told = "an unfinished run goes on with the same command"
         sys.stderr.write(f"interrupted; {told}, a finished one with specheads evaluate run=DIR\n")
-        sys.exit(130)
+        sys.exit(INTERRUPTED)
     except BrokenPipeError:
         # whoever read our output has enough; Python would complain once more when it flushes
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

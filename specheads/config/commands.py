@@ -55,6 +55,9 @@ class Train:
     checkpoint_every: Count = 0
     """Steps between two checkpoints. Zero writes them at the end of each phase only."""
 
+    checkpoints_kept: Positive = 2
+    """Newest checkpoints that are kept: should the last be damaged, there is one before it."""
+
     evaluate_after: bool = True
     """Whether evaluate follows."""
 

@@ -146,7 +146,14 @@ class Phase:
     """Optimizer steps, at least one."""
 
     batch_size: Positive = 0
-    """Sequences of one step, over all processes: their number does not change what is trained."""
+    """Sequences of one step, over all processes: their number does not change what is trained. The
+    largest, where it grows."""
+
+    first_batch_share: Part = 1.0
+    """Batch of the first step, as a share of batch_size. Below one it grows linearly from there."""
+
+    batch_ramp_share: Share = 0.5
+    """Share of the steps over which the batch grows to batch_size, where it begins smaller."""
 
     accumulation_steps: Positive = 1
     """Parts in which each process reads its share of a step's sequences, one after the other: less

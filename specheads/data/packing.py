@@ -3,9 +3,11 @@
 See docs/packing.md.
 """
 
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate, chain, repeat
 from operator import itemgetter
 from typing import Any, Protocol, runtime_checkable
 
@@ -87,7 +89,8 @@ class PackedText:
     Args:
         documents: Text, and which of it counts.
         sequence_length: Tokens of a row. Zero takes the longest document's.
-        batch_size: Rows of a batch over all processes.
+        batch_size: Rows of a batch over all processes; several are those of the first batches, and
+            the last one stays.
         packing: best_fit, stream or none: see docs/packing.md.
         padding_id: Token that fills rows up; it is never counted.
         seed: Seed of the orders.
@@ -103,7 +106,7 @@ class PackedText:
         documents: Documents,
         *,
         sequence_length: int,
-        batch_size: int,
+        batch_size: int | Sequence[int],
         packing: str = "best_fit",
         padding_id: int = 0,
         seed: int = 0,
@@ -114,7 +117,8 @@ class PackedText:
             raise InputError(f"packing must be one of {', '.join(PACKINGS)}, got {packing!r}")
         self._documents, self._packing, self._padding_id = documents, packing, padding_id
         self.length = sequence_length or int(documents.lengths.max(initial=1))
-        self._batch_size, self._seed = batch_size, seed
+        self._sizes = [batch_size] if isinstance(batch_size, int) else [*batch_size]
+        self._seed = seed
         self._rank, self._world_size = rank, world_size
         self._epoch, self._rows = -1, self._lay(0)
         self.rows_per_epoch = len(self._rows)
@@ -130,8 +134,10 @@ class PackedText:
     ) -> Iterator[tuple[TokenBatch, dict[str, Any]]]:
         """Yield batches for ever, each with the cursor from which the next one follows."""
         sample = 0 if cursor is None else _sample(cursor)
-        while True:
-            rows = range(sample, sample + self._batch_size)
+        # a cursor says how many of the first batches lie before it
+        first = bisect_right([*accumulate(self._sizes[:-1])], sample)
+        for size in chain(self._sizes[first:], repeat(self._sizes[-1])):
+            rows = range(sample, sample + size)
             sample = rows.stop
             yield self.batch(share(rows, self._rank, self._world_size)), {"sample": sample}
 
@@ -173,9 +179,9 @@ class PackedText:
         return np.random.default_rng((self._seed, epoch, what)).permutation(count)
 
     def _refuse_too_short(self) -> None:
-        if self.rows_per_epoch < self._batch_size:
+        if self.rows_per_epoch < (batch_size := self._sizes[-1]):
             raise InputError(
-                f"a batch of {self._batch_size} x {self.length} tokens needs as many rows, and "
+                f"a batch of {batch_size} x {self.length} tokens needs as many rows, and "
                 f"{len(self._documents)} documents of {self._documents.lengths.sum()} tokens fill "
                 f"{self.rows_per_epoch}; give more text, or lower the batch size or the sequence "
                 "length"

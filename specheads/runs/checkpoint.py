@@ -16,9 +16,6 @@ from specheads.core.errors import InputError
 from specheads.core.files import atomic_folder
 from specheads.runs.directory import as_json
 
-KEPT = 2
-"""Checkpoints kept, the newest ones: should the last be damaged, there is one before it."""
-
 SUMS = "checksums.json"
 
 
@@ -35,10 +32,10 @@ class Checkpoint(NamedTuple):
     """Tensors of the base's adapter; empty where no phase trains the base."""
 
 
-def save(folder: Path, held: Checkpoint) -> None:
+def save(folder: Path, held: Checkpoint, kept: int = 2) -> None:
     """Write a checkpoint as `step-N` into a folder, and remove those that count no more.
 
-    These are the older ones but for the newest of them, and those of later steps: training goes on
+    These are all but the newest `kept`, at least one, and those of later steps: training goes on
     from before them only where they are damaged.
     """
     target = folder / f"step-{held.state['step']}"
@@ -54,7 +51,7 @@ def save(folder: Path, held: Checkpoint) -> None:
         sums = {file.name: _sha256(file) for file in sorted(scratch.iterdir())}
         (scratch / SUMS).write_text(as_json(sums), encoding="utf-8")
     steps = _steps(folder)
-    for other in {*steps} - {*steps[: steps.index(target) + 1][-KEPT:]}:
+    for other in {*steps} - {*steps[: steps.index(target) + 1][-kept:]}:
         shutil.rmtree(other)
 
 

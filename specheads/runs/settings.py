@@ -14,8 +14,8 @@ MAX_DEPTH = 20
 
 RESUMABLE = (
     "name", "run_dir", "tree", "tracker", "evaluation", "evaluate_after", "log_every",
-    "checkpoint_every", "validation", "feature_cache", "base.device", "base.compile", "dry_run",
-    "schedule.phases.*.accumulation_steps",
+    "checkpoint_every", "checkpoints_kept", "validation", "feature_cache", "base.device",
+    "base.compile", "dry_run", "schedule.phases.*.accumulation_steps",
 )  # fmt: skip
 """What does not decide what training computes, and may change between stop and resume."""
 

@@ -73,6 +73,8 @@ class PhaseLog:
         row["tokens_per_second"] = self.tokens / (time.perf_counter() - self.since)
         rates = self.phase.rates(at.step - 1)
         row["learning_rate"] = rates["head"]
+        if self.phase.settings.first_batch_share < 1:
+            row["batch_size"] = self.phase.batch_size_at(at.step - 1)
         if self.phase.settings.joint:
             row["learning_rate/base"] = rates["base"]
             row["head_weight"] = self.phase.head_weight(at.step - 1)

@@ -27,6 +27,7 @@ from specheads.training.distill.run import Job
 from specheads.training.distill.shards import read_text
 from specheads.training.distill.together import write_together
 from specheads.training.processes import readers
+from specheads.training.schedule import batch_sizes
 from specheads.training.validation import HeldOut
 
 COUNTED_TOKENS = 2**19
@@ -70,8 +71,7 @@ class Texts:
 
     def corpus(self, phase: Phase) -> PackedText:
         """Return a phase's corpus."""
-        length, batch_size = phase.sequence_length, phase.batch_size
-        return self._packed(self.documents, length, batch_size, phase.packing)
+        return self._packed(self.documents, phase)
 
     def prompts(self, distill: Distill) -> Prompts:
         """Return what the base is asked."""
@@ -172,16 +172,14 @@ class Texts:
         )
         write_together(job, bar, halt)
         written = read_text(folder, phase.distill.num_samples)
-        return self._packed(written, phase.sequence_length, phase.batch_size, phase.packing)
+        return self._packed(written, phase)
 
-    def _packed(
-        self, documents: Documents, length: int, batch_size: int, packing: str
-    ) -> PackedText:
+    def _packed(self, documents: Documents, phase: Phase) -> PackedText:
         return PackedText(
             documents,
-            sequence_length=length,
-            batch_size=batch_size,
-            packing=packing,
+            sequence_length=phase.sequence_length,
+            batch_size=batch_sizes(phase),
+            packing=phase.packing,
             padding_id=self._padding_id,
             seed=self.settings.seed,
             **self.share,

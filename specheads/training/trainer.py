@@ -43,6 +43,7 @@ def train(
     seed: int = 0,
     log_every: int = 10,
     checkpoint_every: int = 0,
+    checkpoints_kept: int = 2,
     held_out: HeldOut | None = None,
     cache: FeatureCache | None = None,
 ) -> None:
@@ -62,7 +63,7 @@ def train(
     """
     teacher = teacher_of(base, head, schedules.adapter_settings(schedule), seed, cache)
     try:
-        trainer = _Trainer(teacher, schedule, run, accelerator, seed)
+        trainer = _Trainer(teacher, schedule, run, accelerator, seed, checkpoints_kept)
         with progress(shown=accelerator.is_main_process) as display, trainer.on_interrupt():
             trainer.resume(lambda line: display.console.print(line, markup=False, soft_wrap=True))
             if tracker is not None:
@@ -89,9 +90,10 @@ class _Trainer:
         run: RunDirectory,
         accelerator: Accelerator,
         seed: int,
+        kept: int,
     ) -> None:
         self.teacher, self.head = teacher, teacher.head
-        self.run, self.accelerator = run, accelerator
+        self.run, self.accelerator, self.kept = run, accelerator, kept
         self.stepper = Stepper(teacher, schedule, accelerator, seed)
         self.optimizers, self.total = self.stepper.optimizers, self.stepper.total
         self.at = Progressed()
@@ -110,7 +112,7 @@ class _Trainer:
         with closing(prefetched(self._batches(text))) as batches:
             for batch, cursor in batches:
                 values, self.at.cursor = self.stepper.step(batch, phase, self.at.step), cursor
-                tokens = phase.settings.batch_size * batch.tokens.shape[1]
+                tokens = phase.batch_size_at(self.at.step) * batch.tokens.shape[1]
                 self.at.step += 1
                 self.at.tokens += tokens
                 log.step(values, tokens, self._due(held_out, phase))
@@ -153,7 +155,7 @@ class _Trainer:
             held = checkpoint.Checkpoint(
                 asdict(self.at), self.head.state_dict(), optimizer, learned
             )
-            checkpoint.save(self.run.checkpoints, held)
+            checkpoint.save(self.run.checkpoints, held, self.kept)
         self.accelerator.wait_for_everyone()
 
     def resume(self, tell: Callable[[str], object]) -> None:

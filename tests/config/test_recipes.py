@@ -70,16 +70,25 @@ def test_every_part_composes_alone(group: str):
         assert isinstance(settings, config.Train), part
 
 
-def test_granite_code_is_ibm_s_recipe_as_published():
-    phases = composed("train", "recipe=granite_code").schedule.phases
-    corpus, distilled = phases["corpus"], phases["distilled"]
-    assert [corpus.steps, distilled.steps] == [15000, 6000]
+GPUS = 8
+"""On which IBM's script starts its trainer; the sizes of its batches are those of one."""
+
+
+def test_granite_code_is_what_ibm_s_script_starts():
+    """fms-fsdp 5a296af, scripts/train_speculator.sh and fms_fsdp/config/training.py."""
+    schedule = composed("train", "recipe=granite_code").schedule
+    corpus, distilled = schedule.phases["corpus"], schedule.phases["distilled"]
+    assert corpus.steps == 15000
+    assert corpus.steps + distilled.steps == 21000
     assert [corpus.learning_rate, distilled.learning_rate] == [1e-3, 1e-4]
     assert [corpus.loss, distilled.loss] == ["cross_entropy"] * 2
+    assert corpus.batch_size * corpus.sequence_length == GPUS * 8 * 4096
+    assert distilled.batch_size == GPUS * 96
     written = distilled.distill
+    assert written.num_samples == distilled.steps * distilled.batch_size
     assert [written.prompt_tokens, written.new_tokens] == [64, 256]
     assert [written.temperature, written.top_k] == [1.0, 10]
-    assert corpus.batch_size * corpus.sequence_length == 8 * 4096
+    assert [schedule.betas, schedule.weight_decay, schedule.clip_norm] == [[0.9, 0.95], 0.1, 1.0]
 
 
 def test_the_command_line_beats_the_recipe():

@@ -209,6 +209,19 @@ def test_a_cursor_that_went_through_json_goes_on_to_the_bit_with_any_number_of_r
             assert place == wanted_place
 
 
+def test_a_batch_that_grows_reads_the_same_samples_from_whatever_cursor():
+    sizes = [1, 1, 2, 3, 4]
+    whole = list(itertools.islice(pack("best_fit", batch_size=sizes).batches(), 9))
+    assert [len(batch.tokens) for batch, _ in whole] == [*sizes, 4, 4, 4, 4]
+    assert [cursor["sample"] for _, cursor in whole] == [1, 2, 4, 7, 11, 15, 19, 23, 27]
+    for stop, (_, cursor) in enumerate(whole, start=1):
+        text = pack("best_fit", batch_size=sizes)
+        rest = itertools.islice(text.batches(cursor), 9 - stop)
+        for (batch, place), (wanted, wanted_place) in zip(rest, whole[stop:], strict=True):
+            assert torch.equal(batch.tokens, wanted.tokens)
+            assert place == wanted_place
+
+
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_every_epoch_has_an_order_of_its_own_drawn_from_the_seed(packing: str):
     def orders(seed: int) -> list[list[list[int]]]:

@@ -14,9 +14,10 @@ from specheads.runs import checkpoint
 from specheads.runs.checkpoint import Checkpoint
 
 
-def save(folder: Path, step: int) -> None:
+def save(folder: Path, step: int, **choices: int) -> None:
     weights = {"a": torch.full((3,), float(step))}
-    checkpoint.save(folder, Checkpoint({"step": step}, weights, {"momentum": torch.ones(2)}, {}))
+    held = Checkpoint({"step": step}, weights, {"momentum": torch.ones(2)}, {})
+    checkpoint.save(folder, held, **choices)
 
 
 def steps(folder: Path) -> list[str]:
@@ -36,6 +37,16 @@ def test_the_newest_checkpoint_comes_back_and_the_one_before_is_kept(tmp_path: P
         save(tmp_path, step)
     assert newest(tmp_path) == 100
     assert steps(tmp_path) == ["step-100", "step-20"]
+
+
+@pytest.mark.parametrize(
+    ("kept", "left"), [(1, ["step-20"]), (3, ["step-10", "step-2", "step-20"])]
+)
+def test_as_many_are_kept_as_were_asked_for(kept: int, left: list[str], tmp_path: Path):
+    for step in (1, 2, 10, 20):
+        save(tmp_path, step, kept=kept)
+    assert newest(tmp_path) == 20
+    assert steps(tmp_path) == left
 
 
 def flip(file: Path) -> None:

@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import Tracker
 from specheads.training import trainer
 from specheads.training.processes import accelerator_of_environment, load_base, readers
-from specheads.training.schedule import PlacedPhase
+from specheads.training.schedule import PlacedPhase, batch_sizes
 from specheads.training.step import Stepper
 from specheads.training.validation import HeldOut
 from tests import tiny
@@ -111,7 +112,7 @@ def train(
     usual = {"steps": 6, "batch_size": 6, "learning_rate": 1e-2, "scored_share": 0.6}
     phase = Phase(text="corpus", sequence_length=40, **usual | settings)
     rank, world_size = readers(base, accelerator).values()
-    sizes: dict[str, Any] = {"sequence_length": 40, "batch_size": phase.batch_size}
+    sizes: dict[str, Any] = {"sequence_length": 40, "batch_size": batch_sizes(phase)}
     text = PackedText(documents(), **sizes, rank=rank, world_size=world_size)
     mine = share(range(held_out), rank, world_size)
     rows = [text.batch(mine[at : at + 2]) for at in range(0, len(mine), 2)]
@@ -134,6 +135,14 @@ def train(
 
 def forked(count: int, act: Callable[..., None], *arguments: Any) -> list[int | None]:
     """Act in so many processes of one run; return how each ended."""
+    ranks = started(count, act, *arguments)
+    for process in ranks:
+        process.join()
+    return [process.exitcode for process in ranks]
+
+
+def started(count: int, act: Callable[..., None], *arguments: Any) -> list[ForkProcess]:
+    """Act in so many processes of one run, and do not wait for them."""
     folder_of_base()  # made once, and not in each
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -144,9 +153,7 @@ def forked(count: int, act: Callable[..., None], *arguments: Any) -> list[int | 
     ]
     for process in ranks:
         process.start()
-    for process in ranks:
-        process.join()
-    return [process.exitcode for process in ranks]
+    return ranks
 
 
 def _act_as(rank: int, count: int, port: int, act: Callable[..., None], arguments: Any) -> None:

@@ -85,13 +85,26 @@ def test_fifty_steps_have_one_loss_in_any_number_of_processes_and_parts(
     same_losses(tmp_path, (1, 1), (2, 1), (4, 1), (1, 3), (2, 2), steps=50, **settings)
 
 
+RAMP = {"batch_size": 16, "first_batch_share": 0.3, "batch_ramp_share": 0.8}
+"""From five rows a step to sixteen."""
+
+
 @pytest.mark.slow
+def test_a_batch_that_grows_has_one_loss_in_any_number_of_processes_and_parts(tmp_path: Path):
+    same_losses(tmp_path, (1, 1), (2, 1), (4, 1), (2, 2), steps=50, **RAMP)
+    rows = told(tmp_path / "2-1" / "medusa")
+    assert [row["batch_size"] for row in rows[::10]] == [5, 8, 10, 13, 16]
+    assert rows[-1]["tokens"] == 40 * sum(row["batch_size"] for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{}, RAMP], ids=["", "while the batch grows"])
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 4)])
 def test_another_number_of_processes_goes_on_with_the_same_losses(
-    before: int, after: int, tmp_path: Path
+    before: int, after: int, settings: dict[str, Any], tmp_path: Path
 ):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    asked = {"steps": 50, "choices": {"checkpoint_every": 25}}
+    asked = {"steps": 50, "choices": {"checkpoint_every": 25}, **settings}
     assert forked(1, each, kinds(), whole, asked) == [0]
     for kind in kinds():
         assert forked(before, stopped_at, 25, parts / kind, kind, asked) == [1] * before

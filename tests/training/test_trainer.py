@@ -23,7 +23,13 @@ from specheads.training import trainer
 from specheads.training.losses.depth_loss import whole_chains
 from specheads.training.objective import Objective
 from specheads.training.processes import together
-from specheads.training.schedule import learning_rate_share, optimizers, refuse_misfit
+from specheads.training.schedule import (
+    PlacedPhase,
+    batch_sizes,
+    learning_rate_share,
+    optimizers,
+    refuse_misfit,
+)
 from specheads.training.step import Stepper
 from tests import tiny
 
@@ -111,6 +117,17 @@ def test_the_second_phase_warms_up_again_and_ends_at_a_hundredth_of_the_first():
 def test_warm_up_is_never_longer_than_two_thousand_steps():
     long = phase(steps=100_000, final_share=1.0)
     assert learning_rate_share(1999, long) < learning_rate_share(2000, long) == 1.0
+
+
+def test_a_batch_grows_linearly_over_its_share_of_the_phase_and_stays():
+    growing = {"steps": 20, "batch_size": 64, "first_batch_share": 0.25}
+    half = PlacedPhase("corpus", phase(**growing), first=100, peaks={})
+    sizes = [half.batch_size_at(step) for step in range(100, 120)]
+    assert sizes == [16, 21, 26, 30, 35, 40, 45, 50, 54, 59, *[64] * 10]
+    assert batch_sizes(half.settings) == sizes[:11]
+    all_of_it = phase(**growing, batch_ramp_share=1.0)
+    assert batch_sizes(all_of_it)[-3:] == [59, 62, 64]
+    assert batch_sizes(phase(steps=20, batch_size=64)) == [64]
 
 
 @pytest.mark.parametrize("kind", kinds())
@@ -229,6 +246,7 @@ def test_muon_takes_hidden_matrices_and_adamw_the_rest(draft_tokens: int):
         ({"sequence_length": 3}, "at least 4 tokens to train 2 depths, got 3"),
         ({"depth_weights": [1.0]}, "each of the head's 2 depths, got 1"),
         ({"accumulation_steps": 2}, "2 processes with accumulation_steps=2 share out batch_size=2"),
+        ({"batch_size": 8, "first_batch_share": 0.1}, "batch_size=8, which begins with 1; raise"),
     ],
 )
 def test_a_phase_that_does_not_fit_base_or_head_is_refused_at_once(changes: dict, message: str):

@@ -1,0 +1,166 @@
+"""A run that is killed again and again ends in the head, and the rows, of one that never was."""
+
+import os
+import random
+import signal
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specheads.commands import _library  # noqa: F401 - what the children would each import
+from specheads.commands._call import call
+from specheads.runs.directory import RunDirectory
+from specheads.runs.trackers import read_metrics
+from tests import tiny
+from tests.training.in_processes import started
+
+pytestmark = pytest.mark.slow
+
+STEPS, SHARDS, KILLS = 6, 8, 20
+RECIPE = [
+    "recipe=smoke", "data=files", "data.max_documents=0", "base.device=cpu", "base.dtype=float32",
+    "evaluate_after=false",
+    "head.depth=2", "head.inner_dim=32", "head.draft_tokens=200", "log_every=1",
+    "schedule.muon_learning_rate=0.01", "checkpoint_every=1", "validation.every=4",
+    f"schedule.phases.corpus.steps={STEPS}", f"schedule.phases.distilled.steps={STEPS}",
+    "schedule.phases.corpus.sequence_length=32", "schedule.phases.corpus.scored_share=0.5",
+    f"schedule.phases.distilled.distill.num_samples={3 * SHARDS}",
+    "schedule.phases.distilled.distill.shard_size=3",
+    "schedule.phases.distilled.distill.batch_size=4",
+    "schedule.phases.distilled.distill.prompt_tokens=8",
+    "schedule.phases.distilled.distill.new_tokens=10",
+    "schedule.phases.distilled.distill.temperature=1.0",
+]  # fmt: skip
+EVENTS = {"/": 60, "/checkpoints/.step-": 12, "/text/": 24, "/metrics.jsonl": 6}
+"""Parts of paths that a run touches, and how many of these moments a killer picks from."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """When a process tells its killer: as it touches such a path of its run for the n-th time."""
+
+    rank: int
+    part: str
+    number: int
+
+
+def act(words: list[str], run: Path, moment: Moment | None, killer: int) -> None:
+    """Run the real command in a child that has torch already; tell the killer of the moment."""
+    sys.stdout = sys.stderr = open(f"{run}.log", "a", buffering=1)  # noqa: PTH123, SIM115
+    left = moment.number if moment and int(os.environ.get("RANK", "0")) == moment.rank else 0
+
+    def hear(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal left
+        if left and event in ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir"):
+            path = str(arguments[0])
+            if moment and path.startswith(str(run)) and moment.part in path:
+                left -= 1
+                if not left:
+                    os.write(killer, b"!")
+
+    sys.addaudithook(hear)
+    call("train", [*words, f"run_dir={run}"])
+
+
+class Killer:
+    """Starts the same command until it ends, and kills it at moments drawn from a seed."""
+
+    def __init__(self, words: list[str], count: int) -> None:
+        self.words, self.count, self.chance = words, count, random.Random(count)
+        self.landed: Counter[str] = Counter()
+        """Kills, by what the run was at."""
+
+    def whole(self, run: Path) -> Path:
+        """Run it undisturbed."""
+        assert self.start(run, None) == [0] * self.count, Path(f"{run}.log").read_text()
+        return run
+
+    def start(self, run: Path, moment: Moment | None) -> list[int | None]:
+        """Run until the moment and a little further, if it comes; return how each rank ended."""
+        reader, writer = os.pipe()
+        ranks = started(self.count, act, self.words, run, moment, writer)
+        os.close(writer)
+        if os.read(reader, 1):
+            time.sleep(self.chance.choice([0, self.chance.uniform(0, 0.02)]))
+            for process in self.chance.choice([[one] for one in ranks] + [ranks]):
+                process.kill()
+        for process in ranks:
+            process.join()
+        os.close(reader)
+        return [process.exitcode for process in ranks]
+
+    def disturb(self, run: Path) -> None:
+        """Start it once, to be killed if the moment comes before its end."""
+        part = self.chance.choice([*EVENTS])
+        rank = 0 if part in ("/checkpoints/.step-", "/metrics.jsonl") else self.chance.randrange(2)
+        moment = Moment(rank % self.count, part, self.chance.randint(1, EVENTS[part]))
+        codes = self.start(run, moment)
+        told = f"{moment} {codes} {Path(f'{run}.log').read_text()}"
+        if -signal.SIGKILL not in codes:
+            assert codes == [0] * self.count, told
+            return
+        # one that was not killed missed the others, or was done
+        assert {*codes} <= {-signal.SIGKILL, 0, 2}, told
+        self.landed[at(RunDirectory(run))] += 1
+
+
+def at(run: RunDirectory) -> str:
+    """Return what a run was doing when it was killed."""
+    if list(run.checkpoints.glob(".step-*")):
+        return "checkpoint"
+    steps = [int(step.name.removeprefix("step-")) for step in run.checkpoints.glob("step-*")]
+    step, shards = max(steps, default=0), len(list(run.text.glob("shard-*.parquet")))
+    if step < STEPS:
+        return "corpus" if run.metrics.is_file() else "start"
+    return "writing" if shards < SHARDS else "distilled" if step < 2 * STEPS else "end"
+
+
+def files(run: Path) -> dict[str, bytes]:
+    """Return what a run leaves, but for what names it or tells a time."""
+    timed = ("config.yaml", "provenance.json", "metrics.jsonl", "report.json", "report.md")
+    return {
+        str(file.relative_to(run)): file.read_bytes()
+        for file in run.rglob("*")
+        if file.is_file() and file.name not in timed and "README.md" not in file.name
+    }
+
+
+def rows(run: Path) -> list[dict[str, Any]]:
+    told = read_metrics(run / "metrics.jsonl")
+    return [{name: row[name] for name in row if name != "tokens_per_second"} for row in told]
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    base = tiny.saved(tmp_path_factory.mktemp("base"))
+    corpus = tmp_path_factory.mktemp("corpus")
+    for number in range(200):
+        text = "".join(f"def f_{number}_{one}(a):\n    return a + {one}\n" for one in range(6))
+        (corpus / f"{number}.py").write_text(text)
+    return [*RECIPE, f"base.model={base}", f"data.path={corpus}"]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_twenty_kills_at_random_moments_change_no_bit(count: int, words: list[str], tmp_path: Path):
+    killer, number = Killer(words, count), 0
+    whole = killer.whole(tmp_path / "whole")
+    assert len(rows(whole)) == 2 * STEPS
+    while killer.landed.total() < KILLS:
+        run = tmp_path / f"run-{number}"
+        while killer.landed.total() < KILLS and not RunDirectory(run).finished:
+            killer.disturb(run)
+        if not RunDirectory(run).finished:
+            killer.whole(run)
+        assert rows(run) == rows(whole)
+        found, wanted = files(run), files(whole)
+        assert {name: found.get(name) for name in wanted} == wanted
+        # one that was killed as it put away an older checkpoint, or as it wrote text, leaves these
+        left = [name for name in {*found} - {*wanted} if not name.startswith("text/.lock-")]
+        assert all(name.startswith("checkpoints/step-") for name in left), left
+        number += 1
+    assert all(killer.landed[what] for what in ("corpus", "checkpoint", "writing", "distilled"))
