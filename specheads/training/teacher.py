@@ -37,6 +37,7 @@ class FrozenTeacher:
         self.base, self.head, self.cache = base, head, cache
         self.parameters: list[nn.Parameter] = []
         """What the teacher itself learns."""
+        self.adapter: Adapter | None = None
 
     def begin(self, phase: PlacedPhase | None = None) -> None:
         """Take up the base as it is now: what the head learns, and what it borrows."""
