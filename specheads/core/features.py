@@ -123,6 +123,12 @@ def document_places(documents: Int[Tensor, "batch time"]) -> Int[Tensor, "batch 
     return index - index.where(begins, 0).cummax(1).values
 
 
+def document_lengths(places: Int[Tensor, "row time"]) -> list[int]:
+    """Return how long each document of packed rows is, row by row, by its positions' places."""
+    begins = (places == 0).flatten().nonzero()[:, 0]
+    return begins.diff(append=begins.new_tensor([places.numel()])).tolist()
+
+
 def within_documents(documents: Int[Tensor, "batch time"]) -> Bool[Tensor, "batch time time"]:
     """Return which positions of packed rows each one may see: its document up to itself."""
     return (documents[:, :, None] == documents[:, None]).tril()

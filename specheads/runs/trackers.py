@@ -9,6 +9,7 @@ from textwrap import shorten
 from typing import Any
 
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, get_available_trackers
+from accelerate.utils import LoggerType
 
 from specheads.core.errors import InputError
 from specheads.core.files import naming_full_disk, write_atomic
@@ -17,7 +18,7 @@ from specheads.heads.untrusted import refuse_outside
 
 def refuse_missing(kind: str) -> None:
     """Refuse a tracker whose package is not installed."""
-    if kind != "jsonl" and kind not in get_available_trackers():
+    if kind != "jsonl" and LoggerType(kind) not in get_available_trackers():
         raise InputError(
             f"tracker.kind={kind} needs the package {kind}, and it is not installed; pip install "
             f"{kind}, or set tracker.kind=jsonl"

@@ -10,19 +10,8 @@ from torch import Tensor
 
 from specheads.core.errors import InputError
 from specheads.runs.trackers import Tracker
-from specheads.training.losses.depth_loss import DepthLoss
 from specheads.training.meter import Meter
 from specheads.training.schedule import PlacedPhase, Progressed
-
-
-def figures(loss: DepthLoss) -> dict[str, Tensor]:
-    """Return what is logged of a head's loss, under the names of metrics.jsonl."""
-    by_depth, agreement = loss.by_depth.unbind(), loss.agreement.unbind()
-    return (
-        {"loss": loss.total.detach()}
-        | {f"loss/depth_{level}": value for level, value in enumerate(by_depth)}
-        | {f"accept/depth_{level}": value for level, value in enumerate(agreement)}
-    )
 
 
 class PhaseLog:

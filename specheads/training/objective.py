@@ -67,6 +67,16 @@ class Objective(nn.Module):
         return replace(loss, agreement=loss.agreement * share)
 
 
+def figures(loss: DepthLoss) -> dict[str, Tensor]:
+    """Return what is logged of a head's loss, under the names of metrics.jsonl."""
+    by_depth, agreement = loss.by_depth.unbind(), loss.agreement.unbind()
+    return (
+        {"loss": loss.total.detach()}
+        | {f"loss/depth_{level}": value for level, value in enumerate(by_depth)}
+        | {f"accept/depth_{level}": value for level, value in enumerate(agreement)}
+    )
+
+
 def label_counts(
     head: Head,
     tokens: Int[Tensor, "batch time"],

@@ -21,9 +21,8 @@ from specheads.data.packing import TokenBatch
 from specheads.decoding.acceptance.noise import bits
 from specheads.runs.directory import atomic_folder
 from specheads.training.feature_cache import FeatureCache
-from specheads.training.log import figures
 from specheads.training.losses.depth_loss import DepthLoss
-from specheads.training.objective import own_labels
+from specheads.training.objective import figures, own_labels
 from specheads.training.schedule import PlacedPhase, Step
 
 HeadLoss = Callable[..., DepthLoss]
@@ -92,7 +91,7 @@ class JointTeacher:
     """
 
     def __init__(self, base: FrozenBase, head: Head, joint: Joint, seed: int) -> None:
-        self.frozen = FrozenTeacher(base, head)
+        self.frozen, self.cache = FrozenTeacher(base, head), None
         self.base, self.head = base, head
         # taken before the adapter is in: what the frozen weights say
         self._original_logits_of = base.projection

@@ -120,7 +120,9 @@ class Texts:
             ValueError: The settings judge heads by prompts, and there are none.
         """
         rows = settings.rows and self._if_any("validation", lambda: self._rows(settings.rows))
-        found = settings.prompts and self._if_any("prompts", lambda: self._held_prompts(settings))
+        found = settings.prompts and self._if_any(
+            "prompts to decode", lambda: self._held_prompts(settings)
+        )
         if not found and (settings.patience or settings.keep == "best"):
             raise InputError(
                 "validation.patience and keep=best judge heads on the corpus's validation split, "

@@ -79,7 +79,7 @@ def train(
                 # what the base writes for a phase, it writes as it was loaded
                 with teacher.as_loaded():
                     text = open_text(phase.settings, display, trainer.halt)
-                meter = Meter(trainer.at, base)
+                meter = Meter(trainer.at, phase, teacher, accelerator.autocast)
                 log = PhaseLog(phase, trainer.at, tracker, display, trainer.total, log_every, meter)
                 trainer.run_phase(phase, text, log, checkpoint_every, watch)
     finally:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from accelerate import PartialState, tracking
 from accelerate.tracking import GeneralTracker
+from accelerate.utils import LoggerType
 
 from specheads.core.errors import InputError
 from specheads.runs import trackers
@@ -177,8 +178,9 @@ def test_a_tracker_that_is_lost_is_told_once_and_the_rows_go_on(
 def test_a_tracker_that_is_not_installed_is_refused_with_what_installs_it(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(tracking, "_available_trackers", ["wandb"])
-    refuse_missing("jsonl")
+    for kind in ("jsonl", "wandb"):
+        refuse_missing(kind)
+    monkeypatch.setattr(tracking, "_available_trackers", [LoggerType.WANDB])
     refuse_missing("wandb")
     with pytest.raises(InputError, match=r"package trackio.*pip install trackio, or set"):
         refuse_missing("trackio")

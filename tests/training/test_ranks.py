@@ -15,7 +15,7 @@ from tests.training.in_processes import StopError, at_step, forked, train
 def told(folder: Path) -> list[dict[str, float]]:
     """Return what was logged of each step, but for what a clock says."""
     rows = read_metrics(folder / "metrics.jsonl")
-    others = ("phase", "tokens_per_second", "hours", "data_wait_share", "peak_gib")
+    others = ("phase", "tokens_per_second", "hours", "data_wait_share", "peak_gib", "mfu")
     return [{name: row[name] for name in row if name not in others} for row in rows]
 
 

@@ -135,7 +135,7 @@ def test_training_lowers_the_loss_and_raises_agreement(tmp_path: Path):
     assert set(rows[0]) == {
         "step", "phase", "tokens", "loss", "loss/depth_0", "loss/depth_1",
         "accept/depth_0", "accept/depth_1", "learning_rate", "tokens_per_second",
-        "hours", "data_wait_share", "peak_gib",
+        "hours", "data_wait_share", "peak_gib", "mfu",
     }  # fmt: skip
     assert [row["tokens"] for row in rows[:2]] == [64, 128]
 

@@ -2,17 +2,21 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from safetensors.torch import load_file
 
 from specheads.base.model import FrozenBase
+from specheads.commands import _compose
 from specheads.config import Joint, Schedule
 from specheads.core.drafter import Head
+from specheads.core.errors import InputError
+from specheads.data.tokenise import tokenised
 from specheads.heads.load import kinds, load_head
 from specheads.measure.counts import rate
 from specheads.measure.how import How
@@ -20,7 +24,9 @@ from specheads.measure.online import decode_prompts
 from specheads.runs import checkpoint
 from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import read_metrics
-from specheads.training import trainer, watching
+from specheads.training import meter, trainer, watching
+from specheads.training.cost import StepFlops
+from specheads.training.texts import Texts
 from specheads.training.validation import HeldOut
 from tests import tiny
 from tests.training import test_joint
@@ -197,6 +203,31 @@ def test_the_best_head_can_become_the_head_of_the_run(tmp_path: Path):
         assert torch.equal(head.state_dict()[name], value), name
 
 
+def test_prompts_are_of_text_that_is_neither_trained_on_nor_evaluated_on(tmp_path: Path):
+    settings = _compose.settings_of("train", ["recipe=smoke"])
+    base, told = FrozenBase.load(**asdict(settings.base)), []
+    assert base.tokenizer is not None
+    texts = Texts(settings, base, RunDirectory(tmp_path), Accelerator(cpu=True), told.append)
+    held = texts.held_out(settings.validation)
+    assert held is not None
+    assert held.prompts
+    assert told == []
+    prompts = [" ".join(map(str, prompt)) for prompt in held.prompts]
+    for split, holds in (("validation", True), ("train", False), ("prompts", False)):
+        documents = tokenised(settings.data, split, base.tokenizer, settings.seed)
+        words = [" ".join(map(str, documents.tokens(one))) for one in range(len(documents))]
+        assert all(any(prompt in text for text in words) == holds for prompt in prompts), split
+    # too short a split is told, and refused only where heads are to be judged by it
+    settings.validation.prompt_tokens = 100_000
+    plain = texts.held_out(settings.validation)
+    assert plain is not None
+    assert plain.prompts is None
+    assert ["no prompts to decode: no document" in line for line in told] == [True]
+    settings.validation.patience = 1
+    with pytest.raises(InputError, match=r"judge heads.*lower validation\.prompt_tokens"):
+        texts.held_out(settings.validation)
+
+
 def test_time_goes_on_after_a_stop_and_stands_still_while_measuring(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -234,6 +265,8 @@ def test_waiting_for_text_is_told_as_a_share_of_the_time(
 ):
     clock = [0.0]
     monkeypatch.setattr("specheads.training.meter.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr(meter, "_matmul_rate", lambda *_: 5e5)
+    monkeypatch.setattr(meter, "step_flops", lambda *_: StepFlops(5e5, 3e5, 2e5))
     step, batches = trainer._Trainer._step, trainer.prefetched
 
     def slow_step(self: Any, *arguments: Any) -> Any:
@@ -252,3 +285,4 @@ def test_waiting_for_text_is_told_as_a_share_of_the_time(
     assert [row["data_wait_share"] for row in rows] == [0.25, 0.25]
     assert rows[-1]["hours"] == pytest.approx(16 / 3600)
     assert all(0.01 < row["peak_gib"] < 1000 for row in rows)
+    assert [row["mfu"] for row in rows] == [0.5, 0.5]

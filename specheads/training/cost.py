@@ -1,0 +1,105 @@
+"""What a training step must compute, and how fast this machine multiplies."""
+
+import statistics
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from specheads.base.model import FrozenBase
+from specheads.config import Phase
+from specheads.core.drafter import Features, Head
+from specheads.core.features import document_lengths, document_places
+from specheads.data.packing import TokenBatch
+from specheads.training.losses.depth_loss import LABELS_ONLY
+
+SIDES = {"cuda": 4096, "cpu": 1024}
+"""Rows and columns of the product that a machine's rate is measured by; it is of a training's own
+size, and takes a part of a second."""
+
+PRODUCTS = 12
+"""Products timed; the rate is that of their median."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepFlops:
+    """Floating-point operations that one optimizer step cannot do without, two a multiplication.
+
+    Those of matrix products: norms, softmaxes and optimizers are left out.
+    """
+
+    base: float
+    """One forward over every token, without logits; attention within documents only."""
+    head: float
+    """Forward and backward of the head's own layers."""
+    loss: float
+    """Vocabulary products of the labels: the base's once, each depth's forward and backward."""
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return self.base + self.head + self.loss
+
+
+def step_flops(base: FrozenBase, head: Head, batch: TokenBatch, phase: Phase) -> StepFlops:
+    """Return what a step of a frozen base costs on a batch, all of whose labels count.
+
+    Layers of experts count as if each token went through all of them.
+    """
+    documents = batch.documents
+    if documents is None:
+        documents = torch.zeros_like(batch.tokens)
+    pairs = sum(n * (n + 1) / 2 for n in document_lengths(document_places(documents)))
+    body = base.model.base_model
+    matrices = sum(layer.weight.numel() for layer in body.modules() if isinstance(layer, nn.Linear))
+    config = base.config
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    attention = 4 * pairs * heads * width * config.num_hidden_layers
+    rows = phase.scored_share * int(batch.counted.sum())
+    drafted = 2 * rows * head.drafted_size
+    teacher = 0 if phase.loss in LABELS_ONLY else drafted * base.width
+    depths = sum(3 * drafted * head.projection(level)[0].shape[1] for level in range(head.depth))
+    return StepFlops(
+        base=2 * batch.tokens.numel() * matrices + attention,
+        head=3.0 * _states_flops(head, base, batch, documents),
+        loss=float(teacher + depths),
+    )
+
+
+def _states_flops(head: Head, base: FrozenBase, batch: TokenBatch, documents: torch.Tensor) -> int:
+    """Return what the forward of a head's own layers costs, counted while it runs."""
+    width = base.width
+    aux = len(head.aux_layers) * width
+    shape, device = batch.tokens.shape, base.device
+    dtype = next(head.parameters()).dtype
+    features = Features(
+        torch.zeros(*shape, width, device=device, dtype=dtype),
+        torch.zeros(*shape, aux, device=device, dtype=dtype) if aux else None,
+        batch.tokens.to(device),
+        documents.to(device),
+    )
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        for _ in head.states(features, batch.tokens.to(device)):
+            pass
+    return counter.get_total_flops()
+
+
+def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Return how many floating-point operations a second this machine does in large products."""
+    side = SIDES.get(device.type, SIDES["cuda"])
+    left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    times = []
+    for _ in range(PRODUCTS):
+        began = _now(device)
+        left @ right
+        times.append(_now(device) - began)
+    return 2 * side**3 / statistics.median(times)
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
