@@ -16,7 +16,7 @@ from specheads.training.teacher import Teacher
 
 
 class Meter:
-    """Reads the clock for a phase, and adds what it says to `at.seconds`.
+    """Reads the clock for a phase, and adds what it says to the run's seconds of training.
 
     Between `row` and `go_on` it stands still: measuring is no training. The use of the machine is
     that of this process; `autocast` is what the head is trained in.
