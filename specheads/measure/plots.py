@@ -123,7 +123,7 @@ def _depth(key: str) -> int:
 
 def _points(
     rows: Sequence[Mapping[str, Any]], key: str, across: str = "step"
-) -> tuple[list[float], list[float]]:
+) -> tuple[list[int | float], list[float]]:
     found = [row for row in rows if key in row]
     return [row[across] for row in found], [row[key] for row in found]
 

@@ -574,8 +574,8 @@ def test_the_learning_curve_is_drawn_over_tokens_and_over_hours():
         ]
         return plots.draw(results(), [{**row, **over} for row in rows])["learning.png"]
 
-    assert len({curve(), curve(tokens=7), curve(hours=7), curve(**{"validation/loss": 7})}) == 4
-    assert curve(**{"validation/tokens_per_forward": 7}) != curve()
+    assert len({curve(), curve(tokens=7), curve(hours=7.0), curve(**{"validation/loss": 7.0})}) == 4
+    assert curve(**{"validation/tokens_per_forward": 7.0}) != curve()
     assert "learning.png" not in plots.draw(results(), HISTORY)
 
 
