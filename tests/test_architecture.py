@@ -22,7 +22,7 @@ FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 LIBRARIES = {
     "hydra": {"commands"},
     "omegaconf": {"commands"},
-    "accelerate": {"commands", "training"},
+    "accelerate": {"commands", "training", "runs.trackers"},
     "peft": {"base.lora"},
     "wandb": {"runs.trackers"},
     "httpx2": {"training.distill.server"},

@@ -202,8 +202,10 @@ class Tree:
 class Tracker:
     """Where numbers go besides metrics.jsonl."""
 
-    kind: Annotated[str, one_of("jsonl", "wandb")] = "jsonl"
-    """jsonl (nothing else) or wandb."""
+    kind: Annotated[str, one_of("jsonl", "wandb", "trackio", "tensorboard")] = "jsonl"
+    """jsonl (nothing else), wandb, trackio or tensorboard. One that fails is told and left, and
+    training goes on."""
 
     project: Text = "specheads"
-    """Project of wandb; offline where no key is set."""
+    """Project of wandb (offline where no key is set) or trackio. tensorboard writes into the run
+    directory."""

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from specheads.config.ranges import (
+    MOST,
     Below1,
     Count,
     Length,
@@ -19,6 +20,7 @@ from specheads.config.ranges import (
     Text,
     Weight,
     at_least,
+    at_most,
     one_of,
 )
 
@@ -206,13 +208,33 @@ class Phase:
 
 @dataclass(kw_only=True, slots=True)
 class Validation:
-    """Text held out of the corpus, on which a head is measured while it is trained."""
+    """Text held out of the corpus, on which a head is measured while it is trained.
+
+    See docs/watching.md.
+    """
 
     every: Count = 0
     """Steps between two measurements. Zero measures at the end of each phase only."""
 
     rows: Count = 16
-    """Sequences measured on, the same each time. Zero measures nothing."""
+    """Sequences whose loss is measured, the same each time. Zero measures none."""
+
+    prompts: Count = 8
+    """Held-out texts that the base continues with the head as it is then, for tokens per forward;
+    the head with the most is kept in best/. Zero decodes none."""
+
+    prompt_tokens: Positive = 64
+    """Tokens of each that is cut from text; what users say keeps its own length."""
+
+    new_tokens: Annotated[int, at_least(2), at_most(MOST)] = 64
+    """Tokens decoded after each."""
+
+    patience: Count = 0
+    """Measurements in a row without more tokens per forward than before in the phase, after which
+    it ends and the next begins. Zero never ends one early."""
+
+    keep: Annotated[str, one_of("last", "best")] = "last"
+    """Which head becomes head/: the last one, or the best one."""
 
 
 @dataclass(kw_only=True, slots=True)

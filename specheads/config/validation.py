@@ -13,7 +13,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from specheads.config.parts import NO_PATH, Data, Source, Tree
 from specheads.config.ranges import Name, Rule
-from specheads.config.schedule import Phase, Schedule
+from specheads.config.schedule import Phase, Schedule, Validation
 from specheads.core.errors import InputError
 
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
@@ -46,6 +46,8 @@ def check(settings: Any, where: str = "") -> None:
         raise InputError(f"a static tree needs {where}.paths, got none; give some, as [[0],[1]]")
     elif isinstance(settings, Source):
         _source(where, settings)
+    elif isinstance(settings, Validation):
+        _validation(where, settings)
 
 
 def refuse(place: str, value: Any, hint: Any, default: Any = MISSING) -> None:
@@ -182,6 +184,15 @@ def _source(where: str, source: Source) -> None:
     if source.streaming and not source.max_documents:
         raise InputError(
             f"{where}.streaming takes the first {where}.max_documents and stops, got 0; give it"
+        )
+
+
+def _validation(where: str, settings: Validation) -> None:
+    judged = settings.patience or settings.keep == "best"
+    if judged and not settings.prompts:
+        raise InputError(
+            f"{where}.patience and keep=best judge heads by decoding, got {where}.prompts=0; "
+            "raise it, or leave them out"
         )
 
 

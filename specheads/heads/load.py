@@ -9,6 +9,7 @@ import dataclasses
 import importlib
 import pkgutil
 from collections.abc import Mapping
+from copy import deepcopy
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -135,6 +136,13 @@ def resume_head(path: str | Path, base: FrozenBase, kind: str) -> Head:
     _lend(head, base)
     head.base_fingerprint = _fingerprint(base)
     return head
+
+
+def drafter_of(head: Head, base: FrozenBase) -> Head:
+    """Return a copy that drafts of a head that may be in training, which is left as it is."""
+    drafter = deepcopy(head).eval().requires_grad_(False)
+    fit(drafter, base, force=True)
+    return drafter
 
 
 def load_head(

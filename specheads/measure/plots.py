@@ -23,8 +23,10 @@ def draw(results: Results, history: Sequence[Mapping[str, Any]]) -> dict[str, by
         pictures["acceptance.png"] = _png(_acceptance(results))
     if any("loss" in row for row in history):
         pictures["loss.png"] = _png(_losses([row for row in history if "loss" in row], held_out))
-    if held_out:
+    if any("validation/accept/depth_0" in row for row in held_out):
         pictures["validation.png"] = _png(_held_out(held_out))
+    if learning := _learning([row for row in history if "hours" in row]):
+        pictures["learning.png"] = _png(learning)
     if results.speed:
         pictures["speed.png"] = _png(_speed(results.speed))
     return pictures
@@ -86,6 +88,26 @@ def _held_out(rows: Sequence[Mapping[str, Any]]) -> Figure:
     return figure
 
 
+def _learning(rows: Sequence[Mapping[str, Any]]) -> Figure | None:
+    """Draw what held-out text says of a head over what its training took: tokens, and hours."""
+    down = {"validation/tokens_per_forward": "tokens per forward", "validation/loss": "loss"}
+    found = [(key, label) for key, label in down.items() if any(key in row for row in rows)]
+    if not found:
+        return None
+    figure = Figure(figsize=(8.0, 1.2 + 2.2 * len(found)), layout="constrained")
+    figure.suptitle("Learning curve on held-out text", fontsize="medium")
+    grid = figure.subplots(len(found), 2, sharex="col", sharey="row", squeeze=False)
+    for panels, (key, label) in zip(grid, found, strict=True):
+        for axes, across in zip(panels, ("tokens", "hours"), strict=True):
+            places, values = _points(rows, key, across)
+            axes.plot(places, values, ".-", color=BLUE)
+            axes.spines[["top", "right"]].set_visible(False)
+        panels[0].set_ylabel(label)
+    for axes, across in zip(grid[-1], ("tokens read", "hours of training"), strict=True):
+        axes.set_xlabel(across)
+    return figure
+
+
 def _by_depth(axes: Axes, rows: Sequence[Mapping[str, Any]], prefix: str, **style: Any) -> None:
     """Draw a figure of each depth over steps, the deeper the paler."""
     keys = sorted({key for row in rows for key in row if key.startswith(prefix)}, key=_depth)
@@ -99,9 +121,11 @@ def _depth(key: str) -> int:
     return int(key.rpartition("_")[2]) + 1
 
 
-def _points(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[list[int], list[float]]:
+def _points(
+    rows: Sequence[Mapping[str, Any]], key: str, across: str = "step"
+) -> tuple[list[int | float], list[float]]:
     found = [row for row in rows if key in row]
-    return [row["step"] for row in found], [row[key] for row in found]
+    return [row[across] for row in found], [row[key] for row in found]
 
 
 def _phases(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, int, int]]:

@@ -1,6 +1,7 @@
 """The run directory: what lies where, what made it, and when it ended."""
 
 import json
+import shutil
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -10,6 +11,7 @@ from specheads.base import lora
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.core.files import atomic_folder, is_ours, sweep, write_atomic
+from specheads.heads.load import load_head
 from specheads.heads.untrusted import read_json
 from specheads.runs.provenance import provenance
 from specheads.runs.settings import first_difference, parse, read_settings
@@ -32,6 +34,8 @@ class RunDirectory:
         self.head = path / "head"
         self.adapter = path / "adapter"
         self.report = path / "report"
+        self.best = path / "best"
+        self.best_score = self.best / "best.json"
 
     @property
     def finished(self) -> bool:
@@ -92,18 +96,47 @@ class RunDirectory:
 
         A head of joint training belongs to base and adapter together, and its folder says so.
         """
-        known, owner = self._provenance(), {}
-        if self.adapter.is_dir():
-            owner["adapter_fingerprint"] = lora.fingerprint(self.adapter)
-            # it was trained on the weights before the adapter is merged in, and fits those after
-            head.base_fingerprint = ""
+        owner: dict[str, str] = {}
         with atomic_folder(self.head) as folder:
+            if self.adapter.is_dir():
+                owner = self._say_owner(head, folder, f"../{self.adapter.name}", self.adapter)
             head.save_pretrained(folder)
-            if owner:
-                fingerprint = {"base_fingerprint": known.get("base_fingerprint")}
-                said = fingerprint | {"adapter": f"../{self.adapter.name}"} | owner
-                (folder / "base.json").write_text(as_json(said), encoding="utf-8")
-        write_atomic(self.provenance, as_json({**known, **owner, "end": _now()}))
+        write_atomic(self.provenance, as_json({**self._provenance(), **owner, "end": _now()}))
+
+    def keep_best(self, head: Head, adapter: lora.Adapter | None, told: dict[str, Any]) -> None:
+        """Keep a head that may be in training, with its adapter and what is told of it, in best/.
+
+        It replaces the one before, all of it at once.
+        """
+        made_for = head.base_fingerprint
+        try:
+            with atomic_folder(self.best) as folder:
+                if adapter is not None:
+                    adapter.save(folder / "adapter")
+                    self._say_owner(head, folder, "adapter", folder / "adapter")
+                head.save_pretrained(folder)
+                (folder / self.best_score.name).write_text(as_json(told), encoding="utf-8")
+        finally:
+            head.base_fingerprint = made_for
+
+    def take_best(self, head: Head) -> None:
+        """Put what is in best/ in the place of the head that training ended with."""
+        if not self.best_score.is_file():
+            return
+        head.load_state_dict(load_head(self.best).state_dict())
+        if (adapter := self.best / "adapter").is_dir():
+            with atomic_folder(self.adapter) as folder:
+                shutil.copytree(adapter, folder, dirs_exist_ok=True)
+
+    def _say_owner(self, head: Head, folder: Path, place: str, adapter: Path) -> dict[str, str]:
+        """Say in a head's folder which adapter it belongs to; return that."""
+        # it was trained on the weights before the adapter is merged in, and fits those after
+        head.base_fingerprint = ""
+        owner = {"adapter_fingerprint": lora.fingerprint(adapter)}
+        fingerprint = {"base_fingerprint": self._provenance().get("base_fingerprint")}
+        said = fingerprint | {"adapter": place} | owner
+        (folder / "base.json").write_text(as_json(said), encoding="utf-8")
+        return owner
 
     def _provenance(self) -> dict[str, Any]:
         known = read_json(self.provenance)

@@ -2,37 +2,59 @@
 
 import json
 import os
+import warnings
+from collections.abc import Callable
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
-import wandb
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, get_available_trackers
+from accelerate.utils import LoggerType
 
 from specheads.core.errors import InputError
 from specheads.core.files import naming_full_disk, write_atomic
 from specheads.heads.untrusted import refuse_outside
 
 
-class Tracker:
-    """Writes each row to `metrics` and, when chosen, to wandb.
+def refuse_missing(kind: str) -> None:
+    """Refuse a tracker whose package is not installed."""
+    if kind != "jsonl" and LoggerType(kind) not in get_available_trackers():
+        raise InputError(
+            f"tracker.kind={kind} needs the package {kind}, and it is not installed; pip install "
+            f"{kind}, or set tracker.kind=jsonl"
+        )
 
-    `project` and `name` are those at wandb.
+
+class Tracker:
+    """Writes each row to `metrics` and, when chosen, to one of accelerate's trackers.
+
+    `project` and `name` are those at the tracker. What a tracker raises never stops anything: it
+    is told in one line, and from then on the rows go to `metrics` only.
     """
 
-    def __init__(self, metrics: Path, *, kind: str, project: str, name: str) -> None:
-        self.metrics = metrics
-        self.run: Any = None
-        if kind == "wandb":
-            # without a key wandb would stop and ask for one: offline keeps the numbers for later
-            has_key = bool(os.environ.get("WANDB_API_KEY")) or wandb.api.api_key is not None
-            mode, folder = None if has_key else "offline", metrics.parent
-            self.run = wandb.init(
-                project=project, name=name, id=name, resume="allow", dir=folder, mode=mode
-            )
+    def __init__(
+        self,
+        metrics: Path,
+        *,
+        kind: str,
+        project: str,
+        name: str,
+        tell: Callable[[str], object] = warnings.warn,
+    ) -> None:
+        self.metrics, self.kind, self.project, self.name = metrics, kind, project, name
+        self.tell = tell
+        self.other: GeneralTracker | None = None
+        """accelerate's, while it is there."""
 
     def resume(self, step: int) -> None:
-        """Drop the rows of steps after this one, from which training goes on and writes anew."""
+        """Drop the rows of steps after this one, from which training goes on and writes anew.
+
+        A tracker begins here, too.
+        """
         kept = [row for row in read_metrics(self.metrics) if row["step"] <= step]
         write_atomic(self.metrics, "".join(json.dumps(row) + "\n" for row in kept))
+        if self.kind != "jsonl":
+            self._try(lambda: self._begin(step))
 
     def log(self, row: dict[str, Any]) -> None:
         """Write one row; it holds at least `step`."""
@@ -41,13 +63,47 @@ class Tracker:
             self.metrics.open("a", encoding="utf-8") as stream,
         ):
             stream.write(json.dumps(row) + "\n")
-        if self.run is not None:
-            self.run.log(row, step=row["step"])
+        if (other := self.other) is not None:
+            # a text for each row would be all that TensorBoard's page of texts shows
+            texts = self.kind != "tensorboard"
+            told = {name: one for name, one in row.items() if texts or not isinstance(one, str)}
+            self._try(lambda: other.log(told, step=row["step"]))
 
     def close(self) -> None:
-        """Tell wandb that the run is over."""
-        if self.run is not None:
-            self.run.finish()
+        """Tell the tracker that the run is over."""
+        if (other := self.other) is not None:
+            self._try(other.finish)
+
+    def _begin(self, step: int) -> None:
+        self.other = self._made(step)
+        self.other.start()
+
+    def _made(self, step: int) -> GeneralTracker:
+        make, folder = LOGGER_TYPE_TO_CLASS[self.kind], self.metrics.parent
+        if self.kind == "tensorboard":
+            return make("tensorboard", folder, purge_step=step + 1)
+        chosen: dict[str, Any] = {"name": self.name, "resume": "allow"}
+        if self.kind == "wandb":
+            import wandb
+
+            # without a key wandb would stop and ask for one: offline keeps the numbers for later
+            has_key = bool(os.environ.get("WANDB_API_KEY")) or wandb.api.api_key is not None
+            mode = None if has_key else "offline"
+            chosen |= {"id": self.name, "dir": str(folder), "mode": mode}
+            # what waits for a network that is gone would keep a finished run from ending
+            os.environ.setdefault("WANDB_FINISH_TIMEOUT", "600")
+            os.environ.setdefault("WANDB_FINISH_TIMEOUT_RAISES", "true")
+        return make(self.project, **chosen)
+
+    def _try(self, act: Callable[[], object]) -> None:
+        """Act on the tracker; let go of one that fails."""
+        try:
+            act()
+        # other people's code, which talks to other machines: it may raise whatever there is
+        except Exception as error:
+            self.other = None
+            why = shorten(f"{type(error).__name__}: {error}", 200)
+            self.tell(f"{self.kind} is lost ({why}); {self.metrics} goes on")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

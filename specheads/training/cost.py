@@ -15,8 +15,9 @@ from specheads.core.features import document_lengths, document_places
 from specheads.data.packing import TokenBatch
 from specheads.training.losses.depth_loss import LABELS_ONLY
 
-SIDE = 4096
-"""Rows and columns of the product that a machine's rate is measured by, on a GPU."""
+SIDES = {"cuda": 4096, "cpu": 1024}
+"""Rows and columns of the product that a machine's rate is measured by; it is of a training's own
+size, and takes a part of a second."""
 
 PRODUCTS = 12
 """Products timed; the rate is that of their median."""
@@ -88,7 +89,7 @@ def _states_flops(head: Head, base: FrozenBase, batch: TokenBatch, documents: to
 
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     """Return how many floating-point operations a second this machine does in large products."""
-    side = SIDE if device.type == "cuda" else SIDE // 2
+    side = SIDES.get(device.type, SIDES["cuda"])
     left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     times = []
     for _ in range(PRODUCTS):

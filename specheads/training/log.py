@@ -1,7 +1,6 @@
 """What training tells while it runs: rows of metrics, and numbers beside the bar."""
 
 import math
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from specheads.core.errors import InputError
 from specheads.runs.trackers import Tracker
+from specheads.training.meter import Meter
 from specheads.training.schedule import PlacedPhase, Progressed
 
 
@@ -28,9 +28,10 @@ class PhaseLog:
         display: Progress,
         total: Callable[[Tensor], Tensor],
         every: int,
+        meter: Meter,
     ) -> None:
         self.phase, self.at, self.tracker, self.display = phase, at, tracker, display
-        self.total, self.every, self.held_out = total, every, ""
+        self.total, self.every, self.meter, self.held_out = total, every, meter, ""
         self.task = display.add_task(
             phase.name, total=phase.settings.steps, completed=at.step - phase.first, numbers=""
         )
@@ -49,15 +50,21 @@ class PhaseLog:
         for name, value in values.items():
             self.sums[name] = self.sums[name] + value if name in self.sums else value
         self.steps += 1
-        self.tokens += tokens
+        self.meter.step(tokens)
         if held_out or self.at.step % self.every == 0 or self.at.step == self.phase.end:
             self._write(held_out)
             self._clear()
         self.display.update(self.task, completed=self.at.step - self.phase.first)
 
+    def tell(self, line: str) -> None:
+        """Tell people something, on the main process."""
+        if self.tracker is not None:
+            self.display.console.print(line, markup=False, soft_wrap=True)
+
     def _clear(self) -> None:
         self.sums: dict[str, Tensor] = {}
-        self.steps, self.tokens, self.since = 0, 0, time.perf_counter()
+        self.steps = 0
+        self.meter.go_on()
 
     def _write(self, held_out: Callable[[], Mapping[str, float]] | None) -> None:
         """Tell what happened since the last row."""
@@ -70,7 +77,7 @@ class PhaseLog:
                 f"training needs a finite loss, got {row['loss']} at step {at.step}; lower "
                 "learning_rate"
             )
-        row["tokens_per_second"] = self.tokens / (time.perf_counter() - self.since)
+        row |= self.meter.row()
         rates = self.phase.rates(at.step - 1)
         row["learning_rate"] = rates["head"]
         if self.phase.settings.first_batch_share < 1:
@@ -79,11 +86,21 @@ class PhaseLog:
             row["learning_rate/base"] = rates["base"]
             row["head_weight"] = self.phase.head_weight(at.step - 1)
         if held_out:
-            row |= held_out()
-            self.held_out = f"  held out {row['validation/loss']:.3f}"
+            measured = held_out()
+            row |= measured
+            self.held_out = _brief(measured)
         if self.tracker is not None:
             self.tracker.log(row)
         accepted = [f"{row[name]:.2f}" for name in row if name.startswith("accept/")]
         numbers = f"loss {row['loss']:.3f}  accept {' '.join(accepted)}"
         speed = f"{row['tokens_per_second']:,.0f} tokens/s"
         self.display.update(self.task, numbers=f"{numbers}{self.held_out}  {speed}")
+
+
+def _brief(measured: Mapping[str, float]) -> str:
+    """Return what is shown beside the bar of a measurement on held-out text."""
+    shown = {"loss": "held out", "tokens_per_forward": "tokens/forward"}
+    figures = {name: measured.get(f"validation/{name}") for name in shown}
+    return "".join(
+        f"  {shown[name]} {value:.3f}" for name, value in figures.items() if value is not None
+    )

@@ -73,6 +73,16 @@ class Objective(nn.Module):
         return replace(loss, agreement=loss.agreement * share)
 
 
+def figures(loss: DepthLoss) -> dict[str, Tensor]:
+    """Return what is logged of a head's loss, under the names of metrics.jsonl."""
+    by_depth, agreement = loss.by_depth.unbind(), loss.agreement.unbind()
+    return (
+        {"loss": loss.total.detach()}
+        | {f"loss/depth_{level}": value for level, value in enumerate(by_depth)}
+        | {f"accept/depth_{level}": value for level, value in enumerate(agreement)}
+    )
+
+
 def label_counts(
     head: Head,
     tokens: Int[Tensor, "batch time"],
@@ -106,13 +116,3 @@ def own_labels(
 ) -> Bool[Tensor, "batch path"]:
     """Return at which positions the base's own next token is scored: not where it begins a text."""
     return scored[:, 1:] if documents is None else scored[:, 1:] & (documents.diff(dim=1) == 0)
-
-
-def figures(loss: DepthLoss) -> dict[str, Tensor]:
-    """Return what is logged of a head's loss, under the names of metrics.jsonl."""
-    by_depth, agreement = loss.by_depth.unbind(), loss.agreement.unbind()
-    return (
-        {"loss": loss.total.detach()}
-        | {f"loss/depth_{level}": value for level, value in enumerate(by_depth)}
-        | {f"accept/depth_{level}": value for level, value in enumerate(agreement)}
-    )

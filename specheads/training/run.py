@@ -21,7 +21,7 @@ from specheads.heads.load import build_for, configure, resume_head
 from specheads.measure.evaluation import check, refuse_unusable
 from specheads.measure.quality import quality_windows
 from specheads.runs.directory import RunDirectory
-from specheads.runs.trackers import Tracker
+from specheads.runs.trackers import Tracker, refuse_missing
 from specheads.training import trainer
 from specheads.training.distill.run import refuse_sharded
 from specheads.training.feature_cache import FeatureCache, feature_cache
@@ -34,6 +34,7 @@ from specheads.training.processes import (
 )
 from specheads.training.schedule import adapter_settings, refuse_misfit
 from specheads.training.texts import Texts
+from specheads.training.validation import HeldOut
 
 Announce = Callable[[str], None]
 """Takes a line for people."""
@@ -77,6 +78,7 @@ def run(
     head, counts = _start(settings, base, texts)
     texts.head = head
     cache = feature_cache(settings, base, head.aux_layers, announce)
+    held_out = texts.held_out(settings.validation)
     identity: dict[str, Any] = {"base_fingerprint": texts.fingerprint}
     is_main = accelerator.is_main_process
     if is_main:
@@ -96,8 +98,10 @@ def run(
                 made.begin(config_text, identity)
 
         together(begin)
-        _train(settings, base, head, texts, cache, accelerator)
+        _train(settings, base, head, texts, cache, accelerator, held_out)
         if is_main:
+            if settings.validation.keep == "best":
+                made.take_best(head)
             made.end(head)
     return Trained(made, head, base, is_main)
 
@@ -118,10 +122,12 @@ def _train(
     texts: Texts,
     cache: FeatureCache | None,
     accelerator: Accelerator,
+    held_out: HeldOut | None,
 ) -> None:
-    run, tracker, held_out = texts.run, None, texts.held_out(settings.validation)
+    run, tracker = texts.run, None
     if accelerator.is_main_process:
-        tracker = Tracker(run.metrics, **asdict(settings.tracker), name=settings.name)
+        chosen = asdict(settings.tracker) | {"name": settings.name}
+        tracker = Tracker(run.metrics, **chosen, tell=texts.announce)
     with closing(tracker) if tracker else nullcontext():
         trainer.train(
             base,
@@ -143,6 +149,7 @@ def _train(
 def _refuse_unusable(settings: Train) -> int:
     """Refuse what is wrong whatever the base is, before it is loaded; return the head's depth."""
     depth: int = configure(settings.head).depth
+    refuse_missing(settings.tracker.kind)
     refuse_unreadable(settings.data)
     if settings.evaluate_after:
         refuse_unusable(settings, depth)

@@ -33,6 +33,18 @@ class Progressed:
     """Tokens read by the base, over all processes."""
     cursor: dict[str, Any] | None = None
     """Place in the current phase's text, the same for all processes."""
+    seconds: float = 0.0
+    """Time spent training, without measuring on held-out text and without what the base writes."""
+    scored_on: str = ""
+    """Which held-out prompts, continued how far, gave the scores."""
+    highest: float = 0.0
+    """Most tokens per forward in the current phase; zero before one is measured."""
+    unrisen: int = 0
+    """Measurements since then."""
+
+    def end_phase(self) -> None:
+        """Forget what was of one phase only."""
+        self.cursor, self.highest, self.unrisen = None, 0.0, 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,7 @@ class FrozenTeacher:
         self.base, self.head, self.cache = base, head, cache
         self.parameters: list[nn.Parameter] = []
         """What the teacher itself learns."""
+        self.adapter: Adapter | None = None
 
     def begin(self, phase: PlacedPhase | None = None) -> None:
         """Take up the base as it is now: what the head learns, and what it borrows."""
@@ -93,7 +94,7 @@ class JointTeacher:
     """
 
     def __init__(self, base: FrozenBase, head: Head, joint: Joint, seed: int) -> None:
-        self.frozen = FrozenTeacher(base, head)
+        self.frozen, self.cache = FrozenTeacher(base, head), None
         self.base, self.head = base, head
         # taken before the adapter is in: what the frozen weights say
         self._original_logits_of = base.projection

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -17,7 +18,9 @@ from specheads.config import Distill, Phase, Train, Validation
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.data.documents import Documents
-from specheads.data.packing import PackedText, Text, share
+from specheads.data.packing import PackedText, Text, TokenBatch, share
+from specheads.data.prompts import PromptSet
+from specheads.data.prompts import held_out as prompts_of_split
 from specheads.data.tokenise import UnansweredError, tokenised
 from specheads.runs.directory import RunDirectory
 from specheads.runs.progress import progress
@@ -29,6 +32,8 @@ from specheads.training.distill.together import write_together
 from specheads.training.processes import readers
 from specheads.training.schedule import batch_sizes
 from specheads.training.validation import HeldOut
+
+T = TypeVar("T")
 
 COUNTED_TOKENS = 2**19
 """Tokens of the corpus that a reduced draft vocabulary is counted on."""
@@ -109,32 +114,64 @@ class Texts:
         return None
 
     def held_out(self, settings: Validation) -> HeldOut | None:
-        """Return rows of the corpus's validation split, this process's share of them.
+        """Return text of the corpus's validation split, this process's share of it.
+
+        Of its rows the loss is measured, and its prompts are continued. What the split has too
+        little text for is left out, and told.
+
+        Raises:
+            ValueError: The settings judge heads by prompts, and there are none.
+        """
+        rows = settings.rows and self._if_any("validation", lambda: self._rows(settings.rows))
+        found = settings.prompts and self._if_any(
+            "prompts to decode", lambda: self._held_prompts(settings)
+        )
+        if not found and (settings.patience or settings.keep == "best"):
+            raise InputError(
+                "validation.patience and keep=best judge heads on the corpus's validation split, "
+                "and it has no prompts; lower validation.prompt_tokens, or leave them out"
+            )
+        if not rows and not found:
+            return None
+        prompts, identity = found or (None, "")
+        return HeldOut(
+            rows or None,
+            settings.every,
+            prompts=prompts,
+            new_tokens=settings.new_tokens,
+            identity=identity,
+            patience=settings.patience,
+        )
+
+    def _if_any(self, what: str, find: Callable[[], T]) -> T | None:
+        """Return what is found in held-out text; tell where there is too little for it."""
+        try:
+            return find()
+        except InputError as error:
+            if self.accelerator.is_main_process:
+                self.announce(f"no {what}: {error}")
+            return None
+
+    def _rows(self, count: int) -> list[TokenBatch]:
+        """Return this process's share of so many rows of held-out text.
 
         They are packed by best fit, as long as the first corpus phase's (or else as what the base
         writes), and at most as many are read at once.
         """
-        if not settings.rows:
-            return None
         phases = self.settings.schedule.phases.values()
         first = next((phase for phase in phases if phase.distill is None), next(iter(phases)))
         length = first.sequence_length
         if first.distill and not length:
             length = first.distill.prompt_tokens + first.distill.new_tokens
-        try:
-            text = PackedText(
-                self._corpus("validation"),
-                sequence_length=length,
-                batch_size=1,
-                padding_id=self._padding_id,
-                seed=self.settings.seed,
-            )
-        except InputError as error:
-            if self.accelerator.is_main_process:
-                self.announce(f"no validation: {error}")
-            return None
-        rows = range(min(settings.rows, text.rows_per_epoch))
+        text = PackedText(
+            self._corpus("validation"),
+            sequence_length=length,
+            batch_size=1,
+            padding_id=self._padding_id,
+            seed=self.settings.seed,
+        )
         rank, world_size = self.share.values()
+        rows = range(min(count, text.rows_per_epoch))
         mine = share(rows, rank, world_size)
         size = max(1, first.batch_size // (world_size * first.accumulation_steps))
         batches = [text.batch(mine[at : at + size]) for at in range(0, len(mine), size)]
@@ -144,7 +181,21 @@ class Texts:
             row = text.batch(rows[:1])
             idle = replace(row, counted=torch.zeros_like(row.counted))
             batches += [idle] * (most - len(batches))
-        return HeldOut(batches, settings.every)
+        return batches
+
+    def _held_prompts(self, settings: Validation) -> tuple[list[list[int]], str]:
+        """Return this process's share of the held-out prompts, and what tells all from others."""
+        if self.base.sharding:
+            raise InputError("a base that processes share out reads, and does not decode")
+        data, length = self.settings.data, settings.prompt_tokens
+        seed, number = self.settings.seed, settings.prompts
+        found = prompts_of_split(data, "validation", self.tokenizer, length, number, seed)
+        room = self.base.max_length - settings.new_tokens
+        fitting = [prompt for prompt in found if len(prompt.tokens) <= room]
+        identity = f"{PromptSet.of('validation', fitting).version}-{settings.new_tokens}"
+        rank, world_size = self.share.values()
+        mine = share(range(len(fitting)), rank, world_size)
+        return [fitting[number].tokens for number in mine], identity
 
     def open(self, phase: Phase, bar: Progress, halt: Callable[[], None]) -> Text:
         """Return the phase's text, writing it first where the base is its author.

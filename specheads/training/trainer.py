@@ -5,7 +5,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,11 +23,13 @@ from specheads.runs.trackers import Tracker
 from specheads.training import schedule as schedules
 from specheads.training.feature_cache import FeatureCache
 from specheads.training.log import PhaseLog
+from specheads.training.meter import Meter
 from specheads.training.prefetch import prefetched
 from specheads.training.schedule import PlacedPhase, Progressed
 from specheads.training.step import Stepper
 from specheads.training.teacher import Teacher, teacher_of
-from specheads.training.validation import HeldOut, validate
+from specheads.training.validation import HeldOut
+from specheads.training.watching import Watch
 
 
 def train(
@@ -55,8 +56,8 @@ def train(
     write it then; now and again, on all processes alike, it calls what it is given, which raises
     KeyboardInterrupt once one of them was interrupted. `tracker` is None on all processes but the
     main one. With `checkpoint_every` zero there are checkpoints at phase ends only. On `held_out`
-    text the head is measured now and then, and not trained. With a `cache` a frozen base reads each
-    batch once.
+    text the head is measured now and then, and not trained; a phase may end early by it. With a
+    `cache` a frozen base reads each batch once.
 
     An interrupt (SIGINT, SIGTERM) of any process ends the step at hand, writes a checkpoint and
     raises KeyboardInterrupt on all of them; a second one does what it did before.
@@ -68,14 +69,16 @@ def train(
             trainer.resume(lambda line: display.console.print(line, markup=False, soft_wrap=True))
             if tracker is not None:
                 tracker.resume(trainer.at.step)
+            watch = trainer.watch(held_out)
             for phase in schedules.placed(schedule):
                 if trainer.at.step >= phase.end:
                     continue
                 # what the base writes for a phase, it writes as it was loaded
                 with teacher.as_loaded():
                     text = open_text(phase.settings, display, trainer.halt)
-                log = PhaseLog(phase, trainer.at, tracker, display, trainer.total, log_every)
-                trainer.run_phase(phase, text, log, checkpoint_every, held_out)
+                meter = Meter(trainer.at, phase, teacher, accelerator.autocast)
+                log = PhaseLog(phase, trainer.at, tracker, display, trainer.total, log_every, meter)
+                trainer.run_phase(phase, text, log, checkpoint_every, watch)
     finally:
         teacher.leave()
 
@@ -105,17 +108,21 @@ class _Trainer:
         text: Text,
         log: PhaseLog,
         checkpoint_every: int,
-        held_out: HeldOut | None,
+        watch: Watch,
     ) -> None:
         """Train from wherever the phase stands to its end."""
         self.teacher.begin(phase)
         with closing(prefetched(self._batches(text))) as batches:
-            for batch, cursor in batches:
+            for batch, cursor in log.meter.waiting(batches):
                 values, self.at.cursor = self.stepper.step(batch, phase, self.at.step), cursor
                 tokens = phase.batch_size_at(self.at.step) * batch.tokens.shape[1]
                 self.at.step += 1
                 self.at.tokens += tokens
-                log.step(values, tokens, self._due(held_out, phase))
+                log.step(values, tokens, watch.due(phase))
+                if why := watch.ends(phase):
+                    log.tell(why)
+                    # the next phase begins at its own step, whenever this one ends
+                    self.at.step = phase.end
                 if self.at.step == phase.end:
                     break
                 stop = self._stops()
@@ -123,7 +130,7 @@ class _Trainer:
                     self.save()
                 if stop:
                     raise KeyboardInterrupt
-        self.at.cursor = None
+        self.at.end_phase()
         if self.accelerator.is_main_process:
             # kept, so that phases can be compared
             with atomic_folder(self.run.phases / phase.name) as folder:
@@ -132,15 +139,12 @@ class _Trainer:
         self.save()
         self.halt()
 
-    def _due(
-        self, held_out: HeldOut | None, phase: PlacedPhase
-    ) -> Callable[[], dict[str, float]] | None:
-        """Return what measures on held-out text, where it is time for that."""
-        if held_out is None or not held_out.due(self.at.step, phase):
-            return None
+    def watch(self, held_out: HeldOut | None) -> Watch:
+        """Return what measures on held-out text from here on."""
         # wrapped for several processes it waits for the others at each batch, who may have none
         alone = self.accelerator.unwrap_model(self.stepper.objective)
-        return partial(validate, held_out, self.teacher, alone, phase, self.total)
+        is_main = self.accelerator.is_main_process
+        return Watch(held_out, self.teacher, alone, self.run, self.at, self.total, is_main)
 
     def _batches(self, text: Text) -> Iterator[tuple[TokenBatch, dict[str, Any]]]:
         """Yield what follows in a text, where a GPU can fetch it from while it computes."""
@@ -181,7 +185,7 @@ class _Trainer:
                 "version, at a place of its own in each process; finish it with that version, or "
                 f"remove {self.run.checkpoints} to train anew"
             )
-        self.at = Progressed(state["step"], state["tokens"], state["cursor"])
+        self.at = Progressed(**state)
         self.head.load_state_dict(weights)
         self.teacher.load(adapter)
         for optimizer, values in zip(self.optimizers, saved["optimizers"], strict=True):

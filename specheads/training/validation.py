@@ -18,10 +18,18 @@ from specheads.training.teacher import Teacher
 class HeldOut:
     """Text that is measured on."""
 
-    batches: list[TokenBatch]
-    """This process's share of it."""
+    batches: list[TokenBatch] | None
+    """This process's share of it. None: no loss is measured."""
     every: int
     """Steps between two measurements. Zero measures at the end of each phase only."""
+    prompts: list[list[int]] | None = None
+    """This process's share of the texts that are continued. None: none are."""
+    new_tokens: int = 64
+    """Tokens decoded after each."""
+    identity: str = ""
+    """Which prompts they are, of all processes, and how long they are continued."""
+    patience: int = 0
+    """Measurements without a higher score after which a phase ends. Zero: never."""
 
     def due(self, step: int, phase: PlacedPhase) -> bool:
         """Return whether it is time to measure, after so many steps."""
@@ -43,7 +51,7 @@ def validate(
     over processes, and every one of them calls it twice, whatever its share.
     """
     depth, settings, device = teacher.head.depth, phase.settings, teacher.base.device
-    batches = [batch.to(device) for batch in held_out.batches]
+    batches = [batch.to(device) for batch in held_out.batches or []]
     scored = [phase.scored(batch, depth) for batch in batches]
     counts = torch.zeros(depth + 2, dtype=torch.long, device=device)
     for batch, labels in zip(batches, scored, strict=True):

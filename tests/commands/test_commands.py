@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from specheads.commands._call import call
 from specheads.runs import checkpoint
 from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import read_metrics
-from specheads.training import trainer
+from specheads.training.step import Stepper
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["evaluation.num_prompts=2", "evaluation.max_new_tokens=8", "evaluation.speed_prompts=1"]
@@ -62,8 +63,8 @@ def here(finished: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> Callabl
 def test_a_run_directory_holds_what_the_contract_names(finished: tuple[Path, str]):
     run = RunDirectory(finished[0] / "runs" / "smoke")
     assert sorted(item.name for item in run.path.iterdir()) == [
-        "checkpoints", "config.yaml", "head", "metrics.jsonl", "phases", "provenance.json",
-        "report", "text",
+        "best", "checkpoints", "config.yaml", "head", "metrics.jsonl", "phases",
+        "provenance.json", "report", "text",
     ]  # fmt: skip
     assert sorted(item.name for item in run.head.iterdir()) == [
         "README.md", "config.json", "model.safetensors",
@@ -217,14 +218,15 @@ def test_an_interrupted_command_goes_on_and_ends_where_an_undisturbed_one_does(
     finished: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ):
     arguments = ["recipe=smoke", f"run_dir={tmp_path}/run", "evaluate_after=false"]
-    step = trainer._Trainer._step
+    step = Stepper.step
 
-    def interrupted(self, *rest):
-        self.stop = self.at.step == 7
-        return step(self, *rest)
+    def interrupted(self, batch, phase, number):
+        if number == 7:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(self, batch, phase, number)
 
     with monkeypatch.context() as patch:
-        patch.setattr(trainer._Trainer, "_step", interrupted)
+        patch.setattr(Stepper, "step", interrupted)
         with pytest.raises(SystemExit) as left:
             call("train", arguments)
     assert left.value.code == 130
@@ -262,6 +264,14 @@ MISTAKES = {
     "too long": (["recipe=smoke", "schedule.phases.corpus.sequence_length=4096"], "2048"),
     "unknown loss": (["recipe=smoke", "schedule.phases.corpus.loss=hinge"], "'hinge'"),
     "unknown tracker": (["recipe=smoke", "tracker.kind=mlflow"], "'mlflow'"),
+    "patience without scores": (
+        ["recipe=smoke", "validation.prompts=0", "validation.patience=2"],
+        "got validation.prompts=0",
+    ),
+    "patience without text": (
+        ["recipe=smoke", "validation.prompt_tokens=4000", "validation.keep=best"],
+        "lower validation.prompt_tokens",
+    ),
     "unknown tree": (["recipe=smoke", "tree.kind=oak"], "'oak'"),
     "unknown prompts": (["recipe=smoke", "evaluation.prompts=nope"], "nope"),
 }
@@ -323,6 +333,34 @@ def test_training_starts_from_a_head_that_is_named(
     )  # fmt: skip
     first = read_metrics(cwd / "runs" / "smoke" / "metrics.jsonl")[0]["loss"]
     assert read_metrics(cwd / "runs" / "further" / "metrics.jsonl")[0]["loss"] < first
+
+
+@pytest.mark.slow
+def test_a_watched_run_ends_early_with_its_best_head_and_draws_its_learning_curve(
+    finished: tuple[Path, str], here: Callable[..., None], capsys: Any
+):
+    here(
+        "train", "recipe=smoke", "name=watched", "validation.every=1", "validation.patience=2",
+        "validation.keep=best", "schedule.phases.corpus.learning_rate=0", "tracker=tensorboard",
+        *SMALL,
+    )  # fmt: skip
+    # whoever learns nothing gets no better
+    told = "phase 'corpus' ends after 3 of 6 steps: in 2 measurements tokens per forward"
+    assert told in capsys.readouterr().err
+    run = RunDirectory(finished[0] / "runs" / "watched")
+    rows = read_metrics(run.metrics)
+    assert [row["step"] for row in rows][:4] == [1, 2, 3, 7]
+    scores = {row["step"]: row["validation/tokens_per_forward"] for row in rows}
+    best = json.loads(run.best_score.read_text())
+    assert best["tokens_per_forward"] == max(scores.values()) == scores[best["step"]]
+    ours = load_file(run.head / "model.safetensors")
+    for name, value in load_file(run.best / "model.safetensors").items():
+        assert torch.equal(ours[name], value), name
+    assert not (run.head / "best.json").exists()
+    assert [row["hours"] for row in rows] == sorted(row["hours"] for row in rows)
+    assert all(row["mfu"] > 0 and 0 <= row["data_wait_share"] <= 1 for row in rows)
+    assert "learning.png" in {item.name for item in run.report.iterdir()}
+    assert list((run.path / "tensorboard").iterdir())
 
 
 def test_compare_holds_the_head_of_a_run_against_what_needs_no_training(

@@ -565,6 +565,20 @@ def test_held_out_text_stands_in_the_loss_picture_and_in_one_of_its_own():
     assert found["acceptance.png"] == plain["acceptance.png"]
 
 
+def test_the_learning_curve_is_drawn_over_tokens_and_over_hours():
+    def curve(**over: float) -> bytes:
+        rows = [
+            {"step": step, "tokens": 32 * step, "hours": step / 100, "validation/loss": 60 / step}
+            | {"validation/tokens_per_forward": 1 + step / 60}
+            for step in (20, 40, 60)
+        ]
+        return plots.draw(results(), [{**row, **over} for row in rows])["learning.png"]
+
+    assert len({curve(), curve(tokens=7), curve(hours=7.0), curve(**{"validation/loss": 7.0})}) == 4
+    assert curve(**{"validation/tokens_per_forward": 7.0}) != curve()
+    assert "learning.png" not in plots.draw(results(), HISTORY)
+
+
 def test_a_head_trained_elsewhere_has_no_loss_picture(tmp_path):
     report.write_report(tmp_path, results(), [])
     assert not (tmp_path / "loss.png").exists()

@@ -1,13 +1,29 @@
+"""metrics.jsonl is whole whatever happens, and so is a run whose tracker is lost."""
+
 from pathlib import Path
+from typing import Any
 
 import pytest
+from accelerate import PartialState, tracking
+from accelerate.tracking import GeneralTracker
+from accelerate.utils import LoggerType
 
 from specheads.core.errors import InputError
-from specheads.runs.trackers import Tracker, read_metrics
+from specheads.runs import trackers
+from specheads.runs.trackers import Tracker, read_metrics, refuse_missing
 
 
-def tracker(folder: Path, *, kind: str = "jsonl") -> Tracker:
-    return Tracker(folder / "metrics.jsonl", kind=kind, project="specheads-tests", name="run")
+@pytest.fixture(autouse=True)
+def _process() -> None:
+    # accelerate's trackers ask which process they are in; training knows before
+    PartialState(cpu=True)
+
+
+def tracker(folder: Path, *, kind: str = "jsonl", told: list[str] | None = None) -> Tracker:
+    tell = pytest.fail if told is None else told.append
+    return Tracker(
+        folder / "metrics.jsonl", kind=kind, project="specheads-tests", name="run", tell=tell
+    )
 
 
 def test_a_resumed_run_writes_the_steps_after_its_checkpoint_again(tmp_path: Path):
@@ -63,6 +79,9 @@ def test_rows_are_not_read_through_a_link_that_leads_out(tmp_path: Path):
         read_metrics(tmp_path / "run" / "metrics.jsonl")
 
 
+ROWS = [{"step": step, "phase": "corpus", "loss": 1 / step} for step in range(1, 6)]
+
+
 def test_wandb_is_offline_where_no_key_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.delenv("WANDB_MODE", raising=False)
@@ -70,9 +89,98 @@ def test_wandb_is_offline_where_no_key_is_set(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("WANDB_CONSOLE", "off")
     monkeypatch.setenv("WANDB_SILENT", "true")
     found = tracker(tmp_path, kind="wandb")
-    found.log({"step": 1, "loss": 1.0})
-    assert found.run is not None
-    assert found.run.offline
+    found.resume(0)
+    found.log(ROWS[0])
+    other: Any = found.other
+    assert other.tracker.offline
     found.close()
     assert list((tmp_path / "wandb").glob("offline-run-*"))
-    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": 1.0}]
+    assert read_metrics(tmp_path / "metrics.jsonl") == ROWS[:1]
+
+
+def test_tensorboard_shows_each_step_once_after_a_stop(tmp_path: Path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    first = tracker(tmp_path, kind="tensorboard")
+    first.resume(0)
+    for row in ROWS:
+        first.log(row)
+    first.close()
+    second = tracker(tmp_path, kind="tensorboard")
+    second.resume(3)
+    second.log(ROWS[3])
+    second.close()
+    shown = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert shown.Tags()["scalars"] == ["step", "loss"]
+    assert [one.step for one in shown.Scalars("loss")] == [1, 2, 3, 4]
+    assert [one.value for one in shown.Scalars("loss")] == pytest.approx([1, 1 / 2, 1 / 3, 1 / 4])
+
+
+def test_trackio_keeps_the_rows_on_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    pytest.importorskip("trackio")
+    found = tracker(tmp_path, kind="trackio")
+    found.resume(0)
+    for row in ROWS:
+        found.log(row)
+    found.close()
+    assert list((tmp_path / "trackio").iterdir())
+
+
+class Failing(GeneralTracker):
+    """A tracker that fails at some moment."""
+
+    name, requires_logging_directory, tracker = "failing", False, None
+
+    def __init__(self, project: str, **chosen: Any) -> None:
+        del project, chosen
+
+    def start(self) -> None:
+        self._reach("start")
+
+    def log(self, values: dict, step: int | None = None, **more: Any) -> None:
+        del values, more
+        self._reach(f"row {step}")
+
+    def finish(self) -> None:
+        self._reach("finish")
+
+    def _reach(self, moment: str) -> None:
+        reached.append(moment)
+        if moment == failing[0]:
+            raise ConnectionError("the network\nis gone")
+
+
+reached: list[str] = []
+failing = [""]
+WHOLE = ["start", "row 1", "row 2", "row 3", "row 4", "row 5", "finish"]
+
+
+@pytest.mark.parametrize("moment", ["", "start", "row 3", "finish"])
+def test_a_tracker_that_is_lost_is_told_once_and_the_rows_go_on(
+    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(trackers.LOGGER_TYPE_TO_CLASS, "trackio", Failing)
+    failing[0], told = moment, []
+    reached.clear()
+    found = tracker(tmp_path, kind="trackio", told=told)
+    found.resume(0)
+    for row in ROWS:
+        found.log(row)
+    found.close()
+    assert read_metrics(tmp_path / "metrics.jsonl") == ROWS
+    assert reached == (WHOLE[: WHOLE.index(moment) + 1] if moment else WHOLE)
+    lost = f"trackio is lost (ConnectionError: the network is gone); {found.metrics} goes on"
+    assert told == ([lost] if moment else [])
+
+
+def test_a_tracker_that_is_not_installed_is_refused_with_what_installs_it(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    for kind in ("jsonl", "wandb"):
+        refuse_missing(kind)
+    monkeypatch.setattr(tracking, "_available_trackers", [LoggerType.WANDB])
+    refuse_missing("wandb")
+    with pytest.raises(InputError, match=r"package trackio.*pip install trackio, or set"):
+        refuse_missing("trackio")

@@ -13,6 +13,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from multiprocessing.context import ForkProcess
 from pathlib import Path
@@ -99,6 +100,7 @@ def train(
     shared_out: str = "",
     drafted: int = 0,
     held_out: int = 0,
+    watched: dict[str, Any] | None = None,
     cut: Callable[[Text], Text] = lambda text: text,
     schedule: dict[str, Any] | None = None,
     choices: dict[str, Any] | None = None,
@@ -116,6 +118,10 @@ def train(
     text = PackedText(documents(), **sizes, rank=rank, world_size=world_size)
     mine = share(range(held_out), rank, world_size)
     rows = [text.batch(mine[at : at + 2]) for at in range(0, len(mine), 2)]
+    held = HeldOut(rows if held_out else None, every=2)
+    if watched:
+        prompts = [tiny.prompts()[number] for number in share(range(3), rank, world_size)]
+        held = replace(held, prompts=prompts, new_tokens=16, identity="three of 16", **watched)
     run = RunDirectory(folder)
     tracker = Tracker(run.metrics, kind="jsonl", project="", name="")
     trainer.train(
@@ -127,7 +133,7 @@ def train(
         tracker if accelerator.is_main_process else None,
         accelerator,
         log_every=1,
-        held_out=HeldOut(rows, every=2) if held_out else None,
+        held_out=held if held_out or watched else None,
         **choices or {},
     )
     torch.save(head.state_dict(), folder / f"head-{accelerator.process_index}.pt")

@@ -15,7 +15,7 @@ from tests.training.in_processes import StopError, at_step, forked, train
 def told(folder: Path) -> list[dict[str, float]]:
     """Return what was logged of each step, but for what a clock says."""
     rows = read_metrics(folder / "metrics.jsonl")
-    others = ("phase", "tokens_per_second")
+    others = ("phase", "tokens_per_second", "hours", "data_wait_share", "peak_gib", "mfu")
     return [{name: row[name] for name in row if name not in others} for row in rows]
 
 
@@ -67,6 +67,27 @@ def test_held_out_text_is_measured_alike_where_a_process_has_less_of_it_or_none(
     rows: int, tmp_path: Path
 ):
     same_losses(tmp_path, (1, 1), (2, 1), (4, 1), steps=4, drafted=40, held_out=rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("held_out", [0, 5])
+def test_any_number_of_processes_sees_one_score_and_ends_the_phase_at_one_step(
+    held_out: int, tmp_path: Path
+):
+    """Of three prompts, so that one of four processes has none."""
+    of, watched = ["mlp_speculator", "eagle3"], {"every": 1, "patience": 3}
+    asked = {"steps": 40, "held_out": held_out, "watched": watched}
+    for count in (1, 2, 4):
+        assert forked(count, each, of, tmp_path / str(count), asked) == [0] * count
+    for kind in of:
+        whole, best = told(tmp_path / "1" / kind), tmp_path / "1" / kind / "best" / "best.json"
+        assert 3 < len(whole) < 40
+        assert max(row["validation/tokens_per_forward"] for row in whole) > 1.0
+        for count in ("2", "4"):
+            found = told(tmp_path / count / kind)
+            for ours, theirs in zip(found, whole, strict=True):
+                assert ours == pytest.approx(theirs, rel=0, abs=1e-6), (count, kind)
+            assert (tmp_path / count / kind / "best" / "best.json").read_text() == best.read_text()
 
 
 @pytest.mark.slow

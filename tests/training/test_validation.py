@@ -1,8 +1,10 @@
 """Validation: what it says is the objective's own, and training does not notice it."""
 
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -60,7 +62,8 @@ def test_rows_weigh_alike_however_they_are_batched_and_packed(weighting: str):
 
 
 def held_out() -> HeldOut:
-    return HeldOut(split(packed(texts()), 1), every=2)
+    batches, prompts = split(packed(texts()), 1), tiny.prompts()
+    return HeldOut(batches, every=2, prompts=prompts, new_tokens=8, identity="three of 8")
 
 
 def trained(folder: Path, kind: str, held: HeldOut | None, **changes: Any) -> Head:
@@ -73,15 +76,17 @@ def test_training_ends_in_the_same_head_bit_for_bit_with_validation_and_without(
     kind: str, tmp_path: Path
 ):
     plain = trained(tmp_path / "plain", kind, None).state_dict()
-    state = torch.get_rng_state()
+    state, drawn = torch.get_rng_state(), (random.getstate(), str(np.random.get_state()))
     watched = trained(tmp_path / "watched", kind, held_out()).state_dict()
     assert torch.equal(torch.get_rng_state(), state)
+    assert (random.getstate(), str(np.random.get_state())) == drawn
     for name, value in plain.items():
         assert torch.equal(value, watched[name]), name
     rows = read_metrics(tmp_path / "watched" / "metrics.jsonl")
     found = [row for row in rows if "validation/loss" in row]
     assert [row["step"] for row in found] == [2, 4, 6]
     assert [row["tokens"] for row in found] == [64, 128, 192]
+    assert all(1.0 <= row["validation/tokens_per_forward"] <= 1 + DEPTH for row in found)
     plain_rows = read_metrics(tmp_path / "plain" / "metrics.jsonl")
     assert [row["loss"] for row in rows if "loss" in row] == [row["loss"] for row in plain_rows]
 

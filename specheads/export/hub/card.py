@@ -20,7 +20,7 @@ from specheads.runs.directory import RunDirectory, write_atomic
 KNOWN_LICENCES = {"python_stdlib": "PSF-2.0", "stdlib_instructions": "PSF-2.0"}
 """Licences of corpora that are the same everywhere; those of others only their owner knows."""
 
-PICTURES = ("acceptance.png", "speed.png", "loss.png", "validation.png")
+PICTURES = ("acceptance.png", "speed.png", "loss.png", "validation.png", "learning.png")
 """Pictures of the report, as far as it has them."""
 
 

@@ -1,13 +1,12 @@
 """Which head drafts while the base writes: the one trained so far, where that is faster."""
 
 import time
-from copy import deepcopy
 from dataclasses import replace
 
 from specheads.core.drafter import Head
 from specheads.decoding.acceptance.sampling import each_prompt
 from specheads.decoding.generate import generate
-from specheads.heads.load import fit
+from specheads.heads.load import drafter_of
 from specheads.training.distill.run import Job, sampling_of
 
 TRIAL_TOKENS = 32
@@ -24,8 +23,7 @@ def with_drafter(job: Job) -> Job:
     wanted = settings.use_head.lower()
     if head is None or wanted == "false" or settings.engine != "local":
         return replace(job, head=None)
-    drafter = deepcopy(head).eval().requires_grad_(False)
-    fit(drafter, job.base, force=True)
+    drafter = drafter_of(head, job.base)
     faster = wanted == "true" or _is_faster(job, drafter)
     return replace(job, head=drafter if faster else None)
 

@@ -1,0 +1,289 @@
+"""What a watched head scores is what it serves; the best is kept, and a phase may end by it."""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file
+
+from specheads.base.model import FrozenBase
+from specheads.commands import _compose
+from specheads.config import Joint, Schedule
+from specheads.core.drafter import Head
+from specheads.core.errors import InputError
+from specheads.data.tokenise import tokenised
+from specheads.heads.load import kinds, load_head
+from specheads.measure.counts import rate
+from specheads.measure.how import How
+from specheads.measure.online import decode_prompts
+from specheads.runs import checkpoint
+from specheads.runs.directory import RunDirectory
+from specheads.runs.trackers import read_metrics
+from specheads.training import meter, trainer, watching
+from specheads.training.cost import StepFlops
+from specheads.training.step import Stepper
+from specheads.training.texts import Texts
+from specheads.training.validation import HeldOut
+from tests import tiny
+from tests.training import test_joint
+from tests.training.test_trainer import StopError, phase, run_training
+
+PROMPTS = HeldOut(None, every=1, prompts=tiny.prompts(), new_tokens=16, identity="three of 16")
+
+
+def served(base: FrozenBase, folder: Path) -> float:
+    """Return what the head in a folder gives on the same prompts, loaded as anybody would."""
+    head = load_head(folder, base)
+    how = How(max_new_tokens=PROMPTS.new_tokens, batch_size=3)
+    return rate(
+        [one.counts for one in decode_prompts(base, head, tiny.prompts(), how)]
+    ).tokens_per_forward
+
+
+def scores(folder: Path) -> dict[int, float]:
+    rows = read_metrics(folder / "metrics.jsonl")
+    return {row["step"]: row[watching.SCORE] for row in rows if watching.SCORE in row}
+
+
+def best(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "best" / "best.json").read_text())
+
+
+@pytest.mark.parametrize("kind", kinds())
+def test_the_best_head_is_kept_and_serves_what_it_scored(kind: str, tmp_path: Path):
+    schedule = Schedule(phases={"corpus": phase(steps=12, learning_rate=3e-2)})
+    run_training(tmp_path, schedule, kind=kind, held_out=replace(PROMPTS, every=3))
+    found, told = scores(tmp_path), best(tmp_path)
+    assert sorted(found) == [3, 6, 9, 12]
+    assert told["tokens_per_forward"] == max(found.values())
+    highest = [step for step, score in found.items() if score == max(found.values())]
+    assert told["step"] == highest[0]
+    assert told["tokens"] == 32 * told["step"]
+    base = tiny.base("llama", dtype=torch.float32)
+    assert served(base, tmp_path / "best") == told["tokens_per_forward"]
+
+
+def test_a_base_that_learns_is_kept_with_its_best_head(tmp_path: Path):
+    base = test_joint.fresh_base(dtype=torch.float32)
+    phases = {
+        "joint": test_joint.phase(joint=Joint(rank=2, learning_rate=5e-2)),
+        "corpus": test_joint.phase(),
+    }
+    held = replace(PROMPTS, every=2)
+    RunDirectory(tmp_path).begin("name: joint\n", {"base_fingerprint": "the frozen weights"})
+    head, run = test_joint.run_training(tmp_path, base, phases, held_out=held)
+    told = best(tmp_path)
+    assert told["tokens_per_forward"] == max(scores(tmp_path).values())
+    known = json.loads((run.best / "base.json").read_text())
+    assert known["adapter"] == "adapter"
+    assert known["base_fingerprint"] == "the frozen weights"
+    base.merge(run.best / "adapter")
+    assert served(base, run.best) == told["tokens_per_forward"]
+    assert head.base_fingerprint
+
+
+def by_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have scores go up and down, as nothing but the weights decide."""
+
+    def score(prompts: object, new_tokens: object, teacher: Any, total: object) -> float:
+        del prompts, new_tokens, total
+        weights = torch.cat([value.flatten() for value in teacher.head.parameters()])
+        return 1.0 + int(weights.double().sum().abs().item() * 1e7) % 1000 / 1000
+
+    monkeypatch.setattr(watching, "tokens_per_forward", score)
+
+
+def scripted(monkeypatch: pytest.MonkeyPatch, *values: float) -> None:
+    left = iter(values)
+    monkeypatch.setattr(watching, "tokens_per_forward", lambda *_: next(left))
+
+
+def two_phases(**changes: Any) -> Schedule:
+    return Schedule(phases={"corpus": phase(**changes), "distilled": phase(**changes)})
+
+
+def test_a_phase_that_gets_no_better_ends_and_the_next_begins_at_its_own_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    #          corpus: the third is not more than 1.5, nor is the fourth    distilled: a new start
+    scripted(monkeypatch, *(1.2, 1.5, 1.5, 1.4), *(1.1, 1.2, 1.3, 1.25, 1.3))
+    schedule = two_phases(steps=10)
+    run_training(tmp_path, schedule, held_out=replace(PROMPTS, patience=2))
+    assert list(scores(tmp_path)) == [1, 2, 3, 4, 11, 12, 13, 14, 15]
+    assert best(tmp_path)["step"] == 2
+    assert best(tmp_path)["phase"] == "corpus"
+    line = "phase 'corpus' ends after 4 of 10 steps: in 2 measurements tokens per forward"
+    assert f"{line} did not rise above 1.500" in capfd.readouterr().err
+    run = RunDirectory(tmp_path)
+    assert {path.name for path in run.checkpoints.iterdir()} == {"step-10", "step-20"}
+    assert {path.name for path in run.phases.iterdir()} == {"corpus", "distilled"}
+    assert read_metrics(run.metrics)[-1]["tokens"] == 9 * 32
+
+
+def crashing(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, at: int, after: bool
+) -> Callable[[], int]:
+    """Have a call of a function, counted over all of them, end as a power cut would."""
+    act, calls = getattr(owner, name), []
+
+    def acting(*arguments: Any) -> Any:
+        calls.append(0)
+        if len(calls) == at and not after:
+            raise StopError
+        found = act(*arguments)
+        if len(calls) == at:
+            raise StopError
+        return found
+
+    monkeypatch.setattr(owner, name, acting)
+    return lambda: len(calls)
+
+
+WAYS: dict[str, tuple[Any, str, bool]] = {
+    "in a step": (Stepper, "step", False),
+    "before the best is kept": (RunDirectory, "keep_best", False),
+    "between the best and a checkpoint": (RunDirectory, "keep_best", True),
+    "before a checkpoint": (checkpoint, "save", False),
+    "after a checkpoint": (checkpoint, "save", True),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_stops_at_any_moment_change_neither_the_best_head_nor_where_phases_end(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    by_weights(monkeypatch)
+    schedule, held = two_phases(steps=16), replace(PROMPTS, patience=4)
+    run_training(tmp_path / "whole", schedule, held_out=held)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert len(scores(whole)) < 32, "no phase ended early"
+    for at in (1, 2, 3, 5, 4, 2, 1):
+        with monkeypatch.context() as patch:
+            owner, name, after = WAYS[way]
+            crashing(patch, owner, name, at, after)
+            try:
+                run_training(parts, schedule, checkpoint_every=3, held_out=held)
+            except StopError:
+                continue
+    head = run_training(parts, schedule, checkpoint_every=3, held_out=held)
+    assert scores(parts) == scores(whole)
+    assert best(parts) == best(whole)
+    for file in ("best/model.safetensors", "phases/distilled/model.safetensors"):
+        ours, theirs = load_file(parts / file), load_file(whole / file)
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert isinstance(head, Head)
+
+
+def test_scores_on_other_prompts_count_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    scripted(monkeypatch, 1.9, 1.8, 1.2, 1.3)
+    schedule = Schedule(phases={"corpus": phase(steps=4)})
+    with monkeypatch.context() as patch:
+        crashing(patch, Stepper, "step", 3, after=False)
+        with pytest.raises(StopError):
+            run_training(tmp_path, schedule, checkpoint_every=2, held_out=PROMPTS)
+    assert best(tmp_path)["tokens_per_forward"] == 1.9
+    run_training(tmp_path, schedule, held_out=replace(PROMPTS, identity="others", patience=2))
+    assert best(tmp_path) | {"step": 4, "tokens_per_forward": 1.3} == best(tmp_path)
+
+
+def test_the_best_head_can_become_the_head_of_the_run(tmp_path: Path):
+    schedule = Schedule(phases={"corpus": phase(steps=8)})
+    head = run_training(tmp_path, schedule, held_out=PROMPTS)
+    run = RunDirectory(tmp_path)
+    # as if the last one were worse
+    with torch.no_grad():
+        for value in head.parameters():
+            value.zero_()
+    run.take_best(head)
+    for name, value in load_file(run.best / "model.safetensors").items():
+        assert torch.equal(head.state_dict()[name], value), name
+
+
+def test_prompts_are_of_text_that_is_neither_trained_on_nor_evaluated_on(tmp_path: Path):
+    settings = _compose.settings_of("train", ["recipe=smoke"])
+    base, told = FrozenBase.load(**asdict(settings.base)), []
+    assert base.tokenizer is not None
+    texts = Texts(settings, base, RunDirectory(tmp_path), Accelerator(cpu=True), told.append)
+    held = texts.held_out(settings.validation)
+    assert held is not None
+    assert held.prompts
+    assert told == []
+    prompts = [" ".join(map(str, prompt)) for prompt in held.prompts]
+    for split, holds in (("validation", True), ("train", False), ("prompts", False)):
+        documents = tokenised(settings.data, split, base.tokenizer, settings.seed)
+        words = [" ".join(map(str, documents.tokens(one))) for one in range(len(documents))]
+        assert all(any(prompt in text for text in words) == holds for prompt in prompts), split
+    # too short a split is told, and refused only where heads are to be judged by it
+    settings.validation.prompt_tokens = 100_000
+    plain = texts.held_out(settings.validation)
+    assert plain is not None
+    assert plain.prompts is None
+    assert ["no prompts to decode: no document" in line for line in told] == [True]
+    settings.validation.patience = 1
+    with pytest.raises(InputError, match=r"judge heads.*lower validation\.prompt_tokens"):
+        texts.held_out(settings.validation)
+
+
+def test_time_goes_on_after_a_stop_and_stands_still_while_measuring(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    clock = [0.0]
+    monkeypatch.setattr("specheads.training.meter.time.perf_counter", lambda: clock[0])
+
+    def slow_score(*_: Any) -> float:
+        clock[0] += 3600.0
+        return 1.0
+
+    monkeypatch.setattr(watching, "tokens_per_forward", slow_score)
+    step = Stepper.step
+
+    def slow_step(self: Any, *arguments: Any) -> Any:
+        clock[0] += 360.0
+        return step(self, *arguments)
+
+    monkeypatch.setattr(Stepper, "step", slow_step)
+    schedule = Schedule(phases={"corpus": phase(steps=6)})
+    held = replace(PROMPTS, every=2)
+    with monkeypatch.context() as patch:
+        crashing(patch, Stepper, "step", 5, after=False)
+        with pytest.raises(StopError):
+            run_training(tmp_path, schedule, checkpoint_every=3, held_out=held)
+    run_training(tmp_path, schedule, held_out=held)
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [2, 4, 6]
+    assert [row["hours"] for row in rows] == pytest.approx([0.2, 0.4, 0.6])
+    assert [row["tokens_per_second"] for row in rows] == pytest.approx([32 / 360] * 3)
+    assert [row["data_wait_share"] for row in rows] == [0.0] * 3
+
+
+def test_waiting_for_text_is_told_as_a_share_of_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    clock = [0.0]
+    monkeypatch.setattr("specheads.training.meter.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr(meter, "_matmul_rate", lambda *_: 5e5)
+    monkeypatch.setattr(meter, "step_flops", lambda *_: StepFlops(5e5, 3e5, 2e5))
+    step, batches = Stepper.step, trainer.prefetched
+
+    def slow_step(self: Any, *arguments: Any) -> Any:
+        clock[0] += 3.0
+        return step(self, *arguments)
+
+    def slow_batches(items: Any) -> Any:
+        for item in batches(items):
+            clock[0] += 1.0
+            yield item
+
+    monkeypatch.setattr(Stepper, "step", slow_step)
+    monkeypatch.setattr(trainer, "prefetched", slow_batches)
+    run_training(tmp_path, Schedule(phases={"corpus": phase(steps=4)}))
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [row["data_wait_share"] for row in rows] == [0.25, 0.25]
+    assert rows[-1]["hours"] == pytest.approx(16 / 3600)
+    assert all(0.01 < row["peak_gib"] < 1000 for row in rows)
+    assert [row["mfu"] for row in rows] == [0.5, 0.5]
