@@ -31,6 +31,8 @@ class Dropout(nn.Module):
     A product modulo 2**64 of two random odd numbers, the position's and the input's, is as random.
     """
 
+    factors: Tensor
+
     def __init__(self, share: float, width: int, generator: torch.Generator) -> None:
         super().__init__()
         self.share, self.least = share, int((share - 0.5) * 2**64)
@@ -84,7 +86,7 @@ class Adapter:
 
         found: list[Dropout] = []
         for layer in self._wrapped.modules():
-            if share and isinstance(layer, LoraLayer):
+            if share and isinstance(layer, LoraLayer) and layer.in_features:
                 found.append(Dropout(share, layer.in_features, generator))
                 layer.lora_dropout = nn.ModuleDict({"default": found[-1]})
         return found
