@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import signal
 import time
+from collections.abc import Iterator
 from multiprocessing.synchronize import Event
 
 import pytest
@@ -22,6 +23,15 @@ def interrupt(number: signal.Signals) -> None:
     signal.pause()
 
 
+@pytest.fixture
+def heard() -> Iterator[None]:
+    """Hear SIGINT as a command does: a worker of xdist takes no notice of it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heard")
 @pytest.mark.parametrize("number", SIGNALS)
 def test_one_signal_interrupts_and_everything_is_as_before(number: signal.Signals):
     before = handlers()

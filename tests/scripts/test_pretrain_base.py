@@ -98,7 +98,7 @@ def test_a_base_is_trained_further_with_its_own_tokenizer(script, data, tmp_path
         (["--vocab-size", "100"], "at least 258 tokens, got 100"),
         (["--init", "missing"], "--init must be a base that loads"),
         (["--init", "missing", "--layers", "2"], "--init brings the shape of its base"),
-        (["--sequence-length", "999999", *SHAPE], "needs 4 rows"),
+        (["--sequence-length", "999999", *SHAPE], "4 x 999999 tokens needs as many rows"),
     ],
 )
 def test_a_mistake_is_one_line_and_leaves_nothing(script, data, tmp_path, capsys, more, message):
