@@ -1,5 +1,6 @@
 """A run that is killed again and again ends in the head, and the rows, of one that never was."""
 
+import json
 import os
 import random
 import signal
@@ -14,6 +15,7 @@ import pytest
 
 from specheads.commands import _library  # noqa: F401 - what the children would each import
 from specheads.commands._call import call
+from specheads.runs.checkpoint import SUMS
 from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import read_metrics
 from tests import tiny
@@ -120,14 +122,18 @@ def at(run: RunDirectory) -> str:
     return "writing" if shards < SHARDS else "distilled" if step < 2 * STEPS else "end"
 
 
-def files(run: Path) -> dict[str, bytes]:
+def files(run: Path) -> dict[str, Any]:
     """Return what a run leaves, but for what names it or tells a time."""
-    timed = ("config.yaml", "provenance.json", "metrics.jsonl", "report.json", "report.md")
-    return {
+    timed = ("config.yaml", "provenance.json", "metrics.jsonl", "report.json", "report.md", SUMS)
+    found: dict[str, Any] = {
         str(file.relative_to(run)): file.read_bytes()
         for file in run.rglob("*")
         if file.is_file() and file.name not in timed and "README.md" not in file.name
     }
+    for name in found:
+        if name.endswith("state.json"):
+            found[name] = json.loads(found[name]) | {"seconds": 0.0}
+    return found
 
 
 def rows(run: Path) -> list[dict[str, Any]]:
