@@ -4,6 +4,7 @@ import itertools
 import json
 import re
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -39,8 +40,8 @@ def numbered(lengths: list[int]) -> Documents:
     )
 
 
-def pack(packing: str, lengths: list[int] = LENGTHS, **choices: int) -> PackedText:
-    sizes = {"sequence_length": 16, "batch_size": 2} | choices
+def pack(packing: str, lengths: list[int] = LENGTHS, **choices: Any) -> PackedText:
+    sizes: dict[str, Any] = {"sequence_length": 16, "batch_size": 2} | choices
     return PackedText(numbered(lengths), packing=packing, **sizes)
 
 
