@@ -199,7 +199,9 @@ def test_the_smoke_recipe_in_two_processes_shares_out_its_text_and_says_how_many
     tmp_path: Path,
 ):
     run = tmp_path / "run"
-    found = python(*TORCHRUN, "train.py", "recipe=smoke", f"run_dir={run}", "evaluate_after=false")
+    two_shards = "schedule.phases.distilled.distill.shard_size=8"
+    smoke = "recipe=smoke", f"run_dir={run}", "evaluate_after=false", two_shards
+    found = python(*TORCHRUN, "train.py", *smoke)
     assert found.returncode == 0, found.stderr
     assert found.stdout.count("training with 2 processes") == 1
     assert (run / "head" / "model.safetensors").is_file()
