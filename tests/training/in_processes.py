@@ -166,7 +166,7 @@ def _act_as(rank: int, count: int, port: int, act: Callable[..., None], argument
     if count > 1:
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         os.environ |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
     # what the tests before made of it in this process
     AcceleratorState._reset_state(reset_partial_state=True)
     torch.set_num_threads(1)
