@@ -38,7 +38,7 @@ from specheads.core.drafter import Head
 from specheads.data.packing import TokenBatch
 from specheads.heads.load import build_for
 from specheads.measure.counts import bootstrap_interval
-from specheads.measure.speed import peak_gib
+from specheads.measure.speed import peak_gib, synchronise
 from specheads.measure.store import to_json
 from specheads.runs.provenance import nearby, provenance
 from specheads.training.cost import matmul_rate, step_flops
@@ -268,12 +268,10 @@ def _plain(bench: Bench) -> Callable[[], object]:
 
 
 def _seconds(device: torch.device, act: Callable[[], object]) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronise(device)
     began = time.perf_counter()
     act()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronise(device)
     return time.perf_counter() - began
 
 

@@ -9,9 +9,10 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
-from transformers import AttentionInterface, PreTrainedConfig
+from transformers import PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from specheads.base.attending import is_special, replaced
 from specheads.core.features import document_lengths
 from specheads.core.opaque import opaque
 
@@ -39,13 +40,11 @@ def attending_documents(
 
 @contextmanager
 def _attending(config: PreTrainedConfig, lengths: Sequence[int]) -> Iterator[None]:
-    AttentionInterface.register(NAME, document_attention)
-    before, token = config._attn_implementation, _LENGTHS.set(lengths)
-    config._attn_implementation = NAME
+    token = _LENGTHS.set(lengths)
     try:
-        yield
+        with replaced(config, NAME, document_attention):
+            yield
     finally:
-        config._attn_implementation = before
         _LENGTHS.reset(token)
 
 
@@ -62,8 +61,7 @@ def document_attention(
 
     Queries are (batch, heads, time, width), keys and values (batch, key heads, time, width).
     """
-    special = any(settings.get(name) is not None for name in ("softcap", "position_bias", "s_aux"))
-    if special or settings.get("dropout"):
+    if is_special(settings) or settings.get("dropout"):
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **settings
         )

@@ -12,8 +12,9 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
-from transformers import AttentionInterface, PreTrainedConfig
+from transformers import PreTrainedConfig
 
+from specheads.base.attending import replaced
 from specheads.base.cache import RowCache
 from specheads.base.grouped_attention import grouped_attention, ragged
 from specheads.base.paged import PagedKVCache
@@ -147,18 +148,12 @@ def reads_in_place(cache: RowCache) -> TypeGuard[PagedKVCache]:
 @contextmanager
 def attending(config: PreTrainedConfig, cache: RowCache) -> Iterator[None]:
     """Let the model of this config attend in the way that the cache asks for, meanwhile."""
-    before = config._attn_implementation
     if reads_in_place(cache):
         name, function = "specheads_paged", paged_attention
-    elif before == "sdpa":
+    elif config._attn_implementation == "sdpa":
         name, function = "specheads_grouped", grouped_attention
     else:
         yield
         return
-    AttentionInterface.register(name, function)
-    config._attn_implementation = name
-    try:
-        with ragged(cache.row_lengths):
-            yield
-    finally:
-        config._attn_implementation = before
+    with replaced(config, name, function), ragged(cache.row_lengths):
+        yield

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from specheads.base.attending import is_special
 from specheads.core.opaque import opaque
 
 MOST_NODES = 64
@@ -51,8 +52,7 @@ def grouped_attention(
     to its own longest row: neighbours alike in length cost what they hold.
     """
     (batch, heads, nodes, width), shared = query.shape, key.shape[1]
-    special = any(settings.get(name) is not None for name in ("softcap", "position_bias", "s_aux"))
-    if special or nodes > MOST_NODES or query.device.type != "cpu":
+    if is_special(settings) or nodes > MOST_NODES or query.device.type != "cpu":
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **settings
         )

@@ -13,6 +13,7 @@ from specheads.config import Phase
 from specheads.core.drafter import Features, Head
 from specheads.core.features import document_lengths, document_places
 from specheads.data.packing import TokenBatch
+from specheads.decoding.loop import synchronise
 from specheads.training.losses.depth_loss import LABELS_ONLY
 
 SIDES = {"cuda": 4096, "cpu": 1024}
@@ -93,13 +94,9 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     times = []
     for _ in range(PRODUCTS):
-        began = _now(device)
+        synchronise(device)
+        began = time.perf_counter()
         torch.mm(left, right)
-        times.append(_now(device) - began)
+        synchronise(device)
+        times.append(time.perf_counter() - began)
     return 2 * side**3 / statistics.median(times)
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()

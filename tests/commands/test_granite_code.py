@@ -18,16 +18,11 @@ from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import read_metrics
 from tests import tiny
 from tests.export.hub_server import OWNER, HubServer
+from tests.training.test_processes import ACCELERATE, REPOSITORY
 
 pytestmark = pytest.mark.slow
 
-REPOSITORY = Path(__file__).parents[2]
 PHASES = "schedule.phases"
-LAUNCH = (
-    "accelerate.commands.launch", "--quiet", "--multi_gpu", "--num_processes", "2",
-    "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no",
-    "--main_process_port", "0",
-)  # fmt: skip
 SMALL = (
     "base.device=cpu", "base.dtype=float32", "head.inner_dim=32", "checkpoint_every=2",
     "log_every=1", f"{PHASES}.corpus.steps=3", f"{PHASES}.corpus.batch_size=4",
@@ -96,7 +91,7 @@ def trained(python: Run, base: Path, tmp_path_factory: pytest.TempPathFactory) -
     data = stack(tmp_path_factory.mktemp("the-stack-dedup"))
     run = tmp_path_factory.mktemp("runs") / "granite_code"
     where = f"base.model={base}", f"data.path={data}", f"run_dir={run}"
-    said = python(*LAUNCH, str(REPOSITORY / "train.py"), "recipe=granite_code", *where, *SMALL)
+    said = python(*ACCELERATE, str(REPOSITORY / "train.py"), "recipe=granite_code", *where, *SMALL)
     assert said.stdout.count("training with 2 processes") == 1
     return RunDirectory(run)
 

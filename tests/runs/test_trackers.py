@@ -26,6 +26,15 @@ def tracker(folder: Path, *, kind: str = "jsonl", told: list[str] | None = None)
     )
 
 
+def write(rows: list[dict[str, Any]], folder: Path, *, kind: str, after: int) -> None:
+    """Track the rows of a run that goes on after a step."""
+    found = tracker(folder, kind=kind)
+    found.resume(after)
+    for row in rows:
+        found.log(row)
+    found.close()
+
+
 def test_a_resumed_run_writes_the_steps_after_its_checkpoint_again(tmp_path: Path):
     first = tracker(tmp_path)
     for step in (2, 4, 6):
@@ -102,15 +111,8 @@ def test_tensorboard_shows_each_step_once_after_a_stop(tmp_path: Path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    first = tracker(tmp_path, kind="tensorboard")
-    first.resume(0)
-    for row in ROWS:
-        first.log(row)
-    first.close()
-    second = tracker(tmp_path, kind="tensorboard")
-    second.resume(3)
-    second.log(ROWS[3])
-    second.close()
+    write(ROWS, tmp_path, kind="tensorboard", after=0)
+    write(ROWS[3:4], tmp_path, kind="tensorboard", after=3)
     shown = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert shown.Tags()["scalars"] == ["step", "loss"]
     assert [one.step for one in shown.Scalars("loss")] == [1, 2, 3, 4]
@@ -120,11 +122,7 @@ def test_tensorboard_shows_each_step_once_after_a_stop(tmp_path: Path):
 def test_trackio_keeps_the_rows_on_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     pytest.importorskip("trackio")
-    found = tracker(tmp_path, kind="trackio")
-    found.resume(0)
-    for row in ROWS:
-        found.log(row)
-    found.close()
+    write(ROWS, tmp_path, kind="trackio", after=0)
     assert list((tmp_path / "trackio").iterdir())
 
 

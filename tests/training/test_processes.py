@@ -22,6 +22,11 @@ ENVIRONMENT = os.environ | {
 }
 IN_PROCESSES = "tests.training.in_processes"
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+ACCELERATE = (
+    "accelerate.commands.launch", "--quiet", "--multi_gpu", "--num_processes", "2",
+    "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no",
+    "--main_process_port", "0",
+)  # fmt: skip
 
 pytestmark = pytest.mark.slow
 
@@ -122,6 +127,16 @@ class Pair:
             (process.returncode, text) for process, text in zip(self.processes, said, strict=True)
         ]
 
+    def kill(self, rank: int) -> None:
+        """Kill one of two, which the other one is to say and to end."""
+        self.processes[rank].kill()
+        ended = self.leave()
+        assert ended[rank][0] == -signal.SIGKILL
+        code, said = ended[1 - rank]
+        assert code == 2, said
+        assert "error: a run needs all its processes, and another one of them ended" in said
+        assert "Traceback" not in said
+
 
 LONG_TEXT = (
     "recipe=smoke", "evaluate_after=false", "data.max_documents=20",
@@ -160,13 +175,7 @@ def test_a_process_that_is_killed_is_missed_by_the_others_without_a_launcher(
         2, "train.py", *LONG_TEXT, f"schedule.phases.corpus.steps={steps}", f"run_dir={run}"
     )
     pair.wait_for(run, "metrics.jsonl" if steps > 1 else f"text/shard-0000{rank}.*")
-    pair.processes[rank].kill()
-    ended = pair.leave()
-    assert ended[rank][0] == -signal.SIGKILL
-    code, said = ended[1 - rank]
-    assert code == 2, said
-    assert "error: a run needs all its processes, and another one of them ended" in said
-    assert "Traceback" not in said
+    pair.kill(rank)
 
 
 def test_a_second_run_of_a_folder_is_refused_by_all_its_processes_and_disturbs_nothing(

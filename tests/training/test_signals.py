@@ -11,6 +11,7 @@ import pytest
 
 from specheads.runs.directory import RunDirectory
 from tests.training.test_processes import (
+    ACCELERATE,
     ENVIRONMENT,
     LONG_TEXT,
     REPOSITORY,
@@ -21,11 +22,6 @@ from tests.training.test_processes import (
 pytestmark = pytest.mark.slow
 
 LONG = "schedule.phases.corpus.steps=100000"
-ACCELERATE = (
-    "accelerate.commands.launch", "--quiet", "--multi_gpu", "--num_processes", "2",
-    "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no",
-    "--main_process_port", "0",
-)  # fmt: skip
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -119,8 +119,7 @@ class Head(EmbeddingHead):
         read = (
             self.embed(tokens.roll(-1 - level, 1), self.fc.weight) for level in range(self.depth)
         )
-        fused, places = self._fuse(features), features.places()
-        for hidden in self.midlayer.rounds(fused, read, places, features.visible()):
+        for hidden in self.midlayer.rounds(self._fuse(features), read, features):
             yield self.norm(hidden)
 
     def projection(self, level: int) -> tuple[Weight, Bias | None]:

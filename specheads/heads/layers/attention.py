@@ -79,7 +79,7 @@ class Attention(nn.Module):
         inputs: Tensor,
         positions: Int[Tensor, "batch time"],
         past: Tensor,
-        visible: Tensor,
+        visible: Tensor | None,
         path: Tensor | None = None,
         lengths: Sequence[int] = (),
     ) -> Tensor:
@@ -89,14 +89,15 @@ class Attention(nn.Module):
             inputs: (batch, time, input_width).
             positions: Positions of the inputs; only differences matter.
             past: (batch, 2, shared head, slot, head_dim), from `keys_values`.
-            visible: (batch, time, slot); batch and time may be one.
+            visible: (batch, time, slot); batch and time may be one. Not read with `lengths`.
             path: (batch, 2, shared head, time, level, head_dim): each position's own, if any.
             lengths: How long each document of packed rows is, where slots are positions and each
-                sees those of its document up to itself: each is worked on alone, and `visible`
-                is not read. Empty works on all at once.
+                sees those of its document up to itself: each is worked on alone. Empty works on
+                all at once.
         """
         queries = _rotate(self._split(self.q_proj(inputs)), positions, self.theta)
         if path is None:
+            assert visible is not None
             keys, values = past.unbind(1)
             mixed = F.scaled_dot_product_attention(
                 queries, keys, values, attn_mask=visible[:, None], enable_gqa=True
@@ -104,6 +105,7 @@ class Attention(nn.Module):
         elif lengths:
             mixed = _mix_documents(queries, past, path, lengths)
         else:
+            assert visible is not None
             mixed = _sparing(_mix, queries, past, visible, path)
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
 

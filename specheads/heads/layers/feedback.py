@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from specheads.core.drafter import pick_parents
-from specheads.core.features import Committed, document_lengths
+from specheads.core.features import Committed, Features, document_lengths
 from specheads.heads.layers.attention import Attention, AttentionShape, GatedMlp, Slots
 from specheads.heads.layers.norm import RMSNorm
 
@@ -61,21 +61,23 @@ class FeedbackLayer(nn.Module):
         self,
         hidden: Float[Tensor, "batch time width"],
         embedded: Iterable[Tensor],
-        places: Int[Tensor, "row time"],
-        visible: Bool[Tensor, "row time time"],
+        features: Features,
     ) -> Iterator[Float[Tensor, "batch time width"]]:
         """Yield each round's output, of every position at once: drafting from each of them.
 
         Args:
-            hidden: Features of the base.
+            hidden: What is made of the base's features.
             embedded: Embeddings of the tokens that a round reads, (batch, time, width) each.
-            places: Places of the positions in their texts.
-            visible: Which positions each one may see.
+            features: Which say where the positions stand in their texts, and what each may see.
         """
-        past = path = None
+        past = path = visible = None
+        lengths: list[int] = []
+        places = features.places()
         # many small products are fast on a processor, and slow to launch elsewhere
-        by_document = hidden.device.type == "cpu"
-        lengths = document_lengths(places.expand(len(hidden), -1)) if by_document else []
+        if hidden.device.type == "cpu":
+            lengths = document_lengths(places.expand(len(hidden), -1))
+        else:
+            visible = features.visible()
         for level, tokens in enumerate(embedded):
             inputs, fresh = self._read(hidden, tokens, places + level)
             if past is None or path is None:
