@@ -1,0 +1,52 @@
+"""What a step of decoding takes, by what it works on.
+
+Source: Liu et al. 2024, arXiv:2406.14066 (SmartSpec), section 4: a forward takes a fixed time,
+one for each token of its batch, and one for each position that its rows attend to.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardCost:
+    """Seconds of one forward of a whole batch."""
+
+    fixed: float
+    """Whatever it works on."""
+
+    token: float
+    """For each token that it works on, over all rows."""
+
+    context: float
+    """For each committed position that its rows attend to, over all rows."""
+
+    def seconds(self, tokens: float, context: float) -> float:
+        """Return what a forward over so many tokens and positions takes."""
+        return self.fixed + self.token * tokens + self.context * context
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCost:
+    """Seconds of a step: some levels of drafting, then one forward of the base."""
+
+    verify: ForwardCost
+    """The base's forward over the trees of all rows."""
+
+    draft: ForwardCost
+    """One level of drafting, for all rows."""
+
+    def seconds(self, batch: int, context: float, nodes: int, depth: int) -> float:
+        """Return what a step takes.
+
+        Args:
+            batch: Rows.
+            context: Committed tokens of a row, on average.
+            nodes: Nodes of a row's tree, root included; one is the base alone.
+            depth: Levels that are drafted; zero is the base alone.
+        """
+        verified = self.verify.seconds(batch * nodes, batch * context)
+        if depth == 0:
+            return verified
+        # a level reads the nodes of the one above; each node but the root was drafted once
+        drafted = self.draft.seconds(batch * (nodes - 1) / depth, batch * context)
+        return verified + depth * drafted
