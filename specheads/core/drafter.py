@@ -92,6 +92,13 @@ class Drafter(ABC):
         """Return the tokens that these columns of its logits stand for."""
         return drafted
 
+    def confidence(self, state: State) -> Float[Tensor, "batch node"] | None:
+        """Return how likely the base is to accept a guess after each node that was answered last.
+
+        It is known before that guess is drawn. None: it does not say, and its logits are all.
+        """
+        del state
+
     @abstractmethod
     def begin(
         self, committed: Committed, memory: Any
@@ -124,6 +131,10 @@ class Head(Drafter, nn.Module, PyTorchModelHubMixin):
 
     draft_ids: Tensor | None
     """Tokens it can draft, in increasing order; None is the whole vocabulary."""
+
+    num_anchors: int = 0
+    """Positions of each row, drawn anew in each step, whose drafts it learns from: whole ones,
+    from their first level to their last. Zero: every depth learns from every label."""
 
     base_fingerprint: str = ""
     """Weights of the base it was trained on: see base/fingerprint.py. Empty where none is known."""
@@ -194,7 +205,7 @@ class Head(Drafter, nn.Module, PyTorchModelHubMixin):
         self,
         features: Features,
         tokens: Int[Tensor, "batch time"],
-        scored: Bool[Tensor, "batch time"] | None = None,
+        anchors: Bool[Tensor, "batch time"] | None = None,
     ) -> Iterator[Float[Tensor, "batch time width"]]:
         """Yield `depth` states; position t of the k-th predicts `tokens[:, t + 2 + k]`.
 
@@ -205,9 +216,8 @@ class Head(Drafter, nn.Module, PyTorchModelHubMixin):
             features: The base at every position. Of a row of several documents each sees its own
                 only: `features.visible()`, at `features.places()`.
             tokens: What it read there.
-            scored: Tokens that the loss covers. States that predict none of these may be anything,
-                so that heads whose cost grows with the positions they draft from can skip them;
-                None is all of them.
+            anchors: Positions that are drafted from. States elsewhere may be anything, so that
+                heads whose cost grows with these positions can skip the others; None is all.
         """
 
     @abstractmethod
@@ -217,6 +227,19 @@ class Head(Drafter, nn.Module, PyTorchModelHubMixin):
         States and matrix are given apart so that the loss can fuse the product and never hold
         the logits of a whole batch.
         """
+
+    def projections(self) -> list[tuple[Weight, Bias | None]]:
+        """Return the projection of every level; levels that share one give the same tensor."""
+        return [self.projection(level) for level in range(self.depth)]
+
+    def confidence_logits(
+        self, state: Float[Tensor, "*batch width"]
+    ) -> Float[Tensor, "*batch"] | None:
+        """Return the logit of the chance that the base accepts what this state guesses.
+
+        It is trained where a head says one; `confidence` is what it says of a draft.
+        """
+        del state
 
     def projection_rows(self, projection: Weight) -> Float[Tensor, "drafted width"]:
         """Return the rows of the base's projection that stand for what the head can draft."""
