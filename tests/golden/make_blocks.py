@@ -3,8 +3,8 @@
     git clone https://github.com/deepseek-ai/DeepSpec && git clone https://github.com/z-lab/dflash
     python tests/golden/make_blocks.py DeepSpec dflash
 
-Written with DeepSpec at afdfa7c and z-lab/dflash at 44947fb, transformers 5. Both projects' code runs
-as it is, but that its float32 means float64: their norms, rotary embeddings and confidences round to
+Written with DeepSpec at afdfa7c, z-lab/dflash at 44947fb and transformers 5. Their code runs
+as it is, but that its float32 means float64: norms, rotary embeddings and confidences round to
 float32 whatever the model's precision, and what is compared here must not.
 """
 
@@ -51,22 +51,27 @@ def bare(root: Path, *packages: str) -> None:
         sys.modules[name] = module
 
 
+def made(config: dict[str, Any]) -> Any:
+    """Return a configuration as the projects' models take it."""
+    return Qwen3Config(**config | {"attn_implementation": "eager"})
+
+
 def random_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Draw every weight anew, as float32 can hold it; return them under their public names."""
-    weights = {name: torch.randn(value.shape) * 0.3 for name, value in model.state_dict().items()}
-    weights = {name: value.float() for name, value in weights.items()}
+    named = model.state_dict().items()
+    weights = {name: (0.3 * torch.randn(value.shape)).to(SINGLE) for name, value in named}
     model.load_state_dict(weights)
-    return {name: value.contiguous() for name, value in weights.items()}
+    return weights
 
 
-def save(name: str, config: dict[str, Any], weights: Any, expected: dict[str, torch.Tensor]) -> None:
+def save(name: str, config: dict[str, Any], weights: Any, expected: dict[str, Any]) -> None:
     """Write one case."""
     folder = HERE / name
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    single = {key: value.to(SINGLE) for key, value in weights.items()}
-    save_file(single, folder / "model.safetensors")
-    save_file({key: value.contiguous() for key, value in expected.items()}, folder / "expected.safetensors")
+    save_file(weights, folder / "model.safetensors")
+    whole = {key: value.detach().contiguous() for key, value in expected.items()}
+    save_file(whole, folder / "expected.safetensors")
 
 
 def draft(model: Any, embed: Any, aux: torch.Tensor, roots: torch.Tensor, slots: int) -> Any:
@@ -86,7 +91,7 @@ def draft(model: Any, embed: Any, aux: torch.Tensor, roots: torch.Tensor, slots:
             is_causal=False,
             **{named: aux[:, start:end]},
         )
-        cache.crop(end)
+        cache.crop(-slots)
         found.append(hidden)
     return found
 
@@ -98,14 +103,14 @@ def deepspec(root: Path, name: str, rank: int) -> None:
     """Write what DeepSpec's model says in training, at anchors it drew, and in drafting."""
     packages = ("deepspec", "deepspec.modeling", "deepspec.utils", "deepspec.modeling.dspark")
     bare(root, *packages, "deepspec.modeling.dspark.qwen3")
-    common = importlib.import_module("deepspec.modeling.dspark.common")
-    modeling = importlib.import_module("deepspec.modeling.dspark.qwen3.modeling")
+    common: Any = importlib.import_module("deepspec.modeling.dspark.common")
+    modeling: Any = importlib.import_module("deepspec.modeling.dspark.qwen3.modeling")
     config = SHAPE | LAYERS | {"block_size": 4, "mask_token_id": MASK, "num_anchors": 5}
     config |= {"architectures": ["Qwen3DSparkModel"], "layer_types": ["full_attention"] * 2}
     config |= {"markov_rank": rank, "enable_confidence_head": rank > 0}
     config |= {"markov_head_type": "vanilla", "confidence_head_with_markov": rank > 0}
     torch.manual_seed(rank)
-    model = modeling.Qwen3DSparkModel(Qwen3Config(**config, attn_implementation="eager"))
+    model = modeling.Qwen3DSparkModel(made(config))
     model = model.double().eval()
     weights = random_weights(model)
     aux = torch.randn(BATCH, TIME, 3 * SHAPE["hidden_size"])
@@ -132,28 +137,35 @@ def deepspec(root: Path, name: str, rank: int) -> None:
     expected |= {"out.logits": trained.draft_logits, "out.counted": trained.eval_mask}
     if rank:
         expected["out.confidence"] = trained.confidence_pred
-    for step, (block, root) in enumerate(zip(hidden, roots.T, strict=True)):
+    for step, (block, said_last) in enumerate(zip(hidden, roots.T, strict=True)):
         plain = model.compute_logits(block)
         said, logits = model.sample_draft_tokens(
-            plain, first_prev_token_ids=root, hidden_states=block
+            plain, first_prev_token_ids=said_last, hidden_states=block
         )
         expected |= {f"out.drafted.{step}": said, f"out.draft_logits.{step}": logits}
         if rank:
-            before = torch.cat([root[:, None], said[:, :-1]], dim=1)
+            before = torch.cat([said_last[:, None], said[:, :-1]], dim=1)
             sure = model.predict_confidence_step(block, prev_token_ids=before)
             expected[f"out.draft_confidence.{step}"] = sure
-    save(name, config, weights, {key: value.detach() for key, value in expected.items()})
+    save(name, config, weights, expected)
 
 
 def z_lab(root: Path, name: str) -> None:
     """Write what z-lab's model says in drafting; its training is not published."""
     bare(root, "dflash")
-    modeling = importlib.import_module("dflash.model")
-    config = SHAPE | {"block_size": 5, "num_target_layers": 8, "architectures": ["DFlashDraftModel"]}
+    modeling: Any = importlib.import_module("dflash.model")
+    config = SHAPE | {
+        "block_size": 5,
+        "num_target_layers": 8,
+        "architectures": ["DFlashDraftModel"],
+    }
     config |= {"layer_types": ["full_attention"] * 2}
-    config["dflash_config"] = {"target_layer_ids": LAYERS["target_layer_ids"], "mask_token_id": MASK}
+    config["dflash_config"] = {
+        "target_layer_ids": LAYERS["target_layer_ids"],
+        "mask_token_id": MASK,
+    }
     torch.manual_seed(9)
-    model = modeling.DFlashDraftModel(Qwen3Config(**config, attn_implementation="eager"))
+    model = modeling.DFlashDraftModel(made(config))
     model = model.double().eval()
     weights = random_weights(model)
     aux = torch.randn(BATCH, TIME, 3 * SHAPE["hidden_size"])

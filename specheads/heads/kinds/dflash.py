@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from specheads.config import check
-from specheads.config.ranges import Count, Depth, Layer, Layers, Positive, Scale, Token, Width
+from specheads.config.ranges import Count, Depth, Layer, Positive, Scale, Token, Width
 from specheads.heads.layers.block import BlockHead
 from specheads.heads.layers.block_folders import filled, flat_settings, own_settings
 
@@ -21,8 +21,8 @@ class Config:
     depth: Depth = 7
     """Number of levels it drafts, all of them in one forward."""
 
-    num_layers: Layers = 5
-    """Number of layers, at least one."""
+    num_layers: Depth = 5
+    """Number of layers."""
 
     aux_layers: list[Layer] = field(default_factory=list)
     """Base layers it reads, in growing order: k is the residual stream after k layers. Empty takes

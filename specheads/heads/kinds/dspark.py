@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from specheads.config import check
-from specheads.config.ranges import Count, Depth, Layer, Layers, Positive, Scale, Size, Token, Width
+from specheads.config.ranges import Count, Depth, Layer, Positive, Scale, Size, Token, Width
 from specheads.core.drafter import Bias, State, Weight
 from specheads.core.weight_layout import product
 from specheads.heads.layers.block import BlockHead
@@ -25,8 +25,8 @@ class Config:
     depth: Depth = 7
     """Number of levels it drafts, all of them in one forward."""
 
-    num_layers: Layers = 5
-    """Number of layers, at least one."""
+    num_layers: Depth = 5
+    """Number of layers."""
 
     aux_layers: list[Layer] = field(default_factory=list)
     """Base layers it reads, in growing order: k is the residual stream after k layers. Empty takes

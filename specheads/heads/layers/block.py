@@ -166,16 +166,9 @@ class BlockHead(EmbeddingHead):
         rows = torch.arange(len(tokens), device=tokens.device)[:, None]
         places = features.places().expand_as(tokens)
         fused = self._fuse(features)
-        visible = features.visible().expand(len(tokens), -1, -1)[rows, at]
-        stream, own = self._masked(tokens.roll(-1, 1)[rows, at]), len(self._slots)
-        blocks = torch.arange(most * own, device=tokens.device) // own
-        visible = torch.cat(
-            [
-                visible.repeat_interleave(own, dim=1),
-                (blocks[:, None] == blocks).expand(len(tokens), -1, -1),
-            ],
-            dim=2,
-        )
+        own = len(self._slots)
+        visible = block_mask(features.visible().expand(len(tokens), -1, -1)[rows, at], own)
+        stream = self._masked(tokens.roll(-1, 1)[rows, at])
         positions = (places[rows, at][..., None] + 1 + self._slots).flatten(1)
         stream = stream.flatten(1, 2)
         for layer, attention in zip(self.layers, self._attentions, strict=True):
@@ -246,3 +239,12 @@ class BlockHead(EmbeddingHead):
                 "aux_layers=head.aux_layers"
             )
         return self.hidden_norm(self.fc(features.aux))
+
+
+def block_mask(
+    visible: Bool[Tensor, "batch anchor time"], slots: int
+) -> Bool[Tensor, "batch query key"]:
+    """Return what slots see: what their anchor's position sees of the text, and their own block."""
+    blocks = torch.arange(visible.shape[1] * slots, device=visible.device) // slots
+    own = (blocks[:, None] == blocks).expand(len(visible), -1, -1)
+    return torch.cat([visible.repeat_interleave(slots, dim=1), own], dim=2)

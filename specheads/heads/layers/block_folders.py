@@ -14,10 +14,11 @@ PLAIN = {
     "rope_type": "default",
     "use_swa": False,
     "use_aux_hidden_state": True,
-    "markov_head_type": "vanilla",
-    "confidence_head_with_markov": True,
 }
 """Settings that may differ there, and whose other values nothing here reads."""
+
+PLAIN_MARKOV = {"markov_head_type": "vanilla", "confidence_head_with_markov": True}
+"""Those of a folder with a Markov head."""
 
 LENT = ("lm_head.weight", "verifier_lm_head.weight", "verifier_norm.weight")
 """Copies of the base's own tensors."""
@@ -42,7 +43,8 @@ def flat_settings(config: dict[str, Any]) -> dict[str, Any] | None:
     layers = [layer + 1 for layer in settings.get("target_layer_ids") or ()]
     settings["aux_layers"] = settings.get("aux_hidden_state_layer_ids") or layers
     settings.setdefault("sample_from_anchor", by_deepspec or kind == "dspark")
-    for name, value in (PLAIN | {"target_hidden_size": settings["hidden_size"]}).items():
+    plain = PLAIN | (PLAIN_MARKOV if settings.get("markov_rank") else {})
+    for name, value in (plain | {"target_hidden_size": settings["hidden_size"]}).items():
         if settings.get(name) not in (None, value):
             raise InputError(
                 f"a block head is read with {name}={value!r}, this one has {settings[name]!r}; "
