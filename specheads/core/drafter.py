@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from huggingface_hub import PyTorchModelHubMixin
@@ -17,46 +17,9 @@ from torch import Tensor, nn
 
 from specheads.core.errors import InputError
 from specheads.core.features import Committed, Features
+from specheads.core.memory import Memory as Memory
+from specheads.core.memory import refuse_scattering as refuse_scattering
 from specheads.core.weight_layout import product
-
-
-@runtime_checkable
-class Memory(Protocol):
-    """What a drafter keeps between steps (EAGLE's keys and values).
-
-    It says itself how its rows stay, join and lie scattered: there is no default, since rows
-    that silently stay what they were would draft from somebody else's text.
-    """
-
-    def keep(self, rows: Int[Tensor, " kept"]) -> "Memory":
-        """Return the memory of these rows: finished requests leave the batch."""
-        ...
-
-    def join(self, other: Any) -> "Memory":
-        """Return the memory of both batches' rows, those of `other` last: new requests join.
-
-        Both come from `Drafter.memory` with the same capacity, and neither is used any more.
-        """
-        ...
-
-    def scatter(
-        self, places: Int[Tensor, "batch slot"], lengths: Int[Tensor, " batch"]
-    ) -> "Memory":
-        """Return rows whose positions lie anywhere in the only row of this memory.
-
-        For engines that give each position of a text a slot of one large cache: what `begin`
-        remembers of a scattered row is written there, and serves that one `begin` and what
-        follows from it.
-
-        Args:
-            places: Slot in which each position lies.
-            lengths: Number of positions of each row that are remembered already.
-
-        Raises:
-            ValueError: This memory cannot lie scattered.
-        """
-        ...
-
 
 State = Any
 """What a drafter keeps between the levels of one draft; opaque to the engines."""
@@ -290,21 +253,6 @@ class Head(Drafter, nn.Module, PyTorchModelHubMixin):
         sizes = {"width": self.width, "vocab_size": self.vocab_size}
         base = {"base_fingerprint": self.base_fingerprint} if self.base_fingerprint else {}
         return {"kind": self.kind, **asdict(self.config), **sizes, **base}
-
-
-def refuse_scattering(
-    memory: object, places: Int[Tensor, "batch slot"], lengths: Int[Tensor, " batch"]
-) -> NoReturn:
-    """Serve as `scatter` of a memory that needs rows of its own.
-
-    Raises:
-        ValueError: Always.
-    """
-    del places, lengths
-    raise InputError(
-        f"a {type(memory).__name__} keeps each row's text in a row of its own and cannot lie "
-        "scattered in another engine's cache; draft with a head there"
-    )
 
 
 def pick_parents(

@@ -208,9 +208,9 @@ def test_a_chain_stops_where_dspark_says_that_it_is_not_sure(sure: float):
 
 @pytest.mark.parametrize(
     ("num_layers", "own", "aux_layers"),
-    [(36, 5, (2, 10, 18, 26, 34)), (32, 1, (17,)), (6, 5, (1, 2, 4, 5, 6)), (3, 5, (1, 2, 3))],
+    [(36, 5, (2, 10, 18, 26, 34)), (32, 1, (17,)), (7, 5, (1, 2, 4, 5, 6)), (3, 5, (1, 2))],
 )
-def test_it_reads_layers_evenly_and_of_a_shallow_base_all(
+def test_it_reads_layers_evenly_and_never_the_last(
     num_layers: int, own: int, aux_layers: tuple[int, ...]
 ):
     head = build({"kind": "dflash", "num_layers": own}, width=16, vocab_size=11)

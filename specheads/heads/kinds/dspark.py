@@ -30,7 +30,7 @@ class Config:
 
     aux_layers: list[Layer] = field(default_factory=list)
     """Base layers it reads, in growing order: k is the residual stream after k layers. Empty takes
-    as many as num_layers, evenly from 2 to n - 2 of n; a shallow base gives all it has."""
+    as many as num_layers, evenly from 2 to n - 2 of n, or of a shallow base 1 to n - 1."""
 
     attention_heads: Width = 0
     """Number of attention heads. Zero takes one for each 64 channels of the base."""

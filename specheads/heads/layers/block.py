@@ -108,12 +108,14 @@ class BlockHead(EmbeddingHead):
     def choose_aux_layers(self, num_layers: int) -> None:
         """Take as many layers as there are own ones, evenly from the second to the third last.
 
-        A base too shallow for so many gives all it has.
+        A base too shallow for so many gives all but the last.
         """
         if self.aux_layers:
             return
         wanted = self.config.num_layers
-        first, last = (2, num_layers - 2) if num_layers - 4 >= wanted - 1 else (1, num_layers)
+        # engines cannot hand on what leaves the last layer before the final norm
+        near, far = (2, num_layers - 2), (1, max(num_layers - 1, 1))
+        first, last = near if num_layers - 4 >= wanted - 1 else far
         count = min(wanted, last - first + 1)
         steps = [index * (last - first) / max(count - 1, 1) for index in range(count)]
         layers = [round(first + step) for step in steps] if count > 1 else [num_layers // 2 + 1]
