@@ -153,6 +153,25 @@ def test_blocks_drafted_together_from_ragged_rows_are_those_of_training(
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_rows_scattered_in_one_cache_draft_as_if_each_had_its_own(kind: str):
+    base = tiny.base("llama")
+    head = random(base, kind, depth=3)
+    tokens = torch.randint(base.vocab_size, (2, 13), generator=torch.manual_seed(3))
+    read = base.read(tokens, head.aux_layers)
+    own, cache = head.memory(2, 32), head.memory(1, 64)
+    places = torch.randperm(64, generator=torch.manual_seed(4)).view(2, 32)
+    lengths = torch.zeros(2, dtype=torch.long)
+    for counts in ([5, 2], [1, 4]):
+        count = torch.tensor(counts)
+        at = lengths[:, None] + torch.arange(max(counts))
+        committed = Committed(read.at(at), tokens.gather(1, at + 1), count)
+        wanted, _ = head.begin(committed, own)
+        found, _ = head.begin(committed, cache.scatter(places, lengths))
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+        lengths = lengths + count
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
 def test_nothing_is_computed_away_from_the_anchors(kind: str, monkeypatch: pytest.MonkeyPatch):
     base = tiny.base("llama")
     head = random(base, kind, depth=3)
