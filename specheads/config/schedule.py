@@ -26,7 +26,7 @@ from specheads.config.ranges import (
 
 LOSSES = (
     *("cross_entropy", "soft_cross_entropy", "argmax_cross_entropy", "kl", "reverse_kl"),
-    *("total_variation", "lk", "lk_hybrid"),
+    *("total_variation", "cross_entropy_l1", "lk", "lk_hybrid"),
 )
 
 ENGINES = ("local", "transformers", "vllm", "openai")

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from huggingface_hub import PyTorchModelHubMixin
@@ -17,46 +17,9 @@ from torch import Tensor, nn
 
 from specheads.core.errors import InputError
 from specheads.core.features import Committed, Features
+from specheads.core.memory import Memory as Memory
+from specheads.core.memory import refuse_scattering as refuse_scattering
 from specheads.core.weight_layout import product
-
-
-@runtime_checkable
-class Memory(Protocol):
-    """What a drafter keeps between steps (EAGLE's keys and values).
-
-    It says itself how its rows stay, join and lie scattered: there is no default, since rows
-    that silently stay what they were would draft from somebody else's text.
-    """
-
-    def keep(self, rows: Int[Tensor, " kept"]) -> "Memory":
-        """Return the memory of these rows: finished requests leave the batch."""
-        ...
-
-    def join(self, other: Any) -> "Memory":
-        """Return the memory of both batches' rows, those of `other` last: new requests join.
-
-        Both come from `Drafter.memory` with the same capacity, and neither is used any more.
-        """
-        ...
-
-    def scatter(
-        self, places: Int[Tensor, "batch slot"], lengths: Int[Tensor, " batch"]
-    ) -> "Memory":
-        """Return rows whose positions lie anywhere in the only row of this memory.
-
-        For engines that give each position of a text a slot of one large cache: what `begin`
-        remembers of a scattered row is written there, and serves that one `begin` and what
-        follows from it.
-
-        Args:
-            places: Slot in which each position lies.
-            lengths: Number of positions of each row that are remembered already.
-
-        Raises:
-            ValueError: This memory cannot lie scattered.
-        """
-        ...
-
 
 State = Any
 """What a drafter keeps between the levels of one draft; opaque to the engines."""
@@ -92,6 +55,13 @@ class Drafter(ABC):
         """Return the tokens that these columns of its logits stand for."""
         return drafted
 
+    def confidence(self, state: State) -> Float[Tensor, "batch node"] | None:
+        """Return how likely the base is to accept a guess after each node that was answered last.
+
+        It is known before that guess is drawn. None: it does not say, and its logits are all.
+        """
+        del state
+
     @abstractmethod
     def begin(
         self, committed: Committed, memory: Any
@@ -124,6 +94,10 @@ class Head(Drafter, nn.Module, PyTorchModelHubMixin):
 
     draft_ids: Tensor | None
     """Tokens it can draft, in increasing order; None is the whole vocabulary."""
+
+    num_anchors: int = 0
+    """Positions of each row, drawn anew in each step, whose drafts it learns from: whole ones,
+    from their first level to their last. Zero: every depth learns from every label."""
 
     base_fingerprint: str = ""
     """Weights of the base it was trained on: see base/fingerprint.py. Empty where none is known."""
@@ -194,7 +168,7 @@ class Head(Drafter, nn.Module, PyTorchModelHubMixin):
         self,
         features: Features,
         tokens: Int[Tensor, "batch time"],
-        scored: Bool[Tensor, "batch time"] | None = None,
+        anchors: Bool[Tensor, "batch time"] | None = None,
     ) -> Iterator[Float[Tensor, "batch time width"]]:
         """Yield `depth` states; position t of the k-th predicts `tokens[:, t + 2 + k]`.
 
@@ -205,9 +179,8 @@ class Head(Drafter, nn.Module, PyTorchModelHubMixin):
             features: The base at every position. Of a row of several documents each sees its own
                 only: `features.visible()`, at `features.places()`.
             tokens: What it read there.
-            scored: Tokens that the loss covers. States that predict none of these may be anything,
-                so that heads whose cost grows with the positions they draft from can skip them;
-                None is all of them.
+            anchors: Positions that are drafted from. States elsewhere may be anything, so that
+                heads whose cost grows with these positions can skip the others; None is all.
         """
 
     @abstractmethod
@@ -217,6 +190,19 @@ class Head(Drafter, nn.Module, PyTorchModelHubMixin):
         States and matrix are given apart so that the loss can fuse the product and never hold
         the logits of a whole batch.
         """
+
+    def projections(self) -> list[tuple[Weight, Bias | None]]:
+        """Return the projection of every level; levels that share one give the same tensor."""
+        return [self.projection(level) for level in range(self.depth)]
+
+    def confidence_logits(
+        self, state: Float[Tensor, "*batch width"]
+    ) -> Float[Tensor, "*batch"] | None:
+        """Return the logit of the chance that the base accepts what this state guesses.
+
+        It is trained where a head says one; `confidence` is what it says of a draft.
+        """
+        del state
 
     def projection_rows(self, projection: Weight) -> Float[Tensor, "drafted width"]:
         """Return the rows of the base's projection that stand for what the head can draft."""
@@ -267,21 +253,6 @@ class Head(Drafter, nn.Module, PyTorchModelHubMixin):
         sizes = {"width": self.width, "vocab_size": self.vocab_size}
         base = {"base_fingerprint": self.base_fingerprint} if self.base_fingerprint else {}
         return {"kind": self.kind, **asdict(self.config), **sizes, **base}
-
-
-def refuse_scattering(
-    memory: object, places: Int[Tensor, "batch slot"], lengths: Int[Tensor, " batch"]
-) -> NoReturn:
-    """Serve as `scatter` of a memory that needs rows of its own.
-
-    Raises:
-        ValueError: Always.
-    """
-    del places, lengths
-    raise InputError(
-        f"a {type(memory).__name__} keeps each row's text in a row of its own and cannot lie "
-        "scattered in another engine's cache; draft with a head there"
-    )
 
 
 def pick_parents(

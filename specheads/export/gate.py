@@ -122,7 +122,10 @@ def guess(head: Head, view: BaseView) -> list[Guess]:
     tokens = view.tokens[None]
     ids = head.to_tokens(torch.arange(head.drafted_size))
     states = head.states(Features(view.hidden[None], aux, tokens), tokens)
-    return [Guess(head.logits(state[0], level), ids) for level, state in enumerate(states)]
+    return [
+        Guess(head.logits(state[0], level), ids, head.confidence_logits(state[0]))
+        for level, state in enumerate(states)
+    ]
 
 
 def hits(guesses: Sequence[Guess], prompt: list[int], continuation: list[int]) -> Tensor:
@@ -151,5 +154,8 @@ def _difference(ours: Guess, theirs: Guess, level: int) -> float:
             f"{len(ours.ids)} of them, or others; nothing was written"
         )
     known = len(ours.logits) - 2 - level
-    apart = (ours.logits[:known] - theirs.logits[:known]).abs().max()
-    return (apart / ours.logits[:known].abs().max()).item()
+    pairs = [(ours.logits[:known], theirs.logits[:known])]
+    if ours.confidence is not None and theirs.confidence is not None:
+        pairs.append((ours.confidence[:known], theirs.confidence[:known]))
+    apart = [(own - other).abs().max() / own.abs().max() for own, other in pairs]
+    return torch.stack(apart).max().item()

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from specheads.core.drafter import Head
@@ -29,6 +30,23 @@ def fill(head: Head, tensors: Mapping[str, Tensor]) -> None:
     _check_draft_ids(head, tensors.get("draft_ids"))
     copies = {name: tensors[name].to(value.dtype, copy=True) for name, value in wanted.items()}
     head.load_state_dict(copies, assign=True)
+
+
+def take_maps(head: Head, named: dict[str, Tensor]) -> None:
+    """Put the tokens a head can draft in the place of the maps d2t and t2d that say them.
+
+    Raises:
+        ValueError: The maps contradict each other.
+    """
+    marks, offsets = named.pop("t2d", None), named.pop("d2t", None)
+    if offsets is None:
+        return
+    # the i-th draft token is token i + d2t[i] of the base
+    ids = torch.arange(head.drafted_size, device=offsets.device) + offsets
+    if marks is not None and not torch.equal(marks.nonzero()[:, 0], ids):
+        raise InputError("d2t and t2d must name the same tokens, in order; repair the maps")
+    if head.draft_ids is not None:
+        named["draft_ids"] = ids
 
 
 def _check_draft_ids(head: Head, ids: Tensor | None) -> None:

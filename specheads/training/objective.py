@@ -12,7 +12,14 @@ from torch.profiler import record_function
 from specheads.config import Phase
 from specheads.core.drafter import Features, Head
 from specheads.core.features import document_places
-from specheads.training.losses.depth_loss import LABELS_ONLY, DepthLoss, Targets, depth_loss
+from specheads.training.losses.confidence import confidence_loss
+from specheads.training.losses.depth_loss import (
+    LABELS_ONLY,
+    DepthLoss,
+    Targets,
+    depth_loss,
+    depth_shares,
+)
 from specheads.training.recompute import recomputed
 
 
@@ -34,43 +41,67 @@ class Objective(nn.Module):
     ) -> DepthLoss:
         """Return the loss of every depth over the labels that `scored` marks.
 
-        With D-PACE those are first labels of whole chains, each drafted from one position. The
+        `in_chains` those are first labels of whole chains, each drafted from one position. The
         means are over as many labels as `counts` says, by `label_counts`; None: over these.
         """
-        depth, chains = self.head.depth, phase.weighting == "dpace"
-        project = None if phase.loss in LABELS_ONLY else logits_of
+        depth, chains = self.head.depth, in_chains(self.head, phase)
         if counts is None:
             counts = label_counts(self.head, tokens, features.documents, scored, phase)
         scored = early_enough(scored, features.documents, depth)
         drafted = self.head.to_drafted(tokens)
         rows, labels = (scored & (chains | (drafted >= 0))).nonzero(as_tuple=True)
         at = [labels + level if chains else labels for level in range(depth)]
-        predicted = torch.zeros_like(scored)  # with D-PACE all labels of the chains
-        for places in at:
-            predicted[rows, places] = True
+        anchors = torch.zeros_like(scored)
+        for level, places in enumerate(at):
+            anchors[rows, places - 2 - level] = True
         sparing = recomputed(self.head) if phase.activation_checkpointing else nullcontext()
         with record_function("head"), sparing:
             states = [
                 state[rows, at[level] - 2 - level]
-                for level, state in enumerate(self.head.states(features, tokens, predicted))
+                for level, state in enumerate(self.head.states(features, tokens, anchors))
             ]
+        project = None if phase.loss in LABELS_ONLY else logits_of
         targets = [
             Targets(drafted[rows, each], features.hidden[rows, each - 1].detach(), project, count)
             for each, count in zip(at[: depth if chains else 1], counts, strict=False)
         ]
         with record_function("loss"):
-            loss = depth_loss(
-                states,
-                [self.head.projection(level) for level in range(depth)],
-                targets if chains else targets[0],
-                kind=phase.loss,
-                decay=phase.decay,
-                depth_weights=phase.depth_weights,
-                weighting=phase.weighting,
-            )
+            loss = self._loss(states, targets, logits_of, phase)
         # a label that cannot be drafted is a draft that the base will not accept
         share = counts[:depth] / counts[depth].clamp(min=1)
         return replace(loss, agreement=loss.agreement * share)
+
+    def _loss(
+        self,
+        states: list[Tensor],
+        targets: list[Targets],
+        logits_of: Callable[[Tensor], Tensor],
+        phase: Phase,
+    ) -> DepthLoss:
+        """Return the loss of all depths, whose targets are their own or the same for all."""
+        projections = self.head.projections()
+        loss = depth_loss(
+            states,
+            projections,
+            targets if len(targets) > 1 else targets[0],
+            kind=phase.loss,
+            decay=phase.decay,
+            depth_weights=phase.depth_weights,
+            weighting=phase.weighting,
+        )
+        every = [self.head.confidence_logits(state) for state in states]
+        said = [logits for logits in every if logits is not None]
+        if not said:
+            return loss
+        each = targets * (len(states) // len(targets))
+        by_depth = confidence_loss(said, states, projections, each, logits_of)
+        weights = depth_shares(len(states), phase.decay, phase.depth_weights)
+        return replace(loss, total=loss.total + (by_depth * by_depth.new_tensor(weights)).sum())
+
+
+def in_chains(head: Head, phase: Phase) -> bool:
+    """Tell whether labels are those of whole drafts: all levels' from one position."""
+    return phase.weighting == "dpace" or head.num_anchors > 0
 
 
 def figures(loss: DepthLoss) -> dict[str, Tensor]:
@@ -97,7 +128,7 @@ def label_counts(
     labels = early_enough(scored, documents, head.depth)
     drafted = head.to_drafted(tokens) >= 0
     # a chain is whole: what is rolled round the end begins none
-    ahead = range(head.depth) if phase.weighting == "dpace" else [0] * head.depth
+    ahead = range(head.depth) if in_chains(head, phase) else [0] * head.depth
     of_depths = [(labels & drafted.roll(-places, dims=1)).sum() for places in ahead]
     return torch.stack([*of_depths, labels.sum(), own_labels(scored, documents).sum()])
 

@@ -7,11 +7,12 @@ from functools import partial
 from torch.utils.checkpoint import checkpoint
 
 from specheads.core.drafter import Head
+from specheads.heads.layers.block import BlockLayer
 from specheads.heads.layers.feedback import FeedbackLayer
 from specheads.heads.layers.prefix import PrefixLayer
 from specheads.heads.layers.residual import ResidualBlock
 
-LAYERS = FeedbackLayer, PrefixLayer, ResidualBlock
+LAYERS = BlockLayer, FeedbackLayer, PrefixLayer, ResidualBlock
 """What computes again; of each only what it was given is kept."""
 
 

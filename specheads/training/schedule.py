@@ -19,6 +19,7 @@ from specheads.data.packing import TokenBatch
 from specheads.decoding.acceptance.noise import derive
 from specheads.training.losses.depth_loss import whole_chains
 from specheads.training.muon import Muon
+from specheads.training.objective import in_chains
 
 MOST_WARMUP_STEPS = 2000
 
@@ -82,24 +83,33 @@ class PlacedPhase:
         return head_weight(self.settings.joint, self.elapsed(step))
 
     def scored(
-        self, batch: TokenBatch, depth: int, seed: int | None = None
+        self, batch: TokenBatch, head: Head, seed: int | None = None
     ) -> Bool[Tensor, "batch time"]:
         """Return which labels the losses of one step cover, of all that the text counts.
 
         What is drawn of a sample follows from the step's seed and its own number. Without a seed
-        all that could be drawn are covered.
+        all that could be drawn are covered; of a head that learns from anchors the same ones each
+        time, since what it costs grows with them.
         """
-        counted = batch.counted
-        if self.settings.weighting == "dpace":
-            counted = whole_chains(counted, depth, batch.documents)
-        if seed is None or self.settings.scored_share == 1.0:
+        counted, share, most = batch.counted, self.settings.scored_share, head.num_anchors
+        if in_chains(head, self.settings):
+            counted = whole_chains(counted, head.depth, batch.documents)
+        if seed is None:
+            share, seed = 1.0, 0
+        if share == 1.0 and not 0 < most < counted.shape[1]:
             return counted
         seeds = [derive(seed, sample) for sample in batch.samples]
-        drawn = [
-            torch.rand(counted.shape[1], generator=torch.Generator().manual_seed(one))
-            for one in seeds
-        ]
-        return counted & (torch.stack(drawn) < self.settings.scored_share)
+        drawn = torch.stack(
+            [
+                torch.rand(counted.shape[1], generator=torch.Generator().manual_seed(one))
+                for one in seeds
+            ]
+        ).to(counted.device)
+        counted = counted & (drawn < share)
+        if 0 < most < counted.shape[1]:
+            least = drawn.masked_fill(~counted, 1.0).kthvalue(most, dim=1, keepdim=True).values
+            counted &= drawn <= least
+        return counted
 
 
 @dataclass(frozen=True, slots=True)

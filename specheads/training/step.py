@@ -61,10 +61,10 @@ class Stepper:
 
     def _parts(self, batch: TokenBatch, phase: PlacedPhase, number: int) -> list[Step]:
         """Return what this process reads of a step's batch, part by part."""
-        depth, device = self.head.depth, self.teacher.base.device
+        device = self.teacher.base.device
         seed = derive(self.seed, number)
         parts = [
-            (part.to(device), phase.scored(part, depth, seed).to(device))
+            (part.to(device), phase.scored(part, self.head, seed).to(device))
             for part in batch.parts(phase.settings.accumulation_steps)
         ]
         counts = [

@@ -52,7 +52,7 @@ def validate(
     """
     depth, settings, device = teacher.head.depth, phase.settings, teacher.base.device
     batches = [batch.to(device) for batch in held_out.batches or []]
-    scored = [phase.scored(batch, depth) for batch in batches]
+    scored = [phase.scored(batch, teacher.head) for batch in batches]
     counts = torch.zeros(depth + 2, dtype=torch.long, device=device)
     for batch, labels in zip(batches, scored, strict=True):
         counts += label_counts(teacher.head, batch.tokens, batch.documents, labels, settings)

@@ -46,6 +46,11 @@ VARIANTS = {
     "hydra_heads": [{"num_layers": 2}, {"prefix": False}],
     "redrafter": [{}, {"rnn": False}, {"exit_dim": 24}],
     "eagle3": [{"attention_heads": 4, "key_value_heads": 2}, {"norm_before_residual": True}],
+    "dflash": [{"attention_heads": 4, "key_value_heads": 2, "num_layers": 2}],
+    "dspark": [
+        {"attention_heads": 4, "key_value_heads": 2, "num_layers": 1, "markov_rank": 5},
+        {"sample_from_anchor": False, "num_layers": 1, "mask_token": 7, "markov_rank": 5},
+    ],
 }
 REDUCED = {kind: {"draft_tokens": 20} for kind in VARIANTS}
 
@@ -113,6 +118,7 @@ def test_engines_take_the_heads_they_are_known_to_take():
         *(("eagle3", e) for e in ("vllm", "speculators", "sglang", "tensorrt_llm", "llama_cpp")),
         *((kind, "vllm") for kind in ("medusa", "mlp_speculator", "hydra_heads", "redrafter")),
         *((kind, "tgi") for kind in ("medusa", "mlp_speculator")),
+        *((kind, "speculators") for kind in ("dflash", "dspark")),
         ("medusa", "vllm_0_32"),
     }
 
@@ -222,6 +228,11 @@ def edited(folder: Path, **changes) -> None:
         ("eagle3", "vllm", {"draft_tokens": 20}, {"draft_vocab_size": 61}),
         ("eagle3", "vllm", {}, {"rope_theta": 500_000.0}),
         ("eagle3", "vllm", {}, {"rms_norm_eps": 1e-1}),
+        ("dflash", "speculators", {}, {"aux_hidden_state_layer_ids": [1, 2, 3, 4, 5]}),
+        ("dflash", "speculators", {}, {"mask_token_id": 3}),
+        ("dflash", "speculators", {}, {"sliding_window_non_causal": False}),
+        ("dspark", "speculators", {}, {"sample_from_anchor": ...}),
+        ("dspark", "speculators", {}, {"block_size": 8}),
     ],
 )
 def test_settings_an_engine_would_read_otherwise_are_caught(

@@ -16,15 +16,16 @@ from specheads.core.drafter import Features, Head
 from specheads.core.features import Committed
 from specheads.decoding.generate import generate
 from specheads.decoding.trees import policies
-from specheads.heads.load import build, kinds, load_head
+from specheads.heads.load import build, build_for, kinds, load_head
 from specheads.measure.offline import offline_logits
 from tests import tiny
-from tests.heads import block_parallel
-from tests.heads.block_parallel import build_for
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 KINDS = kinds()
+GROUPED = {"attention_heads": 4, "key_value_heads": 2, "num_layers": 2}
 VARIANTS: dict[str, list[dict[str, Any]]] = {
+    "dflash": [{"sample_from_anchor": True, **GROUPED}],
+    "dspark": [{"sample_from_anchor": False, "markov_rank": 3, "mask_token": 5, **GROUPED}],
     "eagle3": [{"norm_before_residual": True, "attention_heads": 4, "key_value_heads": 2}],
     "hydra_heads": [{"prefix": False, "num_layers": 1}],
     "medusa": [{"projection": "shared"}, {"projection": "low_rank", "rank": 3}, {"num_layers": 2}],
@@ -38,9 +39,6 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
 """Settings that make another network of a kind; every kind is checked as it comes, too."""
 
 CASES = [{"kind": kind, **own} for kind in KINDS for own in [{}, *VARIANTS.get(kind, [])]]
-CONTRACT = [*CASES, {"kind": block_parallel.KIND}]
-"""What the contract holds for: all kinds, and one that drafts its levels at once."""
-
 TIME = 14
 
 
@@ -49,7 +47,7 @@ def told(settings: dict[str, Any]) -> str:
     return "-".join(str(value) for value in settings.values())
 
 
-each_case = pytest.mark.parametrize("settings", CONTRACT, ids=told)
+each_case = pytest.mark.parametrize("settings", CASES, ids=told)
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +91,8 @@ def test_every_parameter_learns(settings: dict, base: FrozenBase):
         for level, one in enumerate(logits)
     )
     assert isinstance(loss, torch.Tensor)
-    loss.backward()
+    said = [head.confidence_logits(state) for state in head.states(features, tokens)]
+    sum((one.sum() for one in said if one is not None), loss).backward()
     idle = [
         name
         for name, value in head.named_parameters()
@@ -102,42 +101,18 @@ def test_every_parameter_learns(settings: dict, base: FrozenBase):
     assert idle == []
 
 
-def check_scored(head: Head, base: FrozenBase) -> None:
-    """Hold the states that predict scored tokens against those made for all tokens."""
-    features, tokens = read(base, head.aux_layers)
-    scored = torch.rand(tokens.shape, generator=torch.manual_seed(5)) < 0.15
-    everywhere = list(head.states(features, tokens))
-    asked = list(head.states(features, tokens, scored))
-    assert len(asked) == len(everywhere) == head.depth
-    for level, (some, all_of_them) in enumerate(zip(asked, everywhere, strict=True)):
-        rows, at = scored[:, 2 + level :].nonzero(as_tuple=True)
-        assert len(rows)
-        torch.testing.assert_close(some[rows, at], all_of_them[rows, at], rtol=0, atol=1e-12)
-
-
 @each_case
-def test_states_that_predict_scored_tokens_are_those_made_for_all(settings: dict, base: FrozenBase):
-    check_scored(make(settings, base), base)
-
-
-def test_a_block_head_drafts_from_positions_that_predict_scored_tokens_and_no_others(
-    base: FrozenBase, monkeypatch: pytest.MonkeyPatch
-):
-    head = make({"kind": block_parallel.KIND}, base)
-    assert isinstance(head, block_parallel.Head)
-    features, tokens = read(base)
-    list(head.states(features, tokens))
-    assert head.num_anchors == 2 * TIME
-    #  position   0 1 2 3 4 5 6 7 ...         token 7 is predicted from 5, 4 and 3
-    scored = torch.zeros_like(tokens, dtype=torch.bool)
-    scored[0, 7] = True
-    list(head.states(features, tokens, scored))
-    assert head.num_anchors == 3
-    assert head.anchors(scored).nonzero().tolist() == [[0, 3], [0, 4], [0, 5]]
-    # one position off, and the contract finds out
-    monkeypatch.setattr(head, "anchors", lambda scored: scored.roll(-1, 1))
-    with pytest.raises(AssertionError):
-        check_scored(head, base)
+def test_states_at_anchors_are_those_made_everywhere(settings: dict, base: FrozenBase):
+    head = make(settings, base)
+    features, tokens = read(base, head.aux_layers)
+    anchors = torch.rand(tokens.shape, generator=torch.manual_seed(5)) < 0.3
+    # ragged: as random anchors are
+    assert len(set(anchors.sum(1).tolist())) > 1
+    everywhere = list(head.states(features, tokens))
+    asked = list(head.states(features, tokens, anchors))
+    assert len(asked) == len(everywhere) == head.depth
+    for some, all_of_them in zip(asked, everywhere, strict=True):
+        torch.testing.assert_close(some[anchors], all_of_them[anchors], rtol=0, atol=1e-12)
 
 
 @each_case

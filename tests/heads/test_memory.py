@@ -17,7 +17,7 @@ from specheads.decoding.trees import policies
 from specheads.heads.layers.attention import Slots
 from specheads.measure.oracle import Oracle
 from tests import tiny
-from tests.heads.test_heads import CONTRACT, make, told
+from tests.heads.test_heads import CASES, make, told
 
 LENGTHS = torch.tensor([5, 9, 3, 7])
 """Positions that each row has committed before the rows move."""
@@ -80,7 +80,7 @@ def check_memory(drafter: Drafter) -> None:
         torch.testing.assert_close(together[place], alone[0], rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("settings", CONTRACT, ids=told)
+@pytest.mark.parametrize("settings", CASES, ids=told)
 def test_rows_of_a_head_stay_leave_and_join_with_their_memory(settings: dict):
     head = make(settings, tiny.base())
     if head.memory(1, 64) is not None:
@@ -88,8 +88,8 @@ def test_rows_of_a_head_stay_leave_and_join_with_their_memory(settings: dict):
 
 
 def test_which_kinds_have_a_memory():
-    kept = {case["kind"] for case in CONTRACT if make(case, tiny.base()).memory(1, 64) is not None}
-    assert kept >= {"eagle3", "hydra_heads", "block_parallel"}
+    kept = {case["kind"] for case in CASES if make(case, tiny.base()).memory(1, 64) is not None}
+    assert kept >= {"eagle3", "hydra_heads", "dflash", "dspark"}
 
 
 @pytest.mark.parametrize("name", BASELINES)

@@ -9,13 +9,12 @@ from torch import Tensor
 from specheads.core.drafter import Head
 from specheads.core.features import Features
 from specheads.data.packing import TokenBatch
-from specheads.heads.load import kinds
+from specheads.heads.load import build_for, kinds
 from tests import tiny
-from tests.heads import block_parallel
 from tests.packed import alone, packed, pieces, rows, texts
 
-KINDS = [*kinds(), block_parallel.KIND]
-ATTENDING = ["eagle3", "hydra_heads", block_parallel.KIND]
+KINDS = kinds()
+ATTENDING = ["dflash", "dspark", "eagle3", "hydra_heads"]
 """Kinds with attention of their own; a new one that is not told here fails the control below."""
 
 DEPTH = 2
@@ -23,7 +22,7 @@ DEPTH = 2
 
 def head_of(kind: str) -> Head:
     """Return a head whose every part does something."""
-    head = block_parallel.build_for({"kind": kind, "depth": DEPTH}, tiny.base()).double()
+    head = build_for({"kind": kind, "depth": DEPTH}, tiny.base()).double()
     for parameter in head.parameters():
         parameter.data.copy_(torch.randn_like(parameter) * 0.3)
     return head

@@ -9,13 +9,12 @@ import torch
 from specheads.core.drafter import Head
 from specheads.decoding.acceptance.sampling import Sampling, each_prompt
 from specheads.decoding.trees import policies
-from specheads.heads.load import kinds
+from specheads.heads.load import build_for, kinds
 from specheads.measure.counts import DepthCounts
 from specheads.measure.how import How
 from specheads.measure.offline import guess_ranks, measure_offline, replay
 from specheads.measure.online import decode_prompts, write_alone
 from tests import tiny
-from tests.heads.block_parallel import build_for
 from tests.measure.test_measure import Habit
 
 DEPTH = 3

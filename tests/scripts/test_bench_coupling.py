@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 
 from specheads.base.model import FrozenBase
-from tests.heads.block_parallel import build_for
+from specheads.heads.load import build_for
 
 ROOT = Path(__file__).parents[2]
 

@@ -38,7 +38,7 @@ def loss_of(head: Head, batch: TokenBatch, settings: Phase) -> tuple[DepthLoss, 
     base = tiny.base()
     (place,) = placed(Schedule(phases={"corpus": settings}))
     features = base.read(batch.tokens, head.aux_layers, batch.documents)
-    scored = place.scored(batch, head.depth)
+    scored = place.scored(batch, head)
     loss = Objective(head)(features, batch.tokens, scored, base.logits_of, settings)
     learned = [value for value in head.parameters() if value.requires_grad]
     found = torch.autograd.grad(loss.total, learned, allow_unused=True)

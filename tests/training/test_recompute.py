@@ -7,6 +7,7 @@ from torch import Tensor
 from specheads.config import Phase
 from specheads.core.drafter import Head
 from specheads.heads.load import build_for, kinds
+from specheads.training.losses.depth_loss import whole_chains
 from specheads.training.objective import Objective
 from tests import tiny
 
@@ -23,7 +24,7 @@ def learned(head: Head, activation_checkpointing: bool) -> tuple[dict[str, Tenso
         return value
 
     head.zero_grad()
-    scored = torch.ones_like(tokens, dtype=torch.bool)
+    scored = whole_chains(torch.ones_like(tokens, dtype=torch.bool), head.depth)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
         features = base.read(tokens, head.aux_layers)
         loss = Objective(head)(features, tokens, scored, base.projection, phase)

@@ -44,6 +44,10 @@ class Coupled(Drafter):
         """Return the tokens that these columns of its logits stand for."""
         return self.drafter.to_tokens(drafted)
 
+    def confidence(self, state: State) -> Float[Tensor, "batch node"] | None:
+        """Return how likely the base is to accept a guess, as one says it who sees no noise."""
+        return self.drafter.confidence(state[0])
+
     def begin(self, committed: Committed, memory: Any) -> tuple[Tensor, State]:
         """Read what was committed; return logits for the token after the root."""
         logits, state = self.drafter.begin(committed, memory)

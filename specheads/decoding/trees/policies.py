@@ -94,11 +94,11 @@ class Static(TreePolicy):
         batch, shape = len(root), self.shape(root.device)
         logits, state = drafter.begin(committed, memory)
         drafted = [root]
-        stop = Stop(self.confidence, batch, root.device)
+        stop = Stop(drafter, self.confidence, batch, root.device)
         for index, level in enumerate(shape.levels):
             best = _best(logits, level.width)[:, level.parents, level.ranks]
             drafted.append(drafter.to_tokens(best))
-            stop.level(logits, best, level.parents, level.inner)
+            stop.level(logits, state, best, level.parents, level.inner)
             if index + 1 == self.depth or stop.everywhere():
                 break
             inner = drafted[-1][:, level.inner]

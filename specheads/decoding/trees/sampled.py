@@ -60,14 +60,14 @@ class Sampled(TreePolicy):
         drafted, probs = [committed.root()], []
         paths = drafted[0][..., None]
         batch, device = len(paths), paths.device
-        stop = Stop(self.confidence, batch, device)
+        stop = Stop(drafter, self.confidence, batch, device)
         for level, width in enumerate(self.branches):
             logits = over_vocabulary(drafter, logits, rows.vocab_size)
             probs.append(rows.probs(logits, paths))
             drawn = _drawn(rows, logits, probs[-1], level, width).flatten(1)
             drafted.append(drawn)
             parents = torch.arange(logits.shape[1], device=drawn.device).repeat_interleave(width)
-            stop.level(logits, drawn, parents, slice(None))
+            stop.level(logits, state, drawn, parents, slice(None))
             if level + 1 == self.depth or stop.everywhere():
                 break
             paths = torch.cat([paths[:, parents], drawn[..., None]], dim=-1)

@@ -1,4 +1,4 @@
-"""EAGLE-3 in the format of vllm-project/speculators, which vLLM serves by its folder alone."""
+"""Heads in the format of vllm-project/speculators, which vLLM serves by its folder alone."""
 
 import shlex
 from pathlib import Path
@@ -7,37 +7,21 @@ from typing import Any
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
 from specheads.export.layout import Folder, Layout
-from specheads.export.layouts import _eagle3
-from specheads.export.readers import eagle3
+from specheads.export.layouts import _blocks, _eagle3
+from specheads.export.readers import blocks, eagle3
 
 ABOUT = "speculators 0.9 format, for vLLM 0.32 and later"
 
 
 def write(head: Head, base: FrozenBase, out: Path) -> Folder:
     """Return a folder that names its base and holds a copy of the base's embedding."""
-    method = {
-        "proposal_type": "greedy",
-        "speculative_tokens": head.depth,
-        "verifier_accept_k": 1,
-        "accept_tolerance": 0.0,
-    }
     config = _eagle3.config(head, base)
     kept = ("draft_vocab_size", "target_hidden_size", "norm_before_residual", "norm_before_fc")
     outer: dict[str, Any] = {
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",
-        "speculators_version": "0.9.0",
         "transformer_layer_config": _eagle3.layer(head, base),
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [method],
-            "verifier": {
-                "name_or_path": base.place,
-                "architectures": base.config.architectures or [type(base.model).__name__],
-            },
-        },
-        "tie_word_embeddings": False,
+        **_common(head, base),
         "embed_requires_grad": False,
         **{name: config[name] for name in kept},
         **{name: config[name] for name in ("fc_norm", "norm_output", _eagle3.IDS, "torch_dtype")},
@@ -47,7 +31,41 @@ def write(head: Head, base: FrozenBase, out: Path) -> Folder:
         for name, value in _eagle3.tensors(head).items()
     }
     named["embed_tokens.weight"] = base.embedding
-    return Folder(outer, named, (f"vllm serve {shlex.quote(str(out))}",))
+    return Folder(outer, named, (_serve(out),))
+
+
+def write_blocks(head: Head, base: FrozenBase, out: Path) -> Folder:
+    """Return a folder that names its base, from which an engine takes what the head borrows."""
+    outer = {**_blocks.own(head, base), **_common(head, base)}
+    outer["torch_dtype"] = str(next(head.parameters()).dtype).removeprefix("torch.")
+    return Folder(outer, _blocks.tensors(head), (_serve(out),))
+
+
+def _common(head: Head, base: FrozenBase) -> dict[str, Any]:
+    """Return what config.json says of any head."""
+    method = {
+        "proposal_type": "greedy",
+        "speculative_tokens": head.depth,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
+    return {
+        "speculators_version": "0.9.0",
+        "speculators_config": {
+            "algorithm": head.kind,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [method],
+            "verifier": {
+                "name_or_path": base.place,
+                "architectures": base.config.architectures or [type(base.model).__name__],
+            },
+        },
+        "tie_word_embeddings": False,
+    }
+
+
+def _serve(out: Path) -> str:
+    return f"vllm serve {shlex.quote(str(out))}"
 
 
 LAYOUTS = {
@@ -59,5 +77,20 @@ LAYOUTS = {
         "by vLLM 0.32.0 on a CPU (`make vllm`); of 0.33 the sources were read",
         _eagle3.hidden_layers_only,
         "aux_layers below the last layer",
-    )
+    ),
+    **{
+        kind: Layout(
+            write_blocks,
+            read,
+            settings,
+            "layout",
+            "as vLLM 0.32.0's sources read it",
+            _eagle3.hidden_layers_only,
+            "aux_layers below the last layer",
+        )
+        for kind, read, settings in (
+            ("dflash", blocks.dflash, _blocks.DFLASH),
+            ("dspark", blocks.dspark, _blocks.DSPARK),
+        )
+    },
 }

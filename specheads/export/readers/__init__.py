@@ -43,6 +43,8 @@ class Guess:
     """(time, drafted); rows too close to the end to have read a token are meaningless."""
     ids: Tensor
     """(drafted,): the token of each column."""
+    confidence: Tensor | None = None
+    """(time,): logit of the chance that the base accepts it, of a drafter that says one."""
 
 
 Reader = Callable[[Path, BaseView, int], Iterator[Guess]]

@@ -15,7 +15,7 @@ from specheads.config import check
 from specheads.config.ranges import Count, Depth, Layer, Scale, Width
 from specheads.core.drafter import Bias, Committed, Features, State, Weight
 from specheads.core.errors import InputError
-from specheads.heads.fill import fill
+from specheads.heads.fill import fill, take_maps
 from specheads.heads.layers.attention import AttentionShape, Slots
 from specheads.heads.layers.embedding import EmbeddingHead
 from specheads.heads.layers.feedback import Branch, FeedbackLayer
@@ -112,10 +112,10 @@ class Head(EmbeddingHead):
         self,
         features: Features,
         tokens: Int[Tensor, "batch time"],
-        scored: Bool[Tensor, "batch time"] | None = None,
+        anchors: Bool[Tensor, "batch time"] | None = None,
     ) -> Iterator[Float[Tensor, "batch time width"]]:
         """Yield each round's state, of every position at once."""
-        del scored
+        del anchors
         read = (
             self.embed(tokens.roll(-1 - level, 1), self.fc.weight) for level in range(self.depth)
         )
@@ -198,14 +198,7 @@ def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | No
             )
     head = Head(_own_config(settings), settings["hidden_size"], settings["vocab_size"])
     embedding = named.pop("embed_tokens.weight", None)
-    marks, offsets = named.pop("t2d", None), named.pop("d2t", None)
-    if offsets is not None:
-        # the i-th draft token is token i + d2t[i] of the base
-        ids = torch.arange(head.drafted_size, device=offsets.device) + offsets
-        if marks is not None and not torch.equal(marks.nonzero()[:, 0], ids):
-            raise InputError("d2t and t2d must name the same tokens, in order; repair the maps")
-        if head.draft_ids is not None:
-            named["draft_ids"] = ids
+    take_maps(head, named)
     fill(head, named)
     if embedding is not None:
         head.bind(embedding)

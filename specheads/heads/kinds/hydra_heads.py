@@ -90,10 +90,10 @@ class Head(EmbeddingHead):
         self,
         features: Features,
         tokens: Int[Tensor, "batch time"],
-        scored: Bool[Tensor, "batch time"] | None = None,
+        anchors: Bool[Tensor, "batch time"] | None = None,
     ) -> Iterator[Float[Tensor, "batch time width"]]:
         """Yield the states that read one token after each position, then two, and so on."""
-        del scored
+        del anchors
         path = self.prefix(features) if self.prefix else features.hidden
         embedded = self.embed(tokens, path)
         for level, blocks in enumerate(self.blocks):

@@ -94,10 +94,10 @@ class Head(BaseHead):
         self,
         features: Features,
         tokens: Int[Tensor, "batch time"],
-        scored: Bool[Tensor, "batch time"] | None = None,
+        anchors: Bool[Tensor, "batch time"] | None = None,
     ) -> Iterator[Float[Tensor, "batch time width"]]:
         """Yield each head's state; none of them reads a drafted token."""
-        del tokens, scored
+        del tokens, anchors
         for level in range(self.depth):
             yield self._state(features.hidden, level)
 

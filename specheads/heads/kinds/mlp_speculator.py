@@ -120,10 +120,10 @@ class Head(BaseHead):
         self,
         features: Features,
         tokens: Int[Tensor, "batch time"],
-        scored: Bool[Tensor, "batch time"] | None = None,
+        anchors: Bool[Tensor, "batch time"] | None = None,
     ) -> Iterator[Float[Tensor, "batch time width"]]:
         """Yield the states that read tokens[:, t + 1], then tokens[:, t + 2], and so on."""
-        del scored
+        del anchors
         state = self._first(features.hidden)
         for level in range(self.depth):
             state = self._step(state, tokens.roll(-1 - level, 1), level)

@@ -79,10 +79,10 @@ class Head(EmbeddingHead):
         self,
         features: Features,
         tokens: Int[Tensor, "batch time"],
-        scored: Bool[Tensor, "batch time"] | None = None,
+        anchors: Bool[Tensor, "batch time"] | None = None,
     ) -> Iterator[Float[Tensor, "batch time width"]]:
         """Yield the states that read one token after each position, then two, and so on."""
-        del scored
+        del anchors
         embedded = self.embed(tokens, features.hidden)
         state = torch.zeros_like(features.hidden)
         for level in range(self.depth):

@@ -16,6 +16,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
 from specheads.core.errors import InputError
+from specheads.heads.layers.norm import RMSNorm
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +35,24 @@ class AttentionShape:
     """Number of channels of a head."""
     theta: float
     """Base of the rotary position embedding."""
+    norm_epsilon: float | None = None
+    """Epsilon of norms over each head's queries and keys, as Qwen3 has them. None: no norms."""
 
     @classmethod
     def of(
-        cls, width: int, num_heads: int, num_shared: int, head_dim: int = 0, *, theta: float
+        cls,
+        width: int,
+        num_heads: int,
+        num_shared: int,
+        head_dim: int = 0,
+        *,
+        theta: float,
+        norm_epsilon: float | None = None,
     ) -> "AttentionShape":
         """Return the shape that settings name; where they say zero, one that fits the width."""
         num_heads = num_heads or max(1, width // 64)
-        return cls(num_heads, num_shared or num_heads, head_dim or width // num_heads, theta)
+        head_dim = head_dim or width // num_heads
+        return cls(num_heads, num_shared or num_heads, head_dim, theta, norm_epsilon)
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_shared or self.head_dim % 2:
@@ -68,10 +79,14 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(input_width, num_shared * head_dim, bias=False)
         self.v_proj = nn.Linear(input_width, num_shared * head_dim, bias=False)
         self.o_proj = nn.Linear(num_heads * head_dim, width, bias=False)
+        epsilon = shape.norm_epsilon
+        self.q_norm, self.k_norm = (
+            nn.Identity() if epsilon is None else RMSNorm(head_dim, epsilon) for _ in range(2)
+        )
 
     def keys_values(self, inputs: Tensor, positions: Int[Tensor, "batch time"]) -> Tensor:
         """Return what may be attended to: (batch, 2, shared head, time, head_dim)."""
-        keys = _rotate(self._split(self.k_proj(inputs)), positions, self.theta)
+        keys = _rotate(self.k_norm(self._split(self.k_proj(inputs))), positions, self.theta)
         return torch.stack([keys, self._split(self.v_proj(inputs))], dim=1)
 
     def forward(
@@ -95,7 +110,7 @@ class Attention(nn.Module):
                 sees those of its document up to itself: each is worked on alone. Empty works on
                 all at once.
         """
-        queries = _rotate(self._split(self.q_proj(inputs)), positions, self.theta)
+        queries = _rotate(self.q_norm(self._split(self.q_proj(inputs))), positions, self.theta)
         if path is None:
             assert visible is not None
             keys, values = past.unbind(1)
@@ -196,10 +211,13 @@ class Slots:
     """Where each position lies in the only row of `held`; None is a row of its own, in order."""
 
     @classmethod
-    def empty(cls, attention: Attention, batch: int, capacity: int) -> "Slots":
-        """Return rows without positions, in the precision and place of their attention."""
+    def empty(cls, attention: Attention, batch: int, capacity: int, layers: int = 1) -> "Slots":
+        """Return rows without positions, in the precision and place of their attention.
+
+        Several layers of one shape lie beside one another, along the axis of shared heads.
+        """
         weight = attention.k_proj.weight
-        shape = (batch, 2, attention.num_shared, capacity, attention.head_dim)
+        shape = (batch, 2, layers * attention.num_shared, capacity, attention.head_dim)
         return cls(weight.new_zeros(shape), torch.zeros(batch, dtype=torch.long).to(weight.device))
 
     def append(self, fresh: Tensor, count: Int[Tensor, " batch"]) -> None:

@@ -25,9 +25,7 @@ class EmbeddingHead(Head):
         # detached, or it would count as a parameter of this head
         self.embedding = embedding.detach()
 
-    def embed(
-        self, tokens: Int[Tensor, "batch time"], like: Tensor
-    ) -> Float[Tensor, "batch time width"]:
+    def embed(self, tokens: Int[Tensor, "*any"], like: Tensor) -> Float[Tensor, "*any width"]:
         """Return the embeddings of tokens, in the dtype of `like`.
 
         Raises:

@@ -87,7 +87,7 @@ def depth_loss(
     each = [targets] * depth if isinstance(targets, Targets) else list(targets)
     check_choices(kind, weighting)
     _check(kind, depth_weights, each, depth)
-    weights = list(depth_weights) or [decay**level for level in range(depth)]
+    weights = depth_shares(depth, decay, depth_weights)
     rows = torch.stack(
         [(one.labels >= 0).sum() if one.count is None else one.count for one in each]
     )
@@ -103,6 +103,11 @@ def depth_loss(
     flat = [tensor for pair in projections for tensor in pair]
     total, by_depth, agreement = _FusedDepthLoss.apply(plan, depth, *states, *flat)
     return DepthLoss(total, by_depth, agreement)
+
+
+def depth_shares(depth: int, decay: float, depth_weights: Sequence[float]) -> list[float]:
+    """Return the weight of each depth's loss."""
+    return list(depth_weights) or [decay**level for level in range(depth)]
 
 
 def dpace_weights(confidence: Float[Tensor, "depth row"]) -> Float[Tensor, "depth row"]:

@@ -1,0 +1,148 @@
+"""DSpark: DFlash, each level corrected by the token drafted before it, and a say of how sure it is.
+
+Source: deepseek-ai/DeepSpec, DSpark_paper.pdf; vllm-project/speculators.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from specheads.config import check
+from specheads.config.ranges import Count, Depth, Layer, Positive, Scale, Size, Token, Width
+from specheads.core.drafter import Bias, State, Weight
+from specheads.core.weight_layout import product
+from specheads.heads.layers.block import BlockHead
+from specheads.heads.layers.block_folders import filled, flat_settings, own_settings
+
+
+@dataclass(kw_only=True, slots=True)
+class Config:
+    """Settings of a DSpark head; the defaults are the published ones."""
+
+    depth: Depth = 7
+    """Number of levels it drafts, all of them in one forward."""
+
+    num_layers: Depth = 5
+    """Number of layers."""
+
+    aux_layers: list[Layer] = field(default_factory=list)
+    """Base layers it reads, in growing order: k is the residual stream after k layers. Empty takes
+    as many as num_layers, evenly from 2 to n - 2 of n, or of a shallow base 1 to n - 1."""
+
+    attention_heads: Width = 0
+    """Number of attention heads. Zero takes one for each 64 channels of the base."""
+
+    key_value_heads: Width = 0
+    """Number of heads of keys and values. Zero takes as many as there are attention heads."""
+
+    head_dim: Width = 0
+    """Number of channels of an attention head. Zero divides the base's among them."""
+
+    inner_dim: Width = 0
+    """Width of its MLPs. Zero takes 8/3 of the base's, rounded up to a multiple of 16."""
+
+    markov_rank: Size = 256
+    """Width between the two thin matrices that turn the token before into a correction."""
+
+    rope_theta: Scale = 1_000_000.0
+    """Base of the rotary position embedding."""
+
+    epsilon: Scale = 1e-6
+    """Epsilon of its norms."""
+
+    mask_token: Token = -1
+    """Token whose embedding stands where one is to be drafted: any that text rarely has. -1 takes
+    the vocabulary's last."""
+
+    sample_from_anchor: bool = True
+    """Whether the anchor's own slot drafts the first level, and each slot the token after it;
+    otherwise masks draft the tokens in whose place they stand."""
+
+    num_anchors: Positive = 512
+    """Positions of a sequence that a training step drafts from, drawn anew each time."""
+
+    draft_tokens: Count = 0
+    """Number of tokens it can draft, the most frequent ones of the training text. Zero is all."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.aux_layers, tuple):
+            self.aux_layers = list(self.aux_layers)
+        check(self, "head")
+
+
+class MarkovHead(nn.Module):
+    """A bias on the logits by the token before: W2 W1[token]."""
+
+    def __init__(self, vocab_size: int, drafted_size: int, rank: int) -> None:
+        super().__init__()
+        self.markov_w1 = nn.Embedding(vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, drafted_size, bias=False)
+        # at first next to no correction
+        nn.init.normal_(self.markov_w1.weight, std=0.01)
+
+
+class ConfidenceHead(nn.Module):
+    """The logit of the chance that the base accepts what a state guesses."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(width, 1)
+
+
+class Head(BlockHead):
+    """A state is what stands at its level beside the embedding of the token before, [h, e].
+
+    Its logits are W h + W2 e of the base's W, so its projection is [W, W2], as the loss wants it.
+    """
+
+    def __init__(self, config: Config, width: int, vocab_size: int) -> None:
+        super().__init__(config, width, vocab_size)
+        self.markov_head = MarkovHead(vocab_size, self.drafted_size, config.markov_rank)
+        self.confidence_head = ConfidenceHead(width + config.markov_rank)
+
+    def answering(
+        self, hidden: Float[Tensor, "batch time width"], tokens: Int[Tensor, "batch node"]
+    ) -> Float[Tensor, "batch node answer"]:
+        """Return what stands at a level beside what the tokens before say of it."""
+        before = self.markov_head.markov_w1(tokens)
+        return torch.cat([hidden.expand(-1, tokens.shape[1], -1).to(before.dtype), before], dim=-1)
+
+    def projection(self, level: int) -> tuple[Weight, Bias | None]:
+        """Return the base's projection beside the correction's, the same at every level."""
+        del level
+        corrects = self.markov_head.markov_w2.weight
+        return torch.cat([self.lent().to(corrects.dtype), corrects], dim=1), None
+
+    def projections(self) -> list[tuple[Weight, Bias | None]]:
+        """Return that one projection for every level, put together once."""
+        return [self.projection(0)] * self.depth
+
+    def logits(
+        self, state: Float[Tensor, "*batch width"], level: int
+    ) -> Float[Tensor, "*batch vocab"]:
+        """Return the logits that `state` of this level stands for."""
+        del level
+        # two products, so that drafting does not put the projection together in every step
+        hidden, before = state.split([self.width, self.config.markov_rank], dim=-1)
+        return product(hidden, self.lent()) + self.markov_head.markov_w2(before)
+
+    def confidence_logits(self, state: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch"]:
+        """Return the logit of the chance that the base accepts what this state guesses."""
+        return self.confidence_head.proj(state)[..., 0]
+
+    @torch.no_grad()
+    def confidence(self, state: State) -> Float[Tensor, "batch node"]:
+        """Return how likely the base is to accept a guess after each node answered last."""
+        return self.confidence_logits(state.states).sigmoid()
+
+
+def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> BlockHead | None:
+    """Read a folder of DeepSpec's or of speculators, one with a Markov and a confidence head."""
+    settings = flat_settings(config)
+    if settings is None or not settings.get("markov_rank"):
+        return None
+    own = Config(markov_rank=settings["markov_rank"], **own_settings(settings))
+    return filled(Head(own, settings["hidden_size"], settings["vocab_size"]), tensors)

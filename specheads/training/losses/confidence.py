@@ -1,0 +1,61 @@
+"""What teaches a head to say how sure it is: the rate at which the base would accept its guesses.
+
+Source: deepseek-ai/DeepSpec, deepspec/modeling/dspark/loss.py.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+from specheads.training.losses.depth_loss import Targets
+
+CHUNK_LOGITS = 2**24
+"""Logits that are held at once, of the draft and of the base alike."""
+
+
+def confidence_loss(
+    said: Sequence[Float[Tensor, " row"]],
+    states: Sequence[Float[Tensor, "row width"]],
+    projections: Sequence[tuple[Tensor, Tensor | None]],
+    targets: Sequence[Targets],
+    logits_of: Callable[[Tensor], Tensor],
+) -> Float[Tensor, " depth"]:
+    """Return each depth's binary cross-entropy between what was said and what would be accepted.
+
+    That is the overlap of the two distributions, one minus their total variation distance: the rate
+    of acceptance in exact sampling. It carries no gradient, so that the least loss is had by who
+    says it right. Rows without a label are left out.
+    """
+    losses = []
+    for logits, state, projection, target in zip(said, states, projections, targets, strict=True):
+        drafted = target.labels >= 0
+        rates = acceptance_rates(state, projection, target.base_hidden, logits_of)
+        found = F.binary_cross_entropy_with_logits(logits.to(rates.dtype), rates, reduction="none")
+        count = drafted.sum() if target.count is None else target.count
+        losses.append(found.where(drafted, 0.0).sum() / count.clamp(min=1))
+    return torch.stack(losses)
+
+
+@torch.no_grad()
+def acceptance_rates(
+    states: Float[Tensor, "row width"],
+    projection: tuple[Tensor, Tensor | None],
+    base_hidden: Float[Tensor, "row base"],
+    logits_of: Callable[[Tensor], Tensor],
+) -> Float[Tensor, " row"]:
+    """Return the sum over tokens of the lesser of the draft's and the base's probability."""
+    weight, bias = (None if one is None else one.to(states.dtype) for one in projection)
+    assert weight is not None
+    precision = torch.promote_types(states.dtype, torch.float32)
+    chunk = max(1, CHUNK_LOGITS // len(weight))
+    rates = [
+        torch.minimum(
+            F.linear(some, weight, bias).to(precision).softmax(-1),
+            logits_of(base).to(precision).softmax(-1),
+        ).sum(-1)
+        for some, base in zip(states.split(chunk), base_hidden.split(chunk), strict=True)
+    ]
+    return torch.cat(rates).clamp_(max=1.0)

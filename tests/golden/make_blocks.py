@@ -1,0 +1,195 @@
+"""Make the golden tensors of DFlash and DSpark with their own projects' code.
+
+    git clone https://github.com/deepseek-ai/DeepSpec && git clone https://github.com/z-lab/dflash
+    python tests/golden/make_blocks.py DeepSpec dflash
+
+Written with DeepSpec at afdfa7c, z-lab/dflash at 44947fb and transformers 5. Their code runs
+as it is, but that its float32 means float64: norms, rotary embeddings and confidences round to
+float32 whatever the model's precision, and what is compared here must not.
+"""
+
+import argparse
+import importlib
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch.nn.attention.flex_attention import create_mask
+from transformers import DynamicCache
+from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
+
+HERE = Path(__file__).parent
+TIME, FIRST, BATCH = 14, 6, 2
+"""Positions of a text, those that the first draft has seen, and texts."""
+
+SHAPE = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1_000_000.0,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+}
+LAYERS = {"target_layer_ids": [1, 3, 4], "num_target_layers": 8}
+
+
+def bare(root: Path, *packages: str) -> None:
+    """Know packages by their folders alone: their own `__init__` imports what is not needed."""
+    for name in packages:
+        module = ModuleType(name)
+        module.__path__ = [str(root / name.replace(".", "/"))]
+        sys.modules[name] = module
+
+
+def made(config: dict[str, Any]) -> Any:
+    """Return a configuration as the projects' models take it."""
+    return Qwen3Config(**config | {"attn_implementation": "eager"})
+
+
+def random_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Draw every weight anew, as float32 can hold it; return them under their public names."""
+    named = model.state_dict().items()
+    weights = {name: (0.3 * torch.randn(value.shape)).to(SINGLE) for name, value in named}
+    model.load_state_dict(weights)
+    return weights
+
+
+def save(name: str, config: dict[str, Any], weights: Any, expected: dict[str, Any]) -> None:
+    """Write one case."""
+    folder = HERE / name
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    save_file(weights, folder / "model.safetensors")
+    whole = {key: value.detach().contiguous() for key, value in expected.items()}
+    save_file(whole, folder / "expected.safetensors")
+
+
+def draft(model: Any, embed: Any, aux: torch.Tensor, roots: torch.Tensor, slots: int) -> Any:
+    """Return what stands in a block's slots after two steps of a cache: of FIRST, then of all."""
+    cache, found = DynamicCache(), []
+    for start, end, root in ((0, FIRST, roots[:, 0]), (FIRST, TIME, roots[:, 1])):
+        tokens = torch.full((BATCH, slots), MASK)
+        tokens[:, 0] = root
+        places = torch.arange(start, end + slots)[None].expand(BATCH, -1)
+        call = getattr(model, "_forward_backbone", model)
+        named = "target_hidden_states" if call is not model else "target_hidden"
+        hidden = call(
+            noise_embedding=embed(tokens),
+            position_ids=places,
+            past_key_values=cache,
+            use_cache=True,
+            is_causal=False,
+            **{named: aux[:, start:end]},
+        )
+        cache.crop(-slots)
+        found.append(hidden)
+    return found
+
+
+MASK = 60
+
+
+def deepspec(root: Path, name: str, rank: int) -> None:
+    """Write what DeepSpec's model says in training, at anchors it drew, and in drafting."""
+    packages = ("deepspec", "deepspec.modeling", "deepspec.utils", "deepspec.modeling.dspark")
+    bare(root, *packages, "deepspec.modeling.dspark.qwen3")
+    common: Any = importlib.import_module("deepspec.modeling.dspark.common")
+    modeling: Any = importlib.import_module("deepspec.modeling.dspark.qwen3.modeling")
+    config = SHAPE | LAYERS | {"block_size": 4, "mask_token_id": MASK, "num_anchors": 5}
+    config |= {"architectures": ["Qwen3DSparkModel"], "layer_types": ["full_attention"] * 2}
+    config |= {"markov_rank": rank, "enable_confidence_head": rank > 0}
+    config |= {"markov_head_type": "vanilla", "confidence_head_with_markov": rank > 0}
+    torch.manual_seed(rank)
+    model = modeling.Qwen3DSparkModel(made(config))
+    model = model.double().eval()
+    weights = random_weights(model)
+    aux = torch.randn(BATCH, TIME, 3 * SHAPE["hidden_size"])
+    tokens = torch.randint(MASK, (BATCH, TIME))
+    seen: dict[str, torch.Tensor] = {}
+
+    def sampled(**settings: Any) -> Any:
+        anchors, kept = common.sample_anchor_positions(**settings)
+        seen["out.anchors"], seen["out.kept"] = anchors, kept
+        return anchors, kept
+
+    def dense(rule: Any, **settings: Any) -> torch.Tensor:
+        seen["out.mask"] = create_mask(rule, **settings)
+        return torch.zeros(seen["out.mask"].shape).masked_fill(~seen["out.mask"], -1e300)
+
+    modeling.sample_anchor_positions, common.create_block_mask = sampled, dense
+    counted = torch.ones(BATCH, TIME)
+    counted[1, :4] = 0
+    with torch.no_grad():
+        trained = model(tokens, aux, counted, torch.randn(BATCH, TIME, SHAPE["hidden_size"]))
+        roots = torch.stack([tokens[:, FIRST], torch.randint(MASK, (BATCH,))], dim=1)
+        hidden = draft(model, model.embed_tokens, aux, roots, 4)
+    expected = {"in.tokens": tokens, "in.aux": aux, "in.roots": roots, **seen}
+    expected |= {"out.logits": trained.draft_logits, "out.counted": trained.eval_mask}
+    if rank:
+        expected["out.confidence"] = trained.confidence_pred
+    for step, (block, said_last) in enumerate(zip(hidden, roots.T, strict=True)):
+        plain = model.compute_logits(block)
+        said, logits = model.sample_draft_tokens(
+            plain, first_prev_token_ids=said_last, hidden_states=block
+        )
+        expected |= {f"out.drafted.{step}": said, f"out.draft_logits.{step}": logits}
+        if rank:
+            before = torch.cat([said_last[:, None], said[:, :-1]], dim=1)
+            sure = model.predict_confidence_step(block, prev_token_ids=before)
+            expected[f"out.draft_confidence.{step}"] = sure
+    save(name, config, weights, expected)
+
+
+def z_lab(root: Path, name: str) -> None:
+    """Write what z-lab's model says in drafting; its training is not published."""
+    bare(root, "dflash")
+    modeling: Any = importlib.import_module("dflash.model")
+    config = SHAPE | {
+        "block_size": 5,
+        "num_target_layers": 8,
+        "architectures": ["DFlashDraftModel"],
+    }
+    config |= {"layer_types": ["full_attention"] * 2}
+    config["dflash_config"] = {
+        "target_layer_ids": LAYERS["target_layer_ids"],
+        "mask_token_id": MASK,
+    }
+    torch.manual_seed(9)
+    model = modeling.DFlashDraftModel(made(config))
+    model = model.double().eval()
+    weights = random_weights(model)
+    aux = torch.randn(BATCH, TIME, 3 * SHAPE["hidden_size"])
+    shape = SHAPE["vocab_size"], SHAPE["hidden_size"]
+    embedding, projection = torch.randn(shape), torch.randn(shape)
+    roots = torch.randint(MASK, (BATCH, 2))
+    expected = {"in.aux": aux, "in.roots": roots}
+    expected |= {"in.embedding": embedding, "in.projection": projection}
+    with torch.no_grad():
+        blocks = draft(model, lambda tokens: embedding[tokens], aux, roots, 5)
+    for step, hidden in enumerate(blocks):
+        expected[f"out.draft_logits.{step}"] = hidden[:, -4:] @ projection.T
+    save(name, config, weights, expected)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("deepspec", type=Path)
+    parser.add_argument("dflash", type=Path)
+    folders = parser.parse_args()
+    SINGLE = torch.float32
+    torch.set_default_dtype(torch.float64)
+    torch.float32 = torch.float = torch.float64
+    torch.Tensor.float = torch.Tensor.double
+    deepspec(folders.deepspec, "dspark_deepspec", rank=5)
+    deepspec(folders.deepspec, "dflash_deepspec", rank=0)
+    z_lab(folders.dflash, "dflash_z_lab")

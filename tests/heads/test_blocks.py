@@ -1,0 +1,276 @@
+"""DFlash and DSpark: their own projects' numbers, and drafts from anchors alone."""
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from specheads.base.model import FrozenBase
+from specheads.core.drafter import Features
+from specheads.core.features import Committed
+from specheads.decoding.generate import generate
+from specheads.decoding.trees import policies
+from specheads.heads.kinds import dflash, dspark
+from specheads.heads.layers.block import BlockHead, block_mask
+from specheads.heads.load import build, build_for, load_head
+from tests import tiny
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+DEEPSPEC = {"dflash_deepspec": dflash.Head, "dspark_deepspec": dspark.Head}
+FIRST = 6
+"""Positions that the first of two drafts has seen."""
+
+
+@pytest.fixture
+def in_float64() -> Iterator[None]:
+    """Have rotary angles in float64 too."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def features(aux: Tensor) -> Features:
+    """Return what the base is to these heads: its aux alone."""
+    return Features(aux[..., : aux.shape[-1] // 3], aux)
+
+
+def case(name: str) -> tuple[BlockHead, dict[str, Tensor]]:
+    head, golden = load_head(GOLDEN / name), load_file(GOLDEN / name / "expected.safetensors")
+    assert isinstance(head, BlockHead)
+    head.double()
+    if "in.embedding" in golden:
+        head.bind(golden["in.embedding"], golden["in.projection"])
+    return head, golden
+
+
+def close(found: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-9)
+
+
+def random(base: FrozenBase, kind: str, **settings: Any) -> BlockHead:
+    """Return a head whose every tensor is random, in float64."""
+    torch.manual_seed(1)
+    head = build_for({"kind": kind, "num_layers": 2, **settings}, base).double().eval()
+    assert isinstance(head, BlockHead)
+    for parameter in head.parameters():
+        parameter.data += 0.2 * torch.randn_like(parameter)
+    return head
+
+
+@pytest.mark.usefixtures("in_float64")
+@pytest.mark.parametrize("name", DEEPSPEC)
+def test_training_at_deepspec_s_anchors_gives_its_logits_and_confidences(name: str):
+    head, golden = case(name)
+    assert isinstance(head, DEEPSPEC[name])
+    tokens, counted = golden["in.tokens"], golden["out.counted"]
+    # there an anchor is the token behind the position that is drafted from here
+    at = golden["out.anchors"] - 1
+    kept = golden["out.kept"] & (at >= 0)
+    rows = torch.arange(len(at))[:, None].expand_as(at)
+    marks = torch.zeros_like(tokens, dtype=torch.bool)
+    marks[rows[kept], at[kept]] = True
+    checked = 0
+    for level, state in enumerate(head.states(features(golden["in.aux"]), tokens, marks)):
+        known = kept & counted[:, :, level]
+        found = state[rows[known], at[known]]
+        close(head.logits(found, level), golden["out.logits"][:, :, level][known])
+        if "out.confidence" in golden:
+            sure = head.confidence_logits(found)
+            assert sure is not None
+            close(sure, golden["out.confidence"][:, :, level][known])
+        checked += int(known.sum())
+    assert checked > 20
+
+
+@pytest.mark.parametrize("name", DEEPSPEC)
+def test_slots_see_what_deepspec_s_mask_shows_them(name: str):
+    golden = load_file(GOLDEN / name / "expected.safetensors")
+    anchors, kept, time = golden["out.anchors"], golden["out.kept"], golden["in.tokens"].shape[1]
+    before = torch.arange(time) < anchors[..., None]
+    found = block_mask(before, slots=4)
+    each = kept.repeat_interleave(4, dim=1)
+    assert torch.equal(found[each], golden["out.mask"][:, 0][each])
+
+
+@pytest.mark.usefixtures("in_float64")
+@pytest.mark.parametrize("name", [*DEEPSPEC, "dflash_z_lab"])
+def test_public_heads_draft_as_their_projects_do(name: str):
+    """Two drafts from one memory: of the first positions, and of all."""
+    head, golden = case(name)
+    memory = head.memory(2, capacity=32)
+    ends = (0, FIRST, golden["in.aux"].shape[1])
+    for step, (start, end) in enumerate(itertools.pairwise(ends)):
+        read = features(golden["in.aux"][:, start:end])
+        root = golden["in.roots"][:, step : step + 1]
+        following = root.expand(-1, end - start)
+        committed = Committed(read, following, torch.full((2,), end - start))
+        wanted = golden[f"out.draft_logits.{step}"]
+        said = golden.get(f"out.drafted.{step}", wanted.argmax(-1))
+        logits, state = head.begin(committed, memory)
+        for level in range(head.depth):
+            close(logits[:, 0], wanted[:, level])
+            assert torch.equal(logits.argmax(-1)[:, 0], said[:, level])
+            sure = head.confidence(state)
+            if sure is not None:
+                logit = golden[f"out.draft_confidence.{step}"][:, level]
+                close(sure[:, 0], logit.sigmoid())
+            if level + 1 < head.depth:
+                node = said[:, level : level + 1]
+                logits, state = head.extend(state, node, torch.zeros_like(node))
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+@pytest.mark.parametrize("sample_from_anchor", [False, True])
+def test_blocks_drafted_together_from_ragged_rows_are_those_of_training(
+    kind: str, sample_from_anchor: bool
+):
+    base = tiny.base("llama")
+    head = random(base, kind, depth=4, sample_from_anchor=sample_from_anchor)
+    tokens = torch.randint(base.vocab_size, (3, 16), generator=torch.manual_seed(5))
+    read = base.read(tokens, head.aux_layers)
+    marks = torch.zeros_like(tokens, dtype=torch.bool)
+    at = torch.tensor([0, 10, 4])
+    marks[torch.arange(3), at] = True
+    wanted = [
+        head.logits(state[torch.arange(3), at], level)
+        for level, state in enumerate(head.states(read, tokens, marks))
+    ]
+    # what lies behind a row's last position must not be seen
+    garbage = torch.arange(11) > at[:, None]
+    assert read.aux is not None
+    committed = Features(read.hidden[:, :11], read.aux[:, :11].masked_fill(garbage[..., None], 9.0))
+    logits, state = head.begin(Committed(committed, tokens[:, 1:12], at + 1), head.memory(3, 32))
+    for level in range(head.depth):
+        torch.testing.assert_close(logits[:, 0], wanted[level], rtol=0, atol=1e-12)
+        node = tokens.gather(1, at[:, None] + 2 + level)
+        if level + 1 < head.depth:
+            logits, state = head.extend(state, node, torch.zeros_like(node))
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_rows_scattered_in_one_cache_draft_as_if_each_had_its_own(kind: str):
+    base = tiny.base("llama")
+    head = random(base, kind, depth=3)
+    tokens = torch.randint(base.vocab_size, (2, 13), generator=torch.manual_seed(3))
+    read = base.read(tokens, head.aux_layers)
+    own, cache = head.memory(2, 32), head.memory(1, 64)
+    places = torch.randperm(64, generator=torch.manual_seed(4)).view(2, 32)
+    lengths = torch.zeros(2, dtype=torch.long)
+    for counts in ([5, 2], [1, 4]):
+        count = torch.tensor(counts)
+        at = lengths[:, None] + torch.arange(max(counts))
+        committed = Committed(read.at(at), tokens.gather(1, at + 1), count)
+        wanted, _ = head.begin(committed, own)
+        found, _ = head.begin(committed, cache.scatter(places, lengths))
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+        lengths = lengths + count
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_nothing_is_computed_away_from_the_anchors(kind: str, monkeypatch: pytest.MonkeyPatch):
+    base = tiny.base("llama")
+    head = random(base, kind, depth=3)
+    tokens = torch.randint(base.vocab_size, (2, 16), generator=torch.manual_seed(3))
+    marks = torch.zeros_like(tokens, dtype=torch.bool)
+    marks[0, [2, 9]] = marks[1, 5] = True
+    slots = 3 + (not head.config.sample_from_anchor)
+    sizes = []
+    layer = type(head.layers[0])
+    forward = layer.forward
+    monkeypatch.setattr(
+        layer,
+        "forward",
+        lambda self, stream, *rest: sizes.append(stream.shape[1]) or forward(self, stream, *rest),
+    )
+    states = list(head.states(base.read(tokens, head.aux_layers), tokens, marks))
+    assert sizes == [2 * slots] * 2
+    assert not states[0][0, 3, : base.width].any()
+
+
+def test_dspark_s_levels_hang_on_the_token_before_and_dflash_s_do_not():
+    base = tiny.base("llama")
+    tokens = torch.randint(base.vocab_size, (1, 12), generator=torch.manual_seed(3))
+    for kind, hangs in (("dflash", False), ("dspark", True)):
+        head = random(base, kind, depth=3)
+        committed = Committed(
+            base.read(tokens[:, :11], head.aux_layers), tokens[:, 1:], torch.tensor([11])
+        )
+        _, state = head.begin(committed, head.memory(1, 32))
+        logits, _ = head.extend(state, torch.tensor([[3, 9]]), torch.zeros(1, 2, dtype=torch.long))
+        assert bool((logits[0, 0] != logits[0, 1]).any()) == hangs
+
+
+@pytest.mark.parametrize("sure", [-9.0, 9.0])
+def test_a_chain_stops_where_dspark_says_that_it_is_not_sure(sure: float):
+    """Its own word counts in place of its probabilities; the text is the same."""
+    base = tiny.base("llama")
+    head = random(base, "dspark", depth=3)
+    assert isinstance(head, dspark.Head)
+    head.confidence_head.proj.weight.data.zero_()
+    head.confidence_head.proj.bias.data.fill_(sure)
+    prompts = tiny.prompts()
+    said = generate(base, head, prompts, max_new_tokens=12, tree=policies.chain(3, confidence=0.5))
+    assert said.tokens == [one[:12] for one in tiny.continuations()]
+    committed = Committed(
+        base.read(torch.tensor([prompts[0]]), head.aux_layers),
+        torch.tensor([[*prompts[0][1:], 5]]),
+        torch.tensor([len(prompts[0])]),
+    )
+    tree = policies.chain(3, confidence=0.5).grow(head, committed, head.memory(1, 64))
+    assert tree.tokens.shape[1] == (2 if sure < 0 else 4)
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "own", "aux_layers"),
+    [(36, 5, (2, 10, 18, 26, 34)), (32, 1, (17,)), (7, 5, (1, 2, 4, 5, 6)), (3, 5, (1, 2))],
+)
+def test_it_reads_layers_evenly_and_never_the_last(
+    num_layers: int, own: int, aux_layers: tuple[int, ...]
+):
+    head = build({"kind": "dflash", "num_layers": own}, width=16, vocab_size=11)
+    head.choose_aux_layers(num_layers)
+    assert head.aux_layers == tuple(head.config.aux_layers) == aux_layers
+    assert head.get_parameter("fc.weight").shape == (16, 16 * len(aux_layers))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layer_types": ["sliding_attention"] * 2}, "full attention only"),
+        ({"markov_head_type": "gated"}, "markov_head_type='vanilla', this one has 'gated'"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "this one has 'yarn'"),
+        ({"hidden_act": "gelu"}, "hidden_act='silu', this one has 'gelu'"),
+    ],
+)
+def test_checkpoints_of_another_make_are_refused(change: dict, message: str):
+    config = {"architectures": ["Qwen3DSparkModel"], "hidden_size": 32, "markov_rank": 5} | change
+    with pytest.raises(ValueError, match=message):
+        dspark.read_public(config, {})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"mask_token": 61}, "mask_token must be a token of the base, -1 to 60, got 61"),
+        ({"mask_token": -2}, "mask_token must be a whole number, at least -1"),
+        ({"num_layers": 0}, "num_layers must be"),
+        ({"num_anchors": 0}, "num_anchors must be"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(settings: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        build_for({"kind": "dflash", **settings}, tiny.base("llama"))
+
+
+def test_what_it_needs_of_a_base_is_asked_for_by_name():
+    head = build({"kind": "dflash"}, width=16, vocab_size=11)
+    hidden, tokens = torch.zeros(1, 9, 16), torch.zeros(1, 9, dtype=torch.long)
+    with pytest.raises(ValueError, match=r"aux_layers=head\.aux_layers"):
+        next(head.states(Features(hidden), tokens))
+    with pytest.raises(ValueError, match="load the head with it"):
+        head.projection(0)

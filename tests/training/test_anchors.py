@@ -1,0 +1,124 @@
+"""Heads that learn from anchors: which are drawn, what the loss is over, and what is said of it."""
+
+import torch
+from torch.nn import functional as F  # noqa: N812
+
+from specheads.config import Schedule
+from specheads.core.features import Features
+from specheads.data.packing import TokenBatch
+from specheads.heads.load import build_for
+from specheads.measure.offline import offline_logits
+from specheads.training.losses.confidence import acceptance_rates, confidence_loss
+from specheads.training.losses.depth_loss import Targets, whole_chains
+from specheads.training.objective import Objective
+from specheads.training.schedule import placed
+from tests import tiny
+from tests.training.test_trainer import phase
+
+DEPTH, TIME, MOST = 3, 24, 4
+
+
+def head_of(kind: str, **settings):
+    torch.manual_seed(1)
+    how = {"depth": DEPTH, "num_layers": 1, "num_anchors": MOST}
+    head = build_for({"kind": kind, **how, **settings}, tiny.base()).double()
+    for parameter in head.parameters():
+        parameter.data += 0.2 * torch.randn_like(parameter)
+    return head
+
+
+def batch_of(first_sample: int = 0, rows: int = 3) -> TokenBatch:
+    tokens = torch.randint(tiny.VOCAB, (3, TIME), generator=torch.manual_seed(2))
+    counted = torch.ones_like(tokens, dtype=torch.bool)
+    counted[0, :9], counted[1, 14] = False, False
+    batch = TokenBatch(tokens, counted)
+    part = slice(first_sample, first_sample + rows)
+    return TokenBatch(batch.tokens[part], batch.counted[part], None, first_sample)
+
+
+def test_a_step_draws_so_many_whole_drafts_of_each_row_however_it_is_divided():
+    head = head_of("dflash")
+    (place,) = placed(Schedule(phases={"corpus": phase()}))
+    batch = batch_of()
+    drawn = place.scored(batch, head, seed=5)
+    assert drawn.sum(1).tolist() == [MOST] * 3
+    assert not (drawn & ~whole_chains(batch.counted, DEPTH)).any()
+    assert torch.equal(place.scored(batch_of(1, 2), head, seed=5), drawn[1:])
+    assert not torch.equal(place.scored(batch, head, seed=6), drawn)
+    # held-out text is measured at the same anchors each time
+    assert torch.equal(place.scored(batch, head), place.scored(batch, head))
+
+
+def test_the_loss_is_that_of_the_drawn_drafts_with_its_weights():
+    base, head, batch = tiny.base(), head_of("dflash"), batch_of()
+    settings = phase(loss="cross_entropy", decay=0.7788)
+    (place,) = placed(Schedule(phases={"corpus": settings}))
+    features = base.read(batch.tokens, head.aux_layers)
+    scored = place.scored(batch, head, seed=5)
+    loss = Objective(head)(features, batch.tokens, scored, base.logits_of, settings)
+    # the first labels of a text are left to those who could be drafted at every depth
+    rows, first = (scored & (torch.arange(TIME) > DEPTH)).nonzero(as_tuple=True)
+    assert len(rows) > 8
+    logits = offline_logits(head, features, batch.tokens)
+    each = [
+        F.cross_entropy(one[rows, first - 2], batch.tokens[rows, first + level])
+        for level, one in enumerate(logits)
+    ]
+    torch.testing.assert_close(loss.by_depth, torch.stack(each).detach())
+    wanted = sum(0.7788**level * one for level, one in enumerate(each))
+    torch.testing.assert_close(loss.total, wanted)
+
+
+def test_dspark_s_loss_adds_how_wrong_its_word_is():
+    base, head, batch = tiny.base(), head_of("dspark"), batch_of()
+    settings = phase(loss="cross_entropy_l1", decay=0.7788)
+    (place,) = placed(Schedule(phases={"corpus": settings}))
+    features = base.read(batch.tokens, head.aux_layers)
+    scored = place.scored(batch, head, seed=5)
+    call = features, batch.tokens, scored, base.logits_of, settings
+    loss = Objective(head)(*call)
+    rows, first = (scored & (torch.arange(TIME) > DEPTH)).nonzero(as_tuple=True)
+    wanted = torch.zeros(())
+    for level, state in enumerate(head.states(features, batch.tokens)):
+        state = state[rows, first - 2]
+        draft = head.logits(state, level).softmax(-1)
+        theirs = base.logits_of(features.hidden[rows, first + level - 1]).softmax(-1)
+        accepted = (1 - 0.5 * (draft - theirs).abs().sum(-1)).detach()
+        said = head.confidence_logits(state)
+        assert said is not None
+        word = F.binary_cross_entropy_with_logits(said, accepted)
+        surprise = F.cross_entropy(head.logits(state, level), batch.tokens[rows, first + level])
+        apart = (draft - theirs).abs().sum(-1).mean()
+        wanted = wanted + 0.7788**level * (0.1 * surprise + 0.9 * apart + word)
+    torch.testing.assert_close(loss.total, wanted.double())
+    loss.total.backward()
+    slope = head.get_parameter("confidence_head.proj.weight").grad
+    assert slope is not None
+    assert slope.abs().max() > 0
+
+
+def test_nobody_says_it_better_than_who_says_the_rate_itself():
+    torch.manual_seed(0)
+    state, weight = torch.randn(6, 5), torch.randn(11, 5)
+    targets = Targets(torch.tensor([0, 3, -1, 2, 1, 4]), torch.randn(6, 5), None)
+    rates = acceptance_rates(
+        state, (weight, None), targets.base_hidden, lambda rows: rows @ weight.T
+    )
+    call = [state], [(weight, None)], [targets], lambda rows: rows @ weight.T
+    at_best = confidence_loss([rates.logit()], *call)
+    for other in (0.1, -0.1):
+        assert (confidence_loss([rates.logit() + other], *call) > at_best).all()
+    # a row without a label counts for nothing
+    off = rates.logit()
+    off[2] = 50.0
+    torch.testing.assert_close(confidence_loss([off], *call), at_best)
+
+
+def test_features_without_documents_and_with_one_each_are_drafted_alike():
+    base, head, batch = tiny.base(), head_of("dspark"), batch_of()
+    read = base.read(batch.tokens, head.aux_layers)
+    marked = Features(read.hidden, read.aux, read.tokens, torch.zeros_like(batch.tokens))
+    for one, other in zip(
+        head.states(read, batch.tokens), head.states(marked, batch.tokens), strict=True
+    ):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
