@@ -24,8 +24,15 @@ from tests.heads.block_parallel import build_for
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 KINDS = kinds()
+STRETCHED = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
 VARIANTS: dict[str, list[dict[str, Any]]] = {
-    "eagle3": [{"norm_before_residual": True, "attention_heads": 4, "key_value_heads": 2}],
+    "eagle3": [
+        {"norm_before_residual": True, "attention_heads": 4, "key_value_heads": 2},
+        {"num_layers": 3, "fc_norm": True, "norm_output": True},
+        {"norm_before_fc": True, "rope_scaling": STRETCHED, "own_embedding": True},
+        {"parallel": True, "mask_token": 5},
+        {"parallel": True, "num_layers": 2, "fc_norm": True, "own_embedding": True},
+    ],
     "hydra_heads": [{"prefix": False, "num_layers": 1}],
     "medusa": [{"projection": "shared"}, {"projection": "low_rank", "rank": 3}, {"num_layers": 2}],
     "mlp_speculator": [
