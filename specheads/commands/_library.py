@@ -178,6 +178,7 @@ def export(
 
     The engine is a module of specheads/export/layouts, `out` a new folder; the rest is as for
     `evaluate`. A head that the engine cannot serve, or that drafts otherwise there, is refused.
+    A base that has an adapter merged into it, as a run of joint training does, is written too.
     """
     settings, words = _settings(config.Export, settings, overrides, run=run, engine=engine, out=out)
     engine_module(settings.engine)
@@ -187,13 +188,9 @@ def export(
     if settings.run:
         made, trained = _own(settings, words)
         made.refuse_unfinished("exported")
-        if made.adapter.is_dir():
-            raise InputError(
-                f"an engine loads whole bases, and the base of {made.path} learned along as an "
-                f"adapter; merge {made.adapter} into it, save that, and export head={made.head} "
-                "base=FOLDER"
-            )
         base, prompts = base or _load(trained), trained.evaluation.prompts
+        if made.adapter.is_dir() and base.adapter != str(made.adapter):
+            base.merge(made.adapter)
         head = load_head(made.head, base)
     base, head = _objects(settings, base, head, "export")
     texts = gate_texts(base, head, settings, settings.prompts or prompts)

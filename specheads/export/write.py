@@ -22,6 +22,9 @@ from specheads.measure.how import How
 from specheads.measure.online import write_alone
 from specheads.runs.directory import atomic_folder
 
+BASE = "base"
+"""Where in an export its base lies, if engines would find it nowhere else."""
+
 
 def export_head(
     head: Head, base: FrozenBase, engine: str, out: Path, texts: Sequence[Text]
@@ -29,7 +32,8 @@ def export_head(
     """Write a head for an engine; return the command lines that serve it and what was checked.
 
     The folder holds the head's own weights, its settings, the base's name and what the gate
-    counted: nothing of the environment. It replaces an earlier export.
+    counted: nothing of the environment. It replaces an earlier export. A base with an adapter
+    merged into it is a model of its own, which engines find nowhere else: it lies in `base`.
 
     Raises:
         ValueError: The engine cannot serve this head, or `out` holds something else, or the gate
@@ -41,9 +45,14 @@ def export_head(
         raise InputError(
             f"out= must be a new or empty folder, or an earlier export; {out} holds other files"
         )
+    merged = bool(base.adapter)
+    if merged:
+        base.place = str(out / BASE)
     folder, expected = layout.write(head, base, out), expect(head, base, texts)
     with atomic_folder(out) as scratch:
         save(folder, scratch)
+        if merged:
+            save_base(base, scratch / BASE)
         parity = check(expected, scratch, layout.read)
         record = {
             "engine": engine,
@@ -88,6 +97,13 @@ def save(folder: Folder, place: Path) -> None:
     save_file(copies, place / folder.weights_file, metadata={"format": "pt"})
     for name, text in folder.files.items():
         (place / name).write_text(text, encoding="utf-8")
+
+
+def save_base(base: FrozenBase, folder: Path) -> None:
+    """Write a base as transformers loads it, in the precision it has here, and its tokenizer."""
+    base.model.save_pretrained(folder)
+    if base.tokenizer is not None:
+        base.tokenizer.save_pretrained(folder)
 
 
 def _json(value: Any) -> str:

@@ -41,6 +41,10 @@ def take_maps(head: Head, named: dict[str, Tensor]) -> None:
     marks, offsets = named.pop("t2d", None), named.pop("d2t", None)
     if offsets is None:
         return
+    if len(offsets) != head.drafted_size:
+        raise InputError(
+            f"d2t must name {head.drafted_size} tokens, got {len(offsets)}; repair the maps"
+        )
     # the i-th draft token is token i + d2t[i] of the base
     ids = torch.arange(head.drafted_size, device=offsets.device) + offsets
     if marks is not None and not torch.equal(marks.nonzero()[:, 0], ids):

@@ -36,7 +36,7 @@ MAX_SETTINGS_BYTES = 2**20
 CODE_KEYS = ("_target_", "auto_map", "custom_pipelines")
 """Settings that name code. They are refused, not passed over: such a folder wants to run it."""
 
-HARMLESS_CODE = {"": "config.Eagle3SpeculatorConfig"}
+HARMLESS_CODE = [{"": f"config.{kind}SpeculatorConfig"} for kind in ("Eagle3", "PEagle")]
 """The `auto_map` that vllm-project/speculators writes into all its folders: it names a class of
 that library, under a key that transformers never looks up."""
 
@@ -52,7 +52,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
         raise InputError(f"a head needs a config.json; {folder} has none")
     settings = read_json(file)
     for name, value in _settings_within(settings):
-        if name in CODE_KEYS and value != HARMLESS_CODE:
+        if name in CODE_KEYS and value not in HARMLESS_CODE:
             raise InputError(
                 f"a head's config.json may hold settings only, and {file} names code in "
                 f"{name!r}; take that out where you trust the rest"

@@ -1,10 +1,20 @@
 """What `tree.kind` stands for on the command line."""
 
+import json
+from collections import Counter
+from pathlib import Path
+
 import pytest
 
+from specheads import config
+from specheads.commands._compose import settings_of
 from specheads.config import Tree
 from specheads.config.parts import TREES
+from specheads.core.errors import InputError
 from specheads.decoding.trees.named import fixed_policy
+from specheads.decoding.trees.policies import Beam, Static, TreePolicy
+
+GOLDEN = Path(__file__).parents[1] / "golden"
 
 
 @pytest.mark.parametrize(
@@ -43,3 +53,69 @@ def test_a_tree_that_is_to_be_picked_has_no_policy_yet():
 def test_a_tree_that_cannot_be_grown_is_refused(tree: Tree, message: str):
     with pytest.raises(ValueError, match=message):
         fixed_policy(tree, 3)
+
+
+PUBLISHED = {
+    "medusa_mc_sim_7b_63": [10, 28, 23, 2],
+    "medusa_vicuna_13b_stage1": [10, 29, 23, 1],
+    "medusa_vicuna_13b_stage2": [10, 19, 25, 9],
+    "medusa_vicuna_33b_stage1": [10, 34, 19],
+    "medusa_vicuna_33b_stage2": [10, 24, 24, 5],
+    "medusa_vicuna_7b_stage1": [10, 32, 20, 1],
+    "medusa_vicuna_7b_stage1_ablation": [10, 21, 25, 7],
+    "medusa_vicuna_7b_stage2": [10, 23, 23, 7],
+    "medusa_zephyr_stage2": [10, 27, 23, 3],
+    "sequoia_1_3b_33b": [6, 12, 16, 13, 16],
+    "sequoia_68m_13b": [7, 10, 10, 9, 11, 7, 8, 1],
+    "sequoia_68m_7b": [8, 16, 22, 17, 16, 14, 15, 9, 10],
+    "redrafter_10x3": [10, 10, 10],
+    "redrafter_45x4": [45] * 4,
+    "redrafter_5x5": [5] * 5,
+}
+"""Nodes of each level as their projects publish them."""
+
+
+def preset(name: str, depth: int) -> TreePolicy:
+    """Return the policy of a file of configs/tree, for a head of some depth."""
+    settings = settings_of("evaluate", [f"tree={name}"]).tree
+    policy = fixed_policy(settings, depth)
+    assert policy is not None
+    return policy
+
+
+def widths(policy: TreePolicy) -> list[int]:
+    """Return how many nodes each level has."""
+    if isinstance(policy, Static):
+        count = Counter(map(len, policy.paths))
+        return [count[length] for length in sorted(count)]
+    assert isinstance(policy, Beam)
+    return [policy.width] * policy.depth
+
+
+def test_all_published_trees_are_told_here():
+    own = {"beam", "best_first", "chain", "product", "sampled", "static", "tuned"}
+    files = {file.stem for file in config.data_dir("configs").joinpath("tree").glob("*.yaml")}
+    assert files - own == {*PUBLISHED}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_tree_has_its_project_s_levels(name: str):
+    policy = preset(name, 16)
+    assert widths(policy) == PUBLISHED[name]
+    assert policy.num_nodes == 1 + sum(PUBLISHED[name])
+    assert policy.depth == len(PUBLISHED[name])
+
+
+@pytest.mark.parametrize("name", ["mc_sim_7b_63", "vicuna_7b_stage2"])
+def test_a_published_medusa_tree_is_its_project_s_list_of_choices(name: str):
+    stored = GOLDEN / f"medusa_tree_{name}" / "config.json"
+    choices = json.loads(stored.read_text())["choices"]
+    policy = preset(f"medusa_{name}", 5)
+    assert isinstance(policy, Static)
+    assert {*policy.paths} == {*map(tuple, choices)}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_tree_deeper_than_the_head_is_refused(name: str):
+    with pytest.raises(InputError, match="as deep as the head, 2 levels, got"):
+        preset(name, 2)

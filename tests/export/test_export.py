@@ -35,6 +35,17 @@ from tests.results import bare
 GOLDEN = Path(__file__).parents[1] / "golden"
 OUT = Path("/serve/head")
 PAIRS = [(kind, engine) for engine in engines() for kind in sorted(engine_module(engine).LAYOUTS)]
+STRETCHED = {
+    "linear": {"rope_type": "linear", "factor": 3.0},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+}
 VARIANTS = {
     "medusa": [{}, {"num_layers": 2}, {"projection": "shared"}, {"projection": "low_rank"}],
     "mlp_speculator": [
@@ -45,11 +56,19 @@ VARIANTS = {
     ],
     "hydra_heads": [{"num_layers": 2}, {"prefix": False}],
     "redrafter": [{}, {"rnn": False}, {"exit_dim": 24}],
-    "eagle3": [{"attention_heads": 4, "key_value_heads": 2}, {"norm_before_residual": True}],
     "dflash": [{"attention_heads": 4, "key_value_heads": 2, "num_layers": 2}],
     "dspark": [
         {"attention_heads": 4, "key_value_heads": 2, "num_layers": 1, "markov_rank": 5},
         {"sample_from_anchor": False, "num_layers": 1, "mask_token": 7, "markov_rank": 5},
+    ],
+    "eagle3": [
+        {"attention_heads": 4, "key_value_heads": 2},
+        {"norm_before_residual": True},
+        {"num_layers": 2, "fc_norm": True, "norm_output": True, "own_embedding": True},
+        {"norm_before_fc": True, "rope_scaling": STRETCHED["llama3"]},
+        {"rope_scaling": STRETCHED["yarn"]},
+        {"parallel": True, "num_layers": 2, "mask_token": 5, "own_embedding": True},
+        {"parallel": True, "fc_norm": True, "rope_scaling": STRETCHED["linear"]},
     ],
 }
 REDUCED = {kind: {"draft_tokens": 20} for kind in VARIANTS}
@@ -128,7 +147,7 @@ def mutations(value: Tensor) -> Iterator[tuple[str, Tensor | None]]:
     yield "renamed", value
     yield "zeroed", torch.zeros_like(value)
     if value.ndim > 1:
-        yield "transposed", value.T
+        yield "transposed", value.mT
 
 
 @pytest.mark.parametrize(("kind", "engine"), PAIRS)

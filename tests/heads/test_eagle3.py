@@ -122,6 +122,46 @@ def test_training_time_test_gives_speculators_logits():
         torch.testing.assert_close(logits, wanted[level], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("case", ["eagle3_layers", "eagle3_yarn", "eagle3_linear"])
+def test_each_option_trains_on_speculators_logits(case: str):
+    """Three layers with llama 3's rotary embedding, both norms of EAGLE-3.1, yarn, and linear."""
+    head, golden = loaded(GOLDEN / case).double(), load_file(GOLDEN / case / "expected.safetensors")
+    tokens, wanted = golden["in.following"].roll(1, dims=1), golden["out.logits"]
+    for level, state in enumerate(head.states(features(golden["in.aux"]), tokens)):
+        # the last positions read tokens that there are none of
+        known = wanted.shape[1] - level
+        ours = head.logits(state, level)[0, :known]
+        torch.testing.assert_close(ours, wanted[level, :known], rtol=0, atol=1e-9)
+
+
+def test_p_eagle_trains_on_speculators_logits_and_drafts_them():
+    head = loaded(GOLDEN / "peagle").double()
+    assert (head.config.parallel, head.config.mask_token, head.config.num_layers) == (True, 7, 2)
+    golden = load_file(GOLDEN / "peagle" / "expected.safetensors")
+    aux, following, wanted = (golden[name] for name in ("in.aux", "in.following", "out.logits"))
+    states = head.states(features(aux), following.roll(1, dims=1))
+    trained = torch.stack([head.logits(state, k)[0] for k, state in enumerate(states)])
+    anchors, depths = golden["out.anchors"], golden["out.depths"]
+    assert sorted(set(depths.tolist())) == [0, 1, 2, 3]
+    torch.testing.assert_close(trained[depths, anchors], wanted, rtol=0, atol=1e-9)
+    for anchor in range(3, 8):
+        # whatever is said of the tokens between
+        along = torch.cat([following[:, : anchor + 1], torch.tensor([[4, 40, 2]])], dim=1)
+        drafted = chain(head, aux[:, : anchor + 1], along)[0]
+        chosen = [int(((anchors == anchor) & (depths == k)).nonzero()) for k in range(4)]
+        torch.testing.assert_close(drafted, wanted[chosen], rtol=0, atol=1e-9)
+
+
+def test_a_stretched_rotary_embedding_drafts_its_project_s_chain():
+    head = loaded(GOLDEN / "eagle3_chain_linear").double()
+    golden = load_file(GOLDEN / "eagle3_chain_linear" / "expected.safetensors")
+    assert head.config.rope_scaling == {"rope_type": "linear", "factor": 4.0}
+    wanted = golden["out.logits"]
+    along = golden["in.following"][:, : golden["in.aux"].shape[1] + wanted.shape[1] - 1]
+    drafted = chain(head, golden["in.aux"], along)
+    torch.testing.assert_close(drafted, wanted, rtol=0, atol=1e-9)
+
+
 @pytest.mark.parametrize("norm_before_residual", [False, True])
 def test_training_time_test_is_drafting_from_every_position(norm_before_residual: bool):
     """Each anchor reads its prefix at once, then drafts along the true tokens."""
@@ -255,14 +295,20 @@ def test_what_it_needs_of_a_base_is_asked_for_by_name():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"norm_output": True}, "norm_output=False, this one has True"),
-        ({"num_hidden_layers": 2}, "num_hidden_layers=1, this one has 2"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "this one has 'yarn'"),
+        ({"hidden_act": "gelu"}, "hidden_act='silu', this one has 'gelu'"),
+        ({"num_hidden_layers": 2}, r"lacks 'layers\.1\.input_layernorm\.weight'"),
+        ({"norm_before_fc": True}, r"lacks 'input_norm\.weight'"),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "factor": 4.0}},
+            "linear, llama3, yarn, got 'lo",
+        ),
+        ({"rope_scaling": {"type": "linear"}}, "linear needs factor; got nothing: mend 'factor'"),
+        ({"rope_scaling": {"type": "linear", "factor": "4"}}, "number above 0, got '4'"),
         ({"target_hidden_size": 64}, "target_hidden_size=48, this one has 64"),
     ],
 )
 def test_checkpoints_of_another_make_are_refused(change: dict, message: str):
-    config = {"hidden_size": 48, "vocab_size": 211, "num_hidden_layers": 1} | change
+    config = json.loads((CHAIN / "config.json").read_text()) | change
     with pytest.raises(ValueError, match=message):
         eagle3.read_public(config, load_file(CHAIN / "model.safetensors"))
 

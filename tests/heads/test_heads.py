@@ -23,10 +23,17 @@ from tests import tiny
 GOLDEN = Path(__file__).parents[1] / "golden"
 KINDS = kinds()
 GROUPED = {"attention_heads": 4, "key_value_heads": 2, "num_layers": 2}
+STRETCHED = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
 VARIANTS: dict[str, list[dict[str, Any]]] = {
     "dflash": [{"sample_from_anchor": True, **GROUPED}],
     "dspark": [{"sample_from_anchor": False, "markov_rank": 3, "mask_token": 5, **GROUPED}],
-    "eagle3": [{"norm_before_residual": True, "attention_heads": 4, "key_value_heads": 2}],
+    "eagle3": [
+        {"norm_before_residual": True, "attention_heads": 4, "key_value_heads": 2},
+        {"num_layers": 3, "fc_norm": True, "norm_output": True},
+        {"norm_before_fc": True, "rope_scaling": STRETCHED, "own_embedding": True},
+        {"parallel": True, "mask_token": 5},
+        {"parallel": True, "num_layers": 2, "fc_norm": True, "own_embedding": True},
+    ],
     "hydra_heads": [{"prefix": False, "num_layers": 1}],
     "medusa": [{"projection": "shared"}, {"projection": "low_rank", "rank": 3}, {"num_layers": 2}],
     "mlp_speculator": [

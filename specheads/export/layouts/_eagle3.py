@@ -12,7 +12,11 @@ from specheads.core.drafter import Head
 from specheads.export.layout import Settings, all_of
 from specheads.heads.kinds.eagle3 import Head as Eagle3
 
+PARALLEL = "PeagleLlamaForCausalLM"
 IDS = "eagle_aux_hidden_state_layer_ids"
+NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+"""Settings that engines have by the same names."""
+
 PLAIN_RESIDUAL: Settings = {
     **all_of("aux_layers", "attention_heads", "key_value_heads", "head_dim"),
     **all_of("inner_dim", "rope_theta", "epsilon", "draft_tokens"),
@@ -20,7 +24,15 @@ PLAIN_RESIDUAL: Settings = {
 }
 """Settings that an engine holds which does not know norm_before_residual."""
 
-SETTINGS: Settings = {**PLAIN_RESIDUAL, "norm_before_residual": None}
+ONE_LAYER: Settings = {**PLAIN_RESIDUAL, "norm_before_residual": None}
+"""Settings that an engine holds which knows the published network alone."""
+
+SETTINGS: Settings = {
+    **ONE_LAYER,
+    **all_of("num_layers", "rope_scaling", "norm_before_fc", "fc_norm", "norm_output"),
+    **all_of("own_embedding", "parallel", "mask_token"),
+}
+"""Settings that vLLM holds: all there are."""
 
 
 def hidden_layers_only(head: Head, base: FrozenBase) -> str:
@@ -48,13 +60,14 @@ def layer(head: Head, base: FrozenBase) -> dict[str, Any]:
         "model_type": "llama",
         "hidden_size": head.width,
         "intermediate_size": weights["midlayer.mlp.gate_proj.weight"].shape[0],
-        "num_hidden_layers": 1,
+        "num_hidden_layers": settings.num_layers,
         "num_attention_heads": weights["midlayer.self_attn.q_proj.weight"].shape[0] // size,
         "num_key_value_heads": weights["midlayer.self_attn.k_proj.weight"].shape[0] // size,
         "head_dim": size,
         "hidden_act": "silu",
         "rms_norm_eps": settings.epsilon,
         "rope_theta": settings.rope_theta,
+        "rope_scaling": settings.rope_scaling or None,
         "max_position_embeddings": base.max_length,
         "vocab_size": head.vocab_size,
         "attention_bias": False,
@@ -71,18 +84,20 @@ def config(head: Head, base: FrozenBase) -> dict[str, Any]:
     At the top level k is the stream after k layers (vLLM); in eagle_config, where SGLang looks
     and vLLM only if the first is missing, the output of layer k, counted from zero.
     """
-    nested: dict[str, Any] = {"use_aux_hidden_state": True, "norm_before_fc": False}
+    settings = head.config
+    nested: dict[str, Any] = {
+        "use_aux_hidden_state": True,
+        "norm_before_fc": settings.norm_before_fc,
+    }
     if min(head.aux_layers) > 0:
         nested[IDS] = [layer - 1 for layer in head.aux_layers]
     return {
-        "architectures": ["LlamaForCausalLMEagle3"],
+        "architectures": [PARALLEL if settings.parallel else "LlamaForCausalLMEagle3"],
         **layer(head, base),
         "draft_vocab_size": head.drafted_size,
         "target_hidden_size": head.width,
-        "norm_before_residual": head.config.norm_before_residual,
-        "norm_before_fc": False,
-        "fc_norm": False,
-        "norm_output": False,
+        **{name: getattr(settings, name) for name in NORMS},
+        **({"mask_token_id": settings.mask_token} if settings.parallel else {}),
         IDS: list(head.aux_layers),
         "num_aux_hidden_states": len(head.aux_layers),
         "eagle_config": nested,
@@ -95,4 +110,7 @@ def tensors(head: Head) -> dict[str, Tensor]:
     named = head.state_dict()
     if named.pop("draft_ids", None) is not None:
         named["d2t"], named["t2d"] = head.draft_maps()
+    if "mask_hidden" in named:
+        # as its project has it: one of a batch and of a text
+        named["mask_hidden"] = named["mask_hidden"][None, None]
     return named

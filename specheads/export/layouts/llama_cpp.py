@@ -36,7 +36,7 @@ LAYOUTS = {
     "eagle3": Layout(
         write,
         eagle3.llama_cpp,
-        _eagle3.SETTINGS,
+        _eagle3.ONE_LAYER,
         "layout",
         "as its converter (0274f0fc) reads it",
         objection,

@@ -16,32 +16,34 @@ ABOUT = "speculators 0.9 format, for vLLM 0.32 and later"
 def write(head: Head, base: FrozenBase, out: Path) -> Folder:
     """Return a folder that names its base and holds a copy of the base's embedding."""
     config = _eagle3.config(head, base)
-    kept = ("draft_vocab_size", "target_hidden_size", "norm_before_residual", "norm_before_fc")
+    kept = ("draft_vocab_size", "target_hidden_size", _eagle3.IDS, "torch_dtype", *_eagle3.NORMS)
+    parallel, own = head.config.parallel, head.config.own_embedding
+    kind = "peagle" if parallel else "eagle3"
     outer: dict[str, Any] = {
-        "architectures": ["Eagle3DraftModel"],
-        "speculators_model_type": "eagle3",
+        "architectures": ["PEagleDraftModel" if parallel else "Eagle3DraftModel"],
+        "speculators_model_type": kind,
         "transformer_layer_config": _eagle3.layer(head, base),
-        **_common(head, base),
-        "embed_requires_grad": False,
+        **_common(head, base, kind),
+        "embed_requires_grad": own,
         **{name: config[name] for name in kept},
-        **{name: config[name] for name in ("fc_norm", "norm_output", _eagle3.IDS, "torch_dtype")},
+        **({"mask_token_id": head.config.mask_token} if parallel else {}),
     }
     named = {
         name.replace("midlayer.", "layers.0."): value
         for name, value in _eagle3.tensors(head).items()
     }
-    named["embed_tokens.weight"] = base.embedding
+    named.setdefault("embed_tokens.weight", base.embedding)
     return Folder(outer, named, (_serve(out),))
 
 
 def write_blocks(head: Head, base: FrozenBase, out: Path) -> Folder:
     """Return a folder that names its base, from which an engine takes what the head borrows."""
-    outer = {**_blocks.own(head, base), **_common(head, base)}
+    outer = {**_blocks.own(head, base), **_common(head, base, head.kind)}
     outer["torch_dtype"] = str(next(head.parameters()).dtype).removeprefix("torch.")
     return Folder(outer, _blocks.tensors(head), (_serve(out),))
 
 
-def _common(head: Head, base: FrozenBase) -> dict[str, Any]:
+def _common(head: Head, base: FrozenBase, algorithm: str) -> dict[str, Any]:
     """Return what config.json says of any head."""
     method = {
         "proposal_type": "greedy",
@@ -52,7 +54,7 @@ def _common(head: Head, base: FrozenBase) -> dict[str, Any]:
     return {
         "speculators_version": "0.9.0",
         "speculators_config": {
-            "algorithm": head.kind,
+            "algorithm": algorithm,
             "default_proposal_method": "greedy",
             "proposal_methods": [method],
             "verifier": {
@@ -68,6 +70,13 @@ def _serve(out: Path) -> str:
     return f"vllm serve {shlex.quote(str(out))}"
 
 
+def objection(head: Head, base: FrozenBase) -> str:
+    """Return why vLLM would read other settings than the head's; empty where it would not."""
+    if head.config.parallel and head.config.fc_norm:
+        return "vLLM does not read fc_norm of a folder of P-EAGLE, this head has both"
+    return _eagle3.hidden_layers_only(head, base)
+
+
 LAYOUTS = {
     "eagle3": Layout(
         write,
@@ -75,8 +84,8 @@ LAYOUTS = {
         _eagle3.SETTINGS,
         "run",
         "by vLLM 0.32.0 on a CPU (`make vllm`); of 0.33 the sources were read",
-        _eagle3.hidden_layers_only,
-        "aux_layers below the last layer",
+        objection,
+        "aux_layers below the last layer; parallel without fc_norm",
     ),
     **{
         kind: Layout(

@@ -26,6 +26,8 @@ HEAD_VARIABLE = "SPECHEADS_HEAD"
 def serve(head: Head, base: FrozenBase, method: str, model: str) -> str:
     """Return the command line that serves a base with a head."""
     settings = {"method": method, "model": model, "num_speculative_tokens": head.depth}
+    if getattr(head.config, "parallel", False):
+        settings["parallel_drafting"] = True
     speculative = shlex.quote(json.dumps(settings))
     return f"vllm serve {shlex.quote(base.place)} --speculative-config {speculative}"
 

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from specheads.core.errors import InputError
 
@@ -107,13 +109,27 @@ def silu(values: Tensor) -> Tensor:
     return values * values.sigmoid()
 
 
-def rotate(values: Tensor, positions: Tensor, theta: float) -> Tensor:
+def frequencies(config: dict[str, Any], size: int) -> tuple[Tensor, float]:
+    """Return the angle of each pair at position one, and what sine and cosine are multiplied by.
+
+    Names are a Llama's; engines stretch frequencies as transformers does.
+    """
+    rope = {**(config.get("rope_parameters") or {}), **(config.get("rope_scaling") or {})}
+    theta = config.get("rope_theta") or rope["rope_theta"]
+    kind = rope.get("rope_type", "default")
+    if kind == "default":
+        return theta ** (-torch.arange(0, size, 2, dtype=torch.float64) / size), 1.0
+    llama = LlamaConfig(rope_parameters=rope | {"rope_theta": theta}, head_dim=size)
+    found, factor = ROPE_INIT_FUNCTIONS[kind](llama, torch.device("cpu"))
+    return found.double(), factor
+
+
+def rotate(steps: Tensor, factor: float, values: Tensor, positions: Tensor) -> Tensor:
     """Turn the pairs (i, i + half) of (time, head, channel) as numbers of the complex plane."""
     half = values.shape[-1] // 2
-    steps = theta ** (-torch.arange(half, dtype=torch.float64) / half)
     angles = positions[:, None, None].double() * steps
     turned = torch.complex(values[..., :half], values[..., half:]) * torch.exp(1j * angles)
-    return torch.cat([turned.real, turned.imag], dim=-1)
+    return factor * torch.cat([turned.real, turned.imag], dim=-1)
 
 
 def open_own(

@@ -6,11 +6,13 @@ llmapi/llm_args.py; llama.cpp conversion/llama.py.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from specheads.core.errors import InputError
 from specheads.export.readers import BaseView, Guess, Stored, read_config, rms
@@ -18,13 +20,15 @@ from specheads.export.readers import require as need
 from specheads.export.readers.llama import Layer
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
+PARALLEL = "PeagleLlamaForCausalLM"
 IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 def vllm(folder: Path, base: BaseView, depth: int) -> Iterator[Guess]:
     """Id k is the stream after k layers; ids at the top level come before eagle_config's."""
     config = read_config(folder)
-    need(config, architectures=[ARCHITECTURE], target_hidden_size=base.hidden.shape[1])
+    architecture = PARALLEL if "mask_token_id" in config else ARCHITECTURE
+    need(config, architectures=[architecture], target_hidden_size=base.hidden.shape[1])
     num_layers = len(base.streams) - 1
     ids = config.get(IDS) or config.get("eagle_config", {}).get(IDS)
     ids = ids or (2, num_layers // 2, num_layers - 3)
@@ -34,12 +38,15 @@ def vllm(folder: Path, base: BaseView, depth: int) -> Iterator[Guess]:
 def speculators(folder: Path, base: BaseView, depth: int) -> Iterator[Guess]:
     """The layer's settings lie one level down; norm_before_residual is True unless it is said."""
     outer = read_config(folder)
-    need(outer, speculators_model_type="eagle3")
+    parallel = "mask_token_id" in outer
+    need(outer, speculators_model_type="peagle" if parallel else "eagle3")
     method = outer["speculators_config"]["proposal_methods"][0]
     need(method, speculative_tokens=depth)
     if not outer["speculators_config"]["verifier"]["name_or_path"]:
         raise InputError("vLLM needs the verifier's name_or_path in config.json")
-    config = {"norm_before_residual": True} | outer | outer["transformer_layer_config"]
+    config = {"norm_before_residual": not parallel} | outer | outer["transformer_layer_config"]
+    if parallel:
+        config = config | {"fc_norm": False, "norm_output": False}
     yield from _draft(folder, config, base, depth, sorted(set(outer[IDS])))
 
 
@@ -87,14 +94,15 @@ def _draft(
     """Draft `depth` tokens from every position of the text at once, along the text itself."""
     stored = Stored(folder / "model.safetensors")
     width, vocab = base.hidden.shape[1], len(base.embedding)
-    need(config, model_type="llama", hidden_size=width, num_hidden_layers=1, hidden_act="silu")
-    need(config, vocab_size=vocab)
+    need(config, model_type="llama", hidden_size=width, hidden_act="silu", vocab_size=vocab)
     if min(ids) < 0 or max(ids) >= len(base.streams) - 1:
         raise InputError(f"layers {list(ids)} are not among those an engine hands on")
     aux = torch.cat([base.streams[one] for one in ids], dim=-1)
-    stream = aux @ stored.take("fc.weight", width, aux.shape[1]).T
-    embedding = base.embedding
-    if "speculators_model_type" in config:
+    fuse = _fuse(stored, config, width, len(ids))
+    stream, masked, embedding = fuse(aux), None, base.embedding
+    if "mask_hidden" in stored:
+        masked = fuse(stored.take("mask_hidden", 1, 1, aux.shape[1])[0]).expand_as(stream)
+    if "speculators_model_type" in config or "embed_tokens.weight" in stored:
         embedding = stored.take("embed_tokens.weight", vocab, width)
     # the checkpoint has offsets of the columns' tokens, and a mask that must agree
     tokens = torch.arange(config["draft_vocab_size"])
@@ -103,16 +111,52 @@ def _draft(
         if not torch.equal(stored.take("t2d", vocab).nonzero()[:, 0], tokens):
             raise InputError("d2t and t2d must name the same tokens, in order")
     name = "midlayer" if "midlayer.hidden_norm.weight" in stored else "layers.0"
-    layer, epsilon = Layer(stored, name, config, 2 * width), config["rms_norm_eps"]
-    input_norm, hidden_norm, norm = (
-        stored.take(f"{part}.weight", width)
-        for part in (f"{name}.input_layernorm", f"{name}.hidden_norm", "norm")
+    layers = [Layer(stored, name, config, 2 * width)]
+    further = [f"layers.{place}" for place in range(1, config["num_hidden_layers"])]
+    layers += [Layer(stored, other, config, width) for other in further]
+    input_norm, hidden_norm, norm, *norms = (
+        partial(rms, weight=stored.take(f"{part}.weight", width), epsilon=config["rms_norm_eps"])
+        for part in (
+            f"{name}.input_layernorm",
+            f"{name}.hidden_norm",
+            "norm",
+            *(f"{other}.input_layernorm" for other in further),
+        )
     )
     head = stored.take("lm_head.weight", len(tokens), width)
     stored.close()
     for level in range(depth):
-        inner = rms(stream, hidden_norm, epsilon)
-        read = rms(embedding[base.tokens.roll(-1 - level)], input_norm, epsilon)
-        normed = config.get("norm_before_residual", False)
-        stream = layer.round(torch.cat([read, inner], dim=-1), inner if normed else stream)
-        yield Guess(rms(stream, norm, epsilon) @ head.T, tokens)
+        read = embedding[base.tokens.roll(-1 - level)]
+        if masked is not None and level:
+            stream, read = masked, embedding[[config["mask_token_id"]]].expand_as(masked)
+        inner = hidden_norm(stream)
+        residual = inner if config.get("norm_before_residual", False) else stream
+        stream = layers[0].round(torch.cat([input_norm(read), inner], dim=-1), residual)
+        for layer, layer_norm in zip(layers[1:], norms, strict=True):
+            stream = layer.round(layer_norm(stream), stream)
+        answer = norm(stream)
+        if config.get("norm_output", False):
+            stream = answer
+        yield Guess(answer @ head.T, tokens)
+
+
+def _fuse(
+    stored: Stored, config: dict[str, Any], width: int, num_aux: int
+) -> Callable[[Tensor], Tensor]:
+    """Return what makes one stream of several: a norm of all, or of each, and a product."""
+    epsilon = config["rms_norm_eps"]
+    whole = [("input_norm", num_aux * width)] if config.get("norm_before_fc", False) else []
+    each = [(f"fc_norm.{place}", width) for place in range(num_aux)]
+    norms = [
+        [stored.take(f"{name}.weight", size) for name, size in group]
+        for group in (whole, each if config.get("fc_norm", False) else [])
+    ]
+    matrix = stored.take("fc.weight", width, num_aux * width)
+
+    def fuse(aux: Tensor) -> Tensor:
+        for weights in filter(None, norms):
+            parts = zip(aux.chunk(len(weights), dim=-1), weights, strict=True)
+            aux = torch.cat([rms(part, weight, epsilon) for part, weight in parts], dim=-1)
+        return aux @ matrix.T
+
+    return fuse

@@ -1,12 +1,13 @@
 """One Llama layer as engines have it: EAGLE-3's, and the one that Hydra reads its text through."""
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from specheads.export.readers import Stored, rms, rotate, silu
+from specheads.export.readers import Stored, frequencies, rms, rotate, silu
 
 
 class Layer:
@@ -19,7 +20,7 @@ class Layer:
         width, self.heads = config["hidden_size"], config["num_attention_heads"]
         self.shared, self.epsilon = config["num_key_value_heads"], config["rms_norm_eps"]
         self.size = config.get("head_dim") or width // self.heads
-        self.theta = config.get("rope_theta") or config["rope_parameters"]["rope_theta"]
+        self.turn = partial(rotate, *frequencies(config, self.size))
 
         def take(part: str, *shape: int) -> Tensor:
             return stored.take(f"{name}.{part}.weight", *shape)
@@ -39,8 +40,8 @@ class Layer:
         """Go once more over every position, each now one token further on its own draft."""
         time = len(inputs)
         at = torch.arange(time) + len(self.kept)
-        queries = rotate((inputs @ self.query.T).view(time, self.heads, -1), at, self.theta)
-        keys = rotate((inputs @ self.key.T).view(time, self.shared, -1), at, self.theta)
+        queries = self.turn((inputs @ self.query.T).view(time, self.heads, -1), at)
+        keys = self.turn((inputs @ self.key.T).view(time, self.shared, -1), at)
         values = (inputs @ self.value.T).view(time, self.shared, -1)
         each = self.heads // self.shared
         self.kept.append((keys.repeat_interleave(each, 1), values.repeat_interleave(each, 1)))

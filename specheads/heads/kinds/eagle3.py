@@ -1,6 +1,7 @@
-"""EAGLE-3: one attention layer over features of the base, fed back on its own output.
+"""EAGLE-3: attention over features of the base, fed back on its own output, or in one pass.
 
-Source: Li et al. 2025, arXiv:2503.01840; SafeAILab/EAGLE, vllm-project/speculators.
+Source: Li et al. 2025, arXiv:2503.01840; SafeAILab/EAGLE, vllm-project/speculators; P-EAGLE:
+arXiv:2602.01469.
 """
 
 from collections.abc import Iterator
@@ -12,13 +13,14 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from specheads.config import check
-from specheads.config.ranges import Count, Depth, Layer, Scale, Width
+from specheads.config.ranges import Count, Depth, Layer, Positive, Scale, Width
 from specheads.core.drafter import Bias, Committed, Features, State, Weight
 from specheads.core.errors import InputError
+from specheads.heads.eagle3_folders import interpret
 from specheads.heads.fill import fill, take_maps
 from specheads.heads.layers.attention import AttentionShape, Slots
 from specheads.heads.layers.embedding import EmbeddingHead
-from specheads.heads.layers.feedback import Branch, FeedbackLayer
+from specheads.heads.layers.feedback import Branch, FeedbackLayer, branch, commit, rounds
 from specheads.heads.layers.norm import RMSNorm
 
 NUM_AUX_LAYERS = 3
@@ -48,11 +50,36 @@ class Config:
     inner_dim: Width = 0
     """Width of its MLP. Zero takes 8/3 of the base's, rounded up to a multiple of 16."""
 
+    num_layers: Positive = 1
+    """Number of its layers: the first reads tokens beside features, others are plain Llama ones."""
+
     norm_before_residual: bool = False
     """Whether the residual starts from the normed features, as in some checkpoints."""
 
+    norm_before_fc: bool = False
+    """Whether what it reads of the base is normed, all layers as one."""
+
+    fc_norm: bool = False
+    """Whether what it reads of the base is normed, each layer by itself (EAGLE-3.1)."""
+
+    norm_output: bool = False
+    """Whether a round reads the one before it behind the last norm (EAGLE-3.1)."""
+
+    parallel: bool = False
+    """Whether it drafts all levels in one pass, each from a mask (P-EAGLE)."""
+
+    mask_token: Count = 0
+    """Token whose embedding is a mask's, where it drafts in one pass."""
+
+    own_embedding: bool = False
+    """Whether it learns an embedding of its own, which starts as the base's, as P-EAGLE's do."""
+
     rope_theta: Scale = 10_000.0
     """Base of the rotary position embedding."""
+
+    rope_scaling: dict[str, Any] = field(default_factory=dict)
+    """How that one is stretched to longer texts, as a Llama's config.json says it, by rope_type:
+    linear, llama3 or yarn. Empty is not at all."""
 
     epsilon: Scale = 1e-5
     """Epsilon of its norms."""
@@ -70,33 +97,49 @@ class Config:
                 f"eagle3 needs aux_layers in growing order, got {self.aux_layers}; "
                 "set head.aux_layers"
             )
+        if self.norm_before_fc and self.fc_norm:
+            raise InputError("eagle3 norms what it reads once: leave out norm_before_fc or fc_norm")
 
 
 class Head(EmbeddingHead):
-    """Features of three layers, fused, then `depth` rounds of one layer over its own output.
+    """Features of three layers, fused, then `depth` rounds of its layers over their own output.
 
     Each round reads the token drafted last, and attends to the committed positions and to the
     earlier rounds on its path. Training runs the same rounds from every position at once
     (training-time test), so that each learns from what it will see.
+
+    In parallel later rounds read masks instead, all in one pass: no level hangs on those above it.
     """
 
     def __init__(self, config: Config, width: int, vocab_size: int) -> None:
         super().__init__(config, width, vocab_size)
         self.depth, self.aux_layers = config.depth, tuple(config.aux_layers)
-        self.fc = nn.Linear((len(self.aux_layers) or NUM_AUX_LAYERS) * width, width, bias=False)
+        num_aux, epsilon = len(self.aux_layers) or NUM_AUX_LAYERS, config.epsilon
+        if config.mask_token >= vocab_size:
+            given = f"the vocabulary of {vocab_size}, got {config.mask_token}"
+            raise InputError(f"mask_token must lie within {given}; lower head.mask_token")
+        self.input_norm = RMSNorm(num_aux * width, epsilon) if config.norm_before_fc else None
+        norms = (RMSNorm(width, epsilon) for _ in range(num_aux * config.fc_norm))
+        self.fc_norm = nn.ModuleList(norms)
+        self.fc = nn.Linear(num_aux * width, width, bias=False)
         heads = config.attention_heads, config.key_value_heads, config.head_dim
-        self.midlayer = FeedbackLayer(
-            width,
-            inner=config.inner_dim,
-            epsilon=config.epsilon,
-            norm_before_residual=config.norm_before_residual,
-            shape=AttentionShape.of(width, *heads, theta=config.rope_theta),
-        )
-        self.norm = RMSNorm(width, config.epsilon)
+        rope = {"theta": config.rope_theta, "scaling": config.rope_scaling}
+        shape = AttentionShape.of(width, *heads, **rope)
+        sizes = {"inner": config.inner_dim, "epsilon": epsilon, "shape": shape}
+        early = config.norm_before_residual
+        self.midlayer = FeedbackLayer(width, norm_before_residual=early, **sizes)
+        # by their place in the whole, as public checkpoints name them
+        further = (str(place) for place in range(1, config.num_layers))
+        plain = {place: FeedbackLayer(width, **sizes, reads_tokens=False) for place in further}
+        self.layers = nn.ModuleDict(plain)
+        self.norm = RMSNorm(width, epsilon)
         self.lm_head = nn.Linear(width, self.drafted_size, bias=False)
+        self.embed_tokens = nn.Embedding(vocab_size, width) if config.own_embedding else None
+        mask = nn.Parameter(torch.randn(num_aux * width)) if config.parallel else None
+        self.register_parameter("mask_hidden", mask)
 
     def choose_aux_layers(self, num_layers: int) -> None:
-        """Take the published layers, or three spread out where those would not be different."""
+        """Take the published layers, or three spread out where those would be the same."""
         if not self.aux_layers:
             first, end = (2, 3) if num_layers >= 7 else (int(num_layers > 3), 1)
             aux_layers = (first, num_layers // 2, num_layers - end)
@@ -104,8 +147,9 @@ class Head(EmbeddingHead):
             self.aux_layers = aux_layers
 
     def initialise(self, embedding: Tensor, projection: Tensor) -> None:
-        """Start the vocabulary projection from the base's own."""
-        del embedding
+        """Start the vocabulary projection, and an embedding of its own, from the base's."""
+        if self.embed_tokens is not None:
+            self.embed_tokens.weight.data.copy_(embedding)
         self.lm_head.weight.data.copy_(projection)
 
     def states(
@@ -116,10 +160,11 @@ class Head(EmbeddingHead):
     ) -> Iterator[Float[Tensor, "batch time width"]]:
         """Yield each round's state, of every position at once."""
         del anchors
-        read = (
-            self.embed(tokens.roll(-1 - level, 1), self.fc.weight) for level in range(self.depth)
-        )
-        for hidden in self.midlayer.rounds(self._fuse(features), read, features):
+        masks = torch.full_like(tokens, self.config.mask_token) if self.config.parallel else None
+        rolled = (tokens.roll(-1 - level, 1) for level in range(self.depth))
+        read = (masks if masks is not None and k else one for k, one in enumerate(rolled))
+        embedded, fused = map(self._embed, read), self._fuse(features.aux)
+        for hidden in rounds(self._layers(), fused, embedded, features, self._fed_back):
             yield self.norm(hidden)
 
     def projection(self, level: int) -> tuple[Weight, Bias | None]:
@@ -129,94 +174,75 @@ class Head(EmbeddingHead):
 
     def memory(self, batch: int, capacity: int) -> Slots:
         """Return room for the keys and values of committed positions."""
-        return Slots.empty(self.midlayer.self_attn, batch, capacity)
+        return Slots.empty(self.midlayer.self_attn, batch, capacity, self.config.num_layers)
 
     @torch.no_grad()
     def begin(
         self, committed: Committed, memory: Slots
     ) -> tuple[Float[Tensor, "batch 1 vocab"], State]:
         """Commit every position's keys and values; answer from the last."""
-        fused = self._fuse(committed.features)
-        embedded = self.embed(committed.next_tokens, self.fc.weight)
-        return self._answer(self.midlayer.commit(fused, embedded, committed, memory))
+        hidden, tokens = self._fuse(committed.features.aux), committed.next_tokens
+        if self.config.parallel:
+            behind = (len(tokens), self.depth - 1)
+            tokens = torch.cat([tokens, tokens.new_full(behind, self.config.mask_token)], dim=1)
+            hidden = torch.cat([hidden, self._fed_back(hidden[:, :1]).expand(*behind, -1)], dim=1)
+        branch = commit(self._layers(), hidden, self._embed(tokens), committed, memory)
+        logits, state = self._answer(branch)
+        return (logits[:, :1], logits[:, 1:]) if self.config.parallel else (logits, state)
 
     @torch.no_grad()
     def extend(
         self, state: State, tokens: Int[Tensor, "batch node"], parents: Int[Tensor, "batch node"]
     ) -> tuple[Float[Tensor, "batch node vocab"], State]:
         """Read each node on top of its parent's features, seeing the path that led to it."""
-        embedded = self.embed(tokens, self.fc.weight)
-        return self._answer(self.midlayer.branch(state, embedded, parents))
+        if self.config.parallel:
+            return state[:, :1].expand(-1, tokens.shape[1], -1), state[:, 1:]
+        return self._answer(branch(self._layers(), state, self._embed(tokens), parents))
 
     def _answer(self, branch: Branch) -> tuple[Tensor, State]:
-        return self.logits(self.norm(branch.hidden), branch.path.shape[4]), branch
+        normed = self.norm(branch.hidden)
+        if self.config.norm_output:
+            branch = replace(branch, hidden=normed)
+        return self.logits(normed, branch.paths[0].shape[4]), branch
 
-    def _fuse(self, features: Features) -> Tensor:
-        if features.aux is None:
+    def _layers(self) -> list[FeedbackLayer]:
+        return [self.midlayer, *self.layers.values()]
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        """Return embeddings, in the precision of the weights."""
+        own = self.embed_tokens
+        return self.embed(tokens, self.fc.weight) if own is None else own(tokens)
+
+    def _fed_back(self, hidden: Tensor) -> Tensor:
+        """Return what the next round reads of a round's output."""
+        if self.mask_hidden is not None:
+            return self._fuse(self.mask_hidden).expand(*hidden.shape[:2], -1)
+        return self.norm(hidden) if self.config.norm_output else hidden
+
+    def _fuse(self, aux: Tensor | None) -> Tensor:
+        """Return what the first round reads of the base's layers."""
+        if aux is None:
             raise InputError(
                 "eagle3 reads aux_layers, got none; read the base with aux_layers=head.aux_layers"
             )
-        return self.fc(features.aux)
-
-
-IDS = "eagle_aux_hidden_state_layer_ids"
-
-PLAIN = {
-    "num_hidden_layers": 1,
-    "hidden_act": "silu",
-    "rope_type": "default",
-    "norm_before_fc": False,
-    "fc_norm": False,
-    "norm_output": False,
-    "embed_requires_grad": False,
-}
-"""Settings of public checkpoints that may differ, and whose other values nothing here reads."""
+        aux = aux if self.input_norm is None else self.input_norm(aux)
+        if self.fc_norm:
+            parts = zip(self.fc_norm, aux.chunk(len(self.fc_norm), dim=-1), strict=True)
+            aux = torch.cat([norm(part) for norm, part in parts], dim=-1)
+        return self.fc(aux)
 
 
 def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | None:
-    """Read a folder of SafeAILab's EAGLE or of vllm-project's speculators.
-
-    They name the layer `midlayer` or `layers.0`. An embedding in it is a copy of the base's.
-    """
-    named = {name.replace("layers.0.", "midlayer."): value for name, value in tensors.items()}
-    kind = config.get("speculators_model_type", "eagle3")
-    if kind != "eagle3" or "midlayer.hidden_norm.weight" not in named:
+    """Read a folder of SafeAILab's EAGLE, of SpecForge or of vllm-project's speculators."""
+    found = interpret(config, tensors)
+    if found is None:
         return None
-    nested = dict(config.get("eagle_config", {}))
-    if IDS in nested:
-        # SpecForge, SGLang and ModelOpt, who write them there, count outputs of layers from zero
-        nested[IDS] = [layer + 1 for layer in nested[IDS]]
-    settings = config.get("transformer_layer_config", {}) | nested | config
-    rope = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
-    settings["rope_type"] = rope.get("rope_type", rope.get("type"))
-    settings["rope_theta"] = settings.get("rope_theta") or rope.get("rope_theta")
-    for name, value in (PLAIN | {"target_hidden_size": settings["hidden_size"]}).items():
-        if settings.get(name) not in (None, value):
-            raise InputError(
-                f"eagle3 reads checkpoints with {name}={value!r}, this one has "
-                f"{settings[name]!r}; choose another checkpoint"
-            )
-    head = Head(_own_config(settings), settings["hidden_size"], settings["vocab_size"])
-    embedding = named.pop("embed_tokens.weight", None)
+    settings, named = found
+    width, vocab_size = settings.pop("width"), settings.pop("vocab_size")
+    embedding = named.pop("embedding", None)
+    head = Head(Config(**settings), width, vocab_size)
     take_maps(head, named)
     fill(head, named)
     if embedding is not None:
         head.bind(embedding)
     return head
-
-
-def _own_config(settings: dict[str, Any]) -> Config:
-    proposal = settings.get("speculators_config", {}).get("proposal_methods", [{}])[0]
-    drafted = settings.get("draft_vocab_size") or 0
-    return Config(
-        depth=proposal.get("speculative_tokens") or Config().depth,
-        aux_layers=sorted(set(settings.get(IDS) or ())),
-        attention_heads=settings["num_attention_heads"],
-        key_value_heads=settings.get("num_key_value_heads") or 0,
-        head_dim=settings.get("head_dim") or 0,
-        inner_dim=settings["intermediate_size"],
-        norm_before_residual=settings.get("norm_before_residual", False),
-        rope_theta=settings["rope_theta"] or Config().rope_theta,
-        epsilon=settings["rms_norm_eps"],
-        draft_tokens=drafted if drafted != settings["vocab_size"] else 0,
-    )

@@ -6,8 +6,9 @@ the slots are what was committed and a path is a branch of the tree. So both are
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from specheads.core.errors import InputError
 from specheads.heads.layers.norm import RMSNorm
+from specheads.heads.layers.rotary import Rotary
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +35,8 @@ class AttentionShape:
     """Number of heads of keys and values, each for several attention heads."""
     head_dim: int
     """Number of channels of a head."""
-    theta: float
-    """Base of the rotary position embedding."""
+    rotary: Rotary
+    """What positions do to queries and keys."""
     norm_epsilon: float | None = None
     """Epsilon of norms over each head's queries and keys, as Qwen3 has them. None: no norms."""
 
@@ -47,12 +49,13 @@ class AttentionShape:
         head_dim: int = 0,
         *,
         theta: float,
+        scaling: Mapping[str, Any] | None = None,
         norm_epsilon: float | None = None,
     ) -> "AttentionShape":
         """Return the shape that settings name; where they say zero, one that fits the width."""
         num_heads = num_heads or max(1, width // 64)
-        head_dim = head_dim or width // num_heads
-        return cls(num_heads, num_shared or num_heads, head_dim, theta, norm_epsilon)
+        size, rotary = head_dim or width // num_heads, Rotary.of(theta, scaling)
+        return cls(num_heads, num_shared or num_heads, size, rotary, norm_epsilon)
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_shared or self.head_dim % 2:
@@ -74,7 +77,7 @@ class Attention(nn.Module):
     def __init__(self, input_width: int, width: int, shape: AttentionShape) -> None:
         super().__init__()
         num_heads, num_shared, head_dim = shape.num_heads, shape.num_shared, shape.head_dim
-        self.num_shared, self.head_dim, self.theta = num_shared, head_dim, shape.theta
+        self.num_shared, self.head_dim, self.rotary = num_shared, head_dim, shape.rotary
         self.q_proj = nn.Linear(input_width, num_heads * head_dim, bias=False)
         self.k_proj = nn.Linear(input_width, num_shared * head_dim, bias=False)
         self.v_proj = nn.Linear(input_width, num_shared * head_dim, bias=False)
@@ -86,7 +89,7 @@ class Attention(nn.Module):
 
     def keys_values(self, inputs: Tensor, positions: Int[Tensor, "batch time"]) -> Tensor:
         """Return what may be attended to: (batch, 2, shared head, time, head_dim)."""
-        keys = _rotate(self.k_norm(self._split(self.k_proj(inputs))), positions, self.theta)
+        keys = self.rotary.turn(self.k_norm(self._split(self.k_proj(inputs))), positions)
         return torch.stack([keys, self._split(self.v_proj(inputs))], dim=1)
 
     def forward(
@@ -110,7 +113,7 @@ class Attention(nn.Module):
                 sees those of its document up to itself: each is worked on alone. Empty works on
                 all at once.
         """
-        queries = _rotate(self.q_norm(self._split(self.q_proj(inputs))), positions, self.theta)
+        queries = self.rotary.turn(self.q_norm(self._split(self.q_proj(inputs))), positions)
         if path is None:
             assert visible is not None
             keys, values = past.unbind(1)
@@ -126,16 +129,6 @@ class Attention(nn.Module):
 
     def _split(self, values: Tensor) -> Tensor:
         return values.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-
-
-def _rotate(values: Tensor, positions: Tensor, theta: float) -> Tensor:
-    """Turn channels i and i + half of each head by their angle at the position."""
-    half = values.shape[-1] // 2
-    exponents = torch.arange(half, device=values.device) / half
-    angles = positions[:, None, :, None] * theta**-exponents
-    cos, sin = angles.cos().to(values.dtype), angles.sin().to(values.dtype)
-    first, second = values.split(half, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
 def _sparing(mix: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
@@ -222,23 +215,36 @@ class Slots:
 
     def append(self, fresh: Tensor, count: Int[Tensor, " batch"]) -> None:
         """Write the new positions behind each row's old ones; `count` of them stay."""
-        slots = self.following(fresh.shape[3])
-        rows = torch.arange(len(count), device=count.device)[:, None]
-        if self.places is not None:
-            rows, slots = 0 * rows, self.places.gather(1, slots)
-        else:
-            self.extent = min(self.extent + fresh.shape[3], self.held.shape[3])
-        self.held[rows, :, :, slots] = fresh.permute(0, 3, 1, 2, 4)
-        self.lengths = self.lengths + count
+        self.write(fresh, self.advance(fresh.shape[3], count))
 
-    def following(self, time: int) -> Int[Tensor, "batch time"]:
+    def advance(self, time: int, count: Int[Tensor, " batch"]) -> Int[Tensor, "row time"]:
+        """Return the next `time` positions of each row, of which `count` are its own from now."""
+        positions = self.following(time)
+        if self.places is None:
+            self.extent = min(self.extent + time, self.held.shape[3])
+        self.lengths = self.lengths + count
+        return positions
+
+    def write(self, fresh: Tensor, positions: Int[Tensor, "row time"], layer: int = 0) -> None:
+        """Keep keys and values of these positions: those of one layer, or of all that there are."""
+        rows, slots = torch.arange(len(fresh), device=positions.device)[:, None], positions
+        if self.places is not None:
+            rows, slots = 0 * rows, self.places.gather(1, positions)
+        heads = fresh.shape[2]
+        held = self.held[:, :, layer * heads : (layer + 1) * heads]
+        held[rows, :, :, slots] = fresh.permute(0, 3, 1, 2, 4)
+
+    def following(self, time: int) -> Int[Tensor, "row time"]:
         """Return the next `time` positions of each row."""
         return self.lengths[:, None] + torch.arange(time, device=self.lengths.device)
 
-    def past(self) -> tuple[Tensor, Tensor]:
-        """Return the slots in use, and which of them each row may see: (batch, 1, slot)."""
-        positions = torch.arange(self.extent, device=self.lengths.device)[None, None]
-        visible = positions < self.lengths[:, None, None]
+    def past(self, upto: Int[Tensor, "row time"] | None = None) -> tuple[Tensor, Tensor]:
+        """Return the slots in use, and which of them are seen: (batch, time, slot).
+
+        They are those up to a position each; None is the newest of each row.
+        """
+        upto = self.lengths[:, None] - 1 if upto is None else upto
+        visible = torch.arange(self.extent, device=upto.device) <= upto[..., None]
         if self.places is not None:
             return self.held[0][:, :, self.places].permute(2, 0, 1, 3, 4), visible
         return self.held[:, :, :, : self.extent], visible

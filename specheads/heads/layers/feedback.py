@@ -1,6 +1,11 @@
-"""A layer that reads its own output, and one more token each time: what EAGLE-3 drafts with."""
+"""Layers that read their own output, and one more token each time: what EAGLE-3 drafts with.
 
-from collections.abc import Iterable, Iterator
+The first reads the token beside the stream, any further ones are a Llama's own. Each attends to the
+first round of all positions so far, which the base has read, and to the later rounds of its own
+path alone, which the base has not.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,25 +24,23 @@ class Branch:
     """Where a draft stands: the nodes of a level, and what each has seen on its way."""
 
     hidden: Float[Tensor, "batch node width"]
-    """The layer's output at the nodes."""
-    path: Tensor
-    """(batch, 2, shared head, node, level, head_dim): keys and values of drafted tokens."""
+    """The last layer's output at the nodes."""
+    paths: tuple[Tensor, ...]
+    """Keys and values of drafted tokens, (batch, 2, shared head, node, level, head_dim) a layer."""
     memory: Slots
 
 
 class FeedbackLayer(nn.Module):
-    """A Llama layer that goes over its own output, and reads one more token in each round.
-
-    Its attention reads the token's embedding beside the stream. It sees the first round of all
-    positions so far, which the base has read, and the later rounds of its own path alone, which
-    the base has not.
+    """A Llama layer, over a stream and beside it the token that a round reads.
 
     Args:
         width: Width of the stream and of the embeddings.
         inner: Width of the MLP, as `GatedMlp` takes it.
         epsilon: Epsilon of the norms.
-        norm_before_residual: Whether the residual starts from the normed stream.
         shape: Heads of its attention.
+        norm_before_residual: Whether the residual starts from the normed stream.
+        reads_tokens: Whether its attention reads the token's embedding beside the stream; one that
+            does not is a Llama layer and nothing else.
     """
 
     def __init__(
@@ -46,89 +49,131 @@ class FeedbackLayer(nn.Module):
         *,
         inner: int,
         epsilon: float,
-        norm_before_residual: bool,
         shape: AttentionShape,
+        norm_before_residual: bool = False,
+        reads_tokens: bool = True,
     ) -> None:
         super().__init__()
         self.norm_before_residual = norm_before_residual
         self.input_layernorm = RMSNorm(width, epsilon)
-        self.hidden_norm = RMSNorm(width, epsilon)
-        self.self_attn = Attention(2 * width, width, shape)
+        self.hidden_norm = RMSNorm(width, epsilon) if reads_tokens else None
+        self.self_attn = Attention((1 + reads_tokens) * width, width, shape)
         self.post_attention_layernorm = RMSNorm(width, epsilon)
         self.mlp = GatedMlp(width, inner)
 
-    def rounds(
-        self,
-        hidden: Float[Tensor, "batch time width"],
-        embedded: Iterable[Tensor],
-        features: Features,
-    ) -> Iterator[Float[Tensor, "batch time width"]]:
-        """Yield each round's output, of every position at once: drafting from each of them.
-
-        Args:
-            hidden: What is made of the base's features.
-            embedded: Embeddings of the tokens that a round reads, (batch, time, width) each.
-            features: Which say where the positions stand in their texts, and what each may see.
-        """
-        past = path = visible = None
-        lengths: list[int] = []
-        places = features.places()
-        # many small products are fast on a processor, and slow to launch elsewhere
-        if hidden.device.type == "cpu":
-            lengths = document_lengths(places.expand(len(hidden), -1))
+    def read(self, hidden: Tensor, embedded: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what attention reads, and its keys and values."""
+        if self.hidden_norm is None:
+            inputs = self.input_layernorm(hidden)
         else:
-            visible = features.visible()
-        for level, tokens in enumerate(embedded):
-            inputs, fresh = self._read(hidden, tokens, places + level)
-            if past is None or path is None:
-                past, path = fresh, _no_path(fresh)
-            else:
-                path = torch.cat([path, fresh[..., None, :]], dim=4)
-            hidden = self(hidden, inputs, places + level, past, visible, path, lengths)
-            yield hidden
-
-    def commit(
-        self,
-        hidden: Float[Tensor, "batch time width"],
-        embedded: Float[Tensor, "batch time width"],
-        committed: Committed,
-        memory: Slots,
-    ) -> Branch:
-        """Remember what the base has read; return the first round at the last counted position."""
-        inputs, fresh = self._read(hidden, embedded, memory.following(hidden.shape[1]))
-        memory.append(fresh, committed.counts)
-        branch = Branch(committed.last(hidden), _no_path(fresh[:, :, :, :1]), memory)
-        return self._go(branch, committed.last(inputs), memory.lengths[:, None] - 1)
-
-    def branch(
-        self,
-        above: Branch,
-        embedded: Float[Tensor, "batch node width"],
-        parents: Int[Tensor, "batch node"],
-    ) -> Branch:
-        """Go one round further, from each node's parent in the level above."""
-        hidden = pick_parents(above.hidden, parents)
-        path = above.path.take_along_dim(parents[:, None, None, :, None, None], dim=3)
-        positions = (above.memory.lengths[:, None] + path.shape[4]).expand_as(parents)
-        inputs, fresh = self._read(hidden, embedded, positions)
-        path = torch.cat([path, fresh[..., None, :]], dim=4)
-        return self._go(Branch(hidden, path, above.memory), inputs, positions)
-
-    def _go(self, branch: Branch, inputs: Tensor, positions: Tensor) -> Branch:
-        past, visible = branch.memory.past()
-        hidden = self(branch.hidden, inputs, positions, past, visible, branch.path)
-        return Branch(hidden, branch.path, branch.memory)
-
-    def _read(self, hidden: Tensor, embedded: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what attention reads, twice the width, and its keys and values."""
-        inputs = torch.cat([self.input_layernorm(embedded), self.hidden_norm(hidden)], dim=-1)
+            inputs = torch.cat([self.input_layernorm(embedded), self.hidden_norm(hidden)], dim=-1)
         return inputs, self.self_attn.keys_values(inputs, positions)
 
     def forward(self, hidden: Tensor, inputs: Tensor, *attended: Any) -> Tensor:
         """Return the stream after this layer; `attended` is what `Attention` takes."""
-        stream = self.hidden_norm(hidden) if self.norm_before_residual else hidden
+        normed = self.hidden_norm is not None and self.norm_before_residual
+        stream = self.hidden_norm(hidden) if normed else hidden
         stream = stream + self.self_attn(inputs, *attended)
         return stream + self.mlp(self.post_attention_layernorm(stream))
+
+
+Layers = Sequence[FeedbackLayer]
+
+
+def rounds(
+    layers: Layers,
+    hidden: Float[Tensor, "batch time width"],
+    embedded: Iterable[Tensor],
+    features: Features,
+    fed_back: Callable[[Tensor], Tensor],
+) -> Iterator[Float[Tensor, "batch time width"]]:
+    """Yield each round's output, of every position at once: drafting from each of them.
+
+    Args:
+        layers: The first reads tokens.
+        hidden: What is made of the base's features.
+        embedded: Embeddings of the tokens that a round reads, (batch, time, width) each.
+        features: Which say where the positions stand in their texts, and what each may see.
+        fed_back: What the next round reads of a round's output.
+    """
+    pasts: list[Tensor] = []
+    paths: list[Tensor] = []
+    visible, lengths = None, list[int]()
+    places = features.places()
+    # many small products are fast on a processor, and slow to launch elsewhere
+    if hidden.device.type == "cpu":
+        lengths = document_lengths(places.expand(len(hidden), -1))
+    else:
+        visible = features.visible()
+    for level, tokens in enumerate(embedded):
+        hidden, at = fed_back(hidden) if level else hidden, places + level
+        for place, layer in enumerate(layers):
+            inputs, fresh = layer.read(hidden, tokens, at)
+            if level:
+                paths[place] = torch.cat([paths[place], fresh[..., None, :]], dim=4)
+            else:
+                pasts.append(fresh)
+                paths.append(_no_path(fresh))
+            hidden = layer(hidden, inputs, at, pasts[place], visible, paths[place], lengths)
+        yield hidden
+
+
+def commit(
+    layers: Layers,
+    hidden: Float[Tensor, "batch time width"],
+    embedded: Float[Tensor, "batch time width"],
+    committed: Committed,
+    memory: Slots,
+) -> Branch:
+    """Remember what the base has read; return the first round at the last counted position.
+
+    Where `hidden` has more positions than were committed, these follow each row's last one, and are
+    gone through with it: a round of several nodes, each seeing those before it.
+    """
+    time = committed.next_tokens.shape[1]
+    read = memory.advance(time, committed.counts)
+    newest, behind = memory.lengths[:, None] - 1, hidden.shape[1] - time
+    at = newest + torch.arange(behind + 1, device=newest.device)
+    positions = torch.cat([read, at[:, 1:]], dim=1) if behind else read
+    paths: list[Tensor] = []
+
+    def last(values: Tensor) -> Tensor:
+        """Return the values at the last counted position, and at those that follow it."""
+        return torch.cat([committed.last(values[:, :time]), values[:, time:]], dim=1)
+
+    for place, layer in enumerate(layers):
+        inputs, fresh = layer.read(hidden, embedded, positions)
+        memory.write(fresh[:, :, :, :time], read, place)
+        if place + 1 == len(layers):
+            hidden, inputs, positions = last(hidden), last(inputs), at
+        past, visible = memory.past(positions.minimum(newest))
+        past = past.chunk(len(layers), dim=2)[place]
+        if behind:
+            past = torch.cat([past, fresh[:, :, :, time:]], dim=3)
+            visible = torch.cat([visible, at[:, None, 1:] <= positions[..., None]], dim=2)
+        paths.append(_no_path(fresh[:, :, :, :1]))
+        hidden = layer(hidden, inputs, positions, past, visible)
+    return Branch(hidden, tuple(paths), memory)
+
+
+def branch(
+    layers: Layers,
+    above: Branch,
+    embedded: Float[Tensor, "batch node width"],
+    parents: Int[Tensor, "batch node"],
+) -> Branch:
+    """Go one round further, from each node's parent in the level above."""
+    hidden, paths = pick_parents(above.hidden, parents), []
+    level = above.paths[0].shape[4] + 1
+    positions = (above.memory.lengths[:, None] - 1 + level).expand_as(parents)
+    pasts, visible = above.memory.past()
+    parts = zip(layers, above.paths, pasts.chunk(len(layers), dim=2), strict=True)
+    for layer, path, past in parts:
+        inputs, fresh = layer.read(hidden, embedded, positions)
+        path = path.take_along_dim(parents[:, None, None, :, None, None], dim=3)
+        paths.append(torch.cat([path, fresh[..., None, :]], dim=4))
+        hidden = layer(hidden, inputs, positions, past, visible, paths[-1])
+    return Branch(hidden, tuple(paths), above.memory)
 
 
 def _no_path(fresh: Tensor) -> Tensor:

@@ -1,0 +1,185 @@
+"""Make the golden numbers of EAGLE-3's options from the projects' own code; run by hand.
+
+    pip download --no-deps speculators==0.9.0 hs-connectors==0.9.0     unpack both into FOLDER
+    git show cb7e084:eagle/model/cnets.py of SafeAILab/EAGLE           and put these
+    (and utils_c.py, choices.py, configs.py beside it)                 into FOLDER/eagle/model
+    python tests/golden/make_eagle3.py FOLDER
+
+All is computed in float64: where the originals ask for float32 in norms and softmax they get
+float64. Their rotary angles stay in float32, as ours do.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+GOLDEN = Path(__file__).parent
+TIME, DEPTH, WIDTH, VOCAB, DRAFTED, AUX = 12, 4, 32, 61, 40, 3
+LAYER: dict[str, Any] = {
+    "hidden_size": WIDTH,
+    "vocab_size": VOCAB,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "attention_bias": False,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 8}
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "eagle3_layers": (
+        {"num_hidden_layers": 3, "rope": LLAMA3},
+        {"fc_norm": True, "norm_output": True},
+    ),
+    "eagle3_yarn": ({"rope": YARN}, {"norm_before_fc": True, "norm_before_residual": True}),
+    "eagle3_linear": ({"rope": {"rope_type": "linear", "factor": 3.0}}, {}),
+    "peagle": ({"num_hidden_layers": 2}, {"mask_token_id": 7}),
+}
+"""Settings of the Llama layers, and of the whole."""
+
+
+@contextmanager
+def in_float64() -> Iterator[None]:
+    """Give float64 to whoever asks for float32 by that name."""
+    plain, torch.float32 = torch.float32, torch.float64
+    try:
+        yield
+    finally:
+        torch.float32 = plain
+
+
+def randomise(model: torch.nn.Module) -> None:
+    for value in model.parameters():
+        value.data.copy_(torch.randn(value.shape) * 0.3 + (value.ndim == 1))
+
+
+def write(name: str, tensors: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    copies = {key: value.detach().clone().contiguous() for key, value in tensors.items()}
+    save_file(copies, GOLDEN / name / "model.safetensors")
+    copies = {key: value.detach().clone().contiguous() for key, value in expected.items()}
+    save_file(copies, GOLDEN / name / "expected.safetensors")
+
+
+def speculators(name: str, layer: dict[str, Any], options: dict[str, Any]) -> None:
+    """Write a case of vllm-project/speculators: its folder, and logits of all its depths."""
+    from speculators.config import SpeculatorsConfig, VerifierConfig
+    from speculators.losses import resolve_loss_config
+    from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
+    from speculators.models.peagle import PEagleDraftModel, PEagleSpeculatorConfig, core
+    from speculators.proposals.greedy import GreedyTokenProposalConfig
+    from transformers import LlamaConfig
+
+    torch.manual_seed(len(name))
+    kind = "peagle" if name == "peagle" else "eagle3"
+    rope = {"rope_theta": 10000.0, "rope_type": "default"} | layer.pop("rope", {})
+    inner = LlamaConfig(**LAYER, **{"num_hidden_layers": 1, "rope_parameters": rope} | layer)
+    inner._attn_implementation = "sdpa"
+    config = (PEagleSpeculatorConfig if kind == "peagle" else Eagle3SpeculatorConfig)(
+        transformer_layer_config=inner,
+        draft_vocab_size=DRAFTED,
+        eagle_aux_hidden_state_layer_ids=[1, 2, 3],
+        speculators_config=SpeculatorsConfig(
+            algorithm=kind,
+            proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=DEPTH)],
+            default_proposal_method="greedy",
+            verifier=VerifierConfig(name_or_path="base", architectures=["LlamaForCausalLM"]),
+        ),
+        **options,
+    )
+    model = (PEagleDraftModel if kind == "peagle" else Eagle3DraftModel)(config=config)
+    randomise(model)
+    marks = torch.zeros(VOCAB, dtype=torch.bool)
+    marks[torch.randperm(VOCAB)[:DRAFTED]] = True
+    ids = marks.nonzero()[:, 0]
+    model.load_vocab_mappings(marks, ids - torch.arange(DRAFTED))
+    said: list[Tensor] = []
+    model.lm_head.register_forward_hook(lambda *called: said.append(called[2]))
+    aux, following = torch.randn(1, TIME, AUX * WIDTH).double(), torch.randint(VOCAB, (1, TIME))
+    places, documents = torch.arange(TIME)[None], torch.zeros(1, TIME, dtype=torch.long)
+    weights = {key: value for key, value in model.state_dict().items() if "verifier" not in key}
+    config.save_pretrained(GOLDEN / name)
+    (GOLDEN / name / "config.py").unlink()
+    model.double()
+    expected = {"in.aux": aux, "in.following": following}
+    with torch.no_grad(), in_float64():
+        if kind == "eagle3":
+            model.forward(aux, following, documents, position_ids=places, ttt_steps=DEPTH)
+            expected["out.logits"] = torch.stack([one[0] for one in said])
+        else:
+            sampled, made = [], core.generate_cod_sample_indices
+            core.generate_cod_sample_indices = lambda **how: (
+                sampled.append(made(**how)) or sampled[0]
+            )
+            hidden = torch.randn(1, TIME, WIDTH).double()
+            every = {"down_sample_ratio": 1.0, "down_sample_ratio_min": 1.0, "num_depths": DEPTH}
+            every["loss_config"] = resolve_loss_config("kl_div", "eager")
+            model.forward(aux, following, documents, verifier_last_hidden_states=hidden, **every)
+            expected["out.anchors"], expected["out.depths"] = sampled[0]
+            expected["out.logits"] = said[0][0]
+    write(name, weights, expected)
+
+
+def chain() -> None:
+    """Write a draft of SafeAILab's EAGLE with linear scaling, token by token over its cache.
+
+    A factor of 4: it divides positions where others divide frequencies, which is the same then.
+    """
+    from eagle.model.cnets import Model
+    from eagle.model.configs import EConfig
+
+    torch.manual_seed(3)
+    name, rope = "eagle3_chain_linear", {"type": "linear", "factor": 4.0}
+    config = EConfig(**LAYER, num_hidden_layers=1, rope_scaling=rope, draft_vocab_size=DRAFTED)
+    config.rope_scaling = rope
+    config.pad_token_id = 0
+    model = Model(config, bias=False)
+    randomise(model)
+    ids = torch.randperm(VOCAB)[:DRAFTED].sort().values
+    model.d2t, model.t2d = ids - torch.arange(DRAFTED), torch.zeros(VOCAB, dtype=torch.bool)
+    model.t2d[ids] = True
+    (GOLDEN / name).mkdir(exist_ok=True)
+    weights = model.state_dict()
+    aux, tokens = (
+        torch.randn(1, TIME, AUX * WIDTH).double(),
+        torch.randint(VOCAB, (1, TIME + DEPTH)),
+    )
+    model.double()
+    # its mask is made in the default precision
+    torch.set_default_dtype(torch.float64)
+    said = []
+    with torch.no_grad(), in_float64():
+        hidden, past = aux, None
+        for start, end in [(0, TIME), *((at, at + 1) for at in range(TIME, TIME + DEPTH - 1))]:
+            hidden, past = model(
+                hidden, input_ids=tokens[:, start:end], past_key_values=past, use_cache=True
+            )
+            hidden = hidden[:, -1:]
+            said.append(model.lm_head(model.norm(hidden))[:, 0])
+    write(
+        name, weights, {"in.aux": aux, "in.following": tokens, "out.logits": torch.stack(said, 1)}
+    )
+    text = {**LAYER, "num_hidden_layers": 1, "rope_scaling": rope, "rope_theta": 10000.0}
+    text |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": DRAFTED}
+    (GOLDEN / name / "config.json").write_text(json.dumps(text, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, sys.argv[1])
+    for case, (layer, options) in CASES.items():
+        speculators(case, dict(layer), options)
+    chain()
