@@ -56,6 +56,11 @@ def _axes(title: str, down: str, across: str) -> tuple[Figure, Axes]:
     return figure, axes
 
 
+def _legend(figure: Figure) -> None:
+    """Say below the axes what is what, where no curve is in the way."""
+    figure.legend(loc="outside lower center", ncols=3, frameon=False)
+
+
 def _acceptance(results: Results) -> Figure:
     figure, axes = _axes("Acceptance by depth", "share accepted", "drafted depth")
     deepest = 1
@@ -72,7 +77,7 @@ def _acceptance(results: Results) -> Figure:
         axes.plot(range(1, len(top) + 1), top, ":", color=GREY, marker=".", label=label)
         deepest = max(deepest, len(top))
     axes.set(ylim=(0, 1), xticks=range(1, deepest + 1))
-    axes.legend(frameon=False)
+    _legend(figure)
     return figure
 
 
@@ -86,7 +91,7 @@ def _losses(rows: Sequence[Mapping[str, Any]], held_out: Sequence[Mapping[str, A
     axes.plot(*_points(rows, "loss"), color=BLUE, linewidth=1.8, label="loss")
     if held_out:
         axes.plot(*_points(held_out, "validation/loss"), "k.--", linewidth=1, label="held out")
-    axes.legend(frameon=False)
+    _legend(figure)
     return figure
 
 
@@ -94,7 +99,7 @@ def _held_out(rows: Sequence[Mapping[str, Any]]) -> Figure:
     figure, axes = _axes("Agreement on held-out text", "share accepted", "step")
     _by_depth(axes, rows, "validation/accept/depth_", marker=".")
     axes.set(ylim=(0, 1))
-    axes.legend(frameon=False)
+    _legend(figure)
     return figure
 
 
