@@ -24,9 +24,9 @@ def join_copied(
     """Return the tree with a path of copied tokens in it, sharing the nodes it already has.
 
     The path begins where the tree's own nodes cease to agree with it, so a (parent, token) pair
-    still occurs once. Copied tokens are -1 from where there are none. New nodes, `size` in every
-    row, are absent where the path does not need them; with `trim` only as many are added as the
-    longest path needs, which asks the device.
+    still occurs once: what both propose counts as drafted. Copied tokens are -1 from where there
+    are none. New nodes, `size` in every row, are absent where the path does not need them; with
+    `trim` only as many are added as the longest path needs, which asks the device.
     """
     batch, num_nodes = tree.tokens.shape
     device, length = copied.device, copied.shape[1]
@@ -53,6 +53,7 @@ def join_copied(
         torch.cat([tree.tokens, tokens.clamp(min=0)], dim=1),
         torch.cat([tree.parents, parents], dim=1),
         reach,
+        num_copied=tree.num_copied + size,
     )
 
 

@@ -37,6 +37,8 @@ class TokenTree:
     """What `ancestors` returns, where a tree policy has worked it out before (static trees)."""
     drawn: Drawn | None = None
     """How children were drawn; None where a drafter's best guesses were taken."""
+    num_copied: int = 0
+    """How many of the last nodes were copied from the text, where the others were drafted."""
 
     def ancestors(self) -> Bool[Tensor, "batch node node"]:
         """Return `out[b, i, j]`: true when j is i itself or an ancestor of i.

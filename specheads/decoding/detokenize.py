@@ -1,9 +1,11 @@
 """From tokens to text, one token at a time, and what of both is certain already."""
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from typing import cast
 
 from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 _CONTEXT = 5
 """Tokens decoded before a new one: its text may depend on what it follows, and it may hold the
@@ -14,6 +16,9 @@ _BROKEN = "\N{REPLACEMENT CHARACTER}"
 
 _MOST_BROKEN = 3
 """Number of these that an incomplete character can be decoded to: one a byte."""
+
+_BYTES = {letter: byte for byte, letter in bytes_to_unicode().items()}
+"""The byte that each letter of a byte-level vocabulary stands for."""
 
 
 class Text:
@@ -94,3 +99,25 @@ class Text:
             if any(stop.startswith(self.written[-length:]) for stop in self.stop):
                 return length
         return 0
+
+
+def token_text(tokenizer: PreTrainedTokenizerBase, before: Sequence[int], token: int) -> str:
+    r"""Return what one token adds to the text before it, for people to look at.
+
+    A character in pieces comes with its last piece. A token that adds nothing, such as the other
+    pieces and special tokens, is told by name: `⟨\xe2\x82⟩`, `⟨<|endoftext|>⟩`.
+    """
+    text = Text(tokenizer, list(before))
+    text.push(token)
+    return text.written or f"⟨{_name(tokenizer, token)}⟩"
+
+
+def _name(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
+    """Return what the vocabulary calls a token, byte by byte where it is no text."""
+    name = str(tokenizer.convert_ids_to_tokens(token))
+    try:
+        raw = bytes(_BYTES[letter] for letter in name)
+    except KeyError:
+        # no name of a byte-level vocabulary
+        return name
+    return raw.decode(errors="backslashreplace")

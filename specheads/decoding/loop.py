@@ -49,6 +49,8 @@ class Step:
     """Parent of each node, -1 for the root and for nodes that are padding."""
     times: Times = field(compare=False)
     """Times of the step, shared by the rows of a batch. Equal steps may differ in them."""
+    num_copied: int = 0
+    """How many of the tree's last nodes were copied, not drafted: see `decoding.origins`."""
 
     @property
     def drafted_beyond(self) -> bool:
@@ -119,9 +121,9 @@ def step(
     drafted = _now(base, wait=timed)
     verified = base.verify(grown, state.cache, drafter.aux_layers if drafter else ())
     verdict = acceptance(grown, verified.logits, verified.ancestors, state.rows)
-    read, nodes = _read(grown, verdict), grown.tokens.shape[1]
+    read = _read(grown, verdict)
     times = Times(began, drafted, time.perf_counter())
-    steps = [_step(*row, nodes, times) for row in zip(state.numbers, read, strict=True)]
+    steps = [_step(*row, grown, times) for row in zip(state.numbers, read, strict=True)]
     state.cache.commit([taken.path for taken in steps])
     _advance(state, verified, verdict, steps)
     return steps
@@ -145,12 +147,13 @@ def _read(tree: TokenTree, verdict: Verdict) -> list[list[int]]:
     return torch.cat([counts, bonus, verdict.path, tree.tokens, tree.parents], dim=1).tolist()
 
 
-def _step(number: int, row: list[int], nodes: int, times: Times) -> Step:
-    """Return the step of one row: accepted nodes, bonus, path (padded), tree of so many nodes."""
+def _step(number: int, row: list[int], tree: TokenTree, times: Times) -> Step:
+    """Return the step of one row: accepted nodes, bonus, path (padded), tokens and parents."""
     count, bonus, *rest = row
+    nodes = tree.tokens.shape[1]
     path, drafted, parents = rest[:count], rest[-2 * nodes : -nodes], rest[-nodes:]
     tokens = [*(drafted[node] for node in path[1:]), bonus]
-    return Step(number, tokens, path, drafted, parents, times)
+    return Step(number, tokens, path, drafted, parents, times, tree.num_copied)
 
 
 def _advance(state: State, verified: Verification, verdict: Verdict, steps: list[Step]) -> None:

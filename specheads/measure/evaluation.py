@@ -35,6 +35,7 @@ from specheads.measure.results import (
 )
 from specheads.measure.speed import measure_speed
 from specheads.measure.store import from_json
+from specheads.measure.texts import decode_texts
 from specheads.measure.tune.trees import pick_tree
 from specheads.runs.directory import RunDirectory
 from specheads.runs.provenance import nearby, provenance
@@ -96,6 +97,7 @@ def evaluate_head(
         found |= {item.name: getattr(accepted, item.name) for item in fields(accepted)}
         if matched:
             found["replay"] = _replay(base, head, tokens, alone, how)
+        found["texts"] = decode_texts(base, head, prompts.prompts, how)
         if evaluation.temperature > 0:
             found["drafting"] = measure_drafting(base, head, tokens, alone, how)
     if evaluation.mode == "all":

@@ -1,4 +1,4 @@
-"""The report's pictures, as PNG bytes; figures are drawn without a display and without state."""
+"""The report's figures, drawn without a display and without state; as PNG they are pictures."""
 
 import io
 from collections.abc import Mapping, Sequence
@@ -10,44 +10,59 @@ from matplotlib.figure import Figure
 
 from specheads.measure.results import DrafterRow, Results, Speed
 
-BLUE, ORANGE, GREY = "#2563a8", "#d97726", "#9aa3ad"
+BLUE, ORANGE, GREY = "#2563a8", "#d97726", "#6b7683"
+TEXT = "#555555"
 SHADES = ("#f1f4f8", "#fdf3e7", "#eef6ef")
 """Backgrounds of successive phases."""
+
+WIDTH = 5.0
+"""Inches: a phone shows as much at the size that letters have."""
+
+
+def figures(results: Results, history: Sequence[Mapping[str, Any]]) -> dict[str, Figure]:
+    """Return every figure there is something to draw for, by name."""
+    found: dict[str, Figure] = {}
+    held_out = [row for row in history if "validation/loss" in row]
+    if results.speed:
+        found["speed"] = _speed(results.speed)
+    if results.offline or results.online:
+        found["acceptance"] = _acceptance(results)
+    if any("loss" in row for row in history):
+        found["loss"] = _losses([row for row in history if "loss" in row], held_out)
+    if any("validation/accept/depth_0" in row for row in held_out):
+        found["validation"] = _held_out(held_out)
+    if learning := _learning([row for row in history if "hours" in row]):
+        found["learning"] = learning
+    return found
 
 
 def draw(results: Results, history: Sequence[Mapping[str, Any]]) -> dict[str, bytes]:
     """Return every picture there is something to draw for, by file name."""
-    pictures: dict[str, bytes] = {}
-    held_out = [row for row in history if "validation/loss" in row]
-    if results.offline or results.online:
-        pictures["acceptance.png"] = _png(_acceptance(results))
-    if any("loss" in row for row in history):
-        pictures["loss.png"] = _png(_losses([row for row in history if "loss" in row], held_out))
-    if any("validation/accept/depth_0" in row for row in held_out):
-        pictures["validation.png"] = _png(_held_out(held_out))
-    if learning := _learning([row for row in history if "hours" in row]):
-        pictures["learning.png"] = _png(learning)
-    if results.speed:
-        pictures["speed.png"] = _png(_speed(results.speed))
-    return pictures
+    return {f"{name}.png": png(one) for name, one in figures(results, history).items()}
 
 
-def _png(figure: Figure) -> bytes:
+def png(figure: Figure) -> bytes:
+    """Return a figure as a picture."""
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=120)
+    figure.savefig(buffer, format="png", dpi=144)
     return buffer.getvalue()
 
 
-def _axes(width: float, title: str, down: str, across: str) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(width, 3.6), layout="constrained")
+def _axes(title: str, down: str, across: str) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(WIDTH, 3.6), layout="constrained")
     axes = figure.add_subplot()
     axes.set(title=title, xlabel=across, ylabel=down)
     axes.spines[["top", "right"]].set_visible(False)
     return figure, axes
 
 
+def _legend(figure: Figure) -> None:
+    """Say below the axes what is what, where no curve is in the way."""
+    figure.legend(loc="outside lower center", ncols=3, frameon=False)
+
+
 def _acceptance(results: Results) -> Figure:
-    figure, axes = _axes(5.0, "Acceptance by depth", "share accepted", "drafted depth")
+    figure, axes = _axes("Acceptance by depth", "share accepted", "drafted depth")
     deepest = 1
     sections = ("offline", results.offline, ORANGE, "s--"), ("online", results.online, BLUE, "o-")
     for name, section, color, style in sections:
@@ -62,29 +77,29 @@ def _acceptance(results: Results) -> Figure:
         axes.plot(range(1, len(top) + 1), top, ":", color=GREY, marker=".", label=label)
         deepest = max(deepest, len(top))
     axes.set(ylim=(0, 1), xticks=range(1, deepest + 1))
-    axes.legend(frameon=False)
+    _legend(figure)
     return figure
 
 
 def _losses(rows: Sequence[Mapping[str, Any]], held_out: Sequence[Mapping[str, Any]]) -> Figure:
-    figure, axes = _axes(7.0, "Training loss", "loss per token", "step")
+    figure, axes = _axes("Training loss", "loss per token", "step")
     for number, (name, first, last) in enumerate(_phases(rows)):
         axes.axvspan(first, last, color=SHADES[number % len(SHADES)], zorder=0)
         place = {"transform": axes.get_xaxis_transform(), "ha": "center", "va": "top"}
-        axes.text((first + last) / 2, 0.97, name, color="#555555", **place)
+        axes.text((first + last) / 2, 0.97, name, color=TEXT, **place)
     _by_depth(axes, rows, "loss/depth_")
     axes.plot(*_points(rows, "loss"), color=BLUE, linewidth=1.8, label="loss")
     if held_out:
         axes.plot(*_points(held_out, "validation/loss"), "k.--", linewidth=1, label="held out")
-    axes.legend(frameon=False)
+    _legend(figure)
     return figure
 
 
 def _held_out(rows: Sequence[Mapping[str, Any]]) -> Figure:
-    figure, axes = _axes(7.0, "Agreement on held-out text", "share accepted", "step")
+    figure, axes = _axes("Agreement on held-out text", "share accepted", "step")
     _by_depth(axes, rows, "validation/accept/depth_", marker=".")
     axes.set(ylim=(0, 1))
-    axes.legend(frameon=False)
+    _legend(figure)
     return figure
 
 
@@ -94,7 +109,7 @@ def _learning(rows: Sequence[Mapping[str, Any]]) -> Figure | None:
     found = [(key, label) for key, label in down.items() if any(key in row for row in rows)]
     if not found:
         return None
-    figure = Figure(figsize=(8.0, 1.2 + 2.2 * len(found)), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 0.8 + 1.9 * len(found)), layout="constrained")
     figure.suptitle("Learning curve on held-out text", fontsize="medium")
     grid = figure.subplots(len(found), 2, sharex="col", sharey="row", squeeze=False)
     for panels, (key, label) in zip(grid, found, strict=True):
@@ -138,7 +153,7 @@ def _phases(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, int, int]]:
 
 
 def _speed(speed: Speed) -> Figure:
-    figure, axes = _axes(4.2, "Tokens per second", "tokens per second", "")
+    figure, axes = _axes("Tokens per second", "tokens per second", "")
     alone, drafted = speed.base_tokens_per_second, speed.tokens_per_second
     # the interval is of the ratio; drawn on the head's bar in units of the base's rate
     low, high = (alone * bound for bound in speed.interval)
@@ -165,4 +180,4 @@ def draw_comparison(rows: Mapping[str, DrafterRow]) -> bytes:
         axes.set(xlabel=label)
         axes.spines[["top", "right"]].set_visible(False)
     figure.axes[0].invert_yaxis()
-    return _png(figure)
+    return png(figure)

@@ -7,6 +7,8 @@ that Python reserves has an underscore behind it here and none in the file (`wit
 from dataclasses import dataclass, field
 
 from specheads.measure.rates import Drafting, Interval, Rate
+from specheads.measure.store import OWN_FILE
+from specheads.measure.texts import Texts
 from specheads.runs.provenance import Provenance
 
 
@@ -231,6 +233,7 @@ class Results:
     tree_candidates: list[Candidate] = field(default_factory=list)
     phases: list[PhaseRate] = field(default_factory=list)
     base_quality: BaseQuality | None = None
+    texts: Texts | None = field(default=None, metadata=OWN_FILE)
     provenance: Provenance
 
 

@@ -11,6 +11,9 @@ from specheads.heads.untrusted import read_json
 
 T = TypeVar("T")
 
+OWN_FILE = {"own_file": True}
+"""Metadata of a field that stands in a file of its own, and in no other."""
+
 
 def to_json(value: Any) -> Any:
     """Return what json.loads gives back: dataclasses as objects, by their fields' names."""
@@ -76,10 +79,14 @@ def read(kind: type[T], file: str | Path) -> T | None:
     return from_json(kind, read_json(file), str(file)) if file.is_file() else None
 
 
-def dumps(value: Any) -> str:
-    """Return the text of results.json or compare.json."""
+def dumps(value: Any, indent: int | None = 1) -> str:
+    """Return the text of results.json, compare.json or texts.json."""
 
     def named(item: Any) -> dict[str, Any]:
-        return {field.name.rstrip("_"): getattr(item, field.name) for field in fields(item)}
+        return {
+            field.name.rstrip("_"): getattr(item, field.name)
+            for field in fields(item)
+            if "own_file" not in field.metadata
+        }
 
-    return json.dumps(value, indent=1, default=named) + "\n"
+    return json.dumps(value, indent=indent, default=named) + "\n"

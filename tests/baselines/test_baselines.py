@@ -363,6 +363,8 @@ def test_a_graft_shares_the_nodes_that_the_tree_has_already():
     assert out.tokens[:, 4:][present].tolist() == [8, 9, 1, 2]
     assert join_copied(first_rows(tree, 3), copied[:3], 2, trim=True).tokens.shape[1] == 5
     assert join_copied(first_rows(tree, 1), copied[2:3], 2, trim=True).tokens.shape[1] == 4
+    assert out.num_copied == 2
+    assert join_copied(out, copied, 3).num_copied == 5
 
 
 def test_a_graft_on_a_tree_with_absent_nodes_never_hangs_below_one():

@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from specheads.decoding.detokenize import Text
+from specheads.decoding.detokenize import Text, token_text
 from tests import tiny
 
 PIECES = [
@@ -111,3 +111,26 @@ def test_a_stop_string_may_hold_a_character_in_pieces():
 def test_an_end_of_text_token_has_no_text():
     text = written([*ids(b"a"), END])
     assert (text.written, text.settled()) == ("a", (2, 1))
+
+
+def test_each_token_has_a_text_of_its_own_or_a_name():
+    cut = ids(b"a", b"\xe2", b"\x82\xac", b"\xf0\x9f\x98", b" the")
+    shown = [token_text(tokenizer(), cut[:place], token) for place, token in enumerate(cut)]
+    assert shown == ["a", "⟨\\xe2⟩", "€", "⟨\\xf0\\x9f\\x98⟩", "\N{REPLACEMENT CHARACTER} the"]
+    assert token_text(tokenizer(), cut, END) == "⟨<end>⟩"
+
+
+def test_a_blank_before_a_word_is_the_words_own_wherever_the_vocabulary_has_it():
+    words = Tokenizer(models.BPE({"▁the": 0, "▁cat": 1, "s": 2, "<0xE2>": 3}, []))
+    words.decoder = decoders.Sequence(  # pyright: ignore[reportAttributeAccessIssue]
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    fast = PreTrainedTokenizerFast(tokenizer_object=words)
+    assert token_text(fast, [0], 1) == " cat"
+    assert token_text(fast, [0, 1], 2) == "s"
+    assert token_text(fast, [0], 3) == "⟨<0xE2>⟩"

@@ -1,51 +1,10 @@
-"""The report: results.json, pictures, one self-contained page, and a table on the console."""
+"""What results say, in words and in rows of words: for the page, the console and the card."""
 
-import base64
-import html
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
 
-from rich.console import Console
-
-from specheads.core.errors import InputError
-from specheads.core.paths import local_path, writable_folder
-from specheads.measure.plots import draw
 from specheads.measure.results import BaseQuality, Candidate, Drafting, Interval, Results
-from specheads.measure.store import dumps
-from specheads.measure.tables import Fitted
-from specheads.runs.directory import write_atomic
 
 Rows = list[tuple[str, str]]
-
-STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #1f2933; max-width: 54rem;
-       margin: 2.5rem auto; padding: 0 1rem; }
-h1 { font-size: 1.5rem; margin-bottom: .2rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
-.verdict { border-left: 4px solid #2563a8; background: #f1f4f8; padding: .7rem 1rem; }
-.verdict.no { border-color: #b42318; background: #fdf0ee; }
-table { border-collapse: collapse; margin: .5rem 0; }
-th, td { text-align: left; padding: .25rem 1rem .25rem 0; border-bottom: 1px solid #e3e8ee;
-         font-variant-numeric: tabular-nums; vertical-align: top; }
-tr.chosen td { font-weight: 600; background: #f1f4f8; }
-img { max-width: 100%; } pre { font-size: 12px; background: #f6f8fa; padding: 1rem;
-overflow-x: auto; }
-"""
-
-
-def write_report(folder: Path, results: Results, history: Sequence[Mapping[str, Any]]) -> Path:
-    """Write results.json, the pictures and report.html; return the page.
-
-    Every file appears whole or not at all. results.json comes last, so where it is, the rest
-    is too. `history` are rows of metrics.jsonl; none where the head was not trained here.
-    """
-    folder, pictures = writable_folder(folder), draw(results, history)
-    for name, picture in pictures.items():
-        write_atomic(folder / name, picture)
-    page = folder / "report.html"
-    write_atomic(page, render(results, pictures))
-    write_atomic(folder / "results.json", dumps(results))
-    return page
 
 
 def pays(results: Results) -> bool:
@@ -173,75 +132,28 @@ def depth_rows(results: Results) -> list[list[str]]:
     return rows
 
 
-def show(results: Results, console: Console | None = None, page: Path | None = None) -> None:
-    """Print the main table, the table by depth, the verdict, and where the report lies."""
-    console = console or Console()
-    console.print(Fitted("specheads evaluation", summary(results)))
-    header, *rows = depth_rows(results)
-    console.print(Fitted("by depth", rows, header))
-    console.print(verdict(results), style="bold" if pays(results) else "bold red")
-    if page is not None:
-        # one line, to be copied
-        console.print(f"report: {page}", markup=False, soft_wrap=True)
-
-
-def record(folder: Path, results: Results) -> None:
-    """Keep what was measured with the recipe, which alone may hold numbers."""
-    if not (local_path(folder) / "recipe.yaml").is_file():
-        raise InputError(f"record needs a recipe's folder; {folder} has no recipe.yaml")
-    write_atomic(writable_folder(folder) / "results.json", dumps(results))
-
-
-def render(results: Results, pictures: Mapping[str, bytes]) -> str:
-    """Return the page, pictures and all: it needs no other file and no network."""
-    images = "\n".join(
-        f'<img alt="{name.removesuffix(".png")}" '
-        f'src="data:image/png;base64,{base64.b64encode(picture).decode()}">'
-        for name, picture in pictures.items()
-    )
-    title = f"{results.head.kind} on {results.base.name}"
-    provenance = dumps({"settings": results.settings, "provenance": results.provenance}).rstrip()
-    header, *rows = depth_rows(results)
-    mood = "verdict" if pays(results) else "verdict no"
-    return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>
-<style>{STYLE}</style></head><body>
-<h1>{html.escape(title)}</h1>
-<p class="{mood}">{html.escape(verdict(results))}</p>
-{_table([], [list(row) for row in summary(results)])}
-{images}
-<h2>By depth</h2>
-{_table(header, rows)}
-{_candidates(results.tree_candidates)}
-<h2>Settings and provenance</h2>
-<pre>{html.escape(provenance)}</pre>
-</body></html>
-"""
-
-
-def _candidates(candidates: Sequence[Candidate]) -> str:
-    if not candidates:
-        return ""
-    header = ["tree", "nodes", "depth", "tokens per forward", "step time", "estimated speed-up"]
+def category_rows(results: Results) -> list[list[str]]:
+    """Return the table by category of prompts, its header first."""
+    found = results.online.by_category if results.online else {}
     rows = [
-        [
-            row.tree,
-            str(row.num_nodes),
-            str(row.depth),
-            *(f"{x:.3f}" for x in (row.tokens_per_forward, row.step_overhead, row.speedup)),
-        ]
-        for row in candidates
+        [name or "no category", str(one.count), _figure(one.tokens_per_forward, one.interval)]
+        for name, one in found.items()
     ]
-    chosen = next(place for place, row in enumerate(candidates) if row.chosen)
-    return "<h2>Trees tried, on other prompts</h2>\n" + _table(header, rows, chosen)
+    return [["category", "prompts", "tokens per forward"], *rows]
 
 
-def _table(header: list[str], rows: list[list[str]], chosen: int | None = None) -> str:
-    def line(tag: str, cells: list[str], attribute: str = "") -> str:
-        inner = "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells)
-        return f"<tr{attribute}>{inner}</tr>"
-
-    lines = [line("th", header)] if header else []
-    for place, row in enumerate(rows):
-        lines.append(line("td", row, ' class="chosen"' if place == chosen else ""))
-    return "<table>{}</table>".format("\n".join(lines))
+def candidate_rows(candidates: Sequence[Candidate]) -> list[list[str]]:
+    """Return the table of trees that were tried, its header first."""
+    header = ["tree", "nodes", "depth", "tokens per forward", "step time", "estimated speed-up"]
+    return [
+        header,
+        *(
+            [
+                row.tree,
+                str(row.num_nodes),
+                str(row.depth),
+                *(f"{x:.3f}" for x in (row.tokens_per_forward, row.step_overhead, row.speedup)),
+            ]
+            for row in candidates
+        ),
+    ]

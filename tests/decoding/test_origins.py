@@ -1,0 +1,87 @@
+"""How each token came is told by the steps alone, and tokens that were copied are told apart."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from specheads.baselines import PromptLookup
+from specheads.baselines.hybrid import Hybrid, HybridTree, Lookup
+from specheads.core.drafter import Drafter
+from specheads.core.features import Committed
+from specheads.core.tree import TokenTree
+from specheads.decoding.acceptance.sampling import Rows
+from specheads.decoding.generate import generate
+from specheads.decoding.loop import Step, Times
+from specheads.decoding.origins import BASE, Origin, node_origins, step_origins, text_origins
+from specheads.decoding.trees import policies
+from tests import tiny
+
+NEVER = Times(0.0, 0.0, 0.0)
+
+
+def test_depths_are_edges_below_the_root_and_the_last_nodes_are_copied():
+    #        0                nodes 1 to 3 are the head's; 4 and 5 were copied below node 1,
+    #      1   2              and node 6 is padding
+    #    3   4
+    #        5
+    origins = node_origins([-1, 0, 0, 1, 1, 4, -1], num_copied=3)
+    assert origins[:6] == [
+        BASE,
+        Origin("drafted", 1),
+        Origin("drafted", 1),
+        Origin("drafted", 2),
+        Origin("copied", 2),
+        Origin("copied", 3),
+    ]
+    step = Step(
+        0, [11, 14, 15, 9], [0, 1, 4, 5], [0, *range(11, 17)], [-1, 0, 0, 1, 1, 4, -1], NEVER, 3
+    )
+    assert list(map(str, step_origins(step))) == [
+        "drafted at depth 1", "copied at depth 2", "copied at depth 3", "the base's own",
+    ]  # fmt: skip
+
+
+class LastCopied(policies.TreePolicy):
+    """A chain of four whose last two are said to be copied."""
+
+    name, num_nodes, depth = "last copied", 5, 4
+
+    def grow(
+        self, drafter: Drafter, committed: Committed, memory: Any, rows: Rows | None = None
+    ) -> TokenTree:
+        chain = policies.chain(4).grow(drafter, committed, memory, rows)
+        return replace(chain, num_copied=2)
+
+
+def test_a_text_is_told_token_by_token():
+    # the oracle is always right: four drafts a step, and the base's own behind them
+    found = generate(
+        tiny.base(), tiny.oracle(4), tiny.prompts(), max_new_tokens=23, tree=LastCopied()
+    )
+    for steps in found.steps:
+        drafted, copied = ("drafted at depth 1", "drafted at depth 2"), "copied at depth"
+        once = [*drafted, f"{copied} 3", f"{copied} 4"]
+        wanted = ["the base's own", *[*once, "the base's own"] * len(steps)]
+        assert [str(origin) for origin in text_origins(steps)] == wanted
+
+
+@pytest.mark.parametrize("trim", [False, True])
+def test_a_hybrid_says_which_nodes_were_copied(trim: bool):
+    base, prompt = tiny.base(), tiny.prompts()[0] * 3
+    lookup = PromptLookup(tiny.VOCAB, 8, device=base.device)
+    both = Hybrid(tiny.oracle(2), lookup)
+    tree = HybridTree(policies.chain(2), 4, trim=trim)
+    steps = generate(base, both, [prompt], max_new_tokens=12, tree=tree).steps[0]
+    assert {len(step.drafted) - step.num_copied for step in steps} == {3}
+    if not trim:
+        assert {step.num_copied for step in steps} == {4}
+    alone = generate(base, lookup, [prompt], max_new_tokens=12, tree=Lookup(8)).steps[0]
+    assert all(step.num_copied == len(step.drafted) - 1 for step in alone)
+    assert any(step.num_copied for step in alone)
+
+
+def test_the_base_alone_gives_nothing_but_its_own():
+    found = generate(tiny.base(), None, tiny.prompts(), max_new_tokens=6)
+    for tokens, steps in zip(found.tokens, found.steps, strict=True):
+        assert text_origins(steps) == [BASE] * len(tokens)

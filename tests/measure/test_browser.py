@@ -1,0 +1,202 @@
+"""The report in headless Chromium: on a phone and a desk, in the light and in the dark."""
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, Page, sync_playwright
+
+from specheads.measure import report
+from tests.measure.test_measure import HISTORY
+from tests.measure.texts import hybrid, nasty, told
+
+pytestmark = pytest.mark.browser
+
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
+QUIET = [
+    "--disable-gpu", "--disable-quic", "--no-first-run", "--no-sandbox",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync",
+]  # fmt: skip
+"""A page without network needs none of a browser's own; as root there is no sandbox."""
+
+
+@dataclass
+class Watched:
+    """A page that is open, and what the browser says of it."""
+
+    page: Page
+    file: Path
+    said: list[str] = field(default_factory=list)
+    asked: list[str] = field(default_factory=list)
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    rows = [
+        {"step": step, "phase": "corpus", "tokens": 32 * step, "hours": step / 100}
+        | {"validation/loss": 60 / step, "validation/accept/depth_0": step / 60}
+        for step in (20, 40, 60)
+    ]
+    asked = told(*hybrid()[2].texts, nasty())
+    return report.write_report(tmp_path_factory.mktemp("report"), asked, [*HISTORY, *rows])
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    if CHROMIUM is None:
+        pytest.skip("no Chromium on this machine: apt-get install chromium")
+    with sync_playwright() as driver:
+        opened = driver.chromium.launch(executable_path=CHROMIUM, args=QUIET)
+        yield opened
+        opened.close()
+
+
+@pytest.fixture(params=[(390, "light"), (390, "dark"), (1280, "light"), (1280, "dark")], ids=str)
+def watched(request: pytest.FixtureRequest, browser: Browser, file: Path) -> Iterator[Watched]:
+    width, scheme = request.param
+    context = browser.new_context(viewport={"width": width, "height": 844}, color_scheme=scheme)
+    watched = Watched(context.new_page(), file)
+    watched.page.on("console", lambda message: watched.said.append(message.text))
+    watched.page.on("pageerror", lambda error: watched.said.append(str(error)))
+    watched.page.on("request", lambda asked: watched.asked.append(asked.url))
+    watched.page.goto(file.as_uri())
+    yield watched
+    # after whatever the test did
+    assert watched.said == []
+    assert watched.asked == [file.as_uri()]
+    context.close()
+
+
+def test_everything_is_there_and_visible(watched: Watched):
+    page = watched.page
+    for name in ("speed", "acceptance", "loss", "validation", "learning"):
+        plot = page.locator(f"#plot-{name} svg")
+        assert plot.is_visible()
+        box = plot.bounding_box()
+        assert box is not None
+        assert min(box["width"], box["height"]) > 150
+    assert page.locator(".verdict").is_visible()
+    assert page.locator(".headline").count() == 3
+    assert page.locator(".text").count() == 4
+    ground = "one => getComputedStyle(one).background"
+    grounds = {
+        look: page.locator(f".tokens .{look}").first.evaluate(ground)
+        for look in ("b", "d1", "d2", "d6", "c")
+    }
+    assert len(set(grounds.values())) == 5, "each way has a look of its own"
+
+
+def test_no_page_is_wider_than_its_screen_and_tables_move_in_their_own_box(watched: Watched):
+    page = watched.page
+    wide, screen = page.evaluate("[document.documentElement.scrollWidth, innerWidth]")
+    assert wide == screen
+    table = page.locator(".scroll").first
+    inner, outer = table.evaluate("box => [box.scrollWidth, box.clientWidth]")
+    assert inner > outer or screen > 390
+    if inner > outer:
+        table.focus()
+        page.keyboard.press("ArrowRight")
+        page.wait_for_function("document.querySelector('.scroll').scrollLeft > 0")
+
+
+def test_the_three_figures_are_on_the_first_screen(watched: Watched):
+    box = watched.page.locator(".headline").last.bounding_box()
+    assert box is not None
+    assert box["y"] + box["height"] <= 844
+
+
+def test_a_click_draws_the_tree_of_the_tokens_step(watched: Watched):
+    page, text = watched.page, watched.page.locator(".text").first
+    steps = hybrid()[2].texts[0].steps
+    token = text.locator(".t[data-step='3']").first
+    token.click()
+    assert text.locator(".tree strong").inner_text() == f"Step 3 of {len(steps)}"
+    present = 1 + sum(parent >= 0 for parent in steps[2].parents)
+    assert text.locator(".tree svg g").count() == present + 1, "the tree, and what the base added"
+    assert text.locator(".tree svg g.kept:not(.bonus)").count() == len(steps[2].path)
+    assert text.locator(".tree svg path.kept").count() == len(steps[2].path)
+    assert text.locator(".t.on").count() == len(steps[2].path)
+    assert token.evaluate("one => one === document.activeElement")
+    assert page.locator(".tree svg").first.is_visible()
+
+
+def test_keys_step_from_token_to_token_and_buttons_from_step_to_step(watched: Watched):
+    page, text = watched.page, watched.page.locator(".text").first
+    steps = hybrid()[2].texts[0].steps
+    heading, tokens = text.locator(".tree strong"), text.locator(".t")
+    tokens.first.click()
+    assert heading.inner_text() == "Before the first step"
+    page.keyboard.press("ArrowRight")
+    assert heading.inner_text() == f"Step 1 of {len(steps)}"
+    for _ in steps[0].path:
+        page.keyboard.press("ArrowRight")
+    assert heading.inner_text() == f"Step 2 of {len(steps)}"
+    page.keyboard.press("ArrowLeft")
+    assert heading.inner_text() == f"Step 1 of {len(steps)}"
+    page.keyboard.press("End")
+    assert heading.inner_text() == f"Step {len(steps)} of {len(steps)}"
+    assert text.get_by_label("next step").is_disabled()
+    text.get_by_label("previous step").click()
+    assert heading.inner_text() == f"Step {len(steps) - 1} of {len(steps)}"
+    # one place in the order of keys, whatever was chosen
+    assert text.locator(".t[tabindex='0']").count() == 1
+
+
+def test_what_tokens_say_stays_text_in_the_tree_too(watched: Watched):
+    text = watched.page.locator(".text").last
+    text.locator(".t[data-step='1']").first.click()
+    assert "</script>" in text.locator(".tree").inner_text()
+    assert watched.page.evaluate("document.scripts.length") == 2
+    assert text.locator(".tree img, .tree script").count() == 0
+
+
+def test_letters_can_be_read_on_every_ground(watched: Watched):
+    found = watched.page.evaluate(CONTRASTS)
+    assert len(found) == 17
+    assert [one for one in found if one[2] < 4.5] == []
+
+
+CONTRASTS = """() => {
+    const light = colour => {
+        const [r, g, b] = colour.match(/[\\d.]+/g).slice(0, 3).map(Number).map(value => value / 255)
+            .map(one => one <= 0.04045 ? one / 12.92 : ((one + 0.055) / 1.055) ** 2.4);
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+    };
+    const shown = name => {
+        const probe = document.createElement("i");
+        probe.style.color = `var(--${name})`;
+        document.body.append(probe);
+        const colour = getComputedStyle(probe).color;
+        probe.remove();
+        return light(colour);
+    };
+    const drafts = ["d1", "d2", "d3", "d4", "d5", "d6", "copied", "hatch"];
+    const looks = [
+        ...["page", "panel", "yes-back", "no-back", "maybe-back", ...drafts].map(b => ["ink", b]),
+        ["soft", "page"], ["soft", "panel"], ["blue", "page"], ["grey", "page"],
+    ];
+    return looks.map(([ink, ground]) => {
+        const [low, high] = [shown(ink), shown(ground)].sort((a, b) => a - b);
+        return [ink, ground, (high + 0.05) / (low + 0.05)];
+    });
+}"""
+"""WCAG 2.2's ratios; 4.5 is what it wants of small letters."""
+
+
+def test_texts_are_there_without_a_script_and_on_paper(browser: Browser, file: Path):
+    context = browser.new_context(java_script_enabled=False, viewport={"width": 390, "height": 844})
+    page = context.new_page()
+    page.goto(file.as_uri())
+    assert page.locator(".tokens .t").first.is_visible()
+    assert page.locator(".tree").count() == 0
+    assert page.locator(".hint").first.is_hidden(), "it speaks of what only the script does"
+    page.emulate_media(media="print", color_scheme="dark")
+    body = page.locator("body").evaluate("one => getComputedStyle(one).backgroundColor")
+    assert body == "rgb(255, 255, 255)"
+    digit = ".tokens .d2", "one => getComputedStyle(one, '::after').content"
+    assert page.locator(digit[0]).first.evaluate(digit[1]) == '"2"', "colours may not be printed"
+    assert page.pdf().startswith(b"%PDF")
+    context.close()

@@ -1,0 +1,196 @@
+"""What texts.json holds is what was decoded, readable, and the page shows all of it as text."""
+
+import base64
+import hashlib
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from specheads.decoding.origins import node_origins
+from specheads.measure import report
+from specheads.measure.how import How
+from specheads.measure.report.headlines import headlines, wilson
+from specheads.measure.report.markup import element, visible
+from specheads.measure.report.page import SECTIONS
+from specheads.measure.results import Results
+from specheads.measure.store import dumps, read, to_json
+from specheads.measure.texts import NUM_TEXTS, DecodedText, Texts, decode_texts
+from tests import tiny
+from tests.decoding.test_detokenize import tokenizer
+from tests.measure.test_measure import HISTORY, results
+from tests.measure.texts import NEW_TOKENS, RTL, hybrid, nasty, told
+
+BROKEN = "\N{REPLACEMENT CHARACTER}"
+
+
+def pieces(text: DecodedText) -> list[str]:
+    kept = [[*(step.tokens[node] for node in step.path[1:]), step.bonus] for step in text.steps]
+    return [text.first, *(piece for one in kept for piece in one)][: text.num_tokens]
+
+
+def test_the_first_texts_are_those_of_the_base_alone_and_their_trees_come_from_both_parts():
+    prompts, alone, found = hybrid()
+    assert len(found.texts) == NUM_TEXTS < len(prompts)
+    for prompt, tokens, text in zip(prompts, alone, found.texts, strict=False):
+        assert text.num_tokens == NEW_TOKENS
+        assert text.prompt == tokenizer().decode(prompt.tokens)
+        # pieces of characters and the end are named; what remains is the text but for broken bytes
+        written = re.sub("⟨.*?⟩", "", "".join(pieces(text)))
+        whole = str(tokenizer().decode(tokens, skip_special_tokens=True))
+        assert written.replace(BROKEN, "") == whole.replace(BROKEN, "")
+        kinds = {
+            one.kind for step in text.steps for one in node_origins(step.parents, step.num_copied)
+        }
+        assert kinds == {"base", "drafted", "copied"}
+
+
+def test_texts_have_a_file_of_their_own_and_come_back_from_it(tmp_path):
+    asked = told(nasty(), *hybrid()[2].texts)
+    page = report.write_report(tmp_path, asked, [])
+    assert read(Texts, tmp_path / "texts.json") == asked.texts
+    assert "texts" not in json.loads((tmp_path / "results.json").read_text())
+    stored = read(Results, tmp_path / "results.json")
+    assert stored is not None
+    assert stored.texts is None
+    assert to_json(stored) == to_json(asked)
+    assert page.is_file()
+
+
+def test_a_base_without_a_tokenizer_has_no_texts(tmp_path):
+    assert decode_texts(tiny.base(), tiny.oracle(2), [], How(max_new_tokens=4)) is None
+    page = report.write_report(tmp_path, results(), []).read_text(encoding="utf-8")
+    assert 'id="texts"' not in page
+    assert 'id="steps"' not in page
+
+
+class Reader(HTMLParser):
+    """The page as a browser takes it: elements with attributes, and the text of each kind."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.tokens: list[str] = []
+        self.open: list[str] = []
+        self.is_token = False
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        self.open.append(tag)
+        if tag == "span":
+            self.is_token = "data-step" in dict(attrs)
+        if self.is_token and tag == "span":
+            self.tokens.append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        while self.open and self.open.pop() != tag:
+            pass
+
+    def handle_data(self, data: str) -> None:
+        if self.is_token and self.open[-1:] in (["span"], ["i"]):
+            self.tokens[-1] += data
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("report")
+    asked = told(nasty(), *hybrid()[2].texts)
+    return report.write_report(folder, asked, HISTORY).read_text(encoding="utf-8")
+
+
+def test_whatever_tokens_say_the_page_has_its_own_elements_and_scripts_only(page: str):
+    elements = Reader(page).elements
+    assert sum(tag == "script" for tag, _ in elements) == 2
+    assert {tag for tag, _ in elements} & {"img", "iframe", "object", "nasty", "habit"} == set()
+    assert not [name for _, given in elements for name in given if name.startswith("on")]
+    places = {given[name] for _, given in elements for name in ("src", "href") if name in given}
+    assert {place for place in places if not str(place).startswith("#")} == {"data:,"}
+    assert not re.search(r"url\((?!#)|@import", page)
+    assert not any(letter in page for letter in (RTL, "\x00", "\x1b", "\u2028", "\ud800"))
+
+
+def test_every_token_is_shown_with_how_it_came(page: str):
+    reader = Reader(page)
+    spans = [given for tag, given in reader.elements if tag == "span" and "data-step" in given]
+    texts = [nasty(), *hybrid()[2].texts]
+    wanted = [visible(piece) for text in texts for piece in pieces(text)]
+    assert reader.tokens == wanted
+    told = {(str(given["class"]), re.sub(r"\d+", "N", str(given["title"]))) for given in spans}
+    assert told >= {
+        ("t b", "the base's own, while the prompt was read"),
+        ("t b", "the base's own, step N"),
+        ("t d1", "drafted at depth N, step N"),
+        ("t d2", "drafted at depth N, step N"),
+        ("t d6", "drafted at depth N, step N"),
+        ("t c", "copied at depth N, step N"),
+    }
+
+
+def test_the_steps_that_the_script_reads_are_whole(page: str):
+    data = re.search(r'<script type="application/json" id="steps">(.*?)</script>', page, re.DOTALL)
+    assert data is not None
+    steps = json.loads(data[1])
+    assert len(steps) == 1 + NUM_TEXTS
+    assert steps[0][0]["tokens"][0] == "</script><script>alert(1)</script>"
+    assert steps[0][0]["tokens"][2] == "⟨U+202E⟩⟨U+2067⟩"
+    assert steps[0][0]["tokens"][4] == "↵↵⇥x"
+    for text, found in zip(hybrid()[2].texts, steps[1:], strict=True):
+        assert [one["path"] for one in found] == [step.path for step in text.steps]
+        assert [one["parents"] for one in found] == [step.parents for step in text.steps]
+
+
+def test_the_policy_of_the_page_allows_its_script_and_no_load(page: str):
+    policy = next(
+        given["content"]
+        for tag, given in Reader(page).elements
+        if given.get("http-equiv") == "Content-Security-Policy"
+    )
+    script = page[page.rindex("<script>") + len("<script>") : page.rindex("</script>")]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}'" in str(policy)
+    assert str(policy).startswith("default-src 'none'")
+
+
+def test_what_has_no_glyph_is_told_and_letters_stay():
+    assert visible("a\n\tב é 日") == "a\n\tב é 日"
+    assert visible("\x07\x7f\u200b\ufeff") == "␇⟨U+007F⟩⟨U+200B⟩⟨U+FEFF⟩"
+    assert (
+        element("b", "<&\"'>", title='"').text == '<b title="&quot;">&lt;&amp;&quot;&#x27;&gt;</b>'
+    )
+
+
+def test_the_first_screen_has_three_figures_with_intervals(page: str):
+    assert [one.name for one in headlines(results())] == [
+        "speed-up", "tokens per forward", "texts identical to the base alone",
+    ]  # fmt: skip
+    assert page.count("95 % interval") == 3 + 1, "and the verdict's"
+    for one in headlines(results()):
+        low, high = one.interval
+        assert low <= one.value <= high
+
+
+@pytest.mark.parametrize(
+    ("successes", "trials", "low", "high"),
+    # Brown, Cai and DasGupta 2001 and textbooks: 0 of n is z^2 / (n + z^2)
+    [
+        (0, 10, 0.0, 0.2775),
+        (10, 10, 0.7225, 1.0),
+        (5, 10, 0.2366, 0.7634),
+        (81, 263, 0.2553, 0.3662),
+    ],
+)
+def test_the_interval_of_a_share_is_wilsons(successes, trials, low, high):
+    assert wilson(successes, trials) == pytest.approx((low, high), abs=5e-5)
+
+
+def test_a_section_is_a_function_of_results_and_may_have_nothing_to_show():
+    titles = [found.title for section in SECTIONS if (found := section(results())) is not None]
+    assert titles == [
+        "Measured",
+        "By depth",
+        "Trees tried, on other prompts",
+        "Settings and provenance",
+    ]
+    assert dumps(results()).startswith("{")

@@ -1,0 +1,76 @@
+"""Texts for reports: really decoded ones, and one that tries to break the page."""
+
+import functools
+from dataclasses import replace
+
+from specheads.base.model import FrozenBase
+from specheads.baselines import PromptLookup
+from specheads.baselines.hybrid import Hybrid, HybridTree
+from specheads.data.prompts import Prompt
+from specheads.decoding.generate import generate
+from specheads.decoding.trees import policies
+from specheads.measure.how import How
+from specheads.measure.results import Results
+from specheads.measure.texts import DecodedText, Texts, TextStep, decode_texts
+from tests import tiny
+from tests.decoding.test_detokenize import tokenizer
+from tests.measure.test_measure import results
+
+NEW_TOKENS = 30
+
+RTL = "\N{RIGHT-TO-LEFT OVERRIDE}"
+NASTY = [
+    "</script><script>alert(1)</script>",
+    '"><img src=//evil.example/x onerror=alert(1)>',
+    f"{RTL}\N{RIGHT-TO-LEFT ISOLATE}", "\x00\x1b[31m", "\n\n\tx", "\u2028", "\ud800",
+    "<!--", "]]>", "שלום", " ", "&amp;",
+]  # fmt: skip
+"""What tokens may say: ends of scripts, markup, direction, control, half a surrogate pair."""
+
+
+@functools.cache
+def base() -> FrozenBase:
+    """Return a tiny base with a tokenizer, some of whose tokens are parts of characters."""
+    return FrozenBase(tiny.base().model, tokenizer(), name="tiny", owned=False)
+
+
+@functools.cache
+def hybrid() -> tuple[list[Prompt], list[list[int]], Texts]:
+    """Return prompts, what the base alone writes, and a hybrid's texts for some of them."""
+    alone = generate(tiny.base(), None, tiny.prompts(), max_new_tokens=NEW_TOKENS).tokens
+    # prompts that say their continuations before, so that there is something to copy
+    rich = [[*one, *said[:20], *one] for one, said in zip(tiny.prompts(), alone, strict=True)]
+    rich.append(rich[0][1:])
+    out = generate(tiny.base(), None, rich, max_new_tokens=NEW_TOKENS, stop_at_eos=False).tokens
+    head = tiny.Oracle([one + said for one, said in zip(rich, out, strict=True)], 2, tiny.VOCAB)
+    lookup = PromptLookup(tiny.VOCAB, 8, device=base().device)
+    tree = HybridTree(policies.Static([(0,), (1,), (0, 0), (0, 1)]), 4)
+    how = How(max_new_tokens=NEW_TOKENS, tree=tree, stop_at_eos=False)
+    prompts = [Prompt(one, "rich", "") for one in rich]
+    found = decode_texts(base(), Hybrid(head, lookup), prompts, how)
+    assert found is not None
+    return prompts, out, found
+
+
+def nasty() -> DecodedText:
+    """Return a text whose every token tries to break the page; the last two are copied."""
+    parents = [-1, *range(len(NASTY) - 1), 0]
+    step = TextStep(
+        tokens=[*NASTY, "</svg>"],
+        parents=parents,
+        path=list(range(len(NASTY))),
+        bonus=NASTY[0],
+        num_copied=3,
+    )
+    return DecodedText(
+        category="<nasty>",
+        prompt="".join(NASTY),
+        first=NASTY[1],
+        steps=[step],
+        num_tokens=len(NASTY) + 1,
+    )
+
+
+def told(*texts: DecodedText) -> Results:
+    """Return everything that can be measured, with these texts."""
+    return replace(results(), texts=Texts(texts=list(texts)))
