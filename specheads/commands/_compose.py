@@ -22,6 +22,7 @@ KINDS = (
     commands.Distill,
     config.Evaluate,
     config.Compare,
+    config.Chat,
     config.Export,
     config.Push,
 )
@@ -47,6 +48,7 @@ SHORT: dict[str, dict[str, str]] = {
     "evaluate": HEAD | EVALUATION | MIXTURE | {"mode": "evaluation.mode"},
     "compare": EVALUATION | MIXTURE,
     "export": HEAD,
+    "chat": HEAD,
 }
 """Names that docs and scripts use for settings further down, by command."""
 

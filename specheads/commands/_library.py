@@ -222,6 +222,18 @@ def push(
     return upload.push_run(made, _compose.read_run(made.config, config.Train), settings)
 
 
+def talking(settings: config.Chat, overrides: Sequence[str]) -> tuple[FrozenBase, Head]:
+    """Return the base that answers, and the head that drafts for it."""
+    if not settings.run:
+        return _objects(settings, None, None, "talk to")
+    made, trained = _own(settings, _compose.lengthen("chat", overrides))
+    made.refuse_unfinished("talked to")
+    base = _load(trained)
+    if made.adapter.is_dir():
+        base.merge(made.adapter)
+    return base, load_head(made.head, base)
+
+
 def _refuse_unwritable(out: str) -> None:
     """Refuse a folder for results in which none can be made, before anything is measured."""
     if out:
@@ -251,12 +263,15 @@ def _own(settings: Any, overrides: Sequence[str]) -> tuple[RunDirectory, config.
     return run, trained
 
 
-def _load(settings: config.Train | config.Evaluate | config.Export) -> FrozenBase:
+def _load(settings: config.Train | config.Evaluate | config.Export | config.Chat) -> FrozenBase:
     return FrozenBase.load(**asdict(settings.base))
 
 
 def _objects(
-    settings: config.Evaluate | config.Export, base: FrozenBase | None, head: Head | None, what: str
+    settings: config.Evaluate | config.Export | config.Chat,
+    base: FrozenBase | None,
+    head: Head | None,
+    what: str,
 ) -> tuple[FrozenBase, Head]:
     """Return base and head: those given, or those that the settings name."""
     if (head is None and not settings.head_path) or (base is None and not settings.base.model):

@@ -9,9 +9,11 @@ from specheads.config.ranges import (
     Depth,
     Name,
     Nodes,
+    Part,
     Place,
     Positive,
     Seed,
+    Temperature,
     Text,
     one_of,
 )
@@ -150,6 +152,45 @@ class Compare:
 
     seed: Seed = 0
     """Seed of sampling, and of which prompts are used."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Chat:
+    """`specheads chat`."""
+
+    run: Place = ""
+    """A finished run's directory; or name head and base."""
+
+    head_path: Place = ""
+    """Folder or Hub id of a head; `head=` on the command line."""
+
+    base: Base
+    tree: Tree
+    """tuned is the tree that lies beside the head, or a chain."""
+
+    force: bool = False
+    """Take a head that was trained on other weights than the base's, a fine-tuned sibling's."""
+
+    system: Text = ""
+    """What the base is told before all else. Empty is nothing."""
+
+    max_new_tokens: Positive = 512
+    """Tokens of an answer, at most."""
+
+    temperature: Temperature = 0.0
+    """Zero is greedy; above it tokens are sampled."""
+
+    top_k: Count = 0
+    """Tokens sampled from, the likeliest ones. Zero samples from all."""
+
+    top_p: Part = 1.0
+    """Probability that the tokens sampled from reach together, likeliest first. One is all."""
+
+    seed: Seed = 0
+    """Seed of sampling; each answer has its own, which follows from it."""
+
+    side_by_side: bool = False
+    """Have the base answer alone too, next to it."""
 
 
 @dataclass(kw_only=True, slots=True)

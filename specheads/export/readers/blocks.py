@@ -13,7 +13,16 @@ import torch
 from torch import Tensor
 
 from specheads.core.errors import InputError
-from specheads.export.readers import BaseView, Guess, Stored, read_config, rms, rotate, silu
+from specheads.export.readers import (
+    BaseView,
+    Guess,
+    Stored,
+    frequencies,
+    read_config,
+    rms,
+    rotate,
+    silu,
+)
 from specheads.export.readers import require as need
 
 
@@ -42,7 +51,8 @@ class _Layer:
     def __init__(self, stored: Stored, name: str, layer: dict[str, Any], fused: Tensor) -> None:
         width, self.size = layer["hidden_size"], layer["head_dim"]
         self.heads, self.shared = layer["num_attention_heads"], layer["num_key_value_heads"]
-        self.theta, self.epsilon = layer["rope_theta"], layer["rms_norm_eps"]
+        self.epsilon = layer["rms_norm_eps"]
+        self.turn = partial(rotate, *frequencies(layer, self.size))
 
         def take(part: str, *shape: int) -> Tensor:
             return stored.take(f"{name}.{part}.weight", *shape)
@@ -66,14 +76,14 @@ class _Layer:
         keys = rms((read @ self.key.T).view(len(read), -1, self.size), self.key_norm, self.epsilon)
         values = (read @ self.value.T).view(len(read), -1, self.size)
         each = self.heads // self.shared
-        turned = rotate(keys, at, self.theta)
+        turned = self.turn(keys, at)
         return turned.repeat_interleave(each, 1), values.repeat_interleave(each, 1)
 
     def forward(self, stream: Tensor, start: int) -> Tensor:
         """Go over a block whose anchor stands at `start`."""
         read, at = rms(stream, self.norms[0], self.epsilon), start + torch.arange(len(stream))
         queries = (read @ self.query.T).view(len(read), -1, self.size)
-        queries = rotate(rms(queries, self.query_norm, self.epsilon), at, self.theta)
+        queries = self.turn(rms(queries, self.query_norm, self.epsilon), at)
         keys, values = (
             torch.cat([past[:start], own])
             for past, own in zip(self.past, self.keys_values(read, at), strict=True)

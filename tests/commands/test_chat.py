@@ -1,0 +1,147 @@
+"""A conversation in the terminal: the base's own text, and how each of its tokens came."""
+
+import io
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import PreTrainedTokenizerBase
+
+from specheads.base.model import FrozenBase
+from specheads.commands import chat
+from specheads.commands._call import call
+from specheads.commands._dialogue import Answer, Dialogue
+from specheads.commands._painting import legend, lit, shares, style
+from specheads.config import data_dir
+from specheads.core.errors import InputError
+from specheads.decoding.acceptance.sampling import GREEDY
+from specheads.decoding.generate import generate
+from specheads.decoding.origins import BASE, Origin
+from specheads.decoding.trees.policies import chain
+from specheads.heads.load import build_for
+from specheads.measure.oracle import Oracle
+
+BASE_FOLDER = data_dir("recipes") / "tiny_code" / "base"
+ASKED = "def add(first, second):\n"
+CHAT = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def base() -> FrozenBase:
+    return FrozenBase.load(BASE_FOLDER, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def head(base: FrozenBase, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a head that was never trained."""
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("head") / "medusa"
+    build_for({"kind": "medusa", "depth": 2}, base).save_pretrained(folder)
+    return folder
+
+
+def tokenizer_of(base: FrozenBase) -> PreTrainedTokenizerBase:
+    assert base.tokenizer is not None
+    return base.tokenizer
+
+
+def answered(base: FrozenBase, *, rate: float | None = 1.0) -> Answer:
+    """Return a whole answer; its drafter is right at a rate, and None is none."""
+    prompt = Dialogue(tokenizer_of(base), "").ask(ASKED)
+    said = generate(base, None, [prompt], max_new_tokens=24).tokens[0]
+    drafter = None if rate is None else Oracle([prompt + said], 3, base.vocab_size, rate=rate)
+    answer = Answer(base, prompt, drafter, None if rate is None else chain(3), 24, GREEDY)
+    list(answer.rest())
+    return answer
+
+
+def test_an_answer_is_the_base_s_own_text_with_the_origin_of_each_token(base: FrozenBase):
+    answer = answered(base)
+    said = generate(base, None, [answer.prompt], max_new_tokens=24).tokens[0]
+    assert answer.stream.tokens == said
+    assert answer.text == answer.stream.text == tokenizer_of(base).decode(said)
+    assert len(answer.origins) == 24
+    # the prompt's reading gives one, then three drafts and one of the base's own a step
+    drafts = [Origin("drafted", depth) for depth in (1, 2, 3)]
+    assert answer.origins == [BASE, *[*drafts, BASE] * 5, *drafts]
+    assert answer.tokens_per_forward == pytest.approx(23 / 6)
+    assert answer.tokens_per_second > 0
+
+
+def test_a_base_alone_gives_every_token_itself(base: FrozenBase):
+    answer = answered(base, rate=None)
+    assert set(answer.origins) == {BASE}
+    assert answer.tokens_per_forward == 1.0
+
+
+def test_depths_look_different_with_and_without_colours():
+    looks = [style(Origin("drafted", depth)) for depth in range(1, 6)]
+    assert len({*looks, style(BASE), style(Origin("copied", 1))}) == 7
+    assert style(Origin("drafted", 9)) == looks[-1]
+    shown = lit([("a\x1b[31m", BASE), ("b", Origin("drafted", 2))])
+    assert shown.plain == "a\\x1b[31mb"
+    assert str(shown.spans[-1].style) == looks[1]
+    assert "drafted at depth 5+" in legend(7).plain
+    origins = [BASE, Origin("drafted", 1), Origin("drafted", 1), Origin("copied", 4)]
+    assert shares(origins) == "the base's own 25%, drafted at depth 1 50%, copied at depth 4 25%"
+
+
+def test_a_conversation_is_read_through_the_template_and_keeps_the_tokens_that_were_said(
+    base: FrozenBase,
+):
+    tokenizer: Any = FrozenBase.load(BASE_FOLDER, device="cpu").tokenizer
+    tokenizer.chat_template, end = CHAT, tokenizer.eos_token
+    dialogue = Dialogue(tokenizer, "be brief")
+    first = dialogue.ask("one?")
+    assert tokenizer.decode(first) == f"<system>be brief{end}<user>one?{end}<assistant>"
+    answer = tokenizer("two").input_ids
+    dialogue.answered([*first, *answer], "two")
+    second = dialogue.ask("three?")
+    assert second[: len(first) + len(answer)] == [*first, *answer]
+    assert tokenizer.decode(second).endswith(f"two{end}<user>three?{end}<assistant>")
+    dialogue.clear()
+    assert dialogue.ask("one?") == first
+    with pytest.raises(InputError, match="system is for bases with a chat template"):
+        Dialogue(tokenizer_of(base), "be brief")
+
+
+def test_lines_through_a_pipe_are_answered_in_plain_text(
+    head: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"\n{ASKED}/reset\nclass A:\n/quit\nnever\n"))
+    words = [f"head={head}", f"base={BASE_FOLDER}", "max_new_tokens=8", "side_by_side=true"]
+    call("chat", [*words, "base.device=cpu"])
+    told = capsys.readouterr().out
+    assert "\x1b" not in told
+    assert told.count("> ") >= 2
+    assert told.count("with the head:\n") == told.count("the base alone:\n") == 2
+    assert told.count("the same text]") == 2
+    assert told.count("[8 tokens, ") == 4
+    assert "never" not in told
+
+
+def test_two_answers_stand_side_by_side_in_a_wide_terminal(base: FrozenBase):
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=100, height=30)
+    chat._both(console, answered(base), answered(base, rate=None))
+    told = screen.getvalue()
+    assert "with the head" in told
+    assert "the base alone" in told
+    assert "times the base alone, the same text" in told
+
+
+def test_a_conversation_longer_than_the_context_is_refused(base: FrozenBase):
+    with pytest.raises(InputError, match="must fit the context"):
+        Answer(base, [1] * base.max_length, None, None, 4, GREEDY)
+
+
+def test_nobody_to_talk_to_is_refused(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        call("chat", [])
+    assert "name what to talk to: run=DIR, or head=PATH and base=PATH" in capsys.readouterr().err
