@@ -35,6 +35,9 @@ class Prompt:
     tokens: list[int]
     category: str
     text: str
+    source: str = ""
+    """What it was cut from: prompts of one file, or of one conversation, resemble each other.
+    Empty is a source of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +158,11 @@ def held_out(
     documents = tokenised(corpus, split, tokenizer, seed)
     windows = islice(cut_windows(documents, tokenizer, prompt_tokens, seed), num_prompts)
     category = corpus.source
-    if found := [Prompt(ids, category, str(tokenizer.decode(ids))) for ids in windows]:
+    found = [
+        Prompt(ids, category, str(tokenizer.decode(ids)), f"document {number}")
+        for number, ids in windows
+    ]
+    if found:
         return found
     raise InputError(
         f"no document of {corpus.source} held out for {split} has {prompt_tokens} tokens; lower "
@@ -184,11 +191,12 @@ def _asked(row: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def cut_windows(
     documents: Documents, tokenizer: PreTrainedTokenizerBase, prompt_tokens: int, seed: int = 0
-) -> Iterator[list[int]]:
+) -> Iterator[tuple[int, list[int]]]:
     """Cut windows that do not overlap: one of every document, then another of every one, ...
 
-    A window has `prompt_tokens` tokens, those with which the tokenizer begins every text included;
-    the seed decides which windows of a document come first.
+    Yields each with the number of its document. A window has `prompt_tokens` tokens, those with
+    which the tokenizer begins every text included; the seed decides which windows of a document
+    come first.
     """
     whole, plain = (
         token_ids(tokenizer, "a", add_special_tokens=special) for special in (True, False)
@@ -199,7 +207,7 @@ def cut_windows(
     room = prompt_tokens - len(opening)
     if room < 1:
         raise InputError(f"prompt_tokens must be at least {len(opening) + 1}, got {prompt_tokens}")
-    later: list[list[list[int]]] = []
+    later: list[list[tuple[int, list[int]]]] = []
     end: Any = tokenizer.eos_token_id
     order = np.random.default_rng(seed).permutation(len(documents))
     for place, number in enumerate(order.tolist()):
@@ -211,7 +219,7 @@ def cut_windows(
         starts = list(range(0, len(ids) - room + 1, room))
         random.Random(f"{seed} {place}").shuffle(starts)
         # the first round goes out as it is cut: a caller of few windows reads few documents
-        windows = [opening + ids[start : start + room] for start in starts]
+        windows = [(number, opening + ids[start : start + room]) for start in starts]
         yield from windows[:1]
         later.append(windows[1:])
     yield from (row for row in chain.from_iterable(zip_longest(*later)) if row is not None)
@@ -289,4 +297,4 @@ def _chat(messages: Any, where: str, tokenizer: PreTrainedTokenizerBase, categor
 def _prompt(tokens: list[int], category: str, text: str, where: str) -> Prompt:
     if not tokens:
         raise InputError(f"a prompt needs a token, and {where} has none that the tokenizer knows")
-    return Prompt(tokens, category, text)
+    return Prompt(tokens, category, text, where)

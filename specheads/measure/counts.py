@@ -1,7 +1,7 @@
 """What is counted while decoding, and what the counts amount to."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Float, Float64
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from specheads.core.errors import InputError
 from specheads.measure.rates import Gain, Interval, Rate
-from specheads.measure.results import Depth
+from specheads.measure.results import Depth, DepthRate
 
 
 @dataclass(slots=True)
@@ -25,11 +25,14 @@ class DepthCounts:
     forwards: int
     offered: list[int]
     accepted: list[int]
+    source: str = field(default="", compare=False)
+    """What the prompt was cut from: intervals draw prompts of one source together. Empty is a
+    source of its own."""
 
     @classmethod
-    def zeros(cls, depth: int) -> "DepthCounts":
+    def zeros(cls, depth: int, source: str = "") -> "DepthCounts":
         """Return the counts of no forward at all."""
-        return cls(0, [0] * depth, [0] * depth)
+        return cls(0, [0] * depth, [0] * depth, source)
 
     @classmethod
     def total(cls, counts: Sequence["DepthCounts"], depth: int) -> "DepthCounts":
@@ -82,11 +85,38 @@ def _ratio(numerator: int, denominator: int) -> float:
 def rate(counts: Sequence[DepthCounts]) -> Rate:
     """Return tokens per forward, and their interval over prompts."""
     return Rate(
-        tokens_per_forward=DepthCounts.total(counts, len(counts[0].offered)).tokens_per_forward,
+        tokens_per_forward=DepthCounts.total(counts, _depth(counts)).tokens_per_forward,
         interval=bootstrap_interval(
-            [one.new_tokens for one in counts], [one.forwards for one in counts]
+            [one.new_tokens for one in counts],
+            [one.forwards for one in counts],
+            [one.source for one in counts],
         ),
     )
+
+
+def conditional_acceptance(counts: Sequence[DepthCounts]) -> list[DepthRate]:
+    """Return the share of offered drafts that were accepted, depth by depth, as far as any was.
+
+    A draft is offered where all before it were accepted: products of these shares are what
+    `acceptance_length` sums.
+    """
+    sources, total = [one.source for one in counts], DepthCounts.total(counts, _depth(counts))
+    return [
+        DepthRate(
+            rate=total.accepted[level] / total.offered[level],
+            interval=bootstrap_interval(
+                [one.accepted[level] for one in counts],
+                [one.offered[level] for one in counts],
+                sources,
+            ),
+        )
+        for level in range(_depth(counts))
+        if total.offered[level]
+    ]
+
+
+def _depth(counts: Sequence[DepthCounts]) -> int:
+    return len(counts[0].offered)
 
 
 def paired_gain(ours: Sequence[DepthCounts], theirs: Sequence[DepthCounts]) -> Gain:
@@ -95,12 +125,13 @@ def paired_gain(ours: Sequence[DepthCounts], theirs: Sequence[DepthCounts]) -> G
     Each resample draws prompts for both at once, so what a prompt makes hard for both cancels.
     """
     rows = [
-        (one.new_tokens, one.forwards, other.new_tokens, other.forwards)
+        ((one.new_tokens, one.forwards, other.new_tokens, other.forwards), one.source)
         for one, other in zip(ours, theirs, strict=True)
+        if one.forwards and other.forwards
     ]
-    both = [row for row in rows if row[1] and row[3]]
-    top, under, their_top, their_under = (sum(column) for column in zip(*both, strict=True))
-    sums = _resampled_sums(torch.tensor(both, dtype=torch.float64))
+    values = by_source([row for row, _ in rows], [source for _, source in rows])
+    top, under, their_top, their_under = values.sum(0).tolist()
+    sums = _resampled_sums(values)
     ratios = sums[:, 0] / sums[:, 1] / (sums[:, 2] / sums[:, 3])
     return Gain(ratio=top / under / (their_top / their_under), interval=_middle(ratios))
 
@@ -119,9 +150,22 @@ def acceptance_length(rates: Float[Tensor, " depth"]) -> float:
     return 1.0 + rates.cumprod(0).sum().item()
 
 
+def tree_length(rates: Float[Tensor, "depth rank"], paths: Sequence[Sequence[int]]) -> float:
+    """Return the mean number of tokens one base forward yields with a tree of rank paths.
+
+    `rates[k, i]` is the chance that the i-th best guess at depth k is right, whatever stands above
+    it: where difficulty comes in bursts the truth is higher.
+
+    Source: Cai et al. 2024, arXiv:2401.10774, section 2.3.3.
+    """
+    chances = [[rates[level, rank] for level, rank in enumerate(path)] for path in paths]
+    return 1.0 + sum(torch.stack(along).prod().item() for along in chances)
+
+
 def bootstrap_interval(
     numerators: Sequence[int | float],
     denominators: Sequence[int | float],
+    sources: Sequence[str] = (),
     *,
     resamples: int = 2000,
     seed: int = 0,
@@ -129,28 +173,43 @@ def bootstrap_interval(
     """Return the 95 % interval of `sum(numerators) / sum(denominators)`, prompts drawn anew.
 
     Each resample draws as many prompts as there are, with replacement, and keeps a prompt's
-    two numbers together. One prompt gives an interval of no width. Prompts whose denominator is
-    zero say nothing about the ratio and are left out.
+    two numbers together. Prompts of one source resemble each other, so they are drawn together: it
+    is sources that are drawn then; a prompt whose source is empty is one by itself. A single one
+    gives an interval of no width. Prompts whose denominator is zero say nothing about the ratio
+    and are left out.
     """
     pairs = list(zip(numerators, denominators, strict=True))
-    kept = [(top, bottom) for top, bottom in pairs if bottom > 0]
+    known = zip(pairs, sources or [""] * len(pairs), strict=True)
+    kept = [(pair, source) for pair, source in known if pair[1] > 0]
     if not kept:
         raise InputError(
             f"an interval needs a prompt with a positive denominator, got {len(pairs)} prompts "
             "without one; add prompts or raise max_new_tokens above 1"
         )
-    sums = _resampled_sums(torch.tensor(kept, dtype=torch.float64), resamples, seed)
+    values = by_source([pair for pair, _ in kept], [source for _, source in kept])
+    sums = _resampled_sums(values, resamples, seed)
     return _middle(sums[:, 0] / sums[:, 1])
 
 
+def by_source(
+    rows: Sequence[Sequence[int | float]], sources: Sequence[str]
+) -> Float64[Tensor, "source column"]:
+    """Return the sums of the rows of each source; a row whose source is empty stands alone."""
+    names = [source or place for place, source in enumerate(sources)]
+    places = {name: place for place, name in enumerate(dict.fromkeys(names))}
+    values = torch.tensor(rows, dtype=torch.float64)
+    out = values.new_zeros(len(places), values.shape[1])
+    return out.index_add_(0, torch.tensor([places[name] for name in names]), values)
+
+
 def _resampled_sums(
-    values: Float64[Tensor, "prompt column"], resamples: int = 2000, seed: int = 0
+    values: Float64[Tensor, "source column"], resamples: int = 2000, seed: int = 0
 ) -> Float64[Tensor, "resample column"]:
-    """Return the sums of the columns over as many prompts as there are, drawn anew each time."""
+    """Return the sums of the columns over as many sources as there are, drawn anew each time."""
     count = len(values)
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randint(count, (resamples, count), generator=generator)
-    # how often each prompt was drawn: (resamples, prompts), so the sums are one small product
+    # how often each source was drawn: (resamples, sources), so the sums are one small product
     weights = torch.zeros(resamples, count, dtype=torch.float64)
     weights.scatter_add_(1, drawn, torch.ones_like(drawn, dtype=torch.float64))
     return weights @ values

@@ -1,5 +1,6 @@
 """Evaluate a head, or the head of a run: offline replay, online decoding, speed."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -13,12 +14,12 @@ from specheads.data.prompts import PromptSet, held_out, load_prompts
 from specheads.decoding.acceptance.rules import LOSSY, acceptance_rule
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.named import fixed_policy
-from specheads.heads.load import load_head
+from specheads.heads.load import drafter_of, load_head
 from specheads.heads.untrusted import read_json
 from specheads.measure.drafting import measure_drafting
 from specheads.measure.how import How, how_of
 from specheads.measure.offline import measure_offline
-from specheads.measure.online import measure_online, write_alone
+from specheads.measure.online import lossless_in_float32, measure_online, write_alone
 from specheads.measure.quality import compare, measure_quality, quality_windows
 from specheads.measure.results import (
     BaseSummary,
@@ -26,7 +27,6 @@ from specheads.measure.results import (
     Counted,
     DraftVocabulary,
     HeadSummary,
-    Offline,
     PhaseRate,
     PromptSummary,
     Replay,
@@ -83,20 +83,22 @@ def evaluate_head(
     """
     prompts, evaluation = check(settings, base, head.depth, prompts), settings.evaluation
     tokens = [prompt.tokens for prompt in prompts.prompts]
-    how = how_of(evaluation, settings.seed)
+    how = how_of(evaluation, settings.seed, prompts)
     alone = write_alone(base, tokens, replace(how, batch_size=8))
     tree, candidates = choose_tree(base, head, settings)
     how = replace(how, tree=tree)
     found: dict[str, Any] = {}
     matched = evaluation.temperature == 0 or evaluation.acceptance == "match"
     if matched:
-        found["offline"] = _offline(base, head, tokens, alone, how)
+        found["offline"] = measure_offline(base, head, tokens, alone, how)
     if evaluation.mode != "offline":
         categories = [prompt.category for prompt in prompts.prompts]
         accepted = measure_online(base, head, tokens, alone, how, categories)
         found |= {item.name: getattr(accepted, item.name) for item in fields(accepted)}
         if matched:
             found["replay"] = _replay(base, head, tokens, alone, how)
+            wide = lossless_in_float32(base, lambda other: (drafter_of(head, other), how), tokens)
+            found["lossless"] = replace(accepted.lossless, float32=wide)
         found["texts"] = decode_texts(base, head, prompts.prompts, how)
         if evaluation.temperature > 0:
             found["drafting"] = measure_drafting(base, head, tokens, alone, how)
@@ -202,11 +204,18 @@ def subject(base: FrozenBase, head: Head, prompts: PromptSet) -> dict[str, Any]:
         fingerprint=base.fingerprint,
         parameters=base.num_parameters,
     )
-    count = len(prompts.prompts)
+    given = prompts.prompts
+    continued = PromptSummary(
+        name=prompts.name,
+        version=prompts.version,
+        count=len(given),
+        categories=dict(sorted(Counter(prompt.category for prompt in given).items())),
+        sources=len({prompt.source or place for place, prompt in enumerate(given)}),
+    )
     return {
         "head": HeadSummary(kind=head.kind, depth=head.depth, parameters=parameters),
         "base": known,
-        "prompts": PromptSummary(name=prompts.name, version=prompts.version, count=count),
+        "prompts": continued,
         "provenance": provenance(),
     }
 
@@ -230,28 +239,13 @@ def draft_vocabulary(head: Head, run: RunDirectory | None) -> DraftVocabulary:
     return from_json(DraftVocabulary, counted, "provenance.json")
 
 
-def _offline(
-    base: FrozenBase, head: Head, prompts: list[list[int]], alone: list[list[int]], how: How
-) -> Offline:
-    return measure_offline(
-        base,
-        head,
-        prompts,
-        alone,
-        tree=how.tree,
-        sampling=how.sampling,
-        coupled=how.coupled,
-        progress=how.progress,
-    )
-
-
 def _replay(
     base: FrozenBase, head: Head, prompts: list[list[int]], alone: list[list[int]], how: How
 ) -> Replay:
     """Hold the offline replay of a chain against the same chain decoded for real."""
     how = replace(how, tree=None, acceptance="match", batch_size=8)
     measured = (
-        _offline(base, head, prompts, alone, how),
+        measure_offline(base, head, prompts, alone, how),
         measure_online(base, head, prompts, alone, how).online,
     )
     replayed, decoded = (
@@ -266,6 +260,6 @@ def _phase(
 ) -> PhaseRate:
     """Replay a chain with the head as it was at the end of a phase."""
     head = load_head(folder, base, force=True)
-    found = _offline(base, head, prompts, alone, replace(how, tree=None))
+    found = measure_offline(base, head, prompts, alone, replace(how, tree=None))
     rate = found.tokens_per_forward
     return PhaseRate(phase=folder.name, tokens_per_forward=rate, interval=found.interval)

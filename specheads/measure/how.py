@@ -1,8 +1,10 @@
 """How prompts are decoded: what all measurements of one evaluation share."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specheads.config import Evaluation
+from specheads.data.prompts import PromptSet
 from specheads.decoding.acceptance.sampling import GREEDY, Sampling
 from specheads.decoding.trees.policies import TreePolicy
 
@@ -27,9 +29,16 @@ class How:
     """Whether the base's end-of-text token ends a text."""
     progress: bool = False
     """Whether to show a progress bar."""
+    sources: tuple[str, ...] = ()
+    """What each prompt was cut from: intervals draw prompts of one source together. Empty is a
+    source of its own for each."""
+
+    def sources_of(self, prompts: Sequence[object]) -> Sequence[str]:
+        """Return what these prompts were cut from, the first ones or all."""
+        return self.sources[: len(prompts)] or [""] * len(prompts)
 
 
-def how_of(evaluation: Evaluation, seed: int) -> How:
+def how_of(evaluation: Evaluation, seed: int, prompts: PromptSet | None = None) -> How:
     """Return how the settings of an evaluation want prompts decoded; the tree is still to come."""
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     return How(
@@ -39,4 +48,5 @@ def how_of(evaluation: Evaluation, seed: int) -> How:
         coupled=evaluation.coupled,
         batch_size=evaluation.batch_size,
         progress=True,
+        sources=tuple(prompt.source for prompt in prompts.prompts) if prompts else (),
     )

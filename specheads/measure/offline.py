@@ -20,7 +20,8 @@ from specheads.core.errors import InputError
 from specheads.decoding.acceptance.sampling import GREEDY, Rows, Sampling, each_prompt
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.coupling import with_noise
-from specheads.measure.counts import DepthCounts, rate
+from specheads.measure.counts import DepthCounts, conditional_acceptance, rate
+from specheads.measure.how import How
 from specheads.measure.results import Offline
 from specheads.runs.progress import bar
 
@@ -126,7 +127,9 @@ def _ranks(
     return torch.where(best, 0, rank.clamp(min=1))
 
 
-def replay(ranks: Int[Tensor, "drafted depth"], tree: policies.Static) -> DepthCounts:
+def replay(
+    ranks: Int[Tensor, "drafted depth"], tree: policies.Static, source: str = ""
+) -> DepthCounts:
     """Walk one stored continuation as the loop would and return the loop's own integers.
 
     The first token comes from reading the prompt and is no forward. Where `room` tokens are
@@ -138,7 +141,7 @@ def replay(ranks: Int[Tensor, "drafted depth"], tree: policies.Static) -> DepthC
     """
     paths = {(), *tree.paths}
     inner = {path[:-1] for path in tree.paths}
-    counts = DepthCounts.zeros(tree.depth)
+    counts = DepthCounts.zeros(tree.depth, source)
     rows: list[list[int]] = ranks.tolist()
     anchor = 0
     while anchor < len(rows):
@@ -172,27 +175,26 @@ def measure_offline(
     head: Head,
     prompts: list[list[int]],
     continuations: list[list[int]],
-    *,
-    tree: policies.TreePolicy | None = None,
-    sampling: Sampling = GREEDY,
-    coupled: bool = True,
-    progress: bool = False,
+    how: How,
 ) -> Offline:
     """Return the `offline` section of results.json.
 
-    `continuations` are what the base alone says after each prompt, with this sampling. Without a
-    tree a chain as deep as the head is replayed, and so it is for a tree that differs from step to
-    step, whose shape stored ranks do not tell; `replayed` says which it was. `coupled` is that of
-    `specheads.generate`: whether drafts see the noise that the continuations were drawn with.
+    `continuations` are what the base alone says after each prompt, with the sampling of `how`.
+    Without a tree a chain as deep as the head is replayed, and so it is for a tree that differs
+    from step to step, whose shape stored ranks do not tell; `replayed` says which it was.
     """
-    static = tree if isinstance(tree, policies.Static) else policies.chain(head.depth)
+    static = how.tree if isinstance(how.tree, policies.Static) else policies.chain(head.depth)
     width = max([TOP, *(path[-1] + 1 for path in static.paths)])
-    texts = list(zip(prompts, continuations, each_prompt(sampling, len(prompts)), strict=True))
+    each = each_prompt(how.sampling, len(prompts))
+    texts = list(zip(prompts, continuations, each, strict=True))
     ranks = [
-        guess_ranks(base, head, *text, width=width, sampling=one, coupled=coupled)
-        for *text, one in bar(texts, "offline", progress)
+        guess_ranks(base, head, *text, width=width, sampling=one, coupled=how.coupled)
+        for *text, one in bar(texts, "offline", how.progress)
     ]
-    counts = [replay(rows, static) for rows in ranks]
+    counts = [
+        replay(rows, static, source)
+        for rows, source in zip(ranks, how.sources_of(prompts), strict=True)
+    ]
     total = DepthCounts.total(counts, static.depth)
     return Offline(
         **asdict(rate(counts)),
@@ -200,4 +202,5 @@ def measure_offline(
         top_k_accuracy=top_k_accuracy(torch.cat(ranks)),
         forwards=total.forwards,
         replayed=static.name,
+        conditional_acceptance=conditional_acceptance(counts),
     )

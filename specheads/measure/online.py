@@ -1,24 +1,20 @@
 """Online measurement: decode with the head, count what was accepted, compare with the base."""
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-
-import torch
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Drafter
 from specheads.core.loops import loops
-from specheads.decoding.acceptance.sampling import GREEDY, each_prompt
+from specheads.decoding.acceptance.sampling import each_prompt
 from specheads.decoding.generate import generate
 from specheads.decoding.loop import Step
 from specheads.decoding.trees import policies
-from specheads.measure.counts import DepthCounts, rate
+from specheads.measure.counts import DepthCounts, conditional_acceptance, rate
+from specheads.measure.exactness import PROMPTS, hold, in_float32
 from specheads.measure.how import How
 from specheads.measure.results import Acceptance, CategoryRate, Degenerate, Lossless, Online
 from specheads.runs.progress import bar
-
-Texts = Sequence[tuple[list[int], list[int], list[int]]]
-"""Prompts, their new tokens with a drafter, and those without."""
 
 
 @dataclass(slots=True)
@@ -40,7 +36,7 @@ def decode_prompts(
     acceptance rule are said.
     """
     tree = policies.NOTHING if drafter is None else how.tree or policies.chain(drafter.depth)
-    each = each_prompt(how.sampling, len(prompts))
+    each, sources = each_prompt(how.sampling, len(prompts)), how.sources_of(prompts)
     firsts = range(0, len(prompts), how.batch_size)
     decoded: list[Decoded] = []
     for first in bar(firsts, "online" if drafter is not None else "base alone", how.progress):
@@ -57,15 +53,15 @@ def decode_prompts(
             coupled=how.coupled,
         )
         decoded += [
-            Decoded(tokens, _count(steps, len(tokens), tree.depth))
-            for tokens, steps in zip(out.tokens, out.steps, strict=True)
+            Decoded(tokens, _count(steps, len(tokens), tree.depth, source))
+            for tokens, steps, source in zip(out.tokens, out.steps, sources[batch], strict=True)
         ]
     return decoded
 
 
-def _count(steps: list[Step], length: int, depth: int) -> DepthCounts:
+def _count(steps: list[Step], length: int, depth: int, source: str) -> DepthCounts:
     """Count one prompt's forwards; see `DepthCounts` for what the end of the text cuts off."""
-    counts = DepthCounts.zeros(depth)
+    counts = DepthCounts.zeros(depth, source)
     room = length - 1
     for taken in steps:
         reached = len(taken.path) - 1
@@ -93,6 +89,41 @@ def measure_online(
     `alone` is what `write_alone` gave each prompt, with the same limit and sampling.
     """
     decoded = decode_prompts(base, drafter, prompts, how)
+    # samples by rejection have the base's distribution and other letters: nothing to compare
+    comparable = how.sampling.temperature == 0 or how.acceptance == "match"
+    return judge(base, decoded, prompts, alone, how, categories, comparable=comparable)
+
+
+def lossless_in_float32(
+    base: FrozenBase,
+    arm: Callable[[FrozenBase], tuple[Drafter, How]],
+    prompts: list[list[int]],
+) -> Lossless | None:
+    """Return what `measure_online` says of the first few texts where a base computes in float32.
+
+    `arm` makes a drafter for a base, and says how to decode. None where the base has as many digits
+    already, or where there is no memory for a copy of it.
+    """
+    if (wide := in_float32(base)) is None:
+        return None
+    (drafter, how), few = arm(wide), prompts[:PROMPTS]
+    return measure_online(wide, drafter, few, write_alone(wide, few, how), how).lossless
+
+
+def judge(
+    base: FrozenBase,
+    decoded: Sequence[Decoded],
+    prompts: list[list[int]],
+    alone: list[list[int]],
+    how: How,
+    categories: Sequence[str] = (),
+    *,
+    comparable: bool,
+) -> Acceptance:
+    """Return the sections of what was decoded: see `measure_online`.
+
+    Texts that are not `comparable` are other draws from the same distribution.
+    """
     counts = [one.counts for one in decoded]
     total = DepthCounts.total(counts, len(counts[0].offered))
     online = Online(
@@ -102,15 +133,14 @@ def measure_online(
         by_category=_by_category(counts, categories),
         forwards=total.forwards,
         new_tokens=total.new_tokens,
+        conditional_acceptance=conditional_acceptance(counts),
     )
-    # samples by rejection have the base's distribution and other letters: nothing to compare
-    comparable = how.sampling.temperature == 0 or how.acceptance == "match"
     texts = list(zip(prompts, [one.tokens for one in decoded], alone, strict=True))
-    lossless = compare(base, texts if comparable else [])
-    if how.sampling != replace(GREEDY, seed=how.sampling.seed):
-        # how close a call a draw was is no matter of the two best logits
-        lossless = replace(lossless, first_divergence_logit_gap=None)
-    return Acceptance(online=online, lossless=lossless, degenerate=degenerate(counts, alone))
+    return Acceptance(
+        online=online,
+        lossless=hold(base, texts if comparable else [], how.sampling),
+        degenerate=degenerate(counts, alone),
+    )
 
 
 def _by_category(counts: list[DepthCounts], categories: Sequence[str]) -> dict[str, CategoryRate]:
@@ -122,35 +152,6 @@ def _by_category(counts: list[DepthCounts], categories: Sequence[str]) -> dict[s
         for name, group in sorted(groups.items())
         if any(one.forwards for one in group)
     }
-
-
-def compare(base: FrozenBase, texts: Texts) -> Lossless:
-    """Hold speculative output against the base alone: the `lossless` section of results.json.
-
-    The logit gap is near zero where two tokens tie in rounding, and large only where decoding is
-    wrong.
-    """
-    gaps = [
-        _gap(base, prompt + theirs[: _first_difference(mine, theirs)])
-        for prompt, mine, theirs in texts
-        if mine != theirs
-    ]
-    return Lossless(
-        compared=len(texts),
-        identical=len(texts) - len(gaps),
-        first_divergence_logit_gap=max(gaps, default=None),
-    )
-
-
-def _first_difference(mine: list[int], theirs: list[int]) -> int:
-    shorter = min(len(mine), len(theirs))
-    return next((place for place in range(shorter) if mine[place] != theirs[place]), shorter)
-
-
-def _gap(base: FrozenBase, text: list[int]) -> float:
-    hidden = base.read(torch.tensor([text], device=base.device)).hidden[0, -1]
-    best, second = base.logits_of(hidden).float().topk(2).values.tolist()
-    return best - second
 
 
 def degenerate(counts: list[DepthCounts], alone: list[list[int]]) -> Degenerate:

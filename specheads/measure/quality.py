@@ -58,7 +58,7 @@ def quality_windows(settings: Train, base: FrozenBase) -> list[list[int]]:
     length = min(512, base.max_length)
     while length > 1:
         windows = cut_windows(documents, base.tokenizer, length, settings.seed)
-        if found := list(islice(windows, most)):
+        if found := [window for _, window in islice(windows, most)]:
             return found
         # every document is shorter
         length //= 2

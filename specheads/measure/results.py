@@ -47,6 +47,8 @@ class PromptSummary:
     name: str
     version: str
     count: int
+    categories: dict[str, int] = field(default_factory=dict)
+    sources: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +74,14 @@ class Settings:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DepthRate:
+    """Share of the drafts of one depth that were accepted, of those that were reached."""
+
+    rate: float
+    interval: Interval
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CategoryRate(Rate):
     """That of one category of prompts."""
 
@@ -93,6 +103,7 @@ class Offline(Rate):
     top_k_accuracy: list[list[float]]
     forwards: int
     replayed: str
+    conditional_acceptance: list[DepthRate] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,6 +115,7 @@ class Online(Rate):
     by_category: dict[str, CategoryRate]
     forwards: int
     new_tokens: int
+    conditional_acceptance: list[DepthRate] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,11 +138,18 @@ class Speed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lossless:
-    """Speculative text held against that of the base alone."""
+    """Speculative text held against that of the base alone: see `measure.exactness`."""
 
     compared: int
     identical: int
     first_divergence_logit_gap: float | None
+    first_divergence_ulps: float | None = None
+    rounding_ulps: float | None = None
+    tied: int = 0
+    wrong: int = 0
+    verdict: str = ""
+    dtype: str = ""
+    float32: "Lossless | None" = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -126,17 +126,8 @@ def test_noise_of_another_seed_gives_other_integers(asked: str):
 def test_the_section_counts_with_each_prompts_own_seed():
     asked, base = "warm", tiny.base()
     for coupled in (True, False):
-        decoded = decode_prompts(
-            base, head("habit"), tiny.prompts(), how(asked, coupled=coupled, tree=TREE)
-        )
-        section = measure_offline(
-            base,
-            head("habit"),
-            tiny.prompts(),
-            written(asked),
-            tree=TREE,
-            sampling=ASKED[asked],
-            coupled=coupled,
-        )
+        drawn = how(asked, coupled=coupled, tree=TREE)
+        decoded = decode_prompts(base, head("habit"), tiny.prompts(), drawn)
+        section = measure_offline(base, head("habit"), tiny.prompts(), written(asked), drawn)
         total = DepthCounts.total([one.counts for one in decoded], DEPTH)
         assert (section.forwards, section.per_depth) == (total.forwards, total.per_depth())

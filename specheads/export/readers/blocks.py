@@ -6,6 +6,7 @@ transformers_utils/configs/speculators.
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
