@@ -74,7 +74,7 @@ class Engine:
         self.acceptance = (
             rules.acceptance_rule(acceptance) if isinstance(acceptance, str) else acceptance
         )
-        self.tree, self.timed = grown_by(drafter, tree), timed
+        self.tree, self.timed = grown_by(drafter, tree, base), timed
         # what draws nothing keeps the likeliest guesses, not those that noise favours
         self.coupled = coupled and self.acceptance is not rules.typical
         context = base.max_length
