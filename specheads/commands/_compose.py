@@ -22,6 +22,7 @@ KINDS = (
     commands.Distill,
     config.Evaluate,
     config.Compare,
+    config.Tune,
     config.Export,
     config.Push,
 )
@@ -46,6 +47,7 @@ SHORT: dict[str, dict[str, str]] = {
     "distill": HEAD | DISTILL | MIXTURE,
     "evaluate": HEAD | EVALUATION | MIXTURE | {"mode": "evaluation.mode"},
     "compare": EVALUATION | MIXTURE,
+    "tune": HEAD | MIXTURE,
     "export": HEAD,
 }
 """Names that docs and scripts use for settings further down, by command."""

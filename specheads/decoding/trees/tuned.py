@@ -4,7 +4,7 @@ See docs/tuning.md.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -115,6 +115,25 @@ class TunedTree:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Tried:
+    """One way to draft that was timed for real."""
+
+    batch: int
+    context: int
+    tree: str
+    num_nodes: int
+    depth: int
+    tokens_per_forward: float
+    """On text that the trees were not grown from."""
+    step_overhead: float
+    """Time of a step over that of the base alone."""
+    speedup: float
+    fitted: float | None = None
+    """Speed-up by the fitted costs; none where the number of nodes differs from step to step."""
+    chosen: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Tuned:
     """tuned.json."""
 
@@ -126,6 +145,7 @@ class Tuned:
     cost_error: CostError
     acceptance: Acceptance
     trees: list[TunedTree]
+    tried: list[Tried] = field(default_factory=list)
 
     @classmethod
     def read(cls, value: Mapping[str, Any], where: str, depth: int) -> "Tuned":
@@ -148,14 +168,14 @@ class Tuned:
 
     def _check(self, depth: int) -> None:
         for cost in (self.cost.verify, self.cost.draft):
-            _refuse_outside("a cost", [cost.fixed, cost.token, cost.context], 0, math.inf)
-        _refuse_outside("a rate of acceptance", self.acceptance.per_depth, 0, 1)
+            _refuse_outside("a cost", [cost.fixed, cost.token, cost.context], 0.0)
+        _refuse_outside("a rate of acceptance", self.acceptance.per_depth, 0.0, 1.0)
         if not self.trees:
             raise InputError("tuned.json needs a tree, got none")
         for tree in self.trees:
-            _refuse_outside("a batch or context", [tree.batch, tree.context], 1, math.inf)
-            _refuse_outside("a tree's gain", [tree.tokens_per_forward], 1, math.inf)
-            _refuse_outside("a tree's gain", [tree.predicted_speedup], 0, math.inf)
+            _refuse_outside("a batch or context", [tree.batch, tree.context], 1.0)
+            _refuse_outside("a tree's gain", [tree.tokens_per_forward], 1.0)
+            _refuse_outside("a tree's gain", [tree.predicted_speedup], 0.0)
             if (deepest := tree.policy().depth) > depth:
                 raise InputError(
                     f"tuned.json holds a tree of {deepest} levels and its head drafts {depth}"
@@ -165,7 +185,7 @@ class Tuned:
         """Return whether its times were measured on a machine like this one."""
         return self.machine == Machine.of(device, dtype)
 
-    def best(self, batch: int, context: float) -> TunedTree:
+    def best(self, batch: int, context: int | float) -> TunedTree:
         """Return the tree that was chosen nearest to a batch and a context, by their ratios."""
 
         def far(tree: TunedTree) -> tuple[float, float]:
@@ -189,9 +209,12 @@ def _same_shape(tree: TunedTree, other: TunedTree) -> bool:
     return all(getattr(tree, name) == getattr(other, name) for name in names)
 
 
-def _refuse_outside(what: str, values: list[float], low: float, high: float) -> None:
+def _refuse_outside(
+    what: str, values: Sequence[int | float], low: float, high: float = math.inf
+) -> None:
     if wrong := [one for one in values if not (math.isfinite(one) and low <= one <= high)]:
-        raise InputError(f"tuned.json: {what} must be at least {low:g}, and finite, got {wrong[0]}")
+        most = "and finite" if high == math.inf else f"and at most {high:g}"
+        raise InputError(f"{what} in tuned.json must be at least {low:g}, {most}, got {wrong[0]}")
 
 
 class Adaptive(policies.TreePolicy):
