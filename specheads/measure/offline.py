@@ -185,7 +185,9 @@ def measure_offline(
     step, whose shape stored ranks do not tell; `replayed` says which it was. `coupled` is that of
     `specheads.generate`: whether drafts see the noise that the continuations were drawn with.
     """
-    static = tree if isinstance(tree, policies.Static) else policies.chain(head.depth)
+    static = policies.chain(head.depth)
+    if isinstance(tree, policies.Static) and not tree.confidence:
+        static = tree
     width = max([TOP, *(path[-1] + 1 for path in static.paths)])
     texts = list(zip(prompts, continuations, each_prompt(sampling, len(prompts)), strict=True))
     ranks = [

@@ -244,22 +244,20 @@ def _tokens(base: FrozenBase, way: Way, texts: Texts, how: How) -> float:
 
 def _chosen(row: Tried, tree: policies.TreePolicy) -> TunedTree:
     """Return a way of drafting as tuned.json has it."""
-    kept = {"batch": row.batch, "context": row.context}
-    gain = {"tokens_per_forward": row.tokens_per_forward, "predicted_speedup": row.speedup}
-    sizes = {"num_nodes": tree.num_nodes, "depth": tree.depth}
-    if isinstance(tree, policies.BestFirst):
-        grown = {"beam": tree.beam, "branch": tree.branch}
-        return TunedTree(kind="best_first", **kept, **gain, **sizes, **grown)
-    assert isinstance(tree, policies.Static)
-    return TunedTree(
+    chosen = TunedTree(
+        batch=row.batch,
+        context=row.context,
+        tokens_per_forward=row.tokens_per_forward,
+        predicted_speedup=row.speedup,
         kind="static" if tree.depth else "none",
-        paths=[list(path) for path in tree.paths],
-        confidence=tree.confidence,
-        stop=tree.estimate,
-        **kept,
-        **gain,
-        **sizes,
+        num_nodes=tree.num_nodes,
+        depth=tree.depth,
     )
+    if isinstance(tree, policies.BestFirst):
+        return replace(chosen, kind="best_first", beam=tree.beam, branch=tree.branch)
+    assert isinstance(tree, policies.Static)
+    paths = [list(path) for path in tree.paths]
+    return replace(chosen, paths=paths, confidence=tree.confidence, stop=tree.estimate)
 
 
 def tables(tuned: Tuned) -> Iterator[Fitted]:
