@@ -10,41 +10,17 @@ import torch
 
 from specheads.core.errors import InputError
 from specheads.core.records import to_json
-from specheads.decoding.cost import ForwardCost, StepCost
+from specheads.decoding.cost import StepCost
 from specheads.decoding.engine import Engine
 from specheads.decoding.generate import Decoding, generate
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.early_stop import Estimate
 from specheads.decoding.trees.tuned import (
-    Acceptance,
     Adaptive,
-    CostError,
-    Machine,
-    Tuned,
-    TunedTree,
 )
 from specheads.heads.load import build_for, drafter_of, load_head, resume_head
 from tests import tiny
-
-FORWARD = ForwardCost(fixed=1e-3, token=1e-4, context=1e-6)
-NEGATIVE = replace(FORWARD, token=-1.0)
-
-
-def tree(batch: int = 1, context: int = 32, kind: str = "static", **more: Any) -> TunedTree:
-    more = {"paths": [[0], [1]], "num_nodes": 3, "depth": 1} | more if kind == "static" else more
-    gain = {"tokens_per_forward": 1.5, "predicted_speedup": 1.2}
-    return TunedTree(batch=batch, context=context, kind=kind, **gain, **more)
-
-
-def tuned(*trees: TunedTree, machine: Machine | None = None) -> Tuned:
-    return Tuned(
-        machine=machine or Machine.of(torch.device("cpu"), torch.float64),
-        base="",
-        cost=StepCost(verify=FORWARD, draft=FORWARD),
-        cost_error=CostError(points=9, median=0.01, largest=0.05, held_out=0.06),
-        acceptance=Acceptance(per_depth=[0.5, 0.4]),
-        trees=list(trees) or [tree()],
-    )
+from tests.tuned import FORWARD, NEGATIVE, tree, tuned
 
 
 def folder(path: Path, kind: str = "eagle3", **content: Any) -> Path:
