@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from specheads.base.model import FrozenBase
     from specheads.commands._library import compare, distill, evaluate, export, push, train
+    from specheads.commands._tuning import tune
     from specheads.core.drafter import Committed, Drafter, Features, Head, Memory
     from specheads.core.tree import TokenTree
     from specheads.decoding.acceptance.sampling import Sampling
@@ -45,11 +46,13 @@ __all__ = [
     "offline_logits",
     "push",
     "train",
+    "tune",
 ]
 
 _PUBLIC = {
     "base.model": ["FrozenBase"],
     "commands._library": ["compare", "distill", "evaluate", "push", "train"],
+    "commands._tuning": ["tune"],
     "core.drafter": ["Committed", "Drafter", "Features", "Head", "Memory"],
     "core.tree": ["TokenTree"],
     "decoding.acceptance.sampling": ["Sampling"],

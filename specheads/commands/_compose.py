@@ -23,6 +23,7 @@ KINDS = (
     config.Evaluate,
     config.Compare,
     config.Chat,
+    config.Tune,
     config.Export,
     config.Push,
 )
@@ -47,6 +48,7 @@ SHORT: dict[str, dict[str, str]] = {
     "distill": HEAD | DISTILL | MIXTURE,
     "evaluate": HEAD | EVALUATION | MIXTURE | {"mode": "evaluation.mode"},
     "compare": EVALUATION | MIXTURE,
+    "tune": HEAD | MIXTURE,
     "export": HEAD,
     "chat": HEAD,
 }

@@ -1,6 +1,6 @@
 """Every setting, with its unit and what its zero means. Hydra fills these; nothing else does."""
 
-from specheads.config.commands import Chat, Compare, Evaluate, Export, Push, Train
+from specheads.config.commands import Chat, Compare, Evaluate, Export, Push, Train, Tune
 from specheads.config.parts import Base, Data, Evaluation, Tracker, Tree
 from specheads.config.places import data_dir, new_name, recipe_dirs
 from specheads.config.schedule import Distill, FeatureCache, Joint, Phase, Schedule, Validation
@@ -23,6 +23,7 @@ __all__ = [
     "Tracker",
     "Train",
     "Tree",
+    "Tune",
     "Validation",
     "check",
     "data_dir",

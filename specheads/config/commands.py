@@ -12,9 +12,12 @@ from specheads.config.ranges import (
     Part,
     Place,
     Positive,
+    Prompts,
     Seed,
+    Some,
     Temperature,
     Text,
+    TreeNodes,
     one_of,
 )
 from specheads.config.schedule import FeatureCache, Schedule, Validation
@@ -152,6 +155,42 @@ class Compare:
 
     seed: Seed = 0
     """Seed of sampling, and of which prompts are used."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Tune:
+    """`specheads tune`."""
+
+    run: Place = ""
+    """A finished run's directory; or name head and base."""
+
+    head_path: Place = ""
+    """Folder of a head, into which tuned.json goes; `head=` on the command line."""
+
+    base: Base
+    data: Data
+    """Whose validation text acceptance is measured on, for a head without a run."""
+
+    max_nodes: TreeNodes = 64
+    """Nodes of the largest tree that is tried, root included."""
+
+    batch_sizes: Annotated[list[Positive], Some] = field(default_factory=lambda: [1, 4])
+    """Rows decoded together, for each of which a tree is chosen."""
+
+    contexts: Annotated[list[Positive], Some] = field(default_factory=lambda: [64, 512])
+    """Tokens of the text so far, for each of which a tree is chosen."""
+
+    num_prompts: Prompts = 24
+    """Validation prompts for each context: every other grows the trees, the rest judge them."""
+
+    new_tokens: Prompts = 64
+    """Tokens that the base writes after each."""
+
+    force: bool = False
+    """Take a head that was trained on other weights than the base's, a fine-tuned sibling's."""
+
+    seed: Seed = 0
+    """Seed of which prompts are used."""
 
 
 @dataclass(kw_only=True, slots=True)

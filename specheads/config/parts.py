@@ -172,8 +172,8 @@ class Tree:
     """How drafts grow."""
 
     kind: Annotated[str, one_of(*TREES)] = "tuned"
-    """tuned (picked by a short measurement), chain, static, best_first, beam, product or
-    sampled."""
+    """tuned (by `specheads tune`, or picked by a short measurement), chain, static, best_first,
+    beam, product or sampled."""
 
     depth: Levels = 0
     """Levels. Zero takes the head's own."""

@@ -102,6 +102,9 @@ class Head(Drafter, nn.Module, PyTorchModelHubMixin):
     base_fingerprint: str = ""
     """Weights of the base it was trained on: see base/fingerprint.py. Empty where none is known."""
 
+    tuned: Any = None
+    """What `specheads tune` measured of it: see decoding/trees/tuned.py. None where nothing is."""
+
     def __init__(self, config: Any, width: int, vocab_size: int) -> None:
         super().__init__()
         self.config = config

@@ -36,7 +36,8 @@ class Engine:
 
     Not for several threads: whoever steps it, or iterates over a stream, drives it for all.
 
-    Base, drafter, tree and acceptance are as for `generate`.
+    Base, drafter, tree and acceptance are as for `generate`. A head's tuned trees follow batch and
+    context from step to step.
 
     Args:
         max_batch: Rows decoded together; further requests wait. Contiguous rows are fewer where
@@ -70,11 +71,13 @@ class Engine:
         max_batch = whole(max_batch, "max_batch", 1)
         if isinstance(drafter, Head):
             refuse_elsewhere(drafter, base)
-        self.base, self.drafter, self.max_batch, self.pool = base, drafter, max_batch, pool
+        self.base, self.max_batch, self.pool = base, max_batch, pool
         self.acceptance = (
             rules.acceptance_rule(acceptance) if isinstance(acceptance, str) else acceptance
         )
-        self.tree, self.timed = grown_by(drafter, tree), timed
+        self.tree, self.timed = grown_by(drafter, tree, base), timed
+        # a tuned head may draft best by not drafting: then it need not remember the text either
+        self.drafter = drafter = drafter if self.tree.depth else None
         # what draws nothing keeps the likeliest guesses, not those that noise favours
         self.coupled = coupled and self.acceptance is not rules.typical
         context = base.max_length

@@ -5,6 +5,7 @@ from specheads.core.bounds import refuse_bytes
 from specheads.core.drafter import Drafter, Head
 from specheads.core.errors import InputError
 from specheads.decoding.trees import policies
+from specheads.decoding.trees.tuned import Tuned
 
 
 def refuse_elsewhere(head: Head, base: FrozenBase) -> None:
@@ -18,11 +19,21 @@ def refuse_elsewhere(head: Head, base: FrozenBase) -> None:
         )
 
 
-def grown_by(drafter: Drafter | None, tree: policies.TreePolicy | None) -> policies.TreePolicy:
+def default_tree(drafter: Drafter, base: FrozenBase) -> policies.TreePolicy:
+    """Return the head's tuned trees where they were measured on such a machine, or a chain."""
+    tuned = drafter.tuned if isinstance(drafter, Head) else None
+    if isinstance(tuned, Tuned) and tuned.fits(base.device, base.dtype):
+        return tuned.policy()
+    return policies.chain(drafter.depth)
+
+
+def grown_by(
+    drafter: Drafter | None, tree: policies.TreePolicy | None, base: FrozenBase
+) -> policies.TreePolicy:
     """Return how drafts grow, but for a tree deeper or wider than the drafter drafts."""
     if drafter is None:
         return policies.NOTHING
-    policy = policies.chain(drafter.depth) if tree is None else tree
+    policy = default_tree(drafter, base) if tree is None else tree
     if policy.depth > drafter.depth:
         raise InputError(
             f"the tree has {policy.depth} levels but the head drafts {drafter.depth}; "

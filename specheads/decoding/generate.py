@@ -61,7 +61,8 @@ def generate(
         max_new_tokens: Limit for each prompt.
         sampling: How tokens are chosen, for all prompts or for each; None is greedily. One object
             gives each prompt a seed of its own that follows from its.
-        tree: How drafts grow; None is a chain as deep as the head.
+        tree: How drafts grow; None is what `specheads tune` chose for the head, where it was
+            measured on such a machine (not to draft may be best), or a chain as deep as the head.
         acceptance: What is kept of a verified tree: "match", "rejection", "typical", or a function
             like those in `specheads.decoding.acceptance.rules`.
         stop_at_eos: Whether the base's end-of-text token ends a row.

@@ -30,6 +30,15 @@ def all_of(*names: str) -> Settings:
     return dict.fromkeys(("depth", *names))
 
 
+def drafted_tokens(head: Head) -> int:
+    """Return how many tokens an engine is told to draft: as many as the head's tuned tree is deep.
+
+    That of a single row, and one where not to draft was best: whoever serves a head drafts. All of
+    the head's levels where it was not tuned.
+    """
+    return max(head.tuned.best(1, 1).depth, 1) if head.tuned else head.depth
+
+
 @dataclass(frozen=True, slots=True)
 class Folder:
     """What an export consists of, before it is written."""

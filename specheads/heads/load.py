@@ -29,12 +29,14 @@ from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.core.paths import local_path
 from specheads.core.weight_layout import for_few_rows
+from specheads.decoding.trees import tuned
 from specheads.heads.fill import fill
 from specheads.heads.sizes import planning, refuse_too_large
 from specheads.heads.untrusted import (
     INDEX_SUFFIX,
     WEIGHT_FILES,
     first_line,
+    read_json,
     read_settings,
     read_tensors,
 )
@@ -134,7 +136,7 @@ def resume_head(path: str | Path, base: FrozenBase, kind: str) -> Head:
     refuse_misfit(head, base.embedding)
     head.to(base.device).train()
     _lend(head, base)
-    head.base_fingerprint = _fingerprint(base)
+    head.base_fingerprint, head.tuned = _fingerprint(base), None
     return head
 
 
@@ -164,7 +166,7 @@ def load_head(
     Raises:
         ValueError: No config.json or no weights, an unknown layout, tensors missing, left over
             or of the wrong shape, a head that does not fit the base, or a folder that is not to
-            be trusted: see untrusted.py.
+            be trusted: see untrusted.py; or a tuned.json that is damaged or another head's.
     """
     folder = _fetch(path, revision)
     config, tensors = read_settings(folder), read_tensors(folder)
@@ -176,6 +178,8 @@ def load_head(
             f"{folder} is no checkpoint that one of {', '.join(kinds())} can read: its "
             f"config.json names {config.get('architectures') or config.get('model_type')!r:.80}"
         )
+    if (file := folder / tuned.FILE).is_file():
+        head.tuned = tuned.Tuned.read(read_json(file), str(file), head.depth)
     if base is not None:
         fit(head, base, force=force)
     return head.eval()
@@ -269,7 +273,7 @@ def _fetch(path: str | Path, revision: str) -> Path:
             found = snapshot_download(
                 str(path),
                 revision=revision,
-                allow_patterns=["config.json", index, pattern],
+                allow_patterns=["config.json", tuned.FILE, index, pattern],
                 ignore_patterns="*/*",
             )
         except (HTTPError, OSError, ValueError) as error:

@@ -160,9 +160,17 @@ def check(
 def choose_tree(
     base: FrozenBase, head: Head, settings: Asked
 ) -> tuple[policies.TreePolicy, list[Candidate]]:
-    """Return the tree that was asked for, and what was tried where one is to be picked."""
+    """Return the tree that was asked for, and what was tried where one is to be picked.
+
+    What `specheads tune` chose counts where it was measured on a machine like this one, greedily:
+    the tree of the batch and of half the text, throughout, so that it can be replayed.
+    """
     if (tree := fixed_policy(settings.tree, head.depth)) is not None:
         return tree, []
+    asked = settings.evaluation
+    if head.tuned and head.tuned.fits(base.device, base.dtype) and asked.temperature == 0:
+        context = asked.prompt_tokens + asked.max_new_tokens / 2
+        return head.tuned.best(asked.batch_size, context).policy(), []
     how = replace(how_of(settings.evaluation, settings.seed), max_new_tokens=TUNING_TOKENS)
     choice = pick_tree(base, head, tuning_prompts(settings, base), how=how)
     return choice.tree, choice.table

@@ -183,7 +183,9 @@ def measure_offline(
     Without a tree a chain as deep as the head is replayed, and so it is for a tree that differs
     from step to step, whose shape stored ranks do not tell; `replayed` says which it was.
     """
-    static = how.tree if isinstance(how.tree, policies.Static) else policies.chain(head.depth)
+    static = policies.chain(head.depth)
+    if isinstance(how.tree, policies.Static) and not how.tree.confidence:
+        static = how.tree
     width = max([TOP, *(path[-1] + 1 for path in static.paths)])
     each = each_prompt(how.sampling, len(prompts))
     texts = list(zip(prompts, continuations, each, strict=True))

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from specheads.config import data_dir
+from specheads.core.machine import processor
 
 PACKAGES = ("specheads", "torch", "transformers", "accelerate", "peft", "datasets", "safetensors")
 
@@ -55,9 +56,6 @@ class Provenance:
 
 def provenance() -> Provenance:
     """Return what made a result: command, versions, commit, machine."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
-    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     versions: dict[str, str | None] = dict.fromkeys(PACKAGES)
     for name in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
@@ -68,7 +66,7 @@ def provenance() -> Provenance:
         git=_git(),
         hardware=Hardware(
             machine=platform.machine(),
-            processor=next(models, platform.processor()),
+            processor=processor(),
             cores=os.cpu_count(),
             threads=torch.get_num_threads(),
             gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None,

@@ -390,6 +390,36 @@ def test_compare_holds_the_head_of_a_run_against_what_needs_no_training(
     assert found["provenance"]["command"][1] == "run=runs/smoke"
 
 
+def test_tune_writes_the_head_s_trees_which_decoding_and_evaluation_take(
+    finished: tuple[Path, str], here: Callable[..., None], capsys: Any, tmp_path: Path
+):
+    folder = finished[0] / "runs" / "smoke" / "head"
+    small = ["max_nodes=6", "batch_sizes=[1]", "contexts=[24]", "num_prompts=4", "new_tokens=12"]
+    try:
+        here("tune", "run=runs/smoke", *small)
+        told = capsys.readouterr().out
+        assert "tuned: runs/smoke/head/tuned.json" in told
+        assert all(word in told for word in ("verify", "held out", "by costs", "best_first"))
+        found = json.loads((folder / "tuned.json").read_text())
+        assert [(one["batch"], one["context"]) for one in found["trees"]] == [(1, 24)]
+        assert found["tried"][0] | {"fitted": 1.0} == found["tried"][0]
+        assert sum(one["chosen"] for one in found["tried"]) == 1
+        assert max(one["num_nodes"] for one in found["tried"] if one["tree"] == "tree") <= 6
+        # a tree that no measurement here would choose shows who takes it
+        one = found["trees"][0]
+        one |= {"kind": "static", "paths": [[0], [5]], "num_nodes": 3, "depth": 1}
+        (folder / "tuned.json").write_text(json.dumps(found))
+        base = specheads.FrozenBase.load(ROOT / "recipes/tiny_code/base")
+        head = specheads.load_head(folder, base)
+        assert specheads.Engine(base, head).tree.paths == ((0,), (5,))
+        few = ["num_prompts=1", "max_new_tokens=8", "mode=offline", f"out={tmp_path}"]
+        here("evaluate", "run=runs/smoke", *few)
+        settings = json.loads((tmp_path / "results.json").read_text())["settings"]
+        assert (settings["tree"], settings["paths"]) == ("tuned", [[0], [5]])
+    finally:
+        (folder / "tuned.json").unlink(missing_ok=True)
+
+
 def test_compare_above_temperature_zero_has_the_head_draft_in_three_ways(
     finished: tuple[Path, str], here: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ):

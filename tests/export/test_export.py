@@ -31,6 +31,8 @@ from specheads.measure.report import write_report
 from specheads.measure.store import to_json
 from tests import tiny
 from tests.results import bare
+from tests.tuned import tree
+from tests.tuned import tuned as made_up
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 OUT = Path("/serve/head")
@@ -457,3 +459,20 @@ def test_a_folder_that_cannot_be_written_is_refused_before_any_work(
             attempt()
         assert "\n" not in str(caught.value)
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_engines_are_told_to_draft_as_many_tokens_as_the_tuned_tree_is_deep():
+    base = tiny.base()
+    head = build_for({"kind": "medusa", "depth": 3}, base)
+    layout = find_layout(head, base, "vllm")
+
+    def told() -> str:
+        return layout.write(head, base, OUT).serve[0]
+
+    assert '"num_speculative_tokens": 3' in told()
+    shallow, nothing = made_up(tree(paths=[[0], [0, 0]], depth=2)), made_up(tree(kind="none"))
+    head.tuned = shallow
+    assert '"num_speculative_tokens": 2' in told()
+    # whoever serves a head drafts
+    head.tuned = nothing
+    assert '"num_speculative_tokens": 1' in told()

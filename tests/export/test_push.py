@@ -26,6 +26,7 @@ from specheads.commands import _compose, push
 from specheads.commands._call import call
 from specheads.config import Push, Train, data_dir
 from specheads.core.errors import InputError
+from specheads.core.records import dumps
 from specheads.export.engines import engines
 from specheads.export.hub import card, upload
 from specheads.export.hub.summary import read_summary
@@ -34,6 +35,7 @@ from specheads.runs.directory import RunDirectory
 from specheads.runs.provenance import portable
 from tests import tiny
 from tests.export.hub_server import OWNER, Blob, HubServer, Repository
+from tests.tuned import tuned as made_up
 
 ROOT = Path(__file__).resolve().parents[2]
 REPO = f"{OWNER}/head"
@@ -294,6 +296,18 @@ def test_a_gated_repository_shows_its_card_and_keeps_its_files(publish, server, 
     publish(gated="false")
     monkeypatch.setenv("HF_TOKEN", server.stranger)
     assert specheads.load_head(REPO).kind == "medusa"
+
+
+def test_what_was_tuned_goes_along_and_comes_back(publish, server, run):
+    tuned = made_up()
+    (run.head / "tuned.json").write_text(dumps(tuned))
+    publish()
+    assert server.files(REPO)["tuned.json"] == (run.head / "tuned.json").read_bytes()
+    assert specheads.load_head(REPO).tuned == tuned
+    # trees of an earlier head must not stand beside another one
+    (run.head / "tuned.json").unlink()
+    publish()
+    assert "tuned.json" not in server.files(REPO)
 
 
 def test_a_dry_run_lists_every_file_and_contacts_nobody(publish, server, capsys, monkeypatch):

@@ -16,7 +16,7 @@ from specheads.core.tree import TokenTree
 from specheads.decoding.acceptance.accept import likeliest
 from specheads.decoding.acceptance.sampling import Rows
 from specheads.decoding.trees.coupling import coupled
-from specheads.decoding.trees.early_stop import Stop
+from specheads.decoding.trees.early_stop import Estimate, Stop
 from specheads.decoding.trees.static_shape import Shape
 
 
@@ -47,14 +47,18 @@ class Static(TreePolicy):
 
     Paths are distinct and closed under prefixes. A token that the drafter gives a probability
     below `confidence` is verified and nothing is drafted below it; zero drafts every path to its
-    end. Reports call the tree `name`.
+    end. With an `estimate` that is held against the confidence. Reports call the tree `name`.
 
     Source: Cai et al. 2024, arXiv:2401.10774, section 2.3.3; Mamou et al. 2024,
     arXiv:2405.04304, for stopping.
     """
 
     def __init__(
-        self, paths: Sequence[Sequence[int]], name: str = "static", confidence: float = 0.0
+        self,
+        paths: Sequence[Sequence[int]],
+        name: str = "static",
+        confidence: float = 0.0,
+        estimate: Estimate | None = None,
     ) -> None:
         refuse_nodes(1 + len(paths), "tree.paths")
         ranks = [tuple(map(_rank, path)) for path in paths]
@@ -70,7 +74,8 @@ class Static(TreePolicy):
             raise InputError(
                 f"confidence must be at least 0, which never stops, and below 1, got {confidence}"
             )
-        self.name, self.paths, self.confidence = name, tuple(ordered), confidence
+        self.name, self.paths = name, tuple(ordered)
+        self.confidence, self.estimate = confidence, estimate
         self.num_nodes, self.depth = len(known), max(map(len, ordered), default=0)
         self.num_guesses = 1 + max((path[-1] for path in ordered), default=0)
         answers = Counter(len(path) for path in {path[:-1] for path in ordered})
@@ -94,7 +99,7 @@ class Static(TreePolicy):
         batch, shape = len(root), self.shape(root.device)
         logits, state = drafter.begin(committed, memory)
         drafted = [root]
-        stop = Stop(drafter, self.confidence, batch, root.device)
+        stop = Stop(drafter, self.confidence, batch, root.device, self.estimate)
         for index, level in enumerate(shape.levels):
             best = _best(logits, level.width)[:, level.parents, level.ranks]
             drafted.append(drafter.to_tokens(best))

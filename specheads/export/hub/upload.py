@@ -21,6 +21,7 @@ from huggingface_hub.utils import validate_repo_id
 from specheads.base.model import FrozenBase
 from specheads.config import Push, Train
 from specheads.core.errors import InputError
+from specheads.decoding.trees.tuned import FILE
 from specheads.export.hub.card import PICTURES, model_card
 from specheads.export.hub.summary import read_summary
 from specheads.export.plugins.hub_generate import hub_files
@@ -127,6 +128,8 @@ def _files(run: RunDirectory, trained: Train, settings: Push) -> Contents:
         "model.safetensors": run.head / "model.safetensors",
         "training.json": _json({"settings": about.settings, "provenance": about.provenance}),
     }
+    if head.tuned is not None:
+        files[FILE] = run.head / FILE
     if about.results is not None:
         shown = to_json(about.results)
         del shown["provenance"]["command"]
@@ -178,7 +181,7 @@ def push(repo: str, files: Contents, *, private: bool | None = None, gated: str 
         there = api.list_repo_files(repo)
         _refuse_another_model(repo, files, there)
         # figures of an earlier push must not stand beside a head they are not of
-        old = [name for name in (RESULTS, *PICTURES) if name in there and name not in files]
+        old = [name for name in (RESULTS, FILE, *PICTURES) if name in there and name not in files]
         operations = [
             *(CommitOperationAdd(path, content) for path, content in files.items()),
             *(CommitOperationDelete(name) for name in old),

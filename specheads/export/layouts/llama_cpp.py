@@ -5,7 +5,7 @@ from pathlib import Path
 
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
-from specheads.export.layout import Folder, Layout
+from specheads.export.layout import Folder, Layout, drafted_tokens
 from specheads.export.layouts import _eagle3
 from specheads.export.readers import eagle3
 
@@ -19,7 +19,7 @@ def write(head: Head, base: FrozenBase, out: Path) -> Folder:
     lines = (
         f"python convert_hf_to_gguf.py {place} --target-model-dir {target} --outfile {gguf}",
         f"llama-server -m BASE.gguf -md {gguf} --spec-type draft-eagle3 "
-        f"--spec-draft-n-max {head.depth}",
+        f"--spec-draft-n-max {drafted_tokens(head)}",
     )
     return Folder(_eagle3.config(head, base), _eagle3.tensors(head), lines)
 

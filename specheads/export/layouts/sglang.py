@@ -5,7 +5,7 @@ from pathlib import Path
 
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
-from specheads.export.layout import Folder, Layout
+from specheads.export.layout import Folder, Layout, drafted_tokens
 from specheads.export.layouts import _eagle3
 from specheads.export.readers import eagle3
 
@@ -17,8 +17,8 @@ def write(head: Head, base: FrozenBase, out: Path) -> Folder:
     line = (
         f"python3 -m sglang.launch_server --model-path {shlex.quote(base.place)} "
         f"--speculative-algorithm EAGLE3 --speculative-draft-model-path {shlex.quote(str(out))} "
-        f"--speculative-num-steps {head.depth} --speculative-eagle-topk 1 "
-        f"--speculative-num-draft-tokens {head.depth + 1}"
+        f"--speculative-num-steps {drafted_tokens(head)} --speculative-eagle-topk 1 "
+        f"--speculative-num-draft-tokens {drafted_tokens(head) + 1}"
     )
     return Folder(_eagle3.config(head, base), _eagle3.tensors(head), (line,))
 

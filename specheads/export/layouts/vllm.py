@@ -10,7 +10,7 @@ from pathlib import Path
 
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
-from specheads.export.layout import Folder, Layout, all_of
+from specheads.export.layout import Folder, Layout, all_of, drafted_tokens
 from specheads.export.layouts import _eagle3
 from specheads.export.readers import eagle3, medusa, mlp_speculator, plugin
 
@@ -25,7 +25,7 @@ HEAD_VARIABLE = "SPECHEADS_HEAD"
 
 def serve(head: Head, base: FrozenBase, method: str, model: str) -> str:
     """Return the command line that serves a base with a head."""
-    settings = {"method": method, "model": model, "num_speculative_tokens": head.depth}
+    settings = {"method": method, "model": model, "num_speculative_tokens": drafted_tokens(head)}
     if getattr(head.config, "parallel", False):
         settings["parallel_drafting"] = True
     speculative = shlex.quote(json.dumps(settings))

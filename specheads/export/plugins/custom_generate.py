@@ -47,8 +47,8 @@ def custom_generate(
     The tokens are those that `generate` would give without it, several a forward where the head
     guesses right; sampled ones have the same distribution, but with the rule `typical`. What it
     cannot do it refuses when called. The head moves to the device and dtype of the model it is
-    called with; `force` takes one that was trained on other weights too. `tree` None is a chain as
-    deep as the head, and `acceptance` and `coupled` as for `specheads.generate`.
+    called with; `force` takes one that was trained on other weights too. `tree`, `acceptance` and
+    `coupled` are as for `specheads.generate`: None is the head's tuned tree, or a chain.
     """
 
     def decode(

@@ -1,0 +1,67 @@
+"""What `specheads tune` and `specheads.tune` call."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from specheads.base.model import FrozenBase
+from specheads.commands._library import load_base, objects, own, settings_for
+from specheads.config import Tune
+from specheads.core.drafter import Head
+from specheads.core.errors import InputError
+from specheads.core.files import write_atomic
+from specheads.core.paths import local_path, writable_folder
+from specheads.core.records import dumps
+from specheads.decoding.trees.tuned import FILE, Tuned
+from specheads.heads.load import load_head
+from specheads.measure.tune.run import tune_head
+from specheads.runs.directory import RunDirectory
+
+
+def tune(
+    run: str | Path = "",
+    overrides: Sequence[str] = (),
+    *,
+    settings: Tune | None = None,
+    base: FrozenBase | None = None,
+    head: Head | None = None,
+) -> Tuned:
+    """Choose how the head of a run, or any head, drafts on this machine.
+
+    Overrides are as on the command line, `["max_nodes=32", "contexts=[128,1024]"]`. tuned.json goes
+    into the head's folder, from where decoding takes it. A head that is given keeps what was
+    measured, and nothing is written.
+    """
+    settings, words = settings_for(Tune, settings, overrides, run=run)
+    if head is not None:
+        base, head = objects(settings, base, head, "tune")
+        head.tuned = tune_head(base, head, settings)
+        return head.tuned
+    folder = writable_folder(head_folder(settings))
+    if settings.run:
+        made, trained = own(settings, words)
+        made.refuse_unfinished("tuned")
+        base = base or load_base(trained)
+        if made.adapter.is_dir():
+            base.merge(made.adapter)
+        head = load_head(made.head, base)
+        settings = replace(settings, data=trained.data, seed=trained.seed)
+    else:
+        base, head = objects(settings, base, None, "tune")
+    tuned = tune_head(base, head, settings)
+    write_atomic(folder / FILE, dumps(tuned))
+    return tuned
+
+
+def head_folder(settings: Tune) -> Path:
+    """Return the folder of the head that is tuned, where tuned.json goes."""
+    if settings.run:
+        return RunDirectory(Path(settings.run)).head
+    if not settings.head_path:
+        raise InputError("name what to tune: run=DIR, or head=PATH and base=PATH")
+    if not (folder := local_path(settings.head_path)).is_dir():
+        raise InputError(
+            f"tuned.json goes into the head's folder, and {settings.head_path!r:.80} is none; "
+            "download the head, and name its folder"
+        )
+    return folder

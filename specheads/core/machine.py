@@ -1,0 +1,21 @@
+"""What this machine is called: times that were measured on one say nothing of another."""
+
+import platform
+from functools import cache
+from pathlib import Path
+
+import torch
+
+
+@cache
+def processor() -> str:
+    """Return the processor's own name, as far as the system tells it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(models, platform.processor())
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name of what computes: the GPU's, or the processor's."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else processor()

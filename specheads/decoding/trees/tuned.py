@@ -1,0 +1,246 @@
+"""What `specheads tune` measured of a head on a machine, and the tree it chose: tuned.json.
+
+See docs/tuning.md.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specheads.core.drafter import Drafter
+from specheads.core.errors import InputError
+from specheads.core.features import Committed
+from specheads.core.machine import device_name
+from specheads.core.records import from_json
+from specheads.core.tree import TokenTree
+from specheads.decoding.acceptance.sampling import Rows
+from specheads.decoding.cost import StepCost
+from specheads.decoding.trees import policies
+from specheads.decoding.trees.early_stop import Estimate
+
+SCHEMA = 1
+
+FILE = "tuned.json"
+"""Its name in a head's folder."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """Where times were measured."""
+
+    device: str
+    name: str
+    """The GPU's, or the processor's."""
+    dtype: str
+
+    @classmethod
+    def of(cls, device: torch.device, dtype: torch.dtype) -> "Machine":
+        """Return what a base computes on, and in."""
+        return cls(
+            device=device.type,
+            name=device_name(device),
+            dtype=str(dtype).removeprefix("torch."),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostError:
+    """How far the fitted costs lie from times that were measured, as shares of these."""
+
+    points: int
+    median: float
+    largest: float
+    held_out: float
+    """Largest of points that were left out of the fit they are held against."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PathRates:
+    """How often the base's own text follows each rank path, after prompts of some length."""
+
+    context: int
+    places: int
+    """Places of the text that were drafted from."""
+    paths: dict[str, float]
+    """Share of the places whose next tokens are those of the path: "0.1" is the best guess and
+    then the second best."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Acceptance:
+    """How often guesses are right."""
+
+    per_depth: list[float]
+    """Conditional rate of the best guess at each depth, every guess above it being right."""
+    by_context: list[PathRates] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TunedTree:
+    """The best way to draft at a batch and a context; `kind` none is not to."""
+
+    batch: int
+    context: int
+    tokens_per_forward: float
+    predicted_speedup: float
+    kind: str
+    """none, static or best_first."""
+    paths: list[list[int]] = field(default_factory=list)
+    """Rank paths of a static tree, a chain among them."""
+    confidence: float = 0.0
+    """As of `policies.Static`."""
+    stop: Estimate | None = None
+    """What the confidence is held against; None is the head's own probability."""
+    num_nodes: int = 1
+    depth: int = 0
+    beam: int = 0
+    branch: int = 0
+
+    def policy(self) -> policies.TreePolicy:
+        """Return how drafts grow."""
+        match self.kind:
+            case "none":
+                return policies.NOTHING
+            case "static":
+                return policies.Static(self.paths, "tuned", self.confidence, self.stop)
+            case "best_first":
+                return policies.BestFirst(self.num_nodes, self.depth, self.beam, self.branch)
+        raise InputError(
+            f"a tuned tree's kind must be none, static or best_first, got {self.kind!r:.40}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tried:
+    """One way to draft that was timed for real."""
+
+    batch: int
+    context: int
+    tree: str
+    num_nodes: int
+    depth: int
+    tokens_per_forward: float
+    """On text that the trees were not grown from."""
+    step_overhead: float
+    """Time of a step over that of the base alone."""
+    speedup: float
+    fitted: float | None = None
+    """Speed-up by the fitted costs; none where the number of nodes differs from step to step."""
+    chosen: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuned:
+    """tuned.json."""
+
+    schema: int = SCHEMA
+    machine: Machine
+    base: str
+    """Fingerprint of the base."""
+    cost: StepCost
+    cost_error: CostError
+    acceptance: Acceptance
+    trees: list[TunedTree]
+    tried: list[Tried] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, value: Mapping[str, Any], where: str, depth: int) -> "Tuned":
+        """Return what a file holds, for a head that drafts so many levels.
+
+        Raises:
+            ValueError: It is of another schema or head, or damaged.
+        """
+        remedy = f"delete {where}, and measure anew with specheads tune"
+        if value.get("schema") != SCHEMA:
+            raise InputError(
+                f"tuned.json must be of schema {SCHEMA}, got {value.get('schema')!r:.40}; {remedy}"
+            )
+        try:
+            tuned = from_json(cls, dict(value), where)
+            tuned._check(depth)
+        except InputError as error:
+            raise InputError(f"{error}; {remedy}") from error
+        return tuned
+
+    def _check(self, depth: int) -> None:
+        for cost in (self.cost.verify, self.cost.draft):
+            _refuse_outside("a cost", [cost.fixed, cost.token, cost.context], 0.0)
+        _refuse_outside("a rate of acceptance", self.acceptance.per_depth, 0.0, 1.0)
+        if not self.trees:
+            raise InputError("tuned.json needs a tree, got none")
+        for tree in self.trees:
+            _refuse_outside("a batch or context", [tree.batch, tree.context], 1.0)
+            _refuse_outside("a tree's gain", [tree.tokens_per_forward], 1.0)
+            _refuse_outside("a tree's gain", [tree.predicted_speedup], 0.0)
+            if (deepest := tree.policy().depth) > depth:
+                raise InputError(
+                    f"tuned.json holds a tree of {deepest} levels and its head drafts {depth}"
+                )
+
+    def fits(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Return whether its times were measured on a machine like this one."""
+        return self.machine == Machine.of(device, dtype)
+
+    def best(self, batch: int, context: int | float) -> TunedTree:
+        """Return the tree that was chosen nearest to a batch and a context, by their ratios."""
+
+        def far(tree: TunedTree) -> tuple[float, float]:
+            apart = [(tree.batch, batch), (tree.context, context)]
+            near, deep = (abs(math.log(max(one, 1) / max(other, 1))) for one, other in apart)
+            return near, deep
+
+        return min(self.trees, key=far)
+
+    def policy(self) -> policies.TreePolicy:
+        """Return how drafts grow, in each step as batch and context have it then."""
+        grown = [(tree, tree.policy()) for tree in self.trees]
+        first = self.trees[0]
+        if all(_same_shape(tree, first) for tree in self.trees):
+            return grown[0][1]
+        return Adaptive(self, [policy for _, policy in grown])
+
+
+def _same_shape(tree: TunedTree, other: TunedTree) -> bool:
+    names = ("kind", "paths", "confidence", "stop", "num_nodes", "depth", "beam", "branch")
+    return all(getattr(tree, name) == getattr(other, name) for name in names)
+
+
+def _refuse_outside(
+    what: str, values: Sequence[int | float], low: float, high: float = math.inf
+) -> None:
+    if wrong := [one for one in values if not (math.isfinite(one) and low <= one <= high)]:
+        most = "and finite" if high == math.inf else f"and at most {high:g}"
+        raise InputError(f"{what} in tuned.json must be at least {low:g}, {most}, got {wrong[0]}")
+
+
+class Adaptive(policies.TreePolicy):
+    """The tuned tree that is nearest to the batch and the context of each step.
+
+    Source: Chen et al. 2024, arXiv:2402.12374, whose trees follow the machine; the context as well
+    in Together AI's adaptive Sequoia, 2024.
+    """
+
+    def __init__(self, tuned: Tuned, grown: list[policies.TreePolicy]) -> None:
+        self.name, self.tuned = "tuned", tuned
+        self._grown = {id(tree): policy for tree, policy in zip(tuned.trees, grown, strict=True)}
+        self.num_nodes = max(one.num_nodes for one in grown)
+        self.depth = max(one.depth for one in grown)
+        self.num_guesses = max(one.num_guesses for one in grown)
+        self.num_answers = max(one.num_answers for one in grown)
+
+    def grow(
+        self, drafter: Drafter, committed: Committed, memory: Any, rows: Rows | None = None
+    ) -> TokenTree:
+        """Draft as is best now."""
+        assert rows is not None
+        lengths: Tensor = rows.lengths
+        context = sum(lengths.tolist()) / len(lengths)
+        policy = self._grown[id(self.tuned.best(len(lengths), context))]
+        if not policy.depth and memory is not None:
+            # a later step may draft again, from all that was committed until then
+            drafter.begin(committed, memory)
+        return policy.grow(drafter, committed, memory, rows)

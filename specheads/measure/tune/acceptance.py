@@ -1,0 +1,70 @@
+"""How often the base's own text follows the head's guesses, by rank path."""
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import accumulate, takewhile
+
+import torch
+from torch import Tensor
+
+from specheads.decoding.trees.tuned import PathRates
+
+WIDTH = 8
+"""Guesses a node may have as children."""
+
+MOST_PATHS = 256
+"""Paths that tuned.json names of a context, the most followed."""
+
+Path = tuple[int, ...]
+
+
+def followed(ranks: Sequence[Tensor]) -> Counter[Path]:
+    """Return how many places of texts are followed by each rank path.
+
+    Ranks are those of texts, by `guess_ranks` with width `WIDTH`. A path is never more frequent
+    than its beginning.
+    """
+    out: Counter[Path] = Counter()
+    for row in torch.cat(list(ranks)).tolist():
+        guessed = takewhile(lambda rank: 0 <= rank < WIDTH, row)
+        out.update(accumulate((rank,) for rank in guessed))
+    return out
+
+
+def path_rates(ranks: Sequence[Tensor], context: int) -> PathRates:
+    """Return the shares of the places that are followed by each path."""
+    places = sum(map(len, ranks))
+    ordered = sorted(followed(ranks).items(), key=lambda one: (-one[1], len(one[0]), one[0]))
+    return PathRates(
+        context=context,
+        places=places,
+        paths={".".join(map(str, path)): n / max(places, 1) for path, n in ordered[:MOST_PATHS]},
+    )
+
+
+def conditional(ranks: Sequence[Tensor]) -> list[float]:
+    """Return how often the best guess of each depth is right where all above it are."""
+    text = torch.cat(list(ranks))
+    right, out = torch.ones(len(text), dtype=torch.bool), []
+    for column in text.T:
+        asked = right & (column >= 0)
+        right = asked & (column == 0)
+        out.append(right.sum().item() / max(asked.sum().item(), 1))
+    return out
+
+
+def positional(ranks: Sequence[Tensor]) -> list[float]:
+    """Return how often each rank is the right one after a right token, at any depth."""
+    counts: Counter[int] = Counter()
+    asked = 0
+    for row in torch.cat(list(ranks)).tolist():
+        for rank in row:
+            if rank < 0:
+                break
+            asked += 1
+            counts[rank] += 1
+            if rank >= WIDTH:
+                break
+    return [
+        counts[rank] / max(asked, 1) for rank in range(1 + max(counts.keys() - {WIDTH}, default=-1))
+    ]

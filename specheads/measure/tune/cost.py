@@ -1,0 +1,216 @@
+"""What steps of decoding take on this machine: measured in turns, and fitted."""
+
+import itertools
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from specheads.base.model import FrozenBase
+from specheads.core.drafter import Drafter
+from specheads.core.errors import InputError
+from specheads.decoding import loop
+from specheads.decoding.acceptance import rules
+from specheads.decoding.cost import ForwardCost, StepCost
+from specheads.decoding.trees import policies
+from specheads.decoding.trees.tuned import CostError
+from specheads.measure.how import How
+from specheads.runs.progress import bar
+
+BURST = 4
+"""Steps of one tree in a row. The first is not timed: what others left in the caches slows it, and
+nobody decodes by turns."""
+
+WORST = 0.1
+"""Largest relative error of the linear form that is not refined."""
+
+POWERS = (1.0, 0.9, 0.8, 0.7, 0.6)
+"""Exponents of the number of tokens that are tried."""
+
+Way = tuple[Drafter | None, policies.TreePolicy]
+"""A drafter, none for the base alone, and how its drafts grow."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """What a step took."""
+
+    batch: int
+    context: int | float
+    nodes: int
+    depth: int
+    verify: float
+    """Seconds of all that is not drafting."""
+    draft: float
+    """Seconds of drafting; zero without a draft."""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the whole step."""
+        return self.verify + self.draft
+
+
+@torch.inference_mode()
+def time_ways(
+    base: FrozenBase,
+    ways: Sequence[Way],
+    prompts: list[list[int]],
+    *,
+    how: How,
+    rounds: int = 8,
+) -> list[Point]:
+    """Return what a step of each way takes, all rows decoding together.
+
+    Ways take turns, a burst of steps each, so that whatever else the machine does slows them alike;
+    of a way's steps the middle ones count. Each continues the same prompts, and goes on from there.
+    """
+    deepest = max(tree.depth for _, tree in ways)
+    widest = max(tree.num_nodes for _, tree in ways)
+    longest = max(map(len, prompts))
+    # tokens that a burst may add; what the context has no room for begins anew
+    burst = BURST * (deepest + 1)
+    each = (base.max_length - longest - 2 * deepest - 2) // burst
+    if each < 1:
+        raise InputError(
+            f"step times need room for {burst} tokens after {longest}, and the base holds "
+            f"{base.max_length}; lower contexts"
+        )
+    each = min(each, rounds)
+    capacity = longest + (each + 1) * burst + widest
+    times: list[list[tuple[float, float]]] = [[] for _ in ways]
+    states: list[loop.State] = []
+    for turn in bar(range(rounds), "step times", how.progress):
+        if turn % each == 0:
+            states = [_start(base, way, prompts, capacity, how) for way in ways]
+        # the order turns round, so that none always follows the slowest
+        for place in [*range(turn % len(ways), len(ways)), *range(turn % len(ways))]:
+            steps = [_time_step(base, *ways[place], states[place]) for _ in range(BURST)]
+            times[place] += steps[1:]
+    return [
+        Point(
+            batch=len(prompts),
+            # half of the way, at a usual pace
+            context=longest + each * BURST / 2,
+            nodes=tree.num_nodes,
+            depth=tree.depth,
+            verify=middle([whole - draft for whole, draft in one]),
+            draft=middle([draft for _, draft in one]) if tree.depth else 0.0,
+        )
+        for (_, tree), one in zip(ways, times, strict=True)
+    ]
+
+
+def _start(
+    base: FrozenBase, way: Way, prompts: list[list[int]], capacity: int, how: How
+) -> loop.State:
+    """Return the state after a first step, which reads the whole prompt's features."""
+    drafter, tree = way
+    sampling = [how.sampling] * len(prompts)
+    state, _ = loop.start(base, drafter, prompts, capacity, sampling, coupled=how.coupled)
+    loop.step(base, drafter, tree, rules.match, state)
+    return state
+
+
+def _time_step(
+    base: FrozenBase, drafter: Drafter | None, tree: policies.TreePolicy, state: loop.State
+) -> tuple[float, float]:
+    """Return the seconds of one step, and those of its draft."""
+    loop.synchronise(base.device)
+    began = time.perf_counter()
+    taken = loop.step(base, drafter, tree, rules.match, state, timed=True)
+    loop.synchronise(base.device)
+    return time.perf_counter() - began, taken[0].times.drafted - began
+
+
+def middle(seconds: Sequence[float]) -> float:
+    """Return the mean without the slowest and the fastest fifth.
+
+    Steps of one way differ, where it stops early or copies, so that a median would tell one kind.
+    """
+    ordered = sorted(seconds)
+    cut = len(ordered) // 5
+    return statistics.fmean(ordered[cut : len(ordered) - cut])
+
+
+def fit(points: Sequence[Point]) -> tuple[StepCost, CostError]:
+    """Return the costs that come nearest to the points, by relative error, and how near.
+
+    SmartSpec's linear form, or where that errs by more than `WORST` the refined one that errs
+    least. Held out is every third point, held against the fit to the others.
+    """
+    cost, power = _fit(points, 0.0), 0.0
+    if max(_errors(cost, points)) > WORST:
+        found = {one: _fit(points, one) for one in (0.0, *POWERS)}
+        power = min(found, key=lambda one: _squares(_errors(found[one], points)))
+        cost = found[power]
+    errors = _errors(cost, points)
+    kept = [point for place, point in enumerate(points) if place % 3]
+    return cost, CostError(
+        points=len(points),
+        median=statistics.median(errors),
+        largest=max(errors),
+        held_out=max(_errors(_fit(kept, power), points[::3])),
+    )
+
+
+def _errors(cost: StepCost, points: Sequence[Point]) -> list[float]:
+    return [
+        abs(cost.seconds(one.batch, one.context, one.nodes, one.depth) / one.seconds - 1)
+        for one in points
+    ]
+
+
+def _squares(errors: Sequence[float]) -> float:
+    return sum(error**2 for error in errors)
+
+
+def _fit(points: Sequence[Point], power: float) -> StepCost:
+    """Return the best costs of a form: a power of zero stands for the linear one."""
+    drafted = [one for one in points if one.depth]
+    names = ["fixed", "token", "context"]
+    refined = ["several"] if power else []
+    verify = _least_squares(
+        [
+            [1.0, (tokens := one.batch * one.nodes) ** (power or 1.0), one.batch * one.context]
+            + [float(tokens > 1) for _ in refined]
+            for one in points
+        ],
+        [one.verify for one in points],
+    )
+    draft = _least_squares(
+        [
+            [one.depth, one.batch * (one.nodes - 1), one.depth * one.batch * one.context]
+            for one in drafted
+        ],
+        [one.draft for one in drafted],
+    )
+    return StepCost(
+        verify=ForwardCost(**dict(zip(names + refined, verify, strict=True)), power=power or 1.0),
+        draft=ForwardCost(**dict(zip(names, draft, strict=True))),
+    )
+
+
+def _least_squares(rows: Sequence[Sequence[int | float]], seconds: Sequence[float]) -> list[float]:
+    """Return the coefficients, none negative, whose relative errors have the least squares.
+
+    Of so few coefficients every choice that may be zero is tried: that is exact.
+    """
+    number = len(rows[0]) if rows else 3
+    target = torch.tensor(seconds, dtype=torch.float64)
+    scaled = torch.tensor(rows, dtype=torch.float64).view(-1, number) / target[:, None]
+    ones = torch.ones(len(seconds), 1, dtype=torch.float64)
+    best, least = [0.0] * number, float("inf")
+    for count in range(1, number + 1):
+        for chosen in itertools.combinations(range(number), count):
+            columns = scaled[:, chosen]
+            # columns of one size: seconds a token and seconds a step differ by orders
+            sizes = columns.norm(dim=0).clamp(min=1e-300)
+            found = torch.linalg.lstsq(columns / sizes, ones, driver="gelsd").solution[:, 0]
+            missed = (columns / sizes @ found - 1).square().sum().item()
+            if (found >= 0).all() and missed < least - 1e-12:
+                least, best = missed, [0.0] * number
+                for place, value in zip(chosen, (found / sizes).tolist(), strict=True):
+                    best[place] = value
+    return best

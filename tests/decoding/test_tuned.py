@@ -1,0 +1,140 @@
+"""tuned.json: read whole or refused in a line, and what decoding takes from it by default."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specheads.core.errors import InputError
+from specheads.core.records import to_json
+from specheads.decoding.cost import StepCost
+from specheads.decoding.engine import Engine
+from specheads.decoding.generate import Decoding, generate
+from specheads.decoding.trees import policies
+from specheads.decoding.trees.early_stop import Estimate
+from specheads.decoding.trees.tuned import (
+    Adaptive,
+)
+from specheads.heads.load import build_for, drafter_of, load_head, resume_head
+from tests import tiny
+from tests.tuned import FORWARD, NEGATIVE, tree, tuned
+
+
+def folder(path: Path, kind: str = "eagle3", **content: Any) -> Path:
+    base = tiny.base()
+    head = build_for({"kind": kind, "depth": 2}, base)
+    head.save_pretrained(path)
+    (path / "tuned.json").write_text(json.dumps(to_json(tuned()) | content))
+    return path
+
+
+def test_a_tuned_head_loads_with_its_trees(tmp_path):
+    head = load_head(folder(tmp_path), tiny.base())
+    assert head.tuned == tuned()
+
+
+def test_a_head_without_the_file_has_none(tmp_path):
+    (folder(tmp_path) / "tuned.json").unlink()
+    assert load_head(tmp_path, tiny.base()).tuned is None
+
+
+def test_training_further_forgets_what_was_measured_of_the_head_before(tmp_path):
+    assert resume_head(folder(tmp_path), tiny.base(), "eagle3").tuned is None
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ({"schema": 2}, "must be of schema 1, got 2"),
+        ({"trees": []}, "needs a tree, got none"),
+        ({"trees": [to_json(tree(kind="bush"))]}, "kind must be none, static or best_first"),
+        ({"trees": [to_json(tree(paths=[[0], [0, 0], [0, 0, 0]]))]}, "3 levels and its head draf"),
+        ({"trees": [to_json(tree(paths=[[0, 0]]))]}, "distinct, non-empty rank paths"),
+        ({"trees": [to_json(tree(batch=0))]}, "must be at least 1"),
+        ({"cost": {}}, "need .*cost.verify"),
+        ({"cost": to_json(StepCost(verify=NEGATIVE, draft=FORWARD))}, "least 0"),
+        ({"acceptance": {"per_depth": [float("nan")]}}, "acceptance in tuned.json must be"),
+    ],
+)  # fmt: skip
+def test_a_file_that_is_damaged_or_of_another_head_is_refused_in_one_line(tmp_path, content, told):
+    with pytest.raises(InputError, match=told) as caught:
+        load_head(folder(tmp_path, **content), tiny.base())
+    assert "delete" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_no_json_is_refused(tmp_path):
+    (folder(tmp_path) / "tuned.json").write_text("{")
+    with pytest.raises(InputError, match=r"tuned.json is not readable JSON"):
+        load_head(tmp_path, tiny.base())
+
+
+def test_decoding_takes_the_tuned_tree_and_any_that_is_named(tmp_path):
+    base = tiny.base()
+    head = load_head(folder(tmp_path), base)
+    assert Engine(base, head).tree.name == "tuned"
+    out = generate(base, head, [[1, 2, 3]], max_new_tokens=6)
+    assert all(len(step.drafted) == 3 for step in out.steps[0])
+    assert Engine(base, head, tree=policies.chain(2)).tree.name == "chain"
+
+
+def test_a_head_tuned_on_another_machine_drafts_a_chain(tmp_path):
+    base = tiny.base()
+    head = load_head(folder(tmp_path), base)
+    for other in ({"name": "abacus"}, {"dtype": "float16"}, {"device": "cuda"}):
+        head.tuned = tuned(machine=replace(tuned().machine, **other))
+        assert Engine(base, head).tree.name == "chain"
+
+
+def test_no_speculation_drafts_nothing_and_says_what_the_base_says(tmp_path):
+    base = tiny.base()
+    head = load_head(folder(tmp_path), base)
+    head.tuned = tuned(tree(kind="none"))
+    out = generate(base, head, [[1, 2, 3]], max_new_tokens=9)
+    assert all(len(step.drafted) == 1 for step in out.steps[0])
+    assert out.tokens == generate(base, None, [[1, 2, 3]], max_new_tokens=9).tokens
+
+
+def test_trees_follow_batch_and_context_while_decoding():
+    """And a head with a memory drafts after steps without a draft as if it always had."""
+    base = tiny.base()
+    head = drafter_of(build_for({"kind": "eagle3", "depth": 2}, base), base)
+    wide = [[0], [1], [2], [0, 0]]
+    head.tuned = tuned(tree(context=4, kind="none"), tree(context=64, paths=wide, num_nodes=5))
+    assert isinstance(Engine(base, head).tree, Adaptive)
+    out = generate(base, head, [[1, 2, 3]], max_new_tokens=40)
+    nodes = [len(step.drafted) for step in out.steps[0]]
+    assert (nodes[0], nodes[-1]) == (1, 5)
+    assert out.tokens == generate(base, None, [[1, 2, 3]], max_new_tokens=40).tokens
+    always = generate(base, head, [[1, 2, 3]], max_new_tokens=40, tree=policies.Static(wide))
+    late, known = drafts(out), drafts(always)
+    assert late.keys() & known.keys()
+    # whatever was drafted before, the same place of the text gets the same draft
+    assert all(known[place] == late[place] for place in late.keys() & known.keys())
+
+
+def drafts(out: Decoding) -> dict[int, list[int]]:
+    """Return what was drafted, by the place in the text where it was."""
+    place, found = 0, {}
+    for step in out.steps[0]:
+        if len(step.drafted) > 1:
+            found[place] = step.drafted
+        place += len(step.tokens)
+    return found
+
+
+def test_the_nearest_batch_counts_first_and_then_the_nearest_context():
+    found = tuned(tree(1, 32), tree(1, 512), tree(8, 32))
+    assert found.best(1, 20) == tree(1, 32)
+    assert found.best(2, 400) == tree(1, 512)
+    assert found.best(20, 4000) == tree(8, 32)
+
+
+def test_an_estimate_takes_the_place_of_the_drafters_own_probability():
+    logs, entropies = torch.tensor([-0.1, -3.0]), torch.tensor([0.2, 2.0])
+    learned = Estimate(bias=0.0, log_prob=1.0, entropy=-1.0, level=-0.5)
+    chances = learned(logs, entropies, 2)
+    torch.testing.assert_close(chances, torch.sigmoid(logs - entropies - 1.0))

@@ -1,0 +1,95 @@
+"""The best tree of a size: best-first, Sequoia's dynamic programme and all trees agree."""
+
+import itertools
+import random
+
+import pytest
+
+from specheads.measure.tune.grow import best_first, follow, sequoia
+
+RATES = (0.6, 0.2, 0.1, 0.05)
+
+
+def worth(paths, rates):
+    total = 1.0
+    for path in paths:
+        value = 1.0
+        for rank in path:
+            value *= rates[rank]
+        total += value
+    return total
+
+
+def closed(paths):
+    known = {(), *paths}
+    return len(known) == len(paths) + 1 and all(path[:-1] in known for path in paths)
+
+
+def every_tree(size, depth, width):
+    """Yield all rank trees of a size: sets of paths that are closed under beginnings."""
+    seen, last = {frozenset()}, {frozenset()}
+    for _ in range(size - 1):
+        grown = set()
+        for tree in last:
+            for above in [(), *tree]:
+                if len(above) < depth:
+                    grown |= {tree | {(*above, rank)} for rank in range(width)} - {tree}
+        last = {tree for tree in grown if tree not in seen}
+        seen |= last
+    return [tree for tree in last if len(tree) == size - 1]
+
+
+@pytest.mark.parametrize(
+    ("size", "levels", "value"),
+    [(1, 3, 1.0), (2, 3, 1.6), (3, 3, 1.96), (4, 3, 2.16), (5, 3, 2.28), (8, 4, 2.716),
+     (16, 5, 3.2748), (64, 10, 4.420118)],
+)  # fmt: skip
+def test_the_dynamic_programme_gives_the_reference_s_values(size, levels, value):
+    found, paths = sequoia(RATES, size, levels)
+    assert found == pytest.approx(value, abs=1e-6)
+    assert len(paths) == size - 1
+    assert closed(paths)
+    assert worth(paths, RATES) == pytest.approx(found)
+
+
+@pytest.mark.parametrize("size", range(1, 8))
+def test_best_first_is_the_dynamic_programme_is_the_best_of_all_trees(size):
+    generator = random.Random(size)
+    for width, depth in ((2, 4), (3, 2)):
+        rates = sorted((generator.random() / width for _ in range(width)), reverse=True)
+        trees = every_tree(size, depth, width)
+        wanted = max((worth(tree, rates) for tree in trees), default=None)
+        grown = best_first(rates, size, depth)
+        if wanted is not None:
+            assert worth(grown, rates) == pytest.approx(wanted, rel=1e-12)
+            assert sequoia(rates, size, depth + 1)[0] == pytest.approx(wanted, rel=1e-12)
+        assert closed(grown)
+
+
+def test_unsorted_rates_need_the_dynamic_programme():
+    rates = (0.1, 0.7)
+    for size in (2, 3, 4):
+        wanted = max(worth(tree, rates) for tree in every_tree(size, 3, 2))
+        assert sequoia(rates, size, 4)[0] == pytest.approx(wanted)
+
+
+def test_values_grow_with_nodes_and_depth_by_less_and_less():
+    values = [worth(best_first(RATES, size, 5), RATES) for size in range(1, 30)]
+    gains = [after - before for before, after in itertools.pairwise(values)]
+    assert all(gain > 0 for gain in gains)
+    assert all(later <= earlier + 1e-12 for earlier, later in itertools.pairwise(gains))
+    deep = [sequoia(RATES, 12, levels)[0] for levels in range(1, 8)]
+    assert deep == sorted(deep)
+    assert all(
+        sequoia(RATES, size, levels)[0] <= min(size, levels) + 1e-12
+        for size in (1, 3, 9)
+        for levels in (1, 2, 4)
+    )
+
+
+def test_what_a_text_follows_goes_before_what_rates_say():
+    shares = {(0,): 0.5, (1,): 0.1, (1, 1): 0.09}
+    assert follow(shares, (0.6, 0.4), 4, 2) == [(0,), (1,), (1, 1)]
+    grown = follow(shares, (0.6, 0.4), 7, 2)
+    assert closed(grown)
+    assert len(grown) == 6

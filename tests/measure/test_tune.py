@@ -1,0 +1,200 @@
+"""Costs are recovered, and the tree that is chosen follows from them and from what is accepted."""
+
+import random
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from specheads.core.errors import InputError
+from specheads.decoding.cost import ForwardCost, StepCost
+from specheads.decoding.trees import policies
+from specheads.decoding.trees.early_stop import Estimate
+from specheads.heads.load import build_for, drafter_of
+from specheads.measure.how import How
+from specheads.measure.tune import run as tuning
+from specheads.measure.tune import search
+from specheads.measure.tune.acceptance import conditional, path_rates, positional
+from specheads.measure.tune.cost import Point, fit, middle, time_ways
+from specheads.measure.tune.stop import Trace, best_stop, learn, trace
+from tests import tiny
+
+PLANTED = StepCost(
+    verify=ForwardCost(fixed=1.2e-2, token=6e-5, context=2e-8),
+    draft=ForwardCost(fixed=1.2e-3, token=6e-6, context=2e-9),
+)
+
+
+def points(cost: StepCost, noise: float = 0.0) -> list[Point]:
+    """Return what a grid would measure where costs are these, but for noise."""
+    generator = random.Random(0)
+    out = []
+    for batch in (1, 4, 16, 64):
+        for context in (64, 512, 4096):
+            for nodes, depth in ((1, 0), (2, 1), (3, 2), (4, 3), (8, 3), (16, 3), (64, 4)):
+                verify = cost.seconds(batch, context, nodes, 0)
+                draft = cost.seconds(batch, context, nodes, depth) - verify if depth else 0.0
+                factor = [1 + noise * generator.gauss(0, 1) for _ in range(2)]
+                where = {"batch": batch, "context": context, "nodes": nodes, "depth": depth}
+                out.append(Point(**where, verify=verify * factor[0], draft=draft * factor[1]))
+    return out
+
+
+def coefficients(cost: StepCost) -> list[float]:
+    return [
+        getattr(one, name)
+        for one in (cost.verify, cost.draft)
+        for name in ("fixed", "token", "context")
+    ]
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.01], ids=["noise-free", "noisy"])
+def test_a_planted_cost_model_is_recovered(noise: float):
+    cost, error = fit(points(PLANTED, noise))
+    assert coefficients(cost) == pytest.approx(coefficients(PLANTED), rel=0.02)
+    assert (cost.verify.power, cost.verify.several) == (1.0, 0.0)
+    assert error.largest < 0.05
+    assert error.held_out < 0.05
+
+
+def test_what_is_not_linear_is_refined_and_its_error_told():
+    """A processor reads one token by a faster way than two, and many cost less each than few."""
+    bent = ForwardCost(fixed=4e-2, token=8e-3, context=1e-7, several=1.5e-2, power=0.7)
+    cost, error = fit(points(replace(PLANTED, verify=bent)))
+    assert error.largest < 1e-6
+    assert (cost.verify.power, cost.verify.several) == pytest.approx((0.7, 1.5e-2))
+
+
+def test_no_cost_is_negative():
+    flat = StepCost(
+        verify=ForwardCost(fixed=1e-2, token=0.0, context=0.0),
+        draft=ForwardCost(fixed=0.0, token=1e-4, context=0.0),
+    )
+    cost, _ = fit(points(flat, 0.02))
+    assert min(coefficients(cost)) >= 0
+    assert cost.verify.fixed == pytest.approx(1e-2, rel=0.02)
+
+
+def test_the_middle_leaves_out_what_was_disturbed():
+    assert middle([1.0, 1.1, 0.9, 1.0, 50.0]) == pytest.approx(1.0, abs=0.05)
+    assert middle([2.0]) == 2.0
+
+
+def texts(rates: tuple[float, ...], places: int = 400) -> list[torch.Tensor]:
+    """Return ranks of texts whose tokens have each rank as often as rates say, at any depth."""
+    generator = random.Random(1)
+    ranks, weights = [*range(len(rates)), 8], [*rates, 1 - sum(rates)]
+    return [
+        torch.tensor([generator.choices(ranks, weights, k=3) for _ in range(places)])
+        for _ in range(4)
+    ]
+
+
+FREE = StepCost(
+    verify=ForwardCost(fixed=1e-2, token=0.0, context=0.0),
+    draft=ForwardCost(fixed=0.0, token=0.0, context=0.0),
+)
+
+
+def pick(ranks: list[torch.Tensor], cost: StepCost, batch: int = 1, context: int = 64):
+    trees = search.candidates(ranks[::2], 3, 64)
+    return search.best(search.predict(trees, ranks[1::2], cost, batch, context))
+
+
+def test_drafts_that_are_never_right_choose_no_speculation():
+    chosen = pick(texts((0.0,)), PLANTED)
+    assert chosen.tree.depth == 0
+    assert chosen.speedup == 1.0
+
+
+def test_free_verification_chooses_the_largest_tree():
+    assert pick(texts((0.4, 0.2, 0.1, 0.05, 0.05)), FREE).tree.num_nodes == 64
+
+
+def test_dearer_nodes_choose_smaller_trees_and_a_dearer_step_larger_ones():
+    ranks = texts((0.4, 0.2, 0.1, 0.05, 0.05))
+
+    def nodes(fixed: float, token: float) -> int:
+        verify = ForwardCost(fixed=fixed, token=token, context=0.0)
+        return pick(ranks, replace(PLANTED, verify=verify)).tree.num_nodes
+
+    by_token = [nodes(1e-2, token) for token in (0.0, 1e-4, 1e-3, 1e-2, 1.0)]
+    assert all(later <= earlier for earlier, later in pairwise(by_token))
+    assert by_token[0] > by_token[-1] == 1
+    by_step = [nodes(fixed, 1e-3) for fixed in (1e-3, 1e-2, 1e-1, 1.0)]
+    assert all(later >= earlier for earlier, later in pairwise(by_step))
+    assert by_step[-1] > by_step[0]
+
+
+def test_a_longer_context_chooses_a_larger_tree():
+    """Keys and values of the text are read once for all nodes."""
+    dear = ForwardCost(fixed=1e-3, token=1e-3, context=1e-5)
+    ranks = texts((0.4, 0.2, 0.1, 0.05))
+    nodes = [
+        pick(ranks, replace(PLANTED, verify=dear), context=one).tree.num_nodes
+        for one in (10, 1_000, 10_000)
+    ]
+    assert nodes == sorted(nodes)
+    assert nodes[-1] > nodes[0]
+
+
+def test_acceptance_is_counted_by_path_and_depth():
+    ranks = [torch.tensor([[0, 1], [0, 0], [8, 0], [0, -1], [1, -1]])]
+    rates = path_rates(ranks, 32)
+    assert (rates.context, rates.places) == (32, 5)
+    assert rates.paths == {"0": 0.6, "1": 0.2, "0.0": 0.2, "0.1": 0.2}
+    assert conditional(ranks) == [0.6, 0.5]
+    assert positional(ranks) == pytest.approx([4 / 7, 2 / 7])
+
+
+def made_up(length: int = 300) -> Trace:
+    """Return a trace whose tokens are right where their probability is high."""
+    generator = torch.Generator().manual_seed(0)
+    probs = torch.rand(length, 4, generator=generator, dtype=torch.float64).clamp(1e-3)
+    right = torch.rand(length, 4, generator=generator) < probs**2
+    known = torch.ones(length, 4, dtype=torch.bool)
+    return Trace(probs.log(), torch.full_like(probs, 0.3), right, known)
+
+
+def test_a_stop_is_learned_from_traces_and_pays_where_levels_cost():
+    dear = replace(PLANTED, draft=ForwardCost(fixed=8e-3, token=0.0, context=0.0))
+    estimate = learn([made_up()])
+    assert estimate.log_prob > 0.5
+    for one in (None, estimate):
+        stop = best_stop([made_up()], one, dear, 64)
+        assert stop is not None
+        assert stop.confidence > 0
+        assert stop.estimate is one
+        assert best_stop([made_up()], one, FREE, 64) is None
+
+
+def test_a_trace_is_what_the_chain_drafts():
+    base = tiny.base()
+    head = drafter_of(build_for({"kind": "mlp_speculator", "depth": 2}, base), base)
+    prompt, said = tiny.prompts()[0], tiny.continuations()[0]
+    found = trace(base, head, prompt, said)
+    assert found.known.sum(0).tolist() == [len(said) - 1, len(said) - 2]
+    ranks = tuning.guess_ranks(base, head, prompt, said)
+    assert ((ranks == 0) == (found.right & found.known)).all()
+    assert isinstance(learn([found]), Estimate)
+
+
+@pytest.fixture(scope="module")
+def tuned() -> tuple[Any, Any]:
+    base = tiny.base()
+    head = drafter_of(build_for({"kind": "eagle3", "depth": 2}, base), base)
+    return base, head
+
+
+def test_ways_take_turns_at_every_step(tuned):
+    base, head = tuned
+    ways = [(None, policies.NOTHING), (head, policies.chain(2))]
+    found = time_ways(base, ways, [[1, 2, 3], [4, 5, 6]], how=How(max_new_tokens=8), rounds=12)
+    alone, drafted = found
+    assert (alone.batch, alone.nodes, alone.depth, alone.draft) == (2, 1, 0, 0.0)
+    assert (drafted.nodes, drafted.depth) == (3, 2)
+    assert min(alone.verify, drafted.verify, drafted.draft) > 0
+    with pytest.raises(InputError, match="lower contexts"):
+        time_ways(base, ways, [list(range(60)) * 2], how=How(max_new_tokens=8))
