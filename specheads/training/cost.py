@@ -83,9 +83,9 @@ def _states_flops(head: Head, base: FrozenBase, batch: TokenBatch, documents: to
         batch.tokens.to(device),
         documents.to(device),
     )
-    anchors = torch.ones_like(batch.tokens, dtype=torch.bool, device=device)
+    anchors = None
     if head.num_anchors:
-        anchors[:, head.num_anchors :] = False
+        anchors = torch.arange(shape[1], device=device).expand(shape) < head.num_anchors
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         for _ in head.states(features, batch.tokens.to(device), anchors):
             pass
