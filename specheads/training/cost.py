@@ -59,7 +59,8 @@ def step_flops(base: FrozenBase, head: Head, batch: TokenBatch, phase: Phase) ->
     heads = config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     attention = 4 * pairs * heads * width * config.num_hidden_layers
-    rows = phase.scored_share * int(batch.counted.sum(1).clamp(max=most_drafted(head)).sum())
+    most = head.num_anchors or batch.tokens.shape[1]
+    rows = phase.scored_share * int(batch.counted.sum(1).clamp(max=most).sum())
     drafted = 2 * rows * head.drafted_size
     teacher = 0 if phase.loss in LABELS_ONLY else drafted * base.width
     depths = sum(3 * drafted * head.projection(level)[0].shape[1] for level in range(head.depth))
@@ -68,11 +69,6 @@ def step_flops(base: FrozenBase, head: Head, batch: TokenBatch, phase: Phase) ->
         head=3.0 * _states_flops(head, base, batch, documents),
         loss=float(teacher + depths),
     )
-
-
-def most_drafted(head: Head) -> int | None:
-    """Return from how many positions of a row a step drafts at most; None: from all."""
-    return head.num_anchors or None
 
 
 def _states_flops(head: Head, base: FrozenBase, batch: TokenBatch, documents: torch.Tensor) -> int:
@@ -87,8 +83,9 @@ def _states_flops(head: Head, base: FrozenBase, batch: TokenBatch, documents: to
         batch.tokens.to(device),
         documents.to(device),
     )
-    anchors = torch.ones_like(batch.tokens, dtype=torch.bool, device=device)
-    anchors[:, most_drafted(head) :] = False
+    anchors = None
+    if head.num_anchors:
+        anchors = torch.arange(shape[1], device=device).expand(shape) < head.num_anchors
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         for _ in head.states(features, batch.tokens.to(device), anchors):
             pass

@@ -57,5 +57,20 @@ def test_every_kind_has_layers_that_cost_something(kind: str):
     assert step_flops(base, head, packed(texts()), phase()).head > 0
 
 
+def test_a_head_that_learns_from_anchors_costs_by_their_number():
+    base, batch = tiny.base(), packed(texts())
+    few, many = (
+        step_flops(
+            base,
+            build_for({"kind": "dflash", "depth": 3, "num_anchors": most}, base),
+            batch,
+            phase(),
+        )
+        for most in (4, 8)
+    )
+    assert many.loss == 2 * few.loss
+    assert few.head < many.head < 2 * few.head  # keys and values of the text are the same
+
+
 def test_a_machine_multiplies_at_some_rate():
     assert matmul_rate(torch.device("cpu"), torch.float32) > 1e6
