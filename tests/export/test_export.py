@@ -300,6 +300,10 @@ def test_layer_ids_stand_in_both_conventions(base, texts, tmp_path):
             "of which 0 is none; .*: speculators, vllm$",
         ),
         ("eagle3", "sglang", {"aux_layers": [2, 3]}, "three layers"),
+        ("eagle3", "sglang", {"num_layers": 2}, "hold num_layers=2; .*: speculators, vllm$"),
+        ("eagle3", "llama_cpp", {"rope_scaling": STRETCHED["linear"]}, "hold rope_scaling={'rope"),
+        ("eagle3", "tensorrt_llm", {"fc_norm": True}, "hold fc_norm=True"),
+        ("eagle3", "speculators", {"parallel": True, "fc_norm": True}, "fc_norm of a .*: vllm$"),
         ("eagle3", "vllm", {"aux_layers": [2, 3, 7]}, "streams end after layer 6.*: none$"),
     ],
 )

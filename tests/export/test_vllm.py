@@ -39,6 +39,7 @@ BASE = ROOT / "recipes" / "tiny_code" / "base"
 DEPTH = 3
 NEW_TOKENS = 40
 PLUGGED = ("medusa", "hydra_heads", "mlp_speculator", "redrafter")
+ORIGINAL = "original_max_position_embeddings"
 SETTINGS: dict[str, dict[str, Any]] = {
     # vLLM 0.32 cannot load Medusa heads with a draft vocabulary
     "medusa": {"num_layers": 1},
@@ -46,7 +47,31 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "mlp_speculator": {"draft_tokens": 512},
     "redrafter": {"num_layers": 1, "draft_tokens": 512},
     "eagle3": {"draft_tokens": 512},
+    "eagle3.1": {
+        "kind": "eagle3",
+        "num_layers": 2,
+        "fc_norm": True,
+        "norm_output": True,
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, ORIGINAL: 64},
+        "draft_tokens": 512,
+    },
+    "p_eagle": {
+        "kind": "eagle3",
+        "parallel": True,
+        "mask_token": 1,
+        "num_layers": 2,
+        "norm_before_fc": True,
+        "own_embedding": True,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            ORIGINAL: 64,
+        },
+    },
 }
+NATIVE = ("eagle3", "eagle3.1", "p_eagle")
 QUIET = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
@@ -105,7 +130,7 @@ def head(kind: str) -> Head:
         torch.nn.init.normal_(made.get_parameter("prefix.self_attn.o_proj.weight"), std=0.5)
     optimizer = torch.optim.AdamW(made.parameters(), lr=2e-3)
     features = base().read(tokens, made.aux_layers)
-    for _ in range(60 if kind == "eagle3" else 15):
+    for _ in range(60 if kind in NATIVE else 15):
         losses = [
             F.cross_entropy(
                 made.logits(state[:, : -2 - level], level).flatten(0, 1),
@@ -235,18 +260,21 @@ def test_the_plugin_is_loaded_in_the_processes_that_vllm_starts(kind, export):
     check(serve(engine, environment), kind)
 
 
-def test_eagle3_is_served_natively_and_counts_as_replayed(export):
+@pytest.mark.parametrize("kind", NATIVE)
+def test_eagle3_is_served_natively_and_counts_as_replayed(kind, export):
     settings = {
         "method": "eagle3",
-        "model": str(export("eagle3", "vllm")),
+        "model": str(export(kind, "vllm")),
         "num_speculative_tokens": DEPTH,
+        "parallel_drafting": kind == "p_eagle",
     }
-    check(serve({"speculative_config": settings}), "eagle3")
+    check(serve({"speculative_config": settings}), kind)
 
 
-def test_eagle3_as_speculators_is_served_by_its_folder_alone(export):
-    folder = export("eagle3", "speculators")
-    check(serve({"model": str(folder)}), "eagle3")
+@pytest.mark.parametrize("kind", NATIVE)
+def test_eagle3_as_speculators_is_served_by_its_folder_alone(kind, export):
+    folder = export(kind, "speculators")
+    check(serve({"model": str(folder)}), kind)
 
 
 def test_medusa_is_loaded_by_vllm_0_32_itself(export):

@@ -40,6 +40,6 @@ LAYOUTS = {
         "layout",
         "as its converter (0274f0fc) reads it",
         objection,
-        "aux_layers 2, n // 2 and n - 3 only",
+        "aux_layers 2, n // 2 and n - 3 only; the paper's network only",
     )
 }

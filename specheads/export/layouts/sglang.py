@@ -38,6 +38,6 @@ LAYOUTS = {
         "layout",
         "as SGLang 0.5.23's sources read it",
         objection,
-        "three aux_layers, none of them 0",
+        "three aux_layers, none of them 0; the paper's network only",
     )
 }

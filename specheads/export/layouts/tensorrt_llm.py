@@ -45,6 +45,6 @@ LAYOUTS = {
         "layout",
         "as its sources (00679c66) read it",
         _eagle3.layer_outputs_only,
-        "no aux layer 0",
+        "no aux layer 0; the paper's network only",
     )
 }
