@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from specheads.base.model import FrozenBase
     from specheads.commands._library import compare, distill, evaluate, export, push, train
+    from specheads.commands._simulating import simulate
     from specheads.core.drafter import Committed, Drafter, Features, Head, Memory
     from specheads.core.tree import TokenTree
     from specheads.decoding.acceptance.sampling import Sampling
@@ -44,12 +45,14 @@ __all__ = [
     "load_head",
     "offline_logits",
     "push",
+    "simulate",
     "train",
 ]
 
 _PUBLIC = {
     "base.model": ["FrozenBase"],
     "commands._library": ["compare", "distill", "evaluate", "push", "train"],
+    "commands._simulating": ["simulate"],
     "core.drafter": ["Committed", "Drafter", "Features", "Head", "Memory"],
     "core.tree": ["TokenTree"],
     "decoding.acceptance.sampling": ["Sampling"],

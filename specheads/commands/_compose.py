@@ -24,6 +24,7 @@ KINDS = (
     config.Compare,
     config.Export,
     config.Push,
+    config.Simulate,
 )
 SCHEMAS: dict[str, type] = {kind.__name__.lower(): kind for kind in KINDS}
 
@@ -47,6 +48,7 @@ SHORT: dict[str, dict[str, str]] = {
     "evaluate": HEAD | EVALUATION | MIXTURE | {"mode": "evaluation.mode"},
     "compare": EVALUATION | MIXTURE,
     "export": HEAD,
+    "simulate": {"head": "head_path"},
 }
 """Names that docs and scripts use for settings further down, by command."""
 

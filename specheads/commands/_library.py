@@ -55,7 +55,7 @@ def train(
     takes lines for people.
     """
     words = [f"recipe={recipe}", *overrides] if recipe else list(overrides)
-    settings, _ = _settings(config.Train, settings, words)
+    settings, _ = settings_for(config.Train, settings, words)
     made = training.run(settings, _compose.as_yaml(settings), base, announce)
     if made.is_main:
         card.write_card(made.run, asdict(settings), made.head, made.base)
@@ -86,7 +86,7 @@ def distill(
     first gets the report.
     """
     words = [f"recipe={recipe}", *overrides] if recipe else list(overrides)
-    settings, _ = _settings(commands.Distill, settings, words, out=out)
+    settings, _ = settings_for(commands.Distill, settings, words, out=out)
     return write_recipe(settings, base, head)
 
 
@@ -106,12 +106,12 @@ def evaluate(
     only what `overrides` names counts for a run, and the tree. A head that is given is bound to
     the base. A run's report and card are written anew, or with `out` a report there and no card.
     """
-    settings, words = _settings(config.Evaluate, settings, overrides, run=run, out=out)
+    settings, words = settings_for(config.Evaluate, settings, overrides, run=run, out=out)
     _refuse_unwritable(settings.out)
     if settings.run:
         made, trained = _own(settings, words)
         given = _prompts(prompts, trained)
-        return _measure(made, trained, base or _load(trained), settings.out, given)
+        return _measure(made, trained, base or load_base(trained), settings.out, given)
     base, head = _objects(settings, base, head, "evaluate")
     results = evaluate_head(base, head, settings, _prompts(prompts, settings))
     if settings.out:
@@ -134,7 +134,7 @@ def compare(
     Arguments are those of `evaluate`, and `["drafters=[head,hybrid]"]` is an override; without a
     run both base and head are needed. compare.json goes into the run's report, or into `out`.
     """
-    settings, words = _settings(config.Compare, settings, overrides, run=run, out=out)
+    settings, words = settings_for(config.Compare, settings, overrides, run=run, out=out)
     chosen(settings)
     _refuse_unwritable(settings.out)
     asked: Asked = settings
@@ -142,7 +142,7 @@ def compare(
     if settings.run:
         made, asked = _own(settings, words)
         made.refuse_unfinished("compared")
-        base, folder = base or _load(asked), folder or made.report
+        base, folder = base or load_base(asked), folder or made.report
         if made.adapter.is_dir():
             base.merge(made.adapter)
         head = load_head(made.head, base)
@@ -179,7 +179,9 @@ def export(
     The engine is a module of specheads/export/layouts, `out` a new folder; the rest is as for
     `evaluate`. A head that the engine cannot serve, or that drafts otherwise there, is refused.
     """
-    settings, words = _settings(config.Export, settings, overrides, run=run, engine=engine, out=out)
+    settings, words = settings_for(
+        config.Export, settings, overrides, run=run, engine=engine, out=out
+    )
     engine_module(settings.engine)
     if not settings.out:
         raise InputError("an export needs a folder of its own: add out=FOLDER")
@@ -193,7 +195,7 @@ def export(
                 f"adapter; merge {made.adapter} into it, save that, and export head={made.head} "
                 "base=FOLDER"
             )
-        base, prompts = base or _load(trained), trained.evaluation.prompts
+        base, prompts = base or load_base(trained), trained.evaluation.prompts
         head = load_head(made.head, base)
     base, head = _objects(settings, base, head, "export")
     texts = gate_texts(base, head, settings, settings.prompts or prompts)
@@ -216,7 +218,9 @@ def push(
     """
     # it would log every retry, with addresses that let anyone upload
     hub_logging.set_verbosity_error()
-    settings, _ = _settings(config.Push, settings, overrides, run=run, repo=repo, dry_run=dry_run)
+    settings, _ = settings_for(
+        config.Push, settings, overrides, run=run, repo=repo, dry_run=dry_run
+    )
     if not settings.run:
         raise InputError("name what to push: run=DIR")
     if not HUB_ID.fullmatch(settings.repo):
@@ -231,7 +235,7 @@ def _refuse_unwritable(out: str) -> None:
         writable_folder(out)
 
 
-def _settings(
+def settings_for(
     kind: type[T], given: T | None, overrides: Sequence[str], **words: str | Path | bool
 ) -> tuple[T, list[str]]:
     """Return a command's settings, with what is said in words, and the overrides in full names."""
@@ -254,7 +258,7 @@ def _own(settings: Any, overrides: Sequence[str]) -> tuple[RunDirectory, config.
     return run, trained
 
 
-def _load(settings: config.Train | config.Evaluate | config.Export) -> FrozenBase:
+def load_base(settings: config.Train | config.Evaluate | config.Export) -> FrozenBase:
     return FrozenBase.load(**asdict(settings.base))
 
 
@@ -264,7 +268,7 @@ def _objects(
     """Return base and head: those given, or those that the settings name."""
     if (head is None and not settings.head_path) or (base is None and not settings.base.model):
         raise InputError(f"name what to {what}: run=DIR, or head=PATH and base=PATH")
-    base = base or _load(settings)
+    base = base or load_base(settings)
     return base, head or load_head(settings.head_path, base, force=settings.force)
 
 

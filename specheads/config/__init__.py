@@ -1,7 +1,7 @@
 """Every setting, with its unit and what its zero means. Hydra fills these; nothing else does."""
 
-from specheads.config.commands import Compare, Evaluate, Export, Push, Train
-from specheads.config.parts import Base, Data, Evaluation, Tracker, Tree
+from specheads.config.commands import Compare, Evaluate, Export, Push, Simulate, Train
+from specheads.config.parts import Base, Data, Evaluation, Hardware, Tracker, Tree
 from specheads.config.places import data_dir, new_name, recipe_dirs
 from specheads.config.schedule import Distill, FeatureCache, Joint, Phase, Schedule, Validation
 from specheads.config.validation import check
@@ -15,10 +15,12 @@ __all__ = [
     "Evaluation",
     "Export",
     "FeatureCache",
+    "Hardware",
     "Joint",
     "Phase",
     "Push",
     "Schedule",
+    "Simulate",
     "Tracker",
     "Train",
     "Tree",

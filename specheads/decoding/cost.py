@@ -5,6 +5,7 @@ one for each token of its batch, and one for each position that its rows attend 
 """
 
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +21,7 @@ class ForwardCost:
     context: float
     """For each committed position that its rows attend to, over all rows."""
 
-    def seconds(self, tokens: float, context: float) -> float:
+    def seconds(self, tokens: int | float, context: int | float) -> float:
         """Return what a forward over so many tokens and positions takes."""
         return self.fixed + self.token * tokens + self.context * context
 
@@ -35,7 +36,7 @@ class StepCost:
     draft: ForwardCost
     """One level of drafting, for all rows."""
 
-    def seconds(self, batch: int, context: float, nodes: int, depth: int) -> float:
+    def seconds(self, batch: int, context: int | float, nodes: int, depth: int) -> float:
         """Return what a step takes.
 
         Args:
@@ -50,3 +51,12 @@ class StepCost:
         # a level reads the nodes of the one above; each node but the root was drafted once
         drafted = self.draft.seconds(batch * (nodes - 1) / depth, batch * context)
         return verified + depth * drafted
+
+
+@runtime_checkable
+class Cost(Protocol):
+    """What a step takes, measured and fitted as in `StepCost`, or computed."""
+
+    def seconds(self, batch: int, context: int | float, nodes: int, depth: int) -> float:
+        """Return what a step takes: see `StepCost.seconds`."""
+        ...

@@ -209,6 +209,8 @@ class Slots:
         if self.places is not None:
             rows, slots = 0 * rows, self.places.gather(1, slots)
         else:
+            # a row near its end may stand beside one that has more to read, and be padded to it
+            slots = slots.clamp(max=self.held.shape[3] - 1)
             self.extent = min(self.extent + fresh.shape[3], self.held.shape[3])
         self.held[rows, :, :, slots] = fresh.permute(0, 3, 1, 2, 4)
         self.lengths = self.lengths + count
