@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from specheads.base.model import FrozenBase
     from specheads.commands._library import compare, distill, evaluate, export, push, train
+    from specheads.commands._simulating import simulate
     from specheads.commands._tuning import tune
     from specheads.core.drafter import Committed, Drafter, Features, Head, Memory
     from specheads.core.tree import TokenTree
@@ -45,6 +46,7 @@ __all__ = [
     "load_head",
     "offline_logits",
     "push",
+    "simulate",
     "train",
     "tune",
 ]
@@ -52,6 +54,7 @@ __all__ = [
 _PUBLIC = {
     "base.model": ["FrozenBase"],
     "commands._library": ["compare", "distill", "evaluate", "push", "train"],
+    "commands._simulating": ["simulate"],
     "commands._tuning": ["tune"],
     "core.drafter": ["Committed", "Drafter", "Features", "Head", "Memory"],
     "core.tree": ["TokenTree"],

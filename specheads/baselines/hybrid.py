@@ -107,6 +107,7 @@ class Hybrid(Drafter):
         self.head, self.lookup = head, lookup
         self.depth, self.aux_layers = head.depth + lookup.depth, head.aux_layers
         self.drafted_size = head.drafted_size
+        self.most_unread = min(head.most_unread, lookup.most_unread)
 
     def memory(self, batch: int, capacity: int) -> Both:
         """Return the memories of both."""
@@ -116,6 +117,11 @@ class Hybrid(Drafter):
         """Refuse to draft level by level: two proposals are one tree only when both are whole."""
         del committed, memory
         raise InputError("a hybrid drafts whole trees: decode it with tree=HybridTree(...)")
+
+    def read(self, committed: Committed, memory: Both) -> None:
+        """Have both remember what was committed."""
+        self.head.read(committed, memory.head)
+        self.lookup.read(committed, memory.text)
 
     def extend(
         self, state: State, tokens: Int[Tensor, "batch node"], parents: Int[Tensor, "batch node"]

@@ -97,6 +97,8 @@ class Streaming(DraftModel):
             )
         super().__init__(base, depth, base, max_nodes=max_nodes, chunk=max_nodes)
         self.sinks, self.window = sinks, window
+        # of more than the window it would take a row for a new one, and skip what lies before
+        self.most_unread = min(self.most_unread, window)
 
     def memory(self, batch: int, capacity: int) -> Read:
         """Return an empty window, however long the text will be."""

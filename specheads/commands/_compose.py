@@ -26,6 +26,7 @@ KINDS = (
     config.Tune,
     config.Export,
     config.Push,
+    config.Simulate,
 )
 SCHEMAS: dict[str, type] = {kind.__name__.lower(): kind for kind in KINDS}
 
@@ -51,6 +52,7 @@ SHORT: dict[str, dict[str, str]] = {
     "tune": HEAD | MIXTURE,
     "export": HEAD,
     "chat": HEAD,
+    "simulate": {"head": "head_path"},
 }
 """Names that docs and scripts use for settings further down, by command."""
 

@@ -1,7 +1,16 @@
 """Every setting, with its unit and what its zero means. Hydra fills these; nothing else does."""
 
-from specheads.config.commands import Chat, Compare, Evaluate, Export, Push, Train, Tune
-from specheads.config.parts import Base, Data, Evaluation, Tracker, Tree
+from specheads.config.commands import (
+    Chat,
+    Compare,
+    Evaluate,
+    Export,
+    Push,
+    Simulate,
+    Train,
+    Tune,
+)
+from specheads.config.parts import Base, Data, Evaluation, Hardware, Tracker, Tree
 from specheads.config.places import data_dir, new_name, recipe_dirs
 from specheads.config.schedule import Distill, FeatureCache, Joint, Phase, Schedule, Validation
 from specheads.config.validation import check
@@ -16,10 +25,12 @@ __all__ = [
     "Evaluation",
     "Export",
     "FeatureCache",
+    "Hardware",
     "Joint",
     "Phase",
     "Push",
     "Schedule",
+    "Simulate",
     "Tracker",
     "Train",
     "Tree",

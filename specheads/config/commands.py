@@ -3,21 +3,25 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from specheads.config.parts import Base, Data, Evaluation, Tracker, Tree
+from specheads.config.parts import Base, Data, Evaluation, Hardware, Tracker, Tree
 from specheads.config.ranges import (
     Count,
     Depth,
+    Levels,
     Name,
     Nodes,
     Part,
     Place,
     Positive,
     Prompts,
+    Scale,
     Seed,
+    Share,
     Some,
     Temperature,
     Text,
     TreeNodes,
+    Weight,
     one_of,
 )
 from specheads.config.schedule import FeatureCache, Schedule, Validation
@@ -295,3 +299,54 @@ class Push:
 
     dry_run: bool = False
     """List what would be uploaded, and stop."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Simulate:
+    """`specheads simulate`."""
+
+    run: Place = ""
+    """A run directory whose head was tuned; or name head and base."""
+
+    head_path: Place = ""
+    """Folder of a head; `head=` on the command line."""
+
+    hardware: Hardware
+
+    rates: list[Scale] = field(default_factory=list)
+    """Loads in requests a second, each simulated by itself. Empty is five, from a quarter of what
+    the base alone can serve to more than that."""
+
+    parts: list[Weight] = field(default_factory=lambda: [1.0])
+    """Factors of the rate in successive parts of time, all of one length: [0.2,2,0.2] rises and
+    falls."""
+
+    arrivals: Place = ""
+    """A recorded load in place of rates: a .jsonl file of seconds, prompt_tokens, new_tokens."""
+
+    acceptance: list[Share] = field(default_factory=list)
+    """Conditional acceptance by depth. Empty takes what `specheads tune` measured."""
+
+    accepted: Place = ""
+    """A .jsonl file of recorded accepted lengths, one text a line. Empty draws from the rates."""
+
+    num_requests: Positive = 2000
+    """Requests of each rate."""
+
+    prompt_tokens: Positive = 64
+    """Tokens of each prompt, of loads that were not recorded."""
+
+    new_tokens: Positive = 128
+    """Tokens that each request takes, of loads that were not recorded."""
+
+    max_batch: Positive = 16
+    """Rows decoded together."""
+
+    depths: list[Levels] = field(default_factory=list)
+    """Fixed depths beside goodput. Empty is zero, the base alone, and all levels."""
+
+    out: Place = ""
+    """Where load.json and load.png go. Empty is the run's own report/, or the head's folder."""
+
+    seed: Seed = 0
+    """Seed of arrivals and of drawn acceptance."""

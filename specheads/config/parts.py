@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from specheads.config.ranges import (
+    Amount,
     Below1,
     Count,
     Levels,
@@ -196,6 +197,40 @@ class Tree:
 
     paths: list[list[Rank]] = field(default_factory=list)
     """Rank paths of a static tree."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Hardware:
+    """Where times of a simulation come from: measured, or computed for a machine that is named."""
+
+    name: Text = "measured"
+    """Name of the machine. `measured` takes the times that `specheads tune` measured."""
+
+    bandwidth: Amount = 0.0
+    """Bytes a second between memory and processor. Zero with measured times only."""
+
+    flops: Amount = 0.0
+    """Floating-point operations a second, dense, in the weights' precision. Zero as above."""
+
+    parameters: Amount = 0.0
+    """Parameters of the base. Zero takes those of the run's base."""
+
+    draft_parameters: Amount = 0.0
+    """Parameters that drafting one level takes. Zero takes those of the run's head."""
+
+    weight_bytes: Positive = 2
+    """Bytes of a parameter, and of a number in the key-value cache."""
+
+    position_bytes: Count = 0
+    """Bytes of keys and values of one position of the base, in all layers. Zero takes those of the
+    run's base."""
+
+    draft_position_bytes: Count = 0
+    """The same of what drafts. Zero attends to nothing; a base that drafts for itself has its
+    own."""
+
+    window: Count = 0
+    """Positions of a row that what drafts attends to, at most (MagicDec). Zero is all."""
 
 
 @dataclass(kw_only=True, slots=True)

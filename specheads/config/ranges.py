@@ -94,6 +94,7 @@ Share = Annotated[float, at_least(0), at_most(1)]
 Below1 = Annotated[float, at_least(0), below(1)]
 Part = Annotated[float, above(0), at_most(1)]
 Weight = Annotated[float, at_least(0), at_most(1000)]
+Amount = Annotated[float, at_least(0), at_most(1e21)]
 Scale = Annotated[float, above(0), at_most(1e9)]
 Text = Annotated[str, Rule("text, printable and at most 4096 characters", _is_text)]
 Place = Annotated[

@@ -43,6 +43,9 @@ class Drafter(ABC):
     aux_layers: tuple[int, ...] = ()
     """Base layers whose residual stream it reads: k is the stream after k layers."""
 
+    most_unread: int = 32
+    """Committed positions that steps without a draft may leave it to read at once."""
+
     def memory(self, batch: int, capacity: int) -> Memory | None:
         """Return what persists between decode steps for `batch` rows of at most `capacity`.
 
@@ -72,6 +75,11 @@ class Drafter(ABC):
             committed: Positions the base has read since the last draft, and their next tokens.
             memory: From `memory`, updated in place.
         """
+
+    def read(self, committed: Committed, memory: Any) -> None:
+        """Remember what was committed, for drafts to come, and draft nothing."""
+        if memory is not None:
+            self.begin(committed, memory)
 
     @abstractmethod
     def extend(

@@ -102,6 +102,22 @@ class Committed:
         """Return the base's hidden state at the last counted position of each row."""
         return self.last(self.features.hidden)
 
+    def then(self, later: "Committed") -> "Committed":
+        """Return both as one: what came later stands right behind each row's earlier positions."""
+        width, total = (
+            self.next_tokens.shape[1],
+            sum(one.next_tokens.shape[1] for one in (self, later)),
+        )
+        slots = torch.arange(total, device=self.counts.device).expand(len(self.counts), -1)
+        own = self.counts[:, None]
+        places = torch.where(slots < own, slots, width + slots - own).clamp(max=total - 1)
+        tokens = torch.cat([self.next_tokens, later.next_tokens], dim=1)
+        return Committed(
+            Features.consecutive([self.features, later.features]).at(places),
+            tokens.gather(1, places),
+            self.counts + later.counts,
+        )
+
     def keep(self, rows: Int[Tensor, " kept"]) -> "Committed":
         """Return what was added to these rows."""
         return Committed(self.features.rows(rows), self.next_tokens[rows], self.counts[rows])

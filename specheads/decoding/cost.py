@@ -6,6 +6,7 @@ one for each token of its batch, and one for each position that its rows attend 
 """
 
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,3 +60,12 @@ class StepCost:
         # a level reads the nodes of the one above; each node but the root was drafted once
         drafted = self.draft.seconds(batch * (nodes - 1) / depth, batch * context)
         return verified + depth * drafted
+
+
+@runtime_checkable
+class Cost(Protocol):
+    """What a step takes, measured and fitted as in `StepCost`, or computed."""
+
+    def seconds(self, batch: int, context: int | float, nodes: int, depth: int) -> float:
+        """Return what a step takes: see `StepCost.seconds`."""
+        ...

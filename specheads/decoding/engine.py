@@ -171,12 +171,13 @@ class Engine:
         as failed and give back what they hold, and the others go on with the next step.
         """
         self._admit()
-        for batch in self._batches:
+        trees = self.tree.of_step([batch.streams for batch in self._batches])
+        for batch, tree in zip(self._batches, trees, strict=True):
             with self._failing(batch.streams, batch.state.cache):
                 steps = step(
                     self.base,
                     self.drafter,
-                    self.tree,
+                    tree,
                     self.acceptance,
                     batch.state,
                     timed=self.timed,
@@ -211,8 +212,8 @@ class Engine:
             newcomers.append(stream)
         if self._waiting and not served and not newcomers:
             raise PoolFullError("others hold the pool's blocks; give an engine its own pool")
-        for streams in alike(newcomers):
-            self._start(streams)
+        for places in alike([len(stream.request.prompt) for stream in newcomers]):
+            self._start([newcomers[place] for place in places])
         self._let_go()
 
     def _start(self, streams: list[Stream]) -> None:

@@ -64,12 +64,14 @@ class State:
 
     cache: RowCache
     committed: Committed
-    """What was committed last."""
+    """What was committed since the drafter read last: of a step, or of several without a draft."""
     memory: Memory | None
     rows: Rows
     """What acceptance rules and tree policies may know of the rows."""
     numbers: list[int]
     """What each row is called in its steps."""
+    is_new: bool = True
+    """Whether no step was taken yet: what was committed is prompts."""
 
     @torch.inference_mode()
     def keep(self, rows: list[int]) -> None:
@@ -109,15 +111,21 @@ def step(
 ) -> list[Step]:
     """Decode one step for every row and advance `state`; no drafter decodes with the base alone.
 
+    A tree without levels drafts nothing. What such steps commit waits for a drafter with a memory,
+    until it drafts again or there is as much as it reads at once.
+
     `timed` waits for the device before and after drafting, so that `Times.drafted` is true there
     too; that costs a synchronisation or two.
     """
     began = _now(base, wait=timed)
     state.rows.depth = tree.depth
-    if drafter is None:
-        grown = root_only(state.committed)
-    else:
+    unread = None
+    if drafter is not None and tree.depth:
         grown = tree.grow(drafter, state.committed, state.memory, state.rows)
+    else:
+        grown = root_only(state.committed)
+        if drafter is not None and state.memory is not None:
+            unread = _unread(drafter, state)
     drafted = _now(base, wait=timed)
     verified = base.verify(grown, state.cache, drafter.aux_layers if drafter else ())
     verdict = acceptance(grown, verified.logits, verified.ancestors, state.rows)
@@ -126,7 +134,18 @@ def step(
     steps = [_step(*row, grown, times) for row in zip(state.numbers, read, strict=True)]
     state.cache.commit([taken.path for taken in steps])
     _advance(state, verified, verdict, steps)
+    if unread is not None:
+        state.committed = unread.then(state.committed)
+    state.is_new = False
     return steps
+
+
+def _unread(drafter: Drafter, state: State) -> Committed | None:
+    """Return what a step without a draft leaves unread; of prompts, and of much, nothing."""
+    if not state.is_new and state.committed.next_tokens.shape[1] < drafter.most_unread:
+        return state.committed
+    drafter.read(state.committed, state.memory)
+    return None
 
 
 def _now(base: FrozenBase, *, wait: bool) -> float:

@@ -111,6 +111,16 @@ class Stream:
         return self._tokens[: self._num_tokens()]
 
     @property
+    def length(self) -> int:
+        """Tokens of prompt and output so far, those that a stop string may take back included."""
+        return len(self.request.prompt) + len(self._tokens)
+
+    @property
+    def room(self) -> int:
+        """New tokens that it still takes, unless it ends sooner."""
+        return self._limit - len(self._tokens)
+
+    @property
     def text(self) -> str:
         """The text that stands, without a stop string; empty where the base has no tokenizer."""
         return self._text_from(0)
@@ -175,20 +185,20 @@ class Stream:
         return self._text
 
 
-def alike(streams: list[Stream]) -> list[list[Stream]]:
-    """Return streams by the length of their prompts, each list in the order in which they came.
+def alike(lengths: list[int]) -> list[list[int]]:
+    """Return places of prompts by their length, each list in the order in which they came.
 
     Prompts that are read together are padded to the longest of them. Few are read together though
     they differ; those that fill a forward are not.
     """
-    lists: list[list[Stream]] = []
+    lists: list[list[int]] = []
     shortest = tokens = 0
-    for stream in sorted(streams, key=lambda stream: len(stream.request.prompt)):
-        length = len(stream.request.prompt)
+    for place in sorted(range(len(lengths)), key=lengths.__getitem__):
+        length = lengths[place]
         most = SPREAD * max(shortest, SHORT) if tokens < FULL else FULL_SPREAD * shortest
         if not lists or length > most:
             lists.append([])
             shortest, tokens = length, 0
-        lists[-1].append(stream)
+        lists[-1].append(place)
         tokens += length
-    return [sorted(one, key=lambda stream: stream.number) for one in lists]
+    return [sorted(one) for one in lists]

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -20,6 +20,31 @@ from specheads.decoding.trees.early_stop import Estimate, Stop
 from specheads.decoding.trees.static_shape import Shape
 
 
+@runtime_checkable
+class Row(Protocol):
+    """A request that a step is to be taken for."""
+
+    @property
+    def length(self) -> int:
+        """Tokens of its text so far, prompt included."""
+        ...
+
+    @property
+    def room(self) -> int:
+        """New tokens that it still takes."""
+        ...
+
+
+@runtime_checkable
+class Progress(Row, Protocol):
+    """A request and what was decoded of it."""
+
+    @property
+    def steps(self) -> Sequence[Any]:
+        """Its `loop.Step`s so far."""
+        ...
+
+
 class TreePolicy(ABC):
     """Grows one tree a row from a drafter, level by level."""
 
@@ -32,6 +57,13 @@ class TreePolicy(ABC):
     """Guesses taken of one answer of the drafter, at most."""
     num_answers: int = 1
     """Nodes of one level that the drafter answers for, at most."""
+
+    def of_step(self, groups: Sequence[Sequence[Progress]]) -> Sequence["TreePolicy"]:
+        """Return the policy of each group's coming step, one after the other: here always itself.
+
+        None is larger, deeper or wider than this.
+        """
+        return [self] * len(groups)
 
     @abstractmethod
     def grow(

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from specheads.core.drafter import Drafter
 from specheads.core.errors import InputError
@@ -232,15 +231,23 @@ class Adaptive(policies.TreePolicy):
         self.num_guesses = max(one.num_guesses for one in grown)
         self.num_answers = max(one.num_answers for one in grown)
 
+    def of_step(
+        self, groups: Sequence[Sequence[policies.Progress]]
+    ) -> Sequence[policies.TreePolicy]:
+        """Return the nearest tree for each group."""
+        return [self._nearest([one.length for one in group]) for group in groups]
+
+    def _nearest(self, lengths: Sequence[int]) -> policies.TreePolicy:
+        context = sum(lengths) / len(lengths)
+        return self._grown[id(self.tuned.best(len(lengths), context))]
+
     def grow(
         self, drafter: Drafter, committed: Committed, memory: Any, rows: Rows | None = None
     ) -> TokenTree:
-        """Draft as is best now."""
+        """Draft as is best now, for whoever steps without an engine."""
         assert rows is not None
-        lengths: Tensor = rows.lengths
-        context = sum(lengths.tolist()) / len(lengths)
-        policy = self._grown[id(self.tuned.best(len(lengths), context))]
-        if not policy.depth and memory is not None:
+        policy = self._nearest(rows.lengths.tolist())
+        if not policy.depth:
             # a later step may draft again, from all that was committed until then
-            drafter.begin(committed, memory)
+            drafter.read(committed, memory)
         return policy.grow(drafter, committed, memory, rows)

@@ -230,6 +230,9 @@ class Slots:
         rows, slots = torch.arange(len(fresh), device=positions.device)[:, None], positions
         if self.places is not None:
             rows, slots = 0 * rows, self.places.gather(1, positions)
+        else:
+            # a row near its end may stand beside one that has more to read, and be padded to it
+            slots = slots.clamp(max=self.held.shape[3] - 1)
         heads = fresh.shape[2]
         held = self.held[:, :, layer * heads : (layer + 1) * heads]
         held[rows, :, :, slots] = fresh.permute(0, 3, 1, 2, 4)

@@ -1,0 +1,36 @@
+"""What `specheads simulate` and `specheads.simulate` call."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from specheads.commands import _compose
+from specheads.commands._library import load_base, settings_for
+from specheads.config import Simulate, Train
+from specheads.heads.load import load_head
+from specheads.measure.load import command
+from specheads.measure.load.results import Load
+from specheads.runs.directory import RunDirectory
+
+
+def simulate(
+    run: str | Path = "",
+    overrides: Sequence[str] = (),
+    *,
+    settings: Simulate | None = None,
+    out: str | Path = "",
+) -> Load:
+    """Simulate many requests, by load, with the base alone, fixed depths and goodput.
+
+    Times and acceptance are those that `specheads tune` measured of the run's head, or computed
+    ones: `["hardware=h100", "rates=[1,4,16]"]`. load.json and a plot go into the run's report, or
+    into `out`.
+    """
+    settings, _ = settings_for(Simulate, settings, overrides, run=run, out=out)
+    where, sizes = command.folder(settings), None
+    if command.needs_sizes(settings):
+        made = RunDirectory(Path(settings.run))
+        base = load_base(_compose.read_run(made.config, Train))
+        sizes = command.Sizes.of(base, load_head(made.head, base))
+    load = command.simulate_loads(settings, sizes)
+    command.write(where, load)
+    return load

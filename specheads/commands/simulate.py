@@ -1,0 +1,20 @@
+"""Simulate many requests: how long each waits, by load, without speculation and with it."""
+
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from specheads.commands import _simulating
+from specheads.config import Simulate
+from specheads.measure.load import command
+from specheads.measure.load.results import table
+
+
+def run(settings: Simulate, overrides: Sequence[str]) -> None:
+    """Simulate the loads that were asked for."""
+    load = _simulating.simulate(settings=settings, overrides=overrides)
+    console = Console()
+    console.print(table(load))
+    if load.computed:
+        console.print(f"times are computed for {load.times}: no machine took them", markup=False)
+    console.print(f"load: {command.folder(settings) / 'load.json'}", soft_wrap=True, markup=False)

@@ -1,0 +1,1 @@
+"""What many requests wait for: continuous batching, simulated from measured or computed times."""

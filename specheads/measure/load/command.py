@@ -1,0 +1,220 @@
+"""Loads that were asked for, simulated: what `specheads simulate` does."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from specheads.base.model import FrozenBase
+from specheads.config import Hardware, Simulate
+from specheads.core.drafter import Head
+from specheads.core.errors import InputError
+from specheads.core.paths import local_path, writable_folder
+from specheads.decoding.cost import StepCost
+from specheads.heads.untrusted import read_json
+from specheads.measure.load import accepted, arrivals, results
+from specheads.measure.load.hardware import ComputedCost, Machine, Size
+from specheads.measure.load.simulate import System, simulate
+from specheads.measure.store import dumps, from_json
+from specheads.runs.directory import RunDirectory, write_atomic
+
+MEASURED = "measured"
+
+SHARES = 0.25, 0.5, 0.75, 0.95, 1.2
+"""Loads where none is asked for, as shares of what the base alone can serve."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """Measured acceptance."""
+
+    per_depth: list[float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What a simulation takes of tuned.json."""
+
+    cost: StepCost
+    acceptance: Rates
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """What computed times are of."""
+
+    parameters: int = 0
+    draft_parameters: int = 0
+    """Of one drafted level."""
+    position_numbers: int = 0
+    """Numbers in the key-value cache for a position."""
+
+    @classmethod
+    def of(cls, base: FrozenBase, head: Head) -> "Sizes":
+        """Return those of a base and a head.
+
+        Heads whose levels share one projection read all they have at each, others their level's.
+        """
+        own = sum(parameter.numel() for parameter in head.parameters())
+        first, *others = {id(head.projection(level)[0]) for level in range(head.depth)}
+        weight = head.projection(0)[0]
+        is_own = any(weight is parameter for parameter in head.parameters())
+        level = (own // head.depth if others else own) + (0 if is_own else weight.numel())
+        del first
+        return cls(
+            parameters=base.num_parameters,
+            draft_parameters=level,
+            position_numbers=base.slot_bytes // base.dtype.itemsize,
+        )
+
+
+def head_folder(settings: Simulate) -> Path:
+    """Return where the head lies; an empty name is no folder."""
+    if settings.run:
+        return RunDirectory(local_path(settings.run)).head
+    if not settings.head_path:
+        raise InputError("name whose requests to simulate: run=DIR or head=PATH")
+    return local_path(settings.head_path)
+
+
+def folder(settings: Simulate) -> Path:
+    """Return where load.json goes."""
+    if settings.run and not settings.out:
+        return writable_folder(RunDirectory(local_path(settings.run)).report)
+    return writable_folder(settings.out or head_folder(settings))
+
+
+def needs_sizes(settings: Simulate) -> bool:
+    """Return whether times are computed of a run's own base and head."""
+    hardware = settings.hardware
+    said = hardware.parameters and hardware.draft_parameters
+    return bool(settings.run) and hardware.name != MEASURED and not said
+
+
+def simulate_loads(settings: Simulate, sizes: Sizes | None = None) -> results.Load:
+    """Return what requests wait for, with the base alone, fixed depths and goodput.
+
+    `sizes` are what computed times are of, as far as the settings do not say them.
+    """
+    rates, texts = _acceptance(settings)
+    system = _system(settings, sizes, rates)
+    depths = settings.depths or [0, len(rates)]
+    if max(depths) > len(rates):
+        raise InputError(
+            f"depths can be at most {len(rates)}, as acceptance is known of, got {max(depths)}"
+        )
+    drafts = {("none" if not one else f"depth {one}"): one for one in depths} | {"goodput": None}
+    rows = []
+    for name, coming in _loads(settings, system):
+        for draft, depth in drafts.items():
+            right = accepted.recorded(texts) if texts else accepted.drawn(rates, settings.seed)
+            found = simulate(system, coming, right, depth)
+            rows.append(results.summarise(name, draft, found))
+    computed = settings.hardware.name != MEASURED
+    return results.Load(
+        times=f"computed for {settings.hardware.name}" if computed else "measured",
+        computed=computed,
+        acceptance="recorded" if texts else "drawn from rates",
+        rates=rates,
+        max_batch=settings.max_batch,
+        seed=settings.seed,
+        rows=rows,
+    )
+
+
+def write(where: Path, load: results.Load) -> None:
+    """Write load.png and load.json, which appears last."""
+    write_atomic(where / "load.png", results.draw(load))
+    write_atomic(where / "load.json", dumps(load))
+
+
+def _measured(settings: Simulate) -> Measured:
+    file = head_folder(settings) / "tuned.json"
+    if not file.is_file():
+        raise InputError(
+            f"a simulation needs measured times and acceptance, and {file} is not there; run "
+            "specheads tune first, or give acceptance=[...] and hardware=NAME"
+        )
+    return from_json(Measured, read_json(file), str(file))
+
+
+def _acceptance(settings: Simulate) -> tuple[list[float], list[list[int]]]:
+    """Return conditional rates by depth, and recorded lengths where there are any."""
+    if settings.accepted:
+        texts = accepted.read_accepted(settings.accepted)
+        return accepted.rates_of(texts, max(map(max, texts))), texts
+    return list(settings.acceptance) or _measured(settings).acceptance.per_depth, []
+
+
+def _system(settings: Simulate, base: Sizes | None, rates: list[float]) -> System:
+    if settings.hardware.name == MEASURED:
+        cost = _measured(settings).cost
+        prefill: Callable[[int], float] = partial(cost.verify.seconds, context=0.0)
+    else:
+        cost = _computed(settings.hardware, base or Sizes(), len(rates))
+        prefill = cost.prefill
+    return System(
+        cost=cost,
+        prefill=prefill,
+        rates=rates,
+        nodes=range(1, len(rates) + 2),
+        max_batch=settings.max_batch,
+    )
+
+
+def _computed(hardware: Hardware, known: Sizes, depth: int) -> ComputedCost:
+    """Return a machine's times of a base and a head, of what is said and else of what is known."""
+    parameters = int(hardware.parameters) or known.parameters
+    drafting = int(hardware.draft_parameters) or known.draft_parameters
+    if not parameters or (depth and not drafting):
+        raise InputError(
+            "computed times need a base and what drafts; name run=DIR, or give "
+            "hardware.parameters and hardware.draft_parameters"
+        )
+    size = hardware.weight_bytes
+    return ComputedCost(
+        machine=Machine(bandwidth=hardware.bandwidth, flops=hardware.flops),
+        base=Size(
+            parameters=parameters,
+            weight_bytes=parameters * size,
+            position_bytes=hardware.position_bytes or known.position_numbers * size,
+        ),
+        draft=Size(
+            parameters=drafting,
+            weight_bytes=drafting * size,
+            position_bytes=hardware.draft_position_bytes,
+        ),
+        window=float(hardware.window or math.inf),
+    )
+
+
+def _loads(settings: Simulate, system: System) -> Iterator[tuple[str, list[arrivals.Arrival]]]:
+    """Yield each load by name."""
+    if settings.arrivals:
+        yield Path(settings.arrivals).name, arrivals.read_arrivals(settings.arrivals)
+        return
+    for rate in settings.rates or _usual_rates(settings, system):
+        yield (
+            f"{rate:.3g}",
+            arrivals.poisson(
+                rate,
+                settings.num_requests,
+                prompt_tokens=settings.prompt_tokens,
+                new_tokens=settings.new_tokens,
+                parts=settings.parts,
+                seed=settings.seed,
+            ),
+        )
+
+
+def _usual_rates(settings: Simulate, system: System) -> list[float]:
+    """Return five loads, from a quarter of what the base alone can serve to more than that."""
+    context = settings.prompt_tokens + settings.new_tokens / 2
+    step = system.cost.seconds(settings.max_batch, context, 1, 0)
+    # what a request has of the system's time
+    seconds = (
+        system.prefill(settings.prompt_tokens) + settings.new_tokens * step / settings.max_batch
+    )
+    mean = sum(settings.parts) / len(settings.parts)
+    return [share / seconds / mean for share in SHARES]

@@ -1,0 +1,390 @@
+"""The depth with most tokens a second: SmartSpec's and MagicDec's figures, and in an engine."""
+
+import functools
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from specheads.baselines import DraftModel, PromptLookup, Streaming
+from specheads.baselines.hybrid import Hybrid, HybridTree, Lookup
+from specheads.core.drafter import Drafter
+from specheads.core.features import Committed, Features
+from specheads.decoding.acceptance.sampling import Sampling
+from specheads.decoding.cost import ForwardCost, StepCost
+from specheads.decoding.engine import Engine
+from specheads.decoding.generate import generate
+from specheads.decoding.goodput import (
+    Acceptance,
+    Goodput,
+    best_depths,
+    cut,
+    expected_tokens,
+)
+from specheads.decoding.request import Request
+from specheads.decoding.trees import policies
+from specheads.heads.load import build_for, kinds
+from specheads.measure.oracle import Oracle
+from tests import tiny
+
+CHAIN = range(1, 10)
+"""Nodes of chains of depth 0 to 8."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A request as goodput sees it."""
+
+    length: int
+    room: int = 1000
+
+
+def linear(fixed: float, token: float, context: float, share: float = 0.1) -> StepCost:
+    """Return a base's cost, and of one level of drafting that share of it."""
+    drafted = ForwardCost(fixed=share * fixed, token=share * token, context=share * context)
+    return StepCost(verify=ForwardCost(fixed=fixed, token=token, context=context), draft=drafted)
+
+
+def best_depth(cost: StepCost, nodes: Sequence[int], group: list[Any]) -> int:
+    return best_depths(cost, nodes, [group])[0]
+
+
+def goodput(cost: StepCost, nodes: Sequence[int], groups: list[list[Any]], *depths: int) -> float:
+    """Return the tokens of all groups over the seconds of all, counted anew."""
+    tokens = seconds = 0.0
+    for group, depth in zip(groups, depths, strict=True):
+        context = sum(row.length for row, _ in group) / len(group)
+        seconds += cost.seconds(len(group), context, nodes[depth], depth)
+        tokens += sum(
+            1 + sum(math.prod(known.rates[:k]) for k in range(1, depth + 1)) for _, known in group
+        )
+    return tokens / seconds
+
+
+def rows(batch: int, rate: float, context: int = 1000, depth: int = 8) -> list[Any]:
+    return [(Standing(context), Acceptance([rate] * depth)) for _ in range(batch)]
+
+
+TOY = linear(12e-3, 6e-5, 2e-8)
+
+
+@pytest.mark.parametrize(
+    ("rate", "depths"), [(0.5, [2, 2, 1, 1, 0]), (0.7, [4, 3, 2, 1, 1]), (0.9, [8, 8, 6, 4, 3])]
+)
+def test_depths_are_those_that_the_reference_computes_by_batch(rate, depths):
+    batches = 1, 8, 32, 128, 256
+    assert [best_depth(TOY, CHAIN, rows(batch, rate)) for batch in batches] == depths
+
+
+@pytest.mark.parametrize(
+    ("rate", "share", "speed", "depth"),
+    [
+        (0.8, 0.05, 2.99, 8),
+        (0.8, 0.1, 2.39, 6),
+        (0.8, 0.2, 1.82, 4),
+        (0.8, 0.4, 1.32, 2),
+        (0.9, 0.05, 4.48, 11),
+        (0.9, 0.1, 3.35, 10),
+        (0.9, 0.2, 2.32, 7),
+        (0.9, 0.4, 1.55, 4),
+    ],
+)
+def test_best_speeds_are_those_of_magicdec(rate, share, speed, depth):
+    # a base's forward over one token takes 1, over a chain of any length 1.05, and a draft `share`
+    cost = StepCost(
+        verify=ForwardCost(fixed=1.05, token=0.0, context=0.0),
+        draft=ForwardCost(fixed=share, token=0.0, context=0.0),
+    )
+    chain, taken = range(1, 13), rows(1, rate, depth=11)
+    best = best_depth(cost, chain, taken)
+    assert round(goodput(cost, chain, [taken], best), 2) == speed
+    assert best == depth
+
+
+RATE = st.floats(0, 0.99)
+COSTS = st.builds(
+    linear, st.floats(1e-4, 1e-1), st.floats(1e-6, 1e-3), st.floats(0, 1e-6), st.floats(0.01, 0.9)
+)
+
+
+@given(cost=COSTS, batch=st.integers(1, 300), context=st.integers(1, 10_000))
+def test_drafts_that_are_never_right_are_not_made(cost, batch, context):
+    assert best_depth(cost, CHAIN, rows(batch, 0.0, context)) == 0
+
+
+@given(cost=COSTS, batch=st.integers(1, 64), low=RATE, high=RATE)
+def test_the_better_the_drafts_the_deeper(cost, batch, low, high):
+    low, high = sorted((low, high))
+    # equal rates but for rounding may tie either way
+    assume(high == low or high - low > 1e-6)
+    chosen = [best_depth(cost, CHAIN, rows(batch, rate)) for rate in (low, high)]
+    assert chosen[0] <= chosen[1]
+
+
+@given(
+    cost=COSTS,
+    batch=st.integers(1, 64),
+    draft=st.builds(
+        ForwardCost, fixed=st.floats(0, 1e-2), token=st.floats(0, 1e-4), context=st.floats(0, 1e-7)
+    ),
+    context=st.sampled_from([100, 1000, 10_000]),
+    rate=st.floats(0.1, 0.95),
+)
+def test_larger_batches_draft_less_deep_where_a_drafted_token_costs_more_of_the_batch(
+    cost, batch, draft, context, rate
+):
+    cost = StepCost(verify=cost.verify, draft=draft)
+    base = cost.verify
+    of_draft = draft.context * context + draft.token + base.token
+    grows = of_draft * base.fixed - draft.fixed * (base.context * context + base.token)
+    assume(abs(grows) > 1e-12)
+    small, large = (
+        best_depth(cost, CHAIN, rows(size, rate, context)) for size in (batch, 2 * batch)
+    )
+    assert small >= large if grows > 0 else small <= large
+
+
+@given(cost=COSTS, batch=st.integers(1, 300), rates=st.lists(RATE, min_size=3, max_size=3))
+def test_no_other_depth_has_a_higher_goodput(cost, batch, rates):
+    group = [(Standing(100), Acceptance(rates)) for _ in range(batch)]
+    found = goodput(cost, CHAIN, [group], best_depth(cost, CHAIN[:4], group))
+    assert found == pytest.approx(max(goodput(cost, CHAIN, [group], one) for one in range(4)))
+
+
+def test_few_draft_less_deep_where_many_wait_for_them():
+    cost, single, many = linear(0.02, 1.5e-3, 0.0), rows(1, 0.7), rows(16, 0.7)
+    alone = best_depth(cost, CHAIN, single)
+    beside = best_depths(cost, CHAIN, [many, single])
+    assert beside[1] < alone
+    assert beside[0] == best_depth(cost, CHAIN, many)
+
+
+def test_a_request_that_takes_one_more_token_is_not_drafted_for():
+    known = Acceptance([0.9] * 8)
+    assert best_depth(TOY, CHAIN, [(Standing(10, room=1), known)]) == 0
+    assert best_depth(TOY, CHAIN, [(Standing(10, room=4), known)]) == 3
+
+
+def test_expected_tokens_add_up_the_chances_of_every_depth():
+    assert expected_tokens([0.5, 0.5, 1.0]) == [1.0, 1.5, 1.75, 2.0]
+    assert expected_tokens([]) == [1.0]
+
+
+def test_averages_follow_what_is_accepted_and_return_where_nothing_is_seen():
+    known = Acceptance([0.5, 0.5, 0.5])
+    for _ in range(200):
+        known.note(1, refused=True)
+    assert known.rates[0] > 0.99
+    assert known.rates[1] < 0.01
+    assert known.rates[2] == 0.5
+    for _ in range(400):
+        known.note(0, refused=False)
+    assert known.rates == pytest.approx([0.5, 0.5, 0.5], abs=0.02)
+    with pytest.raises(ValueError, match=r"rates must lie in \[0, 1\], got \[1.5\]"):
+        Acceptance([1.5])
+
+
+def test_a_cut_tree_keeps_the_paths_that_are_short_enough():
+    tree = policies.Static([(0,), (1,), (0, 0), (0, 0, 2)])
+    assert cut(tree, 1).paths == ((0,), (1,))
+    assert cut(tree, 3).paths == tree.paths
+    assert cut(tree, 0).num_nodes == 1
+
+
+# --- in an engine --------------------------------------------------------------------------------
+
+
+@dataclass
+class Switching(policies.TreePolicy):
+    """Another tree in every step, some without levels."""
+
+    trees: Sequence[policies.TreePolicy]
+    turns: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        largest = max(self.trees, key=lambda tree: tree.num_nodes)
+        self.name, self.num_nodes = "switching", largest.num_nodes
+        self.depth = max(tree.depth for tree in self.trees)
+        self.num_guesses = max(tree.num_guesses for tree in self.trees)
+        self.num_answers = max(tree.num_answers for tree in self.trees)
+
+    def of_step(self, groups: Sequence[Any]) -> Sequence[policies.TreePolicy]:
+        turns = [(len(self.turns) + place) % len(self.trees) for place in range(len(groups))]
+        self.turns += turns
+        return [self.trees[turn] for turn in turns]
+
+    def grow(self, drafter: Any, committed: Any, memory: Any, rows: Any = None) -> Any:
+        return self.trees[0].grow(drafter, committed, memory, rows)
+
+
+def head(kind: str, **settings: Any) -> Drafter:
+    """Return an untrained head, right about as often as chance has it."""
+    torch.manual_seed(1)
+    made = build_for({"kind": kind, "depth": 3, **settings}, tiny.base()).double().eval()
+    for parameter in made.parameters():
+        parameter.data += 0.2 * torch.randn_like(parameter)
+    return made
+
+
+TREE = policies.Static([(0,), (1,), (0, 0), (0, 0, 0)])
+TREES: list[policies.TreePolicy] = [
+    TREE,
+    policies.NOTHING,
+    policies.chain(1),
+    policies.NOTHING,
+    policies.NOTHING,
+]
+DRAFTERS: dict[str, Callable[[], tuple[Drafter, list[policies.TreePolicy]]]] = {
+    **{kind: functools.partial(lambda kind: (head(kind), TREES), kind) for kind in kinds()},
+    "hydra_heads, prefix": lambda: (head("hydra_heads", prefix=True), TREES),
+    "draft model": lambda: (DraftModel(tiny.base(), 3, tiny.base()), TREES),
+    "window": lambda: (Streaming(tiny.base(), 3, sinks=2, window=9, max_nodes=16), TREES),
+    "lookup": lambda: (PromptLookup(tiny.VOCAB, 4), [Lookup(4), policies.NOTHING]),
+    "hybrid": lambda: (
+        Hybrid(head("eagle3"), PromptLookup(tiny.VOCAB, 4)),
+        [HybridTree(policies.chain(3), 3), policies.NOTHING, policies.NOTHING],
+    ),
+}
+
+
+def requests() -> list[Request]:
+    generator = random.Random(6)
+    return [
+        Request(
+            prompt=[generator.randrange(tiny.VOCAB) for _ in range(generator.randint(1, 40))],
+            max_new_tokens=generator.randint(20, 45),
+            sampling=Sampling(temperature=generator.choice([0.0, 0.7]), seed=place),
+        )
+        for place in range(5)
+    ]
+
+
+@functools.cache
+def alone() -> list[list[int]]:
+    return [
+        generate(
+            tiny.base(),
+            None,
+            [one.prompt],
+            max_new_tokens=one.max_new_tokens,
+            sampling=[one.sampling],
+        ).tokens[0]
+        for one in requests()
+    ]
+
+
+def serve(engine: Engine) -> list[list[int]]:
+    """Let requests come while others are decoded; return what each says."""
+    late, streams = requests(), []
+    while late or engine.step():
+        if late:
+            streams.append(engine.submit(late.pop(0)))
+        engine.step()
+        engine.step()
+    return [stream.tokens for stream in streams]
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_text_is_the_bases_own_whatever_tree_each_step_takes(name):
+    drafter, trees = DRAFTERS[name]()
+    policy = Switching(trees)
+    assert serve(Engine(tiny.base(), drafter, tree=policy, max_batch=3, max_length=90)) == alone()
+    assert set(policy.turns) == set(range(len(trees)))
+
+
+@pytest.mark.parametrize("unread", [2, 32])
+@pytest.mark.parametrize("kind", ["eagle3", "hydra_heads", "draft model", "lookup"])
+def test_drafts_after_steps_without_any_are_those_of_a_drafter_that_read_them_all(kind, unread):
+    named: dict[str, Callable[[], Drafter]] = {
+        "eagle3": lambda: head("eagle3"),
+        "hydra_heads": lambda: head("hydra_heads", prefix=True),
+        "draft model": lambda: DraftModel(tiny.base(), 3, tiny.base()),
+        "lookup": lambda: PromptLookup(tiny.VOCAB, 3),
+    }
+    drafter = named[kind]()
+    drafter.most_unread = min(drafter.most_unread, unread)
+    idle = 11
+
+    def drafted(first: policies.TreePolicy) -> list[list[list[int]]]:
+        policy = Switching([*[first] * idle, *[policies.chain(3)] * 100])
+        how = {"max_new_tokens": 40, "stop_at_eos": False}
+        out = generate(tiny.base(), drafter, tiny.prompts(), tree=policy, **how)
+        assert out.tokens == tiny.continuations()
+        return [[step.drafted for step in steps] for steps in out.steps]
+
+    # of a draft whose tokens are all refused a step says one token, as one without a draft does
+    never = Refused(drafter)
+    lazy = drafted(policies.NOTHING)
+    eager = drafted(never)
+    assert [row[idle:] for row in lazy] == [row[idle:] for row in eager]
+
+
+class Refused(policies.TreePolicy):
+    """A chain of one, drafted as the drafter does and with a token put in that nobody says."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.name, self.num_nodes, self.depth = "refused", 2, 1
+        self.drafter = drafter
+
+    def grow(self, drafter: Drafter, committed: Committed, memory: Any, rows: Any = None) -> Any:
+        tree = policies.chain(1).grow(drafter, committed, memory, rows)
+        return type(tree)(tree.tokens, tree.parents.clone().fill_(-1), None)
+
+
+def test_what_comes_later_stands_behind_each_rows_own_end():
+    #  row 0  a b .   then  d     ->  a b d .
+    #  row 1  a b c   then  d     ->  a b c d
+    def made(tokens: list[list[int]], counts: list[int]) -> Committed:
+        values = torch.tensor(tokens)
+        return Committed(
+            Features(values[..., None].double(), tokens=values), values + 100, torch.tensor(counts)
+        )
+
+    both = made([[1, 2, 0], [4, 5, 6]], [2, 3]).then(made([[7], [8]], [1, 1]))
+    assert both.counts.tolist() == [3, 4]
+    assert both.features.tokens is not None
+    assert both.features.tokens.tolist()[0][:3] == [1, 2, 7]
+    assert both.features.tokens.tolist()[1] == [4, 5, 6, 8]
+    assert both.features.hidden[1, :, 0].tolist() == [4, 5, 6, 8]
+    assert both.root().tolist() == [[107], [108]]
+
+
+def test_an_engine_drafts_deep_for_few_and_not_at_all_for_many():
+    # drafting pays for one row; of eight rows every drafted token costs more than it brings
+    cost = linear(1.0, 0.4, 0.0, share=0.2)
+    policy = Goodput(cost, [0.9] * 3)
+    assert best_depth(cost, range(1, 5), rows(1, 0.9, depth=3)) == 3
+    engine = Engine(tiny.base(), tiny.oracle(3), tree=policy, max_batch=8, max_length=80)
+    single = engine.submit(Request(prompt=tiny.prompts()[0], max_new_tokens=8))
+    engine.run()
+    assert len(single.steps[0].drafted) == 4
+    assert len(single.steps[-1].drafted) < 4
+    many = [engine.submit(Request(prompt=tiny.prompts()[1], max_new_tokens=30)) for _ in range(8)]
+    engine.run()
+    assert {len(step.drafted) for stream in many for step in stream.steps} == {1}
+    said = tiny.continuations()
+    assert single.tokens == said[0][:8]
+    assert [stream.tokens for stream in many] == [said[1][:30]] * 8
+
+
+def test_an_engine_gives_up_drafts_that_are_refused_and_tries_them_again():
+    policy = Goodput(linear(1.0, 0.0, 0.0, share=0.1), [0.3])
+    wrong = Oracle([tiny.prompts()[0] + [0] * 110], 1, tiny.VOCAB, rate=0.0)
+    engine = Engine(tiny.base(), wrong, tree=policy, max_length=128)
+    stream = engine.submit(Request(prompt=tiny.prompts()[0], max_new_tokens=100))
+    engine.run()
+    drafted = [len(step.drafted) - 1 for step in stream.steps]
+    assert drafted[0] == 1
+    first_rest = drafted.index(0)
+    assert 1 in drafted[first_rest:]
+
+
+def test_a_policy_needs_a_rate_for_each_depth():
+    with pytest.raises(ValueError, match="the tree has 3 levels, got 2 rates"):
+        Goodput(TOY, [0.5, 0.5], policies.chain(3))

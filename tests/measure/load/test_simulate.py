@@ -1,0 +1,270 @@
+"""Simulated requests wait as theory says, and goodput lets them wait least."""
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from specheads.decoding.cost import ForwardCost, StepCost
+from specheads.measure.load.accepted import drawn, rates_of, read_accepted, recorded
+from specheads.measure.load.arrivals import Arrival, poisson, read_arrivals
+from specheads.measure.load.hardware import ComputedCost, Machine, Size
+from specheads.measure.load.results import Load, draw, summarise, table
+from specheads.measure.load.simulate import Simulation, System, simulate
+
+RATES = [0.8, 0.7, 0.6, 0.5]
+
+
+def linear(fixed: float, token: float = 0.0, context: float = 0.0, share: float = 0.1) -> StepCost:
+    drafted = ForwardCost(fixed=share * fixed, token=share * token, context=share * context)
+    return StepCost(verify=ForwardCost(fixed=fixed, token=token, context=context), draft=drafted)
+
+
+def system(
+    cost: StepCost, max_batch: int = 1, rates: Sequence[float] = RATES, prefill: float = 0.0
+) -> System:
+    return System(
+        cost=cost,
+        prefill=lambda tokens: prefill * tokens,
+        rates=rates,
+        nodes=range(1, len(rates) + 2),
+        max_batch=max_batch,
+    )
+
+
+def waits(found: Simulation) -> list[float]:
+    return [one.admitted - one.arrival.seconds for one in found.served]
+
+
+@pytest.mark.parametrize(
+    "load", [0.6, *(pytest.param(one, marks=pytest.mark.slow) for one in (0.3, 0.8))]
+)
+def test_the_mean_wait_is_that_of_m_d_1(load):
+    # one row, and a service of half a second: a prompt of a quarter, and one step of as much
+    number = 100_000 if load == 0.8 else 40_000
+    arrivals = poisson(load / 0.5, number, prompt_tokens=1, new_tokens=2, seed=3)
+    served = simulate(system(linear(0.25), prefill=0.25), arrivals, recorded([[0]]), 0)
+    theory = load * 0.5 / (2 * (1 - load))
+    assert np.mean(waits(served)) == pytest.approx(theory, rel=0.03)
+
+
+def test_littles_law_holds_for_those_who_are_served_and_for_all():
+    arrivals = poisson(9.0, 4000, prompt_tokens=30, new_tokens=20, seed=1)
+    found = simulate(system(linear(0.02, 1e-3), 8, prefill=1e-4), arrivals, drawn(RATES), 2)
+    span = max(one.finished for one in found.served)
+    rate = len(arrivals) / span
+    times = np.random.default_rng(0).uniform(0, span, 20_000)[:, None]
+    for begins, name in (("arrival", "all"), ("first", "served")):
+        starts = np.array(
+            [one.arrival.seconds if begins == "arrival" else one.first for one in found.served]
+        )
+        ends = np.array([one.finished for one in found.served])
+        present = np.mean([((starts <= time) & (time < ends)).sum() for time in times[:, 0]])
+        assert present == pytest.approx(rate * np.mean(ends - starts), rel=0.03), name
+    # what steps held is what requests say of themselves, newcomers' first step among others aside
+    in_steps = sum(one.batch * one.seconds for one in found.steps)
+    assert in_steps <= sum(one.finished - one.first for one in found.served) * (1 + 1e-9)
+
+
+def test_a_step_of_an_engine_is_drawn_as_the_engine_takes_it():
+    #  0.0  A comes, is read until 1.0, and steps until 3.0 and 5.0
+    #  2.0  B comes; at 3.0 it is read until 4.0. A steps until 6.0, B until 8.0, both until 10.0
+    arrivals = [Arrival(0.0, 10, 4), Arrival(2.0, 10, 3)]
+    found = simulate(system(linear(2.0), 2, prefill=0.1), arrivals, recorded([[0]]), 0)
+    first, second = found.served
+    assert [(one.began, one.batch) for one in found.steps] == [(1, 1), (4, 1), (6, 1), (8, 2)]
+    assert (first.first, first.finished) == (1.0, 10.0)
+    assert (second.admitted, second.first, second.finished) == (3.0, 4.0, 10.0)
+
+
+def test_recorded_lengths_are_replayed_where_they_stand_in_the_text():
+    #  place     0 1 2 3 4 5    from the first token on: 2 drafts right, then at place 3 none,
+    #  right     2 . . 0 1 .    at place 4 one, and the last token ends it
+    arrivals = [Arrival(0.0, 1, 8)]
+    lengths = recorded([[2, 9, 9, 0, 1, 9, 9]])
+    steps = simulate(system(linear(1.0)), arrivals, lengths, 2).steps
+    assert len(steps) == 4
+    alone = simulate(system(linear(1.0)), arrivals, lengths, 0).steps
+    assert len(alone) == 7
+    assert simulate(system(linear(1.0)), arrivals, lengths, 2).served[0].tokens == 8
+
+
+def test_drawn_lengths_have_the_rates_they_were_drawn_from():
+    texts = [drawn(RATES, seed=2)(number, 500) for number in range(40)]
+    assert rates_of(texts, 4) == pytest.approx(RATES, abs=0.02)
+    assert drawn(RATES, seed=2)(3, 50) == drawn(RATES, seed=2)(3, 50)
+    assert drawn(RATES, seed=2)(3, 50) != drawn(RATES, seed=3)(3, 50)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_goodput_waits_less_than_every_fixed_depth_on_a_load_that_rises_and_falls(seed):
+    # alone a draft costs little; of sixteen rows every node costs about as much as a whole step
+    cost = linear(0.02, 1.5e-3, 1e-7)
+    parts = (0.2, 2.0, 0.2, 1.5)
+    arrivals = poisson(5.0, 1000, prompt_tokens=50, new_tokens=48, parts=parts, seed=seed)
+    served = system(cost, 16, prefill=2e-5)
+
+    def run(depth: int | None) -> tuple[float, float]:
+        row = summarise("", "", simulate(served, arrivals, drawn(RATES, seed), depth))
+        return row.latency.mean, row.tokens_per_second
+
+    latency, speed = run(None)
+    fixed = [run(depth) for depth in range(5)]
+    assert latency < min(one for one, _ in fixed)
+    assert speed >= 0.999 * max(one for _, one in fixed)
+
+
+def test_goodput_is_the_base_alone_where_drafts_are_never_right():
+    arrivals = poisson(3.0, 200, prompt_tokens=20, new_tokens=30)
+    never = [0.0] * 3
+    served = system(linear(0.02, 1e-3), 8, rates=never)
+    goodput = simulate(served, arrivals, drawn(never))
+    alone = simulate(served, arrivals, drawn(never), 0)
+    assert [one.finished for one in goodput.served] == [one.finished for one in alone.served]
+    assert {one.depth for one in goodput.steps} == {0}
+
+
+def test_goodput_learns_that_a_request_is_easier_than_was_measured():
+    arrivals = [Arrival(0.0, 5, 300)]
+    # a level takes a tenth of the time of the base: a rate of 0.3 pays for one, and 1 for all
+    served = system(linear(0.02), rates=[0.3, 0.3, 0.3])
+    depths = [one.depth for one in simulate(served, arrivals, recorded([[3]])).steps]
+    assert depths[0] == 1
+    assert depths[-5] == 3
+
+
+def test_the_same_seed_gives_the_same_and_another_one_another():
+    def times(seed: int) -> list[float]:
+        return [one.seconds for one in poisson(2.0, 50, prompt_tokens=1, new_tokens=1, seed=seed)]
+
+    assert times(1) == times(1)
+    assert times(1) != times(2)
+
+
+def test_arrivals_come_at_the_rate_of_each_part():
+    arrivals = poisson(10.0, 60_000, prompt_tokens=1, new_tokens=1, parts=(0.0, 1.0, 3.0), seed=4)
+    times = np.array([one.seconds for one in arrivals])
+    part = 60_000 / 10 / 4
+    counts = [int(((times >= k * part) & (times < (k + 1) * part)).sum()) for k in range(3)]
+    assert counts[0] == 0
+    assert counts[1] == pytest.approx(15_000, rel=0.03)
+    assert counts[2] == pytest.approx(45_000, rel=0.03)
+    assert (np.diff(times) >= 0).all()
+
+
+def test_recorded_files_are_read_and_what_is_wrong_in_them_is_told(tmp_path: Path):
+    file = tmp_path / "load.jsonl"
+    late, early = {"seconds": 2, "prompt_tokens": 3, "new_tokens": 4}, {"seconds": 0.5}
+    file.write_text("\n".join(map(json.dumps, [late, late | early])))
+    assert read_arrivals(file) == [Arrival(0.5, 3, 4), Arrival(2.0, 3, 4)]
+    file.write_text(json.dumps(early))
+    with pytest.raises(ValueError, match=r"line 1 of .* must say seconds, prompt_tokens and"):
+        read_arrivals(file)
+    file.write_text(json.dumps(late | {"new_tokens": 0}))
+    with pytest.raises(ValueError, match="prompt and new tokens of at least 1"):
+        read_arrivals(file)
+    file.write_text('{"accepted": [1, 0]}\n{"accepted": [2]}\n')
+    assert read_accepted(file) == [[1, 0], [2]]
+    file.write_text('{"accepted": [1.5]}')
+    with pytest.raises(ValueError, match="a list of whole numbers"):
+        read_accepted(file)
+
+
+@pytest.mark.parametrize(
+    ("rate", "parts"), [(0.0, (1.0,)), (1.0, ()), (1.0, (0.0,)), (1.0, (-1.0, 2.0))]
+)
+def test_loads_without_arrivals_are_refused(rate, parts):
+    with pytest.raises(ValueError, match="a load needs a rate above 0"):
+        poisson(rate, 10, prompt_tokens=1, new_tokens=1, parts=parts)
+
+
+def test_a_depth_that_nothing_is_known_of_is_refused():
+    with pytest.raises(ValueError, match="a depth that there are nodes for"):
+        simulate(system(linear(1.0)), [Arrival(0.0, 1, 1)], drawn(RATES), 5)
+
+
+def test_figures_of_a_load_add_up_and_are_shown():
+    arrivals = poisson(1.0, 300, prompt_tokens=10, new_tokens=11)
+    row = summarise("1", "none", simulate(system(linear(0.01), 4), arrivals, drawn(RATES), 0))
+    assert row.latency.mean >= 0.1
+    assert row.latency.p50 <= row.latency.p90 <= row.latency.p99
+    assert row.first_token.mean < row.latency.mean
+    # eleven tokens each, of which the first comes with the prompt and the others take 10 ms
+    span = arrivals[-1].seconds - arrivals[0].seconds
+    assert row.tokens_per_second == pytest.approx(300 * 11 / span, rel=0.01)
+    assert row.busy == pytest.approx(300 * 0.1 / span / row.mean_batch, rel=0.01)
+    load = Load(
+        times="computed for an abacus",
+        computed=True,
+        acceptance="made up",
+        rates=RATES,
+        max_batch=4,
+        seed=0,
+        rows=[row],
+    )
+    assert draw(load).startswith(b"\x89PNG")
+    assert "computed for an abacus" in table(load).title
+
+
+# --- machines that one does not have -------------------------------------------------------------
+
+A100 = Machine(bandwidth=2.0e12, flops=312e12)
+LLAMA = Size(parameters=8 * 10**9, weight_bytes=16 * 10**9, position_bytes=131072)
+
+TINY = Size(parameters=1_100_000_000, weight_bytes=2_200_000_000, position_bytes=22528)
+
+
+def streaming(window: float = 512.0) -> ComputedCost:
+    """Return Llama-3.1-8B that drafts for itself over a window."""
+    return ComputedCost(machine=A100, base=LLAMA, draft=LLAMA, window=window)
+
+
+def ratio(cost: ComputedCost, batch: int, context: int, depth: int = 3) -> float:
+    """Return a draft's and verification's time over the base's alone."""
+    alone = cost.seconds(batch, context, 1, 0)
+    return cost.seconds(batch, context, depth + 1, depth) / alone
+
+
+def test_a_forward_takes_what_memory_or_arithmetic_takes():
+    cost = streaming()
+    assert cost.forward(LLAMA, 1, 0) == pytest.approx(16e9 / 2e12)
+    assert cost.forward(LLAMA, 1, 1e6) == pytest.approx((16e9 + 131072e6) / 2e12)
+    assert cost.forward(LLAMA, 10_000, 0) == pytest.approx(16e9 * 10_000 / 312e12)
+
+
+def test_a_window_as_long_as_the_text_drafts_at_the_cost_of_the_base():
+    cost = streaming(math.inf)
+    alone = cost.seconds(4, 1000, 1, 0)
+    assert cost.seconds(4, 1000, 3, 2) == pytest.approx(3 * alone)
+    assert streaming(1000.0).seconds(4, 1000, 3, 2) == cost.seconds(4, 1000, 3, 2)
+
+
+def test_speculation_over_a_window_gains_from_a_batch_in_long_texts_and_loses_in_short_ones():
+    cost = streaming()
+    long, short = ([ratio(cost, batch, at) for batch in (32, 64, 128)] for at in (32_000, 100))
+    assert long[0] > long[1] > long[2]
+    assert short[0] <= short[1] <= short[2]
+
+
+def test_verification_of_long_texts_costs_as_much_as_the_base_alone():
+    cost = ComputedCost(machine=A100, base=LLAMA, draft=LLAMA, window=0.0)
+    base = cost.seconds(64, 100_000, 1, 0)
+    assert cost.forward(LLAMA, 64 * 4, 64 * 100_000) / base == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("draft", [LLAMA, TINY], ids=["itself", "a small model"])
+def test_the_text_from_which_on_speculation_pays_moves_one_way_with_the_batch(draft):
+    # who drafts with all weights needs keys to outweigh them, of which a batch has more; a small
+    # model's drafts pay at once for few, and for many only once verification waits for keys
+    cost = ComputedCost(machine=A100, base=LLAMA, draft=draft, window=512.0)
+    tokens = 1 + 0.8 + 0.8**2 + 0.8**3
+
+    def first(batch: int) -> int:
+        return next(at for at in range(0, 400_000, 50) if ratio(cost, batch, at) < tokens)
+
+    found = [first(batch) for batch in (1, 4, 16, 64, 128, 256, 1024)]
+    assert found == sorted(found, reverse=draft is LLAMA)
+    assert found[0] != found[-1]
