@@ -6,7 +6,7 @@ See docs/feature_cache.md.
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -15,12 +15,13 @@ from torch import Tensor
 
 from specheads.base.model import FrozenBase
 from specheads.config import FeatureCache as Settings
-from specheads.config import Phase, Train
+from specheads.config import Train
 from specheads.core.errors import InputError
 from specheads.core.features import Features
 from specheads.core.files import write_atomic
 from specheads.core.paths import writable_folder
 from specheads.data.packing import TokenBatch
+from specheads.training.schedule import row_tokens
 
 GIB = 2**30
 
@@ -108,9 +109,7 @@ def feature_cache(
             f"a feature cache keeps what a frozen base says, and phase {joint[0]!r} trains the "
             "base; set feature_cache.gib=0"
         )
-    rows = [(phase.steps * phase.batch_size, _length(phase)) for phase in phases.values()]
-    rows.append((settings.validation.rows, rows[0][1]))
-    size = _bytes(rows, base, len(aux_layers))
+    size = cache_bytes(settings, base, len(aux_layers))
     folder = writable_folder(wanted.folder)
     if size > wanted.gib * GIB:
         raise InputError(
@@ -129,12 +128,10 @@ def feature_cache(
     return cache
 
 
-def _length(phase: Phase) -> int:
-    distill = phase.distill
-    return phase.sequence_length or (distill.prompt_tokens + distill.new_tokens if distill else 0)
-
-
-def _bytes(rows: Iterable[tuple[int, int]], base: FrozenBase, num_aux: int) -> int:
-    """Return what the features of so many rows of such lengths take."""
+def cache_bytes(settings: Train, base: FrozenBase, num_aux: int) -> int:
+    """Return what the features of all rows of a run take."""
+    phases = settings.schedule.phases.values()
+    rows = [(phase.steps * phase.batch_size, row_tokens(phase)) for phase in phases]
+    rows.append((settings.validation.rows, rows[0][1]))
     positions = sum(count * length for count, length in rows)
     return positions * base.width * (1 + num_aux) * base.dtype.itemsize

@@ -1,0 +1,160 @@
+"""The largest batch that fits: `schedule.phases.NAME.batch_size=auto`."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+
+from specheads.base.model import FrozenBase
+from specheads.config import Train
+from specheads.config.ranges import AUTO
+from specheads.core.device_memory import available_bytes, held_bytes
+from specheads.core.errors import InputError
+from specheads.runs.directory import RunDirectory
+from specheads.runs.settings import read_settings
+from specheads.training.plan.trial import REST, Trial, Tried, agreed
+from specheads.training.processes import load_base
+from specheads.training.schedule import PlacedPhase, placed
+
+MARGIN = {"cpu": 0.15, "cuda": 0.25}
+"""Share of the memory that is left alone: what the estimate may be wrong by, and fragments."""
+
+MOST_ROWS = 4096
+"""Sequences of one process, at most."""
+
+PATIENCE = 30.0
+"""Seconds of a step beyond which no larger one is tried."""
+
+
+@dataclass(slots=True)
+class Climb:
+    """Steps of more and more rows."""
+
+    tried: dict[int, Tried] = field(default_factory=dict)
+    """By the rows of one process, fewest first."""
+
+    def needed(self, rows: int) -> int:
+        """Return the bytes of a step, extended linearly beyond the largest that was tried."""
+        if rows in self.tried:
+            return self.tried[rows].total
+        (few, least), (many, most) = [(1, None), *self.tried.items()][-2:]
+        slope = (_tensors(most) - _tensors(least)) / (many - few) if least else _tensors(most)
+        return most.total + int(slope * (rows - many))
+
+
+def _tensors(tried: Tried) -> int:
+    # what a C library keeps has no slope to speak of
+    return tried.total - tried.memory.get(REST, 0)
+
+
+def climb(trial: Trial, phase: PlacedPhase, room: int, most: int, *, timed: bool) -> Climb:
+    """Try a phase's step with more and more rows: so many at most, and as long as it fits.
+
+    The last step is `timed` if it has them all.
+    """
+    found, least = Climb(), phase.settings.accumulation_steps
+    rows = min(least, most)
+    while rows:
+        try:
+            found.tried[rows] = trial.step(phase, rows, timed=timed and rows == most)
+        except torch.OutOfMemoryError:
+            break
+        # a line takes two points
+        bound = 2 * rows if len(found.tried) < 2 else min(4 * rows, largest(found.needed, room))
+        more = int(-agreed(-float(min(bound, most))))
+        if more <= rows + rows // 16 or found.tried[rows].seconds > PATIENCE:
+            break
+        rows = more
+    return found
+
+
+def settle_batches(
+    settings: Train,
+    accelerator: Accelerator,
+    tell: Callable[[str], object],
+    base: FrozenBase | None = None,
+) -> FrozenBase | None:
+    """Replace every `auto` by a number: that of the run that goes on, or the largest that fits.
+
+    Returns the base, if one was given or had to be loaded.
+
+    Raises:
+        ValueError: Not even one sequence fits.
+    """
+    if not (names := unsettled(settings)):
+        return base
+    sizes = _before(settings, names)
+    if not sizes:
+        base = base or load_base(settings.base, accelerator)
+        trial = Trial(settings, base, accelerator, held_bytes(torch.device("cpu")))
+        try:
+            sizes = {name: _largest(trial, name) for name in names}
+        finally:
+            trial.leave()
+    for name, size in sizes.items():
+        settings.schedule.phases[name].batch_size = size
+        if accelerator.is_main_process:
+            tell(f"phase {name!r}: batch_size=auto is {size}")
+    return base
+
+
+def unsettled(settings: Train) -> list[str]:
+    """Return the names of the phases whose batch is yet to be found."""
+    return [name for name, one in settings.schedule.phases.items() if one.batch_size == AUTO]
+
+
+def _before(settings: Train, names: list[str]) -> dict[str, int]:
+    """Return the sizes with which a run began."""
+    file = RunDirectory(Path(settings.run_dir)).config
+    if not file.is_file():
+        return {}
+    phases = read_settings(file).get("schedule", {}).get("phases", {})
+    found = {name: phases.get(name, {}).get("batch_size") for name in names}
+    return found if all(type(size) is int for size in found.values()) else {}
+
+
+def _largest(trial: Trial, name: str) -> int:
+    """Return the largest batch of a phase, over all processes."""
+    device = trial.base.device
+    phase = next(one for one in placed(trial.settings.schedule) if one.name == name)
+    room = int((1 - MARGIN[memory_kind(device)]) * room_of(device))
+    least = phase.settings.accumulation_steps
+    found = climb(trial, phase, room, MOST_ROWS, timed=False)
+    # of several processes the one with the least room decides for all
+    rows = int(-agreed(-float(largest(found.needed, room, least)))) if found.tried else 0
+    if not rows:
+        raise InputError(
+            f"phase {name!r} must fit {room / 2**30:.3g} GiB, and {least} sequences do not; raise "
+            "accumulation_steps, or shorten sequence_length"
+        )
+    return rows * trial.accelerator.num_processes
+
+
+def memory_kind(device: torch.device) -> str:
+    """Return whose kind of memory a device has: what is no CPU has an allocator like CUDA's."""
+    return "cpu" if device.type == "cpu" else "cuda"
+
+
+def room_of(device: torch.device) -> int:
+    """Return the bytes that this process may hold of a device, those that it holds included."""
+    sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if device.type == "cpu" else 1
+    # what torch holds of a GPU and nobody uses counts as free there already
+    held = held_bytes(device) if device.type == "cpu" else torch.cuda.memory_allocated(device)
+    return available_bytes(device) // sharing + held
+
+
+def largest(needed: Callable[[int], int], room: int, least: int = 1) -> int:
+    """Return the most rows whose need is no more than the room; zero where the least is."""
+    if needed(least) > room:
+        return 0
+    fits, too_many = least, 2 * least
+    while too_many <= MOST_ROWS and needed(too_many) <= room:
+        fits, too_many = too_many, 2 * too_many
+    # within a sixteenth: the estimate is no better than that
+    while too_many - fits > max(1, fits // 16):
+        middle = (fits + too_many) // 2
+        fits, too_many = (middle, too_many) if needed(middle) <= room else (fits, middle)
+    return min(fits, MOST_ROWS)

@@ -1,0 +1,115 @@
+"""The bytes that torch asks for during a step, by who asked: on a real device, or on none."""
+
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+KEYS = "keys and values"
+WHO = (
+    ("specheads/training/losses/", "loss"),
+    ("specheads/heads/", "activations of the head"),
+    ("specheads/base/cache", KEYS),
+    ("specheads/base/", "activations of the base"),
+    ("specheads/decoding/", "decoding"),
+    ("torch/optim/", "optimizer's own work"),
+    ("specheads/training/muon", "optimizer's own work"),
+)
+"""Parts, by the files that ask for memory: the first of these that is being run decides."""
+
+OTHERS = "backward and others"
+
+
+class Ledger(TorchDispatchMode):
+    """Keeps account, while it is entered, of the storages that are made and not gone.
+
+    On the meta device, where tensors have shapes and no content, what depends on content is given
+    `rows` for what a mask selects, and ones for values.
+    """
+
+    def __init__(self, rows: int = 0) -> None:
+        super().__init__()
+        self.rows = rows
+        self._held: dict[int, _Held] = {}
+        self._now = self._most = 0
+        self._at_most: list[_Held] = []
+
+    def belongs(self, tensor: Tensor, part: str) -> None:
+        """Say whose a tensor is, also in the account of the peak."""
+        if held := self._held.get(_key(tensor)):
+            held.part = part
+
+    @property
+    def peak(self) -> dict[str, int]:
+        """Bytes of each part when all were the most."""
+        found: Counter[str] = Counter()
+        for held in self._at_most:
+            found[held.part] += held.bytes
+        return dict(found)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operation; note what is new in what it returns."""
+        del types
+        given = _stored((args, kwargs))
+        is_meta = bool(given) and given[0].is_meta
+        if is_meta and func is torch.ops.aten.nonzero.default:
+            rows = min(self.rows, given[0].numel())
+            out = torch.empty((rows, given[0].ndim), dtype=torch.long, device="meta")
+        elif is_meta and func is torch.ops.aten._local_scalar_dense.default:
+            return 1.0 if given[0].is_floating_point() else 1
+        else:
+            out = func(*args, **(kwargs or {}))
+        # views, and what is worked on in place, share a storage with what was given
+        known = {_key(one) for one in given}
+        for one in _stored(out):
+            if (key := _key(one)) not in known and key not in self._held:
+                self._note(one)
+        return out
+
+    def _note(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        for key in [key for key, held in self._held.items() if held.storage.expired()]:
+            self._now -= self._held.pop(key).bytes
+        held = _Held(StorageWeakRef(storage), storage.nbytes(), _who(sys._getframe(2)))
+        self._held[_key(tensor)] = held
+        self._now += held.bytes
+        if self._now > self._most:
+            self._most, self._at_most = self._now, list(self._held.values())
+
+
+@dataclass(slots=True)
+class _Held:
+    """A storage that is alive, or was at the peak."""
+
+    storage: StorageWeakRef
+    bytes: int
+    part: str
+
+
+def _stored(values: Any) -> list[Tensor]:
+    """Return the tensors among some values; those of other libraries have no storage of torch's."""
+    tensors = [one for one in tree_leaves(values) if isinstance(one, Tensor)]
+    return [one for one in tensors if torch._C._has_storage(one)]
+
+
+def _key(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _who(frame: FrameType | None) -> str:
+    """Return whose code is being run."""
+    found = len(WHO)
+    while frame is not None:
+        name = frame.f_code.co_filename.replace("\\", "/")
+        found = next((at for at, (file, _) in enumerate(WHO[:found]) if file in name), found)
+        frame = frame.f_back
+    return WHO[found][1] if found < len(WHO) else OTHERS
