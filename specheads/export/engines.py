@@ -45,8 +45,8 @@ def objection(head: Head, base: FrozenBase, layout: Layout | None) -> str:
     for item in dataclasses.fields(head.config):
         value, allowed = getattr(head.config, item.name), layout.settings.get(item.name, ())
         named = item.name in layout.settings
-        listed = item.default_factory is not dataclasses.MISSING
-        default = item.default_factory() if listed else item.default
+        made = item.default_factory
+        default = item.default if made is dataclasses.MISSING else made()
         if not (allowed is None or value in allowed or (not named and value == default)):
             return f"it cannot hold {item.name}={value!r}"
     return layout.objection(head, base) if layout.objection else ""

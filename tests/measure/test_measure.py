@@ -47,9 +47,9 @@ class Habit(Head):
         self.habits = _habits()
 
     def states(
-        self, features: Features, tokens: Tensor, scored: Tensor | None = None
+        self, features: Features, tokens: Tensor, anchors: Tensor | None = None
     ) -> Iterator[Tensor]:
-        del scored
+        del anchors
         for level in range(self.depth):
             read = tokens.roll(-1 - level, dims=1)
             yield self.habits[read] + features.hidden @ self.shade[level].T

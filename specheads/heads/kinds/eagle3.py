@@ -206,7 +206,8 @@ class Head(EmbeddingHead):
         return self.logits(normed, branch.paths[0].shape[4]), branch
 
     def _layers(self) -> list[FeedbackLayer]:
-        return [self.midlayer, *self.layers.values()]
+        others = self.layers.values()
+        return [self.midlayer, *(layer for layer in others if isinstance(layer, FeedbackLayer))]
 
     def _embed(self, tokens: Tensor) -> Tensor:
         """Return embeddings, in the precision of the weights."""
@@ -225,11 +226,11 @@ class Head(EmbeddingHead):
             raise InputError(
                 "eagle3 reads aux_layers, got none; read the base with aux_layers=head.aux_layers"
             )
-        aux = aux if self.input_norm is None else self.input_norm(aux)
+        normed = aux if self.input_norm is None else self.input_norm(aux)
         if self.fc_norm:
-            parts = zip(self.fc_norm, aux.chunk(len(self.fc_norm), dim=-1), strict=True)
-            aux = torch.cat([norm(part) for norm, part in parts], dim=-1)
-        return self.fc(aux)
+            parts = zip(self.fc_norm, normed.chunk(len(self.fc_norm), dim=-1), strict=True)
+            normed = torch.cat([norm(part) for norm, part in parts], dim=-1)
+        return self.fc(normed)
 
 
 def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | None:

@@ -71,8 +71,9 @@ class FeedbackLayer(nn.Module):
 
     def forward(self, hidden: Tensor, inputs: Tensor, *attended: Any) -> Tensor:
         """Return the stream after this layer; `attended` is what `Attention` takes."""
-        normed = self.hidden_norm is not None and self.norm_before_residual
-        stream = self.hidden_norm(hidden) if normed else hidden
+        stream = hidden
+        if self.hidden_norm is not None and self.norm_before_residual:
+            stream = self.hidden_norm(hidden)
         stream = stream + self.self_attn(inputs, *attended)
         return stream + self.mlp(self.post_attention_layernorm(stream))
 
