@@ -170,9 +170,8 @@ class BlockHead(EmbeddingHead):
         fused = self._fuse(features)
         own = len(self._slots)
         visible = block_mask(features.visible().expand(len(tokens), -1, -1)[rows, at], own)
-        stream = self._masked(tokens.roll(-1, 1)[rows, at])
+        stream = self._masked(tokens.roll(-1, 1)[rows, at]).flatten(1, 2)
         positions = (places[rows, at][..., None] + 1 + self._slots).flatten(1)
-        stream = stream.flatten(1, 2)
         for layer, attention in zip(self.layers, self._attentions, strict=True):
             past = attention.keys_values(fused, places)
             stream = layer(stream, positions, past, visible)
@@ -201,8 +200,7 @@ class BlockHead(EmbeddingHead):
         visible = nn.functional.pad(visible, (0, stream.shape[1]), value=True)
         for layer, past in zip(self.layers, held.chunk(len(self.layers), dim=2), strict=True):
             stream = layer(stream, positions, past, visible)
-        hidden = self.norm(stream)[:, -self.depth :]
-        return self._answer(hidden, 0, committed.root())
+        return self._answer(self.norm(stream)[:, -self.depth :], 0, committed.root())
 
     @torch.no_grad()
     def extend(
