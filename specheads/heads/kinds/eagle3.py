@@ -4,9 +4,9 @@ Source: Li et al. 2025, arXiv:2503.01840; SafeAILab/EAGLE, vllm-project/speculat
 arXiv:2602.01469.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -135,8 +135,7 @@ class Head(EmbeddingHead):
         self.norm = RMSNorm(width, epsilon)
         self.lm_head = nn.Linear(width, self.drafted_size, bias=False)
         self.embed_tokens = nn.Embedding(vocab_size, width) if config.own_embedding else None
-        mask = nn.Parameter(torch.randn(num_aux * width)) if config.parallel else None
-        self.register_parameter("mask_hidden", mask)
+        self.mask_hidden = nn.Parameter(torch.randn(num_aux * width)) if config.parallel else None
 
     def choose_aux_layers(self, num_layers: int) -> None:
         """Take the published layers, or three spread out where those would be the same."""
@@ -206,7 +205,7 @@ class Head(EmbeddingHead):
         return self.logits(normed, branch.paths[0].shape[4]), branch
 
     def _layers(self) -> list[FeedbackLayer]:
-        return [self.midlayer, *self.layers.values()]
+        return [self.midlayer, *cast(Iterable[FeedbackLayer], self.layers.values())]
 
     def _embed(self, tokens: Tensor) -> Tensor:
         """Return embeddings, in the precision of the weights."""
@@ -225,11 +224,11 @@ class Head(EmbeddingHead):
             raise InputError(
                 "eagle3 reads aux_layers, got none; read the base with aux_layers=head.aux_layers"
             )
-        aux = aux if self.input_norm is None else self.input_norm(aux)
+        normed = aux if self.input_norm is None else self.input_norm(aux)
         if self.fc_norm:
-            parts = zip(self.fc_norm, aux.chunk(len(self.fc_norm), dim=-1), strict=True)
-            aux = torch.cat([norm(part) for norm, part in parts], dim=-1)
-        return self.fc(aux)
+            parts = zip(self.fc_norm, normed.chunk(len(self.fc_norm), dim=-1), strict=True)
+            normed = torch.cat([norm(part) for norm, part in parts], dim=-1)
+        return self.fc(normed)
 
 
 def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | None:
