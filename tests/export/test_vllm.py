@@ -72,6 +72,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
 }
 NATIVE = ("eagle3", "eagle3.1", "p_eagle")
+STEPS = {"eagle3": 60, "eagle3.1": 60, "p_eagle": 150}
+"""How long heads that learn slowly are trained."""
 QUIET = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
@@ -130,7 +132,7 @@ def head(kind: str) -> Head:
         torch.nn.init.normal_(made.get_parameter("prefix.self_attn.o_proj.weight"), std=0.5)
     optimizer = torch.optim.AdamW(made.parameters(), lr=2e-3)
     features = base().read(tokens, made.aux_layers)
-    for _ in range(60 if kind in NATIVE else 15):
+    for _ in range(STEPS.get(kind, 15)):
         losses = [
             F.cross_entropy(
                 made.logits(state[:, : -2 - level], level).flatten(0, 1),

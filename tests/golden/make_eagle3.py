@@ -9,6 +9,8 @@ All is computed in float64: where the originals ask for float32 in norms and sof
 float64. Their rotary angles stay in float32, as ours do.
 """
 
+# pyright: reportMissingImports=false
+
 import json
 import sys
 from collections.abc import Iterator

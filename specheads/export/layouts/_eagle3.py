@@ -12,7 +12,6 @@ from specheads.core.drafter import Head
 from specheads.export.layout import Settings, all_of
 from specheads.heads.kinds.eagle3 import Head as Eagle3
 
-PARALLEL = "PeagleLlamaForCausalLM"
 IDS = "eagle_aux_hidden_state_layer_ids"
 NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 """Settings that engines have by the same names."""
@@ -92,7 +91,7 @@ def config(head: Head, base: FrozenBase) -> dict[str, Any]:
     if min(head.aux_layers) > 0:
         nested[IDS] = [layer - 1 for layer in head.aux_layers]
     return {
-        "architectures": [PARALLEL if settings.parallel else "LlamaForCausalLMEagle3"],
+        "architectures": ["LlamaForCausalLMEagle3"],
         **layer(head, base),
         "draft_vocab_size": head.drafted_size,
         "target_hidden_size": head.width,

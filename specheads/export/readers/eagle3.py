@@ -20,15 +20,13 @@ from specheads.export.readers import require as need
 from specheads.export.readers.llama import Layer
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
-PARALLEL = "PeagleLlamaForCausalLM"
 IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 def vllm(folder: Path, base: BaseView, depth: int) -> Iterator[Guess]:
     """Id k is the stream after k layers; ids at the top level come before eagle_config's."""
     config = read_config(folder)
-    architecture = PARALLEL if "mask_token_id" in config else ARCHITECTURE
-    need(config, architectures=[architecture], target_hidden_size=base.hidden.shape[1])
+    need(config, architectures=[ARCHITECTURE], target_hidden_size=base.hidden.shape[1])
     num_layers = len(base.streams) - 1
     ids = config.get(IDS) or config.get("eagle_config", {}).get(IDS)
     ids = ids or (2, num_layers // 2, num_layers - 3)

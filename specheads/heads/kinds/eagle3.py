@@ -4,9 +4,9 @@ Source: Li et al. 2025, arXiv:2503.01840; SafeAILab/EAGLE, vllm-project/speculat
 arXiv:2602.01469.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -135,8 +135,7 @@ class Head(EmbeddingHead):
         self.norm = RMSNorm(width, epsilon)
         self.lm_head = nn.Linear(width, self.drafted_size, bias=False)
         self.embed_tokens = nn.Embedding(vocab_size, width) if config.own_embedding else None
-        mask = nn.Parameter(torch.randn(num_aux * width)) if config.parallel else None
-        self.register_parameter("mask_hidden", mask)
+        self.mask_hidden = nn.Parameter(torch.randn(num_aux * width)) if config.parallel else None
 
     def choose_aux_layers(self, num_layers: int) -> None:
         """Take the published layers, or three spread out where those would be the same."""
@@ -206,8 +205,7 @@ class Head(EmbeddingHead):
         return self.logits(normed, branch.paths[0].shape[4]), branch
 
     def _layers(self) -> list[FeedbackLayer]:
-        others = self.layers.values()
-        return [self.midlayer, *(layer for layer in others if isinstance(layer, FeedbackLayer))]
+        return [self.midlayer, *cast(Iterable[FeedbackLayer], self.layers.values())]
 
     def _embed(self, tokens: Tensor) -> Tensor:
         """Return embeddings, in the precision of the weights."""

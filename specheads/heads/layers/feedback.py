@@ -71,9 +71,8 @@ class FeedbackLayer(nn.Module):
 
     def forward(self, hidden: Tensor, inputs: Tensor, *attended: Any) -> Tensor:
         """Return the stream after this layer; `attended` is what `Attention` takes."""
-        stream = hidden
-        if self.hidden_norm is not None and self.norm_before_residual:
-            stream = self.hidden_norm(hidden)
+        norm = self.hidden_norm if self.norm_before_residual else None
+        stream = hidden if norm is None else norm(hidden)
         stream = stream + self.self_attn(inputs, *attended)
         return stream + self.mlp(self.post_attention_layernorm(stream))
 
