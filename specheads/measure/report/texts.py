@@ -39,7 +39,8 @@ def texts(results: Results) -> Section | None:
     body = together(
         note(
             "The first prompts' texts, in grey what was given. Each token shows how it came: "
-            "drafted, the deeper the darker and the thicker its bar, copied, or the base's own."
+            "drafted, the deeper the stronger its colour and the thicker its bar, copied, or the "
+            "base's own."
         ),
         _legend(counts),
         element("p", HINT, class_="hint note", hidden=True),
