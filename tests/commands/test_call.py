@@ -97,7 +97,7 @@ def test_what_goes_well_says_nothing(raising: Called):
     assert raising(None) == (0, "")
 
 
-@pytest.mark.parametrize("command", ["train", "evaluate", "compare", "chat", "export", "push"])
+@pytest.mark.parametrize("command", sorted(_help._compose.SCHEMAS))
 def test_help_shows_every_setting_with_type_default_and_a_line_each(command: str, capsys: Any):
     call(command, ["--help"])
     shown = capsys.readouterr().out

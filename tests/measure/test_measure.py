@@ -432,7 +432,7 @@ def test_proposed_trees_are_those_the_text_follows_furthest():
 def test_step_times_are_measured_for_every_policy_on_real_steps():
     tried = [policies.NOTHING, policies.chain(2), TREE]
     seconds = trees.time_steps(
-        tiny.base(), Habit(), tiny.prompts(), tried, how=How(max_new_tokens=30), num_steps=8
+        tiny.base(), Habit(), tiny.prompts(), tried, how=How(max_new_tokens=30), rounds=3
     )
     assert len(seconds) == 3
     assert min(seconds) > 0

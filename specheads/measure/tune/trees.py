@@ -1,21 +1,14 @@
 """Pick the tree by measurement: what each shape would give, against what a step of it costs."""
 
-import statistics
-import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, takewhile
 
-import torch
 from torch import Tensor
 
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
-from specheads.decoding import loop
-from specheads.decoding.acceptance import rules
 from specheads.decoding.acceptance.sampling import each_prompt
 from specheads.decoding.trees import policies
 from specheads.measure.counts import DepthCounts
@@ -23,10 +16,9 @@ from specheads.measure.how import How
 from specheads.measure.offline import guess_ranks, replay
 from specheads.measure.online import write_alone
 from specheads.measure.results import Candidate
+from specheads.measure.tune.acceptance import WIDTH, followed
+from specheads.measure.tune.cost import time_ways
 from specheads.runs.progress import bar
-
-WIDTH = 8
-"""Guesses a node may have as children."""
 
 Timer = Callable[[Sequence[policies.TreePolicy]], list[float]]
 """Seconds of one decode step with each policy, in order."""
@@ -113,13 +105,10 @@ def propose(ranks: list[Tensor], depth: int, sizes: Sequence[int]) -> list[polic
     chains = [policies.chain(length) for length in range(1, depth + 1)]
     known = {tree.paths for tree in chains}
     trees = []
-    # a path is never more frequent than its beginning, so the most frequent paths are a tree,
-    # and no other tree of that size is followed further on this text
-    followed: Counter[tuple[int, ...]] = Counter()
-    for row in torch.cat(ranks).tolist():
-        guessed = takewhile(lambda rank: 0 <= rank < WIDTH, row)
-        followed.update(accumulate((rank,) for rank in guessed))
-    ordered = sorted(followed, key=lambda path: (-followed[path], len(path), path))
+    # the most frequent paths are a tree, since none is more frequent than its beginning, and no
+    # other tree of that size is followed further on this text
+    counts = followed(ranks)
+    ordered = sorted(counts, key=lambda path: (-counts[path], len(path), path))
     for size in sizes:
         tree = policies.Static(ordered[: size - 1], name="static")
         if ordered and tree.paths not in known:
@@ -128,7 +117,6 @@ def propose(ranks: list[Tensor], depth: int, sizes: Sequence[int]) -> list[polic
     return chains + trees
 
 
-@torch.inference_mode()
 def time_steps(
     base: FrozenBase,
     head: Head,
@@ -136,33 +124,11 @@ def time_steps(
     trees: Sequence[policies.TreePolicy],
     *,
     how: How,
-    num_steps: int = 36,
+    rounds: int = 12,
 ) -> list[float]:
-    """Return the median seconds of a real decode step with each tree.
+    """Return the seconds of a real decode step with each tree: see `time_ways`.
 
-    Trees take turns step by step, so what else the machine does slows them alike, and all
-    of them continue the same prompts, round and round until `num_steps` of each tree are timed.
-    `policies.NOTHING` steps with the base alone.
+    All continue the first prompt. `policies.NOTHING` steps with the base alone.
     """
-    deepest = max(tree.depth for tree in trees)
-    # the first step after a prompt is not timed: it reads the whole prompt's features
-    each = max(how.max_new_tokens // (deepest + 1), 2) - 1
-    rounds = [prompts[turn % len(prompts)] for turn in range(-(-num_steps // each))]
-    seconds: list[list[float]] = [[] for _ in trees]
-    start = partial(loop.start, sampling=[how.sampling], coupled=how.coupled)
-    for prompt in bar(rounds, "step times", how.progress):
-        capacity = len(prompt) + (each + 1) * (deepest + 1) + max(tree.num_nodes for tree in trees)
-        runs = [
-            (tree, drafter, start(base, drafter, [prompt], capacity)[0])
-            for tree in trees
-            for drafter in [head if tree.depth else None]
-        ]
-        for turn in range(each + 1):
-            for place, (tree, drafter, state) in enumerate(runs):
-                loop.synchronise(base.device)
-                began = time.perf_counter()
-                loop.step(base, drafter, tree, rules.match, state)
-                loop.synchronise(base.device)
-                if turn > 0:
-                    seconds[place].append(time.perf_counter() - began)
-    return [statistics.median(times) for times in seconds]
+    ways = [(head if tree.depth else None, tree) for tree in trees]
+    return [one.seconds for one in time_ways(base, ways, prompts[:1], how=how, rounds=rounds)]

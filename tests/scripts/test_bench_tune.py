@@ -1,0 +1,51 @@
+"""The bench of tuned trees: what they are held against, and how seconds are compared."""
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from specheads.measure.speed import Timing
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("bench_tune", ROOT / "scripts" / "bench_tune.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def timing(step: float, steps: int, new_tokens: int, forwards: int) -> Timing:
+    return Timing(
+        seconds=9.0,
+        step_seconds=step * steps,
+        num_steps=steps,
+        new_tokens=new_tokens,
+        forwards=forwards,
+    )
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+def test_every_hand_written_tree_that_the_head_can_draft_is_held_against(
+    script: ModuleType, depth: int
+):
+    found = script.hand_written(SimpleNamespace(depth=depth))
+    written = {file.stem for file in (ROOT / "configs" / "tree").glob("*.yaml")}
+    assert {*found} == written - {"tuned"}
+    assert all(0 < policy.depth <= depth for policy in found.values())
+
+
+def test_decode_seconds_are_those_of_the_same_tokens(script: ModuleType):
+    # the second prompt was answered in one step, which tells no step's time
+    alone = [[timing(1.0, 10, 12, 11)] * 3, [timing(1.0, 0, 2, 1)]]
+    drafted = [[timing(1.5, 5, 12, 6)] * 3, [timing(1.5, 3, 9, 4)]]
+    assert script._seconds(alone, drafted) == [[11.0], [9.0]]
+    longer = [[timing(1.5, 11, 23, 12)], [timing(1.5, 3, 9, 4)]]
+    assert script._seconds(alone, longer) == [[11.0], [9.0]]
+    assert script._tokens(drafted) == pytest.approx((11 + 8) / (6 + 4))
