@@ -1,7 +1,8 @@
 """What a step of decoding takes, by what it works on.
 
 Source: Liu et al. 2024, arXiv:2406.14066 (SmartSpec), section 4: a forward takes a fixed time,
-one for each token of its batch, and one for each position that its rows attend to.
+one for each token of its batch, and one for each position that its rows attend to. `several` and
+`power` are ours, zero and one in theirs: see docs/tuning.md.
 """
 
 from dataclasses import dataclass
@@ -21,9 +22,17 @@ class ForwardCost:
     context: float
     """For each committed position that its rows attend to, over all rows."""
 
+    several: float = 0.0
+    """Where it works on more than one token: a processor multiplies matrices with one vector in
+    another way than with two."""
+
+    power: float = 1.0
+    """Exponent of the number of tokens; below one where many cost less each than few."""
+
     def seconds(self, tokens: int | float, context: int | float) -> float:
         """Return what a forward over so many tokens and positions takes."""
-        return self.fixed + self.token * tokens + self.context * context
+        jump = self.several if tokens > 1 else 0.0
+        return self.fixed + jump + self.token * tokens**self.power + self.context * context
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
