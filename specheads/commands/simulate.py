@@ -16,5 +16,5 @@ def run(settings: Simulate, overrides: Sequence[str]) -> None:
     console = Console()
     console.print(table(load))
     if load.computed:
-        console.print(f"times are computed for {load.times}: no machine took them", markup=False)
+        console.print(f"times are {load.times}: no machine took them", markup=False)
     console.print(f"load: {command.folder(settings) / 'load.json'}", soft_wrap=True, markup=False)

@@ -42,15 +42,11 @@ class Drafter(ABC):
     """Columns of its logits. Zero is not known."""
     aux_layers: tuple[int, ...] = ()
     """Base layers whose residual stream it reads: k is the stream after k layers."""
-
     most_unread: int = 32
     """Committed positions that steps without a draft may leave it to read at once."""
 
     def memory(self, batch: int, capacity: int) -> Memory | None:
-        """Return what persists between decode steps for `batch` rows of at most `capacity`.
-
-        None says that nothing does.
-        """
+        """Return what persists between steps for rows of at most `capacity`; None is nothing."""
         del batch, capacity
         return None
 

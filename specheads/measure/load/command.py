@@ -129,7 +129,8 @@ def write(where: Path, load: results.Load) -> None:
     write_atomic(where / "load.json", dumps(load))
 
 
-def _measured(settings: Simulate) -> Measured:
+def measured(settings: Simulate) -> Measured:
+    """Return what `specheads tune` measured of the head."""
     file = head_folder(settings) / "tuned.json"
     if not file.is_file():
         raise InputError(
@@ -144,12 +145,12 @@ def _acceptance(settings: Simulate) -> tuple[list[float], list[list[int]]]:
     if settings.accepted:
         texts = accepted.read_accepted(settings.accepted)
         return accepted.rates_of(texts, max(map(max, texts))), texts
-    return list(settings.acceptance) or _measured(settings).acceptance.per_depth, []
+    return list(settings.acceptance) or measured(settings).acceptance.per_depth, []
 
 
 def _system(settings: Simulate, base: Sizes | None, rates: list[float]) -> System:
     if settings.hardware.name == MEASURED:
-        cost = _measured(settings).cost
+        cost = measured(settings).cost
         prefill: Callable[[int], float] = partial(cost.verify.seconds, context=0.0)
     else:
         cost = _computed(settings.hardware, base or Sizes(), len(rates))

@@ -91,23 +91,21 @@ def summarise(load: str, draft: str, found: Simulation) -> LoadRow:
 
 def table(load: Load) -> Fitted:
     """Return the rows as a table for the console."""
-    columns = (
-        *("requests/s", "draft", "mean s", "p50", "p90", "p99", "first token, mean s", "p99"),
-        *("tokens/s", "batch", "depth"),
-    )
+    columns = "load", "draft", "mean", "p50", "p90", "p99", "first token", "tokens/s", "depth"
     lines = [
         (
             row.load,
             row.draft,
             *(f"{one:.3g}" for one in (row.latency.mean, row.latency.p50, row.latency.p90)),
-            *(f"{one:.3g}" for one in (row.latency.p99, row.first_token.mean, row.first_token.p99)),
+            *(f"{one:.3g}" for one in (row.latency.p99, row.first_token.mean)),
             f"{row.tokens_per_second:.4g}",
-            f"{row.mean_batch:.1f}",
             f"{row.mean_depth:.2f}",
         )
         for row in load.rows
     ]
-    return Fitted(f"latency by load, simulated; times {load.times}", lines, columns)
+    return Fitted(
+        f"seconds of requests by load (requests/s), simulated; times {load.times}", lines, columns
+    )
 
 
 def draw(load: Load) -> bytes:

@@ -1,0 +1,103 @@
+"""`specheads simulate`: loads from what was measured, and for machines that nobody has here."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import specheads
+from specheads.commands._call import call
+from specheads.measure.load.results import Load
+from specheads.measure.store import read
+
+TUNED = {
+    "cost": {
+        "verify": {"fixed": 0.01, "token": 0.001, "context": 1e-7},
+        "draft": {"fixed": 0.001, "token": 0.0001, "context": 0.0},
+    },
+    "acceptance": {"per_depth": [0.8, 0.7]},
+}
+SMALL = ["num_requests=60", "new_tokens=12"]
+LLAMA = ["hardware.parameters=8e9", "hardware.draft_parameters=1e9", "acceptance=[0.8,0.7]"]
+
+
+@pytest.fixture
+def head(tmp_path: Path) -> Path:
+    """Return a head's folder, as far as a simulation reads it."""
+    folder = tmp_path / "head"
+    folder.mkdir()
+    (folder / "tuned.json").write_text(json.dumps(TUNED))
+    return folder
+
+
+def test_loads_are_simulated_shown_and_written(head: Path, capsys: Any):
+    call("simulate", [f"head={head}", "rates=[1,20]", "depths=[0,2]", *SMALL])
+    shown = capsys.readouterr().out
+    assert "goodput" in shown
+    assert "measured" in shown
+    assert "computed" not in shown
+    load = read(Load, head / "load.json")
+    assert load is not None
+    assert [(row.load, row.draft) for row in load.rows] == [
+        (rate, draft) for rate in ("1", "20") for draft in ("none", "depth 2", "goodput")
+    ]
+    assert (head / "load.png").read_bytes().startswith(b"\x89PNG")
+    alone, _, goodput = load.rows[:3]
+    assert goodput.latency.mean < alone.latency.mean
+
+
+def test_python_gets_what_the_command_writes(head: Path, tmp_path: Path):
+    asked = [f"head={head}", *SMALL]
+    load = specheads.simulate(overrides=asked, out=tmp_path / "out")
+    assert read(Load, tmp_path / "out" / "load.json") == load
+    # from a quarter of what the base alone can serve to more than that
+    busy = [row.busy for row in load.rows if row.draft == "none"]
+    assert len(busy) == 5
+    assert busy == sorted(busy)
+    assert busy[0] < 0.7
+    assert busy[-1] > 0.9
+    assert specheads.simulate(overrides=asked, out=tmp_path / "again") == load
+
+
+def test_recorded_loads_and_acceptance_are_replayed(head: Path, tmp_path: Path):
+    arrivals, accepted = tmp_path / "load.jsonl", tmp_path / "accepted.jsonl"
+    arrivals.write_text('{"seconds": 0, "prompt_tokens": 4, "new_tokens": 7}')
+    accepted.write_text('{"accepted": [2]}')
+    named = [f"head={head}", f"arrivals={arrivals}", f"accepted={accepted}"]
+    load = specheads.simulate(overrides=named)
+    assert load.acceptance == "recorded"
+    assert load.rates == [1.0, 1.0]
+    by_draft = {row.draft: row for row in load.rows}
+    assert by_draft["none"].load == "load.jsonl"
+    assert by_draft["depth 2"].requests == 1
+    assert by_draft["depth 2"].latency.mean < by_draft["none"].latency.mean
+
+
+def test_computed_times_are_called_computed_wherever_they_are_shown(tmp_path: Path, capsys: Any):
+    call("simulate", ["hardware=h100", f"out={tmp_path}", *LLAMA, *SMALL])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "times computed for H100" in shown
+    assert "no machine took them" in shown
+    load = read(Load, tmp_path / "load.json")
+    assert load is not None
+    assert load.computed
+    assert load.times == "computed for H100"
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ([], "name whose requests to simulate"),
+        (["head=nowhere"], "run specheads tune first"),
+        (["head={head}", "depths=[3]"], "depths can be at most 2"),
+        (["head={head}", "arrivals=nowhere.jsonl"], "nowhere.jsonl"),
+        (["head={head}", "hardware=h100"], "computed times need a base and what drafts"),
+        (["head={head}", "acceptance=[1.5]"], "at most 1"),
+    ],
+)
+def test_a_mistake_is_one_line(asked: list[str], message: str, head: Path):
+    named = [one.format(head=head) for one in asked]
+    with pytest.raises(ValueError, match=message) as told:
+        specheads.simulate(overrides=named)
+    assert "\n" not in str(told.value)
