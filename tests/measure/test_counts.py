@@ -94,7 +94,7 @@ def test_conditional_rates_give_the_length_and_the_mean_rates_of_each_depth_do_n
 )
 def test_lengths_are_those_of_leviathans_table(rate, lengths):
     depths = (1, 2, 3, 4, 5, 7, 10, 16)
-    found = [acceptance_length(torch.full((depth,), rate).double()) for depth in depths]
+    found = [acceptance_length(torch.full((depth,), rate, dtype=torch.float64)) for depth in depths]
     assert found == pytest.approx(lengths, abs=1e-3)
 
 
@@ -114,8 +114,8 @@ def test_best_depths_and_their_speed_ups_are_leviathans(cost, best):
     )
     for rate, wanted in best.items():
         speedups = {
-            depth: acceptance_length(torch.full((depth,), rate).double())
-            / step.seconds(batch=1, context=0, nodes=depth + 1, depth=depth)
+            depth: acceptance_length(torch.full((depth,), rate, dtype=torch.float64))
+            / step.seconds(batch=1, context=0.0, nodes=depth + 1, depth=depth)
             for depth in range(1, 20)
         }
         depth = max(speedups, key=lambda depth: speedups[depth])
