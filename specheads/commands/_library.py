@@ -3,9 +3,9 @@
 All take overrides as the command line does, or typed settings and objects; none prints.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,6 +14,7 @@ from huggingface_hub.utils import logging as hub_logging
 from specheads import config
 from specheads.base.model import FrozenBase
 from specheads.commands import _compose
+from specheads.commands._compared import comparison_folder, first_run, load_compared
 from specheads.config import commands
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
@@ -25,9 +26,12 @@ from specheads.export.hub import card, upload
 from specheads.export.write import export_head, gate_texts
 from specheads.heads.load import load_head
 from specheads.measure import report
-from specheads.measure.compare import chosen, compare_head, write_comparison
+from specheads.measure.compare.arms import chosen
+from specheads.measure.compare.run import compare_heads
+from specheads.measure.compare.table import write_comparison
+from specheads.measure.comparison import Comparison
 from specheads.measure.evaluation import Asked, evaluate_head, evaluate_run
-from specheads.measure.results import Comparison, Results
+from specheads.measure.results import Results
 from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import read_metrics
 from specheads.training import run as training
@@ -131,29 +135,31 @@ def compare(
     settings: config.Compare | None = None,
     base: FrozenBase | None = None,
     head: Head | None = None,
+    heads: Mapping[str, Head] | None = None,
     prompts: Prompts = None,
     out: str | Path = "",
 ) -> Comparison:
-    """Hold the head of a run, or any head, against what needs no training.
+    """Hold heads of one base against each other and against what needs no training.
 
-    Arguments are those of `evaluate`, and `["drafters=[head,hybrid]"]` is an override; without a
-    run both base and head are needed. compare.json goes into the run's report, or into `out`.
+    Arguments are those of `evaluate`, and `["drafters=[head,hybrid]"]` is an override; `heads`
+    are several, by what they are to be called, and `["heads=[DIR,DIR]"]` the same in words. Without
+    a run both base and heads are needed. compare.json goes into the first run's report, or into
+    `out`.
     """
     settings, words = settings_for(config.Compare, settings, overrides, run=run, out=out)
     chosen(settings)
     _refuse_unwritable(settings.out)
-    asked: Asked = settings
-    folder = Path(settings.out) if settings.out else None
-    if settings.run:
-        made, asked = own(settings, words)
-        made.refuse_unfinished("compared")
-        base, folder = base or load_base(asked), folder or made.report
-        if made.adapter.is_dir():
-            base.merge(made.adapter)
-        head = load_head(made.head, base)
-    elif base is None or head is None:
-        raise InputError("name what to compare: run=DIR")
-    comparison = compare_head(base, head, settings, asked, _prompts(prompts, asked))
+    given, asked = heads or ({"head": head} if head else {}), settings
+    if not given:
+        folder = comparison_folder(settings)
+        if first := first_run(settings):
+            _, asked = own(replace(settings, run=first), words)
+        base, given = load_compared(settings, asked, base)
+    elif base is None:
+        raise InputError("name what to compare: run=DIR, or heads=[DIR,DIR]")
+    else:
+        folder = Path(settings.out) if settings.out else None
+    comparison = compare_heads(base, given, settings, asked, _prompts(prompts, asked))
     if folder:
         write_comparison(folder, comparison)
     return comparison
@@ -272,7 +278,7 @@ def own(settings: Any, overrides: Sequence[str]) -> tuple[RunDirectory, config.T
     return run, trained
 
 
-Loadable = config.Train | config.Evaluate | config.Tune | config.Export | config.Chat
+Loadable = Asked | config.Tune | config.Export | config.Chat
 """Settings that name a base."""
 
 

@@ -1,20 +1,20 @@
-"""Hold a head against what needs no training: lookup, a draft model, the base itself, a hybrid."""
+"""Hold heads against each other, what needs no training, and transformers' own generation."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich.console import Console
 
 from specheads.commands import _library
+from specheads.commands._compared import comparison_folder
 from specheads.config import Compare
-from specheads.measure.compare import table
-from specheads.runs.directory import RunDirectory
+from specheads.measure.compare.table import tables
 
 
 def run(settings: Compare, overrides: Sequence[str]) -> None:
-    """Compare the head of a run with the baselines."""
+    """Compare heads of one base with each other and with the baselines."""
     comparison = _library.compare(settings=settings, overrides=overrides)
     console = Console()
-    console.print(table(comparison.drafters))
-    folder = Path(settings.out) if settings.out else RunDirectory(Path(settings.run)).report
-    console.print(f"comparison: {folder / 'compare.json'}", soft_wrap=True, markup=False)
+    for table in tables(comparison):
+        console.print(table)
+    path = comparison_folder(settings) / "compare.json"
+    console.print(f"comparison: {path}", soft_wrap=True, markup=False)

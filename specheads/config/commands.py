@@ -26,7 +26,10 @@ from specheads.config.ranges import (
 )
 from specheads.config.schedule import FeatureCache, Schedule, Validation
 
-DRAFTERS = ("head", "prompt_lookup", "hybrid", "streaming", "draft_model")
+OF_TRANSFORMERS = ("transformers", "transformers_lookup", "transformers_assisted")
+DRAFTERS = ("head", "prompt_lookup", "hybrid", "streaming", "draft_model", *OF_TRANSFORMERS)
+OF_DRAFT_MODEL = ("draft_model", "transformers_assisted")
+"""Drafters that need one."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -128,9 +131,23 @@ class Compare:
     run: Place = ""
     """A finished run's directory."""
 
+    heads: list[Place] = field(default_factory=list)
+    """More heads of the same base, of any kinds and widths: finished runs, or folders or Hub ids
+    of heads. What is measured is as the first run among them has it."""
+
+    base: Base
+    """Base of heads without a run."""
+
     drafters: list[Annotated[str, one_of(*DRAFTERS)]] = field(default_factory=list)
-    """Which of head, prompt_lookup, hybrid, streaming and draft_model. Empty is all, draft_model
-    only where one is named."""
+    """Which of head, prompt_lookup, hybrid, streaming, draft_model, transformers (the base alone
+    in its own generate), transformers_lookup and transformers_assisted. Empty is all, draft_model
+    and transformers_assisted only where a draft model is named."""
+
+    temperatures: list[Temperature] = field(default_factory=list)
+    """Temperatures at which all of them are measured. Empty is evaluation.temperature."""
+
+    batch_sizes: list[Positive] = field(default_factory=list)
+    """Batches in which all of them are measured. Empty is evaluation.batch_size."""
 
     draft_model: Place = ""
     """Folder or Hub id of a smaller model that shares the base's vocabulary. Empty is none."""

@@ -92,13 +92,7 @@ def evaluate_head(
     if matched:
         found["offline"] = measure_offline(base, head, tokens, alone, how)
     if evaluation.mode != "offline":
-        categories = [prompt.category for prompt in prompts.prompts]
-        accepted = measure_online(base, head, tokens, alone, how, categories)
-        found |= {item.name: getattr(accepted, item.name) for item in fields(accepted)}
-        if matched:
-            found["replay"] = _replay(base, head, tokens, alone, how)
-            wide = lossless_in_float32(base, lambda other: (drafter_of(head, other), how), tokens)
-            found["lossless"] = replace(accepted.lossless, float32=wide)
+        found |= _online(base, head, prompts, alone, how, matched=matched)
         found["texts"] = decode_texts(base, head, prompts.prompts, how)
         if evaluation.temperature > 0:
             found["drafting"] = measure_drafting(base, head, tokens, alone, how)
@@ -204,7 +198,6 @@ def named_prompts(settings: Asked, base: FrozenBase) -> PromptSet:
 
 def subject(base: FrozenBase, head: Head, prompts: PromptSet) -> dict[str, Any]:
     """Return what was measured, on what and by what: nothing of where it lies on this machine."""
-    parameters = sum(parameter.numel() for parameter in head.parameters())
     known = BaseSummary(
         name=nearby(base.name),
         revision=base.revision,
@@ -221,11 +214,17 @@ def subject(base: FrozenBase, head: Head, prompts: PromptSet) -> dict[str, Any]:
         sources=len({prompt.source or place for place, prompt in enumerate(given)}),
     )
     return {
-        "head": HeadSummary(kind=head.kind, depth=head.depth, parameters=parameters),
+        "head": summary_of(head),
         "base": known,
         "prompts": continued,
         "provenance": provenance(),
     }
+
+
+def summary_of(head: Head) -> HeadSummary:
+    """Return which head it is."""
+    parameters = sum(parameter.numel() for parameter in head.parameters())
+    return HeadSummary(kind=head.kind, depth=head.depth, parameters=parameters)
 
 
 def told_by(kind: type, base: FrozenBase, *places: object) -> dict[str, Any]:
@@ -245,6 +244,29 @@ def draft_vocabulary(head: Head, run: RunDirectory | None) -> DraftVocabulary:
     known = read_json(run.provenance) if run is not None else {}
     counted = known.get("draft_vocabulary") or {"size": head.drafted_size, "coverage": None}
     return from_json(DraftVocabulary, counted, "provenance.json")
+
+
+def _online(
+    base: FrozenBase,
+    head: Head,
+    prompts: PromptSet,
+    alone: list[list[int]],
+    how: How,
+    *,
+    matched: bool,
+) -> dict[str, Any]:
+    """Return the sections that decoding gives; `matched` text is that of the base alone."""
+    tokens = [prompt.tokens for prompt in prompts.prompts]
+    categories = [prompt.category for prompt in prompts.prompts]
+    accepted = measure_online(base, head, tokens, alone, how, categories)
+    found = {item.name: getattr(accepted, item.name) for item in fields(accepted)}
+    if matched:
+        found["replay"] = _replay(base, head, tokens, alone, how)
+        wide = lossless_in_float32(
+            base, lambda other: {"head": (drafter_of(head, other), how)}, tokens, how
+        )
+        found["lossless"] = replace(accepted.lossless, float32=wide.get("head"))
+    return found
 
 
 def _replay(

@@ -8,18 +8,20 @@ number, off by a quarter either way, because the loop does not visit them evenly
 See docs/losslessness.md.
 """
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from specheads.base.model import FrozenBase
+from specheads.baselines import PromptLookup
+from specheads.baselines.prompt_lookup import continuation as lookup_continuation
 from specheads.core.drafter import Features, Head
 from specheads.core.errors import InputError
 from specheads.decoding.acceptance.sampling import GREEDY, Rows, Sampling, each_prompt
 from specheads.decoding.trees import policies
-from specheads.decoding.trees.coupling import with_noise
+from specheads.decoding.trees.coupling import over_vocabulary, with_noise
 from specheads.measure.counts import DepthCounts, conditional_acceptance, rate
 from specheads.measure.how import How
 from specheads.measure.results import Offline
@@ -127,21 +129,89 @@ def _ranks(
     return torch.where(best, 0, rank.clamp(min=1))
 
 
+@torch.inference_mode()
+def drawn_ranks(
+    base: FrozenBase, head: Head, prompt: list[int], continuation: list[int], sampling: Sampling
+) -> Int[Tensor, "drafted depth"]:
+    """Return 0 where rejection would keep the stored token as a draft of the head, and else 1.
+
+    The continuation was drawn from p, the base's distribution, and a draft is drawn from q, the
+    head's: given that the text says x, a draft was kept there with probability min(1, q(x) / p(x)).
+    One coin is tossed for each place and depth, so that `replay` of a chain has the distribution
+    of the real loop's counts, and not its very integers. Rows and columns are as in `guess_ranks`.
+
+    Source: min(p, q) = p min(1, q / p), of Leviathan et al. 2023, arXiv:2211.17192.
+    """
+    if len(continuation) < 2:
+        return torch.empty(0, head.depth, dtype=torch.long)
+    text = torch.tensor([prompt + continuation], device=base.device)
+    num_roots, first = len(continuation) - 1, len(prompt) - 1
+    features = base.read(text, head.aux_layers)
+    ranks = torch.full((num_roots, head.depth), -1)
+    coins = torch.Generator().manual_seed(sampling.seed)
+    for level, state in zip(range(num_roots), head.states(features, text), strict=False):
+        num_known = num_roots - level
+        before = torch.arange(first + 1 + level, text.shape[1] - 1, device=base.device)
+        each = text.expand(num_known, -1)
+        rows = Rows([sampling] * num_known, before, each, base.vocab_size)
+        logits = head.logits(state[0, first : first + num_known], level)[:, None]
+        paths, wanted = text[0, before][:, None, None], text[0, before + 1][:, None]
+        draft = rows.probs(over_vocabulary(head, logits, base.vocab_size), paths)[:, 0]
+        real = rows.probs(base.logits_of(features.hidden[0, before])[:, None], paths)[:, 0]
+        kept = draft.gather(1, wanted) / real.gather(1, wanted)
+        tossed = torch.rand(num_known, generator=coins, dtype=torch.float64)
+        ranks[:num_known, level] = (tossed >= kept[:, 0].double().cpu()).long()
+    return ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """What prompt lookup copies at each place that could be a root, held against the text."""
+
+    right: list[int]
+    """Leading tokens that are what the base went on to say."""
+    length: list[int]
+    """Tokens that are copied."""
+    size: int
+    """New nodes that a tree has for them."""
+
+
+def copied(lookup: PromptLookup, prompt: list[int], continuation: list[int], size: int) -> Copied:
+    """Return what a lookup copies at each place of a stored text: see `guess_ranks`."""
+    text = torch.tensor([prompt + continuation], device=lookup.device)
+    num_roots = max(len(continuation) - 1, 0)
+    rows = []
+    for root in range(len(prompt), len(prompt) + num_roots):
+        known, last = text[:, : root + 1], torch.tensor([root], device=text.device)
+        guessed = lookup_continuation(
+            known, last, lookup.depth, lookup.max_ngram, lookup.min_ngram
+        )[0].tolist()
+        wanted = text[0, root + 1 :].tolist()
+        pairs = zip(guessed, wanted, strict=False)
+        agreed = next((place for place, (a, b) in enumerate(pairs) if a != b), None)
+        most = min(len(guessed), len(wanted))
+        rows.append((most if agreed is None else agreed, sum(one >= 0 for one in guessed)))
+    return Copied([right for right, _ in rows], [length for _, length in rows], size)
+
+
 def replay(
-    ranks: Int[Tensor, "drafted depth"], tree: policies.Static, source: str = ""
+    ranks: Int[Tensor, "drafted depth"],
+    tree: policies.Static,
+    source: str = "",
+    copies: Copied | None = None,
 ) -> DepthCounts:
     """Walk one stored continuation as the loop would and return the loop's own integers.
 
     The first token comes from reading the prompt and is no forward. Where `room` tokens are
     left to say after the root, a forward gives at most that many, the last of them always the
     base's own, so at most `room - 1` drafts count as accepted: `measure.online` counts alike.
+    With `copies` the copied path is joined to the tree as `baselines.hybrid` does it.
 
     Equal to the last integer where the arithmetic is: reading a text at once and token by
     token round differently, so a tie between the two best guesses may fall the other way.
     """
-    paths = {(), *tree.paths}
-    inner = {path[:-1] for path in tree.paths}
-    counts = DepthCounts.zeros(tree.depth, source)
+    paths, inner = {(), *tree.paths}, {path[:-1] for path in tree.paths}
+    counts = DepthCounts.zeros(tree.depth + (copies.size if copies else 0), source)
     rows: list[list[int]] = ranks.tolist()
     anchor = 0
     while anchor < len(rows):
@@ -152,8 +222,16 @@ def replay(
             if longer not in paths:
                 break
             path = longer
-        counts.add(len(path), drafted_beyond=path in inner)
-        anchor += len(path) + 1
+        kept, beyond = len(path), path in inner
+        if copies is not None:
+            # the copied path shares what the tree has of it, and goes on for `size` nodes
+            reach = min(copies.length[anchor], kept + copies.size)
+            followed = min(copies.right[anchor], reach, room - 1)
+            if followed >= kept:
+                beyond = reach > followed or (followed == kept and beyond)
+                kept = followed
+        counts.add(kept, drafted_beyond=beyond)
+        anchor += kept + 1
     return counts
 
 

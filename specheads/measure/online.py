@@ -1,6 +1,6 @@
 """Online measurement: decode with the head, count what was accepted, compare with the base."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from specheads.base.model import FrozenBase
@@ -96,18 +96,23 @@ def measure_online(
 
 def lossless_in_float32(
     base: FrozenBase,
-    arm: Callable[[FrozenBase], tuple[Drafter, How]],
+    arms: Callable[[FrozenBase], Mapping[str, tuple[Drafter, How]]],
     prompts: list[list[int]],
-) -> Lossless | None:
+    how: How,
+) -> dict[str, Lossless]:
     """Return what `measure_online` says of the first few texts where a base computes in float32.
 
-    `arm` makes a drafter for a base, and says how to decode. None where the base has as many digits
-    already, or where there is no memory for a copy of it.
+    `arms` makes drafters for a base, and says how each decodes. None is left where the base has as
+    many digits already, or where there is no memory for a copy of it.
     """
     if (wide := in_float32(base)) is None:
-        return None
-    (drafter, how), few = arm(wide), prompts[:PROMPTS]
-    return measure_online(wide, drafter, few, write_alone(wide, few, how), how).lossless
+        return {}
+    few = prompts[:PROMPTS]
+    alone = write_alone(wide, few, how)
+    return {
+        name: measure_online(wide, drafter, few, alone, one).lossless
+        for name, (drafter, one) in arms(wide).items()
+    }
 
 
 def judge(

@@ -1,4 +1,4 @@
-"""What measurements amount to, as results.json and compare.json hold it: see docs/results.md.
+"""What measurements amount to, as results.json holds it: see docs/results.md.
 
 Fields with a default were added later, or were not measured; files of before lack them. A name
 that Python reserves has an underscore behind it here and none in the file (`with_`).
@@ -257,50 +257,9 @@ class Results:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CompareSettings:
-    """How drafters were compared."""
-
-    temperature: float
-    max_new_tokens: int
-    batch_size: int
-    draft_model: str
-    draft_depth: int
-    copied_tokens: int
-    max_ngram: int
-    sinks: int
-    window: int
-    dtype: str
-    device: str
-    seed: int
-    coupled: bool = False
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Acceptance:
     """What decoding tells without a clock: three sections of results.json."""
 
     online: Online
     lossless: Lossless
     degenerate: Degenerate
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DrafterRow(Acceptance):
-    """One drafter of a comparison."""
-
-    tree: str
-    num_nodes: int
-    speed: Speed
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Comparison:
-    """compare.json."""
-
-    schema: int = 1
-    head: HeadSummary
-    base: BaseSummary
-    prompts: PromptSummary
-    settings: CompareSettings
-    drafters: dict[str, DrafterRow]
-    provenance: Provenance

@@ -4,19 +4,23 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
 
 import torch
 
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Drafter
 from specheads.core.errors import InputError
+from specheads.decoding.acceptance.sampling import GREEDY
 from specheads.decoding.generate import generate
 from specheads.decoding.loop import synchronise
 from specheads.decoding.trees import policies
 from specheads.measure.counts import bootstrap_interval
 from specheads.measure.how import How
+from specheads.measure.online import Decoded, decode_prompts
+from specheads.measure.rates import Gain
 from specheads.measure.results import Speed
 from specheads.runs.progress import bar
 
@@ -66,9 +70,36 @@ def time_generate(
     )
 
 
+@runtime_checkable
+class Way(Protocol):
+    """One way of decoding that can be measured."""
+
+    @property
+    def tree(self) -> policies.TreePolicy:
+        """How its drafts grow."""
+        ...
+
+    @property
+    def batches(self) -> bool:
+        """Whether it decodes prompts together."""
+        ...
+
+    def decode(self, base: FrozenBase, prompts: list[list[int]], how: How) -> list[Decoded]:
+        """Decode every prompt and count its forwards."""
+        ...
+
+    def time(self, base: FrozenBase, prompts: list[list[int]], how: How) -> Timing:
+        """Decode prompts together once, by the clock."""
+        ...
+
+    def draft_seconds(self, base: FrozenBase, prompts: list[list[int]], how: How) -> float:
+        """Return the median time that a step spends drafting."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One way of drafting."""
+    """One way of drafting in our loop."""
 
     drafter: Drafter
     tree: policies.TreePolicy
@@ -76,6 +107,7 @@ class Arm:
     """What is kept of its trees; None is as all are told."""
     coupled: bool | None = None
     """Whether its drafts see the noise that the base draws with; None is as all are told."""
+    batches: bool = True
 
     def how(self, how: How) -> How:
         """Return how it decodes where all are told to decode like this."""
@@ -86,6 +118,32 @@ class Arm:
             coupled=how.coupled if self.coupled is None else self.coupled,
         )
 
+    def decode(self, base: FrozenBase, prompts: list[list[int]], how: How) -> list[Decoded]:
+        """Decode every prompt and count its forwards."""
+        return decode_prompts(base, self.drafter, prompts, self.how(how))
+
+    def time(self, base: FrozenBase, prompts: list[list[int]], how: How) -> Timing:
+        """Decode prompts together once, by the clock."""
+        return time_generate(base, self.drafter, prompts, self.how(how))
+
+    def draft_seconds(self, base: FrozenBase, prompts: list[list[int]], how: How) -> float:
+        """Return the median time that a step spends drafting, waiting for the device."""
+        how = self.how(how)
+        out = generate(
+            base,
+            self.drafter,
+            prompts,
+            max_new_tokens=how.max_new_tokens,
+            tree=how.tree,
+            sampling=how.sampling,
+            acceptance=how.acceptance,
+            coupled=how.coupled,
+            stop_at_eos=False,
+            timed=True,
+        )
+        times = [step.times for step in out.steps[0]]
+        return statistics.median([one.drafted - one.began for one in times] or [0.0])
+
 
 Timings = dict[str | None, list[list[Timing]]]
 """By arm, None being the base alone: every batch of prompts, every repetition of it."""
@@ -93,7 +151,7 @@ Timings = dict[str | None, list[list[Timing]]]
 
 def time_arms(
     base: FrozenBase,
-    arms: Mapping[str, Arm],
+    arms: Mapping[str, Way],
     prompts: list[list[int]],
     how: How,
     *,
@@ -116,7 +174,7 @@ def time_arms(
     def run(name: str | None, unit: list[list[int]]) -> Timing:
         if name is None:
             return time_generate(base, None, unit, how)
-        return time_generate(base, arms[name].drafter, unit, arms[name].how(how))
+        return arms[name].time(base, unit, how)
 
     for name in bar(names, "warming up", how.progress):
         run(name, units[0])
@@ -145,54 +203,67 @@ def measure_speed(
     `step_overhead` covers decode steps only, and `draft_milliseconds` is the median time that a
     step spends drafting, greedy and for a single row. Intervals are over batches.
     """
-    arms = {"drafted": Arm(drafter, how.tree or policies.chain(drafter.depth))}
-    timings = time_arms(base, arms, prompts, how, repetitions=repetitions)
-    single = generate(
-        base,
-        drafter,
-        prompts[:1],
-        max_new_tokens=how.max_new_tokens,
-        tree=how.tree,
-        stop_at_eos=False,
-        timed=True,
-    )
-    times = [step.times for step in single.steps[0]]
+    arm = Arm(drafter, how.tree or policies.chain(drafter.depth))
+    timings = time_arms(base, {"drafted": arm}, prompts, how, repetitions=repetitions)
+    seconds = arm.draft_seconds(base, prompts[:1], replace(how, sampling=GREEDY))
     return replace(
-        summarise(timings[None], timings["drafted"]),
-        draft_milliseconds=1e3 * statistics.median(one.drafted - one.began for one in times),
+        summarise(timings[None], timings["drafted"], unit_sources(prompts, how)),
+        draft_milliseconds=1e3 * seconds,
         repetitions=repetitions,
         peak_gib=peak_gib(base),
     )
 
 
-def summarise(alone: list[list[Timing]], drafted: list[list[Timing]]) -> Speed:
+def unit_sources(prompts: Sequence[object], how: How) -> Sequence[str]:
+    """Return what each batch was cut from; batches of several prompts stand for themselves."""
+    num_units = -(-len(prompts) // how.batch_size)
+    return how.sources_of(prompts) if how.batch_size == 1 else [""] * num_units
+
+
+def summarise(
+    alone: list[list[Timing]], drafted: list[list[Timing]], sources: Sequence[str] = ()
+) -> Speed:
     """Return rates, their ratio and its interval from timings of the same batches, both ways.
 
     Time is compared a token, because output may differ by a tie in rounding; where it does
     not, the speed-up is simply the ratio of the summed times.
     """
-    base_seconds, seconds = (
-        [statistics.median(timing.seconds for timing in arm) for arm in arms]
-        for arms in (alone, drafted)
-    )
+    base_seconds, seconds = _medians(alone), _medians(drafted)
     base_tokens, tokens = ([arm[0].new_tokens for arm in arms] for arms in (alone, drafted))
-    # what the drafted arm would have taken for the base's number of tokens
-    matched = [
-        taken * wanted / given
-        for taken, wanted, given in zip(seconds, base_tokens, tokens, strict=True)
-    ]
+    gain = paired_speed(drafted, alone, sources)
     base_step, step = _step_seconds(alone), _step_seconds(drafted)
     return Speed(
         base_tokens_per_second=sum(base_tokens) / sum(base_seconds),
         tokens_per_second=sum(tokens) / sum(seconds),
-        speedup=sum(base_seconds) / sum(matched),
-        interval=bootstrap_interval(base_seconds, matched),
+        speedup=gain.ratio,
+        interval=gain.interval,
         step_overhead=step / base_step,
         step_milliseconds=1e3 * step,
         base_step_milliseconds=1e3 * base_step,
         new_tokens=sum(tokens),
         forwards=sum(arm[0].forwards for arm in drafted),
     )
+
+
+def paired_speed(
+    ours: list[list[Timing]], theirs: list[list[Timing]], sources: Sequence[str] = ()
+) -> Gain:
+    """Return our tokens per second over theirs, on the same batches, and its interval.
+
+    Of a batch's repetitions the median counts.
+    """
+    seconds, our_seconds = _medians(theirs), _medians(ours)
+    # what we would have taken for their number of tokens
+    matched = [
+        taken * other[0].new_tokens / one[0].new_tokens
+        for taken, one, other in zip(our_seconds, ours, theirs, strict=True)
+    ]
+    interval = bootstrap_interval(seconds, matched, sources)
+    return Gain(ratio=sum(seconds) / sum(matched), interval=interval)
+
+
+def _medians(arm: list[list[Timing]]) -> list[float]:
+    return [statistics.median(timing.seconds for timing in timings) for timings in arm]
 
 
 def _step_seconds(arms: list[list[Timing]]) -> float:

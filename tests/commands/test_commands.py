@@ -398,8 +398,13 @@ def test_compare_holds_the_head_of_a_run_against_what_needs_no_training(
     written = {file.name for file in (run / "report").iterdir()} - before
     assert written == {"compare.json", "compare.png"}
     found = json.loads((run / "report" / "compare.json").read_text())
-    drafters = found["drafters"]
-    assert [*drafters] == ["head", "prompt_lookup", "hybrid", "streaming", "draft_model"]
+    (condition,) = found["conditions"]
+    drafters = condition["drafters"]
+    assert [*drafters] == [
+        "head", "prompt_lookup", "hybrid", "streaming", "draft_model",
+        "transformers", "transformers_lookup", "transformers_assisted",
+    ]  # fmt: skip
+    assert {*condition["ranking"]} == {*drafters}
     for name, row in drafters.items():
         assert name in told
         assert row["lossless"]["identical"] == row["lossless"]["compared"] == 2
@@ -448,12 +453,35 @@ def test_compare_above_temperature_zero_has_the_head_draft_in_three_ways(
         "temperature=1.0", "drafters=[head]", "evaluation.speed_prompts=1", "out=warmer",
     )  # fmt: skip
     found = json.loads((finished[0] / "warmer" / "compare.json").read_text())
-    rows = found["drafters"]
+    (condition,) = found["conditions"]
+    rows = condition["drafters"]
     assert list(rows) == ["head", "head_uncoupled", "head_rejection"]
     assert [row["tree"] for row in rows.values()] == ["chain", "chain", "sampled"]
     assert [row["lossless"]["compared"] for row in rows.values()] == [2, 2, 0]
-    assert (found["settings"]["temperature"], found["settings"]["coupled"]) == (1.0, True)
+    assert (condition["temperature"], found["settings"]["coupled"]) == (1.0, True)
     assert "head_rejection" in capsys.readouterr().out
+
+
+def test_compare_ranks_several_heads_at_several_temperatures_and_batches(
+    finished: tuple[Path, str], here: Callable[..., None], capsys: pytest.CaptureFixture[str]
+):
+    shutil.copytree(finished[0] / "runs" / "smoke" / "head", finished[0] / "other")
+    here(
+        "compare", "heads=[runs/smoke,other]", "tree=chain", "num_prompts=2", "max_new_tokens=8",
+        "drafters=[head]", "evaluation.speed_prompts=2", "evaluation.repeats=1", "out=several",
+        "temperatures=[0,1]", "batch_sizes=[1,2]",
+    )  # fmt: skip
+    found = json.loads((finished[0] / "several" / "compare.json").read_text())
+    assert [*found["heads"]] == ["smoke", "other"]
+    assert found["heads"]["smoke"] == found["heads"]["other"] == found["head"]
+    told = [(one["temperature"], one["batch_size"]) for one in found["conditions"]]
+    assert told == [(0, 1), (0, 2), (1, 1), (1, 2)]
+    for one in found["conditions"]:
+        rows = one["drafters"]
+        # the same weights draft the same
+        assert rows["smoke"]["online"] == rows["other"]["online"]
+        assert {*rows["smoke"]["over"]} == {*rows} - {"smoke"}
+    assert "tokens per second, row over column" in capsys.readouterr().out
 
 
 def test_compare_refuses_a_run_that_is_not_finished_and_a_stranger_as_the_draft_model(

@@ -9,13 +9,17 @@ import pytest
 from specheads.baselines import PromptLookup
 from specheads.baselines.hybrid import Hybrid, HybridTree, Lookup
 from specheads.commands._call import call
-from specheads.config import Compare, Data, Evaluation, Tree
+from specheads.config import Base, Compare, Data, Evaluation, Tree
+from specheads.decoding.acceptance.sampling import Sampling
 from specheads.decoding.generate import generate
 from specheads.decoding.trees import policies
 from specheads.measure import speed
-from specheads.measure.compare import chosen, compare_drafters, table, write_comparison
+from specheads.measure.compare.arms import chosen
+from specheads.measure.compare.rivals import Rival
+from specheads.measure.compare.run import compare_drafters, condition
+from specheads.measure.compare.table import against, table, tables, write_comparison
+from specheads.measure.comparison import CompareSettings, Comparison, DrafterRow
 from specheads.measure.how import How
-from specheads.measure.results import CompareSettings, Comparison, DrafterRow
 from specheads.measure.speed import Arm, time_arms
 from tests import results as tests_results
 from tests import tiny
@@ -40,15 +44,16 @@ def comparison(drafters: dict[str, DrafterRow]) -> Comparison:
     """Return what compare.json holds of some drafters."""
     bare = tests_results.bare()
     how = CompareSettings(
-        temperature=0.0, max_new_tokens=10, batch_size=3, draft_model="", draft_depth=4,
+        max_new_tokens=10, draft_model="", draft_depth=4,
         copied_tokens=10, max_ngram=3, sinks=4, window=60, dtype="float64", device="cpu", seed=0,
     )  # fmt: skip
     return Comparison(
         head=bare.head,
+        heads={"head": bare.head, "hybrid": bare.head},
         base=bare.base,
         prompts=bare.prompts,
         settings=how,
-        drafters=drafters,
+        conditions=[condition(drafters, 0.0, 3), condition(drafters, 1.0, 3)],
         provenance=bare.provenance,
     )
 
@@ -61,9 +66,13 @@ def test_every_drafter_gets_the_same_prompts_and_says_the_same(tmp_path: Path):
     # all are held against the same timings of the base alone
     assert len({row.speed.base_tokens_per_second for row in measured.values()}) == 1
     path = write_comparison(tmp_path / "report", comparison(measured))
-    assert json.loads(path.read_text())["drafters"]["hybrid"]["num_nodes"] == 7
+    assert json.loads(path.read_text())["conditions"][0]["drafters"]["hybrid"]["num_nodes"] == 7
     assert (path.parent / "compare.png").read_bytes()[:4] == b"\x89PNG"
-    assert len(table(measured).rows) == 3
+    shown = table(condition(measured, 0.0, 3))
+    assert [row[0] for row in shown.rows[:-1]] == sorted(
+        measured, key=lambda name: -measured[name].speed.tokens_per_second
+    )
+    assert shown.rows[-1][0] == "base alone"
 
 
 def test_each_repetition_begins_with_another_and_none_is_left_out(
@@ -85,13 +94,20 @@ def test_each_repetition_begins_with_another_and_none_is_left_out(
 
 def settings(**changes: Any) -> Compare:
     return Compare(
-        data=Data(source="python_stdlib"), tree=Tree(), evaluation=Evaluation(), **changes
+        base=Base(model="x"),
+        data=Data(source="python_stdlib"),
+        tree=Tree(),
+        evaluation=Evaluation(),
+        **changes,
     )
 
 
 def test_a_draft_model_is_compared_only_where_one_is_named():
-    assert chosen(settings()) == ["head", "prompt_lookup", "hybrid", "streaming"]
-    assert chosen(settings(draft_model="x"))[-1] == "draft_model"
+    assert chosen(settings()) == [
+        "head", "prompt_lookup", "hybrid", "streaming", "transformers", "transformers_lookup",
+    ]  # fmt: skip
+    more = {*chosen(settings(draft_model="x"))} - {*chosen(settings())}
+    assert more == {"draft_model", "transformers_assisted"}
     assert chosen(settings(drafters=["hybrid", "head"])) == ["hybrid", "head"]
 
 
@@ -102,6 +118,9 @@ def test_a_draft_model_is_compared_only_where_one_is_named():
         ([], "name what to compare: run=DIR"),
         (["run=x", "drafters=[head,oak]"], "each one of head, prompt_lookup"),
         (["run=x", "drafters=[draft_model]"], "draft_model=FOLDER_OR_HUB_ID"),
+        (["run=x", "drafters=[transformers_assisted]"], "draft_model=FOLDER_OR_HUB_ID"),
+        (["heads=[no/head,no/other]"], "need out=FOLDER"),
+        (["heads=[no/head,no/other]", "out=there"], "no/head"),
     ],
 )
 def test_a_mistake_gets_one_line(
@@ -114,3 +133,81 @@ def test_a_mistake_gets_one_line(
     assert left.value.code == 2, printed
     assert told in printed
     assert len(printed.strip().splitlines()) == 1
+
+
+def test_each_is_held_against_each_other_on_the_same_prompts():
+    measured = rows()
+    for name, row in measured.items():
+        assert {*row.over} == {*measured} - {name}
+        for other, gain in row.over.items():
+            assert gain.interval[0] <= gain.ratio <= gain.interval[1]
+            assert gain.ratio * measured[other].over[name].ratio == pytest.approx(1.0)
+            # all say the same tokens, so that rates and times tell the same
+            ratio = row.speed.tokens_per_second / measured[other].speed.tokens_per_second
+            assert gain.ratio == pytest.approx(ratio)
+    shown = against(condition(measured, 0.0, 3), ["head", "hybrid"])
+    assert shown.header == ("head", *(row[0] for row in shown.rows))
+    assert [row[place + 1] for place, row in enumerate(shown.rows)] == ["", ""]
+    told = [table.title for table in tables(comparison(measured))]
+    assert told[0] == "drafters at temperature 0, batch 3"
+    assert told[1::2] == ["tokens per second, row over column"] * 2
+
+
+def test_drafting_and_the_rest_of_a_step_are_told_apart():
+    for row in rows().values():
+        assert (row.speed.draft_milliseconds or 0) > 0
+        assert row.speed.repetitions == 1
+
+
+RIVALS = {
+    "transformers": Rival("transformers"),
+    "transformers_lookup": Rival("transformers_lookup", prompt_lookup_num_tokens=4),
+    "transformers_assisted": Rival(
+        "transformers_assisted", assistant_model=tiny.base("gpt2").model
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RIVALS)
+def test_transformers_own_generation_says_the_same_and_its_forwards_are_counted(name: str):
+    rival, base, how = RIVALS[name], tiny.base(), How(max_new_tokens=12, batch_size=2)
+    decoded = rival.decode(base, tiny.prompts(), how)
+    assert [one.tokens for one in decoded] == [text[:12] for text in tiny.continuations()]
+    for one in decoded:
+        # the first forward reads the prompt, and may give more than one token
+        assert one.counts.new_tokens <= 11
+        assert one.counts.forwards > 0
+        assert all(a <= b for a, b in zip(one.counts.accepted, one.counts.offered, strict=True))
+    if name == "transformers":
+        assert [one.counts.forwards for one in decoded] == [11] * 3
+    timed = rival.time(base, tiny.prompts(), how)
+    assert timed.new_tokens == 36
+    assert 0 < timed.step_seconds < timed.seconds
+
+
+def test_a_perfect_assistant_saves_forwards_and_is_called_one_by_one_in_a_batch():
+    base = tiny.base()
+    rival = Rival("transformers_assisted", assistant_model=tiny.base("llama", "eager").model)
+    measured = compare_drafters(
+        base,
+        {"transformers": RIVALS["transformers"], "transformers_assisted": rival},
+        tiny.prompts(),
+        generate(base, None, tiny.prompts(), max_new_tokens=16).tokens,
+        How(max_new_tokens=16, batch_size=3),
+        speed_prompts=3,
+        repetitions=1,
+    )
+    assisted = measured["transformers_assisted"]
+    assert assisted.online.tokens_per_forward > 1.5
+    assert measured["transformers"].online.tokens_per_forward == 1.0
+    assert (assisted.batches, measured["transformers"].batches) == (False, True)
+    assert [row.lossless.verdict for row in measured.values()] == ["identical"] * 2
+    names = [row[0] for row in table(condition(measured, 0.0, 3)).rows]
+    assert "transformers_assisted (cannot batch: one by one)" in names
+    # above temperature zero it draws other texts, which are not held against the base's
+    warm = How(max_new_tokens=8, sampling=Sampling(temperature=1.0, seed=2))
+    alone = generate(base, None, tiny.prompts(), max_new_tokens=8, sampling=warm.sampling).tokens
+    (drawn,) = compare_drafters(
+        base, {"transformers_assisted": rival}, tiny.prompts(), alone, warm, speed_prompts=1
+    ).values()
+    assert drawn.lossless.compared == 0

@@ -4,7 +4,15 @@ import pytest
 import torch
 
 from specheads.core.loops import loops
-from specheads.measure.counts import DepthCounts, acceptance_length, bootstrap_interval, paired_gain
+from specheads.decoding.cost import ForwardCost, StepCost
+from specheads.measure.counts import (
+    DepthCounts,
+    acceptance_length,
+    bootstrap_interval,
+    conditional_acceptance,
+    paired_gain,
+    tree_length,
+)
 from specheads.measure.results import Depth
 
 
@@ -75,6 +83,71 @@ def test_conditional_rates_give_the_length_and_the_mean_rates_of_each_depth_do_n
     assert acceptance_length(torch.tensor(rates)) == pytest.approx(counts.tokens_per_forward)
     assert counts.tokens_per_forward == pytest.approx(2.7601, abs=0.03)
     assert acceptance_length(right.double().mean(0)) == pytest.approx(2.3056, abs=0.03)
+
+
+@pytest.mark.parametrize(
+    ("rate", "lengths"),
+    [
+        (0.8, (1.8, 2.44, 2.952, 3.362, 3.689, 4.161, 4.571, 4.887)),
+        (0.7, (1.7, 2.19, 2.533, 2.773, 2.941, 3.141, 3.267, 3.326)),
+    ],
+)
+def test_lengths_are_those_of_leviathans_table(rate, lengths):
+    depths = (1, 2, 3, 4, 5, 7, 10, 16)
+    found = [acceptance_length(torch.full((depth,), rate, dtype=torch.float64)) for depth in depths]
+    assert found == pytest.approx(lengths, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("cost", "best"),
+    [
+        (0.05, {0.5: (3, 1.63), 0.7: (6, 2.35), 0.8: (8, 3.09), 0.9: (13, 4.67)}),
+        (0.1, {0.5: (2, 1.46), 0.7: (4, 1.98), 0.8: (6, 2.47), 0.9: (10, 3.43)}),
+        (0.2, {0.5: (1, 1.25), 0.7: (3, 1.58), 0.8: (4, 1.87), 0.9: (7, 2.37)}),
+    ],
+)
+def test_best_depths_and_their_speed_ups_are_leviathans(cost, best):
+    # a draft takes `cost` of a forward, whatever the forward reads
+    step = StepCost(
+        verify=ForwardCost(fixed=1.0, token=0.0, context=0.0),
+        draft=ForwardCost(fixed=cost, token=0.0, context=0.0),
+    )
+    for rate, wanted in best.items():
+        speedups = {
+            depth: acceptance_length(torch.full((depth,), rate, dtype=torch.float64))
+            / step.seconds(batch=1, context=0.0, nodes=depth + 1, depth=depth)
+            for depth in range(1, 20)
+        }
+        depth = max(speedups, key=lambda depth: speedups[depth])
+        assert (depth, round(speedups[depth], 2)) == wanted
+
+
+def test_prompts_of_one_source_are_drawn_together():
+    # four files of five prompts; prompts of a file are alike, so there are four facts and not 20
+    tokens = [value for value in (10, 14, 22, 30) for _ in range(5)]
+    files = [f"file {place // 5}" for place in range(20)]
+    each, together = (bootstrap_interval(tokens, [10] * 20, names) for names in ((), files))
+    assert together == bootstrap_interval([50, 70, 110, 150], [50] * 4)
+    assert together[1] - together[0] > 1.5 * (each[1] - each[0])
+    # prompts of no source are sources of their own
+    assert bootstrap_interval(tokens, [10] * 20, [""] * 20) == each
+
+
+def test_conditional_acceptance_has_an_interval_at_each_depth_that_was_reached():
+    counts = [DepthCounts(10, [10, 6, 0], [6, 3, 0]), DepthCounts(10, [10, 2, 0], [2, 1, 0])]
+    first, second = conditional_acceptance(counts)
+    assert (first.rate, second.rate) == (8 / 20, 4 / 8)
+    assert first.interval == (0.2, 0.6)
+    assert second.interval == (0.5, 0.5)
+
+
+def test_a_trees_length_sums_the_chances_of_its_paths():
+    rates = torch.tensor([[0.6, 0.2], [0.5, 0.1]], dtype=torch.float64)
+    assert tree_length(rates, [(0,)]) == pytest.approx(1.6)
+    assert tree_length(rates, [(0,), (1,), (0, 0), (1, 1)]) == pytest.approx(1 + 0.8 + 0.3 + 0.02)
+    assert tree_length(rates, []) == 1.0
+    chain = acceptance_length(rates[:, 0])
+    assert tree_length(rates, [(0,), (0, 0)]) == pytest.approx(chain)
 
 
 def test_a_rate_outside_the_unit_interval_is_refused_by_value():

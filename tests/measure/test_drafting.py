@@ -13,7 +13,7 @@ from specheads.decoding.acceptance.sampling import Sampling
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.sampled import Sampled
 from specheads.measure import evaluation
-from specheads.measure.compare import compare_drafters
+from specheads.measure.compare.run import compare_drafters
 from specheads.measure.drafting import measure_drafting, ways
 from specheads.measure.how import How
 from specheads.measure.online import decode_prompts, write_alone

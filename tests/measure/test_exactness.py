@@ -87,19 +87,18 @@ def test_a_text_that_ends_too_soon_is_wrong():
 
 def test_a_base_of_fewer_digits_is_held_to_itself_in_float32_too():
     coarse = tiny.base(dtype=torch.bfloat16)
-    asked = []
+    asked, how = [], How(max_new_tokens=12, tree=policies.chain(2))
 
     def arm(base: FrozenBase):
         asked.append(base.dtype)
-        return tiny.oracle(2), How(max_new_tokens=12, tree=policies.chain(2))
+        return {"oracle": (tiny.oracle(2), how)}
 
-    section = lossless_in_float32(coarse, arm, tiny.prompts())
-    assert section is not None
+    section = lossless_in_float32(coarse, arm, tiny.prompts(), how)["oracle"]
     assert (asked, section.dtype) == ([torch.float32], "float32")
     assert (section.verdict, section.identical) == ("identical", 3)
     assert coarse.dtype == torch.bfloat16
     assert in_float32(tiny.base(dtype=torch.float32)) is None
-    assert lossless_in_float32(tiny.base(), arm, tiny.prompts()) is None
+    assert lossless_in_float32(tiny.base(), arm, tiny.prompts(), how) == {}
 
 
 def test_in_bfloat16_drafted_text_parts_at_ties_only():

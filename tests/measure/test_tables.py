@@ -8,7 +8,8 @@ import pytest
 from rich.console import Console
 
 from specheads.measure import report
-from specheads.measure.compare import table
+from specheads.measure.compare.run import condition
+from specheads.measure.compare.table import table
 from specheads.measure.results import Results
 from specheads.measure.store import read
 from specheads.measure.tables import Fitted
@@ -53,9 +54,10 @@ def test_a_report_keeps_every_figure_whole_at_any_width(width: int):
 def test_a_comparison_keeps_every_figure_whole_at_any_width(width: int):
     from tests.measure.test_compare import rows
 
-    found = table(rows())
+    found = table(condition(rows(), 0.0, 3))
     text = printed(found, width)
-    assert figures(text) == figures(" ".join(cell for row in found.rows for cell in row))
+    cells = [cell for row in found.rows for cell in row]
+    assert figures(text) == figures(" ".join([found.title, *cells]))
     assert "\u2026" not in text
     assert all(len(line) <= width for line in text.splitlines())
 

@@ -1,0 +1,109 @@
+"""A comparison for people: tables on the console, and the files."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from specheads.core.paths import writable_folder
+from specheads.measure.comparison import Comparison, Condition, DrafterRow
+from specheads.measure.plots import draw_comparison
+from specheads.measure.rates import Interval
+from specheads.measure.store import dumps
+from specheads.measure.tables import Fitted
+from specheads.runs.directory import write_atomic
+
+COLUMNS = (
+    "drafter",
+    "tokens per second",
+    "speed-up",
+    "fastest over it",
+    "tokens per forward",
+    "without loops",
+    "draft + rest, ms",
+    "text of the base",
+)
+
+
+def tables(comparison: Comparison) -> Iterator[Fitted]:
+    """Yield a table for each condition, and of several heads each over each other."""
+    for condition in comparison.conditions:
+        yield table(condition)
+        if len(comparison.heads) > 1:
+            yield against(condition, [*comparison.heads])
+
+
+def table(condition: Condition) -> Fitted:
+    """Return the drafters of a condition, the fastest first, and the base alone."""
+    rows = {name: condition.drafters[name] for name in condition.ranking}
+    first, batch = condition.ranking[0], condition.batch_size
+    lines = [
+        (
+            # transformers drafts for one prompt at a time
+            name if row.batches or batch == 1 else f"{name} (cannot batch: one by one)",
+            f"{row.speed.tokens_per_second:.1f}",
+            _figure(row.speed.speedup, row.speed.interval),
+            _over(rows[first], name),
+            _figure(row.online.tokens_per_forward, row.online.interval),
+            _without_loops(row),
+            _step(row),
+            _text(row),
+        )
+        for name, row in rows.items()
+    ]
+    speed = rows[first].speed
+    step = f"0.00 + {speed.base_step_milliseconds:.2f}"
+    alone = f"{speed.base_tokens_per_second:.1f}"
+    lines.append(("base alone", alone, "1.00", "", "1.00", "", step, ""))
+    title = f"drafters at temperature {condition.temperature:g}, batch {batch}"
+    return Fitted(title, lines, COLUMNS)
+
+
+def against(condition: Condition, names: list[str]) -> Fitted:
+    """Return tokens per second of each head, down, over those of each other, across."""
+    heads = [name for name in condition.ranking if name in names]
+    lines = [
+        (
+            name,
+            *("" if other == name else _over(condition.drafters[name], other) for other in heads),
+        )
+        for name in heads
+    ]
+    return Fitted("tokens per second, row over column", lines, ("head", *heads))
+
+
+def _over(row: DrafterRow, other: str) -> str:
+    gain = row.over.get(other)
+    return _figure(gain.ratio, gain.interval) if gain else ""
+
+
+def _without_loops(row: DrafterRow) -> str:
+    rest = row.degenerate.without
+    return _figure(rest.tokens_per_forward, rest.interval) if rest else "none left"
+
+
+def _step(row: DrafterRow) -> str:
+    draft = row.speed.draft_milliseconds or 0.0
+    return f"{draft:.2f} + {max(row.speed.step_milliseconds - draft, 0):.2f}"
+
+
+def _text(row: DrafterRow) -> str:
+    held = row.lossless
+    if not held.compared:
+        return "other draws"
+    counts = f"{held.identical} of {held.compared}"
+    wide = held.float32
+    told = "" if held.verdict == "identical" else f", {held.verdict}"
+    return f"{counts}{told}" + (f"; float32: {wide.verdict}" if wide else "")
+
+
+def _figure(value: float, interval: Interval) -> str:
+    low, high = interval
+    return f"{value:.2f} [{low:.2f}, {high:.2f}]"
+
+
+def write_comparison(folder: Path, comparison: Comparison) -> Path:
+    """Write compare.json and compare.png; return the former, which appears last."""
+    folder = writable_folder(folder)
+    write_atomic(folder / "compare.png", draw_comparison(comparison.conditions))
+    path = folder / "compare.json"
+    write_atomic(path, dumps(comparison))
+    return path

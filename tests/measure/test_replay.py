@@ -1,0 +1,278 @@
+"""Replay is decoding: to the integer for what is copied too, in distribution for rejection."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+from specheads.baselines import PromptLookup
+from specheads.baselines.hybrid import Hybrid, HybridTree, Lookup
+from specheads.core.drafter import Drafter, Head
+from specheads.decoding.acceptance.sampling import Sampling, each_prompt
+from specheads.decoding.trees import policies
+from specheads.decoding.trees.sampled import Sampled
+from specheads.heads.load import kinds
+from specheads.measure.compare.run import compare_drafters
+from specheads.measure.counts import DepthCounts, paired_gain, tree_length
+from specheads.measure.how import How
+from specheads.measure.offline import copied, drawn_ranks, guess_ranks, measure_offline, replay
+from specheads.measure.online import decode_prompts, measure_online, write_alone
+from specheads.measure.speed import Arm
+from tests import tiny
+from tests.heads.block_parallel import build_for
+from tests.measure.test_measure import Habit
+
+DEPTH = 3
+CHAIN = policies.chain(DEPTH)
+TREE = policies.Static([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1)])
+SIZE = 4
+
+
+@functools.cache
+def head(name: str) -> Head:
+    """Return a head that is neither always right nor always wrong."""
+    if name == "habit":
+        return Habit(1.0, DEPTH)
+    torch.manual_seed(1)
+    made = build_for({"kind": name, "depth": DEPTH}, tiny.base()).double().eval()
+    for parameter in made.parameters():
+        parameter.data += 0.2 * torch.randn_like(parameter)
+    return made
+
+
+def prompts() -> list[list[int]]:
+    """Return prompts that say things twice, so that something is copied."""
+    return [prompt + text[:9] + prompt for prompt, text in zip(*said(), strict=True)]
+
+
+def said() -> tuple[list[list[int]], list[list[int]]]:
+    return tiny.prompts(), tiny.continuations()
+
+
+@functools.cache
+def alone() -> list[list[int]]:
+    return write_alone(tiny.base(), prompts(), How(max_new_tokens=30))
+
+
+def lookup(depth: int) -> PromptLookup:
+    return PromptLookup(tiny.VOCAB, depth)
+
+
+def decoded(drafter: Drafter, tree: policies.TreePolicy) -> list[DepthCounts]:
+    how = How(max_new_tokens=30, tree=tree, batch_size=3)
+    found = decode_prompts(tiny.base(), drafter, prompts(), how)
+    assert [one.tokens for one in found] == alone()
+    return [one.counts for one in found]
+
+
+def replayed(
+    ranks: list[torch.Tensor], tree: policies.Static, drafter: PromptLookup, size: int
+) -> list[DepthCounts]:
+    return [
+        replay(rows, tree, copies=copied(drafter, prompt, text, size))
+        for rows, prompt, text in zip(ranks, prompts(), alone(), strict=True)
+    ]
+
+
+@pytest.mark.parametrize("tree", [CHAIN, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("name", [*kinds(), "habit"])
+def test_replay_of_a_tree_and_of_a_hybrid_is_the_loops_own_integers(
+    name: str, tree: policies.Static
+):
+    drafter = head(name)
+    ranks = [
+        guess_ranks(tiny.base(), drafter, prompt, text, width=3)
+        for prompt, text in zip(prompts(), alone(), strict=True)
+    ]
+    plain = [replay(rows, tree) for rows in ranks]
+    assert plain == decoded(drafter, tree)
+    copying = lookup(SIZE + tree.depth)
+    found = replayed(ranks, tree, copying, SIZE)
+    for trim in (False, True):
+        assert found == decoded(Hybrid(drafter, copying), HybridTree(tree, SIZE, trim=trim))
+    if name == "habit":
+        both, one = (DepthCounts.total(some, len(some[0].offered)) for some in (found, plain))
+        assert both.tokens_per_forward > one.tokens_per_forward > 1
+
+
+def test_replay_of_prompt_lookup_is_the_loops_own_integers():
+    ranks = [torch.zeros(len(text) - 1, 0, dtype=torch.long) for text in alone()]
+    found = replayed(ranks, policies.NOTHING, lookup(SIZE), SIZE)
+    assert found == decoded(lookup(SIZE), Lookup(SIZE))
+    assert sum(sum(one.accepted) for one in found) > 0
+
+
+# --- rejection, in distribution ----------------------------------------------------------------
+
+
+def many_prompts(count: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randint(tiny.VOCAB, (count, 6), generator=generator).tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["habit", "mlp_speculator"])
+def test_replay_of_rejection_has_the_rate_of_the_real_loop_on_two_thousand_prompts(name: str):
+    base, texts = tiny.base(), many_prompts(2000)
+    drafter = Habit(0.2, DEPTH) if name == "habit" else head(name)
+    how = How(
+        max_new_tokens=10,
+        sampling=Sampling(temperature=1.0, seed=5),
+        batch_size=250,
+        coupled=False,
+        acceptance="rejection",
+        tree=Sampled((1,) * DEPTH),
+    )
+    written = write_alone(base, texts, how)
+    real = [one.counts for one in decode_prompts(base, drafter, texts, how)]
+    each = each_prompt(how.sampling, len(texts))
+    ranks = [drawn_ranks(base, drafter, *text) for text in zip(texts, written, each, strict=True)]
+    offline = [replay(rows, CHAIN) for rows in ranks]
+    gain = paired_gain(offline, real)
+    assert gain.interval[0] <= 1.0 <= gain.interval[1]
+    assert gain.interval[1] - gain.interval[0] < 0.05
+    total = DepthCounts.total(offline, DEPTH)
+    assert 0.05 < total.accepted[0] / total.offered[0] < 0.95
+    # drafts shifted by one are seen: those rates are others
+    shifted = [replay(rows.roll(1, dims=1), CHAIN) for rows in ranks]
+    wrong = paired_gain(shifted, real)
+    assert not wrong.interval[0] <= 1.0 <= wrong.interval[1] or name != "habit"
+
+
+@pytest.mark.slow
+def test_replay_of_drawn_text_is_the_loops_own_integers_on_two_thousand_prompts():
+    base, texts, drafter = tiny.base(), many_prompts(2000), Habit(1.0, DEPTH)
+    sampling = Sampling(temperature=1.0, seed=5)
+    how = How(max_new_tokens=10, sampling=sampling, batch_size=250, tree=TREE)
+    written = write_alone(base, texts, how)
+    section = measure_offline(base, drafter, texts, written, how)
+    real = DepthCounts.total([x.counts for x in decode_prompts(base, drafter, texts, how)], DEPTH)
+    assert (section.forwards, section.per_depth) == (real.forwards, real.per_depth())
+
+
+# --- a planted wrong drafter -------------------------------------------------------------------
+
+
+class Shifted(Habit):
+    """Drafts what it believes to come one token later: an index that is off by one."""
+
+    def __init__(self, *, online: bool = True, offline: bool = True) -> None:
+        super().__init__(0.0, DEPTH)
+        self.online, self.offline = online, offline
+        self.best = self.habits.argmax(-1)
+
+    def states(self, features: Any, tokens: Any, scored: Any = None):
+        del features, scored
+        for level in range(self.depth):
+            read = tokens.roll(-1 - level, dims=1)
+            yield self.habits[self.best[read] if self.offline else read]
+
+    def begin(self, committed, memory):
+        logits, state = super().begin(committed, memory)
+        root = committed.root()
+        return (self.habits[self.best[root]] if self.online else logits), state
+
+    def extend(self, state, tokens, parents):
+        logits, state = super().extend(state, tokens, parents)
+        return (self.habits[self.best[tokens]] if self.online else logits), state
+
+
+def measured(drafter: Head):
+    base, texts, how = tiny.base(), tiny.prompts(), How(max_new_tokens=30, tree=CHAIN)
+    written = write_alone(base, texts, how)
+    offline = measure_offline(base, drafter, texts, written, how)
+    return offline, measure_online(base, drafter, texts, written, how)
+
+
+def test_drafts_shifted_by_one_are_seen_offline_online_and_by_depth_and_change_no_text():
+    right, wrong = measured(Habit(0.0, DEPTH)), measured(Shifted())
+    for good, bad in ((right[0], wrong[0]), (right[1].online, wrong[1].online)):
+        assert bad.tokens_per_forward < 0.8 * good.tokens_per_forward
+        assert bad.conditional_acceptance[0].rate < 0.5 * good.conditional_acceptance[0].rate
+        assert bad.conditional_acceptance[0].interval[1] < good.conditional_acceptance[0].rate
+    assert wrong[0].top_k_accuracy[0][0] < 0.5 * right[0].top_k_accuracy[0][0]
+    assert wrong[1].online.tokens_per_forward_without_bonus < 0.3
+    # a bad drafter costs time and never a token
+    assert right[1].lossless.verdict == wrong[1].lossless.verdict == "identical"
+
+
+@pytest.mark.parametrize("where", ["online", "offline"])
+def test_drafts_shifted_on_one_side_only_are_seen_by_replay(where: str):
+    offline, online = measured(Shifted(online=where == "online", offline=where == "offline"))
+    assert offline.per_depth != online.online.per_depth
+    assert offline.forwards != online.online.forwards
+    offline, online = measured(Shifted())
+    assert (offline.forwards, offline.per_depth) == (
+        online.online.forwards, online.online.per_depth,
+    )  # fmt: skip
+
+
+def test_drafts_shifted_by_one_are_seen_beside_the_right_ones_in_a_comparison():
+    copying = lookup(SIZE + DEPTH)
+    arms = {
+        name: arm
+        for called, drafter in (("right", Habit(0.0, DEPTH)), ("wrong", Shifted()))
+        for name, arm in (
+            (called, Arm(drafter, CHAIN)),
+            (f"{called}_hybrid", Arm(Hybrid(drafter, copying), HybridTree(CHAIN, SIZE))),
+        )
+    }
+    how = How(max_new_tokens=30, batch_size=3)
+    rows = compare_drafters(
+        tiny.base(), arms, tiny.prompts(), write_alone(tiny.base(), tiny.prompts(), how), how,
+        speed_prompts=3, repetitions=1,
+    )  # fmt: skip
+    for name in ("", "_hybrid"):
+        right, wrong = rows[f"right{name}"], rows[f"wrong{name}"]
+        assert wrong.online.tokens_per_forward < right.online.tokens_per_forward
+        assert wrong.speed.forwards > right.speed.forwards
+        assert wrong.lossless.verdict == "identical"
+
+
+# --- figures that papers print -----------------------------------------------------------------
+
+MEDUSA = {
+    "7b": (
+        (0.5604, 0.6717, 0.7271, 0.7599, 0.7799), (0.3164, 0.4236, 0.4851, 0.5282, 0.5625),
+        (0.2010, 0.2879, 0.3475, 0.3834, 0.4169), (0.1474, 0.2250, 0.2737, 0.3109, 0.3397),
+        (0.1175, 0.1866, 0.2346, 0.2721, 0.2998),
+    ),
+    "13b": (
+        (0.594, 0.705, 0.758, 0.792, 0.816), (0.340, 0.440, 0.507, 0.546, 0.580),
+        (0.216, 0.309, 0.361, 0.403, 0.436), (0.150, 0.232, 0.288, 0.323, 0.354),
+        (0.122, 0.196, 0.243, 0.279, 0.307),
+    ),
+    "33b": (
+        (0.605, 0.716, 0.765, 0.798, 0.822), (0.356, 0.469, 0.529, 0.569, 0.596),
+        (0.225, 0.320, 0.379, 0.421, 0.446), (0.160, 0.249, 0.307, 0.348, 0.376),
+        (0.137, 0.207, 0.262, 0.298, 0.326),
+    ),
+}  # fmt: skip
+"""Share of right answers among the 1 to 5 best, head by head: FasterDecoding/Medusa's
+assets/medusa_acc.csv."""
+
+
+@pytest.mark.parametrize(
+    ("size", "nodes", "length"),
+    [
+        ("7b", 1, 1.560), ("7b", 2, 1.738), ("7b", 8, 2.070), ("7b", 63, 2.385), ("7b", 256, 2.454),
+        ("13b", 63, 2.481), ("33b", 63, 2.522),
+    ],
+)  # fmt: skip
+def test_medusas_trees_have_the_length_that_its_published_accuracies_give(size, nodes, length):
+    within = torch.tensor(MEDUSA[size], dtype=torch.float64)
+    rates = within.diff(dim=1, prepend=torch.zeros(5, 1, dtype=torch.float64))
+    level = {(): 1.0}
+    worth: dict[tuple[int, ...], float] = {}
+    for row in rates.tolist():
+        level = {
+            (*path, rank): value * chance
+            for path, value in level.items()
+            for rank, chance in enumerate(row)
+        }
+        worth |= level
+    best = sorted(worth, key=lambda path: (-worth[path], len(path)))[:nodes]
+    tree = policies.Static(best)
+    assert tree.num_nodes == nodes + 1
+    assert tree_length(rates, tree.paths) == pytest.approx(length, abs=1e-3)
