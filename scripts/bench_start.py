@@ -21,7 +21,6 @@ COMMANDS: dict[str, Sequence[str]] = {
     "train": ["train"],
     "train --help": ["train", "--help"],
     "train recipe=smoke seed=-1": ["train", "recipe=smoke", "seed=-1"],
-    "train recipe=smoke dry_run=true": ["train", "recipe=smoke", "dry_run=true"],
 }
 
 

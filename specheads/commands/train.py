@@ -1,23 +1,23 @@
 """Train a head through every phase of a recipe, then evaluate it."""
 
-import sys
 from collections.abc import Sequence
 
-from specheads.commands import _compose
 from specheads.config import Train
 
 
 def run(settings: Train, _: Sequence[str]) -> None:
     """Run the recipe; an unfinished run of the same name goes on where it stopped."""
     if settings.dry_run:
-        sys.stdout.write(_compose.as_yaml(settings))
+        from specheads.commands import _plan
+
+        _plan.show(settings)
         return
     if settings.preview:
         from specheads.commands import _preview
 
         _preview.show(settings)
         return
-    # late: what shows settings need not wait for torch
+    # late: settings that are refused need not wait for torch
     from accelerate import PartialState
     from rich.console import Console
 

@@ -62,7 +62,8 @@ class Train:
     """Whether evaluate follows."""
 
     dry_run: bool = False
-    """Print the resolved settings and stop."""
+    """Print the resolved settings and a plan of what they take: memory, tokens, disk, hours; then
+    stop."""
 
     preview: Count = 0
     """Documents shown with the tokens that the loss counts; then it stops. Zero trains."""

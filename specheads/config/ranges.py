@@ -101,5 +101,14 @@ Temperature = Annotated[
     float, Rule("0 or at least 0.001", lambda value: value == 0 or value >= 0.001), at_most(100)
 ]
 Name = Annotated[str, Rule("a name that a folder can have, without /", _is_name)]
+AUTO = "auto"
+Batch = Annotated[
+    Any,
+    Rule(
+        f"a whole number, at least 1, or {AUTO}",
+        lambda value: value == AUTO or (type(value) is int and 1 <= value <= MOST),
+    ),
+]
+"""A number to everybody who reads it: `auto` is replaced before anybody does."""
 Pair = Rule("2 of them", lambda value: len(value) == 2)
 Some = Rule("not empty", bool)

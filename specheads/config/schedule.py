@@ -5,6 +5,7 @@ from typing import Annotated
 
 from specheads.config.ranges import (
     MOST,
+    Batch,
     Below1,
     Count,
     Length,
@@ -147,9 +148,10 @@ class Phase:
     steps: Positive = 0
     """Optimizer steps, at least one."""
 
-    batch_size: Positive = 0
+    batch_size: Batch = 0
     """Sequences of one step, over all processes: their number does not change what is trained. The
-    largest, where it grows."""
+    largest, where it grows. auto takes as many as fit the memory there is, and writes the number
+    into config.yaml."""
 
     first_batch_share: Part = 1.0
     """Batch of the first step, as a share of batch_size. Below one it grows linearly from there."""

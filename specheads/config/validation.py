@@ -89,7 +89,7 @@ def words(hint: Any) -> str:
     """Return the type and range of a setting in words, such as `a whole number, at least 1`."""
     plain, rules = _parts(hint)
     origin, inner = get_origin(plain), get_args(plain)
-    if rules and plain is str:
+    if rules and plain in (str, Any):
         return rules[-1].words
     if origin is UnionType:
         kind = " or none; ".join(words(one) for one in inner if one is not NoneType) + " or none"

@@ -6,7 +6,7 @@ See docs/feature_cache.md.
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -108,9 +108,7 @@ def feature_cache(
             f"a feature cache keeps what a frozen base says, and phase {joint[0]!r} trains the "
             "base; set feature_cache.gib=0"
         )
-    rows = [(phase.steps * phase.batch_size, _length(phase)) for phase in phases.values()]
-    rows.append((settings.validation.rows, rows[0][1]))
-    size = _bytes(rows, base, len(aux_layers))
+    size = cache_bytes(settings, base, len(aux_layers))
     folder = writable_folder(wanted.folder)
     if size > wanted.gib * GIB:
         raise InputError(
@@ -134,7 +132,10 @@ def _length(phase: Phase) -> int:
     return phase.sequence_length or (distill.prompt_tokens + distill.new_tokens if distill else 0)
 
 
-def _bytes(rows: Iterable[tuple[int, int]], base: FrozenBase, num_aux: int) -> int:
-    """Return what the features of so many rows of such lengths take."""
+def cache_bytes(settings: Train, base: FrozenBase, num_aux: int) -> int:
+    """Return what the features of all rows of a run take."""
+    phases = settings.schedule.phases.values()
+    rows = [(phase.steps * phase.batch_size, _length(phase)) for phase in phases]
+    rows.append((settings.validation.rows, rows[0][1]))
     positions = sum(count * length for count, length in rows)
     return positions * base.width * (1 + num_aux) * base.dtype.itemsize

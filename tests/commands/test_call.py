@@ -126,7 +126,8 @@ def test_help_of_training_knows_every_kind_of_head_without_a_recipe(capsys: Any)
         ["train"],
         ["train", "--help"],
         ["train", "recipe=smoke", "seed=-1"],
-        ["train", "recipe=smoke", "dry_run=true"],
+        ["train", "recipe=smoke", "dry_run=true", "seed=-1"],
+        ["distill", "recipe=smoke", "dry_run=true"],
     ],
     ids=" ".join,
 )

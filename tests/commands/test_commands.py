@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
 import specheads
@@ -301,13 +302,31 @@ def test_a_bare_command_lists_the_recipes(capsys: Any):
     assert all(f"  {name} " in printed for name in ("smoke", "tiny_code", "granite_code"))
 
 
-def test_a_dry_run_prints_the_settings_and_writes_nothing(
+def test_a_dry_run_prints_settings_and_plan_as_two_documents_and_writes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ):
     monkeypatch.chdir(tmp_path)
-    call("train", ["recipe=tiny_code", "dry_run=true"])
-    assert "kind: mlp_speculator" in capsys.readouterr().out
+    overrides = ["schedule.phases.corpus.steps=720", "~schedule.phases.distilled"]
+    call("train", ["recipe=smoke", "dry_run=true", *overrides])
+    settings, shown = yaml.safe_load_all(capsys.readouterr().out)
+    assert settings["head"]["kind"] == "mlp_speculator"
+    (phase,) = shown["plan"]["phases"]
+    assert (
+        phase["tokens"]
+        == 720 * phase["batch_size"] * settings["schedule"]["phases"]["corpus"]["sequence_length"]
+    )
+    assert 0 < phase["hours"] == shown["plan"]["hours"] < 1
+    assert shown["plan"]["fits"]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_plan_for_a_device_that_is_not_here_has_memory_and_no_hours(capsys: Any):
+    call("train", ["recipe=smoke", "dry_run=true", "base.device=cuda:7"])
+    _, shown = yaml.safe_load_all(capsys.readouterr().out)
+    assert shown["plan"]["peak_bytes"] > 0
+    assert shown["plan"]["fits"] is None
+    assert shown["plan"]["hours"] is None
+    assert "no cuda:7" in shown["plan"]["notes"][-1]
 
 
 def test_export_writes_a_folder_and_the_line_that_serves_it(

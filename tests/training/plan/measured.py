@@ -1,0 +1,34 @@
+"""Run by itself: print the peak that is planned for a training, or the one that it has."""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+from specheads import config
+from specheads.commands import _compose, _library
+from specheads.training.plan.whole import plan
+from specheads.training.run import accelerator_here
+
+SHORT = ("evaluate_after=false", "validation.rows=0")
+
+
+def planned(settings: config.Train) -> int:
+    """Return the bytes that a plan says, libraries included."""
+    return plan(settings, accelerator_here(), timed=False).peak.total
+
+
+def measured(settings: config.Train) -> int:
+    """Train, and return the most bytes of this process that were ever in memory at once."""
+    with tempfile.TemporaryDirectory() as folder:
+        settings.run_dir = f"{folder}/run"
+        _library.train(settings=settings)
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+
+
+if __name__ == "__main__":
+    what, *overrides = sys.argv[1:]
+    settings = _compose.settings_of("train", [*overrides, *SHORT])
+    found = {"planned": planned, "measured": measured}[what](settings)
+    sys.stdout.write(f"{json.dumps(found)}\n")
