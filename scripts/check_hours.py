@@ -14,13 +14,13 @@ from dataclasses import replace
 
 from specheads.commands import _compose, _library
 from specheads.training.plan.whole import plan
-from specheads.training.run import accelerator_here
+from specheads.training.processes import accelerator_of_environment
 
 
 def main() -> None:
     """Print planned and measured minutes, and by how much they differ."""
     settings = _compose.settings_of("train", [*sys.argv[1:], "evaluate_after=false"])
-    found = plan(settings, accelerator_here())
+    found = plan(settings, accelerator_of_environment(settings.base.dtype))
     if found.hours is None:
         sys.exit("; ".join(found.notes))
     planned = 60 * found.hours

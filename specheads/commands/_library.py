@@ -34,6 +34,7 @@ from specheads.training import run as training
 from specheads.training.distill.recipe import write_recipe
 from specheads.training.distill.report import Report
 from specheads.training.plan.batch import settle_batches, unsettled
+from specheads.training.processes import accelerator_of_environment
 
 T = TypeVar("T")
 
@@ -58,7 +59,8 @@ def train(
     words = [f"recipe={recipe}", *overrides] if recipe else list(overrides)
     settings, _ = _settings(config.Train, settings, words)
     if unsettled(settings):
-        settle_batches(settings, training.accelerator_here(), announce)
+        accelerator = accelerator_of_environment(settings.base.dtype)
+        base = settle_batches(settings, accelerator, announce, base)
     made = training.run(settings, _compose.as_yaml(settings), base, announce)
     if made.is_main:
         card.write_card(made.run, asdict(settings), made.head, made.base)

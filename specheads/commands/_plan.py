@@ -10,14 +10,14 @@ from specheads.commands import _compose
 from specheads.config import Train
 from specheads.measure.tables import Fitted
 from specheads.training.plan.whole import Plan, plan
-from specheads.training.run import accelerator_here
+from specheads.training.processes import accelerator_of_environment
 
 GIB = 2**30
 
 
 def show(settings: Train) -> None:
     """Print the settings, then the plan: a second document of the same YAML where nobody looks."""
-    accelerator = accelerator_here()
+    accelerator = accelerator_of_environment(settings.base.dtype)
     if accelerator.is_main_process:
         sys.stdout.write(_compose.as_yaml(settings))
         sys.stdout.flush()
@@ -48,12 +48,12 @@ def tables(found: Plan) -> list[Fitted]:
     phases = [
         [
             one.name, f"{one.steps:,}", f"{one.batch_size:,}", f"{one.tokens:,}",
-            f"{one.flops / 1e12:,.3g}", _hours(one.hours), _hours(one.writing_hours),
+            _hours(one.hours), _hours(one.writing_hours),
         ]
         for one in found.phases
     ]  # fmt: skip
     names = ["part", *(one.name for one in found.stages)]
-    head = ["phase", "steps", "batch", "tokens", "TFLOP a step", "hours", "hours of writing"]
+    head = ["phase", "steps", "batch", "tokens", "hours", "hours of writing"]
     disk = [[name, _gib(size)] for name, size in found.disk.items()]
     each = "" if found.processes == 1 else f", each of {found.processes} processes"
     return [

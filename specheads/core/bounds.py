@@ -4,7 +4,6 @@ import os
 import sys
 from collections.abc import Sequence
 from operator import index
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -56,23 +55,6 @@ def device_bytes(device: torch.device) -> int:
 def host_bytes() -> int:
     """Return the bytes of memory that this machine has."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def available_bytes(device: torch.device) -> int:
-    """Return the bytes that nobody uses now, caches of files counted as unused."""
-    file = Path("/proc/meminfo")
-    if device.type == "cpu" and file.is_file():
-        for line in file.read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return device_bytes(device)
-
-
-def resident_bytes() -> int:
-    """Return the bytes of memory that this process has, its libraries' included; zero off Linux."""
-    file = Path("/proc/self/statm")
-    pages = int(file.read_text(encoding="ascii").split()[1]) if file.is_file() else 0
-    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def whole(value: Any, name: str, least: int | None = 0) -> int:

@@ -70,7 +70,9 @@ def for_few_rows(module: nn.Module) -> Callable[[], None]:
         and type(layer.weight) is nn.Parameter
         and layer.weight.device.type == "cpu"
     ]
-    packed = [layer for layer in layers if _packable(layer)] if packed_bytes(module) else []
+    packed = [layer for layer in layers if _packable(layer)] if PACKS_PAY else []
+    if sum(weight.nbytes for weight in {layer.weight for layer in packed}) > MOST:
+        packed = []
     undo = pack(packed), column_major([layer for layer in layers if layer not in packed])
 
     def undo_both() -> None:
@@ -78,17 +80,6 @@ def for_few_rows(module: nn.Module) -> Callable[[], None]:
             one()
 
     return undo_both
-
-
-def packed_bytes(module: nn.Module) -> int:
-    """Return the bytes of the second copies that `for_few_rows` would make on this processor."""
-    weights = {
-        layer.weight
-        for layer in module.modules()
-        if isinstance(layer, nn.Linear) and layer.weight.device.type == "cpu" and _packable(layer)
-    }
-    size = sum(weight.nbytes for weight in weights)
-    return size if PACKS_PAY and size <= MOST else 0
 
 
 def column_major(layers: list[nn.Linear]) -> Callable[[], None]:

@@ -15,12 +15,13 @@ from torch import Tensor
 
 from specheads.base.model import FrozenBase
 from specheads.config import FeatureCache as Settings
-from specheads.config import Phase, Train
+from specheads.config import Train
 from specheads.core.errors import InputError
 from specheads.core.features import Features
 from specheads.core.files import write_atomic
 from specheads.core.paths import writable_folder
 from specheads.data.packing import TokenBatch
+from specheads.training.schedule import row_tokens
 
 GIB = 2**30
 
@@ -127,15 +128,10 @@ def feature_cache(
     return cache
 
 
-def _length(phase: Phase) -> int:
-    distill = phase.distill
-    return phase.sequence_length or (distill.prompt_tokens + distill.new_tokens if distill else 0)
-
-
 def cache_bytes(settings: Train, base: FrozenBase, num_aux: int) -> int:
     """Return what the features of all rows of a run take."""
     phases = settings.schedule.phases.values()
-    rows = [(phase.steps * phase.batch_size, _length(phase)) for phase in phases]
+    rows = [(phase.steps * phase.batch_size, row_tokens(phase)) for phase in phases]
     rows.append((settings.validation.rows, rows[0][1]))
     positions = sum(count * length for count, length in rows)
     return positions * base.width * (1 + num_aux) * base.dtype.itemsize

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from specheads.config import Joint, Phase, Schedule
+from specheads.config import Distill, Joint, Phase, Schedule
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.data.packing import TokenBatch
@@ -143,6 +143,16 @@ def batch_sizes(phase: Phase) -> list[int]:
     return [batch_size(step, phase) for step in range(rising + 1)]
 
 
+def row_tokens(phase: Phase) -> int:
+    """Return the tokens of a phase's rows, at most."""
+    return phase.sequence_length or (text_tokens(phase.distill) if phase.distill else 0)
+
+
+def text_tokens(distill: Distill) -> int:
+    """Return the tokens of a text that the base goes on with, at most."""
+    return distill.prompt_tokens + distill.new_tokens
+
+
 def learning_rate_share(step: int, phase: Phase) -> float:
     """Return the learning rate of a phase's step as a share of its peak.
 
@@ -157,16 +167,13 @@ def learning_rate_share(step: int, phase: Phase) -> float:
     return min(rising, phase.final_share + (1.0 - phase.final_share) * cosine)
 
 
-def optimizers(
+def roles(
     head: Head, schedule: Schedule, adapter: Sequence[torch.nn.Parameter] = ()
-) -> list[torch.optim.Optimizer]:
-    """Return AdamW for all parameters, or Muon for the hidden matrices and AdamW for the rest.
+) -> dict[str, list[torch.nn.Parameter]]:
+    """Return what is learned, by whose learning rate it has: see `peak_rates`.
 
     Hidden matrices are two-dimensional and have no vocabulary axis; orthogonalised updates
-    suit them and not tables of rows per token. What joint phases train of the base, its adapter,
-    has an AdamW of its own. A group's `role` says whose learning rate it has: see `peak_rates`.
-
-    Source: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon.
+    suit them and not tables of rows per token.
     """
     trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
     hidden = [
@@ -178,6 +185,21 @@ def optimizers(
     ]
     known = {id(parameter) for parameter in hidden}
     rest = [parameter for parameter in trained if id(parameter) not in known]
+    return {"head": rest, "base": list(adapter), "hidden": hidden}
+
+
+def optimizers(
+    head: Head, schedule: Schedule, adapter: Sequence[torch.nn.Parameter] = ()
+) -> list[torch.optim.Optimizer]:
+    """Return AdamW for all parameters, or Muon for the hidden matrices and AdamW for the rest.
+
+    What joint phases train of the base, its adapter, has an AdamW of its own. A group's `role`
+    says whose learning rate it has.
+
+    Source: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon.
+    """
+    learned = roles(head, schedule, adapter)
+    hidden = learned.pop("hidden")
     decay, betas = schedule.weight_decay, (schedule.betas[0], schedule.betas[1])
     found: list[torch.optim.Optimizer] = [
         torch.optim.AdamW(
@@ -187,7 +209,7 @@ def optimizers(
             weight_decay=decay,
             fused=True,
         )
-        for role, parameters in (("head", rest), ("base", list(adapter)))
+        for role, parameters in learned.items()
         if parameters
     ]
     if hidden:
@@ -225,7 +247,7 @@ def refuse_misfit(name: str, phase: Phase, context: int, depth: int, processes: 
         )
     length = phase.sequence_length
     if phase.distill is not None:
-        length = phase.distill.prompt_tokens + phase.distill.new_tokens
+        length = text_tokens(phase.distill)
     if length > context:
         raise InputError(
             f"phase {name!r} reads {length} tokens at once, the base's context holds {context}; "

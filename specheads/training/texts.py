@@ -30,7 +30,7 @@ from specheads.training.distill.run import Job
 from specheads.training.distill.shards import read_text
 from specheads.training.distill.together import write_together
 from specheads.training.processes import readers
-from specheads.training.schedule import batch_sizes
+from specheads.training.schedule import batch_sizes, row_tokens
 from specheads.training.validation import HeldOut
 
 T = TypeVar("T")
@@ -160,12 +160,9 @@ class Texts:
         """
         phases = self.settings.schedule.phases.values()
         first = next((phase for phase in phases if phase.distill is None), next(iter(phases)))
-        length = first.sequence_length
-        if first.distill and not length:
-            length = first.distill.prompt_tokens + first.distill.new_tokens
         text = PackedText(
             self._corpus("validation"),
-            sequence_length=length,
+            sequence_length=row_tokens(first),
             batch_size=1,
             padding_id=self._padding_id,
             seed=self.settings.seed,

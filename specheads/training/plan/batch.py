@@ -2,20 +2,22 @@
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 
+from specheads.base.model import FrozenBase
 from specheads.config import Train
 from specheads.config.ranges import AUTO
-from specheads.core.bounds import available_bytes
 from specheads.core.errors import InputError
+from specheads.core.memory import available_bytes, held_bytes
 from specheads.runs.directory import RunDirectory
 from specheads.runs.settings import read_settings
-from specheads.training.plan.place import Target, target_of
-from specheads.training.plan.rehearsal import Rehearsal
-from specheads.training.schedule import placed
+from specheads.training.plan.trial import REST, Trial, Tried, agreed
+from specheads.training.processes import load_base
+from specheads.training.schedule import PlacedPhase, placed
 
 MARGIN = {"cpu": 0.15, "cuda": 0.25}
 """Share of the memory that is left alone: what the estimate may be wrong by, and fragments."""
@@ -23,22 +25,80 @@ MARGIN = {"cpu": 0.15, "cuda": 0.25}
 MOST_ROWS = 4096
 """Sequences of one process, at most."""
 
+PATIENCE = 30.0
+"""Seconds of a step beyond which no larger one is tried."""
+
+
+@dataclass(slots=True)
+class Climb:
+    """Steps of more and more rows."""
+
+    tried: dict[int, Tried] = field(default_factory=dict)
+    """By the rows of one process, fewest first."""
+
+    def needed(self, rows: int) -> int:
+        """Return the bytes of a step, extended linearly beyond the largest that was tried."""
+        if rows in self.tried:
+            return self.tried[rows].total
+        (few, least), (many, most) = [(1, None), *self.tried.items()][-2:]
+        slope = (_tensors(most) - _tensors(least)) / (many - few) if least else _tensors(most)
+        return most.total + int(slope * (rows - many))
+
+
+def _tensors(tried: Tried) -> int:
+    # what a C library keeps has no slope to speak of
+    return tried.total - tried.memory.get(REST, 0)
+
+
+def climb(trial: Trial, phase: PlacedPhase, room: int, most: int, *, timed: bool) -> Climb:
+    """Try a phase's step with more and more rows: so many at most, and as long as it fits.
+
+    The last step is `timed` if it has them all.
+    """
+    found, least = Climb(), phase.settings.accumulation_steps
+    rows = min(least, most)
+    while rows:
+        try:
+            found.tried[rows] = trial.step(phase, rows, timed=timed and rows == most)
+        except torch.OutOfMemoryError:
+            break
+        # a line takes two points
+        bound = 2 * rows if len(found.tried) < 2 else min(4 * rows, largest(found.needed, room))
+        more = int(-agreed(-float(min(bound, most))))
+        if more <= rows + rows // 16 or found.tried[rows].seconds > PATIENCE:
+            break
+        rows = more
+    return found
+
 
 def settle_batches(
-    settings: Train, accelerator: Accelerator, tell: Callable[[str], object]
-) -> None:
+    settings: Train,
+    accelerator: Accelerator,
+    tell: Callable[[str], object],
+    base: FrozenBase | None = None,
+) -> FrozenBase | None:
     """Replace every `auto` by a number: that of the run that goes on, or the largest that fits.
+
+    Returns the base, if one was given or had to be loaded.
 
     Raises:
         ValueError: Not even one sequence fits.
     """
     if not (names := unsettled(settings)):
-        return
-    sizes = _before(settings, names) or _largest(settings, accelerator, names)
+        return base
+    sizes = _before(settings, names)
+    if not sizes:
+        base = base or load_base(settings.base, accelerator)
+        trial = Trial(settings, base, accelerator, held_bytes(torch.device("cpu")))
+        try:
+            sizes = {name: _largest(trial, name) for name in names}
+        finally:
+            trial.leave()
     for name, size in sizes.items():
         settings.schedule.phases[name].batch_size = size
         if accelerator.is_main_process:
             tell(f"phase {name!r}: batch_size=auto is {size}")
+    return base
 
 
 def unsettled(settings: Train) -> list[str]:
@@ -56,40 +116,34 @@ def _before(settings: Train, names: list[str]) -> dict[str, int]:
     return found if all(type(size) is int for size in found.values()) else {}
 
 
-def _largest(settings: Train, accelerator: Accelerator, names: list[str]) -> dict[str, int]:
-    target = target_of(settings.base, accelerator)
-    if not target.is_here:
+def _largest(trial: Trial, name: str) -> int:
+    """Return the largest batch of a phase, over all processes."""
+    device = trial.base.device
+    phase = next(one for one in placed(trial.settings.schedule) if one.name == name)
+    room = int((1 - MARGIN[memory_kind(device)]) * room_of(device))
+    least = phase.settings.accumulation_steps
+    found = climb(trial, phase, room, MOST_ROWS, timed=False)
+    # of several processes the one with the least room decides for all
+    rows = int(-agreed(-float(largest(found.needed, room, least)))) if found.tried else 0
+    if not rows:
         raise InputError(
-            f"batch_size=auto fills the memory of {target.device}, and this machine has none; say "
-            "a number, or dry_run=true for a plan"
+            f"phase {name!r} must fit {room / 2**30:.3g} GiB, and {least} sequences do not; raise "
+            "accumulation_steps, or shorten sequence_length"
         )
-    rehearsal = Rehearsal(settings, target.config, target.dtype, target.kind)
-    room = room_of(target)
-    found: dict[str, int] = {}
-    for phase in placed(settings.schedule):
-        if phase.name not in names:
-            continue
-        least = phase.settings.accumulation_steps
-
-        def needed(rows: int, phase=phase) -> int:
-            return sum(rehearsal.fresh().step(phase, rows).values())
-
-        rows = largest(needed, room, least)
-        # of several processes the one with the least room decides for all
-        rows = min(gather_object([rows]))
-        if not rows:
-            raise InputError(
-                f"phase {phase.name!r} must fit {room / 2**30:.3g} GiB, and {least} sequences take "
-                f"{needed(least) / 2**30:.3g}; raise accumulation_steps, or shorten sequence_length"
-            )
-        found[phase.name] = rows * accelerator.num_processes
-    return found
+    return rows * trial.accelerator.num_processes
 
 
-def room_of(target: Target) -> int:
-    """Return the bytes that one process may take for training."""
-    sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if target.kind == "cpu" else 1
-    return int((1 - MARGIN[target.kind]) * available_bytes(target.device) / sharing)
+def memory_kind(device: torch.device) -> str:
+    """Return whose kind of memory a device has: what is no CPU has an allocator like CUDA's."""
+    return "cpu" if device.type == "cpu" else "cuda"
+
+
+def room_of(device: torch.device) -> int:
+    """Return the bytes that this process may hold of a device, those that it holds included."""
+    sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if device.type == "cpu" else 1
+    # what torch holds of a GPU and nobody uses counts as free there already
+    held = held_bytes(device) if device.type == "cpu" else torch.cuda.memory_allocated(device)
+    return available_bytes(device) // sharing + held
 
 
 def largest(needed: Callable[[int], int], room: int, least: int = 1) -> int:

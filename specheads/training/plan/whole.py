@@ -1,29 +1,43 @@
 """The plan of a run: memory of each device by part, tokens, disk, hours, and what to change."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
+import torch
 from accelerate import Accelerator
 
-from specheads.base.loading import load_tokenizer
 from specheads.config import Train
-from specheads.core.bounds import available_bytes, resident_bytes
 from specheads.core.errors import InputError
+from specheads.core.memory import held_bytes
 from specheads.heads.load import configure
-from specheads.runs.checkpoint import KEPT
 from specheads.training.feature_cache import cache_bytes
-from specheads.training.plan import advice, burst
-from specheads.training.plan.batch import settle_batches
+from specheads.training.plan.batch import climb, largest, room_of, settle_batches, unsettled
 from specheads.training.plan.place import Target, target_of
-from specheads.training.plan.rehearsal import Parts, Rehearsal, length_of, longest_of
+from specheads.training.plan.shapes import Parts, Shapes
+from specheads.training.plan.trial import Trial, Tried
 from specheads.training.processes import load_base
-from specheads.training.schedule import PlacedPhase, placed, refuse_misfit
+from specheads.training.schedule import (
+    PlacedPhase,
+    batch_size,
+    placed,
+    refuse_misfit,
+    row_tokens,
+    text_tokens,
+)
 
-LIBRARIES, CONTEXT = "Python and libraries", "CUDA's own (assumed)"
-CONTEXT_BYTES = 600 * 2**20
-GATHERED = "gradients, once more for other processes"
 TOKEN_BYTES = 5
 """Of a token of text: a number of 32 bits, and whether it counts."""
+
+EXTENDED = "more for all sequences, extended linearly"
+
+LEVERS = (
+    "a shorter sequence_length, or a lower scored_share",
+    "base.dtype=bfloat16 (half the weights of a base in float32)",
+    "base.quantization=8bit or 4bit (on CUDA)",
+    "head.draft_tokens (a smaller projection: less of weights, gradients, moments and loss)",
+    "a smaller base",
+)
+"""What is left where one sequence is too much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +61,6 @@ class PhasePlan:
     steps: int
     batch_size: int
     tokens: int
-    flops: int
-    """Of one step, of all processes."""
     hours: float | None = None
     """Of its steps; None where they were not timed."""
     writing_hours: float | None = None
@@ -89,116 +101,151 @@ class Plan:
         return sum((one.hours or 0.0) + (one.writing_hours or 0.0) for one in self.phases)
 
 
-def plan(settings: Train, accelerator: Accelerator, *, timed: bool = True) -> Plan:
+def plan(settings: Train, accelerator: Accelerator) -> Plan:
     """Return what a run would take; nothing is written or downloaded but the base's config.json.
 
-    Memory comes from a rehearsal on tensors without content, hours (where they are `timed`) from a
-    few real steps on the device; where it or the base's weights are not at hand there are none.
+    Memory and hours come from a few real steps on the device. Where it or the base's weights are
+    not at hand, or what is held all the time does not fit, memory is computed from shapes.
 
     Raises:
         ValueError: Settings that no run could have.
     """
-    depth: int = configure(settings.head).depth
-    target, notes = target_of(settings.base, accelerator), list[str]()
-    settle_batches(settings, accelerator, notes.append)
-    rehearsal = Rehearsal(settings, target.config, target.dtype, target.kind)
+    libraries = held_bytes(torch.device("cpu"))
+    target = target_of(settings.base, accelerator)
+    shapes = Shapes(settings, target)
+    depth, context = configure(settings.head).depth, shapes.base.max_length
+    room = room_of(target.device) if target.is_here else None
+    notes: list[str] = []
+    why = _unmeasured(target, shapes, room)
+    if why:
+        notes.append(f"memory is computed from shapes, and there are no hours: {why}")
+        if names := unsettled(settings):
+            raise InputError(
+                f"batch_size=auto is found by trying, and phase {names[0]!r} cannot be tried: "
+                f"{why}; say a number"
+            )
+    else:
+        assert room is not None
+        base = load_base(settings.base, accelerator)
+        settle_batches(settings, accelerator, notes.append, base)
     processes, phases = accelerator.num_processes, placed(settings.schedule)
     for one in phases:
-        refuse_misfit(one.name, one.settings, rehearsal.base.max_length, depth, processes)
-    rows: dict[str, int] = {one.name: -(-one.settings.batch_size // processes) for one in phases}
-    stages, flops = _stages(rehearsal, phases, rows, processes)
-    # what reading text and optimizing bring in is there by now
-    load_tokenizer(target.source, revision=settings.base.revision)
-    own = {LIBRARIES: resident_bytes()} if target.kind == "cpu" else {CONTEXT: CONTEXT_BYTES}
-    room = _room(target, own) if target.is_here else None
-    found = Plan(
-        device=str(target.device),
-        processes=processes,
-        room=room,
-        stages=[Stage(one.name, own | one.memory) for one in stages],
-        phases=[_phase_plan(one, flops[one.name] * processes) for one in phases],
-        disk=_disk(settings, rehearsal),
-        notes=notes,
-    )
-    if room is not None and not found.fits:
-        found.changes = advice.changes(rehearsal, phases, rows, room - sum(own.values()))
-    _time(found, settings, target, accelerator, rows, timed)
+        refuse_misfit(one.name, one.settings, context, depth, processes)
+    found = Plan(str(target.device), processes, room, [], [], _disk(settings, shapes), notes)
+    if why:
+        _compute(found, shapes, phases)
+    else:
+        trial = Trial(settings, base, accelerator, libraries)
+        try:
+            _try(found, shapes, trial, phases)
+        finally:
+            trial.leave()
     return found
 
 
-def _phase_plan(phase: PlacedPhase, flops: int) -> PhasePlan:
-    settings = phase.settings
-    tokens = settings.steps * settings.batch_size * length_of(settings)
-    return PhasePlan(phase.name, settings.steps, settings.batch_size, tokens, flops)
+def _unmeasured(target: Target, shapes: Shapes, room: int | None) -> str:
+    """Return why nothing can be tried here; empty where it can."""
+    weights = sum(shapes.weights().values())
+    if not target.is_here:
+        return f"this machine has no {target.device}"
+    if not target.has_weights:
+        return "the weights of the base are not on this machine"
+    if room is not None and weights > room:
+        return "weights and optimizer state alone do not fit"
+    return ""
 
 
-def _stages(
-    rehearsal: Rehearsal, phases: Sequence[PlacedPhase], rows: dict[str, int], processes: int
-) -> tuple[list[Stage], dict[str, int]]:
-    """Return what is held in each phase and while text is written for it, and FLOPs of steps."""
-    found, flops = list[Stage](), dict[str, int]()
+def _compute(found: Plan, shapes: Shapes, phases: list[PlacedPhase]) -> None:
+    """Fill a plan by shapes alone."""
     for phase in phases:
+        distill, rows = phase.settings.distill, _rows(phase, found)
+        if distill and distill.engine == "local":
+            found.stages.append(Stage(f"{phase.name}: text", shapes.write(distill)))
+
+        def needed(rows: int, phase: PlacedPhase = phase) -> int:
+            return sum(shapes.step(phase, rows).values())
+
+        found.stages.append(Stage(phase.name, shapes.step(phase, rows)))
+        found.phases.append(_phase_plan(phase))
+        found.changes += _changes(found, phase, needed, shapes.gradients)
+
+
+def _try(found: Plan, shapes: Shapes, trial: Trial, phases: list[PlacedPhase]) -> None:
+    """Fill a plan by real steps, of as many sequences as fit."""
+    assert found.room is not None
+    for phase in phases:
+        writing: Tried | None = None
         if (distill := phase.settings.distill) and distill.engine == "local":
-            found.append(Stage(f"{phase.name}: text", rehearsal.write(distill)))
-        memory = rehearsal.step(phase, rows[phase.name])
-        if processes > 1:
-            learned = sum(one.nbytes for one in rehearsal.learned)
-            memory |= {GATHERED: learned}
-        found.append(Stage(phase.name, memory))
-        flops[phase.name] = rehearsal.flops
-    return found, flops
+            writing = trial.write(distill)
+            found.stages.append(Stage(f"{phase.name}: text", writing.memory))
+        rows = _rows(phase, found)
+        climbed = climb(trial, phase, found.room, rows, timed=True)
+        most, tried = list(climbed.tried.items())[-1]
+        more = climbed.needed(rows) - tried.total
+        found.stages.append(Stage(phase.name, tried.memory | ({EXTENDED: more} if more else {})))
+        if more:
+            found.notes.append(
+                f"phase {phase.name!r}: steps of up to {most} sequences were tried, and extended "
+                f"linearly to {rows}"
+            )
+        seconds = tried.seconds * rows / most
+        found.phases.append(_phase_plan(phase, seconds, writing.seconds if writing else 0.0))
+        found.changes += _changes(found, phase, climbed.needed, shapes.gradients)
+    if any(one.writing_hours for one in found.phases):
+        found.notes.append("text is timed without drafts; a head that drafts well writes faster")
 
 
-def _room(target: Target, own: Parts) -> int:
-    """Return the bytes that a device has for this run; what this process has is the run's too."""
-    here = sum(own.values()) if target.kind == "cpu" else 0
-    return available_bytes(target.device) + here
+def _rows(phase: PlacedPhase, found: Plan) -> int:
+    """Return the sequences of a step that one process reads, at most."""
+    return -(-phase.settings.batch_size // found.processes)
 
 
-def _disk(settings: Train, rehearsal: Rehearsal) -> Parts:
-    head, states = rehearsal.saved_bytes
+def _phase_plan(
+    phase: PlacedPhase, seconds: float | None = None, writing: float | None = None
+) -> PhasePlan:
+    """Return what a phase reads, and takes by the seconds of its largest step."""
+    settings = phase.settings
+    sequences = sum(batch_size(step, settings) for step in range(settings.steps))
+    steps = sequences / settings.batch_size
+    return PhasePlan(
+        phase.name,
+        settings.steps,
+        settings.batch_size,
+        tokens=sequences * row_tokens(settings),
+        hours=None if seconds is None else steps * seconds / 3600,
+        writing_hours=None if writing is None else writing / 3600,
+    )
+
+
+def _changes(
+    found: Plan, phase: PlacedPhase, needed: Callable[[int], int], gradients: int
+) -> list[str]:
+    """Return settings with which a phase fits; none where it does, or nobody knows."""
+    rows, parts = _rows(phase, found), phase.settings.accumulation_steps
+    if found.room is None or needed(rows) <= found.room:
+        return []
+    setting = f"schedule.phases.{phase.name}"
+    # of several parts all but the first find gradients
+    fitting = min(largest(needed, found.room - gradients, parts), rows) // parts
+    if not fitting:
+        return [f"{setting}: {lever}" for lever in LEVERS]
+    return [
+        f"{setting}.accumulation_steps={-(-rows // fitting)} (parts of {fitting} sequences, the "
+        f"same training), or {setting}.batch_size={fitting * parts * found.processes}"
+    ]
+
+
+def _disk(settings: Train, shapes: Shapes) -> Parts:
+    head, kept = shapes.saved_bytes, settings.checkpoints_kept
     phases = settings.schedule.phases.values()
-    tokens = sum(one.distill.num_samples * longest_of(one.distill) for one in phases if one.distill)
+    tokens = sum(
+        one.distill.num_samples * text_tokens(one.distill) for one in phases if one.distill
+    )
     found = {
-        f"checkpoints ({KEPT}, and one that is written)": (KEPT + 1) * (head + states),
-        "heads (after each phase, and the last)": (len(phases) + 1) * head,
+        f"checkpoints ({kept}, and one that is written)": (kept + 1) * (head + shapes.moments),
+        "heads (after each phase, the best, and the last)": (len(phases) + 2) * head,
         "text by the base, at most": tokens * TOKEN_BYTES,
     }
     if settings.feature_cache.gib:
-        size = cache_bytes(settings, rehearsal.base, len(rehearsal.head.aux_layers))
-        found["feature cache"] = size
+        found["feature cache"] = cache_bytes(settings, shapes.base, len(shapes.head.aux_layers))
     return {name: size for name, size in found.items() if size}
-
-
-def _time(
-    found: Plan,
-    settings: Train,
-    target: Target,
-    accelerator: Accelerator,
-    rows: dict[str, int],
-    timed: bool,
-) -> None:
-    """Put the hours of a plan into it, or say why it has none."""
-    reasons = {
-        "they were not asked for": not timed,
-        f"this machine has no {target.device}": not target.is_here,
-        "the weights of the base are not on this machine": not target.has_weights,
-        "it does not fit": found.fits is False,
-    }
-    if why := next((reason for reason, holds in reasons.items() if holds), ""):
-        found.notes.append(f"memory is computed from shapes; no hours, since {why}")
-        return
-    base = load_base(settings.base, accelerator)
-    if base.tokenizer is None:
-        raise InputError(f"training reads text: the base {base.name} needs a tokenizer")
-    bursts = burst.measure(settings, base, accelerator, rows)
-    found.phases = [
-        replace(
-            one,
-            hours=one.steps * bursts[one.name].step_seconds / 3600,
-            writing_hours=bursts[one.name].write_seconds / 3600,
-        )
-        for one in found.phases
-    ]
-    if any(one.writing_hours for one in found.phases):
-        found.notes.append("text is timed without drafts; a head that drafts well writes faster")

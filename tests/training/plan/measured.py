@@ -8,14 +8,14 @@ from pathlib import Path
 from specheads import config
 from specheads.commands import _compose, _library
 from specheads.training.plan.whole import plan
-from specheads.training.run import accelerator_here
+from specheads.training.processes import accelerator_of_environment
 
 SHORT = ("evaluate_after=false", "validation.rows=0")
 
 
 def planned(settings: config.Train) -> int:
     """Return the bytes that a plan says, libraries included."""
-    return plan(settings, accelerator_here(), timed=False).peak.total
+    return plan(settings, accelerator_of_environment(settings.base.dtype)).peak.total
 
 
 def measured(settings: config.Train) -> int:

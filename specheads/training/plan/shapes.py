@@ -1,0 +1,138 @@
+"""What a step would hold, from shapes alone: for a device or weights that are not here."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from specheads.base.model import FrozenBase
+from specheads.config import Distill, Phase, Train
+from specheads.core.drafter import Head
+from specheads.data.packing import TokenBatch
+from specheads.heads.load import build
+from specheads.training import schedule as schedules
+from specheads.training.objective import Objective, label_counts
+from specheads.training.plan.ledger import Ledger
+from specheads.training.plan.place import Target
+from specheads.training.schedule import PlacedPhase, Step, row_tokens, text_tokens
+from specheads.training.teacher import teacher_of
+
+BASE_WEIGHTS, HEAD_WEIGHTS = "base weights", "head weights"
+GRADIENTS, OPTIMIZER = "gradients", "optimizer state"
+KEYS, DRAFTER = "keys and values", "drafter while text is written"
+LEARNED_BYTES = 4
+"""Of a number that is learned, of its gradient, and of each moment: they are in float32."""
+
+DOCUMENTS = 3
+"""Documents that a row of best fit is taken to hold."""
+
+Parts = dict[str, int]
+"""Bytes of each part."""
+
+
+class Shapes:
+    """A training on the meta device: its tensors have a shape and no content.
+
+    The head computes in the base's dtype, as in mixed precision.
+    """
+
+    def __init__(self, settings: Train, target: Target) -> None:
+        self.settings = settings
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                target.config, dtype=target.dtype, attn_implementation=settings.base.attention
+            )
+            # what is loaded was tried before; here there is nothing to try
+            self.base = FrozenBase(model.eval().requires_grad_(False), owned=False)
+            sizes = {"width": self.base.width, "vocab_size": self.base.vocab_size}
+            self.head = build(settings.head, **sizes).to(target.dtype)
+        self.head.choose_aux_layers(self.base.num_layers)
+        adapter = schedules.adapter_settings(settings.schedule)
+        self.teacher = teacher_of(self.base, self.head, adapter, settings.seed)
+        self.objective = Objective(self.head.train())
+
+    def weights(self) -> Parts:
+        """Return what is held all the time: nothing that depends on text."""
+        size = self.base.dtype.itemsize
+        # mixed precision keeps a second copy while a step lasts
+        cast = self.gradients // LEARNED_BYTES * size if size < LEARNED_BYTES else 0
+        return {
+            BASE_WEIGHTS: stored(self.base.model.parameters()),
+            HEAD_WEIGHTS: self.saved_bytes + cast,
+            OPTIMIZER: self.moments,
+        }
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes of the head."""
+        return LEARNED_BYTES * sum(value.numel() for value in self.head.state_dict().values())
+
+    @property
+    def gradients(self) -> int:
+        """Bytes of all gradients."""
+        learned = [*self.head.parameters(), *self.teacher.parameters]
+        return LEARNED_BYTES * sum(one.numel() for one in learned if one.requires_grad)
+
+    @property
+    def moments(self) -> int:
+        """Bytes that the optimizers keep: two moments of AdamW, one of Muon."""
+        roles = schedules.roles(self.head, self.settings.schedule, self.teacher.parameters)
+        return LEARNED_BYTES * sum(
+            (1 if role == "hidden" else 2) * sum(one.numel() for one in parameters)
+            for role, parameters in roles.items()
+        )
+
+    def step(self, phase: PlacedPhase, rows: int) -> Parts:
+        """Return what a process holds at most in a step of so many rows, before it is optimized."""
+        self.teacher.begin(phase)
+        settings = phase.settings
+        length, parts = row_tokens(settings), settings.accumulation_steps
+        batch = made_up(-(-rows // parts), length, settings, self.head).to(torch.device("meta"))
+        scored = torch.empty_like(batch.counted)
+        learned = [*self.head.parameters(), *self.teacher.parameters]
+        with Ledger(int(scored.numel() * settings.scored_share)) as ledger:
+            # of several parts the second one finds the gradients of the first
+            for _ in range(min(parts, 2)):
+                counts = label_counts(self.head, batch.tokens, batch.documents, scored, settings)
+                step = Step(phase, phase.first, 0, batch, scored, counts)
+                self.teacher.losses(step, self.objective)[0].backward()
+        for one in learned:
+            if one.grad is not None:
+                ledger.belongs(one.grad, GRADIENTS)
+                one.grad = None
+        found = ledger.peak
+        found[GRADIENTS] = found.get(GRADIENTS, 0) * LEARNED_BYTES // self.base.dtype.itemsize
+        return self.weights() | found
+
+    def write(self, distill: Distill) -> Parts:
+        """Return what is held at most while the base writes text here, with a drafter if it may."""
+        drafts = distill.use_head.lower() != "false"
+        prompts = torch.empty(distill.batch_size, distill.prompt_tokens, dtype=torch.long)
+        with self.teacher.as_loaded(), Ledger() as ledger:
+            self.base.read(prompts.to("meta"), self.head.aux_layers)
+        # twice: rows that join are copied
+        slots = 2 * distill.batch_size * (text_tokens(distill) + 2 * self.head.depth)
+        copy = stored(self.head.parameters()) if drafts else 0
+        return self.weights() | ledger.peak | {KEYS: slots * self.base.slot_bytes, DRAFTER: copy}
+
+
+def stored(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of tensors, those that share a storage counted once."""
+    storages = {one.untyped_storage()._cdata: one.untyped_storage() for one in tensors}
+    return sum(one.nbytes() for one in storages.values())
+
+
+def made_up(rows: int, length: int, phase: Phase, head: Head) -> TokenBatch:
+    """Return a batch of the shape of a phase's, of tokens that the head can draft."""
+    drafted = torch.randint(head.drafted_size, (rows, length), device="cpu")
+    known = head.draft_ids
+    tokens = drafted if known is None or known.is_meta else known.cpu()[drafted]
+    counted = torch.ones(rows, length, dtype=torch.bool, device="cpu")
+    if phase.distill is not None:
+        counted[:, : phase.distill.prompt_tokens] = False
+    documents = None
+    if phase.packing == "best_fit" and phase.distill is None:
+        ends = torch.rand(rows, DOCUMENTS - 1).sort(dim=1).values * length
+        documents = (torch.arange(length)[None, :, None] >= ends[:, None]).sum(-1)
+    return TokenBatch(tokens, counted, documents)

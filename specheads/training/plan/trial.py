@@ -1,0 +1,171 @@
+"""Real steps on made-up tokens, for their memory and time: nothing is written."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+
+from specheads.base.model import FrozenBase
+from specheads.config import Distill, Train
+from specheads.core.drafter import Head
+from specheads.core.memory import peak_bytes, restart_peak
+from specheads.decoding.acceptance.sampling import Sampling
+from specheads.decoding.loop import synchronise
+from specheads.heads.load import build_for, drafter_of
+from specheads.training import schedule as schedules
+from specheads.training.distill.engine import Ask
+from specheads.training.distill.engines.local import Local
+from specheads.training.plan import shapes
+from specheads.training.plan.ledger import Ledger
+from specheads.training.plan.shapes import Parts
+from specheads.training.schedule import PlacedPhase, row_tokens, text_tokens
+from specheads.training.step import Stepper
+from specheads.training.teacher import teacher_of
+
+LIBRARIES = "Python and libraries"
+REST = "freed and kept, packed weights, and others"
+"""What a process holds beyond the tensors of torch."""
+
+LEAST_STEPS, MOST_STEPS, SECONDS = 3, 20, 10.0
+"""Steps that are timed: as many as take so many seconds, within these bounds."""
+
+SHORT, LONG = 8, 40
+"""Tokens that texts get in the two trials, from which the time of a whole text follows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """What something took here."""
+
+    memory: Parts
+    seconds: float
+    """Of a step, or of all the text of a phase without drafts."""
+
+    @property
+    def total(self) -> int:
+        """Bytes of all parts together."""
+        return sum(self.memory.values())
+
+
+class Trial:
+    """A training of a base that is here, without text and files."""
+
+    def __init__(
+        self, settings: Train, base: FrozenBase, accelerator: Accelerator, libraries: int
+    ) -> None:
+        self.settings, self.base, self.accelerator = settings, base, accelerator
+        self.libraries = libraries if base.device.type == "cpu" else 0
+        """Bytes that this process held before it had a base."""
+        self.head = build_for(settings.head, base)
+        adapter = schedules.adapter_settings(settings.schedule)
+        self.teacher = teacher_of(base, self.head, adapter, settings.seed)
+        self.stepper = Stepper(self.teacher, settings.schedule, accelerator, settings.seed)
+        learned = [*self.head.parameters(), *self.teacher.parameters]
+        self.learned = [one for one in learned if one.requires_grad]
+
+    def step(self, phase: PlacedPhase, rows: int, *, timed: bool = True) -> Tried:
+        """Take steps of so many rows of this process: for their memory, and maybe for their time.
+
+        The first one warms up, and the second one's tensors are put down to those who ask for them.
+        """
+        self.teacher.begin(phase)
+        restart_peak(self.base.device)
+        self._step(phase, rows)
+        with Ledger() as ledger, self._gradients(ledger):
+            seconds = agreed(self._step(phase, rows))
+        if timed:
+            number = min(max(LEAST_STEPS, int(SECONDS / seconds)), MOST_STEPS)
+            seconds = agreed(median([self._step(phase, rows) for _ in range(number)]))
+        return Tried(self._parts(ledger.peak), seconds)
+
+    def _step(self, phase: PlacedPhase, rows: int) -> float:
+        length = row_tokens(phase.settings)
+        batch = shapes.made_up(rows, length, phase.settings, self.head)
+        began = time.perf_counter()
+        self.stepper.step(batch, phase, phase.first)
+        synchronise(self.base.device)
+        return time.perf_counter() - began
+
+    @contextmanager
+    def _gradients(self, ledger: Ledger) -> Iterator[None]:
+        """Have gradients put down as such, whoever asked for them."""
+
+        def own(parameter: torch.Tensor) -> None:
+            assert parameter.grad is not None
+            ledger.belongs(parameter.grad, shapes.GRADIENTS)
+
+        hooks = [one.register_post_accumulate_grad_hook(own) for one in self.learned]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def write(self, distill: Distill) -> Tried:
+        """Have the base write two short batches of text, with a drafter if it may have one.
+
+        The time is that of all the text of a phase, by what each token took without drafts.
+        """
+        number = min(distill.batch_size, distill.num_samples)
+        first, last = (min(size, distill.new_tokens) for size in (SHORT, LONG))
+        restart_peak(self.base.device)
+        with self.teacher.as_loaded(), torch.no_grad():
+            self._texts(distill, number, first)
+            short, long = (self._texts(distill, number, size) for size in (first, last))
+            drafter = None
+            if distill.use_head.lower() != "false":
+                drafter = drafter_of(self.head, self.base)
+            with Ledger() as ledger:
+                # one that comes later has what is there copied
+                self._texts(distill, number + 1, first, drafter)
+        token = max(0.0, long - short) / max(1, last - first)
+        whole = short + token * (distill.new_tokens - first)
+        parts = ledger.peak
+        if drafter is not None:
+            parts[shapes.DRAFTER] = shapes.stored(drafter.parameters())
+        processes = self.accelerator.num_processes
+        return Tried(self._parts(parts), agreed(whole * distill.num_samples / number / processes))
+
+    def _texts(
+        self, distill: Distill, number: int, new_tokens: int, drafter: Head | None = None
+    ) -> float:
+        """Have texts written, and return the seconds of it."""
+        sampling = Sampling(
+            temperature=distill.temperature, top_k=distill.top_k, top_p=distill.top_p
+        )
+        prompt = [at % self.base.vocab_size for at in range(distill.prompt_tokens)]
+        engine = Local(self.base, drafter, distill.batch_size, text_tokens(distill))
+        asks = iter([Ask(at, prompt, new_tokens, sampling) for at in range(number)])
+        began = time.perf_counter()
+        for _ in engine.answers(lambda: next(asks, None)):
+            pass
+        return time.perf_counter() - began
+
+    def _parts(self, found: Parts) -> Parts:
+        """Return what is held all the time beside what was asked for, up to the peak."""
+        states = [held for one in self.stepper.optimizers for held in one.state.values()]
+        moments = [value for held in states for value in held.values()]
+        head = [*self.head.parameters(), *self.head.buffers()]
+        weights = list(self.base.model.parameters())
+        parts = {
+            LIBRARIES: self.libraries,
+            shapes.BASE_WEIGHTS: shapes.stored(weights),
+            shapes.HEAD_WEIGHTS: shapes.stored([*weights, *head]) - shapes.stored(weights),
+            shapes.OPTIMIZER: shapes.stored(moments),
+        } | found
+        rest = peak_bytes(self.base.device) - sum(parts.values())
+        return {part: size for part, size in (parts | {REST: rest}).items() if size > 0}
+
+    def leave(self) -> None:
+        """Leave the base as it was."""
+        self.teacher.leave()
+
+
+def agreed(value: float) -> float:
+    """Return the largest of all processes: they take the same number of steps."""
+    return max(gather_object([value]))
