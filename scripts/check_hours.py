@@ -1,37 +1,59 @@
-r"""Plan a training's hours, train it, and show both.
+"""Plan a training's hours, train it for about as many minutes as are asked for, and show both.
 
-    python scripts/check_hours.py recipe=tiny_code ~schedule.phases.distilled \
-        schedule.phases.corpus.steps=600
+    python scripts/check_hours.py minutes=10 recipe=tiny_code
 
-Text that the base writes is planned without drafts: compare with `distill.use_head=false`.
-Evaluation is left out. Both are wall time of this machine, so nothing else should run on it.
+Steps and texts of every phase are lengthened or shortened to the minutes. Text that the base writes
+is planned without drafts, so it is written without. Evaluation is left out. Both are wall time
+of this machine, so nothing else should run on it.
 """
 
 import sys
 import tempfile
 import time
-from dataclasses import replace
 
+from specheads import config
 from specheads.commands import _compose, _library
-from specheads.training.plan.whole import plan
+from specheads.training.plan.whole import Plan, plan
 from specheads.training.processes import accelerator_of_environment
+
+
+def lengthen(settings: config.Train, found: Plan, minutes: float) -> float:
+    """Have phases take so many minutes together; return how many are planned for them."""
+    assert found.hours is not None
+    factor, planned = minutes / (60 * found.hours), 0.0
+    for one in found.phases:
+        phase = settings.schedule.phases[one.name]
+        steps = max(1, round(factor * one.steps))
+        planned += 60 * (one.hours or 0.0) * steps / one.steps
+        phase.steps = steps
+        if phase.distill:
+            texts = max(phase.distill.batch_size, round(factor * phase.distill.num_samples))
+            planned += 60 * (one.writing_hours or 0.0) * texts / phase.distill.num_samples
+            phase.distill.num_samples = texts
+    return planned
 
 
 def main() -> None:
     """Print planned and measured minutes, and by how much they differ."""
-    settings = _compose.settings_of("train", [*sys.argv[1:], "evaluate_after=false"])
+    words = sys.argv[1:] or ["recipe=tiny_code"]
+    asked = [word for word in words if word.startswith("minutes=")]
+    minutes = float(asked[0].partition("=")[2]) if asked else 10.0
+    overrides = [word for word in words if word not in asked]
+    settings = _compose.settings_of("train", [*overrides, "evaluate_after=false"])
+    for phase in settings.schedule.phases.values():
+        if phase.distill:
+            phase.distill.use_head = "false"
     found = plan(settings, accelerator_of_environment(settings.base.dtype))
     if found.hours is None:
         sys.exit("; ".join(found.notes))
-    planned = 60 * found.hours
-    for one in found.phases:
-        hours = (one.hours or 0.0, one.writing_hours or 0.0)
-        print(f"{one.name}: {60 * hours[0]:.2f} minutes, and {60 * hours[1]:.2f} of writing")
+    planned = lengthen(settings, found, minutes)
+    print(f"planned {planned:.2f} minutes", flush=True)
     with tempfile.TemporaryDirectory() as folder:
+        settings.run_dir = f"{folder}/run"
         began = time.perf_counter()
-        _library.train(settings=replace(settings, run_dir=f"{folder}/run"))
+        _library.train(settings=settings)
         measured = (time.perf_counter() - began) / 60
-    print(f"planned {planned:.2f} minutes, took {measured:.2f}: {planned / measured - 1:+.1%}")
+    print(f"took {measured:.2f} minutes: the plan is off by {planned / measured - 1:+.1%}")
 
 
 if __name__ == "__main__":

@@ -306,6 +306,7 @@ def test_a_dry_run_prints_settings_and_plan_as_two_documents_and_writes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("specheads.training.plan.trial.SECONDS", 0.1)
     overrides = ["schedule.phases.corpus.steps=720", "~schedule.phases.distilled"]
     call("train", ["recipe=smoke", "dry_run=true", *overrides])
     settings, shown = yaml.safe_load_all(capsys.readouterr().out)

@@ -12,11 +12,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-LOSS, HEAD, BASE = "loss", "activations of the head", "activations of the base"
+KEYS = "keys and values"
 WHO = (
-    ("specheads/training/losses/", LOSS),
-    ("specheads/heads/", HEAD),
-    ("specheads/base/", BASE),
+    ("specheads/training/losses/", "loss"),
+    ("specheads/heads/", "activations of the head"),
+    ("specheads/base/cache", KEYS),
+    ("specheads/base/", "activations of the base"),
+    ("specheads/decoding/", "decoding"),
     ("torch/optim/", "optimizer's own work"),
     ("specheads/training/muon", "optimizer's own work"),
 )

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from specheads.base.model import FrozenBase
@@ -12,15 +13,16 @@ from specheads.core.drafter import Head
 from specheads.data.packing import TokenBatch
 from specheads.heads.load import build
 from specheads.training import schedule as schedules
+from specheads.training.distill.engines.local import REFILL
 from specheads.training.objective import Objective, label_counts
-from specheads.training.plan.ledger import Ledger
+from specheads.training.plan.ledger import KEYS, Ledger
 from specheads.training.plan.place import Target
 from specheads.training.schedule import PlacedPhase, Step, row_tokens, text_tokens
 from specheads.training.teacher import teacher_of
 
 BASE_WEIGHTS, HEAD_WEIGHTS = "base weights", "head weights"
 GRADIENTS, OPTIMIZER = "gradients", "optimizer state"
-KEYS, DRAFTER = "keys and values", "drafter while text is written"
+DRAFTER = "drafter while text is written"
 LEARNED_BYTES = 4
 """Of a number that is learned, of its gradient, and of each moment: they are in float32."""
 
@@ -111,15 +113,18 @@ class Shapes:
         prompts = torch.empty(distill.batch_size, distill.prompt_tokens, dtype=torch.long)
         with self.teacher.as_loaded(), Ledger() as ledger:
             self.base.read(prompts.to("meta"), self.head.aux_layers)
-        # twice: rows that join are copied
-        slots = 2 * distill.batch_size * (text_tokens(distill) + 2 * self.head.depth)
+        # texts that join have rows of their own until they are copied
+        rows = distill.batch_size + distill.batch_size // REFILL
+        slots = rows * (text_tokens(distill) + 2 * self.head.depth)
         copy = stored(self.head.parameters()) if drafts else 0
         return self.weights() | ledger.peak | {KEYS: slots * self.base.slot_bytes, DRAFTER: copy}
 
 
 def stored(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of tensors, those that share a storage counted once."""
-    storages = {one.untyped_storage()._cdata: one.untyped_storage() for one in tensors}
+    # of a base that processes share out, this one's part
+    own = [one.to_local() if isinstance(one, DTensor) else one for one in tensors]
+    storages = {one.untyped_storage()._cdata: one.untyped_storage() for one in own}
     return sum(one.nbytes() for one in storages.values())
 
 

@@ -19,7 +19,7 @@ from specheads.decoding.loop import synchronise
 from specheads.heads.load import build_for, drafter_of
 from specheads.training import schedule as schedules
 from specheads.training.distill.engine import Ask
-from specheads.training.distill.engines.local import Local
+from specheads.training.distill.engines.local import REFILL, Local
 from specheads.training.plan import shapes
 from specheads.training.plan.ledger import Ledger
 from specheads.training.plan.shapes import Parts
@@ -121,8 +121,7 @@ class Trial:
             if distill.use_head.lower() != "false":
                 drafter = drafter_of(self.head, self.base)
             with Ledger() as ledger:
-                # one that comes later has what is there copied
-                self._texts(distill, number + 1, first, drafter)
+                self._texts(distill, number, first, drafter, joining=number // REFILL)
         token = max(0.0, long - short) / max(1, last - first)
         whole = short + token * (distill.new_tokens - first)
         parts = ledger.peak
@@ -132,15 +131,19 @@ class Trial:
         return Tried(self._parts(parts), agreed(whole * distill.num_samples / number / processes))
 
     def _texts(
-        self, distill: Distill, number: int, new_tokens: int, drafter: Head | None = None
+        self,
+        distill: Distill,
+        number: int,
+        new_tokens: int,
+        drafter: Head | None = None,
+        joining: int = 0,
     ) -> float:
-        """Have texts written, and return the seconds of it."""
-        sampling = Sampling(
-            temperature=distill.temperature, top_k=distill.top_k, top_p=distill.top_p
-        )
+        """Have texts written, and return the seconds of it; as many join as end half-way."""
+        chosen = Sampling(temperature=distill.temperature, top_k=distill.top_k, top_p=distill.top_p)
         prompt = [at % self.base.vocab_size for at in range(distill.prompt_tokens)]
-        engine = Local(self.base, drafter, distill.batch_size, text_tokens(distill))
-        asks = iter([Ask(at, prompt, new_tokens, sampling) for at in range(number)])
+        lengths = [max(1, new_tokens // 2)] * joining + [new_tokens] * number
+        asks = iter([Ask(at, prompt, length, chosen) for at, length in enumerate(lengths)])
+        engine = Local(self.base, drafter, number, text_tokens(distill))
         began = time.perf_counter()
         for _ in engine.answers(lambda: next(asks, None)):
             pass

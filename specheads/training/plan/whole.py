@@ -117,29 +117,27 @@ def plan(settings: Train, accelerator: Accelerator) -> Plan:
     room = room_of(target.device) if target.is_here else None
     notes: list[str] = []
     why = _unmeasured(target, shapes, room)
-    if why:
-        notes.append(f"memory is computed from shapes, and there are no hours: {why}")
-        if names := unsettled(settings):
-            raise InputError(
-                f"batch_size=auto is found by trying, and phase {names[0]!r} cannot be tried: "
-                f"{why}; say a number"
-            )
-    else:
-        assert room is not None
-        base = load_base(settings.base, accelerator)
+    base = None if why else load_base(settings.base, accelerator)
+    if base is not None:
         settle_batches(settings, accelerator, notes.append, base)
+    elif names := unsettled(settings):
+        raise InputError(
+            f"batch_size=auto is found by trying, and phase {names[0]!r} cannot be tried: {why}; "
+            "say a number"
+        )
     processes, phases = accelerator.num_processes, placed(settings.schedule)
     for one in phases:
         refuse_misfit(one.name, one.settings, context, depth, processes)
     found = Plan(str(target.device), processes, room, [], [], _disk(settings, shapes), notes)
-    if why:
+    if base is None:
+        notes.append(f"memory is computed from shapes, and there are no hours: {why}")
         _compute(found, shapes, phases)
-    else:
-        trial = Trial(settings, base, accelerator, libraries)
-        try:
-            _try(found, shapes, trial, phases)
-        finally:
-            trial.leave()
+        return found
+    trial = Trial(settings, base, accelerator, libraries)
+    try:
+        _try(found, shapes, trial, phases)
+    finally:
+        trial.leave()
     return found
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from specheads import config
 from specheads.commands import _compose, _library
+from specheads.training.plan import trial
 from specheads.training.plan.whole import plan
 from specheads.training.processes import accelerator_of_environment
 
@@ -14,7 +15,8 @@ SHORT = ("evaluate_after=false", "validation.rows=0")
 
 
 def planned(settings: config.Train) -> int:
-    """Return the bytes that a plan says, libraries included."""
+    """Return the bytes that a plan says, libraries included, and do without its hours."""
+    trial.LEAST_STEPS = trial.MOST_STEPS = 1
     return plan(settings, accelerator_of_environment(settings.base.dtype)).peak.total
 
 

@@ -115,7 +115,7 @@ def test_a_plan_has_every_part_and_says_where_it_comes_from(folder: Path):
     assert first.tokens == 10 * first.batch_size * 64
     assert first.hours
     assert second.writing_hours
-    assert found.hours == sum(one.hours + one.writing_hours for one in (first, second))
+    assert found.hours == first.hours + (second.hours or 0.0) + second.writing_hours
     assert all(size > 0 for size in found.disk.values())
 
 

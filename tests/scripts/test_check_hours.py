@@ -1,0 +1,43 @@
+"""A run is made as long as is asked for, and planned for as long."""
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from specheads.commands import _compose
+from specheads.training.plan.whole import PhasePlan, Plan
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "check_hours.py"
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("check_hours", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_steps_and_texts_of_every_phase_grow_to_the_minutes(script: ModuleType):
+    settings = _compose.settings_of("train", ["recipe=tiny_code"])
+    phases = [
+        PhasePlan("corpus", 840, 2, 0, hours=0.5 / 60),
+        PhasePlan("distilled", 560, 4, 0, hours=0.5 / 60, writing_hours=1 / 60),
+    ]
+    found = Plan("cpu", 1, None, [], phases, {})
+    assert script.lengthen(settings, found, 10.0) == pytest.approx(10.0)
+    corpus, distilled = settings.schedule.phases.values()
+    assert (corpus.steps, distilled.steps) == (4200, 2800)
+    assert distilled.distill is not None
+    assert distilled.distill.num_samples == 7680
+
+
+def test_a_batch_of_texts_is_written_whole_however_few_minutes_there_are(script: ModuleType):
+    settings = _compose.settings_of("train", ["recipe=tiny_code"])
+    phases = [PhasePlan("distilled", 560, 4, 0, hours=1.0, writing_hours=24.0)]
+    planned = script.lengthen(settings, Plan("cpu", 1, None, [], phases, {}), 1.0)
+    assert planned == pytest.approx(60 + 1 / 25, rel=0.05)
