@@ -6,7 +6,8 @@ from dataclasses import asdict
 import yaml
 from rich.console import Console
 
-from specheads.commands import _compose
+# what a run imports is a part of what it holds
+from specheads.commands import _compose, _library  # noqa: F401
 from specheads.config import Train
 from specheads.measure.tables import Fitted
 from specheads.training.plan.whole import Plan, plan

@@ -40,11 +40,10 @@ SHORT, LONG = 8, 40
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """What something took here."""
+    """What a step took here."""
 
     memory: Parts
     seconds: float
-    """Of a step, or of all the text of a phase without drafts."""
 
     @property
     def total(self) -> int:
@@ -106,29 +105,33 @@ class Trial:
             for hook in hooks:
                 hook.remove()
 
-    def write(self, distill: Distill) -> Tried:
-        """Have the base write two short batches of text, with a drafter if it may have one.
-
-        The time is that of all the text of a phase, by what each token took without drafts.
-        """
-        number = min(distill.batch_size, distill.num_samples)
-        first, last = (min(size, distill.new_tokens) for size in (SHORT, LONG))
+    def write(self, distill: Distill) -> Parts:
+        """Have the base write a short batch of text, with a drafter if it may have one."""
+        drafter, number = None, min(distill.batch_size, distill.num_samples)
         restart_peak(self.base.device)
         with self.teacher.as_loaded(), torch.no_grad():
-            self._texts(distill, number, first)
-            short, long = (self._texts(distill, number, size) for size in (first, last))
-            drafter = None
+            if distill.use_head.lower() == "auto":
+                # both ways are tried then, before the faster one is taken
+                self._texts(distill, number, SHORT)
             if distill.use_head.lower() != "false":
                 drafter = drafter_of(self.head, self.base)
             with Ledger() as ledger:
-                self._texts(distill, number, first, drafter, joining=number // REFILL)
+                self._texts(distill, number, SHORT, drafter, joining=number // REFILL)
+            parts = ledger.peak
+            if drafter is not None:
+                parts[shapes.DRAFTER] = shapes.stored(drafter.parameters())
+            return self._parts(parts)
+
+    def writing_seconds(self, distill: Distill) -> float:
+        """Return the seconds of all text of a phase, by two short batches without drafts."""
+        number = min(distill.batch_size, distill.num_samples)
+        first, last = (min(size, distill.new_tokens) for size in (SHORT, LONG))
+        with self.teacher.as_loaded(), torch.no_grad():
+            self._texts(distill, number, first)
+            short, long = (self._texts(distill, number, size) for size in (first, last))
         token = max(0.0, long - short) / max(1, last - first)
-        whole = short + token * (distill.new_tokens - first)
-        parts = ledger.peak
-        if drafter is not None:
-            parts[shapes.DRAFTER] = shapes.stored(drafter.parameters())
-        processes = self.accelerator.num_processes
-        return Tried(self._parts(parts), agreed(whole * distill.num_samples / number / processes))
+        batches = distill.num_samples / number / self.accelerator.num_processes
+        return agreed(batches * (short + token * (distill.new_tokens - first)))
 
     def _texts(
         self,
@@ -141,6 +144,7 @@ class Trial:
         """Have texts written, and return the seconds of it; as many join as end half-way."""
         chosen = Sampling(temperature=distill.temperature, top_k=distill.top_k, top_p=distill.top_p)
         prompt = [at % self.base.vocab_size for at in range(distill.prompt_tokens)]
+        new_tokens = min(new_tokens, distill.new_tokens)
         lengths = [max(1, new_tokens // 2)] * joining + [new_tokens] * number
         asks = iter([Ask(at, prompt, length, chosen) for at, length in enumerate(lengths)])
         engine = Local(self.base, drafter, number, text_tokens(distill))

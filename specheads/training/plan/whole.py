@@ -14,7 +14,7 @@ from specheads.training.feature_cache import cache_bytes
 from specheads.training.plan.batch import climb, largest, room_of, settle_batches, unsettled
 from specheads.training.plan.place import Target, target_of
 from specheads.training.plan.shapes import Parts, Shapes
-from specheads.training.plan.trial import Trial, Tried
+from specheads.training.plan.trial import Trial
 from specheads.training.processes import load_base
 from specheads.training.schedule import (
     PlacedPhase,
@@ -172,10 +172,10 @@ def _try(found: Plan, shapes: Shapes, trial: Trial, phases: list[PlacedPhase]) -
     """Fill a plan by real steps, of as many sequences as fit."""
     assert found.room is not None
     for phase in phases:
-        writing: Tried | None = None
-        if (distill := phase.settings.distill) and distill.engine == "local":
-            writing = trial.write(distill)
-            found.stages.append(Stage(f"{phase.name}: text", writing.memory))
+        distill = phase.settings.distill
+        here = distill if distill and distill.engine == "local" else None
+        if here:
+            found.stages.append(Stage(f"{phase.name}: text", trial.write(here)))
         rows = _rows(phase, found)
         climbed = climb(trial, phase, found.room, rows, timed=True)
         most, tried = list(climbed.tried.items())[-1]
@@ -187,7 +187,9 @@ def _try(found: Plan, shapes: Shapes, trial: Trial, phases: list[PlacedPhase]) -
                 f"linearly to {rows}"
             )
         seconds = tried.seconds * rows / most
-        found.phases.append(_phase_plan(phase, seconds, writing.seconds if writing else 0.0))
+        # afterwards, for it leaves memory behind that a run does not
+        writing = trial.writing_seconds(here) if here else 0.0
+        found.phases.append(_phase_plan(phase, seconds, writing))
         found.changes += _changes(found, phase, climbed.needed, shapes.gradients)
     if any(one.writing_hours for one in found.phases):
         found.notes.append("text is timed without drafts; a head that drafts well writes faster")
