@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from specheads.base.model import FrozenBase
-    from specheads.commands._library import compare, distill, evaluate, export, push, train
+    from specheads.commands._comparing import compare
+    from specheads.commands._library import distill, evaluate, export, push, train
     from specheads.commands._simulating import simulate
     from specheads.commands._tuning import tune
     from specheads.core.drafter import Committed, Drafter, Features, Head, Memory
@@ -53,7 +54,8 @@ __all__ = [
 
 _PUBLIC = {
     "base.model": ["FrozenBase"],
-    "commands._library": ["compare", "distill", "evaluate", "push", "train"],
+    "commands._comparing": ["compare"],
+    "commands._library": ["distill", "evaluate", "push", "train"],
     "commands._simulating": ["simulate"],
     "commands._tuning": ["tune"],
     "core.drafter": ["Committed", "Drafter", "Features", "Head", "Memory"],

@@ -1,11 +1,11 @@
-"""What commands and Python call: `train`, `distill`, `evaluate`, `compare`, `export`, `push`.
+"""What commands and Python call: `train`, `distill`, `evaluate`, `export`, `push`.
 
 All take overrides as the command line does, or typed settings and objects; none prints.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,7 +14,6 @@ from huggingface_hub.utils import logging as hub_logging
 from specheads import config
 from specheads.base.model import FrozenBase
 from specheads.commands import _compose
-from specheads.commands._compared import comparison_folder, first_run, load_compared
 from specheads.config import commands
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
@@ -26,10 +25,6 @@ from specheads.export.hub import card, upload
 from specheads.export.write import export_head, gate_texts
 from specheads.heads.load import load_head
 from specheads.measure import report
-from specheads.measure.compare.arms import chosen
-from specheads.measure.compare.run import compare_heads
-from specheads.measure.compare.table import write_comparison
-from specheads.measure.comparison import Comparison
 from specheads.measure.evaluation import Asked, evaluate_head, evaluate_run
 from specheads.measure.results import Results
 from specheads.runs.directory import RunDirectory
@@ -116,53 +111,16 @@ def evaluate(
     the base. A run's report and card are written anew, or with `out` a report there and no card.
     """
     settings, words = settings_for(config.Evaluate, settings, overrides, run=run, out=out)
-    _refuse_unwritable(settings.out)
+    refuse_unwritable(settings.out)
     if settings.run:
         made, trained = own(settings, words)
-        given = _prompts(prompts, trained)
+        given = prompt_set(prompts, trained)
         return _measure(made, trained, base or load_base(trained), settings.out, given)
     base, head = objects(settings, base, head, "evaluate")
-    results = evaluate_head(base, head, settings, _prompts(prompts, settings))
+    results = evaluate_head(base, head, settings, prompt_set(prompts, settings))
     if settings.out:
         report.write_report(Path(settings.out), results, [])
     return results
-
-
-def compare(
-    run: str | Path = "",
-    overrides: Sequence[str] = (),
-    *,
-    settings: config.Compare | None = None,
-    base: FrozenBase | None = None,
-    head: Head | None = None,
-    heads: Mapping[str, Head] | None = None,
-    prompts: Prompts = None,
-    out: str | Path = "",
-) -> Comparison:
-    """Hold heads of one base against each other and against what needs no training.
-
-    Arguments are those of `evaluate`, and `["drafters=[head,hybrid]"]` is an override; `heads`
-    are several, by what they are to be called, and `["heads=[DIR,DIR]"]` the same in words. Without
-    a run both base and heads are needed. compare.json goes into the first run's report, or into
-    `out`.
-    """
-    settings, words = settings_for(config.Compare, settings, overrides, run=run, out=out)
-    chosen(settings)
-    _refuse_unwritable(settings.out)
-    given, asked = heads or ({"head": head} if head else {}), settings
-    if not given:
-        folder = comparison_folder(settings)
-        if first := first_run(settings):
-            _, asked = own(replace(settings, run=first), words)
-        base, given = load_compared(settings, asked, base)
-    elif base is None:
-        raise InputError("name what to compare: run=DIR, or heads=[DIR,DIR]")
-    else:
-        folder = Path(settings.out) if settings.out else None
-    comparison = compare_heads(base, given, settings, asked, _prompts(prompts, asked))
-    if folder:
-        write_comparison(folder, comparison)
-    return comparison
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,19 +195,7 @@ def push(
     return upload.push_run(made, _compose.read_run(made.config, config.Train), settings)
 
 
-def talking(settings: config.Chat, overrides: Sequence[str]) -> tuple[FrozenBase, Head]:
-    """Return the base that answers, and the head that drafts for it."""
-    if not settings.run:
-        return objects(settings, None, None, "talk to")
-    made, trained = own(settings, _compose.lengthen("chat", overrides))
-    made.refuse_unfinished("talked to")
-    base = load_base(trained)
-    if made.adapter.is_dir():
-        base.merge(made.adapter)
-    return base, load_head(made.head, base)
-
-
-def _refuse_unwritable(out: str) -> None:
+def refuse_unwritable(out: str) -> None:
     """Refuse a folder for results in which none can be made, before anything is measured."""
     if out:
         writable_folder(out)
@@ -300,7 +246,7 @@ def objects(
     return base, head or load_head(settings.head_path, base, force=settings.force)
 
 
-def _prompts(given: Prompts, settings: Asked) -> PromptSet | None:
+def prompt_set(given: Prompts, settings: Asked) -> PromptSet | None:
     """Return prompts that are given as token ids; a name goes into the settings."""
     if given is None:
         return None

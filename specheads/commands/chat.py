@@ -9,13 +9,16 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from specheads.commands import _library
+from specheads.base.model import FrozenBase
+from specheads.commands import _compose, _library
 from specheads.commands._dialogue import Answer, Dialogue
 from specheads.commands._painting import has_colour, legend, lit, plain, tail, told
 from specheads.config import Chat
+from specheads.core.drafter import Head
 from specheads.core.errors import InputError, printable
 from specheads.decoding.acceptance.sampling import Sampling
 from specheads.decoding.trees.named import fixed_policy
+from specheads.heads.load import load_head
 
 WIDE = 80
 """Columns from which on two answers stand side by side."""
@@ -28,7 +31,7 @@ HELP = "/reset forgets what was said, /quit or Ctrl-D ends"
 
 def run(settings: Chat, overrides: Sequence[str]) -> None:
     """Read lines, and answer each."""
-    base, head = _library.talking(settings, overrides)
+    base, head = _opened(settings, overrides)
     if base.tokenizer is None:
         raise InputError(f"a chat needs a base with a tokenizer, and {base.name!r} has none")
     tree = fixed_policy(settings.tree, head.depth)
@@ -56,6 +59,18 @@ def run(settings: Chat, overrides: Sequence[str]) -> None:
             else:
                 _write(console, answer)
             dialogue.answered([*prompt, *answer.stream.tokens], answer.text)
+
+
+def _opened(settings: Chat, overrides: Sequence[str]) -> tuple[FrozenBase, Head]:
+    """Return the base that answers, and the head that drafts for it."""
+    if not settings.run:
+        return _library.objects(settings, None, None, "talk to")
+    made, trained = _library.own(settings, _compose.lengthen("chat", overrides))
+    made.refuse_unfinished("talked to")
+    base = _library.load_base(trained)
+    if made.adapter.is_dir():
+        base.merge(made.adapter)
+    return base, load_head(made.head, base)
 
 
 def _lines(console: Console, dialogue: Dialogue) -> Iterator[str]:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from specheads.commands import _library
+from specheads.commands import _comparing
 from specheads.commands._compared import comparison_folder
 from specheads.config import Compare
 from specheads.measure.compare.table import tables
@@ -12,7 +12,7 @@ from specheads.measure.compare.table import tables
 
 def run(settings: Compare, overrides: Sequence[str]) -> None:
     """Compare heads of one base with each other and with the baselines."""
-    comparison = _library.compare(settings=settings, overrides=overrides)
+    comparison = _comparing.compare(settings=settings, overrides=overrides)
     console = Console()
     for table in tables(comparison):
         console.print(table)

@@ -1,35 +1,21 @@
-"""Settings of each command. Hydra fills these; nothing else does."""
+"""Settings of the commands that make something. Hydra fills these; nothing else does."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from specheads.config.parts import Base, Data, Evaluation, Hardware, Tracker, Tree
+from specheads.config.parts import Base, Data, Evaluation, Tracker, Tree
 from specheads.config.ranges import (
     Count,
-    Depth,
-    Levels,
     Name,
-    Nodes,
     Part,
     Place,
     Positive,
-    Prompts,
-    Scale,
     Seed,
-    Share,
-    Some,
     Temperature,
     Text,
-    TreeNodes,
-    Weight,
     one_of,
 )
 from specheads.config.schedule import FeatureCache, Schedule, Validation
-
-OF_TRANSFORMERS = ("transformers", "transformers_lookup", "transformers_assisted")
-DRAFTERS = ("head", "prompt_lookup", "hybrid", "streaming", "draft_model", *OF_TRANSFORMERS)
-OF_DRAFT_MODEL = ("draft_model", "transformers_assisted")
-"""Drafters that need one."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -94,125 +80,6 @@ class Distill(Train):
     head_path: Place = ""
     """Folder or Hub id of a head to draft with, which changes the text in nothing; `head=` on the
     command line. Empty is none."""
-
-
-@dataclass(kw_only=True, slots=True)
-class Evaluate:
-    """`specheads evaluate`."""
-
-    run: Place = ""
-    """A run directory; or name head and base."""
-
-    head_path: Place = ""
-    """Folder or Hub id of a head; `head=` on the command line."""
-
-    base: Base
-    data: Data
-    """Whose validation text a tuned tree is picked on, for a head without a run."""
-    tree: Tree
-    evaluation: Evaluation
-    out: Place = ""
-    """Where the report goes. Empty is the run's own report/."""
-
-    force: bool = False
-    """Take a head that was trained on other weights than the base's, a fine-tuned sibling's."""
-
-    record: Place = ""
-    """A recipe folder whose results.json is to be replaced by what was measured."""
-
-    seed: Seed = 0
-    """Seed of sampling, and of which prompts are used."""
-
-
-@dataclass(kw_only=True, slots=True)
-class Compare:
-    """`specheads compare`."""
-
-    run: Place = ""
-    """A finished run's directory."""
-
-    heads: list[Place] = field(default_factory=list)
-    """More heads of the same base, of any kinds and widths: finished runs, or folders or Hub ids
-    of heads. What is measured is as the first run among them has it."""
-
-    base: Base
-    """Base of heads without a run."""
-
-    drafters: list[Annotated[str, one_of(*DRAFTERS)]] = field(default_factory=list)
-    """Which of head, prompt_lookup, hybrid, streaming, draft_model, transformers (the base alone
-    in its own generate), transformers_lookup and transformers_assisted. Empty is all, draft_model
-    and transformers_assisted only where a draft model is named."""
-
-    temperatures: list[Temperature] = field(default_factory=list)
-    """Temperatures at which all of them are measured. Empty is evaluation.temperature."""
-
-    batch_sizes: list[Positive] = field(default_factory=list)
-    """Batches in which all of them are measured. Empty is evaluation.batch_size."""
-
-    draft_model: Place = ""
-    """Folder or Hub id of a smaller model that shares the base's vocabulary. Empty is none."""
-
-    draft_depth: Depth = 4
-    """Tokens that streaming and draft_model draft: a chain."""
-
-    copied_tokens: Nodes = 10
-    """Tokens that prompt lookup copies at most, alone and in the hybrid's tree."""
-
-    max_ngram: Positive = 3
-    """Longest suffix that prompt lookup looks for."""
-
-    sinks: Count = 4
-    """First tokens of a text that streaming sees."""
-
-    window: Positive = 60
-    """Recent tokens that streaming sees; as many as the context make its draft the base's own."""
-
-    data: Data
-    """Whose validation text a tuned tree is picked on, for a head without a run."""
-    tree: Tree
-    """The head's, alone and in the hybrid."""
-    evaluation: Evaluation
-    out: Place = ""
-    """Where compare.json goes. Empty is the run's own report/."""
-
-    seed: Seed = 0
-    """Seed of sampling, and of which prompts are used."""
-
-
-@dataclass(kw_only=True, slots=True)
-class Tune:
-    """`specheads tune`."""
-
-    run: Place = ""
-    """A finished run's directory; or name head and base."""
-
-    head_path: Place = ""
-    """Folder of a head, into which tuned.json goes; `head=` on the command line."""
-
-    base: Base
-    data: Data
-    """Whose validation text acceptance is measured on, for a head without a run."""
-
-    max_nodes: TreeNodes = 64
-    """Nodes of the largest tree that is tried, root included."""
-
-    batch_sizes: Annotated[list[Positive], Some] = field(default_factory=lambda: [1, 4])
-    """Rows decoded together, for each of which a tree is chosen."""
-
-    contexts: Annotated[list[Positive], Some] = field(default_factory=lambda: [64, 512])
-    """Tokens of the text so far, for each of which a tree is chosen."""
-
-    num_prompts: Prompts = 24
-    """Validation prompts for each context: every other grows the trees, the rest judge them."""
-
-    new_tokens: Prompts = 64
-    """Tokens that the base writes after each."""
-
-    force: bool = False
-    """Take a head that was trained on other weights than the base's, a fine-tuned sibling's."""
-
-    seed: Seed = 0
-    """Seed of which prompts are used."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -317,54 +184,3 @@ class Push:
 
     dry_run: bool = False
     """List what would be uploaded, and stop."""
-
-
-@dataclass(kw_only=True, slots=True)
-class Simulate:
-    """`specheads simulate`."""
-
-    run: Place = ""
-    """A run directory whose head was tuned; or name head and base."""
-
-    head_path: Place = ""
-    """Folder of a head; `head=` on the command line."""
-
-    hardware: Hardware
-
-    rates: list[Scale] = field(default_factory=list)
-    """Loads in requests a second, each simulated by itself. Empty is five, from a quarter of what
-    the base alone can serve to more than that."""
-
-    parts: list[Weight] = field(default_factory=lambda: [1.0])
-    """Factors of the rate in successive parts of time, all of one length: [0.2,2,0.2] rises and
-    falls."""
-
-    arrivals: Place = ""
-    """A recorded load in place of rates: a .jsonl file of seconds, prompt_tokens, new_tokens."""
-
-    acceptance: list[Share] = field(default_factory=list)
-    """Conditional acceptance by depth. Empty takes what `specheads tune` measured."""
-
-    accepted: Place = ""
-    """A .jsonl file of recorded accepted lengths, one text a line. Empty draws from the rates."""
-
-    num_requests: Positive = 2000
-    """Requests of each rate."""
-
-    prompt_tokens: Positive = 64
-    """Tokens of each prompt, of loads that were not recorded."""
-
-    new_tokens: Positive = 128
-    """Tokens that each request takes, of loads that were not recorded."""
-
-    max_batch: Positive = 16
-    """Rows decoded together."""
-
-    depths: list[Levels] = field(default_factory=list)
-    """Fixed depths beside goodput. Empty is zero, the base alone, and all levels."""
-
-    out: Place = ""
-    """Where load.json and load.png go. Empty is the run's own report/, or the head's folder."""
-
-    seed: Seed = 0
-    """Seed of arrivals and of drawn acceptance."""

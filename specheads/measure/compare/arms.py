@@ -8,7 +8,7 @@ from specheads.baselines import DraftModel, PromptLookup, Streaming
 from specheads.baselines.draft_model import refuse_vocabulary
 from specheads.baselines.hybrid import Hybrid, HybridTree, Lookup
 from specheads.config import Compare
-from specheads.config.commands import DRAFTERS, OF_DRAFT_MODEL, OF_TRANSFORMERS
+from specheads.config.measuring import DRAFTERS, OF_DRAFT_MODEL, OF_TRANSFORMERS
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.decoding.trees import policies

@@ -6,6 +6,9 @@ from functools import cache
 
 from specheads.measure.tune.acceptance import Path
 
+Whole = Callable[[int, int], tuple[float, tuple[int, ...]]]
+"""(nodes, levels) -> the best tree's value, and how many nodes each of its children owns."""
+
 
 def best_first(rates: Sequence[float], size: int, depth: int) -> list[Path]:
     """Return the rank paths of the best tree of a size, root included, at positional rates.
@@ -105,13 +108,15 @@ def sequoia(rates: Sequence[float], size: int, levels: int) -> tuple[float, list
             ]
         return max(found)
 
-    def paths(nodes: int, left: int, above: Path) -> list[Path]:
-        out = []
-        for rank, taken in enumerate(whole(nodes, left)[1]):
-            if taken:
-                path = (*above, rank)
-                out += [path, *paths(taken, left - 1, path)]
-        return out
-
     best = max(range(1, size + 1), key=lambda nodes: whole(nodes, levels)[0])
-    return whole(best, levels)[0], paths(best, levels, ())
+    return whole(best, levels)[0], _paths(whole, best, levels, ())
+
+
+def _paths(whole: Whole, nodes: int, levels: int, above: Path) -> list[Path]:
+    """Return the paths below a node that owns so many nodes, itself included."""
+    out = []
+    for rank, taken in enumerate(whole(nodes, levels)[1]):
+        if taken:
+            path = (*above, rank)
+            out += [path, *_paths(whole, taken, levels - 1, path)]
+    return out
