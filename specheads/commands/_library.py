@@ -14,7 +14,7 @@ from huggingface_hub.utils import logging as hub_logging
 from specheads import config
 from specheads.base.model import FrozenBase
 from specheads.commands import _compose
-from specheads.config import commands
+from specheads.config import Export, Push, commands
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.core.paths import HUB_ID, writable_folder
@@ -170,7 +170,7 @@ def export(
     out: str | Path = "",
     overrides: Sequence[str] = (),
     *,
-    settings: config.Export | None = None,
+    settings: Export | None = None,
     base: FrozenBase | None = None,
     head: Head | None = None,
 ) -> Exported:
@@ -179,9 +179,7 @@ def export(
     The engine is a module of specheads/export/layouts, `out` a new folder; the rest is as for
     `evaluate`. A head that the engine cannot serve, or that drafts otherwise there, is refused.
     """
-    settings, words = settings_for(
-        config.Export, settings, overrides, run=run, engine=engine, out=out
-    )
+    settings, words = settings_for(Export, settings, overrides, run=run, engine=engine, out=out)
     engine_module(settings.engine)
     if not settings.out:
         raise InputError("an export needs a folder of its own: add out=FOLDER")
@@ -208,7 +206,7 @@ def push(
     repo: str = "",
     overrides: Sequence[str] = (),
     *,
-    settings: config.Push | None = None,
+    settings: Push | None = None,
     dry_run: bool = False,
 ) -> upload.Pushed:
     """Publish a run's head on the Hugging Face Hub, with its card, in one commit.
@@ -218,9 +216,7 @@ def push(
     """
     # it would log every retry, with addresses that let anyone upload
     hub_logging.set_verbosity_error()
-    settings, _ = settings_for(
-        config.Push, settings, overrides, run=run, repo=repo, dry_run=dry_run
-    )
+    settings, _ = settings_for(Push, settings, overrides, run=run, repo=repo, dry_run=dry_run)
     if not settings.run:
         raise InputError("name what to push: run=DIR")
     if not HUB_ID.fullmatch(settings.repo):
@@ -258,12 +254,12 @@ def own(settings: Any, overrides: Sequence[str]) -> tuple[RunDirectory, config.T
     return run, trained
 
 
-def load_base(settings: config.Train | config.Evaluate | config.Tune | config.Export) -> FrozenBase:
+def load_base(settings: config.Train | config.Evaluate | config.Tune | Export) -> FrozenBase:
     return FrozenBase.load(**asdict(settings.base))
 
 
 def objects(
-    settings: config.Evaluate | config.Tune | config.Export,
+    settings: config.Evaluate | config.Tune | Export,
     base: FrozenBase | None,
     head: Head | None,
     what: str,

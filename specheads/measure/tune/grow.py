@@ -105,13 +105,17 @@ def sequoia(rates: Sequence[float], size: int, levels: int) -> tuple[float, list
             ]
         return max(found)
 
-    def paths(nodes: int, left: int, above: Path) -> list[Path]:
-        out = []
-        for rank, taken in enumerate(whole(nodes, left)[1]):
-            if taken:
-                path = (*above, rank)
-                out += [path, *paths(taken, left - 1, path)]
-        return out
-
     best = max(range(1, size + 1), key=lambda nodes: whole(nodes, levels)[0])
-    return whole(best, levels)[0], paths(best, levels, ())
+    return whole(best, levels)[0], _paths(whole, best, levels, ())
+
+
+def _paths(
+    whole: Callable[[int, int], tuple[float, tuple[int, ...]]], nodes: int, left: int, above: Path
+) -> list[Path]:
+    """Return the rank paths below a node that owns so many, itself included."""
+    out = []
+    for rank, taken in enumerate(whole(nodes, left)[1]):
+        if taken:
+            path = (*above, rank)
+            out += [path, *_paths(whole, taken, left - 1, path)]
+    return out
