@@ -14,7 +14,7 @@ from huggingface_hub.utils import logging as hub_logging
 from specheads import config
 from specheads.base.model import FrozenBase
 from specheads.commands import _compose
-from specheads.config import commands
+from specheads.config import Export, Push, commands
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.core.paths import HUB_ID, writable_folder
@@ -139,7 +139,7 @@ def export(
     out: str | Path = "",
     overrides: Sequence[str] = (),
     *,
-    settings: config.Export | None = None,
+    settings: Export | None = None,
     base: FrozenBase | None = None,
     head: Head | None = None,
 ) -> Exported:
@@ -149,9 +149,7 @@ def export(
     `evaluate`. A head that the engine cannot serve, or that drafts otherwise there, is refused.
     A base that has an adapter merged into it, as a run of joint training does, is written too.
     """
-    settings, words = settings_for(
-        config.Export, settings, overrides, run=run, engine=engine, out=out
-    )
+    settings, words = settings_for(Export, settings, overrides, run=run, engine=engine, out=out)
     engine_module(settings.engine)
     if not settings.out:
         raise InputError("an export needs a folder of its own: add out=FOLDER")
@@ -174,7 +172,7 @@ def push(
     repo: str = "",
     overrides: Sequence[str] = (),
     *,
-    settings: config.Push | None = None,
+    settings: Push | None = None,
     dry_run: bool = False,
 ) -> upload.Pushed:
     """Publish a run's head on the Hugging Face Hub, with its card, in one commit.
@@ -184,9 +182,7 @@ def push(
     """
     # it would log every retry, with addresses that let anyone upload
     hub_logging.set_verbosity_error()
-    settings, _ = settings_for(
-        config.Push, settings, overrides, run=run, repo=repo, dry_run=dry_run
-    )
+    settings, _ = settings_for(Push, settings, overrides, run=run, repo=repo, dry_run=dry_run)
     if not settings.run:
         raise InputError("name what to push: run=DIR")
     if not HUB_ID.fullmatch(settings.repo):
@@ -224,7 +220,7 @@ def own(settings: Any, overrides: Sequence[str]) -> tuple[RunDirectory, config.T
     return run, trained
 
 
-Loadable = Asked | config.Tune | config.Export | config.Chat
+Loadable = Asked | config.Tune | Export | config.Chat
 """Settings that name a base."""
 
 
@@ -234,7 +230,7 @@ def load_base(settings: Loadable) -> FrozenBase:
 
 
 def objects(
-    settings: config.Evaluate | config.Tune | config.Export | config.Chat,
+    settings: config.Evaluate | config.Tune | Export | config.Chat,
     base: FrozenBase | None,
     head: Head | None,
     what: str,
