@@ -265,6 +265,6 @@ def test_the_text_from_which_on_speculation_pays_moves_one_way_with_the_batch(dr
     def first(batch: int) -> int:
         return next(at for at in range(0, 400_000, 50) if ratio(cost, batch, at) < tokens)
 
-    found = [first(batch) for batch in (1, 4, 16, 64, 128, 256, 1024)]
+    found = [first(batch) for batch in (1, 4, 16, 64, 128, 256)]
     assert found == sorted(found, reverse=draft is LLAMA)
     assert found[0] != found[-1]
