@@ -8,7 +8,6 @@ from specheads.measure.results import (
     BaseSummary,
     HeadSummary,
     PromptSummary,
-    Replay,
     Speed,
 )
 from specheads.runs.provenance import Provenance
@@ -42,7 +41,6 @@ class DrafterRow(Acceptance):
     """Whether it decodes prompts together; else it took them one by one, whatever the batch."""
     over: dict[str, Gain] = field(default_factory=dict)
     """Its tokens per second over those of each other drafter, paired by prompt."""
-    replay: Replay | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

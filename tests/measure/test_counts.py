@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from specheads.core.loops import loops
-from specheads.decoding.cost import ForwardCost, StepCost
 from specheads.measure.counts import (
     DepthCounts,
     acceptance_length,
@@ -108,14 +107,10 @@ def test_lengths_are_those_of_leviathans_table(rate, lengths):
 )
 def test_best_depths_and_their_speed_ups_are_leviathans(cost, best):
     # a draft takes `cost` of a forward, whatever the forward reads
-    step = StepCost(
-        verify=ForwardCost(fixed=1.0, token=0.0, context=0.0),
-        draft=ForwardCost(fixed=cost, token=0.0, context=0.0),
-    )
     for rate, wanted in best.items():
         speedups = {
             depth: acceptance_length(torch.full((depth,), rate, dtype=torch.float64))
-            / step.seconds(batch=1, context=0.0, nodes=depth + 1, depth=depth)
+            / (1 + cost * depth)
             for depth in range(1, 20)
         }
         depth = max(speedups, key=lambda depth: speedups[depth])
