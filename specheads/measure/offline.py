@@ -11,7 +11,7 @@ See docs/losslessness.md.
 from dataclasses import asdict, dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from specheads.base.model import FrozenBase
@@ -88,7 +88,8 @@ def guess_ranks(
     features = base.read(text, head.aux_layers)
     drawn = sampling if coupled and sampling.temperature > 0 else None
     ranks = torch.full((num_roots, head.depth), -1)
-    for level, state in enumerate(head.states(features, text)):
+    anchors = drafted_from(text, first, num_roots)
+    for level, state in enumerate(head.states(features, text, anchors)):
         num_known = num_roots - level
         if num_known <= 0:
             break
@@ -101,6 +102,14 @@ def guess_ranks(
         ]
         ranks[:num_known, level] = torch.cat(found).cpu()
     return ranks
+
+
+def drafted_from(
+    text: Int[Tensor, "batch time"], first: int, count: int
+) -> Bool[Tensor, "batch time"]:
+    """Mark so many positions of a text: those that drafts are asked for."""
+    places = torch.arange(text.shape[1], device=text.device)
+    return ((places >= first) & (places < first + count)).expand(len(text), -1)
 
 
 def _ranks(
@@ -149,7 +158,8 @@ def drawn_ranks(
     features = base.read(text, head.aux_layers)
     ranks = torch.full((num_roots, head.depth), -1)
     coins = torch.Generator().manual_seed(sampling.seed)
-    for level, state in zip(range(num_roots), head.states(features, text), strict=False):
+    anchors = drafted_from(text, first, num_roots)
+    for level, state in zip(range(num_roots), head.states(features, text, anchors), strict=False):
         num_known = num_roots - level
         before = torch.arange(first + 1 + level, text.shape[1] - 1, device=base.device)
         each = text.expand(num_known, -1)

@@ -436,7 +436,8 @@ def test_tune_writes_the_head_s_trees_which_decoding_and_evaluation_take(
         (folder / "tuned.json").write_text(json.dumps(found))
         base = specheads.FrozenBase.load(ROOT / "recipes/tiny_code/base")
         head = specheads.load_head(folder, base)
-        assert specheads.Engine(base, head).tree.paths == ((0,), (5,))
+        tree: Any = specheads.Engine(base, head).tree
+        assert tree.paths == ((0,), (5,))
         few = ["num_prompts=1", "max_new_tokens=8", "mode=offline", f"out={tmp_path}"]
         here("evaluate", "run=runs/smoke", *few)
         settings = json.loads((tmp_path / "results.json").read_text())["settings"]

@@ -162,8 +162,8 @@ class Shifted(Habit):
         self.online, self.offline = online, offline
         self.best = self.habits.argmax(-1)
 
-    def states(self, features: Any, tokens: Any, scored: Any = None):
-        del features, scored
+    def states(self, features: Any, tokens: Any, anchors: Any = None):
+        del features, anchors
         for level in range(self.depth):
             read = tokens.roll(-1 - level, dims=1)
             yield self.habits[self.best[read] if self.offline else read]

@@ -57,11 +57,10 @@ class Sizes:
         Heads whose levels share one projection read all they have at each, others their level's.
         """
         own = sum(parameter.numel() for parameter in head.parameters())
-        first, *others = {id(head.projection(level)[0]) for level in range(head.depth)}
-        weight = head.projection(0)[0]
-        is_own = any(weight is parameter for parameter in head.parameters())
-        level = (own // head.depth if others else own) + (0 if is_own else weight.numel())
-        del first
+        weights = [weight for weight, _ in head.projections()]
+        is_shared = all(weight is weights[0] for weight in weights)
+        is_own = any(weights[0] is parameter for parameter in head.parameters())
+        level = (own if is_shared else own // head.depth) + (0 if is_own else weights[0].numel())
         return cls(
             parameters=base.num_parameters,
             draft_parameters=level,

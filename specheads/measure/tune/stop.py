@@ -14,6 +14,7 @@ from specheads.core.drafter import Head
 from specheads.decoding.cost import StepCost
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.early_stop import Estimate, entropy
+from specheads.measure.offline import drafted_from
 
 THRESHOLDS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 """Confidences that are tried."""
@@ -43,7 +44,8 @@ def trace(base: FrozenBase, head: Head, prompt: list[int], continuation: list[in
     found = Trace(*(torch.zeros(shape, dtype=torch.float64) for _ in range(2)),
                   *(torch.zeros(shape, dtype=torch.bool) for _ in range(2)))  # fmt: skip
     features = base.read(text, head.aux_layers)
-    for level, state in enumerate(head.states(features, text)):
+    anchors = drafted_from(text, first, places)
+    for level, state in enumerate(head.states(features, text, anchors)):
         count = max(places - level, 0)
         logs = head.logits(state[0, first : first + count], level).double().log_softmax(-1)
         best = logs.max(-1)
