@@ -26,6 +26,7 @@ from specheads.base.model import FrozenBase
 from specheads.commands import _compose
 from specheads.config import Train, Tree, data_dir
 from specheads.core.drafter import Head
+from specheads.core.errors import InputError
 from specheads.core.files import write_atomic
 from specheads.core.records import to_json
 from specheads.decoding.trees import policies
@@ -122,7 +123,11 @@ def hand_written(head: Head) -> dict[str, policies.TreePolicy]:
         raw: Any = OmegaConf.to_container(OmegaConf.load(file))
         raw |= {"paths": PATHS} if raw.get("paths") == "???" else {}
         raw |= {"branches": raw["branches"][: head.depth]} if "branches" in raw else {}
-        policy = fixed_policy(replace(Tree(), **raw), head.depth)
+        try:
+            policy = fixed_policy(replace(Tree(), **raw), head.depth)
+        except InputError:
+            # a published tree may be deeper than the head
+            continue
         if policy is not None:
             found[file.stem] = policy
     return found

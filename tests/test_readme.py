@@ -88,7 +88,7 @@ def test_a_command_is_one_of_ours_and_composes(call: tuple[str, ...]):
         assert isinstance(settings, _compose.SCHEMAS[name])
         several = getattr(settings, "heads", ())
         # a simulation with computed times needs no head
-        alone = settings.out and (name == "simulate" or settings.head_path)
+        alone = getattr(settings, "out", "") and (name == "simulate" or settings.head_path)
         assert settings.run or several or alone
 
 

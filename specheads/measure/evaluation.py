@@ -35,7 +35,7 @@ from specheads.measure.results import (
 )
 from specheads.measure.speed import measure_speed
 from specheads.measure.store import from_json
-from specheads.measure.texts import decode_texts
+from specheads.measure.transcripts import decode_texts
 from specheads.measure.tune.trees import pick_tree
 from specheads.runs.directory import RunDirectory
 from specheads.runs.provenance import nearby, provenance
@@ -83,7 +83,7 @@ def evaluate_head(
     """
     prompts, evaluation = check(settings, base, head.depth, prompts), settings.evaluation
     tokens = [prompt.tokens for prompt in prompts.prompts]
-    how = how_of(evaluation, settings.seed, prompts)
+    how = how_of(evaluation, settings.seed, [one.source for one in prompts.prompts])
     alone = write_alone(base, tokens, replace(how, batch_size=8))
     tree, candidates = choose_tree(base, head, settings)
     how = replace(how, tree=tree)

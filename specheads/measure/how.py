@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specheads.config import Evaluation
-from specheads.data.prompts import PromptSet
 from specheads.decoding.acceptance.sampling import GREEDY, Sampling
 from specheads.decoding.trees.policies import TreePolicy
 
@@ -38,7 +37,7 @@ class How:
         return self.sources[: len(prompts)] or [""] * len(prompts)
 
 
-def how_of(evaluation: Evaluation, seed: int, prompts: PromptSet | None = None) -> How:
+def how_of(evaluation: Evaluation, seed: int, sources: Sequence[str] = ()) -> How:
     """Return how the settings of an evaluation want prompts decoded; the tree is still to come."""
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     return How(
@@ -48,5 +47,5 @@ def how_of(evaluation: Evaluation, seed: int, prompts: PromptSet | None = None) 
         coupled=evaluation.coupled,
         batch_size=evaluation.batch_size,
         progress=True,
-        sources=tuple(prompt.source for prompt in prompts.prompts) if prompts else (),
+        sources=tuple(sources),
     )

@@ -51,7 +51,7 @@ def test_what_a_setting_may_be_is_what_there_is():
     ("changes", "message"),
     [
         ({"steps": 0}, "steps must be a whole number, at least 1, got 0"),
-        ({"batch_size": -4}, "batch_size must be a whole number, at least 1, got -4"),
+        ({"batch_size": -4}, "batch_size must be a whole number, at least 1, or auto, got -4"),
         ({"sequence_length": 1}, "sequence_length must be a whole number, 0 or at least 2, got 1"),
         ({"sequence_length": 0}, "reads a corpus and needs sequence_length"),
         ({"learning_rate": -1e-3}, "learning_rate must be a number, at least 0, at most 1"),

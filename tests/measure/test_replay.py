@@ -12,7 +12,7 @@ from specheads.core.drafter import Drafter, Head
 from specheads.decoding.acceptance.sampling import Sampling, each_prompt
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.sampled import Sampled
-from specheads.heads.load import kinds
+from specheads.heads.load import build_for, kinds
 from specheads.measure.compare.run import compare_drafters
 from specheads.measure.counts import DepthCounts, paired_gain, tree_length
 from specheads.measure.how import How
@@ -20,7 +20,6 @@ from specheads.measure.offline import copied, drawn_ranks, guess_ranks, measure_
 from specheads.measure.online import decode_prompts, measure_online, write_alone
 from specheads.measure.speed import Arm
 from tests import tiny
-from tests.heads.block_parallel import build_for
 from tests.measure.test_measure import Habit
 
 DEPTH = 3

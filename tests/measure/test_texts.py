@@ -16,7 +16,8 @@ from specheads.measure.report.markup import element, visible
 from specheads.measure.report.page import SECTIONS
 from specheads.measure.results import Results
 from specheads.measure.store import dumps, read, to_json
-from specheads.measure.texts import NUM_TEXTS, DecodedText, Texts, decode_texts
+from specheads.measure.texts import DecodedText, Texts
+from specheads.measure.transcripts import NUM_TEXTS, decode_texts
 from tests import tiny
 from tests.decoding.test_detokenize import tokenizer
 from tests.measure.test_measure import HISTORY, results

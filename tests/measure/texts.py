@@ -11,7 +11,8 @@ from specheads.decoding.generate import generate
 from specheads.decoding.trees import policies
 from specheads.measure.how import How
 from specheads.measure.results import Results
-from specheads.measure.texts import DecodedText, Texts, TextStep, decode_texts
+from specheads.measure.texts import DecodedText, Texts, TextStep
+from specheads.measure.transcripts import decode_texts
 from tests import tiny
 from tests.decoding.test_detokenize import tokenizer
 from tests.measure.test_measure import results

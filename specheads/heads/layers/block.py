@@ -1,7 +1,4 @@
-"""What DFlash and DSpark share: a block of masks behind each anchor, drafted in one forward.
-
-Source: Chen et al. 2026, arXiv:2602.06036; z-lab/dflash, deepseek-ai/DeepSpec.
-"""
+"""What DFlash and DSpark share, arXiv:2602.06036: a block of masks drafted in one forward."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -163,7 +160,9 @@ class BlockHead(EmbeddingHead):
         """Draft one block from each anchor; states elsewhere are zero."""
         marks = torch.ones_like(tokens, dtype=torch.bool) if anchors is None else anchors
         # rows with fewer anchors draft from other positions too, which nobody reads
-        most = int(marks.sum(1).max())
+        # shapes alone do not say how many: those from which a whole block fits
+        fitting = min(self.num_anchors, marks.shape[1] - self.depth)
+        most = fitting if marks.is_meta else int(marks.sum(1).max())
         at = marks.int().argsort(dim=1, descending=True, stable=True)[:, :most].sort(1).values
         rows = torch.arange(len(tokens), device=tokens.device)[:, None]
         places = features.places().expand_as(tokens)

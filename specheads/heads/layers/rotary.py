@@ -72,7 +72,9 @@ class Rotary:
     ) -> Float[Tensor, "batch path time width"]:
         """Turn channels i and i + half of each head by their angle at the position."""
         half = values.shape[-1] // 2
-        frequencies, factor = _frequencies(self, values.shape[-1], values.device)
+        frequencies, factor = _frequencies(
+            self, values.shape[-1], values.device, torch.get_default_dtype()
+        )
         angles = positions[:, None, :, None] * frequencies
         cos, sin = ((part * factor).to(values.dtype) for part in (angles.cos(), angles.sin()))
         first, second = values.split(half, dim=-1)
@@ -84,10 +86,15 @@ def _is_scale(value: Any) -> bool:
 
 
 @cache
-def _frequencies(rotary: Rotary, size: int, device: torch.device) -> tuple[Tensor, float]:
-    """Return each pair's angle a position, in float32 as everybody has it, and a factor of both."""
+def _frequencies(
+    rotary: Rotary, size: int, device: torch.device, dtype: torch.dtype
+) -> tuple[Tensor, float]:
+    """Return each pair's angle a position, in float32 as everybody has it, and a factor of both.
+
+    `dtype` is torch's default, which is float32 but in tests that ask for more.
+    """
     if not rotary.scaling:
-        exponents = torch.arange(0, size, 2, device=device) / size
+        exponents = torch.arange(0, size, 2, device=device, dtype=dtype) / size
         return 1.0 / rotary.theta**exponents, 1.0
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS

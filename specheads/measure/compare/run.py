@@ -65,7 +65,10 @@ def _conditions(settings: Compare, asked: Asked) -> Iterator[Asked]:
 def _measure(bench: Bench, prompts: PromptSet) -> Condition:
     evaluation = bench.asked.evaluation
     # baselines are all held to the base's own tokens
-    how = replace(how_of(evaluation, bench.asked.seed, prompts), acceptance="match")
+    how = replace(
+        how_of(evaluation, bench.asked.seed, [one.source for one in prompts.prompts]),
+        acceptance="match",
+    )
     tokens = [prompt.tokens for prompt in prompts.prompts]
     rows = compare_drafters(
         bench.base,
