@@ -8,7 +8,9 @@ Parts
     policies   latency of requests that come now and then, by policy: each fixed depth and goodput
 
 Step times and acceptance rates are those of tuned.json in the head's folder; what reading prompts
-takes is measured here. The simulator replays how many drafts are right at each place of the very
+takes is measured here. A machine is not always as fast as when a head was tuned: simulated times
+are stretched by what a step of the base alone takes between the engine's turns, over what it took
+then, the `pace`. The simulator replays how many drafts are right at each place of the very
 texts. In `policies` the clock is the engine's own: it goes on while a step is taken, and leaps to
 the next arrival where there is nothing to do. Policies take turns on the same requests, beginning
 with another in every round; ratios carry 95 % bootstrap intervals over requests.
@@ -199,10 +201,14 @@ def simulator(bench: Bench) -> list[dict[str, Any]]:
         arrivals = [Arrival(0.0, length, bench.new_tokens) for length in lengths]
         tokens = number * bench.new_tokens
         for depth in (0, bench.depth, None):
-            times = [_timed(bench, depth, size, number) for _ in range(bench.rounds + 1)]
-            real = statistics.median(times[1:])
+            turns = [
+                (_timed(bench, depth, size, number), _pace(bench, size))
+                for _ in range(bench.rounds + 1)
+            ]
+            real = statistics.median(seconds for seconds, _ in turns[1:])
+            pace = statistics.median(pace for _, pace in turns[1:])
             found = simulate(bench.system(size), arrivals, bench.accepted, depth)
-            seconds = max(one.finished for one in found.served)
+            seconds = pace * max(one.finished for one in found.served)
             rows.append(
                 {
                     "batch": size,
@@ -210,11 +216,26 @@ def simulator(bench: Bench) -> list[dict[str, Any]]:
                     "engine_tokens_per_second": tokens / real,
                     "simulated_tokens_per_second": tokens / seconds,
                     "simulated_over_engine": real / seconds,
+                    "pace": pace,
                     "mean_depth": _mean_depth(found.steps),
                 }
             )
             _show(rows[-1])
     return rows
+
+
+def _pace(bench: Bench, size: int) -> float:
+    """Return what a step of the base alone takes now, over what it took when the head was tuned."""
+    engine, times = bench.engine(0, size), []
+    streams = [engine.submit(bench.request(one)) for one in range(size)]
+    # the first step reads the prompts too
+    engine.step()
+    context = statistics.fmean(stream.length for stream in streams) + bench.new_tokens / 2
+    while engine.running:
+        began = time.perf_counter()
+        engine.step()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times) / bench.measured.cost.seconds(size, context, 1, 0)
 
 
 def _mean_depth(steps: Sequence[Any]) -> float:

@@ -128,6 +128,8 @@ class Goodput(policies.TreePolicy):
         self, groups: Sequence[Sequence[policies.Progress]]
     ) -> Sequence[policies.TreePolicy]:
         """Return the tree, cut at the depths that give these requests most tokens a second."""
+        if not groups:
+            return []
         known = [[(one, self._acceptance(one)) for one in group] for group in groups]
         return [self.trees[depth] for depth in best_depths(self.cost, self._nodes, known)]
 

@@ -385,6 +385,15 @@ def test_an_engine_gives_up_drafts_that_are_refused_and_tries_them_again():
     assert 1 in drafted[first_rest:]
 
 
+def test_requests_that_end_with_their_first_token_take_no_step():
+    policy = Goodput(linear(1.0, 0.0, 0.0, share=0.1), [0.3])
+    engine = Engine(tiny.base(), tiny.oracle(1), tree=policy, max_length=128)
+    stream = engine.submit(Request(prompt=tiny.prompts()[0], max_new_tokens=1))
+    engine.run()
+    assert stream.tokens == tiny.continuations()[0][:1]
+    assert stream.steps == []
+
+
 def test_a_policy_needs_a_rate_for_each_depth():
     with pytest.raises(ValueError, match="the tree has 3 levels, got 2 rates"):
         Goodput(TOY, [0.5, 0.5], policies.chain(3))
