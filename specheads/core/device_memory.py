@@ -23,7 +23,7 @@ def held_bytes(device: torch.device) -> int:
     """Return the bytes that this process holds of a device, its libraries' on a host."""
     if device.type == "cuda":
         return torch.cuda.memory_reserved(device)
-    return _named(STATUS, "VmRSS") if STATUS.is_file() else _most()
+    return _named(STATUS, "VmRSS") if STATUS.is_file() else process_peak_bytes()
 
 
 def restart_peak(device: torch.device) -> None:
@@ -40,14 +40,16 @@ def peak_bytes(device: torch.device) -> int:
     """Return the most bytes that this process held of a device since `restart_peak`."""
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device)
-    return _named(STATUS, "VmHWM") if STATUS.is_file() else _most()
+    return _named(STATUS, "VmHWM") if STATUS.is_file() else process_peak_bytes()
+
+
+def process_peak_bytes() -> int:
+    """Return the most bytes of a host that this process ever held."""
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # kibibytes on Linux, bytes on macOS
+    return most if sys.platform == "darwin" else most * 1024
 
 
 def _named(file: Path, name: str) -> int:
     lines = file.read_text(encoding="ascii", errors="replace").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
-
-
-def _most() -> int:
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else most * 1024

@@ -152,4 +152,4 @@ class Goodput(policies.TreePolicy):
 def cut(tree: policies.Static, depth: int) -> policies.Static:
     """Return a static tree without the paths that are longer than this."""
     paths = [path for path in tree.paths if len(path) <= depth]
-    return policies.Static(paths, tree.name, tree.confidence)
+    return policies.Static(paths, tree.name, tree.confidence, tree.estimate)

@@ -1,8 +1,6 @@
 """Speed: the loop with a drafter against the same loop with the base alone, turn by turn."""
 
-import resource
 import statistics
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,6 +9,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from specheads.base.model import FrozenBase
+from specheads.core.device_memory import process_peak_bytes
 from specheads.core.drafter import Drafter
 from specheads.core.errors import InputError
 from specheads.decoding.acceptance.sampling import GREEDY
@@ -282,6 +281,4 @@ def peak_gib(base: FrozenBase) -> float:
     """Return the peak memory: of the device since the last reset, or of the whole process."""
     if base.device.type == "cuda":
         return torch.cuda.max_memory_allocated(base.device) / 2**30
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    # kibibytes on Linux, bytes on macOS
-    return peak / 2**30 if sys.platform == "darwin" else peak / 2**20
+    return process_peak_bytes() / 2**30

@@ -29,6 +29,7 @@ from specheads.decoding.goodput import (
 )
 from specheads.decoding.request import Request
 from specheads.decoding.trees import policies
+from specheads.decoding.trees.early_stop import Estimate
 from specheads.heads.load import build_for, kinds
 from specheads.measure.oracle import Oracle
 from tests import tiny
@@ -195,6 +196,9 @@ def test_a_cut_tree_keeps_the_paths_that_are_short_enough():
     assert cut(tree, 1).paths == ((0,), (1,))
     assert cut(tree, 3).paths == tree.paths
     assert cut(tree, 0).num_nodes == 1
+    estimate = Estimate(bias=0.0, log_prob=1.0, entropy=0.0, level=0.0)
+    stopping = policies.Static(tree.paths, confidence=0.3, estimate=estimate)
+    assert (cut(stopping, 1).confidence, cut(stopping, 1).estimate) == (0.3, estimate)
 
 
 # --- in an engine --------------------------------------------------------------------------------
