@@ -40,6 +40,7 @@ from specheads.decoding.generate import generate
 from specheads.decoding.goodput import Goodput
 from specheads.decoding.request import Request, Stream
 from specheads.decoding.trees import policies
+from specheads.decoding.trees.tuned import Tuned
 from specheads.heads.load import load_head
 from specheads.measure.counts import bootstrap_interval
 from specheads.measure.load import command
@@ -63,7 +64,7 @@ class Bench:
     head: Head
     prompts: list[list[int]]
     new_tokens: int
-    measured: command.Measured
+    measured: Tuned
     accepted: Accepted
     rates: list[float]
     """Conditional acceptance of these very texts."""

@@ -1,6 +1,6 @@
 """`specheads simulate`: loads from what was measured, and for machines that nobody has here."""
 
-import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,16 +8,20 @@ import pytest
 
 import specheads
 from specheads.commands._call import call
+from specheads.decoding.cost import ForwardCost, StepCost
+from specheads.decoding.trees.tuned import Acceptance
 from specheads.measure.load.results import Load
-from specheads.measure.store import read
+from specheads.measure.store import dumps, read
+from tests.tuned import tuned
 
-TUNED = {
-    "cost": {
-        "verify": {"fixed": 0.01, "token": 0.001, "context": 1e-7},
-        "draft": {"fixed": 0.001, "token": 0.0001, "context": 0.0},
-    },
-    "acceptance": {"per_depth": [0.8, 0.7]},
-}
+TUNED = replace(
+    tuned(),
+    cost=StepCost(
+        verify=ForwardCost(fixed=0.01, token=0.001, context=1e-7),
+        draft=ForwardCost(fixed=0.001, token=0.0001, context=0.0),
+    ),
+    acceptance=Acceptance(per_depth=[0.8, 0.7]),
+)
 SMALL = ["num_requests=60", "new_tokens=12"]
 LLAMA = ["hardware.parameters=8e9", "hardware.draft_parameters=1e9", "acceptance=[0.8,0.7]"]
 
@@ -27,7 +31,7 @@ def head(tmp_path: Path) -> Path:
     """Return a head's folder, as far as a simulation reads it."""
     folder = tmp_path / "head"
     folder.mkdir()
-    (folder / "tuned.json").write_text(json.dumps(TUNED))
+    (folder / "tuned.json").write_text(dumps(TUNED))
     return folder
 
 

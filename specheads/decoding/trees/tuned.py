@@ -147,8 +147,8 @@ class Tuned:
     tried: list[Tried] = field(default_factory=list)
 
     @classmethod
-    def read(cls, value: Mapping[str, Any], where: str, depth: int) -> "Tuned":
-        """Return what a file holds, for a head that drafts so many levels.
+    def read(cls, value: Mapping[str, Any], where: str, depth: int | None = None) -> "Tuned":
+        """Return what a file holds, for a head that drafts so many levels; None: any number.
 
         Raises:
             ValueError: It is of another schema or head, or damaged.
@@ -165,7 +165,7 @@ class Tuned:
             raise InputError(f"{error}; {remedy}") from error
         return tuned
 
-    def _check(self, depth: int) -> None:
+    def _check(self, depth: int | None) -> None:
         for cost in (self.cost.verify, self.cost.draft):
             _refuse_outside("a cost", [cost.fixed, cost.token, cost.context], 0.0)
         _refuse_outside("a rate of acceptance", self.acceptance.per_depth, 0.0, 1.0)
@@ -175,7 +175,8 @@ class Tuned:
             _refuse_outside("a batch or context", [tree.batch, tree.context], 1.0)
             _refuse_outside("a tree's gain", [tree.tokens_per_forward], 1.0)
             _refuse_outside("a tree's gain", [tree.predicted_speedup], 0.0)
-            if (deepest := tree.policy().depth) > depth:
+            deepest = tree.policy().depth
+            if depth is not None and deepest > depth:
                 raise InputError(
                     f"tuned.json holds a tree of {deepest} levels and its head drafts {depth}"
                 )

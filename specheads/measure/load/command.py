@@ -11,33 +11,18 @@ from specheads.config import Hardware, Simulate
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.core.paths import local_path, writable_folder
-from specheads.decoding.cost import StepCost
+from specheads.decoding.trees.tuned import FILE, Tuned
 from specheads.heads.untrusted import read_json
 from specheads.measure.load import accepted, arrivals, results
 from specheads.measure.load.hardware import ComputedCost, Machine, Size
 from specheads.measure.load.simulate import System, simulate
-from specheads.measure.store import dumps, from_json
+from specheads.measure.store import dumps
 from specheads.runs.directory import RunDirectory, write_atomic
 
 MEASURED = "measured"
 
 SHARES = 0.25, 0.5, 0.75, 0.95, 1.2
 """Loads where none is asked for, as shares of what the base alone can serve."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rates:
-    """Measured acceptance."""
-
-    per_depth: list[float]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """What a simulation takes of tuned.json."""
-
-    cost: StepCost
-    acceptance: Rates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,15 +113,15 @@ def write(where: Path, load: results.Load) -> None:
     write_atomic(where / "load.json", dumps(load))
 
 
-def measured(settings: Simulate) -> Measured:
+def measured(settings: Simulate) -> Tuned:
     """Return what `specheads tune` measured of the head."""
-    file = head_folder(settings) / "tuned.json"
+    file = head_folder(settings) / FILE
     if not file.is_file():
         raise InputError(
             f"a simulation needs measured times and acceptance, and {file} is not there; run "
             "specheads tune first, or give acceptance=[...] and hardware=NAME"
         )
-    return from_json(Measured, read_json(file), str(file))
+    return Tuned.read(read_json(file), str(file))
 
 
 def _acceptance(settings: Simulate) -> tuple[list[float], list[list[int]]]:
