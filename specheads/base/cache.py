@@ -31,6 +31,8 @@ class RowCache(Cache, ABC):
     known to the device only, and slots are looked at `EXTENT` at a time."""
     capacity = -1
     """Slots of a row: committed tokens and the scratch of one forward; -1 where nothing ends it."""
+    room = 0
+    """Rows that contiguous rows get place for as soon as others join them."""
 
     def __init__(self, layers: list[Any], batch: int, device: torch.device | str) -> None:
         self.device = torch.device(device)
@@ -196,6 +198,13 @@ class _Layer(RowLayer):
         keys, values = self.held()
         self.keys, self.values = keys[rows], values[rows]
 
+    def _enlarge(self, rows: int) -> None:
+        """Move to new tensors with place for so many rows."""
+        held, end = self.held(), self.cache.longest
+        self.keys, self.values = (one.new_zeros(rows, *one.shape[1:]) for one in held)
+        for new, old in zip((self.keys, self.values), held, strict=True):
+            new[: len(old), :, :end] = old[:, :, :end]
+
     def take_over(self, other: "_Layer") -> None:
         """Put another layer's rows behind the own: into room that is left there, or new tensors."""
         if not other.is_initialized:
@@ -208,8 +217,7 @@ class _Layer(RowLayer):
         assert self.keys is not None
         assert self.values is not None
         if after > len(self.keys):
-            self.keys, self.values = (torch.cat(both) for both in zip(own, new, strict=True))
-            return
+            self._enlarge(max(after, self.cache.room))
         end = other.cache.longest
         for held, states in zip((self.keys, self.values), new, strict=True):
             held[before:after, :, :end] = states[:, :, :end]

@@ -201,6 +201,11 @@ class Phase:
     forward is cheap beside the vocabulary products, so scoring fewer positions of more text
     learns faster in the same time."""
 
+    answers_only: bool = True
+    """Whether the loss covers only what the base wrote, or in conversations the answers. False covers
+    what was read before them too, where a loss follows the base's own probabilities as well: more
+    is learned from each token that the base reads."""
+
     distill: Distill | None = None
     """How distilled text is written; only for text=distilled."""
 

@@ -41,6 +41,13 @@ class Documents:
         out._order = order
         return out
 
+    def whole(self) -> "Documents":
+        """Return the same documents, every token of them covered by the loss."""
+        out = Documents(pa.table({}), self.fingerprint)
+        out._chunks = [{"tokens": chunk["tokens"]} for chunk in self._chunks]
+        out._first, out._order = self._first, self._order
+        return out
+
     def __len__(self) -> int:
         return int(self._first[-1]) if self._order is None else len(self._order)
 

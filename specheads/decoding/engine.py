@@ -225,6 +225,8 @@ class Engine:
         numbers = [stream.number for stream in streams]
         if self.pool is None:
             cache = self.base.cache(len(streams), self._capacity)
+            # or every batch that joins would copy all that are there
+            cache.room = self.max_batch
         else:
             cache = PagedKVCache(self.pool, len(streams))
         with self._failing(streams, cache):

@@ -72,9 +72,11 @@ class RunDirectory:
             sweep(folder)
         # the settings say that the folder is a run's, and come first
         write_atomic(self.config, config_text)
-        if not self.provenance.is_file():
-            made = {"start": _now(), "end": None, **identity, **asdict(provenance())}
-            write_atomic(self.provenance, as_json(made))
+        made = {"start": _now(), "end": None, **identity, **asdict(provenance())}
+        if self.provenance.is_file():
+            # more may be known of a run than when it began
+            made = {**identity, **self._provenance()}
+        write_atomic(self.provenance, as_json(made))
 
     def _refuse_changed(self, config_text: str, identity: dict[str, Any]) -> None:
         if found := first_difference(read_settings(self.config), parse(config_text)):
@@ -85,10 +87,10 @@ class RunDirectory:
             )
         before = self._provenance() if self.provenance.is_file() else identity
         for name, value in identity.items():
-            if before.get(name) != value:
+            if before.get(name, value) != value:
                 raise InputError(
                     f"an unfinished run resumes on the same {name.replace('_', ' ')} only: it "
-                    f"was {before.get(name)}, now it is {value}; choose another name="
+                    f"was {before[name]}, now it is {value}; choose another name="
                 )
 
     def end(self, head: Head) -> None:

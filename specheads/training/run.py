@@ -75,28 +75,29 @@ def run(
     _refuse_sharded(settings, base, made.text)
     texts = Texts(settings, base, made, accelerator, announce)
     torch.manual_seed(settings.seed)
-    head, counts = _start(settings, base, texts)
-    texts.head = head
-    cache = feature_cache(settings, base, head.aux_layers, announce)
-    held_out = texts.held_out(settings.validation)
-    identity: dict[str, Any] = {"base_fingerprint": texts.fingerprint}
     is_main = accelerator.is_main_process
-    if is_main:
-        if counts is not None:
-            share = head.coverage(counts)
-            identity["draft_vocabulary"] = {"size": head.drafted_size, "coverage": share}
-            announce(f"{head.drafted_size} draft tokens cover {share:.1%} of the corpus")
-        # a launcher may start fewer than it was asked for, and say nothing
-        number = accelerator.num_processes
-        announce(f"training with {number} process{'es' if number > 1 else ''}")
+    identity: dict[str, Any] = {"base_fingerprint": texts.fingerprint}
     with ExitStack() as held:
 
         def begin() -> None:
             # the others belong to the one that holds the lock
             if is_main:
+                held.close()
                 held.enter_context(sole_writer(made.path))
                 made.begin(config_text, identity)
 
+        head, counts = _start(settings, base, texts, lambda: together(begin))
+        texts.head = head
+        cache = feature_cache(settings, base, head.aux_layers, announce)
+        held_out = texts.held_out(settings.validation)
+        if is_main:
+            if counts is not None:
+                share = head.coverage(counts)
+                identity["draft_vocabulary"] = {"size": head.drafted_size, "coverage": share}
+                announce(f"{head.drafted_size} draft tokens cover {share:.1%} of the text")
+            # a launcher may start fewer than it was asked for, and say nothing
+            number = accelerator.num_processes
+            announce(f"training with {number} process{'es' if number > 1 else ''}")
         together(begin)
         _train(settings, base, head, texts, cache, accelerator, held_out)
         if is_main:
@@ -106,12 +107,14 @@ def run(
     return Trained(made, head, base, is_main)
 
 
-def _start(settings: Train, base: FrozenBase, texts: Texts) -> tuple[Head, Tensor | None]:
+def _start(
+    settings: Train, base: FrozenBase, texts: Texts, begin: Callable[[], object]
+) -> tuple[Head, Tensor | None]:
     """Return the head training begins with, and token counts where it drafts only some tokens."""
     if settings.init:
         head = resume_head(settings.init, base, settings.head["kind"])
-        return head, None if head.draft_ids is None else texts.count_tokens()
-    counts = texts.count_tokens() if settings.head.get("draft_tokens") else None
+        return head, None if head.draft_ids is None else texts.count_tokens(begin)
+    counts = texts.count_tokens(begin) if settings.head.get("draft_tokens") else None
     return build_for(settings.head, base, counts), counts
 
 

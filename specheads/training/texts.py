@@ -87,31 +87,29 @@ class Texts:
             )
         return self._prompts[lengths]
 
-    def count_tokens(self) -> Tensor:
+    def count_tokens(self, begin: Callable[[], object]) -> Tensor:
         """Return how often each token of the vocabulary is a label in some of the text.
 
-        That is the corpus, or where nothing in it is answered what the base wrote before.
+        That is the corpus, or where it has prompts only what the base answers to them, which it
+        writes now: `begin` opens the run for that.
         """
         try:
             text = self.documents
-        except UnansweredError as error:
-            if (text := self._written_before()) is None:
-                raise InputError(
-                    "draft_tokens are counted on text, and the corpus has prompts only; have it "
-                    "answered first (specheads distill), and name that folder as distill.folder"
-                ) from error
+        except UnansweredError:
+            begin()
+            text = self._answers()
         # every process counts the same text, so that all agree
         order = np.random.default_rng(self.settings.seed).permutation(len(text))
         some = order[: int(np.searchsorted(np.cumsum(text.lengths[order]), COUNTED_TOKENS)) + 1]
         labels = [text.tokens(number)[text.counted(number)] for number in map(int, some)]
         return torch.from_numpy(np.bincount(np.concatenate(labels), minlength=self.base.vocab_size))
 
-    def _written_before(self) -> Documents | None:
-        """Return the text of the first distilled phase that names a folder where some lies."""
-        for phase in self.settings.schedule.phases.values():
-            if phase.distill and phase.distill.folder and Path(phase.distill.folder).is_dir():
-                return read_text(Path(phase.distill.folder), phase.distill.num_samples)
-        return None
+    def _answers(self) -> Documents:
+        """Return what the base writes in the first phase: no corpus phase would have text."""
+        first = next(phase.distill for phase in self.settings.schedule.phases.values())
+        assert first is not None
+        with progress(shown=self.accelerator.is_main_process) as bar:
+            return self._written(first, bar, lambda: None)
 
     def held_out(self, settings: Validation) -> HeldOut | None:
         """Return text of the corpus's validation split, this process's share of it.
@@ -199,19 +197,21 @@ class Texts:
 
         `halt` is called on all processes together, and raises where writing is to stop.
         """
-        text = self.corpus(phase) if phase.distill is None else self._written(phase, bar, halt)
+        if phase.distill is None:
+            text = self.corpus(phase)
+        else:
+            text = self._packed(self._written(phase.distill, bar, halt), phase)
         if self.accelerator.is_main_process:
             bar.console.print(f"packing: {text.waste}", markup=False, soft_wrap=True)
         return text
 
-    def _written(self, phase: Phase, bar: Progress, halt: Callable[[], None]) -> PackedText:
-        assert phase.distill is not None
-        folder = Path(phase.distill.folder or self.run.text)
-        prompts = self.prompts(phase.distill)
+    def _written(self, distill: Distill, bar: Progress, halt: Callable[[], None]) -> Documents:
+        folder = Path(distill.folder or self.run.text)
+        prompts = self.prompts(distill)
         job = Job(
             base=self.base,
             prompts=prompts,
-            settings=phase.distill,
+            settings=distill,
             folder=folder,
             identity=identity_of(self.settings.data, self.base, self.fingerprint, prompts),
             seed=self.settings.seed,
@@ -219,12 +219,11 @@ class Texts:
             **self.share,
         )
         write_together(job, bar, halt)
-        written = read_text(folder, phase.distill.num_samples)
-        return self._packed(written, phase)
+        return read_text(folder, distill.num_samples)
 
     def _packed(self, documents: Documents, phase: Phase) -> PackedText:
         return PackedText(
-            documents,
+            documents if phase.answers_only else documents.whole(),
             sequence_length=phase.sequence_length,
             batch_size=batch_sizes(phase),
             packing=phase.packing,

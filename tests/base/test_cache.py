@@ -137,3 +137,19 @@ def test_rows_in_another_order_and_forks_are_copied_whole():
     assert committed(cache) == [[0, 2], [0, 1, 2]]
     cache.keep_rows([1, 1, 0])
     assert committed(cache) == [[0, 1, 2], [0, 1, 2], [0, 2]]
+
+
+def test_the_first_to_join_make_place_for_all_that_may_follow():
+    cache = KVCache(num_layers=2, batch=1, capacity=4)
+    cache.room = 3
+    write(cache, 2, start=0)
+    cache.commit([[0, 1]])
+    for start in (10, 20):
+        another = KVCache(num_layers=2, batch=1, capacity=4)
+        write(another, 1, start=start)
+        another.commit([[0]])
+        where = [one.data_ptr() for one in held(cache, 1)]
+        cache.join(another)
+    assert [one.data_ptr() for one in held(cache, 1)] == where
+    for layer in range(2):
+        assert committed(cache, layer) == [[0, 1], [10], [20]]

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
 import specheads
@@ -83,6 +84,39 @@ def test_a_distilled_phase_trains_on_a_folder_that_the_command_wrote(
     )
     assert (tmp_path / "runs" / "mine" / "head" / "config.json").is_file()
     assert {file: file.stat().st_mtime_ns for file in (tmp_path / "text").iterdir()} == stamps
+
+
+def test_draft_tokens_are_counted_on_the_answers_where_there_are_only_prompts(tmp_path: Path):
+    base = specheads.FrozenBase.load(data_dir("recipes") / "tiny_code" / "base", device="cpu")
+    assert base.tokenizer is not None
+    base.tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    talks = [{"messages": [{"role": "user", "content": f"Add {n} to it."}]} for n in range(60)]
+    (tmp_path / "talks.jsonl").write_text("".join(json.dumps(one) + "\n" for one in talks))
+    phase = "schedule.phases.distilled"
+    asked = [
+        *("recipe=smoke", "~schedule.phases.corpus", "data=chat", "evaluate_after=false"),
+        *(f"data.path={tmp_path}/talks.jsonl", f"run_dir={tmp_path}/run", "head.draft_tokens=60"),
+        *("validation.rows=0", "validation.prompts=0", f"{phase}.steps=1", f"{phase}.batch_size=2"),
+        *(f"{phase}.distill.num_samples=6", f"{phase}.distill.new_tokens=8"),
+        f"{phase}.distill.drop=[]",
+    ]
+    trained = specheads.train(overrides=asked, base=base)
+    text = shards(trained.path / "text")
+    assert text
+    rows = [row for file in text for row in pq.read_table(trained.path / "text" / file).to_pylist()]
+    said = {
+        token
+        for row in rows
+        for token, counted in zip(row["tokens"], row["counted"], strict=True)
+        if counted
+    }
+    head = specheads.load_head(trained.head, base)
+    assert said <= set(head.draft_ids.tolist())
+    known = json.loads((trained.path / "provenance.json").read_text())["draft_vocabulary"]
+    assert known == {"size": 60, "coverage": 1.0}
 
 
 @pytest.mark.parametrize(

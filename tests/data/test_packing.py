@@ -49,6 +49,14 @@ def epoch(text: PackedText) -> TokenBatch:
     return text.batch(range(text.rows_per_epoch))
 
 
+def test_whole_documents_count_every_token():
+    documents = numbered(LENGTHS).whole()
+    assert [documents.counted(row).tolist() for row in range(3)] == [[True] * 3, [True] * 9, [True]]
+    assert documents.tokens(1).tolist() == list(range(4, 13))
+    assert numbered(LENGTHS).counted(2).tolist() == [True]
+    assert not numbered(LENGTHS).counted(1).all()
+
+
 # rows
 
 

@@ -134,7 +134,7 @@ def made_up(rows: int, length: int, phase: Phase, head: Head) -> TokenBatch:
     known = head.draft_ids
     tokens = drafted if known is None or known.is_meta else known.cpu()[drafted]
     counted = torch.ones(rows, length, dtype=torch.bool, device="cpu")
-    if phase.distill is not None:
+    if phase.distill is not None and phase.answers_only:
         counted[:, : phase.distill.prompt_tokens] = False
     documents = None
     if phase.packing == "best_fit" and phase.distill is None:

@@ -10,6 +10,7 @@ from specheads.decoding.acceptance.sampling import Sampling
 from specheads.decoding.generate import generate
 from specheads.heads.load import build_for
 from specheads.training.distill.engine import Ask
+from specheads.training.distill.engines import local
 from specheads.training.distill.engines.local import Local
 from specheads.training.distill.run import write_text
 from tests import tiny
@@ -19,22 +20,40 @@ from tests.training.distill.pens import Talks, job, rows, shards
 HEAD = {"kind": "mlp_speculator", "depth": 3, "inner_dim": 16}
 
 
+class Uneven(Talks):
+    """The same, in openings of two, four and six tokens."""
+
+    def first(self, number: int) -> list[int]:
+        return super().first(number) * (1 + number % 3)
+
+
 def write(folder: Path, batch_size: int = 4, head=None, max_length: int = 0, **changes) -> None:
     settings = replace(author.SETTINGS, num_samples=8, drop=[], **changes)
-    asked = job(folder, settings=settings, prompts=Talks())
+    asked = job(folder, settings=settings, prompts=Uneven())
     engine = Local(tiny.base(), head, batch_size, max_length)
     for _ in write_text(asked, lambda _: engine):
         pass
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_neither_batch_nor_head_nor_memory_changes_a_text(temperature: float, tmp_path: Path):
+def test_neither_batch_nor_head_nor_memory_changes_a_text(
+    temperature: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     head = build_for(HEAD, tiny.base()).double().eval()
     write(tmp_path / "one", 1, temperature=temperature)
     write(tmp_path / "many", 8, temperature=temperature)
     write(tmp_path / "rows", 3, max_length=100, temperature=temperature)
     write(tmp_path / "drafted", 3, head, temperature=temperature)
-    for name in ("many", "rows", "drafted"):
+    made: list[bool] = []
+    make = Local._engine
+    monkeypatch.setattr(Local, "_engine", lambda its, long: made.append(long) or make(its, long))
+    monkeypatch.setattr(local, "COMMON_TOKENS", 16)
+    write(tmp_path / "both", 3, temperature=temperature)
+    assert set(made) == {False, True}
+    monkeypatch.setattr(local, "COMMON_TOKENS", 4)
+    write(tmp_path / "pooled", 3, head, temperature=temperature)
+    assert made[2:] == [True]
+    for name in ("many", "rows", "drafted", "both", "pooled"):
         assert shards(tmp_path / name) == shards(tmp_path / "one"), name
 
 
@@ -63,7 +82,10 @@ def test_an_answer_is_what_generate_says_with_the_same_seed(tmp_path: Path):
     assert row["tokens"][2:14] == said.tokens[0]
 
 
-def test_a_text_that_does_not_fit_a_pool_beside_others_waits_and_closing_gives_all_back():
+def test_a_text_that_does_not_fit_a_pool_beside_others_waits_and_closing_gives_all_back(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(local, "COMMON_TOKENS", 4)
     engine = Local(tiny.base(), None, 4)
     asks = [
         Ask(number, [1, 2, 3], 20, Sampling(temperature=1.0, seed=number)) for number in range(6)
