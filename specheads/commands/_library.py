@@ -25,7 +25,8 @@ from specheads.export.hub import card, upload
 from specheads.export.write import export_head, gate_texts
 from specheads.heads.load import load_head
 from specheads.measure import report
-from specheads.measure.evaluation import Asked, evaluate_head, evaluate_run
+from specheads.measure.evaluation import evaluate_head, evaluate_run
+from specheads.measure.how import Asked
 from specheads.measure.results import Results
 from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import read_metrics

@@ -191,7 +191,7 @@ class DraftVocabulary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """One tree that was tried."""
+    """One way to draft that was timed: see `Tried` in decoding/trees/tuned.py."""
 
     tree: str
     num_nodes: int
@@ -199,7 +199,6 @@ class Candidate:
     tokens_per_forward: float
     step_overhead: float
     speedup: float
-    paths: list[list[int]]
     chosen: bool = False
 
 

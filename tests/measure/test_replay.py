@@ -16,8 +16,9 @@ from specheads.heads.load import build_for, kinds
 from specheads.measure.compare.run import compare_drafters
 from specheads.measure.counts import DepthCounts, paired_gain, tree_length
 from specheads.measure.how import How
-from specheads.measure.offline import copied, drawn_ranks, guess_ranks, measure_offline, replay
+from specheads.measure.offline import drawn_ranks, guess_ranks, measure_offline
 from specheads.measure.online import decode_prompts, measure_online, write_alone
+from specheads.measure.replay import copied, replay
 from specheads.measure.speed import Arm
 from tests import tiny
 from tests.measure.test_measure import Habit

@@ -15,8 +15,9 @@ from specheads.decoding.trees import policies
 from specheads.heads.load import drafter_of
 from specheads.measure.compare.rivals import Rival
 from specheads.measure.drafting import ways
-from specheads.measure.evaluation import Asked, choose_tree
+from specheads.measure.how import Asked
 from specheads.measure.speed import Arm, Way
+from specheads.measure.tune.for_evaluation import choose_tree
 
 
 def chosen(settings: Compare) -> list[str]:
@@ -61,10 +62,15 @@ class Bench:
         settings: Compare,
         asked: Asked,
         model: FrozenBase | None,
+        context: int,
     ) -> "Bench":
-        """Choose each head's tree where one is drafted with."""
+        """Choose each head's tree where one is drafted with; texts are about so long."""
         drafting = {"head", "hybrid"} & {*chosen(settings)}
-        picked = {name: choose_tree(base, one, asked)[0] for name, one in heads.items() if drafting}
+        picked = {
+            name: choose_tree(base, head, asked, context)[0]
+            for name, head in heads.items()
+            if drafting
+        }
         return cls(base, heads, picked, settings, asked, model)
 
     def on(self, base: FrozenBase) -> "Bench":

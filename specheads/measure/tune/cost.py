@@ -69,15 +69,14 @@ def time_ways(
     deepest = max(tree.depth for _, tree in ways)
     widest = max(tree.num_nodes for _, tree in ways)
     longest = max(map(len, prompts))
-    # tokens that a burst may add; what the context has no room for begins anew
     burst = BURST * (deepest + 1)
-    each = (base.max_length - longest - 2 * deepest - 2) // burst
-    if each < 1:
+    if longest + room(deepest) > base.max_length:
         raise InputError(
-            f"step times need room for {burst} tokens after {longest}, and the base holds "
+            f"step times need room for {room(deepest)} tokens after {longest}, and the base holds "
             f"{base.max_length}; lower contexts"
         )
-    each = min(each, rounds)
+    # what the context has no room for begins anew
+    each = min((base.max_length - longest - 2 * deepest - 2) // burst, rounds)
     capacity = longest + (each + 1) * burst + widest
     times: list[list[tuple[float, float]]] = [[] for _ in ways]
     states: list[loop.State] = []
@@ -100,6 +99,11 @@ def time_ways(
         )
         for (_, tree), one in zip(ways, times, strict=True)
     ]
+
+
+def room(depth: int) -> int:
+    """Return the tokens that follow a context: a burst of steps so deep, and a last tree."""
+    return (BURST + 2) * (depth + 1)
 
 
 def _start(
