@@ -33,8 +33,8 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
 from specheads.base.model import FrozenBase
-from specheads.baselines.hybrid import Hybrid, HybridTree, Lookup
-from specheads.baselines.prompt_lookup import PromptLookup
+from specheads.decoding.trees.hybrid import Hybrid, HybridTree, Lookup
+from specheads.decoding.prompt_lookup import PromptLookup
 from specheads.baselines.streaming import Streaming
 from specheads.core.drafter import Drafter
 from specheads.core.tree import TokenTree

@@ -13,6 +13,7 @@ from specheads.core.errors import InputError
 from specheads.data.prompts import PromptSet, load_prompts
 from specheads.decoding.acceptance.rules import LOSSY, acceptance_rule
 from specheads.decoding.trees import policies
+from specheads.decoding.trees.hybrid import HybridTree, own_tree
 from specheads.decoding.trees.named import fixed_policy
 from specheads.heads.load import drafter_of, load_head
 from specheads.heads.untrusted import read_json
@@ -78,7 +79,7 @@ def evaluate_head(
     how = how_of(evaluation, settings.seed, [one.source for one in prompts.prompts])
     alone = write_alone(base, tokens, replace(how, batch_size=8))
     tree, candidates = choose_tree(base, head, settings, decoded_context(settings, prompts))
-    how = replace(how, tree=tree)
+    how, own = replace(how, tree=tree), own_tree(tree)
     found: dict[str, Any] = {}
     matched = evaluation.temperature == 0 or evaluation.acceptance == "match"
     if matched:
@@ -98,7 +99,8 @@ def evaluate_head(
             lossless=evaluation.temperature == 0 or evaluation.acceptance not in LOSSY,
             tree=tree.name,
             num_nodes=tree.num_nodes,
-            paths=[list(path) for path in tree.paths] if isinstance(tree, policies.Static) else [],
+            paths=[list(path) for path in own.paths] if isinstance(own, policies.Static) else [],
+            copied_tokens=tree.size if isinstance(tree, HybridTree) else 0,
             seed=settings.seed,
         ),
         draft_vocabulary=draft_vocabulary(head, None),

@@ -22,7 +22,7 @@ from specheads.decoding.trees import policies
 from specheads.decoding.trees.coupling import over_vocabulary, with_noise
 from specheads.measure.counts import DepthCounts, conditional_acceptance, rate
 from specheads.measure.how import How
-from specheads.measure.replay import replay
+from specheads.measure.replay import fixed, replay_texts
 from specheads.measure.results import Offline
 from specheads.runs.progress import bar
 
@@ -200,26 +200,24 @@ def measure_offline(
     and for a tree that differs from step to step, whose shape stored ranks do not tell; `replayed`
     says which it was.
     """
-    static = policies.chain(head.depth)
-    if isinstance(how.tree, policies.Static) and how.tree.depth and not how.tree.confidence:
-        static = how.tree
-    width = max([TOP, *(path[-1] + 1 for path in static.paths)])
+    tree = how.tree
+    if tree is None or not tree.depth or fixed(tree) is None:
+        tree = policies.chain(head.depth)
+    width = max(TOP, tree.num_guesses)
     each = each_prompt(how.sampling, len(prompts))
     texts = list(zip(prompts, continuations, each, strict=True))
     ranks = [
         guess_ranks(base, head, *text, width=width, sampling=one, coupled=how.coupled)
         for *text, one in bar(texts, "offline", how.progress)
     ]
-    counts = [
-        replay(rows, static, source)
-        for rows, source in zip(ranks, how.sources_of(prompts), strict=True)
-    ]
-    total = DepthCounts.total(counts, static.depth)
+    pairs = list(zip(prompts, continuations, strict=True))
+    counts = replay_texts(base, tree, ranks, pairs, how.sources_of(prompts))
+    total = DepthCounts.total(counts, tree.depth)
     return Offline(
         **asdict(rate(counts)),
         per_depth=total.per_depth(),
         top_k_accuracy=top_k_accuracy(torch.cat(ranks)),
         forwards=total.forwards,
-        replayed=static.name,
+        replayed=tree.name,
         conditional_acceptance=conditional_acceptance(counts),
     )

@@ -1,14 +1,17 @@
 """Replay: a stored text walked as the loop would, and the loop's own integers."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from specheads.baselines import PromptLookup
-from specheads.baselines.prompt_lookup import continuation as lookup_continuation
+from specheads.base.model import FrozenBase
+from specheads.decoding.prompt_lookup import PromptLookup
+from specheads.decoding.prompt_lookup import continuation as lookup_continuation
 from specheads.decoding.trees import policies
+from specheads.decoding.trees.hybrid import HybridTree, lookup_for, own_tree
 from specheads.measure.counts import DepthCounts
 
 
@@ -81,3 +84,29 @@ def replay(
         counts.add(kept, drafted_beyond=beyond)
         anchor += kept + 1
     return counts
+
+
+def fixed(tree: policies.TreePolicy) -> policies.Static | None:
+    """Return what a tree drafts in every step, copied text aside; None where steps differ."""
+    own = own_tree(tree)
+    return own if isinstance(own, policies.Static) and not own.confidence else None
+
+
+def replay_texts(
+    base: FrozenBase,
+    tree: policies.TreePolicy,
+    ranks: Sequence[Int[Tensor, "drafted depth"]],
+    texts: Sequence[tuple[list[int], list[int]]],
+    sources: Sequence[str] = (),
+) -> list[DepthCounts]:
+    """Return the counts of each text, by a fixed tree with or without copied text.
+
+    Texts are prompts and what the base wrote after them; ranks are theirs, by `guess_ranks`.
+    """
+    own, copies = fixed(tree), [None] * len(texts)
+    assert own is not None
+    if isinstance(tree, HybridTree):
+        lookup = lookup_for(tree, base)
+        copies = [copied(lookup, *text, tree.size) for text in texts]
+    rows = zip(ranks, sources or [""] * len(texts), copies, strict=True)
+    return [replay(one, own, source, copy) for one, source, copy in rows]

@@ -71,6 +71,7 @@ class Settings:
     lossless: bool = True
     coupled: bool = False
     paths: list[list[int]] = field(default_factory=list)
+    copied_tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

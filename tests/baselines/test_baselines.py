@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 from specheads.base.cache import KVCache
 from specheads.base.model import FrozenBase
 from specheads.baselines import DraftModel, PromptLookup, Streaming
-from specheads.baselines.hybrid import Hybrid, HybridTree, Lookup, join_copied
-from specheads.baselines.prompt_lookup import continuation
+from specheads.decoding.trees.hybrid import Hybrid, HybridTree, Lookup, join_copied
+from specheads.decoding.prompt_lookup import continuation
 from specheads.baselines.streaming import WindowCache
 from specheads.core.drafter import Drafter
 from specheads.core.features import Committed

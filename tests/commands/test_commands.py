@@ -432,16 +432,19 @@ def test_tune_writes_the_head_s_trees_which_decoding_and_evaluation_take(
         assert max(one["num_nodes"] for one in found["tried"] if one["tree"] == "tree") <= 6
         # a tree that no measurement here would choose shows who takes it
         one = found["trees"][0]
-        one |= {"kind": "static", "paths": [[0], [5]], "num_nodes": 3, "depth": 1}
+        one |= {"kind": "static", "paths": [[0], [5]], "num_nodes": 3, "depth": 1, "copied": 4}
         (folder / "tuned.json").write_text(json.dumps(found))
         base = specheads.FrozenBase.load(ROOT / "recipes/tiny_code/base")
         head = specheads.load_head(folder, base)
         tree: Any = specheads.Engine(base, head).tree
-        assert tree.paths == ((0,), (5,))
-        few = ["num_prompts=1", "max_new_tokens=8", "mode=offline", f"out={tmp_path}"]
+        assert (tree.inner.paths, tree.size) == (((0,), (5,)), 4)
+        few = ["num_prompts=1", "max_new_tokens=8", "mode=online", f"out={tmp_path}"]
         here("evaluate", "run=runs/smoke", *few)
-        settings = json.loads((tmp_path / "results.json").read_text())["settings"]
-        assert (settings["tree"], settings["paths"]) == ("tuned", [[0], [5]])
+        results = json.loads((tmp_path / "results.json").read_text())
+        settings = results["settings"]
+        assert (settings["tree"], settings["paths"]) == ("tuned+lookup", [[0], [5]])
+        assert (settings["copied_tokens"], settings["num_nodes"]) == (4, 7)
+        assert results["offline"]["per_depth"] == results["online"]["per_depth"]
     finally:
         (folder / "tuned.json").unlink(missing_ok=True)
 

@@ -10,7 +10,7 @@ import torch
 
 from specheads.base.paged import BlockPool
 from specheads.baselines import DraftModel, PromptLookup, Streaming
-from specheads.baselines.hybrid import Hybrid, HybridTree, Lookup
+from specheads.decoding.trees.hybrid import Hybrid, HybridTree, Lookup
 from specheads.core import bounds
 from specheads.core.bounds import MAX_NODES
 from specheads.core.errors import InputError

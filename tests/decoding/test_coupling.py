@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from specheads.baselines.hybrid import Hybrid, HybridTree
-from specheads.baselines.prompt_lookup import PromptLookup
+from specheads.decoding.trees.hybrid import Hybrid, HybridTree
+from specheads.decoding.prompt_lookup import PromptLookup
 from specheads.core.drafter import Drafter
 from specheads.core.features import Committed, Features
 from specheads.core.tree import TokenTree

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from specheads.base.model import FrozenBase
 from specheads.base.paged import BlockPool, PoolFullError
 from specheads.baselines import DraftModel, PromptLookup, Streaming
-from specheads.baselines.hybrid import Hybrid, HybridTree, Lookup
+from specheads.decoding.trees.hybrid import Hybrid, HybridTree, Lookup
 from specheads.core.drafter import Drafter
 from specheads.decoding.acceptance.sampling import Sampling
 from specheads.decoding.engine import Engine

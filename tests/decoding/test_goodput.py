@@ -13,7 +13,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from specheads.baselines import DraftModel, PromptLookup, Streaming
-from specheads.baselines.hybrid import Hybrid, HybridTree, Lookup
+from specheads.decoding.trees.hybrid import Hybrid, HybridTree, Lookup
 from specheads.core.drafter import Drafter
 from specheads.core.features import Committed, Features
 from specheads.decoding.acceptance.sampling import Sampling

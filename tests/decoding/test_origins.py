@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from specheads.baselines import PromptLookup
-from specheads.baselines.hybrid import Hybrid, HybridTree, Lookup
+from specheads.decoding.trees.hybrid import Hybrid, HybridTree, Lookup
 from specheads.core.drafter import Drafter
 from specheads.core.features import Committed
 from specheads.core.tree import TokenTree

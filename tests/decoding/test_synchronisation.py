@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves
 
 from specheads.base.model import FrozenBase
 from specheads.base.paged import BlockPool, PagedKVCache
-from specheads.baselines.hybrid import Hybrid, HybridTree
-from specheads.baselines.prompt_lookup import PromptLookup
+from specheads.decoding.trees.hybrid import Hybrid, HybridTree
+from specheads.decoding.prompt_lookup import PromptLookup
 from specheads.core.drafter import Drafter
 from specheads.decoding import loop
 from specheads.decoding.acceptance.rules import RULES, acceptance_rule

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from specheads.baselines import DraftModel, PromptLookup, Streaming
-from specheads.baselines.hybrid import Hybrid, HybridTree
+from specheads.decoding.trees.hybrid import Hybrid, HybridTree
 from specheads.core.drafter import Drafter, Memory
 from specheads.core.features import Committed
 from specheads.decoding.engine import Engine

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from specheads.baselines import PromptLookup
-from specheads.baselines.hybrid import Hybrid, HybridTree, Lookup
+from specheads.decoding.trees.hybrid import Hybrid, HybridTree, Lookup
 from specheads.commands._call import call
 from specheads.config import Base, Compare, Data, Evaluation, Tree
 from specheads.decoding.acceptance.sampling import Sampling

@@ -16,6 +16,7 @@ from specheads.commands._compose import settings_of
 from specheads.core.errors import InputError
 from specheads.decoding.acceptance.sampling import Sampling
 from specheads.decoding.cost import ForwardCost, StepCost
+from specheads.decoding.generate import generate
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.early_stop import Estimate
 from specheads.decoding.trees.tuned import Machine
@@ -262,8 +263,9 @@ def test_the_fastest_way_is_chosen_and_the_base_alone_is_among_them(machine, eff
     assert (first.num_nodes, first.tokens_per_forward, first.speedup) == (1, 1.0, 1.0)
     (chosen,) = [row for row in found.tried if row.chosen]
     (tree,) = found.trees
-    assert (chosen.tokens_per_forward, chosen.num_nodes) == (tree.tokens_per_forward, tree.num_nodes)
-    assert chosen.speedup == max(row.speedup for row in found.tried if "lookup" not in row.tree)
+    assert chosen.tokens_per_forward == tree.tokens_per_forward
+    assert chosen.num_nodes == tree.num_nodes + tree.copied
+    assert chosen.speedup == max(row.speedup for row in found.tried)
     assert chosen.speedup > 1
     assert {row.context for row in found.tried} == {30}
     names = {row.tree for row in found.tried}
@@ -279,6 +281,25 @@ def test_where_nothing_pays_nothing_is_drafted(machine, effort: str):
     assert [tree.kind for tree in found.trees] == ["none"]
     assert [row.tree for row in found.tried if row.chosen] == ["none"]
     assert found.trees[0].policy() is policies.NOTHING
+
+
+def test_where_text_is_copied_the_tree_has_copied_tokens(machine):
+    """And the head drafts with them from then on."""
+    machine(0.0)
+    base, head = tiny.base(), Habit(5.0)
+    twice = [(prompt + text[:9]) * 2 for prompt, text in zip(tiny.prompts(), tiny.continuations(), strict=True)]
+    how = How(max_new_tokens=20)
+    texts = write(base, head, twice * 2, 30, how)
+    head.tuned = tuning.choose(base, head, [texts], [1], how, EFFORTS["evaluation"])
+    (chosen,) = [row for row in head.tuned.tried if row.chosen]
+    others = [row for row in head.tuned.tried if "lookup" not in row.tree]
+    assert chosen.tree.endswith("+lookup")
+    assert chosen.speedup > max(row.speedup for row in others)
+    (tree,) = head.tuned.trees
+    assert tree.copied in finals.COPIED
+    out = generate(base, head, twice, max_new_tokens=20)
+    assert out.tokens == generate(base, None, twice, max_new_tokens=20).tokens
+    assert any(step.num_copied for row in out.steps for step in row)
 
 
 def test_a_better_head_gets_a_deeper_tree(machine):

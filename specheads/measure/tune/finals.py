@@ -4,22 +4,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from specheads.base.model import FrozenBase
-from specheads.baselines import PromptLookup
-from specheads.baselines.hybrid import Hybrid, HybridTree
-from specheads.core.drafter import Head
+from specheads.core.drafter import Drafter, Head
 from specheads.decoding.cost import StepCost
 from specheads.decoding.trees import policies
+from specheads.decoding.trees.hybrid import HybridTree, own_tree
 from specheads.decoding.trees.tuned import Tried, TunedTree
 from specheads.measure.counts import DepthCounts
 from specheads.measure.how import How
 from specheads.measure.online import decode_prompts
+from specheads.measure.replay import fixed, replay_texts
 from specheads.measure.tune import search
 from specheads.measure.tune.cost import Way, room, time_ways
 from specheads.measure.tune.stop import best_stop, learn, trace
 from specheads.measure.tune.texts import Texts
 
-COPIED = 10
-"""Tokens that prompt lookup copies at most, where it joins the head's tree."""
+COPIED = (4, 10)
+"""Nodes for copied text that are tried, where prompt lookup joins the head's tree."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,9 +48,9 @@ def finalists(
 ) -> dict[int, list[Way]]:
     """Return what is timed for real at each batch: the base alone first.
 
-    By prediction the best tree, the best one of another size, and the best chain; the best tree
-    with copied text; and where replay is not all, chains that stop by a threshold and by a learned
-    estimate, and best-first trees. What the context has no room for is left out.
+    By prediction the best tree, the best one of another size, and the best chain; best tree and
+    chain with copied text; and where replay is not all, chains that stop by a threshold and by a
+    learned estimate, and best-first trees. What the context has no room for is left out.
     """
     stops = _stops(base, head, texts, cost) if effort.decodes else []
     out: dict[int, list[Way]] = {}
@@ -64,14 +64,13 @@ def finalists(
         picked: list[policies.TreePolicy] = [first, *others[:2], chains[0]]
         if effort.decodes:
             picked += [*_dynamic(head, first), *stops]
-        ways: list[Way] = [
-            (head, tree) for place, tree in enumerate(picked) if tree not in picked[:place]
-        ]
-        lookup = PromptLookup(base.vocab_size, COPIED + first.depth, device=base.device)
-        hybrid = HybridTree(first, COPIED, trim=base.device.type == "cpu")
-        ways.append((Hybrid(head, lookup), hybrid))
+        picked += [HybridTree(one, size) for one in dict.fromkeys((first, chains[0])) for size in COPIED]
         out[batch] = [(None, policies.NOTHING)]
-        out[batch] += [way for way in ways if texts.context + room(way[1].depth) <= base.max_length]
+        out[batch] += [
+            (head, tree)
+            for place, tree in enumerate(picked)
+            if tree not in picked[:place] and texts.context + room(tree.depth) <= base.max_length
+        ]
     return out
 
 
@@ -105,17 +104,14 @@ def judge(
     how: How,
     rounds: int,
 ) -> tuple[list[Tried], TunedTree]:
-    """Time ways of drafting for real, count what judged texts give them; return all and the best.
-
-    What needs more than the head (copied text) is shown beside the others and not chosen.
-    """
+    """Time ways for real, count what judged texts give them; return all and the best."""
     points = time_ways(base, ways, texts.rows(batch), how=how, rounds=rounds)
     tried = []
     for (drafter, tree), point in zip(ways, points, strict=True):
         overhead = point.seconds / points[0].seconds
         tokens, fitted = 1.0, None
         if drafter is not None:
-            tokens = _tokens(base, (drafter, tree), texts.judged, how)
+            tokens = _tokens(base, drafter, tree, texts.judged, how)
         if isinstance(tree, policies.Static) and not tree.confidence:
             alone = cost.seconds(batch, texts.context, 1, 0)
             fitted = tokens * alone
@@ -133,24 +129,27 @@ def judge(
                 fitted=fitted,
             )
         )
-    own = [place for place, (drafter, _) in enumerate(ways) if not isinstance(drafter, Hybrid)]
-    best = max(own, key=lambda place: tried[place].speedup)
+    best = max(range(len(tried)), key=lambda place: tried[place].speedup)
     tried[best] = replace(tried[best], chosen=True)
     return tried, _chosen(tried[best], ways[best][1])
 
 
-def _tokens(base: FrozenBase, way: Way, texts: Texts, how: How) -> float:
+def _tokens(
+    base: FrozenBase, drafter: Drafter, tree: policies.TreePolicy, texts: Texts, how: How
+) -> float:
     """Return the tokens a forward on texts: by replay, or decoded where a step decides."""
-    drafter, tree = way
-    if isinstance(tree, policies.Static) and not tree.confidence:
-        return search.replayed(tree, texts.ranks)
-    decoded = decode_prompts(base, drafter, [*texts.prompts], replace(how, tree=tree, batch_size=8))
-    counts = [one.counts for one in decoded]
+    if fixed(tree) is not None:
+        counts = replay_texts(base, tree, texts.ranks, texts.pairs())
+    else:
+        how = replace(how, tree=tree, batch_size=8)
+        counts = [one.counts for one in decode_prompts(base, drafter, [*texts.prompts], how)]
     return DepthCounts.total(counts, tree.depth).tokens_per_forward
 
 
 def _chosen(row: Tried, tree: policies.TreePolicy) -> TunedTree:
     """Return a way of drafting as tuned.json has it."""
+    copied = tree.size if isinstance(tree, HybridTree) else 0
+    tree = own_tree(tree)
     chosen = TunedTree(
         batch=row.batch,
         context=row.context,
@@ -159,6 +158,7 @@ def _chosen(row: Tried, tree: policies.TreePolicy) -> TunedTree:
         kind="static" if tree.depth else "none",
         num_nodes=tree.num_nodes,
         depth=tree.depth,
+        copied=copied,
     )
     if isinstance(tree, policies.BestFirst):
         return replace(chosen, kind="best_first", beam=tree.beam, branch=tree.branch)

@@ -27,7 +27,7 @@ GRID = (4, 8, 16, 32, 64)
 
 def tune_head(base: FrozenBase, head: Head, settings: Tune) -> Tuned:
     """Choose how a head drafts, for each batch and context that the settings name."""
-    needed = max(settings.new_tokens, room(head.depth + COPIED))
+    needed = max(settings.new_tokens, room(head.depth + max(COPIED)))
     contexts = [one for one in settings.contexts if one + needed <= base.max_length]
     if not contexts:
         raise InputError(
