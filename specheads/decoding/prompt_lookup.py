@@ -61,7 +61,7 @@ class PromptLookup(Drafter):
 
     The longest suffix of at most `max_ngram` tokens that stands earlier in the text decides,
     and of several such places the most recent that is followed by enough text. Where none does,
-    the tree policy `trees.hybrid.Lookup` drafts nothing; any other drafts something always, and gets
+    the tree policy `hybrid.Lookup` drafts nothing; any other drafts something always, and gets
     equal logits for all tokens. Suffixes have `min_ngram` tokens at least, `depth` are copied at
     most, and the texts lie on the base's device.
 

@@ -40,6 +40,7 @@ from specheads.measure.tune.for_evaluation import choose_tree, decoded_context
 from specheads.runs.directory import RunDirectory
 from specheads.runs.provenance import nearby, provenance
 
+
 def evaluate_run(
     run: RunDirectory, settings: Train, base: FrozenBase, prompts: PromptSet | None = None
 ) -> tuple[Results, Head]:

@@ -10,8 +10,8 @@ import torch
 
 from specheads.core.errors import InputError
 from specheads.core.records import to_json
-from specheads.decoding.cost import StepCost
 from specheads.decoding.acceptance.sampling import Sampling, each_prompt
+from specheads.decoding.cost import StepCost
 from specheads.decoding.engine import Engine
 from specheads.decoding.generate import Decoding, generate
 from specheads.decoding.request import Request
@@ -128,7 +128,9 @@ TWICE = [[7, 3, 11, 5, 2, 9, 7, 3, 11], [4, 8, 4, 8, 4]]
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("kind", ["eagle3", "medusa"])
-def test_a_tuned_tree_with_copied_text_is_drafted_and_changes_no_text(kind: str, temperature: float):
+def test_a_tuned_tree_with_copied_text_is_drafted_and_changes_no_text(
+    kind: str, temperature: float
+):
     base, sampling = tiny.base(), Sampling(temperature=temperature, seed=3)
     head = drafter_of(build_for({"kind": kind, "depth": 2}, base), base)
     head.tuned = tuned(tree(copied=5))
@@ -155,7 +157,9 @@ def test_copied_text_and_plain_trees_follow_each_other_while_decoding():
     base = tiny.base()
     head = drafter_of(build_for({"kind": "eagle3", "depth": 2}, base), base)
     alone = generate(base, None, TWICE[:1], max_new_tokens=50).tokens
-    always = drafts(generate(base, head, TWICE[:1], max_new_tokens=50, tree=tree(copied=5).policy()))
+    always = drafts(
+        generate(base, head, TWICE[:1], max_new_tokens=50, tree=tree(copied=5).policy())
+    )
     for early in (tree(context=4), tree(context=4, kind="none")):
         head.tuned = tuned(early, tree(context=64, copied=5))
         assert isinstance(Engine(base, head).tree, Adaptive)

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from specheads.baselines import DraftModel, PromptLookup, Streaming
-from specheads.decoding.trees.hybrid import Hybrid, HybridTree
 from specheads.core.drafter import Drafter, Memory
 from specheads.core.features import Committed
 from specheads.decoding.engine import Engine
 from specheads.decoding.request import Request
 from specheads.decoding.trees import policies
+from specheads.decoding.trees.hybrid import Hybrid, HybridTree
 from specheads.heads.layers.attention import Slots
 from specheads.measure.oracle import Oracle
 from tests import tiny

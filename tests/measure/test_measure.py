@@ -20,7 +20,7 @@ from specheads.measure import offline, online, plots, report, speed
 from specheads.measure.counts import DepthCounts
 from specheads.measure.how import How
 from specheads.measure.results import Acceptance, Candidate, Lossless, PhaseRate, Results
-from specheads.measure.store import from_json, read, to_json
+from specheads.measure.store import read, to_json
 from specheads.runs.provenance import Provenance
 from tests import tiny
 from tests.results import bare
@@ -478,6 +478,28 @@ def test_the_page_needs_no_other_file_and_escapes_what_it_shows(tmp_path):
     assert "<habit>" not in page
     assert page.count('<tr class="chosen">') == 1
     assert "after phase corpus" in page
+
+
+def test_where_nothing_is_drafted_the_report_says_so_and_shows_what_a_chain_would_be_accepted(
+    tmp_path,
+):
+    head, prompts, texts = Habit(0.5), tiny.prompts(), alone(16)
+    how = How(max_new_tokens=16, tree=policies.NOTHING)
+    found = online.measure_online(tiny.base(), head, prompts, texts, how)
+    made = replace(
+        bare(settings={"tree": "none", "num_nodes": 1}),
+        offline=offline.measure_offline(tiny.base(), head, prompts, texts, how),
+        **{name: getattr(found, name) for name in ("online", "lossless", "degenerate")},
+        speed=speed.measure_speed(tiny.base(), head, prompts, how, repetitions=1),
+        tree_candidates=[replace(one, chosen=one is ALONE) for one in TIMED],
+    )
+    page = report.write_report(tmp_path, made, HISTORY).read_text()
+    assert "no way to draft (1 were timed) was faster than the base alone" in page
+    assert 'class="verdict no"' in page
+    assert made.online.tokens_per_forward == 1.0
+    assert made.lossless.verdict == "identical"
+    assert len(made.offline.per_depth) == DEPTH
+    assert read(Results, tmp_path / "results.json") == made
 
 
 def test_held_out_text_stands_in_the_loss_picture_and_in_one_of_its_own():

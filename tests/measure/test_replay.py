@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from specheads.baselines import PromptLookup
-from specheads.decoding.trees.hybrid import Hybrid, HybridTree, Lookup
 from specheads.core.drafter import Drafter, Head
 from specheads.decoding.acceptance.sampling import Sampling, each_prompt
 from specheads.decoding.trees import policies
+from specheads.decoding.trees.hybrid import Hybrid, HybridTree, Lookup
 from specheads.decoding.trees.sampled import Sampled
 from specheads.heads.load import build_for, kinds
 from specheads.measure.compare.run import compare_drafters

@@ -34,7 +34,7 @@ from specheads.measure.tune.texts import write
 from tests import tiny
 from tests.measure.test_measure import Habit
 from tests.tuned import tree as tuned_tree
-from tests.tuned import tuned as made_up
+from tests.tuned import tuned as planted
 
 PLANTED = StepCost(
     verify=ForwardCost(fixed=1.2e-2, token=6e-5, context=2e-8),
@@ -225,8 +225,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Return what makes every further node cost this share of the base's own step."""
 
     def cost(node: float) -> None:
-        def planted(base, ways, prompts, *, how, rounds):
-            assert rounds > 0
+        def times(base, ways, prompts, *, how, rounds):
+            assert base.max_length > how.max_new_tokens > rounds > 0
             context = {len(prompt) for prompt in prompts}
             assert len(context) == 1
             where = {"batch": len(prompts), "context": context.pop()}
@@ -242,7 +242,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
             ]
 
         for module in (tuning, finals):
-            monkeypatch.setattr(module, "time_ways", planted)
+            monkeypatch.setattr(module, "time_ways", times)
 
     return cost
 
@@ -287,7 +287,10 @@ def test_where_text_is_copied_the_tree_has_copied_tokens(machine):
     """And the head drafts with them from then on."""
     machine(0.0)
     base, head = tiny.base(), Habit(5.0)
-    twice = [(prompt + text[:9]) * 2 for prompt, text in zip(tiny.prompts(), tiny.continuations(), strict=True)]
+    twice = [
+        (prompt + text[:9]) * 2
+        for prompt, text in zip(tiny.prompts(), tiny.continuations(), strict=True)
+    ]
     how = How(max_new_tokens=20)
     texts = write(base, head, twice * 2, 30, how)
     head.tuned = tuning.choose(base, head, [texts], [1], how, EFFORTS["evaluation"])
@@ -343,8 +346,8 @@ def test_an_evaluation_has_its_tree_chosen_for_the_way_that_it_decodes(
     def choose(base, head, texts, batches, how, effort):
         asked.append(([one.context for one in texts], batches, how.sampling, how.coupled))
         assert [len(one) for one in texts[0].prompts] == [8] * len(texts[0].prompts)
-        assert effort.decodes is False
-        return made_up(tuned_tree(kind="none"))
+        assert (base.dtype, head.depth, effort.decodes) == (torch.float32, 2, False)
+        return planted(tuned_tree(kind="none"))
 
     monkeypatch.setattr(for_evaluation, "choose", choose)
     words = ["temperature=0.7", "evaluation.top_p=0.9", "evaluation.batch_size=2"]
@@ -356,7 +359,7 @@ def test_an_evaluation_has_its_tree_chosen_for_the_way_that_it_decodes(
     drawn = Sampling(temperature=0.7, top_p=0.9, seed=3)
     assert asked == [([72], [2], drawn, False)]
     # what was tuned greedily counts greedily, and no text is longer than the base reads
-    head.tuned = made_up(machine=Machine.of(base.device, base.dtype))
+    head.tuned = planted(machine=Machine.of(base.device, base.dtype))
     assert choose_tree(base, head, settings, 10**6)[0] is policies.NOTHING
     settings.evaluation.temperature = 0.0
     assert choose_tree(base, head, settings, 72)[0].num_nodes == 3

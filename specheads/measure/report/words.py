@@ -21,12 +21,12 @@ def verdict(results: Results) -> str:
     """Return in one or two sentences whether speculation pays on this machine, and why."""
     speed, online = results.speed, results.online
     if not drafts(results):
-        others = len(results.tree_candidates) - 1
-        timed = f"of {others} ways to draft" if others > 0 else "of what specheads tune timed"
+        timed = len(results.tree_candidates) - 1
+        tried = f"{timed} were timed" if timed > 0 else "see specheads tune"
         return (
-            f"Speculation does not pay on this machine: {timed} none was faster than the base "
-            "alone, so nothing was drafted. A cheaper head or a better one, or a larger base would "
-            "change that."
+            f"Speculation does not pay on this machine: no way to draft ({tried}) was faster than "
+            "the base alone, so nothing was drafted. A cheaper head or a better one, or a larger "
+            "base would change that."
         )
     if not speed or not online:
         return "Speed was not measured."

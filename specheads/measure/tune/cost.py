@@ -67,9 +67,7 @@ def time_ways(
     Ways take turns, a burst of steps each, so that whatever else the machine does slows them alike;
     of a way's steps the middle ones count. Each continues the same prompts, and goes on from there.
     """
-    ways = [
-        (None if one is None else beside_lookup(one, tree, base), tree) for one, tree in ways
-    ]
+    ways = [(None if one is None else beside_lookup(one, tree, base), tree) for one, tree in ways]
     deepest = max(tree.depth for _, tree in ways)
     widest = max(tree.num_nodes for _, tree in ways)
     longest = max(map(len, prompts))

@@ -64,7 +64,9 @@ def finalists(
         picked: list[policies.TreePolicy] = [first, *others[:2], chains[0]]
         if effort.decodes:
             picked += [*_dynamic(head, first), *stops]
-        picked += [HybridTree(one, size) for one in dict.fromkeys((first, chains[0])) for size in COPIED]
+        picked += [
+            HybridTree(one, size) for one in dict.fromkeys((first, chains[0])) for size in COPIED
+        ]
         out[batch] = [(None, policies.NOTHING)]
         out[batch] += [
             (head, tree)
@@ -81,9 +83,7 @@ def _dynamic(head: Head, first: policies.Static) -> list[policies.TreePolicy]:
     return [policies.BestFirst(nodes, head.depth, 4, branch)] if branch > 1 else []
 
 
-def _stops(
-    base: FrozenBase, head: Head, texts: Texts, cost: StepCost
-) -> list[policies.TreePolicy]:
+def _stops(base: FrozenBase, head: Head, texts: Texts, cost: StepCost) -> list[policies.TreePolicy]:
     """Return the chains that stop, by the head's own probability and by an estimate, where it pays.
 
     Texts of a single token say nothing of when.
