@@ -36,7 +36,7 @@ from specheads.measure.results import (
 from specheads.measure.speed import measure_speed
 from specheads.measure.store import from_json
 from specheads.measure.transcripts import decode_texts
-from specheads.measure.tune.for_evaluation import choose_tree, decoded_context
+from specheads.measure.tune.for_evaluation import candidates, choose_tree, decoded_context
 from specheads.runs.directory import RunDirectory
 from specheads.runs.provenance import nearby, provenance
 
@@ -79,7 +79,7 @@ def evaluate_head(
     tokens = [prompt.tokens for prompt in prompts.prompts]
     how = how_of(evaluation, settings.seed, [one.source for one in prompts.prompts])
     alone = write_alone(base, tokens, replace(how, batch_size=8))
-    tree, candidates = choose_tree(base, head, settings, decoded_context(settings, prompts))
+    tree, tuned = choose_tree(base, head, settings, decoded_context(settings, prompts))
     how, own = replace(how, tree=tree), own_tree(tree)
     found: dict[str, Any] = {}
     matched = evaluation.temperature == 0 or evaluation.acceptance == "match"
@@ -105,7 +105,8 @@ def evaluate_head(
             seed=settings.seed,
         ),
         draft_vocabulary=draft_vocabulary(head, None),
-        tree_candidates=candidates,
+        tree_candidates=candidates(tuned) if tuned else [],
+        tuned=tuned,
         phases=[_phase(base, folder, tokens, alone, how) for folder in phases],
         **found,
     )

@@ -6,6 +6,7 @@ that Python reserves has an underscore behind it here and none in the file (`wit
 
 from dataclasses import dataclass, field
 
+from specheads.decoding.trees.tuned import Tuned
 from specheads.measure.rates import Drafting, Interval, Rate
 from specheads.measure.store import OWN_FILE
 from specheads.measure.texts import Texts
@@ -253,6 +254,7 @@ class Results:
     phases: list[PhaseRate] = field(default_factory=list)
     base_quality: BaseQuality | None = None
     texts: Texts | None = field(default=None, metadata=OWN_FILE)
+    tuned: Tuned | None = field(default=None, metadata=OWN_FILE)
     provenance: Provenance
 
 

@@ -139,8 +139,10 @@ def test_a_tuned_tree_with_copied_text_is_drafted_and_changes_no_text(
     assert out.tokens == alone.tokens
     steps = [step for row in out.steps for step in row]
     assert {step.num_copied for step in steps} > {0}
-    # some copied token was accepted: copied ones are the last nodes
-    assert any(step.path[-1] >= len(step.drafted) - step.num_copied > 0 for step in steps)
+    # greedily some copied token is accepted: copied ones are the last nodes
+    assert temperature or any(
+        step.path[-1] >= len(step.drafted) - step.num_copied > 0 for step in steps
+    )
     # one by one, joining while others run
     engine = Engine(base, head, max_batch=2)
     assert isinstance(engine.tree, HybridTree)

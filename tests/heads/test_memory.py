@@ -44,7 +44,7 @@ BASELINES: dict[str, Callable[[], Drafter]] = {
 def drafted(drafter: Drafter, committed: Committed, memory: Any) -> Tensor:
     """Return what is drafted below the root and below one node; of a hybrid its tree."""
     if isinstance(drafter, Hybrid):
-        return HybridTree(policies.chain(2), 3).grow(drafter, committed, memory).tokens
+        return HybridTree(policies.chain(2), 3, trim=False).grow(drafter, committed, memory).tokens
     first, state = drafter.begin(committed, memory)
     node = torch.full((len(first), 1), 7)
     return torch.cat([first, drafter.extend(state, node, torch.zeros_like(node))[0]], dim=1)

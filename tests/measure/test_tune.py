@@ -355,7 +355,7 @@ def test_an_evaluation_has_its_tree_chosen_for_the_way_that_it_decodes(
     base = FrozenBase.load(**asdict(settings.base))
     head = drafter_of(build_for({"kind": "mlp_speculator", "depth": 2}, base), base)
     tree, timed = choose_tree(base, head, settings, 72)
-    assert (tree, timed) == (policies.NOTHING, [])
+    assert (tree, timed) == (policies.NOTHING, planted(tuned_tree(kind="none")))
     drawn = Sampling(temperature=0.7, top_p=0.9, seed=3)
     assert asked == [([72], [2], drawn, False)]
     # what was tuned greedily counts greedily, and no text is longer than the base reads

@@ -9,6 +9,7 @@ from specheads.core.errors import InputError
 from specheads.data.prompts import PromptSet, held_out
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.named import fixed_policy
+from specheads.decoding.trees.tuned import Tuned
 from specheads.measure.how import Asked, how_of
 from specheads.measure.results import Candidate
 from specheads.measure.tune.cost import room
@@ -31,25 +32,29 @@ def decoded_context(settings: Asked, prompts: PromptSet) -> int:
 
 def choose_tree(
     base: FrozenBase, head: Head, settings: Asked, context: int
-) -> tuple[policies.TreePolicy, list[Candidate]]:
-    """Return the tree that was asked for, and what was timed where that is the best one.
+) -> tuple[policies.TreePolicy, Tuned | None]:
+    """Return the tree that was asked for, and what was measured here where that is the best one.
 
     What `specheads tune` chose counts where it was measured on a machine like this one, greedily:
     the tree of the batch and of this context, throughout, so that it can be replayed. Else the
     same is measured here for them alone, with fewer steps, as tokens are drawn and drafts see it.
     """
     if (tree := fixed_policy(settings.tree, head.depth)) is not None:
-        return tree, []
+        return tree, None
     asked = settings.evaluation
     if head.tuned and head.tuned.fits(base.device, base.dtype) and asked.temperature == 0:
-        return head.tuned.best(asked.batch_size, context).policy(), []
+        return head.tuned.best(asked.batch_size, context).policy(), None
     how = replace(how_of(asked, settings.seed), max_new_tokens=TUNING_TOKENS)
     context = max(min(context, base.max_length - room(head.depth)), 1)
     texts = write(base, head, tuning_prompts(settings, base), context, how)
     tuned = choose(base, head, [texts], [asked.batch_size], how, QUICK)
+    return tuned.trees[0].policy(), tuned
+
+
+def candidates(tuned: Tuned) -> list[Candidate]:
+    """Return what was timed as results.json has it."""
     names = [item.name for item in fields(Candidate)]
-    rows = [Candidate(**{name: getattr(row, name) for name in names}) for row in tuned.tried]
-    return tuned.trees[0].policy(), rows
+    return [Candidate(**{name: getattr(row, name) for name in names}) for row in tuned.tried]
 
 
 def tuning_prompts(settings: Asked, base: FrozenBase) -> list[list[int]]:
