@@ -19,6 +19,7 @@ from specheads.decoding.trees import policies
 from specheads.measure import offline, online, plots, report, speed
 from specheads.measure.counts import DepthCounts
 from specheads.measure.how import How
+from specheads.measure.replay import replay
 from specheads.measure.results import Acceptance, Candidate, Lossless, PhaseRate, Results
 from specheads.measure.store import read, to_json
 from specheads.runs.provenance import Provenance
@@ -106,7 +107,7 @@ def online_counts(
 
 def replayed(head: Head, policy: policies.Static, texts: list[list[int]]) -> list[DepthCounts]:
     return [
-        offline.replay(offline.guess_ranks(tiny.base(), head, prompt, text, width=3), policy)
+        replay(offline.guess_ranks(tiny.base(), head, prompt, text, width=3), policy)
         for prompt, text in zip(tiny.prompts(), texts, strict=True)
     ]
 
@@ -170,7 +171,7 @@ def test_every_new_token_but_the_first_is_a_forward_or_an_accepted_draft(limit):
 def test_a_tree_offers_a_depth_only_where_the_accepted_path_goes_on():
     # the second-best guess is a leaf: accepted, it ends the tree, and depth 1 was not offered
     ranks = torch.tensor([[1, 0], [0, 0], [0, 0], [0, 0], [5, 0], [0, 0], [0, 0]])
-    counts = offline.replay(ranks, policies.Static([(0,), (1,), (0, 0)]))
+    counts = replay(ranks, policies.Static([(0,), (1,), (0, 0)]))
     # anchors 0 (rank path 1, leaf), 2 (both accepted), 5 (the text ends after one draft)
     assert counts == DepthCounts(forwards=3, offered=[3, 2], accepted=[3, 1])
 
@@ -201,8 +202,8 @@ def test_replay_is_not_fooled_by_difficulty_that_the_loop_steps_over(name, offli
     wrong = (draws >= rate.unfold(0, depth, 1)[1:]).long()
     mean = 1 + (wrong.cumsum(1) == 0).sum().item() / length
     assert mean == pytest.approx(offline_mean, abs=0.02)
-    replay = offline.replay(wrong, policies.chain(depth))
-    assert replay.tokens_per_forward == pytest.approx(truth, abs=0.02)
+    replayed = replay(wrong, policies.chain(depth))
+    assert replayed.tokens_per_forward == pytest.approx(truth, abs=0.02)
 
 
 # --- offline -----------------------------------------------------------------------------------
@@ -496,9 +497,10 @@ def test_where_nothing_is_drafted_the_report_says_so_and_shows_what_a_chain_woul
     page = report.write_report(tmp_path, made, HISTORY).read_text()
     assert "no way to draft (1 were timed) was faster than the base alone" in page
     assert 'class="verdict no"' in page
-    assert made.online.tokens_per_forward == 1.0
-    assert made.lossless.verdict == "identical"
-    assert len(made.offline.per_depth) == DEPTH
+    stored = to_json(made)
+    assert stored["online"]["tokens_per_forward"] == 1.0
+    assert stored["lossless"]["verdict"] == "identical"
+    assert len(stored["offline"]["per_depth"]) == DEPTH
     assert read(Results, tmp_path / "results.json") == made
 
 
