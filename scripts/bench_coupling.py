@@ -29,12 +29,14 @@ from specheads.decoding.trees import policies
 from specheads.heads.load import load_head
 from specheads.measure.counts import paired_gain, rate
 from specheads.measure.drafting import ways
-from specheads.measure.evaluation import TUNING_TOKENS, named_prompts, tuning_prompts
+from specheads.measure.evaluation import named_prompts
 from specheads.measure.how import How
 from specheads.measure.online import Decoded, decode_prompts, write_alone
 from specheads.measure.speed import Arm
 from specheads.measure.store import to_json
-from specheads.measure.tune.trees import propose, write_ranks
+from specheads.measure.tune import search
+from specheads.measure.tune.for_evaluation import TUNING_TOKENS, tuning_prompts
+from specheads.measure.tune.texts import write
 from specheads.runs.provenance import provenance
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -132,9 +134,7 @@ def trees(
     how = replace(how, max_new_tokens=TUNING_TOKENS)
     # each way has the tree that is best for it
     with_noise, without = (
-        propose(
-            write_ranks(base, head, texts, replace(how, coupled=coupled)), head.depth, (num_nodes,)
-        )[-1]
+        _best(base, head, texts, replace(how, coupled=coupled), num_nodes)
         for coupled in (True, False)
     )
     chain = ways(head, policies.chain(head.depth))
@@ -143,6 +143,15 @@ def trees(
         "tuned": (ways(head, with_noise)["coupled"], ways(head, without)["uncoupled"]),
         "rejection": chain["rejection"],
     }
+
+
+def _best(
+    base: FrozenBase, head: Head, prompts: list[list[int]], how: How, num_nodes: int
+) -> policies.Static:
+    """Return the tree of at most so many nodes that gives most tokens a forward after prompts."""
+    ranks = write(base, head, prompts, 1, how).ranks
+    found = search.candidates(ranks, head.depth, num_nodes)
+    return max(found[1:], key=lambda tree: search.replayed(tree, ranks))
 
 
 def measure(

@@ -33,8 +33,6 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
 from specheads.base.model import FrozenBase
-from specheads.baselines.hybrid import Hybrid, HybridTree, Lookup
-from specheads.baselines.prompt_lookup import PromptLookup
 from specheads.baselines.streaming import Streaming
 from specheads.core.drafter import Drafter
 from specheads.core.tree import TokenTree
@@ -42,7 +40,9 @@ from specheads.decoding import loop
 from specheads.decoding.acceptance import rules
 from specheads.decoding.acceptance.sampling import Rows, Sampling
 from specheads.decoding.generate import Decoding, generate
+from specheads.decoding.prompt_lookup import PromptLookup
 from specheads.decoding.trees import policies
+from specheads.decoding.trees.hybrid import Hybrid, HybridTree, Lookup
 from specheads.heads.load import load_head
 from specheads.measure.counts import bootstrap_interval
 from specheads.measure.oracle import Oracle

@@ -9,7 +9,7 @@ from specheads.config import Compare
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.heads.load import load_head
-from specheads.measure.evaluation import Asked
+from specheads.measure.how import Asked
 from specheads.runs.directory import RunDirectory
 
 

@@ -17,15 +17,19 @@ from specheads.commands import _compose
 from specheads.config import Export, Push, commands
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
+from specheads.core.files import write_atomic
 from specheads.core.paths import HUB_ID, writable_folder
+from specheads.core.records import dumps
 from specheads.data.prompts import Prompt, PromptSet
+from specheads.decoding.trees.tuned import FILE
 from specheads.export.engines import engine_module
 from specheads.export.gate import Parity
 from specheads.export.hub import card, upload
 from specheads.export.write import export_head, gate_texts
 from specheads.heads.load import load_head
 from specheads.measure import report
-from specheads.measure.evaluation import Asked, evaluate_head, evaluate_run
+from specheads.measure.evaluation import evaluate_head, evaluate_run
+from specheads.measure.how import Asked
 from specheads.measure.results import Results
 from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import read_metrics
@@ -70,7 +74,10 @@ def train(
             told = "no process decodes by itself with a sharded base"
             announce(f"{told}: measure with specheads evaluate run={made.run.path}")
         elif settings.evaluate_after:
-            _measure(made.run, settings, made.base)
+            results = _measure(made.run, settings, made.base)
+            # the choice is made: greedy, as that of specheads tune
+            if results.tuned and settings.evaluation.temperature == 0:
+                write_atomic(made.run.head / FILE, dumps(results.tuned))
     return made.run
 
 

@@ -16,7 +16,7 @@ from specheads.core.bounds import device_bytes, whole
 from specheads.core.drafter import Drafter, Head
 from specheads.core.errors import InputError
 from specheads.decoding.acceptance import rules
-from specheads.decoding.fitting import grown_by, refuse_elsewhere, refuse_larger
+from specheads.decoding.fitting import drafted_by, refuse_elsewhere, refuse_larger
 from specheads.decoding.loop import State, start, step
 from specheads.decoding.prompts import refuse_unknown
 from specheads.decoding.request import Request, Stream, alike
@@ -75,9 +75,8 @@ class Engine:
         self.acceptance = (
             rules.acceptance_rule(acceptance) if isinstance(acceptance, str) else acceptance
         )
-        self.tree, self.timed = grown_by(drafter, tree, base), timed
-        # a tuned head may draft best by not drafting: then it need not remember the text either
-        self.drafter = drafter = drafter if self.tree.depth else None
+        self.drafter, self.tree = drafted_by(drafter, tree, base)
+        self.timed = timed
         # what draws nothing keeps the likeliest guesses, not those that noise favours
         self.coupled = coupled and self.acceptance is not rules.typical
         context = base.max_length
@@ -88,7 +87,7 @@ class Engine:
         # rows as long as the whole context are counted as they come: seldom are there as many
         rows = 1 if max_length is None else max_batch
         slots = 0 if pool is not None else rows * self._capacity
-        refuse_larger(base, drafter, self.tree, rows, self.max_length, slots)
+        refuse_larger(base, self.drafter, self.tree, rows, self.max_length, slots)
         if pool is None:
             # rows that join are copied: for a moment memory holds all of them twice
             fitting = device_bytes(base.device) / (2 * self._capacity * base.slot_bytes)

@@ -5,6 +5,7 @@ from specheads.core.bounds import refuse_bytes
 from specheads.core.drafter import Drafter, Head
 from specheads.core.errors import InputError
 from specheads.decoding.trees import policies
+from specheads.decoding.trees.hybrid import Hybrid, HybridTree, beside_lookup
 from specheads.decoding.trees.tuned import Tuned
 
 
@@ -27,24 +28,35 @@ def default_tree(drafter: Drafter, base: FrozenBase) -> policies.TreePolicy:
     return policies.chain(drafter.depth)
 
 
-def grown_by(
+def drafted_by(
     drafter: Drafter | None, tree: policies.TreePolicy | None, base: FrozenBase
-) -> policies.TreePolicy:
-    """Return how drafts grow, but for a tree deeper or wider than the drafter drafts."""
+) -> tuple[Drafter | None, policies.TreePolicy]:
+    """Return who drafts and how drafts grow, but for a tree deeper or wider than can be drafted.
+
+    A tree with copied text has prompt lookup beside the drafter; one that drafts nothing, as is
+    best for some tuned heads, has no drafter, which then need not remember the text either.
+    """
     if drafter is None:
-        return policies.NOTHING
+        return None, policies.NOTHING
     policy = default_tree(drafter, base) if tree is None else tree
-    if policy.depth > drafter.depth:
-        raise InputError(
-            f"the tree has {policy.depth} levels but the head drafts {drafter.depth}; "
-            "choose a shallower tree"
-        )
+    if not policy.depth:
+        return None, policy
+    drafter = beside_lookup(drafter, policy, base)
+    held = [(policy, drafter)]
+    if isinstance(policy, HybridTree) and isinstance(drafter, Hybrid):
+        held.append((policy.inner, drafter.head))
+    for grown, by in held:
+        if grown.depth > by.depth:
+            raise InputError(
+                f"the tree has {grown.depth} levels but the head drafts {by.depth}; "
+                "choose a shallower tree"
+            )
     if 0 < drafter.drafted_size < policy.num_guesses:
         raise InputError(
             f"the tree takes {policy.num_guesses} guesses after a node, and the drafter knows "
             f"{drafter.drafted_size} tokens; lower its ranks or branches"
         )
-    return policy
+    return drafter, policy
 
 
 def refuse_larger(

@@ -19,7 +19,7 @@ from specheads.core.errors import InputError
 from specheads.decoding.trees import policies
 from specheads.export.readers import BaseView, Guess, Reader
 from specheads.measure.counts import DepthCounts
-from specheads.measure.offline import replay
+from specheads.measure.replay import replay
 from specheads.measure.results import Depth
 from specheads.runs.progress import bar
 

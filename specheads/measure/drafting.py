@@ -9,6 +9,7 @@ from dataclasses import asdict
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Drafter
 from specheads.decoding.trees import policies
+from specheads.decoding.trees.hybrid import own_tree
 from specheads.decoding.trees.sampled import Sampled
 from specheads.measure.counts import paired_gain, rate
 from specheads.measure.how import How
@@ -20,14 +21,14 @@ from specheads.measure.speed import Arm
 def ways(drafter: Drafter, tree: policies.TreePolicy) -> dict[str, Arm]:
     """Return the three ways, none where the tree drafts nothing.
 
-    Rejection tests one drawn token a level, as many levels as the tree has; where the tree is
-    itself one of drawn tokens, it tests that, and a chain as deep is guessed.
+    Rejection tests one drawn token a level, as many levels as the tree has, copied text aside;
+    where the tree is itself one of drawn tokens, it tests that, and a chain as deep is guessed.
     """
     if not tree.depth:
         return {}
     drawn = isinstance(tree, Sampled)
     guessed = policies.chain(tree.depth) if drawn else tree
-    tested = tree if drawn else Sampled((1,) * tree.depth)
+    tested = tree if drawn else Sampled((1,) * own_tree(tree).depth)
     return {
         "coupled": Arm(drafter, guessed, acceptance="match", coupled=True),
         "uncoupled": Arm(drafter, guessed, acceptance="match", coupled=False),

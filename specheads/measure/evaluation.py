@@ -7,23 +7,23 @@ from pathlib import Path
 from typing import Any
 
 from specheads.base.model import FrozenBase
-from specheads.config import Compare, Evaluate, Train
+from specheads.config import Train
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
-from specheads.data.prompts import PromptSet, held_out, load_prompts
+from specheads.data.prompts import PromptSet, load_prompts
 from specheads.decoding.acceptance.rules import LOSSY, acceptance_rule
 from specheads.decoding.trees import policies
+from specheads.decoding.trees.hybrid import HybridTree, own_tree
 from specheads.decoding.trees.named import fixed_policy
 from specheads.heads.load import drafter_of, load_head
 from specheads.heads.untrusted import read_json
 from specheads.measure.drafting import measure_drafting
-from specheads.measure.how import How, how_of
+from specheads.measure.how import Asked, How, how_of
 from specheads.measure.offline import measure_offline
 from specheads.measure.online import lossless_in_float32, measure_online, write_alone
 from specheads.measure.quality import compare, measure_quality, quality_windows
 from specheads.measure.results import (
     BaseSummary,
-    Candidate,
     Counted,
     DraftVocabulary,
     HeadSummary,
@@ -36,15 +36,9 @@ from specheads.measure.results import (
 from specheads.measure.speed import measure_speed
 from specheads.measure.store import from_json
 from specheads.measure.transcripts import decode_texts
-from specheads.measure.tune.trees import pick_tree
+from specheads.measure.tune.for_evaluation import candidates, choose_tree, decoded_context
 from specheads.runs.directory import RunDirectory
 from specheads.runs.provenance import nearby, provenance
-
-TUNING_TOKENS = 64
-"""Tokens that the base writes after each prompt that a tree is picked on."""
-
-Asked = Train | Evaluate | Compare
-"""Settings that say what is measured: `evaluation`, `tree`, `data` and `seed`."""
 
 
 def evaluate_run(
@@ -85,8 +79,8 @@ def evaluate_head(
     tokens = [prompt.tokens for prompt in prompts.prompts]
     how = how_of(evaluation, settings.seed, [one.source for one in prompts.prompts])
     alone = write_alone(base, tokens, replace(how, batch_size=8))
-    tree, candidates = choose_tree(base, head, settings)
-    how = replace(how, tree=tree)
+    tree, tuned = choose_tree(base, head, settings, decoded_context(settings, prompts))
+    how, own = replace(how, tree=tree), own_tree(tree)
     found: dict[str, Any] = {}
     matched = evaluation.temperature == 0 or evaluation.acceptance == "match"
     if matched:
@@ -106,11 +100,13 @@ def evaluate_head(
             lossless=evaluation.temperature == 0 or evaluation.acceptance not in LOSSY,
             tree=tree.name,
             num_nodes=tree.num_nodes,
-            paths=[list(path) for path in tree.paths] if isinstance(tree, policies.Static) else [],
+            paths=[list(path) for path in own.paths] if isinstance(own, policies.Static) else [],
+            copied_tokens=tree.size if isinstance(tree, HybridTree) else 0,
             seed=settings.seed,
         ),
         draft_vocabulary=draft_vocabulary(head, None),
-        tree_candidates=candidates,
+        tree_candidates=candidates(tuned) if tuned else [],
+        tuned=tuned,
         phases=[_phase(base, folder, tokens, alone, how) for folder in phases],
         **found,
     )
@@ -149,39 +145,6 @@ def check(
             "evaluation.max_new_tokens or choose other prompts"
         )
     return prompts
-
-
-def choose_tree(
-    base: FrozenBase, head: Head, settings: Asked
-) -> tuple[policies.TreePolicy, list[Candidate]]:
-    """Return the tree that was asked for, and what was tried where one is to be picked.
-
-    What `specheads tune` chose counts where it was measured on a machine like this one, greedily:
-    the tree of the batch and of half the text, throughout, so that it can be replayed.
-    """
-    if (tree := fixed_policy(settings.tree, head.depth)) is not None:
-        return tree, []
-    asked = settings.evaluation
-    if head.tuned and head.tuned.fits(base.device, base.dtype) and asked.temperature == 0:
-        context = asked.prompt_tokens + asked.max_new_tokens / 2
-        return head.tuned.best(asked.batch_size, context).policy(), []
-    how = replace(how_of(settings.evaluation, settings.seed), max_new_tokens=TUNING_TOKENS)
-    choice = pick_tree(base, head, tuning_prompts(settings, base), how=how)
-    return choice.tree, choice.table
-
-
-def tuning_prompts(settings: Asked, base: FrozenBase) -> list[list[int]]:
-    """Return the token ids of validation prompts, on which trees are picked."""
-    assert base.tokenizer is not None
-    evaluation = settings.evaluation
-    length, number = evaluation.prompt_tokens, evaluation.tune_prompts
-    try:
-        found = held_out(settings.data, "validation", base.tokenizer, length, number, settings.seed)
-    except InputError:
-        # of few documents none may be held out, and a tree is picked, not judged, on these
-        found = held_out(settings.data, "train", base.tokenizer, length, number, settings.seed)
-    tokens = [prompt.tokens for prompt in found]
-    return [one for one in tokens if len(one) <= base.max_length // 2] or tokens[:1]
 
 
 def named_prompts(settings: Asked, base: FrozenBase) -> PromptSet:

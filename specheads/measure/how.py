@@ -3,9 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specheads.config import Evaluation
+from specheads.config import Compare, Evaluate, Evaluation, Train
 from specheads.decoding.acceptance.sampling import GREEDY, Sampling
 from specheads.decoding.trees.policies import TreePolicy
+
+Asked = Train | Evaluate | Compare
+"""Settings that say what is measured: `evaluation`, `tree`, `data` and `seed`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

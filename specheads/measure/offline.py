@@ -8,15 +8,13 @@ number, off by a quarter either way, because the loop does not visit them evenly
 See docs/losslessness.md.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from specheads.base.model import FrozenBase
-from specheads.baselines import PromptLookup
-from specheads.baselines.prompt_lookup import continuation as lookup_continuation
 from specheads.core.drafter import Features, Head
 from specheads.core.errors import InputError
 from specheads.decoding.acceptance.sampling import GREEDY, Rows, Sampling, each_prompt
@@ -24,6 +22,7 @@ from specheads.decoding.trees import policies
 from specheads.decoding.trees.coupling import over_vocabulary, with_noise
 from specheads.measure.counts import DepthCounts, conditional_acceptance, rate
 from specheads.measure.how import How
+from specheads.measure.replay import fixed, replay_texts
 from specheads.measure.results import Offline
 from specheads.runs.progress import bar
 
@@ -174,77 +173,6 @@ def drawn_ranks(
     return ranks
 
 
-@dataclass(frozen=True, slots=True)
-class Copied:
-    """What prompt lookup copies at each place that could be a root, held against the text."""
-
-    right: list[int]
-    """Leading tokens that are what the base went on to say."""
-    length: list[int]
-    """Tokens that are copied."""
-    size: int
-    """New nodes that a tree has for them."""
-
-
-def copied(lookup: PromptLookup, prompt: list[int], continuation: list[int], size: int) -> Copied:
-    """Return what a lookup copies at each place of a stored text: see `guess_ranks`."""
-    text = torch.tensor([prompt + continuation], device=lookup.device)
-    num_roots = max(len(continuation) - 1, 0)
-    rows = []
-    for root in range(len(prompt), len(prompt) + num_roots):
-        known, last = text[:, : root + 1], torch.tensor([root], device=text.device)
-        guessed = lookup_continuation(
-            known, last, lookup.depth, lookup.max_ngram, lookup.min_ngram
-        )[0].tolist()
-        wanted = text[0, root + 1 :].tolist()
-        pairs = zip(guessed, wanted, strict=False)
-        agreed = next((place for place, (a, b) in enumerate(pairs) if a != b), None)
-        most = min(len(guessed), len(wanted))
-        rows.append((most if agreed is None else agreed, sum(one >= 0 for one in guessed)))
-    return Copied([right for right, _ in rows], [length for _, length in rows], size)
-
-
-def replay(
-    ranks: Int[Tensor, "drafted depth"],
-    tree: policies.Static,
-    source: str = "",
-    copies: Copied | None = None,
-) -> DepthCounts:
-    """Walk one stored continuation as the loop would and return the loop's own integers.
-
-    The first token comes from reading the prompt and is no forward. Where `room` tokens are
-    left to say after the root, a forward gives at most that many, the last of them always the
-    base's own, so at most `room - 1` drafts count as accepted: `measure.online` counts alike.
-    With `copies` the copied path is joined to the tree as `baselines.hybrid` does it.
-
-    Equal to the last integer where the arithmetic is: reading a text at once and token by
-    token round differently, so a tie between the two best guesses may fall the other way.
-    """
-    paths, inner = {(), *tree.paths}, {path[:-1] for path in tree.paths}
-    counts = DepthCounts.zeros(tree.depth + (copies.size if copies else 0), source)
-    rows: list[list[int]] = ranks.tolist()
-    anchor = 0
-    while anchor < len(rows):
-        room = len(rows) - anchor
-        path: tuple[int, ...] = ()
-        while len(path) < min(room - 1, tree.depth):
-            longer = (*path, rows[anchor][len(path)])
-            if longer not in paths:
-                break
-            path = longer
-        kept, beyond = len(path), path in inner
-        if copies is not None:
-            # the copied path shares what the tree has of it, and goes on for `size` nodes
-            reach = min(copies.length[anchor], kept + copies.size)
-            followed = min(copies.right[anchor], reach, room - 1)
-            if followed >= kept:
-                beyond = reach > followed or (followed == kept and beyond)
-                kept = followed
-        counts.add(kept, drafted_beyond=beyond)
-        anchor += kept + 1
-    return counts
-
-
 def top_k_accuracy(ranks: Int[Tensor, "drafted depth"], top: int = TOP) -> list[list[float]]:
     """Return `out[depth][k - 1]`: how often the base's token is among the k best guesses.
 
@@ -268,29 +196,28 @@ def measure_offline(
     """Return the `offline` section of results.json.
 
     `continuations` are what the base alone says after each prompt, with the sampling of `how`.
-    Without a tree a chain as deep as the head is replayed, and so it is for a tree that differs
-    from step to step, whose shape stored ranks do not tell; `replayed` says which it was.
+    Without a tree a chain as deep as the head is replayed, and so it is where nothing is drafted,
+    and for a tree that differs from step to step, whose shape stored ranks do not tell; `replayed`
+    says which it was.
     """
-    static = policies.chain(head.depth)
-    if isinstance(how.tree, policies.Static) and not how.tree.confidence:
-        static = how.tree
-    width = max([TOP, *(path[-1] + 1 for path in static.paths)])
+    tree = how.tree
+    if tree is None or not tree.depth or fixed(tree) is None:
+        tree = policies.chain(head.depth)
+    width = max(TOP, tree.num_guesses)
     each = each_prompt(how.sampling, len(prompts))
     texts = list(zip(prompts, continuations, each, strict=True))
     ranks = [
         guess_ranks(base, head, *text, width=width, sampling=one, coupled=how.coupled)
         for *text, one in bar(texts, "offline", how.progress)
     ]
-    counts = [
-        replay(rows, static, source)
-        for rows, source in zip(ranks, how.sources_of(prompts), strict=True)
-    ]
-    total = DepthCounts.total(counts, static.depth)
+    pairs = list(zip(prompts, continuations, strict=True))
+    counts = replay_texts(base, tree, ranks, pairs, how.sources_of(prompts))
+    total = DepthCounts.total(counts, tree.depth)
     return Offline(
         **asdict(rate(counts)),
         per_depth=total.per_depth(),
         top_k_accuracy=top_k_accuracy(torch.cat(ranks)),
         forwards=total.forwards,
-        replayed=static.name,
+        replayed=tree.name,
         conditional_acceptance=conditional_acceptance(counts),
     )

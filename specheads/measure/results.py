@@ -6,6 +6,7 @@ that Python reserves has an underscore behind it here and none in the file (`wit
 
 from dataclasses import dataclass, field
 
+from specheads.decoding.trees.tuned import Tuned
 from specheads.measure.rates import Drafting, Interval, Rate
 from specheads.measure.store import OWN_FILE
 from specheads.measure.texts import Texts
@@ -71,6 +72,7 @@ class Settings:
     lossless: bool = True
     coupled: bool = False
     paths: list[list[int]] = field(default_factory=list)
+    copied_tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -191,7 +193,7 @@ class DraftVocabulary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """One tree that was tried."""
+    """One way to draft that was timed: see `Tried` in decoding/trees/tuned.py."""
 
     tree: str
     num_nodes: int
@@ -199,7 +201,6 @@ class Candidate:
     tokens_per_forward: float
     step_overhead: float
     speedup: float
-    paths: list[list[int]]
     chosen: bool = False
 
 
@@ -253,6 +254,7 @@ class Results:
     phases: list[PhaseRate] = field(default_factory=list)
     base_quality: BaseQuality | None = None
     texts: Texts | None = field(default=None, metadata=OWN_FILE)
+    tuned: Tuned | None = field(default=None, metadata=OWN_FILE)
     provenance: Provenance
 
 

@@ -17,12 +17,12 @@ from specheads.base.masks import tree_mask
 from specheads.base.model import FrozenBase
 from specheads.base.paged import BlockPool, PagedKVCache, PoolFullError
 from specheads.baselines import PromptLookup
-from specheads.baselines.hybrid import Hybrid, HybridTree
 from specheads.core.drafter import Drafter
 from specheads.core.tree import TokenTree
 from specheads.decoding.engine import Engine
 from specheads.decoding.generate import generate
 from specheads.decoding.request import Request
+from specheads.decoding.trees.hybrid import Hybrid, HybridTree
 from specheads.decoding.trees.policies import Beam, BestFirst, chain
 from specheads.decoding.trees.sampled import Sampled
 from tests import tiny

@@ -10,13 +10,13 @@ import torch
 
 from specheads.base.paged import BlockPool
 from specheads.baselines import DraftModel, PromptLookup, Streaming
-from specheads.baselines.hybrid import Hybrid, HybridTree, Lookup
 from specheads.core import bounds
 from specheads.core.bounds import MAX_NODES
 from specheads.core.errors import InputError
 from specheads.decoding.engine import Engine
 from specheads.decoding.generate import generate
 from specheads.decoding.request import Request
+from specheads.decoding.trees.hybrid import Hybrid, HybridTree, Lookup
 from specheads.decoding.trees.policies import Beam, BestFirst, Static, chain
 from specheads.decoding.trees.product import Product
 from specheads.decoding.trees.sampled import Sampled

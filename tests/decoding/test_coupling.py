@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from specheads.baselines.hybrid import Hybrid, HybridTree
-from specheads.baselines.prompt_lookup import PromptLookup
 from specheads.core.drafter import Drafter
 from specheads.core.features import Committed, Features
 from specheads.core.tree import TokenTree
 from specheads.decoding.acceptance import noise, rules
 from specheads.decoding.acceptance.sampling import GREEDY, Rows, Sampling
 from specheads.decoding.generate import generate
+from specheads.decoding.prompt_lookup import PromptLookup
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.coupling import coupled
+from specheads.decoding.trees.hybrid import Hybrid, HybridTree
 from specheads.decoding.trees.product import Product
 from specheads.decoding.trees.sampled import Sampled
 from tests import tiny

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from specheads.base.model import FrozenBase
 from specheads.base.paged import BlockPool, PoolFullError
 from specheads.baselines import DraftModel, PromptLookup, Streaming
-from specheads.baselines.hybrid import Hybrid, HybridTree, Lookup
 from specheads.core.drafter import Drafter
 from specheads.decoding.acceptance.sampling import Sampling
 from specheads.decoding.engine import Engine
@@ -21,6 +20,7 @@ from specheads.decoding.generate import Decoding, generate
 from specheads.decoding.loop import Step
 from specheads.decoding.request import Piece, Request, Stream
 from specheads.decoding.trees import policies
+from specheads.decoding.trees.hybrid import Hybrid, HybridTree, Lookup
 from specheads.decoding.trees.sampled import Sampled
 from specheads.heads.load import build_for, fit
 from specheads.measure.oracle import Places

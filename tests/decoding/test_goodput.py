@@ -13,7 +13,6 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from specheads.baselines import DraftModel, PromptLookup, Streaming
-from specheads.baselines.hybrid import Hybrid, HybridTree, Lookup
 from specheads.core.drafter import Drafter
 from specheads.core.features import Committed, Features
 from specheads.decoding.acceptance.sampling import Sampling
@@ -30,6 +29,7 @@ from specheads.decoding.goodput import (
 from specheads.decoding.request import Request
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.early_stop import Estimate
+from specheads.decoding.trees.hybrid import Hybrid, HybridTree, Lookup
 from specheads.heads.load import build_for, kinds
 from specheads.measure.oracle import Oracle
 from tests import tiny

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from specheads.baselines import PromptLookup
-from specheads.baselines.hybrid import Hybrid, HybridTree, Lookup
 from specheads.core.drafter import Drafter
 from specheads.core.features import Committed
 from specheads.core.tree import TokenTree
@@ -15,6 +14,7 @@ from specheads.decoding.generate import generate
 from specheads.decoding.loop import Step, Times
 from specheads.decoding.origins import BASE, Origin, node_origins, step_origins, text_origins
 from specheads.decoding.trees import policies
+from specheads.decoding.trees.hybrid import Hybrid, HybridTree, Lookup
 from tests import tiny
 
 NEVER = Times(0.0, 0.0, 0.0)

@@ -18,13 +18,13 @@ from torch.utils._pytree import tree_leaves
 
 from specheads.base.model import FrozenBase
 from specheads.base.paged import BlockPool, PagedKVCache
-from specheads.baselines.hybrid import Hybrid, HybridTree
-from specheads.baselines.prompt_lookup import PromptLookup
 from specheads.core.drafter import Drafter
 from specheads.decoding import loop
 from specheads.decoding.acceptance.rules import RULES, acceptance_rule
 from specheads.decoding.acceptance.sampling import Sampling
+from specheads.decoding.prompt_lookup import PromptLookup
 from specheads.decoding.trees import policies
+from specheads.decoding.trees.hybrid import Hybrid, HybridTree
 from specheads.decoding.trees.product import Product
 from specheads.decoding.trees.sampled import Sampled
 from specheads.heads.load import Head, build_for, kinds

@@ -10,11 +10,14 @@ import torch
 
 from specheads.core.errors import InputError
 from specheads.core.records import to_json
+from specheads.decoding.acceptance.sampling import Sampling, each_prompt
 from specheads.decoding.cost import StepCost
 from specheads.decoding.engine import Engine
 from specheads.decoding.generate import Decoding, generate
+from specheads.decoding.request import Request
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.early_stop import Estimate
+from specheads.decoding.trees.hybrid import HybridTree
 from specheads.decoding.trees.tuned import (
     Adaptive,
 )
@@ -54,6 +57,9 @@ def test_training_further_forgets_what_was_measured_of_the_head_before(tmp_path)
         ({"trees": [to_json(tree(paths=[[0], [0, 0], [0, 0, 0]]))]}, "3 levels and its head draf"),
         ({"trees": [to_json(tree(paths=[[0, 0]]))]}, "distinct, non-empty rank paths"),
         ({"trees": [to_json(tree(batch=0))]}, "must be at least 1"),
+        ({"trees": [to_json(tree(copied=-1))]}, "copied tokens in tuned.json must be at least 0"),
+        ({"trees": [to_json(tree(copied=10**6))]}, "copied_tokens"),
+        ({"trees": [to_json(tree(kind="none", copied=4))]}, "beside a tree that drafts nothing"),
         ({"cost": {}}, "need .*cost.verify"),
         ({"cost": to_json(StepCost(verify=NEGATIVE, draft=FORWARD))}, "least 0"),
         ({"acceptance": {"per_depth": [float("nan")]}}, "acceptance in tuned.json must be"),
@@ -114,6 +120,62 @@ def test_trees_follow_batch_and_context_while_decoding():
     assert late.keys() & known.keys()
     # whatever was drafted before, the same place of the text gets the same draft
     assert all(known[place] == late[place] for place in late.keys() & known.keys())
+
+
+TWICE = [[7, 3, 11, 5, 2, 9, 7, 3, 11], [4, 8, 4, 8, 4]]
+"""Prompts that repeat themselves, so that something is copied."""
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("kind", ["eagle3", "medusa"])
+def test_a_tuned_tree_with_copied_text_is_drafted_and_changes_no_text(
+    kind: str, temperature: float
+):
+    base, sampling = tiny.base(), Sampling(temperature=temperature, seed=3)
+    head = drafter_of(build_for({"kind": kind, "depth": 2}, base), base)
+    head.tuned = tuned(tree(copied=5))
+    how: Any = {"max_new_tokens": 40, "sampling": sampling}
+    alone, out = (generate(base, one, TWICE, **how) for one in (None, head))
+    assert out.tokens == alone.tokens
+    steps = [step for row in out.steps for step in row]
+    assert {step.num_copied for step in steps} > {0}
+    # greedily some copied token is accepted: copied ones are the last nodes
+    assert temperature or any(
+        step.path[-1] >= len(step.drafted) - step.num_copied > 0 for step in steps
+    )
+    # one by one, joining while others run
+    engine = Engine(base, head, max_batch=2)
+    assert isinstance(engine.tree, HybridTree)
+    streams = [
+        engine.submit(Request(prompt=prompt, max_new_tokens=40, sampling=one))
+        for prompt, one in zip(TWICE, each_prompt(sampling, len(TWICE)), strict=True)
+    ]
+    engine.run()
+    assert [stream.tokens for stream in streams] == alone.tokens
+
+
+def test_copied_text_and_plain_trees_follow_each_other_while_decoding():
+    """And what is copied later may stand where nothing was copied, or drafted, before."""
+    base = tiny.base()
+    head = drafter_of(build_for({"kind": "eagle3", "depth": 2}, base), base)
+    alone = generate(base, None, TWICE[:1], max_new_tokens=50).tokens
+    always = drafts(
+        generate(base, head, TWICE[:1], max_new_tokens=50, tree=tree(copied=5).policy())
+    )
+    for early in (tree(context=4), tree(context=4, kind="none")):
+        head.tuned = tuned(early, tree(context=64, copied=5))
+        assert isinstance(Engine(base, head).tree, Adaptive)
+        out = generate(base, head, TWICE[:1], max_new_tokens=50)
+        assert out.tokens == alone
+        assert not any(step.num_copied for step in out.steps[0][:2])
+        late = {place: one for place, one in drafts(out).items() if place > 20}
+        assert late.keys() & always.keys()
+        assert all(always[place] == late[place] for place in late.keys() & always.keys())
+
+
+def test_an_inner_tree_deeper_than_the_head_is_refused_in_a_hybrid_too():
+    with pytest.raises(InputError, match="has 5 levels but the head drafts 2"):
+        Engine(tiny.base(), tiny.oracle(2), tree=HybridTree(policies.chain(5), 3))
 
 
 def drafts(out: Decoding) -> dict[int, list[int]]:

@@ -26,7 +26,8 @@ from specheads.export.readers import BaseView, Guess, eagle3, medusa, mlp_specul
 from specheads.export.write import export_head, gate_texts, save
 from specheads.heads.load import build_for, kinds, load_head
 from specheads.measure.counts import DepthCounts
-from specheads.measure.offline import guess_ranks, replay
+from specheads.measure.offline import guess_ranks
+from specheads.measure.replay import replay
 from specheads.measure.report import write_report
 from specheads.measure.store import to_json
 from tests import tiny

@@ -30,7 +30,8 @@ from specheads.export.layouts.vllm import HEAD_VARIABLE, PROPOSER
 from specheads.export.write import export_head
 from specheads.heads.load import build, build_for
 from specheads.measure.counts import DepthCounts
-from specheads.measure.offline import guess_ranks, replay
+from specheads.measure.offline import guess_ranks
+from specheads.measure.replay import replay
 
 pytestmark = pytest.mark.vllm
 

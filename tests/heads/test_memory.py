@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from specheads.baselines import DraftModel, PromptLookup, Streaming
-from specheads.baselines.hybrid import Hybrid, HybridTree
 from specheads.core.drafter import Drafter, Memory
 from specheads.core.features import Committed
 from specheads.decoding.engine import Engine
 from specheads.decoding.request import Request
 from specheads.decoding.trees import policies
+from specheads.decoding.trees.hybrid import Hybrid, HybridTree
 from specheads.heads.layers.attention import Slots
 from specheads.measure.oracle import Oracle
 from tests import tiny
@@ -44,7 +44,7 @@ BASELINES: dict[str, Callable[[], Drafter]] = {
 def drafted(drafter: Drafter, committed: Committed, memory: Any) -> Tensor:
     """Return what is drafted below the root and below one node; of a hybrid its tree."""
     if isinstance(drafter, Hybrid):
-        return HybridTree(policies.chain(2), 3).grow(drafter, committed, memory).tokens
+        return HybridTree(policies.chain(2), 3, trim=False).grow(drafter, committed, memory).tokens
     first, state = drafter.begin(committed, memory)
     node = torch.full((len(first), 1), 7)
     return torch.cat([first, drafter.extend(state, node, torch.zeros_like(node))[0]], dim=1)

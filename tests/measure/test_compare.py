@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from specheads.baselines import PromptLookup
-from specheads.baselines.hybrid import Hybrid, HybridTree, Lookup
 from specheads.commands._call import call
 from specheads.config import Base, Compare, Data, Evaluation, Tree
 from specheads.decoding.acceptance.sampling import Sampling
 from specheads.decoding.generate import generate
 from specheads.decoding.trees import policies
+from specheads.decoding.trees.hybrid import Hybrid, HybridTree, Lookup
 from specheads.measure import speed
 from specheads.measure.compare.arms import chosen
 from specheads.measure.compare.rivals import Rival

@@ -1,24 +1,13 @@
 """Guesses with the base's noise, guesses without, and rejection, beside each other."""
 
-import json
-from dataclasses import asdict
-from pathlib import Path
-
-import pytest
-
-from specheads.base.model import FrozenBase
-from specheads.commands._compose import settings_of
-from specheads.core.drafter import Drafter
 from specheads.decoding.acceptance.sampling import Sampling
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.sampled import Sampled
-from specheads.measure import evaluation
 from specheads.measure.compare.run import compare_drafters
 from specheads.measure.drafting import measure_drafting, ways
 from specheads.measure.how import How
 from specheads.measure.online import decode_prompts, write_alone
 from specheads.measure.rates import Drafting
-from specheads.measure.tune.trees import Choice, pick_tree
 from tests import tiny
 from tests.measure.test_measure import Habit
 
@@ -84,43 +73,3 @@ def test_a_comparison_lets_each_arm_decode_its_own_way():
     for name, row in rows.items():
         assert row.online.tokens_per_forward == wanted[name].tokens_per_forward
         assert row.lossless.compared == wanted[name].compared
-
-
-def test_a_tree_is_picked_for_the_temperature_and_the_noise_that_are_asked_for():
-    def free(tried):
-        return [1.0 for _ in tried]
-
-    def rates(coupled: bool) -> dict[int, float]:
-        how = How(max_new_tokens=40, sampling=HOW.sampling, coupled=coupled)
-        choice = pick_tree(tiny.base(), Habit(0.5, 3), tiny.prompts(), how=how, timer=free)
-        return {row.depth: row.tokens_per_forward for row in choice.table if row.tree == "chain"}
-
-    seen, unseen = rates(True), rates(False)
-    assert all(seen[depth] > unseen[depth] for depth in (1, 2, 3))
-
-
-def test_an_evaluation_has_its_tree_picked_for_the_way_that_it_decodes(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
-    asked: list[How] = []
-
-    def pick(base: FrozenBase, head: Drafter, prompts: list[list[int]], *, how: How) -> Choice:
-        assert base is not None
-        assert head.depth == 2
-        assert [len(one) for one in prompts] == [8] * len(prompts)
-        asked.append(how)
-        return Choice(policies.chain(1), [])
-
-    monkeypatch.setattr(evaluation, "pick_tree", pick)
-    documents = [
-        json.dumps({"text": f"value_{number} = left + right\n" * 9}) for number in range(9)
-    ]
-    (tmp_path / "text.jsonl").write_text("\n".join(documents), encoding="utf-8")
-    corpus = ["data=jsonl", f"data.path={tmp_path}", "evaluation.prompt_tokens=8"]
-    settings = settings_of(
-        "evaluate", [*corpus, "temperature=0.7", "evaluation.top_p=0.9", "coupled=false", "seed=3"]
-    )
-    evaluation.choose_tree(FrozenBase.load(**asdict(settings.base)), Habit(0.5, 2), settings)
-    assert [(how.sampling, how.coupled) for how in asked] == [
-        (Sampling(temperature=0.7, top_p=0.9, seed=3), False)
-    ]

@@ -12,8 +12,9 @@ from specheads.decoding.trees import policies
 from specheads.heads.load import build_for, kinds
 from specheads.measure.counts import DepthCounts
 from specheads.measure.how import How
-from specheads.measure.offline import guess_ranks, measure_offline, replay
+from specheads.measure.offline import guess_ranks, measure_offline
 from specheads.measure.online import decode_prompts, write_alone
+from specheads.measure.replay import replay
 from tests import tiny
 from tests.measure.test_measure import Habit
 

@@ -19,9 +19,9 @@ from specheads.decoding.trees import policies
 from specheads.measure import offline, online, plots, report, speed
 from specheads.measure.counts import DepthCounts
 from specheads.measure.how import How
+from specheads.measure.replay import replay
 from specheads.measure.results import Acceptance, Candidate, Lossless, PhaseRate, Results
-from specheads.measure.store import from_json, read, to_json
-from specheads.measure.tune import trees
+from specheads.measure.store import read, to_json
 from specheads.runs.provenance import Provenance
 from tests import tiny
 from tests.results import bare
@@ -107,7 +107,7 @@ def online_counts(
 
 def replayed(head: Head, policy: policies.Static, texts: list[list[int]]) -> list[DepthCounts]:
     return [
-        offline.replay(offline.guess_ranks(tiny.base(), head, prompt, text, width=3), policy)
+        replay(offline.guess_ranks(tiny.base(), head, prompt, text, width=3), policy)
         for prompt, text in zip(tiny.prompts(), texts, strict=True)
     ]
 
@@ -171,7 +171,7 @@ def test_every_new_token_but_the_first_is_a_forward_or_an_accepted_draft(limit):
 def test_a_tree_offers_a_depth_only_where_the_accepted_path_goes_on():
     # the second-best guess is a leaf: accepted, it ends the tree, and depth 1 was not offered
     ranks = torch.tensor([[1, 0], [0, 0], [0, 0], [0, 0], [5, 0], [0, 0], [0, 0]])
-    counts = offline.replay(ranks, policies.Static([(0,), (1,), (0, 0)]))
+    counts = replay(ranks, policies.Static([(0,), (1,), (0, 0)]))
     # anchors 0 (rank path 1, leaf), 2 (both accepted), 5 (the text ends after one draft)
     assert counts == DepthCounts(forwards=3, offered=[3, 2], accepted=[3, 1])
 
@@ -202,8 +202,8 @@ def test_replay_is_not_fooled_by_difficulty_that_the_loop_steps_over(name, offli
     wrong = (draws >= rate.unfold(0, depth, 1)[1:]).long()
     mean = 1 + (wrong.cumsum(1) == 0).sum().item() / length
     assert mean == pytest.approx(offline_mean, abs=0.02)
-    replay = offline.replay(wrong, policies.chain(depth))
-    assert replay.tokens_per_forward == pytest.approx(truth, abs=0.02)
+    replayed = replay(wrong, policies.chain(depth))
+    assert replayed.tokens_per_forward == pytest.approx(truth, abs=0.02)
 
 
 # --- offline -----------------------------------------------------------------------------------
@@ -369,80 +369,6 @@ def test_speed_of_nothing_is_refused():
         )
 
 
-# --- picking a tree ----------------------------------------------------------------------------
-
-
-def dear(policies):
-    """A machine on which every further node costs a twentieth of the base's own step."""
-    return [1.0 + 0.05 * (policy.num_nodes - 1) for policy in policies]
-
-
-def choose(noise: float, timer) -> trees.Choice:
-    return trees.pick_tree(
-        tiny.base(),
-        Habit(noise),
-        tiny.prompts(),
-        how=How(max_new_tokens=tiny.NEW_TOKENS),
-        timer=timer,
-    )
-
-
-def test_a_better_head_gets_a_deeper_tree():
-    good, poor = choose(0.0, dear), choose(20.0, dear)
-    assert good.tree.depth > poor.tree.depth
-
-
-def test_dearer_nodes_make_a_smaller_tree():
-    def free(policies):
-        return [1.0 for _ in policies]
-
-    def costly(policies):
-        return [float(policy.num_nodes) for policy in policies]
-
-    sizes = [choose(1.0, timer).tree.num_nodes for timer in (free, dear, costly)]
-    assert sizes == sorted(sizes, reverse=True)
-    assert sizes[0] > sizes[2] == 2
-
-
-def test_the_table_holds_every_candidate_and_marks_the_fastest():
-    choice = choose(1.0, dear)
-    stored = json.loads(json.dumps(to_json(choice.table)))
-    assert [from_json(Candidate, row) for row in stored] == choice.table
-    assert choice.table[0].num_nodes == choice.table[0].tokens_per_forward == 1
-    chains = [row for row in choice.table if row.tree == "chain"]
-    assert [row.depth for row in chains] == [1, 2, 3, 4]
-    (chosen,) = [row for row in choice.table if row.chosen]
-    assert chosen.speedup == max(row.speedup for row in choice.table[1:])
-    assert policies.Static(chosen.paths).paths == choice.tree.paths
-
-
-def test_proposed_trees_are_those_the_text_follows_furthest():
-    # path (0,) is followed 4 times, (1,) 3 times, (0, 0) 2 times, (1, 2) 2 times, (0, 1) once
-    ranks = torch.tensor([[0, 0], [0, 0], [0, 1], [0, -1], [1, 2], [1, 2], [1, 8], [8, 0]])
-    proposed = trees.propose([ranks], depth=2, sizes=(3, 5, 40))
-    assert [policy.paths for policy in proposed] == [
-        ((0,),),
-        ((0,), (0, 0)),
-        ((0,), (1,)),
-        ((0,), (1,), (0, 0), (1, 2)),
-        ((0,), (1,), (0, 0), (0, 1), (1, 2)),
-    ]
-
-
-def test_step_times_are_measured_for_every_policy_on_real_steps():
-    tried = [policies.NOTHING, policies.chain(2), TREE]
-    seconds = trees.time_steps(
-        tiny.base(), Habit(), tiny.prompts(), tried, how=How(max_new_tokens=30), rounds=3
-    )
-    assert len(seconds) == 3
-    assert min(seconds) > 0
-
-
-def test_picking_without_prompts_is_refused():
-    with pytest.raises(ValueError, match="needs prompts to measure on"):
-        trees.pick_tree(tiny.base(), Habit(), [], how=How(max_new_tokens=8))
-
-
 # --- report ------------------------------------------------------------------------------------
 
 CONTRACT = {
@@ -486,6 +412,15 @@ HISTORY = [
 ]
 
 
+ALONE = Candidate(
+    tree="none", num_nodes=1, depth=0, tokens_per_forward=1.0, step_overhead=1.0, speedup=1.0
+)
+TIMED = [
+    ALONE,
+    replace(ALONE, tree="chain", num_nodes=5, depth=4, tokens_per_forward=1.4, chosen=True),
+]
+
+
 @functools.cache
 def results() -> Results:
     head, prompts, texts = Habit(0.5), tiny.prompts(), alone(16)
@@ -498,7 +433,7 @@ def results() -> Results:
         lossless=found.lossless,
         degenerate=found.degenerate,
         speed=speed.measure_speed(tiny.base(), head, prompts, how, repetitions=1),
-        tree_candidates=choose(1.0, dear).table,
+        tree_candidates=TIMED,
         phases=[PhaseRate(phase="corpus", tokens_per_forward=1.25, interval=(1.0, 1.5))],
     )
 
@@ -544,6 +479,29 @@ def test_the_page_needs_no_other_file_and_escapes_what_it_shows(tmp_path):
     assert "<habit>" not in page
     assert page.count('<tr class="chosen">') == 1
     assert "after phase corpus" in page
+
+
+def test_where_nothing_is_drafted_the_report_says_so_and_shows_what_a_chain_would_be_accepted(
+    tmp_path,
+):
+    head, prompts, texts = Habit(0.5), tiny.prompts(), alone(16)
+    how = How(max_new_tokens=16, tree=policies.NOTHING)
+    found = online.measure_online(tiny.base(), head, prompts, texts, how)
+    made = replace(
+        bare(settings={"tree": "none", "num_nodes": 1}),
+        offline=offline.measure_offline(tiny.base(), head, prompts, texts, how),
+        **{name: getattr(found, name) for name in ("online", "lossless", "degenerate")},
+        speed=speed.measure_speed(tiny.base(), head, prompts, how, repetitions=1),
+        tree_candidates=[replace(one, chosen=one is ALONE) for one in TIMED],
+    )
+    page = report.write_report(tmp_path, made, HISTORY).read_text()
+    assert "no way to draft (1 were timed) was faster than the base alone" in page
+    assert 'class="verdict no"' in page
+    stored = to_json(made)
+    assert stored["online"]["tokens_per_forward"] == 1.0
+    assert stored["lossless"]["verdict"] == "identical"
+    assert len(stored["offline"]["per_depth"]) == DEPTH
+    assert read(Results, tmp_path / "results.json") == made
 
 
 def test_held_out_text_stands_in_the_loss_picture_and_in_one_of_its_own():

@@ -1,23 +1,25 @@
 """Replay is decoding: to the integer for what is copied too, in distribution for rejection."""
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from specheads.baselines import PromptLookup
-from specheads.baselines.hybrid import Hybrid, HybridTree, Lookup
 from specheads.core.drafter import Drafter, Head
 from specheads.decoding.acceptance.sampling import Sampling, each_prompt
 from specheads.decoding.trees import policies
+from specheads.decoding.trees.hybrid import Hybrid, HybridTree, Lookup
 from specheads.decoding.trees.sampled import Sampled
 from specheads.heads.load import build_for, kinds
 from specheads.measure.compare.run import compare_drafters
 from specheads.measure.counts import DepthCounts, paired_gain, tree_length
 from specheads.measure.how import How
-from specheads.measure.offline import copied, drawn_ranks, guess_ranks, measure_offline, replay
+from specheads.measure.offline import drawn_ranks, guess_ranks, measure_offline
 from specheads.measure.online import decode_prompts, measure_online, write_alone
+from specheads.measure.replay import copied, replay
 from specheads.measure.speed import Arm
 from tests import tiny
 from tests.measure.test_measure import Habit
@@ -100,6 +102,25 @@ def test_replay_of_prompt_lookup_is_the_loops_own_integers():
     found = replayed(ranks, policies.NOTHING, lookup(SIZE), SIZE)
     assert found == decoded(lookup(SIZE), Lookup(SIZE))
     assert sum(sum(one.accepted) for one in found) > 0
+
+
+@pytest.mark.parametrize("inner", [CHAIN, TREE], ids=["chain", "tree"])
+def test_an_evaluation_of_a_hybrid_counts_the_same_offline_as_online(inner: policies.Static):
+    drafter, how = head("habit"), How(max_new_tokens=30, tree=HybridTree(inner, SIZE), batch_size=3)
+    offline = measure_offline(tiny.base(), drafter, prompts(), alone(), how)
+    online = measure_online(tiny.base(), drafter, prompts(), alone(), how).online
+    assert offline.replayed == f"{inner.name}+lookup"
+    for name in ("forwards", "per_depth", "tokens_per_forward", "conditional_acceptance"):
+        assert getattr(offline, name) == getattr(online, name)
+    plain = measure_offline(tiny.base(), drafter, prompts(), alone(), replace(how, tree=inner))
+    assert offline.tokens_per_forward > plain.tokens_per_forward
+
+
+def test_where_nothing_is_drafted_a_chain_is_replayed():
+    how = How(max_new_tokens=30, tree=policies.NOTHING)
+    found = measure_offline(tiny.base(), head("habit"), prompts(), alone(), how)
+    chain = measure_offline(tiny.base(), head("habit"), prompts(), alone(), replace(how, tree=None))
+    assert (found, found.replayed) == (chain, "chain")
 
 
 # --- rejection, in distribution ----------------------------------------------------------------

@@ -1,25 +1,40 @@
 """Costs are recovered, and the tree that is chosen follows from them and from what is accepted."""
 
+import json
 import random
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from specheads.base.model import FrozenBase
+from specheads.commands._compose import settings_of
 from specheads.core.errors import InputError
+from specheads.decoding.acceptance.sampling import Sampling
 from specheads.decoding.cost import ForwardCost, StepCost
+from specheads.decoding.generate import generate
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.early_stop import Estimate
+from specheads.decoding.trees.tuned import Machine
 from specheads.heads.load import build_for, drafter_of
 from specheads.measure.how import How
+from specheads.measure.offline import guess_ranks
+from specheads.measure.tune import finals, for_evaluation, search
 from specheads.measure.tune import run as tuning
-from specheads.measure.tune import search
 from specheads.measure.tune.acceptance import conditional, path_rates, positional
 from specheads.measure.tune.cost import Point, fit, middle, time_ways
+from specheads.measure.tune.finals import Effort
+from specheads.measure.tune.for_evaluation import choose_tree
 from specheads.measure.tune.stop import Trace, best_stop, learn, trace
+from specheads.measure.tune.texts import write
 from tests import tiny
+from tests.measure.test_measure import Habit
+from tests.tuned import tree as tuned_tree
+from tests.tuned import tuned as planted
 
 PLANTED = StepCost(
     verify=ForwardCost(fixed=1.2e-2, token=6e-5, context=2e-8),
@@ -176,7 +191,7 @@ def test_a_trace_is_what_the_chain_drafts():
     prompt, said = tiny.prompts()[0], tiny.continuations()[0]
     found = trace(base, head, prompt, said)
     assert found.known.sum(0).tolist() == [len(said) - 1, len(said) - 2]
-    ranks = tuning.guess_ranks(base, head, prompt, said)
+    ranks = guess_ranks(base, head, prompt, said)
     assert ((ranks == 0) == (found.right & found.known)).all()
     assert isinstance(learn([found]), Estimate)
 
@@ -198,3 +213,154 @@ def test_ways_take_turns_at_every_step(tuned):
     assert min(alone.verify, drafted.verify, drafted.draft) > 0
     with pytest.raises(InputError, match="lower contexts"):
         time_ways(base, ways, [list(range(60)) * 2], how=How(max_new_tokens=8))
+
+
+# --- the choice, on a machine that is made up ---------------------------------------------------
+
+EFFORTS = {"tune": Effort(max_nodes=16), "evaluation": for_evaluation.QUICK}
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Return what makes every further node cost this share of the base's own step."""
+
+    def cost(node: float) -> None:
+        def times(base, ways, prompts, *, how, rounds):
+            assert base.max_length > how.max_new_tokens > rounds > 0
+            context = {len(prompt) for prompt in prompts}
+            assert len(context) == 1
+            where = {"batch": len(prompts), "context": context.pop()}
+            return [
+                Point(
+                    **where,
+                    nodes=tree.num_nodes,
+                    depth=tree.depth,
+                    verify=1e-2 * (1 + node * (tree.num_nodes - 1)),
+                    draft=1e-9 * tree.depth,
+                )
+                for _, tree in ways
+            ]
+
+        for module in (tuning, finals):
+            monkeypatch.setattr(module, "time_ways", times)
+
+    return cost
+
+
+def tuned_here(noise: float, effort: Effort = EFFORTS["evaluation"], how: How | None = None):
+    """Return what is chosen for a head that is right the less the more noise it has."""
+    base, head = tiny.base(), Habit(noise)
+    how = how or How(max_new_tokens=tiny.NEW_TOKENS)
+    texts = write(base, head, tiny.prompts() * 2, 30, how)
+    return tuning.choose(base, head, [texts], [1], how, effort)
+
+
+@pytest.mark.parametrize("effort", EFFORTS)
+def test_the_fastest_way_is_chosen_and_the_base_alone_is_among_them(machine, effort: str):
+    machine(0.05)
+    found = tuned_here(1.0, EFFORTS[effort])
+    first, *_ = found.tried
+    assert (first.num_nodes, first.tokens_per_forward, first.speedup) == (1, 1.0, 1.0)
+    (chosen,) = [row for row in found.tried if row.chosen]
+    (tree,) = found.trees
+    assert chosen.tokens_per_forward == tree.tokens_per_forward
+    assert chosen.num_nodes == tree.num_nodes + tree.copied
+    assert chosen.speedup == max(row.speedup for row in found.tried)
+    assert chosen.speedup > 1
+    assert {row.context for row in found.tried} == {30}
+    names = {row.tree for row in found.tried}
+    assert {"none", "chain", "tree"} <= names
+    # a best-first tree has to be decoded to be judged
+    assert ("best_first" in names) == (effort == "tune")
+
+
+@pytest.mark.parametrize("effort", EFFORTS)
+def test_where_nothing_pays_nothing_is_drafted(machine, effort: str):
+    machine(5.0)
+    found = tuned_here(1.0, EFFORTS[effort])
+    assert [tree.kind for tree in found.trees] == ["none"]
+    assert [row.tree for row in found.tried if row.chosen] == ["none"]
+    assert found.trees[0].policy() is policies.NOTHING
+
+
+def test_where_text_is_copied_the_tree_has_copied_tokens(machine):
+    """And the head drafts with them from then on."""
+    machine(0.0)
+    base, head = tiny.base(), Habit(5.0)
+    twice = [
+        (prompt + text[:9]) * 2
+        for prompt, text in zip(tiny.prompts(), tiny.continuations(), strict=True)
+    ]
+    how = How(max_new_tokens=20)
+    texts = write(base, head, twice * 2, 30, how)
+    head.tuned = tuning.choose(base, head, [texts], [1], how, EFFORTS["evaluation"])
+    (chosen,) = [row for row in head.tuned.tried if row.chosen]
+    others = [row for row in head.tuned.tried if "lookup" not in row.tree]
+    assert chosen.tree.endswith("+lookup")
+    assert chosen.speedup > max(row.speedup for row in others)
+    (tree,) = head.tuned.trees
+    assert tree.copied in finals.COPIED
+    out = generate(base, head, twice, max_new_tokens=20)
+    assert out.tokens == generate(base, None, twice, max_new_tokens=20).tokens
+    assert any(step.num_copied for row in out.steps for step in row)
+
+
+def test_a_better_head_gets_a_deeper_tree(machine):
+    machine(0.05)
+    good, poor = tuned_here(0.0), tuned_here(20.0)
+    assert good.trees[0].depth > poor.trees[0].depth
+
+
+def test_a_choice_is_made_for_the_temperature_and_the_noise_that_are_asked_for(machine):
+    machine(0.05)
+    how = How(max_new_tokens=40, sampling=Sampling(temperature=2.0, seed=2))
+    seen, unseen = (tuned_here(0.5, how=replace(how, coupled=one)) for one in (True, False))
+    assert seen.acceptance.per_depth[0] > unseen.acceptance.per_depth[0]
+    assert seen.trees[0].tokens_per_forward > unseen.trees[0].tokens_per_forward
+
+
+def test_a_single_text_grows_trees_and_judges_them():
+    found = write(tiny.base(), Habit(), tiny.prompts()[:1], 12, How(max_new_tokens=8))
+    assert (found.grown, found.judged) == (found, found)
+    assert [len(row) for row in found.rows(3)] == [12] * 3
+    with pytest.raises(InputError, match="chosen on prompts, got none"):
+        write(tiny.base(), Habit(), [], 12, How(max_new_tokens=8))
+
+
+# --- what an evaluation asks for ----------------------------------------------------------------
+
+
+def evaluation(folder: Path, *words: str) -> Any:
+    """Return the settings of an evaluation of the tiny_code base with prompts of 8 tokens."""
+    texts = [json.dumps({"text": f"value_{number} = left + right\n" * 9}) for number in range(9)]
+    (folder / "text.jsonl").write_text("\n".join(texts), encoding="utf-8")
+    own = ["data=jsonl", f"data.path={folder}", "evaluation.prompt_tokens=8"]
+    return settings_of("evaluate", [*own, "evaluation.tune_prompts=3", *words])
+
+
+def test_an_evaluation_has_its_tree_chosen_for_the_way_that_it_decodes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    asked: list[tuple[Any, ...]] = []
+
+    def choose(base, head, texts, batches, how, effort):
+        asked.append(([one.context for one in texts], batches, how.sampling, how.coupled))
+        assert [len(one) for one in texts[0].prompts] == [8] * len(texts[0].prompts)
+        assert (base.dtype, head.depth, effort.decodes) == (torch.float32, 2, False)
+        return planted(tuned_tree(kind="none"))
+
+    monkeypatch.setattr(for_evaluation, "choose", choose)
+    words = ["temperature=0.7", "evaluation.top_p=0.9", "evaluation.batch_size=2"]
+    settings = evaluation(tmp_path, *words, "coupled=false", "seed=3")
+    base = FrozenBase.load(**asdict(settings.base))
+    head = drafter_of(build_for({"kind": "mlp_speculator", "depth": 2}, base), base)
+    tree, timed = choose_tree(base, head, settings, 72)
+    assert (tree, timed) == (policies.NOTHING, planted(tuned_tree(kind="none")))
+    drawn = Sampling(temperature=0.7, top_p=0.9, seed=3)
+    assert asked == [([72], [2], drawn, False)]
+    # what was tuned greedily counts greedily, and no text is longer than the base reads
+    head.tuned = planted(machine=Machine.of(base.device, base.dtype))
+    assert choose_tree(base, head, settings, 10**6)[0] is policies.NOTHING
+    settings.evaluation.temperature = 0.0
+    assert choose_tree(base, head, settings, 72)[0].num_nodes == 3
+    assert [contexts for contexts, *_ in asked[1:]] == [[base.max_length - 18]]

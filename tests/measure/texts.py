@@ -5,10 +5,10 @@ from dataclasses import replace
 
 from specheads.base.model import FrozenBase
 from specheads.baselines import PromptLookup
-from specheads.baselines.hybrid import Hybrid, HybridTree
 from specheads.data.prompts import Prompt
 from specheads.decoding.generate import generate
 from specheads.decoding.trees import policies
+from specheads.decoding.trees.hybrid import Hybrid, HybridTree
 from specheads.measure.how import How
 from specheads.measure.results import Results
 from specheads.measure.texts import DecodedText, Texts, TextStep

@@ -57,6 +57,8 @@ class TreePolicy(ABC):
     """Guesses taken of one answer of the drafter, at most."""
     num_answers: int = 1
     """Nodes of one level that the drafter answers for, at most."""
+    copied: int = 0
+    """Tokens that prompt lookup is asked for beside the drafter; zero needs none: see `hybrid`."""
 
     def of_step(self, groups: Sequence[Sequence[Progress]]) -> Sequence["TreePolicy"]:
         """Return the policy of each group's coming step, one after the other: here always itself.

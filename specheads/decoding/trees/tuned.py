@@ -20,6 +20,7 @@ from specheads.decoding.acceptance.sampling import Rows
 from specheads.decoding.cost import StepCost
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.early_stop import Estimate
+from specheads.decoding.trees.hybrid import HybridTree, own_tree
 
 SCHEMA = 1
 
@@ -80,7 +81,10 @@ class Acceptance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TunedTree:
-    """The best way to draft at a batch and a context; `kind` none is not to."""
+    """The best way to draft at a batch and a context; `kind` none is not to.
+
+    What is said of the tree is said of the head's own, to which copied text is joined.
+    """
 
     batch: int
     context: int
@@ -98,9 +102,15 @@ class TunedTree:
     depth: int = 0
     beam: int = 0
     branch: int = 0
+    copied: int = 0
+    """Nodes for text that prompt lookup copies: see `HybridTree`."""
 
     def policy(self) -> policies.TreePolicy:
         """Return how drafts grow."""
+        own = self._own()
+        return HybridTree(own, self.copied) if self.copied else own
+
+    def _own(self) -> policies.TreePolicy:
         match self.kind:
             case "none":
                 return policies.NOTHING
@@ -175,7 +185,13 @@ class Tuned:
             _refuse_outside("a batch or context", [tree.batch, tree.context], 1.0)
             _refuse_outside("a tree's gain", [tree.tokens_per_forward], 1.0)
             _refuse_outside("a tree's gain", [tree.predicted_speedup], 0.0)
-            deepest = tree.policy().depth
+            _refuse_outside("copied tokens", [tree.copied], 0.0)
+            own = own_tree(tree.policy())
+            if tree.copied and not own.depth:
+                raise InputError(
+                    f"tuned.json has {tree.copied} copied tokens beside a tree that drafts nothing"
+                )
+            deepest = own.depth
             if depth is not None and deepest > depth:
                 raise InputError(
                     f"tuned.json holds a tree of {deepest} levels and its head drafts {depth}"
@@ -197,16 +213,19 @@ class Tuned:
 
     def policy(self) -> policies.TreePolicy:
         """Return how drafts grow, in each step as batch and context have it then."""
-        grown = [(tree, tree.policy()) for tree in self.trees]
+        grown = [tree.policy() for tree in self.trees]
         first = self.trees[0]
         if all(_same_shape(tree, first) for tree in self.trees):
-            return grown[0][1]
-        return Adaptive(self, [policy for _, policy in grown])
+            return grown[0]
+        if any(tree.copied for tree in self.trees):
+            # what is copied in some steps stands in the text of all
+            grown = [HybridTree(one, 0) if one.depth and not one.copied else one for one in grown]
+        return Adaptive(self, grown)
 
 
 def _same_shape(tree: TunedTree, other: TunedTree) -> bool:
     names = ("kind", "paths", "confidence", "stop", "num_nodes", "depth", "beam", "branch")
-    return all(getattr(tree, name) == getattr(other, name) for name in names)
+    return all(getattr(tree, name) == getattr(other, name) for name in (*names, "copied"))
 
 
 def _refuse_outside(
@@ -231,6 +250,7 @@ class Adaptive(policies.TreePolicy):
         self.depth = max(one.depth for one in grown)
         self.num_guesses = max(one.num_guesses for one in grown)
         self.num_answers = max(one.num_answers for one in grown)
+        self.copied = max(one.copied for one in grown)
 
     def of_step(
         self, groups: Sequence[Sequence[policies.Progress]]

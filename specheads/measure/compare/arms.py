@@ -6,17 +6,18 @@ from dataclasses import dataclass, replace
 from specheads.base.model import FrozenBase
 from specheads.baselines import DraftModel, PromptLookup, Streaming
 from specheads.baselines.draft_model import refuse_vocabulary
-from specheads.baselines.hybrid import Hybrid, HybridTree, Lookup
 from specheads.config import Compare
 from specheads.config.measuring import DRAFTERS, OF_DRAFT_MODEL, OF_TRANSFORMERS
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.decoding.trees import policies
+from specheads.decoding.trees.hybrid import Hybrid, HybridTree, Lookup, own_tree
 from specheads.heads.load import drafter_of
 from specheads.measure.compare.rivals import Rival
 from specheads.measure.drafting import ways
-from specheads.measure.evaluation import Asked, choose_tree
+from specheads.measure.how import Asked
 from specheads.measure.speed import Arm, Way
+from specheads.measure.tune.for_evaluation import choose_tree
 
 
 def chosen(settings: Compare) -> list[str]:
@@ -47,7 +48,7 @@ class Bench:
     heads: Mapping[str, Head]
     """Heads by what they are called, a single one `head`."""
     trees: Mapping[str, policies.TreePolicy]
-    """Their trees."""
+    """Their own trees, without copied text."""
     settings: Compare
     asked: Asked
     model: FrozenBase | None
@@ -61,10 +62,15 @@ class Bench:
         settings: Compare,
         asked: Asked,
         model: FrozenBase | None,
+        context: int,
     ) -> "Bench":
-        """Choose each head's tree where one is drafted with."""
+        """Choose each head's tree where one is drafted with; texts are about so long."""
         drafting = {"head", "hybrid"} & {*chosen(settings)}
-        picked = {name: choose_tree(base, one, asked)[0] for name, one in heads.items() if drafting}
+        picked = {
+            name: own_tree(choose_tree(base, head, asked, context)[0])
+            for name, head in heads.items()
+            if drafting
+        }
         return cls(base, heads, picked, settings, asked, model)
 
     def on(self, base: FrozenBase) -> "Bench":
@@ -114,7 +120,7 @@ def _hybrid(base: FrozenBase, head: Head, tree: policies.TreePolicy, settings: C
     copied = settings.copied_tokens
     # tokens that the head's tree holds leave room for as many more copied ones
     both = Hybrid(head, _lookup(base, settings, copied + tree.depth))
-    return Arm(both, HybridTree(tree, copied, trim=base.device.type == "cpu"))
+    return Arm(both, HybridTree(tree, copied))
 
 
 def _untrained(base: FrozenBase, name: str, settings: Compare, model: FrozenBase | None) -> Arm:

@@ -10,8 +10,8 @@ from specheads.core.drafter import Drafter, Head
 from specheads.data.prompts import PromptSet
 from specheads.measure.compare.arms import Bench, chosen, load_draft_model
 from specheads.measure.comparison import CompareSettings, Comparison, Condition, DrafterRow
-from specheads.measure.evaluation import Asked, check, subject, summary_of, told_by
-from specheads.measure.how import How, how_of
+from specheads.measure.evaluation import check, subject, summary_of, told_by
+from specheads.measure.how import Asked, How, how_of
 from specheads.measure.online import judge, lossless_in_float32, write_alone
 from specheads.measure.results import Acceptance
 from specheads.measure.speed import (
@@ -22,6 +22,7 @@ from specheads.measure.speed import (
     time_arms,
     unit_sources,
 )
+from specheads.measure.tune.for_evaluation import decoded_context
 from specheads.runs.provenance import nearby
 
 
@@ -42,7 +43,8 @@ def compare_heads(
     model = load_draft_model(settings, base, chosen(settings))
     conditions = []
     for one in _conditions(settings, asked):
-        bench = Bench.of(base, heads, settings, one, model)
+        context = decoded_context(one, prompts)
+        bench = Bench.of(base, heads, settings, one, model, context)
         conditions.append(_measure(bench, prompts))
     shown = replace(settings, draft_model=nearby(settings.draft_model))
     return Comparison(

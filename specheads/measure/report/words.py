@@ -7,14 +7,27 @@ from specheads.measure.results import BaseQuality, Candidate, Drafting, Interval
 Rows = list[tuple[str, str]]
 
 
+def drafts(results: Results) -> bool:
+    """Tell whether anything was drafted: not to may be the fastest of what was timed."""
+    return results.settings.num_nodes > 1
+
+
 def pays(results: Results) -> bool:
     """Tell whether speculation was faster than the base alone, where speed was measured."""
-    return not results.speed or results.speed.speedup > 1.0
+    return drafts(results) and (not results.speed or results.speed.speedup > 1.0)
 
 
 def verdict(results: Results) -> str:
     """Return in one or two sentences whether speculation pays on this machine, and why."""
     speed, online = results.speed, results.online
+    if not drafts(results):
+        timed = len(results.tree_candidates) - 1
+        tried = f"{timed} were timed" if timed > 0 else "see specheads tune"
+        return (
+            f"Speculation does not pay on this machine: no way to draft ({tried}) was faster than "
+            "the base alone, so nothing was drafted. A cheaper head or a better one, or a larger "
+            "base would change that."
+        )
     if not speed or not online:
         return "Speed was not measured."
     ratio, (low, high) = speed.speedup, speed.interval

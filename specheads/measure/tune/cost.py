@@ -15,6 +15,7 @@ from specheads.decoding import loop
 from specheads.decoding.acceptance import rules
 from specheads.decoding.cost import ForwardCost, StepCost
 from specheads.decoding.trees import policies
+from specheads.decoding.trees.hybrid import beside_lookup
 from specheads.decoding.trees.tuned import CostError
 from specheads.measure.how import How
 from specheads.runs.progress import bar
@@ -30,7 +31,7 @@ POWERS = (1.0, 0.9, 0.8, 0.7, 0.6)
 """Exponents of the number of tokens that are tried."""
 
 Way = tuple[Drafter | None, policies.TreePolicy]
-"""A drafter, none for the base alone, and how its drafts grow."""
+"""A drafter, none for the base alone, and how its drafts grow; lookup joins it as that asks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,18 +67,18 @@ def time_ways(
     Ways take turns, a burst of steps each, so that whatever else the machine does slows them alike;
     of a way's steps the middle ones count. Each continues the same prompts, and goes on from there.
     """
+    ways = [(None if one is None else beside_lookup(one, tree, base), tree) for one, tree in ways]
     deepest = max(tree.depth for _, tree in ways)
     widest = max(tree.num_nodes for _, tree in ways)
     longest = max(map(len, prompts))
-    # tokens that a burst may add; what the context has no room for begins anew
     burst = BURST * (deepest + 1)
-    each = (base.max_length - longest - 2 * deepest - 2) // burst
-    if each < 1:
+    if longest + room(deepest) > base.max_length:
         raise InputError(
-            f"step times need room for {burst} tokens after {longest}, and the base holds "
+            f"step times need room for {room(deepest)} tokens after {longest}, and the base holds "
             f"{base.max_length}; lower contexts"
         )
-    each = min(each, rounds)
+    # what the context has no room for begins anew
+    each = min((base.max_length - longest - 2 * deepest - 2) // burst, rounds)
     capacity = longest + (each + 1) * burst + widest
     times: list[list[tuple[float, float]]] = [[] for _ in ways]
     states: list[loop.State] = []
@@ -100,6 +101,11 @@ def time_ways(
         )
         for (_, tree), one in zip(ways, times, strict=True)
     ]
+
+
+def room(depth: int) -> int:
+    """Return the tokens that follow a context: a burst of steps so deep, and a last tree."""
+    return (BURST + 2) * (depth + 1)
 
 
 def _start(

@@ -8,7 +8,7 @@ from torch import Tensor
 from specheads.decoding.cost import StepCost
 from specheads.decoding.trees import policies
 from specheads.measure.counts import DepthCounts
-from specheads.measure.offline import replay
+from specheads.measure.replay import replay
 from specheads.measure.tune.acceptance import followed, positional
 from specheads.measure.tune.grow import follow, sequoia
 

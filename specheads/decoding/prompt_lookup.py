@@ -100,6 +100,10 @@ class PromptLookup(Drafter):
         text = memory.tokens[:, : memory.extent + 1]
         return continuation(text, memory.lengths, self.depth, self.max_ngram, self.min_ngram)
 
+    def read(self, committed: Committed, memory: Text) -> None:
+        """Remember what was committed."""
+        memory.append(committed)
+
     def begin(
         self, committed: Committed, memory: Text
     ) -> tuple[Float[Tensor, "batch 1 vocab"], _Place]:

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from specheads.baselines.prompt_lookup import PromptLookup, Text
+from specheads.base.model import FrozenBase
 from specheads.core.bounds import refuse_nodes
 from specheads.core.drafter import Drafter, Memory, State, refuse_scattering
 from specheads.core.errors import InputError
@@ -15,6 +15,7 @@ from specheads.core.features import Committed
 from specheads.core.tree import TokenTree
 from specheads.decoding.acceptance.accept import kept
 from specheads.decoding.acceptance.sampling import Rows
+from specheads.decoding.prompt_lookup import PromptLookup, Text
 from specheads.decoding.trees.policies import TreePolicy, root_only
 
 
@@ -135,19 +136,21 @@ class HybridTree(TreePolicy):
     """A head's own tree with copied text in it, so that one forward tries both.
 
     The head's tree grows as `inner` says. Of the `size` nodes added for copied tokens, those that
-    the head guesses too need none, and leave room for more. With `trim` a step leaves out added
-    nodes that no row of the batch needs: it saves time where a forward's time grows with its
-    nodes, and costs a static shape.
+    the head guesses too need none, and leave room for more; with a size of zero the text is only
+    remembered. With `trim` a step leaves out added nodes that no row of the batch needs: it saves
+    time where a forward's time grows with its nodes, and costs a static shape. None trims on a
+    processor.
 
     Source: Saxena 2023, prompt lookup, for what is copied; the union of drafts of several
     sources in one verified tree is that of Miao et al. 2023, SpecInfer, arXiv:2305.09781.
     """
 
-    def __init__(self, inner: TreePolicy, size: int, *, trim: bool = False) -> None:
+    def __init__(self, inner: TreePolicy, size: int, *, trim: bool | None = None) -> None:
         self.name = f"{inner.name}+lookup"
         self.inner, self.size, self.trim = inner, size, trim
         self.num_nodes = refuse_nodes(inner.num_nodes + size, "copied_tokens")
-        self.depth = inner.depth + size
+        # tokens that the inner tree holds leave room for as many more
+        self.depth = self.copied = inner.depth + size
         self.num_guesses, self.num_answers = inner.num_guesses, inner.num_answers
 
     def grow(
@@ -155,6 +158,27 @@ class HybridTree(TreePolicy):
     ) -> TokenTree:
         """Draft with the head, copy, and join the two."""
         assert isinstance(drafter, Hybrid)
+        if not self.size:
+            drafter.lookup.read(committed, memory.text)
+            return self.inner.grow(drafter.head, committed, memory.head, rows)
         copied = drafter.lookup.copy(committed, memory.text)
         tree = self.inner.grow(drafter.head, committed, memory.head, rows)
-        return join_copied(tree, copied, self.size, trim=self.trim)
+        trim = copied.device.type == "cpu" if self.trim is None else self.trim
+        return join_copied(tree, copied, self.size, trim=trim)
+
+
+def own_tree(tree: TreePolicy) -> TreePolicy:
+    """Return how a drafter's own guesses grow, without copied text."""
+    return tree.inner if isinstance(tree, HybridTree) else tree
+
+
+def lookup_for(tree: TreePolicy, base: FrozenBase) -> PromptLookup:
+    """Return the prompt lookup that a tree with copied text asks for."""
+    return PromptLookup(base.vocab_size, tree.copied, device=base.device)
+
+
+def beside_lookup(drafter: Drafter, tree: TreePolicy, base: FrozenBase) -> Drafter:
+    """Return the drafter of a tree: with prompt lookup beside it where the tree has copied text."""
+    if not tree.copied or isinstance(drafter, Hybrid):
+        return drafter
+    return Hybrid(drafter, lookup_for(tree, base))

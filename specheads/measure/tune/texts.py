@@ -1,0 +1,71 @@
+"""Texts that a head is tuned on: what the base wrote, and how the head ranks what it said."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from specheads.base.model import FrozenBase
+from specheads.core.drafter import Head
+from specheads.core.errors import InputError
+from specheads.decoding.acceptance.sampling import each_prompt
+from specheads.measure.how import How
+from specheads.measure.offline import guess_ranks
+from specheads.measure.online import write_alone
+from specheads.measure.tune.acceptance import WIDTH
+from specheads.runs.progress import bar
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """What the base wrote after prompts, for steps at a context."""
+
+    context: int
+    """Tokens of the rows whose steps are timed."""
+    prompts: Sequence[list[int]]
+    continuations: Sequence[list[int]]
+    ranks: Sequence[Tensor]
+    """Of each continuation: see `guess_ranks`."""
+
+    @property
+    def grown(self) -> "Texts":
+        """Return the half that trees are grown from."""
+        return self._from(0)
+
+    @property
+    def judged(self) -> "Texts":
+        """Return the half that trees are judged by; a single text does both."""
+        return self._from(1) if len(self.prompts) > 1 else self
+
+    def _from(self, first: int) -> "Texts":
+        every = slice(first, None, 2)
+        parts = self.prompts[every], self.continuations[every], self.ranks[every]
+        return Texts(self.context, *parts)
+
+    def pairs(self) -> list[tuple[list[int], list[int]]]:
+        """Return each prompt with what the base wrote after it."""
+        return list(zip(self.prompts, self.continuations, strict=True))
+
+    def rows(self, batch: int) -> list[list[int]]:
+        """Return so many prompts of exactly this context: judged texts, over and over."""
+        texts = [prompt + text for prompt, text in self.judged.pairs()]
+        chosen = [texts[row % len(texts)] for row in range(batch)]
+        return [(text * -(-self.context // len(text)))[: self.context] for text in chosen]
+
+
+def write(base: FrozenBase, head: Head, prompts: list[list[int]], context: int, how: How) -> Texts:
+    """Have the base continue prompts; rank what it says among the head's guesses.
+
+    Above temperature zero guesses are ranked as `how` lets drafts see the noise.
+    """
+    if not prompts:
+        raise InputError(
+            "a tree is chosen on prompts, got none; lower prompt_tokens or give longer documents"
+        )
+    texts = write_alone(base, prompts, replace(how, batch_size=8))
+    each = zip(prompts, texts, each_prompt(how.sampling, len(prompts)), strict=True)
+    ranks = [
+        guess_ranks(base, head, *text, width=WIDTH, sampling=one, coupled=how.coupled)
+        for *text, one in bar(list(each), "guesses", how.progress)
+    ]
+    return Texts(context, prompts, texts, ranks)

@@ -1,0 +1,119 @@
+"""A planted wrong drafter is seen by every arm of a comparison: drafts that are shifted by one."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.generation import candidate_generator
+
+from specheads.baselines import DraftModel, PromptLookup, Streaming
+from specheads.config import Base, Compare, Data, Evaluation, Tree
+from specheads.core.drafter import Drafter
+from specheads.core.features import Committed
+from specheads.measure.compare import arms
+from specheads.measure.compare.arms import Bench
+from specheads.measure.counts import DepthCounts
+from specheads.measure.how import How
+from specheads.measure.online import write_alone
+from tests import tiny
+from tests.measure.test_measure import Habit
+from tests.measure.test_replay import CHAIN, DEPTH, Shifted, prompts
+
+ARMS = (
+    *("head", "prompt_lookup", "hybrid", "streaming", "draft_model"),
+    *("transformers_lookup", "transformers_assisted"),
+)
+HOW = How(max_new_tokens=30, batch_size=3)
+
+
+@dataclass
+class OneLate(Drafter):
+    """Drafts the chain of another drafter without its first token: an index that is off by one."""
+
+    inner: Drafter
+
+    def __post_init__(self) -> None:
+        self.depth, self.drafted_size = self.inner.depth - 1, self.inner.drafted_size
+
+    def memory(self, batch: int, capacity: int) -> Any:
+        return self.inner.memory(batch, capacity)
+
+    def begin(self, committed: Committed, memory: Any) -> tuple[Tensor, Any]:
+        logits, state = self.inner.begin(committed, memory)
+        first = logits.argmax(-1)
+        return self.inner.extend(state, first, torch.zeros_like(first))
+
+    def extend(self, state: Any, tokens: Tensor, parents: Tensor) -> tuple[Tensor, Any]:
+        return self.inner.extend(state, tokens, parents)
+
+
+def plant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have whatever is made for a comparison propose, in place of each token, the one after it."""
+    copy = PromptLookup.copy
+
+    def late_copy(self: PromptLookup, committed: Committed, memory: Any) -> Tensor:
+        right = copy(self, committed, memory)
+        return torch.cat([right[:, 1:], torch.full_like(right[:, :1], -1)], dim=1)
+
+    monkeypatch.setattr(PromptLookup, "copy", late_copy)
+    for name, kind in (("DraftModel", DraftModel), ("Streaming", Streaming)):
+        monkeypatch.setattr(arms, name, late(kind))
+    for name in ("PromptLookupCandidateGenerator", "AssistedCandidateGenerator"):
+        generator = getattr(candidate_generator, name)
+        monkeypatch.setattr(generator, "get_candidates", late_candidates(generator.get_candidates))
+
+
+def late(kind: Callable[..., Drafter]) -> Callable[..., Drafter]:
+    def make(model: Any, depth: int, *rest: Any, **settings: Any) -> Drafter:
+        return OneLate(kind(model, depth + 1, *rest, **settings))
+
+    return make
+
+
+def late_candidates(right: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Tensor, Any]]:
+    def get(self: Any, input_ids: Tensor, **more: Any) -> tuple[Tensor, Any]:
+        ids, logits = right(self, input_ids, **more)
+        drafted = ids[:, input_ids.shape[1] :]
+        # what would follow the last one is not known, but it is another
+        last = (drafted[:, -1:] + 1) % tiny.VOCAB
+        return torch.cat([input_ids, drafted[:, 1:], last], dim=1), logits
+
+    return get
+
+
+def ways(head: Habit) -> dict[str, Any]:
+    """Return the arms as a comparison makes them; the draft model is a copy of the base."""
+    settings = Compare(
+        base=Base(model="x"), data=Data(source="python_stdlib"), tree=Tree(),
+        evaluation=Evaluation(), draft_model="x", draft_depth=DEPTH, copied_tokens=4, window=100,
+    )  # fmt: skip
+    model = tiny.base("llama", "eager")
+    return Bench(tiny.base(), {"head": head}, {"head": CHAIN}, settings, settings, model).ways()
+
+
+def rate(name: str, head: Habit) -> float:
+    """Return tokens per forward, of text that is the base's own whatever is drafted."""
+    # lookup needs prompts that say things twice
+    texts = prompts() if "lookup" in name else tiny.prompts()
+    decoded = ways(head)[name].decode(tiny.base(), texts, HOW)
+    assert [one.tokens for one in decoded] == write_alone(tiny.base(), texts, HOW)
+    counts = [one.counts for one in decoded]
+    return DepthCounts(
+        sum(one.forwards for one in counts), [], [sum(sum(one.accepted) for one in counts)]
+    ).tokens_per_forward
+
+
+def test_every_arm_that_drafts_is_among_those_that_are_held():
+    assert {*ways(Habit(0.0, DEPTH))} == {*ARMS, "transformers"}
+
+
+@pytest.mark.parametrize("name", ARMS)
+def test_drafts_shifted_by_one_are_seen_by_every_arm(name: str, monkeypatch: pytest.MonkeyPatch):
+    right = rate(name, Habit(0.0, DEPTH))
+    plant(monkeypatch)
+    wrong = rate(name, Shifted())
+    assert right > 1.2
+    assert wrong - 1 < 0.5 * (right - 1)
