@@ -141,7 +141,9 @@ def depth_rows(results: Results) -> list[list[str]]:
             for counts in measured
         ]
         accuracy = [f"{value:.3f}" for value in top[depth]] if depth < len(top) else []
-        rows.append([str(depth + 1), *cells, *accuracy])
+        # copied text reaches deeper than a head guesses
+        row = [str(depth + 1), *cells, *accuracy]
+        rows.append(row + [""] * (len(header) - len(row)))
     return rows
 
 
