@@ -40,6 +40,9 @@ ROWS = 200
 KEY_SECONDS, QUIET_SECONDS, PIECE_SECONDS, HOLD_SECONDS = 0.04, 0.6, 0.02, 6.0
 """Between two keys, before a question is typed, within one picture, and at the end of the last."""
 
+PICTURES = 12
+"""A second, as it is played: more of them make a larger file."""
+
 HIDDEN = {"NO_COLOR", "COLUMNS", "LINES"}
 """Variables that would tell the command of another terminal."""
 
@@ -207,6 +210,13 @@ class Screen:
                 self.cells.pop((self._row, column), None)
 
 
+def paced(events: Iterable[Event], seconds: float) -> Iterator[Event]:
+    """Yield what comes within so many seconds as one, when the last of it is there."""
+    for _, group in groupby(events, lambda event: int(event[0] / seconds)):
+        times, texts = zip(*group, strict=True)
+        yield times[-1], "".join(texts)
+
+
 def film(events: Iterable[Event], columns: int) -> list[Run]:
     """Return what stood on the screen, where, and from when to when."""
     screen = Screen(columns)
@@ -246,10 +256,11 @@ def _runs(cells: list[tuple[float, float | None, int, int, Cell]]) -> Iterator[R
             yield Run(row, column, text, style, start, end)
 
 
-def draw(runs: Sequence[Run], columns: int, title: str, seconds: float) -> str:
+def draw(events: Sequence[Event], columns: int, title: str, seconds: float) -> str:
     """Return the moving picture, not longer than so many seconds but for the hold at its end."""
-    last = max((run.end or run.start for run in runs), default=0.0)
+    last = events[-1][0]
     speed = max(last / seconds, 1.0)
+    runs = film(paced(events, speed / PICTURES), columns)
     if speed > 1.0:
         title += f" · played {speed:.1f} times as fast"
     period = last / speed + HOLD_SECONDS
@@ -262,9 +273,7 @@ def draw(runs: Sequence[Run], columns: int, title: str, seconds: float) -> str:
         gone = "" if when[1] is None else " x"
         texts = "".join(_text(run, looks[run.style]) for run in group)
         body.append(f'<g class="{times[when]}{gone}">{texts}</g>')
-    rules = [
-        f".{name}{{animation:{name} {period:.2f}s step-end infinite}}" for name in times.values()
-    ]
+    rules = [f".{name}{{animation-name:{name}}}" for name in times.values()]
     frames = [_frames(name, start, end, speed * period) for (start, end), name in times.items()]
     colours = [f".{name}{{{_css(style)}}}" for style, name in looks.items()]
     dots = "".join(
@@ -282,6 +291,7 @@ def draw(runs: Sequence[Run], columns: int, title: str, seconds: float) -> str:
             ".x{visibility:hidden}",
             *colours,
             "@media (prefers-reduced-motion:no-preference){",
+            f"g{{animation:{period:.2f}s step-end infinite}}",
             *rules,
             "}",
             *frames,
@@ -347,7 +357,7 @@ def main() -> None:
     terminal.wait_for_prompt()
     terminal.close()
     title = asked.title or " ".join(["specheads", *words])
-    drawn = draw(film(terminal.events, asked.columns), asked.columns, title, asked.seconds)
+    drawn = draw(terminal.events, asked.columns, title, asked.seconds)
     write_atomic(asked.out, drawn.encode())
 
 

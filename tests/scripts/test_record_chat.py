@@ -112,8 +112,9 @@ def test_an_answer_is_drawn_with_every_token_in_the_colour_of_how_it_came(
     script: ModuleType, base: FrozenBase
 ):
     answer = answered(base)
-    runs = script.film(recorded(lambda console: chat._write(console, answer)), COLUMNS)
-    drawn = script.draw(runs, COLUMNS, "a talk", 20.0)
+    events = recorded(lambda console: chat._write(console, answer))
+    runs = script.film(events, COLUMNS)
+    drawn = script.draw(events, COLUMNS, "a talk", 20.0)
     picture = ElementTree.fromstring(drawn)
     assert squeezed(answer.text) in squeezed(rows(picture))
     assert "24 tokens, " in rows(picture)
@@ -133,7 +134,7 @@ def test_what_comes_later_is_seen_later_and_stays(script: ModuleType):
         *(("one", 0.0, None), ("two", 1.0, None), ("three", 2.5, None)),
     ]
     assert [(run.row, run.column) for run in runs] == [(0, 0), (0, 4), (1, 0)]
-    drawn = script.draw(runs, COLUMNS, "title", 20.0)
+    drawn = script.draw(events, COLUMNS, "title", 20.0)
     # of 2.5 seconds, and the hold at the end
     begins = [f"{100 * run.start / (2.5 + script.HOLD_SECONDS):.2f}%" for run in runs[1:]]
     assert [f"hidden}}{begin}{{visibility:visible" in drawn for begin in begins] == [True, True]
@@ -141,11 +142,18 @@ def test_what_comes_later_is_seen_later_and_stays(script: ModuleType):
 
 
 def test_a_long_conversation_is_played_faster_and_says_so(script: ModuleType):
-    runs = script.film([(0.0, "a"), (50.0, "b")], COLUMNS)
-    drawn = script.draw(runs, COLUMNS, "title", 20.0)
+    drawn = script.draw([(0.0, "a"), (50.0, "b")], COLUMNS, "title", 20.0)
     assert "title · played 2.5 times as fast" in drawn
-    assert "step-end infinite" in drawn
-    assert f" {20 + script.HOLD_SECONDS:.2f}s step-end" in drawn
+    assert f"animation:{20 + script.HOLD_SECONDS:.2f}s step-end infinite" in drawn
+
+
+def test_pictures_are_at_most_so_many_a_second(script: ModuleType):
+    events = [(place / 100, str(place % 10)) for place in range(100)]
+    fewer = list(script.paced(events, 1 / script.PICTURES))
+    assert len(fewer) == script.PICTURES
+    assert "".join(text for _, text in fewer) == "0123456789" * 10
+    # nothing is seen before it came
+    assert fewer[-1][0] == events[-1][0]
 
 
 def test_a_line_as_wide_as_the_terminal_goes_on_below(script: ModuleType):
@@ -172,19 +180,19 @@ def test_two_answers_side_by_side_end_as_the_terminal_ends(
 ):
     monkeypatch.setattr(chat, "FRAMES", 10**6)
     answer, alone = answered(base), answered(base, alone=True)
-    runs = script.film(recorded(lambda console: chat._both(console, answer, alone)), COLUMNS)
-    picture = ElementTree.fromstring(script.draw(runs, COLUMNS, "two", 20.0))
+    events = recorded(lambda console: chat._both(console, answer, alone))
+    picture = ElementTree.fromstring(script.draw(events, COLUMNS, "two", 20.0))
     told = rows(picture)
     assert "with the head" in told
     assert "the base alone" in told
     assert told.count("24 tokens") == 2
     assert "the same text]" in told
     # pictures before the last come and go
-    assert {run.end is None for run in runs} == {True, False}
+    assert {run.end is None for run in script.film(events, COLUMNS)} == {True, False}
 
 
 def test_a_picture_needs_no_script_and_asks_nobody(script: ModuleType):
-    drawn = script.draw(script.film([(0.0, "<b>&")], COLUMNS), COLUMNS, "<i>&", 20.0)
+    drawn = script.draw([(0.0, "<b>&")], COLUMNS, "<i>&", 20.0)
     picture = ElementTree.fromstring(drawn)
     assert rows(picture) == "<b>&"
     addresses = re.findall(r"https?://[^\s\"'<]+", drawn)
@@ -228,3 +236,10 @@ def test_a_command_that_ends_early_leaves_no_picture(tmp_path: Path):
     assert done.returncode == 1
     assert "the chat ended early, with code 2" in done.stderr
     assert not (tmp_path / "talk.svg").exists()
+
+
+def test_the_recording_that_the_readme_shows_is_whole_and_small():
+    drawn = (ROOT / "docs" / "chat.svg").read_text(encoding="utf-8")
+    assert "tokens/s" in rows(ElementTree.fromstring(drawn))
+    assert len(drawn) < 200_000
+    assert "](docs/chat.svg)" in (ROOT / "README.md").read_text(encoding="utf-8")
