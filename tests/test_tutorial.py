@@ -21,8 +21,9 @@ CHAT = (
 )
 TRAINING = [
     "base.device=cpu",
-    *("head.draft_tokens=64", "checkpoint_every=0", "validation.every=0"),
+    *("head.draft_tokens=64", "checkpoint_every=0", "validation.every=0", "validation.prompts=1"),
     *("evaluation.num_prompts=2", "evaluation.max_new_tokens=8", "evaluation.repeats=1"),
+    *("evaluation.speed_prompts=2", "validation.new_tokens=8"),
     *(
         f"schedule.phases.{phase}.{setting}"
         for phase in ("corpus", "distilled")
@@ -38,7 +39,7 @@ TOY = {
     "distill": TRAINING,
     "tune": ["max_nodes=4", "batch_sizes=[1]", "contexts=[16]", "num_prompts=4", "new_tokens=8"],
     "evaluate": [],
-    "compare": ["drafters=[lookup]"],
+    "compare": ["drafters=[head,prompt_lookup]"],
     "chat": ["max_new_tokens=8"],
     "export": [],
     "push": [],
@@ -59,8 +60,8 @@ def values(folder: Path) -> dict[str, str]:
     (base / "chat_template.jinja").write_text(CHAT, encoding="utf-8")
     talks = [
         {
-            "question": f"What is {first} and {second}?",
-            "answer": f"It is {first + second}.",
+            "question": f"What do you get if you add {first} to {second}, and why is it so?",
+            "answer": f"It is {first + second}, as always.",
         }
         for first in range(12)
         for second in range(12)
