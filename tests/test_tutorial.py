@@ -1,0 +1,118 @@
+"""The tutorial does what it says: its commands run one after the other, at toy size."""
+
+import io
+import json
+import re
+import shlex
+import sys
+from pathlib import Path
+from string import Template
+
+import pytest
+
+from specheads.commands._call import call
+from tests import tiny
+from tests.test_readme import FENCED, PAGES
+
+PAGE = next(page for page in PAGES if page.name == "tutorial.md")
+CHAT = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+TRAINING = [
+    "base.device=cpu",
+    *("head.draft_tokens=64", "checkpoint_every=0", "validation.every=0", "validation.prompts=1"),
+    *("evaluation.num_prompts=2", "evaluation.max_new_tokens=8", "evaluation.repeats=1"),
+    *("evaluation.speed_prompts=2", "validation.new_tokens=8"),
+    *(
+        f"schedule.phases.{phase}.{setting}"
+        for phase in ("corpus", "distilled")
+        for setting in ("steps=2", "batch_size=2", "sequence_length=64")
+    ),
+    *(
+        f"schedule.phases.distilled.distill.{setting}"
+        for setting in ("num_samples=12", "new_tokens=12", "batch_size=12", "drop=[]")
+    ),
+]
+TOY = {
+    "train": TRAINING,
+    "distill": TRAINING,
+    "tune": ["max_nodes=4", "batch_sizes=[1]", "contexts=[16]", "num_prompts=4", "new_tokens=8"],
+    "evaluate": [],
+    "compare": ["drafters=[head,prompt_lookup]"],
+    "chat": ["max_new_tokens=8"],
+    "export": [],
+    "push": [],
+}
+"""What makes each command small; it comes behind what the page says."""
+
+
+def lines() -> list[str]:
+    """Return the command lines of the page, in their order."""
+    text = PAGE.read_text(encoding="utf-8")
+    blocks = [body for kind, body in FENCED.findall(text) if kind == "sh"]
+    return [line for body in blocks for line in body.replace("\\\n", " ").splitlines() if line]
+
+
+def values(folder: Path) -> dict[str, str]:
+    """Return what a reader puts in: a fine-tuned model with a template, and conversations."""
+    base = tiny.saved(folder / "base", num_hidden_layers=6)
+    (base / "chat_template.jinja").write_text(CHAT, encoding="utf-8")
+    talks = [
+        {
+            "question": f"What do you get if you add {first} to {second}, and why is it so?",
+            "answer": f"It is {first + second}, as always.",
+        }
+        for first in range(12)
+        for second in range(12)
+    ]
+    data = folder / "talks.jsonl"
+    data.write_text("".join(f"{json.dumps(talk)}\n" for talk in talks), encoding="utf-8")
+    return {"BASE": str(base), "DATA": str(data), "REPO": "someone/something"}
+
+
+def undrafted(line: str) -> str:
+    """Return a command line without the number of tokens drafted, which the tuned tree says."""
+    return re.sub(r'(num_speculative_tokens": )\d+', r"\1", line)
+
+
+@pytest.mark.slow
+def test_every_command_runs_and_the_last_one_is_what_export_prints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    given, called, printed = values(tmp_path), [], ""
+    monkeypatch.setattr(sys, "stdin", io.StringIO("What is 1 and 2?\n"))
+    named = {word.partition("=")[0] for word in lines() if re.match(r"[A-Z]+=", word)}
+    assert named == given.keys()
+    for line in lines():
+        words = shlex.split(Template(line).substitute(given), comments=True)
+        if words[0] == "specheads":
+            call(words[1], [*words[2:], *TOY[words[1]]])
+            printed = capsys.readouterr().out
+            called.append(words[1])
+        elif words[0] == "vllm":
+            asked, told = shlex.join(words), shlex.join(shlex.split(printed))
+            assert undrafted(asked) == undrafted(told)
+        else:
+            assert line.partition("=")[0] in given
+    assert set(called) == TOY.keys()
+    assert Path("text/report.md").exists()
+    assert Path("runs/mine/head/tuned.json").exists()
+    assert "bytes in all" in printed
+
+
+def test_it_leaves_out_no_command_of_the_way_from_a_model_to_a_server():
+    named = [words[1] for line in lines() if (words := line.split())[0] == "specheads"]
+    way = ["train", "train", "distill", "train", "tune", "evaluate", "compare", "chat", "export"]
+    assert named == [*way, "export", "push"]
+    assert next(line.split()[1] for line in lines() if line.startswith("vllm")) == "$BASE"
+
+
+def test_every_number_of_its_table_stands_where_it_is_said_to_come_from():
+    table = re.findall(r"^\| .* \| (.*) \| \[.*\]\((.*)\) \|$", PAGE.read_text(), re.MULTILINE)
+    assert len(table) >= 5
+    for told, source in table:
+        text = (PAGE.parent / source).read_text(encoding="utf-8")
+        missing = [one for one in re.findall(r"\d+(?:\.\d+)?", told) if one not in text]
+        assert missing == [], source
