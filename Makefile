@@ -47,7 +47,7 @@ test-all: $(READY)  ## the slow ones too
 test-min: $(READY_MIN)  ## on the oldest supported torch and transformers
 	$(VENV_MIN)/bin/python -m pytest -n auto
 
-vllm: $(READY_VLLM)  ## real vLLM for CPU, 3.5 GB in an environment of its own, serves every kind of head
+vllm: $(READY_VLLM)  ## real vLLM for CPU, 3.5 GB in an environment of its own, serves heads
 	$(VENV_VLLM)/bin/python -m pytest -m vllm tests/export/test_vllm.py tests/training/distill/test_vllm.py
 
 gpu: $(READY)  ## tests that need CUDA

@@ -22,7 +22,6 @@ import json
 import os
 import random
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,9 +29,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench_vllm import Engine
 from transformers import AutoModelForCausalLM
 
 from specheads.base.model import FrozenBase
+from specheads.core.machine import instructions
 from specheads.decoding.acceptance.sampling import Sampling
 from specheads.decoding.generate import generate
 from specheads.decoding.trees.policies import chain
@@ -55,9 +56,6 @@ ASKS = (
     '    """{says}"""\n```',
     "When would you use `{name}` from the Python module {module}, and when something else?",
 )
-AMX = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8")
-"""What of a processor decides how fast it multiplies."""
-
 WARM_UP = 16
 """Tokens of each text that is written before anything is timed."""
 
@@ -284,32 +282,7 @@ def _ended(text: list[int], ends: Sequence[int]) -> list[int]:
 
 
 def _vllm(base: FrozenBase, options: argparse.Namespace) -> Decode:
-    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[: options.threads]))
-    process = subprocess.Popen(
-        [options.vllm_python, str(Path(__file__).with_name("bench_vllm.py"))],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ
-        | {
-            "VLLM_CPU_KVCACHE_SPACE": "4",
-            "VLLM_CPU_OMP_THREADS_BIND": cores,
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "OMP_NUM_THREADS": str(options.threads),
-            "PYTHONPATH": "",
-        },
-    )
-
-    def ask(job: dict[str, Any]) -> dict[str, Any]:
-        assert process.stdin
-        assert process.stdout
-        process.stdin.write(json.dumps(job) + "\n")
-        process.stdin.flush()
-        if not (line := process.stdout.readline()):
-            raise SystemExit(f"error: vLLM ended with code {process.wait()}; see above")
-        return json.loads(line)
-
-    engine = {
+    arguments = {
         "model": str(options.model),
         "dtype": str(base.dtype).removeprefix("torch."),
         "max_num_seqs": max(options.batch),
@@ -318,7 +291,7 @@ def _vllm(base: FrozenBase, options: argparse.Namespace) -> Decode:
         "enforce_eager": options.vllm_eager,
         "seed": 0,
     }
-    options.vllm_versions = ask({"engine": engine})
+    engine = Engine(options.vllm_python, arguments, options.threads, cache_gib=4)
 
     def decode(prompts: Texts, batch: int) -> tuple[float, Texts]:
         del batch
@@ -328,7 +301,7 @@ def _vllm(base: FrozenBase, options: argparse.Namespace) -> Decode:
             "ignore_eos": not options.stop_at_eos,
             "detokenize": False,
         }
-        answer = ask({"prompts": prompts, "sampling": sampling})
+        answer = engine.ask({"prompts": prompts, "sampling": sampling})
         return answer["seconds"], answer["tokens"]
 
     return decode
@@ -343,8 +316,6 @@ ARMS: dict[str, Callable[[FrozenBase, argparse.Namespace], Decode]] = {
 
 
 def _machine(base: FrozenBase, options: argparse.Namespace) -> dict[str, Any]:
-    info = Path("/proc/cpuinfo")
-    words = set(info.read_text(encoding="utf-8").split()) if info.is_file() else set()
     return {
         "base": nearby(base.name),
         "dtype": str(base.dtype).removeprefix("torch."),
@@ -356,7 +327,7 @@ def _machine(base: FrozenBase, options: argparse.Namespace) -> dict[str, Any]:
         "draft": options.draft,
         "pool": options.pool,
         "compile": options.compile,
-        "instructions": [name for name in AMX if name in words],
+        "instructions": instructions(),
         **to_json(provenance()),
     }
 

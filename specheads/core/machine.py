@@ -6,6 +6,9 @@ from pathlib import Path
 
 import torch
 
+MULTIPLYING = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8")
+"""What of a processor decides how fast it multiplies."""
+
 
 @cache
 def processor() -> str:
@@ -19,3 +22,10 @@ def processor() -> str:
 def device_name(device: torch.device) -> str:
     """Return the name of what computes: the GPU's, or the processor's."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
+
+
+def instructions() -> list[str]:
+    """Return what of `MULTIPLYING` the processor has; none where the system does not tell."""
+    info = Path("/proc/cpuinfo")
+    words = set(info.read_text(encoding="utf-8").split()) if info.is_file() else set()
+    return [name for name in MULTIPLYING if name in words]

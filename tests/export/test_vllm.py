@@ -71,9 +71,17 @@ SETTINGS: dict[str, dict[str, Any]] = {
             ORIGINAL: 64,
         },
     },
+    "dflash": {"num_layers": 1, "attention_heads": 2, "key_value_heads": 1, "draft_tokens": 512},
+    "dspark": {
+        "num_layers": 1,
+        "attention_heads": 2,
+        "key_value_heads": 1,
+        "markov_rank": 32,
+        "draft_tokens": 512,
+    },
 }
 NATIVE = ("eagle3", "eagle3.1", "p_eagle")
-STEPS = {"eagle3": 60, "eagle3.1": 60, "p_eagle": 150}
+STEPS = {"eagle3": 60, "eagle3.1": 60, "p_eagle": 150, "dflash": 150, "dspark": 150}
 """How long heads that learn slowly are trained."""
 QUIET = {
     "HF_HUB_OFFLINE": "1",
@@ -274,10 +282,50 @@ def test_eagle3_is_served_natively_and_counts_as_replayed(kind, export):
     check(serve({"speculative_config": settings}), kind)
 
 
-@pytest.mark.parametrize("kind", NATIVE)
-def test_eagle3_as_speculators_is_served_by_its_folder_alone(kind, export):
+@pytest.mark.parametrize("kind", [*NATIVE, "dflash"])
+def test_a_folder_of_speculators_is_served_by_itself(kind, export):
     folder = export(kind, "speculators")
     check(serve({"model": str(folder)}), kind)
+
+
+@pytest.mark.parametrize(
+    ("runner", "refusal"),
+    [
+        ("0", "V1 does not support: dspark speculative decoding"),
+        ("1", "Model Runner V2 requires Triton"),
+    ],
+)
+def test_vllm_refuses_dspark_on_a_cpu(runner, refusal, export):
+    """Its first runner has no DSpark, and its second one no CPU."""
+    folder = export("dspark", "speculators")
+    with pytest.raises(AssertionError, match=refusal):
+        serve({"model": str(folder)}, {"VLLM_USE_V2_MODEL_RUNNER": runner})
+
+
+def test_the_bench_of_serving_counts_what_its_replay_counts(tmp_path):
+    tokenizer: Any = base().tokenizer
+    head("eagle3").save_pretrained(tmp_path / "head")
+    rows = [json.dumps({"prompt": tokenizer.decode(prompt)}) for prompt in prompts()[:4]]
+    (tmp_path / "stdlib.jsonl").write_text("\n".join(rows))
+    command = [
+        *(sys.executable, str(ROOT / "scripts" / "bench_serve.py")),
+        *("--limit", "4", "--batch", "1,4", "--depths", "1,3"),
+        *("--dtype", "float32", "--eager", "--threads", "1"),
+        *("--base", str(BASE), "--head", str(tmp_path / "head")),
+        *("--sets", f"stdlib={tmp_path / 'stdlib.jsonl'}", "--new-tokens", str(NEW_TOKENS)),
+        *("--vllm-python", sys.executable, "--out", str(tmp_path / "serve.json")),
+    ]
+    environment = os.environ | QUIET | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-5000:]
+    served = json.loads((tmp_path / "serve.json").read_text())
+    asked = [(row["batch"], row["depth"]) for row in served["rows"]]
+    assert asked == [(1, 1), (1, 3), (4, 1), (4, 3)]
+    for row in served["rows"]:
+        assert row["identical"] == row["count"] == 4
+        assert row["vllm"]["forwards"] == row["replay"]["forwards"]
+        assert row["vllm"]["tokens_per_forward"] == row["replay"]["tokens_per_forward"] > 1
+        assert row["speedup"]["interval"][0] <= row["speedup"]["ratio"]
 
 
 def test_medusa_is_loaded_by_vllm_0_32_itself(export):

@@ -77,13 +77,16 @@ def objection(head: Head, base: FrozenBase) -> str:
     return _eagle3.hidden_layers_only(head, base)
 
 
+RUN = "by vLLM 0.32.0 on a CPU (`make vllm`)"
+READ = "as vLLM 0.32.0's sources read it; it serves no DSpark on a CPU"
+
 LAYOUTS = {
     "eagle3": Layout(
         write,
         eagle3.speculators,
         _eagle3.SETTINGS,
         "run",
-        "by vLLM 0.32.0 on a CPU (`make vllm`); of 0.33 the sources were read",
+        f"{RUN}; of 0.33 the sources were read",
         objection,
         "aux_layers below the last layer; parallel without fc_norm",
     ),
@@ -92,14 +95,14 @@ LAYOUTS = {
             write_blocks,
             read,
             settings,
-            "layout",
-            "as vLLM 0.32.0's sources read it",
+            verified,
+            note,
             _eagle3.hidden_layers_only,
             "aux_layers below the last layer",
         )
-        for kind, read, settings in (
-            ("dflash", blocks.dflash, _blocks.DFLASH),
-            ("dspark", blocks.dspark, _blocks.DSPARK),
+        for kind, read, settings, verified, note in (
+            ("dflash", blocks.dflash, _blocks.DFLASH, "run", RUN),
+            ("dspark", blocks.dspark, _blocks.DSPARK, "layout", READ),
         )
     },
 }
