@@ -9,9 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from specheads.core.errors import InputError
+from specheads.heads.layers.rotary import published
 
 IDS = "eagle_aux_hidden_state_layer_ids"
-ORIGINAL = "original_max_position_embeddings"
 
 PLAIN = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
 """Settings of public checkpoints that may differ, and whose other values nothing here reads."""
@@ -61,14 +61,11 @@ def interpret(
 def _own_settings(settings: dict[str, Any]) -> dict[str, Any]:
     proposal = settings.get("speculators_config", {}).get("proposal_methods", [{}])[0]
     drafted, depth = settings.get("draft_vocab_size") or 0, proposal.get("speculative_tokens")
-    rope = {**(settings.get("rope_parameters") or {}), **(settings.get("rope_scaling") or {})}
-    theta = settings.get("rope_theta") or rope.get("rope_theta")
     return {
         "width": settings["hidden_size"],
         "vocab_size": settings["vocab_size"],
         **({"depth": depth} if depth else {}),
-        **({"rope_theta": theta} if theta else {}),
-        "rope_scaling": _scaling(rope, settings.get("max_position_embeddings")),
+        **published(settings),
         "aux_layers": sorted(set(settings.get(IDS) or ())),
         "num_layers": settings.get("num_hidden_layers") or 1,
         "attention_heads": settings["num_attention_heads"],
@@ -79,23 +76,6 @@ def _own_settings(settings: dict[str, Any]) -> dict[str, Any]:
         "draft_tokens": drafted if drafted != settings["vocab_size"] else 0,
         **{name: bool(settings.get(name)) for name in SAME},
     }
-
-
-def _scaling(rope: dict[str, Any], length: int | None) -> dict[str, Any]:
-    """Return how positions are stretched: empty where they are not."""
-    kind = rope.get("rope_type", rope.get("type"))
-    if kind in (None, "default"):
-        return {}
-    said = {name: value for name, value in rope.items() if name not in ("rope_theta", "type")}
-    if kind in ("llama3", "yarn") and length:
-        said.setdefault(ORIGINAL, length)
-    elif kind == "linear":
-        said.pop(ORIGINAL, None)
-    # what is nothing or zero is taken for absent by those who read it, and all rotate whole heads
-    kept = {name: value for name, value in said.items() if value or value is False}
-    if kept.get("partial_rotary_factor") == 1:
-        del kept["partial_rotary_factor"]
-    return kept | {"rope_type": kind}
 
 
 def _mask_token(settings: dict[str, Any]) -> int:

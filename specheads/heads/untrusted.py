@@ -36,7 +36,9 @@ MAX_SETTINGS_BYTES = 2**20
 CODE_KEYS = ("_target_", "auto_map", "custom_pipelines")
 """Settings that name code. They are refused, not passed over: such a folder wants to run it."""
 
-HARMLESS_CODE = [{"": f"config.{kind}SpeculatorConfig"} for kind in ("Eagle3", "PEagle")]
+SPECULATORS = ("Eagle3", "PEagle", "DFlash", "DSpark", "MTP")
+
+HARMLESS_CODE = [{"": f"config.{kind}SpeculatorConfig"} for kind in SPECULATORS]
 """The `auto_map` that vllm-project/speculators writes into all its folders: it names a class of
 that library, under a key that transformers never looks up."""
 

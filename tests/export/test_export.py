@@ -59,6 +59,10 @@ VARIANTS = {
     ],
     "hydra_heads": [{"num_layers": 2}, {"prefix": False}],
     "redrafter": [{}, {"rnn": False}, {"exit_dim": 24}],
+    "mtp": [
+        {"attention_heads": 4, "key_value_heads": 2, "qk_norm": True, "head_dim": 4},
+        {"hidden_first": True, "attention_bias": True, "rope_scaling": STRETCHED["yarn"]},
+    ],
     "dflash": [{"attention_heads": 4, "key_value_heads": 2, "num_layers": 2}],
     "dspark": [
         {"attention_heads": 4, "key_value_heads": 2, "num_layers": 1, "markov_rank": 5},
@@ -139,6 +143,7 @@ def test_engines_take_the_heads_they_are_known_to_take():
     assert set(PAIRS) == {
         *(("eagle3", e) for e in ("vllm", "speculators", "sglang", "tensorrt_llm", "llama_cpp")),
         *((kind, "vllm") for kind in ("medusa", "mlp_speculator", "hydra_heads", "redrafter")),
+        ("mtp", "vllm"),
         *((kind, "tgi") for kind in ("medusa", "mlp_speculator")),
         *((kind, "speculators") for kind in ("dflash", "dspark")),
         ("medusa", "vllm_0_32"),

@@ -39,13 +39,14 @@ ROOT = Path(__file__).parents[2]
 BASE = ROOT / "recipes" / "tiny_code" / "base"
 DEPTH = 3
 NEW_TOKENS = 40
-PLUGGED = ("medusa", "hydra_heads", "mlp_speculator", "redrafter")
+PLUGGED = ("medusa", "hydra_heads", "mlp_speculator", "mtp", "redrafter")
 ORIGINAL = "original_max_position_embeddings"
 SETTINGS: dict[str, dict[str, Any]] = {
     # vLLM 0.32 cannot load Medusa heads with a draft vocabulary
     "medusa": {"num_layers": 1},
     "hydra_heads": {"num_layers": 1, "draft_tokens": 512},
     "mlp_speculator": {"draft_tokens": 512},
+    "mtp": {"draft_tokens": 512},
     "redrafter": {"num_layers": 1, "draft_tokens": 512},
     "eagle3": {"draft_tokens": 512},
     "eagle3.1": {

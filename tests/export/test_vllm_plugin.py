@@ -116,6 +116,7 @@ KINDS = {
     "medusa": {"projection": "low_rank", "rank": 4},
     "hydra_heads": {"attention_heads": 4},
     "mlp_speculator": {},
+    "mtp": {"attention_heads": 4, "key_value_heads": 2},
     "redrafter": {},
 }
 

@@ -41,6 +41,10 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"state": "gated"},
         {"state": "gated", "tie_weights": False, "inner_dim": 24, "scale_input": False},
     ],
+    "mtp": [
+        {"hidden_first": True, "attention_bias": True, "rope_scaling": STRETCHED},
+        {"qk_norm": True, "attention_heads": 4, "key_value_heads": 2},
+    ],
     "redrafter": [{"rnn": False}, {"exit_dim": 24}],
 }
 """Settings that make another network of a kind; every kind is checked as it comes, too."""

@@ -14,7 +14,7 @@ from tests import tiny
 from tests.packed import alone, packed, pieces, rows, texts
 
 KINDS = kinds()
-ATTENDING = ["dflash", "dspark", "eagle3", "hydra_heads"]
+ATTENDING = ["dflash", "dspark", "eagle3", "hydra_heads", "mtp"]
 """Kinds with attention of their own; a new one that is not told here fails the control below."""
 
 DEPTH = 2

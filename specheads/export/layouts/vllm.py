@@ -46,14 +46,16 @@ def write_eagle3(head: Head, base: FrozenBase, out: Path) -> Folder:
 
 
 NOTE = "in vLLM 0.32.0 on a CPU (`make vllm`); of 0.33 the sources were read"
-PREFIX = ("prefix", "attention_heads", "key_value_heads", "inner_dim", "rope_theta")
+ATTENTION = ("attention_heads", "key_value_heads", "inner_dim", "rope_theta")
+MTP = ("head_dim", "hidden_first", "qk_norm", "attention_bias", "rope_scaling", "epsilon")
 READ = {
     "medusa": (medusa.own, ("num_layers", "projection", "rank")),
     "mlp_speculator": (
         mlp_speculator.own,
         ("inner_dim", "state", "tie_weights", "scale_input"),
     ),
-    "hydra_heads": (plugin.hydra_heads, ("num_layers", *PREFIX)),
+    "hydra_heads": (plugin.hydra_heads, ("num_layers", "prefix", *ATTENTION)),
+    "mtp": (plugin.mtp, (*ATTENTION, *MTP)),
     "redrafter": (plugin.redrafter, ("num_layers", "exit_dim", "rnn")),
 }
 """Our own layout's readers, and the settings they know: each in every value."""

@@ -1,4 +1,4 @@
-"""One Llama layer as engines have it: EAGLE-3's, and the one that Hydra reads its text through."""
+"""One Llama layer as engines have it: EAGLE-3's, MTP's, and what Hydra reads its text through."""
 
 import math
 from functools import partial
@@ -13,7 +13,8 @@ from specheads.export.readers import Stored, frequencies, rms, rotate, silu
 class Layer:
     """One Llama layer behind its first norm, over rounds of its own output.
 
-    The settings have the names of a Llama's config.json; attention reads `size_read` channels.
+    The settings have the names of a Llama's config.json; attention reads `size_read` channels. It
+    has biases as Qwen2's, and norms of queries and keys as Qwen3's, where they are stored.
     """
 
     def __init__(self, stored: Stored, name: str, config: dict[str, Any], size_read: int) -> None:
@@ -26,10 +27,21 @@ class Layer:
             return stored.take(f"{name}.{part}.weight", *shape)
 
         self.norm = take("post_attention_layernorm", width)
-        self.query, self.key, self.value = (
-            take(f"self_attn.{part}_proj", count * self.size, size_read)
-            for part, count in (("q", self.heads), ("k", self.shared), ("v", self.shared))
-        )
+        counts = {"q": self.heads, "k": self.shared, "v": self.shared}
+        self.weights = {
+            part: take(f"self_attn.{part}_proj", count * self.size, size_read)
+            for part, count in counts.items()
+        }
+        self.biases = {
+            part: stored.take(bias, count * self.size)
+            for part, count in counts.items()
+            if (bias := f"{name}.self_attn.{part}_proj.bias") in stored
+        }
+        self.norms = {
+            part: take(f"self_attn.{part}_norm", self.size)
+            for part in "qk"
+            if f"{name}.self_attn.{part}_norm.weight" in stored
+        }
         self.out = take("self_attn.o_proj", width, self.heads * self.size)
         inner = config["intermediate_size"]
         self.gate, self.up = (take(f"mlp.{part}_proj", inner, width) for part in ("gate", "up"))
@@ -40,14 +52,20 @@ class Layer:
         """Go once more over every position, each now one token further on its own draft."""
         time = len(inputs)
         at = torch.arange(time) + len(self.kept)
-        queries = self.turn((inputs @ self.query.T).view(time, self.heads, -1), at)
-        keys = self.turn((inputs @ self.key.T).view(time, self.shared, -1), at)
-        values = (inputs @ self.value.T).view(time, self.shared, -1)
+        queries, keys = (self.turn(self._split(inputs, part), at) for part in "qk")
+        values = self._split(inputs, "v")
         each = self.heads // self.shared
         self.kept.append((keys.repeat_interleave(each, 1), values.repeat_interleave(each, 1)))
         stream = residual + self._attend(queries).reshape(time, -1) @ self.out.T
         read = rms(stream, self.norm, self.epsilon)
         return stream + (silu(read @ self.gate.T) * (read @ self.up.T)) @ self.down.T
+
+    def _split(self, inputs: Tensor, part: str) -> Tensor:
+        """Return queries, keys or values of each head, before they are turned."""
+        made = inputs @ self.weights[part].T + self.biases.get(part, 0)
+        made = made.view(len(inputs), -1, self.size)
+        norm = self.norms.get(part)
+        return made if norm is None else rms(made, norm, self.epsilon)
 
     def _attend(self, queries: Tensor) -> Tensor:
         """See the first round up to here, which the base has read, and later ones of this draft."""

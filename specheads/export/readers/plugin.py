@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,16 +39,7 @@ def hydra_heads(folder: Path, base: BaseView, depth: int) -> Iterator[Guess]:
 def _prefixed(stored: Stored, config: dict[str, Any], hidden: Tensor) -> Tensor:
     """Read one Llama layer over the hidden states of the text, then a norm."""
     width = hidden.shape[1]
-    heads = config["attention_heads"] or max(1, width // 64)
-    settings = {
-        "hidden_size": width,
-        "intermediate_size": config["inner_dim"] or math.ceil(width / 6) * 16,
-        "num_attention_heads": heads,
-        "num_key_value_heads": config["key_value_heads"] or heads,
-        "rope_theta": config["rope_theta"],
-        "rms_norm_eps": EPSILON,
-    }
-    layer = Layer(stored, "prefix", settings, width)
+    layer = Layer(stored, "prefix", _llama(config, width, EPSILON), width)
     before, after = (
         stored.take(f"prefix.{name}.weight", width) for name in ("input_layernorm", "norm")
     )
@@ -92,3 +84,43 @@ def redrafter(folder: Path, base: BaseView, depth: int) -> Iterator[Guess]:
         for weight, bias in blocks:
             out = out + silu(out @ weight.T + bias)
         yield Guess(out @ head.T, ids)
+
+
+def mtp(folder: Path, base: BaseView, depth: int) -> Iterator[Guess]:
+    """Go through one layer again and again, over what is projected of its output and of a token.
+
+    Source: DeepSeek-V3, arXiv:2412.19437, 2.2; vLLM 0.32 models/deepseek_mtp.py, but for the zero
+    in place of each text's first embedding there.
+    """
+    config, stored, ids = open_own(folder, base, depth, "mtp")
+    width, epsilon = base.hidden.shape[1], config["epsilon"]
+    enorm, hnorm, inner_norm, norm = (
+        partial(rms, weight=stored.take(f"{name}.weight", width), epsilon=epsilon)
+        for name in ("layer.enorm", "layer.hnorm", "layer.mtp_block.input_layernorm", "norm")
+    )
+    matrix = stored.take("layer.eh_proj.weight", width, 2 * width)
+    layer = Layer(stored, "layer.mtp_block", _llama(config, width, epsilon), width)
+    stored.close()
+    hidden = base.hidden
+    for level in range(depth):
+        parts = [enorm(base.embedding[base.tokens.roll(-1 - level)]), hnorm(hidden)]
+        if config["hidden_first"]:
+            parts.reverse()
+        stream = torch.cat(parts, dim=-1) @ matrix.T
+        hidden = norm(layer.round(inner_norm(stream), stream))
+        yield Guess(hidden @ base.projection[ids].T, ids)
+
+
+def _llama(config: dict[str, Any], width: int, epsilon: float) -> dict[str, Any]:
+    """Return settings of ours by the names of a Llama's config.json."""
+    heads = config["attention_heads"] or max(1, width // 64)
+    return {
+        "hidden_size": width,
+        "intermediate_size": config["inner_dim"] or math.ceil(width / 6) * 16,
+        "num_attention_heads": heads,
+        "num_key_value_heads": config["key_value_heads"] or heads,
+        "head_dim": config.get("head_dim", 0),
+        "rope_theta": config["rope_theta"],
+        "rope_scaling": config.get("rope_scaling", {}),
+        "rms_norm_eps": epsilon,
+    }

@@ -39,6 +39,8 @@ class AttentionShape:
     """What positions do to queries and keys."""
     norm_epsilon: float | None = None
     """Epsilon of norms over each head's queries and keys, as Qwen3 has them. None: no norms."""
+    bias: bool = False
+    """Whether queries, keys and values have biases, as Qwen2's."""
 
     @classmethod
     def of(
@@ -51,11 +53,12 @@ class AttentionShape:
         theta: float,
         scaling: Mapping[str, Any] | None = None,
         norm_epsilon: float | None = None,
+        bias: bool = False,
     ) -> "AttentionShape":
         """Return the shape that settings name; where they say zero, one that fits the width."""
         num_heads = num_heads or max(1, width // 64)
         size, rotary = head_dim or width // num_heads, Rotary.of(theta, scaling)
-        return cls(num_heads, num_shared or num_heads, size, rotary, norm_epsilon)
+        return cls(num_heads, num_shared or num_heads, size, rotary, norm_epsilon, bias)
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_shared or self.head_dim % 2:
@@ -78,9 +81,9 @@ class Attention(nn.Module):
         super().__init__()
         num_heads, num_shared, head_dim = shape.num_heads, shape.num_shared, shape.head_dim
         self.num_shared, self.head_dim, self.rotary = num_shared, head_dim, shape.rotary
-        self.q_proj = nn.Linear(input_width, num_heads * head_dim, bias=False)
-        self.k_proj = nn.Linear(input_width, num_shared * head_dim, bias=False)
-        self.v_proj = nn.Linear(input_width, num_shared * head_dim, bias=False)
+        self.q_proj = nn.Linear(input_width, num_heads * head_dim, bias=shape.bias)
+        self.k_proj = nn.Linear(input_width, num_shared * head_dim, bias=shape.bias)
+        self.v_proj = nn.Linear(input_width, num_shared * head_dim, bias=shape.bias)
         self.o_proj = nn.Linear(num_heads * head_dim, width, bias=False)
         epsilon = shape.norm_epsilon
         self.q_norm, self.k_norm = (

@@ -8,10 +8,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from specheads.core.drafter import Bias, Committed, Features, State, Weight
+from specheads.core.drafter import Committed, Features, State
 from specheads.core.errors import InputError
 from specheads.heads.layers.attention import Attention, AttentionShape, GatedMlp, Slots
-from specheads.heads.layers.embedding import EmbeddingHead
+from specheads.heads.layers.embedding import BorrowingHead
 from specheads.heads.layers.norm import RMSNorm
 
 
@@ -65,15 +65,13 @@ class BlockLayer(nn.Module):
         return mixed + self.mlp(self.post_attention_layernorm(mixed))
 
 
-class BlockHead(EmbeddingHead):
+class BlockHead(BorrowingHead):
     """Fuses the base's features, and drafts a block from them and the anchor's embedding.
 
     The anchor is the token after the position that is drafted from: the base has chosen it and not
     read it. Masks stand behind it; all slots of a block see one another and every position before
     the anchor. The base's own projection, never trained, turns slots into logits.
     """
-
-    borrowed: Tensor | None
 
     def __init__(self, config: Any, width: int, vocab_size: int) -> None:
         super().__init__(config, width, vocab_size)
@@ -85,7 +83,6 @@ class BlockHead(EmbeddingHead):
                 f"{config.mask_token}; set head.mask_token"
             )
         self.mask_token = config.mask_token % vocab_size
-        self.register_buffer("borrowed", None, persistent=False)
         self.fc = nn.Linear((len(self.aux_layers) or config.num_layers) * width, width, bias=False)
         self.hidden_norm = RMSNorm(width, config.epsilon)
         shape = AttentionShape.of(
@@ -122,27 +119,6 @@ class BlockHead(EmbeddingHead):
             self.fc = nn.Linear(
                 count * self.width, self.width, bias=False, device=self.fc.weight.device
             )
-
-    def bind(self, embedding: Tensor, projection: Tensor | None = None) -> None:
-        """Borrow the base's input embedding and its vocabulary projection."""
-        super().bind(embedding)
-        projection = embedding if projection is None else projection
-        self.borrowed = self.projection_rows(projection.detach())
-
-    def lent(self) -> Weight:
-        """Return the base's projection to the tokens it can draft.
-
-        Raises:
-            ValueError: No base has lent one.
-        """
-        if self.borrowed is None:
-            raise InputError(f"{self.kind} shares its base's projection; load the head with it")
-        return self.borrowed
-
-    def projection(self, level: int) -> tuple[Weight, Bias | None]:
-        """Return the projection, the same at every level."""
-        del level
-        return self.lent(), None
 
     def answering(
         self, hidden: Float[Tensor, "batch time width"], tokens: Int[Tensor, "batch node"]

@@ -1,4 +1,4 @@
-"""Heads that read drafted tokens through their base's own input embedding."""
+"""Heads that read drafted tokens through their base's own embedding, and its projection too."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from specheads.core.drafter import Head
+from specheads.core.drafter import Bias, Head, Weight
 from specheads.core.errors import InputError
 
 
@@ -34,3 +34,34 @@ class EmbeddingHead(Head):
         if self.embedding is None:
             raise InputError(f"{self.kind} reads its base's embedding; load the head with its base")
         return F.embedding(tokens, self.embedding).to(like.dtype)
+
+
+class BorrowingHead(EmbeddingHead):
+    """One that borrows its base's vocabulary projection besides: one never trained nor saved."""
+
+    borrowed: Tensor | None
+
+    def __init__(self, config: Any, width: int, vocab_size: int) -> None:
+        super().__init__(config, width, vocab_size)
+        self.register_buffer("borrowed", None, persistent=False)
+
+    def bind(self, embedding: Tensor, projection: Tensor | None = None) -> None:
+        """Borrow the base's input embedding and its vocabulary projection."""
+        super().bind(embedding)
+        projection = embedding if projection is None else projection
+        self.borrowed = self.projection_rows(projection.detach())
+
+    def lent(self) -> Weight:
+        """Return the base's projection to the tokens it can draft.
+
+        Raises:
+            ValueError: No base has lent one.
+        """
+        if self.borrowed is None:
+            raise InputError(f"{self.kind} shares its base's projection; load the head with it")
+        return self.borrowed
+
+    def projection(self, level: int) -> tuple[Weight, Bias | None]:
+        """Return the projection, the same at every level."""
+        del level
+        return self.lent(), None

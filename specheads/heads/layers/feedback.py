@@ -1,4 +1,4 @@
-"""Layers that read their own output, and one more token each time: what EAGLE-3 drafts with.
+"""Layers that read their own output, and one more token each time: what EAGLE-3 and MTP draft with.
 
 The first reads the token beside the stream, any further ones are a Llama's own. Each attends to the
 first round of all positions so far, which the base has read, and to the later rounds of its own
@@ -28,6 +28,9 @@ class Branch:
     paths: tuple[Tensor, ...]
     """Keys and values of drafted tokens, (batch, 2, shared head, node, level, head_dim) a layer."""
     memory: Slots
+
+
+Reading = tuple[Tensor, Tensor, Tensor]
 
 
 class FeedbackLayer(nn.Module):
@@ -61,23 +64,58 @@ class FeedbackLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(width, epsilon)
         self.mlp = GatedMlp(width, inner)
 
-    def read(self, hidden: Tensor, embedded: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what attention reads, and its keys and values."""
+    def read(self, hidden: Tensor, embedded: Tensor, positions: Tensor) -> Reading:
+        """Return the stream to be added to, what attention reads, and its keys and values."""
         if self.hidden_norm is None:
             inputs = self.input_layernorm(hidden)
         else:
-            inputs = torch.cat([self.input_layernorm(embedded), self.hidden_norm(hidden)], dim=-1)
-        return inputs, self.self_attn.keys_values(inputs, positions)
+            normed = self.hidden_norm(hidden)
+            inputs = torch.cat([self.input_layernorm(embedded), normed], dim=-1)
+            hidden = normed if self.norm_before_residual else hidden
+        return hidden, inputs, self.self_attn.keys_values(inputs, positions)
 
-    def forward(self, hidden: Tensor, inputs: Tensor, *attended: Any) -> Tensor:
+    def forward(self, stream: Tensor, inputs: Tensor, *attended: Any) -> Tensor:
         """Return the stream after this layer; `attended` is what `Attention` takes."""
-        norm = self.hidden_norm if self.norm_before_residual else None
-        stream = hidden if norm is None else norm(hidden)
         stream = stream + self.self_attn(inputs, *attended)
         return stream + self.mlp(self.post_attention_layernorm(stream))
 
 
-Layers = Sequence[FeedbackLayer]
+class ProjectedLayer(nn.Module):
+    """A Llama layer over one stream, into which the token and the stream before are projected.
+
+    Names are DeepSeek-V3's.
+
+    Args:
+        width: Width of the stream and of the embeddings.
+        inner: Width of the MLP, as `GatedMlp` takes it.
+        epsilon: Epsilon of the norms.
+        shape: Heads of its attention.
+        hidden_first: Whether the projection reads the stream before the token.
+    """
+
+    def __init__(
+        self, width: int, *, inner: int, epsilon: float, shape: AttentionShape, hidden_first: bool
+    ) -> None:
+        super().__init__()
+        self.hidden_first = hidden_first
+        self.enorm, self.hnorm = RMSNorm(width, epsilon), RMSNorm(width, epsilon)
+        self.eh_proj = nn.Linear(2 * width, width, bias=False)
+        self.mtp_block = FeedbackLayer(
+            width, inner=inner, epsilon=epsilon, shape=shape, reads_tokens=False
+        )
+
+    def read(self, hidden: Tensor, embedded: Tensor, positions: Tensor) -> Reading:
+        """Return the stream to be added to, what attention reads, and its keys and values."""
+        parts = [self.enorm(embedded), self.hnorm(hidden)]
+        stream = self.eh_proj(torch.cat(parts[::-1] if self.hidden_first else parts, dim=-1))
+        return self.mtp_block.read(stream, embedded, positions)
+
+    def forward(self, stream: Tensor, inputs: Tensor, *attended: Any) -> Tensor:
+        """Return the stream after this layer; `attended` is what `Attention` takes."""
+        return self.mtp_block(stream, inputs, *attended)
+
+
+Layers = Sequence[FeedbackLayer | ProjectedLayer]
 
 
 def rounds(
@@ -91,7 +129,7 @@ def rounds(
 
     Args:
         layers: The first reads tokens.
-        hidden: What is made of the base's features.
+        hidden: What the first round reads of the base.
         embedded: Embeddings of the tokens that a round reads, (batch, time, width) each.
         features: Which say where the positions stand in their texts, and what each may see.
         fed_back: What the next round reads of a round's output.
@@ -108,13 +146,13 @@ def rounds(
     for level, tokens in enumerate(embedded):
         hidden, at = fed_back(hidden) if level else hidden, places + level
         for place, layer in enumerate(layers):
-            inputs, fresh = layer.read(hidden, tokens, at)
+            stream, inputs, fresh = layer.read(hidden, tokens, at)
             if level:
                 paths[place] = torch.cat([paths[place], fresh[..., None, :]], dim=4)
             else:
                 pasts.append(fresh)
                 paths.append(_no_path(fresh))
-            hidden = layer(hidden, inputs, at, pasts[place], visible, paths[place], lengths)
+            hidden = layer(stream, inputs, at, pasts[place], visible, paths[place], lengths)
         yield hidden
 
 
@@ -142,17 +180,17 @@ def commit(
         return torch.cat([committed.last(values[:, :time]), values[:, time:]], dim=1)
 
     for place, layer in enumerate(layers):
-        inputs, fresh = layer.read(hidden, embedded, positions)
+        stream, inputs, fresh = layer.read(hidden, embedded, positions)
         memory.write(fresh[:, :, :, :time], read, place)
         if place + 1 == len(layers):
-            hidden, inputs, positions = last(hidden), last(inputs), at
+            stream, inputs, positions = last(stream), last(inputs), at
         past, visible = memory.past(positions.minimum(newest))
         past = past.chunk(len(layers), dim=2)[place]
         if behind:
             past = torch.cat([past, fresh[:, :, :, time:]], dim=3)
             visible = torch.cat([visible, at[:, None, 1:] <= positions[..., None]], dim=2)
         paths.append(_no_path(fresh[:, :, :, :1]))
-        hidden = layer(hidden, inputs, positions, past, visible)
+        hidden = layer(stream, inputs, positions, past, visible)
     return Branch(hidden, tuple(paths), memory)
 
 
@@ -169,10 +207,10 @@ def branch(
     pasts, visible = above.memory.past()
     parts = zip(layers, above.paths, pasts.chunk(len(layers), dim=2), strict=True)
     for layer, path, past in parts:
-        inputs, fresh = layer.read(hidden, embedded, positions)
+        stream, inputs, fresh = layer.read(hidden, embedded, positions)
         path = path.take_along_dim(parents[:, None, None, :, None, None], dim=3)
         paths.append(torch.cat([path, fresh[..., None, :]], dim=4))
-        hidden = layer(hidden, inputs, positions, past, visible, paths[-1])
+        hidden = layer(stream, inputs, positions, past, visible, paths[-1])
     return Branch(hidden, tuple(paths), above.memory)
 
 

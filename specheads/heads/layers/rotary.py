@@ -81,6 +81,31 @@ class Rotary:
         return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
+def published(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `rope_theta`, where it is said, and `rope_scaling` of a Llama's config.json."""
+    rope = {**(settings.get("rope_parameters") or {}), **(settings.get("rope_scaling") or {})}
+    theta = settings.get("rope_theta") or rope.get("rope_theta")
+    scaling = _published_scaling(rope, settings.get("max_position_embeddings"))
+    return {**({"rope_theta": theta} if theta else {}), "rope_scaling": scaling}
+
+
+def _published_scaling(rope: dict[str, Any], length: int | None) -> dict[str, Any]:
+    """Return how positions are stretched: empty where they are not."""
+    kind = rope.get("rope_type", rope.get("type"))
+    if kind in (None, "default"):
+        return {}
+    said = {name: value for name, value in rope.items() if name not in ("rope_theta", "type")}
+    if kind in ("llama3", "yarn") and length:
+        said.setdefault(ORIGINAL, length)
+    elif kind == "linear":
+        said.pop(ORIGINAL, None)
+    # what is nothing or zero is taken for absent by those who read it, and all rotate whole heads
+    kept = {name: value for name, value in said.items() if value or value is False}
+    if kept.get("partial_rotary_factor") == 1:
+        del kept["partial_rotary_factor"]
+    return kept | {"rope_type": kind}
+
+
 def _is_scale(value: Any) -> bool:
     return admits(float, value) and 0 < value <= 1e9
 

@@ -1,0 +1,211 @@
+"""Make the golden numbers of MTP modules with other projects' own code; run by hand.
+
+    pip download --no-deps speculators==0.9.0 hs-connectors==0.9.0     unpack both into FOLDER
+    modeling_mimo.py of XiaomiMiMo/MiMo-7B-RL                          into FOLDER/mimo
+    python tests/golden/make_mtp.py FOLDER
+
+Written with transformers 5.23, whose own MtpLayer is the third. Each layer drafts as engines have
+it draft: what was committed goes through it once into a cache, then each token that was drafted,
+on the state before. Of MiMo's file nothing but MiMoMTPLayers is run; its own imports of the
+configuration beside it can be taken out. All is computed in float64, where the originals ask for
+float32.
+"""
+
+# pyright: reportMissingImports=false
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import DynamicCache, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers.modeling_layers import MtpLayer
+from transformers.models.llama.modeling_llama import (
+    LlamaDecoderLayer,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+)
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
+
+GOLDEN = Path(__file__).parent
+TIME, FIRST, BATCH, DEPTH = 12, 5, 2, 3
+"""Positions of a text, those that the first draft has seen, texts, and levels drafted."""
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+}
+EAGER: dict[str, Any] = {"attn_implementation": "eager"}
+Layer = Callable[..., Tensor]
+"""Takes embeddings, states, positions, a mask and a cache."""
+
+
+def randomise(module: torch.nn.Module) -> None:
+    """Draw every weight anew, as float32 can hold it."""
+    for value in module.parameters():
+        value.data.copy_((torch.randn(value.shape) * 0.3 + (value.ndim == 1)).to(SINGLE))
+
+
+def inputs() -> dict[str, Tensor]:
+    """Return a base's states, the tokens it read and one more, and what it lends."""
+    size, width = SHAPE["vocab_size"], SHAPE["hidden_size"]
+    return {
+        "in.hidden": torch.randn(BATCH, TIME, width),
+        "in.tokens": torch.randint(size, (BATCH, TIME + 1)),
+        "in.embedding": torch.randn(size, width),
+        "in.projection": torch.randn(size, width),
+    }
+
+
+def draft(layer: Layer, given: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return what a layer drafts greedily after the first positions, and after all of them."""
+    cache, found = DynamicCache(), dict[str, Tensor]()
+    tokens, embedding = given["in.tokens"], given["in.embedding"]
+    for step, (start, end) in enumerate(((0, FIRST), (FIRST, TIME))):
+        read, hidden = tokens[:, start + 1 : end + 1], given["in.hidden"][:, start:end]
+        logits, said = [], []
+        for level in range(DEPTH):
+            first = start if level == 0 else end + level - 1
+            at = torch.arange(first, first + read.shape[1])
+            seen = torch.arange(first + read.shape[1]) <= at[:, None]
+            mask = torch.zeros(seen.shape).masked_fill(~seen, -1e300)[None, None]
+            state = layer(embedding[read], hidden, at.expand(BATCH, -1), mask, cache)
+            hidden = state[:, -1:]
+            logits.append(hidden @ given["in.projection"].T)
+            read = logits[-1].argmax(-1)
+            said.append(read)
+        cache.crop(1 - DEPTH)
+        found |= {f"out.draft_logits.{step}": torch.cat(logits, 1)}
+        found |= {f"out.drafted.{step}": torch.cat(said, 1)}
+    return found
+
+
+def save(
+    name: str, config: dict[str, Any], weights: dict[str, Tensor], expected: dict[str, Tensor]
+) -> None:
+    """Write one case."""
+    folder = GOLDEN / name
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    single = {key: value.to(SINGLE).contiguous() for key, value in weights.items()}
+    save_file(single, folder / "model.safetensors")
+    whole = {key: value.detach().contiguous() for key, value in expected.items()}
+    save_file(whole, folder / "expected.safetensors")
+
+
+def speculators() -> None:
+    """Write a folder of speculators: training's first round, drafts, and FastMTP's weights."""
+    from speculators.config import SpeculatorsConfig, VerifierConfig
+    from speculators.models.mtp import MTPDraftModel, MTPSpeculatorConfig, compute_step_weights
+    from speculators.proposals.greedy import GreedyTokenProposalConfig
+
+    torch.manual_seed(3)
+    config = MTPSpeculatorConfig(
+        transformer_layer_config=Qwen3Config(**SHAPE, **EAGER),
+        speculators_config=SpeculatorsConfig(
+            algorithm="mtp",
+            proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=DEPTH)],
+            default_proposal_method="greedy",
+            verifier=VerifierConfig(name_or_path="base", architectures=["Qwen3ForCausalLM"]),
+        ),
+    )
+    model = MTPDraftModel(config).double().eval()
+    randomise(model)
+    given = inputs()
+    model.embed_tokens.weight.data.copy_(given["in.embedding"])
+    model.lm_head.weight.data.copy_(given["in.projection"])
+
+    def layer(embedded: Tensor, hidden: Tensor, at: Tensor, mask: Tensor, cache: Any) -> Tensor:
+        angles = model.rotary_emb(hidden, at)
+        return model.mtp_layers[0](
+            hidden_states=hidden,
+            token_embeddings=embedded,
+            attention_mask=mask,
+            position_embeddings=angles,
+            past_key_values=cache,
+        )
+
+    with torch.no_grad():
+        trained, _, _ = model(given["in.tokens"], given["in.hidden"])
+        expected = given | draft(layer, given) | {"out.logits": trained[0]}
+    expected["out.step_weights"] = torch.tensor(compute_step_weights(0.6, DEPTH))
+    named = model.state_dict().items()
+    weights = {key: value for key, value in named if key.startswith("mtp_layers.")}
+    config.save_pretrained(GOLDEN / "mtp_speculators")
+    (GOLDEN / "mtp_speculators" / "config.py").unlink(missing_ok=True)
+    said = json.loads((GOLDEN / "mtp_speculators" / "config.json").read_text(encoding="utf-8"))
+    save("mtp_speculators", said, weights, expected)
+
+
+def mimo() -> None:
+    """Write a module as MiMo's checkpoints have it, beside a layer of their base."""
+    from mimo.modeling_mimo import MiMoMTPLayers
+
+    torch.manual_seed(4)
+    config = Qwen2Config(**SHAPE, **EAGER)
+    module, rotary = MiMoMTPLayers(config).double().eval(), Qwen2RotaryEmbedding(config)
+    randomise(module)
+    given = inputs()
+
+    def layer(embedded: Tensor, hidden: Tensor, at: Tensor, mask: Tensor, cache: Any) -> Tensor:
+        angles = rotary(hidden, at)
+        return module(embedded, hidden, mask, at, cache, position_embeddings=angles)
+
+    with torch.no_grad():
+        expected = given | draft(layer, given)
+    weights = {f"model.mtp_layers.0.{name}": value for name, value in module.state_dict().items()}
+    weights["model.norm.weight"] = torch.ones(SHAPE["hidden_size"])
+    said = SHAPE | {"architectures": ["MiMoForCausalLM"], "model_type": "mimo"}
+    said |= {"num_nextn_predict_layers": 1, "attention_bias": True, "rope_theta": 10000.0}
+    save("mtp_mimo", {**said, "hidden_act": "silu"}, weights, expected)
+
+
+def deepseek() -> None:
+    """Write a module by DeepSeek-V3's names, of a dense layer; its code is transformers' own."""
+    torch.manual_seed(5)
+    rope = {"rope_theta": 20000.0, "rope_type": "default"}
+    config = LlamaConfig(**SHAPE, **EAGER, rope_parameters=rope)
+    module = MtpLayer(config, LlamaDecoderLayer, LlamaRMSNorm, 0).double().eval()
+    rotary = LlamaRotaryEmbedding(config)
+    randomise(module)
+    given = inputs()
+
+    def layer(embedded: Tensor, hidden: Tensor, at: Tensor, mask: Tensor, cache: Any) -> Tensor:
+        return module(embedded, hidden, rotary(hidden, at), mask, at, cache)
+
+    with torch.no_grad():
+        expected = given | draft(layer, given)
+    weights = {"model.norm.weight": torch.ones(SHAPE["hidden_size"])}
+    for name, value in module.state_dict().items():
+        own = name.removeprefix("mtp_block.").replace("post_norm.", "shared_head.norm.")
+        weights[f"model.layers.2.{own}"] = value
+    weights["model.layers.2.embed_tokens.weight"] = given["in.embedding"]
+    weights["model.layers.2.shared_head.head.weight"] = given["in.projection"]
+    said = SHAPE | {"num_nextn_predict_layers": 1, "rope_theta": 20000.0}
+    save("mtp_deepseek", {**said, "hidden_act": "silu"}, weights, expected)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    sys.path.insert(0, str(parser.parse_args().folder))
+    SINGLE = torch.float32
+    torch.set_default_dtype(torch.float64)
+    torch.float32 = torch.float = torch.float64
+    torch.Tensor.float = torch.Tensor.double
+    speculators()
+    mimo()
+    deepseek()

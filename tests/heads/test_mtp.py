@@ -1,0 +1,265 @@
+"""MTP: other projects' own numbers, bases' own modules, and training that is drafting."""
+
+import itertools
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from specheads.base.model import FrozenBase
+from specheads.core.drafter import Features
+from specheads.core.features import Committed
+from specheads.heads.kinds import mtp
+from specheads.heads.load import build, build_for, load_head, resume_head
+from specheads.training.losses.depth_loss import depth_shares
+from tests import tiny
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+CASES = ["mtp_speculators", "mtp_mimo", "mtp_deepseek"]
+FIRST = 5
+"""Positions that the first of two drafts has seen."""
+
+QWEN3_NEXT = {
+    "input_proj": "fc",
+    "token_layernorm": "pre_fc_norm_embedding",
+    "hidden_layernorm": "pre_fc_norm_hidden",
+    "final_layernorm": "norm",
+}
+
+
+@pytest.fixture
+def in_float64() -> Iterator[None]:
+    """Have rotary angles in float64 too."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def loaded(folder: Path) -> mtp.Head:
+    head = load_head(folder)
+    assert isinstance(head, mtp.Head)
+    return head
+
+
+def case(name: str) -> tuple[mtp.Head, dict[str, Tensor]]:
+    head, golden = loaded(GOLDEN / name), load_file(GOLDEN / name / "expected.safetensors")
+    head.double().bind(golden["in.embedding"], golden["in.projection"])
+    return head, golden
+
+
+def close(found: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-9)
+
+
+def random(base: FrozenBase, **settings) -> mtp.Head:
+    """Return a head whose every tensor is random, in float64."""
+    torch.manual_seed(1)
+    head = build_for({"kind": "mtp", **settings}, base).double().eval()
+    assert isinstance(head, mtp.Head)
+    for parameter in head.parameters():
+        parameter.data += 0.2 * torch.randn_like(parameter)
+    return head
+
+
+@pytest.mark.usefixtures("in_float64")
+@pytest.mark.parametrize("name", CASES)
+def test_a_public_module_drafts_as_its_project_s_layer_does(name: str):
+    """Two drafts from one memory: of the first positions, and of all."""
+    head, golden = case(name)
+    hidden, tokens = golden["in.hidden"], golden["in.tokens"]
+    memory = head.memory(2, capacity=32)
+    for step, (start, end) in enumerate(itertools.pairwise((0, FIRST, hidden.shape[1]))):
+        read, following = Features(hidden[:, start:end]), tokens[:, start + 1 : end + 1]
+        count = torch.full((2,), end - start)
+        logits, state = head.begin(Committed(read, following, count), memory)
+        said = golden[f"out.drafted.{step}"]
+        for level, wanted in enumerate(golden[f"out.draft_logits.{step}"].unbind(1)):
+            close(logits[:, 0], wanted)
+            assert torch.equal(logits.argmax(-1)[:, 0], said[:, level])
+            node = said[:, level : level + 1]
+            logits, state = head.extend(state, node, torch.zeros_like(node))
+    assert golden["out.drafted.0"].shape[1] == head.depth == 3
+
+
+@pytest.mark.usefixtures("in_float64")
+@pytest.mark.parametrize("name", CASES)
+def test_training_in_one_pass_gives_what_a_project_s_layer_drafts_step_by_step(name: str):
+    head, golden = case(name)
+    time = golden["in.hidden"].shape[1]
+    for step, end in enumerate((FIRST, time)):
+        # what it drafted stands in the place of the text
+        text = torch.cat([golden["in.tokens"][:, : end + 1], golden[f"out.drafted.{step}"]], dim=1)
+        padded = torch.nn.functional.pad(golden["in.hidden"][:, :end], (0, 0, 0, 4))
+        for level, state in enumerate(head.states(Features(padded), text)):
+            logits = head.logits(state[:, end - 1], level)
+            close(logits, golden[f"out.draft_logits.{step}"][:, level])
+
+
+@pytest.mark.usefixtures("in_float64")
+def test_the_first_round_of_training_is_speculators_own():
+    head, golden = case("mtp_speculators")
+    state = next(head.states(Features(golden["in.hidden"]), golden["in.tokens"][:, :-1]))
+    known = golden["out.logits"]
+    assert known.shape[1] == 9
+    close(head.logits(state, 0)[:, : known.shape[1]], known)
+
+
+def test_decay_is_fastmtp_s_weights_of_the_levels_but_for_their_sum():
+    wanted = load_file(GOLDEN / "mtp_speculators" / "expected.safetensors")["out.step_weights"]
+    ours = torch.tensor(depth_shares(3, 0.6, ()), dtype=wanted.dtype)
+    close(ours / ours.sum(), wanted)
+
+
+@pytest.mark.parametrize(
+    ("name", "hidden_first", "qk_norm", "bias", "theta"),
+    [
+        ("mtp_speculators", False, True, False, 10_000.0),
+        ("mtp_mimo", True, False, True, 10_000.0),
+        ("mtp_deepseek", False, False, False, 20_000.0),
+    ],
+)
+def test_settings_are_read_from_the_checkpoint(
+    name: str, hidden_first: bool, qk_norm: bool, bias: bool, theta: float
+):
+    head = loaded(GOLDEN / name)
+    config = head.config
+    assert (config.hidden_first, config.qk_norm, config.attention_bias) == (
+        hidden_first,
+        qk_norm,
+        bias,
+    )
+    assert (config.attention_heads, config.key_value_heads, config.head_dim) == (4, 2, 8)
+    assert (config.rope_theta, config.inner_dim, config.epsilon) == (theta, 40, 1e-6)
+    assert (head.width, head.vocab_size, head.drafted_size) == (32, 61, 61)
+
+
+def edited(
+    name: str,
+    folder: Path,
+    rename: Callable[[str], str] = str,
+    more: dict[str, Tensor] | None = None,
+) -> dict[str, Tensor]:
+    """Copy a checkpoint with other names, and more tensors; return what it then has."""
+    shutil.copytree(GOLDEN / name, folder, dirs_exist_ok=True)
+    whole = load_file(folder / "model.safetensors")
+    whole = {rename(key): value for key, value in whole.items()} | (more or {})
+    save_file(whole, folder / "model.safetensors")
+    return whole
+
+
+def test_a_module_by_qwen3_next_s_names_is_read(tmp_path: Path):
+    def rename(name: str) -> str:
+        own = name.removeprefix("mtp_layers.0.")
+        part = own.removesuffix(".weight")
+        return f"mtp.{QWEN3_NEXT[part]}.weight" if part in QWEN3_NEXT else f"mtp.layers.0.{own}"
+
+    assert "mtp.layers.0.mlp.up_proj.weight" in edited("mtp_speculators", tmp_path, rename)
+    config = json.loads((GOLDEN / "mtp_speculators" / "config.json").read_text())
+    inner = config["transformer_layer_config"]
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": inner}))
+    ours, theirs = loaded(tmp_path), loaded(GOLDEN / "mtp_speculators")
+    assert ours.config == theirs.config
+    for name, value in theirs.state_dict().items():
+        assert torch.equal(value, ours.state_dict()[name]), name
+
+
+def test_a_base_s_own_module_is_trained_further_on_it():
+    """What `init=` does; the base is lent in place of the copies in the checkpoint."""
+    base = tiny.base("llama", dtype=torch.float32)
+    head = resume_head(GOLDEN / "mtp_deepseek", base, "mtp")
+    assert isinstance(head, mtp.Head)
+    assert head.lent().data_ptr() == base.projection.scaled_weight.data_ptr()
+    assert not any("embed" in name or "head" in name for name in head.state_dict())
+    assert head.base_fingerprint
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        ("model.layers.2.mlp.experts.0.up_proj.weight", "a dense Llama layer, this one has exp"),
+        ("model.layers.2.mlp.shared_experts.up_proj.weight", "this one has experts"),
+        ("model.layers.2.self_attn.kv_a_proj_with_mqa.weight", "this one has latent attention"),
+        ("model.layers.3.eh_proj.weight", r"has 2: model\.layers\.2\., model\.layers\.3\.;"),
+        ("model.layers.2.input_layernorm.bias", "which this head does not use"),
+        ("model.layers.2.self_attn.q_proj.weight", "this one has gated attention"),
+    ],
+)
+def test_modules_of_another_make_are_refused_in_one_line(tensor: str, message: str, tmp_path: Path):
+    edited("mtp_deepseek", tmp_path, more={tensor: torch.zeros(64, 32)})
+    with pytest.raises(ValueError, match=message) as refused:
+        load_head(tmp_path)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act='silu', this one has 'gelu'"),
+        ({"use_sliding_window": True}, "use_sliding_window=False, this one has True"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.25}}, "partial_rotary_factor=1"),
+        ({"num_attention_heads": 0}, "describe no head: ZeroDivisionError"),
+    ],
+)
+def test_settings_that_nothing_reads_are_refused(change: dict, message: str, tmp_path: Path):
+    edited("mtp_mimo", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | change
+    config.pop("head_dim")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=message):
+        load_head(tmp_path)
+
+
+def test_blocks_drafted_from_ragged_rows_are_those_of_training():
+    base = tiny.base("llama")
+    head = random(base, depth=4, qk_norm=True)
+    tokens = torch.randint(base.vocab_size, (3, 16), generator=torch.manual_seed(5))
+    read, at = base.read(tokens), torch.tensor([0, 10, 4])
+    wanted = [
+        head.logits(state[torch.arange(3), at], level)
+        for level, state in enumerate(head.states(read, tokens))
+    ]
+    # what lies behind a row's last position must not be seen
+    behind = torch.arange(11) > at[:, None]
+    committed = Features(read.hidden[:, :11].masked_fill(behind[..., None], 9.0))
+    logits, state = head.begin(Committed(committed, tokens[:, 1:12], at + 1), head.memory(3, 32))
+    for level in range(head.depth):
+        torch.testing.assert_close(logits[:, 0], wanted[level], rtol=0, atol=1e-12)
+        node = tokens.gather(1, at[:, None] + 2 + level)
+        logits, state = head.extend(state, node, torch.zeros_like(node))
+
+
+def test_rows_scattered_in_one_cache_draft_as_if_each_had_its_own():
+    base = tiny.base("llama")
+    head = random(base)
+    tokens = torch.randint(base.vocab_size, (2, 13), generator=torch.manual_seed(3))
+    read = base.read(tokens)
+    own, cache = head.memory(2, 32), head.memory(1, 64)
+    places = torch.randperm(64, generator=torch.manual_seed(4)).view(2, 32)
+    lengths = torch.zeros(2, dtype=torch.long)
+    for counts in ([5, 2], [1, 4]):
+        count = torch.tensor(counts)
+        at = lengths[:, None] + torch.arange(max(counts))
+        committed = Committed(read.at(at), tokens.gather(1, at + 1), count)
+        wanted, mine = head.begin(committed, own)
+        found, other = head.begin(committed, cache.scatter(places, lengths))
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+        node, parent = torch.tensor([[3], [9]]), torch.zeros(2, 1, dtype=torch.long)
+        wanted, found = (head.extend(one, node, parent)[0] for one in (mine, other))
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+        lengths = lengths + count
+
+
+def test_one_layer_serves_all_levels_and_the_base_s_projection_is_not_its_own():
+    base = tiny.base("llama")
+    shallow, deep = (random(base, depth=depth) for depth in (1, 5))
+    assert {*shallow.state_dict()} == {*deep.state_dict()}
+    head = build({"kind": "mtp"}, width=16, vocab_size=11)
+    with pytest.raises(ValueError, match="load the head with it"):
+        head.projection(0)
+    with pytest.raises(ValueError, match="load the head with its base"):
+        next(head.states(Features(torch.zeros(1, 9, 16)), torch.zeros(1, 9, dtype=torch.long)))
