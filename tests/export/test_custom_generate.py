@@ -38,11 +38,11 @@ from specheads.export.plugins.hub_generate import hub_files, three_lines
 from specheads.heads.load import build, load_head
 from specheads.measure.oracle import Oracle
 from tests import tiny
-from tests.tuned import tree, tuned
 from tests.decoding.test_detokenize import tokenizer
 from tests.export.hub_server import HubServer
 from tests.heads.test_heads import KINDS, make
 from tests.test_wheel import ROOT, installed, run, wheel
+from tests.tuned import tree, tuned
 
 __all__ = ["wheel"]
 
