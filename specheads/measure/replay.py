@@ -56,7 +56,7 @@ def replay(
     The first token comes from reading the prompt and is no forward. Where `room` tokens are
     left to say after the root, a forward gives at most that many, the last of them always the
     base's own, so at most `room - 1` drafts count as accepted: `measure.online` counts alike.
-    With `copies` the copied path is joined to the tree as `baselines.hybrid` does it.
+    With `copies` the copied path is joined to the tree as `trees.hybrid` does it.
 
     Equal to the last integer where the arithmetic is: reading a text at once and token by
     token round differently, so a tie between the two best guesses may fall the other way.

@@ -42,6 +42,7 @@ from tests.decoding.test_detokenize import tokenizer
 from tests.export.hub_server import HubServer
 from tests.heads.test_heads import KINDS, make
 from tests.test_wheel import ROOT, installed, run, wheel
+from tests.tuned import tree, tuned
 
 __all__ = ["wheel"]
 
@@ -103,6 +104,12 @@ def speculated(
 def test_greedy_output_is_that_of_generate_for_every_head(kind: str, inputs: dict[str, Tensor]):
     ends = {"eos_token_id": said_by_row(0, 4), "max_new_tokens": 7}
     assert torch.equal(speculated(inputs, small_head(kind), TREE, **ends), plain(inputs, **ends))
+
+
+def test_greedy_output_is_that_of_generate_for_a_head_that_was_tuned_to_copy_text():
+    head = small_head()
+    head.tuned = tuned(tree(copied=4))
+    assert torch.equal(speculated(BATCH, head), plain(BATCH))
 
 
 @pytest.mark.parametrize("architecture", [name for name in tiny.ARCHITECTURES if name != "llama"])
