@@ -125,6 +125,7 @@ engines: list[Ours] = []
 order: list[int] = []
 
 
+@pytest.mark.slow
 def test_a_run_asks_counts_replays_and_writes(script, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(script, "Engine", Ours)
     engines.clear()
