@@ -199,8 +199,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     named = (one.partition("=") for one in options.sets)
     options.sets = {name: file or name for name, _, file in named}
-    if options.limit < max(options.batch):
-        parser.error(f"--limit must fill a batch of {max(options.batch)}, got {options.limit}")
     return options
 
 
@@ -220,7 +218,10 @@ def first_turns(base: FrozenBase, name: str, source: str, options: argparse.Name
         file = Path(folder) / f"{name}.jsonl"
         file.write_text("\n".join(rows), encoding="utf-8")
         tokenizer: Any = base.tokenizer
-        return load_prompts(str(file), tokenizer, num_prompts=options.limit)
+        drawn = load_prompts(str(file), tokenizer, num_prompts=options.limit)
+    if len(drawn.prompts) < (most := max(options.batch)):
+        raise SystemExit(f"error: {name} must fill a batch of {most}, got {len(drawn.prompts)}")
+    return drawn
 
 
 def _started(

@@ -125,6 +125,7 @@ engines: list[Ours] = []
 order: list[int] = []
 
 
+@pytest.mark.slow
 def test_a_run_asks_counts_replays_and_writes(script, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(script, "Engine", Ours)
     engines.clear()
@@ -181,7 +182,7 @@ def test_plain_prompts_are_said_by_a_user_and_mt_bench_is_eight_categories(scrip
     tokenizer.chat_template = (
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
     )
-    base, options = SimpleNamespace(tokenizer=tokenizer), SimpleNamespace(limit=5)
+    base, options = SimpleNamespace(tokenizer=tokenizer), SimpleNamespace(limit=5, batch=[1])
     rows = [
         {"question": "how many?", "category": "math"},
         {"turns": ["say it", "and again"], "category": "writing"},
@@ -222,7 +223,8 @@ def test_speed_is_paired_and_for_as_many_tokens(script):
     assert gain.interval == (2, 2)
 
 
-def test_a_set_that_fills_no_batch_is_refused(script, capsys):
-    with pytest.raises(SystemExit):
-        script.main(shlex.split("--head h --sets humaneval --limit 4 --batch 1,8"))
-    assert "--limit must fill a batch of 8, got 4" in capsys.readouterr().err
+def test_a_set_that_fills_no_batch_is_refused(script, tmp_path):
+    base = SimpleNamespace(tokenizer=AutoTokenizer.from_pretrained(BASE))
+    options = SimpleNamespace(limit=3, batch=[1, 8])
+    with pytest.raises(SystemExit, match="said must fill a batch of 8, got 3"):
+        script.first_turns(base, "said", str(prompts_file(tmp_path)), options)
