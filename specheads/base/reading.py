@@ -1,5 +1,6 @@
 """Reading what belongs to a base: what is wrong is told by name, in one line."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from textwrap import shorten
@@ -12,6 +13,10 @@ from specheads.core.errors import InputError
 
 ANEW = "name another, or write the folder anew with save_pretrained"
 MENDED = "mend config.json, or write both anew with save_pretrained"
+
+BESIDE = re.compile(r"(model\.)?mtp(_layers\.\d+)?\.")
+"""Names in a module for multi-token prediction, which a base may come with and has no place for: a
+head of kind `mtp` is read from it (heads/mtp_folders.py)."""
 
 
 @contextmanager
@@ -46,9 +51,10 @@ def reason(error: Exception) -> str:
 def refuse_unwhole(source: str, told: dict[str, Any], remedy: str = MENDED) -> None:
     """Refuse weights that are not those of the settings: what is lacking would be random."""
     shapes = [f"{name} of {[*has]} for {[*wants]}" for name, has, wants in told["mismatched_keys"]]
+    unexpected = sorted(told["unexpected_keys"])
     parts = {
         "lack": sorted(told["missing_keys"]),
-        "have too much with": sorted(told["unexpected_keys"]),
+        "have too much with": [name for name in unexpected if not BESIDE.match(name)],
         "have in another shape": sorted(shapes),
     }
     if strange := {what: names for what, names in parts.items() if names}:

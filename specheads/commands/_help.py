@@ -12,7 +12,10 @@ from specheads import config
 from specheads.commands import _compose
 from specheads.config import ranges, validation
 
-KINDS = Path(__file__).parents[1] / "heads" / "kinds"
+ROOT = Path(__file__).parents[2]
+"""Folder of the package, below which modules lie by their names."""
+
+KINDS = ROOT / "specheads" / "heads" / "kinds"
 
 Line = tuple[str, str, str, str]
 """A setting's full name, what it may be, its default and what it is."""
@@ -90,16 +93,28 @@ def _about(body: Any) -> dict[str, str]:
 def _heads() -> Iterator[Line]:
     """Yield the settings of every kind of head, from its file: importing one loads torch."""
     for file in sorted(KINDS.glob("[!_]*.py")):
-        module = ast.parse(file.read_text(encoding="utf-8"))
-        kind = next(one for one in module.body if getattr(one, "name", "") == "Config")
-        about = _about(kind)
-        assert isinstance(kind, ast.ClassDef)
-        for item in kind.body:
-            if isinstance(item, ast.AnnAssign):
-                name = ast.unparse(item.target)
-                default = ast.unparse(item.value) if item.value else ""
-                label = f"head.{name} (head={file.stem})"
-                yield label, _words(item.annotation), default, about.get(name, "")
+        for name, line in _written(file, "Config").items():
+            yield f"head.{name} (head={file.stem})", *line
+
+
+def _written(file: Path, name: str) -> dict[str, tuple[str, str, str]]:
+    """Return the settings of a class, those it inherits first, from the files of both."""
+    module = ast.parse(file.read_text(encoding="utf-8"))
+    kind = next(one for one in module.body if getattr(one, "name", "") == name)
+    assert isinstance(kind, ast.ClassDef)
+    found: dict[str, tuple[str, str, str]] = {}
+    for base in map(ast.unparse, kind.bases):
+        imports = (one for one in module.body if isinstance(one, ast.ImportFrom) and one.module)
+        source = next(one for one in imports if base in {alias.name for alias in one.names})
+        place = ROOT.joinpath(*str(source.module).split("."))
+        found |= _written(place.with_suffix(".py"), base)
+    about = _about(kind)
+    for item in kind.body:
+        if isinstance(item, ast.AnnAssign):
+            setting = ast.unparse(item.target)
+            default = ast.unparse(item.value) if item.value else ""
+            found[setting] = _words(item.annotation), default, about.get(setting, "")
+    return found
 
 
 def _words(annotation: ast.expr) -> str:

@@ -82,7 +82,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
 }
 NATIVE = ("eagle3", "eagle3.1", "p_eagle")
-STEPS = {"eagle3": 60, "eagle3.1": 60, "p_eagle": 150, "dflash": 150, "dspark": 150}
+STEPS = {"eagle3": 60, "eagle3.1": 60, "p_eagle": 150, "mtp": 100, "dflash": 150, "dspark": 150}
 """How long heads that learn slowly are trained."""
 QUIET = {
     "HF_HUB_OFFLINE": "1",

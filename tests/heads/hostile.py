@@ -28,6 +28,7 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 PUBLIC = (
     *("medusa_heads", "mlp_speculator_untied", "mlp_speculator_tied_scaled", "redrafter_rnn"),
     *("redrafter_sum", "hydra_mlp", "hydra_prefix_mlp", "eagle3_chain", "eagle3_speculators_ttt"),
+    *("mtp_mimo", "mtp_speculators"),
 )
 VALUES: list[Any] = [
     *(None, True, False, -1, 0, 1, 2, 7, 64, 65, 2**31, 10**18, 10**30, 1.5, -0.5, 1e308),

@@ -14,6 +14,7 @@ from torch import Tensor
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Features
 from specheads.core.features import Committed
+from specheads.decoding.generate import generate
 from specheads.heads.kinds import mtp
 from specheads.heads.load import build, build_for, load_head, resume_head
 from specheads.training.losses.depth_loss import depth_shares
@@ -263,3 +264,25 @@ def test_one_layer_serves_all_levels_and_the_base_s_projection_is_not_its_own():
         head.projection(0)
     with pytest.raises(ValueError, match="load the head with its base"):
         next(head.states(Features(torch.zeros(1, 9, 16)), torch.zeros(1, 9, dtype=torch.long)))
+
+
+def test_a_base_and_the_head_that_it_comes_with_are_read_from_one_folder(tmp_path: Path):
+    """The base passes over the module, and `init=` takes it."""
+    folder = tiny.saved(tmp_path)
+    base = FrozenBase.load(folder, dtype="float64", device="cpu")
+    shape = {"attention_heads": 4, "key_value_heads": 2, "head_dim": 8, "inner_dim": 48}
+    own = random(base, hidden_first=True, **shape).float()
+    parts = {"layer.eh_proj": "input_proj", "norm": "final_layernorm"}
+    parts |= {"layer.enorm": "token_layernorm", "layer.hnorm": "hidden_layernorm"}
+    module = {}
+    for name, value in own.state_dict().items():
+        part = parts.get(name.removesuffix(".weight"))
+        public = f"{part}.weight" if part else name.removeprefix("layer.mtp_block.")
+        module[f"model.mtp_layers.0.{public}"] = value
+    save_file(load_file(folder / "model.safetensors") | module, folder / "model.safetensors")
+    again = FrozenBase.load(folder, dtype="float64", device="cpu")
+    head = resume_head(folder, again, "mtp")
+    for name, value in own.state_dict().items():
+        assert torch.equal(value, head.state_dict()[name]), name
+    said = generate(again, head.double().eval(), tiny.prompts(), max_new_tokens=12)
+    assert said.tokens == generate(base, None, tiny.prompts(), max_new_tokens=12).tokens

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from specheads.core.drafter import Committed, Features, State
 from specheads.core.errors import InputError
 from specheads.heads.layers.attention import Attention, AttentionShape, GatedMlp, Slots
+from specheads.heads.layers.block_config import BlockConfig
 from specheads.heads.layers.embedding import BorrowingHead
 from specheads.heads.layers.norm import RMSNorm
 
@@ -73,7 +73,7 @@ class BlockHead(BorrowingHead):
     the anchor. The base's own projection, never trained, turns slots into logits.
     """
 
-    def __init__(self, config: Any, width: int, vocab_size: int) -> None:
+    def __init__(self, config: BlockConfig, width: int, vocab_size: int) -> None:
         super().__init__(config, width, vocab_size)
         self.depth, self.num_anchors = config.depth, config.num_anchors
         self.aux_layers = tuple(config.aux_layers)
