@@ -160,16 +160,16 @@ def export(
     engine_module(settings.engine)
     if not settings.out:
         raise InputError("an export needs a folder of its own: add out=FOLDER")
-    prompts = "python_stdlib"
+    prompts, corpus = "python_stdlib", None
     if settings.run:
         made, trained = own(settings, words)
         made.refuse_unfinished("exported")
-        base, prompts = base or load_base(trained), trained.evaluation.prompts
+        base, prompts, corpus = base or load_base(trained), trained.evaluation.prompts, trained.data
         if made.adapter.is_dir() and base.adapter != str(made.adapter):
             base.merge(made.adapter)
         head = load_head(made.head, base)
     base, head = objects(settings, base, head, "export")
-    texts = gate_texts(base, head, settings, settings.prompts or prompts)
+    texts = gate_texts(base, head, settings, settings.prompts or prompts, corpus)
     serve, parity = export_head(head, base, settings.engine, Path(settings.out), texts)
     return Exported(Path(settings.out), serve, parity)
 

@@ -10,7 +10,7 @@ from typing import Any
 from safetensors.torch import save_file
 
 from specheads.base.model import FrozenBase
-from specheads.config import Export
+from specheads.config import Data, Export
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.core.paths import writable_folder
@@ -65,8 +65,13 @@ def export_head(
     return folder.serve, parity
 
 
-def gate_texts(base: FrozenBase, head: Head, settings: Export, prompts: str) -> list[Text]:
-    """Return prompts, by name or from a .jsonl file, and what the base alone writes after each."""
+def gate_texts(
+    base: FrozenBase, head: Head, settings: Export, prompts: str, corpus: Data | None = None
+) -> list[Text]:
+    """Return prompts, by name or from a .jsonl file, and what the base alone writes after each.
+
+    The prompts `held_out` are those of the `corpus`.
+    """
     if settings.out:
         # told before the base writes texts
         writable_folder(settings.out)
@@ -79,7 +84,11 @@ def gate_texts(base: FrozenBase, head: Head, settings: Export, prompts: str) -> 
             f"{needed}, got {settings.num_prompts}, {length} and {settings.new_tokens}"
         )
     found = load_prompts(
-        prompts, base.tokenizer, num_prompts=settings.num_prompts, prompt_tokens=length
+        prompts,
+        base.tokenizer,
+        num_prompts=settings.num_prompts,
+        prompt_tokens=length,
+        corpus=corpus,
     )
     tokens = [prompt.tokens[:length] for prompt in found.prompts]
     # the gate needs text of some length, and not that it makes sense

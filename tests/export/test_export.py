@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from specheads.base.model import FrozenBase
-from specheads.config import Base, Export
+from specheads.config import Base, Data, Export
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.decoding.generate import generate
@@ -469,6 +469,19 @@ def test_a_folder_that_cannot_be_written_is_refused_before_any_work(
             attempt()
         assert "\n" not in str(caught.value)
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_the_gate_reads_what_was_held_out_of_a_run_s_own_text(tmp_path: Path):
+    base = FrozenBase.load(tiny.saved(tmp_path / "base"), device="cpu")
+    rows = [{"text": f"{number} is followed by {number + 1}; " * 20} for number in range(80)]
+    (tmp_path / "text.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    data = Data(source="jsonl", path=str(tmp_path / "text.jsonl"))
+    settings = Export(base=Base(model=""), num_prompts=2, prompt_tokens=16, new_tokens=8)
+    head = make("medusa", base)
+    texts = gate_texts(base, head, settings, "held_out", data)
+    assert [(len(prompt), len(said)) for prompt, said in texts] == [(16, 8), (16, 8)]
+    with pytest.raises(InputError, match="prompts=held_out are those of a run's data"):
+        gate_texts(base, head, settings, "held_out")
 
 
 def test_engines_are_told_to_draft_as_many_tokens_as_the_tuned_tree_is_deep():
