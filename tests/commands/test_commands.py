@@ -68,7 +68,7 @@ def test_a_run_directory_holds_what_the_contract_names(finished: tuple[Path, str
         "provenance.json", "report", "text",
     ]  # fmt: skip
     assert sorted(item.name for item in run.head.iterdir()) == [
-        "README.md", "config.json", "model.safetensors", "tuned.json",
+        "README.md", "config.json", "model.safetensors",
     ]  # fmt: skip
     assert {"results.json", "report.html", "acceptance.png", "loss.png", "speed.png"} <= {
         item.name for item in run.report.iterdir()
@@ -93,23 +93,6 @@ def test_results_are_lossless_and_replay_equals_decoding(finished: tuple[Path, s
     assert [row["phase"] for row in results["phases"]] == ["corpus", "distilled"]
     assert results["prompts"]["count"] == 2
     assert results["speed"]["base_tokens_per_second"] > 0
-
-
-def test_the_evaluation_of_a_run_chose_how_its_head_drafts_on_this_machine(
-    finished: tuple[Path, str],
-):
-    run = finished[0] / "runs/smoke"
-    results = json.loads((run / "report/results.json").read_text())
-    tuned = json.loads((run / "head/tuned.json").read_text())
-    timed = results["tree_candidates"]
-    assert [one["tree"] for one in timed] == [one["tree"] for one in tuned["tried"]]
-    assert (timed[0]["tree"], timed[0]["speedup"]) == ("none", 1.0)
-    (chosen,) = [one for one in timed if one["chosen"]]
-    assert chosen["speedup"] == max(one["speedup"] for one in timed)
-    assert chosen["num_nodes"] == results["settings"]["num_nodes"]
-    (tree,) = tuned["trees"]
-    assert tree["predicted_speedup"] == chosen["speedup"]
-    assert tree["batch"] == results["settings"]["batch_size"]
 
 
 def test_the_console_ends_with_where_the_report_lies(finished: tuple[Path, str]):
@@ -436,7 +419,6 @@ def test_tune_writes_the_head_s_trees_which_decoding_and_evaluation_take(
     finished: tuple[Path, str], here: Callable[..., None], capsys: Any, tmp_path: Path
 ):
     folder = finished[0] / "runs" / "smoke" / "head"
-    before = (folder / "tuned.json").read_bytes()
     small = ["max_nodes=6", "batch_sizes=[1]", "contexts=[24]", "num_prompts=4", "new_tokens=12"]
     try:
         here("tune", "run=runs/smoke", *small)
@@ -464,7 +446,7 @@ def test_tune_writes_the_head_s_trees_which_decoding_and_evaluation_take(
         assert (settings["copied_tokens"], settings["num_nodes"]) == (4, 7)
         assert results["offline"]["per_depth"] == results["online"]["per_depth"]
     finally:
-        (folder / "tuned.json").write_bytes(before)
+        (folder / "tuned.json").unlink(missing_ok=True)
 
 
 def test_compare_above_temperature_zero_has_the_head_draft_in_three_ways(

@@ -49,6 +49,25 @@ def test_training_returns_the_run_and_announces_where_the_head_lies(
     assert results.lossless.identical == 2
 
 
+def test_training_that_ends_with_an_evaluation_leaves_how_the_head_drafts_on_this_machine(
+    run: tuple[RunDirectory, list[str]], base: specheads.FrozenBase, tmp_path: Path
+):
+    assert not (run[0].head / "tuned.json").exists()
+    few = [*SHORT, f"run_dir={tmp_path / 'run'}", "tree=tuned", "evaluation.tune_prompts=2"]
+    made = specheads.train("smoke", [*few, "mode=offline"], base=base)
+    results = json.loads((made.report / "results.json").read_text())
+    tuned = json.loads((made.head / "tuned.json").read_text())
+    timed = results["tree_candidates"]
+    assert [one["tree"] for one in timed] == [one["tree"] for one in tuned["tried"]]
+    assert (timed[0]["tree"], timed[0]["speedup"]) == ("none", 1.0)
+    (chosen,) = [one for one in timed if one["chosen"]]
+    assert chosen["speedup"] == max(one["speedup"] for one in timed)
+    assert chosen["num_nodes"] == results["settings"]["num_nodes"]
+    (tree,) = tuned["trees"]
+    assert (tree["predicted_speedup"], tree["batch"]) == (chosen["speedup"], 1)
+    assert specheads.load_head(made.head, base).tuned.trees[0].kind == tree["kind"]
+
+
 def test_no_absolute_path_of_the_machine_stands_in_results_or_card(
     run: tuple[RunDirectory, list[str]],
 ):
