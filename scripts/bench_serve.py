@@ -41,9 +41,10 @@ from specheads.export.write import export_head
 from specheads.heads.load import load_head
 from specheads.measure.counts import DepthCounts, bootstrap_interval, rate
 from specheads.measure.how import How
-from specheads.measure.offline import guess_ranks, replay
+from specheads.measure.offline import guess_ranks
 from specheads.measure.online import write_alone
 from specheads.measure.rates import Gain, Interval, Rate
+from specheads.measure.replay import replay
 from specheads.measure.store import dumps
 from specheads.runs.progress import bar
 from specheads.runs.provenance import Provenance, nearby, provenance

@@ -202,9 +202,9 @@ class Phase:
     learns faster in the same time."""
 
     answers_only: bool = True
-    """Whether the loss covers only what the base wrote, or in conversations the answers. False covers
-    what was read before them too, where a loss follows the base's own probabilities as well: more
-    is learned from each token that the base reads."""
+    """Whether the loss covers only what the base wrote, or in conversations the answers. False
+    covers what was read before them too: a loss that follows the base's own probabilities learns
+    there as well, more from each token that the base reads."""
 
     distill: Distill | None = None
     """How distilled text is written; only for text=distilled."""
