@@ -55,6 +55,7 @@ READ = {
         ("inner_dim", "state", "tie_weights", "scale_input"),
     ),
     "hydra_heads": (plugin.hydra_heads, ("num_layers", "prefix", *ATTENTION)),
+    "mtp": (plugin.mtp, (*ATTENTION, *MTP)),
     "redrafter": (plugin.redrafter, ("num_layers", "exit_dim", "rnn")),
 }
 """Our own layout's readers, and the settings they know: each in every value."""
@@ -68,13 +69,6 @@ LAYOUTS = {
         f"natively, {NOTE}",
         _eagle3.hidden_layers_only,
         "aux_layers below the last layer",
-    ),
-    "mtp": Layout(
-        write_plugin,
-        plugin.mtp,
-        all_of("draft_tokens", *ATTENTION, *MTP),
-        "layout",
-        "plug-in, which was run with other kinds",
     ),
     **{
         kind: Layout(write_plugin, read, all_of("draft_tokens", *names), "run", f"plug-in, {NOTE}")
