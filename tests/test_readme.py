@@ -93,7 +93,10 @@ def test_a_command_is_one_of_ours_and_composes(call: tuple[str, ...]):
         assert getattr(settings, "run", "") or several or alone
 
 
-@pytest.mark.parametrize("call", [call for call in CALLS if call[0] == "train" and call[1:]], ids=" ".join)
+TRAININGS = [call for call in CALLS if call[0] == "train" and call[1:]]
+
+
+@pytest.mark.parametrize("call", TRAININGS, ids=" ".join)
 def test_a_command_s_head_takes_its_settings(call: tuple[str, ...]):
     _compose.register()
     folder = str(config.data_dir("configs"))
