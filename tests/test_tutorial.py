@@ -106,7 +106,7 @@ def test_it_leaves_out_no_command_of_the_way_from_a_model_to_a_server():
     named = [words[1] for line in lines() if (words := line.split())[0] == "specheads"]
     way = ["train", "train", "distill", "train", "tune", "evaluate", "compare", "chat", "export"]
     assert named == [*way, "export", "push"]
-    assert next(line.split()[1] for line in lines() if line.startswith("vllm")) == "$BASE"
+    assert next(line.split()[2] for line in lines() if line.startswith("vllm")) == "$BASE"
 
 
 def test_every_number_of_its_table_stands_where_it_is_said_to_come_from():
