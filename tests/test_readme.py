@@ -76,8 +76,8 @@ def test_a_command_is_one_of_ours_and_composes(call: tuple[str, ...]):
     if not overrides:
         # a page speaks of the command and calls it with nothing
         return
-    if name == "train":
-        (settings,) = _compose.from_command_line("train", _compose.lengthen("train", overrides))
+    if name in ("train", "distill"):
+        (settings,) = _compose.from_command_line(name, _compose.lengthen(name, overrides))
         assert settings.schedule.phases
     else:
         _compose.register()
