@@ -6,7 +6,8 @@
 Only what stands between `<!-- results -->` and `<!-- /results -->` is written, and in
 recipes/README.md what stands between `<!-- heads -->` and `<!-- /heads -->`: the table of
 scripts/bench_heads.py, from a recipe's heads.json, and between `<!-- coupling -->` and
-`<!-- /coupling -->` that of scripts/bench_coupling.py, from its coupling.json.
+`<!-- /coupling -->` that of scripts/bench_coupling.py, from its coupling.json. README.md begins
+with the verdict of the quickstart, between `<!-- verdict -->` and `<!-- /verdict -->`.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from hydra import compose, initialize_config_dir
 
 from specheads.commands import _compose
 from specheads.config import data_dir
+from specheads.measure.report.words import verdict
 from specheads.measure.results import Rate, Results, Speed
 from specheads.measure.store import from_json, read
 from specheads.runs.provenance import Git, Provenance
@@ -46,6 +48,8 @@ COUPLING_HEADER = (
     "chain, by rejection",
     "identical, chain without and with",
 )
+SHOWN = "smollm2"
+"""The recipe of the quickstart, whose verdict the README begins with."""
 NOT_YET = "not yet run"
 NOT_MEASURED = "not measured"
 
@@ -94,6 +98,8 @@ def render(root: Path) -> dict[Path, str]:
         "coupling": "\n\n".join(map(coupling, drawn)) or NOT_YET,
     }
     blocks[root / "README.md"] = {"results": overview(measured, "recipes/")}
+    if (shown := measured.get(SHOWN)) is not None:
+        blocks[root / "README.md"]["verdict"] = headline(shown)
     return {file: _replace(file, wanted) for file, wanted in blocks.items()}
 
 
@@ -127,6 +133,16 @@ def overview(measured: Mapping[str, Results | None], folder: str = "") -> str:
         figures = _rate(results.online), _speedup(results.speed)
         rows.append((link, *shown, *figures, hardware(results.provenance)))
     return _table(HEADER, rows)
+
+
+def headline(results: Results) -> str:
+    """Return what a measurement came to, in a paragraph."""
+    checked, given = results.lossless, results.prompts
+    same = f" Of {checked.compared} texts {checked.identical} were the same." if checked else ""
+    what = f"{base_name(results.base.name)}, {given.count} prompts of {given.name}"
+    card = f"[card](recipes/{SHOWN}/README.md)"
+    told = f"{what}; {hardware(results.provenance)}; {card}"
+    return f"**{verdict(results)}**{same} ({told})"
 
 
 def heads(compared: Mapping[str, Any]) -> str:

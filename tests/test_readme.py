@@ -87,9 +87,8 @@ def test_a_command_is_one_of_ours_and_composes(call: tuple[str, ...]):
         settings: Any = OmegaConf.to_object(composed)
         assert isinstance(settings, _compose.SCHEMAS[name])
         several = getattr(settings, "heads", ())
-        # a simulation with computed times needs no head, and text that the base writes none
-        headless = name in ("simulate", "distill")
-        alone = getattr(settings, "out", "") and (headless or settings.head_path)
+        # a simulation with computed times needs no head
+        alone = getattr(settings, "out", "") and (name == "simulate" or settings.head_path)
         assert getattr(settings, "run", "") or several or alone
 
 

@@ -17,6 +17,7 @@ from specheads.config import Chat
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError, printable
 from specheads.decoding.acceptance.sampling import Sampling
+from specheads.decoding.fitting import default_tree
 from specheads.decoding.trees.named import fixed_policy
 from specheads.heads.load import load_head
 
@@ -46,7 +47,8 @@ def run(settings: Chat, overrides: Sequence[str]) -> None:
     if console.is_terminal:
         console.print(f"{base.name}, its head: {head.kind} of depth {head.depth}; {HELP}")
     if has_colour(console):
-        console.print(legend(head.depth))
+        grown = tree or default_tree(head, base)
+        console.print(legend(head.depth, copies=grown.copied > 0))
     with suppress(KeyboardInterrupt):
         for turn, asked in enumerate(_lines(console, dialogue)):
             prompt = dialogue.ask(asked)
