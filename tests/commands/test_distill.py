@@ -114,6 +114,7 @@ def test_draft_tokens_are_counted_on_the_answers_where_there_are_only_prompts(tm
         if counted
     }
     head = specheads.load_head(trained.head, base)
+    assert head.draft_ids is not None
     assert said <= set(head.draft_ids.tolist())
     known = json.loads((trained.path / "provenance.json").read_text())["draft_vocabulary"]
     assert known == {"size": 60, "coverage": 1.0}

@@ -49,12 +49,13 @@ def test_training_returns_the_run_and_announces_where_the_head_lies(
     assert results.lossless.identical == 2
 
 
+@pytest.mark.slow
 def test_training_that_ends_with_an_evaluation_leaves_how_the_head_drafts_on_this_machine(
     run: tuple[RunDirectory, list[str]], base: specheads.FrozenBase, tmp_path: Path
 ):
     assert not (run[0].head / "tuned.json").exists()
     few = [*SHORT, f"run_dir={tmp_path / 'run'}", "tree=tuned", "evaluation.tune_prompts=2"]
-    made = specheads.train("smoke", [*few, "mode=offline"], base=base)
+    made = specheads.train("smoke", [*few, "evaluation.mode=offline"], base=base)
     results = json.loads((made.report / "results.json").read_text())
     tuned = json.loads((made.head / "tuned.json").read_text())
     timed = results["tree_candidates"]
