@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -79,16 +80,19 @@ def run(
     identity: dict[str, Any] = {"base_fingerprint": texts.fingerprint}
     with ExitStack() as held:
 
+        @cache
+        def lock() -> None:
+            held.enter_context(sole_writer(made.path))
+
         def begin() -> None:
             # the others belong to the one that holds the lock
             if is_main:
-                held.close()
-                held.enter_context(sole_writer(made.path))
+                lock()
                 made.begin(config_text, identity)
 
         head, counts = _start(settings, base, texts, lambda: together(begin))
         texts.head = head
-        cache = feature_cache(settings, base, head.aux_layers, announce)
+        features = feature_cache(settings, base, head.aux_layers, announce)
         held_out = texts.held_out(settings.validation)
         if is_main:
             if counts is not None:
@@ -99,7 +103,7 @@ def run(
             number = accelerator.num_processes
             announce(f"training with {number} process{'es' if number > 1 else ''}")
         together(begin)
-        _train(settings, base, head, texts, cache, accelerator, held_out)
+        _train(settings, base, head, texts, features, accelerator, held_out)
         if is_main:
             if settings.validation.keep == "best":
                 made.take_best(head)
@@ -123,7 +127,7 @@ def _train(
     base: FrozenBase,
     head: Head,
     texts: Texts,
-    cache: FeatureCache | None,
+    features: FeatureCache | None,
     accelerator: Accelerator,
     held_out: HeldOut | None,
 ) -> None:
@@ -145,7 +149,7 @@ def _train(
             checkpoint_every=settings.checkpoint_every,
             checkpoints_kept=settings.checkpoints_kept,
             held_out=held_out,
-            cache=cache,
+            cache=features,
         )
 
 
