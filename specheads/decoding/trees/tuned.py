@@ -5,7 +5,7 @@ See docs/tuning.md.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -224,8 +224,8 @@ class Tuned:
 
 
 def _same_shape(tree: TunedTree, other: TunedTree) -> bool:
-    names = ("kind", "paths", "confidence", "stop", "num_nodes", "depth", "beam", "branch")
-    return all(getattr(tree, name) == getattr(other, name) for name in (*names, "copied"))
+    measured = ("batch", "context", "tokens_per_forward", "predicted_speedup")
+    return replace(tree, **{name: getattr(other, name) for name in measured}) == other
 
 
 def _refuse_outside(

@@ -5,8 +5,7 @@ from dataclasses import fields, replace
 
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
-from specheads.core.errors import InputError
-from specheads.data.prompts import PromptSet, held_out
+from specheads.data.prompts import PromptSet
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.named import fixed_policy
 from specheads.decoding.trees.tuned import Tuned
@@ -15,7 +14,7 @@ from specheads.measure.results import Candidate
 from specheads.measure.tune.cost import room
 from specheads.measure.tune.finals import Effort
 from specheads.measure.tune.run import choose
-from specheads.measure.tune.texts import write
+from specheads.measure.tune.texts import prompts_for, write
 
 TUNING_TOKENS = 64
 """Tokens that the base writes after each prompt that a tree is chosen on."""
@@ -62,10 +61,5 @@ def tuning_prompts(settings: Asked, base: FrozenBase) -> list[list[int]]:
     assert base.tokenizer is not None
     evaluation = settings.evaluation
     length, number = evaluation.prompt_tokens, evaluation.tune_prompts
-    try:
-        found = held_out(settings.data, "validation", base.tokenizer, length, number, settings.seed)
-    except InputError:
-        # of few documents none may be held out, and a tree is chosen, not judged, on these
-        found = held_out(settings.data, "train", base.tokenizer, length, number, settings.seed)
-    tokens = [prompt.tokens for prompt in found]
+    tokens = prompts_for(settings.data, base.tokenizer, length, number, settings.seed)
     return [one for one in tokens if len(one) <= base.max_length // 2] or tokens[:1]

@@ -6,7 +6,6 @@ from specheads.base.model import FrozenBase
 from specheads.config import Tune
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
-from specheads.data.prompts import held_out
 from specheads.decoding.cost import StepCost
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.tuned import Acceptance, CostError, Machine, Tuned
@@ -16,7 +15,7 @@ from specheads.measure.tune import search
 from specheads.measure.tune.acceptance import conditional, path_rates
 from specheads.measure.tune.cost import Point, Way, fit, room, time_ways
 from specheads.measure.tune.finals import COPIED, Effort, finalists, judge
-from specheads.measure.tune.texts import Texts, write
+from specheads.measure.tune.texts import Texts, prompts_for, write
 
 MOST_TOKENS = 512
 """Tokens of one forward that costs are fitted to: rows times nodes."""
@@ -45,14 +44,10 @@ def _prompts(base: FrozenBase, settings: Tune, context: int) -> list[list[int]]:
     if base.tokenizer is None:
         raise InputError(f"tuning reads text: the base {base.name} needs a tokenizer")
     asked = base.tokenizer, context, settings.num_prompts, settings.seed
-    try:
-        found = held_out(settings.data, "validation", *asked)
-    except InputError:
-        # of few documents none may be held out, or none is as long
-        found = held_out(settings.data, "train", *asked)
+    found = prompts_for(settings.data, *asked)
     if len(found) < 2:
         raise InputError(f"tuning needs 2 prompts of {context} tokens, got 1; lower contexts")
-    return [one.tokens[-context:] for one in found]
+    return [one[-context:] for one in found]
 
 
 def choose(

@@ -4,10 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from specheads.base.model import FrozenBase
+from specheads.config import Data
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
+from specheads.data.prompts import held_out
 from specheads.decoding.acceptance.sampling import each_prompt
 from specheads.measure.how import How
 from specheads.measure.offline import guess_ranks
@@ -51,6 +54,19 @@ class Texts:
         texts = [prompt + text for prompt, text in self.judged.pairs()]
         chosen = [texts[row % len(texts)] for row in range(batch)]
         return [(text * -(-self.context // len(text)))[: self.context] for text in chosen]
+
+
+def prompts_for(
+    data: Data, tokenizer: PreTrainedTokenizerBase, length: int, number: int, seed: int
+) -> list[list[int]]:
+    """Return the token ids of validation prompts, which trees are chosen on and not judged."""
+    asked = tokenizer, length, number, seed
+    try:
+        found = held_out(data, "validation", *asked)
+    except InputError:
+        # of few documents none may be held out, or none is as long
+        found = held_out(data, "train", *asked)
+    return [prompt.tokens for prompt in found]
 
 
 def write(base: FrozenBase, head: Head, prompts: list[list[int]], context: int, how: How) -> Texts:
