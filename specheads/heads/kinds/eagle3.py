@@ -12,13 +12,13 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from specheads.config import check
-from specheads.config.ranges import Count, Depth, Layer, Positive, Scale, Width
+from specheads.config.ranges import Count, Depth, Layer, Positive, Scale
 from specheads.core.drafter import Bias, Committed, Features, State, Weight
 from specheads.core.errors import InputError
 from specheads.heads.eagle3_folders import interpret
 from specheads.heads.fill import fill, take_maps
 from specheads.heads.layers.attention import AttentionShape, Slots
+from specheads.heads.layers.attention_config import AttentionConfig
 from specheads.heads.layers.embedding import EmbeddingHead
 from specheads.heads.layers.feedback import Branch, FeedbackLayer, branch, commit, rounds
 from specheads.heads.layers.norm import RMSNorm
@@ -28,7 +28,7 @@ NUM_AUX_LAYERS = 3
 
 
 @dataclass(kw_only=True, slots=True)
-class Config:
+class Config(AttentionConfig):
     """Settings of an EAGLE-3 head; the defaults are the published ones."""
 
     depth: Depth = 7
@@ -37,18 +37,6 @@ class Config:
     aux_layers: list[Layer] = field(default_factory=list)
     """Base layers it reads, in growing order: k is the residual stream after k layers. Empty
     takes 2, n // 2 and n - 3 of n, as serving engines do, and others in a base too shallow."""
-
-    attention_heads: Width = 0
-    """Number of attention heads. Zero takes one for each 64 channels of the base."""
-
-    key_value_heads: Width = 0
-    """Number of heads of keys and values. Zero takes as many as there are attention heads."""
-
-    head_dim: Width = 0
-    """Number of channels of an attention head. Zero divides the base's among them."""
-
-    inner_dim: Width = 0
-    """Width of its MLP. Zero takes 8/3 of the base's, rounded up to a multiple of 16."""
 
     num_layers: Positive = 1
     """Number of its layers: the first reads tokens beside features, others are plain Llama ones."""
@@ -84,13 +72,10 @@ class Config:
     epsilon: Scale = 1e-5
     """Epsilon of its norms."""
 
-    draft_tokens: Count = 0
-    """Number of tokens it can draft, the most frequent ones of the training text. Zero is all."""
-
     def __post_init__(self) -> None:
         if isinstance(self.aux_layers, tuple):
             self.aux_layers = list(self.aux_layers)
-        check(self, "head")
+        AttentionConfig.__post_init__(self)
         # serving engines read the list as a sorted set
         if self.aux_layers != sorted(set(self.aux_layers)):
             raise InputError(

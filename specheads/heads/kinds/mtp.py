@@ -12,11 +12,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from specheads.config import check
-from specheads.config.ranges import Count, Depth, Scale, Width
+from specheads.config.ranges import Depth, Scale
 from specheads.core.drafter import Committed, Features, State
 from specheads.heads.fill import fill
 from specheads.heads.layers.attention import AttentionShape, Slots
+from specheads.heads.layers.attention_config import AttentionConfig
 from specheads.heads.layers.embedding import BorrowingHead
 from specheads.heads.layers.feedback import Branch, ProjectedLayer, branch, commit, rounds
 from specheads.heads.layers.norm import RMSNorm
@@ -24,23 +24,11 @@ from specheads.heads.mtp_folders import interpret
 
 
 @dataclass(kw_only=True, slots=True)
-class Config:
+class Config(AttentionConfig):
     """Settings of an MTP head; the defaults are FastMTP's depth and DeepSeek-V3's order."""
 
     depth: Depth = 3
     """Number of levels it drafts, and rounds of its layer in training."""
-
-    attention_heads: Width = 0
-    """Number of attention heads. Zero takes one for each 64 channels of the base."""
-
-    key_value_heads: Width = 0
-    """Number of heads of keys and values. Zero takes as many as there are attention heads."""
-
-    head_dim: Width = 0
-    """Number of channels of an attention head. Zero divides the base's among them."""
-
-    inner_dim: Width = 0
-    """Width of its MLP. Zero takes 8/3 of the base's, rounded up to a multiple of 16."""
 
     hidden_first: bool = False
     """Whether its projection reads the state before the token, as MiMo's, and not after it, as
@@ -61,12 +49,6 @@ class Config:
 
     epsilon: Scale = 1e-6
     """Epsilon of its norms."""
-
-    draft_tokens: Count = 0
-    """Number of tokens it can draft, the most frequent ones of the training text. Zero is all."""
-
-    def __post_init__(self) -> None:
-        check(self, "head")
 
 
 class Head(BorrowingHead):

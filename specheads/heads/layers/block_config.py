@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass, field
 
-from specheads.config import check
-from specheads.config.ranges import Count, Depth, Layer, Positive, Scale, Token, Width
+from specheads.config.ranges import Depth, Layer, Positive, Scale, Token
+from specheads.heads.layers.attention_config import AttentionConfig
 
 
 @dataclass(kw_only=True, slots=True)
-class BlockConfig:
+class BlockConfig(AttentionConfig):
     """Settings of a head that drafts a block; the defaults are those of DeepSpec for 7 tokens."""
 
     depth: Depth = 7
@@ -19,18 +19,6 @@ class BlockConfig:
     aux_layers: list[Layer] = field(default_factory=list)
     """Base layers it reads, in growing order: k is the residual stream after k layers. Empty takes
     as many as num_layers, evenly from 2 to n - 2 of n, or of a shallow base 1 to n - 1."""
-
-    attention_heads: Width = 0
-    """Number of attention heads. Zero takes one for each 64 channels of the base."""
-
-    key_value_heads: Width = 0
-    """Number of heads of keys and values. Zero takes as many as there are attention heads."""
-
-    head_dim: Width = 0
-    """Number of channels of an attention head. Zero divides the base's among them."""
-
-    inner_dim: Width = 0
-    """Width of its MLPs. Zero takes 8/3 of the base's, rounded up to a multiple of 16."""
 
     rope_theta: Scale = 1_000_000.0
     """Base of the rotary position embedding."""
@@ -49,10 +37,7 @@ class BlockConfig:
     num_anchors: Positive = 512
     """Positions of a sequence that a training step drafts from, drawn anew each time."""
 
-    draft_tokens: Count = 0
-    """Number of tokens it can draft, the most frequent ones of the training text. Zero is all."""
-
     def __post_init__(self) -> None:
         if isinstance(self.aux_layers, tuple):
             self.aux_layers = list(self.aux_layers)
-        check(self, "head")
+        AttentionConfig.__post_init__(self)
