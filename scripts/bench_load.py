@@ -33,7 +33,6 @@ from specheads.base.model import FrozenBase
 from specheads.commands import _compose
 from specheads.config import Simulate, Train
 from specheads.core.drafter import Head
-from specheads.data.prompts import load_prompts
 from specheads.decoding import loop
 from specheads.decoding.engine import Engine
 from specheads.decoding.generate import generate
@@ -43,6 +42,7 @@ from specheads.decoding.trees import policies
 from specheads.decoding.trees.tuned import Tuned
 from specheads.heads.load import load_head
 from specheads.measure.counts import bootstrap_interval
+from specheads.measure.evaluation import named_prompts
 from specheads.measure.load import command
 from specheads.measure.load.accepted import Accepted, rates_of, recorded
 from specheads.measure.load.arrivals import Arrival, poisson
@@ -126,7 +126,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--run", type=Path, required=True, help="run directory of a tuned head")
     add("--parts", nargs="+", choices=[*PARTS], default=[*PARTS])
     add("--prompts", type=int, default=16)
-    add("--prompt-tokens", type=int, default=64)
+    add("--prompt-tokens", type=int, default=64, help="of windows of text")
     add("--new-tokens", type=int, default=64)
     add("--batches", type=int, nargs="+", default=[1, 4, 16], help="the last is that of policies")
     add("--requests", type=int, default=64, help="of a load that rises and falls")
@@ -143,14 +143,9 @@ def _bench(options: argparse.Namespace) -> Bench:
     head = load_head(run.head, base)
     settings: Simulate = _compose.settings_of("simulate", [f"run={options.run}"])
     measured = command.measured(settings)
-    assert base.tokenizer is not None
-    known = load_prompts(
-        trained.evaluation.prompts,
-        base.tokenizer,
-        num_prompts=options.prompts,
-        prompt_tokens=options.prompt_tokens,
-    )
-    prompts = [prompt.tokens for prompt in known.prompts]
+    trained.evaluation.num_prompts = options.prompts
+    trained.evaluation.prompt_tokens = options.prompt_tokens
+    prompts = [prompt.tokens for prompt in named_prompts(trained, base).prompts]
     how: dict[str, Any] = {"max_new_tokens": options.new_tokens, "stop_at_eos": False}
     said = generate(base, None, prompts, max_batch=8, **how).tokens
     texts = [_right(base, head, *text) for text in zip(prompts, said, strict=True)]

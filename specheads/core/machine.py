@@ -29,3 +29,11 @@ def instructions() -> list[str]:
     info = Path("/proc/cpuinfo")
     words = set(info.read_text(encoding="utf-8").split()) if info.is_file() else set()
     return [name for name in MULTIPLYING if name in words]
+
+
+def computes_bfloat16() -> bool:
+    """Return whether the processor multiplies bfloat16 itself: emulated it is slower than float32.
+
+    What counts is the instruction set; AMX comes with it.
+    """
+    return getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()

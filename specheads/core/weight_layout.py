@@ -5,13 +5,13 @@ See docs/caches.md and recipes/LOG.md for what was measured.
 
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
+from specheads.core.machine import computes_bfloat16, processor
 from specheads.core.opaque import opaque
 
 PACKED_FOR = 256
@@ -22,22 +22,54 @@ LEAST, MOST = 2**15, 2**32
 copy of them would be too much."""
 
 
-class _Pack(NamedTuple):
-    """A matrix as MKL wants it; `source` keeps the address from becoming another matrix's."""
+class Library(NamedTuple):
+    """How a library packs a matrix, and multiplies by (pack, matrix, rows, bias)."""
 
+    pack: Callable[[Tensor], Tensor]
+    multiply: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+
+
+class _Pack(NamedTuple):
+    """A packed matrix; `source` keeps the address from becoming another matrix's."""
+
+    library: Library
     matrix: Tensor
     source: Tensor
     version: int
 
 
-def _packs_pay() -> bool:
-    file = Path("/proc/cpuinfo")
-    intel = file.is_file() and "GenuineIntel" in file.read_text(encoding="utf-8", errors="replace")
-    return intel and torch.backends.mkl.is_available()
+def _multiply_by_mkl(pack: Tensor, matrix: Tensor, rows: Tensor, bias: Tensor | None) -> Tensor:
+    count = rows.numel() // rows.shape[-1]
+    return torch.ops.mkl._mkl_linear(rows, pack, matrix, bias, count)
 
 
-PACKS_PAY = _packs_pay()
-"""Whether MKL is here, on a processor of the make that its packs were measured on."""
+def _multiply_by_onednn(pack: Tensor, matrix: Tensor, rows: Tensor, bias: Tensor | None) -> Tensor:
+    del matrix
+    return torch.ops.mkldnn._linear_pointwise(rows, pack, bias, "none", [], "")
+
+
+MKL = Library(
+    lambda matrix: torch.ops.mkl._mkl_reorder_linear_weight(matrix, PACKED_FOR), _multiply_by_mkl
+)
+ONEDNN = Library(
+    lambda matrix: torch.ops.mkldnn._reorder_linear_weight(matrix, PACKED_FOR), _multiply_by_onednn
+)
+
+
+def _libraries() -> dict[torch.dtype, Library]:
+    found = dict[torch.dtype, Library]()
+    if "Intel" in processor() and torch.backends.mkl.is_available():
+        found[torch.float32] = MKL
+    if torch.backends.mkldnn.is_available():
+        if "AMD" in processor():
+            found[torch.float32] = ONEDNN
+        if computes_bfloat16():
+            found[torch.bfloat16] = ONEDNN
+    return found
+
+
+PACKED_BY = _libraries()
+"""By dtype what packs its matrices, on processors of the makes where that was measured to pay."""
 
 _PACKS: dict[int, _Pack] = {}
 """By the address of the matrix, which whoever borrows it has too."""
@@ -55,9 +87,11 @@ def for_few_rows(module: nn.Module) -> Callable[[], None]:
     """Store the matrices of all linear layers on a CPU so that products of a few rows are fast.
 
     A decode step multiplies a few rows, one a tree node, by each matrix. The libraries behind
-    torch are slow at that when the matrix lies row by row, as checkpoints have it. Large ones of
-    float32 on Intel processors get a second copy, packed by MKL; all others are stored column by
-    column. Shapes, values and tying are as before, so nothing else has to know.
+    torch are slow at that when the matrix lies row by row, as checkpoints have it. Large ones get
+    a second copy where a library packs them well (`PACKED_BY`): by MKL in float32 on Intel's
+    processors, by oneDNN in float32 on AMD's and in bfloat16 where the processor computes it. All
+    others are stored column by column. Shapes, values and tying are as before, so nothing else has
+    to know.
 
     Parameters that are trained should stay as they are: a pack that is older than its matrix is
     not used, unless the matrix was written to through `.data`. Returns what undoes it all.
@@ -70,7 +104,7 @@ def for_few_rows(module: nn.Module) -> Callable[[], None]:
         and type(layer.weight) is nn.Parameter
         and layer.weight.device.type == "cpu"
     ]
-    packed = [layer for layer in layers if _packable(layer)] if PACKS_PAY else []
+    packed = [layer for layer in layers if _packable(layer)]
     if sum(weight.nbytes for weight in {layer.weight for layer in packed}) > MOST:
         packed = []
     undo = pack(packed), column_major([layer for layer in layers if layer not in packed])
@@ -99,14 +133,15 @@ def column_major(layers: list[nn.Linear]) -> Callable[[], None]:
 
 
 def pack(layers: list[nn.Linear]) -> Callable[[], None]:
-    """Give matrices of float32 on a CPU a second, packed copy; return what takes it away."""
+    """Give matrices of `PACKED_BY` a second, packed copy; return what takes it away."""
     plain = [layer for layer in layers if type(layer) is nn.Linear]
     weights = {layer.weight for layer in layers}
     for weight in weights:
         source, address = weight.detach(), weight.data_ptr()
+        library = PACKED_BY[weight.dtype]
         if _pack_of(weight) is None:
-            packed = torch.ops.mkl._mkl_reorder_linear_weight(source, PACKED_FOR)
-            _PACKS[address] = _Pack(packed, source, weight._version)
+            packed = library.pack(source)
+            _PACKS[address] = _Pack(library, packed, source, weight._version)
             weakref.finalize(weight, _PACKS.pop, address, None)
     for layer in plain:
         layer.__class__ = PackedLinear
@@ -130,16 +165,15 @@ def product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(rows, weight, bias)
     if torch.compiler.is_compiling():
         # an address is looked up when the graph runs
-        return (_opaque if PACKS_PAY else F.linear)(rows, weight, bias)
+        return (_opaque if weight.dtype in PACKED_BY else F.linear)(rows, weight, bias)
     return _product(rows, weight, bias)
 
 
 def _product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     pack = _pack_of(weight)
-    if pack is None or rows.dtype != torch.float32 or not rows.numel():
+    if pack is None or rows.dtype != weight.dtype or not rows.numel():
         return F.linear(rows, weight, bias)
-    count = rows.numel() // rows.shape[-1]
-    return torch.ops.mkl._mkl_linear(rows, pack.matrix, pack.source, bias, count)
+    return pack.library.multiply(pack.matrix, pack.source, rows, bias)
 
 
 def _shaped(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -163,7 +197,7 @@ def _pack_of(weight: Tensor) -> _Pack | None:
 def _packable(layer: nn.Linear) -> bool:
     # a subclass computes in a way of its own
     return type(layer) in (nn.Linear, PackedLinear) and (
-        layer.weight.dtype == torch.float32
+        layer.weight.dtype in PACKED_BY
         and layer.weight.numel() >= LEAST
         and not layer.weight.is_inference()
     )

@@ -21,6 +21,7 @@ from specheads.base.model import FrozenBase
 from specheads.base.sharding import Sharding
 from specheads.config import Base
 from specheads.core.errors import InputError
+from specheads.core.machine import computes_bfloat16
 
 T = TypeVar("T")
 
@@ -147,9 +148,7 @@ def _precision(dtype: str) -> str:
         return "no"
     if torch.cuda.is_available():
         return "bf16" if torch.cuda.is_bf16_supported() else "no"
-    # emulated bfloat16 is slower than float32; what counts is the instruction set
-    has_bf16 = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
-    return "bf16" if has_bf16 else "no"
+    return "bf16" if computes_bfloat16() else "no"
 
 
 @contextmanager

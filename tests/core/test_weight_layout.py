@@ -9,13 +9,34 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from specheads.core import weight_layout
-from specheads.core.weight_layout import PackedLinear, column_major, for_few_rows, pack, product
+from specheads.core.weight_layout import (
+    Library,
+    PackedLinear,
+    column_major,
+    for_few_rows,
+    pack,
+    product,
+)
 
-needs_mkl = pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="torch without MKL")
+LIBRARIES = {
+    "mkl": (torch.backends.mkl.is_available(), weight_layout.MKL),
+    "onednn": (torch.backends.mkldnn.is_available(), weight_layout.ONEDNN),
+}
+
+
+@pytest.fixture(params=LIBRARIES)
+def library(request, monkeypatch) -> Library:
+    """Pack float32 by each library, whatever this processor is."""
+    is_here, library = LIBRARIES[request.param]
+    if not is_here:
+        pytest.skip(f"torch without {request.param}")
+    monkeypatch.setattr(weight_layout, "PACKED_BY", {torch.float32: library})
+    return library
 
 
 @pytest.fixture
-def layer() -> nn.Linear:
+def layer(library: Library) -> nn.Linear:
+    assert weight_layout.PACKED_BY[torch.float32] is library
     torch.manual_seed(0)
     return nn.Linear(256, 256)
 
@@ -41,7 +62,6 @@ def test_a_tied_matrix_stays_tied():
     assert projection.weight.stride() == (1, 7)
 
 
-@needs_mkl
 @pytest.mark.parametrize("rows", [1, 3, 64, 300])
 def test_a_packed_layer_gives_the_same_products(layer: nn.Linear, rows: int):
     hidden = torch.randn(2, rows, 256)
@@ -57,7 +77,6 @@ def test_a_packed_layer_gives_the_same_products(layer: nn.Linear, rows: int):
     assert torch.equal(layer(hidden), wanted)
 
 
-@needs_mkl
 def test_a_matrix_that_is_written_to_is_not_multiplied_by_its_old_pack(layer: nn.Linear):
     pack([layer])
     rows = torch.randn(4, 256)
@@ -66,7 +85,6 @@ def test_a_matrix_that_is_written_to_is_not_multiplied_by_its_old_pack(layer: nn
     assert torch.equal(layer(rows), F.linear(rows, layer.weight, layer.bias))
 
 
-@needs_mkl
 def test_a_packed_layer_learns_as_any_other(layer: nn.Linear):
     plain, rows = copy.deepcopy(layer), torch.randn(4, 256, requires_grad=True)
     pack([layer])
@@ -77,7 +95,6 @@ def test_a_packed_layer_learns_as_any_other(layer: nn.Linear):
     assert layer.weight.grad is not None
 
 
-@needs_mkl
 @pytest.mark.parametrize("change", [Tensor.t, lambda matrix: matrix[:100]], ids=["turned", "part"])
 def test_what_begins_at_the_address_of_a_packed_matrix_is_not_taken_for_it(layer, change):
     pack([layer])
@@ -85,7 +102,6 @@ def test_what_begins_at_the_address_of_a_packed_matrix_is_not_taken_for_it(layer
     assert torch.equal(product(rows, matrix), F.linear(rows, matrix))
 
 
-@needs_mkl
 def test_who_borrows_a_packed_matrix_multiplies_by_its_pack(layer: nn.Linear, monkeypatch):
     pack([layer])
     rows = torch.randn(4, 256)
@@ -95,7 +111,6 @@ def test_who_borrows_a_packed_matrix_multiplies_by_its_pack(layer: nn.Linear, mo
     torch.testing.assert_close(product(rows, borrowed), wanted, rtol=1e-5, atol=1e-5)
 
 
-@needs_mkl
 def test_a_copy_multiplies_by_its_own_matrix(layer: nn.Linear):
     pack([layer])
     copied = copy.deepcopy(layer)
@@ -104,7 +119,7 @@ def test_a_copy_multiplies_by_its_own_matrix(layer: nn.Linear):
         assert torch.equal(copied(torch.randn(4, 256)), copied.bias.expand(4, 256))
 
 
-@needs_mkl
+@pytest.mark.usefixtures("library")
 def test_packs_go_with_their_matrices():
     before = set(weight_layout._PACKS)
     model = nn.Linear(256, 256)
@@ -115,9 +130,8 @@ def test_packs_go_with_their_matrices():
     assert set(weight_layout._PACKS) <= before
 
 
-@needs_mkl
-def test_only_large_matrices_of_float32_are_packed(monkeypatch):
-    monkeypatch.setattr(weight_layout, "PACKS_PAY", True)
+@pytest.mark.usefixtures("library")
+def test_only_large_matrices_of_dtypes_that_a_library_packs_are_packed(monkeypatch):
     small, large = nn.Linear(8, 8), nn.Linear(256, 256)
     double = nn.Linear(256, 256, dtype=torch.float64)
     undo = for_few_rows(nn.ModuleList([small, large, double]))
@@ -131,3 +145,22 @@ def test_only_large_matrices_of_float32_are_packed(monkeypatch):
     for_few_rows(large)
     assert type(large) is nn.Linear
     assert large.weight.stride(0) == 1
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
+@pytest.mark.parametrize("rows", [1, 3, 64])
+def test_bfloat16_is_packed_by_onednn_and_stays_within_its_rounding(rows: int, monkeypatch):
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("oneDNN without bfloat16 on this processor")
+    monkeypatch.setattr(weight_layout, "PACKED_BY", {torch.bfloat16: weight_layout.ONEDNN})
+    torch.manual_seed(0)
+    layer = nn.Linear(256, 256, dtype=torch.bfloat16)
+    hidden = torch.randn(rows, 256, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for_few_rows(layer)
+        assert isinstance(layer, PackedLinear)
+        exact = F.linear(hidden.double(), layer.weight.double(), layer.bias.double())
+        torch.testing.assert_close(layer(hidden).double(), exact, rtol=2**-7, atol=2**-9)
+        # another dtype than the matrix's is what F.linear says of it
+        with pytest.raises(RuntimeError):
+            layer(hidden.float())
