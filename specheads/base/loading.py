@@ -20,6 +20,7 @@ from specheads.base.quantization import quantisation
 from specheads.base.reading import reading, refuse_unwhole
 from specheads.base.sharding import Sharding
 from specheads.core.errors import InputError
+from specheads.core.machine import computes_bfloat16
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "tekken.json")
@@ -40,11 +41,10 @@ def load_model(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     """Load a model and its tokenizer; a folder without tokenizer files has none.
 
-    The source is a folder, a Hub id, or what `gguf.located` makes one of.
-    The revision is one of the Hub, and ignored for a folder. The dtype is one of `DTYPES`, or
-    "auto": bfloat16 on CUDA and float32 elsewhere; the device "auto" is CUDA where there is one.
-    Quantization is none, 8bit or 4bit, as in quantization.py. What is to be shared out lies whole
-    on the CPU when it is returned.
+    The source is a folder, a Hub id, or what `gguf.located` makes one of. The revision is one of
+    the Hub, and ignored for a folder. The dtype is one of `DTYPES`, or "auto": bfloat16 where the
+    device computes it, else float32; the device "auto" is CUDA where there is one. Quantization is
+    none, 8bit or 4bit, as in quantization.py. What is shared out lies whole on the CPU at first.
     """
     refuse_attention(attention)
     place = device.device if isinstance(device, Sharding) else _device(device)
@@ -83,7 +83,8 @@ def load_model(
 
 def _dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
-        name = "bfloat16" if device.type == "cuda" else "float32"
+        computed = device.type == "cuda" or (device.type == "cpu" and computes_bfloat16())
+        name = "bfloat16" if computed else "float32"
     if name not in DTYPES:
         raise InputError(
             f"dtype must name a torch dtype such as {', '.join(map(repr, DTYPES))}, got {name!r}"

@@ -8,8 +8,9 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from specheads.base.loading import load_tokenizer
 from specheads.config import Train
 from specheads.core.errors import InputError, printable
+from specheads.data.prompts import held_out
 from specheads.data.shown import CLOSE, OPEN, marked, pieces
-from specheads.data.tokenise import tokenised
+from specheads.data.tokenise import UnansweredError, tokenised
 
 MOST_TOKENS = 2048
 """Tokens shown of a document."""
@@ -22,9 +23,13 @@ def show(settings: Train) -> None:
     tokenizer = load_tokenizer(settings.base.model, revision=settings.base.revision)
     if tokenizer is None:
         raise InputError(f"training reads text: the base {settings.base.model} needs a tokenizer")
-    documents = tokenised(settings.data, "train", tokenizer, settings.seed)
-    order = np.random.default_rng(settings.seed).permutation(len(documents))[: settings.preview]
     console = Console(markup=False, highlight=False, soft_wrap=True)
+    try:
+        documents = tokenised(settings.data, "train", tokenizer, settings.seed)
+    except UnansweredError:
+        _show_questions(settings, tokenizer, console)
+        return
+    order = np.random.default_rng(settings.seed).permutation(len(documents))[: settings.preview]
     has_colour = console.is_terminal and not console.no_color
     how = "bright" if has_colour else f"in {OPEN}{CLOSE}"
     console.print(f"{len(documents):,} documents; what the loss counts is {how}")
@@ -39,6 +44,17 @@ def show(settings: Train) -> None:
         console.print(printable(marked(tokenizer, *shown)) if is_plain else _lit(tokenizer, *shown))
         if len(tokens) > MOST_TOKENS:
             console.print(f"... and {len(tokens) - MOST_TOKENS:,} more tokens")
+
+
+def _show_questions(settings: Train, tokenizer: PreTrainedTokenizerBase, console: Console) -> None:
+    """Print what the base is asked before anything is learned, in its template."""
+    length = settings.evaluation.prompt_tokens
+    asked = held_out(settings.data, "train", tokenizer, length, settings.preview, settings.seed)
+    console.print("a corpus of questions: the base answers them first, and its answers are learned")
+    for place, prompt in enumerate(asked, start=1):
+        console.print(f"\n--- {place} of {len(asked)}: {len(prompt.tokens):,} tokens")
+        tokens = prompt.tokens[:MOST_TOKENS]
+        console.print(printable(marked(tokenizer, tokens, [False] * len(tokens))))
 
 
 def _lit(tokenizer: PreTrainedTokenizerBase, tokens: list[int], counted: list[bool]) -> Text:

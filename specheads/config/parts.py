@@ -42,7 +42,7 @@ class Base:
     """Hub revision; ignored for a folder."""
 
     dtype: Annotated[str, one_of("auto", "float32", "float64", "bfloat16", "float16")] = "auto"
-    """Precision of its weights; auto is bfloat16 on CUDA and float32 elsewhere."""
+    """Precision of its weights; auto is bfloat16 where the device computes it, and else float32."""
 
     device: Text = "auto"
     """Torch device; auto is CUDA where there is one."""

@@ -1,5 +1,6 @@
 """What this machine is called: times that were measured on one say nothing of another."""
 
+import os
 import platform
 from functools import cache
 from pathlib import Path
@@ -34,6 +35,8 @@ def instructions() -> list[str]:
 def computes_bfloat16() -> bool:
     """Return whether the processor multiplies bfloat16 itself: emulated it is slower than float32.
 
-    What counts is the instruction set; AMX comes with it.
+    What counts is the instruction set, AMX comes with it, and the newest that oneDNN may use.
     """
-    return getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
+    most = os.environ.get("ONEDNN_MAX_CPU_ISA", "DEFAULT").upper()
+    may = most in ("ALL", "DEFAULT") or any(one in most for one in ("BF16", "FP16", "AMX", "AVX10"))
+    return may and getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()

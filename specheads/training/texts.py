@@ -146,8 +146,9 @@ class Texts:
         try:
             return find()
         except InputError as error:
+            why = "held out are questions alone" if isinstance(error, UnansweredError) else error
             if self.accelerator.is_main_process:
-                self.announce(f"no {what}: {error}")
+                self.announce(f"no {what}: {why}")
             return None
 
     def _rows(self, count: int) -> list[TokenBatch]:

@@ -293,3 +293,20 @@ def test_a_broken_adapter_is_refused_and_leaves_the_base_as_it_was(damage, tmp_p
     assert "\n" not in str(caught.value)
     assert [*dict(base.model.named_modules())] == modules
     assert base.fingerprint == before
+
+
+@pytest.mark.parametrize(
+    ("has", "newest", "wanted"),
+    [
+        (True, "DEFAULT", torch.bfloat16),
+        (True, "AVX512_CORE_AMX", torch.bfloat16),
+        (True, "AVX512_CORE", torch.float32),
+        (False, "DEFAULT", torch.float32),
+    ],
+)
+def test_unasked_a_base_has_the_precision_that_the_processor_computes(
+    has: bool, newest: str, wanted: torch.dtype, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has, raising=False)
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", newest)
+    assert FrozenBase.load(SHIPPED, device="cpu").dtype == wanted

@@ -47,6 +47,17 @@ def test_a_preview_shows_the_mask_without_colour_and_leaves_no_run(
     assert not Path("runs").exists()
 
 
+def test_of_a_corpus_of_questions_it_shows_what_the_base_will_be_asked(
+    overrides: list[str], capsys: Any
+):
+    Path("talks.jsonl").write_text(json.dumps({"messages": TALK["messages"][:1]}) + "\n")
+    call("train", [*overrides, "preview=2"])
+    said = capsys.readouterr().out
+    assert "the base answers them first" in said
+    assert "--- 1 of 1: " in said
+    assert said.endswith("<|im_start|>user\nHi?<|im_end|>\n<|im_start|>assistant\n\n")
+
+
 def test_all_of_a_plain_corpus_is_counted(overrides: list[str], capsys: Any):
     text = "a sentence to learn " * 20
     rows = [json.dumps({"text": f"{text} {number}"}) for number in range(40)]

@@ -44,6 +44,8 @@ def write_together(job: Job, bar: Progress, halt: Callable[[], None]) -> Report 
                 numbers=f"{speed or 0:,.0f} tokens/s  {dropped:,} dropped",
             )
             halt()
+    # of text that was there already nothing is told
+    bar.update(task, completed=job.settings.num_samples)
     if job.rank:
         return None
     speed = _speed(latest)
