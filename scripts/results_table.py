@@ -7,7 +7,8 @@ Only what stands between `<!-- results -->` and `<!-- /results -->` is written, 
 recipes/README.md what stands between `<!-- heads -->` and `<!-- /heads -->`: the table of
 scripts/bench_heads.py, from a recipe's heads.json, and between `<!-- coupling -->` and
 `<!-- /coupling -->` that of scripts/bench_coupling.py, from its coupling.json. README.md begins
-with the verdict of the quickstart, between `<!-- verdict -->` and `<!-- /verdict -->`.
+with the verdict of the quickstart, between `<!-- verdict -->` and `<!-- /verdict -->`, and shows
+what its console said between `<!-- console -->` and `<!-- /console -->`.
 """
 
 import argparse
@@ -15,15 +16,17 @@ import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
+from rich.console import Console
 
 from specheads.commands import _compose
 from specheads.config import data_dir
-from specheads.measure.report.words import verdict
-from specheads.measure.results import Rate, Results, Speed
+from specheads.measure.report import show, verdict
+from specheads.measure.results import Lossless, Rate, Results, Speed
 from specheads.measure.store import from_json, read
 from specheads.runs.provenance import Git, Provenance
 
@@ -99,7 +102,7 @@ def render(root: Path) -> dict[Path, str]:
     }
     blocks[root / "README.md"] = {"results": overview(measured, "recipes/")}
     if (shown := measured.get(SHOWN)) is not None:
-        blocks[root / "README.md"]["verdict"] = headline(shown)
+        blocks[root / "README.md"] |= {"verdict": headline(shown), "console": said(shown)}
     return {file: _replace(file, wanted) for file, wanted in blocks.items()}
 
 
@@ -138,11 +141,29 @@ def overview(measured: Mapping[str, Results | None], folder: str = "") -> str:
 def headline(results: Results) -> str:
     """Return what a measurement came to, in a paragraph."""
     checked, given = results.lossless, results.prompts
-    same = f" Of {checked.compared} texts {checked.identical} were the same." if checked else ""
+    same = f" Of {checked.compared} texts {checked.identical} were the same{_rest(checked)}."
     what = f"{base_name(results.base.name)}, {given.count} prompts of {given.name}"
     card = f"[card](recipes/{SHOWN}/README.md)"
     told = f"{what}; {hardware(results.provenance)}; {card}"
     return f"**{verdict(results)}**{same} ({told})"
+
+
+def _rest(checked: Lossless) -> str:
+    """Return what is said of texts that parted, and of the same in float32."""
+    parted = checked.compared - checked.identical
+    tied = "the other" if checked.tied == parted else f"{checked.tied} of the other"
+    out = f", {tied} {parted} parted at a tie within {checked.dtype}'s rounding"
+    if wide := checked.float32:
+        out += f", and in float32 {wide.identical} of {wide.compared} were the same"
+    return out if parted else ""
+
+
+def said(results: Results) -> str:
+    """Return what `specheads evaluate` prints of a measurement, in 80 columns."""
+    printed = StringIO()
+    show(results, Console(file=printed, width=80, color_system=None))
+    lines = (line.rstrip() for line in printed.getvalue().splitlines())
+    return "\n".join(["```", *lines, "```"])
 
 
 def heads(compared: Mapping[str, Any]) -> str:

@@ -269,3 +269,39 @@ def test_a_page_without_a_block_is_told_in_one_line(
 
 def test_this_repository_s_own_pages_are_current(script: ModuleType):
     assert script.main(["--check"]) == 0
+
+
+def test_the_readme_shows_what_the_console_says_of_the_quickstart(script: ModuleType):
+    results = from_json(Results, RESULTS)
+    lines = script.said(results).splitlines()
+    assert (lines[0], lines[1], lines[-1]) == ("```", "specheads evaluation", "```")
+    assert any("1.617 (1.55" in line for line in lines)
+    assert "Speculation pays on this machine: 1.20x" in " ".join(lines)
+    assert max(map(len, lines)) <= 80
+
+
+@pytest.mark.parametrize(
+    ("found", "wanted"),
+    [
+        (
+            {},
+            "Of 40 texts 39 were the same, the other 1 parted at a tie within bfloat16's",
+        ),
+        ({"tied": 0, "wrong": 1}, "were the same, 0 of the other 1 parted at a tie"),
+        ({"identical": 40, "tied": 0}, "Of 40 texts 40 were the same. ("),
+        (
+            {"float32": {"identical": 4}},
+            "rounding, and in float32 4 of 4 were the same.",
+        ),
+    ],
+)
+def test_the_headline_tells_of_every_text_that_parted(
+    script: ModuleType, found: dict[str, Any], wanted: str
+):
+    checked = {"compared": 40, "identical": 39, "first_divergence_logit_gap": 0.25} | {
+        "tied": 1,
+        "dtype": "bfloat16",
+    }
+    wide = {"compared": 4, "identical": 4, "first_divergence_logit_gap": None}
+    checked |= found | ({"float32": wide} if "float32" in found else {})
+    assert wanted in script.headline(from_json(Results, RESULTS | {"lossless": checked}))
