@@ -265,6 +265,9 @@ def draw(events: Sequence[Event], columns: int, title: str, seconds: float) -> s
         title += f" · played {speed:.1f} times as fast"
     period = last / speed + HOLD_SECONDS
     width = round(columns * CELL + 2 * EDGE)
+    # the bar has buttons too
+    room = columns - 14
+    called = title if len(title) <= room else title[: room - 1] + "…"
     height = BAR + EDGE + LINE * (1 + max((run.row for run in runs), default=0))
     looks = _named("s", (run.style for run in runs))
     times = _named("t", ((run.start, run.end) for run in runs))
@@ -299,7 +302,7 @@ def draw(events: Sequence[Event], columns: int, title: str, seconds: float) -> s
             f'<rect width="{width}" height="{height}" rx="8" fill="{BACK.hex}" stroke="#30363d"/>',
             dots,
             f'<text x="{width // 2}" y="{BAR // 2 + 5}" text-anchor="middle" fill-opacity=".6">'
-            f"{html.escape(title)}</text>",
+            f"{html.escape(called)}</text>",
             *body,
             "</svg>\n",
         ]
