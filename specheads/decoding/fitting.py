@@ -21,10 +21,15 @@ def refuse_elsewhere(head: Head, base: FrozenBase) -> None:
 
 
 def default_tree(drafter: Drafter, base: FrozenBase) -> policies.TreePolicy:
-    """Return the head's tuned trees where they were measured on such a machine, or a chain."""
+    """Return the head's tuned trees where they were measured on such a device, or a chain.
+
+    Another processor or precision may pay for what did not pay there: none is no answer here.
+    """
     tuned = drafter.tuned if isinstance(drafter, Head) else None
-    if isinstance(tuned, Tuned) and tuned.fits(base.device, base.dtype):
-        return tuned.policy()
+    if isinstance(tuned, Tuned) and tuned.machine.device == base.device.type:
+        policy = tuned.policy()
+        if policy.depth or tuned.fits(base.device, base.dtype):
+            return policy
     return policies.chain(drafter.depth)
 
 

@@ -87,12 +87,23 @@ def test_decoding_takes_the_tuned_tree_and_any_that_is_named(tmp_path):
     assert Engine(base, head, tree=policies.chain(2)).tree.name == "chain"
 
 
-def test_a_head_tuned_on_another_machine_drafts_a_chain(tmp_path):
+@pytest.mark.parametrize(
+    ("other", "kind", "wanted"),
+    [
+        ({"name": "abacus"}, "static", "tuned"),
+        ({"dtype": "float16"}, "static", "tuned"),
+        ({"device": "cuda"}, "static", "chain"),
+        # what does not pay there may pay here
+        ({"name": "abacus"}, "none", "chain"),
+    ],
+)
+def test_what_was_tuned_elsewhere_is_the_better_guess_on_such_a_device(
+    tmp_path, other: dict[str, str], kind: str, wanted: str
+):
     base = tiny.base()
     head = load_head(folder(tmp_path), base)
-    for other in ({"name": "abacus"}, {"dtype": "float16"}, {"device": "cuda"}):
-        head.tuned = tuned(machine=replace(tuned().machine, **other))
-        assert Engine(base, head).tree.name == "chain"
+    head.tuned = tuned(tree(kind=kind), machine=replace(tuned().machine, **other))
+    assert Engine(base, head).tree.name == wanted
 
 
 def test_no_speculation_drafts_nothing_and_says_what_the_base_says(tmp_path):

@@ -147,6 +147,14 @@ def test_a_long_conversation_is_played_faster_and_says_so(script: ModuleType):
     assert f"animation:{20 + script.HOLD_SECONDS:.2f}s step-end infinite" in drawn
 
 
+def test_a_long_title_leaves_room_for_the_buttons_and_is_told_whole(script: ModuleType):
+    long = "specheads chat " + "x" * COLUMNS
+    drawn = script.draw([(0.0, "a")], COLUMNS, long, 20.0)
+    assert f"<title>{long}</title>" in drawn
+    assert drawn.count("x" * (COLUMNS - 10)) == 1
+    assert f"{long[: COLUMNS - 15]}…</text>" in drawn
+
+
 def test_pictures_are_at_most_so_many_a_second(script: ModuleType):
     events = [(place / 100, str(place % 10)) for place in range(100)]
     fewer = list(script.paced(events, 1 / script.PICTURES))
