@@ -141,21 +141,23 @@ def overview(measured: Mapping[str, Results | None], folder: str = "") -> str:
 def headline(results: Results) -> str:
     """Return what a measurement came to, in a paragraph."""
     checked, given = results.lossless, results.prompts
-    same = f" Of {checked.compared} texts {checked.identical} were the same{_rest(checked)}."
+    same = _same(checked) if checked else ""
     what = f"{base_name(results.base.name)}, {given.count} prompts of {given.name}"
     card = f"[card](recipes/{SHOWN}/README.md)"
     told = f"{what}; {hardware(results.provenance)}; {card}"
     return f"**{verdict(results)}**{same} ({told})"
 
 
-def _rest(checked: Lossless) -> str:
-    """Return what is said of texts that parted, and of the same in float32."""
-    parted = checked.compared - checked.identical
-    tied = "the other" if checked.tied == parted else f"{checked.tied} of the other"
-    out = f", {tied} {parted} parted at a tie within {checked.dtype}'s rounding"
-    if wide := checked.float32:
-        out += f", and in float32 {wide.identical} of {wide.compared} were the same"
-    return out if parted else ""
+def _same(checked: Lossless) -> str:
+    """Return how many texts were the base's own, what of the others, and of all in float32."""
+    same, parted = checked.identical, checked.compared - checked.identical
+    out = f" Of {checked.compared} texts {same} were the same"
+    if parted:
+        tied = "the other" if checked.tied == parted else f"{checked.tied} of the other"
+        out += f", {tied} {parted} parted at a tie within {checked.dtype}'s rounding"
+        if wide := checked.float32:
+            out += f", and in float32 {wide.identical} of {wide.compared} were the same"
+    return f"{out}."
 
 
 def said(results: Results) -> str:
