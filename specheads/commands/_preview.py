@@ -27,6 +27,8 @@ def show(settings: Train) -> None:
     try:
         documents = tokenised(settings.data, "train", tokenizer, settings.seed)
     except UnansweredError:
+        if any(phase.distill is None for phase in settings.schedule.phases.values()):
+            raise
         _show_questions(settings, tokenizer, console)
         return
     order = np.random.default_rng(settings.seed).permutation(len(documents))[: settings.preview]
