@@ -37,6 +37,7 @@ DECODE = (
 )
 
 
+LINEARS = f"--base {ROOT / 'recipes' / 'tiny_code' / 'base'} --dtypes float32 --rows 1 3 --turns 1"
 TRAIN = (
     "--bases tiny --heads mlp_speculator eagle3 --device cpu --turns 2 --batch-size 2 "
     "--sequence-length 32 --document-length 11 --plain"
@@ -71,7 +72,12 @@ def test_benchmarks_need_none_of_the_libraries_that_training_needs(tmp_path: Pat
         tmp_path,
         ("bench_loss.py", LOSS),
         ("bench_decode.py", f"{DECODE} --out {tmp_path / 'decode.json'}"),
+        ("bench_linears.py", f"{LINEARS} --out {tmp_path / 'linears.json'}"),
     )
+    alone, three = json.loads((tmp_path / "linears.json").read_text())["rows"]
+    assert {"by_row", "by_column"} <= {*alone["milliseconds"]} == {*three["milliseconds"]}
+    # a row alone is what it is multiplied with
+    assert set(alone["differing"].values()) == {0.0}
     assert "wall_ratio" in printed
     assert '"peft": null' in (tmp_path / "decode.json").read_text()
 
