@@ -25,6 +25,8 @@ from rich.console import Console
 
 from specheads.commands import _compose
 from specheads.config import data_dir
+from specheads.measure.compare.table import accepted_against
+from specheads.measure.comparison import Comparison, Condition
 from specheads.measure.report import show, verdict
 from specheads.measure.results import Lossless, Rate, Results, Speed
 from specheads.measure.store import from_json, read
@@ -37,11 +39,12 @@ HEADS_HEADER = (
     "parameters",
     "training tokens/s",
     "peak GiB",
-    "draft ms/step",
     "chain, T=0",
     "chain, T=1",
     "tuned tree, T=0",
-    "speed-up, tuned tree",
+    "speed-up",
+    "tuned tree, T=1",
+    "speed-up",
 )
 COUPLING_HEADER = (
     "head",
@@ -169,29 +172,45 @@ def said(results: Results) -> str:
 
 
 def heads(compared: Mapping[str, Any]) -> str:
-    """Return the table of all kinds of head on one recipe, and what they have in common."""
+    """Return the tables of all kinds of head on one recipe, and what they have in common."""
+    chain, tuned = (from_json(Comparison, compared[name]) for name in ("chain", "tuned"))
+    (greedy, drawn), (fast, fast_drawn) = chain.conditions, tuned.conditions
     rows: Rows = []
-    for row in sorted(compared["rows"], key=lambda row: row["greedy"]["tokens_per_forward"]):
-        tuned = row["tuned"]
+    for kind in sorted(chain.heads, key=lambda kind: _reached(greedy, kind).tokens_per_forward):
+        training = compared["training"][kind]
         rows.append(
             (
-                f"`{row['kind']}`",
-                f"{row['parameters']:,}",
-                f"{row['training_tokens_per_second']:,.0f}",
-                f"{row['training_peak_gib']:.2f}",
-                f"{row['draft_milliseconds']:.2f}",
-                _figure(row["greedy"], "tokens_per_forward"),
-                _figure(row["sampled"], "tokens_per_forward"),
-                f"{_figure(tuned, 'tokens_per_forward')}, {tuned['num_nodes']} nodes",
-                _figure(row["speed"], "speedup"),
+                f"`{kind}`",
+                f"{chain.heads[kind].parameters:,}",
+                f"{training['tokens_per_second']:,.0f}",
+                f"{training['peak_gib']:.2f}",
+                _rate(_reached(greedy, kind)),
+                _rate(_reached(drawn, kind)),
+                *_by_the_clock(fast, kind),
+                *_by_the_clock(fast_drawn, kind),
             )
         )
-    first, made = compared["rows"][0], from_json(Provenance, compared["provenance"])
+    tokens = next(iter(compared["training"].values()))["tokens"]
     common = (
-        f" with each kind of head in turn: {first['training_tokens']:,} training tokens, "
-        f"depth {first['depth']}, {first['prompts']} prompts; {hardware(made)},"
+        f" with each kind of head in turn: {tokens:,} training tokens, depth {chain.head.depth}, "
+        f"{chain.prompts.count} prompts, {tuned.prompts.count} of the tuned trees, "
+        f"{chain.settings.dtype}; {hardware(tuned.provenance)},"
     )
-    return _below(common, compared, _table(HEADS_HEADER, rows))
+    pairs = accepted_against(greedy, [*chain.heads])
+    told = f"{pairs.title}, chain, T=0:\n\n{_table(pairs.header, pairs.rows)}"
+    origin = {"recipe": compared["recipe"], "provenance": compared["tuned"]["provenance"]}
+    table = _below(common, origin, _table(HEADS_HEADER, rows))
+    return f"{table}\n\n{told}"
+
+
+def _reached(condition: Condition, kind: str) -> Rate:
+    return condition.drafters[kind].online
+
+
+def _by_the_clock(condition: Condition, kind: str) -> tuple[str, str]:
+    """Return what a head's own tree reached, and how much faster than the base alone."""
+    row = condition.drafters[kind]
+    return f"{_rate(row.online)}, {row.num_nodes} nodes", _speedup(row.speed)
 
 
 def coupling(measured: Mapping[str, Any]) -> str:
@@ -330,7 +349,7 @@ def _interval(value: float, interval: Sequence[float]) -> str:
     return f"{value:.2f} [{low:.2f}, {high:.2f}]"
 
 
-def _table(header: Sequence[str], rows: Rows) -> str:
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(line)} |".replace("|  |", "| |") for line in lines)
 

@@ -78,6 +78,10 @@ class Compare:
     temperatures: list[Temperature] = field(default_factory=list)
     """Temperatures at which all of them are measured. Empty is evaluation.temperature."""
 
+    other_ways: bool = True
+    """Whether heads draft in all three ways above temperature zero: with the base's noise, without
+    it, and by rejection. Else only as evaluation.coupled has it."""
+
     batch_sizes: list[Positive] = field(default_factory=list)
     """Batches in which all of them are measured. Empty is evaluation.batch_size."""
 

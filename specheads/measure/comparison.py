@@ -41,6 +41,8 @@ class DrafterRow(Acceptance):
     """Whether it decodes prompts together; else it took them one by one, whatever the batch."""
     over: dict[str, Gain] = field(default_factory=dict)
     """Its tokens per second over those of each other drafter, paired by prompt."""
+    accepted_over: dict[str, Gain] = field(default_factory=dict)
+    """Its tokens per forward over those of each other drafter, paired by prompt."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,7 +16,7 @@ class Rate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gain:
-    """Tokens per forward over those of another way to draft, paired by prompt."""
+    """What one way to draft gives over what another does, paired by prompt."""
 
     ratio: float
     interval: Interval

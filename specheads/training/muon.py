@@ -1,10 +1,12 @@
-"""Muon on machines that do not multiply bfloat16."""
+"""Muon on processors that do not multiply bfloat16."""
 
 from collections.abc import Callable
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+
+from specheads.core.machine import computes_bfloat16
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of the quintic iteration: torch's own, the steepest at zero that stay near one."""
@@ -13,11 +15,11 @@ ITERATIONS = 5
 
 
 class Muon(torch.optim.Muon):
-    """torch's Muon, but in float32 on a CPU.
+    """torch's Muon, but in float32 where a processor only emulates bfloat16.
 
-    torch iterates in bfloat16 whatever the device. A CPU without bfloat16 instructions emulates
-    it, which makes one step of a small model many times slower than its forward and backward
-    together. On other devices this is torch's own step.
+    torch iterates in bfloat16 whatever the device, which makes one step of a small model many
+    times slower than its forward and backward together on such a processor. Elsewhere this is
+    torch's own step.
 
     Source: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon.
     """
@@ -25,7 +27,8 @@ class Muon(torch.optim.Muon):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Take one step."""
-        if any(one.device.type != "cpu" for group in self.param_groups for one in group["params"]):
+        learned = [one for group in self.param_groups for one in group["params"]]
+        if computes_bfloat16() or any(one.device.type != "cpu" for one in learned):
             return super().step(closure)
         loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:

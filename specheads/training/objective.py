@@ -57,7 +57,7 @@ class Objective(nn.Module):
         sparing = recomputed(self.head) if phase.activation_checkpointing else nullcontext()
         with record_function("head"), sparing:
             states = [
-                state[rows, at[level] - 2 - level]
+                _as_products(state[rows, at[level] - 2 - level])
                 for level, state in enumerate(self.head.states(features, tokens, anchors))
             ]
         project = None if phase.loss in LABELS_ONLY else logits_of
@@ -97,6 +97,14 @@ class Objective(nn.Module):
         by_depth = confidence_loss(said, states, projections, each, logits_of)
         weights = depth_shares(len(states), phase.decay, phase.depth_weights)
         return replace(loss, total=loss.total + (by_depth * by_depth.new_tensor(weights)).sum())
+
+
+def _as_products(state: Tensor) -> Tensor:
+    """Return a state in the precision of autocast's products; a norm may have left it wider."""
+    kind = state.device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return state
+    return state.to(torch.get_autocast_dtype(kind))
 
 
 def in_chains(head: Head, phase: Phase) -> bool:

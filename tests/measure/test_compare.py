@@ -13,8 +13,9 @@ from specheads.decoding.acceptance.sampling import Sampling
 from specheads.decoding.generate import generate
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import Hybrid, HybridTree, Lookup
+from specheads.heads.load import build_for
 from specheads.measure import speed
-from specheads.measure.compare.arms import chosen
+from specheads.measure.compare.arms import Bench, chosen
 from specheads.measure.compare.rivals import Rival
 from specheads.measure.compare.run import compare_drafters, condition
 from specheads.measure.compare.table import against, table, tables, write_comparison
@@ -145,12 +146,31 @@ def test_each_is_held_against_each_other_on_the_same_prompts():
             # all say the same tokens, so that rates and times tell the same
             ratio = row.speed.tokens_per_second / measured[other].speed.tokens_per_second
             assert gain.ratio == pytest.approx(ratio)
+            accepted, rates = row.accepted_over[other], (row.online, measured[other].online)
+            ours, theirs = (one.tokens_per_forward for one in rates)
+            assert accepted.interval[0] <= accepted.ratio == pytest.approx(ours / theirs)
     shown = against(condition(measured, 0.0, 3), ["head", "hybrid"])
     assert shown.header == ("head", *(row[0] for row in shown.rows))
     assert [row[place + 1] for place, row in enumerate(shown.rows)] == ["", ""]
     told = [table.title for table in tables(comparison(measured))]
     assert told[0] == "drafters at temperature 0, batch 3"
-    assert told[1::2] == ["tokens per second, row over column"] * 2
+    assert told[1::3] == ["tokens per second, row over column"] * 2
+    assert told[2::3] == ["tokens per forward, row over column"] * 2
+
+
+def test_heads_draft_in_the_other_ways_above_zero_only_where_that_is_asked_for():
+    base, tree = tiny.base(), policies.chain(2)
+    head, found = build_for({"kind": "medusa", "depth": 2}, base), {}
+    for temperature, others in ((0.0, True), (1.0, True), (1.0, False)):
+        asked = settings(drafters=["head"], other_ways=others)
+        asked.evaluation.temperature = temperature
+        bench = Bench(base, {"head": head}, {"head": tree}, asked, asked, None)
+        found[temperature, others] = [*bench.own()]
+    assert found == {
+        (0.0, True): ["head"],
+        (1.0, True): ["head", "head_uncoupled", "head_rejection"],
+        (1.0, False): ["head"],
+    }
 
 
 def test_drafting_and_the_rest_of_a_step_are_told_apart():

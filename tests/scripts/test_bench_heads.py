@@ -5,16 +5,10 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
-
-from specheads.measure.results import Lossless, Online, Results, Speed
-from specheads.measure.store import dumps
-from tests.results import bare
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "bench_heads.py"
@@ -30,47 +24,24 @@ def script() -> ModuleType:
     return module
 
 
-def report(tokens_per_forward: float) -> Results:
-    interval: Any = (1.0, 2.0)
-    online = Online(
-        tokens_per_forward=tokens_per_forward, interval=interval, per_depth=[], by_category={},
-        tokens_per_forward_without_bonus=0.0, forwards=1, new_tokens=1,
-    )  # fmt: skip
-    speed = Speed(
-        draft_milliseconds=0.5, speedup=1.1, interval=(1.0, 1.2), base_tokens_per_second=1.0,
-        tokens_per_second=1.0, step_overhead=1.0, step_milliseconds=1.0,
-        base_step_milliseconds=1.0, new_tokens=1, forwards=1,
-    )  # fmt: skip
-    lossless = Lossless(compared=80, identical=80, first_divergence_logit_gap=None)
-    return replace(bare(), online=online, speed=speed, lossless=lossless)
-
-
-def test_a_row_says_of_each_figure_which_evaluation_it_is_from(script: ModuleType, tmp_path: Path):
-    for name, figure in [("greedy", 1.5), ("sampled", 1.3), ("chain", 1.4), ("tuned", 1.6)]:
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "results.json").write_text(dumps(report(figure)))
+def test_how_a_head_was_trained_is_read_from_its_log(script: ModuleType, tmp_path: Path):
     (tmp_path / "training.json").write_text('{"peak_gib": 1.25}')
-    (tmp_path / "metrics.jsonl").write_text('{"tokens": 400}\n{"tokens": 1300}\n')
-    speeds = [{"tokens_per_second": speed} for speed in (10.0, 100.0, 120.0, 90.0)]
-    (tmp_path / "speed.jsonl").write_text("\n".join(map(json.dumps, speeds)) + "\n")
-    row = script.row(tmp_path)
-    assert row["training_tokens"] == 1300
-    assert row["training_tokens_per_second"] == 100.0
-    assert [row[name]["tokens_per_forward"] for name in ("greedy", "sampled", "tuned")] == [
-        1.5,
-        1.3,
-        1.6,
-    ]
-    assert row["speed"] == {"speedup": 1.1, "interval": [1.0, 1.2]}
-    assert (row["training_peak_gib"], row["draft_milliseconds"]) == (1.25, 0.5)
+    speeds = enumerate((10.0, 100.0, 120.0, 90.0), start=1)
+    rows = [{"tokens": 400 * step, "tokens_per_second": speed} for step, speed in speeds]
+    # validation has rows of its own
+    rows.insert(2, {"validation/loss": 3.0})
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    trained = {"tokens": 1600, "tokens_per_second": 100.0, "peak_gib": 1.25}
+    assert script.trained(tmp_path) == trained
 
 
 @pytest.mark.slow
 def test_two_kinds_are_trained_on_the_same_text_and_finished_parts_are_kept(tmp_path: Path):
     command = [
         sys.executable, str(SCRIPT), "--recipe", "smoke", "--out", str(tmp_path / "out"),
-        "--prompts", "2", "--kinds", "medusa", "redrafter",
-        "--set", "evaluation.max_new_tokens=8", "evaluation.speed_prompts=1",
+        "--kinds", "medusa", "redrafter", "--set", "log_every=1",
+        "--measure", "evaluation.num_prompts=2", "evaluation.max_new_tokens=8",
+        "evaluation.speed_prompts=1", "evaluation.tune_prompts=2",
     ]  # fmt: skip
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
@@ -81,14 +52,17 @@ def test_two_kinds_are_trained_on_the_same_text_and_finished_parts_are_kept(tmp_
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    # two whole runs, and two short ones for their speed
-    assert bench().count("$ specheads train") == 4
+    said = bench()
+    assert (said.count("$ specheads train"), said.count("$ specheads compare")) == (2, 2)
     table = json.loads((tmp_path / "out" / "heads.json").read_text())
-    medusa, redrafter = table["rows"]
-    assert (medusa["kind"], redrafter["kind"]) == ("medusa", "redrafter")
-    assert medusa["training_tokens"] == redrafter["training_tokens"] > 0
-    assert medusa["identical"] == [2, 2]
-    assert medusa["draft_milliseconds"] > 0
+    tokens = {kind: how["tokens"] for kind, how in table["training"].items()}
+    assert tokens["medusa"] == tokens["redrafter"] > 0
+    for name in ("chain", "tuned"):
+        warm = [one["temperature"] for one in table[name]["conditions"]]
+        assert warm == [0.0, 1.0]
+        for one in table[name]["conditions"]:
+            assert [*one["drafters"]] == ["medusa", "redrafter"]
+            assert [*one["drafters"]["medusa"]["accepted_over"]] == ["redrafter"]
     # the base wrote once, for both
     assert len(list((tmp_path / "out" / "text").glob("shard-*.parquet"))) == 1
     assert not (tmp_path / "out" / "redrafter" / "text").exists()

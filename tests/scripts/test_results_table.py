@@ -143,46 +143,69 @@ def test_a_recipe_never_run_says_so_and_still_names_its_base(script: ModuleType,
     assert "[tiny_code](recipes/tiny_code/README.md)" in block(checkout / "README.md")
 
 
-HEADS: dict[str, Any] = {
-    "recipe": "tiny_code",
-    "provenance": RESULTS["provenance"],
-    "rows": [
-        {
-            "kind": "medusa",
-            "depth": 3,
-            "parameters": 1_770_240,
-            "training_tokens": 1_433_600,
-            "training_tokens_per_second": 4012.4,
-            "training_peak_gib": 1.284,
-            "draft_milliseconds": 0.512,
-            "prompts": 80,
-            "greedy": {"tokens_per_forward": 1.3, "interval": [1.25, 1.36]},
-            "sampled": {"tokens_per_forward": 1.2, "interval": [1.18, 1.22]},
-            "tuned": {"num_nodes": 6, "tokens_per_forward": 1.4, "interval": [1.33, 1.47]},
-            "speed": {"speedup": 0.98, "interval": [0.9, 1.07]},
-        }
-    ],
-}
+def compared(first: float, **rest: Any) -> dict[str, Any]:
+    """Return compare.json of two heads at both temperatures, redrafter ahead of medusa."""
+    conditions = []
+    for temperature, factor in ((0.0, 1.0), (1.0, 0.9)):
+        drafters = {
+            kind: {
+                "tree": "x", "num_nodes": 6,
+                "online": COUNTS | {
+                    "tokens_per_forward": factor * rate,
+                    "interval": [factor * rate - 0.1, factor * rate + 0.1],
+                },
+                "lossless": RESULTS["lossless"], "degenerate": RESULTS["degenerate"],
+                "speed": RESULTS["speed"] | {"speedup": rate / 2},
+                "accepted_over": {other: {"ratio": over, "interval": [over - 0.05, over + 0.05]}},
+            }
+            for kind, rate, other, over in (
+                ("redrafter", 1.5 * first, "medusa", 1.5), ("medusa", first, "redrafter", 0.66),
+            )
+        }  # fmt: skip
+        conditions.append(
+            {"temperature": temperature, "batch_size": 1, "ranking": ["redrafter", "medusa"]}
+            | {"drafters": drafters}
+        )
+    head = {"kind": "medusa", "depth": 3, "parameters": 1_770_240}
+    heads = {"medusa": head, "redrafter": head | {"kind": "redrafter", "parameters": 80}}
+    shared: dict[str, Any] = {name: RESULTS[name] for name in ("base", "prompts", "provenance")}
+    shared["settings"] = {
+        "max_new_tokens": 96, "draft_model": "", "draft_depth": 4, "copied_tokens": 10,
+        "max_ngram": 3, "sinks": 4, "window": 60, "dtype": "float32", "device": "cpu", "seed": 0,
+    }  # fmt: skip
+    return shared | {"head": head, "heads": heads, "conditions": conditions} | rest
 
 
 def test_all_kinds_of_head_stand_in_one_table_weakest_first(script: ModuleType, checkout: Path):
-    better = HEADS["rows"][0] | {
-        "kind": "redrafter",
-        "greedy": {"tokens_per_forward": 1.6, "interval": [1.5, 1.7]},
+    training = {"tokens": 1_433_600, "tokens_per_second": 4012.4, "peak_gib": 1.284}
+    few = RESULTS["prompts"] | {"count": 16}
+    table = {"schema": 2, "recipe": "tiny_code"} | {
+        "training": {"medusa": training, "redrafter": training | {"tokens_per_second": 900.0}},
+        "chain": compared(1.2),
+        "tuned": compared(1.4, prompts=few),
     }
-    rows = [better, *HEADS["rows"]]
-    (checkout / "recipes/tiny_code/heads.json").write_text(json.dumps(HEADS | {"rows": rows}))
+    (checkout / "recipes/tiny_code/heads.json").write_text(json.dumps(table))
     assert script.main(["--root", str(checkout)]) == 0
     block = (checkout / "recipes/README.md").read_text().partition("<!-- heads -->\n")[2]
-    table = block.partition("\n<!-- /")[0].splitlines()
-    assert table[0] == (
-        "`tiny_code` with each kind of head in turn: 1,433,600 training tokens, depth 3, 80 "
-        "prompts; AMD EPYC, 2 threads, torch 2.13.0, commit `f1fca6e00000` and uncommitted changes."
+    lines = block.partition("\n<!-- /")[0].splitlines()
+    assert lines[0] == (
+        "`tiny_code` with each kind of head in turn: 1,433,600 training tokens, depth 3, 40 "
+        "prompts, 16 of the tuned trees, float32; AMD EPYC, 2 threads, torch 2.13.0, commit "
+        "`f1fca6e00000` and uncommitted changes."
     )
-    rest = "1.20 [1.18, 1.22] | 1.40 [1.33, 1.47], 6 nodes | 0.98 [0.90, 1.07] |"
-    assert table[4:] == [
-        f"| `medusa` | 1,770,240 | 4,012 | 1.28 | 0.51 | 1.30 [1.25, 1.36] | {rest}",
-        f"| `redrafter` | 1,770,240 | 4,012 | 1.28 | 0.51 | 1.60 [1.50, 1.70] | {rest}",
+    medusa = (
+        "1.20 [1.10, 1.30] | 1.08 [0.98, 1.18] | 1.40 [1.30, 1.50], 6 nodes | 0.70 [1.10, 1.31] | "
+        "1.26 [1.16, 1.36], 6 nodes | 0.70 [1.10, 1.31] |"
+    )
+    assert lines[4] == f"| `medusa` | 1,770,240 | 4,012 | 1.28 | {medusa}"
+    assert lines[5].startswith("| `redrafter` | 80 | 900 | 1.28 | 1.80 [1.70, 1.90] | ")
+    assert lines[7:] == [
+        "tokens per forward, row over column, chain, T=0:",
+        "",
+        "| head | redrafter | medusa |",
+        "| --- | --- | --- |",
+        "| redrafter | | 1.50 [1.45, 1.55] |",
+        "| medusa | 0.66 [0.61, 0.71] | |",
     ]
 
 
@@ -204,7 +227,7 @@ def test_drafts_with_and_without_the_noise_stand_beside_each_other(
     told = {"recipe": "tiny_code", "prompts": {"count": 80}, "new_tokens": 128, "nodes": 8}
     rows = [row, row | {"temperature": 0.6}]
     (checkout / "recipes/tiny_code/coupling.json").write_text(
-        json.dumps(told | {"rows": rows, "provenance": HEADS["provenance"]})
+        json.dumps(told | {"rows": rows, "provenance": RESULTS["provenance"]})
     )
     assert script.main(["--root", str(checkout)]) == 0
     block = (checkout / "recipes/README.md").read_text().partition("<!-- coupling -->\n")[2]

@@ -1,8 +1,10 @@
 import copy
 
+import pytest
 import torch
 from torch import nn
 
+from specheads.training import muon
 from specheads.training.muon import Muon, orthogonalize
 
 
@@ -28,6 +30,19 @@ def test_on_a_cpu_it_walks_where_torchs_muon_walks_to_bfloat16_precision():
             optimizer.step()
     moved = (ours - start).norm()
     assert (ours - theirs).norm() < 0.02 * moved
+
+
+def test_where_a_processor_computes_bfloat16_it_is_torchs_own_step(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    ours, theirs = nn.Parameter(torch.randn(24, 16)), nn.Parameter(torch.empty(24, 16))
+    theirs.data.copy_(ours.data)
+    ours.grad = torch.randn(24, 16)
+    theirs.grad = ours.grad.clone()
+    monkeypatch.setattr(muon, "computes_bfloat16", lambda: True)
+    for walker in (Muon([ours], lr=0.02), torch.optim.Muon([theirs], lr=0.02)):
+        walker.step()
+    assert torch.equal(ours, theirs)
 
 
 def test_its_momentum_survives_a_state_dict():

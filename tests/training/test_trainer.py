@@ -19,7 +19,7 @@ from specheads.heads.load import build, build_for, kinds
 from specheads.runs import checkpoint
 from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import Tracker, read_metrics
-from specheads.training import trainer
+from specheads.training import objective, trainer
 from specheads.training.losses.depth_loss import whole_chains
 from specheads.training.objective import Objective
 from specheads.training.processes import together
@@ -264,13 +264,36 @@ def test_a_label_that_cannot_be_drafted_is_not_trained_on_and_counts_as_not_acce
     tokens = (torch.arange(16) % 4)[None]
     scored = torch.zeros_like(tokens, dtype=torch.bool)
     scored[:, 4:12] = True
-    objective = Objective(head)
+    learner = Objective(head)
     features = base.read(tokens)
     logits_of = base.projection.rows(head.draft_ids)
-    whole = objective(features, tokens, scored, logits_of, phase())
-    part = objective(features, tokens, scored & (tokens % 2 == 1), logits_of, phase())
+    whole = learner(features, tokens, scored, logits_of, phase())
+    part = learner(features, tokens, scored & (tokens % 2 == 1), logits_of, phase())
     assert torch.equal(whole.total, part.total)
     assert torch.equal(whole.agreement, part.agreement / 2)
+
+
+@pytest.mark.parametrize("kind", kinds())
+def test_vocabulary_products_are_autocasts_whatever_a_head_s_last_norm_left(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+):
+    base = tiny.base("llama", dtype=torch.float32)
+    head = build_for({"kind": kind, "depth": 2}, base)
+    tokens = torch.randint(tiny.VOCAB, (2, 16))
+    features = base.read(tokens, head.aux_layers)
+    seen: list[torch.dtype] = []
+    true_loss = objective.depth_loss
+
+    def noting(states, *rest, **settings):
+        seen.extend(state.dtype for state in states)
+        return true_loss(states, *rest, **settings)
+
+    monkeypatch.setattr(objective, "depth_loss", noting)
+    scored = whole_chains(torch.ones_like(tokens, dtype=torch.bool), 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = Objective(head)(features, tokens, scored, base.logits_of, phase())
+    assert seen == [torch.bfloat16] * 2
+    assert loss.total.dtype == torch.float32
 
 
 @pytest.mark.parametrize("kind", ["mlp_speculator", "eagle3"])

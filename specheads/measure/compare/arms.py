@@ -81,13 +81,15 @@ class Bench:
     def own(self) -> dict[str, Arm]:
         """Return the drafters of our loop that are asked for.
 
-        Above temperature zero heads draft in all three ways.
+        Above temperature zero heads draft in all three ways, unless that is not wanted.
         """
         arms: dict[str, Arm] = {}
         for name in chosen(self.settings):
             if name == "head":
                 for called, head in self.heads.items():
-                    arms |= _head_arms(called, head, self.trees[called], self.asked)
+                    arms[called] = Arm(head, self.trees[called])
+                    if self.settings.other_ways:
+                        arms |= _other_ways(called, head, self.trees[called], self.asked)
             elif name == "hybrid":
                 for called, head in self.heads.items():
                     label = "hybrid" if called == "head" else f"{called}_hybrid"
@@ -103,13 +105,11 @@ class Bench:
         return {**self.own(), **rivals}
 
 
-def _head_arms(called: str, head: Head, tree: policies.TreePolicy, asked: Asked) -> dict[str, Arm]:
-    arms = {called: Arm(head, tree)}
-    if asked.evaluation.temperature > 0:
-        others = ways(head, tree)
-        others.pop("coupled" if asked.evaluation.coupled else "uncoupled", None)
-        arms |= {f"{called}_{name}": other for name, other in others.items()}
-    return arms
+def _other_ways(called: str, head: Head, tree: policies.TreePolicy, asked: Asked) -> dict[str, Arm]:
+    """Return the ways to draft above temperature zero that the evaluation does not ask for."""
+    others = ways(head, tree) if asked.evaluation.temperature > 0 else {}
+    others.pop("coupled" if asked.evaluation.coupled else "uncoupled", None)
+    return {f"{called}_{name}": other for name, other in others.items()}
 
 
 def _lookup(base: FrozenBase, settings: Compare, copied: int) -> PromptLookup:

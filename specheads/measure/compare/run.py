@@ -10,6 +10,7 @@ from specheads.core.drafter import Drafter, Head
 from specheads.data.prompts import PromptSet
 from specheads.measure.compare.arms import Bench, chosen, load_draft_model
 from specheads.measure.comparison import CompareSettings, Comparison, Condition, DrafterRow
+from specheads.measure.counts import paired_gain
 from specheads.measure.evaluation import check, subject, summary_of, told_by
 from specheads.measure.how import Asked, How, how_of
 from specheads.measure.online import judge, lossless_in_float32, write_alone
@@ -115,10 +116,12 @@ def compare_drafters(
     `alone` is what `write_alone` gave each prompt, with the same limit and sampling; trees are the
     arms' own.
     """
+    decoded = {name: arm.decode(base, prompts, how) for name, arm in arms.items()}
+    counts = {name: [one.counts for one in texts] for name, texts in decoded.items()}
     found = {
         name: judge(
             base,
-            arm.decode(base, prompts, how),
+            decoded[name],
             prompts,
             alone,
             how,
@@ -145,6 +148,9 @@ def compare_drafters(
                 other: paired_speed(timings[name], timings[other], sources)
                 for other in arms
                 if other != name
+            },
+            accepted_over={
+                other: paired_gain(counts[name], counts[other]) for other in arms if other != name
             },
         )
         for name, arm in arms.items()

@@ -1,12 +1,12 @@
 """A comparison for people: tables on the console, and the files."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from specheads.core.paths import writable_folder
 from specheads.measure.comparison import Comparison, Condition, DrafterRow
 from specheads.measure.plots import draw_comparison
-from specheads.measure.rates import Interval
+from specheads.measure.rates import Gain, Interval
 from specheads.measure.store import dumps
 from specheads.measure.tables import Fitted
 from specheads.runs.directory import write_atomic
@@ -29,6 +29,7 @@ def tables(comparison: Comparison) -> Iterator[Fitted]:
         yield table(condition)
         if len(comparison.heads) > 1:
             yield against(condition, [*comparison.heads])
+            yield accepted_against(condition, [*comparison.heads])
 
 
 def table(condition: Condition) -> Fitted:
@@ -41,7 +42,7 @@ def table(condition: Condition) -> Fitted:
             name if row.batches or batch == 1 else f"{name} (cannot batch: one by one)",
             f"{row.speed.tokens_per_second:.1f}",
             _figure(row.speed.speedup, row.speed.interval),
-            _over(rows[first], name),
+            _over(rows[first].over, name),
             _figure(row.online.tokens_per_forward, row.online.interval),
             _without_loops(row),
             _step(row),
@@ -59,19 +60,24 @@ def table(condition: Condition) -> Fitted:
 
 def against(condition: Condition, names: list[str]) -> Fitted:
     """Return tokens per second of each head, down, over those of each other, across."""
-    heads = [name for name in condition.ranking if name in names]
-    lines = [
-        (
-            name,
-            *("" if other == name else _over(condition.drafters[name], other) for other in heads),
-        )
-        for name in heads
-    ]
-    return Fitted("tokens per second, row over column", lines, ("head", *heads))
+    gains = {name: condition.drafters[name].over for name in condition.ranking if name in names}
+    return Fitted("tokens per second, row over column", pairs(gains), ("head", *gains))
 
 
-def _over(row: DrafterRow, other: str) -> str:
-    gain = row.over.get(other)
+def accepted_against(condition: Condition, names: list[str]) -> Fitted:
+    """Return tokens per forward of each head, down, over those of each other, across."""
+    rows = {name: condition.drafters[name] for name in condition.ranking if name in names}
+    gains = {name: row.accepted_over for name, row in rows.items()}
+    return Fitted("tokens per forward, row over column", pairs(gains), ("head", *gains))
+
+
+def pairs(gains: Mapping[str, Mapping[str, Gain]]) -> list[tuple[str, ...]]:
+    """Return a line for each name, with what it gives over each other; over itself nothing."""
+    return [(name, *(_over(over, other) for other in gains)) for name, over in gains.items()]
+
+
+def _over(over: Mapping[str, Gain], other: str) -> str:
+    gain = over.get(other)
     return _figure(gain.ratio, gain.interval) if gain else ""
 
 

@@ -29,7 +29,7 @@ WEIGHTINGS = ("geometric", "dpace")
 SMOOTHING = 0.5
 """Share of the way by which D-PACE draws a draft's confidence towards one."""
 
-CHUNK_LOGITS = {"cpu": 2**23, "cuda": 2**26}
+CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**26}
 """Logits of a chunk: few enough to be small beside the weights, enough for a matrix product."""
 
 BLOCK_LOGITS = {"cpu": 2**19, "cuda": 2**26}
@@ -254,17 +254,20 @@ class _Scores:
     def __init__(self, plan: _Plan, gradients: Gradients) -> None:
         self.plan, self.gradients = plan, gradients
         self.pending: list[tuple[int, Tensor, Tensor, Tensor, Tensor]] = []
-        precision = gradients.precision
-        self.by_depth = gradients.states[0].new_zeros(len(plan.targets), dtype=precision)
+        self.precision = gradients.precision
+        self.by_depth = gradients.states[0].new_zeros(len(plan.targets), dtype=self.precision)
         self.agreement, self.total = torch.zeros_like(self.by_depth), self.by_depth.new_zeros(())
-        self.shares = list(1.0 / plan.rows.clamp(min=1).to(precision))
+        self.shares = list(1.0 / plan.rows.clamp(min=1).to(self.precision))
 
     def add(self, level: int, rows: slice, base_rows: list[BaseRows]) -> None:
-        """Turn one depth's logits of a chunk into slopes, and keep them until they are weighted."""
+        """Turn one depth's logits of a chunk into slopes, and keep them until they are weighted.
+
+        A block is worked on in at least float32, and kept as the products have it.
+        """
         slopes, plan = self.gradients.logits(level, rows), self.plan
         found: list[tuple[Tensor, Tensor, Tensor]] = []
         for block, base in zip(_slices(len(slopes), plan.block_rows), base_rows, strict=True):
-            log_draft = slopes[block].log_softmax(-1)
+            log_draft = slopes[block].log_softmax(-1, dtype=self.precision)
             agreed = best_of(log_draft) == base.best
             expected = base.best if plan.kind == "argmax_cross_entropy" else base.labels
             confidence = log_draft.gather(-1, expected[:, None])[:, 0].exp()

@@ -47,13 +47,13 @@ class Gradients:
         return self.place[first : first + 2]
 
     def logits(self, level: int, rows: slice) -> Tensor:
-        """Return a depth's logits of some rows, in at least float32."""
-        return F.linear(self.states[level][rows], *self._projection(level)).to(self.precision)
+        """Return a depth's logits of some rows."""
+        return F.linear(self.states[level][rows], *self._projection(level))
 
     def add(self, level: int, rows: slice, slopes: Tensor, scale: Tensor) -> None:
         """Add what the slopes of some rows' logits give, each row times its scale."""
         state = self.states[level][rows]
-        slopes, scale = slopes.to(state.dtype), scale.to(state.dtype)
+        scale = scale.to(state.dtype)
         weight, bias = self._places(level)
         # scaled where a row is a state's width, and not the vocabulary's
         if (sums := self.sums[self.place[level]]) is not None:
