@@ -5,7 +5,7 @@ from specheads.core.bounds import refuse_bytes
 from specheads.core.drafter import Drafter, Head
 from specheads.core.errors import InputError
 from specheads.decoding.trees import policies
-from specheads.decoding.trees.hybrid import Hybrid, HybridTree, beside_lookup
+from specheads.decoding.trees.hybrid import Hybrid, beside_lookup
 from specheads.decoding.trees.tuned import Tuned
 
 
@@ -47,13 +47,13 @@ def drafted_by(
     if not policy.depth:
         return None, policy
     drafter = beside_lookup(drafter, policy, base)
-    held = [(policy, drafter)]
-    if isinstance(policy, HybridTree) and isinstance(drafter, Hybrid):
-        held.append((policy.inner, drafter.head))
-    for grown, by in held:
-        if grown.depth > by.depth:
+    held = [(policy.depth, drafter)]
+    if policy.copied and isinstance(drafter, Hybrid):
+        held.append((policy.own_depth, drafter.head))
+    for levels, by in held:
+        if levels > by.depth:
             raise InputError(
-                f"the tree has {grown.depth} levels but the head drafts {by.depth}; "
+                f"the tree has {levels} levels but the head drafts {by.depth}; "
                 "choose a shallower tree"
             )
     if 0 < drafter.drafted_size < policy.num_guesses:

@@ -111,8 +111,9 @@ def step(
 ) -> list[Step]:
     """Decode one step for every row and advance `state`; no drafter decodes with the base alone.
 
-    A tree without levels drafts nothing. What such steps commit waits for a drafter with a memory,
-    until it drafts again or there is as much as it reads at once.
+    A tree without levels drafts nothing, and one of copied text alone asks no head. What such steps
+    commit waits for a drafter with a memory, until it drafts again or there is as much as it reads
+    at once.
 
     `timed` waits for the device before and after drafting, so that `Times.drafted` is true there
     too; that costs a synchronisation or two.
@@ -124,8 +125,8 @@ def step(
         grown = tree.grow(drafter, state.committed, state.memory, state.rows)
     else:
         grown = root_only(state.committed)
-        if drafter is not None and state.memory is not None:
-            unread = _unread(drafter, state)
+    if drafter is not None and not tree.own_depth and state.memory is not None:
+        unread = _unread(drafter, state)
     drafted = _now(base, wait=timed)
     verified = base.verify(grown, state.cache, drafter.aux_layers if drafter else ())
     verdict = acceptance(grown, verified.logits, verified.ancestors, state.rows)
@@ -141,7 +142,7 @@ def step(
 
 
 def _unread(drafter: Drafter, state: State) -> Committed | None:
-    """Return what a step without a draft leaves unread; of prompts, and of much, nothing."""
+    """Return what a step without own drafts leaves unread; of prompts, and of much, nothing."""
     if not state.is_new and state.committed.next_tokens.shape[1] < drafter.most_unread:
         return state.committed
     drafter.read(state.committed, state.memory)

@@ -1,6 +1,6 @@
 """Prompt lookup: what followed the last few tokens when they stood in the text before."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float, Int
@@ -99,6 +99,11 @@ class PromptLookup(Drafter):
         # the slots in use, roots included
         text = memory.tokens[:, : memory.extent + 1]
         return continuation(text, memory.lengths, self.depth, self.max_ngram, self.min_ngram)
+
+    def peek(self, committed: Committed, memory: Text) -> Int[Tensor, "batch copied"]:
+        """Return what `copy` does, and remember nothing: what was committed comes again."""
+        # what is written lies beyond the memory's own end
+        return self.copy(committed, replace(memory))
 
     def read(self, committed: Committed, memory: Text) -> None:
         """Remember what was committed."""

@@ -137,9 +137,9 @@ class HybridTree(TreePolicy):
 
     The head's tree grows as `inner` says. Of the `size` nodes added for copied tokens, those that
     the head guesses too need none, and leave room for more; with a size of zero the text is only
-    remembered. With `trim` a step leaves out added nodes that no row of the batch needs: it saves
-    time where a forward's time grows with its nodes, and costs a static shape. None trims on a
-    processor.
+    remembered. Where `inner` drafts nothing there is copied text alone, and the head reads nothing.
+    With `trim` a step leaves out added nodes that no row of the batch needs: it saves time where a
+    forward's time grows with its nodes, and costs a static shape. None trims on a processor.
 
     Source: Saxena 2023, prompt lookup, for what is copied; the union of drafts of several
     sources in one verified tree is that of Miao et al. 2023, SpecInfer, arXiv:2305.09781.
@@ -153,6 +153,11 @@ class HybridTree(TreePolicy):
         self.depth = self.copied = inner.depth + size
         self.num_guesses, self.num_answers = inner.num_guesses, inner.num_answers
 
+    @property
+    def own_depth(self) -> int:
+        """Levels of the head's own tree."""
+        return self.inner.own_depth
+
     def grow(
         self, drafter: Drafter, committed: Committed, memory: Any, rows: Rows | None = None
     ) -> TokenTree:
@@ -161,7 +166,10 @@ class HybridTree(TreePolicy):
         if not self.size:
             drafter.lookup.read(committed, memory.text)
             return self.inner.grow(drafter.head, committed, memory.head, rows)
-        copied = drafter.lookup.copy(committed, memory.text)
+        lookup = drafter.lookup
+        # what the head does not read now comes again, for both
+        copy = lookup.copy if self.own_depth else lookup.peek
+        copied = copy(committed, memory.text)
         tree = self.inner.grow(drafter.head, committed, memory.head, rows)
         trim = copied.device.type == "cpu" if self.trim is None else self.trim
         return join_copied(tree, copied, self.size, trim=trim)

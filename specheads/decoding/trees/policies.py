@@ -60,6 +60,14 @@ class TreePolicy(ABC):
     copied: int = 0
     """Tokens that prompt lookup is asked for beside the drafter; zero needs none: see `hybrid`."""
 
+    @property
+    def own_depth(self) -> int:
+        """Levels that the drafter drafts itself, copied text aside; of none it reads nothing.
+
+        What such a step commits waits for it: see `loop.step`.
+        """
+        return self.depth
+
     def of_step(self, groups: Sequence[Sequence[Progress]]) -> Sequence["TreePolicy"]:
         """Return the policy of each group's coming step, one after the other: here always itself.
 

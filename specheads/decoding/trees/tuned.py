@@ -77,6 +77,9 @@ class Acceptance:
     per_depth: list[float]
     """Conditional rate of the best guess at each depth, every guess above it being right."""
     by_context: list[PathRates] = field(default_factory=list)
+    copied: list[float] = field(default_factory=list)
+    """How often prompt lookup finds anything to copy, and then the conditional rate of each copied
+    token. Empty where it was not measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,7 +181,8 @@ class Tuned:
     def _check(self, depth: int | None) -> None:
         for cost in (self.cost.verify, self.cost.draft):
             _refuse_outside("a cost", [cost.fixed, cost.token, cost.context], 0.0)
-        _refuse_outside("a rate of acceptance", self.acceptance.per_depth, 0.0, 1.0)
+        for rates in (self.acceptance.per_depth, self.acceptance.copied):
+            _refuse_outside("a rate of acceptance", rates, 0.0, 1.0)
         if not self.trees:
             raise InputError("tuned.json needs a tree, got none")
         for tree in self.trees:
@@ -196,6 +200,11 @@ class Tuned:
                 raise InputError(
                     f"tuned.json holds a tree of {deepest} levels and its head drafts {depth}"
                 )
+
+    @property
+    def copied(self) -> int:
+        """Most nodes for copied text of any tree, where its acceptance was measured."""
+        return max(tree.copied for tree in self.trees) if self.acceptance.copied else 0
 
     def fits(self, device: torch.device, dtype: torch.dtype) -> bool:
         """Return whether its times were measured on a machine like this one."""
@@ -251,6 +260,11 @@ class Adaptive(policies.TreePolicy):
         self.num_guesses = max(one.num_guesses for one in grown)
         self.num_answers = max(one.num_answers for one in grown)
         self.copied = max(one.copied for one in grown)
+
+    @property
+    def own_depth(self) -> int:
+        """Levels of the deepest of the head's own trees."""
+        return max(one.own_depth for one in self._grown.values())
 
     def of_step(
         self, groups: Sequence[Sequence[policies.Progress]]
