@@ -23,9 +23,15 @@ from specheads.decoding.trees.tuned import Machine
 from specheads.heads.load import build_for, drafter_of
 from specheads.measure.how import How
 from specheads.measure.offline import guess_ranks
+from specheads.measure.replay import Copied
 from specheads.measure.tune import finals, for_evaluation, search
 from specheads.measure.tune import run as tuning
-from specheads.measure.tune.acceptance import conditional, path_rates, positional
+from specheads.measure.tune.acceptance import (
+    conditional,
+    copied_rates,
+    path_rates,
+    positional,
+)
 from specheads.measure.tune.cost import Point, fit, middle, time_ways
 from specheads.measure.tune.finals import Effort
 from specheads.measure.tune.for_evaluation import choose_tree
@@ -162,6 +168,15 @@ def test_acceptance_is_counted_by_path_and_depth():
     assert rates.paths == {"0": 0.6, "1": 0.2, "0.0": 0.2, "0.1": 0.2}
     assert conditional(ranks) == [0.6, 0.5]
     assert positional(ranks) == pytest.approx([4 / 7, 2 / 7])
+
+
+def test_copied_text_is_counted_by_steps_as_far_as_a_text_goes():
+    #  place    0  1  2  3  4    steps are at 0, where two tokens are right and the third wrong,
+    #  length   3  3  3  0  3    at 3, where there is nothing to copy, and at 4: one more token is
+    #  right    2  1  0  0  1    to say, and what is copied beyond that is not asked for
+    found = Copied(right=[2, 1, 0, 0, 1], length=[3, 3, 3, 0, 3], size=3)
+    assert copied_rates([found]) == pytest.approx([2 / 3, 1.0, 1.0, 0.0])
+    assert copied_rates([Copied([], [], 1)]) == [0.0, 0.0]
 
 
 def made_up(length: int = 300) -> Trace:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from specheads.decoding.trees.tuned import PathRates
+from specheads.measure.replay import Copied
 
 WIDTH = 8
 """Guesses a node may have as children."""
@@ -51,6 +52,28 @@ def conditional(ranks: Sequence[Tensor]) -> list[float]:
         right = asked & (column == 0)
         out.append(right.sum().item() / max(asked.sum().item(), 1))
     return out
+
+
+def copied_rates(copies: Sequence[Copied]) -> list[float]:
+    """Return how often there is text to copy, and then how often each copied token is right.
+
+    Each rate is among the steps where all before it were right: see `payoff.Known.copied`. Steps
+    are those of a loop that copies in each, and what is copied is stepped over: of all places far
+    more lie in text that repeats itself.
+    """
+    levels = 1 + copies[0].size
+    steps: list[list[int]] = []
+    for one in copies:
+        place = 0
+        while place < len(one.right):
+            right, length = one.right[place], one.length[place]
+            # nothing is asked for beyond the end of a text
+            refused = right < min(length, len(one.right) - place)
+            # right is 0, as the best guess is
+            step = [0] * (1 + right) + [1] * refused if length else [1]
+            steps.append((step + [-1] * levels)[:levels])
+            place += 1 + min(right, one.size)
+    return conditional([torch.tensor(steps).reshape(-1, levels)])
 
 
 def positional(ranks: Sequence[Tensor]) -> list[float]:

@@ -7,12 +7,14 @@ from specheads.config import Tune
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.decoding.cost import StepCost
+from specheads.decoding.prompt_lookup import PromptLookup
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.tuned import Acceptance, CostError, Machine, Tuned
 from specheads.measure.how import How
+from specheads.measure.replay import copied
 from specheads.measure.tables import Fitted
 from specheads.measure.tune import search
-from specheads.measure.tune.acceptance import conditional, path_rates
+from specheads.measure.tune.acceptance import conditional, copied_rates, path_rates
 from specheads.measure.tune.cost import Point, Way, fit, room, time_ways
 from specheads.measure.tune.finals import COPIED, Effort, finalists, judge
 from specheads.measure.tune.texts import Texts, prompts_for, write
@@ -65,6 +67,7 @@ def choose(
     grown = [rows for one in texts for rows in one.grown.ranks]
     trees = search.candidates(grown, head.depth, effort.max_nodes)
     cost, error = measure_cost(base, head, texts, trees, batches, how, effort.grid_rounds)
+    lookup = PromptLookup(base.vocab_size, max(COPIED), device=base.device)
     tried, chosen = [], []
     for one in texts:
         ways = finalists(base, head, one, trees, cost, batches, effort)
@@ -80,6 +83,9 @@ def choose(
         acceptance=Acceptance(
             per_depth=conditional([rows for one in texts for rows in one.ranks]),
             by_context=[path_rates(one.ranks, one.context) for one in texts],
+            copied=copied_rates(
+                [copied(lookup, *pair, max(COPIED)) for one in texts for pair in one.pairs()]
+            ),
         ),
         trees=chosen,
         tried=tried,
