@@ -1,19 +1,24 @@
-"""Hold simulated loads against the engine's own, and goodput against every fixed depth.
+"""Hold simulated loads against the engine's own, and goodput against every fixed draft.
 
     python scripts/bench_load.py --run runs/tiny_code                     both parts, a tuned head
     python scripts/bench_load.py --run runs/tiny_code --parts policies --rounds 4 --out FILE
+    python scripts/bench_load.py --run runs/tiny_code --parts policies --arms 1 lookup goodput
 
 Parts
     simulator  tokens per second of the engine over those simulated, by batch and drafted depth
-    policies   latency of requests that come now and then, by policy: each fixed depth and goodput
+    policies   latency of requests that come now and then, by arm, over that of the last arm
+
+Arms are 0, the base alone; 2, a chain of two; lookup, copied text alone; 2+lookup, both in one
+tree; goodput, which chooses a depth for each step; and goodput+lookup, which chooses among all of
+them. Those with copied text are there where `specheads tune` chose some.
 
 Step times and acceptance rates are those of tuned.json in the head's folder; what reading prompts
 takes is measured here. A machine is not always as fast as when a head was tuned: simulated times
 are stretched by what a step of the base alone takes between the engine's turns, over what it took
-then, the `pace`. The simulator replays how many drafts are right at each place of the very
-texts. In `policies` the clock is the engine's own: it goes on while a step is taken, and leaps to
-the next arrival where there is nothing to do. Policies take turns on the same requests, beginning
-with another in every round; ratios carry 95 % bootstrap intervals over requests.
+then, the `pace`. The simulator replays how many drafts and copied tokens are right at each place
+of the very texts. In `policies` the clock is the engine's own: it goes on while a step is taken,
+and leaps to the next arrival where there is nothing to do. Arms take turns on the same requests,
+beginning with another in every round; ratios carry 95 % bootstrap intervals over requests.
 """
 
 import argparse
@@ -23,7 +28,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +37,16 @@ import torch
 from specheads.base.model import FrozenBase
 from specheads.commands import _compose
 from specheads.config import Simulate, Train
-from specheads.core.drafter import Head
+from specheads.core.drafter import Drafter, Head
 from specheads.decoding import loop
 from specheads.decoding.engine import Engine
 from specheads.decoding.generate import generate
 from specheads.decoding.goodput import Goodput
+from specheads.decoding.payoff import Draft, chains
+from specheads.decoding.prompt_lookup import PromptLookup
 from specheads.decoding.request import Request, Stream
 from specheads.decoding.trees import policies
+from specheads.decoding.trees.hybrid import HybridTree, Lookup
 from specheads.decoding.trees.tuned import Tuned
 from specheads.heads.load import load_head
 from specheads.measure.counts import bootstrap_interval
@@ -46,11 +54,17 @@ from specheads.measure.evaluation import named_prompts
 from specheads.measure.load import command
 from specheads.measure.load.accepted import Accepted, rates_of, recorded
 from specheads.measure.load.arrivals import Arrival, poisson
-from specheads.measure.load.simulate import System, simulate
+from specheads.measure.load.simulate import Simulation, System, simulate
 from specheads.measure.offline import guess_ranks
+from specheads.measure.replay import Copied, copied
 from specheads.measure.store import to_json
+from specheads.measure.tune.acceptance import copied_rates
+from specheads.measure.tune.finals import COPIED
 from specheads.runs.directory import RunDirectory
 from specheads.runs.provenance import provenance
+
+Arm = int | str
+"""A way to draft, by name; a number is the depth of a chain."""
 
 PARTS_OF_LOAD = 0.2, 2.0, 0.2, 1.5
 """How the rate rises and falls."""
@@ -66,40 +80,57 @@ class Bench:
     new_tokens: int
     measured: Tuned
     accepted: Accepted
+    copied: Accepted
+    """As `simulate` takes it."""
     rates: list[float]
     """Conditional acceptance of these very texts."""
+    copied_rates: list[float]
+    """The same of copied text."""
     prefill: Callable[[int], float]
     rounds: int
     batches: list[int]
     requests: int
     share: float
+    arms: list[Arm]
 
     @property
     def depth(self) -> int:
         """Levels that goodput chooses among."""
-        return min(self.head.depth, len(self.measured.acceptance.per_depth))
+        return len(self.measured.acceptance.per_depth)
 
-    def system(self, max_batch: int) -> System:
-        """Return what the simulator simulates."""
-        return System(
+    def simulated(self, arm: Arm, max_batch: int, arrivals: Sequence[Arrival]) -> Simulation:
+        """Return what the simulator makes of an arm."""
+        acceptance = self.measured.acceptance
+        size = self.measured.copied if "lookup" in str(arm) else 0
+        system = System(
             cost=self.measured.cost,
             prefill=self.prefill,
-            rates=self.measured.acceptance.per_depth[: self.depth],
-            nodes=range(1, self.depth + 2),
+            rates=acceptance.per_depth,
+            drafts=chains(self.depth, size),
             max_batch=max_batch,
+            copied=acceptance.copied,
         )
+        depth = _depth(arm)
+        place = None if depth is None else system.drafts.index(Draft(depth, depth + 1, size))
+        return simulate(system, arrivals, self.accepted, place, self.copied)
 
-    def engine(self, depth: int | None, max_batch: int) -> Engine:
-        """Return an engine that drafts so deep, or by goodput."""
+    def engine(self, arm: Arm, max_batch: int) -> Engine:
+        """Return an engine that drafts so."""
         length = max(map(len, self.prompts)) + self.new_tokens
-        tree: policies.TreePolicy | None = None
+        drafter, tree = self._drafting(arm)
+        return Engine(self.base, drafter, tree=tree, max_batch=max_batch, max_length=length)
+
+    def _drafting(self, arm: Arm) -> tuple[Drafter | None, policies.TreePolicy]:
+        depth, size = _depth(arm), self.measured.copied if "lookup" in str(arm) else 0
         if depth is None:
-            rates = self.measured.acceptance.per_depth[: self.depth]
-            tree = Goodput(self.measured.cost, rates)
-        elif depth:
-            tree = policies.chain(depth)
-        head = None if depth == 0 else self.head
-        return Engine(self.base, head, tree=tree, max_batch=max_batch, max_length=length)
+            alone = replace(self.measured.acceptance, copied=[])
+            tuned = self.measured if size else replace(self.measured, acceptance=alone)
+            return self.head, Goodput.of(tuned)
+        if not depth:
+            copying = PromptLookup(self.base.vocab_size, size) if size else None
+            return copying, Lookup(size) if size else policies.NOTHING
+        chain = policies.chain(depth)
+        return self.head, HybridTree(chain, size) if size else chain
 
     def request(self, number: int) -> Request:
         """Return a request: prompts come again where there are fewer."""
@@ -111,7 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the parts asked for; return the exit code."""
     options = _parse(arguments)
     bench = _bench(options)
-    results: dict[str, Any] = {"schema": 1, "provenance": to_json(provenance())}
+    results: dict[str, Any] = {"schema": 2, "provenance": to_json(provenance())}
     for name in options.parts:
         print(f"\n{name}", flush=True)
         results[name] = PARTS[name](bench)
@@ -131,9 +162,41 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--batches", type=int, nargs="+", default=[1, 4, 16], help="the last is that of policies")
     add("--requests", type=int, default=64, help="of a load that rises and falls")
     add("--share", type=float, default=0.7, help="its mean rate over what the base alone can serve")
+    add("--arms", nargs="+", type=_arm, help="of policies, all where none is named")
     add("--rounds", type=int, default=3)
     add("--out", type=Path, help="JSON file for the numbers")
     return parser.parse_args(arguments)
+
+
+def _arm(name: str) -> Arm:
+    return int(name) if name.isdigit() else name
+
+
+def _depth(arm: Arm) -> int | None:
+    """Return the levels of an arm's chain; None are those that goodput chooses."""
+    name = str(arm).removesuffix("lookup").removesuffix("+")
+    return None if name == "goodput" else int(name or 0)
+
+
+def arms(tuned: Tuned) -> list[Arm]:
+    """Return the ways to draft, the one that has them all the last."""
+    depths = range(len(tuned.acceptance.per_depth) + 1)
+    if not tuned.copied:
+        return [*depths, "goodput"]
+    return [
+        *depths,
+        "lookup",
+        *(f"{one}+lookup" for one in depths[1:]),
+        "goodput",
+        "goodput+lookup",
+    ]
+
+
+def _asked(options: argparse.Namespace, tuned: Tuned) -> list[Arm]:
+    known = arms(tuned)
+    if unknown := [one for one in options.arms or [] if one not in known]:
+        raise SystemExit(f"arms are {', '.join(map(str, known))}, got {unknown[0]}")
+    return options.arms or known
 
 
 def _bench(options: argparse.Namespace) -> Bench:
@@ -149,6 +212,12 @@ def _bench(options: argparse.Namespace) -> Bench:
     how: dict[str, Any] = {"max_new_tokens": options.new_tokens, "stop_at_eos": False}
     said = generate(base, None, prompts, max_batch=8, **how).tokens
     texts = [_right(base, head, *text) for text in zip(prompts, said, strict=True)]
+    lookup = PromptLookup(base.vocab_size, max(COPIED), device=base.device)
+    copies = [copied(lookup, *text, max(COPIED)) for text in zip(prompts, said, strict=True)]
+    if not measured.acceptance.copied:
+        # a file of before these were measured
+        acceptance = replace(measured.acceptance, copied=copied_rates(copies))
+        measured = replace(measured, acceptance=acceptance)
     return Bench(
         base,
         head,
@@ -156,12 +225,15 @@ def _bench(options: argparse.Namespace) -> Bench:
         options.new_tokens,
         measured,
         recorded(texts),
+        recorded([_copied(one) for one in copies]),
         rates_of(texts, head.depth),
+        copied_rates(copies),
         _prefill(base, head, prompts),
         options.rounds,
         options.batches,
         options.requests,
         options.share,
+        _asked(options, measured),
     )
 
 
@@ -169,6 +241,12 @@ def _right(base: FrozenBase, head: Head, prompt: list[int], said: list[int]) -> 
     """Return how many drafts of a chain are right after each token of a text."""
     ranks = guess_ranks(base, head, prompt, said)
     return [*(ranks == 0).int().cumprod(dim=1).sum(dim=1).tolist(), 0]
+
+
+def _copied(copies: Copied) -> list[int]:
+    """Return one more than how much of copied text is right after each token, zero of none."""
+    each = zip(copies.right, copies.length, strict=True)
+    return [*(1 + right if length else 0 for right, length in each), 0]
 
 
 def _prefill(base: FrozenBase, head: Head, prompts: list[list[int]]) -> Callable[[int], float]:
@@ -196,19 +274,19 @@ def simulator(bench: Bench) -> list[dict[str, Any]]:
         lengths = [len(bench.request(one).prompt) for one in range(number)]
         arrivals = [Arrival(0.0, length, bench.new_tokens) for length in lengths]
         tokens = number * bench.new_tokens
-        for depth in (0, bench.depth, None):
+        for arm in (0, bench.depth, "goodput"):
             turns = [
-                (_timed(bench, depth, size, number), _pace(bench, size))
+                (_timed(bench, arm, size, number), _pace(bench, size))
                 for _ in range(bench.rounds + 1)
             ]
             real = statistics.median(seconds for seconds, _ in turns[1:])
             pace = statistics.median(pace for _, pace in turns[1:])
-            found = simulate(bench.system(size), arrivals, bench.accepted, depth)
+            found = bench.simulated(arm, size, arrivals)
             seconds = pace * max(one.finished for one in found.served)
             rows.append(
                 {
                     "batch": size,
-                    "draft": "goodput" if depth is None else depth,
+                    "draft": arm,
                     "engine_tokens_per_second": tokens / real,
                     "simulated_tokens_per_second": tokens / seconds,
                     "simulated_over_engine": real / seconds,
@@ -238,8 +316,8 @@ def _mean_depth(steps: Sequence[Any]) -> float:
     return sum(one.batch * one.depth for one in steps) / max(sum(one.batch for one in steps), 1)
 
 
-def _timed(bench: Bench, depth: int | None, size: int, number: int) -> float:
-    engine = bench.engine(depth, size)
+def _timed(bench: Bench, arm: Arm, size: int, number: int) -> float:
+    engine = bench.engine(arm, size)
     for one in range(number):
         engine.submit(bench.request(one))
     began = time.perf_counter()
@@ -248,7 +326,7 @@ def _timed(bench: Bench, depth: int | None, size: int, number: int) -> float:
 
 
 def policies_under_load(bench: Bench) -> dict[str, Any]:
-    """Return the latency of every policy on a load that rises and falls, beside goodput's."""
+    """Return the latency of every arm on a load that rises and falls, over the last arm's."""
     size = bench.batches[-1]
     alone = 2 * size * bench.new_tokens / _timed(bench, 0, size, 2 * size)
     arrivals = poisson(
@@ -258,12 +336,13 @@ def policies_under_load(bench: Bench) -> dict[str, Any]:
         new_tokens=bench.new_tokens,
         parts=PARTS_OF_LOAD,
     )
-    drafts: list[int | None] = [*range(bench.depth + 1), None]
-    latencies: dict[int | None, list[list[float]]] = {draft: [] for draft in drafts}
-    speeds: dict[int | None, list[float]] = {draft: [] for draft in drafts}
-    texts: dict[int | None, list[list[int]]] = {}
+    drafts, reference = bench.arms, bench.arms[-1]
+    latencies: dict[Arm, list[list[float]]] = {draft: [] for draft in drafts}
+    speeds: dict[Arm, list[float]] = {draft: [] for draft in drafts}
+    texts: dict[Arm, list[list[int]]] = {}
     for turn in range(bench.rounds):
-        for draft in drafts[turn % len(drafts) :] + drafts[: turn % len(drafts)]:
+        begin = turn % len(drafts)
+        for draft in drafts[begin:] + drafts[:begin]:
             found, speed, texts[draft] = _served(bench, draft, size, arrivals)
             latencies[draft].append(found)
             speeds[draft].append(speed)
@@ -273,26 +352,32 @@ def policies_under_load(bench: Bench) -> dict[str, Any]:
     }
     rows = []
     for draft in drafts:
-        simulated = simulate(bench.system(size), arrivals, bench.accepted, draft).served
+        simulated = bench.simulated(draft, size, arrivals).served
         rows.append(
             {
-                "draft": "goodput" if draft is None else draft,
+                "draft": draft,
                 "mean_latency": statistics.fmean(each[draft]),
                 "simulated_mean_latency": statistics.fmean(
                     one.finished - one.arrival.seconds for one in simulated
                 ),
                 "tokens_per_second": statistics.median(speeds[draft]),
-                "latency_over_goodputs": sum(each[draft]) / sum(each[None]),
-                "interval": list(bootstrap_interval(each[draft], each[None])),
-                "same_text": texts[draft] == texts[0],
+                "latency_over_references": sum(each[draft]) / sum(each[reference]),
+                "interval": list(bootstrap_interval(each[draft], each[reference])),
+                "same_text": texts[draft] == texts[drafts[0]],
             }
         )
         _show(rows[-1])
-    return {"base_tokens_per_second": alone, "rates": bench.rates, "rows": rows}
+    return {
+        "base_tokens_per_second": alone,
+        "rates": bench.rates,
+        "copied_rates": bench.copied_rates,
+        "reference": reference,
+        "rows": rows,
+    }
 
 
 def _served(
-    bench: Bench, draft: int | None, size: int, arrivals: Sequence[Arrival]
+    bench: Bench, draft: Arm, size: int, arrivals: Sequence[Arrival]
 ) -> tuple[list[float], float, list[list[int]]]:
     """Return each request's latency, tokens per second of all, and what was said."""
     engine, coming = bench.engine(draft, size), deque(enumerate(arrivals))

@@ -1,12 +1,9 @@
-"""How deep to draft, zero included: whatever gives most tokens a second for the present batch.
+"""How to draft, if at all: whatever gives most tokens a second for the present batch.
 
-Source: Liu et al. 2024, arXiv:2406.14066 (SmartSpec), section 4. See docs/load.md.
+See docs/load.md.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate
-from operator import mul
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,130 +13,94 @@ from specheads.core.features import Committed
 from specheads.core.tree import TokenTree
 from specheads.decoding.acceptance import sampling
 from specheads.decoding.cost import Cost
+from specheads.decoding.loop import Step
+from specheads.decoding.payoff import Acceptance, Draft, Known, best_drafts
 from specheads.decoding.trees import policies
-
-WEIGHT, RETURN = 0.05, 0.01
-"""Weight of a new observation in a moving average, and of the seed where nothing was observed: what
-was given up after a bad stretch is tried again."""
-
-
-@dataclass(slots=True)
-class Acceptance:
-    """A request's conditional acceptance of each depth: moving averages, from measured rates on."""
-
-    seed: Sequence[float]
-    rates: list[float] = field(init=False)
-    """Share of drafts accepted at each depth among those accepted at every earlier one."""
-    tokens: list[float] = field(init=False)
-    """Expected tokens of a step by drafted depth, zero first, the base's own included."""
-
-    def __post_init__(self) -> None:
-        if not all(0 <= rate <= 1 for rate in self.seed):
-            raise InputError(f"acceptance rates must lie in [0, 1], got {list(self.seed)}")
-        self.rates = list(self.seed)
-        self.tokens = expected_tokens(self.rates)
-
-    def note(self, accepted: int, *, refused: bool) -> None:
-        """Take in a step: drafts accepted, and whether the one after them was refused."""
-        observed = accepted + refused
-        for depth, rate in enumerate(self.rates):
-            if depth < observed:
-                self.rates[depth] += WEIGHT * ((depth < accepted) - rate)
-            else:
-                self.rates[depth] += RETURN * (self.seed[depth] - rate)
-        self.tokens = expected_tokens(self.rates)
-
-
-def expected_tokens(rates: Sequence[float]) -> list[float]:
-    """Return tokens of a step by drafted depth, zero first: 1, 1 + a, 1 + a + a b, ..."""
-    return list(accumulate(accumulate(rates, mul), initial=1.0))
-
-
-Rows = Sequence[tuple[policies.Row, Acceptance]]
-"""Who takes a step together, and what is known of each."""
-
-
-def best_depths(cost: Cost, nodes: Sequence[int], groups: Sequence[Rows]) -> list[int]:
-    """Return the depths with the highest goodput; of equal ones the shallowest.
-
-    Groups step one after the other and are one afterwards. What the time of each is worth is the
-    goodput that all have together: a depth is judged by its tokens less those that its seconds
-    would have brought there. Of a single group that is the depth with most tokens a second.
-
-    Args:
-        cost: What a step takes.
-        nodes: Nodes of a row's tree by depth, root included, zero first: 1, 2, 3 is a chain of two.
-        groups: None of them empty. Nobody yields more tokens than there is room for.
-    """
-    together = _choices(cost, nodes, [row for rows in groups for row in rows])
-    worth = max(tokens / seconds for tokens, seconds in together)
-    choices = [together] if len(groups) == 1 else [_choices(cost, nodes, one) for one in groups]
-    return [_most([tokens - worth * seconds for tokens, seconds in one]) for one in choices]
-
-
-def _choices(cost: Cost, nodes: Sequence[int], rows: Rows) -> list[tuple[float, float]]:
-    """Return the expected tokens and the seconds of a step by drafted depth, zero first."""
-    batch = len(rows)
-    context = sum(row.length for row, _ in rows) / batch
-    return [
-        (
-            sum(known.tokens[max(min(depth, row.room - 1), 0)] for row, known in rows),
-            cost.seconds(batch, context, size, depth),
-        )
-        for depth, size in enumerate(nodes)
-    ]
-
-
-def _most(values: Sequence[float]) -> int:
-    """Return the place of the largest; of such that differ by rounding alone the first."""
-    largest = max(values)
-    return next(place for place, one in enumerate(values) if one >= largest - 1e-9)
+from specheads.decoding.trees.hybrid import HybridTree, own_tree
+from specheads.decoding.trees.tuned import Tuned
 
 
 class Goodput(policies.TreePolicy):
     """Drafts as deep as pays for the batch of each step, and not at all where nothing pays.
 
-    A chain or a static tree is cut at that depth. What a request was accepted so far moves the
-    averages that it is judged by; its text is the base's own whatever is chosen.
+    A chain or a static tree is cut at that depth; where there is copied text in it, it is drafted
+    with that and without, and copied text is drafted alone. What a request was accepted so far
+    moves the averages that it is judged by; its text is the base's own whatever is chosen.
 
     Args:
         cost: What a step takes on this machine.
         rates: Measured conditional acceptance of each depth, where every request begins.
-        tree: The deepest to draft; None is a chain as deep as there are rates.
+        tree: The deepest to draft; None is a chain as deep as there are rates. One with copied text
+            is taken for one that trims unless it says `trim=False`.
+        copied: The same of copied text: how often there is any, then a rate for each of its tokens.
     """
 
     def __init__(
-        self, cost: Cost, rates: Sequence[float], tree: policies.Static | None = None
+        self,
+        cost: Cost,
+        rates: Sequence[float],
+        tree: policies.Static | HybridTree | None = None,
+        copied: Sequence[float] = (),
     ) -> None:
         tree = policies.chain(len(rates)) if tree is None else tree
-        if len(rates) < tree.depth:
+        own, size = own_tree(tree), tree.size if isinstance(tree, HybridTree) else 0
+        if not isinstance(own, policies.Static):
+            raise InputError(f"goodput cuts chains and static trees, got {own.name}")
+        if len(rates) < own.depth:
             raise InputError(
-                f"goodput needs a rate for each depth: the tree has {tree.depth} levels, got "
+                f"goodput needs a rate for each depth: the tree has {own.depth} levels, got "
                 f"{len(rates)} rates; measure more, or choose a shallower tree"
             )
-        self.cost, self.rates, self.tree = cost, tuple(rates[: tree.depth]), tree
+        if size and len(copied) <= size:
+            raise InputError(
+                f"goodput needs {size + 1} rates to copy {size} tokens, the first of whether there "
+                f"are any, got {len(copied)}; run specheads tune, or copy fewer"
+            )
+        self.cost, self.tree = cost, tree
+        self.rates, self.copied_rates = tuple(rates[: own.depth]), tuple(copied[: size + 1])
         self.name, self.num_nodes, self.depth = "goodput", tree.num_nodes, tree.depth
         self.num_guesses, self.num_answers = tree.num_guesses, tree.num_answers
-        self.trees = [cut(tree, depth) for depth in range(tree.depth + 1)]
-        self._nodes = [one.num_nodes for one in self.trees]
-        self._known: WeakKeyDictionary[policies.Progress, Acceptance] = WeakKeyDictionary()
+        self.copied = tree.copied
+        self.trees, self.drafts = _ways(own, tree)
+        self._known: WeakKeyDictionary[policies.Progress, Known] = WeakKeyDictionary()
+
+    @classmethod
+    def of(cls, tuned: Tuned) -> "Goodput":
+        """Return what chooses by the measured times and rates of a head.
+
+        It drafts chains as deep as was measured, and copies as many tokens as a tuned tree does.
+        """
+        rates = tuned.acceptance.per_depth
+        tree = policies.chain(len(rates))
+        if tuned.copied:
+            tree = HybridTree(tree, tuned.copied, trim=tuned.machine.device == "cpu")
+        return cls(tuned.cost, rates, tree, tuned.acceptance.copied)
+
+    @property
+    def own_depth(self) -> int:
+        """Levels of the deepest tree."""
+        return self.tree.own_depth
 
     def of_step(
         self, groups: Sequence[Sequence[policies.Progress]]
     ) -> Sequence[policies.TreePolicy]:
-        """Return the tree, cut at the depths that give these requests most tokens a second."""
+        """Return the trees that give these requests most tokens a second."""
         if not groups:
             return []
-        known = [[(one, self._acceptance(one)) for one in group] for group in groups]
-        return [self.trees[depth] for depth in best_depths(self.cost, self._nodes, known)]
+        known = [[(one, self._of(one)) for one in group] for group in groups]
+        chosen = best_drafts(self.cost, self.drafts, known)
+        for rows, place in zip(known, chosen, strict=True):
+            for _, one in rows:
+                one.copies = self.drafts[place].copied > 0
+        return [self.trees[place] for place in chosen]
 
-    def _acceptance(self, request: policies.Progress) -> Acceptance:
+    def _of(self, request: policies.Progress) -> Known:
         known = self._known.get(request)
         if known is None:
-            known = self._known[request] = Acceptance(self.rates)
+            known = Known(Acceptance(self.rates), Acceptance(self.copied_rates))
+            self._known[request] = known
         elif request.steps:
-            last = request.steps[-1]
-            known.note(len(last.path) - 1, refused=last.drafted_beyond)
+            known.note(*seen(request.steps[-1], copies=known.copies))
         return known
 
     def grow(
@@ -147,6 +108,45 @@ class Goodput(policies.TreePolicy):
     ) -> TokenTree:
         """Draft the whole tree, for whoever steps without an engine."""
         return self.tree.grow(drafter, committed, memory, rows)
+
+
+def _ways(
+    own: policies.Static, tree: policies.TreePolicy
+) -> tuple[list[policies.TreePolicy], list[Draft]]:
+    """Return the trees to choose from: cut at every depth, and then each with copied text."""
+    trees: list[policies.TreePolicy] = [cut(own, depth) for depth in range(own.depth + 1)]
+    drafts = [Draft(one.depth, one.num_nodes) for one in trees]
+    if isinstance(tree, HybridTree) and tree.size:
+        # what is copied in some steps stands in the text of all
+        joined = [HybridTree(one, size, trim=tree.trim) for size in (0, tree.size) for one in trees]
+        trim = tree.trim is not False
+        drafts += [Draft(one.depth, one.nodes, tree.size, trim) for one in drafts]
+        return [*joined], drafts
+    return trees, drafts
+
+
+def seen(step: Step, *, copies: bool) -> tuple[tuple[int, bool], tuple[int, bool]]:
+    """Return what a step tells of a request: see `Known.note`.
+
+    Copied text that stands in the head's own tree to its end leaves no node in it, and is taken
+    for none.
+
+    Args:
+        step: Of a tree that is the head's own, or has copied text joined to it.
+        copies: Whether the step looked for text to copy.
+    """
+    size = len(step.drafted) - step.num_copied
+    accepted = [node for node in step.path if node < size]
+    own = len(accepted) - 1, accepted[-1] in step.parents[:size]
+    node = max((one for one in range(size, len(step.parents)) if step.parents[one] >= 0), default=0)
+    if not node:
+        return own, (0, copies)
+    path = []
+    while node:
+        path.append(node)
+        node = step.parents[node]
+    right = len({*path} & {*step.path})
+    return own, (1 + right, right < len(path))
 
 
 def cut(tree: policies.Static, depth: int) -> policies.Static:

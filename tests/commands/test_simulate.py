@@ -12,7 +12,7 @@ from specheads.decoding.cost import ForwardCost, StepCost
 from specheads.decoding.trees.tuned import Acceptance
 from specheads.measure.load.results import Load
 from specheads.measure.store import dumps, read
-from tests.tuned import tuned
+from tests.tuned import tree, tuned
 
 TUNED = replace(
     tuned(),
@@ -49,6 +49,16 @@ def test_loads_are_simulated_shown_and_written(head: Path, capsys: Any):
     assert (head / "load.png").read_bytes().startswith(b"\x89PNG")
     alone, _, goodput = load.rows[:3]
     assert goodput.latency.mean < alone.latency.mean
+
+
+def test_goodput_copies_too_where_that_was_tuned(head: Path):
+    copied = Acceptance(per_depth=[0.8, 0.7], copied=[0.8, 0.9, 0.9])
+    found = replace(TUNED, acceptance=copied, trees=[tree(copied=2)])
+    (head / "tuned.json").write_text(dumps(found))
+    load = specheads.simulate(overrides=[f"head={head}", "rates=[1]", *SMALL])
+    by_draft = {row.draft: row.latency.mean for row in load.rows}
+    assert [*by_draft] == ["none", "depth 2", "goodput", "goodput+lookup"]
+    assert by_draft["goodput+lookup"] < by_draft["goodput"]
 
 
 def test_python_gets_what_the_command_writes(head: Path, tmp_path: Path):

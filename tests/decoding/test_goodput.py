@@ -19,14 +19,16 @@ from specheads.decoding.acceptance.sampling import Sampling
 from specheads.decoding.cost import ForwardCost, StepCost
 from specheads.decoding.engine import Engine
 from specheads.decoding.generate import generate
-from specheads.decoding.goodput import (
+from specheads.decoding.goodput import Goodput, cut
+from specheads.decoding.payoff import (
     Acceptance,
-    Goodput,
-    best_depths,
-    cut,
+    Draft,
+    Known,
+    best_drafts,
+    chains,
     expected_tokens,
 )
-from specheads.decoding.request import Request
+from specheads.decoding.request import Request, Stream
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.early_stop import Estimate
 from specheads.decoding.trees.hybrid import Hybrid, HybridTree, Lookup
@@ -34,8 +36,7 @@ from specheads.heads.load import build_for, kinds
 from specheads.measure.oracle import Oracle
 from tests import tiny
 
-CHAIN = range(1, 10)
-"""Nodes of chains of depth 0 to 8."""
+CHAIN = chains(8)
 
 
 @dataclass(frozen=True)
@@ -52,24 +53,25 @@ def linear(fixed: float, token: float, context: float, share: float = 0.1) -> St
     return StepCost(verify=ForwardCost(fixed=fixed, token=token, context=context), draft=drafted)
 
 
-def best_depth(cost: StepCost, nodes: Sequence[int], group: list[Any]) -> int:
-    return best_depths(cost, nodes, [group])[0]
+def best_depth(cost: StepCost, drafts: Sequence[Draft], group: list[Any]) -> int:
+    return best_drafts(cost, drafts, [group])[0]
 
 
-def goodput(cost: StepCost, nodes: Sequence[int], groups: list[list[Any]], *depths: int) -> float:
+def goodput(cost: StepCost, groups: list[list[Any]], *depths: int) -> float:
     """Return the tokens of all groups over the seconds of all, counted anew."""
     tokens = seconds = 0.0
     for group, depth in zip(groups, depths, strict=True):
         context = sum(row.length for row, _ in group) / len(group)
-        seconds += cost.seconds(len(group), context, nodes[depth], depth)
+        seconds += cost.seconds(len(group), context, depth + 1, depth)
         tokens += sum(
-            1 + sum(math.prod(known.rates[:k]) for k in range(1, depth + 1)) for _, known in group
+            1 + sum(math.prod(known.own.rates[:k]) for k in range(1, depth + 1))
+            for _, known in group
         )
     return tokens / seconds
 
 
 def rows(batch: int, rate: float, context: int = 1000, depth: int = 8) -> list[Any]:
-    return [(Standing(context), Acceptance([rate] * depth)) for _ in range(batch)]
+    return [(Standing(context), Known(Acceptance([rate] * depth))) for _ in range(batch)]
 
 
 TOY = linear(12e-3, 6e-5, 2e-8)
@@ -102,9 +104,9 @@ def test_best_speeds_are_those_of_magicdec(rate, share, speed, depth):
         verify=ForwardCost(fixed=1.05, token=0.0, context=0.0),
         draft=ForwardCost(fixed=share, token=0.0, context=0.0),
     )
-    chain, taken = range(1, 13), rows(1, rate, depth=11)
+    chain, taken = chains(11), rows(1, rate, depth=11)
     best = best_depth(cost, chain, taken)
-    assert round(goodput(cost, chain, [taken], best), 2) == speed
+    assert round(goodput(cost, [taken], best), 2) == speed
     assert best == depth
 
 
@@ -153,21 +155,21 @@ def test_larger_batches_draft_less_deep_where_a_drafted_token_costs_more_of_the_
 
 @given(cost=COSTS, batch=st.integers(1, 300), rates=st.lists(RATE, min_size=3, max_size=3))
 def test_no_other_depth_has_a_higher_goodput(cost, batch, rates):
-    group = [(Standing(100), Acceptance(rates)) for _ in range(batch)]
-    found = goodput(cost, CHAIN, [group], best_depth(cost, CHAIN[:4], group))
-    assert found == pytest.approx(max(goodput(cost, CHAIN, [group], one) for one in range(4)))
+    group = [(Standing(100), Known(Acceptance(rates))) for _ in range(batch)]
+    found = goodput(cost, [group], best_depth(cost, CHAIN[:4], group))
+    assert found == pytest.approx(max(goodput(cost, [group], one) for one in range(4)))
 
 
 def test_few_draft_less_deep_where_many_wait_for_them():
     cost, single, many = linear(0.02, 1.5e-3, 0.0), rows(1, 0.7), rows(16, 0.7)
     alone = best_depth(cost, CHAIN, single)
-    beside = best_depths(cost, CHAIN, [many, single])
+    beside = best_drafts(cost, CHAIN, [many, single])
     assert beside[1] < alone
     assert beside[0] == best_depth(cost, CHAIN, many)
 
 
 def test_a_request_that_takes_one_more_token_is_not_drafted_for():
-    known = Acceptance([0.9] * 8)
+    known = Known(Acceptance([0.9] * 8))
     assert best_depth(TOY, CHAIN, [(Standing(10, room=1), known)]) == 0
     assert best_depth(TOY, CHAIN, [(Standing(10, room=4), known)]) == 3
 
@@ -283,15 +285,19 @@ def alone() -> list[list[int]]:
     ]
 
 
-def serve(engine: Engine) -> list[list[int]]:
-    """Let requests come while others are decoded; return what each says."""
+def served(engine: Engine) -> list[Stream]:
+    """Let requests come while others are decoded."""
     late, streams = requests(), []
     while late or engine.step():
         if late:
             streams.append(engine.submit(late.pop(0)))
         engine.step()
         engine.step()
-    return [stream.tokens for stream in streams]
+    return streams
+
+
+def serve(engine: Engine) -> list[list[int]]:
+    return [stream.tokens for stream in served(engine)]
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
@@ -363,7 +369,7 @@ def test_an_engine_drafts_deep_for_few_and_not_at_all_for_many():
     # drafting pays for one row; of eight rows every drafted token costs more than it brings
     cost = linear(1.0, 0.4, 0.0, share=0.2)
     policy = Goodput(cost, [0.9] * 3)
-    assert best_depth(cost, range(1, 5), rows(1, 0.9, depth=3)) == 3
+    assert best_depth(cost, chains(3), rows(1, 0.9, depth=3)) == 3
     engine = Engine(tiny.base(), tiny.oracle(3), tree=policy, max_batch=8, max_length=80)
     single = engine.submit(Request(prompt=tiny.prompts()[0], max_new_tokens=8))
     engine.run()

@@ -42,6 +42,10 @@ def recorded(texts: Sequence[Sequence[int]]) -> Accepted:
     return lengths
 
 
+NONE: Accepted = drawn(())
+"""Nothing is right anywhere."""
+
+
 def read_accepted(path: str | Path) -> list[list[int]]:
     """Return what a .jsonl file recorded, a text a line: {"accepted": [2, 0, 1]}."""
     return [_lengths(row, where) for where, row in read_jsonl(local_path(path))]

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from specheads.config import Hardware, Simulate
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.core.paths import local_path, writable_folder
+from specheads.decoding.payoff import chains
 from specheads.decoding.trees.tuned import FILE, Tuned
 from specheads.heads.untrusted import read_json
 from specheads.measure.load import accepted, arrivals, results
@@ -79,6 +80,8 @@ def needs_sizes(settings: Simulate) -> bool:
 def simulate_loads(settings: Simulate, sizes: Sizes | None = None) -> results.Load:
     """Return what requests wait for, with the base alone, fixed depths and goodput.
 
+    Goodput is there with copied text too, where the head was tuned with it.
+
     `sizes` are what computed times are of, as far as the settings do not say them.
     """
     rates, texts = _acceptance(settings)
@@ -89,11 +92,18 @@ def simulate_loads(settings: Simulate, sizes: Sizes | None = None) -> results.Lo
             f"depths can be at most {len(rates)}, as acceptance is known of, got {max(depths)}"
         )
     drafts = {("none" if not one else f"depth {one}"): one for one in depths} | {"goodput": None}
+    ways = [(name, system, depth) for name, depth in drafts.items()]
+    if size := _copied_tokens(settings):
+        copied = measured(settings).acceptance.copied
+        both = chains(len(rates), size)
+        ways.append(("goodput+lookup", replace(system, drafts=both, copied=copied), None))
     rows = []
     for name, coming in _loads(settings, system):
-        for draft, depth in drafts.items():
+        for draft, served, depth in ways:
             right = accepted.recorded(texts) if texts else accepted.drawn(rates, settings.seed)
-            found = simulate(system, coming, right, depth)
+            # other chances than those of the head's own drafts
+            copies = accepted.drawn(served.copied, settings.seed + 1)
+            found = simulate(served, coming, right, depth, copies)
             rows.append(results.summarise(name, draft, found))
     computed = settings.hardware.name != MEASURED
     return results.Load(
@@ -132,6 +142,11 @@ def _acceptance(settings: Simulate) -> tuple[list[float], list[list[int]]]:
     return list(settings.acceptance) or measured(settings).acceptance.per_depth, []
 
 
+def _copied_tokens(settings: Simulate) -> int:
+    """Return how many tokens are copied: of what a request drafts by a file or by rates none."""
+    return 0 if settings.accepted or settings.acceptance else measured(settings).copied
+
+
 def _system(settings: Simulate, base: Sizes | None, rates: list[float]) -> System:
     if settings.hardware.name == MEASURED:
         cost = measured(settings).cost
@@ -143,7 +158,7 @@ def _system(settings: Simulate, base: Sizes | None, rates: list[float]) -> Syste
         cost=cost,
         prefill=prefill,
         rates=rates,
-        nodes=range(1, len(rates) + 2),
+        drafts=chains(len(rates)),
         max_batch=settings.max_batch,
     )
 

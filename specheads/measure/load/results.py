@@ -36,7 +36,7 @@ class LoadRow:
     load: str
     """Requests a second, or where they were recorded."""
     draft: str
-    """none, a fixed depth, or goodput."""
+    """none, a fixed depth, goodput, or goodput with copied text."""
     requests: int
     latency: Seconds
     """From a request's arrival to its last token."""

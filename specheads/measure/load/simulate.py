@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 from specheads.core.errors import InputError
 from specheads.decoding.cost import Cost
-from specheads.decoding.goodput import Acceptance, best_depths
+from specheads.decoding.payoff import Acceptance, Draft, Known, best_drafts
 from specheads.decoding.request import alike
-from specheads.measure.load.accepted import Accepted
+from specheads.measure.load.accepted import NONE, Accepted
 from specheads.measure.load.arrivals import Arrival
 
 
@@ -22,9 +22,20 @@ class System:
     """Seconds that reading a prompt takes, or several together, by their tokens with padding."""
     rates: Sequence[float]
     """Measured conditional acceptance by depth, where goodput begins."""
-    nodes: Sequence[int]
-    """Nodes of a row's tree by drafted depth, root included, zero first."""
+    drafts: Sequence[Draft]
+    """What is chosen from, the base alone first."""
     max_batch: int
+    copied: Sequence[float] = ()
+    """How often there is text to copy, and the rates of its tokens: see `Known.copied`."""
+
+    @property
+    def depth(self) -> int:
+        """Levels of the deepest draft."""
+        return max(one.depth for one in self.drafts)
+
+    def known(self) -> Known:
+        """Return what is known of a request that nothing was decoded of."""
+        return Known(Acceptance(self.rates[: self.depth]), Acceptance(self.copied))
 
 
 @dataclass(slots=True)
@@ -34,7 +45,9 @@ class Served:
     arrival: Arrival
     accepted: Sequence[int]
     """Drafts that are right after each of its new tokens, at most."""
-    known: Acceptance | None
+    copied: Sequence[int]
+    """One more than the copied tokens that are right there; zero where nothing is copied."""
+    known: Known | None
     """Where goodput decides."""
     admitted: float = 0.0
     first: float = 0.0
@@ -53,13 +66,18 @@ class Served:
         """New tokens that it still takes."""
         return self.arrival.new_tokens - self.tokens
 
-    def take(self, depth: int) -> None:
-        """Take what a step gives that drafts so deep."""
-        right = self.accepted[self.tokens - 1]
-        accepted = min(right, depth)
+    def copies(self, draft: Draft) -> int:
+        """Return one more than the copied tokens that are right; zero where nothing is copied."""
+        return min(self.copied[self.tokens - 1], 1 + draft.copied) if draft.copied else 0
+
+    def take(self, draft: Draft) -> None:
+        """Take what a step gives."""
+        right, copied = self.accepted[self.tokens - 1], self.copies(draft)
+        accepted = min(right, draft.depth)
         if self.known is not None:
-            self.known.note(accepted, refused=right < depth)
-        self.tokens += min(accepted + 1, self.room)
+            refused = draft.copied > 0 and copied <= draft.copied
+            self.known.note((accepted, right < draft.depth), (copied, refused))
+        self.tokens += min(1 + max(accepted, copied - 1), self.room)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +102,11 @@ class Simulation:
 
 
 def simulate(
-    system: System, arrivals: Sequence[Arrival], accepted: Accepted, depth: int | None = None
+    system: System,
+    arrivals: Sequence[Arrival],
+    accepted: Accepted,
+    draft: int | None = None,
+    copied: Accepted = NONE,
 ) -> Simulation:
     """Serve requests until none is left, first come, first served.
 
@@ -95,27 +117,37 @@ def simulate(
         system: Its times, and how many rows it decodes together.
         arrivals: In order of time.
         accepted: What is right of whatever is drafted.
-        depth: Drafted levels of every step. None is as many as give most tokens a second.
+        draft: Which of the system's every step takes. None is that of most tokens a second.
+        copied: One more than what is right of copied text; zero where there is none to copy.
     """
-    deepest = len(system.nodes) - 1
-    if system.max_batch < 1 or not 0 <= (depth or 0) <= deepest <= len(system.rates):
+    size = max(one.copied for one in system.drafts)
+    if system.max_batch < 1 or not 0 <= (draft or 0) < len(system.drafts):
         raise InputError(
-            "a simulation needs a batch of at least 1, a depth that there are nodes for and a rate "
-            f"for each depth, got {system.max_batch}, {depth}, {deepest} and {len(system.rates)}"
+            f"a simulation needs a batch of at least 1 and one of {len(system.drafts)} drafts, got "
+            f"{system.max_batch} and {draft}"
         )
-    seeds = list(system.rates[:deepest])
+    if len(system.rates) < system.depth or len(system.copied) < size + (size > 0):
+        raise InputError(
+            "a simulation needs a rate for each depth and copied token, got "
+            f"{len(system.rates)} and {len(system.copied)} for {system.depth} and {size}"
+        )
     coming = deque(
-        Served(one, accepted(number, one.new_tokens), Acceptance(seeds) if depth is None else None)
+        Served(
+            one,
+            accepted(number, one.new_tokens),
+            copied(number, one.new_tokens),
+            system.known() if draft is None else None,
+        )
         for number, one in enumerate(arrivals)
     )
-    return _Run(system, coming, depth).serve()
+    return _Run(system, coming, draft).serve()
 
 
 class _Run:
     """A simulation on its way."""
 
-    def __init__(self, system: System, coming: deque[Served], depth: int | None) -> None:
-        self.system, self.coming, self.depth = system, coming, depth
+    def __init__(self, system: System, coming: deque[Served], draft: int | None) -> None:
+        self.system, self.coming, self.draft = system, coming, draft
         self.found = Simulation(list(coming))
         self.clock = 0.0
 
@@ -126,16 +158,16 @@ class _Run:
                 self.clock = max(self.clock, self.coming[0].arrival.seconds)
             newcomers = self._admit(self.system.max_batch - len(rows))
             groups = [group for group in [rows, *newcomers] if group]
-            for group, depth in zip(groups, self._depths(groups), strict=True):
-                self._step(group, depth)
+            for group, draft in zip(groups, self._drafts(groups), strict=True):
+                self._step(group, self.system.drafts[draft])
             rows = [row for group in groups for row in group if row.room]
         return self.found
 
-    def _depths(self, groups: list[list[Served]]) -> list[int]:
-        if self.depth is not None or not groups:
-            return [self.depth or 0] * len(groups)
+    def _drafts(self, groups: list[list[Served]]) -> list[int]:
+        if self.draft is not None or not groups:
+            return [self.draft or 0] * len(groups)
         known = [[(row, row.known) for row in group if row.known] for group in groups]
-        return best_depths(self.system.cost, self.system.nodes, known)
+        return best_drafts(self.system.cost, self.system.drafts, known)
 
     def _admit(self, most: int) -> list[list[Served]]:
         """Read the prompts of those who have come and fit; return who goes on, by read together."""
@@ -158,13 +190,13 @@ class _Run:
                 row.finished = self.clock
         return [row for row in group if row.room]
 
-    def _step(self, batch: list[Served], depth: int) -> None:
+    def _step(self, batch: list[Served], draft: Draft) -> None:
         context = sum(row.length for row in batch) / len(batch)
-        nodes = self.system.nodes[depth]
-        seconds = self.system.cost.seconds(len(batch), context, nodes, depth)
-        self.found.steps.append(Step(self.clock, seconds, len(batch), depth))
+        copying = float(any(row.copies(draft) for row in batch))
+        seconds = draft.seconds(self.system.cost, len(batch), context, copying)
+        self.found.steps.append(Step(self.clock, seconds, len(batch), draft.depth))
         self.clock += seconds
         for row in batch:
-            row.take(depth)
+            row.take(draft)
             if not row.room:
                 row.finished = self.clock

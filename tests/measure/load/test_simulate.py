@@ -3,12 +3,14 @@
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from specheads.decoding.cost import ForwardCost, StepCost
+from specheads.decoding.payoff import chains
 from specheads.measure.load.accepted import drawn, rates_of, read_accepted, recorded
 from specheads.measure.load.arrivals import Arrival, poisson, read_arrivals
 from specheads.measure.load.hardware import ComputedCost, Machine, Size
@@ -30,7 +32,7 @@ def system(
         cost=cost,
         prefill=lambda tokens: prefill * tokens,
         rates=rates,
-        nodes=range(1, len(rates) + 2),
+        drafts=chains(len(rates)),
         max_batch=max_batch,
     )
 
@@ -90,6 +92,42 @@ def test_recorded_lengths_are_replayed_where_they_stand_in_the_text():
     alone = simulate(system(linear(1.0)), arrivals, lengths, 0).steps
     assert len(alone) == 7
     assert simulate(system(linear(1.0)), arrivals, lengths, 2).served[0].tokens == 8
+
+
+def test_copied_text_is_as_right_as_it_was_recorded_and_costs_nodes_where_there_is_any():
+    #  place         0 1 2 3 4 5 6    a chain of one and three copied tokens: from place 0 two
+    #  right         1 . . 0 1 . .    copied, at 3 nothing to copy, at 4 the draft, at 6 one of
+    #  copied + 1    3 . . 0 1 . 2    those that are copied
+    arrivals = [Arrival(0.0, 1, 9)]
+    served = replace(
+        system(linear(1.0, 0.1), rates=[0.5]), drafts=chains(1, 3), copied=[0.5, 0.5, 0.5, 0.5]
+    )
+    right, copied = recorded([[1, 9, 9, 0, 1, 9, 0, 0]]), recorded([[3, 9, 9, 0, 1, 9, 2, 0]])
+    steps = simulate(served, arrivals, right, 3, copied).steps
+    whole = 1.2 + 0.1 + 0.01
+    assert [one.seconds for one in steps] == pytest.approx(
+        [whole + 0.3, whole, whole + 0.3, whole + 0.3]
+    )
+    # without the head's drafts place 4 gives one token, and place 5 all it copies
+    alone = simulate(served, arrivals, right, 2, copied).steps
+    assert [one.seconds for one in alone] == pytest.approx([1.4, 1.1, 1.4, 1.4])
+
+
+def test_goodput_copies_where_that_is_right_and_learns_where_it_is_not():
+    arrivals = [Arrival(0.0, 5, 300)]
+    served = replace(
+        system(linear(1.0, 0.1), rates=[0.1]),
+        drafts=chains(1, 4),
+        copied=[0.5, 0.5, 0.5, 0.5, 0.5],
+    )
+    right = simulate(served, arrivals, recorded([[0]]), None, recorded([[5]]))
+    assert len(right.steps) == 60
+    wrong = simulate(served, arrivals, recorded([[0]]), None, recorded([[1]]))
+    alone = [one.seconds < 1.15 for one in wrong.steps]
+    assert not any(alone[:3])
+    assert sum(alone[100:]) > 0.5 * len(alone[100:])
+    with pytest.raises(ValueError, match="a rate for each depth and copied token"):
+        simulate(replace(served, copied=[0.5]), arrivals, recorded([[0]]))
 
 
 def test_drawn_lengths_have_the_rates_they_were_drawn_from():
@@ -182,7 +220,7 @@ def test_loads_without_arrivals_are_refused(rate, parts):
 
 
 def test_a_depth_that_nothing_is_known_of_is_refused():
-    with pytest.raises(ValueError, match="a depth that there are nodes for"):
+    with pytest.raises(ValueError, match="one of 5 drafts, got 1 and 5"):
         simulate(system(linear(1.0)), [Arrival(0.0, 1, 1)], drawn(RATES), 5)
 
 

@@ -1,0 +1,178 @@
+"""What ways to draft cost and bring, and which gives most tokens a second.
+
+Source: Liu et al. 2024, arXiv:2406.14066 (SmartSpec), section 4, for drafts of every depth; copied
+text among the choices is ours. See docs/load.md.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from math import prod
+from operator import mul
+
+from specheads.core.errors import InputError
+from specheads.decoding.cost import Cost
+from specheads.decoding.trees import policies
+
+WEIGHT, RETURN = 0.05, 0.01
+"""Weight of a new observation in a moving average, and of the seed where nothing was observed: what
+was given up after a bad stretch is tried again."""
+
+
+@dataclass(slots=True)
+class Acceptance:
+    """A request's conditional acceptance of each depth: moving averages, from measured rates on."""
+
+    seed: Sequence[float]
+    rates: list[float] = field(init=False)
+    """Share of drafts accepted at each depth among those accepted at every earlier one."""
+    tokens: list[float] = field(init=False)
+    """Expected tokens of a step by drafted depth, zero first, the base's own included."""
+
+    def __post_init__(self) -> None:
+        if not all(0 <= rate <= 1 for rate in self.seed):
+            raise InputError(f"acceptance rates must lie in [0, 1], got {list(self.seed)}")
+        self.rates = list(self.seed)
+        self.tokens = expected_tokens(self.rates)
+
+    def note(self, accepted: int, *, refused: bool) -> None:
+        """Take in a step: drafts accepted, and whether the one after them was refused."""
+        observed = accepted + refused
+        for depth, rate in enumerate(self.rates):
+            if depth < observed:
+                self.rates[depth] += WEIGHT * ((depth < accepted) - rate)
+            else:
+                self.rates[depth] += RETURN * (self.seed[depth] - rate)
+        self.tokens = expected_tokens(self.rates)
+
+
+def expected_tokens(rates: Sequence[float]) -> list[float]:
+    """Return tokens of a step by drafted depth, zero first: 1, 1 + a, 1 + a + a b, ..."""
+    return list(accumulate(accumulate(rates, mul), initial=1.0))
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A way to draft: what it costs, and how far it may be right."""
+
+    depth: int
+    """Levels that the drafter drafts."""
+    nodes: int
+    """Nodes of its own tree, root included; one is no draft."""
+    copied: int = 0
+    """Nodes for copied text beside them, and so its tokens: those that stand in the own tree too
+    leave room for more, which is not counted."""
+    trim: bool = True
+    """Whether steps in which no row has anything to copy do without these."""
+
+    def seconds(self, cost: Cost, batch: int, context: int | float, copying: float = 1.0) -> float:
+        """Return what a step takes where a row has anything to copy, or with such a chance of it.
+
+        Args:
+            cost: What a step takes without copied text.
+            batch: Rows.
+            context: Committed tokens of a row, on average.
+            copying: Chance that any row has text to copy.
+        """
+        alone = cost.seconds(batch, context, self.nodes, self.depth)
+        if not self.copied:
+            return alone
+        # copied nodes are verified and not drafted: they cost the base's forward alone
+        more = cost.seconds(batch, context, self.nodes + self.copied, 0)
+        more -= cost.seconds(batch, context, self.nodes, 0)
+        return alone + (copying if self.trim else 1.0) * more
+
+
+def chains(depth: int, copied: int = 0) -> list[Draft]:
+    """Return chains of every depth, zero first; where text is copied then each of them with it."""
+    plain = [Draft(one, one + 1) for one in range(depth + 1)]
+    return plain + [Draft(one.depth, one.nodes, copied) for one in plain if copied]
+
+
+@dataclass(slots=True)
+class Known:
+    """What is known of a request: how often its own drafts are right, and the text it copies.
+
+    Both are taken for independent: at each depth one of them is right with 1 - (1 - a)(1 - b).
+    """
+
+    own: Acceptance
+    copied: Acceptance = field(default_factory=lambda: Acceptance([]))
+    """Of its levels the first is whether there is anything to copy, and each other a token."""
+    copies: bool = False
+    """Whether its last step looked for text to copy."""
+    both: list[float] = field(init=False)
+    """Expected tokens that both have right, by the depth of the shorter."""
+
+    def __post_init__(self) -> None:
+        self._multiply()
+
+    @property
+    def copying(self) -> float:
+        """Chance that there is anything to copy."""
+        return self.copied.rates[0] if self.copied.rates else 0.0
+
+    def note(self, own: tuple[int, bool], copied: tuple[int, bool] = (0, False)) -> None:
+        """Take in a step: levels accepted of each, and whether the one after them was refused."""
+        for known, (accepted, refused) in ((self.own, own), (self.copied, copied)):
+            known.note(accepted, refused=refused)
+        self._multiply()
+
+    def tokens(self, draft: Draft, room: int) -> float:
+        """Return the expected tokens of a step, of a request that takes so many more at most."""
+        most = max(room - 1, 0)
+        depth, copied = min(draft.depth, most), min(draft.copied, most)
+        tokens = self.own.tokens[depth]
+        if copied:
+            more = self.copied.tokens[1 + copied] - self.copied.tokens[1]
+            tokens += more - self.both[min(depth, copied)]
+        return tokens
+
+    def _multiply(self) -> None:
+        own, copied = (
+            [more - less for less, more in pairwise(tokens)]
+            for tokens in (self.own.tokens, self.copied.tokens[1:])
+        )
+        self.both = list(accumulate(map(mul, own, copied), initial=0.0))
+
+
+Rows = Sequence[tuple[policies.Row, Known]]
+"""Who takes a step together, and what is known of each."""
+
+
+def best_drafts(cost: Cost, drafts: Sequence[Draft], groups: Sequence[Rows]) -> list[int]:
+    """Return the place of the draft with the highest goodput for each group; of equals the first.
+
+    Groups step one after the other and are one afterwards. What the time of each is worth is the
+    goodput that all have together: a draft is judged by its tokens less those that its seconds
+    would have brought there. Of a single group that is the draft with most tokens a second.
+
+    Args:
+        cost: What a step takes.
+        drafts: Those to choose from, the smaller first.
+        groups: None of them empty. Nobody yields more tokens than there is room for.
+    """
+    together = _choices(cost, drafts, [row for rows in groups for row in rows])
+    worth = max(tokens / seconds for tokens, seconds in together)
+    choices = [together] if len(groups) == 1 else [_choices(cost, drafts, one) for one in groups]
+    return [_most([tokens - worth * seconds for tokens, seconds in one]) for one in choices]
+
+
+def _choices(cost: Cost, drafts: Sequence[Draft], rows: Rows) -> list[tuple[float, float]]:
+    """Return the expected tokens and the seconds of a step by draft."""
+    batch = len(rows)
+    context = sum(row.length for row, _ in rows) / batch
+    copying = 1 - prod(1 - known.copying for _, known in rows)
+    return [
+        (
+            sum(known.tokens(draft, row.room) for row, known in rows),
+            draft.seconds(cost, batch, context, copying),
+        )
+        for draft in drafts
+    ]
+
+
+def _most(values: Sequence[float]) -> int:
+    """Return the place of the largest; of such that differ by rounding alone the first."""
+    largest = max(values)
+    return next(place for place, one in enumerate(values) if one >= largest - 1e-9)
