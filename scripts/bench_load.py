@@ -361,7 +361,7 @@ def policies_under_load(bench: Bench) -> dict[str, Any]:
                     one.finished - one.arrival.seconds for one in simulated
                 ),
                 "tokens_per_second": statistics.median(speeds[draft]),
-                "latency_over_references": sum(each[draft]) / sum(each[reference]),
+                "latency_over_reference": sum(each[draft]) / sum(each[reference]),
                 "interval": list(bootstrap_interval(each[draft], each[reference])),
                 "same_text": texts[draft] == texts[drafts[0]],
             }
