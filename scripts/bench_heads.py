@@ -27,11 +27,11 @@ from specheads.measure.store import read, to_json
 ROOT = Path(__file__).resolve().parents[1]
 COMPARED = {
     # acceptance does not depend on the batch, so it is counted many prompts at a time
-    "chain": ["tree=chain", "evaluation.batch_size=8", "evaluation.speed_prompts=8"],
-    "tuned": ["tree=tuned", "evaluation.batch_size=1"],
+    "chain": ["tree=chain", "temperatures=[0,1]", "evaluation.batch_size=8"],
+    "tuned": ["tree=tuned", "temperatures=[0]", "evaluation.batch_size=1"],
 }
 """What `specheads compare` is asked for, by the folder that keeps it: the same chain for all heads,
-and the tree that pays best for each, one prompt at a time."""
+and by the clock, one prompt at a time, the tree that pays best for each."""
 
 
 OWN = {kind: ["head.num_layers=1"] for kind in ("dflash", "dspark")}
@@ -103,12 +103,11 @@ def _train(kind: str, run: Path, options: argparse.Namespace) -> int:
 
 
 def _compare(out: Path, runs: list[Path], asked: list[str]) -> int:
-    """Hold the heads against each other at both temperatures, unless that is done."""
+    """Hold the heads against each other, unless that is done."""
     if (out / "compare.json").is_file():
         return 0
     heads = f"heads=[{','.join(map(str, runs))}]"
-    ways = ("drafters=[head]", "temperatures=[0,1]", "other_ways=false")
-    return _run("compare", heads, f"out={out}", *ways, *asked)[0]
+    return _run("compare", heads, f"out={out}", "drafters=[head]", "other_ways=false", *asked)[0]
 
 
 def _run(*words: str) -> tuple[int, float, float]:

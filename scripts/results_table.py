@@ -42,9 +42,7 @@ HEADS_HEADER = (
     "chain, T=0",
     "chain, T=1",
     "tuned tree, T=0",
-    "speed-up",
-    "tuned tree, T=1",
-    "speed-up",
+    "speed-up, tuned tree",
 )
 COUPLING_HEADER = (
     "head",
@@ -174,7 +172,7 @@ def said(results: Results) -> str:
 def heads(compared: Mapping[str, Any]) -> str:
     """Return the tables of all kinds of head on one recipe, and what they have in common."""
     chain, tuned = (from_json(Comparison, compared[name]) for name in ("chain", "tuned"))
-    (greedy, drawn), (fast, fast_drawn) = chain.conditions, tuned.conditions
+    (greedy, drawn), (fast,) = chain.conditions, tuned.conditions
     rows: Rows = []
     for kind in sorted(chain.heads, key=lambda kind: _reached(greedy, kind).tokens_per_forward):
         training = compared["training"][kind]
@@ -187,7 +185,6 @@ def heads(compared: Mapping[str, Any]) -> str:
                 _rate(_reached(greedy, kind)),
                 _rate(_reached(drawn, kind)),
                 *_by_the_clock(fast, kind),
-                *_by_the_clock(fast_drawn, kind),
             )
         )
     tokens = next(iter(compared["training"].values()))["tokens"]
