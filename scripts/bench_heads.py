@@ -46,25 +46,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for kind, run in runs.items():
         if code := _train(kind, run, options):
             return code
+    training = {kind: trained(run) for kind, run in runs.items()}
+    table: dict[str, Any] = {"schema": 2, "recipe": options.recipe, "training": training}
     for name, asked in COMPARED.items():
         if code := _compare(options.out / name, list(runs.values()), [*asked, *options.measure]):
             return code
-    table = {
-        "schema": 2,
-        "recipe": options.recipe,
-        "training": {kind: trained(run) for kind, run in runs.items()},
-        **{
-            name: to_json(read(Comparison, options.out / name / "compare.json"))
-            for name in COMPARED
-        },
-    }
-    text = json.dumps(table, indent=1) + "\n"
-    (options.out / "heads.json").write_text(text, encoding="utf-8")
-    print(f"wrote {options.out / 'heads.json'}")
-    if not options.record:
-        return 0
-    (ROOT / "recipes" / options.recipe / "heads.json").write_text(text, encoding="utf-8")
-    return subprocess.call([sys.executable, str(ROOT / "scripts" / "results_table.py")])
+        table[name] = to_json(read(Comparison, options.out / name / "compare.json"))
+        text = json.dumps(table, indent=1) + "\n"
+        (options.out / "heads.json").write_text(text, encoding="utf-8")
+        print(f"wrote {options.out / 'heads.json'}")
+        if options.record:
+            (ROOT / "recipes" / options.recipe / "heads.json").write_text(text, encoding="utf-8")
+            subprocess.check_call([sys.executable, str(ROOT / "scripts" / "results_table.py")])
+    return 0
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -171,8 +171,9 @@ def said(results: Results) -> str:
 
 def heads(compared: Mapping[str, Any]) -> str:
     """Return the tables of all kinds of head on one recipe, and what they have in common."""
-    chain, tuned = (from_json(Comparison, compared[name]) for name in ("chain", "tuned"))
-    (greedy, drawn), (fast,) = chain.conditions, tuned.conditions
+    chain = from_json(Comparison, compared["chain"])
+    tuned = from_json(Comparison, compared["tuned"]) if compared.get("tuned") else None
+    greedy, drawn = chain.conditions
     rows: Rows = []
     for kind in sorted(chain.heads, key=lambda kind: _reached(greedy, kind).tokens_per_forward):
         training = compared["training"][kind]
@@ -184,18 +185,19 @@ def heads(compared: Mapping[str, Any]) -> str:
                 f"{training['peak_gib']:.2f}",
                 _rate(_reached(greedy, kind)),
                 _rate(_reached(drawn, kind)),
-                *_by_the_clock(fast, kind),
+                *_by_the_clock(tuned, kind),
             )
         )
     tokens = next(iter(compared["training"].values()))["tokens"]
+    of_trees = f", {tuned.prompts.count} of the tuned trees" if tuned else ""
     common = (
         f" with each kind of head in turn: {tokens:,} training tokens, depth {chain.head.depth}, "
-        f"{chain.prompts.count} prompts, {tuned.prompts.count} of the tuned trees, "
-        f"{chain.settings.dtype}; {hardware(tuned.provenance)},"
+        f"{chain.prompts.count} prompts{of_trees}, "
+        f"{chain.settings.dtype}; {hardware(chain.provenance)},"
     )
     pairs = accepted_against(greedy, [*chain.heads])
     told = f"{pairs.title}, chain, T=0:\n\n{_table(pairs.header, pairs.rows)}"
-    origin = {"recipe": compared["recipe"], "provenance": compared["tuned"]["provenance"]}
+    origin = {"recipe": compared["recipe"], "provenance": compared["chain"]["provenance"]}
     table = _below(common, origin, _table(HEADS_HEADER, rows))
     return f"{table}\n\n{told}"
 
@@ -204,9 +206,11 @@ def _reached(condition: Condition, kind: str) -> Rate:
     return condition.drafters[kind].online
 
 
-def _by_the_clock(condition: Condition, kind: str) -> tuple[str, str]:
+def _by_the_clock(tuned: Comparison | None, kind: str) -> tuple[str, str]:
     """Return what a head's own tree reached, and how much faster than the base alone."""
-    row = condition.drafters[kind]
+    if tuned is None:
+        return NOT_MEASURED, NOT_MEASURED
+    row = tuned.drafters[kind]
     return f"{_rate(row.online)}, {row.num_nodes} nodes", _speedup(row.speed)
 
 

@@ -199,6 +199,12 @@ def test_all_kinds_of_head_stand_in_one_table_weakest_first(script: ModuleType, 
         "1.20 [1.10, 1.30] | 1.08 [0.98, 1.18] | 1.40 [1.30, 1.50], 6 nodes | 0.70 [1.10, 1.31] |"
     )
     assert lines[4] == f"| `medusa` | 1,770,240 | 4,012 | 1.28 | {medusa}"
+    (checkout / "recipes/tiny_code/heads.json").write_text(json.dumps(table | {"tuned": None}))
+    assert script.main(["--root", str(checkout)]) == 0
+    assert (
+        "1.20 [1.10, 1.30] | 1.08 [0.98, 1.18] | not measured | not measured |"
+        in (checkout / "recipes/README.md").read_text()
+    )
     assert lines[5].startswith("| `redrafter` | 80 | 900 | 1.28 | 1.80 [1.70, 1.90] | ")
     assert lines[7:] == [
         "tokens per forward, row over column, chain, T=0:",
