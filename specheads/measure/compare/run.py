@@ -13,7 +13,8 @@ from specheads.measure.comparison import CompareSettings, Comparison, Condition,
 from specheads.measure.counts import paired_gain
 from specheads.measure.evaluation import check, subject, summary_of, told_by
 from specheads.measure.how import Asked, How, how_of
-from specheads.measure.online import judge, lossless_in_float32, write_alone
+from specheads.measure.online import Decoded, judge, lossless_in_float32, write_alone
+from specheads.measure.rates import Gain
 from specheads.measure.results import Acceptance
 from specheads.measure.speed import (
     Arm,
@@ -117,18 +118,11 @@ def compare_drafters(
     arms' own.
     """
     decoded = {name: arm.decode(base, prompts, how) for name, arm in arms.items()}
-    counts = {name: [one.counts for one in texts] for name, texts in decoded.items()}
     found = {
         name: judge(
-            base,
-            decoded[name],
-            prompts,
-            alone,
-            how,
-            categories,
-            comparable=_comparable(arm, how),
+            base, texts, prompts, alone, how, categories, comparable=_comparable(arms[name], how)
         )
-        for name, arm in arms.items()
+        for name, texts in decoded.items()
     }
     timed = prompts[:speed_prompts]
     timings = time_arms(base, arms, timed, how, repetitions=repetitions)
@@ -149,12 +143,17 @@ def compare_drafters(
                 for other in arms
                 if other != name
             },
-            accepted_over={
-                other: paired_gain(counts[name], counts[other]) for other in arms if other != name
-            },
+            accepted_over=_accepted_over(name, decoded),
         )
         for name, arm in arms.items()
     }
+
+
+def _accepted_over(name: str, decoded: Mapping[str, list[Decoded]]) -> dict[str, Gain]:
+    """Return an arm's tokens per forward over those of each other, on the same prompts."""
+    counts = {other: [one.counts for one in texts] for other, texts in decoded.items()}
+    ours = counts.pop(name)
+    return {other: paired_gain(ours, theirs) for other, theirs in counts.items()}
 
 
 def _comparable(arm: Way, how: How) -> bool:
