@@ -33,7 +33,6 @@ COMPARED = {
 """What `specheads compare` is asked for, by the folder that keeps it: the same chain for all heads,
 and by the clock, one prompt at a time, the tree that pays best for each."""
 
-
 OWN = {kind: ["head.num_layers=1"] for kind in ("dflash", "dspark")}
 """Further overrides of some kinds: five layers, as published for large bases, would cost a small
 one more than it costs itself."""

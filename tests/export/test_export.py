@@ -1,6 +1,5 @@
 """Exports: read back by other code, refused when one tensor is off, and served by whom they can."""
 
-import importlib.util
 import json
 import shutil
 from collections.abc import Iterator
@@ -32,6 +31,7 @@ from specheads.measure.report import write_report
 from specheads.measure.store import to_json
 from tests import tiny
 from tests.results import bare
+from tests.scripts.loading import load_script
 from tests.tuned import tree
 from tests.tuned import tuned as made_up
 
@@ -427,12 +427,7 @@ def test_the_writer_keeps_tied_tensors_apart(base, tmp_path):
 
 def test_the_export_matrix_in_the_docs_is_current():
     root = Path(__file__).parents[2]
-    path = root / "scripts" / "export_matrix.py"
-    spec = importlib.util.spec_from_file_location("export_matrix", path)
-    assert spec is not None
-    assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    script = load_script("export_matrix")
     page = (root / "docs" / "export_matrix.md").read_text(encoding="utf-8")
     assert f"<!-- matrix -->\n{script.render()}<!-- /matrix -->" in page
     assert all(f"| {kind} |" in page for kind in kinds())

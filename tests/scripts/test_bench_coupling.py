@@ -1,6 +1,5 @@
 """The bench of drafts that see the noise: its own numbers are those of decoding."""
 
-import importlib.util
 import json
 from pathlib import Path
 from types import ModuleType
@@ -11,18 +10,6 @@ from specheads.base.model import FrozenBase
 from specheads.heads.load import build_for
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location(
-        "bench_coupling", ROOT / "scripts" / "bench_coupling.py"
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """The bench of all kinds: what it reads out of a run, and (slow) a whole small one."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -12,16 +11,6 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "bench_heads.py"
-
-
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("bench_heads", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_how_a_head_was_trained_is_read_from_its_log(script: ModuleType, tmp_path: Path):

@@ -1,8 +1,6 @@
 """The bench of loads: which ways to draft there are, and what each of them drafts."""
 
-import importlib.util
 from dataclasses import replace
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -10,18 +8,6 @@ import pytest
 from specheads.decoding.trees.tuned import Acceptance
 from specheads.measure.replay import Copied
 from tests.tuned import tree, tuned
-
-SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_load.py"
-
-
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("bench_load", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_arms_are_chains_copied_text_and_both_and_goodput_of_either(script: ModuleType):

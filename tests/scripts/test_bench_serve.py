@@ -3,13 +3,12 @@
 tests/export/test_vllm.py runs it with vLLM itself.
 """
 
-import importlib.util
 import json
 import shlex
 from collections import Counter
 from itertools import chain
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,19 +28,6 @@ from specheads.measure.store import read
 ROOT = Path(__file__).parents[2]
 BASE = ROOT / "recipes" / "tiny_code" / "base"
 SAID = ("import os\n\n\ndef walk(", "class Tree:\n    def", "for name in", "def test_that(")
-
-
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    scripts = ROOT / "scripts"
-    spec = importlib.util.spec_from_file_location("bench_serve", scripts / "bench_serve.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(scripts)
-        spec.loader.exec_module(module)
-    return module
 
 
 def prompts_file(folder: Path) -> Path:

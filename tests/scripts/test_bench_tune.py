@@ -1,6 +1,5 @@
 """The bench of tuned trees: what they are held against, and how seconds are compared."""
 
-import importlib.util
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -10,16 +9,6 @@ import yaml
 from specheads.measure.speed import Timing
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("bench_tune", ROOT / "scripts" / "bench_tune.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def timing(step: float, steps: int, new_tokens: int, forwards: int) -> Timing:

@@ -1,25 +1,11 @@
 """A run is made as long as is asked for, and planned for as long."""
 
-import importlib.util
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from specheads.commands import _compose
 from specheads.training.plan.whole import PhasePlan, Plan
-
-SCRIPT = Path(__file__).parents[2] / "scripts" / "check_hours.py"
-
-
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("check_hours", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_steps_and_texts_of_every_phase_grow_to_the_minutes(script: ModuleType):

@@ -1,4 +1,3 @@
-import importlib.util
 import json
 import math
 import os
@@ -11,20 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "pretrain_base.py"
 SHAPE = ["--vocab-size", "280", "--layers", "1", "--width", "32", "--heads", "2"]
 SHAPE += ["--kv-heads", "1", "--mlp-width", "64", "--context", "64"]
 SIZES = ["--batch-size", "4", "--sequence-length", "32", "--warmup-steps", "2"]
-
-
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("pretrain_base", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture

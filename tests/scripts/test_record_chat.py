@@ -1,6 +1,5 @@
 """The recorder of conversations: what a terminal shows, and a picture of it that moves."""
 
-import importlib.util
 import re
 import subprocess
 import sys
@@ -28,18 +27,6 @@ from tests import tiny
 
 ROOT = Path(__file__).parents[2]
 COLUMNS = 80
-
-
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    path = ROOT / "scripts" / "record_chat.py"
-    spec = importlib.util.spec_from_file_location("record_chat", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["record_chat"] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")

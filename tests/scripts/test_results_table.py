@@ -1,4 +1,3 @@
-import importlib.util
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,8 +9,6 @@ import pytest
 from specheads.measure.results import Results
 from specheads.measure.store import from_json
 
-ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "scripts" / "results_table.py"
 EMPTY = "# A page\n\nBefore.\n\n<!-- results -->\n<!-- /results -->\n\nAfter.\n"
 OVERVIEW = EMPTY + "\n<!-- heads -->\n<!-- /heads -->\n\n<!-- coupling -->\n<!-- /coupling -->\n"
 
@@ -94,16 +91,6 @@ CARD = """\
 | hardware | AMD EPYC, 2 threads |
 | versions | specheads 0.1.0, torch 2.13.0, transformers 5.23.0 |
 | commit | `f1fca6e00000` and uncommitted changes |"""
-
-
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("results_table", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture
