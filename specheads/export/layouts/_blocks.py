@@ -1,6 +1,6 @@
-"""DFlash and DSpark in speculators' format.
+"""DFlash and DSpark as their engines read them: one network, named alike, save for its settings.
 
-Source: vllm-project/speculators 0.9.0, and vLLM as in readers/blocks.py.
+Source: as in readers/blocks.py.
 """
 
 from typing import Any
@@ -14,14 +14,13 @@ from specheads.heads.layers.block import BlockHead
 
 DSPARK: Settings = all_of(
     *("num_layers", "aux_layers", "attention_heads", "key_value_heads", "head_dim", "inner_dim"),
-    *("rope_theta", "epsilon", "mask_token", "num_anchors", "draft_tokens"),
-    *("sample_from_anchor", "markov_rank"),
+    *("rope_theta", "epsilon", "mask_token", "num_anchors", "sample_from_anchor", "markov_rank"),
 )
 DFLASH: Settings = {
     **{name: None for name in DSPARK if name != "markov_rank"},
     "sample_from_anchor": (False,),
 }
-"""vLLM's DFlash has no other way."""
+"""No engine's DFlash has another way."""
 
 
 def layer(head: Head, base: FrozenBase) -> dict[str, Any]:
@@ -50,30 +49,17 @@ def layer(head: Head, base: FrozenBase) -> dict[str, Any]:
     }
 
 
-def own(head: Head, base: FrozenBase) -> dict[str, Any]:
-    """Return what config.json says beside what all kinds of that format say.
-
-    A setting that engines take for different things where it is missing is always there.
-    """
+def markov(head: Head) -> dict[str, Any]:
+    """Return the settings of its Markov and its confidence head; none where it has neither."""
     assert isinstance(head, BlockHead)
-    settings = head.config
-    said: dict[str, Any] = {
-        "architectures": ["DSparkSpeculator" if head.kind == "dspark" else "DFlashSpeculator"],
-        "speculators_model_type": head.kind,
-        "transformer_layer_config": layer(head, base),
-        "draft_vocab_size": head.drafted_size,
-        "target_hidden_size": head.width,
-        "block_size": head.depth + (not settings.sample_from_anchor),
-        "aux_hidden_state_layer_ids": list(head.aux_layers),
-        "mask_token_id": head.mask_token,
-        # else vLLM has every layer see one way
-        "sliding_window_non_causal": True,
-        "sample_from_anchor": settings.sample_from_anchor,
+    if head.kind != "dspark":
+        return {}
+    return {
+        "markov_rank": head.config.markov_rank,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
     }
-    if head.kind == "dspark":
-        said |= {"markov_rank": settings.markov_rank, "markov_head_type": "vanilla"}
-        said |= {"enable_confidence_head": True, "confidence_head_with_markov": True}
-    return said
 
 
 def tensors(head: Head) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ transformers_utils/configs/speculators.
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,13 +28,31 @@ from specheads.export.readers import (
 from specheads.export.readers import require as need
 
 
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """What a folder says of its network, wherever its format says it."""
+
+    layer: dict[str, Any]
+    """Settings of its Qwen3 layers."""
+    streams: list[int]
+    """What is fused: k is the residual stream after k layers."""
+    slots: int
+    """Slots of a block, the anchor's among them."""
+    mask: int
+    """Token that stands where one is to be drafted."""
+    drafted: int
+    """Number of tokens that can be drafted."""
+    rank: int = 0
+    """Width of the Markov head; 0 is none."""
+
+
 def dflash(folder: Path, base: BaseView, depth: int) -> Iterator[Guess]:
     """Masks draft the tokens in whose place they stand, all layers seeing both ways."""
     config = read_config(folder)
     # vLLM takes False, and a setting that is missing in some versions, for causal layers
     need(config, speculators_model_type="dflash", sliding_window_non_causal=True)
     need(config, sample_from_anchor=False, block_size=depth + 1)
-    yield from _draft(folder, config, base, depth, rank=0)
+    yield from _draft(folder, _speculators(config, depth), base, depth)
 
 
 def dspark(folder: Path, base: BaseView, depth: int) -> Iterator[Guess]:
@@ -43,7 +62,21 @@ def dspark(folder: Path, base: BaseView, depth: int) -> Iterator[Guess]:
     need(config, enable_confidence_head=True, confidence_head_with_markov=True)
     # missing, it is False to vLLM and True to speculators
     need(config, block_size=depth + (not config["sample_from_anchor"]))
-    yield from _draft(folder, config, base, depth, rank=config["markov_rank"])
+    yield from _draft(folder, _speculators(config, depth, config["markov_rank"]), base, depth)
+
+
+def _speculators(config: dict[str, Any], depth: int, rank: int = 0) -> _Said:
+    """Return what is said in speculators' format, whose id k is the stream after k layers."""
+    method = config["speculators_config"]["proposal_methods"][0]
+    need(method, speculative_tokens=depth)
+    return _Said(
+        config["transformer_layer_config"],
+        config["aux_hidden_state_layer_ids"],
+        config["block_size"],
+        config["mask_token_id"],
+        config["draft_vocab_size"],
+        rank,
+    )
 
 
 class _Layer:
@@ -105,27 +138,22 @@ class _Markov:
         self.sure = stored.take("confidence_head.proj.weight", 1, width + rank)
         self.bias = stored.take("confidence_head.proj.bias", 1)
 
-    def corrected(self, said: Guess, states: Tensor, tokens: Tensor) -> Guess:
+    def corrected(self, guess: Guess, states: Tensor, tokens: Tensor) -> Guess:
         """Return a guess after these tokens, and its confidence."""
         before = self.embedding[tokens]
         sure = torch.cat([states, before], dim=-1) @ self.sure[0] + self.bias
-        return Guess(said.logits + before @ self.out.T, said.ids, sure)
+        return Guess(guess.logits + before @ self.out.T, guess.ids, sure)
 
 
-def _draft(
-    folder: Path, config: dict[str, Any], base: BaseView, depth: int, rank: int
-) -> Iterator[Guess]:
+def _draft(folder: Path, said: _Said, base: BaseView, depth: int) -> Iterator[Guess]:
     """Draft a block from every position of the text, one after the other."""
-    layer, stored = config["transformer_layer_config"], Stored(folder / "model.safetensors")
+    layer, stored = said.layer, Stored(folder / "model.safetensors")
     (vocab, width), epsilon = base.embedding.shape, layer["rms_norm_eps"]
     need(layer, model_type="qwen3", hidden_size=width, vocab_size=vocab, hidden_act="silu")
     need(layer, attention_bias=False)
-    method = config["speculators_config"]["proposal_methods"][0]
-    need(method, speculative_tokens=depth)
-    ids = config["aux_hidden_state_layer_ids"]
-    if min(ids) < 0 or max(ids) >= len(base.streams) - 1:
-        raise InputError(f"layers {ids} are not among those an engine hands on")
-    aux = torch.cat([base.streams[one] for one in ids], dim=-1)
+    if min(said.streams) < 0 or max(said.streams) >= len(base.streams) - 1:
+        raise InputError(f"streams {said.streams} are not among those an engine hands on")
+    aux = torch.cat([base.streams[one] for one in said.streams], dim=-1)
     fused = aux @ stored.take("fc.weight", width, aux.shape[1]).T
     fused = rms(fused, stored.take("hidden_norm.weight", width), epsilon)
     layers = [
@@ -133,20 +161,20 @@ def _draft(
         for number in range(layer["num_hidden_layers"])
     ]
     norm = stored.take("norm.weight", width)
-    tokens, head = _vocabulary(stored, config["draft_vocab_size"], base)
-    markov = _Markov(stored, len(tokens), vocab, width, rank) if rank else None
+    tokens, head = _vocabulary(stored, said.drafted, base)
+    markov = _Markov(stored, len(tokens), vocab, width, said.rank) if said.rank else None
     stored.close()
     before, found = [base.tokens.roll(-1 - level) for level in range(depth)], []
     for place, anchor in enumerate(before[0]):
-        block = torch.full((config["block_size"],), config["mask_token_id"])
+        block = torch.full((said.slots,), said.mask)
         block[0] = anchor
         stream = base.embedding[block]
         for one in layers:
             stream = one.forward(stream, place + 1)
         found.append(rms(stream[-depth:], norm, epsilon))
     for level, states in enumerate(torch.stack(found, dim=1)):
-        said = Guess(states @ head.T, tokens)
-        yield said if markov is None else markov.corrected(said, states, before[level])
+        guess = Guess(states @ head.T, tokens)
+        yield guess if markov is None else markov.corrected(guess, states, before[level])
 
 
 def _vocabulary(stored: Stored, size: int, base: BaseView) -> tuple[Tensor, Tensor]:
