@@ -1,6 +1,8 @@
 """DFlash and DSpark: their own projects' numbers, and drafts from anchors alone."""
 
 import itertools
+import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -238,6 +240,17 @@ def test_it_reads_layers_evenly_and_never_the_last(
     assert head.get_parameter("fc.weight").shape == (16, 16 * len(aux_layers))
 
 
+@pytest.mark.parametrize("architecture", ["DSparkDraftModel", "LingDSparkModel"])
+def test_deepspec_s_network_is_read_by_sglang_s_names_for_it(architecture: str, tmp_path: Path):
+    shutil.copytree(GOLDEN / "dspark_deepspec", tmp_path / "out")
+    file = tmp_path / "out" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": [architecture]}))
+    head, same = load_head(tmp_path / "out"), load_head(GOLDEN / "dspark_deepspec")
+    assert isinstance(head, dspark.Head)
+    assert head.config == same.config
+    assert head.config.sample_from_anchor
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -245,6 +258,7 @@ def test_it_reads_layers_evenly_and_never_the_last(
         ({"markov_head_type": "gated"}, "markov_head_type='vanilla', this one has 'gated'"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "this one has 'yarn'"),
         ({"hidden_act": "gelu"}, "hidden_act='silu', this one has 'gelu'"),
+        ({"is_causal": True}, "is_causal=False, this one has True"),
     ],
 )
 def test_checkpoints_of_another_make_are_refused(change: dict, message: str):

@@ -1,4 +1,7 @@
-"""Published folders of DFlash and DSpark: z-lab's, DeepSpec's and vllm-project's speculators."""
+"""Published folders of DFlash and DSpark: z-lab's, DeepSpec's and vllm-project's speculators.
+
+SGLang serves the first two, and reads DeepSpec's by further names.
+"""
 
 from typing import Any
 
@@ -14,11 +17,15 @@ PLAIN = {
     "rope_type": "default",
     "use_swa": False,
     "use_aux_hidden_state": True,
+    "is_causal": False,
 }
 """Settings that may differ there, and whose other values nothing here reads."""
 
 PLAIN_MARKOV = {"markov_head_type": "vanilla", "confidence_head_with_markov": True}
 """Those of a folder with a Markov head."""
+
+BY_DEEPSPEC = ("Qwen3DSparkModel", "LingDSparkModel", "DSparkDraftModel")
+"""Names of one network, DeepSpec's own first."""
 
 LENT = ("lm_head.weight", "verifier_lm_head.weight", "verifier_norm.weight")
 """Copies of the base's own tensors."""
@@ -31,7 +38,8 @@ def flat_settings(config: dict[str, Any]) -> dict[str, Any] | None:
         ValueError: One of them has a value that nothing here reads.
     """
     kind = config.get("speculators_model_type", "")
-    by_deepspec = "Qwen3DSparkModel" in (config.get("architectures") or []) and not kind
+    named = config.get("architectures") or []
+    by_deepspec = not kind and any(name in named for name in BY_DEEPSPEC)
     if not (kind in ("dflash", "dspark") or "dflash_config" in config or by_deepspec):
         return None
     nested = config.get("transformer_layer_config", {}) | config.get("dflash_config", {})
@@ -52,6 +60,8 @@ def flat_settings(config: dict[str, Any]) -> dict[str, Any] | None:
             )
     if set(settings.get("layer_types") or ()) - {"full_attention"}:
         raise InputError("a block head is read with full attention only; choose another checkpoint")
+    # others count a slot that drafts nothing
+    settings["anchor_counts"] = not (by_deepspec or settings["sample_from_anchor"])
     return settings
 
 
@@ -59,7 +69,7 @@ def own_settings(settings: dict[str, Any]) -> dict[str, Any]:
     """Return what our `Config` calls the settings that both kinds have."""
     drafted = settings.get("draft_vocab_size") or 0
     return {
-        "depth": settings["block_size"] - (not settings["sample_from_anchor"]),
+        "depth": settings["block_size"] - settings["anchor_counts"],
         "num_layers": settings["num_hidden_layers"],
         "aux_layers": list(settings["aux_layers"]),
         "attention_heads": settings["num_attention_heads"],
