@@ -21,7 +21,7 @@ from specheads.decoding.trees import policies
 from specheads.export.engines import engine_module, engines, find_layout, objection
 from specheads.export.gate import check, expect, guess, look
 from specheads.export.layout import RECORD
-from specheads.export.readers import BaseView, Guess, eagle3, medusa, mlp_speculator
+from specheads.export.readers import BaseView, Guess, blocks, eagle3, medusa, mlp_speculator
 from specheads.export.write import export_head, gate_texts, save
 from specheads.heads.load import build_for, kinds, load_head
 from specheads.measure.counts import DepthCounts
@@ -145,7 +145,7 @@ def test_engines_take_the_heads_they_are_known_to_take():
         *((kind, "vllm") for kind in ("medusa", "mlp_speculator", "hydra_heads", "redrafter")),
         ("mtp", "vllm"),
         *((kind, "tgi") for kind in ("medusa", "mlp_speculator")),
-        *((kind, "speculators") for kind in ("dflash", "dspark")),
+        *((kind, e) for kind in ("dflash", "dspark") for e in ("speculators", "sglang")),
         ("medusa", "vllm_0_32"),
     }
 
@@ -228,6 +228,9 @@ def test_one_medusa_folder_serves_tgi_and_vllm_0_32(base, texts, tmp_path):
 ENGINES_OF_ONE = ("tgi", "vllm_0_32")
 
 
+BLOCKS = {"target_layer_ids": [0, 1, 3, 4, 5], "mask_token_id": 60}
+
+
 def edited(folder: Path, **changes) -> None:
     file = folder / "config.json"
     config = json.loads(file.read_text()) | changes
@@ -260,6 +263,16 @@ def edited(folder: Path, **changes) -> None:
         ("dflash", "speculators", {}, {"sliding_window_non_causal": False}),
         ("dspark", "speculators", {}, {"sample_from_anchor": ...}),
         ("dspark", "speculators", {}, {"block_size": 8}),
+        # there ids are of the other convention, and a missing block size is 16
+        ("dflash", "sglang", {}, {"dflash_config": BLOCKS | {"target_layer_ids": [0, 1, 2, 3, 4]}}),
+        ("dflash", "sglang", {}, {"dflash_config": BLOCKS | {"mask_token_id": 3}}),
+        ("dflash", "sglang", {}, {"dflash_config": BLOCKS | {"block_size": 3}}),
+        ("dflash", "sglang", {}, {"block_size": ...}),
+        ("dflash", "sglang", {}, {"is_causal": True}),
+        ("dflash", "sglang", {}, {"layer_types": ["sliding_attention"] * 5}),
+        ("dspark", "sglang", {"sample_from_anchor": False}, {"sample_from_anchor": ...}),
+        ("dspark", "sglang", {"sample_from_anchor": False}, {"block_size": 4}),
+        ("dspark", "sglang", {}, {"markov_head_type": ...}),
     ],
 )
 def test_settings_an_engine_would_read_otherwise_are_caught(
@@ -311,6 +324,14 @@ def test_layer_ids_stand_in_both_conventions(base, texts, tmp_path):
         ("eagle3", "tensorrt_llm", {"fc_norm": True}, "hold fc_norm=True"),
         ("eagle3", "speculators", {"parallel": True, "fc_norm": True}, "fc_norm of a .*: vllm$"),
         ("eagle3", "vllm", {"aux_layers": [2, 3, 7]}, "streams end after layer 6.*: none$"),
+        ("dflash", "sglang", {"draft_tokens": 20}, "hold draft_tokens=20; .*: speculators$"),
+        ("dspark", "sglang", {"aux_layers": [0, 3]}, "of which 0 is none; .*: speculators$"),
+        (
+            "dflash",
+            "sglang",
+            {"sample_from_anchor": True},
+            "hold sample_from_anchor=True; .*: none",
+        ),
     ],
 )
 def test_what_an_engine_cannot_serve_is_refused_and_others_named(
@@ -417,6 +438,40 @@ def test_the_eagle3_reader_gives_speculators_logits():
             torch.testing.assert_close(one.logits[: len(wanted)], wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [("dflash_z_lab", blocks.sglang_dflash), ("dspark_deepspec", blocks.sglang_dspark)],
+)
+def test_sglang_s_readers_give_the_authors_own_drafts(name, read, tmp_path):
+    golden, folder = load_file(GOLDEN / name / "expected.safetensors"), tmp_path / name
+    shutil.copytree(GOLDEN / name, folder)
+    edited(folder, model_type="qwen3")
+    weights = load_file(folder / "model.safetensors")
+    # what SGLang takes from the base, which z-lab's folder has no copy of
+    for own, ours in (("embed_tokens", "in.embedding"), ("lm_head", "in.projection")):
+        if f"{own}.weight" in weights:
+            golden[ours] = weights.pop(f"{own}.weight").double()
+    save_file(weights, folder / "model.safetensors")
+    nothing = torch.zeros(2, 4, dtype=torch.long)
+    for row, aux in enumerate(golden["in.aux"]):
+        low, middle, high = aux.split(32, dim=-1)
+        # one draft behind position 5, one behind the last, whose tokens the reader finds in front
+        tokens = torch.zeros(14, dtype=torch.long)
+        for step, start in enumerate((6, 0)):
+            tokens[start] = golden["in.roots"][row, step]
+            drafted = golden.get(f"out.drafted.{step}", nothing)[row]
+            tokens[start + 1 : start + 4] = drafted[:3]
+        view = view_of(low, tokens, golden["in.embedding"], _2=low, _4=middle, _5=high, _6=low)
+        view = replace(view, projection=golden["in.projection"])
+        for level, one in enumerate(read(folder, view, 4)):
+            for step, place in enumerate((5, 13)):
+                wanted = golden[f"out.draft_logits.{step}"][row, level]
+                torch.testing.assert_close(one.logits[place], wanted, rtol=1e-9, atol=1e-9)
+                if one.confidence is not None:
+                    sure = golden[f"out.draft_confidence.{step}"][row, level]
+                    torch.testing.assert_close(one.confidence[place], sure, rtol=1e-9, atol=1e-9)
+
+
 def test_the_writer_keeps_tied_tensors_apart(base, tmp_path):
     layout = engine_module("tgi").LAYOUTS["mlp_speculator"]
     folder = layout.write(make("mlp_speculator", base), base, OUT)
@@ -494,3 +549,14 @@ def test_engines_are_told_to_draft_as_many_tokens_as_the_tuned_tree_is_deep():
     # whoever serves a head drafts
     head.tuned = nothing
     assert '"num_speculative_tokens": 1' in told()
+
+
+@pytest.mark.parametrize(("kind", "size"), [("dflash", 4), ("dspark", 3)])
+def test_sglang_drafts_whole_blocks_whatever_the_tuned_tree(kind: str, size: int):
+    base = tiny.base()
+    head = build_for({"kind": kind, "depth": 3}, base)
+    head.tuned = made_up(tree(paths=[[0], [0, 0]], depth=2))
+    folder = find_layout(head, base, "sglang").write(head, base, OUT)
+    assert f"--speculative-algorithm {kind.upper()} " in folder.serve[0]
+    assert folder.serve[0].endswith("--speculative-num-draft-tokens 4")
+    assert folder.config["block_size"] == size

@@ -1,12 +1,13 @@
-"""DFlash and DSpark in speculators' format, as vLLM reads it.
+"""DFlash and DSpark: in speculators' format as vLLM reads it, in their authors' as SGLang does.
 
 Sources: vLLM 0.32 models/qwen3_dflash.py, models/qwen3_dspark.py and
-transformers_utils/configs/speculators.
+transformers_utils/configs/speculators; SGLang 0.5.23 models/dflash.py, models/dspark.py,
+speculative/dflash_utils.py, speculative/dflash_worker_v2.py and speculative/dspark_components.
 """
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,42 @@ def _speculators(config: dict[str, Any], depth: int, rank: int = 0) -> _Said:
         config["draft_vocab_size"],
         rank,
     )
+
+
+def sglang_dflash(folder: Path, base: BaseView, depth: int) -> Iterator[Guess]:
+    """The anchor's own slot is always passed over, and counts as one of the block."""
+    config = read_config(folder)
+    need(config, architectures=["DFlashDraftModel"])
+    yield from _draft(folder, _authors(config, depth + 1, base), base, depth)
+
+
+def sglang_dspark(folder: Path, base: BaseView, depth: int) -> Iterator[Guess]:
+    """Whether the anchor drafts stands at the top level only, where missing is True.
+
+    block_size is the number of drafted tokens either way: a slot more is made where it does not.
+    """
+    config = read_config(folder)
+    need(config, architectures=["Qwen3DSparkModel"], markov_head_type="vanilla")
+    need(config, confidence_head_with_markov=True)
+    said = _authors(config, depth, base)
+    slots = depth + (not config.get("sample_from_anchor", True))
+    yield from _draft(folder, replace(said, slots=slots, rank=config["markov_rank"]), base, depth)
+
+
+def _authors(config: dict[str, Any], size: int, base: BaseView) -> _Said:
+    """Return what is said in the authors' formats, whose id v is the output of layer v.
+
+    What dflash_config holds comes before what the top level does.
+    """
+    settings = config | config.get("dflash_config", {})
+    # is_causal is for all layers; a missing block_size would be 16
+    need(config, is_causal=None, layer_types=["full_attention"] * config["num_hidden_layers"])
+    need(settings, block_size=size)
+    ids = settings["target_layer_ids"]
+    if min(ids) < 0:
+        raise InputError(f"target_layer_ids count from the first layer, 0, got {ids}")
+    streams = [one + 1 for one in ids]
+    return _Said(config, streams, size, settings["mask_token_id"], len(base.embedding))
 
 
 class _Layer:
