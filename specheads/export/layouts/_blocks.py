@@ -1,6 +1,6 @@
 """DFlash and DSpark in speculators' format.
 
-Source: vllm-project/speculators 0.9.0, and vLLM as in readers/blocks.py.
+Source: vllm-project/speculators 0.9.0, vLLM and llama.cpp as in readers/blocks.py.
 """
 
 from typing import Any
@@ -12,15 +12,15 @@ from specheads.core.drafter import Head
 from specheads.export.layout import Settings, all_of
 from specheads.heads.layers.block import BlockHead
 
-DSPARK: Settings = all_of(
+BLOCK: Settings = all_of(
     *("num_layers", "aux_layers", "attention_heads", "key_value_heads", "head_dim", "inner_dim"),
     *("rope_theta", "epsilon", "mask_token", "num_anchors", "draft_tokens"),
-    *("sample_from_anchor", "markov_rank"),
+    "sample_from_anchor",
 )
-DFLASH: Settings = {
-    **{name: None for name in DSPARK if name != "markov_rank"},
-    "sample_from_anchor": (False,),
-}
+"""Settings that both kinds have."""
+
+DSPARK: Settings = {**BLOCK, "markov_rank": None}
+DFLASH: Settings = {**BLOCK, "sample_from_anchor": (False,)}
 """vLLM's DFlash has no other way."""
 
 

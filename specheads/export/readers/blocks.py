@@ -1,7 +1,8 @@
-"""DFlash and DSpark in speculators' format, as vLLM reads it.
+"""DFlash and DSpark in speculators' format, as vLLM and llama.cpp read it.
 
 Sources: vLLM 0.32 models/qwen3_dflash.py, models/qwen3_dspark.py and
-transformers_utils/configs/speculators.
+transformers_utils/configs/speculators; llama.cpp 0c1e5709 conversion/qwen.py,
+src/models/dflash.cpp and common/speculative.cpp.
 """
 
 import math
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from specheads.core.errors import InputError
@@ -33,6 +35,7 @@ def dflash(folder: Path, base: BaseView, depth: int) -> Iterator[Guess]:
     # vLLM takes False, and a setting that is missing in some versions, for causal layers
     need(config, speculators_model_type="dflash", sliding_window_non_causal=True)
     need(config, sample_from_anchor=False, block_size=depth + 1)
+    _need_method(config, depth)
     yield from _draft(folder, config, base, depth, rank=0)
 
 
@@ -43,7 +46,27 @@ def dspark(folder: Path, base: BaseView, depth: int) -> Iterator[Guess]:
     need(config, enable_confidence_head=True, confidence_head_with_markov=True)
     # missing, it is False to vLLM and True to speculators
     need(config, block_size=depth + (not config["sample_from_anchor"]))
+    _need_method(config, depth)
     yield from _draft(folder, config, base, depth, rank=config["markov_rank"])
+
+
+def _need_method(config: dict[str, Any], depth: int) -> None:
+    need(config["speculators_config"]["proposal_methods"][0], speculative_tokens=depth)
+
+
+def llama_cpp(folder: Path, base: BaseView, depth: int) -> Iterator[Guess]:
+    """A Markov head is one whose tensors are there; no layer sees one way unless it is said.
+
+    Whether the anchor drafts is False where it is missing.
+    """
+    config = read_config(folder)
+    need(config, architectures=["DSparkSpeculator"], is_causal=None, use_sliding_window=None)
+    need(config, dflash_config=None, block_size=depth + (not config.get("sample_from_anchor")))
+    if config.get("markov_head_type", "vanilla") != "vanilla":
+        raise InputError("llama.cpp reads markov_head_type='vanilla' only")
+    weights = load_file(folder / "model.safetensors")
+    markov = weights.get("markov_head.markov_w1.weight")
+    yield from _draft(folder, config, base, depth, rank=0 if markov is None else markov.shape[1])
 
 
 class _Layer:
@@ -120,8 +143,6 @@ def _draft(
     (vocab, width), epsilon = base.embedding.shape, layer["rms_norm_eps"]
     need(layer, model_type="qwen3", hidden_size=width, vocab_size=vocab, hidden_act="silu")
     need(layer, attention_bias=False)
-    method = config["speculators_config"]["proposal_methods"][0]
-    need(method, speculative_tokens=depth)
     ids = config["aux_hidden_state_layer_ids"]
     if min(ids) < 0 or max(ids) >= len(base.streams) - 1:
         raise InputError(f"layers {ids} are not among those an engine hands on")
