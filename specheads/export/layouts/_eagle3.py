@@ -99,6 +99,8 @@ def config(head: Head, base: FrozenBase) -> dict[str, Any]:
         **({"mask_token_id": settings.mask_token} if settings.parallel else {}),
         IDS: list(head.aux_layers),
         "num_aux_hidden_states": len(head.aux_layers),
+        # else an embedding is read as a copy of the base's
+        "embed_requires_grad": settings.own_embedding,
         "eagle_config": nested,
         "torch_dtype": str(next(head.parameters()).dtype).removeprefix("torch."),
     }

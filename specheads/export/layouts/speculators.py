@@ -9,7 +9,6 @@ from specheads.core.drafter import Head
 from specheads.export.layout import Folder, Layout, all_of
 from specheads.export.layouts import _blocks, _eagle3
 from specheads.export.readers import blocks, eagle3
-from specheads.heads.layers.block import BlockHead
 
 ABOUT = "speculators 0.9 format, for vLLM 0.32 and later"
 
@@ -18,15 +17,14 @@ def write(head: Head, base: FrozenBase, out: Path) -> Folder:
     """Return a folder that names its base and holds a copy of the base's embedding."""
     config = _eagle3.config(head, base)
     kept = ("draft_vocab_size", "target_hidden_size", _eagle3.IDS, "torch_dtype", *_eagle3.NORMS)
-    parallel, own = head.config.parallel, head.config.own_embedding
+    parallel = head.config.parallel
     kind = "peagle" if parallel else "eagle3"
     outer: dict[str, Any] = {
         "architectures": ["PEagleDraftModel" if parallel else "Eagle3DraftModel"],
         "speculators_model_type": kind,
         "transformer_layer_config": _eagle3.layer(head, base),
         **_common(head, base, kind),
-        "embed_requires_grad": own,
-        **{name: config[name] for name in kept},
+        **{name: config[name] for name in (*kept, "embed_requires_grad")},
         **({"mask_token_id": head.config.mask_token} if parallel else {}),
     }
     named = {
@@ -38,28 +36,9 @@ def write(head: Head, base: FrozenBase, out: Path) -> Folder:
 
 
 def write_blocks(head: Head, base: FrozenBase, out: Path) -> Folder:
-    """Return a folder that names its base, from which an engine takes what the head borrows.
-
-    A setting that engines take for different things where it is missing is always there.
-    """
-    assert isinstance(head, BlockHead)
-    anchored = head.config.sample_from_anchor
-    outer: dict[str, Any] = {
-        "architectures": ["DSparkSpeculator" if head.kind == "dspark" else "DFlashSpeculator"],
-        "speculators_model_type": head.kind,
-        "transformer_layer_config": _blocks.layer(head, base),
-        "draft_vocab_size": head.drafted_size,
-        "target_hidden_size": head.width,
-        "block_size": head.depth + (not anchored),
-        "aux_hidden_state_layer_ids": list(head.aux_layers),
-        "mask_token_id": head.mask_token,
-        # else vLLM has every layer see one way
-        "sliding_window_non_causal": True,
-        "sample_from_anchor": anchored,
-        **_blocks.markov(head),
-        **_common(head, base, head.kind),
-        "torch_dtype": str(next(head.parameters()).dtype).removeprefix("torch."),
-    }
+    """Return a folder that names its base, from which an engine takes what the head borrows."""
+    outer = {**_blocks.in_speculators(head, base), **_common(head, base, head.kind)}
+    outer["torch_dtype"] = str(next(head.parameters()).dtype).removeprefix("torch.")
     return Folder(outer, _blocks.tensors(head), (_serve(out),))
 
 

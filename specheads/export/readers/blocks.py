@@ -1,7 +1,8 @@
-"""DFlash and DSpark: in speculators' format as vLLM reads it, in their authors' as SGLang does.
+"""DFlash and DSpark: as vLLM and llama.cpp read speculators' format, SGLang their authors'.
 
 Sources: vLLM 0.32 models/qwen3_dflash.py, models/qwen3_dspark.py and
-transformers_utils/configs/speculators; SGLang 0.5.23 models/dflash.py, models/dspark.py,
+transformers_utils/configs/speculators; llama.cpp 0c1e5709 conversion/qwen.py,
+src/models/dflash.cpp and common/speculative.cpp; SGLang 0.5.23 models/dflash.py, models/dspark.py,
 speculative/dflash_utils.py, speculative/dflash_worker_v2.py and speculative/dspark_components.
 """
 
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from specheads.core.errors import InputError
@@ -53,7 +55,8 @@ def dflash(folder: Path, base: BaseView, depth: int) -> Iterator[Guess]:
     # vLLM takes False, and a setting that is missing in some versions, for causal layers
     need(config, speculators_model_type="dflash", sliding_window_non_causal=True)
     need(config, sample_from_anchor=False, block_size=depth + 1)
-    yield from _draft(folder, _speculators(config, depth), base, depth)
+    _need_method(config, depth)
+    yield from _draft(folder, _speculators(config), base, depth)
 
 
 def dspark(folder: Path, base: BaseView, depth: int) -> Iterator[Guess]:
@@ -63,13 +66,12 @@ def dspark(folder: Path, base: BaseView, depth: int) -> Iterator[Guess]:
     need(config, enable_confidence_head=True, confidence_head_with_markov=True)
     # missing, it is False to vLLM and True to speculators
     need(config, block_size=depth + (not config["sample_from_anchor"]))
-    yield from _draft(folder, _speculators(config, depth, config["markov_rank"]), base, depth)
+    _need_method(config, depth)
+    yield from _draft(folder, _speculators(config, config["markov_rank"]), base, depth)
 
 
-def _speculators(config: dict[str, Any], depth: int, rank: int = 0) -> _Said:
+def _speculators(config: dict[str, Any], rank: int = 0) -> _Said:
     """Return what is said in speculators' format, whose id k is the stream after k layers."""
-    method = config["speculators_config"]["proposal_methods"][0]
-    need(method, speculative_tokens=depth)
     return _Said(
         config["transformer_layer_config"],
         config["aux_hidden_state_layer_ids"],
@@ -114,6 +116,26 @@ def _authors(config: dict[str, Any], size: int, base: BaseView) -> _Said:
         raise InputError(f"target_layer_ids count from the first layer, 0, got {ids}")
     streams = [one + 1 for one in ids]
     return _Said(config, streams, size, settings["mask_token_id"], len(base.embedding))
+
+
+def _need_method(config: dict[str, Any], depth: int) -> None:
+    need(config["speculators_config"]["proposal_methods"][0], speculative_tokens=depth)
+
+
+def llama_cpp(folder: Path, base: BaseView, depth: int) -> Iterator[Guess]:
+    """A Markov head is one whose tensors are there; no layer sees one way unless it is said.
+
+    Whether the anchor drafts is False where it is missing.
+    """
+    config = read_config(folder)
+    need(config, architectures=["DSparkSpeculator"], is_causal=None, use_sliding_window=None)
+    need(config, dflash_config=None, block_size=depth + (not config.get("sample_from_anchor")))
+    if config.get("markov_head_type", "vanilla") != "vanilla":
+        raise InputError("llama.cpp reads markov_head_type='vanilla' only")
+    weights = load_file(folder / "model.safetensors")
+    markov = weights.get("markov_head.markov_w1.weight")
+    rank = 0 if markov is None else markov.shape[1]
+    yield from _draft(folder, _speculators(config, rank), base, depth)
 
 
 class _Layer:

@@ -2,7 +2,7 @@
 
 Sources: vLLM 0.33 models/llama_eagle3.py and transformers_utils/configs/speculators; SGLang
 0.5.23 models/llama_eagle3.py; TensorRT-LLM _torch/models/modeling_speculative.py and
-llmapi/llm_args.py; llama.cpp conversion/llama.py.
+llmapi/llm_args.py; llama.cpp 0c1e5709 conversion/llama.py and src/models/eagle3.cpp.
 """
 
 import json
@@ -78,12 +78,18 @@ def tensorrt_llm(folder: Path, base: BaseView, depth: int) -> Iterator[Guess]:
 
 
 def llama_cpp(folder: Path, base: BaseView, depth: int) -> Iterator[Guess]:
-    """Its converter takes the three published layers whatever config.json says."""
+    """Id k is the input of layer k, counted from zero; only ids at the top level are read.
+
+    There are three of them, in the order they are written in, and one layer, whose fc_norm and
+    norm_output are not read.
+    """
     config = read_config(folder)
     need(config, architectures=[ARCHITECTURE], num_hidden_layers=1)
     num_layers = len(base.streams) - 1
-    ids = [2, num_layers // 2, num_layers - 3]
-    yield from _draft(folder, config, base, depth, ids)
+    ids = config.get(IDS) or [2, num_layers // 2, num_layers - 3]
+    if len(ids) != 3:
+        raise InputError(f"llama.cpp reads three layers, config.json names {ids}")
+    yield from _draft(folder, config | {"fc_norm": False, "norm_output": False}, base, depth, ids)
 
 
 def _draft(
