@@ -143,7 +143,7 @@ def serve(
 
 def plugged(folder: Path, recorded: bool = False) -> tuple[dict[str, Any], dict[str, str]]:
     """Return what makes an engine draft with an exported head: arguments and environment."""
-    proposer = "tests.vllm_engine.Recorder" if recorded else PROPOSER
+    proposer = "tests.export.vllm_engine.Recorder" if recorded else PROPOSER
     settings = {"method": "custom_class", "model": proposer, "num_speculative_tokens": DEPTH}
     return {"speculative_config": settings, "max_num_seqs": 4}, {HEAD_VARIABLE: str(folder)}
 
