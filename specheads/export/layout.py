@@ -39,6 +39,11 @@ def drafted_tokens(head: Head) -> int:
     return max(head.tuned.best(1, 1).depth, 1) if head.tuned else head.depth
 
 
+def dtype_name(head: Head) -> str:
+    """Return how config.json calls the precision that a head is stored in, its `torch_dtype`."""
+    return str(next(head.parameters()).dtype).removeprefix("torch.")
+
+
 @dataclass(frozen=True, slots=True)
 class Folder:
     """What an export consists of, before it is written."""

@@ -16,11 +16,23 @@ from specheads.measure.counts import DepthCounts
 from specheads.measure.offline import guess_ranks
 from specheads.measure.replay import replay
 from tests.export.llama_cpp_engine import convert, serve
-from tests.export.trained import BASE, DEPTH, NEW_TOKENS, base, prompts, said, trained
+from tests.export.trained import (
+    BASE,
+    DEPTH,
+    DFLASH,
+    DSPARK,
+    LLAMA3_ROPE,
+    NEW_TOKENS,
+    ORIGINAL,
+    base,
+    prompts,
+    prompts_and_texts,
+    said,
+    trained,
+)
 
 pytestmark = pytest.mark.llama_cpp
 
-ORIGINAL = "original_max_position_embeddings"
 SETTINGS: dict[str, dict[str, Any]] = {
     "eagle3": {"draft_tokens": 512},
     # layer 0 is the embedding; of the default layers, 1, 3 and 5, its old rule had two
@@ -29,13 +41,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "aux_layers": [0, 2, 4],
         "norm_before_fc": True,
         "own_embedding": True,
-        "rope_scaling": {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            ORIGINAL: 64,
-        },
+        "rope_scaling": LLAMA3_ROPE,
     },
     "eagle3_yarn": {
         "kind": "eagle3",
@@ -49,15 +55,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "draft_tokens": 512,
         "rope_scaling": {"rope_type": "linear", "factor": 3.0},
     },
-    "dflash": {"num_layers": 1, "attention_heads": 2, "key_value_heads": 1, "draft_tokens": 512},
+    "dflash": DFLASH,
     "dflash_anchor": {"kind": "dflash", "num_layers": 2, "sample_from_anchor": True},
-    "dspark": {
-        "num_layers": 1,
-        "attention_heads": 2,
-        "key_value_heads": 1,
-        "markov_rank": 32,
-        "draft_tokens": 512,
-    },
+    "dspark": DSPARK,
     "dspark_masks": {
         "kind": "dspark",
         "num_layers": 2,
@@ -89,8 +89,7 @@ def export(tmp_path_factory) -> Callable[[str], list[str]]:
     @cache
     def exported(name: str) -> list[str]:
         out = tmp_path_factory.mktemp("exports") / name
-        texts = [(prompt, text) for prompt, text in zip(prompts(), said(), strict=True)]
-        lines, _ = export_head(head(name), base(), "llama_cpp", out, texts)
+        lines, _ = export_head(head(name), base(), "llama_cpp", out, prompts_and_texts())
         conversion, serving = (shlex.split(line) for line in lines)
         convert(conversion[2:])
         return serving[1:]

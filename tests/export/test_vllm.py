@@ -26,12 +26,25 @@ from specheads.heads.load import build
 from specheads.measure.counts import DepthCounts
 from specheads.measure.offline import guess_ranks
 from specheads.measure.replay import replay
-from tests.export.trained import BASE, DEPTH, NEW_TOKENS, ROOT, base, prompts, said, trained
+from tests.export.trained import (
+    BASE,
+    DEPTH,
+    DFLASH,
+    DSPARK,
+    LLAMA3_ROPE,
+    NEW_TOKENS,
+    ORIGINAL,
+    ROOT,
+    base,
+    prompts,
+    prompts_and_texts,
+    said,
+    trained,
+)
 
 pytestmark = pytest.mark.vllm
 
 PLUGGED = ("medusa", "hydra_heads", "mlp_speculator", "mtp", "redrafter")
-ORIGINAL = "original_max_position_embeddings"
 SETTINGS: dict[str, dict[str, Any]] = {
     # vLLM 0.32 cannot load Medusa heads with a draft vocabulary
     "medusa": {"num_layers": 1},
@@ -55,22 +68,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "num_layers": 2,
         "norm_before_fc": True,
         "own_embedding": True,
-        "rope_scaling": {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            ORIGINAL: 64,
-        },
+        "rope_scaling": LLAMA3_ROPE,
     },
-    "dflash": {"num_layers": 1, "attention_heads": 2, "key_value_heads": 1, "draft_tokens": 512},
-    "dspark": {
-        "num_layers": 1,
-        "attention_heads": 2,
-        "key_value_heads": 1,
-        "markov_rank": 32,
-        "draft_tokens": 512,
-    },
+    "dflash": DFLASH,
+    "dspark": DSPARK,
 }
 NATIVE = ("eagle3", "eagle3.1", "p_eagle")
 STEPS = {"eagle3": 60, "eagle3.1": 60, "p_eagle": 150, "mtp": 100, "dflash": 150, "dspark": 150}
@@ -106,8 +107,7 @@ def export(tmp_path_factory) -> Callable[[str, str], Path]:
     @cache
     def exported(kind: str, engine: str) -> Path:
         out = tmp_path_factory.mktemp("exports") / f"{kind}-{engine}"
-        texts = [(prompt, text) for prompt, text in zip(prompts(), said(), strict=True)]
-        export_head(head(kind), base(), engine, out, texts)
+        export_head(head(kind), base(), engine, out, prompts_and_texts())
         return out
 
     return exported

@@ -49,30 +49,54 @@ def said() -> tuple[list[int], ...]:
     return tuple(out.tokens)
 
 
+ORIGINAL = "original_max_position_embeddings"
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    ORIGINAL: 64,
+}
+DFLASH = {"num_layers": 1, "attention_heads": 2, "key_value_heads": 1, "draft_tokens": 512}
+DSPARK = {**DFLASH, "markov_rank": 32}
+
+
+def prompts_and_texts() -> list[tuple[list[int], list[int]]]:
+    """Prompts and what the base says after each, as an export's gate takes them."""
+    return list(zip(prompts(), said(), strict=True))
+
+
 def trained(settings: dict[str, Any], steps: int) -> Head:
     """Return a head that has seen half of the texts so many times."""
-    texts = [prompt + text for prompt, text in zip(prompts(), said(), strict=True)]
-    length = min(map(len, texts))
-    tokens = torch.tensor([text[:length] for text in texts[::2]])
-    every = torch.tensor([*chain.from_iterable(texts)])
+    whole = [prompt + text for prompt, text in prompts_and_texts()]
+    length = min(map(len, whole))
+    tokens = torch.tensor([text[:length] for text in whole[::2]])
+    every = torch.tensor([*chain.from_iterable(whole)])
     counts = torch.bincount(every, minlength=base().vocab_size)
     torch.manual_seed(0)
     made = build_for({"depth": DEPTH, **settings}, base(), counts)
     if made.kind == "hydra_heads":
         # closed at first, it would stay out of sight in so short a training
         torch.nn.init.normal_(made.get_parameter("prefix.self_attn.o_proj.weight"), std=0.5)
-    optimizer = torch.optim.AdamW(made.parameters(), lr=2e-3)
-    features = base().read(tokens, made.aux_layers)
+    return taught(made, base(), tokens, steps, learning_rate=2e-3)
+
+
+def taught(
+    head: Head, on: FrozenBase, tokens: torch.Tensor, steps: int, learning_rate: float
+) -> Head:
+    """Have a head read the same texts, (batch, time), so many times."""
+    optimizer = torch.optim.AdamW(head.parameters(), lr=learning_rate)
+    features = on.read(tokens, head.aux_layers)
     for _ in range(steps):
         losses = [
             F.cross_entropy(
-                made.logits(state[:, : -2 - level], level).flatten(0, 1),
-                made.to_drafted(tokens[:, 2 + level :].contiguous()).flatten(),
+                head.logits(state[:, : -2 - level], level).flatten(0, 1),
+                head.to_drafted(tokens[:, 2 + level :].contiguous()).flatten(),
                 ignore_index=-1,
             )
-            for level, state in enumerate(made.states(features, tokens))
+            for level, state in enumerate(head.states(features, tokens))
         ]
         optimizer.zero_grad()
         torch.stack(losses).sum().backward()
         optimizer.step()
-    return made.eval()
+    return head.eval()

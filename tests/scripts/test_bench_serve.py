@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn import functional as F  # noqa: N812
 from transformers import AutoTokenizer
 
 from specheads.base.model import FrozenBase
@@ -24,6 +23,7 @@ from specheads.measure.counts import DepthCounts
 from specheads.measure.how import How
 from specheads.measure.online import decode_prompts, write_alone
 from specheads.measure.store import read
+from tests.export.trained import taught
 
 ROOT = Path(__file__).parents[2]
 BASE = ROOT / "recipes" / "tiny_code" / "base"
@@ -47,20 +47,7 @@ def trained(base: FrozenBase) -> Head:
         {"kind": "mlp_speculator", "depth": 3, "inner_dim": 64, "draft_tokens": 32}, base, counts
     )
     tokens = torch.tensor([one[-3:] + text for one, text in zip(prompts, texts, strict=True)][::2])
-    features, optimizer = base.read(tokens), torch.optim.AdamW(head.parameters(), lr=3e-3)
-    for _ in range(12):
-        losses = [
-            F.cross_entropy(
-                head.logits(state[:, : -2 - level], level).flatten(0, 1),
-                head.to_drafted(tokens[:, 2 + level :].contiguous()).flatten(),
-                ignore_index=-1,
-            )
-            for level, state in enumerate(head.states(features, tokens))
-        ]
-        optimizer.zero_grad()
-        torch.stack(losses).sum().backward()
-        optimizer.step()
-    return head.eval()
+    return taught(head, base, tokens, 12, learning_rate=3e-3)
 
 
 class Ours:

@@ -40,7 +40,6 @@ def write_block(head: Head, base: FrozenBase, out: Path) -> Folder:
     those out that are not asked for.
     """
     config = _blocks.in_speculators(head, base) | {"architectures": ["DSparkSpeculator"]}
-    config["torch_dtype"] = str(next(head.parameters()).dtype).removeprefix("torch.")
     plain = head.kind == "dflash" and not head.config.sample_from_anchor
     lines = _lines("draft-dflash" if plain else "draft-dspark", head.depth, base, out)
     return Folder(config, _blocks.tensors(head), lines)

@@ -38,7 +38,6 @@ def write(head: Head, base: FrozenBase, out: Path) -> Folder:
 def write_blocks(head: Head, base: FrozenBase, out: Path) -> Folder:
     """Return a folder that names its base, from which an engine takes what the head borrows."""
     outer = {**_blocks.in_speculators(head, base), **_common(head, base, head.kind)}
-    outer["torch_dtype"] = str(next(head.parameters()).dtype).removeprefix("torch.")
     return Folder(outer, _blocks.tensors(head), (_serve(out),))
 
 

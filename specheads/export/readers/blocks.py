@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from specheads.core.errors import InputError
@@ -29,6 +28,8 @@ from specheads.export.readers import (
     silu,
 )
 from specheads.export.readers import require as need
+
+MARKOV = "markov_head.markov_w1.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ def dflash(folder: Path, base: BaseView, depth: int) -> Iterator[Guess]:
     need(config, speculators_model_type="dflash", sliding_window_non_causal=True)
     need(config, sample_from_anchor=False, block_size=depth + 1)
     _need_method(config, depth)
-    yield from _draft(folder, _speculators(config), base, depth)
+    yield from _draft(_stored(folder), _speculators(config), base, depth)
 
 
 def dspark(folder: Path, base: BaseView, depth: int) -> Iterator[Guess]:
@@ -67,7 +68,7 @@ def dspark(folder: Path, base: BaseView, depth: int) -> Iterator[Guess]:
     # missing, it is False to vLLM and True to speculators
     need(config, block_size=depth + (not config["sample_from_anchor"]))
     _need_method(config, depth)
-    yield from _draft(folder, _speculators(config, config["markov_rank"]), base, depth)
+    yield from _draft(_stored(folder), _speculators(config, config["markov_rank"]), base, depth)
 
 
 def _speculators(config: dict[str, Any], rank: int = 0) -> _Said:
@@ -86,7 +87,7 @@ def sglang_dflash(folder: Path, base: BaseView, depth: int) -> Iterator[Guess]:
     """The anchor's own slot is always passed over, and counts as one of the block."""
     config = read_config(folder)
     need(config, architectures=["DFlashDraftModel"])
-    yield from _draft(folder, _authors(config, depth + 1, base), base, depth)
+    yield from _draft(_stored(folder), _authors(config, depth + 1, base), base, depth)
 
 
 def sglang_dspark(folder: Path, base: BaseView, depth: int) -> Iterator[Guess]:
@@ -99,7 +100,8 @@ def sglang_dspark(folder: Path, base: BaseView, depth: int) -> Iterator[Guess]:
     need(config, confidence_head_with_markov=True)
     said = _authors(config, depth, base)
     slots = depth + (not config.get("sample_from_anchor", True))
-    yield from _draft(folder, replace(said, slots=slots, rank=config["markov_rank"]), base, depth)
+    said = replace(said, slots=slots, rank=config["markov_rank"])
+    yield from _draft(_stored(folder), said, base, depth)
 
 
 def _authors(config: dict[str, Any], size: int, base: BaseView) -> _Said:
@@ -132,10 +134,13 @@ def llama_cpp(folder: Path, base: BaseView, depth: int) -> Iterator[Guess]:
     need(config, dflash_config=None, block_size=depth + (not config.get("sample_from_anchor")))
     if config.get("markov_head_type", "vanilla") != "vanilla":
         raise InputError("llama.cpp reads markov_head_type='vanilla' only")
-    weights = load_file(folder / "model.safetensors")
-    markov = weights.get("markov_head.markov_w1.weight")
-    rank = 0 if markov is None else markov.shape[1]
-    yield from _draft(folder, _speculators(config, rank), base, depth)
+    stored = _stored(folder)
+    rank = stored.left[MARKOV].shape[1] if MARKOV in stored else 0
+    yield from _draft(stored, _speculators(config, rank), base, depth)
+
+
+def _stored(folder: Path) -> Stored:
+    return Stored(folder / "model.safetensors")
 
 
 class _Layer:
@@ -192,7 +197,7 @@ class _Markov:
     """What the token before a level adds to it, and how sure it is then."""
 
     def __init__(self, stored: Stored, drafted: int, vocab: int, width: int, rank: int) -> None:
-        self.embedding = stored.take("markov_head.markov_w1.weight", vocab, rank)
+        self.embedding = stored.take(MARKOV, vocab, rank)
         self.out = stored.take("markov_head.markov_w2.weight", drafted, rank)
         self.sure = stored.take("confidence_head.proj.weight", 1, width + rank)
         self.bias = stored.take("confidence_head.proj.bias", 1)
@@ -204,9 +209,9 @@ class _Markov:
         return Guess(guess.logits + before @ self.out.T, guess.ids, sure)
 
 
-def _draft(folder: Path, said: _Said, base: BaseView, depth: int) -> Iterator[Guess]:
+def _draft(stored: Stored, said: _Said, base: BaseView, depth: int) -> Iterator[Guess]:
     """Draft a block from every position of the text, one after the other."""
-    layer, stored = said.layer, Stored(folder / "model.safetensors")
+    layer = said.layer
     (vocab, width), epsilon = base.embedding.shape, layer["rms_norm_eps"]
     need(layer, model_type="qwen3", hidden_size=width, vocab_size=vocab, hidden_act="silu")
     need(layer, attention_bias=False)
