@@ -21,10 +21,10 @@ KEPT = ("name", "tool_call_id")
 """Keys of a message that templates may read besides what is said."""
 
 ASKS, ANSWERS = (
-    ("instruction", "prompt", "question"),
-    ("output", "response", "completion", "answer"),
+    ("instruction", "prompt", "question", "text"),
+    ("output", "response", "completion", "answer", "code"),
 )
-"""Columns of rows that have one question and one answer."""
+"""Columns of rows that have one question and one answer; the last are MBPP's."""
 
 SYSTEM = ("system", "system_prompt")
 """Columns that hold what the model is told before all else."""
@@ -45,9 +45,9 @@ def conversation(row: Mapping[str, Any], where: str) -> Conversation:
     """Read a row, whichever of the common forms it has; `where` names it in errors.
 
     The forms: `messages` of role and content; ShareGPT's `conversations` of from and value; a
-    question (`instruction`, with `input`, or `prompt` or `question`) and its answer (`output`,
-    `response`, `completion` or `answer`). `system` and `tools` may stand beside each of them. What
-    is null is taken for absent, as tables fill in what a row lacks.
+    question (`instruction`, with `input`, or `prompt`, `question` or `text`) and its answer
+    (`output`, `response`, `completion`, `answer` or `code`). `system` and `tools` may stand beside
+    each of them. What is null is taken for absent, as tables fill in what a row lacks.
 
     Raises:
         ValueError: The row has none of the forms or more than one, nobody asks, or a message is

@@ -84,8 +84,9 @@ OWN = ("python_stdlib", "stdlib_instructions")
 
 NAMES = (*OWN, "held_out", "spec_bench", *ON_HUB)
 
-TEXT_COLUMNS = ("prompt", "question", "text")
-"""Where a row's plain prompt may stand: ours, GSM8K's and MBPP's."""
+TEXT_COLUMNS = {"prompt": "entry_point", "question": "question", "text": "test_list"}
+"""Where a row's plain prompt may stand: ours and HumanEval's, GSM8K's, MBPP's; and the column whose
+rows ask a chat model with it, in place of going on from it."""
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json.gz")
 
@@ -104,9 +105,10 @@ def load_prompts(
 
     A name is "python_stdlib", "stdlib_instructions", "held_out" (the prompts of `corpus`, none of
     which is trained on), a named public set, or a JSONL file (.gz too) whose rows have `prompt`
-    (text), `turns` (user turns) or `messages` (chat), and maybe `category`. Turns go through the
-    chat template where the tokenizer has one, messages always; `all_turns` makes a prompt of every
-    turn, behind the row's earlier ones and without answers in between, and not of the first only.
+    (text), `turns` (user turns) or `messages` (chat), and maybe `category`. Turns and the questions
+    of public sets go through the chat template where the tokenizer has one, messages always;
+    `all_turns` makes a prompt of every turn, behind the row's earlier ones and without answers in
+    between, and not of the first only.
     A larger set is sampled, a smaller one is taken as it is. `prompt_tokens` is the length of
     windows cut from text; what came as a prompt is never cut. A row without a prompt is refused by
     its line.
@@ -157,9 +159,8 @@ def held_out(
         ]
     documents = tokenised(corpus, split, tokenizer, seed)
     windows = islice(cut_windows(documents, tokenizer, prompt_tokens, seed), num_prompts)
-    category = corpus.source
     found = [
-        Prompt(ids, category, str(tokenizer.decode(ids)), f"document {number}")
+        Prompt(ids, corpus.source, str(tokenizer.decode(ids)), f"document {number}")
         for number, ids in windows
     ]
     if found:
@@ -243,8 +244,8 @@ def _rows(name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
         table = load_from_hub(source.dataset, name=source.config, split=source.split)
         for place, row in enumerate(table, start=1):
             value = row[source.column]
-            kind = "turns" if isinstance(value, list) else "prompt"
-            yield f"row {place} of {source.dataset}", {kind: value, "category": row.get("category")}
+            told = {"turns": value if isinstance(value, list) else [value]}
+            yield f"row {place} of {source.dataset}", {**told, "category": row.get("category")}
 
 
 def _file_rows(name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -260,11 +261,12 @@ def _row_prompts(
     row: Mapping[str, Any], where: str, tokenizer: PreTrainedTokenizerBase, all_turns: bool
 ) -> Iterator[Prompt]:
     category = str(row.get("category") or "")
-    plain = next((row[name] for name in TEXT_COLUMNS if name in row), None)
+    column = next((name for name in TEXT_COLUMNS if name in row), "")
+    plain = row.get(column)
     if "messages" in row:
         yield _chat(row["messages"], where, tokenizer, category)
-    elif "turns" in row:
-        turns = row["turns"]
+    elif "turns" in row or (_is_text(plain) and TEXT_COLUMNS[column] in row):
+        turns = row.get("turns", [plain])
         if not isinstance(turns, list) or not turns or not all(map(_is_text, turns)):
             raise InputError(f"turns must be a list of texts that are not empty, {where} has none")
         for last in range(len(turns) if all_turns else 1):
@@ -277,10 +279,8 @@ def _row_prompts(
     elif _is_text(plain):
         yield _prompt(token_ids(tokenizer, plain), category, plain, where)
     else:
-        raise InputError(
-            f"a prompt row needs text in prompt, turns or messages, {where} has none; it has "
-            f"{names(row)}"
-        )
+        need = "a prompt row needs text in prompt, turns or messages"
+        raise InputError(f"{need}, {where} has none; it has {names(row)}")
 
 
 def _is_text(value: Any) -> TypeGuard[str]:

@@ -27,6 +27,7 @@ TOOL = {"type": "function", "function": {"name": "sun", "parameters": {}}}
         {"prompt": "Hi?", "completion": "Hello."},
         {"prompt": [HI], "completion": [HELLO]},
         {"question": "Hi?", "answer": "Hello."},
+        {"text": "Hi?", "code": "Hello.", "test_list": ["assert hi()"]},
     ],
 )
 def test_every_common_form_becomes_the_same_messages(row: dict[str, Any]):

@@ -264,6 +264,32 @@ def test_chat_rows_go_through_the_template(chat_tokenizer, tokenizer, tmp_path):
         load_prompts(path, tokenizer, num_prompts=10)
 
 
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"question": "how many?", "answer": "4"},
+        {"prompt": "how many?", "entry_point": "count", "task_id": "HumanEval/0"},
+        {"text": "how many?", "code": "4", "test_list": ["assert count() == 4"]},
+    ],
+    ids=["gsm8k", "humaneval", "mbpp"],
+)
+def test_a_question_of_a_public_set_is_asked_where_there_is_a_template(
+    row, chat_tokenizer, tokenizer, tmp_path
+):
+    path = write_jsonl(tmp_path / "a.jsonl", [row])
+    (asked,) = load_prompts(path, chat_tokenizer, num_prompts=1).prompts
+    assert asked.text == "<user>how many?<assistant>"
+    assert asked.tokens == ids_of(asked.text, chat_tokenizer)
+    (plain,) = load_prompts(path, tokenizer, num_prompts=1).prompts
+    assert (plain.text, plain.tokens) == ("how many?", ids_of("how many?", tokenizer))
+
+
+def test_text_to_go_on_from_is_asked_of_nobody(chat_tokenizer, tmp_path):
+    rows = [{"prompt": "def f(x):"}, {"text": "def f(x):"}]
+    found = load_prompts(write_jsonl(tmp_path / "a.jsonl", rows), chat_tokenizer, num_prompts=2)
+    assert [prompt.text for prompt in found.prompts] == ["def f(x):"] * 2
+
+
 def test_a_larger_set_is_sampled_by_the_seed(tokenizer, tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": text} for text in TEXTS])
     first, again, other = (
