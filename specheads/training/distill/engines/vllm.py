@@ -75,7 +75,8 @@ def build(how: Writing) -> Offline:
     context = how.base.max_length if how.base else how.max_length
     try:
         llm = vllm.LLM(
-            model=how.model,
+            # a package or a GGUF file lies in a folder of the cache that vLLM can read
+            model=how.base.place if how.base else how.model,
             dtype=how.dtype,
             max_num_seqs=how.batch_size,
             max_model_len=min(how.max_length or context, context) or None,
