@@ -6,7 +6,9 @@
 Only what stands between `<!-- results -->` and `<!-- /results -->` is written, and in
 recipes/README.md what stands between `<!-- heads -->` and `<!-- /heads -->`: the table of
 scripts/bench_heads.py, from a recipe's heads.json, and between `<!-- coupling -->` and
-`<!-- /coupling -->` that of scripts/bench_coupling.py, from its coupling.json. README.md begins
+`<!-- /coupling -->` that of scripts/bench_coupling.py, from its coupling.json. A recipe that was
+measured on further sets, each in a folder of its own beside results.json, has a row for each in its
+card between `<!-- sets -->` and `<!-- /sets -->`. README.md begins
 with the verdict of the quickstart, between `<!-- verdict -->` and `<!-- /verdict -->`, and shows
 what its console said between `<!-- console -->` and `<!-- /console -->`.
 """
@@ -52,6 +54,7 @@ COUPLING_HEADER = (
     "chain, by rejection",
     "identical, chain without and with",
 )
+SETS_HEADER = ("set", "T", "prompts", "tree", "tokens per forward", "speed-up", "identical")
 SHOWN = "smollm2"
 """The recipe of the quickstart, whose verdict the README begins with."""
 NOT_YET = "not yet run"
@@ -88,6 +91,9 @@ def render(root: Path) -> dict[Path, str]:
     folders = sorted(path.parent for path in root.glob("recipes/*/recipe.yaml"))
     measured = {folder.name: read(Results, folder / "results.json") for folder in folders}
     blocks = {folder / "README.md": {"results": card(measured[folder.name])} for folder in folders}
+    for folder in folders:
+        if further := sorted(folder.glob("*/results.json")):
+            blocks[folder / "README.md"]["sets"] = sets(further)
     compared, drawn = (
         [
             json.loads(file.read_text(encoding="utf-8"))
@@ -137,6 +143,19 @@ def overview(measured: Mapping[str, Results | None], folder: str = "") -> str:
         figures = _rate(results.online), _speedup(results.speed)
         rows.append((link, *shown, *figures, hardware(results.provenance)))
     return _table(HEADER, rows)
+
+
+def sets(files: Sequence[Path]) -> str:
+    """Return the table of prompt sets that one head was measured on, a row each."""
+    rows: Rows = []
+    for file in files:
+        results = from_json(Results, json.loads(file.read_text(encoding="utf-8")))
+        how, same = results.settings, results.lossless
+        what = file.parent.name, f"{how.temperature:g}", str(results.prompts.count)
+        figures = _rate(results.online), _speedup(results.speed)
+        identical = f"{same.identical} of {same.compared}" if same else NOT_MEASURED
+        rows.append((*what, f"{how.tree}, {how.num_nodes} nodes", *figures, identical))
+    return _table(SETS_HEADER, rows)
 
 
 def headline(results: Results) -> str:

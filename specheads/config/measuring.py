@@ -50,7 +50,7 @@ class Evaluate:
     """Take a head that was trained on other weights than the base's, a fine-tuned sibling's."""
 
     record: Place = ""
-    """A recipe folder whose results.json is to be replaced by what was measured."""
+    """A recipe folder, or one in it (of a further prompt set), whose results.json is replaced."""
 
     seed: Seed = 0
     """Seed of sampling, and of which prompts are used."""

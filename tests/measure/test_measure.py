@@ -5,6 +5,7 @@ import itertools
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -468,6 +469,18 @@ def test_the_report_is_a_folder_of_whole_files(tmp_path):
         picture = path.read_bytes()
         assert picture.startswith(b"\x89PNG")
         assert len(picture) > 5000
+
+
+@pytest.mark.parametrize("inside", ["", "gsm8k"], ids=["recipe", "further set"])
+def test_results_are_kept_in_a_recipe_and_nowhere_else(inside: str, tmp_path: Path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "recipe.yaml").touch()
+    place = tmp_path / "mine" / inside
+    report.record(place, results())
+    assert read(Results, place / "results.json") == results()
+    with pytest.raises(ValueError, match="record needs a recipe's folder, or one in it"):
+        report.record(tmp_path / "other" / "mine", results())
+    assert not (tmp_path / "other").exists()
 
 
 def test_the_page_needs_no_other_file_and_escapes_what_it_shows(tmp_path):

@@ -131,6 +131,24 @@ def test_a_recipe_never_run_says_so_and_still_names_its_base(script: ModuleType,
     assert "[tiny_code](recipes/tiny_code/README.md)" in block(checkout / "README.md")
 
 
+def test_further_prompt_sets_have_a_row_each_in_the_card(script: ModuleType, checkout: Path):
+    recipe = checkout / "recipes" / "tiny_code"
+    page = f"{EMPTY}\n<!-- sets -->\n<!-- /sets -->\n"
+    (recipe / "README.md").write_text(page)
+    drawn = RESULTS | {"settings": RESULTS["settings"] | {"temperature": 1.0}, "speed": None}
+    for name, results in (("mt_bench", RESULTS), ("gsm8k", drawn | {"lossless": None})):
+        (recipe / name).mkdir()
+        (recipe / name / "results.json").write_text(json.dumps(results))
+    assert script.main(["--root", str(checkout)]) == 0
+    table = (recipe / "README.md").read_text().partition("<!-- sets -->\n")[2]
+    rate = "40 | static, 6 nodes | 1.62 [1.55, 1.69]"
+    assert table.splitlines()[2:4] == [
+        f"| gsm8k | 1 | {rate} | not measured | not measured |",
+        f"| mt_bench | 0 | {rate} | 1.20 [1.10, 1.31] | 39 of 40 |",
+    ]
+    assert script.main(["--root", str(checkout), "--check"]) == 0
+
+
 def compared(first: float, temperatures: Sequence[float], **rest: Any) -> dict[str, Any]:
     """Return compare.json of two heads, redrafter ahead of medusa."""
     conditions = []

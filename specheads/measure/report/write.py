@@ -47,7 +47,10 @@ def show(results: Results, console: Console | None = None, page: Path | None = N
 
 
 def record(folder: Path, results: Results) -> None:
-    """Keep what was measured with the recipe, which alone may hold numbers."""
-    if not (local_path(folder) / "recipe.yaml").is_file():
-        raise InputError(f"record needs a recipe's folder; {folder} has no recipe.yaml")
+    """Keep what was measured with the recipe, in its folder or in one of its own folders."""
+    place = local_path(folder)
+    if not any((one / "recipe.yaml").is_file() for one in (place, place.parent)):
+        raise InputError(
+            f"record needs a recipe's folder, or one in it; {folder} has no recipe.yaml"
+        )
     write_atomic(writable_folder(folder) / "results.json", dumps(results))
