@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--base", required=True, help="folder, Hub id or package:NAME")
     parser.add_argument("--out", required=True, type=Path, help="JSON lines to write")
     parser.add_argument("--num", type=int, default=2000, help="questions (default: 2000)")
-    parser.add_argument("--temperature", type=float, default=0.9)
+    parser.add_argument("--temperature", type=float, default=0.8)
     parser.add_argument("--top-p", type=float, default=0.95)
     parser.add_argument("--new-tokens", type=int, default=160, help="of the longest question")
     parser.add_argument("--batch", type=int, default=32, help="written together (default: 32)")
