@@ -92,7 +92,7 @@ def test_only_whole_questions_are_kept_and_each_once(
     found = run(script, monkeypatch, tmp_path / "a.jsonl", *options)
     assert found == ["How are you?", "Who is there now?"]
     assert base.tokenizer is not None
-    assert {base.tokenizer.decode(ask.tokens) for ask in asked} == {OPENING}
+    assert {str(base.tokenizer.decode(ask.tokens)) for ask in asked} == {OPENING}
     assert [ask.sampling.seed for ask in asked] == [7, 8, 9, 10, 11]
     assert {(ask.sampling.temperature, ask.sampling.top_p) for ask in asked} == {(0.5, 0.8)}
 

@@ -91,7 +91,8 @@ def main() -> None:
     whole = vllm.LLM  # pyright: ignore[reportAttributeAccessIssue]
     vllm.LLM = lambda **settings: whole(enforce_eager=True, **settings)  # pyright: ignore
     # named as a package is: what vLLM can read is where the base was found
-    how = Writing("package:tiny", base=base(), batch_size=3, dtype="float32", max_length=256)
+    name = "package:tiny"
+    how = Writing(model=name, base=base(), batch_size=3, dtype="float32", max_length=256)
     engine = ours.build(how)
     out: dict[str, Any] = {"greedy": write(engine, asks(Sampling()))}
     drawn = asks(Sampling(temperature=1.0, top_p=0.9, seed=4))
