@@ -149,7 +149,8 @@ def sets(files: Sequence[Path]) -> str:
     """Return the table of prompt sets that one head was measured on, a row each."""
     rows: Rows = []
     for file in files:
-        results = from_json(Results, json.loads(file.read_text(encoding="utf-8")))
+        results = read(Results, file)
+        assert results is not None
         how, same = results.settings, results.lossless
         what = file.parent.name, f"{how.temperature:g}", str(results.prompts.count)
         figures = _rate(results.online), _speedup(results.speed)

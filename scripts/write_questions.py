@@ -10,7 +10,6 @@ Source: Xu et al., Magpie, arXiv:2406.08464.
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Iterator
 from itertools import count
@@ -51,16 +50,11 @@ def main() -> None:
         base = FrozenBase.load(options.base, dtype=options.dtype)
         found = list(questions(base, options))
     except InputError as error:
-        sys.exit(refused(error))
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(2)
     lines = ({"messages": [{"role": "user", "content": one}]} for one in found)
     write_atomic(options.out, "".join(f"{json.dumps(line)}\n" for line in lines))
     Console().print(f"{len(found)} questions are in {options.out}")
-
-
-def refused(error: InputError) -> int:
-    """Say what was wrong, and return the exit code of bad input."""
-    Console(stderr=True, soft_wrap=True).print(f"error: {error}", markup=False, highlight=False)
-    return 2
 
 
 def questions(base: FrozenBase, options: argparse.Namespace) -> Iterator[str]:
@@ -114,5 +108,4 @@ def user_opening(base: FrozenBase) -> list[int]:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     main()
