@@ -119,7 +119,7 @@ def test_help_of_training_knows_every_kind_of_head_without_a_recipe(capsys: Any)
     for kind, default in (("dflash", False), ("dspark", True)):
         assert shown.count(f"  head.sample_from_anchor (head={kind}): ") == 1
         assert f"  head.sample_from_anchor (head={kind}): true or false [{default}]" in shown
-    assert "recipe=conversations|granite_code|smoke|smollm2|tiny_code" in shown
+    assert "recipe=conversations|granite_code|smoke|smollm2|smollm2_long|tiny_code" in shown
     assert "  evaluation.repeats: a whole number, at least 1 [2]" in shown
 
 
