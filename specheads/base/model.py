@@ -16,7 +16,7 @@ from specheads.base.fingerprint import exact_fingerprint
 from specheads.base.forward import Forwards, answer
 from specheads.base.loading import load_model
 from specheads.base.paged import BlockPool
-from specheads.base.selfcheck import check
+from specheads.base.selfcheck import check, check_exact
 from specheads.base.sharding import Sharding
 from specheads.core.bounds import refuse_bytes
 from specheads.core.weight_layout import for_few_rows
@@ -30,12 +30,15 @@ class FrozenBase(Forwards):
     Args:
         model: Any causal LM whose attention takes a 4D mask and whose state is keys and values.
         compile: Whether trees are verified by a compiled graph: see docs/compile.md.
+        exact: Whether every node of a tree gets bit for bit what a step of its own would give it:
+            see docs/losslessness.md. On a CPU, for `attention="sdpa"`.
         owned: Whether the model is frozen and tried first. False leaves one that was tried
             before as it is, for its owner, who has put it in eval mode.
 
     Raises:
         ValueError: The model keeps a state that cannot be rolled back, or its attention takes
-            no mask, or its logits are not a function of the final hidden state.
+            no mask, or its logits are not a function of the final hidden state, or it is to be
+            exact where it cannot be.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class FrozenBase(Forwards):
         name: str = "",
         revision: str = "main",
         compile: bool = False,
+        exact: bool = False,
         owned: bool = True,
     ) -> None:
         super().__init__(model)
@@ -62,6 +66,8 @@ class FrozenBase(Forwards):
             except ValueError:
                 self.release()
                 raise
+        if exact:
+            check_exact(self, compile=compile)
         if compile:
             self._run = compiled(answer, self.device)
         self.width: int = self.config.hidden_size
@@ -83,6 +89,7 @@ class FrozenBase(Forwards):
         quantization: str = "none",
         adapter: str | Path = "",
         compile: bool = False,
+        exact: bool = False,
     ) -> "FrozenBase":
         """Load a base from a folder, the Hub or a GGUF file; code of a checkpoint is never run.
 
@@ -103,7 +110,8 @@ class FrozenBase(Forwards):
             lora.merge(loaded, adapter)
         if isinstance(device, Sharding):
             device.apply(loaded)
-        base = cls(loaded, tokenizer, name=str(model), revision=revision, compile=compile)
+        how = {"name": str(model), "revision": revision, "compile": compile, "exact": exact}
+        base = cls(loaded, tokenizer, **how)
         base.place, base.adapter = loaded.name_or_path, str(adapter)
         base.sharding = device if isinstance(device, Sharding) else None
         return base
@@ -141,7 +149,9 @@ class FrozenBase(Forwards):
     def cache(self, batch: int, capacity: int) -> KVCache:
         """Return an empty cache of `batch` rows with `capacity` slots each."""
         self.refuse_slots(batch * capacity, "lower max_batch or max_length, or take a pool")
-        return KVCache(self.num_layers, batch, capacity, self.device, static=self.static)
+        # a lone node is verified beside an absent one
+        slots = capacity + self.exact
+        return KVCache(self.num_layers, batch, slots, self.device, static=self.static)
 
     def pool(self, num_blocks: int, block_size: int = 16) -> BlockPool:
         """Return blocks for paged caches, `PagedKVCache(pool, batch)`, of this base."""

@@ -53,3 +53,37 @@ def check(base: Forwards) -> None:
             f"tree verification needs a base that knows tokens by mask and position; {kind!r} "
             "reads a path among siblings differently; choose another base"
         )
+
+
+@torch.no_grad()
+def check_exact(base: Forwards, *, compile: bool) -> None:
+    """Have a base be exact from now on, once it has shown that it can be.
+
+    A path of a tree is read again step by step: all logits must be the same, bit for bit.
+
+    Raises:
+        ValueError: They are not, or it is to be compiled, or it is not on a CPU, or its attention
+            is another than sdpa.
+    """
+    for wrong, what in (
+        (compile, "is compiled: leave compile=true out"),
+        (base.device.type != "cpu", f"is on {base.device}: choose device=cpu"),
+        (base.config._attn_implementation != "sdpa", "attends otherwise: choose attention=sdpa"),
+    ):
+        if wrong:
+            raise InputError(f"exact=true takes a base as it is on a CPU, and this one {what}")
+    base.exact = True
+    tokens = torch.arange(3, 3 + 24)[None] * 7919 % len(base.projection.weight)
+    text, nodes = tokens[:, :17], tokens[:, 17:]
+    parents = [-1, 0, 0, 2, 2, 4, 4]
+    cache = KVCache(base.config.num_hidden_layers, 1, 17 + 7)
+    base.prefill(text, cache, [17])
+    verified = base.verify(TokenTree(nodes, torch.tensor([parents])), cache).logits
+    for node in (0, 2, 4, 6):
+        step = base.verify(TokenTree(nodes[:, [node]], torch.tensor([[-1]])), cache).logits
+        cache.commit([[0]])
+        if not torch.equal(step[:, 0], verified[:, node]):
+            raise InputError(
+                f"exact=true needs products whose rows do not hang on how many there are, and in "
+                f"{base.dtype} this machine's do; try another dtype, or leave exact out"
+            )

@@ -179,7 +179,7 @@ def overlay(trained: config.Train, settings: Any, overrides: Sequence[str]) -> N
         if not name or group not in ("evaluation", "base"):
             continue
         # how the base computes may change, and which one it is may not
-        if group == "base" and name not in ("compile", "device", "dtype", "attention"):
+        if group == "base" and name not in ("compile", "exact", "device", "dtype", "attention"):
             raise InputError(
                 f"a run is measured on its own base, got base.{name}; leave it out, or name "
                 f"head={settings.run}/head and base=PATH"

@@ -59,6 +59,10 @@ class Base:
     compile: bool = False
     """Verify trees with compiled graphs: faster steps, after minutes of compiling at first."""
 
+    exact: bool = False
+    """Give every node of a tree bit for bit what a step of its own would give it, so that text is
+    the base's own in bfloat16 too: slower steps, on a CPU only."""
+
 
 @dataclass(kw_only=True, slots=True)
 class Source:

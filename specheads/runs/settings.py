@@ -15,7 +15,7 @@ MAX_DEPTH = 20
 RESUMABLE = (
     "name", "run_dir", "tree", "tracker", "evaluation", "evaluate_after", "log_every",
     "checkpoint_every", "checkpoints_kept", "validation", "feature_cache", "base.device",
-    "base.compile", "dry_run", "schedule.phases.*.accumulation_steps",
+    "base.compile", "base.exact", "dry_run", "schedule.phases.*.accumulation_steps",
 )  # fmt: skip
 """What does not decide what training computes, and may change between stop and resume."""
 

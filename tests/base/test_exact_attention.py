@@ -1,0 +1,141 @@
+"""With exact=true a node of a tree gets, bit for bit, what a step of its own would give it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from specheads.base.cache import RowCache
+from specheads.base.model import FrozenBase
+from specheads.base.paged import PagedKVCache
+from specheads.core.errors import InputError
+from specheads.core.tree import TokenTree
+from specheads.decoding.acceptance.sampling import Sampling
+from specheads.decoding.generate import generate
+from specheads.decoding.trees import policies
+from specheads.measure.oracle import Oracle
+from tests import tiny
+
+PARENTS = [-1, 0, 0, 2, 1, 2, 5, 3, 5, 6, 8]
+"""Siblings at every level, and paths whose nodes do not stand beside each other."""
+
+
+def exact_base(architecture: str = "llama", *, exact: bool = True) -> FrozenBase:
+    """Return an exact base in bfloat16, as wide as products in use are."""
+    config = tiny.config(architecture, hidden_size=192, num_attention_heads=6, head_dim=32)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        if "norm" not in name:
+            parameter.data.mul_(4.0)
+    return FrozenBase(model, name=f"exact-{architecture}", exact=exact)
+
+
+def rows(base: FrozenBase, lengths: list[int]) -> RowCache:
+    """Return a cache of contiguous rows for such texts and a tree."""
+    return base.cache(len(lengths), max(lengths) + len(PARENTS))
+
+
+def blocks(base: FrozenBase, lengths: list[int]) -> RowCache:
+    """Return a cache of blocks for the same."""
+    size = 4
+    needed = sum(-(-(length + len(PARENTS)) // size) for length in lengths)
+    return PagedKVCache(base.pool(needed, size), len(lengths))
+
+
+def read(base: FrozenBase, prompts: list[list[int]], cache: RowCache) -> RowCache:
+    """Return the cache with the prompts committed."""
+    lengths = [len(prompt) for prompt in prompts]
+    padded = [prompt + [0] * (max(lengths) - len(prompt)) for prompt in prompts]
+    base.prefill(torch.tensor(padded), cache, lengths)
+    return cache
+
+
+def path_to(node: int) -> list[int]:
+    """Return the nodes from the root to this one."""
+    return [*(path_to(PARENTS[node]) if node else []), node]
+
+
+@pytest.mark.parametrize("make", [rows, blocks])
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "gpt_neox"])
+@pytest.mark.parametrize("lengths", [[5], [61], [21, 5, 11]])
+def test_nodes_get_what_steps_of_their_own_give(
+    architecture: str, lengths: list[int], make: Callable[..., RowCache]
+):
+    base = exact_base(architecture)
+    generator = torch.Generator().manual_seed(sum(lengths))
+    tokens = torch.randint(tiny.VOCAB, (len(lengths), len(PARENTS)), generator=generator)
+    prompts = [
+        torch.randint(tiny.VOCAB, (length,), generator=generator).tolist() for length in lengths
+    ]
+    tree = TokenTree(tokens, torch.tensor([PARENTS] * len(lengths)))
+    found = base.verify(tree, read(base, prompts, make(base, lengths)))
+    for leaf in sorted({*range(len(PARENTS))} - {*PARENTS}):
+        cache = read(base, prompts, make(base, lengths))
+        for node in path_to(leaf):
+            lone = TokenTree(tokens[:, [node]], torch.full((len(lengths), 1), -1))
+            step = base.verify(lone, cache)
+            cache.commit([[0]] * len(lengths))
+            assert step.logits.shape[1] == step.features.hidden.shape[1] == 1
+            torch.testing.assert_close(step.logits[:, 0], found.logits[:, node], rtol=0, atol=0)
+            assert torch.equal(step.features.hidden[:, 0], found.features.hidden[:, node])
+
+
+def test_without_it_bfloat16_rounds_a_tree_in_other_ways():
+    base = exact_base(exact=False)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(tiny.VOCAB, (1, len(PARENTS)), generator=generator)
+    prompt = torch.randint(tiny.VOCAB, (61,), generator=generator).tolist()
+    tree = TokenTree(tokens, torch.tensor([PARENTS]))
+    found = base.verify(tree, read(base, [prompt], rows(base, [61])))
+    cache = read(base, [prompt], rows(base, [61]))
+    differing = 0
+    for node in path_to(len(PARENTS) - 1):
+        step = base.verify(TokenTree(tokens[:, [node]], torch.tensor([[-1]])), cache)
+        cache.commit([[0]])
+        differing += not torch.equal(step.logits[:, 0], found.logits[:, node])
+    assert differing
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_texts_with_guesses_are_the_base_s_own_in_bfloat16(temperature: float):
+    base, prompts = exact_base(), tiny.prompts()[:1]
+    how = {"max_new_tokens": 40, "sampling": Sampling(temperature=temperature)}
+    alone = generate(base, None, prompts, **how)
+    knows = Oracle([prompts[0] + alone.tokens[0]], 3, tiny.VOCAB, rate=0.7)
+    tree = policies.Static(((0,), (1,), (0, 0), (1, 0), (0, 0, 0)), "tree")
+    found = generate(base, knows, prompts, tree=tree, **how)
+    assert found.tokens == alone.tokens
+    assert found.forwards[0] < alone.forwards[0]
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ({"compile": True}, "leave compile=true out"),
+        ({"attention": "eager"}, "choose attention=sdpa"),
+    ],
+)
+def test_what_cannot_be_exact_is_refused(how: dict[str, Any], says: str):
+    config = tiny.config("llama")
+    attention = how.pop("attention", "sdpa")
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    with pytest.raises(InputError, match=says):
+        FrozenBase(model, exact=True, **how)
+
+
+def test_a_base_whose_products_hang_on_their_rows_is_refused(monkeypatch: pytest.MonkeyPatch):
+    base = exact_base(exact=False)
+    verify = FrozenBase.verify
+
+    def crowded(self: FrozenBase, tree: TokenTree, *rest: Any) -> Any:
+        found = verify(self, tree, *rest)
+        found.logits.add_(0.25 * (tree.tokens.shape[1] > 1))
+        return found
+
+    monkeypatch.setattr(FrozenBase, "verify", crowded)
+    with pytest.raises(InputError, match="do not hang on how many there are"):
+        FrozenBase(base.model, exact=True, owned=False)
