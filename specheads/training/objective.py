@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
 from torch.profiler import record_function
 
 from specheads.config import Phase
@@ -21,6 +22,10 @@ from specheads.training.losses.depth_loss import (
     depth_shares,
 )
 from specheads.training.recompute import recomputed
+
+FULL_ROWS = 128
+"""Scored rows are a multiple of it, filled up with rows that no loss counts: each step has another
+number of labels, and what oneDNN works out for one size it keeps, megabytes for a vocabulary."""
 
 
 class Objective(nn.Module):
@@ -54,6 +59,8 @@ class Objective(nn.Module):
         anchors = torch.zeros_like(scored)
         for level, places in enumerate(at):
             anchors[rows, places - 2 - level] = True
+        wanted = [_filled(drafted[rows, each], -1) for each in at]
+        rows, at = _filled(rows, 0), [_filled(each, depth + 1) for each in at]
         sparing = recomputed(self.head) if phase.activation_checkpointing else nullcontext()
         with record_function("head"), sparing:
             states = [
@@ -62,8 +69,8 @@ class Objective(nn.Module):
             ]
         project = None if phase.loss in LABELS_ONLY else logits_of
         targets = [
-            Targets(drafted[rows, each], features.hidden[rows, each - 1].detach(), project, count)
-            for each, count in zip(at[: depth if chains else 1], counts, strict=False)
+            Targets(said, features.hidden[rows, each - 1].detach(), project, count)
+            for said, each, count in zip(wanted, at[: depth if chains else 1], counts, strict=False)
         ]
         with record_function("loss"):
             loss = self._loss(states, targets, logits_of, phase)
@@ -97,6 +104,11 @@ class Objective(nn.Module):
         by_depth = confidence_loss(said, states, projections, each, logits_of)
         weights = depth_shares(len(states), phase.decay, phase.depth_weights)
         return replace(loss, total=loss.total + (by_depth * by_depth.new_tensor(weights)).sum())
+
+
+def _filled(places: Tensor, value: int) -> Tensor:
+    """Return what stands in each row, and this value in rows that make their number a full one."""
+    return F.pad(places, (0, -len(places) % FULL_ROWS), value=value)
 
 
 def _as_products(state: Tensor) -> Tensor:
