@@ -285,8 +285,9 @@ def test_the_fastest_way_is_chosen_and_the_base_alone_is_among_them(machine, eff
     assert {row.context for row in found.tried} == {30}
     names = {row.tree for row in found.tried}
     assert {"none", "chain", "tree"} <= names
-    # a best-first tree has to be decoded to be judged
-    assert ("best_first" in names) == (effort == "tune")
+    # a best-first tree has to be decoded to be judged, alone and with copied text
+    for name in ("best_first", "best_first+lookup"):
+        assert (name in names) == (effort == "tune")
 
 
 @pytest.mark.parametrize("effort", EFFORTS)

@@ -48,9 +48,10 @@ def finalists(
 ) -> dict[int, list[Way]]:
     """Return what is timed for real at each batch: the base alone first.
 
-    By prediction the best tree, the best one of another size, and the best chain; best tree and
-    chain with copied text; and where replay is not all, chains that stop by a threshold and by a
-    learned estimate, and best-first trees. What the context has no room for is left out.
+    By prediction the best tree, the best one of another size, and the best chain; where replay is
+    not all, best-first trees, and chains that stop by a threshold and by a learned estimate; and
+    best tree, chain and best-first tree with copied text. What the context has no room for is left
+    out.
     """
     stops = _stops(base, head, texts, cost) if effort.decodes else []
     out: dict[int, list[Way]] = {}
@@ -61,11 +62,12 @@ def finalists(
         first = search.best(drafting).tree if drafting[0].speedup > 1 else drafting[0].tree
         others = [one.tree for one in drafting if abs(one.tree.num_nodes - first.num_nodes) > 1]
         chains = [one.tree for one in drafting if one.tree.name == "chain"]
-        picked: list[policies.TreePolicy] = [first, *others[:2], chains[0]]
-        if effort.decodes:
-            picked += [*_dynamic(head, first), *stops]
+        dynamic = _dynamic(head, first) if effort.decodes else []
+        picked: list[policies.TreePolicy] = [first, *others[:2], chains[0], *dynamic, *stops]
         picked += [
-            HybridTree(one, size) for one in dict.fromkeys((first, chains[0])) for size in COPIED
+            HybridTree(one, size)
+            for one in dict.fromkeys((first, chains[0], *dynamic))
+            for size in COPIED
         ]
         out[batch] = [(None, policies.NOTHING)]
         out[batch] += [
