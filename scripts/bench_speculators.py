@@ -1,0 +1,299 @@
+"""Train the EAGLE-3 of vllm-project's speculators on the text that a run of ours learned from.
+
+    make speculators                                                an environment that has it
+    .venv-speculators/bin/python scripts/bench_speculators.py --run runs/smollm2 --out runs/theirs
+    specheads compare heads=[runs/smollm2,runs/theirs] drafters=[head] out=runs/against_theirs
+
+Model, loss, optimizers, learning rates, clipping and the layout of documents are speculators' own,
+with the defaults of its command line. Ours are the base's forward, the run's batches in its order,
+the labels that it counts, the tokens that its head drafts, and its depth. OUT is what speculators
+saves, which `load_head` reads, with a training.json that says how it was trained.
+
+Not as there: batches are the run's, each read once; a document's first labels, which not all depths
+can predict without the document before, are left out; weights are saved in float32.
+"""
+
+# speculators is in no environment of ours
+# pyright: reportMissingImports=false
+
+import argparse
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import Progress
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+from specheads.base.model import FrozenBase
+from specheads.commands import _compose
+from specheads.config import Train
+from specheads.core.drafter import Head
+from specheads.core.errors import InputError
+from specheads.core.features import Features, document_lengths
+from specheads.core.files import atomic_folder
+from specheads.data.packing import TokenBatch
+from specheads.decoding.acceptance.noise import derive
+from specheads.heads.load import build, build_for, load_head
+from specheads.runs.directory import RunDirectory, as_json
+from specheads.runs.progress import progress
+from specheads.runs.provenance import nearby, provenance
+from specheads.training.objective import early_enough, in_chains
+from specheads.training.plan.batch import unsettled
+from specheads.training.processes import accelerator_of_environment, load_base
+from specheads.training.run import quiet
+from specheads.training.schedule import placed
+from specheads.training.texts import Texts
+
+MOST_APART = 0.01
+"""Nats between the base and what speculators takes it to say; bfloat16 is a tenth of that."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A run of ours, as far as it says what is learned."""
+
+    settings: Train
+    base: FrozenBase
+    texts: Texts
+    head: Head
+    """The run's own, for the tokens that it drafts and its depth."""
+    dtype: torch.dtype
+    """What heads compute in here."""
+    layers: tuple[int, ...]
+    """Layers of the base that are read."""
+
+    def read(self, batch: TokenBatch) -> tuple[Features, Tensor]:
+        """Return features, and the stream that the base's last norm reads: speculators norms it."""
+        streams: list[Tensor] = []
+        norm: Any = self.base.model.base_model.norm
+        hook = norm.register_forward_pre_hook(lambda _, given: streams.append(given[0]))
+        try:
+            return self.base.read(batch.tokens, self.layers, batch.documents), streams.pop()
+        finally:
+            hook.remove()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Train and save; return the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    add = parser.add_argument
+    add("--run", required=True, type=Path, help="folder of our run, with config.yaml")
+    add("--out", required=True, type=Path, help="new folder for their head")
+    add("--set", nargs="*", default=[], metavar="NAME=VALUE", help="as of `speculators train`")
+    options = parser.parse_args(arguments)
+    try:
+        sys.stdout.write(train(options))
+    except InputError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    return 0
+
+
+def train(options: argparse.Namespace) -> str:
+    """Train speculators' model as a run of ours was, and save it; return what came of it."""
+    if find_spec("speculators") is None:
+        raise InputError("speculators must be installed where this runs; make speculators does it")
+    if options.out.exists():
+        raise InputError(f"--out must be a new folder, and {options.out} is there; remove it")
+    source = opened(options.run)
+    trainer, chosen = made(source, options.set)
+    rows: list[dict[str, float]] = []
+    with progress(shown=True) as bar:
+        task = bar.add_task("speculators", total=trainer.config.max_steps, numbers="")
+        for batch, labels in lessons(source, bar):
+            began = time.perf_counter()
+            if not rows:
+                refuse_misread(source, trainer.model, batch)
+            sizes = {"tokens": batch.tokens.numel(), "labels": int(labels.sum())}
+            said = step(trainer, collated(source, batch, labels), sizes["labels"])
+            rows.append(said | sizes | {"seconds": time.perf_counter() - began})
+            bar.update(task, advance=1, numbers=f"loss {said['loss']:.3f}")
+    told = summary(rows, source.settings.log_every) | {
+        "run": nearby(str(options.run)),
+        "base": source.base.fingerprint,
+        "speculators": {"version": metadata.version("speculators")} | chosen,
+        "provenance": asdict(provenance()),
+    }
+    with atomic_folder(options.out) as folder:
+        trainer.model.save_pretrained(folder)
+        (folder / "training.json").write_text(as_json(told), encoding="utf-8")
+    return f"wrote {options.out} after {len(rows)} steps, at a loss of {rows[-1]['loss']:.3f}\n"
+
+
+def opened(place: Path) -> Source:
+    """Open a run, finished or not, whose text is written first if it is not there."""
+    run = RunDirectory(place)
+    if not run.config.is_file():
+        raise InputError(f"--run must be a run's folder, and {place} has no config.yaml; name one")
+    settings: Train = _compose.read_run(run.config, Train)
+    if unsettled(settings) or any(one.joint for one in settings.schedule.phases.values()):
+        raise InputError(f"choose a run without joint phase or batch_size=auto: {place} has one")
+    accelerator = accelerator_of_environment(settings.base.dtype)
+    base = load_base(settings.base, accelerator)
+    if not hasattr(base.model.base_model, "norm"):
+        raise InputError(f"speculators reads a base's model.norm, and {base.name} has none")
+    texts = Texts(settings, base, run, accelerator, quiet)
+    is_trained, counts = run.head.is_dir(), None
+    if settings.head.get("draft_tokens") and not is_trained:
+        counts = texts.count_tokens(lambda: None)
+    head = load_head(run.head) if is_trained else build_for(settings.head, base, counts)
+    dtype = torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float32
+    # that of ours which reads as speculators' does, where the base is not too shallow for that
+    reader = head if head.kind == "eagle3" else build({"kind": "eagle3"}, width=16, vocab_size=16)
+    reader.choose_aux_layers(base.num_layers)
+    return Source(settings, base, texts, head, dtype, reader.aux_layers)
+
+
+def lessons(source: Source, bar: Progress) -> Iterator[tuple[TokenBatch, Tensor]]:
+    """Yield what each step of the run reads, and the labels that it counts there."""
+    head, seed = source.head, source.settings.seed
+    for phase in (one for one in placed(source.settings.schedule) if one.settings.steps):
+        chains = in_chains(head, phase.settings)
+        text = source.texts.open(phase.settings, bar, lambda: None)
+        for number, (batch, _) in zip(range(phase.first, phase.end), text.batches(), strict=False):
+            scored = batch.counted if chains else phase.scored(batch, head, derive(seed, number))
+            yield batch, early_enough(scored, batch.documents, head.depth)
+
+
+def collated(source: Source, batch: TokenBatch, labels: Tensor) -> Iterator[dict[str, Any]]:
+    """Yield each row that has labels, its documents side by side as speculators' loader has it."""
+    from speculators.models.eagle3.data import shift_batch
+    from speculators.train.data import CollateFn
+
+    features, last = source.read(batch.to(source.base.device))
+    assert features.aux is not None
+    places = features.places().expand(labels.shape)
+    for row in range(len(labels)):
+        # its mask marks the token behind which is predicted, ours the token that is
+        columns = (batch.tokens[row], features.aux[row], last[row], labels[row].roll(-1))
+        lengths = document_lengths(places[row : row + 1])
+        parts = zip(*(column.cpu().split(lengths) for column in columns), strict=True)
+        if samples := [_sample(*part) for part in parts if part[-1].any()]:
+            sizes = sum(len(one["input_ids"]) - 1 for one in samples), source.base.width
+            yield CollateFn(*sizes, len(source.layers), source.dtype, shift_batch)(samples)
+
+
+def _sample(*columns: Tensor) -> dict[str, Tensor]:
+    """Return a document as speculators' dataset does, up to where nothing more is learned."""
+    time = int(columns[-1].nonzero()[-1]) + 1
+    names = ("input_ids", "hidden_states", "verifier_last_hidden_states", "loss_mask")
+    sample = {name: column[:time] for name, column in zip(names, columns, strict=True)}
+    return sample | {"lengths": torch.tensor([time]), "position_ids": torch.arange(time)}
+
+
+def made(source: Source, words: Sequence[str]) -> tuple[Any, dict[str, Any]]:
+    """Return speculators' trainer of a new model, and the settings of both."""
+    from speculators.models.eagle3 import Eagle3DraftModel
+    from speculators.train.cli import build_draft_model, set_seed
+    from speculators.train.trainer import Trainer, TrainerConfig
+
+    config = _config(source, words)
+    flat = config.flatten()
+    set_seed(flat["seed"])
+    d2t, t2d = source.head.draft_maps()
+    asked = argparse.Namespace(**flat)
+    model = build_draft_model(asked, Eagle3DraftModel, t2d, d2t, source.head.drafted_size)
+    known = {name: flat[name] for name in TrainerConfig._fields if name in flat}
+    call, _ = Eagle3DraftModel.get_trainer_kwargs(**flat)
+    known |= {"hidden_states_dtype": source.dtype, "num_epochs": 1, "train_call_kwargs": call}
+
+    class Here(Trainer):
+        """Trains where the base is: by itself it takes the first accelerator."""
+
+        def setup_trainer(self) -> None:
+            self.local_rank = source.base.device
+
+    told = ("draft", "loss", "optimizer", "scheduler")
+    # of what it reads it asks the length alone, and goes by max_steps
+    trainer = Here(model.train(), TrainerConfig(**known), range(flat["max_steps"]))
+    return trainer, {name: getattr(config, name).model_dump() for name in told}
+
+
+def _config(source: Source, words: Sequence[str]) -> Any:
+    """Return the settings of `speculators train`: its defaults, what the run says, and words."""
+    from speculators.train.config import TrainConfig
+    from speculators.train.config.schema import CONFIG_DESTS
+
+    chosen = {name: value for name, _, value in (word.partition("=") for word in words)}
+    ours: dict[str, Any] = {
+        "verifier_name_or_path": source.base.place,
+        "target_layer_ids": [*source.layers],
+        "mask_token_id": 0,
+        # the defaults are kernels for GPUs
+        "draft_attn_impl": "sdpa",
+        "loss_implementation": "eager",
+        "hidden_states_dtype": str(source.dtype).removeprefix("torch."),
+        "ttt_steps": source.head.depth,
+        "max_steps": sum(one.steps for one in source.settings.schedule.phases.values()),
+        "seed": source.settings.seed,
+    }
+    if unknown := sorted(chosen.keys() - (CONFIG_DESTS - ours.keys())):
+        raise InputError(f"--set takes what speculators train does and no run, got {unknown[0]!r}")
+    try:
+        return TrainConfig.from_flat(ours | chosen)
+    except ValueError as error:
+        raise InputError(f"speculators says of --set: {' '.join(str(error).split())}") from error
+
+
+def step(trainer: Any, rows: Iterable[Mapping[str, Any]], labels: int) -> dict[str, float]:
+    """Make one optimizer step as Trainer.train_epoch does; return what it logs.
+
+    That one needs an accelerator's clock. Rows follow one another: by the share of their labels
+    their means make the mean of all, and no row's attention has to leave out the others.
+    """
+    from speculators.train.utils import normalize_counted_metrics
+
+    device, dtype = trainer.local_rank, trainer.config.hidden_states_dtype
+    logged = {"learning_rate": trainer.optimizers[0].param_groups[0]["lr"], "loss": 0.0}
+    trainer._optimizers_zero_grad()
+    for row in rows:
+        inputs = {name: one.to(device) for name, one in row.items() if isinstance(one, Tensor)}
+        with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
+            _, loss, metrics = trainer.model(**inputs, **trainer.config.train_call_kwargs)
+        share = int(row["loss_mask"].sum()) / labels
+        (loss * share).backward()
+        means = normalize_counted_metrics({name: one.item() for name, one in metrics.items()})
+        logged |= {name: logged.get(name, 0.0) + share * mean for name, mean in means.items()}
+    torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), 1.0)
+    trainer._optimizers_step()
+    trainer._schedulers_step()
+    return logged
+
+
+@torch.no_grad()
+def refuse_misread(source: Source, model: Any, batch: TokenBatch) -> None:
+    """Refuse a base whose logits are not what speculators makes of its last stream."""
+    row = next(batch.parts(len(batch.tokens)))
+    features, last = source.read(row.to(source.base.device))
+    own = source.base.projection.rows(source.head.draft_ids)(features.hidden).float()
+    theirs = model.verifier_lm_head(model.verifier_norm(last.float()))
+    said, wanted = (one.log_softmax(-1).flatten(0, 1) for one in (theirs, own))
+    apart = F.kl_div(said, wanted, log_target=True, reduction="batchmean")
+    if not apart <= MOST_APART:
+        raise InputError(
+            f"speculators must get a base's own logits, and of {source.base.name} makes others, "
+            f"{apart:.3g} nats away; choose one that neither scales nor caps them"
+        )
+
+
+def summary(rows: Sequence[Mapping[str, float]], every: int) -> dict[str, Any]:
+    """Return the totals of all steps, and the means of each `every` of them."""
+    totals = {name: sum(row[name] for row in rows) for name in ("tokens", "labels", "seconds")}
+    totals["tokens_per_second"] = totals["tokens"] / totals["seconds"]
+    curve = []
+    for first in range(0, len(rows), every):
+        some = rows[first : first + every]
+        means = {name: sum(row.get(name, 0.0) for row in some) / len(some) for name in some[0]}
+        curve.append({"step": first + len(some)} | means)
+    return {"schema": 1, "steps": len(rows)} | totals | {"curve": curve}
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
