@@ -8,9 +8,11 @@ recipes/README.md what stands between `<!-- heads -->` and `<!-- /heads -->`: th
 scripts/bench_heads.py, from a recipe's heads.json, and between `<!-- coupling -->` and
 `<!-- /coupling -->` that of scripts/bench_coupling.py, from its coupling.json. A recipe that was
 measured on further sets, each in a folder of its own beside results.json, has a row for each in its
-card between `<!-- sets -->` and `<!-- /sets -->`. README.md begins
-with the verdict of the quickstart, between `<!-- verdict -->` and `<!-- /verdict -->`, and shows
-what its console said between `<!-- console -->` and `<!-- /console -->`.
+card between `<!-- sets -->` and `<!-- /sets -->`; where such a folder has a compare.json too, of
+`specheads compare`, each way to draft has one between `<!-- ways -->` and `<!-- /ways -->`.
+README.md begins with the verdict of the quickstart, between `<!-- verdict -->` and
+`<!-- /verdict -->`, and shows what its console said between `<!-- console -->` and
+`<!-- /console -->`.
 """
 
 import argparse
@@ -55,6 +57,7 @@ COUPLING_HEADER = (
     "identical, chain without and with",
 )
 SETS_HEADER = ("set", "T", "prompts", "tree", "tokens per forward", "speed-up", "identical")
+WAYS_HEADER = ("set", "T", "way", "tokens per forward", "speed-up", "hybrid over it")
 SHOWN = "smollm2"
 """The recipe of the quickstart, whose verdict the README begins with."""
 NOT_YET = "not yet run"
@@ -94,6 +97,8 @@ def render(root: Path) -> dict[Path, str]:
     for folder in folders:
         if further := sorted(folder.glob("*/results.json")):
             blocks[folder / "README.md"]["sets"] = sets(further)
+        if beside := sorted(folder.glob("*/compare.json")):
+            blocks[folder / "README.md"]["ways"] = ways(beside)
     compared, drawn = (
         [
             json.loads(file.read_text(encoding="utf-8"))
@@ -157,6 +162,23 @@ def sets(files: Sequence[Path]) -> str:
         identical = f"{same.identical} of {same.compared}" if same else NOT_MEASURED
         rows.append((*what, f"{how.tree}, {how.num_nodes} nodes", *figures, identical))
     return _table(SETS_HEADER, rows)
+
+
+def ways(files: Sequence[Path]) -> str:
+    """Return the table of ways to draft on prompt sets, a row each, the fastest of a set first."""
+    rows: Rows = []
+    for file in files:
+        compared = read(Comparison, file)
+        assert compared is not None
+        for condition in compared.conditions:
+            what = file.parent.name, f"{condition.temperature:g}"
+            both = condition.drafters.get("hybrid")
+            for name in condition.ranking:
+                row = condition.drafters[name]
+                gain = both.over.get(name) if both else None
+                over = _interval(gain.ratio, gain.interval) if gain else ""
+                rows.append((*what, name, _rate(row.online), _speedup(row.speed), over))
+    return _table(WAYS_HEADER, rows)
 
 
 def headline(results: Results) -> str:

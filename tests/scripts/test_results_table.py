@@ -183,6 +183,27 @@ def compared(first: float, temperatures: Sequence[float], **rest: Any) -> dict[s
     return shared | {"head": head, "heads": heads, "conditions": conditions} | rest
 
 
+def test_ways_to_draft_have_a_row_each_in_the_card(script: ModuleType, checkout: Path):
+    recipe = checkout / "recipes" / "tiny_code"
+    (recipe / "README.md").write_text(f"{EMPTY}\n<!-- ways -->\n<!-- /ways -->\n")
+    table = compared(1.2, [0.0, 1.0])
+    for condition in table["conditions"]:
+        rows = condition["drafters"]
+        rows["hybrid"] = rows.pop("redrafter")
+        rows["hybrid"]["over"] = {"medusa": {"ratio": 1.4, "interval": [1.3, 1.5]}}
+        condition["ranking"] = ["hybrid", "medusa"]
+    (recipe / "gsm8k").mkdir()
+    (recipe / "gsm8k" / "compare.json").write_text(json.dumps({"schema": 2} | table))
+    assert script.main(["--root", str(checkout)]) == 0
+    lines = (recipe / "README.md").read_text().partition("<!-- ways -->\n")[2].splitlines()
+    assert lines[2:6] == [
+        "| gsm8k | 0 | hybrid | 1.80 [1.70, 1.90] | 0.90 [1.10, 1.31] | |",
+        "| gsm8k | 0 | medusa | 1.20 [1.10, 1.30] | 0.60 [1.10, 1.31] | 1.40 [1.30, 1.50] |",
+        "| gsm8k | 1 | hybrid | 1.62 [1.52, 1.72] | 0.90 [1.10, 1.31] | |",
+        "| gsm8k | 1 | medusa | 1.08 [0.98, 1.18] | 0.60 [1.10, 1.31] | 1.40 [1.30, 1.50] |",
+    ]
+
+
 def test_all_kinds_of_head_stand_in_one_table_weakest_first(script: ModuleType, checkout: Path):
     training = {"tokens": 1_433_600, "tokens_per_second": 4012.4, "peak_gib": 1.284}
     few = RESULTS["prompts"] | {"count": 16}
