@@ -172,6 +172,7 @@ def test_tests_have_the_same_folders():
 
 
 MANY_ARGUMENTS = {
+    "base.model.load",
     "decoding.engine.__init__",
     "decoding.generate.generate",
     "training.trainer.train",

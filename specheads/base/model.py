@@ -93,10 +93,9 @@ class FrozenBase(Forwards):
     ) -> "FrozenBase":
         """Load a base from a folder, the Hub or a GGUF file; code of a checkpoint is never run.
 
-        Arguments are those of `loading.load_model` and of the class, the model's name that of
-        `gguf.located`; `adapter` is the folder or Hub id of a LoRA adapter that is merged into the
-        base, empty for none. A `Sharding` in place of a device shares it out among processes, all
-        of which call this together.
+        Arguments are those of `loading.load_model` and of the class, the name that of
+        `gguf.located`; `adapter` is the folder or Hub id of a LoRA adapter to merge, or empty. A
+        `Sharding` in place of a device shares it out among processes, which all call this.
         """
         loaded, tokenizer = load_model(
             str(model),
@@ -110,9 +109,8 @@ class FrozenBase(Forwards):
             lora.merge(loaded, adapter)
         if isinstance(device, Sharding):
             device.apply(loaded)
-        how = {"name": str(model), "revision": revision, "compile": compile, "exact": exact}
-        base = cls(loaded, tokenizer, **how)
-        base.place, base.adapter = loaded.name_or_path, str(adapter)
+        base = cls(loaded, tokenizer, name=str(model), compile=compile, exact=exact)
+        base.place, base.adapter, base.revision = loaded.name_or_path, str(adapter), revision
         base.sharding = device if isinstance(device, Sharding) else None
         return base
 

@@ -60,7 +60,7 @@ class Objective(nn.Module):
         for level, places in enumerate(at):
             anchors[rows, places - 2 - level] = True
         wanted = [_filled(drafted[rows, each], -1) for each in at]
-        rows, at = _filled(rows, 0), [_filled(each, depth + 1) for each in at]
+        rows, at = _filled(rows), [_filled(each) for each in at]
         sparing = recomputed(self.head) if phase.activation_checkpointing else nullcontext()
         with record_function("head"), sparing:
             states = [
@@ -106,9 +106,12 @@ class Objective(nn.Module):
         return replace(loss, total=loss.total + (by_depth * by_depth.new_tensor(weights)).sum())
 
 
-def _filled(places: Tensor, value: int) -> Tensor:
-    """Return what stands in each row, and this value in rows that make their number a full one."""
-    return F.pad(places, (0, -len(places) % FULL_ROWS), value=value)
+def _filled(rows: Tensor, value: int | None = None) -> Tensor:
+    """Return rows, and as many more of this value, or else like the first, as make them full."""
+    spare = -len(rows) % FULL_ROWS
+    if value is not None:
+        return F.pad(rows, (0, spare), value=value)
+    return torch.cat([rows, rows[:1].expand(spare)])
 
 
 def _as_products(state: Tensor) -> Tensor:
