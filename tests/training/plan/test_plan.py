@@ -137,12 +137,13 @@ def test_more_rows_take_more_and_parts_of_them_less(climbing: Trial):
     assert found.needed(64) > found.needed(10)
 
 
-def test_no_step_is_tried_that_would_not_fit(climbing: Trial):
+def test_no_step_is_tried_that_would_not_fit(climbing: Trial, monkeypatch: pytest.MonkeyPatch):
+    # tensors alone: what libraries keep of former tests moves by more than rows this small take
+    monkeypatch.setattr("specheads.training.plan.trial.peak_bytes", lambda _: 0)
     (phase,) = placed(climbing.settings.schedule)
     small = climb(climbing, phase, 10**12, 2, timed=False)
     found = climb(climbing, phase, small.needed(5), 1000, timed=False)
-    # far from what was asked for; libraries keep a little of what they took, more or less
-    assert 2 < max(found.tried) <= 40
+    assert 4 <= max(found.tried) <= 6
 
 
 def test_where_it_does_not_fit_the_plan_says_what_does(
