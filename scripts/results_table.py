@@ -9,9 +9,12 @@ scripts/bench_heads.py, from a recipe's heads.json, and between `<!-- coupling -
 `<!-- /coupling -->` that of scripts/bench_coupling.py, from its coupling.json. A recipe that was
 measured on further sets, each in a folder of its own beside results.json, has a row for each in its
 card between `<!-- sets -->` and `<!-- /sets -->`; where such a folder has a compare.json too, of
-`specheads compare`, each way to draft has one between `<!-- ways -->` and `<!-- /ways -->`.
+`specheads compare`, each way to draft has one between `<!-- ways -->` and `<!-- /ways -->`. What
+real vLLM made of its head, serve.json of scripts/bench_serve.py, stands between `<!-- served -->`
+and `<!-- /served -->`.
 README.md begins with the verdict of the quickstart, between `<!-- verdict -->` and
-`<!-- /verdict -->`, and shows what its console said between `<!-- console -->` and
+`<!-- /verdict -->`, and that of the published head, between `<!-- published -->` and
+`<!-- /published -->`, and shows what its console said between `<!-- console -->` and
 `<!-- /console -->`.
 """
 
@@ -58,8 +61,24 @@ COUPLING_HEADER = (
 )
 SETS_HEADER = ("set", "T", "prompts", "tree", "tokens per forward", "speed-up", "identical")
 WAYS_HEADER = ("set", "T", "way", "tokens per forward", "speed-up", "hybrid over it")
+SERVED_HEADER = (
+    *(
+        "set",
+        "batch",
+        "chain",
+        "tokens per forward",
+        "in our replay",
+        "tokens/s alone",
+        "with head",
+    ),
+    *("speed-up over vLLM alone", "identical"),
+)
 SHOWN = "smollm2"
 """The recipe of the quickstart, whose verdict the README begins with."""
+PUBLISHED = "smollm2_long"
+"""The recipe of the head that lies in this tree."""
+SETS = {"gsm8k": "GSM8K", "humaneval": "HumanEval", "mt_bench": "MT-Bench"}
+"""What the prompt sets that it was measured on are called."""
 NOT_YET = "not yet run"
 NOT_MEASURED = "not measured"
 
@@ -99,6 +118,8 @@ def render(root: Path) -> dict[Path, str]:
             blocks[folder / "README.md"]["sets"] = sets(further)
         if beside := sorted(folder.glob("*/compare.json")):
             blocks[folder / "README.md"]["ways"] = ways(beside)
+        if (file := folder / "serve.json").is_file():
+            blocks[folder / "README.md"]["served"] = served(json.loads(file.read_text("utf-8")))
     compared, drawn = (
         [
             json.loads(file.read_text(encoding="utf-8"))
@@ -115,6 +136,8 @@ def render(root: Path) -> dict[Path, str]:
     blocks[root / "README.md"] = {"results": overview(measured, "recipes/")}
     if (shown := measured.get(SHOWN)) is not None:
         blocks[root / "README.md"] |= {"verdict": headline(shown), "console": said(shown)}
+    if (file := root / "recipes" / PUBLISHED / "serve.json").is_file():
+        blocks[root / "README.md"]["published"] = published(file)
     return {file: _replace(file, wanted) for file, wanted in blocks.items()}
 
 
@@ -181,6 +204,26 @@ def ways(files: Sequence[Path]) -> str:
     return _table(WAYS_HEADER, rows)
 
 
+def served(measured: Mapping[str, Any]) -> str:
+    """Return the table of what vLLM does with a head and without, and what measured it."""
+    rows = [
+        (
+            *(row["prompts"], str(row["batch"]), str(row["depth"])),
+            *(_figure(row[counted], "tokens_per_forward") for counted in ("vllm", "replay")),
+            *(f"{row[speed]:.1f}" for speed in ("alone_tokens_per_second", "tokens_per_second")),
+            _figure(row["speedup"], "ratio"),
+            f"{row['identical']} of {row['count']}",
+        )
+        for row in measured["rows"]
+    ]
+    made, engine = from_json(Provenance, measured["provenance"]), measured["engine"]
+    origin = f"vLLM {engine['vllm']}, torch {engine['torch']}, {measured['dtype']}"
+    return (
+        f"{origin}, {measured['new_tokens']} new tokens, T=0; {hardware(made)}, commit "
+        f"{_commit(made.git)}.\n\n{_table(SERVED_HEADER, rows)}"
+    )
+
+
 def headline(results: Results) -> str:
     """Return what a measurement came to, in a paragraph."""
     checked, given = results.lossless, results.prompts
@@ -189,6 +232,29 @@ def headline(results: Results) -> str:
     card = f"[card](recipes/{SHOWN}/README.md)"
     told = f"{what}; {hardware(results.provenance)}; {card}"
     return f"**{verdict(results)}**{same} ({told})"
+
+
+def published(file: Path) -> str:
+    """Return what the published head is worth, one request at a time: here, and in vLLM.
+
+    Of vLLM's chains that is shown which is worth most where it is worth least.
+    """
+    told = json.loads(file.read_text(encoding="utf-8"))
+    single = [row for row in told["rows"] if row["batch"] == 1]
+    depth = max(
+        {row["depth"] for row in single},
+        key=lambda one: min(row["speedup"]["ratio"] for row in single if row["depth"] == one),
+    )
+    there = {row["prompts"]: row["speedup"] for row in single if row["depth"] == depth}
+    here = {name: read(Results, file.parent / name / "results.json") for name in there}
+    ours = (f"{_speedup(some.speed)} on {SETS[name]}" for name, some in here.items() if some)
+    theirs = (f"{_figure(gain, 'ratio')} on {SETS[name]}" for name, gain in there.items())
+    made = hardware(from_json(Provenance, told["provenance"]))
+    return (
+        f"**The head that lies in this tree, times the speed of the base alone at batch 1: "
+        f"{', '.join(ours)}. Served by vLLM {told['engine']['vllm']}, as a chain of {depth}: "
+        f"{', '.join(theirs)}.** ({made}; [card](recipes/{PUBLISHED}/README.md))"
+    )
 
 
 def _same(checked: Lossless) -> str:

@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +64,17 @@ def register() -> None:
     Hydra names a group after its folder; registering each `recipes/*/recipe.yaml` in the group
     `recipe` lets a recipe be a folder of its own and still answer to `recipe=`.
     """
+    found = recipes()
+    _register(tuple((name, path, path.stat().st_mtime_ns) for name, path in found.items()))
+
+
+@lru_cache(maxsize=1)
+def _register(found: tuple[tuple[str, Path, int], ...]) -> None:
+    """Register recipes as they were when last written."""
     store = ConfigStore.instance()
     for name, schema in SCHEMAS.items():
         store.store(name=f"{name}_schema", node=schema)
-    for name, path in recipes().items():
+    for name, path, _ in found:
         store.store(
             group="recipe",
             name=name,

@@ -28,13 +28,17 @@ ASKED = {
         temperature=3.0, top_k=30, top_p=0.95, min_p=1e-3, repetition_penalty=1.3, seed=3
     ),
 }
-HEADS = [*kinds(), "habit", "habit of few tokens"]
+HABITS = ["habit", "habit of few tokens"]
 CASES = [
-    *((name, asked, True) for name in HEADS for asked in ASKED),
-    *((name, "warm", False) for name in HEADS),
+    *((name, asked, True) for name in HABITS for asked in ASKED),
+    *((name, "warm", True) for name in kinds()),
     *(("habit", asked, False) for asked in ASKED),
 ]
 """Head, how tokens are chosen, and whether drafts see the noise that they are drawn with."""
+MORE = [
+    *((name, asked, True) for name in kinds() for asked in ASKED if asked != "warm"),
+    *((name, "warm", False) for name in [*kinds(), HABITS[1]]),
+]
 
 
 @functools.cache
@@ -98,7 +102,10 @@ def replayed(
     return [replay(one, tree) for one in ranks]
 
 
-@pytest.mark.parametrize(("name", "asked", "coupled"), CASES)
+@pytest.mark.parametrize(
+    ("name", "asked", "coupled"),
+    [*CASES, *(pytest.param(*one, marks=pytest.mark.slow) for one in MORE)],
+)
 def test_replay_gives_the_loops_own_integers(name: str, asked: str, coupled: bool):
     for tree in (policies.chain(DEPTH), TREE):
         decoded = decode_prompts(

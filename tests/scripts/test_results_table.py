@@ -204,6 +204,60 @@ def test_ways_to_draft_have_a_row_each_in_the_card(script: ModuleType, checkout:
     ]
 
 
+def served(*rows: tuple[str, int, int, float]) -> str:
+    """Return a serve.json of rows: prompts, batch, depth and speed-up."""
+    counted = {"tokens_per_forward": 1.8, "interval": [1.7, 1.9], "forwards": 9, "accepted": [7, 4]}
+    each = {
+        "count": 24, "identical": 11, "alone_tokens_per_second": 246.6, "tokens_per_second": 220.0,
+        "forward_overhead": 2.0, "vllm": counted, "replay": counted | {"tokens_per_forward": 1.75},
+    }  # fmt: skip
+    told = {"schema": 1, "engine": {"vllm": "0.32.0", "torch": "2.13.0"}, "dtype": "bfloat16"}
+    told |= {"new_tokens": 96, "provenance": RESULTS["provenance"]}
+    names = ("prompts", "batch", "depth", "speedup")
+    found = [dict(zip(names, row, strict=True)) | each for row in rows]
+    for row in found:
+        ratio = row["speedup"]
+        row["speedup"] = {"ratio": ratio, "interval": [ratio - 0.1, ratio + 0.1]}
+    return json.dumps(told | {"rows": found})
+
+
+def test_what_vllm_made_of_a_head_stands_in_its_card(script: ModuleType, checkout: Path):
+    recipe = checkout / "recipes" / "tiny_code"
+    (recipe / "README.md").write_text(f"{EMPTY}\n<!-- served -->\n<!-- /served -->\n")
+    (recipe / "serve.json").write_text(served(("gsm8k", 8, 2, 0.9)))
+    assert script.main(["--root", str(checkout)]) == 0
+    lines = (recipe / "README.md").read_text().partition("<!-- served -->\n")[2].splitlines()
+    assert lines[0] == (
+        "vLLM 0.32.0, torch 2.13.0, bfloat16, 96 new tokens, T=0; AMD EPYC, 2 threads, commit "
+        "`f1fca6e00000` and uncommitted changes."
+    )
+    assert lines[4] == (
+        "| gsm8k | 8 | 2 | 1.80 [1.70, 1.90] | 1.75 [1.70, 1.90] | 246.6 | 220.0 | "
+        "0.90 [0.80, 1.00] | 11 of 24 |"
+    )
+
+
+def test_the_readme_says_what_the_published_head_is_worth(script: ModuleType, checkout: Path):
+    recipe = checkout / "recipes" / "smollm2_long"
+    for name in ("gsm8k", "mt_bench"):
+        (recipe / name).mkdir(parents=True)
+        (recipe / name / "results.json").write_text(json.dumps(RESULTS))
+    (recipe / "recipe.yaml").touch()
+    (recipe / "README.md").write_text(
+        f"{EMPTY}\n<!-- sets -->\n<!-- /sets -->\n<!-- served -->\n<!-- /served -->\n"
+    )
+    # the deeper chain is worth more on one set, and less where either is worth least
+    deep, flat = [("gsm8k", 1, 4, 1.6), ("mt_bench", 1, 4, 1.1)], [("gsm8k", 1, 2, 1.5)]
+    rows = (*deep, *flat, ("mt_bench", 1, 2, 1.3), ("gsm8k", 8, 2, 0.9), ("mt_bench", 8, 2, 2.0))
+    (recipe / "serve.json").write_text(served(*rows))
+    (checkout / "README.md").write_text(f"{EMPTY}\n<!-- published -->\n<!-- /published -->\n")
+    assert script.main(["--root", str(checkout)]) == 0
+    told = (checkout / "README.md").read_text().partition("<!-- published -->\n")[2].splitlines()[0]
+    assert told.endswith("(AMD EPYC, 2 threads; [card](recipes/smollm2_long/README.md))")
+    assert "1.20 [1.10, 1.31] on GSM8K, 1.20 [1.10, 1.31] on MT-Bench. Served by vLLM" in told
+    assert "chain of 2: 1.50 [1.40, 1.60] on GSM8K, 1.30 [1.20, 1.40] on MT-Bench." in told
+
+
 def test_all_kinds_of_head_stand_in_one_table_weakest_first(script: ModuleType, checkout: Path):
     training = {"tokens": 1_433_600, "tokens_per_second": 4012.4, "peak_gib": 1.284}
     few = RESULTS["prompts"] | {"count": 16}

@@ -137,7 +137,9 @@ def test_drawn_lengths_have_the_rates_they_were_drawn_from():
     assert drawn(RATES, seed=2)(3, 50) != drawn(RATES, seed=3)(3, 50)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(one, marks=pytest.mark.slow) for one in (1, 2))]
+)
 def test_goodput_waits_less_than_every_fixed_depth_on_a_load_that_rises_and_falls(seed):
     # alone a draft costs little; of sixteen rows every node costs about as much as a whole step
     cost = linear(0.02, 1.5e-3, 1e-7)
