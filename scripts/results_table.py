@@ -11,7 +11,8 @@ measured on further sets, each in a folder of its own beside results.json, has a
 card between `<!-- sets -->` and `<!-- /sets -->`; where such a folder has a compare.json too, of
 `specheads compare`, each way to draft has one between `<!-- ways -->` and `<!-- /ways -->`. What
 real vLLM made of its head, serve.json of scripts/bench_serve.py, stands between `<!-- served -->`
-and `<!-- /served -->`.
+and `<!-- /served -->`, and heads that others trained on the same text, speculators.json of
+`specheads compare`, between `<!-- speculators -->` and `<!-- /speculators -->`.
 README.md begins with the verdict of the quickstart, between `<!-- verdict -->` and
 `<!-- /verdict -->`, and that of the published head, between `<!-- published -->` and
 `<!-- /published -->`, and shows what its console said between `<!-- console -->` and
@@ -61,6 +62,10 @@ COUPLING_HEADER = (
 )
 SETS_HEADER = ("set", "T", "prompts", "tree", "tokens per forward", "speed-up", "identical")
 WAYS_HEADER = ("set", "T", "way", "tokens per forward", "speed-up", "hybrid over it")
+RIVALS_HEADER = (
+    *("head", "kind", "parameters", "T", "tokens per forward", "speed-up"),
+    *("first over it, tokens/s", "first over it, tokens per forward"),
+)
 SERVED_HEADER = (
     *(
         "set",
@@ -120,6 +125,8 @@ def render(root: Path) -> dict[Path, str]:
             blocks[folder / "README.md"]["ways"] = ways(beside)
         if (file := folder / "serve.json").is_file():
             blocks[folder / "README.md"]["served"] = served(json.loads(file.read_text("utf-8")))
+        if (file := folder / "speculators.json").is_file():
+            blocks[folder / "README.md"]["speculators"] = rivals(file)
     compared, drawn = (
         [
             json.loads(file.read_text(encoding="utf-8"))
@@ -222,6 +229,25 @@ def served(measured: Mapping[str, Any]) -> str:
         f"{origin}, {measured['new_tokens']} new tokens, T=0; {hardware(made)}, commit "
         f"{_commit(made.git)}.\n\n{_table(SERVED_HEADER, rows)}"
     )
+
+
+def rivals(file: Path) -> str:
+    """Return the table of several heads on the same prompts, a row each, the fastest first."""
+    compared = read(Comparison, file)
+    assert compared is not None
+    rows: Rows = []
+    for condition in compared.conditions:
+        first = condition.drafters[condition.ranking[0]]
+        for name in condition.ranking:
+            row, head = condition.drafters[name], compared.heads[name]
+            what = name, f"`{head.kind}`", f"{head.parameters:,}", f"{condition.temperature:g}"
+            gains = (found.get(name) for found in (first.over, first.accepted_over))
+            over = (_interval(gain.ratio, gain.interval) if gain else "" for gain in gains)
+            rows.append((*what, _rate(row.online), _speedup(row.speed), *over))
+    how, made = compared.settings, compared.provenance
+    common = f"{compared.prompts.count} prompts of {how.max_new_tokens} new tokens, {how.dtype}"
+    origin = f"{hardware(made)}, commit {_commit(made.git)}"
+    return f"{common}; {origin}.\n\n{_table(RIVALS_HEADER, rows)}"
 
 
 def headline(results: Results) -> str:
@@ -460,7 +486,7 @@ def _interval(value: float, interval: Sequence[float]) -> str:
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(line)} |".replace("|  |", "| |") for line in lines)
+    return "\n".join(re.sub(r"\|  (?=\|)", "| ", f"| {' | '.join(line)} |") for line in lines)
 
 
 if __name__ == "__main__":

@@ -204,6 +204,27 @@ def test_ways_to_draft_have_a_row_each_in_the_card(script: ModuleType, checkout:
     ]
 
 
+def test_heads_of_others_stand_beside_ours_in_the_card(script: ModuleType, checkout: Path):
+    recipe = checkout / "recipes" / "tiny_code"
+    (recipe / "README.md").write_text(f"{EMPTY}\n<!-- speculators -->\n<!-- /speculators -->\n")
+    table = compared(1.2, [0.0])
+    (condition,) = table["conditions"]
+    condition["ranking"] = ["redrafter", "medusa"]
+    condition["drafters"]["redrafter"]["over"] = {"medusa": {"ratio": 1.4, "interval": [1.3, 1.5]}}
+    (recipe / "speculators.json").write_text(json.dumps({"schema": 2} | table))
+    assert script.main(["--root", str(checkout)]) == 0
+    text = (recipe / "README.md").read_text().partition("<!-- speculators -->\n")[2]
+    lines = text.splitlines()
+    assert lines[0] == (
+        "40 prompts of 96 new tokens, float32; AMD EPYC, 2 threads, commit `f1fca6e00000` and "
+        "uncommitted changes."
+    )
+    ours, theirs = lines[4:6]
+    assert ours.startswith("| redrafter | `redrafter` | 80 | 0 | 1.80 [1.70, 1.90] | 0.90 ")
+    assert ours.endswith(" | | |")
+    assert theirs.endswith(" | 0.60 [1.10, 1.31] | 1.40 [1.30, 1.50] | 1.50 [1.45, 1.55] |")
+
+
 def served(*rows: tuple[str, int, int, float]) -> str:
     """Return a serve.json of rows: prompts, batch, depth and speed-up."""
     counted = {"tokens_per_forward": 1.8, "interval": [1.7, 1.9], "forwards": 9, "accepted": [7, 4]}
