@@ -3,6 +3,7 @@
     python scripts/bench_tune.py runs/tiny_code runs/conversations     tunes what is not tuned yet
     python scripts/bench_tune.py RUN --again max_nodes=32 contexts=[64]   tunes anew, with these
     python scripts/bench_tune.py RUN --prompts 16 --repeats 3 --out runs/tune.json
+    python scripts/bench_tune.py RUN --trees static chain                 beside these alone
 
 Of each run the head decodes the run's own evaluation prompts, greedily, with the tuned tree and
 with every tree of configs/tree/, all taking turns with the base alone, a row at a time. Speed-ups
@@ -58,6 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("runs", nargs="+", type=Path, help="finished runs")
     add("--again", nargs="*", help="tune anew, with these settings")
+    add("--trees", nargs="+", help="of configs/tree/; all where none is named")
     add("--prompts", type=int, default=24, help="decoded by every tree")
     add("--new-tokens", type=int, default=128, help="after each prompt")
     add("--repeats", type=int, default=3, help="how often each prompt is timed")
@@ -83,7 +85,7 @@ def measure(place: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
     prompts = [one.tokens for one in named_prompts(settings, base).prompts]
     context = statistics.fmean(map(len, prompts)) + options.new_tokens / 2
     chosen = head.tuned.best(1, context)
-    trees = {"tuned": chosen.policy()} | hand_written(head)
+    trees = {"tuned": chosen.policy()} | hand_written(head, options.trees)
     arms = {name: Arm(head, tree) for name, tree in trees.items()}
     how = How(max_new_tokens=options.new_tokens, progress=True)
     timings = time_arms(base, arms, prompts, how, repetitions=options.repeats)
@@ -116,8 +118,8 @@ def measure(place: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def hand_written(head: Head) -> dict[str, policies.TreePolicy]:
-    """Return the trees of configs/tree/ that a head can draft, by their names."""
+def hand_written(head: Head, names: Sequence[str] | None = None) -> dict[str, policies.TreePolicy]:
+    """Return the trees of configs/tree/ that a head can draft, or those named among them."""
     found = {}
     for file in sorted((data_dir("configs") / "tree").glob("*.yaml")):
         raw: Any = OmegaConf.to_container(OmegaConf.load(file))
@@ -130,7 +132,10 @@ def hand_written(head: Head) -> dict[str, policies.TreePolicy]:
             continue
         if policy is not None:
             found[file.stem] = policy
-    return found
+    if unknown := sorted({*(names or ())} - {*found}):
+        known = ", ".join(found)
+        raise SystemExit(f"error: --trees must be among {known}; got {', '.join(unknown)}")
+    return {name: found[name] for name in names or found}
 
 
 def _seconds(*arms: list[list[Timing]]) -> list[list[float]]:
