@@ -254,6 +254,8 @@ class _Scores:
     def __init__(self, plan: _Plan, gradients: Gradients) -> None:
         self.plan, self.gradients = plan, gradients
         self.pending: list[tuple[int, Tensor, Tensor, Tensor, Tensor]] = []
+        self.room: list[Tensor] = []
+        """Slopes of earlier chunks: on a CPU new pages cost as much as a third of a product."""
         self.precision = gradients.precision
         self.by_depth = gradients.states[0].new_zeros(len(plan.targets), dtype=self.precision)
         self.agreement, self.total = torch.zeros_like(self.by_depth), self.by_depth.new_zeros(())
@@ -264,7 +266,8 @@ class _Scores:
 
         A block is worked on in at least float32, and kept as the products have it.
         """
-        slopes, plan = self.gradients.logits(level, rows), self.plan
+        plan, room = self.plan, self.room.pop() if self.room else None
+        slopes = self.gradients.logits(level, rows, room)
         found: list[tuple[Tensor, Tensor, Tensor]] = []
         for block, base in zip(_slices(len(slopes), plan.block_rows), base_rows, strict=True):
             log_draft = slopes[block].log_softmax(-1, dtype=self.precision)
@@ -288,4 +291,5 @@ class _Scores:
             scale = factor * drafted * (self.plan.weights[level] * self.shares[level])
             self.total += (losses * scale).sum()
             self.gradients.add(level, rows, slopes, scale)
+            self.room.append(slopes)
         self.pending.clear()

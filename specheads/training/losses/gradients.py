@@ -6,6 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
+BLOCK_ROWS = {"cpu": 2**10}
+"""Rows of a weight whose gradient is multiplied and added at once: what a core's cache holds."""
+
 
 class Gradients:
     """Adds up the gradients of states, weights and biases, of those that are wanted.
@@ -46,9 +49,13 @@ class Gradients:
         first = len(self.states) + 2 * level
         return self.place[first : first + 2]
 
-    def logits(self, level: int, rows: slice) -> Tensor:
-        """Return a depth's logits of some rows."""
-        return F.linear(self.states[level][rows], *self._projection(level))
+    def logits(self, level: int, rows: slice, room: Tensor | None = None) -> Tensor:
+        """Return a depth's logits of some rows, written into former ones where there is room."""
+        state, (weight, bias) = self.states[level][rows], self._projection(level)
+        if room is None or room.shape[1] != len(weight) or len(room) < len(state):
+            return F.linear(state, weight, bias)
+        logits = torch.mm(state, weight.T, out=room[: len(state)])
+        return logits if bias is None else logits.add_(bias)
 
     def add(self, level: int, rows: slice, slopes: Tensor, scale: Tensor) -> None:
         """Add what the slopes of some rows' logits give, each row times its scale."""
@@ -64,6 +71,17 @@ class Gradients:
             if sums.dtype == state.dtype:
                 sums.addmm_(slopes.T, scaled)
             else:
-                sums += slopes.T @ scaled
+                _add_product(sums, slopes, scaled)
         if (sums := self.sums[bias]) is not None:
             sums += scale @ slopes
+
+
+def _add_product(sums: Tensor, slopes: Tensor, states: Tensor) -> None:
+    """Add `slopes.T @ states` to sums of another precision.
+
+    On a CPU a whole product of a vocabulary's rows would be written out, and once more in the
+    sums' precision, into pages that are new each time: longer than it takes to multiply.
+    """
+    size = BLOCK_ROWS.get(sums.device.type, len(sums))
+    for start in range(0, len(sums), size):
+        sums[start : start + size] += slopes[:, start : start + size].T @ states
