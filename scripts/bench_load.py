@@ -14,11 +14,12 @@ them. Those with copied text are there where `specheads tune` chose some.
 
 Step times and acceptance rates are those of tuned.json in the head's folder; what reading prompts
 takes is measured here. A machine is not always as fast as when a head was tuned: simulated times
-are stretched by what a step of the base alone takes between the engine's turns, over what it took
-then, the `pace`. The simulator replays how many drafts and copied tokens are right at each place
-of the very texts. In `policies` the clock is the engine's own: it goes on while a step is taken,
-and leaps to the next arrival where there is nothing to do. Arms take turns on the same requests,
-beginning with another in every round; ratios carry 95 % bootstrap intervals over requests.
+are stretched by what a step of the base alone takes before and after each of the engine's turns,
+over what it took then, the `pace`. The simulator replays how many drafts and copied tokens are
+right at each place of the very texts. In `policies` the clock is the engine's own: it goes on while
+a step is taken, and leaps to the next arrival where there is nothing to do. Arms take turns on the
+same requests, beginning with another in every round; ratios carry 95 % bootstrap intervals over
+requests.
 """
 
 import argparse
@@ -63,6 +64,9 @@ from specheads.measure.tune.finals import COPIED
 from specheads.runs.directory import RunDirectory
 from specheads.runs.provenance import provenance
 
+Prefill = Callable[[int], float]
+"""Seconds that prompts take, by their tokens."""
+
 Arm = int | str
 """A way to draft, by name; a number is the depth of a chain."""
 
@@ -86,7 +90,6 @@ class Bench:
     """Conditional acceptance of these very texts."""
     copied_rates: list[float]
     """The same of copied text."""
-    prefill: Callable[[int], float]
     rounds: int
     batches: list[int]
     requests: int
@@ -94,17 +97,24 @@ class Bench:
     arms: list[Arm]
 
     @property
+    def length(self) -> int:
+        """Tokens of the longest text."""
+        return max(map(len, self.prompts)) + self.new_tokens
+
+    @property
     def depth(self) -> int:
         """Levels that goodput chooses among."""
         return len(self.measured.acceptance.per_depth)
 
-    def simulated(self, arm: Arm, max_batch: int, arrivals: Sequence[Arrival]) -> Simulation:
+    def simulated(
+        self, arm: Arm, max_batch: int, arrivals: Sequence[Arrival], prefill: Prefill
+    ) -> Simulation:
         """Return what the simulator makes of an arm."""
         acceptance = self.measured.acceptance
         size = self.measured.copied if "lookup" in str(arm) else 0
         system = System(
             cost=self.measured.cost,
-            prefill=self.prefill,
+            prefill=prefill,
             rates=acceptance.per_depth,
             drafts=chains(self.depth, size),
             max_batch=max_batch,
@@ -116,11 +126,11 @@ class Bench:
 
     def engine(self, arm: Arm, max_batch: int) -> Engine:
         """Return an engine that drafts so."""
-        length = max(map(len, self.prompts)) + self.new_tokens
-        drafter, tree = self._drafting(arm)
-        return Engine(self.base, drafter, tree=tree, max_batch=max_batch, max_length=length)
+        drafter, tree = self.drafting(arm)
+        return Engine(self.base, drafter, tree=tree, max_batch=max_batch, max_length=self.length)
 
-    def _drafting(self, arm: Arm) -> tuple[Drafter | None, policies.TreePolicy]:
+    def drafting(self, arm: Arm) -> tuple[Drafter | None, policies.TreePolicy]:
+        """Return what drafts, and how."""
         depth, size = _depth(arm), self.measured.copied if "lookup" in str(arm) else 0
         if depth is None:
             alone = replace(self.measured.acceptance, copied=[])
@@ -228,7 +238,6 @@ def _bench(options: argparse.Namespace) -> Bench:
         recorded([_copied(one) for one in copies]),
         rates_of(texts, head.depth),
         copied_rates(copies),
-        _prefill(base, head, prompts),
         options.rounds,
         options.batches,
         options.requests,
@@ -249,15 +258,15 @@ def _copied(copies: Copied) -> list[int]:
     return [*(1 + right if length else 0 for right, length in each), 0]
 
 
-def _prefill(base: FrozenBase, head: Head, prompts: list[list[int]]) -> Callable[[int], float]:
+def _prefill(bench: Bench, drafter: Drafter | None) -> Prefill:
     """Return what reading prompts takes by their tokens: a line through one prompt and many."""
 
     def seconds(rows: int) -> tuple[float, int]:
-        group = [prompts[place % len(prompts)] for place in range(rows)]
+        group = [bench.prompts[place % len(bench.prompts)] for place in range(rows)]
         times = []
-        for _ in range(6):
+        for _ in range(5):
             began = time.perf_counter()
-            loop.start(base, head, group, 512)
+            loop.start(bench.base, drafter, group, bench.length)
             times.append(time.perf_counter() - began)
         return statistics.median(times[1:]), rows * max(map(len, group))
 
@@ -275,27 +284,35 @@ def simulator(bench: Bench) -> list[dict[str, Any]]:
         arrivals = [Arrival(0.0, length, bench.new_tokens) for length in lengths]
         tokens = number * bench.new_tokens
         for arm in (0, bench.depth, "goodput"):
-            turns = [
-                (_timed(bench, arm, size, number), _pace(bench, size))
-                for _ in range(bench.rounds + 1)
-            ]
-            real = statistics.median(seconds for seconds, _ in turns[1:])
-            pace = statistics.median(pace for _, pace in turns[1:])
-            found = bench.simulated(arm, size, arrivals)
-            seconds = pace * max(one.finished for one in found.served)
+            _timed(bench, arm, size, number)
+            turns = [_turn(bench, arm, size, arrivals) for _ in range(bench.rounds)]
+            real, simulated, paces = zip(*turns, strict=True)
             rows.append(
                 {
                     "batch": size,
                     "draft": arm,
-                    "engine_tokens_per_second": tokens / real,
-                    "simulated_tokens_per_second": tokens / seconds,
-                    "simulated_over_engine": real / seconds,
-                    "pace": pace,
-                    "mean_depth": _mean_depth(found.steps),
+                    "engine_tokens_per_second": tokens / statistics.fmean(real),
+                    "simulated_tokens_per_second": tokens / statistics.fmean(simulated),
+                    "simulated_over_engine": sum(real) / sum(simulated),
+                    "interval": list(bootstrap_interval(real, simulated)),
+                    "pace": statistics.fmean(paces),
                 }
             )
             _show(rows[-1])
     return rows
+
+
+def _turn(
+    bench: Bench, arm: Arm, size: int, arrivals: Sequence[Arrival]
+) -> tuple[float, float, float]:
+    """Return what serving takes, what is simulated, and the machine's pace before and after."""
+    before = _pace(bench, size)
+    seconds = _timed(bench, arm, size, len(arrivals))
+    pace = (before + _pace(bench, size)) / 2
+    # read as fast as now; all that is simulated is stretched by the pace
+    prefill = _prefill(bench, bench.drafting(arm)[0])
+    found = bench.simulated(arm, size, arrivals, lambda tokens: prefill(tokens) / pace)
+    return seconds, pace * max(one.finished for one in found.served), pace
 
 
 def _pace(bench: Bench, size: int) -> float:
@@ -309,11 +326,7 @@ def _pace(bench: Bench, size: int) -> float:
         began = time.perf_counter()
         engine.step()
         times.append(time.perf_counter() - began)
-    return statistics.median(times) / bench.measured.cost.seconds(size, context, 1, 0)
-
-
-def _mean_depth(steps: Sequence[Any]) -> float:
-    return sum(one.batch * one.depth for one in steps) / max(sum(one.batch for one in steps), 1)
+    return statistics.fmean(times) / bench.measured.cost.seconds(size, context, 1, 0)
 
 
 def _timed(bench: Bench, arm: Arm, size: int, number: int) -> float:
@@ -350,9 +363,9 @@ def policies_under_load(bench: Bench) -> dict[str, Any]:
         draft: [statistics.median(one) for one in zip(*rounds, strict=True)]
         for draft, rounds in latencies.items()
     }
-    rows = []
+    rows, prefill = [], _prefill(bench, bench.head)
     for draft in drafts:
-        simulated = bench.simulated(draft, size, arrivals).served
+        simulated = bench.simulated(draft, size, arrivals, prefill).served
         rows.append(
             {
                 "draft": draft,
