@@ -102,6 +102,12 @@ class Committed:
         """Return the base's hidden state at the last counted position of each row."""
         return self.last(self.features.hidden)
 
+    def ending(self) -> "Committed":
+        """Return the last counted position of each row, alone."""
+        places = self.counts[:, None] - 1
+        tokens = self.next_tokens.gather(1, places)
+        return Committed(self.features.at(places), tokens, torch.ones_like(self.counts))
+
     def then(self, later: "Committed") -> "Committed":
         """Return both as one: what came later stands right behind each row's earlier positions."""
         width, total = (

@@ -94,12 +94,12 @@ class Engine:
             self.max_batch = max(1, int(min(max_batch, fitting)))
         self._numbers = itertools.count()
         self._waiting: deque[Stream] = deque()
-        self._batches: list[_Batch] = []
+        self._batch: _Batch | None = None
 
     @property
     def running(self) -> list[Stream]:
         """Requests that are being decoded."""
-        streams = [stream for batch in self._batches for stream in batch.streams]
+        streams = self._batch.streams if self._batch else []
         return sorted(streams, key=lambda stream: stream.number)
 
     @property
@@ -165,32 +165,19 @@ class Engine:
     def step(self) -> bool:
         """Admit who fits, decode one step for everybody; return whether any request is left.
 
-        Newcomers take their first step among themselves, and join the others after it. What
-        base, drafter or tokenizer raise goes to the caller; the requests it was raised for end
-        as failed and give back what they hold, and the others go on with the next step.
+        What base, drafter or tokenizer raise goes to the caller; the requests it was raised for
+        end as failed and give back what they hold, and the others go on with the next step.
         """
         self._admit()
-        trees = self.tree.of_step([batch.streams for batch in self._batches])
-        for batch, tree in zip(self._batches, trees, strict=True):
-            with self._failing(batch.streams, batch.state.cache):
-                steps = step(
-                    self.base,
-                    self.drafter,
-                    tree,
-                    self.acceptance,
-                    batch.state,
-                    timed=self.timed,
-                )
+        if (batch := self._batch) is not None:
+            tree, rule, state = self.tree.of_step(batch.streams), self.acceptance, batch.state
+            with self._failing(batch.streams, state.cache):
+                steps = step(self.base, self.drafter, tree, rule, state, timed=self.timed)
                 for stream, taken in zip(batch.streams, steps, strict=True):
                     stream.steps.append(taken)
                     stream.take(taken.tokens)
-        self._let_go()
-        while len(self._batches) > 1:
-            first, second = self._batches[0], self._batches.pop(1)
-            first.streams += second.streams
-            with self._failing(first.streams, first.state.cache):
-                first.state.join(second.state)
-        return bool(self._batches or self._waiting)
+            self._let_go()
+        return bool(self._batch or self._waiting)
 
     def cancel(self, stream: Stream) -> None:
         """Let go of a request, whether it is waiting or running; nothing where it is done."""
@@ -239,9 +226,18 @@ class Engine:
                 numbers,
                 coupled=self.coupled,
             )
-            self._batches.append(_Batch(state, streams))
             for stream, token in zip(streams, first, strict=True):
                 stream.take([token])
+        self._join(_Batch(state, streams))
+
+    def _join(self, newcomers: _Batch) -> None:
+        """Decode these rows with the others from now on."""
+        if (batch := self._batch) is None:
+            self._batch = newcomers
+            return
+        batch.streams += newcomers.streams
+        with self._failing(batch.streams, batch.state.cache):
+            batch.state.join(newcomers.state)
 
     @contextmanager
     def _failing(self, streams: list[Stream], cache: RowCache) -> Iterator[None]:
@@ -263,24 +259,23 @@ class Engine:
         """Return whether the pool has what all of these may come to need."""
         if self.pool is None:
             return True
-        caches = [batch.state.cache for batch in self._batches]
-        held = sum(
-            len(row) for one in caches if isinstance(one, PagedKVCache) for row in one.blocks
-        )
+        cache = self._batch.state.cache if self._batch else None
+        held = sum(map(len, cache.blocks)) if isinstance(cache, PagedKVCache) else 0
         return sum(stream.num_blocks for stream in served) <= self.pool.num_free + held
 
     def _let_go(self) -> None:
         """Forget the rows that are done; give back what they held."""
-        for batch in self._batches:
-            kept = [row for row, one in enumerate(batch.streams) if one.finish_reason is None]
-            if not kept:
-                batch.state.cache.keep_rows([])
-            elif len(kept) < len(batch.streams):
-                kept = _closed_up(kept)
-                with self._failing(batch.streams, batch.state.cache):
-                    batch.state.keep(kept)
+        if (batch := self._batch) is None:
+            return
+        kept = [row for row, one in enumerate(batch.streams) if one.finish_reason is None]
+        if not kept:
+            batch.state.cache.keep_rows([])
+            self._batch = None
+        elif len(kept) < len(batch.streams):
+            kept = _closed_up(kept)
+            with self._failing(batch.streams, batch.state.cache):
+                batch.state.keep(kept)
             batch.streams = [batch.streams[row] for row in kept]
-        self._batches = [batch for batch in self._batches if batch.streams]
 
 
 def _closed_up(rows: list[int]) -> list[int]:

@@ -14,7 +14,7 @@ from specheads.core.tree import TokenTree
 from specheads.decoding.acceptance import sampling
 from specheads.decoding.cost import Cost
 from specheads.decoding.loop import Step
-from specheads.decoding.payoff import Acceptance, Draft, Known, best_drafts
+from specheads.decoding.payoff import Acceptance, Draft, Known, best_draft
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import HybridTree, own_tree
 from specheads.decoding.trees.tuned import Tuned
@@ -81,18 +81,13 @@ class Goodput(policies.TreePolicy):
         """Levels of the deepest tree."""
         return self.tree.own_depth
 
-    def of_step(
-        self, groups: Sequence[Sequence[policies.Progress]]
-    ) -> Sequence[policies.TreePolicy]:
-        """Return the trees that give these requests most tokens a second."""
-        if not groups:
-            return []
-        known = [[(one, self._of(one)) for one in group] for group in groups]
-        chosen = best_drafts(self.cost, self.drafts, known)
-        for rows, place in zip(known, chosen, strict=True):
-            for _, one in rows:
-                one.copies = self.drafts[place].copied > 0
-        return [self.trees[place] for place in chosen]
+    def of_step(self, requests: Sequence[policies.Progress]) -> policies.TreePolicy:
+        """Return the tree that gives these requests most tokens a second."""
+        known = [(one, self._of(one)) for one in requests]
+        place = best_draft(self.cost, self.drafts, known)
+        for _, one in known:
+            one.copies = self.drafts[place].copied > 0
+        return self.trees[place]
 
     def _of(self, request: policies.Progress) -> Known:
         known = self._known.get(request)

@@ -4,7 +4,7 @@ Rows come and go between steps; see docs/serving_loop.md.
 """
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch.nn.functional import pad
@@ -70,8 +70,6 @@ class State:
     """What acceptance rules and tree policies may know of the rows."""
     numbers: list[int]
     """What each row is called in its steps."""
-    is_new: bool = True
-    """Whether no step was taken yet: what was committed is prompts."""
 
     @torch.inference_mode()
     def keep(self, rows: list[int]) -> None:
@@ -86,11 +84,7 @@ class State:
 
     @torch.inference_mode()
     def join(self, other: "State") -> None:
-        """Take over another state's rows, behind the own ones; the other is used up.
-
-        Let each take a step first: until then what a row hands to its drafter is as wide as its
-        prompt, and every neighbour would be padded to that.
-        """
+        """Take over another state's rows, behind the own ones; the other is used up."""
         self.cache.join(other.cache)
         self.committed = self.committed.join(other.committed)
         self.rows = self.rows.join(other.rows)
@@ -137,13 +131,12 @@ def step(
     _advance(state, verified, verdict, steps)
     if unread is not None:
         state.committed = unread.then(state.committed)
-    state.is_new = False
     return steps
 
 
 def _unread(drafter: Drafter, state: State) -> Committed | None:
-    """Return what a step without own drafts leaves unread; of prompts, and of much, nothing."""
-    if not state.is_new and state.committed.next_tokens.shape[1] < drafter.most_unread:
+    """Return what a step without own drafts leaves unread; of much, nothing."""
+    if state.committed.next_tokens.shape[1] < drafter.most_unread:
         return state.committed
     drafter.read(state.committed, state.memory)
     return None
@@ -200,7 +193,7 @@ def start(
     *,
     coupled: bool = True,
 ) -> tuple[State, list[int]]:
-    """Read the prompts; return the loop's state and each row's first token.
+    """Read the prompts, the drafter too; return the loop's state and each row's first token.
 
     A row holds at most `capacity` tokens, the nodes of a last tree included. By default
     rows are greedy, their cache contiguous, and their steps numbered as the prompts are.
@@ -233,6 +226,19 @@ def start(
     first = rules.match(root, logits[:, None], root.ancestors(), rows).bonus
     rows.advance(first[:, None], counts, [1] * batch)
     following[torch.arange(batch, device=base.device), counts - 1] = first
-    committed = Committed(features, following, counts)
-    state = State(cache, committed, memory, rows, numbers or list(range(batch)))
-    return state, first.tolist()
+    unread = _last_unread(drafter, Committed(features, following, counts), memory, min(lengths))
+    return State(cache, unread, memory, rows, numbers or list(range(batch))), first.tolist()
+
+
+def _last_unread(
+    drafter: Drafter | None, prompts: Committed, memory: Memory | None, shortest: int
+) -> Committed:
+    """Have the drafter read all but the last position of prompts, and return that one.
+
+    So rows that join are no wider than others. Where a prompt is a single token nothing is read.
+    """
+    if drafter is not None and memory is not None:
+        if shortest == 1:
+            return prompts
+        drafter.read(replace(prompts, counts=prompts.counts - 1), memory)
+    return prompts.ending()

@@ -140,39 +140,21 @@ Rows = Sequence[tuple[policies.Row, Known]]
 """Who takes a step together, and what is known of each."""
 
 
-def best_drafts(cost: Cost, drafts: Sequence[Draft], groups: Sequence[Rows]) -> list[int]:
-    """Return the place of the draft with the highest goodput for each group; of equals the first.
-
-    Groups step one after the other and are one afterwards. What the time of each is worth is the
-    goodput that all have together: a draft is judged by its tokens less those that its seconds
-    would have brought there. Of a single group that is the draft with most tokens a second.
+def best_draft(cost: Cost, drafts: Sequence[Draft], rows: Rows) -> int:
+    """Return the place of the draft with the highest goodput, tokens a second; of equals the first.
 
     Args:
         cost: What a step takes.
         drafts: Those to choose from, the smaller first.
-        groups: None of them empty. Nobody yields more tokens than there is room for.
+        rows: At least one. Nobody yields more tokens than there is room for.
     """
-    together = _choices(cost, drafts, [row for rows in groups for row in rows])
-    worth = max(tokens / seconds for tokens, seconds in together)
-    choices = [together] if len(groups) == 1 else [_choices(cost, drafts, one) for one in groups]
-    return [_most([tokens - worth * seconds for tokens, seconds in one]) for one in choices]
-
-
-def _choices(cost: Cost, drafts: Sequence[Draft], rows: Rows) -> list[tuple[float, float]]:
-    """Return the expected tokens and the seconds of a step by draft."""
     batch = len(rows)
     context = sum(row.length for row, _ in rows) / batch
     copying = 1 - prod(1 - known.copying for _, known in rows)
-    return [
-        (
-            sum(known.tokens(draft, row.room) for row, known in rows),
-            draft.seconds(cost, batch, context, copying),
-        )
+    goodput = [
+        sum(known.tokens(draft, row.room) for row, known in rows)
+        / draft.seconds(cost, batch, context, copying)
         for draft in drafts
     ]
-
-
-def _most(values: Sequence[float]) -> int:
-    """Return the place of the largest; of such that differ by rounding alone the first."""
-    largest = max(values)
-    return next(place for place, one in enumerate(values) if one >= largest - 1e-9)
+    # such that differ by rounding alone are equal
+    return next(place for place, one in enumerate(goodput) if one >= max(goodput) * (1 - 1e-9))

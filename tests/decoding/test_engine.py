@@ -14,6 +14,8 @@ from specheads.base.model import FrozenBase
 from specheads.base.paged import BlockPool, PoolFullError
 from specheads.baselines import DraftModel, PromptLookup, Streaming
 from specheads.core.drafter import Drafter
+from specheads.decoding import loop
+from specheads.decoding.acceptance.rules import match
 from specheads.decoding.acceptance.sampling import Sampling
 from specheads.decoding.engine import Engine
 from specheads.decoding.generate import Decoding, generate
@@ -123,6 +125,35 @@ def test_requests_that_come_at_any_time_are_decoded_as_if_alone(name, paged):
     if pool is not None:
         assert pool.num_free == pool.num_blocks
         assert pool.copied_blocks == 0
+
+
+def test_newcomers_take_their_step_with_the_others():
+    engine = Engine(tiny.base(), head(kind="eagle3"), tree=TREE, max_length=90)
+    first = engine.submit(Request(prompt=tiny.prompts()[0], max_new_tokens=30, eos_ids=()))
+    engine.step()
+    second = engine.submit(Request(prompt=tiny.prompts()[1], max_new_tokens=30, eos_ids=()))
+    engine.step()
+    # the rows of one forward share its times
+    assert len(second.steps) == 1
+    assert second.steps[0].times is first.steps[-1].times
+
+
+@pytest.mark.parametrize("name", ARMS)
+def test_a_prompt_of_one_token_leaves_those_beside_it_their_drafts(name):
+    drafter, tree = ARMS[name]()
+    tree, prompts = tree or policies.NOTHING, [[5], [7], tiny.prompts()[0]]
+
+    def steps(chosen: list[list[int]]) -> list[Any]:
+        state, _ = loop.start(tiny.base(), drafter, chosen, 60)
+        taken = [loop.step(tiny.base(), drafter, tree, match, state) for _ in range(4)]
+        # padding has no parent
+        nodes = [[[*zip(one.drafted, one.parents, strict=True)] for one in row] for row in taken]
+        return [
+            [[node for node in row[place] if node[1] >= 0] for row in nodes]
+            for place in range(len(chosen))
+        ]
+
+    assert steps(prompts) == [steps([prompt])[0] for prompt in prompts]
 
 
 def test_rows_of_a_rule_that_tests_drafts_are_independent_of_their_neighbours():

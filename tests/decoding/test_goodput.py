@@ -24,7 +24,7 @@ from specheads.decoding.payoff import (
     Acceptance,
     Draft,
     Known,
-    best_drafts,
+    best_draft,
     chains,
     expected_tokens,
 )
@@ -54,20 +54,16 @@ def linear(fixed: float, token: float, context: float, share: float = 0.1) -> St
 
 
 def best_depth(cost: StepCost, drafts: Sequence[Draft], group: list[Any]) -> int:
-    return best_drafts(cost, drafts, [group])[0]
+    return best_draft(cost, drafts, group)
 
 
-def goodput(cost: StepCost, groups: list[list[Any]], *depths: int) -> float:
-    """Return the tokens of all groups over the seconds of all, counted anew."""
-    tokens = seconds = 0.0
-    for group, depth in zip(groups, depths, strict=True):
-        context = sum(row.length for row, _ in group) / len(group)
-        seconds += cost.seconds(len(group), context, depth + 1, depth)
-        tokens += sum(
-            1 + sum(math.prod(known.own.rates[:k]) for k in range(1, depth + 1))
-            for _, known in group
-        )
-    return tokens / seconds
+def goodput(cost: StepCost, group: list[Any], depth: int) -> float:
+    """Return the tokens of all over the seconds of their step, counted anew."""
+    context = sum(row.length for row, _ in group) / len(group)
+    tokens = sum(
+        1 + sum(math.prod(known.own.rates[:k]) for k in range(1, depth + 1)) for _, known in group
+    )
+    return tokens / cost.seconds(len(group), context, depth + 1, depth)
 
 
 def rows(batch: int, rate: float, context: int = 1000, depth: int = 8) -> list[Any]:
@@ -106,7 +102,7 @@ def test_best_speeds_are_those_of_magicdec(rate, share, speed, depth):
     )
     chain, taken = chains(11), rows(1, rate, depth=11)
     best = best_depth(cost, chain, taken)
-    assert round(goodput(cost, [taken], best), 2) == speed
+    assert round(goodput(cost, taken, best), 2) == speed
     assert best == depth
 
 
@@ -156,16 +152,8 @@ def test_larger_batches_draft_less_deep_where_a_drafted_token_costs_more_of_the_
 @given(cost=COSTS, batch=st.integers(1, 300), rates=st.lists(RATE, min_size=3, max_size=3))
 def test_no_other_depth_has_a_higher_goodput(cost, batch, rates):
     group = [(Standing(100), Known(Acceptance(rates))) for _ in range(batch)]
-    found = goodput(cost, [group], best_depth(cost, CHAIN[:4], group))
-    assert found == pytest.approx(max(goodput(cost, [group], one) for one in range(4)))
-
-
-def test_few_draft_less_deep_where_many_wait_for_them():
-    cost, single, many = linear(0.02, 1.5e-3, 0.0), rows(1, 0.7), rows(16, 0.7)
-    alone = best_depth(cost, CHAIN, single)
-    beside = best_drafts(cost, CHAIN, [many, single])
-    assert beside[1] < alone
-    assert beside[0] == best_depth(cost, CHAIN, many)
+    found = goodput(cost, group, best_depth(cost, CHAIN[:4], group))
+    assert found == pytest.approx(max(goodput(cost, group, one) for one in range(4)))
 
 
 def test_a_request_that_takes_one_more_token_is_not_drafted_for():
@@ -220,10 +208,10 @@ class Switching(policies.TreePolicy):
         self.num_guesses = max(tree.num_guesses for tree in self.trees)
         self.num_answers = max(tree.num_answers for tree in self.trees)
 
-    def of_step(self, groups: Sequence[Any]) -> Sequence[policies.TreePolicy]:
-        turns = [(len(self.turns) + place) % len(self.trees) for place in range(len(groups))]
-        self.turns += turns
-        return [self.trees[turn] for turn in turns]
+    def of_step(self, requests: Sequence[Any]) -> policies.TreePolicy:
+        del requests
+        self.turns.append(len(self.turns) % len(self.trees))
+        return self.trees[self.turns[-1]]
 
     def grow(self, drafter: Any, committed: Any, memory: Any, rows: Any = None) -> Any:
         return self.trees[0].grow(drafter, committed, memory, rows)

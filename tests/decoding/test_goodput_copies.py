@@ -11,7 +11,7 @@ from specheads.decoding.cost import StepCost
 from specheads.decoding.engine import Engine
 from specheads.decoding.goodput import Goodput, seen
 from specheads.decoding.loop import Step, Times
-from specheads.decoding.payoff import Acceptance, Draft, Known, best_drafts, chains
+from specheads.decoding.payoff import Acceptance, Draft, Known, best_draft, chains
 from specheads.decoding.request import Request
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import Hybrid, HybridTree, join_copied
@@ -32,7 +32,7 @@ COPIED = [0.5, 1.0, 1.0, 1.0]
 def choose(cost: StepCost, batch: int, rate: float) -> Draft:
     known = [(Standing(100), Known(Acceptance([rate]), Acceptance(COPIED))) for _ in range(batch)]
     drafts = chains(1, 3)
-    return drafts[best_drafts(cost, drafts, [known])[0]]
+    return drafts[best_draft(cost, drafts, known)]
 
 
 def test_copied_text_is_drafted_alone_with_the_heads_own_or_not_at_all():
@@ -121,9 +121,9 @@ def test_averages_follow_what_is_copied_and_return_where_nothing_was():
 class Recorded(Goodput):
     """Goodput that remembers what it chose."""
 
-    def of_step(self, groups: Any) -> Any:
-        chosen = super().of_step(groups)
-        self.chosen = [*getattr(self, "chosen", []), *chosen]
+    def of_step(self, requests: Any) -> Any:
+        chosen = super().of_step(requests)
+        self.chosen = [*getattr(self, "chosen", []), chosen]
         return chosen
 
 

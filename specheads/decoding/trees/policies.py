@@ -68,12 +68,13 @@ class TreePolicy(ABC):
         """
         return self.depth
 
-    def of_step(self, groups: Sequence[Sequence[Progress]]) -> Sequence["TreePolicy"]:
-        """Return the policy of each group's coming step, one after the other: here always itself.
+    def of_step(self, requests: Sequence[Progress]) -> "TreePolicy":
+        """Return the policy of these requests' coming step: here always itself.
 
         None is larger, deeper or wider than this.
         """
-        return [self] * len(groups)
+        del requests
+        return self
 
     @abstractmethod
     def grow(

@@ -266,11 +266,9 @@ class Adaptive(policies.TreePolicy):
         """Levels of the deepest of the head's own trees."""
         return max(one.own_depth for one in self._grown.values())
 
-    def of_step(
-        self, groups: Sequence[Sequence[policies.Progress]]
-    ) -> Sequence[policies.TreePolicy]:
-        """Return the nearest tree for each group."""
-        return [self._nearest([one.length for one in group]) for group in groups]
+    def of_step(self, requests: Sequence[policies.Progress]) -> policies.TreePolicy:
+        """Return the nearest tree."""
+        return self._nearest([one.length for one in requests])
 
     def _nearest(self, lengths: Sequence[int]) -> policies.TreePolicy:
         context = sum(lengths) / len(lengths)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from specheads.core.errors import InputError
 from specheads.decoding.cost import Cost
-from specheads.decoding.payoff import Acceptance, Draft, Known, best_drafts
+from specheads.decoding.payoff import Acceptance, Draft, Known, best_draft
 from specheads.decoding.request import alike
 from specheads.measure.load.accepted import NONE, Accepted
 from specheads.measure.load.arrivals import Arrival
@@ -111,7 +111,7 @@ def simulate(
     """Serve requests until none is left, first come, first served.
 
     A turn admits who has come and fits, reads their prompts, those of about one length together,
-    takes a step of the rows that were there and one of the newcomers, and joins them.
+    and takes a step of all rows.
 
     Args:
         system: Its times, and how many rows it decodes together.
@@ -156,26 +156,26 @@ class _Run:
         while self.coming or rows:
             if not rows:
                 self.clock = max(self.clock, self.coming[0].arrival.seconds)
-            newcomers = self._admit(self.system.max_batch - len(rows))
-            groups = [group for group in [rows, *newcomers] if group]
-            for group, draft in zip(groups, self._drafts(groups), strict=True):
-                self._step(group, self.system.drafts[draft])
-            rows = [row for group in groups for row in group if row.room]
+            rows += self._admit(self.system.max_batch - len(rows))
+            if rows:
+                self._step(rows, self._draft(rows))
+            rows = [row for row in rows if row.room]
         return self.found
 
-    def _drafts(self, groups: list[list[Served]]) -> list[int]:
-        if self.draft is not None or not groups:
-            return [self.draft or 0] * len(groups)
-        known = [[(row, row.known) for row in group if row.known] for group in groups]
-        return best_drafts(self.system.cost, self.system.drafts, known)
+    def _draft(self, rows: list[Served]) -> Draft:
+        place, system = self.draft, self.system
+        if place is None:
+            known = [(row, row.known) for row in rows if row.known]
+            place = best_draft(system.cost, system.drafts, known)
+        return system.drafts[place]
 
-    def _admit(self, most: int) -> list[list[Served]]:
-        """Read the prompts of those who have come and fit; return who goes on, by read together."""
+    def _admit(self, most: int) -> list[Served]:
+        """Read the prompts of those who have come and fit; return who goes on."""
         new: list[Served] = []
         while self.coming and len(new) < most and self.coming[0].arrival.seconds <= self.clock:
             new.append(self.coming.popleft())
         groups = alike([row.arrival.prompt_tokens for row in new])
-        return [self._read([new[place] for place in places]) for places in groups]
+        return [row for places in groups for row in self._read([new[place] for place in places])]
 
     def _read(self, group: list[Served]) -> list[Served]:
         tokens = len(group) * max(row.arrival.prompt_tokens for row in group)

@@ -66,20 +66,20 @@ def test_littles_law_holds_for_those_who_are_served_and_for_all():
         ends = np.array([one.finished for one in found.served])
         present = np.mean([((starts <= time) & (time < ends)).sum() for time in times[:, 0]])
         assert present == pytest.approx(rate * np.mean(ends - starts), rel=0.03), name
-    # what steps held is what requests say of themselves, newcomers' first step among others aside
+    # a request is in steps or waits for others' prompts
     in_steps = sum(one.batch * one.seconds for one in found.steps)
     assert in_steps <= sum(one.finished - one.first for one in found.served) * (1 + 1e-9)
 
 
 def test_a_step_of_an_engine_is_drawn_as_the_engine_takes_it():
-    #  0.0  A comes, is read until 1.0, and steps until 3.0 and 5.0
-    #  2.0  B comes; at 3.0 it is read until 4.0. A steps until 6.0, B until 8.0, both until 10.0
+    #  0.0  A comes, is read until 1.0, and steps until 3.0
+    #  2.0  B comes; at 3.0 it is read until 4.0, and both step until 6.0 and 8.0
     arrivals = [Arrival(0.0, 10, 4), Arrival(2.0, 10, 3)]
     found = simulate(system(linear(2.0), 2, prefill=0.1), arrivals, recorded([[0]]), 0)
     first, second = found.served
-    assert [(one.began, one.batch) for one in found.steps] == [(1, 1), (4, 1), (6, 1), (8, 2)]
-    assert (first.first, first.finished) == (1.0, 10.0)
-    assert (second.admitted, second.first, second.finished) == (3.0, 4.0, 10.0)
+    assert [(one.began, one.batch) for one in found.steps] == [(1, 1), (4, 2), (6, 2)]
+    assert (first.first, first.finished) == (1.0, 8.0)
+    assert (second.admitted, second.first, second.finished) == (3.0, 4.0, 8.0)
 
 
 def test_recorded_lengths_are_replayed_where_they_stand_in_the_text():
