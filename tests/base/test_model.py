@@ -300,8 +300,10 @@ def test_a_refused_model_is_given_back_too():
 
 
 def test_nobody_listens_to_the_model():
-    model = tiny.base().model
-    hooks = [(one._forward_pre_hooks, one._forward_hooks) for one in model.modules()]
+    # a model of its own: transformers hooks into one whose inner layers were asked for
+    base = FrozenBase(AutoModelForCausalLM.from_config(tiny.config()))
+    generate(base, tiny.oracle(3), tiny.prompts(), max_new_tokens=8)
+    hooks = [(one._forward_pre_hooks, one._forward_hooks) for one in base.model.modules()]
     assert not any(before or after for before, after in hooks)
 
 
