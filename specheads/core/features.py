@@ -104,9 +104,8 @@ class Committed:
 
     def ending(self) -> "Committed":
         """Return the last counted position of each row, alone."""
-        places = self.counts[:, None] - 1
-        tokens = self.next_tokens.gather(1, places)
-        return Committed(self.features.at(places), tokens, torch.ones_like(self.counts))
+        features = self.features.at(self.counts[:, None] - 1)
+        return Committed(features, self.root(), torch.ones_like(self.counts))
 
     def then(self, later: "Committed") -> "Committed":
         """Return both as one: what came later stands right behind each row's earlier positions."""

@@ -157,4 +157,5 @@ def best_draft(cost: Cost, drafts: Sequence[Draft], rows: Rows) -> int:
         for draft in drafts
     ]
     # such that differ by rounding alone are equal
-    return next(place for place, one in enumerate(goodput) if one >= max(goodput) * (1 - 1e-9))
+    enough = max(goodput) * (1 - 1e-9)
+    return next(place for place, one in enumerate(goodput) if one >= enough)

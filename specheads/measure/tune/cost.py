@@ -84,7 +84,7 @@ def time_ways(
     states: list[loop.State] = []
     for turn in bar(range(rounds), "step times", how.progress):
         if turn % each == 0:
-            states = [_start(base, way, prompts, capacity, how) for way in ways]
+            states = [_start(base, drafter, prompts, capacity, how) for drafter, _ in ways]
         # the order turns round, so that none always follows the slowest
         for place in [*range(turn % len(ways), len(ways)), *range(turn % len(ways))]:
             steps = [_time_step(base, *ways[place], states[place]) for _ in range(BURST)]
@@ -109,14 +109,10 @@ def room(depth: int) -> int:
 
 
 def _start(
-    base: FrozenBase, way: Way, prompts: list[list[int]], capacity: int, how: How
+    base: FrozenBase, drafter: Drafter | None, prompts: list[list[int]], capacity: int, how: How
 ) -> loop.State:
-    """Return the state after a first step, which reads the whole prompt's features."""
-    drafter, tree = way
     sampling = [how.sampling] * len(prompts)
-    state, _ = loop.start(base, drafter, prompts, capacity, sampling, coupled=how.coupled)
-    loop.step(base, drafter, tree, rules.match, state)
-    return state
+    return loop.start(base, drafter, prompts, capacity, sampling, coupled=how.coupled)[0]
 
 
 def _time_step(
