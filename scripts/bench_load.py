@@ -16,10 +16,14 @@ Step times and acceptance rates are those of tuned.json in the head's folder; wh
 takes is measured here. A machine is not always as fast as when a head was tuned: simulated times
 are stretched by what a step of the base alone takes before and after each of the engine's turns,
 over what it took then, the `pace`. The simulator replays how many drafts and copied tokens are
-right at each place of the very texts. In `policies` the clock is the engine's own: it goes on while
-a step is taken, and leaps to the next arrival where there is nothing to do. Arms take turns on the
-same requests, beginning with another in every round; ratios carry 95 % bootstrap intervals over
-turns and rounds.
+right at each place of the very texts.
+
+In `policies` every arm has an engine and a clock of its own: the clock goes on while a step is
+taken, and leaps to the next arrival where there is nothing to do. Arms meet the same requests, and
+the one whose clock is behind takes the next step: all see the same pace of the machine. A round is
+another draw of the load.
+
+Ratios carry 95 % bootstrap intervals over turns and rounds.
 """
 
 import argparse
@@ -27,9 +31,9 @@ import json
 import statistics
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +66,7 @@ from specheads.measure.store import to_json
 from specheads.measure.tune.acceptance import copied_rates
 from specheads.measure.tune.finals import COPIED
 from specheads.runs.directory import RunDirectory
+from specheads.runs.progress import bar
 from specheads.runs.provenance import provenance
 
 Prefill = Callable[[int], float]
@@ -338,78 +343,117 @@ def _timed(bench: Bench, arm: Arm, size: int, number: int) -> float:
     return time.perf_counter() - began
 
 
+@dataclass(slots=True)
+class Service:
+    """An engine on a clock of its own, which goes on while it steps and leaps where it idles."""
+
+    bench: Bench
+    engine: Engine
+    arrivals: Sequence[Arrival]
+    clock: float = 0.0
+    streams: list[Stream] = field(default_factory=list)
+    finished: dict[int, float] = field(default_factory=dict)
+    """When a request's last token was there, by its number."""
+
+    @property
+    def open(self) -> bool:
+        """Whether anybody has not been served."""
+        return len(self.finished) < len(self.arrivals)
+
+    @property
+    def latencies(self) -> list[float]:
+        """Seconds from the arrival of each request to its last token."""
+        return [self.finished[place] - one.seconds for place, one in enumerate(self.arrivals)]
+
+    @property
+    def texts(self) -> list[list[int]]:
+        """What each request was told."""
+        return [stream.tokens for stream in self.streams]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of all over the time until the last was served."""
+        return sum(map(len, self.texts)) / self.clock
+
+    def step(self) -> None:
+        """Let come who has come by now, take a step, and where nobody is left await the next."""
+        while self._next is not None and self._next <= self.clock:
+            self.streams.append(self.engine.submit(self.bench.request(len(self.streams))))
+        began = time.perf_counter()
+        busy = self.engine.step()
+        self.clock += time.perf_counter() - began
+        for place, stream in enumerate(self.streams):
+            if stream.finish_reason is not None:
+                self.finished.setdefault(place, self.clock)
+        if not busy and self._next is not None:
+            self.clock = max(self.clock, self._next)
+
+    @property
+    def _next(self) -> float | None:
+        """When the next request comes, if any does."""
+        coming = self.arrivals[len(self.streams) :]
+        return coming[0].seconds if coming else None
+
+
 def policies_under_load(bench: Bench) -> dict[str, Any]:
-    """Return the latency of every arm on a load that rises and falls, over the last arm's."""
+    """Return the latency of every arm on loads that rise and fall, over the last arm's."""
     size = bench.batches[-1]
     alone = 2 * size * bench.new_tokens / _timed(bench, 0, size, 2 * size)
-    arrivals = poisson(
-        bench.share * alone / bench.new_tokens,
-        bench.requests,
-        prompt_tokens=max(map(len, bench.prompts)),
-        new_tokens=bench.new_tokens,
-        parts=PARTS_OF_LOAD,
-    )
-    drafts, reference = bench.arms, bench.arms[-1]
-    latencies: dict[Arm, list[list[float]]] = {draft: [] for draft in drafts}
-    speeds: dict[Arm, list[float]] = {draft: [] for draft in drafts}
-    texts: dict[Arm, list[list[int]]] = {}
-    for turn in range(bench.rounds):
-        begin = turn % len(drafts)
-        for draft in drafts[begin:] + drafts[:begin]:
-            found, speed, texts[draft] = _served(bench, draft, size, arrivals)
-            latencies[draft].append(found)
-            speeds[draft].append(speed)
-    each = {draft: [one for found in latencies[draft] for one in found] for draft in drafts}
-    # a machine's pace is one for all requests of a round
-    turns = [str(turn) for turn in range(bench.rounds) for _ in arrivals]
-    rows, prefill = [], _prefill(bench, bench.head)
-    for draft in drafts:
-        simulated = bench.simulated(draft, size, arrivals, prefill).served
-        rows.append(
-            {
-                "draft": draft,
-                "mean_latency": statistics.fmean(each[draft]),
-                "simulated_mean_latency": statistics.fmean(
-                    one.finished - one.arrival.seconds for one in simulated
-                ),
-                "tokens_per_second": statistics.median(speeds[draft]),
-                "latency_over_reference": sum(each[draft]) / sum(each[reference]),
-                "interval": list(bootstrap_interval(each[draft], each[reference], turns)),
-                "same_text": texts[draft] == texts[drafts[0]],
-            }
+    # every round is another load
+    loads = [
+        poisson(
+            bench.share * alone / bench.new_tokens,
+            bench.requests,
+            prompt_tokens=max(map(len, bench.prompts)),
+            new_tokens=bench.new_tokens,
+            parts=PARTS_OF_LOAD,
+            seed=turn,
         )
-        _show(rows[-1])
+        for turn in range(bench.rounds)
+    ]
+    rounds = [_served(bench, size, load) for load in bar(loads, "loads", True)]
+    prefill = _prefill(bench, bench.head)
+    rows = [_row(bench, arm, rounds, prefill) for arm in bench.arms]
+    for row in rows:
+        _show(row)
     return {
         "base_tokens_per_second": alone,
         "rates": bench.rates,
         "copied_rates": bench.copied_rates,
-        "reference": reference,
+        "reference": bench.arms[-1],
         "rows": rows,
     }
 
 
-def _served(
-    bench: Bench, draft: Arm, size: int, arrivals: Sequence[Arrival]
-) -> tuple[list[float], float, list[list[int]]]:
-    """Return each request's latency, tokens per second of all, and what was said."""
-    engine, coming = bench.engine(draft, size), deque(enumerate(arrivals))
-    streams: list[Stream] = []
-    finished: dict[int, float] = {}
-    clock, busy = 0.0, True
-    while coming or busy:
-        if not busy:
-            clock = max(clock, coming[0][1].seconds)
-        while coming and coming[0][1].seconds <= clock:
-            streams.append(engine.submit(bench.request(coming.popleft()[0])))
-        began = time.perf_counter()
-        busy = engine.step()
-        clock += time.perf_counter() - began
-        for stream in streams:
-            if stream.finish_reason is not None and stream.number not in finished:
-                finished[stream.number] = clock
-    latency = [finished[place] - one.seconds for place, one in enumerate(arrivals)]
-    tokens = sum(len(stream.tokens) for stream in streams)
-    return latency, tokens / clock, [stream.tokens for stream in streams]
+def _served(bench: Bench, size: int, arrivals: Sequence[Arrival]) -> dict[Arm, Service]:
+    """Serve these by every arm: whose clock is behind steps next, at one pace of the machine."""
+    arms = {arm: Service(bench, bench.engine(arm, size), arrivals) for arm in bench.arms}
+    while behind := [one for one in arms.values() if one.open]:
+        min(behind, key=lambda one: one.clock).step()
+    return arms
+
+
+def _row(
+    bench: Bench, arm: Arm, rounds: Sequence[dict[Arm, Service]], prefill: Prefill
+) -> dict[str, Any]:
+    """Return what an arm's requests waited, as measured and as simulated."""
+    own = [each[arm].latencies for each in rounds]
+    reference = [each[bench.arms[-1]].latencies for each in rounds]
+    ours, theirs = list(map(sum, own)), list(map(sum, reference))
+    simulated = [
+        one.finished - one.arrival.seconds
+        for each in rounds
+        for one in bench.simulated(arm, bench.batches[-1], each[arm].arrivals, prefill).served
+    ]
+    return {
+        "draft": arm,
+        "mean_latency": statistics.fmean(chain(*own)),
+        "simulated_mean_latency": statistics.fmean(simulated),
+        "tokens_per_second": statistics.median(each[arm].tokens_per_second for each in rounds),
+        "latency_over_reference": sum(ours) / sum(theirs),
+        "interval": list(bootstrap_interval(ours, theirs)),
+        "same_text": all(each[arm].texts == each[bench.arms[0]].texts for each in rounds),
+    }
 
 
 PARTS: dict[str, Callable[[Bench], Any]] = {

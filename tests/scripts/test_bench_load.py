@@ -5,8 +5,12 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from specheads.decoding.engine import Engine
+from specheads.decoding.request import Request
 from specheads.decoding.trees.tuned import Acceptance
+from specheads.measure.load.arrivals import Arrival
 from specheads.measure.replay import Copied
+from tests import tiny
 from tests.tuned import tree, tuned
 
 
@@ -26,3 +30,48 @@ def test_arms_are_chains_copied_text_and_both_and_goodput_of_either(script: Modu
 
 def test_copied_text_is_recorded_as_the_simulator_replays_it(script: ModuleType):
     assert script._copied(Copied(right=[2, 0, 0], length=[3, 3, 0], size=3)) == [3, 1, 0, 0]
+
+
+def test_of_all_engines_the_one_whose_clock_is_behind_steps_next(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch
+):
+    base, now = tiny.base(), [0.0]
+    seconds, taken = {"fast": 1.0, "slow": 3.0}, list[str]()
+    monkeypatch.setattr(script.time, "perf_counter", lambda: now[0])
+
+    class Timed(Engine):
+        name = ""
+
+        def step(self) -> bool:
+            taken.append(self.name)
+            now[0] += seconds[self.name]
+            return super().step()
+
+    def engine(arm: str, size: int) -> Engine:
+        made = Timed(base, max_batch=size, max_length=16)
+        made.name = arm
+        return made
+
+    # two come at once, and one when both engines have long been idle
+    arrivals = [Arrival(one, 1, 3) for one in (0.0, 0.0, 100.0)]
+    waited = SimpleNamespace(served=[SimpleNamespace(arrival=arrivals[2], finished=104.0)])
+    bench = SimpleNamespace(
+        arms=["fast", "slow"],
+        batches=[2],
+        engine=engine,
+        request=lambda place: Request(prompt=[1 + place], max_new_tokens=3, eos_ids=()),
+        simulated=lambda *_: waited,
+    )
+    found = script._served(bench, 2, arrivals)
+    # a first step reads the prompt too, and so gives two of the three tokens
+    assert taken == ["fast", "slow"] * 4
+    assert found["fast"].latencies == [2.0, 2.0, 2.0]
+    assert found["slow"].latencies == [6.0, 6.0, 6.0]
+    assert found["slow"].tokens_per_second == 9 / 106
+
+    fast, slow = (script._row(bench, arm, [found, found], None) for arm in bench.arms)
+    assert (fast["mean_latency"], fast["simulated_mean_latency"]) == (2.0, 4.0)
+    assert fast["latency_over_reference"] == pytest.approx(1 / 3)
+    assert fast["interval"] == pytest.approx([1 / 3, 1 / 3])
+    assert fast["same_text"]
+    assert slow["latency_over_reference"] == 1.0
