@@ -1,13 +1,16 @@
-"""Train every kind of head on the same text, hold all against each other, and make one table.
+"""Train heads that differ in one thing, hold all against each other, and make one table.
 
-    python scripts/bench_heads.py                        all kinds, into runs/heads
+    python scripts/bench_heads.py                        every kind, into runs/heads
     python scripts/bench_heads.py --kinds medusa eagle3 --set schedule.phases.distilled.steps=50
     python scripts/bench_heads.py --record               the same, and into recipes/README.md
+    python scripts/bench_heads.py --ablate               the recipe's own head and its ablations
+    python scripts/bench_heads.py --ablate as_it_is hard_labels --record    the recipe's card
 
 Every part is a command that a user could give (`specheads train`, `specheads compare`), in a
-process of its own. What is finished is not done again, so an interrupted bench goes on. All kinds
-share the recipe's text, that which the base wrote too, optimizers, steps, depth and prompts. How
-fast each trains is what its own log says, so nothing else should run meanwhile.
+process of its own. What is finished is not done again, so an interrupted bench goes on. All heads
+share the recipe's text, that which the base wrote too, optimizers, steps, depth and prompts, but
+for what an ablation names. How fast each trains is what its own log says, so nothing else should
+run meanwhile.
 """
 
 import argparse
@@ -33,6 +36,35 @@ COMPARED = {
 """What `specheads compare` is asked for, by the folder that keeps it: the same chain for all heads,
 and by the clock, one prompt at a time, the tree that pays best for each."""
 
+PHASE = "schedule.phases.distilled"
+CORPUS = "schedule.phases.corpus"
+
+ABLATIONS: dict[str, list[str]] = {
+    "as_it_is": [],
+    "hard_labels": [f"{PHASE}.loss=cross_entropy"],
+    "total_variation": [f"{PHASE}.loss=total_variation"],
+    "lk_hybrid": [f"{PHASE}.loss=lk_hybrid"],
+    "answers_only": [f"{PHASE}.answers_only=true"],
+    "depth_1": ["head.depth=1"],
+    "depth_5": ["head.depth=5"],
+    "layers_1": ["head.num_layers=1"],
+    "layers_4": ["head.num_layers=4"],
+    "half_width": ["head.exit_dim=576"],
+    "drafts_1024": ["head.draft_tokens=1024"],
+    "drafts_all": ["head.draft_tokens=0"],
+    # of 256 answers, read as often as it takes for as many tokens
+    "text_10": [f"{PHASE}.distill.num_samples=26", f"{PHASE}.distill.folder="],
+    "text_30": [f"{PHASE}.distill.num_samples=77", f"{PHASE}.distill.folder="],
+    "corpus_alone": [
+        *("data=python_stdlib", "schedule=corpus_only", f"~{PHASE}", "head.draft_tokens=0"),
+        *(f"{CORPUS}.{name}" for name in ("steps=100", "batch_size=3", "sequence_length=512")),
+        *(f"{CORPUS}.{name}" for name in ("learning_rate=2e-3", "loss=soft_cross_entropy")),
+    ],
+    # both phases, and so twice the tokens of the others
+    "corpus_first": ["init={out}/corpus_alone/head"],
+}
+"""What is changed of recipe smollm2, by the name of the run."""
+
 OWN = {kind: ["head.num_layers=1"] for kind in ("dflash", "dspark")}
 """Further overrides of some kinds: five layers, as published for large bases, would cost a small
 one more than it costs itself."""
@@ -41,10 +73,13 @@ one more than it costs itself."""
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train and compare; return the exit code."""
     options = _parse(arguments)
-    runs = {kind: options.out / kind for kind in options.kinds}
-    for kind, run in runs.items():
-        if code := _train(kind, run, options):
+    changes = _changes(options)
+    runs = {name: options.out / name for name in changes}
+    for name, run in runs.items():
+        if code := _train(run, changes[name], options):
             return code
+    if options.ablate is not None:
+        return _ablated(list(runs.values()), options)
     training = {kind: trained(run) for kind, run in runs.items()}
     table: dict[str, Any] = {"schema": 2, "recipe": options.recipe, "training": training}
     for name, asked in COMPARED.items():
@@ -55,38 +90,63 @@ def main(arguments: Sequence[str] | None = None) -> int:
         (options.out / "heads.json").write_text(text, encoding="utf-8")
         print(f"wrote {options.out / 'heads.json'}")
         if options.record:
-            (ROOT / "recipes" / options.recipe / "heads.json").write_text(text, encoding="utf-8")
-            subprocess.check_call([sys.executable, str(ROOT / "scripts" / "results_table.py")])
+            _record(text, options.recipe, "heads.json")
     return 0
+
+
+def _ablated(runs: list[Path], options: argparse.Namespace) -> int:
+    """Hold the ablations against each other, all as a chain of their own depth."""
+    out = options.out / "ablations"
+    asked = [*COMPARED["chain"], "temperatures=[0]", *options.measure]
+    if (code := _compare(out, runs, asked)) == 0 and options.record:
+        text = (out / "compare.json").read_text(encoding="utf-8")
+        _record(text, options.recipe, "ablations.json")
+    return code
+
+
+def _record(text: str, recipe: str, name: str) -> None:
+    """Put results beside their recipe, and into its tables."""
+    (ROOT / "recipes" / recipe / name).write_text(text, encoding="utf-8")
+    subprocess.check_call([sys.executable, str(ROOT / "scripts" / "results_table.py")])
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     found = sorted(path.stem for path in (ROOT / "configs" / "head").glob("*.yaml"))
     parser.add_argument("--kinds", nargs="+", choices=found, default=found, help="default: all")
-    parser.add_argument("--recipe", default="smollm2", help="whose head is replaced")
+    parser.add_argument(
+        "--ablate", nargs="*", choices=[*ABLATIONS], help="not kinds but ablations; none named: all"
+    )
+    parser.add_argument("--recipe", default="smollm2", help="whose head is replaced or changed")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "heads", help="for the runs")
     parser.add_argument("--text", type=Path, help="what the base wrote; default: OUT/text")
     parser.add_argument("--set", nargs="*", default=[], help="further overrides for training")
     parser.add_argument("--measure", nargs="*", default=[], help="further overrides for comparing")
-    parser.add_argument("--record", action="store_true", help="write recipes/README.md's table")
+    parser.add_argument("--record", action="store_true", help="write the tables of the recipes")
     return parser.parse_args(arguments)
 
 
-def _train(kind: str, run: Path, options: argparse.Namespace) -> int:
-    """Train one kind, unless that is done; note how much memory its process took at its peak."""
+def _changes(options: argparse.Namespace) -> dict[str, list[str]]:
+    """Return what is changed of the recipe, by run."""
+    if options.ablate is None:
+        return {kind: [f"head={kind}", *OWN.get(kind, [])] for kind in options.kinds}
+    names = options.ablate or [*ABLATIONS]
+    return {name: [one.format(out=options.out) for one in ABLATIONS[name]] for name in names}
+
+
+def _train(run: Path, changes: list[str], options: argparse.Namespace) -> int:
+    """Train one head, unless that is done; note how much memory its process took at its peak."""
     if (run / "training.json").is_file():
         return 0
     text = (options.text or options.out / "text").resolve()
     code, seconds, peak_gib = _run(
         "train",
         f"recipe={options.recipe}",
-        f"head={kind}",
-        f"name={kind}",
+        f"name={run.name}",
         f"run_dir={run}",
-        f"schedule.phases.distilled.distill.folder={text}",
+        f"{PHASE}.distill.folder={text}",
         "evaluate_after=false",
-        *OWN.get(kind, []),
+        *changes,
         *options.set,
     )
     if code == 0:

@@ -11,12 +11,13 @@ measured on further sets, each in a folder of its own beside results.json, has a
 card between `<!-- sets -->` and `<!-- /sets -->`; where such a folder has a compare.json too, of
 `specheads compare`, each way to draft has one between `<!-- ways -->` and `<!-- /ways -->`. What
 real vLLM made of its head, serve.json of scripts/bench_serve.py, stands between `<!-- served -->`
-and `<!-- /served -->`, and heads that others trained on the same text, speculators.json of
-`specheads compare`, between `<!-- speculators -->` and `<!-- /speculators -->`.
-README.md begins with the verdict of the quickstart, between `<!-- verdict -->` and
-`<!-- /verdict -->`, and that of the published head, between `<!-- published -->` and
-`<!-- /published -->`, and shows what its console said between `<!-- console -->` and
-`<!-- /console -->`.
+and `<!-- /served -->`. Heads that others trained on the same text, speculators.json of `specheads
+compare`, stand between `<!-- speculators -->` and `<!-- /speculators -->`, and those of
+`scripts/bench_heads.py --ablate`, ablations.json, between `<!-- ablations -->` and
+`<!-- /ablations -->`. README.md begins with the verdict of the quickstart, between
+`<!-- verdict -->` and `<!-- /verdict -->`, and that of the published head, between
+`<!-- published -->` and `<!-- /published -->`, and shows what its console said between
+`<!-- console -->` and `<!-- /console -->`.
 """
 
 import argparse
@@ -125,8 +126,9 @@ def render(root: Path) -> dict[Path, str]:
             blocks[folder / "README.md"]["ways"] = ways(beside)
         if (file := folder / "serve.json").is_file():
             blocks[folder / "README.md"]["served"] = served(json.loads(file.read_text("utf-8")))
-        if (file := folder / "speculators.json").is_file():
-            blocks[folder / "README.md"]["speculators"] = rivals(file)
+        for name in ("speculators", "ablations"):
+            if (file := folder / f"{name}.json").is_file():
+                blocks[folder / "README.md"][name] = rivals(file)
     compared, drawn = (
         [
             json.loads(file.read_text(encoding="utf-8"))

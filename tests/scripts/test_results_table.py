@@ -204,16 +204,19 @@ def test_ways_to_draft_have_a_row_each_in_the_card(script: ModuleType, checkout:
     ]
 
 
-def test_heads_of_others_stand_beside_ours_in_the_card(script: ModuleType, checkout: Path):
+@pytest.mark.parametrize("name", ["speculators", "ablations"])
+def test_heads_of_others_stand_beside_ours_in_the_card(
+    script: ModuleType, checkout: Path, name: str
+):
     recipe = checkout / "recipes" / "tiny_code"
-    (recipe / "README.md").write_text(f"{EMPTY}\n<!-- speculators -->\n<!-- /speculators -->\n")
+    (recipe / "README.md").write_text(f"{EMPTY}\n<!-- {name} -->\n<!-- /{name} -->\n")
     table = compared(1.2, [0.0])
     (condition,) = table["conditions"]
     condition["ranking"] = ["redrafter", "medusa"]
     condition["drafters"]["redrafter"]["over"] = {"medusa": {"ratio": 1.4, "interval": [1.3, 1.5]}}
-    (recipe / "speculators.json").write_text(json.dumps({"schema": 2} | table))
+    (recipe / f"{name}.json").write_text(json.dumps({"schema": 2} | table))
     assert script.main(["--root", str(checkout)]) == 0
-    text = (recipe / "README.md").read_text().partition("<!-- speculators -->\n")[2]
+    text = (recipe / "README.md").read_text().partition(f"<!-- {name} -->\n")[2]
     lines = text.splitlines()
     assert lines[0] == (
         "40 prompts of 96 new tokens, float32; AMD EPYC, 2 threads, commit `f1fca6e00000` and "
