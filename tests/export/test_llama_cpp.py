@@ -1,8 +1,9 @@
 """Real llama.cpp serves tiny_code with each kind of head it knows: `make llama_cpp`."""
 
+import json
 import shlex
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from specheads.export.write import export_head
 from specheads.measure.counts import DepthCounts
 from specheads.measure.offline import guess_ranks
 from specheads.measure.replay import replay
-from tests.export.llama_cpp_engine import convert, serve
+from specheads.measure.store import read
 from tests.export.trained import (
     BASE,
     DEPTH,
@@ -30,8 +31,19 @@ from tests.export.trained import (
     said,
     trained,
 )
+from tests.scripts.loading import load_script
 
 pytestmark = pytest.mark.llama_cpp
+
+engine = load_script("bench_llama_cpp")
+
+# exact as far as it goes: one thread, no half precision, and no text from an earlier request
+EXACT = (
+    *("--threads", "1", "--threads-batch", "1", "--flash-attn", "off", "--cache-ram", "0"),
+    *("--cache-type-k", "f32", "--cache-type-v", "f32"),
+    *("--cache-type-k-draft", "f32", "--cache-type-v-draft", "f32"),
+)
+SAMPLING = {"temperature": 0.0, "max_tokens": NEW_TOKENS, "ignore_eos": True}
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "eagle3": {"draft_tokens": 512},
@@ -82,6 +94,12 @@ def target(tmp_path_factory) -> Path:
     return convert([str(BASE), "--outfile", str(tmp_path_factory.mktemp("target") / "base.gguf")])
 
 
+def convert(arguments: list[str]) -> Path:
+    """Convert to the file named last; tiny_code's tokenizer splits text as Llama 3's does."""
+    engine.convert(arguments, "f32", pre_tokenizer="llama-bpe")
+    return Path(arguments[-1])
+
+
 @pytest.fixture(scope="module")
 def export(tmp_path_factory) -> Callable[[str], list[str]]:
     """Export a trained head and convert it, once; return what serves it, as the export says."""
@@ -109,13 +127,17 @@ def ask(target, export, tmp_path) -> Callable[..., dict[str, Any]]:
         if num_tokens != DEPTH:
             changed[str(DEPTH)] = str(num_tokens)
         arguments = [changed.get(one, one) for one in arguments if one != without]
-        arguments += ["--parallel", str(parallel), "--ctx-size", str(256 * parallel)]
-        return serve(arguments, prompts(), NEW_TOKENS, tmp_path / "server.log")
+        arguments += ["--parallel", str(parallel), "--ctx-size", str(256 * parallel), *EXACT]
+        server = engine.Server(arguments, tmp_path / "server.log")
+        try:
+            return server.ask({"prompts": prompts(), "sampling": SAMPLING})
+        finally:
+            server.close()
 
     return asked
 
 
-def engine_counts(name: str, depth: int = DEPTH) -> dict[str, list[int]]:
+def engine_counts(name: str, depth: int = DEPTH) -> dict[str, Any]:
     """Return what our replay of a chain has as llama.cpp counts it.
 
     llama.cpp leaves the last of a request's tokens to the base: it drafts one less than there is
@@ -131,10 +153,11 @@ def engine_counts(name: str, depth: int = DEPTH) -> dict[str, list[int]]:
             anchor += int((ranks[anchor, :drafted] == 0).cumprod(0).sum()) + 1
     total = DepthCounts.total(counts, depth)
     return {
-        "spec_decode_num_draft_tokens_total": [sum(lengths)],
-        "spec_decode_num_accepted_tokens_total": [sum(total.accepted)],
-        "spec_decode_num_drafts_total": [len(lengths)],
-        "spec_decode_num_accepted_tokens_per_pos_total": total.accepted,
+        "draft_tokens": sum(lengths),
+        "accepted_tokens": sum(total.accepted),
+        "drafts": len(lengths),
+        "accepted_tokens_per_pos": total.accepted,
+        "forwards": total.forwards,
     }
 
 
@@ -144,8 +167,7 @@ def check(answer: dict[str, Any], name: str) -> None:
     wanted = engine_counts(name)
     assert {one: answer["counters"][one] for one in wanted} == wanted
     for timings, total in (("draft_n", "draft_tokens"), ("draft_n_accepted", "accepted_tokens")):
-        (count,) = wanted[f"spec_decode_num_{total}_total"]
-        assert sum(one[timings] for one in answer["timings"]) == count
+        assert sum(one[timings] for one in answer["timings"]) == wanted[total]
 
 
 def test_llama_cpp_alone_says_what_the_base_says(ask):
@@ -155,9 +177,9 @@ def test_llama_cpp_alone_says_what_the_base_says(ask):
 @pytest.mark.parametrize("name", SETTINGS)
 def test_the_heads_of_these_tests_are_right_and_wrong_at_every_depth(name):
     counts = engine_counts(name)
-    per_depth = counts["spec_decode_num_accepted_tokens_per_pos_total"]
+    per_depth = counts["accepted_tokens_per_pos"]
     assert per_depth[-1] > 0
-    assert per_depth[0] < counts["spec_decode_num_drafts_total"][0]
+    assert per_depth[0] < counts["drafts"]
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -174,8 +196,8 @@ def test_chains_drafted_together_on_the_backend_accept_less(ask):
     """So exports turn that off; where this fails llama.cpp was mended, and they need not."""
     answer, wanted = ask("eagle3", parallel=3, without=ALONE), engine_counts("eagle3")
     assert answer["tokens"] == [text[:NEW_TOKENS] for text in said()]
-    total = "spec_decode_num_accepted_tokens_total"
-    assert 0 < answer["counters"][total][0] < wanted[total][0]
+    total = "accepted_tokens"
+    assert 0 < answer["counters"][total] < wanted[total]
 
 
 def test_a_chain_may_be_shorter_than_the_head(ask):
@@ -189,3 +211,29 @@ def test_a_shorter_block_is_another_network(ask):
     answer, wanted = ask("dspark", num_tokens=DEPTH - 1), engine_counts("dspark", DEPTH - 1)
     assert answer["tokens"] == [text[:NEW_TOKENS] for text in said()]
     assert {one: answer["counters"][one] for one in wanted} != wanted
+
+
+def test_the_bench_of_serving_counts_as_it_replays(target, tmp_path, monkeypatch):
+    """In float32, and with what the base is asked for in ids."""
+    script = load_script("bench_serve")
+    convert = partial(script.convert, pre_tokenizer="llama-bpe")
+    monkeypatch.setattr(script, "convert", convert)
+    head("eagle3").save_pretrained(tmp_path / "head")
+    file = tmp_path / "said.jsonl"
+    texts = ("import os\n\n\ndef walk(", "class Tree:\n    def", "for name in")
+    file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    out = tmp_path / "serve.json"
+    words = f"--engine llama_cpp --gguf {target} --outtype f32 --base {BASE} --dtype float32 "
+    words += f"--head {tmp_path / 'head'} --sets said={file} --out {out} --limit 3 --new-tokens 24 "
+    words += f"--batch 1,3 --depths 1,{DEPTH} --threads 1"
+    assert script.main(shlex.split(words)) == 0
+    served: Any = read(script.Served, out)
+    assert [(row.batch, row.depth, row.count) for row in served.rows] == [
+        (batch, depth, 3) for batch in (1, 3) for depth in (1, DEPTH)
+    ]
+    for row in served.rows:
+        assert row.identical == row.count
+        assert row.served.forwards == row.replay.forwards
+        assert row.served.tokens_per_forward == row.replay.tokens_per_forward > 1
+        assert row.speedup.ratio > 0
+    assert served.engine.keys() == {"llama.cpp", "base", "head"}

@@ -266,8 +266,8 @@ def test_the_bench_of_serving_counts_what_its_replay_counts(tmp_path):
     assert asked == [(1, 1), (1, 3), (4, 1), (4, 3)]
     for row in served["rows"]:
         assert row["identical"] == row["count"] == 4
-        assert row["vllm"]["forwards"] == row["replay"]["forwards"]
-        assert row["vllm"]["tokens_per_forward"] == row["replay"]["tokens_per_forward"] > 1
+        assert row["served"]["forwards"] == row["replay"]["forwards"]
+        assert row["served"]["tokens_per_forward"] == row["replay"]["tokens_per_forward"] > 1
         assert row["speedup"]["interval"][0] <= row["speedup"]["ratio"]
 
 

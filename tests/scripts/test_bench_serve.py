@@ -120,12 +120,15 @@ def test_a_run_asks_counts_replays_and_writes(script, tmp_path, monkeypatch, cap
     ]
     for row in served.rows:
         assert row.identical == row.count
-        assert (row.vllm.forwards, row.vllm.accepted) == (row.replay.forwards, row.replay.accepted)
-        assert row.vllm.tokens_per_forward == pytest.approx(row.replay.tokens_per_forward)
+        assert (row.served.forwards, row.served.accepted) == (
+            row.replay.forwards,
+            row.replay.accepted,
+        )
+        assert row.served.tokens_per_forward == pytest.approx(row.replay.tokens_per_forward)
         assert row.speedup.ratio == pytest.approx(1 + row.depth)
         assert row.speedup.interval == pytest.approx((1 + row.depth, 1 + row.depth))
         assert row.forward_overhead == pytest.approx(
-            row.vllm.tokens_per_forward / row.speedup.ratio
+            row.served.tokens_per_forward / row.speedup.ratio
         )
     assert served.rows[1].vllm.accepted[1] > 0
     assert served.engine == {"vllm": "none", "torch": torch.__version__}
@@ -148,6 +151,41 @@ def test_an_export_s_own_command_line_says_how_its_head_is_served(script):
     assert "SPECHEADS_HEAD" not in environment
     _, environment = script.served_by(f"SPECHEADS_HEAD='/a b/served' {said}")
     assert environment["SPECHEADS_HEAD"] == "/a b/served"
+
+
+def test_llama_cpp_serves_the_base_alone_and_each_chain_of_the_converted_head(
+    script, tmp_path, monkeypatch
+):
+    converted, started = [], []
+
+    def server(arguments: list[str], log: Path, built: Path) -> SimpleNamespace:
+        started.append((arguments, log, built))
+        return SimpleNamespace(versions={"llama.cpp": "b1"})
+
+    monkeypatch.setattr(script, "convert", lambda *told, **more: converted.append((told, more)))
+    monkeypatch.setattr(script, "Server", server)
+    lines = (
+        "python convert_hf_to_gguf.py '/a b' --target-model-dir base --outfile /h.gguf",
+        "llama-server -m BASE.gguf -md /h.gguf --spec-type eagle --spec-draft-n-max 3 --last",
+    )
+    options = script._parse(
+        shlex.split(
+            "--head x --sets a --engine llama_cpp --gguf /base.gguf --llama-cpp /built "
+            f"--depths 1,3 --batch 1,2 --threads 2 --out {tmp_path / 'serve.json'}"
+        )
+    )
+    engines = script._llama_cpp(None, lines, 100, options)
+    asked = ["/a b", "--target-model-dir", "base", "--outfile", "/h.gguf"]
+    assert converted == [((asked, "f16"), {"built": Path("/built")})]
+    shared = shlex.split("--threads 2 --threads-batch 2 --cache-ram 0 --parallel 2 --ctx-size 200")
+    drafts = "-md /h.gguf --spec-type eagle --spec-draft-n-max {} --last"
+    told = {0: [], 1: shlex.split(drafts.format(1)), 3: shlex.split(drafts.format(3))}
+    assert started == [
+        (["-m", "/base.gguf", *said, *shared], tmp_path / f"serve.{depth}.log", Path("/built"))
+        for depth, said in told.items()
+    ]
+    assert [*engines] == [0, 1, 3]
+    assert engines[3].versions == {"llama.cpp": "b1", "base": "base.gguf", "head": "f16"}
 
 
 def test_plain_prompts_are_said_by_a_user_and_mt_bench_is_eight_categories(script, tmp_path):
@@ -185,6 +223,12 @@ def test_counters_are_those_of_the_turn_and_drafts_beyond_the_end_do_not_count(s
     assert (turn.forwards, turn.accepted) == (2, [2, 1])
     # three tokens after the first one; vLLM accepted a fourth, which was cut off
     assert script._counted([turn]).tokens_per_forward == 1.5
+
+
+def test_forwards_are_those_of_an_engine_that_counts_them(script):
+    before = {"drafts": 10, "forwards": 12, "accepted_tokens_per_pos": [5]}
+    now = {"drafts": 12, "forwards": 15, "accepted_tokens_per_pos": [7]}
+    assert script.turn({"seconds": 1.0, "tokens": [[1]], "counters": now}, before).forwards == 3
 
 
 def test_speed_is_paired_and_for_as_many_tokens(script):

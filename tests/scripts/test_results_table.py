@@ -233,9 +233,10 @@ def served(*rows: tuple[str, int, int, float]) -> str:
     counted = {"tokens_per_forward": 1.8, "interval": [1.7, 1.9], "forwards": 9, "accepted": [7, 4]}
     each = {
         "count": 24, "identical": 11, "alone_tokens_per_second": 246.6, "tokens_per_second": 220.0,
-        "forward_overhead": 2.0, "vllm": counted, "replay": counted | {"tokens_per_forward": 1.75},
+        "forward_overhead": 2.0, "served": counted,
+        "replay": counted | {"tokens_per_forward": 1.75},
     }  # fmt: skip
-    told = {"schema": 1, "engine": {"vllm": "0.32.0", "torch": "2.13.0"}, "dtype": "bfloat16"}
+    told = {"schema": 2, "engine": {"vllm": "0.32.0", "torch": "2.13.0"}, "dtype": "bfloat16"}
     told |= {"new_tokens": 96, "provenance": RESULTS["provenance"]}
     found = [
         {"prompts": prompts, "batch": batch, "depth": depth}
