@@ -1,6 +1,11 @@
-"""What every test gets: no network, no screen, one thread, a fixed seed."""
+"""What every test gets: no network, no screen, one thread, a fixed seed, and checked types.
+
+Shapes are checked in modules that name any. In others, many of whose calls are too small for that,
+plain types are, but not in decoding, which refuses by itself what users may give it.
+"""
 
 import os
+from pathlib import Path
 
 # read by these libraries when they are imported, so before any of them is
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -13,6 +18,19 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
 import hypothesis
 import pytest
 import torch
+from beartype import BeartypeConf
+from beartype.claw import beartype_package
+from jaxtyping import install_import_hook
+
+PACKAGE = Path(__file__).parents[1] / "specheads"
+SHAPED = [
+    ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts)
+    for file in PACKAGE.rglob("*.py")
+    if "from jaxtyping import" in file.read_text(encoding="utf-8")
+]
+PLAIN = BeartypeConf(claw_is_pep526=False, claw_skip_package_names=("specheads.decoding",))
+beartype_package("specheads", conf=PLAIN)
+install_import_hook(SHAPED, "beartype.beartype")
 
 # the models are tiny: a second thread costs more than it brings, and sums would vary with it
 torch.set_num_threads(1)

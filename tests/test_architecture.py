@@ -4,8 +4,15 @@ import ast
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from beartype.roar import BeartypeCallHintParamViolation
+from jaxtyping import TypeCheckError
+
+from specheads.core.paths import local_path
+from specheads.decoding.acceptance.accept import draw
 
 PACKAGE = Path(__file__).parents[1] / "specheads"
 FLOORS = (
@@ -200,3 +207,12 @@ def arguments(function: ast.FunctionDef) -> list[str]:
     known = function.args
     named = [one.arg for one in (*known.posonlyargs, *known.args, *known.kwonlyargs)]
     return [name for name in named if name not in ("self", "cls")]
+
+
+def test_shapes_and_plain_types_are_checked_while_tests_run():
+    probs, uniforms = torch.full((2, 3, 4), 0.25), torch.rand(2, 5)
+    with pytest.raises(TypeCheckError, match="uniforms"):
+        draw(probs, uniforms)
+    wrong: Any = 3
+    with pytest.raises(BeartypeCallHintParamViolation, match="path"):
+        local_path(wrong)

@@ -121,12 +121,13 @@ def test_a_finished_run_is_refused_and_left_as_it_is(
     assert before == {file: file.stat().st_mtime_ns for file in run.rglob("*")}
 
 
-def test_evaluate_measures_a_run_again_elsewhere(finished: tuple[Path, str]):
-    done = specheads_command(
+def test_evaluate_measures_a_run_again_elsewhere(
+    finished: tuple[Path, str], here: Callable[..., None]
+):
+    here(
         "evaluate", "run=runs/smoke", "tree=best_first", "evaluation.mode=online", "out=again",
-        *SMALL, cwd=finished[0],
+        *SMALL,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
     results = json.loads((finished[0] / "again" / "results.json").read_text())
     assert results["settings"]["tree"] == "best_first"
     assert results["lossless"]["identical"] == 2
@@ -184,6 +185,7 @@ def test_above_temperature_zero_drafts_with_and_without_the_noise_and_rejection_
             assert f"tokens per forward, {name} {tree} of 4 nodes" in text
 
 
+@pytest.mark.slow
 def test_an_offline_replay_of_drawn_text_needs_no_decoding_with_the_head(
     finished: tuple[Path, str], here: Callable[..., None]
 ):
@@ -449,6 +451,7 @@ def test_tune_writes_the_head_s_trees_which_decoding_and_evaluation_take(
         (folder / "tuned.json").unlink(missing_ok=True)
 
 
+@pytest.mark.slow
 def test_compare_above_temperature_zero_has_the_head_draft_in_three_ways(
     finished: tuple[Path, str], here: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ):
@@ -466,6 +469,7 @@ def test_compare_above_temperature_zero_has_the_head_draft_in_three_ways(
     assert "head_rejection" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_compare_ranks_several_heads_at_several_temperatures_and_batches(
     finished: tuple[Path, str], here: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ):

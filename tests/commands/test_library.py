@@ -153,7 +153,13 @@ ORDERS = {
 }
 
 
-@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+@pytest.mark.parametrize(
+    "order",
+    [
+        pytest.param(code, id=name, marks=() if name == "module first" else pytest.mark.slow)
+        for name, code in ORDERS.items()
+    ],
+)
 def test_export_is_a_function_and_a_package_in_any_order_of_imports(order: str):
     code = f"""
 import sys

@@ -285,7 +285,9 @@ def decoded(
 
 
 @pytest.mark.parametrize("name", TREES)
-@pytest.mark.parametrize(("batch", "paged"), [(1, False), (2, True), (5, False)])
+@pytest.mark.parametrize(
+    ("batch", "paged"), [pytest.param(1, False, marks=pytest.mark.slow), (2, True), (5, False)]
+)
 def test_the_text_is_the_base_alones_with_and_without_the_noise(name, batch, paged):
     # two rows at a time: requests enter and leave beside others
     head = Bigrams("llama", 3, 1.0)

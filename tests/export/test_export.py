@@ -38,6 +38,8 @@ from tests.tuned import tuned as made_up
 GOLDEN = Path(__file__).parents[1] / "golden"
 OUT = Path("/serve/head")
 PAIRS = [(kind, engine) for engine in engines() for kind in sorted(engine_module(engine).LAYOUTS)]
+EVERY_KIND = ("sglang", "vllm")
+"""Engines that take every kind between them: where all engines would take too long."""
 STRETCHED = {
     "linear": {"rope_type": "linear", "factor": 3.0},
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8},
@@ -165,7 +167,13 @@ def mutations(value: Tensor) -> Iterator[tuple[str, Tensor | None]]:
         yield "transposed", value.mT
 
 
-@pytest.mark.parametrize(("kind", "engine"), PAIRS)
+@pytest.mark.parametrize(
+    ("kind", "engine"),
+    [
+        pytest.param(kind, engine, marks=() if engine in EVERY_KIND else pytest.mark.slow)
+        for kind, engine in PAIRS
+    ],
+)
 def test_any_one_tensor_that_is_off_is_caught(kind, engine, base, texts, tmp_path):
     missed = []
     for number, head in enumerate(serve(kind, engine, base, depth=2)):
