@@ -75,8 +75,8 @@ Prefill = Callable[[int], float]
 Arm = int | str
 """A way to draft, by name; a number is the depth of a chain."""
 
-PARTS_OF_LOAD = 0.2, 2.0, 0.2, 1.5
-"""How the rate rises and falls."""
+LOAD = [0.2, 2.0, 0.2, 1.5]
+"""How the rate rises and falls: factors of it in parts of time of equal length."""
 
 
 @dataclass(slots=True)
@@ -99,6 +99,7 @@ class Bench:
     batches: list[int]
     requests: int
     share: float
+    load: list[float]
     arms: list[Arm]
 
     @property
@@ -177,6 +178,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--batches", type=int, nargs="+", default=[1, 4, 16], help="the last is that of policies")
     add("--requests", type=int, default=64, help="of a load that rises and falls")
     add("--share", type=float, default=0.7, help="its mean rate over what the base alone can serve")
+    add("--load", type=float, nargs="+", default=LOAD, help="factors of the rate, part by part")
     add("--arms", nargs="+", type=_arm, help="of policies, all where none is named")
     add("--rounds", type=int, default=3)
     add("--out", type=Path, help="JSON file for the numbers")
@@ -247,6 +249,7 @@ def _bench(options: argparse.Namespace) -> Bench:
         options.batches,
         options.requests,
         options.share,
+        options.load,
         _asked(options, measured),
     )
 
@@ -406,7 +409,7 @@ def policies_under_load(bench: Bench) -> dict[str, Any]:
             bench.requests,
             prompt_tokens=max(map(len, bench.prompts)),
             new_tokens=bench.new_tokens,
-            parts=PARTS_OF_LOAD,
+            parts=bench.load,
             seed=turn,
         )
         for turn in range(bench.rounds)
@@ -420,6 +423,8 @@ def policies_under_load(bench: Bench) -> dict[str, Any]:
         "base_tokens_per_second": alone,
         "rates": bench.rates,
         "copied_rates": bench.copied_rates,
+        "share": bench.share,
+        "load": bench.load,
         "reference": bench.arms[-1],
         "rows": rows,
     }

@@ -20,6 +20,7 @@ from rich.console import Console
 from specheads.base.model import FrozenBase
 from specheads.core.errors import InputError
 from specheads.core.files import write_atomic
+from specheads.core.paths import writable_folder
 from specheads.data.rendering import ASKED, Rendering
 from specheads.data.shown import added_ids
 from specheads.decoding.acceptance.sampling import Sampling
@@ -47,6 +48,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     try:
+        writable_folder(options.out.parent)
+        if options.out.is_dir():
+            raise InputError(f"--out must be a file, and {options.out} is a folder; name another")
         base = FrozenBase.load(options.base, dtype=options.dtype)
         found = list(questions(base, options))
     except InputError as error:
