@@ -3,7 +3,7 @@ r"""Serve with a real engine, with a head and without, and hold its counts again
     python scripts/bench_serve.py --head runs/x/head --out serve.json \
         --sets humaneval=HumanEval.jsonl.gz mt_bench=question.jsonl gsm8k=test.jsonl
     python scripts/bench_serve.py --head ... --sets gsm8k=... --limit 4 --new-tokens 32 --batch 1
-    python scripts/bench_serve.py --engine llama_cpp --gguf BASE.gguf --head ... --sets gsm8k=...
+    python scripts/bench_serve.py --engine llama_cpp --head ... --sets gsm8k=... --depths 1,3
 
 The base alone and chains of each of --depths are engines of their own, in processes that wait
 while another computes. They take turns on the same prompts, a batch at a time, each batch in
@@ -35,6 +35,7 @@ import torch
 from bench_llama_cpp import BUILT, Server, convert
 from bench_vllm import Engine
 
+from specheads.base.gguf import file_of
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
 from specheads.core.machine import instructions
@@ -203,12 +204,18 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--cache-gib", type=int, default=1, help="of each engine, for keys and values")
     add("--vllm-python", default=".venv-vllm/bin/python", help="interpreter that has vLLM")
     add("--llama-cpp", type=Path, default=BUILT, help="what `make llama_cpp` has filled")
-    add("--gguf", type=Path, help="the base's file for llama.cpp")
+    add("--gguf", type=Path, help="what llama.cpp serves; default: the file that --base names")
     add("--outtype", default="f16", help="of the head's weights for llama.cpp")
     add("--out", type=Path, help="JSON file for the numbers")
     options = parser.parse_args(arguments)
     named = (one.partition("=") for one in options.sets)
     options.sets = {name: file or name for name, _, file in named}
+    if options.engine == "llama_cpp":
+        options.gguf = options.gguf or file_of(options.base)
+        if options.gguf is None:
+            raise SystemExit(
+                f"error: llama.cpp serves GGUF files, {options.base} is none; name --gguf"
+            )
     return options
 
 

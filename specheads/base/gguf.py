@@ -45,7 +45,7 @@ def located(source: str) -> str:
         ValueError: The package or the file is not there, is damaged, or is of a kind that
             transformers does not know; or disk or memory are too small.
     """
-    file = _file(source)
+    file = file_of(source)
     return source if file is None else str(_dequantised(file, source))
 
 
@@ -54,8 +54,12 @@ def is_package(source: str) -> bool:
     return source.startswith(PACKAGE)
 
 
-def _file(source: str) -> Path | None:
-    """Return the GGUF file that a base's name stands for; None where it stands for none."""
+def file_of(source: str) -> Path | None:
+    """Return the GGUF file that a base's name stands for; None where it stands for none.
+
+    Raises:
+        ValueError: The package or the file is not there.
+    """
     if is_package(source):
         return _in_package(source.removeprefix(PACKAGE))
     if not source.lower().endswith(".gguf") or local_path(source).is_dir():

@@ -188,6 +188,15 @@ def test_llama_cpp_serves_the_base_alone_and_each_chain_of_the_converted_head(
     assert engines[3].versions == {"llama.cpp": "b1", "base": "base.gguf", "head": "f16"}
 
 
+def test_llama_cpp_serves_the_file_that_the_base_s_name_stands_for(script, tmp_path):
+    asked = ["--head", "x", "--sets", "a", "--engine", "llama_cpp", "--base"]
+    file = tmp_path / "base.gguf"
+    file.touch()
+    assert script._parse([*asked, str(file)]).gguf == file
+    with pytest.raises(SystemExit, match=r"llama.cpp serves GGUF files, .* name --gguf"):
+        script._parse([*asked, str(BASE)])
+
+
 def test_plain_prompts_are_said_by_a_user_and_mt_bench_is_eight_categories(script, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(BASE)
     tokenizer.chat_template = (
