@@ -160,6 +160,7 @@ def _model(file: Path, fields: dict[str, Any], numbers: int) -> PreTrainedModel:
         ignore_mismatched_sizes=True,
         output_loading_info=True,
     )
+    told["mismatched_keys"] = {*told["mismatched_keys"], *_other_shapes(model)}
     refuse_unwhole(file.name, told, REMEDY)
     if (made := sum(one.numel() for one in model.parameters())) != numbers:
         raise InputError(
@@ -175,6 +176,18 @@ def _model(file: Path, fields: dict[str, Any], numbers: int) -> PreTrainedModel:
         pad_token_id=config.pad_token_id,
     )
     return model
+
+
+def _other_shapes(model: PreTrainedModel) -> list[tuple[str, torch.Size, torch.Size]]:
+    """Return names, shapes and wanted shapes of weights that are not as the settings say.
+
+    transformers 5.17 does not tell of a GGUF file's.
+    """
+    with torch.device("meta"):
+        wanted = AutoModelForCausalLM.from_config(model.config).state_dict()
+    held = model.state_dict()
+    pairs = [(name, held[name].shape, one.shape) for name, one in wanted.items()]
+    return [(name, has, wants) for name, has, wants in pairs if has != wants]
 
 
 def _refuse_scaled_positions(fields: dict[str, Any]) -> None:

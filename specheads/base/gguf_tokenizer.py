@@ -88,7 +88,10 @@ def make_tokenizer(file: Path, fields: dict[str, Any]) -> PreTrainedTokenizerBas
     """
     kind, way = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre")
     if kind == "llama":
-        return AutoTokenizer.from_pretrained(file.parent, gguf_file=str(file))
+        read = AutoTokenizer.from_pretrained(file.parent, gguf_file=str(file))
+        # transformers 5.17 passes over what the file says of them
+        read.backend_tokenizer.post_processor = _ends(fields, adds_bos=True)
+        return read
     if kind != "gpt2" or way not in SPLITTINGS:
         name, value = ("pre", way) if kind == "gpt2" else ("model", kind)
         known = ", ".join(SPLITTINGS) if kind == "gpt2" else "gpt2, llama"
@@ -103,7 +106,7 @@ def make_tokenizer(file: Path, fields: dict[str, Any]) -> PreTrainedTokenizerBas
         if (place := fields.get(f"tokenizer.ggml.{key}_token_id")) is not None
     }
     return PreTrainedTokenizerFast(
-        tokenizer_object=_byte_level(fields, SPLITTINGS[way], special),
+        tokenizer_object=_byte_level(fields, SPLITTINGS[way]),
         chat_template=fields.get("tokenizer.chat_template"),
         model_max_length=fields[f"{fields['general.architecture']}.context_length"],
         clean_up_tokenization_spaces=False,
@@ -111,7 +114,7 @@ def make_tokenizer(file: Path, fields: dict[str, Any]) -> PreTrainedTokenizerBas
     )
 
 
-def _byte_level(fields: dict[str, Any], splitting: Splitting, special: dict[str, str]) -> Tokenizer:
+def _byte_level(fields: dict[str, Any], splitting: Splitting) -> Tokenizer:
     tokens = fields["tokenizer.ggml.tokens"]
     vocab = {token: number for number, token in enumerate(tokens)}
     if len(vocab) != len(tokens):
@@ -133,14 +136,22 @@ def _byte_level(fields: dict[str, Any], splitting: Splitting, special: dict[str,
     ]
     tokenizer.add_tokens(whole)
     tokenizer.add_special_tokens([token for token in whole if token.special])
-    adds = {"bos": splitting.adds_bos, "eos": False}
-    before, after = (
-        special[name] if fields.get(f"tokenizer.ggml.add_{name}_token", default) else ""
-        for name, default in adds.items()
-    )
-    tokenizer.post_processor = TemplateProcessing(
+    tokenizer.post_processor = _ends(fields, adds_bos=splitting.adds_bos)
+    return tokenizer
+
+
+def _ends(fields: dict[str, Any], *, adds_bos: bool) -> TemplateProcessing:
+    """Return what puts the tokens around a text that the file wants there."""
+    places = {
+        name: fields[f"tokenizer.ggml.{name}_token_id"]
+        for name, default in (("bos", adds_bos), ("eos", False))
+        if fields.get(f"tokenizer.ggml.add_{name}_token", default)
+        and f"tokenizer.ggml.{name}_token_id" in fields
+    }
+    known = {name: fields["tokenizer.ggml.tokens"][place] for name, place in places.items()}
+    before, after = known.get("bos", ""), known.get("eos", "")
+    return TemplateProcessing(
         single=" ".join(filter(None, [before, "$A", after])),
         pair=" ".join(filter(None, [before, "$A", after, before, "$B:1", after])),
-        special_tokens=[(token, vocab[token]) for token in {before, after} - {""}],
+        special_tokens=[*{known[name]: place for name, place in places.items()}.items()],
     )
-    return tokenizer

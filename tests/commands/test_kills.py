@@ -19,7 +19,7 @@ from specheads.runs.checkpoint import SUMS
 from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import read_metrics
 from tests import tiny
-from tests.training.in_processes import started
+from tests.training.in_processes import FORK, started
 
 pytestmark = pytest.mark.slow
 
@@ -85,7 +85,7 @@ class Killer:
     def start(self, run: Path, moment: Moment | None) -> list[int | None]:
         """Run until the moment and a little further, if it comes; return how each rank ended."""
         reader, writer = os.pipe()
-        ranks = started(self.count, act, self.words, run, moment, writer)
+        ranks = started(self.count, act, self.words, run, moment, writer, by=FORK)
         os.close(writer)
         if os.read(reader, 1):
             time.sleep(self.chance.choice([0, self.chance.uniform(0, 0.02)]))

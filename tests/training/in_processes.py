@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from multiprocessing.context import ForkProcess
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,9 @@ from tests import tiny
 from tests.packed import counted_in, texts
 
 FORK = multiprocessing.get_context("fork")
+# of a process that computed no gradient: torch built for CUDA lets no child of one that did
+CLEAN = multiprocessing.get_context("forkserver")
+CLEAN.set_forkserver_preload(["tests.conftest", "tests.training.in_processes"])
 
 SHARED_OUT: dict[str, dict[str, str]] = {
     "none": {},
@@ -147,14 +150,19 @@ def forked(count: int, act: Callable[..., None], *arguments: Any) -> list[int | 
     return [process.exitcode for process in ranks]
 
 
-def started(count: int, act: Callable[..., None], *arguments: Any) -> list[ForkProcess]:
-    """Act in so many processes of one run, and do not wait for them."""
+def started(
+    count: int, act: Callable[..., None], *arguments: Any, by: Any = CLEAN
+) -> list[BaseProcess]:
+    """Act in so many processes of one run, and do not wait for them.
+
+    Those of `FORK` have the files that are open here.
+    """
     folder_of_base()  # made once, and not in each
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     ranks = [
-        FORK.Process(target=_act_as, args=(rank, count, port, act, arguments))
+        by.Process(target=_act_as, args=(rank, count, port, act, arguments))
         for rank in range(count)
     ]
     for process in ranks:
