@@ -130,7 +130,7 @@ def test_a_run_asks_counts_replays_and_writes(script, tmp_path, monkeypatch, cap
         assert row.forward_overhead == pytest.approx(
             row.served.tokens_per_forward / row.speedup.ratio
         )
-    assert served.rows[1].vllm.accepted[1] > 0
+    assert served.rows[1].served.accepted[1] > 0
     assert served.engine == {"vllm": "none", "torch": torch.__version__}
     assert (served.kind, served.prompts["said"].count) == ("mlp_speculator", 4)
     assert served.provenance.hardware.machine
