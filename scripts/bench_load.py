@@ -9,8 +9,9 @@ Parts
     policies   latency of requests that come now and then, by arm, over that of the last arm
 
 Arms are 0, the base alone; 2, a chain of two; lookup, copied text alone; 2+lookup, both in one
-tree; goodput, which chooses a depth for each step; and goodput+lookup, which chooses among all of
-them. Those with copied text are there where `specheads tune` chose some.
+tree; tuned, the tuned tree nearest to the batch of each step; goodput, which chooses a chain or a
+tuned tree for each step; and goodput+lookup, which chooses among all of them. Those with copied
+text are there where `specheads tune` chose some.
 
 Step times and acceptance rates are those of tuned.json in the head's folder; what reading prompts
 takes is measured here. A machine is not always as fast as when a head was tuned: simulated times
@@ -57,7 +58,7 @@ from specheads.heads.load import load_head
 from specheads.measure.counts import bootstrap_interval
 from specheads.measure.evaluation import named_prompts
 from specheads.measure.load import command
-from specheads.measure.load.accepted import Accepted, rates_of, recorded
+from specheads.measure.load.accepted import Accepted, drawn, rates_of, recorded
 from specheads.measure.load.arrivals import Arrival, poisson
 from specheads.measure.load.simulate import Simulation, System, simulate
 from specheads.measure.offline import guess_ranks
@@ -74,6 +75,8 @@ Prefill = Callable[[int], float]
 
 Arm = int | str
 """A way to draft, by name; a number is the depth of a chain."""
+
+TUNED = "tuned"
 
 LOAD = [0.2, 2.0, 0.2, 1.5]
 """How the rate rises and falls: factors of it in parts of time of equal length."""
@@ -116,19 +119,26 @@ class Bench:
         self, arm: Arm, max_batch: int, arrivals: Sequence[Arrival], prefill: Prefill
     ) -> Simulation:
         """Return what the simulator makes of an arm."""
-        acceptance = self.measured.acceptance
-        size = self.measured.copied if "lookup" in str(arm) else 0
+        depth, size = _depth(arm), self.measured.copied if "lookup" in str(arm) else 0
         system = System(
             cost=self.measured.cost,
             prefill=prefill,
-            rates=acceptance.per_depth,
+            rates=[self.measured.acceptance.per_depth],
             drafts=chains(self.depth, size),
             max_batch=max_batch,
-            copied=acceptance.copied,
+            copied=self.measured.acceptance.copied,
         )
-        depth = _depth(arm)
+        if depth is None:
+            system = command.choosing(system, self.chosen_from(arm))
         place = None if depth is None else system.drafts.index(Draft(depth, depth + 1, size))
-        return simulate(system, arrivals, self.accepted, place, self.copied)
+        # of trees nothing was recorded
+        right = [self.accepted, *map(drawn, system.rates[1:])]
+        return simulate(system, arrivals, right, place, self.copied)
+
+    def chosen_from(self, arm: Arm) -> Tuned:
+        """Return what goodput chooses from."""
+        alone = replace(self.measured, acceptance=self.measured.acceptance.alone())
+        return self.measured if "lookup" in str(arm) else alone
 
     def engine(self, arm: Arm, max_batch: int) -> Engine:
         """Return an engine that drafts so."""
@@ -138,10 +148,10 @@ class Bench:
     def drafting(self, arm: Arm) -> tuple[Drafter | None, policies.TreePolicy]:
         """Return what drafts, and how."""
         depth, size = _depth(arm), self.measured.copied if "lookup" in str(arm) else 0
+        if arm == TUNED:
+            return self.head, self.measured.policy()
         if depth is None:
-            alone = replace(self.measured.acceptance, copied=[])
-            tuned = self.measured if size else replace(self.measured, acceptance=alone)
-            return self.head, Goodput.of(tuned)
+            return self.head, Goodput.of(self.chosen_from(arm))
         if not depth:
             copying = PromptLookup(self.base.vocab_size, size) if size else None
             return copying, Lookup(size) if size else policies.NOTHING
@@ -190,20 +200,21 @@ def _arm(name: str) -> Arm:
 
 
 def _depth(arm: Arm) -> int | None:
-    """Return the levels of an arm's chain; None are those that goodput chooses."""
+    """Return the levels of an arm's chain; None are those that are chosen for each step."""
     name = str(arm).removesuffix("lookup").removesuffix("+")
-    return None if name == "goodput" else int(name or 0)
+    return None if name in ("goodput", TUNED) else int(name or 0)
 
 
 def arms(tuned: Tuned) -> list[Arm]:
     """Return the ways to draft, the one that has them all the last."""
     depths = range(len(tuned.acceptance.per_depth) + 1)
     if not tuned.copied:
-        return [*depths, "goodput"]
+        return [*depths, TUNED, "goodput"]
     return [
         *depths,
         "lookup",
         *(f"{one}+lookup" for one in depths[1:]),
+        TUNED,
         "goodput",
         "goodput+lookup",
     ]
@@ -445,20 +456,28 @@ def _row(
     own = [each[arm].latencies for each in rounds]
     reference = [each[bench.arms[-1]].latencies for each in rounds]
     ours, theirs = list(map(sum, own)), list(map(sum, reference))
-    simulated = [
-        one.finished - one.arrival.seconds
-        for each in rounds
-        for one in bench.simulated(arm, bench.batches[-1], each[arm].arrivals, prefill).served
-    ]
     return {
         "draft": arm,
         "mean_latency": statistics.fmean(chain(*own)),
-        "simulated_mean_latency": statistics.fmean(simulated),
+        "simulated_mean_latency": _simulated_wait(bench, arm, rounds, prefill),
         "tokens_per_second": statistics.median(each[arm].tokens_per_second for each in rounds),
         "latency_over_reference": sum(ours) / sum(theirs),
         "interval": list(bootstrap_interval(ours, theirs)),
         "same_text": all(each[arm].texts == each[bench.arms[0]].texts for each in rounds),
     }
+
+
+def _simulated_wait(
+    bench: Bench, arm: Arm, rounds: Sequence[dict[Arm, Service]], prefill: Prefill
+) -> float | None:
+    """Return what an arm's requests wait in the simulator, which knows no tree but goodput's."""
+    if arm == TUNED:
+        return None
+    found = (
+        bench.simulated(arm, bench.batches[-1], each[arm].arrivals, prefill) for each in rounds
+    )
+    waits = [one.finished - one.arrival.seconds for each in found for one in each.served]
+    return statistics.fmean(waits)
 
 
 PARTS: dict[str, Callable[[Bench], Any]] = {

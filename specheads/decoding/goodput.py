@@ -14,7 +14,7 @@ from specheads.core.tree import TokenTree
 from specheads.decoding.acceptance import sampling
 from specheads.decoding.cost import Cost
 from specheads.decoding.loop import Step
-from specheads.decoding.payoff import Acceptance, Draft, Known, best_draft
+from specheads.decoding.payoff import Acceptance, Draft, Known, best_draft, copying
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import HybridTree, own_tree
 from specheads.decoding.trees.tuned import Tuned
@@ -23,9 +23,10 @@ from specheads.decoding.trees.tuned import Tuned
 class Goodput(policies.TreePolicy):
     """Drafts as deep as pays for the batch of each step, and not at all where nothing pays.
 
-    A chain or a static tree is cut at that depth; where there is copied text in it, it is drafted
-    with that and without, and copied text is drafted alone. What a request was accepted so far
-    moves the averages that it is judged by; its text is the base's own whatever is chosen.
+    A chain or a static tree is cut at that depth, and other trees are taken whole; where there is
+    copied text in it, each is drafted with that and without, and copied text is drafted alone. What
+    a request was accepted so far moves the averages that it is judged by; its text is the base's
+    own whatever is chosen.
 
     Args:
         cost: What a step takes on this machine.
@@ -33,6 +34,8 @@ class Goodput(policies.TreePolicy):
         tree: The deepest to draft; None is a chain as deep as there are rates. One with copied text
             is taken for one that trims unless it says `trim=False`.
         copied: The same of copied text: how often there is any, then a rate for each of its tokens.
+        others: More trees to choose from, of the drafter's own guesses and any kind, each with the
+            conditional acceptance of its levels.
     """
 
     def __init__(
@@ -41,61 +44,69 @@ class Goodput(policies.TreePolicy):
         rates: Sequence[float],
         tree: policies.Static | HybridTree | None = None,
         copied: Sequence[float] = (),
+        others: Sequence[tuple[policies.TreePolicy, Sequence[float]]] = (),
     ) -> None:
         tree = policies.chain(len(rates)) if tree is None else tree
         own, size = own_tree(tree), tree.size if isinstance(tree, HybridTree) else 0
         if not isinstance(own, policies.Static):
             raise InputError(f"goodput cuts chains and static trees, got {own.name}")
-        if len(rates) < own.depth:
-            raise InputError(
-                f"goodput needs a rate for each depth: the tree has {own.depth} levels, got "
-                f"{len(rates)} rates; measure more, or choose a shallower tree"
-            )
+        for one, known in ((own, rates), *others):
+            if len(known) < one.depth:
+                raise InputError(
+                    f"goodput needs a rate for each depth: the tree has {one.depth} levels, got "
+                    f"{len(known)} rates; measure more, or choose a shallower tree"
+                )
         if size and len(copied) <= size:
             raise InputError(
                 f"goodput needs {size + 1} rates to copy {size} tokens, the first of whether there "
                 f"are any, got {len(copied)}; run specheads tune, or copy fewer"
             )
         self.cost, self.tree = cost, tree
-        self.rates, self.copied_rates = tuple(rates[: own.depth]), tuple(copied[: size + 1])
-        self.name, self.num_nodes, self.depth = "goodput", tree.num_nodes, tree.depth
-        self.num_guesses, self.num_answers = tree.num_guesses, tree.num_answers
-        self.copied = tree.copied
-        self.trees, self.drafts = _ways(own, tree)
+        self.rates = [tuple(rates[: own.depth]), *(tuple(known) for _, known in others)]
+        self.copied_rates = tuple(copied[: size + 1])
+        self.trees, self.drafts = _ways(own, tree, [one for one, _ in others])
+        self.name = "goodput"
+        self.num_nodes = max(one.num_nodes for one in self.trees)
+        self.depth = max(one.depth for one in self.trees)
+        self.num_guesses = max(one.num_guesses for one in self.trees)
+        self.num_answers = max(one.num_answers for one in self.trees)
+        self.copied = max(one.copied for one in self.trees)
         self._known: WeakKeyDictionary[policies.Progress, Known] = WeakKeyDictionary()
 
     @classmethod
     def of(cls, tuned: Tuned) -> "Goodput":
         """Return what chooses by the measured times and rates of a head.
 
-        It drafts chains as deep as was measured, and copies as many tokens as a tuned tree does.
+        It drafts chains as deep as was measured and the tuned trees, and copies as many tokens as
+        one of these does.
         """
         rates = tuned.acceptance.per_depth
         tree = policies.chain(len(rates))
         if tuned.copied:
             tree = HybridTree(tree, tuned.copied, trim=tuned.machine.device == "cpu")
-        return cls(tuned.cost, rates, tree, tuned.acceptance.copied)
+        others = [(own_tree(one.policy()), one.rates) for one in tuned.branching()]
+        return cls(tuned.cost, rates, tree, tuned.acceptance.copied, others)
 
     @property
     def own_depth(self) -> int:
         """Levels of the deepest tree."""
-        return self.tree.own_depth
+        return max(one.own_depth for one in self.trees)
 
     def of_step(self, requests: Sequence[policies.Progress]) -> policies.TreePolicy:
         """Return the tree that gives these requests most tokens a second."""
         known = [(one, self._of(one)) for one in requests]
         place = best_draft(self.cost, self.drafts, known)
         for _, one in known:
-            one.copies = self.drafts[place].copied > 0
+            one.last = self.drafts[place]
         return self.trees[place]
 
     def _of(self, request: policies.Progress) -> Known:
         known = self._known.get(request)
         if known is None:
-            known = Known(Acceptance(self.rates), Acceptance(self.copied_rates))
+            known = Known([*map(Acceptance, self.rates)], Acceptance(self.copied_rates))
             self._known[request] = known
         elif request.steps:
-            known.note(*seen(request.steps[-1], copies=known.copies))
+            known.note(*seen(request.steps[-1], copies=known.last.copied > 0))
         return known
 
     def grow(
@@ -106,17 +117,19 @@ class Goodput(policies.TreePolicy):
 
 
 def _ways(
-    own: policies.Static, tree: policies.TreePolicy
+    own: policies.Static, tree: policies.TreePolicy, others: Sequence[policies.TreePolicy]
 ) -> tuple[list[policies.TreePolicy], list[Draft]]:
-    """Return the trees to choose from: cut at every depth, and then each with copied text."""
+    """Return the trees to choose from: cut at every depth, others, and each with copied text."""
     trees: list[policies.TreePolicy] = [cut(own, depth) for depth in range(own.depth + 1)]
     drafts = [Draft(one.depth, one.num_nodes) for one in trees]
+    trees += others
+    drafts += [
+        Draft(one.depth, one.num_nodes, tree=place) for place, one in enumerate(others, start=1)
+    ]
     if isinstance(tree, HybridTree) and tree.size:
         # what is copied in some steps stands in the text of all
         joined = [HybridTree(one, size, trim=tree.trim) for size in (0, tree.size) for one in trees]
-        trim = tree.trim is not False
-        drafts += [Draft(one.depth, one.nodes, tree.size, trim) for one in drafts]
-        return [*joined], drafts
+        return [*joined], copying(drafts, tree.size, trim=tree.trim is not False)
     return trees, drafts
 
 

@@ -5,7 +5,7 @@ text among the choices is ours. See docs/load.md.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from math import prod
 from operator import mul
@@ -64,6 +64,8 @@ class Draft:
     leave room for more, which is not counted."""
     trim: bool = True
     """Whether steps in which no row has anything to copy do without these."""
+    tree: int = 0
+    """Which of `Known.own` says how often it is right: all cuts of one tree share theirs."""
 
     def seconds(self, cost: Cost, batch: int, context: int | float, copying: float = 1.0) -> float:
         """Return what a step takes where a row has anything to copy, or with such a chance of it.
@@ -85,8 +87,12 @@ class Draft:
 
 def chains(depth: int, copied: int = 0) -> list[Draft]:
     """Return chains of every depth, zero first; where text is copied then each of them with it."""
-    plain = [Draft(one, one + 1) for one in range(depth + 1)]
-    return plain + [Draft(one.depth, one.nodes, copied) for one in plain if copied]
+    return copying([Draft(one, one + 1) for one in range(depth + 1)], copied)
+
+
+def copying(drafts: Sequence[Draft], copied: int, *, trim: bool = True) -> list[Draft]:
+    """Return these, and where text is copied then each of them with it."""
+    return [*drafts, *(replace(one, copied=copied, trim=trim) for one in drafts if copied)]
 
 
 @dataclass(slots=True)
@@ -96,13 +102,15 @@ class Known:
     Both are taken for independent: at each depth one of them is right with 1 - (1 - a)(1 - b).
     """
 
-    own: Acceptance
+    own: Sequence[Acceptance]
+    """Of each tree; only that of the last step's draft is seen, and the others return."""
     copied: Acceptance = field(default_factory=lambda: Acceptance([]))
     """Of its levels the first is whether there is anything to copy, and each other a token."""
-    copies: bool = False
-    """Whether its last step looked for text to copy."""
-    both: list[float] = field(init=False)
-    """Expected tokens that both have right, by the depth of the shorter."""
+    last: Draft = Draft(0, 1)
+    """What its last step drafted."""
+    both: list[list[float]] = field(init=False)
+    """Expected tokens that each tree and copied text have right both, by the depth of the shorter.
+    """
 
     def __post_init__(self) -> None:
         self._multiply()
@@ -114,26 +122,33 @@ class Known:
 
     def note(self, own: tuple[int, bool], copied: tuple[int, bool] = (0, False)) -> None:
         """Take in a step: levels accepted of each, and whether the one after them was refused."""
-        for known, (accepted, refused) in ((self.own, own), (self.copied, copied)):
+        for tree, known in enumerate(self.own):
+            accepted, refused = own if tree == self.last.tree else (0, False)
             known.note(accepted, refused=refused)
+        self.copied.note(copied[0], refused=copied[1])
         self._multiply()
 
     def tokens(self, draft: Draft, room: int) -> float:
         """Return the expected tokens of a step, of a request that takes so many more at most."""
         most = max(room - 1, 0)
         depth, copied = min(draft.depth, most), min(draft.copied, most)
-        tokens = self.own.tokens[depth]
+        tokens = self.own[draft.tree].tokens[depth]
         if copied:
             more = self.copied.tokens[1 + copied] - self.copied.tokens[1]
-            tokens += more - self.both[min(depth, copied)]
+            tokens += more - self.both[draft.tree][min(depth, copied)]
         return tokens
 
     def _multiply(self) -> None:
-        own, copied = (
-            [more - less for less, more in pairwise(tokens)]
-            for tokens in (self.own.tokens, self.copied.tokens[1:])
-        )
-        self.both = list(accumulate(map(mul, own, copied), initial=0.0))
+        copied = _chances(self.copied.tokens[1:])
+        self.both = [
+            list(accumulate(map(mul, _chances(one.tokens), copied), initial=0.0))
+            for one in self.own
+        ]
+
+
+def _chances(tokens: Sequence[float]) -> list[float]:
+    """Return the chance of each depth to be right: what it adds to the expected tokens."""
+    return [more - less for less, more in pairwise(tokens)]
 
 
 Rows = Sequence[tuple[policies.Row, Known]]

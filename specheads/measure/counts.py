@@ -68,6 +68,12 @@ class DepthCounts:
         if drafted_beyond:
             self.offered[accepted] += 1
 
+    def conditional(self) -> list[float]:
+        """Return the share of drafts accepted at each depth; zero where none was offered."""
+        return [
+            right / max(all_, 1) for all_, right in zip(self.offered, self.accepted, strict=True)
+        ]
+
     def per_depth(self) -> list[Depth]:
         """Return the counts as results.json has them, first depth first."""
         return [Depth(*both) for both in zip(self.offered, self.accepted, strict=True)]

@@ -61,13 +61,14 @@ def goodput(cost: StepCost, group: list[Any], depth: int) -> float:
     """Return the tokens of all over the seconds of their step, counted anew."""
     context = sum(row.length for row, _ in group) / len(group)
     tokens = sum(
-        1 + sum(math.prod(known.own.rates[:k]) for k in range(1, depth + 1)) for _, known in group
+        1 + sum(math.prod(known.own[0].rates[:k]) for k in range(1, depth + 1))
+        for _, known in group
     )
     return tokens / cost.seconds(len(group), context, depth + 1, depth)
 
 
 def rows(batch: int, rate: float, context: int = 1000, depth: int = 8) -> list[Any]:
-    return [(Standing(context), Known(Acceptance([rate] * depth))) for _ in range(batch)]
+    return [(Standing(context), Known([Acceptance([rate] * depth)])) for _ in range(batch)]
 
 
 TOY = linear(12e-3, 6e-5, 2e-8)
@@ -151,15 +152,44 @@ def test_larger_batches_draft_less_deep_where_a_drafted_token_costs_more_of_the_
 
 @given(cost=COSTS, batch=st.integers(1, 300), rates=st.lists(RATE, min_size=3, max_size=3))
 def test_no_other_depth_has_a_higher_goodput(cost, batch, rates):
-    group = [(Standing(100), Known(Acceptance(rates))) for _ in range(batch)]
+    group = [(Standing(100), Known([Acceptance(rates)])) for _ in range(batch)]
     found = goodput(cost, group, best_depth(cost, CHAIN[:4], group))
     assert found == pytest.approx(max(goodput(cost, group, one) for one in range(4)))
 
 
 def test_a_request_that_takes_one_more_token_is_not_drafted_for():
-    known = Known(Acceptance([0.9] * 8))
+    known = Known([Acceptance([0.9] * 8)])
     assert best_depth(TOY, CHAIN, [(Standing(10, room=1), known)]) == 0
     assert best_depth(TOY, CHAIN, [(Standing(10, room=4), known)]) == 3
+
+
+WIDE = Draft(2, 6, tree=1)
+"""A tree of six nodes beside chains."""
+
+
+def known(rate: float, wide: float, depth: int = 2) -> Known:
+    return Known([Acceptance([rate] * depth), Acceptance([wide] * depth)])
+
+
+def test_a_wide_tree_is_drafted_for_few_and_a_chain_for_many():
+    #  one row   chain of 2  1.96 / (1.3 + 0.22)  = 1.29    wide  2.44 / (1.6 + 0.25)  = 1.32
+    #  of eight  a chain of 1  12.8 / (2.6 + 0.18) = 4.60    none  8 / 1.8 = 4.44    wide  3.05
+    drafts, cost = [*chains(2), WIDE], linear(1.0, 0.1, 0.0)
+    group = [(Standing(10), known(0.6, 0.8))]
+    assert drafts[best_draft(cost, drafts, group)] == WIDE
+    assert drafts[best_draft(cost, drafts, 8 * group)] == Draft(1, 2)
+
+
+def test_only_the_tree_that_was_drafted_is_judged_anew():
+    one = known(0.4, 0.8)
+    one.last = WIDE
+    one.note((0, True))
+    assert [each.rates for each in one.own] == [[0.4, 0.4], pytest.approx([0.76, 0.8])]
+    assert one.tokens(WIDE, 9) == pytest.approx(1 + 0.76 + 0.76 * 0.8)
+    one.last = Draft(2, 3)
+    one.note((1, True))
+    assert one.own[0].rates == pytest.approx([0.43, 0.38])
+    assert one.own[1].rates == pytest.approx([0.76 + 0.01 * 0.04, 0.8])
 
 
 def test_expected_tokens_add_up_the_chances_of_every_depth():
@@ -383,6 +413,20 @@ def test_an_engine_gives_up_drafts_that_are_refused_and_tries_them_again():
     assert 1 in drafted[first_rest:]
 
 
+def test_an_engine_drafts_a_wide_tree_for_one_and_a_chain_for_many():
+    cost = linear(1.0, 0.1, 0.0, share=0.02)
+    wide = policies.BestFirst(8, 3, 3, 3)
+    policy = Goodput(cost, [0.4] * 3, others=[(wide, [0.9] * 3)])
+    assert (policy.num_nodes, policy.depth, policy.num_guesses) == (8, 3, wide.num_guesses)
+    engine = Engine(tiny.base(), head("eagle3"), tree=policy, max_batch=5, max_length=90)
+    streams = served(engine)
+    assert [stream.tokens for stream in streams] == alone()
+    assert len(streams[0].steps[0].drafted) == 8
+    together = served(Engine(tiny.base(), head("eagle3"), tree=policy, max_batch=5))
+    sizes = {len(step.drafted) for stream in together for step in stream.steps}
+    assert sizes >= {2, 8}
+
+
 def test_requests_that_end_with_their_first_token_take_no_step():
     policy = Goodput(linear(1.0, 0.0, 0.0, share=0.1), [0.3])
     engine = Engine(tiny.base(), tiny.oracle(1), tree=policy, max_length=128)
@@ -395,3 +439,5 @@ def test_requests_that_end_with_their_first_token_take_no_step():
 def test_a_policy_needs_a_rate_for_each_depth():
     with pytest.raises(ValueError, match="the tree has 3 levels, got 2 rates"):
         Goodput(TOY, [0.5, 0.5], policies.chain(3))
+    with pytest.raises(ValueError, match="the tree has 2 levels, got 1 rates"):
+        Goodput(TOY, [0.5], others=[(policies.BestFirst(4, 2), [0.5])])

@@ -30,7 +30,7 @@ COPIED = [0.5, 1.0, 1.0, 1.0]
 
 
 def choose(cost: StepCost, batch: int, rate: float) -> Draft:
-    known = [(Standing(100), Known(Acceptance([rate]), Acceptance(COPIED))) for _ in range(batch)]
+    known = [(Standing(100), Known([Acceptance([rate])], Acceptance(COPIED))) for _ in range(batch)]
     drafts = chains(1, 3)
     return drafts[best_draft(cost, drafts, known)]
 
@@ -60,7 +60,7 @@ def test_copied_nodes_cost_what_they_cost_on_average_unless_every_step_has_them(
 
 
 def test_tokens_of_both_are_those_of_either_and_as_many_as_there_is_room_for():
-    known = Known(Acceptance([0.5, 0.5]), Acceptance([0.8, 0.5, 0.5, 0.5]))
+    known = Known([Acceptance([0.5, 0.5])], Acceptance([0.8, 0.5, 0.5, 0.5]))
     own, copied = [0.5, 0.25, 0.0], [0.4, 0.2, 0.1]
     either = [1 - (1 - a) * (1 - b) for a, b in zip(own, copied, strict=True)]
     assert known.tokens(Draft(2, 3, 3), 9) == pytest.approx(1 + sum(either))
@@ -103,12 +103,12 @@ def test_a_step_that_looked_for_nothing_to_copy_says_nothing_of_it():
 
 
 def test_averages_follow_what_is_copied_and_return_where_nothing_was():
-    known = Known(Acceptance([0.5]), Acceptance([0.4, 0.6]))
+    known = Known([Acceptance([0.5])], Acceptance([0.4, 0.6]))
     known.note((1, False), (1, True))
     # there was something to copy, and it was wrong
     assert known.copied.rates == pytest.approx([0.4 + 0.05 * 0.6, 0.6 - 0.05 * 0.6])
-    assert known.own.rates == pytest.approx([0.525])
-    assert known.both[1] == pytest.approx(0.525 * 0.43 * 0.57)
+    assert known.own[0].rates == pytest.approx([0.525])
+    assert known.both[0][1] == pytest.approx(0.525 * 0.43 * 0.57)
     known.note((0, True))
     assert known.copied.rates == pytest.approx([0.43 - 0.01 * 0.03, 0.57 + 0.01 * 0.03])
     known.note((0, False), (0, True))
@@ -205,6 +205,38 @@ def test_goodput_of_a_tuned_head_copies_where_that_was_tuned_and_measured():
     assert [(one.depth, one.copied) for one in policy.drafts] == [
         (0, 0), (1, 0), (2, 0), (0, 4), (1, 4), (2, 4)
     ]  # fmt: skip
+
+
+def test_goodput_of_a_tuned_head_drafts_its_wide_trees_too_each_once():
+    wide = tuned_tree(rates=[0.7])
+    best = tuned_tree(
+        2, kind="best_first", num_nodes=5, depth=2, beam=2, branch=2, rates=[0.8, 0.6]
+    )
+    chain = tuned_tree(8, paths=[[0]], num_nodes=2, rates=[0.5])
+    stops = tuned_tree(9, confidence=0.3, rates=[0.6])
+    found = tuned(wide, best, tuned_tree(4, rates=[0.9]), tuned_tree(16), chain, stops)
+    policy = Goodput.of(found)
+    assert policy.rates == [(0.5, 0.4), (0.7,), (0.8, 0.6)]
+    assert policy.drafts == [*chains(2), Draft(1, 3, tree=1), Draft(2, 5, tree=2)]
+    assert [tree.num_nodes for tree in policy.trees] == [1, 2, 3, 3, 5]
+    found.acceptance.copied[:] = [0.5] * 11
+    found.trees.append(tuned_tree(copied=4, rates=[0.7]))
+    copying = Goodput.of(found)
+    assert copying.rates == policy.rates
+    assert [tree.num_nodes for tree in copying.trees] == [1, 2, 3, 3, 5, 5, 6, 7, 7, 9]
+
+
+def test_text_is_the_bases_own_with_wide_trees_and_copied_text_in_turns():
+    cost = linear(1.0, 0.11, 0.0, share=0.02)
+    policy = Recorded(
+        cost,
+        [0.4] * 3,
+        HybridTree(policies.chain(3), 3),
+        copied=[0.6, 0.5, 0.8, 0.8],
+        others=[(policies.BestFirst(6, 3, 2, 2), [0.7] * 3)],
+    )
+    assert serve(Engine(tiny.base(), head("eagle3"), tree=policy, max_batch=3)) == alone()
+    assert {one.name for one in policy.chosen} >= {"best_first+lookup", "chain+lookup"}
 
 
 def test_what_goodput_cannot_cut_or_judge_is_refused():

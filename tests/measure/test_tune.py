@@ -17,9 +17,10 @@ from specheads.core.errors import InputError
 from specheads.decoding.acceptance.sampling import Sampling
 from specheads.decoding.cost import ForwardCost, StepCost
 from specheads.decoding.generate import generate
+from specheads.decoding.payoff import expected_tokens
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.early_stop import Estimate
-from specheads.decoding.trees.tuned import Machine
+from specheads.decoding.trees.tuned import Machine, Tried, TunedTree
 from specheads.heads.load import build_for, drafter_of
 from specheads.measure.how import How
 from specheads.measure.offline import guess_ranks
@@ -270,6 +271,10 @@ def tuned_here(noise: float, effort: Effort = EFFORTS["evaluation"], how: How | 
     return tuning.choose(base, head, [texts], [1], how, effort)
 
 
+def own_of(chosen: Tried, tree: TunedTree) -> tuple[str, int]:
+    return chosen.tree.removesuffix("+lookup"), tree.num_nodes
+
+
 @pytest.mark.parametrize("effort", EFFORTS)
 def test_the_fastest_way_is_chosen_and_the_base_alone_is_among_them(machine, effort: str):
     machine(0.05)
@@ -282,6 +287,9 @@ def test_the_fastest_way_is_chosen_and_the_base_alone_is_among_them(machine, eff
     assert chosen.num_nodes == tree.num_nodes + tree.copied
     assert chosen.speedup == max(row.speedup for row in found.tried)
     assert chosen.speedup > 1
+    # its rates are those of the head's own tree, without what is copied
+    (own,) = [one for one in found.tried if (one.tree, one.num_nodes) == own_of(chosen, tree)]
+    assert expected_tokens(tree.rates)[-1] == pytest.approx(own.tokens_per_forward, rel=0.02)
     assert {row.context for row in found.tried} == {30}
     names = {row.tree for row in found.tried}
     assert {"none", "chain", "tree"} <= names

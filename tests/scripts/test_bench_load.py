@@ -16,15 +16,15 @@ from tests.tuned import tree, tuned
 
 def test_arms_are_chains_copied_text_and_both_and_goodput_of_either(script: ModuleType):
     plain = tuned(tree(copied=4))
-    assert script.arms(plain) == [0, 1, 2, "goodput"]
+    assert script.arms(plain) == [0, 1, 2, "tuned", "goodput"]
     copying = replace(plain, acceptance=Acceptance(per_depth=[0.5], copied=[0.5] * 11))
-    names = [0, 1, "lookup", "1+lookup", "goodput", "goodput+lookup"]
+    names = [0, 1, "lookup", "1+lookup", "tuned", "goodput", "goodput+lookup"]
     assert script.arms(copying) == names
-    assert [script._depth(one) for one in names] == [0, 1, 0, 1, None, None]
+    assert [script._depth(one) for one in names] == [0, 1, 0, 1, None, None, None]
     # the parser's own reading of a name
     assert [script._arm(str(one)) for one in names] == names
     assert script._asked(SimpleNamespace(arms=[0, "lookup"]), copying) == [0, "lookup"]
-    with pytest.raises(SystemExit, match="arms are 0, 1, 2, goodput, got 7"):
+    with pytest.raises(SystemExit, match="arms are 0, 1, 2, tuned, goodput, got 7"):
         script._asked(SimpleNamespace(arms=[0, 7]), plain)
 
 

@@ -10,15 +10,12 @@ from typing import Any
 
 import torch
 
-from specheads.core.drafter import Drafter
 from specheads.core.errors import InputError
-from specheads.core.features import Committed
 from specheads.core.machine import device_name
 from specheads.core.records import from_json
-from specheads.core.tree import TokenTree
-from specheads.decoding.acceptance.sampling import Rows
 from specheads.decoding.cost import StepCost
 from specheads.decoding.trees import policies
+from specheads.decoding.trees.adaptive import Adaptive, Place, nearest
 from specheads.decoding.trees.early_stop import Estimate
 from specheads.decoding.trees.hybrid import HybridTree, own_tree
 
@@ -75,11 +72,16 @@ class Acceptance:
     """How often guesses are right."""
 
     per_depth: list[float]
-    """Conditional rate of the best guess at each depth, every guess above it being right."""
+    """Conditional rate of the best guess at each depth, every guess above it being right: in the
+    steps of a chain as deep as the head."""
     by_context: list[PathRates] = field(default_factory=list)
     copied: list[float] = field(default_factory=list)
     """How often prompt lookup finds anything to copy, and then the conditional rate of each copied
     token. Empty where it was not measured."""
+
+    def alone(self) -> "Acceptance":
+        """Return that of the head's own guesses."""
+        return replace(self, copied=[])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +109,9 @@ class TunedTree:
     branch: int = 0
     copied: int = 0
     """Nodes for text that prompt lookup copies: see `HybridTree`."""
+    rates: list[float] = field(default_factory=list)
+    """Conditional rate of each level: that any node below the accepted ones is right. Empty where
+    it was not measured."""
 
     def policy(self) -> policies.TreePolicy:
         """Return how drafts grow."""
@@ -190,7 +195,13 @@ class Tuned:
             _refuse_outside("a tree's gain", [tree.tokens_per_forward], 1.0)
             _refuse_outside("a tree's gain", [tree.predicted_speedup], 0.0)
             _refuse_outside("copied tokens", [tree.copied], 0.0)
+            _refuse_outside("a rate of acceptance", tree.rates, 0.0, 1.0)
             own = own_tree(tree.policy())
+            if len(tree.rates) not in (0, own.depth):
+                raise InputError(
+                    f"tuned.json needs a rate for each of {own.depth} levels of a tree, or none, "
+                    f"got {len(tree.rates)}"
+                )
             if tree.copied and not own.depth:
                 raise InputError(
                     f"tuned.json has {tree.copied} copied tokens beside a tree that drafts nothing"
@@ -206,19 +217,29 @@ class Tuned:
         """Most nodes for copied text of any tree, where its acceptance was measured."""
         return max(tree.copied for tree in self.trees) if self.acceptance.copied else 0
 
+    def branching(self) -> list[TunedTree]:
+        """Return the trees that are no chains and draft as much in every step, each once.
+
+        None whose rates were not measured.
+        """
+        found: list[TunedTree] = []
+        for tree in self.trees:
+            wide = tree.num_nodes > tree.depth + 1 and not tree.confidence
+            one = replace(tree, copied=0)
+            if wide and tree.rates and not any(_same_shape(one, other) for other in found):
+                found.append(one)
+        return found
+
     def fits(self, device: torch.device, dtype: torch.dtype) -> bool:
         """Return whether its times were measured on a machine like this one."""
         return self.machine == Machine.of(device, dtype)
 
     def best(self, batch: int, context: int | float) -> TunedTree:
         """Return the tree that was chosen nearest to a batch and a context, by their ratios."""
+        return self.trees[nearest(self._places(), batch, context)]
 
-        def far(tree: TunedTree) -> tuple[float, float]:
-            apart = [(tree.batch, batch), (tree.context, context)]
-            near, deep = (abs(math.log(max(one, 1) / max(other, 1))) for one, other in apart)
-            return near, deep
-
-        return min(self.trees, key=far)
+    def _places(self) -> list[Place]:
+        return [(one.batch, one.context) for one in self.trees]
 
     def policy(self) -> policies.TreePolicy:
         """Return how drafts grow, in each step as batch and context have it then."""
@@ -229,11 +250,11 @@ class Tuned:
         if any(tree.copied for tree in self.trees):
             # what is copied in some steps stands in the text of all
             grown = [HybridTree(one, 0) if one.depth and not one.copied else one for one in grown]
-        return Adaptive(self, grown)
+        return Adaptive(grown, self._places())
 
 
 def _same_shape(tree: TunedTree, other: TunedTree) -> bool:
-    measured = ("batch", "context", "tokens_per_forward", "predicted_speedup")
+    measured = ("batch", "context", "tokens_per_forward", "predicted_speedup", "rates")
     return replace(tree, **{name: getattr(other, name) for name in measured}) == other
 
 
@@ -243,44 +264,3 @@ def _refuse_outside(
     if wrong := [one for one in values if not (math.isfinite(one) and low <= one <= high)]:
         most = "and finite" if high == math.inf else f"and at most {high:g}"
         raise InputError(f"{what} in tuned.json must be at least {low:g}, {most}, got {wrong[0]}")
-
-
-class Adaptive(policies.TreePolicy):
-    """The tuned tree that is nearest to the batch and the context of each step.
-
-    Source: Chen et al. 2024, arXiv:2402.12374, whose trees follow the machine; the context as well
-    in Together AI's adaptive Sequoia, 2024.
-    """
-
-    def __init__(self, tuned: Tuned, grown: list[policies.TreePolicy]) -> None:
-        self.name, self.tuned = "tuned", tuned
-        self._grown = {id(tree): policy for tree, policy in zip(tuned.trees, grown, strict=True)}
-        self.num_nodes = max(one.num_nodes for one in grown)
-        self.depth = max(one.depth for one in grown)
-        self.num_guesses = max(one.num_guesses for one in grown)
-        self.num_answers = max(one.num_answers for one in grown)
-        self.copied = max(one.copied for one in grown)
-
-    @property
-    def own_depth(self) -> int:
-        """Levels of the deepest of the head's own trees."""
-        return max(one.own_depth for one in self._grown.values())
-
-    def of_step(self, requests: Sequence[policies.Progress]) -> policies.TreePolicy:
-        """Return the nearest tree."""
-        return self._nearest([one.length for one in requests])
-
-    def _nearest(self, lengths: Sequence[int]) -> policies.TreePolicy:
-        context = sum(lengths) / len(lengths)
-        return self._grown[id(self.tuned.best(len(lengths), context))]
-
-    def grow(
-        self, drafter: Drafter, committed: Committed, memory: Any, rows: Rows | None = None
-    ) -> TokenTree:
-        """Draft as is best now, for whoever steps without an engine."""
-        assert rows is not None
-        policy = self._nearest(rows.lengths.tolist())
-        if not policy.depth:
-            # a later step may draft again, from all that was committed until then
-            drafter.read(committed, memory)
-        return policy.grow(drafter, committed, memory, rows)

@@ -11,6 +11,7 @@ from specheads.config import Hardware, Simulate
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.core.paths import local_path, writable_folder
+from specheads.decoding.goodput import Goodput
 from specheads.decoding.payoff import chains
 from specheads.decoding.trees.tuned import FILE, Tuned
 from specheads.heads.untrusted import read_json
@@ -80,7 +81,8 @@ def needs_sizes(settings: Simulate) -> bool:
 def simulate_loads(settings: Simulate, sizes: Sizes | None = None) -> results.Load:
     """Return what requests wait for, with the base alone, fixed depths and goodput.
 
-    Goodput is there with copied text too, where the head was tuned with it.
+    Goodput is that of a tuned head, `Goodput.of`, with copied text too where that was tuned; it
+    chooses among chains alone where acceptance is said.
 
     `sizes` are what computed times are of, as far as the settings do not say them.
     """
@@ -91,16 +93,13 @@ def simulate_loads(settings: Simulate, sizes: Sizes | None = None) -> results.Lo
         raise InputError(
             f"depths can be at most {len(rates)}, as acceptance is known of, got {max(depths)}"
         )
-    drafts = {("none" if not one else f"depth {one}"): one for one in depths} | {"goodput": None}
-    ways = [(name, system, depth) for name, depth in drafts.items()]
-    if size := _copied_tokens(settings):
-        copied = measured(settings).acceptance.copied
-        both = chains(len(rates), size)
-        ways.append(("goodput+lookup", replace(system, drafts=both, copied=copied), None))
+    ways = [("none" if not one else f"depth {one}", system, one) for one in depths]
+    ways += [(name, served, None) for name, served in _goodput(settings, system)]
     rows = []
     for name, coming in _loads(settings, system):
         for draft, served, depth in ways:
-            right = accepted.recorded(texts) if texts else accepted.drawn(rates, settings.seed)
+            right = [accepted.recorded(texts)] if texts else []
+            right = right or [accepted.drawn(one, settings.seed) for one in served.rates]
             # other chances than those of the head's own drafts
             copies = accepted.drawn(served.copied, settings.seed + 1)
             found = simulate(served, coming, right, depth, copies)
@@ -142,9 +141,21 @@ def _acceptance(settings: Simulate) -> tuple[list[float], list[list[int]]]:
     return list(settings.acceptance) or measured(settings).acceptance.per_depth, []
 
 
-def _copied_tokens(settings: Simulate) -> int:
-    """Return how many tokens are copied: of what a request drafts by a file or by rates none."""
-    return 0 if settings.accepted or settings.acceptance else measured(settings).copied
+def _goodput(settings: Simulate, system: System) -> Iterator[tuple[str, System]]:
+    """Yield what goodput chooses from: without copied text, and with it where that was tuned."""
+    if settings.accepted or settings.acceptance:
+        yield "goodput", system
+        return
+    tuned = measured(settings)
+    yield "goodput", choosing(system, replace(tuned, acceptance=tuned.acceptance.alone()))
+    if tuned.copied:
+        yield "goodput+lookup", choosing(system, tuned)
+
+
+def choosing(system: System, tuned: Tuned) -> System:
+    """Return a system that drafts in the ways that goodput chooses from in an engine."""
+    policy = Goodput.of(tuned)
+    return replace(system, rates=policy.rates, drafts=policy.drafts, copied=policy.copied_rates)
 
 
 def _system(settings: Simulate, base: Sizes | None, rates: list[float]) -> System:
@@ -157,7 +168,7 @@ def _system(settings: Simulate, base: Sizes | None, rates: list[float]) -> Syste
     return System(
         cost=cost,
         prefill=prefill,
-        rates=rates,
+        rates=[rates],
         drafts=chains(len(rates)),
         max_batch=settings.max_batch,
     )

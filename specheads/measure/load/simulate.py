@@ -20,22 +20,17 @@ class System:
     """What steps take."""
     prefill: Callable[[int], float]
     """Seconds that reading a prompt takes, or several together, by their tokens with padding."""
-    rates: Sequence[float]
-    """Measured conditional acceptance by depth, where goodput begins."""
+    rates: Sequence[Sequence[float]]
+    """Measured conditional acceptance by depth of each tree, where goodput begins."""
     drafts: Sequence[Draft]
     """What is chosen from, the base alone first."""
     max_batch: int
     copied: Sequence[float] = ()
     """How often there is text to copy, and the rates of its tokens: see `Known.copied`."""
 
-    @property
-    def depth(self) -> int:
-        """Levels of the deepest draft."""
-        return max(one.depth for one in self.drafts)
-
     def known(self) -> Known:
         """Return what is known of a request that nothing was decoded of."""
-        return Known(Acceptance(self.rates[: self.depth]), Acceptance(self.copied))
+        return Known([*map(Acceptance, self.rates)], Acceptance(self.copied))
 
 
 @dataclass(slots=True)
@@ -43,8 +38,8 @@ class Served:
     """A request, and when what happened to it, in seconds."""
 
     arrival: Arrival
-    accepted: Sequence[int]
-    """Drafts that are right after each of its new tokens, at most."""
+    accepted: Sequence[Sequence[int]]
+    """Drafts of each tree that are right after each of its new tokens, at most."""
     copied: Sequence[int]
     """One more than the copied tokens that are right there; zero where nothing is copied."""
     known: Known | None
@@ -72,10 +67,11 @@ class Served:
 
     def take(self, draft: Draft) -> None:
         """Take what a step gives."""
-        right, copied = self.accepted[self.tokens - 1], self.copies(draft)
+        right, copied = self.accepted[draft.tree][self.tokens - 1], self.copies(draft)
         accepted = min(right, draft.depth)
         if self.known is not None:
             refused = draft.copied > 0 and copied <= draft.copied
+            self.known.last = draft
             self.known.note((accepted, right < draft.depth), (copied, refused))
         self.tokens += min(1 + max(accepted, copied - 1), self.room)
 
@@ -104,7 +100,7 @@ class Simulation:
 def simulate(
     system: System,
     arrivals: Sequence[Arrival],
-    accepted: Accepted,
+    accepted: Sequence[Accepted],
     draft: int | None = None,
     copied: Accepted = NONE,
 ) -> Simulation:
@@ -116,7 +112,7 @@ def simulate(
     Args:
         system: Its times, and how many rows it decodes together.
         arrivals: In order of time.
-        accepted: What is right of whatever is drafted.
+        accepted: What is right of whatever is drafted, by tree.
         draft: Which of the system's every step takes. None is that of most tokens a second.
         copied: One more than what is right of copied text; zero where there is none to copy.
     """
@@ -126,15 +122,18 @@ def simulate(
             f"a simulation needs a batch of at least 1 and one of {len(system.drafts)} drafts, got "
             f"{system.max_batch} and {draft}"
         )
-    if len(system.rates) < system.depth or len(system.copied) < size + (size > 0):
+    levels = dict(enumerate(map(len, system.rates[: len(accepted)])))
+    if len(system.copied) < size + (size > 0) or any(
+        one.depth > levels.get(one.tree, 0) for one in system.drafts
+    ):
         raise InputError(
-            "a simulation needs a rate for each depth and copied token, got "
-            f"{len(system.rates)} and {len(system.copied)} for {system.depth} and {size}"
+            "a simulation needs of every tree a rate for each depth and copied token, got "
+            f"{[*levels.values()]} and {len(system.copied)}"
         )
     coming = deque(
         Served(
             one,
-            accepted(number, one.new_tokens),
+            [tree(number, one.new_tokens) for tree in accepted],
             copied(number, one.new_tokens),
             system.known() if draft is None else None,
         )

@@ -108,12 +108,13 @@ def judge(
 ) -> tuple[list[Tried], TunedTree]:
     """Time ways for real, count what judged texts give them; return all and the best."""
     points = time_ways(base, ways, texts.rows(batch), how=how, rounds=rounds)
-    tried = []
+    tried, rates = [], {}
     for (drafter, tree), point in zip(ways, points, strict=True):
         overhead = point.seconds / points[0].seconds
         tokens, fitted = 1.0, None
         if drafter is not None:
-            tokens = _tokens(base, drafter, tree, texts.judged, how)
+            counts = _counts(base, drafter, tree, texts.judged, how)
+            tokens, rates[tree] = counts.tokens_per_forward, counts.conditional()
         if isinstance(tree, policies.Static) and not tree.confidence:
             alone = cost.seconds(batch, texts.context, 1, 0)
             fitted = tokens * alone
@@ -133,19 +134,20 @@ def judge(
         )
     best = max(range(len(tried)), key=lambda place: tried[place].speedup)
     tried[best] = replace(tried[best], chosen=True)
-    return tried, _chosen(tried[best], ways[best][1])
+    chosen = _chosen(tried[best], ways[best][1])
+    return tried, replace(chosen, rates=rates.get(own_tree(ways[best][1]), []))
 
 
-def _tokens(
+def _counts(
     base: FrozenBase, drafter: Drafter, tree: policies.TreePolicy, texts: Texts, how: How
-) -> float:
-    """Return the tokens a forward on texts: by replay, or decoded where a step decides."""
+) -> DepthCounts:
+    """Return what forwards take on texts: by replay, or decoded where a step decides."""
     if fixed(tree) is not None:
         counts = replay_texts(base, tree, texts.ranks, texts.pairs())
     else:
         how = replace(how, tree=tree, batch_size=8)
         counts = [one.counts for one in decode_prompts(base, drafter, [*texts.prompts], how)]
-    return DepthCounts.total(counts, tree.depth).tokens_per_forward
+    return DepthCounts.total(counts, tree.depth)
 
 
 def _chosen(row: Tried, tree: policies.TreePolicy) -> TunedTree:

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
+from torch import Tensor
+
 from specheads.base.model import FrozenBase
 from specheads.config import Tune
 from specheads.core.drafter import Head
@@ -10,11 +12,12 @@ from specheads.decoding.cost import StepCost
 from specheads.decoding.prompt_lookup import PromptLookup
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.tuned import Acceptance, CostError, Machine, Tuned
+from specheads.measure.counts import DepthCounts
 from specheads.measure.how import How
-from specheads.measure.replay import copied
+from specheads.measure.replay import copied, replay
 from specheads.measure.tables import Fitted
 from specheads.measure.tune import search
-from specheads.measure.tune.acceptance import conditional, copied_rates, path_rates
+from specheads.measure.tune.acceptance import copied_rates, path_rates
 from specheads.measure.tune.cost import Point, Way, fit, room, time_ways
 from specheads.measure.tune.finals import COPIED, Effort, finalists, judge
 from specheads.measure.tune.texts import Texts, prompts_for, write
@@ -81,7 +84,7 @@ def choose(
         cost=cost,
         cost_error=error,
         acceptance=Acceptance(
-            per_depth=conditional([rows for one in texts for rows in one.ranks]),
+            per_depth=_of_steps([rows for one in texts for rows in one.ranks], head.depth),
             by_context=[path_rates(one.ranks, one.context) for one in texts],
             copied=copied_rates(
                 [copied(lookup, *pair, max(COPIED)) for one in texts for pair in one.pairs()]
@@ -90,6 +93,15 @@ def choose(
         trees=chosen,
         tried=tried,
     )
+
+
+def _of_steps(ranks: Sequence[Tensor], depth: int) -> list[float]:
+    """Return how often the best guess of each depth is right, in the steps of a chain.
+
+    Of all places of a text more are easy: those that a right draft steps over.
+    """
+    counts = [replay(rows, policies.chain(depth)) for rows in ranks]
+    return DepthCounts.total(counts, depth).conditional()
 
 
 def measure_cost(

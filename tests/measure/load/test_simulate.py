@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from specheads.decoding.cost import ForwardCost, StepCost
-from specheads.decoding.payoff import chains
+from specheads.decoding.payoff import Draft, chains
 from specheads.measure.load.accepted import drawn, rates_of, read_accepted, recorded
 from specheads.measure.load.arrivals import Arrival, poisson, read_arrivals
 from specheads.measure.load.hardware import ComputedCost, Machine, Size
@@ -31,7 +31,7 @@ def system(
     return System(
         cost=cost,
         prefill=lambda tokens: prefill * tokens,
-        rates=rates,
+        rates=[rates],
         drafts=chains(len(rates)),
         max_batch=max_batch,
     )
@@ -48,14 +48,14 @@ def test_the_mean_wait_is_that_of_m_d_1(load):
     # one row, and a service of half a second: a prompt of a quarter, and one step of as much
     number = 100_000 if load == 0.8 else 40_000
     arrivals = poisson(load / 0.5, number, prompt_tokens=1, new_tokens=2, seed=3)
-    served = simulate(system(linear(0.25), prefill=0.25), arrivals, recorded([[0]]), 0)
+    served = simulate(system(linear(0.25), prefill=0.25), arrivals, [recorded([[0]])], 0)
     theory = load * 0.5 / (2 * (1 - load))
     assert np.mean(waits(served)) == pytest.approx(theory, rel=0.03)
 
 
 def test_littles_law_holds_for_those_who_are_served_and_for_all():
     arrivals = poisson(9.0, 4000, prompt_tokens=30, new_tokens=20, seed=1)
-    found = simulate(system(linear(0.02, 1e-3), 8, prefill=1e-4), arrivals, drawn(RATES), 2)
+    found = simulate(system(linear(0.02, 1e-3), 8, prefill=1e-4), arrivals, [drawn(RATES)], 2)
     span = max(one.finished for one in found.served)
     rate = len(arrivals) / span
     times = np.random.default_rng(0).uniform(0, span, 20_000)[:, None]
@@ -75,7 +75,7 @@ def test_a_step_of_an_engine_is_drawn_as_the_engine_takes_it():
     #  0.0  A comes, is read until 1.0, and steps until 3.0
     #  2.0  B comes; at 3.0 it is read until 4.0, and both step until 6.0 and 8.0
     arrivals = [Arrival(0.0, 10, 4), Arrival(2.0, 10, 3)]
-    found = simulate(system(linear(2.0), 2, prefill=0.1), arrivals, recorded([[0]]), 0)
+    found = simulate(system(linear(2.0), 2, prefill=0.1), arrivals, [recorded([[0]])], 0)
     first, second = found.served
     assert [(one.began, one.batch) for one in found.steps] == [(1, 1), (4, 2), (6, 2)]
     assert (first.first, first.finished) == (1.0, 8.0)
@@ -86,7 +86,7 @@ def test_recorded_lengths_are_replayed_where_they_stand_in_the_text():
     #  place     0 1 2 3 4 5    from the first token on: 2 drafts right, then at place 3 none,
     #  right     2 . . 0 1 .    at place 4 one, and the last token ends it
     arrivals = [Arrival(0.0, 1, 8)]
-    lengths = recorded([[2, 9, 9, 0, 1, 9, 9]])
+    lengths = [recorded([[2, 9, 9, 0, 1, 9, 9]])]
     steps = simulate(system(linear(1.0)), arrivals, lengths, 2).steps
     assert len(steps) == 4
     alone = simulate(system(linear(1.0)), arrivals, lengths, 0).steps
@@ -102,7 +102,7 @@ def test_copied_text_is_as_right_as_it_was_recorded_and_costs_nodes_where_there_
     served = replace(
         system(linear(1.0, 0.1), rates=[0.5]), drafts=chains(1, 3), copied=[0.5, 0.5, 0.5, 0.5]
     )
-    right, copied = recorded([[1, 9, 9, 0, 1, 9, 0, 0]]), recorded([[3, 9, 9, 0, 1, 9, 2, 0]])
+    right, copied = [recorded([[1, 9, 9, 0, 1, 9, 0, 0]])], recorded([[3, 9, 9, 0, 1, 9, 2, 0]])
     steps = simulate(served, arrivals, right, 3, copied).steps
     whole = 1.2 + 0.1 + 0.01
     assert [one.seconds for one in steps] == pytest.approx(
@@ -120,14 +120,29 @@ def test_goodput_copies_where_that_is_right_and_learns_where_it_is_not():
         drafts=chains(1, 4),
         copied=[0.5, 0.5, 0.5, 0.5, 0.5],
     )
-    right = simulate(served, arrivals, recorded([[0]]), None, recorded([[5]]))
+    right = simulate(served, arrivals, [recorded([[0]])], None, recorded([[5]]))
     assert len(right.steps) == 60
-    wrong = simulate(served, arrivals, recorded([[0]]), None, recorded([[1]]))
+    wrong = simulate(served, arrivals, [recorded([[0]])], None, recorded([[1]]))
     alone = [one.seconds < 1.15 for one in wrong.steps]
     assert not any(alone[:3])
     assert sum(alone[100:]) > 0.5 * len(alone[100:])
     with pytest.raises(ValueError, match="a rate for each depth and copied token"):
-        simulate(replace(served, copied=[0.5]), arrivals, recorded([[0]]))
+        simulate(replace(served, copied=[0.5]), arrivals, [recorded([[0]])])
+
+
+def test_of_each_tree_as_much_is_right_as_is_said_of_it():
+    #  one row takes the tree, whose drafts are all right; two rows take the base alone
+    served = replace(
+        system(linear(1.0, 0.2), 2, rates=[0.1]),
+        rates=[[0.1], [0.9, 0.9]],
+        drafts=[*chains(1), Draft(2, 4, tree=1)],
+    )
+    arrivals = [Arrival(0.0, 1, 7), Arrival(0.0, 1, 4)]
+    right = [recorded([[0]]), recorded([[2]])]
+    alone = simulate(served, arrivals[:1], right)
+    assert [(one.depth, one.seconds) for one in alone.steps] == [(2, pytest.approx(2.06))] * 2
+    with pytest.raises(ValueError, match=r"of every tree a rate for each depth .*, got \[1\]"):
+        simulate(served, arrivals, right[:1])
 
 
 def test_drawn_lengths_have_the_rates_they_were_drawn_from():
@@ -148,7 +163,7 @@ def test_goodput_waits_less_than_every_fixed_depth_on_a_load_that_rises_and_fall
     served = system(cost, 16, prefill=2e-5)
 
     def run(depth: int | None) -> tuple[float, float]:
-        row = summarise("", "", simulate(served, arrivals, drawn(RATES, seed), depth))
+        row = summarise("", "", simulate(served, arrivals, [drawn(RATES, seed)], depth))
         return row.latency.mean, row.tokens_per_second
 
     latency, speed = run(None)
@@ -161,8 +176,8 @@ def test_goodput_is_the_base_alone_where_drafts_are_never_right():
     arrivals = poisson(3.0, 200, prompt_tokens=20, new_tokens=30)
     never = [0.0] * 3
     served = system(linear(0.02, 1e-3), 8, rates=never)
-    goodput = simulate(served, arrivals, drawn(never))
-    alone = simulate(served, arrivals, drawn(never), 0)
+    goodput = simulate(served, arrivals, [drawn(never)])
+    alone = simulate(served, arrivals, [drawn(never)], 0)
     assert [one.finished for one in goodput.served] == [one.finished for one in alone.served]
     assert {one.depth for one in goodput.steps} == {0}
 
@@ -171,7 +186,7 @@ def test_goodput_learns_that_a_request_is_easier_than_was_measured():
     arrivals = [Arrival(0.0, 5, 300)]
     # a level takes a tenth of the time of the base: a rate of 0.3 pays for one, and 1 for all
     served = system(linear(0.02), rates=[0.3, 0.3, 0.3])
-    depths = [one.depth for one in simulate(served, arrivals, recorded([[3]])).steps]
+    depths = [one.depth for one in simulate(served, arrivals, [recorded([[3]])]).steps]
     assert depths[0] == 1
     assert depths[-5] == 3
 
@@ -223,12 +238,12 @@ def test_loads_without_arrivals_are_refused(rate, parts):
 
 def test_a_depth_that_nothing_is_known_of_is_refused():
     with pytest.raises(ValueError, match="one of 5 drafts, got 1 and 5"):
-        simulate(system(linear(1.0)), [Arrival(0.0, 1, 1)], drawn(RATES), 5)
+        simulate(system(linear(1.0)), [Arrival(0.0, 1, 1)], [drawn(RATES)], 5)
 
 
 def test_figures_of_a_load_add_up_and_are_shown():
     arrivals = poisson(1.0, 300, prompt_tokens=10, new_tokens=11)
-    row = summarise("1", "none", simulate(system(linear(0.01), 4), arrivals, drawn(RATES), 0))
+    row = summarise("1", "none", simulate(system(linear(0.01), 4), arrivals, [drawn(RATES)], 0))
     assert row.latency.mean >= 0.1
     assert row.latency.p50 <= row.latency.p90 <= row.latency.p99
     assert row.first_token.mean < row.latency.mean
