@@ -3,8 +3,9 @@
 See docs/tree_verification.md and docs/caches.md.
 """
 
+import weakref
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -121,14 +122,25 @@ def _whole(slots: int) -> int:
     return -(-slots // EXTENT) * EXTENT
 
 
-class RowLayer(CacheLayerMixin):
+C = TypeVar("C", bound=RowCache, covariant=True)
+
+
+class RowLayer(CacheLayerMixin, Generic[C]):
     """One layer of a cache, which tells transformers the place of its rows."""
 
     is_croppable = False
 
-    def __init__(self, cache: RowCache) -> None:
+    def __init__(self, cache: C) -> None:
         super().__init__()
-        self.cache = cache
+        # or caches that nobody holds would wait, tensors and all, for Python to look for cycles
+        self._cache = weakref.ref(cache)
+
+    @property
+    def cache(self) -> C:
+        """The cache that this is a layer of."""
+        cache = self._cache()
+        assert cache is not None
+        return cache
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return how many slots a forward looks at, and that the first is the first."""
@@ -144,7 +156,7 @@ class RowLayer(CacheLayerMixin):
         return self.cache.capacity
 
 
-class _Layer(RowLayer):
+class _Layer(RowLayer[RowCache]):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate on the first forward, when head counts and widths are known."""
         self.keys, self.values = (

@@ -129,12 +129,12 @@ class _Store:
         return self.held[0].flatten(1, 2)[None], self.held[1].flatten(1, 2)[None]
 
 
-class _PagedLayer(RowLayer):
+class _PagedLayer(RowLayer["PagedKVCache"]):
     """One layer of a batch of rows, over the pool's store of that layer."""
 
     def __init__(self, cache: "PagedKVCache", store: _Store) -> None:
         super().__init__(cache)
-        self.cache, self.store = cache, store
+        self.store = store
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Do nothing: the pool allocates."""
