@@ -18,6 +18,7 @@ from specheads.training.losses.depth_loss import (
     depth_loss,
     dpace_weights,
 )
+from specheads.training.losses.row_losses import exponentials
 
 ROWS, VOCAB, WIDTH, DEPTH = 23, 31, 6, 3
 KINDS = sorted(KINDS)
@@ -388,3 +389,12 @@ def test_a_loss_by_the_base_s_distribution_is_refused_without_it():
     blind = Targets(targets.labels, targets.base_hidden, None)
     with pytest.raises(ValueError, match="kl reads the base's distribution"):
         depth_loss(states, projections, blind, kind="kl")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_exponentials_are_zero_where_they_would_be_no_ordinary_numbers(dtype: torch.dtype):
+    given = torch.tensor([-torch.inf, -800.0, -100.0, -80.0, -1.5, 0.0, torch.nan], dtype=dtype)
+    wanted = given.exp()
+    wanted[wanted < torch.finfo(dtype).tiny] = 0.0
+    assert torch.equal(exponentials(given)[:-1], wanted[:-1])
+    assert given[-1].isnan()

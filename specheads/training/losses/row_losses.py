@@ -5,6 +5,7 @@ overwrites it with the gradient by the draft's logits, so that a block costs one
 graph.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -40,6 +41,19 @@ RowLoss = Callable[[LogProbs, BaseRows], Losses]
 """(log q, what the base says) -> one loss a row; log q holds the slopes afterwards."""
 
 
+def exponentials(logarithms: Tensor) -> Tensor:
+    """Return what these are the logarithms of, in their place.
+
+    On a CPU what would be less than an ordinary number is zero: rounded as such numbers are, it
+    would take MKL twenty times as long.
+    """
+    if logarithms.device.type != "cpu":
+        return logarithms.exp_()
+    least = torch.finfo(logarithms.dtype).tiny
+    logarithms.clamp_(min=math.ceil(math.log(least))).exp_()
+    return torch.threshold_(logarithms, 2 * least, 0.0)
+
+
 def _values(base: BaseRows) -> Tensor:
     assert base.values is not None
     return base.values
@@ -48,7 +62,7 @@ def _values(base: BaseRows) -> Tensor:
 def _surprise(log_draft: Tensor, tokens: Tensor) -> Tensor:
     place = tokens[:, None]
     loss = -log_draft.gather(-1, place)
-    log_draft.exp_().scatter_add_(-1, place, torch.full_like(loss, -1.0))
+    exponentials(log_draft).scatter_add_(-1, place, torch.full_like(loss, -1.0))
     return loss[:, 0]
 
 
@@ -69,7 +83,7 @@ def soft_cross_entropy(log_draft: LogProbs, base: BaseRows) -> Losses:
     """
     base_probs = _values(base)
     loss = -(base_probs * log_draft).sum(-1)
-    log_draft.exp_().sub_(base_probs)
+    exponentials(log_draft).sub_(base_probs)
     return loss
 
 
@@ -82,7 +96,7 @@ def kl(log_draft: LogProbs, base: BaseRows) -> Losses:
 def reverse_kl(log_draft: LogProbs, base: BaseRows) -> Losses:
     """Return KL(q || p) in nats, which costs a draft mass where the base has none."""
     gap = log_draft - _values(base)
-    draft_probs = log_draft.exp_()
+    draft_probs = exponentials(log_draft)
     loss = (draft_probs * gap).sum(-1)
     draft_probs.mul_(gap.sub_(loss[:, None]))
     return loss
@@ -106,7 +120,7 @@ def total_variation(log_draft: LogProbs, base: BaseRows) -> Losses:
 
     Its slope vanishes where the draft has no mass on what the base would say.
     """
-    missed, slope = _missed(log_draft.exp_(), _values(base))
+    missed, slope = _missed(exponentials(log_draft), _values(base))
     log_draft.copy_(slope)
     return missed
 
@@ -120,7 +134,7 @@ def cross_entropy_l1(log_draft: LogProbs, base: BaseRows) -> Losses:
     """
     place = base.labels[:, None]
     surprise = -log_draft.gather(-1, place)
-    missed, slope = _missed(log_draft.exp_(), _values(base))
+    missed, slope = _missed(exponentials(log_draft), _values(base))
     log_draft.scatter_add_(-1, place, torch.full_like(surprise, -1.0))
     log_draft.mul_(0.1).add_(slope, alpha=1.8)
     return 0.1 * surprise[:, 0] + 1.8 * missed
@@ -137,8 +151,9 @@ def lk(log_draft: LogProbs, base: BaseRows) -> Losses:
     base_log_probs = _values(base)
     log_accepted = torch.minimum(log_draft, base_log_probs).logsumexp(-1, keepdim=True)
     short = log_draft < base_log_probs
-    share = (log_draft - log_accepted).masked_fill_(~short, -torch.inf).exp_()
-    log_draft.exp_().mul_(share.sum(-1, keepdim=True)).sub_(share)
+    share = (log_draft - log_accepted).masked_fill_(~short, -torch.inf)
+    share = exponentials(share).mul_(short)
+    exponentials(log_draft).mul_(share.sum(-1, keepdim=True)).sub_(share)
     return -log_accepted[:, 0]
 
 
@@ -153,7 +168,7 @@ def lk_hybrid(log_draft: LogProbs, base: BaseRows) -> Losses:
     assert base.entropy is not None
     base_probs = _values(base)
     divergence = -(base_probs * log_draft).sum(-1) - base.entropy
-    missed, slope = _missed(log_draft.exp_(), base_probs)
+    missed, slope = _missed(exponentials(log_draft), base_probs)
     trust = torch.exp(-TRUST * (1.0 - missed))
     log_draft.sub_(base_probs).mul_(trust[:, None]).addcmul_(slope, (1.0 - trust)[:, None])
     return trust * divergence + (1.0 - trust) * missed
@@ -202,5 +217,5 @@ def read_base(
     log_probs = base_logits.log_softmax(-1).clamp_(min=RULED_OUT)
     if kind in LOG_PROBS:
         return BaseRows(labels, best, log_probs)
-    probs = log_probs.exp()
+    probs = exponentials(log_probs.clone())
     return BaseRows(labels, best, probs, -(probs * log_probs).sum(-1))
