@@ -106,7 +106,7 @@ class Goodput(policies.TreePolicy):
             known = Known([*map(Acceptance, self.rates)], Acceptance(self.copied_rates))
             self._known[request] = known
         elif request.steps:
-            known.note(*seen(request.steps[-1], copies=known.last.copied > 0))
+            known.note(*seen(request.steps[-1], known.last))
         return known
 
     def grow(
@@ -133,22 +133,23 @@ def _ways(
     return trees, drafts
 
 
-def seen(step: Step, *, copies: bool) -> tuple[tuple[int, bool], tuple[int, bool]]:
+def seen(step: Step, draft: Draft) -> tuple[tuple[int, bool], tuple[int, bool]]:
     """Return what a step tells of a request: see `Known.note`.
 
-    Copied text that stands in the head's own tree to its end leaves no node in it, and is taken
-    for none.
+    Where nothing stands below what was accepted the next level is refused as well: rates are those
+    of levels, drafted or not. Copied text that stands in the head's own tree to its end leaves no
+    node in it, and is taken for none.
 
     Args:
         step: Of a tree that is the head's own, or has copied text joined to it.
-        copies: Whether the step looked for text to copy.
+        draft: What was drafted in it.
     """
     size = len(step.drafted) - step.num_copied
-    accepted = [node for node in step.path if node < size]
-    own = len(accepted) - 1, accepted[-1] in step.parents[:size]
+    levels = sum(node < size for node in step.path) - 1
+    own = levels, levels < draft.depth
     node = max((one for one in range(size, len(step.parents)) if step.parents[one] >= 0), default=0)
     if not node:
-        return own, (0, copies)
+        return own, (0, draft.copied > 0)
     path = []
     while node:
         path.append(node)

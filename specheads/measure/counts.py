@@ -68,11 +68,13 @@ class DepthCounts:
         if drafted_beyond:
             self.offered[accepted] += 1
 
-    def conditional(self) -> list[float]:
-        """Return the share of drafts accepted at each depth; zero where none was offered."""
-        return [
-            right / max(all_, 1) for all_, right in zip(self.offered, self.accepted, strict=True)
-        ]
+    def levels(self) -> list[float]:
+        """Return how often each level was right where the one above was, drafted there or not.
+
+        Their running products add up to the tokens of a forward: see `payoff.expected_tokens`.
+        """
+        above = [self.forwards, *self.accepted]
+        return [right / max(all_, 1) for all_, right in zip(above, self.accepted, strict=False)]
 
     def per_depth(self) -> list[Depth]:
         """Return the counts as results.json has them, first depth first."""

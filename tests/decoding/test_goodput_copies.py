@@ -95,11 +95,18 @@ def test_a_step_tells_what_was_right_of_the_heads_own_and_of_what_was_copied(
     path: list[int], copied: list[int], own: tuple[int, bool], other: tuple[int, bool]
 ):
     taken = step(path, [-1, 0, 1, *copied], len(copied))
-    assert seen(taken, copies=True) == (own, other)
+    assert seen(taken, Draft(2, 3, 4)) == (own, other)
 
 
 def test_a_step_that_looked_for_nothing_to_copy_says_nothing_of_it():
-    assert seen(step([0, 1], [-1, 0, 1], 0), copies=False) == ((1, True), (0, False))
+    assert seen(step([0, 1], [-1, 0, 1], 0), Draft(2, 3)) == ((1, True), (0, False))
+
+
+def test_a_level_that_was_not_drafted_is_as_wrong_as_one_that_was():
+    # 1 and 2 below the root, 3 below 1 alone
+    leaf = step([0, 2], [-1, 0, 0, 1], 0)
+    assert seen(leaf, Draft(2, 4)) == ((1, True), (0, False))
+    assert seen(step([0, 1, 3], [-1, 0, 0, 1], 0), Draft(2, 4)) == ((2, False), (0, False))
 
 
 def test_averages_follow_what_is_copied_and_return_where_nothing_was():

@@ -58,6 +58,8 @@ def test_training_further_forgets_what_was_measured_of_the_head_before(tmp_path)
         ({"trees": [to_json(tree(copied=-1))]}, "copied tokens in tuned.json must be at least 0"),
         ({"trees": [to_json(tree(copied=10**6))]}, "copied_tokens"),
         ({"trees": [to_json(tree(kind="none", copied=4))]}, "beside a tree that drafts nothing"),
+        ({"trees": [to_json(tree(rates=[1.5]))]}, "acceptance in tuned.json must be .* at most 1"),
+        ({"trees": [to_json(tree(rates=[0.5, 0.5]))]}, "rate for each of 1 levels .*, got 2"),
         ({"cost": {}}, "need .*cost.verify"),
         ({"cost": to_json(StepCost(verify=NEGATIVE, draft=FORWARD))}, "least 0"),
         ({"acceptance": {"per_depth": [float("nan")]}}, "acceptance in tuned.json must be"),

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from specheads.core.loops import loops
+from specheads.decoding.payoff import expected_tokens
 from specheads.measure.counts import (
     DepthCounts,
     acceptance_length,
@@ -126,6 +127,13 @@ def test_prompts_of_one_source_are_drawn_together():
     assert together[1] - together[0] > 1.5 * (each[1] - each[0])
     # prompts of no source are sources of their own
     assert bootstrap_interval(tokens, [10] * 20, [""] * 20) == each
+
+
+def test_levels_add_up_to_the_tokens_of_a_forward_though_some_were_not_drafted():
+    counts = DepthCounts(forwards=10, offered=[10, 4, 1], accepted=[6, 3, 1])
+    assert counts.levels() == [0.6, 0.5, pytest.approx(1 / 3)]
+    assert expected_tokens(counts.levels())[-1] == pytest.approx(counts.tokens_per_forward)
+    assert DepthCounts.zeros(2).levels() == [0.0, 0.0]
 
 
 def test_conditional_acceptance_has_an_interval_at_each_depth_that_was_reached():

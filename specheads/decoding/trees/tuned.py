@@ -110,8 +110,8 @@ class TunedTree:
     copied: int = 0
     """Nodes for text that prompt lookup copies: see `HybridTree`."""
     rates: list[float] = field(default_factory=list)
-    """Conditional rate of each level: that any node below the accepted ones is right. Empty where
-    it was not measured."""
+    """How often each level was right where the one above was, drafted there or not. Empty where it
+    was not measured."""
 
     def policy(self) -> policies.TreePolicy:
         """Return how drafts grow."""

@@ -114,7 +114,7 @@ def judge(
         tokens, fitted = 1.0, None
         if drafter is not None:
             counts = _counts(base, drafter, tree, texts.judged, how)
-            tokens, rates[tree] = counts.tokens_per_forward, counts.conditional()
+            tokens, rates[tree] = counts.tokens_per_forward, counts.levels()
         if isinstance(tree, policies.Static) and not tree.confidence:
             alone = cost.seconds(batch, texts.context, 1, 0)
             fitted = tokens * alone

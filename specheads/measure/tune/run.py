@@ -101,7 +101,7 @@ def _of_steps(ranks: Sequence[Tensor], depth: int) -> list[float]:
     Of all places of a text more are easy: those that a right draft steps over.
     """
     counts = [replay(rows, policies.chain(depth)) for rows in ranks]
-    return DepthCounts.total(counts, depth).conditional()
+    return DepthCounts.total(counts, depth).levels()
 
 
 def measure_cost(
