@@ -6,7 +6,8 @@
 
 Parts
     simulator  tokens per second of the engine over those simulated, by batch and drafted depth
-    policies   latency of requests that come now and then, by arm, over that of the last arm
+    policies   latency of requests that come now and then, by arm, over that of goodput's arms, or
+               where none of them is there over the last arm's
 
 Arms are 0, the base alone; 2, a chain of two; lookup, copied text alone; 2+lookup, both in one
 tree; tuned, the tuned tree nearest to the batch of each step; goodput, which chooses a chain or a
@@ -168,7 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the parts asked for; return the exit code."""
     options = _parse(arguments)
     bench = _bench(options)
-    results: dict[str, Any] = {"schema": 2, "provenance": to_json(provenance())}
+    results: dict[str, Any] = {"schema": 3, "provenance": to_json(provenance())}
     for name in options.parts:
         print(f"\n{name}", flush=True)
         results[name] = PARTS[name](bench)
@@ -410,7 +411,7 @@ class Service:
 
 
 def policies_under_load(bench: Bench) -> dict[str, Any]:
-    """Return the latency of every arm on loads that rise and fall, over the last arm's."""
+    """Return the latency of every arm on loads that rise and fall, over goodput's."""
     size = bench.batches[-1]
     alone = 2 * size * bench.new_tokens / _timed(bench, 0, size, 2 * size)
     # every round is another load
@@ -436,7 +437,6 @@ def policies_under_load(bench: Bench) -> dict[str, Any]:
         "copied_rates": bench.copied_rates,
         "share": bench.share,
         "load": bench.load,
-        "reference": bench.arms[-1],
         "rows": rows,
     }
 
@@ -454,17 +454,25 @@ def _row(
 ) -> dict[str, Any]:
     """Return what an arm's requests waited, as measured and as simulated."""
     own = [each[arm].latencies for each in rounds]
-    reference = [each[bench.arms[-1]].latencies for each in rounds]
-    ours, theirs = list(map(sum, own)), list(map(sum, reference))
     return {
         "draft": arm,
         "mean_latency": statistics.fmean(chain(*own)),
         "simulated_mean_latency": _simulated_wait(bench, arm, rounds, prefill),
         "tokens_per_second": statistics.median(each[arm].tokens_per_second for each in rounds),
-        "latency_over_reference": sum(ours) / sum(theirs),
-        "interval": list(bootstrap_interval(ours, theirs)),
+        "latency_over": {str(other): _over(arm, other, rounds) for other in _references(bench)},
         "same_text": all(each[arm].texts == each[bench.arms[0]].texts for each in rounds),
     }
+
+
+def _references(bench: Bench) -> list[Arm]:
+    """Return the arms that all are held against."""
+    return [arm for arm in bench.arms if str(arm).startswith("goodput")] or bench.arms[-1:]
+
+
+def _over(arm: Arm, other: Arm, rounds: Sequence[dict[Arm, Service]]) -> list[float]:
+    """Return the latency of an arm over another's, and its interval."""
+    ours, theirs = ([sum(each[one].latencies) for each in rounds] for one in (arm, other))
+    return [sum(ours) / sum(theirs), *bootstrap_interval(ours, theirs)]
 
 
 def _simulated_wait(
@@ -493,6 +501,8 @@ def _show(row: dict[str, Any]) -> None:
 
 
 def _text(value: Any) -> str:
+    if isinstance(value, dict):
+        return " ".join(f"{name} {_text(one)}" for name, one in value.items())
     if isinstance(value, list):
         return f"[{', '.join(map(_text, value))}]"
     return f"{value:.4g}" if isinstance(value, float) else str(value)

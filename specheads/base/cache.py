@@ -175,10 +175,7 @@ class _Layer(RowLayer[RowCache]):
         """Write the new positions into each row's scratch; return all slots in use."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        assert self.keys is not None
-        assert self.values is not None
-        rows = key_states.shape[0]
-        keys, values = self.keys[:rows], self.values[:rows]
+        keys, values = self.held()
         length, shared, end = key_states.shape[2], self.cache.shared_length, self.cache.end
         if shared is not None:
             keys[:, :, shared : shared + length] = key_states

@@ -71,7 +71,9 @@ def test_of_all_engines_the_one_whose_clock_is_behind_steps_next(
 
     fast, slow = (script._row(bench, arm, [found, found], None) for arm in bench.arms)
     assert (fast["mean_latency"], fast["simulated_mean_latency"]) == (2.0, 4.0)
-    assert fast["latency_over_reference"] == pytest.approx(1 / 3)
-    assert fast["interval"] == pytest.approx([1 / 3, 1 / 3])
+    # no arm is goodput's, so all are held against the last
+    assert fast["latency_over"] == {"slow": pytest.approx([1 / 3] * 3)}
     assert fast["same_text"]
-    assert slow["latency_over_reference"] == 1.0
+    assert slow["latency_over"] == {"slow": [1.0] * 3}
+    bench.arms = [0, "goodput", "goodput+lookup", "tuned"]
+    assert script._references(bench) == ["goodput", "goodput+lookup"]
