@@ -1,8 +1,8 @@
 """What a step of decoding takes, by what it works on.
 
 Source: Liu et al. 2024, arXiv:2406.14066 (SmartSpec), section 4: a forward takes a fixed time,
-one for each token of its batch, and one for each position that its rows attend to. `several` and
-`power` are ours, zero and one in theirs: see docs/tuning.md.
+one for each token of its batch, and one for each position that its rows attend to. `several`,
+`free` and `power` are ours, zero, zero and one in theirs: see docs/tuning.md.
 """
 
 from dataclasses import dataclass
@@ -26,13 +26,17 @@ class ForwardCost:
     """Where it works on more than one token: a processor multiplies matrices with one vector in
     another way than with two."""
 
+    free: int = 0
+    """Tokens that take no time of their own: a machine multiplies them while it reads weights."""
+
     power: float = 1.0
-    """Exponent of the number of tokens; below one where many cost less each than few."""
+    """Exponent of the number of the others; below one where many cost less each than few."""
 
     def seconds(self, tokens: int | float, context: int | float) -> float:
         """Return what a forward over so many tokens and positions takes."""
         jump = self.several if tokens > 1 else 0.0
-        return self.fixed + jump + self.token * tokens**self.power + self.context * context
+        paid = max(tokens - self.free, 0) ** self.power
+        return self.fixed + jump + self.token * paid + self.context * context
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

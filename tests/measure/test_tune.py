@@ -89,6 +89,18 @@ def test_what_is_not_linear_is_refined_and_its_error_told():
     assert (cost.verify.power, cost.verify.several) == pytest.approx((0.7, 1.5e-2))
 
 
+def test_tokens_that_are_free_are_found_and_cost_nothing():
+    """A machine multiplies a few tokens while it reads its weights, and then each takes time."""
+    kneed = ForwardCost(fixed=4e-2, token=5e-3, context=1e-7, free=8)
+    assert kneed.seconds(1, 0) == kneed.seconds(8, 0) == 4e-2
+    assert kneed.seconds(10, 0) == pytest.approx(5e-2)
+    planted = replace(PLANTED, verify=kneed)
+    cost, error = fit(points(planted))
+    assert error.largest < 1e-6
+    assert cost.verify.free == 8
+    assert coefficients(cost) == pytest.approx(coefficients(planted))
+
+
 def test_no_cost_is_negative():
     flat = StepCost(
         verify=ForwardCost(fixed=1e-2, token=0.0, context=0.0),

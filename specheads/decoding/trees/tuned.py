@@ -185,7 +185,7 @@ class Tuned:
 
     def _check(self, depth: int | None) -> None:
         for cost in (self.cost.verify, self.cost.draft):
-            _refuse_outside("a cost", [cost.fixed, cost.token, cost.context], 0.0)
+            _refuse_outside("a cost", [cost.fixed, cost.token, cost.context, cost.free], 0.0)
         for rates in (self.acceptance.per_depth, self.acceptance.copied):
             _refuse_outside("a rate of acceptance", rates, 0.0, 1.0)
         if not self.trees:

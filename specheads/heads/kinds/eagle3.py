@@ -144,10 +144,12 @@ class Head(EmbeddingHead):
     ) -> Iterator[Float[Tensor, "batch time width"]]:
         """Yield each round's state, of every position at once."""
         del anchors
-        masks = torch.full_like(tokens, self.config.mask_token) if self.config.parallel else None
-        rolled = (tokens.roll(-1 - level, 1) for level in range(self.depth))
-        read = (masks if masks is not None and k else one for k, one in enumerate(rolled))
-        embedded, fused = map(self._embed, read), self._fuse(features.aux)
+        # looked up once for all levels: where it learns, each look-up's gradient is a whole table
+        fused, own = self._fuse(features.aux), self._embed(tokens)
+        embedded = (own.roll(-1 - level, 1) for level in range(self.depth))
+        if self.config.parallel:
+            masks = self._embed(torch.full_like(tokens, self.config.mask_token))
+            embedded = (masks if level else one for level, one in enumerate(embedded))
         for hidden in rounds(self._layers(), fused, embedded, features, self._fed_back):
             yield self.norm(hidden)
 

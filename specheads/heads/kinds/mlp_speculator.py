@@ -125,8 +125,10 @@ class Head(BaseHead):
         """Yield the states that read tokens[:, t + 1], then tokens[:, t + 2], and so on."""
         del anchors
         state = self._first(features.hidden)
+        # looked up once for all levels of a table: each look-up's gradient is as large as that
+        looked_up = [table(tokens) for table in self.emb]
         for level in range(self.depth):
-            state = self._step(state, tokens.roll(-1 - level, 1), level)
+            state = self._step(state, _of(looked_up, level).roll(-1 - level, 1), level)
             yield state[..., : self.inner]
 
     def projection(self, level: int) -> tuple[Weight, Bias | None]:
@@ -138,7 +140,7 @@ class Head(BaseHead):
     ) -> tuple[Float[Tensor, "batch 1 vocab"], State]:
         """Read the root on top of the base's last state."""
         del memory
-        state = self._step(self._first(committed.hidden()), committed.root(), 0)
+        state = self._step(self._first(committed.hidden()), self.emb[0](committed.root()), 0)
         return self.logits(state[..., : self.inner], 0), (state, 0)
 
     def extend(
@@ -146,7 +148,8 @@ class Head(BaseHead):
     ) -> tuple[Float[Tensor, "batch node vocab"], State]:
         """Read each node on top of its parent's state."""
         above, level = state
-        below = self._step(pick_parents(above, parents), tokens, level + 1)
+        read = _of(self.emb, level + 1)(tokens)
+        below = self._step(pick_parents(above, parents), read, level + 1)
         return self.logits(below[..., : self.inner], level + 1), (below, level + 1)
 
     def _first(self, hidden: Tensor) -> Tensor:
@@ -154,9 +157,9 @@ class Head(BaseHead):
             hidden = F.rms_norm(hidden, hidden.shape[-1:], eps=EPSILON) / math.sqrt(2)
         return F.pad(hidden, (0, self.inner)) if self.gated else hidden
 
-    def _step(self, state: Tensor, tokens: Tensor, level: int) -> Tensor:
-        """Return the state after one more token; where it is gated, [state, cell]."""
-        norm, read = _of(self.ln, level), _of(self.emb, level)(tokens)
+    def _step(self, state: Tensor, read: Tensor, level: int) -> Tensor:
+        """Return the state after one more token, embedded; where it is gated, [state, cell]."""
+        norm = _of(self.ln, level)
         # scaled by 1 / a against the formula, as its own project has it: the norm undoes that
         # but for its epsilon
         scale = self.token_weight / self.state_weight
@@ -171,8 +174,8 @@ class Head(BaseHead):
         return torch.cat([shown, cell], dim=-1)
 
 
-def _of(modules: nn.ModuleList, level: int) -> Any:
-    """Return the level's own module, or the last one where later levels share it."""
+def _of(modules: nn.ModuleList | list[Tensor], level: int) -> Any:
+    """Return what is the level's own, or the last one where later levels share it."""
     return modules[min(level, len(modules) - 1)]
 
 

@@ -27,8 +27,25 @@ nobody decodes by turns."""
 WORST = 0.1
 """Largest relative error of the linear form that is not refined."""
 
-POWERS = (1.0, 0.9, 0.8, 0.7, 0.6)
-"""Exponents of the number of tokens that are tried."""
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What of `ForwardCost` is tried and not solved for, as the base's forward has it."""
+
+    power: float = 1.0
+    free: int = 0
+    several: bool = False
+
+
+LINEAR = Form()
+POWERS, FREE = (1.0, 0.9, 0.8, 0.7, 0.6), (2, 4, 6, 8, 12, 16, 32, 64, 128)
+REFINED = [
+    LINEAR,
+    *(Form(power, several=True) for power in POWERS),
+    *(Form(free=free) for free in FREE),
+]
+"""Forms that are tried where the linear one is not near enough: a jump, or tokens that are free."""
+
 
 Way = tuple[Drafter | None, policies.TreePolicy]
 """A drafter, none for the base alone, and how its drafts grow; lookup joins it as that asks."""
@@ -142,18 +159,18 @@ def fit(points: Sequence[Point]) -> tuple[StepCost, CostError]:
     SmartSpec's linear form, or where that errs by more than `WORST` the refined one that errs
     least. Held out is every third point, held against the fit to the others.
     """
-    cost, power = _fit(points, 0.0), 0.0
+    cost, form = _fit(points, LINEAR), LINEAR
     if max(_errors(cost, points)) > WORST:
-        found = {one: _fit(points, one) for one in (0.0, *POWERS)}
-        power = min(found, key=lambda one: _squares(_errors(found[one], points)))
-        cost = found[power]
+        found = {one: _fit(points, one) for one in REFINED}
+        form = min(found, key=lambda one: _squares(_errors(found[one], points)))
+        cost = found[form]
     errors = _errors(cost, points)
     kept = [point for place, point in enumerate(points) if place % 3]
     return cost, CostError(
         points=len(points),
         median=statistics.median(errors),
         largest=max(errors),
-        held_out=max(_errors(_fit(kept, power), points[::3])),
+        held_out=max(_errors(_fit(kept, form), points[::3])),
     )
 
 
@@ -168,16 +185,17 @@ def _squares(errors: Sequence[float]) -> float:
     return sum(error**2 for error in errors)
 
 
-def _fit(points: Sequence[Point], power: float) -> StepCost:
-    """Return the best costs of a form: a power of zero stands for the linear one."""
+def _fit(points: Sequence[Point], form: Form) -> StepCost:
+    """Return the best costs of a form."""
     drafted = [one for one in points if one.depth]
     names = ["fixed", "token", "context"]
-    refined = ["several"] if power else []
+    refined = ["several"] if form.several else []
     verify = _least_squares(
         [
-            [1.0, (tokens := one.batch * one.nodes) ** (power or 1.0), one.batch * one.context]
+            [1.0, max(tokens - form.free, 0) ** form.power, one.batch * one.context]
             + [float(tokens > 1) for _ in refined]
             for one in points
+            for tokens in (one.batch * one.nodes,)
         ],
         [one.verify for one in points],
     )
@@ -188,8 +206,9 @@ def _fit(points: Sequence[Point], power: float) -> StepCost:
         ],
         [one.draft for one in drafted],
     )
+    own = dict(zip(names + refined, verify, strict=True))
     return StepCost(
-        verify=ForwardCost(**dict(zip(names + refined, verify, strict=True)), power=power or 1.0),
+        verify=ForwardCost(**own, free=form.free, power=form.power),
         draft=ForwardCost(**dict(zip(names, draft, strict=True))),
     )
 

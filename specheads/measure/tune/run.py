@@ -133,6 +133,7 @@ def tables(tuned: Tuned) -> Iterator[Fitted]:
         (
             name,
             *(f"{1e6 * value:.3g}" for value in (one.fixed, one.several, one.token, one.context)),
+            str(one.free),
             f"{one.power:g}",
         )
         for name, one in (("verify", cost.verify), ("draft a level", cost.draft))
@@ -141,8 +142,8 @@ def tables(tuned: Tuned) -> Iterator[Fitted]:
         f"costs in microseconds; fitted to {error.points} times, off by {error.median:.1%} "
         f"(median), {error.largest:.1%} (largest), {error.held_out:.1%} (held out)"
     )
-    columns = "forward", "fixed", "beyond one token", "a token", "a position", "power of tokens"
-    yield Fitted(title, rows, columns)
+    columns = "forward", "fixed", "beyond one token", "a token", "a position", "free tokens"
+    yield Fitted(title, rows, (*columns, "power of tokens"))
     tried = [
         (
             str(one.batch),
