@@ -231,16 +231,16 @@ def tuned() -> tuple[Any, Any]:
     return base, head
 
 
-def test_ways_take_turns_at_every_step(tuned):
+def test_ways_take_turns_at_every_step_each_with_rows_of_its_own(tuned):
     base, head = tuned
     ways = [(None, policies.NOTHING), (head, policies.chain(2))]
-    found = time_ways(base, ways, [[1, 2, 3], [4, 5, 6]], how=How(max_new_tokens=8), rounds=12)
-    alone, drafted = found
+    rows = [[[1, 2, 3], [4, 5, 6]], [[1, 2, 3]]]
+    alone, drafted = time_ways(base, ways, rows, how=How(max_new_tokens=8), rounds=12)
     assert (alone.batch, alone.nodes, alone.depth, alone.draft) == (2, 1, 0, 0.0)
-    assert (drafted.nodes, drafted.depth) == (3, 2)
+    assert (drafted.batch, drafted.nodes, drafted.depth) == (1, 3, 2)
     assert min(alone.verify, drafted.verify, drafted.draft) > 0
     with pytest.raises(InputError, match="lower contexts"):
-        time_ways(base, ways, [list(range(60)) * 2], how=How(max_new_tokens=8))
+        time_ways(base, ways, [[list(range(60)) * 2]] * 2, how=How(max_new_tokens=8))
 
 
 # --- the choice, on a machine that is made up ---------------------------------------------------
@@ -255,18 +255,18 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     def cost(node: float) -> None:
         def times(base, ways, prompts, *, how, rounds):
             assert base.max_length > how.max_new_tokens > rounds > 0
-            context = {len(prompt) for prompt in prompts}
+            context = {len(prompt) for rows in prompts for prompt in rows}
             assert len(context) == 1
-            where = {"batch": len(prompts), "context": context.pop()}
             return [
                 Point(
-                    **where,
+                    batch=len(rows),
+                    context=len(rows[0]),
                     nodes=tree.num_nodes,
                     depth=tree.depth,
                     verify=1e-2 * (1 + node * (tree.num_nodes - 1)),
                     draft=1e-9 * tree.depth,
                 )
-                for _, tree in ways
+                for (_, tree), rows in zip(ways, prompts, strict=True)
             ]
 
         for module in (tuning, finals):

@@ -74,20 +74,27 @@ class Point:
 def time_ways(
     base: FrozenBase,
     ways: Sequence[Way],
-    prompts: list[list[int]],
+    prompts: Sequence[list[list[int]]],
     *,
     how: How,
     rounds: int = 8,
 ) -> list[Point]:
-    """Return what a step of each way takes, all rows decoding together.
+    """Return what a step of each way takes, all of its rows decoding together.
 
     Ways take turns, a burst of steps each, so that whatever else the machine does slows them alike;
-    of a way's steps the middle ones count. Each continues the same prompts, and goes on from there.
+    of a way's steps the middle ones count.
+
+    Args:
+        base: What verifies.
+        ways: Those to time.
+        prompts: The rows of each way, which it continues and goes on from.
+        how: How tokens are drawn.
+        rounds: Bursts of each way.
     """
     ways = [(None if one is None else beside_lookup(one, tree, base), tree) for one, tree in ways]
     deepest = max(tree.depth for _, tree in ways)
     widest = max(tree.num_nodes for _, tree in ways)
-    longest = max(map(len, prompts))
+    longest = max(len(row) for rows in prompts for row in rows)
     burst = BURST * (deepest + 1)
     if longest + room(deepest) > base.max_length:
         raise InputError(
@@ -101,14 +108,15 @@ def time_ways(
     states: list[loop.State] = []
     for turn in bar(range(rounds), "step times", how.progress):
         if turn % each == 0:
-            states = [_start(base, drafter, prompts, capacity, how) for drafter, _ in ways]
+            started = zip(ways, prompts, strict=True)
+            states = [_start(base, one, rows, capacity, how) for (one, _), rows in started]
         # the order turns round, so that none always follows the slowest
         for place in [*range(turn % len(ways), len(ways)), *range(turn % len(ways))]:
             steps = [_time_step(base, *ways[place], states[place]) for _ in range(BURST)]
             times[place] += steps[1:]
     return [
         Point(
-            batch=len(prompts),
+            batch=len(rows),
             # half of the way, at a usual pace
             context=longest + each * BURST / 2,
             nodes=tree.num_nodes,
@@ -116,7 +124,7 @@ def time_ways(
             verify=middle([whole - draft for whole, draft in one]),
             draft=middle([draft for _, draft in one]) if tree.depth else 0.0,
         )
-        for (_, tree), one in zip(ways, times, strict=True)
+        for (_, tree), rows, one in zip(ways, prompts, times, strict=True)
     ]
 
 
@@ -156,22 +164,29 @@ def middle(seconds: Sequence[float]) -> float:
 def fit(points: Sequence[Point]) -> tuple[StepCost, CostError]:
     """Return the costs that come nearest to the points, by relative error, and how near.
 
-    SmartSpec's linear form, or where that errs by more than `WORST` the refined one that errs
-    least. Held out is every third point, held against the fit to the others.
+    SmartSpec's linear form, or where that errs by more than `WORST` the one that errs least on
+    points that were left out: every third of them, held against the fit to the others.
     """
-    cost, form = _fit(points, LINEAR), LINEAR
-    if max(_errors(cost, points)) > WORST:
-        found = {one: _fit(points, one) for one in REFINED}
-        form = min(found, key=lambda one: _squares(_errors(found[one], points)))
-        cost = found[form]
+    form = LINEAR
+    if max(_errors(_fit(points, LINEAR), points)) > WORST:
+        form = min(REFINED, key=lambda one: _squares(_held_out(points, one)))
+    cost = _fit(points, form)
     errors = _errors(cost, points)
-    kept = [point for place, point in enumerate(points) if place % 3]
     return cost, CostError(
         points=len(points),
         median=statistics.median(errors),
         largest=max(errors),
-        held_out=max(_errors(_fit(kept, form), points[::3])),
+        held_out=max(_held_out(points, form)),
     )
+
+
+def _held_out(points: Sequence[Point], form: Form) -> list[float]:
+    """Return the errors of every point against the fit to two thirds of which it is none."""
+    errors: list[float] = []
+    for third in range(3):
+        kept = [point for place, point in enumerate(points) if place % 3 != third]
+        errors += _errors(_fit(kept, form), points[third::3])
+    return errors
 
 
 def _errors(cost: StepCost, points: Sequence[Point]) -> list[float]:

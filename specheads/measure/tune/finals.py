@@ -107,7 +107,8 @@ def judge(
     rounds: int,
 ) -> tuple[list[Tried], TunedTree]:
     """Time ways for real, count what judged texts give them; return all and the best."""
-    points = time_ways(base, ways, texts.rows(batch), how=how, rounds=rounds)
+    prompts = [texts.rows(batch)] * len(ways)
+    points = time_ways(base, ways, prompts, how=how, rounds=rounds)
     tried, rates = [], {}
     for (drafter, tree), point in zip(ways, points, strict=True):
         overhead = point.seconds / points[0].seconds

@@ -119,10 +119,14 @@ def measure_cost(
     grid += [sizes[size] for size in GRID if size in sizes]
     points: list[Point] = []
     for one in texts:
+        ways: list[Way] = []
+        prompts: list[list[list[int]]] = []
+        # of all batches in turn: a machine changes its pace within minutes
         for batch in batches:
-            ways: list[Way] = [(None, policies.NOTHING)]
-            ways += [(head, tree) for tree in grid if batch * tree.num_nodes <= MOST_TOKENS]
-            points += time_ways(base, ways, one.rows(batch), how=how, rounds=rounds)
+            own = [tree for tree in grid if batch * tree.num_nodes <= MOST_TOKENS]
+            ways += [(None, policies.NOTHING), *((head, tree) for tree in own)]
+            prompts += [one.rows(batch)] * (1 + len(own))
+        points += time_ways(base, ways, prompts, how=how, rounds=rounds)
     return fit(points)
 
 
