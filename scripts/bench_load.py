@@ -18,7 +18,7 @@ Step times and acceptance rates are those of tuned.json in the head's folder; wh
 takes is measured here. A machine is not always as fast as when a head was tuned: simulated times
 are stretched by what a step of the base alone takes before and after each of the engine's turns,
 over what it took then, the `pace`. The simulator replays how many drafts and copied tokens are
-right at each place of the very texts.
+right at each place of the very texts; of tuned trees it draws how many, by their rates there.
 
 In `policies` every arm has an engine and a clock of its own: the clock goes on while a step is
 taken, and leaps to the next arrival where there is nothing to do. Arms meet the same requests, and
@@ -53,16 +53,18 @@ from specheads.decoding.payoff import Draft, chains
 from specheads.decoding.prompt_lookup import PromptLookup
 from specheads.decoding.request import Request, Stream
 from specheads.decoding.trees import policies
-from specheads.decoding.trees.hybrid import HybridTree, Lookup
-from specheads.decoding.trees.tuned import Tuned
+from specheads.decoding.trees.hybrid import HybridTree, Lookup, own_tree
+from specheads.decoding.trees.tuned import Tuned, TunedTree
 from specheads.heads.load import load_head
-from specheads.measure.counts import bootstrap_interval
+from specheads.measure.counts import DepthCounts, bootstrap_interval
 from specheads.measure.evaluation import named_prompts
+from specheads.measure.how import How
 from specheads.measure.load import command
 from specheads.measure.load.accepted import Accepted, drawn, rates_of, recorded
 from specheads.measure.load.arrivals import Arrival, poisson
 from specheads.measure.load.simulate import Simulation, System, simulate
 from specheads.measure.offline import guess_ranks
+from specheads.measure.online import decode_prompts
 from specheads.measure.replay import Copied, copied
 from specheads.measure.store import to_json
 from specheads.measure.tune.acceptance import copied_rates
@@ -99,6 +101,8 @@ class Bench:
     """Conditional acceptance of these very texts."""
     copied_rates: list[float]
     """The same of copied text."""
+    tree_rates: list[list[float]]
+    """The same of each tuned tree that is no chain."""
     rounds: int
     batches: list[int]
     requests: int
@@ -132,8 +136,7 @@ class Bench:
         if depth is None:
             system = command.choosing(system, self.chosen_from(arm))
         place = None if depth is None else system.drafts.index(Draft(depth, depth + 1, size))
-        # of trees nothing was recorded
-        right = [self.accepted, *map(drawn, system.rates[1:])]
+        right = [self.accepted, *map(drawn, self.tree_rates[: len(system.rates) - 1])]
         return simulate(system, arrivals, right, place, self.copied)
 
     def chosen_from(self, arm: Arm) -> Tuned:
@@ -257,6 +260,7 @@ def _bench(options: argparse.Namespace) -> Bench:
         recorded([_copied(one) for one in copies]),
         rates_of(texts, head.depth),
         copied_rates(copies),
+        [_levels(base, head, prompts, one, options.new_tokens) for one in measured.branching()],
         options.rounds,
         options.batches,
         options.requests,
@@ -270,6 +274,16 @@ def _right(base: FrozenBase, head: Head, prompt: list[int], said: list[int]) -> 
     """Return how many drafts of a chain are right after each token of a text."""
     ranks = guess_ranks(base, head, prompt, said)
     return [*(ranks == 0).int().cumprod(dim=1).sum(dim=1).tolist(), 0]
+
+
+def _levels(
+    base: FrozenBase, head: Head, prompts: list[list[int]], tree: TunedTree, new_tokens: int
+) -> list[float]:
+    """Return how often each level of a tuned tree is right, of those above which all were."""
+    own = own_tree(tree.policy())
+    how = How(max_new_tokens=new_tokens, tree=own, batch_size=8, stop_at_eos=False)
+    counts = [one.counts for one in decode_prompts(base, head, prompts, how)]
+    return DepthCounts.total(counts, own.depth).levels()
 
 
 def _copied(copies: Copied) -> list[int]:

@@ -6,11 +6,15 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from specheads.decoding.engine import Engine
+from specheads.decoding.generate import generate
 from specheads.decoding.request import Request
 from specheads.decoding.trees.tuned import Acceptance
+from specheads.measure.counts import DepthCounts
 from specheads.measure.load.arrivals import Arrival
-from specheads.measure.replay import Copied
+from specheads.measure.offline import guess_ranks
+from specheads.measure.replay import Copied, replay
 from tests import tiny
+from tests.measure.test_measure import Habit
 from tests.tuned import tree, tuned
 
 
@@ -30,6 +34,16 @@ def test_arms_are_chains_copied_text_and_both_and_goodput_of_either(script: Modu
 
 def test_copied_text_is_recorded_as_the_simulator_replays_it(script: ModuleType):
     assert script._copied(Copied(right=[2, 0, 0], length=[3, 3, 0], size=3)) == [3, 1, 0, 0]
+
+
+def test_a_tuned_tree_is_as_often_right_as_it_is_on_the_very_texts(script: ModuleType):
+    base, head, prompts = tiny.base(), Habit(2.0), tiny.prompts()
+    asked = tree(paths=[[0], [1], [0, 0]], num_nodes=4, depth=2)
+    said = generate(base, None, prompts, max_new_tokens=12, stop_at_eos=False).tokens
+    ranks = [guess_ranks(base, head, *text) for text in zip(prompts, said, strict=True)]
+    replayed = DepthCounts.total([replay(one, asked.policy()) for one in ranks], 2).levels()
+    assert 0 < min(replayed) < max(replayed) < 1
+    assert script._levels(base, head, prompts, asked, 12) == replayed
 
 
 def test_of_all_engines_the_one_whose_clock_is_behind_steps_next(
