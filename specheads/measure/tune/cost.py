@@ -5,6 +5,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -225,11 +226,10 @@ def _fit(points: Sequence[Point], form: Form) -> StepCost:
         ],
         [one.draft for one in drafted],
     )
-    own = dict(zip(names + refined, verify, strict=True))
-    return StepCost(
-        verify=ForwardCost(**own, free=form.free, power=form.power),
-        draft=ForwardCost(**dict(zip(names, draft, strict=True))),
-    )
+    own: dict[str, Any] = dict(zip(names + refined, verify, strict=True))
+    drafting: dict[str, Any] = dict(zip(names, draft, strict=True))
+    verifying = ForwardCost(**own, free=form.free, power=form.power)
+    return StepCost(verify=verifying, draft=ForwardCost(**drafting))
 
 
 def _least_squares(rows: Sequence[Sequence[int | float]], seconds: Sequence[float]) -> list[float]:
