@@ -83,14 +83,7 @@ def time_ways(
     """Return what a step of each way takes, all of its rows decoding together.
 
     Ways take turns, a burst of steps each, so that whatever else the machine does slows them alike;
-    of a way's steps the middle ones count.
-
-    Args:
-        base: What verifies.
-        ways: Those to time.
-        prompts: The rows of each way, which it continues and goes on from.
-        how: How tokens are drawn.
-        rounds: Bursts of each way.
+    of a way's steps the middle ones count. Each continues `prompts` of its own, and goes on.
     """
     ways = [(None if one is None else beside_lookup(one, tree, base), tree) for one, tree in ways]
     deepest = max(tree.depth for _, tree in ways)
@@ -115,18 +108,26 @@ def time_ways(
         for place in [*range(turn % len(ways), len(ways)), *range(turn % len(ways))]:
             steps = [_time_step(base, *ways[place], states[place]) for _ in range(BURST)]
             times[place] += steps[1:]
+    # half of the way, at a usual pace
+    context = longest + each * BURST / 2
     return [
-        Point(
-            batch=len(rows),
-            # half of the way, at a usual pace
-            context=longest + each * BURST / 2,
-            nodes=tree.num_nodes,
-            depth=tree.depth,
-            verify=middle([whole - draft for whole, draft in one]),
-            draft=middle([draft for _, draft in one]) if tree.depth else 0.0,
-        )
+        _point(tree, len(rows), context, one)
         for (_, tree), rows, one in zip(ways, prompts, times, strict=True)
     ]
+
+
+def _point(
+    tree: policies.TreePolicy, batch: int, context: float, times: Sequence[tuple[float, float]]
+) -> Point:
+    """Return the middle of some steps' seconds, of which those of drafting are told beside."""
+    return Point(
+        batch=batch,
+        context=context,
+        nodes=tree.num_nodes,
+        depth=tree.depth,
+        verify=middle([whole - draft for whole, draft in times]),
+        draft=middle([draft for _, draft in times]) if tree.depth else 0.0,
+    )
 
 
 def room(depth: int) -> int:
