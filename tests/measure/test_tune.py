@@ -101,14 +101,6 @@ def test_tokens_that_are_free_are_found_and_cost_nothing():
     assert coefficients(cost) == pytest.approx(coefficients(planted))
 
 
-def test_of_one_context_nothing_is_told_of_contexts():
-    alike = [one for one in points(PLANTED) if one.context == 512]
-    cost, _ = fit(alike)
-    assert (cost.verify.context, cost.draft.context) == (0.0, 0.0)
-    # what cannot be told apart from rows is not put down to text of another length
-    assert cost.seconds(4, 64, 3, 2) == cost.seconds(4, 4096, 3, 2)
-
-
 def test_no_cost_is_negative():
     flat = StepCost(
         verify=ForwardCost(fixed=1e-2, token=0.0, context=0.0),

@@ -203,17 +203,13 @@ def _squares(errors: Sequence[float]) -> float:
 
 
 def _fit(points: Sequence[Point], form: Form) -> StepCost:
-    """Return the best costs of a form.
-
-    Of a single context nothing can be told of contexts: what rows cost would be taken for it.
-    """
+    """Return the best costs of a form."""
     drafted = [one for one in points if one.depth]
     names = ["fixed", "token", "context"]
     refined = ["several"] if form.several else []
-    told = len({one.context for one in points}) > 1
     verify = _least_squares(
         [
-            [1.0, max(tokens - form.free, 0) ** form.power, told * one.batch * one.context]
+            [1.0, max(tokens - form.free, 0) ** form.power, one.batch * one.context]
             + [float(tokens > 1) for _ in refined]
             for one in points
             for tokens in (one.batch * one.nodes,)
@@ -222,7 +218,7 @@ def _fit(points: Sequence[Point], form: Form) -> StepCost:
     )
     draft = _least_squares(
         [
-            [one.depth, one.batch * (one.nodes - 1), told * one.depth * one.batch * one.context]
+            [one.depth, one.batch * (one.nodes - 1), one.depth * one.batch * one.context]
             for one in drafted
         ],
         [one.draft for one in drafted],
