@@ -339,28 +339,42 @@ def simulator(bench: Bench) -> list[dict[str, Any]]:
 def _turn(
     bench: Bench, arm: Arm, size: int, arrivals: Sequence[Arrival]
 ) -> tuple[float, float, float]:
-    """Return what serving takes, what is simulated, and the machine's pace before and after."""
-    before = _pace(bench, size)
-    seconds = _timed(bench, arm, size, len(arrivals))
-    pace = (before + _pace(bench, size)) / 2
+    """Return what serving takes, what is simulated, and the machine's pace meanwhile."""
+    pace, service = Pace(bench, size), Service(bench, bench.engine(arm, size), arrivals)
+    while service.open:
+        service.step()
+        pace.step()
     # read as fast as now; all that is simulated is stretched by the pace
-    prefill = _prefill(bench, bench.drafting(arm)[0])
-    found = bench.simulated(arm, size, arrivals, lambda tokens: prefill(tokens) / pace)
-    return seconds, pace * max(one.finished for one in found.served), pace
+    prefill, slower = _prefill(bench, bench.drafting(arm)[0]), pace.taken / pace.expected
+    found = bench.simulated(arm, size, arrivals, lambda tokens: prefill(tokens) / slower)
+    return service.clock, slower * max(one.finished for one in found.served), slower
 
 
-def _pace(bench: Bench, size: int) -> float:
-    """Return what a step of the base alone takes now, over what it took when the head was tuned."""
-    engine, times = bench.engine(0, size), []
-    streams = [engine.submit(bench.request(one)) for one in range(size)]
-    # the first step reads the prompts too
-    engine.step()
-    context = statistics.fmean(stream.length for stream in streams) + bench.new_tokens / 2
-    while engine.running:
+@dataclass(slots=True)
+class Pace:
+    """The base alone, a full batch of it, which steps beside what is timed.
+
+    What it takes over what it took when the head was tuned is how much slower the machine is now.
+    """
+
+    bench: Bench
+    size: int
+    engine: Engine | None = None
+    streams: list[Stream] = field(default_factory=list)
+    taken: float = 0.0
+    expected: float = 0.0
+
+    def step(self) -> None:
+        """Take a step; where all texts are at their end they begin anew, untimed."""
+        if self.engine is None or not self.engine.running:
+            self.engine = self.bench.engine(0, self.size)
+            self.streams = [self.engine.submit(self.bench.request(one)) for one in range(self.size)]
+            self.engine.step()
+        cost, lengths = self.bench.measured.cost, [stream.length for stream in self.streams]
         began = time.perf_counter()
-        engine.step()
-        times.append(time.perf_counter() - began)
-    return statistics.fmean(times) / bench.measured.cost.seconds(size, context, 1, 0)
+        self.engine.step()
+        self.taken += time.perf_counter() - began
+        self.expected += cost.seconds(self.size, cost.context(lengths), 1, 0)
 
 
 def _timed(bench: Bench, arm: Arm, size: int, number: int) -> float:

@@ -3,9 +3,12 @@
 See docs/caches.md.
 """
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -19,8 +22,8 @@ from specheads.core.opaque import opaque
 MOST_NODES = 64
 """Nodes up to which copying keys costs more than a mask that is as much higher."""
 
-SPAN = 16
-"""Rows that are read up to the longest of them, where a batch has more."""
+CALL = 256
+"""Slots of a row that are read while attention is called once more: fewer are not worth a call."""
 
 _LENGTHS: ContextVar[tuple[int, ...]] = ContextVar("committed tokens of each row", default=())
 
@@ -49,7 +52,7 @@ def grouped_attention(
     Queries are (batch, heads, node, width), keys and values (batch, key heads, slot, width).
     Heads that share keys are taken for further nodes of one head, where transformers repeats keys
     and values once a head: so much would be copied at every step. Rows are read by spans, each up
-    to its own longest row: neighbours alike in length cost what they hold.
+    to its own longest row: see `spans`.
     """
     (batch, heads, nodes, width), shared = query.shape, key.shape[1]
     if is_special(settings) or nodes > MOST_NODES or query.device.type != "cpu":
@@ -94,7 +97,33 @@ _opaque = opaque("grouped_attention", _attend, _shaped)
 
 def _spans(batch: int, nodes: int, end: int) -> list[tuple[slice, int]]:
     """Return which rows are read together, and up to which slot."""
-    if batch <= SPAN or len(lengths := _LENGTHS.get()) != batch:
+    if len(lengths := _LENGTHS.get()) != batch:
         return [(slice(None), end)]
-    spans = [slice(first, first + SPAN) for first in range(0, batch, SPAN)]
-    return [(rows, max(lengths[rows]) + nodes) for rows in spans]
+    return [(rows, longest + nodes) for rows, longest in spans(lengths)]
+
+
+@lru_cache(maxsize=8)
+def spans(lengths: tuple[int, ...]) -> list[tuple[slice, int]]:
+    """Return which neighbours are read together, each span up to its longest row, and that length.
+
+    Of all ways to part the rows it is the one that reads the fewest slots, a call counting `CALL`.
+    """
+    # the least that the first so many rows take, where the last span of theirs begins, and its end
+    least: list[tuple[int, int, int]] = [(0, 0, 0)]
+    held = [0, *accumulate(lengths)]
+    for count in range(1, len(lengths) + 1):
+        longest, best = 0, (sys.maxsize, 0, 0)
+        for first in reversed(range(count)):
+            longest = max(longest, lengths[first])
+            span = CALL + (count - first) * longest
+            # even if those before took no more than they hold: the longer a span, the worse then
+            if held[first] + span >= best[0]:
+                break
+            best = min(best, (least[first][0] + span, first, longest))
+        least.append(best)
+    out, count = [], len(lengths)
+    while count:
+        _, first, longest = least[count]
+        out.append((slice(first, count), longest))
+        count = first
+    return out[::-1]

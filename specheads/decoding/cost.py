@@ -5,8 +5,11 @@ one for each token of its batch, and one for each position that its rows attend 
 `free` and `power` are ours, zero, zero and one in theirs: see docs/tuning.md.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
+
+from specheads.base.grouped_attention import spans
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +57,7 @@ class StepCost:
 
         Args:
             batch: Rows.
-            context: Committed tokens of a row, on average.
+            context: Committed tokens of a row, on average; see `context`.
             nodes: Nodes of a row's tree, root included; one is the base alone.
             depth: Levels that are drafted; zero is the base alone.
         """
@@ -65,6 +68,14 @@ class StepCost:
         drafted = self.draft.seconds(batch * (nodes - 1) / depth, batch * context)
         return verified + depth * drafted
 
+    def context(self, lengths: Sequence[int]) -> float:
+        """Return the tokens that each of such rows counts as, on average.
+
+        A shorter row is read as far as the longest of those that are read with it.
+        """
+        read = sum((one.stop - one.start) * longest for one, longest in spans(tuple(lengths)))
+        return read / len(lengths)
+
 
 @runtime_checkable
 class Cost(Protocol):
@@ -72,4 +83,8 @@ class Cost(Protocol):
 
     def seconds(self, batch: int, context: int | float, nodes: int, depth: int) -> float:
         """Return what a step takes: see `StepCost.seconds`."""
+        ...
+
+    def context(self, lengths: Sequence[int]) -> float:
+        """Return the tokens that each of such rows counts as: see `StepCost.context`."""
         ...

@@ -164,7 +164,7 @@ def best_draft(cost: Cost, drafts: Sequence[Draft], rows: Rows) -> int:
         rows: At least one. Nobody yields more tokens than there is room for.
     """
     batch = len(rows)
-    context = sum(row.length for row, _ in rows) / batch
+    context = cost.context([row.length for row, _ in rows])
     copying = 1 - prod(1 - known.copying for _, known in rows)
     goodput = [
         sum(known.tokens(draft, row.room) for row, known in rows)

@@ -1,5 +1,8 @@
 """Keys that heads share are read as they are, and what comes out is as if they were repeated."""
 
+import random
+from itertools import combinations, pairwise
+
 import pytest
 import torch
 from torch import nn
@@ -57,7 +60,7 @@ def test_a_base_verifies_trees_without_repeating_keys(monkeypatch):
 
 def test_rows_are_read_by_spans_up_to_the_longest_of_each(monkeypatch):
     generator = torch.Generator().manual_seed(0)
-    lengths = [3, 2] * 8 + [9, 1, 6]
+    lengths = [300, 200] * 8 + [900, 100, 600]
     batch, nodes, end = len(lengths), 2, max(lengths) + 2
 
     def random(*shape: int) -> torch.Tensor:
@@ -81,5 +84,26 @@ def test_rows_are_read_by_spans_up_to_the_longest_of_each(monkeypatch):
     monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", watched)
     with grouped_attention.ragged(lengths):
         ours, _ = grouped_attention.grouped_attention(Layer(2), query, key, value, mask)
-    assert read == [(16, 5), (3, 11)]
+    assert read == [(16, 302), (1, 902), (1, 102), (1, 602)]
     torch.testing.assert_close(ours, whole, rtol=1e-12, atol=1e-12)
+
+
+def read_by(cuts: tuple[int, ...], lengths: list[int]) -> int:
+    """Return the slots that are read where rows are parted there, calls among them."""
+    edges = [0, *cuts, len(lengths)]
+    parts = [lengths[first:last] for first, last in pairwise(edges)]
+    return sum(grouped_attention.CALL + len(part) * max(part) for part in parts)
+
+
+def test_rows_are_parted_so_that_the_fewest_slots_are_read():
+    """As many as every way to part them says: whatever order rows come in."""
+    for seed in range(20):
+        draw = random.Random(seed)
+        lengths = [draw.choice([5, 90, 300, 1200]) + draw.randrange(40) for _ in range(8)]
+        ways = [cuts for count in range(8) for cuts in combinations(range(1, 8), count)]
+        found = grouped_attention.spans(tuple(lengths))
+        assert [max(lengths[rows]) for rows, _ in found] == [longest for _, longest in found]
+        assert [place for rows, _ in found for place in range(rows.start, rows.stop)] == [*range(8)]
+        taken = read_by(tuple(rows.start for rows, _ in found[1:]), lengths)
+        assert taken == min(read_by(cuts, lengths) for cuts in ways)
+    assert grouped_attention.spans((400,) * 64) == [(slice(0, 64), 400)]

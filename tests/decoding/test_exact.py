@@ -111,6 +111,9 @@ def test_random_trees_are_exact_in_float32_too():
 
 @pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
 def test_a_causal_mask_in_place_of_the_tree_mask_is_caught(architecture, monkeypatch):
+    # made before the change, for a base asks itself about masks
+    for attention in ("sdpa", "eager"):
+        tiny.base(architecture, attention, torch.float64)
     change_mask(monkeypatch, lambda ancestors, window: (torch.ones_like(ancestors).tril(), window))
     assert decode(architecture, "sdpa").tokens != tiny.continuations(architecture)
 

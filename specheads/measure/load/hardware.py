@@ -5,6 +5,8 @@ Source: Williams et al. 2009, the roofline model; Sadhukhan et al. 2024, arXiv:2
 """
 
 import math
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specheads.core.errors import InputError
@@ -72,3 +74,7 @@ class ComputedCost:
             return verified
         seen = batch * min(context, self.window)
         return verified + depth * self.forward(self.draft, batch * (nodes - 1) / depth, seen)
+
+    def context(self, lengths: Sequence[int]) -> float:
+        """Return the tokens of a row, on average: paged attention reads what rows hold."""
+        return statistics.fmean(lengths)

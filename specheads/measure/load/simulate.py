@@ -190,7 +190,7 @@ class _Run:
         return [row for row in group if row.room]
 
     def _step(self, batch: list[Served], draft: Draft) -> None:
-        context = sum(row.length for row in batch) / len(batch)
+        context = self.system.cost.context([row.length for row in batch])
         copying = float(any(row.copies(draft) for row in batch))
         seconds = draft.seconds(self.system.cost, len(batch), context, copying)
         self.found.steps.append(Step(self.clock, seconds, len(batch), draft.depth))

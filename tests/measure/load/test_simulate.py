@@ -290,6 +290,19 @@ def test_a_forward_takes_what_memory_or_arithmetic_takes():
     assert cost.forward(LLAMA, 10_000, 0) == pytest.approx(16e9 * 10_000 / 312e12)
 
 
+def test_rows_of_unlike_lengths_count_as_what_is_read_of_them():
+    """Here a span of rows up to its longest; where attention is paged, what each holds."""
+    lengths = [300, 200, 900, 250, 100]
+    measured = linear(1.0, context=1.0, share=0.0)
+    assert measured.context(lengths) == (2 * 300 + 900 + 2 * 250) / 5
+    assert streaming().context(lengths) == 350
+    # 5 rows, their first token from their prompts and one more from a step
+    arrivals = [Arrival(0.0, length - 1, 2) for length in lengths]
+    found = simulate(system(measured, 5), arrivals, [drawn([0.0])], 0)
+    ordered = sorted(lengths)
+    assert found.steps[0].seconds == 1.0 + 5 * measured.context(ordered)
+
+
 def test_a_window_as_long_as_the_text_drafts_at_the_cost_of_the_base():
     cost = streaming(math.inf)
     alone = cost.seconds(4, 1000, 1, 0)
