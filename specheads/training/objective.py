@@ -11,7 +11,6 @@ from torch.nn import functional as F  # noqa: N812
 from torch.profiler import record_function
 
 from specheads.config import Phase
-from specheads.core.autocast import as_products
 from specheads.core.drafter import Features, Head
 from specheads.core.features import document_places
 from specheads.training.losses.confidence import confidence_loss
@@ -65,7 +64,7 @@ class Objective(nn.Module):
         sparing = recomputed(self.head) if phase.activation_checkpointing else nullcontext()
         with record_function("head"), sparing:
             states = [
-                as_products(state[rows, at[level] - 2 - level])
+                _as_products(state[rows, at[level] - 2 - level])
                 for level, state in enumerate(self.head.states(features, tokens, anchors))
             ]
         project = None if phase.loss in LABELS_ONLY else logits_of
@@ -113,6 +112,14 @@ def _filled(rows: Tensor, value: int | None = None) -> Tensor:
     if value is not None:
         return F.pad(rows, (0, spare), value=value)
     return torch.cat([rows, rows[:1].expand(spare)])
+
+
+def _as_products(state: Tensor) -> Tensor:
+    """Return a state in the precision of autocast's products; a norm may have left it wider."""
+    kind = state.device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return state
+    return state.to(torch.get_autocast_dtype(kind))
 
 
 def in_chains(head: Head, phase: Phase) -> bool:

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
-from specheads.core.autocast import as_products
 from specheads.core.errors import InputError
 from specheads.heads.layers.norm import RMSNorm
 from specheads.heads.layers.rotary import Rotary
@@ -191,7 +190,6 @@ class GatedMlp(nn.Module):
 
     def forward(self, values: Tensor) -> Tensor:
         """Return what is to be added to the residual stream."""
-        values = as_products(values)
         return self.down_proj(F.silu(self.gate_proj(values)) * self.up_proj(values))
 
 

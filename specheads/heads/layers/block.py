@@ -7,7 +7,6 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from specheads.core.autocast import as_products
 from specheads.core.drafter import Committed, Features, State
 from specheads.core.errors import InputError
 from specheads.heads.layers.attention import Attention, AttentionShape, GatedMlp, Slots
@@ -60,7 +59,7 @@ class BlockLayer(nn.Module):
             past: Keys and values that the attention made of the features.
             visible: What each slot may see, of those and then of all slots; slots may be one.
         """
-        normed = as_products(self.input_layernorm(stream))
+        normed = self.input_layernorm(stream)
         seen = torch.cat([past, self.self_attn.keys_values(normed, positions)], dim=3)
         mixed = stream + self.self_attn(normed, positions, seen, visible)
         return mixed + self.mlp(self.post_attention_layernorm(mixed))

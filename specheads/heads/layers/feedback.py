@@ -13,7 +13,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from specheads.core.autocast import as_products
 from specheads.core.drafter import pick_parents
 from specheads.core.features import Committed, Features, document_lengths
 from specheads.heads.layers.attention import Attention, AttentionShape, GatedMlp, Slots
@@ -68,11 +67,10 @@ class FeedbackLayer(nn.Module):
     def read(self, hidden: Tensor, embedded: Tensor, positions: Tensor) -> Reading:
         """Return the stream to be added to, what attention reads, and its keys and values."""
         if self.hidden_norm is None:
-            inputs = as_products(self.input_layernorm(hidden))
+            inputs = self.input_layernorm(hidden)
         else:
             normed = self.hidden_norm(hidden)
-            parts = self.input_layernorm(embedded), normed
-            inputs = torch.cat([as_products(part) for part in parts], dim=-1)
+            inputs = torch.cat([self.input_layernorm(embedded), normed], dim=-1)
             hidden = normed if self.norm_before_residual else hidden
         return hidden, inputs, self.self_attn.keys_values(inputs, positions)
 

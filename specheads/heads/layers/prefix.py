@@ -3,7 +3,6 @@
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from specheads.core.autocast import as_products
 from specheads.core.features import Committed, Features
 from specheads.heads.layers.attention import Attention, AttentionShape, GatedMlp, Slots
 from specheads.heads.layers.norm import RMSNorm
@@ -36,7 +35,7 @@ class PrefixLayer(nn.Module):
         places = features.places()
         # a base in bfloat16 trains a float32 layer: its norms and sums stay in float32
         hidden = features.hidden.to(self.norm.weight.dtype)
-        normed = as_products(self.input_layernorm(hidden))
+        normed = self.input_layernorm(hidden)
         past = self.self_attn.keys_values(normed, places)
         return self._rest(hidden, normed, places, past, features.visible())
 
