@@ -340,7 +340,8 @@ def _turn(
     bench: Bench, arm: Arm, size: int, arrivals: Sequence[Arrival]
 ) -> tuple[float, float, float]:
     """Return what serving takes, what is simulated, and the machine's pace meanwhile."""
-    pace, service = Pace(bench, size), Service(bench, bench.engine(arm, size), arrivals)
+    pace = Pace(bench, bench.engine(0, size))
+    service = Service(bench, bench.engine(arm, size), arrivals)
     while service.open:
         service.step()
         pace.step()
@@ -358,23 +359,22 @@ class Pace:
     """
 
     bench: Bench
-    size: int
-    engine: Engine | None = None
+    engine: Engine
     streams: list[Stream] = field(default_factory=list)
     taken: float = 0.0
     expected: float = 0.0
 
     def step(self) -> None:
         """Take a step; where all texts are at their end they begin anew, untimed."""
-        if self.engine is None or not self.engine.running:
-            self.engine = self.bench.engine(0, self.size)
-            self.streams = [self.engine.submit(self.bench.request(one)) for one in range(self.size)]
+        if not self.engine.running:
+            numbers = range(self.engine.max_batch)
+            self.streams = [self.engine.submit(self.bench.request(one)) for one in numbers]
             self.engine.step()
         cost, lengths = self.bench.measured.cost, [stream.length for stream in self.streams]
         began = time.perf_counter()
         self.engine.step()
         self.taken += time.perf_counter() - began
-        self.expected += cost.seconds(self.size, cost.context(lengths), 1, 0)
+        self.expected += cost.seconds(len(lengths), cost.context(lengths), 1, 0)
 
 
 def _timed(bench: Bench, arm: Arm, size: int, number: int) -> float:
