@@ -18,7 +18,8 @@ Step times and acceptance rates are those of tuned.json in the head's folder; wh
 takes is measured here. A machine is not always as fast as when a head was tuned: simulated times
 are stretched by what a step of the base alone takes before and after each of the engine's turns,
 over what it took then, the `pace`. The simulator replays how many drafts and copied tokens are
-right at each place of the very texts; of tuned trees it draws how many, by their rates there.
+right at each place of the very texts; of tuned trees whose shape differs from step to step it draws
+how many, by their rates there.
 
 In `policies` every arm has an engine and a clock of its own: the clock goes on while a step is
 taken, and leaps to the next arrival where there is nothing to do. Arms meet the same requests, and
@@ -40,6 +41,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from specheads.base.model import FrozenBase
 from specheads.commands import _compose
@@ -54,20 +56,20 @@ from specheads.decoding.prompt_lookup import PromptLookup
 from specheads.decoding.request import Request, Stream
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import HybridTree, Lookup, own_tree
-from specheads.decoding.trees.tuned import Tuned, TunedTree
+from specheads.decoding.trees.tuned import MatchRates, Tuned, TunedTree
 from specheads.heads.load import load_head
 from specheads.measure.counts import DepthCounts, bootstrap_interval
 from specheads.measure.evaluation import named_prompts
 from specheads.measure.how import How
 from specheads.measure.load import command
-from specheads.measure.load.accepted import Accepted, drawn, rates_of, recorded
+from specheads.measure.load.accepted import Accepted, Copies, Copy, drawn, rates_of, recorded
 from specheads.measure.load.arrivals import Arrival, poisson
 from specheads.measure.load.simulate import Simulation, System, simulate
 from specheads.measure.offline import guess_ranks
 from specheads.measure.online import decode_prompts
-from specheads.measure.replay import Copied, copied
+from specheads.measure.replay import Copied, copied, followed
 from specheads.measure.store import to_json
-from specheads.measure.tune.acceptance import copied_rates
+from specheads.measure.tune.acceptance import match_rates
 from specheads.measure.tune.finals import COPIED
 from specheads.runs.directory import RunDirectory
 from specheads.runs.progress import bar
@@ -95,14 +97,13 @@ class Bench:
     new_tokens: int
     measured: Tuned
     accepted: Accepted
-    copied: Accepted
-    """As `simulate` takes it."""
+    copied: Copies
     rates: list[float]
     """Conditional acceptance of these very texts."""
-    copied_rates: list[float]
+    matches: list[MatchRates]
     """The same of copied text."""
-    tree_rates: list[list[float]]
-    """The same of each tuned tree that is no chain."""
+    in_trees: list[Accepted]
+    """Of each tuned tree that is no chain, as `simulate` takes it."""
     rounds: int
     batches: list[int]
     requests: int
@@ -116,6 +117,11 @@ class Bench:
         return max(map(len, self.prompts)) + self.new_tokens
 
     @property
+    def size(self) -> int:
+        """Nodes for copied text of arms with a fixed draft."""
+        return copied_tokens(self.measured)
+
+    @property
     def depth(self) -> int:
         """Levels that goodput chooses among."""
         return len(self.measured.acceptance.per_depth)
@@ -124,19 +130,19 @@ class Bench:
         self, arm: Arm, max_batch: int, arrivals: Sequence[Arrival], prefill: Prefill
     ) -> Simulation:
         """Return what the simulator makes of an arm."""
-        depth, size = _depth(arm), self.measured.copied if "lookup" in str(arm) else 0
+        depth, size = _depth(arm), self.size if "lookup" in str(arm) else 0
         system = System(
             cost=self.measured.cost,
             prefill=prefill,
             rates=[self.measured.acceptance.per_depth],
-            drafts=chains(self.depth, size),
+            drafts=chains(self.depth, [size] if size else []),
             max_batch=max_batch,
-            copied=self.measured.acceptance.copied,
+            copied=[one.rates for one in self.measured.acceptance.matches],
         )
         if depth is None:
             system = command.choosing(system, self.chosen_from(arm))
         place = None if depth is None else system.drafts.index(Draft(depth, depth + 1, size))
-        right = [self.accepted, *map(drawn, self.tree_rates[: len(system.rates) - 1])]
+        right = [self.accepted, *self.in_trees[: len(system.rates) - 1]]
         return simulate(system, arrivals, right, place, self.copied)
 
     def chosen_from(self, arm: Arm) -> Tuned:
@@ -151,7 +157,7 @@ class Bench:
 
     def drafting(self, arm: Arm) -> tuple[Drafter | None, policies.TreePolicy]:
         """Return what drafts, and how."""
-        depth, size = _depth(arm), self.measured.copied if "lookup" in str(arm) else 0
+        depth, size = _depth(arm), self.size if "lookup" in str(arm) else 0
         if arm == TUNED:
             return self.head, self.measured.policy()
         if depth is None:
@@ -172,7 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the parts asked for; return the exit code."""
     options = _parse(arguments)
     bench = _bench(options)
-    results: dict[str, Any] = {"schema": 3, "provenance": to_json(provenance())}
+    results: dict[str, Any] = {"schema": 4, "provenance": to_json(provenance())}
     for name in options.parts:
         print(f"\n{name}", flush=True)
         results[name] = PARTS[name](bench)
@@ -212,7 +218,7 @@ def _depth(arm: Arm) -> int | None:
 def arms(tuned: Tuned) -> list[Arm]:
     """Return the ways to draft, the one that has them all the last."""
     depths = range(len(tuned.acceptance.per_depth) + 1)
-    if not tuned.copied:
+    if not tuned.acceptance.matches:
         return [*depths, TUNED, "goodput"]
     return [
         *depths,
@@ -222,6 +228,11 @@ def arms(tuned: Tuned) -> list[Arm]:
         "goodput",
         "goodput+lookup",
     ]
+
+
+def copied_tokens(tuned: Tuned) -> int:
+    """Return as many as the tuned trees copy at most, or where none does the fewest tried."""
+    return max(tree.copied for tree in tuned.trees) or min(COPIED)
 
 
 def _asked(options: argparse.Namespace, tuned: Tuned) -> list[Arm]:
@@ -241,14 +252,27 @@ def _bench(options: argparse.Namespace) -> Bench:
     trained.evaluation.num_prompts = options.prompts
     trained.evaluation.prompt_tokens = options.prompt_tokens
     prompts = [prompt.tokens for prompt in named_prompts(trained, base).prompts]
+    return _of_texts(options, base, head, measured, prompts)
+
+
+def _of_texts(
+    options: argparse.Namespace,
+    base: FrozenBase,
+    head: Head,
+    measured: Tuned,
+    prompts: list[list[int]],
+) -> Bench:
+    """Return a bench of what the base says after these prompts, and of what is right of it."""
     how: dict[str, Any] = {"max_new_tokens": options.new_tokens, "stop_at_eos": False}
     said = generate(base, None, prompts, max_batch=8, **how).tokens
-    texts = [_right(base, head, *text) for text in zip(prompts, said, strict=True)]
-    lookup = PromptLookup(base.vocab_size, max(COPIED), device=base.device)
+    ranks = [guess_ranks(base, head, *text) for text in zip(prompts, said, strict=True)]
+    texts = [_right(policies.chain(head.depth), one) for one in ranks]
+    # as far as goodput's does
+    lookup = PromptLookup(base.vocab_size, max(COPIED) + head.depth, device=base.device)
     copies = [copied(lookup, *text, max(COPIED)) for text in zip(prompts, said, strict=True)]
-    if not measured.acceptance.copied:
+    if not measured.acceptance.matches:
         # a file of before these were measured
-        acceptance = replace(measured.acceptance, copied=copied_rates(copies))
+        acceptance = replace(measured.acceptance, matches=match_rates(copies))
         measured = replace(measured, acceptance=acceptance)
     return Bench(
         base,
@@ -259,8 +283,8 @@ def _bench(options: argparse.Namespace) -> Bench:
         recorded(texts),
         recorded([_copied(one) for one in copies]),
         rates_of(texts, head.depth),
-        copied_rates(copies),
-        [_levels(base, head, prompts, one, options.new_tokens) for one in measured.branching()],
+        match_rates(copies),
+        [_in_tree(base, head, prompts, one, ranks) for one in measured.branching()],
         options.rounds,
         options.batches,
         options.requests,
@@ -270,26 +294,34 @@ def _bench(options: argparse.Namespace) -> Bench:
     )
 
 
-def _right(base: FrozenBase, head: Head, prompt: list[int], said: list[int]) -> list[int]:
-    """Return how many drafts of a chain are right after each token of a text."""
-    ranks = guess_ranks(base, head, prompt, said)
-    return [*(ranks == 0).int().cumprod(dim=1).sum(dim=1).tolist(), 0]
+def _right(tree: policies.Static, ranks: Tensor) -> list[int]:
+    """Return how many drafts of a static tree are right after each token of a text."""
+    paths = {(), *tree.paths}
+    return [*(len(followed(paths, row)) for row in ranks.tolist()), 0]
 
 
-def _levels(
-    base: FrozenBase, head: Head, prompts: list[list[int]], tree: TunedTree, new_tokens: int
-) -> list[float]:
-    """Return how often each level of a tuned tree is right, of those above which all were."""
+def _in_tree(
+    base: FrozenBase,
+    head: Head,
+    prompts: list[list[int]],
+    tree: TunedTree,
+    ranks: Sequence[Tensor],
+) -> Accepted:
+    """Return what is right of a tuned tree: recorded, or drawn where its shape differs by step.
+
+    It is drawn as often as each level is right, of those above which all are.
+    """
     own = own_tree(tree.policy())
-    how = How(max_new_tokens=new_tokens, tree=own, batch_size=8, stop_at_eos=False)
+    if isinstance(own, policies.Static):
+        return recorded([_right(own, one) for one in ranks])
+    how = How(max_new_tokens=1 + len(ranks[0]), tree=own, batch_size=8, stop_at_eos=False)
     counts = [one.counts for one in decode_prompts(base, head, prompts, how)]
-    return DepthCounts.total(counts, own.depth).levels()
+    return drawn(DepthCounts.total(counts, own.depth).levels())
 
 
-def _copied(copies: Copied) -> list[int]:
-    """Return one more than how much of copied text is right after each token, zero of none."""
-    each = zip(copies.right, copies.length, strict=True)
-    return [*(1 + right if length else 0 for right, length in each), 0]
+def _copied(copies: Copied) -> list[Copy]:
+    """Return what there is to copy after each token of a text."""
+    return [*map(Copy, copies.matched, copies.right), Copy()]
 
 
 def _prefill(bench: Bench, drafter: Drafter | None) -> Prefill:
@@ -462,7 +494,7 @@ def policies_under_load(bench: Bench) -> dict[str, Any]:
     return {
         "base_tokens_per_second": alone,
         "rates": bench.rates,
-        "copied_rates": bench.copied_rates,
+        "matches": to_json(bench.matches),
         "share": bench.share,
         "load": bench.load,
         "rows": rows,

@@ -6,10 +6,18 @@ from typing import Any
 import torch
 
 from specheads.decoding.cost import ForwardCost, StepCost
-from specheads.decoding.trees.tuned import Acceptance, CostError, Machine, Tuned, TunedTree
+from specheads.decoding.trees.tuned import (
+    Acceptance,
+    CostError,
+    Machine,
+    MatchRates,
+    Tuned,
+    TunedTree,
+)
 
 FORWARD = ForwardCost(fixed=1e-3, token=1e-4, context=1e-6)
 NEGATIVE = replace(FORWARD, token=-1.0)
+MATCH = MatchRates(share=0.3, rates=[0.5] * 10)
 
 
 def tree(batch: int = 1, context: int = 32, kind: str = "static", **more: Any) -> TunedTree:

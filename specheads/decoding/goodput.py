@@ -4,6 +4,9 @@ See docs/load.md.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from operator import eq
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -14,26 +17,31 @@ from specheads.core.tree import TokenTree
 from specheads.decoding.acceptance import sampling
 from specheads.decoding.cost import Cost
 from specheads.decoding.loop import Step
+from specheads.decoding.matches import Matches
 from specheads.decoding.payoff import Acceptance, Draft, Known, best_draft, copying
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import HybridTree, own_tree
 from specheads.decoding.trees.tuned import Tuned
+
+SIZES = 2, 4, 7
+"""Tokens that may be copied, besides as many as the tree copies."""
 
 
 class Goodput(policies.TreePolicy):
     """Drafts as deep as pays for the batch of each step, and not at all where nothing pays.
 
     A chain or a static tree is cut at that depth, and other trees are taken whole; where there is
-    copied text in it, each is drafted with that and without, and copied text is drafted alone. What
-    a request was accepted so far moves the averages that it is judged by; its text is the base's
-    own whatever is chosen.
+    copied text in it, each is drafted with some of that and without, and copied text is drafted
+    alone. It is known before a step which requests have anything to copy. What a request was
+    accepted so far moves the averages that it is judged by; its text is the base's own whatever is
+    chosen.
 
     Args:
         cost: What a step takes on this machine.
         rates: Measured conditional acceptance of each depth, where every request begins.
-        tree: The deepest to draft; None is a chain as deep as there are rates. One with copied text
-            is taken for one that trims unless it says `trim=False`.
-        copied: The same of copied text: how often there is any, then a rate for each of its tokens.
+        tree: The deepest to draft; None is a chain as deep as there are rates.
+        copied: The same of copied text, a rate for each of its tokens: after one token that stood
+            in the text before, after two, and so on, as long as prompt lookup looks for.
         others: More trees to choose from, of the drafter's own guesses and any kind, each with the
             conditional acceptance of its levels.
     """
@@ -43,7 +51,7 @@ class Goodput(policies.TreePolicy):
         cost: Cost,
         rates: Sequence[float],
         tree: policies.Static | HybridTree | None = None,
-        copied: Sequence[float] = (),
+        copied: Sequence[Sequence[float]] = (),
         others: Sequence[tuple[policies.TreePolicy, Sequence[float]]] = (),
     ) -> None:
         tree = policies.chain(len(rates)) if tree is None else tree
@@ -56,14 +64,14 @@ class Goodput(policies.TreePolicy):
                     f"goodput needs a rate for each depth: the tree has {one.depth} levels, got "
                     f"{len(known)} rates; measure more, or choose a shallower tree"
                 )
-        if size and len(copied) <= size:
+        if size and min(map(len, copied), default=0) < size:
             raise InputError(
-                f"goodput needs {size + 1} rates to copy {size} tokens, the first of whether there "
-                f"are any, got {len(copied)}; run specheads tune, or copy fewer"
+                f"goodput needs {size} rates to copy {size} tokens, got "
+                f"{[*map(len, copied)]}; run specheads tune, or copy fewer"
             )
         self.cost, self.tree = cost, tree
         self.rates = [tuple(rates[: own.depth]), *(tuple(known) for _, known in others)]
-        self.copied_rates = tuple(copied[: size + 1])
+        self.copied_rates = [tuple(known[:size]) for known in copied] if size else []
         self.trees, self.drafts = _ways(own, tree, [one for one, _ in others])
         self.name = "goodput"
         self.num_nodes = max(one.num_nodes for one in self.trees)
@@ -71,21 +79,20 @@ class Goodput(policies.TreePolicy):
         self.num_guesses = max(one.num_guesses for one in self.trees)
         self.num_answers = max(one.num_answers for one in self.trees)
         self.copied = max(one.copied for one in self.trees)
-        self._known: WeakKeyDictionary[policies.Progress, Known] = WeakKeyDictionary()
+        self._told: WeakKeyDictionary[policies.Progress, _Told] = WeakKeyDictionary()
 
     @classmethod
     def of(cls, tuned: Tuned) -> "Goodput":
         """Return what chooses by the measured times and rates of a head.
 
-        It drafts chains as deep as was measured and the tuned trees, and copies as many tokens as
-        one of these does.
+        It drafts chains as deep as was measured and the tuned trees, and copies as many tokens.
         """
-        rates = tuned.acceptance.per_depth
+        rates, copied = tuned.acceptance.per_depth, [one.rates for one in tuned.acceptance.matches]
         tree = policies.chain(len(rates))
-        if tuned.copied:
-            tree = HybridTree(tree, tuned.copied, trim=tuned.machine.device == "cpu")
+        if copied:
+            tree = HybridTree(tree, min(map(len, copied)))
         others = [(own_tree(one.policy()), one.rates) for one in tuned.branching()]
-        return cls(tuned.cost, rates, tree, tuned.acceptance.copied, others)
+        return cls(tuned.cost, rates, tree, copied, others)
 
     @property
     def own_depth(self) -> int:
@@ -101,19 +108,46 @@ class Goodput(policies.TreePolicy):
         return self.trees[place]
 
     def _of(self, request: policies.Progress) -> Known:
-        known = self._known.get(request)
-        if known is None:
-            known = Known([*map(Acceptance, self.rates)], Acceptance(self.copied_rates))
-            self._known[request] = known
-        elif request.steps:
-            known.note(*seen(request.steps[-1], known.last))
-        return known
+        told = self._told.get(request)
+        if told is None:
+            known = Known([*map(Acceptance, self.rates)], [*map(Acceptance, self.copied_rates)])
+            matches = Matches(request.all_tokens) if self.copied_rates else None
+            told = self._told[request] = _Told(known, matches, len(request.steps))
+        told.take(request.steps, self.copied)
+        return told.known
 
     def grow(
         self, drafter: Drafter, committed: Committed, memory: Any, rows: sampling.Rows | None = None
     ) -> TokenTree:
         """Draft the whole tree, for whoever steps without an engine."""
         return self.tree.grow(drafter, committed, memory, rows)
+
+
+@dataclass(slots=True)
+class _Told:
+    """What a request has told so far."""
+
+    known: Known
+    matches: Matches | None
+    """Where text is copied."""
+    num_steps: int
+    """Steps that were taken in."""
+    copied: list[int] = field(default_factory=list)
+    """What prompt lookup copies in the coming step, if it is asked."""
+
+    def take(self, steps: Sequence[Step], size: int) -> None:
+        """Take in what happened since, and look for what there is to copy, at most so much."""
+        for step in steps[self.num_steps :]:
+            # what was not copied is held against the text as well
+            right = sum(takewhile(bool, map(eq, self.copied, step.tokens)))
+            refused = right < min(len(self.copied), len(step.tokens))
+            self.known.note(seen(step, self.known.last), (right, refused))
+            if self.matches is not None:
+                self.matches.extend(step.tokens)
+        self.num_steps = len(steps)
+        if self.matches is not None:
+            matched, self.copied = self.matches.find(size)
+            self.known.look(matched)
 
 
 def _ways(
@@ -127,18 +161,18 @@ def _ways(
         Draft(one.depth, one.num_nodes, tree=place) for place, one in enumerate(others, start=1)
     ]
     if isinstance(tree, HybridTree) and tree.size:
+        sizes = [*(one for one in SIZES if one < tree.size), tree.size]
         # what is copied in some steps stands in the text of all
-        joined = [HybridTree(one, size, trim=tree.trim) for size in (0, tree.size) for one in trees]
-        return [*joined], copying(drafts, tree.size, trim=tree.trim is not False)
+        joined = [HybridTree(one, size, trim=tree.trim) for size in (0, *sizes) for one in trees]
+        return [*joined], copying(drafts, sizes)
     return trees, drafts
 
 
-def seen(step: Step, draft: Draft) -> tuple[tuple[int, bool], tuple[int, bool]]:
-    """Return what a step tells of a request: see `Known.note`.
+def seen(step: Step, draft: Draft) -> tuple[int, bool]:
+    """Return what a step tells of the head's own drafts: see `Known.note`.
 
     Where nothing stands below what was accepted the next level is refused as well: rates are those
-    of levels, drafted or not. Copied text that stands in the head's own tree to its end leaves no
-    node in it, and is taken for none.
+    of levels, drafted or not.
 
     Args:
         step: Of a tree that is the head's own, or has copied text joined to it.
@@ -146,16 +180,7 @@ def seen(step: Step, draft: Draft) -> tuple[tuple[int, bool], tuple[int, bool]]:
     """
     size = len(step.drafted) - step.num_copied
     levels = sum(node < size for node in step.path) - 1
-    own = levels, levels < draft.depth
-    node = max((one for one in range(size, len(step.parents)) if step.parents[one] >= 0), default=0)
-    if not node:
-        return own, (0, draft.copied > 0)
-    path = []
-    while node:
-        path.append(node)
-        node = step.parents[node]
-    right = len({*path} & {*step.path})
-    return own, (1 + right, right < len(path))
+    return levels, levels < draft.depth
 
 
 def cut(tree: policies.Static, depth: int) -> policies.Static:

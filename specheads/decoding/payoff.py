@@ -7,7 +7,6 @@ text among the choices is ours. See docs/load.md.
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
-from math import prod
 from operator import mul
 
 from specheads.core.errors import InputError
@@ -62,37 +61,33 @@ class Draft:
     copied: int = 0
     """Nodes for copied text beside them, and so its tokens: those that stand in the own tree too
     leave room for more, which is not counted."""
-    trim: bool = True
-    """Whether steps in which no row has anything to copy do without these."""
     tree: int = 0
     """Which of `Known.own` says how often it is right: all cuts of one tree share theirs."""
 
-    def seconds(self, cost: Cost, batch: int, context: int | float, copying: float = 1.0) -> float:
-        """Return what a step takes where a row has anything to copy, or with such a chance of it.
+    def seconds(self, cost: Cost, batch: int, context: int | float) -> float:
+        """Return what a step takes in which a row has something to copy, if that is drafted.
 
         Args:
             cost: What a step takes without copied text.
             batch: Rows.
             context: Committed tokens of a row, on average.
-            copying: Chance that any row has text to copy.
         """
         alone = cost.seconds(batch, context, self.nodes, self.depth)
         if not self.copied:
             return alone
         # copied nodes are verified and not drafted: they cost the base's forward alone
         more = cost.seconds(batch, context, self.nodes + self.copied, 0)
-        more -= cost.seconds(batch, context, self.nodes, 0)
-        return alone + (copying if self.trim else 1.0) * more
+        return alone + more - cost.seconds(batch, context, self.nodes, 0)
 
 
-def chains(depth: int, copied: int = 0) -> list[Draft]:
-    """Return chains of every depth, zero first; where text is copied then each of them with it."""
+def chains(depth: int, copied: Sequence[int] = ()) -> list[Draft]:
+    """Return chains of every depth, zero first, and then each of them beside copied text."""
     return copying([Draft(one, one + 1) for one in range(depth + 1)], copied)
 
 
-def copying(drafts: Sequence[Draft], copied: int, *, trim: bool = True) -> list[Draft]:
-    """Return these, and where text is copied then each of them with it."""
-    return [*drafts, *(replace(one, copied=copied, trim=trim) for one in drafts if copied)]
+def copying(drafts: Sequence[Draft], copied: Sequence[int]) -> list[Draft]:
+    """Return these, and then each of them with so many nodes for copied text."""
+    return [*drafts, *(replace(one, copied=size) for size in copied for one in drafts)]
 
 
 @dataclass(slots=True)
@@ -104,46 +99,37 @@ class Known:
 
     own: Sequence[Acceptance]
     """Of each tree; only that of the last step's draft is seen, and the others return."""
-    copied: Acceptance = field(default_factory=lambda: Acceptance([]))
-    """Of its levels the first is whether there is anything to copy, and each other a token."""
+    copied: Sequence[Acceptance] = ()
+    """Of what is copied after one, two, ... tokens that stood in the text before."""
     last: Draft = Draft(0, 1)
     """What its last step drafted."""
-    both: list[list[float]] = field(init=False)
+    matched: int = 0
+    """Tokens before the coming step that stood in the text before; without any nothing is copied.
+    """
+    both: list[list[float]] = field(init=False, default_factory=list)
     """Expected tokens that each tree and copied text have right both, by the depth of the shorter.
     """
 
-    def __post_init__(self) -> None:
-        self._multiply()
-
-    @property
-    def copying(self) -> float:
-        """Chance that there is anything to copy."""
-        return self.copied.rates[0] if self.copied.rates else 0.0
+    def look(self, matched: int) -> None:
+        """Take in what the coming step could copy: see `matched`."""
+        self.matched = min(matched, len(self.copied))
+        if self.matched:
+            copied = _chances(self.copied[self.matched - 1].tokens)
+            self.both = [
+                list(accumulate(map(mul, _chances(one.tokens), copied), initial=0.0))
+                for one in self.own
+            ]
 
     def note(self, own: tuple[int, bool], copied: tuple[int, bool] = (0, False)) -> None:
-        """Take in a step: levels accepted of each, and whether the one after them was refused."""
+        """Take in a step: levels that were right of each, and whether the one after was wrong.
+
+        What could be copied is told by the text, whether it was copied or not.
+        """
         for tree, known in enumerate(self.own):
             accepted, refused = own if tree == self.last.tree else (0, False)
             known.note(accepted, refused=refused)
-        self.copied.note(copied[0], refused=copied[1])
-        self._multiply()
-
-    def tokens(self, draft: Draft, room: int) -> float:
-        """Return the expected tokens of a step, of a request that takes so many more at most."""
-        most = max(room - 1, 0)
-        depth, copied = min(draft.depth, most), min(draft.copied, most)
-        tokens = self.own[draft.tree].tokens[depth]
-        if copied:
-            more = self.copied.tokens[1 + copied] - self.copied.tokens[1]
-            tokens += more - self.both[draft.tree][min(depth, copied)]
-        return tokens
-
-    def _multiply(self) -> None:
-        copied = _chances(self.copied.tokens[1:])
-        self.both = [
-            list(accumulate(map(mul, _chances(one.tokens), copied), initial=0.0))
-            for one in self.own
-        ]
+        if self.matched:
+            self.copied[self.matched - 1].note(copied[0], refused=copied[1])
 
 
 def _chances(tokens: Sequence[float]) -> list[float]:
@@ -155,21 +141,58 @@ Rows = Sequence[tuple[policies.Row, Known]]
 """Who takes a step together, and what is known of each."""
 
 
+def step_tokens(drafts: Sequence[Draft], rows: Rows) -> list[float]:
+    """Return the expected tokens of a step of these rows, by draft.
+
+    Nobody yields more tokens than there is room for.
+    """
+    trees = range(len(rows[0][1].own))
+    alone = [_summed([(known.own[tree].tokens, row) for row, known in rows]) for tree in trees]
+    # both give what either gives but for what both do
+    copying = [(row, known) for row, known in rows if known.matched]
+    if not copying:
+        return [alone[draft.tree][draft.depth] for draft in drafts]
+    copied = _summed([(known.copied[known.matched - 1].tokens, row) for row, known in copying])
+    both = [_summed([(known.both[tree], row) for row, known in copying]) for tree in trees]
+    return [
+        alone[draft.tree][draft.depth]
+        + (copied[draft.copied] - copied[0])
+        - both[draft.tree][min(draft.depth, draft.copied)]
+        for draft in drafts
+    ]
+
+
+def _summed(curves: Sequence[tuple[list[float], policies.Row]]) -> list[float]:
+    """Return the sum of what rows gain by drafted depth, each as far as it has room."""
+    reached = [_within(one, row.room) for one, row in curves]
+    return [*map(sum, zip(*reached, strict=False))]
+
+
+def _within(curve: list[float], room: int) -> list[float]:
+    if room >= len(curve):
+        return curve
+    most = max(room, 1)
+    return curve[:most] + [curve[most - 1]] * (len(curve) - most)
+
+
 def best_draft(cost: Cost, drafts: Sequence[Draft], rows: Rows) -> int:
     """Return the place of the draft with the highest goodput, tokens a second; of equals the first.
 
+    Copied text is not drafted where no row has any.
+
     Args:
         cost: What a step takes.
-        drafts: Those to choose from, the smaller first.
-        rows: At least one. Nobody yields more tokens than there is room for.
+        drafts: Those to choose from, the smaller first, and those with copied text last.
+        rows: At least one.
     """
     batch = len(rows)
     context = cost.context([row.length for row, _ in rows])
-    copying = 1 - prod(1 - known.copying for _, known in rows)
+    copies = any(known.matched for _, known in rows)
+    drafts = [draft for draft in drafts if copies or not draft.copied]
+    tokens = step_tokens(drafts, rows)
     goodput = [
-        sum(known.tokens(draft, row.room) for row, known in rows)
-        / draft.seconds(cost, batch, context, copying)
-        for draft in drafts
+        expected / draft.seconds(cost, batch, context)
+        for expected, draft in zip(tokens, drafts, strict=True)
     ]
     # such that differ by rounding alone are equal
     enough = max(goodput) * (1 - 1e-9)

@@ -11,6 +11,9 @@ from specheads.core.drafter import Drafter, refuse_scattering
 from specheads.core.errors import InputError
 from specheads.core.features import Committed
 
+MAX_NGRAM, MIN_NGRAM = 3, 1
+"""Most and fewest tokens that must stand in the text before, unless others are asked for."""
+
 
 @dataclass(slots=True)
 class Text:
@@ -74,8 +77,8 @@ class PromptLookup(Drafter):
         vocab_size: int,
         depth: int = 10,
         *,
-        max_ngram: int = 3,
-        min_ngram: int = 1,
+        max_ngram: int = MAX_NGRAM,
+        min_ngram: int = MIN_NGRAM,
         device: torch.device | str = "cpu",
     ) -> None:
         if depth < 1 or not 1 <= min_ngram <= max_ngram:

@@ -116,6 +116,11 @@ class Stream:
         return len(self.request.prompt) + len(self._tokens)
 
     @property
+    def all_tokens(self) -> list[int]:
+        """Prompt and output so far, those that a stop string may take back included."""
+        return self.request.prompt + self._tokens
+
+    @property
     def room(self) -> int:
         """New tokens that it still takes, unless it ends sooner."""
         return self._limit - len(self._tokens)

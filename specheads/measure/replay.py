@@ -1,18 +1,22 @@
 """Replay: a stored text walked as the loop would, and the loop's own integers."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
+from itertools import islice, takewhile
+from operator import eq
 
-import torch
 from jaxtyping import Int
 from torch import Tensor
 
 from specheads.base.model import FrozenBase
+from specheads.decoding.matches import Matches
 from specheads.decoding.prompt_lookup import PromptLookup
-from specheads.decoding.prompt_lookup import continuation as lookup_continuation
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import HybridTree, lookup_for, own_tree
 from specheads.measure.counts import DepthCounts
+
+Path = tuple[int, ...]
+"""Ranks of guesses, from the root down."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,26 +27,24 @@ class Copied:
     """Leading tokens that are what the base went on to say."""
     length: list[int]
     """Tokens that are copied."""
+    matched: list[int]
+    """Tokens before the place that stood in the text before."""
     size: int
     """New nodes that a tree has for them."""
 
 
 def copied(lookup: PromptLookup, prompt: list[int], continuation: list[int], size: int) -> Copied:
     """Return what a lookup copies at each place of a stored text: see `guess_ranks`."""
-    text = torch.tensor([prompt + continuation], device=lookup.device)
-    num_roots = max(len(continuation) - 1, 0)
-    rows = []
-    for root in range(len(prompt), len(prompt) + num_roots):
-        known, last = text[:, : root + 1], torch.tensor([root], device=text.device)
-        guessed = lookup_continuation(
-            known, last, lookup.depth, lookup.max_ngram, lookup.min_ngram
-        )[0].tolist()
-        wanted = text[0, root + 1 :].tolist()
-        pairs = zip(guessed, wanted, strict=False)
-        agreed = next((place for place, (a, b) in enumerate(pairs) if a != b), None)
-        most = min(len(guessed), len(wanted))
-        rows.append((most if agreed is None else agreed, sum(one >= 0 for one in guessed)))
-    return Copied([right for right, _ in rows], [length for _, length in rows], size)
+    text = Matches(prompt, max_ngram=lookup.max_ngram, min_ngram=lookup.min_ngram)
+    found = Copied([], [], [], size)
+    for place in range(len(continuation) - 1):
+        text.extend(continuation[place : place + 1])
+        matched, guessed = text.find(lookup.depth)
+        agree = map(eq, guessed, islice(continuation, place + 1, None))
+        found.right.append(sum(takewhile(bool, agree)))
+        found.length.append(len(guessed))
+        found.matched.append(matched)
+    return found
 
 
 def replay(
@@ -67,23 +69,29 @@ def replay(
     anchor = 0
     while anchor < len(rows):
         room = len(rows) - anchor
-        path: tuple[int, ...] = ()
-        while len(path) < min(room - 1, tree.depth):
-            longer = (*path, rows[anchor][len(path)])
-            if longer not in paths:
-                break
-            path = longer
+        path = followed(paths, rows[anchor][: min(room - 1, tree.depth)])
         kept, beyond = len(path), path in inner
         if copies is not None:
             # the copied path shares what the tree has of it, and goes on for `size` nodes
             reach = min(copies.length[anchor], kept + copies.size)
-            followed = min(copies.right[anchor], reach, room - 1)
-            if followed >= kept:
-                beyond = reach > followed or (followed == kept and beyond)
-                kept = followed
+            right = min(copies.right[anchor], reach, room - 1)
+            if right >= kept:
+                beyond = reach > right or (right == kept and beyond)
+                kept = right
         counts.add(kept, drafted_beyond=beyond)
         anchor += kept + 1
     return counts
+
+
+def followed(paths: Set[Path], ranks: Sequence[int]) -> Path:
+    """Return the longest of the paths, all their beginnings among them, by which a text goes on."""
+    path: Path = ()
+    for rank in ranks:
+        longer = (*path, rank)
+        if longer not in paths:
+            break
+        path = longer
+    return path
 
 
 def fixed(tree: policies.TreePolicy) -> policies.Static | None:

@@ -9,7 +9,7 @@ import pytest
 import specheads
 from specheads.commands._call import call
 from specheads.decoding.cost import ForwardCost, StepCost
-from specheads.decoding.trees.tuned import Acceptance
+from specheads.decoding.trees.tuned import Acceptance, MatchRates
 from specheads.measure.load.results import Load
 from specheads.measure.store import dumps, read
 from tests.tuned import tree, tuned
@@ -52,7 +52,8 @@ def test_loads_are_simulated_shown_and_written(head: Path, capsys: Any):
 
 
 def test_goodput_copies_too_where_that_was_tuned(head: Path):
-    copied = Acceptance(per_depth=[0.8, 0.7], copied=[0.8, 0.9, 0.9])
+    matches = [MatchRates(share=0.4, rates=[0.9, 0.9])] * 2
+    copied = Acceptance(per_depth=[0.8, 0.7], matches=matches)
     found = replace(TUNED, acceptance=copied, trees=[tree(copied=2)])
     (head / "tuned.json").write_text(dumps(found))
     load = specheads.simulate(overrides=[f"head={head}", "rates=[1]", *SMALL])

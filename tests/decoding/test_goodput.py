@@ -27,6 +27,7 @@ from specheads.decoding.payoff import (
     best_draft,
     chains,
     expected_tokens,
+    step_tokens,
 )
 from specheads.decoding.request import Request, Stream
 from specheads.decoding.trees import policies
@@ -185,7 +186,8 @@ def test_only_the_tree_that_was_drafted_is_judged_anew():
     one.last = WIDE
     one.note((0, True))
     assert [each.rates for each in one.own] == [[0.4, 0.4], pytest.approx([0.76, 0.8])]
-    assert one.tokens(WIDE, 9) == pytest.approx(1 + 0.76 + 0.76 * 0.8)
+    (tokens,) = step_tokens([WIDE], [(Standing(100), one)])
+    assert tokens == pytest.approx(1 + 0.76 + 0.76 * 0.8)
     one.last = Draft(2, 3)
     one.note((1, True))
     assert one.own[0].rates == pytest.approx([0.43, 0.38])

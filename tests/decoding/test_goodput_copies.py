@@ -1,5 +1,7 @@
 """Copied text among what goodput chooses: beside the head's own drafts, alone, or not at all."""
 
+from itertools import takewhile
+from operator import eq
 from typing import Any
 
 import pytest
@@ -11,64 +13,87 @@ from specheads.decoding.cost import StepCost
 from specheads.decoding.engine import Engine
 from specheads.decoding.goodput import Goodput, seen
 from specheads.decoding.loop import Step, Times
-from specheads.decoding.payoff import Acceptance, Draft, Known, best_draft, chains
+from specheads.decoding.matches import Matches
+from specheads.decoding.payoff import Acceptance, Draft, Known, best_draft, chains, step_tokens
 from specheads.decoding.request import Request
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import Hybrid, HybridTree, join_copied
 from tests import tiny
 from tests.decoding.test_goodput import Standing, Switching, alone, head, linear, serve, served
+from tests.tuned import MATCH, tuned
 from tests.tuned import tree as tuned_tree
-from tests.tuned import tuned
 
 FREE = linear(1.0, 0.05, 0.0)
 """A level takes 0.1 + 0.005 a node, the base 1 + 0.05 a node."""
 
 DEAR = linear(1.0, 0.4, 0.0)
 
-COPIED = [0.5, 1.0, 1.0, 1.0]
-"""In every second step there is something to copy, and then it is right to its end."""
+COPIED = [[0.5, 0.5, 0.5], [0.5, 1.0, 1.0]]
+"""After one token that stood before each further one is as likely right as not; after two only the
+first may be wrong."""
 
 
-def choose(cost: StepCost, batch: int, rate: float) -> Draft:
-    known = [(Standing(100), Known([Acceptance([rate])], Acceptance(COPIED))) for _ in range(batch)]
-    drafts = chains(1, 3)
+def choose(cost: StepCost, batch: int, rate: float, matched: int = 2) -> Draft:
+    known = []
+    for _ in range(batch):
+        one = Known([Acceptance([rate])], [*map(Acceptance, COPIED)])
+        one.look(matched)
+        known.append((Standing(100), one))
+    drafts = chains(1, [1, 3])
     return drafts[best_draft(cost, drafts, known)]
 
 
 def test_copied_text_is_drafted_alone_with_the_heads_own_or_not_at_all():
     #               rate 0.5                                rate 0.9
     #  none         1 / 1.05                      = 0.95    the same
-    #  depth 1      1.5 / (1.1 + 0.105)           = 1.24    1.9 / 1.205                 = 1.58
-    #  copies       (1 + 1.5) / (1.05 + 0.5 0.15) = 2.22    the same
-    #  1 + copies   (1.5 + 1.5 - 0.25) / 1.28     = 2.15    (1.9 + 1.5 - 0.45) / 1.28   = 2.30
+    #  depth 1      1.5 / (1.1 + 0.105)           = 1.24    1.9 / 1.205                  = 1.58
+    #  copies       (1 + 1.5) / (1.05 + 0.15)     = 2.08    the same
+    #  1 + copies   (1.5 + 1.5 - 0.25) / 1.355    = 2.03    (1.9 + 1.5 - 0.45) / 1.355   = 2.18
     assert choose(FREE, 1, 0.5) == Draft(0, 1, 3)
     assert choose(FREE, 1, 0.9) == Draft(1, 2, 3)
+    # nothing stood before: of equals the first
+    assert choose(FREE, 1, 0.9, matched=0) == Draft(1, 2)
+
+
+def test_as_much_is_copied_as_pays_after_so_many_tokens_that_stood_before():
+    #          after one token                  after two
+    #  1       1.5 / (1.2 + 0.2)       = 1.07   the same
+    #  3       1.875 / (1.2 + 3 0.2)   = 1.04   2.5 / 1.8 = 1.39
+    cost = linear(1.0, 0.2, 0.0)
+    assert choose(cost, 1, 0.0, matched=1) == Draft(0, 1, 1)
+    assert choose(cost, 1, 0.0, matched=2) == Draft(0, 1, 3)
+    # what stood in it longer than was measured counts as the longest
+    assert choose(cost, 1, 0.0, matched=9) == Draft(0, 1, 3)
 
 
 def test_copied_text_is_not_drafted_where_its_nodes_are_dear_for_many():
-    #  alone   2.5 / (1.4 + 0.5 1.2) = 1.25   beside   1 / 1.4 = 0.71
-    #  of 16   40 / (7.4 + 19.2)     = 1.50   beside   16 / 7.4 = 2.16
-    assert choose(DEAR, 1, 0.5).copied == 3
-    assert choose(DEAR, 16, 0.5) == Draft(0, 1)
+    #  alone   2.5 / (1.4 + 1.2)     = 0.96   none   1 / 1.4  = 0.71
+    #  of 16   40 / (7.4 + 19.2)     = 1.50   none   16 / 7.4 = 2.16
+    assert choose(DEAR, 1, 0.0).copied == 3
+    assert choose(DEAR, 16, 0.0) == Draft(0, 1)
 
 
-def test_copied_nodes_cost_what_they_cost_on_average_unless_every_step_has_them():
-    trimmed, whole = Draft(1, 2, 3), Draft(1, 2, 3, trim=False)
-    assert trimmed.seconds(FREE, 1, 0, 0.5) == pytest.approx(1.1 + 0.105 + 0.5 * 0.15)
-    assert whole.seconds(FREE, 1, 0, 0.5) == pytest.approx(1.1 + 0.105 + 0.15)
-    assert trimmed.seconds(FREE, 2, 0, 0.0) == FREE.seconds(2, 0, 2, 1)
+def test_copied_nodes_are_verified_and_not_drafted():
+    assert Draft(1, 2, 3).seconds(FREE, 1, 0) == pytest.approx(1.1 + 0.105 + 0.15)
+    assert Draft(1, 2).seconds(FREE, 2, 0) == FREE.seconds(2, 0, 2, 1)
 
 
 def test_tokens_of_both_are_those_of_either_and_as_many_as_there_is_room_for():
-    known = Known([Acceptance([0.5, 0.5])], Acceptance([0.8, 0.5, 0.5, 0.5]))
+    known = Known([Acceptance([0.5, 0.5])], [Acceptance([0.4, 0.5, 0.5])])
+
+    def tokens(draft: Draft, room: int) -> float:
+        return step_tokens([draft], [(Standing(100, room), known)])[0]
+
+    assert tokens(Draft(2, 3, 3), 9) == tokens(Draft(2, 3), 9)
+    known.look(1)
     own, copied = [0.5, 0.25, 0.0], [0.4, 0.2, 0.1]
     either = [1 - (1 - a) * (1 - b) for a, b in zip(own, copied, strict=True)]
-    assert known.tokens(Draft(2, 3, 3), 9) == pytest.approx(1 + sum(either))
-    assert known.tokens(Draft(2, 3, 3), 2) == pytest.approx(1 + either[0])
-    assert known.tokens(Draft(1, 2, 3), 9) == pytest.approx(1 + either[0] + 0.2 + 0.1)
-    assert known.tokens(Draft(0, 1, 3), 9) == pytest.approx(1.7)
-    assert known.tokens(Draft(2, 3, 0), 9) == pytest.approx(1.75)
-    assert known.tokens(Draft(2, 3, 3), 1) == known.tokens(Draft(2, 3, 3), 0) == 1.0
+    assert tokens(Draft(2, 3, 3), 9) == pytest.approx(1 + sum(either))
+    assert tokens(Draft(2, 3, 3), 2) == pytest.approx(1 + either[0])
+    assert tokens(Draft(1, 2, 3), 9) == pytest.approx(1 + either[0] + 0.2 + 0.1)
+    assert tokens(Draft(0, 1, 3), 9) == pytest.approx(1.7)
+    assert tokens(Draft(2, 3, 0), 9) == pytest.approx(1.75)
+    assert tokens(Draft(2, 3, 3), 1) == tokens(Draft(2, 3, 3), 0) == 1.0
 
 
 def step(path: list[int], parents: list[int], num_copied: int) -> Step:
@@ -77,49 +102,47 @@ def step(path: list[int], parents: list[int], num_copied: int) -> Step:
 
 
 @pytest.mark.parametrize(
-    ("path", "copied", "own", "other"),
+    ("path", "copied", "own"),
     [
         # 0 - 1 - 2, of which 1 is copied too, and 3, 4 below it
-        ([0, 1, 3], [1, 3], (1, True), (3, True)),
-        ([0, 1, 3, 4], [1, 3], (1, True), (4, False)),
-        ([0, 1, 2], [1, 3], (2, False), (2, True)),
-        ([0], [1, 3], (0, True), (1, True)),
+        ([0, 1, 3], [1, 3], (1, True)),
+        ([0, 1, 3, 4], [1, 3], (1, True)),
+        ([0, 1, 2], [1, 3], (2, False)),
+        ([0], [1, 3], (0, True)),
         # nothing of the head's own is copied, of a tree that is not trimmed one node is no copy
-        ([0, 3], [0, -1], (0, True), (2, False)),
+        ([0, 3], [0, -1], (0, True)),
         # nothing to copy, trimmed or not
-        ([0, 1], [], (1, True), (0, True)),
-        ([0, 1, 2], [-1, -1], (2, False), (0, True)),
+        ([0, 1], [], (1, True)),
+        ([0, 1, 2], [-1, -1], (2, False)),
     ],
 )
-def test_a_step_tells_what_was_right_of_the_heads_own_and_of_what_was_copied(
-    path: list[int], copied: list[int], own: tuple[int, bool], other: tuple[int, bool]
+def test_a_step_tells_what_was_right_of_the_heads_own(
+    path: list[int], copied: list[int], own: tuple[int, bool]
 ):
     taken = step(path, [-1, 0, 1, *copied], len(copied))
-    assert seen(taken, Draft(2, 3, 4)) == (own, other)
-
-
-def test_a_step_that_looked_for_nothing_to_copy_says_nothing_of_it():
-    assert seen(step([0, 1], [-1, 0, 1], 0), Draft(2, 3)) == ((1, True), (0, False))
+    assert seen(taken, Draft(2, 3, 4)) == own
 
 
 def test_a_level_that_was_not_drafted_is_as_wrong_as_one_that_was():
     # 1 and 2 below the root, 3 below 1 alone
     leaf = step([0, 2], [-1, 0, 0, 1], 0)
-    assert seen(leaf, Draft(2, 4)) == ((1, True), (0, False))
-    assert seen(step([0, 1, 3], [-1, 0, 0, 1], 0), Draft(2, 4)) == ((2, False), (0, False))
+    assert seen(leaf, Draft(2, 4)) == (1, True)
+    assert seen(step([0, 1, 3], [-1, 0, 0, 1], 0), Draft(2, 4)) == (2, False)
 
 
-def test_averages_follow_what_is_copied_and_return_where_nothing_was():
-    known = Known([Acceptance([0.5])], Acceptance([0.4, 0.6]))
-    known.note((1, False), (1, True))
+def test_averages_follow_what_could_be_copied_after_as_many_tokens():
+    known = Known([Acceptance([0.5])], [Acceptance([0.6, 0.5]), Acceptance([0.8, 0.5])])
+    known.look(2)
+    known.note((1, False), (0, True))
     # there was something to copy, and it was wrong
-    assert known.copied.rates == pytest.approx([0.4 + 0.05 * 0.6, 0.6 - 0.05 * 0.6])
+    assert known.copied[1].rates == pytest.approx([0.8 - 0.05 * 0.8, 0.5])
+    assert known.copied[0].rates == [0.6, 0.5]
     assert known.own[0].rates == pytest.approx([0.525])
-    assert known.both[0][1] == pytest.approx(0.525 * 0.43 * 0.57)
+    known.look(1)
+    assert known.both[0] == pytest.approx([0.0, 0.525 * 0.6])
+    known.look(0)
     known.note((0, True))
-    assert known.copied.rates == pytest.approx([0.43 - 0.01 * 0.03, 0.57 + 0.01 * 0.03])
-    known.note((0, False), (0, True))
-    assert known.copying == pytest.approx(0.4297 * 0.95)
+    assert known.copied[0].rates == [0.6, 0.5]
 
 
 # --- in an engine --------------------------------------------------------------------------------
@@ -134,6 +157,34 @@ class Recorded(Goodput):
         return chosen
 
 
+@pytest.mark.parametrize(("token", "copies"), [(0.01, True), (5.0, False)])
+def test_goodput_learns_how_often_copied_text_is_right_whether_it_copies_or_not(
+    token: float, copies: bool
+):
+    prompt, rates = [1, 2, 3, 4, 5, 6, 7] * 3, [[0.5] * 4] * 3
+    policy = Goodput(
+        linear(1.0, token, 0.0), [0.4] * 2, HybridTree(policies.chain(2), 4), copied=rates
+    )
+    engine = Engine(tiny.base(), head("eagle3"), tree=policy, max_batch=1, max_length=80)
+    stream = engine.submit(Request(prompt=prompt, max_new_tokens=30, eos_ids=()))
+    engine.run()
+    assert any(step.num_copied for step in stream.steps) == copies
+    expected = [Acceptance(one) for one in rates]
+    text = stream.all_tokens[: len(prompt) + 1]
+    # what the last step told is not asked for
+    for said in [step.tokens for step in stream.steps[:-1]]:
+        matched, copied = Matches(text).find(policy.copied)
+        right = sum(takewhile(bool, map(eq, copied, said)))
+        if matched:
+            refused = right < min(len(copied), len(said))
+            expected[matched - 1].note(right, refused=refused)
+        text = text + said
+    assert text == stream.all_tokens[: len(text)]
+    known = policy._told[stream].known
+    assert [one.rates for one in known.copied] == [one.rates for one in expected]
+    assert known.copied[2].rates != rates[2]
+
+
 def both(kind: str = "eagle3", copied: int = 3) -> Hybrid:
     return Hybrid(head(kind), PromptLookup(tiny.VOCAB, copied + 3))
 
@@ -142,7 +193,7 @@ def test_text_is_the_bases_own_whatever_goodput_chooses():
     # one alone copies and drafts, three together do less of it, and averages move
     cost = linear(1.0, 0.11, 0.0, share=0.02)
     policy = Recorded(
-        cost, [0.4] * 3, HybridTree(policies.chain(3), 3), copied=[0.6, 0.5, 0.8, 0.8]
+        cost, [0.4] * 3, HybridTree(policies.chain(3), 3), copied=[[0.5, 0.8, 0.8]] * 3
     )
     assert serve(Engine(tiny.base(), head("eagle3"), tree=policy, max_batch=3)) == alone()
     ways = {(one.own_depth > 0, one.copied > one.own_depth) for one in policy.chosen}
@@ -189,29 +240,32 @@ def test_an_engine_copies_for_few_and_not_for_many():
     cost = linear(1.0, 0.4, 0.0, share=5.0)
     # the nodes are there whether there is anything to copy or not
     tree = HybridTree(policies.chain(1), 4, trim=False)
-    policy = Goodput(cost, [0.1], tree, copied=[0.9] * 5)
+    policy = Goodput(cost, [0.1], tree, copied=[[0.7] * 4] * 3)
     prompt = [1, 2, 3, 4, 5, 6, 7] * 3
     engine = Engine(tiny.base(), head("eagle3"), tree=policy, max_batch=8, max_length=80)
     single = engine.submit(Request(prompt=prompt, max_new_tokens=12, eos_ids=()))
     engine.run()
-    assert single.steps[0].num_copied == 4
+    assert any(one.num_copied for one in single.steps)
     many = [engine.submit(Request(prompt=prompt, max_new_tokens=12, eos_ids=())) for _ in range(8)]
     engine.run()
     assert {one.num_copied for stream in many for one in stream.steps} == {0}
     assert {tuple(stream.tokens) for stream in many} == {tuple(single.tokens)}
 
 
-def test_goodput_of_a_tuned_head_copies_where_that_was_tuned_and_measured():
+def test_goodput_of_a_tuned_head_copies_where_that_was_measured():
     plain = Goodput.of(tuned())
     assert (plain.depth, plain.copied) == (2, 0)
     found = tuned(tuned_tree(copied=4))
     assert Goodput.of(found).copied == 0
-    found.acceptance.copied[:] = [0.5] * 11
+    found.acceptance.matches[:] = [MATCH] * 3
     policy = Goodput.of(found)
-    assert (policy.own_depth, policy.depth, policy.num_nodes) == (2, 6, 7)
+    assert (policy.own_depth, policy.depth, policy.num_nodes) == (2, 12, 13)
     assert [(one.depth, one.copied) for one in policy.drafts] == [
-        (0, 0), (1, 0), (2, 0), (0, 4), (1, 4), (2, 4)
-    ]  # fmt: skip
+        (depth, size) for size in (0, 2, 4, 7, 10) for depth in (0, 1, 2)
+    ]
+    assert [tree.copied - tree.own_depth for tree in policy.trees] == [
+        one.copied for one in policy.drafts
+    ]
 
 
 def test_goodput_of_a_tuned_head_drafts_its_wide_trees_too_each_once():
@@ -226,11 +280,13 @@ def test_goodput_of_a_tuned_head_drafts_its_wide_trees_too_each_once():
     assert policy.rates == [(0.5, 0.4), (0.7,), (0.8, 0.6)]
     assert policy.drafts == [*chains(2), Draft(1, 3, tree=1), Draft(2, 5, tree=2)]
     assert [tree.num_nodes for tree in policy.trees] == [1, 2, 3, 3, 5]
-    found.acceptance.copied[:] = [0.5] * 11
+    found.acceptance.matches[:] = [MATCH] * 3
     found.trees.append(tuned_tree(copied=4, rates=[0.7]))
     copying = Goodput.of(found)
     assert copying.rates == policy.rates
-    assert [tree.num_nodes for tree in copying.trees] == [1, 2, 3, 3, 5, 5, 6, 7, 7, 9]
+    assert [tree.num_nodes for tree in copying.trees] == [
+        nodes + size for size in (0, 2, 4, 7, 10) for nodes in (1, 2, 3, 3, 5)
+    ]
 
 
 def test_text_is_the_bases_own_with_wide_trees_and_copied_text_in_turns():
@@ -239,7 +295,7 @@ def test_text_is_the_bases_own_with_wide_trees_and_copied_text_in_turns():
         cost,
         [0.4] * 3,
         HybridTree(policies.chain(3), 3),
-        copied=[0.6, 0.5, 0.8, 0.8],
+        copied=[[0.5, 0.8, 0.8]] * 3,
         others=[(policies.BestFirst(6, 3, 2, 2), [0.7] * 3)],
     )
     assert serve(Engine(tiny.base(), head("eagle3"), tree=policy, max_batch=3)) == alone()
@@ -250,8 +306,8 @@ def test_what_goodput_cannot_cut_or_judge_is_refused():
     chain = policies.chain(1)
     with pytest.raises(ValueError, match="cuts chains and static trees, got best_first"):
         Goodput(FREE, [0.5, 0.5], HybridTree(policies.BestFirst(3, 2), 2), copied=[0.5] * 3)
-    with pytest.raises(ValueError, match="needs 3 rates to copy 2 tokens"):
-        Goodput(FREE, [0.5], HybridTree(chain, 2), copied=[0.5, 0.5])
-    deep = Goodput(FREE, [0.5] * 9, HybridTree(policies.chain(9), 2), [0.5] * 3)
+    with pytest.raises(ValueError, match=r"needs 2 rates to copy 2 tokens, got \[2, 1\]"):
+        Goodput(FREE, [0.5], HybridTree(chain, 2), copied=[[0.5, 0.5], [0.5]])
+    deep = Goodput(FREE, [0.5] * 9, HybridTree(policies.chain(9), 2), [[0.5] * 2])
     with pytest.raises(ValueError, match="the tree has 9 levels but the head drafts 3"):
         Engine(tiny.base(), head("eagle3"), tree=deep)

@@ -20,7 +20,7 @@ from specheads.decoding.generate import generate
 from specheads.decoding.payoff import expected_tokens
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.early_stop import Estimate
-from specheads.decoding.trees.tuned import Machine, Tried, TunedTree
+from specheads.decoding.trees.tuned import Machine, MatchRates, Tried, TunedTree
 from specheads.heads.load import build_for, drafter_of
 from specheads.measure.how import How
 from specheads.measure.offline import guess_ranks
@@ -29,7 +29,7 @@ from specheads.measure.tune import finals, for_evaluation, search
 from specheads.measure.tune import run as tuning
 from specheads.measure.tune.acceptance import (
     conditional,
-    copied_rates,
+    match_rates,
     path_rates,
     positional,
 )
@@ -187,9 +187,13 @@ def test_copied_text_is_counted_by_steps_as_far_as_a_text_goes():
     #  place    0  1  2  3  4    steps are at 0, where two tokens are right and the third wrong,
     #  length   3  3  3  0  3    at 3, where there is nothing to copy, and at 4: one more token is
     #  right    2  1  0  0  1    to say, and what is copied beyond that is not asked for
-    found = Copied(right=[2, 1, 0, 0, 1], length=[3, 3, 3, 0, 3], size=3)
-    assert copied_rates([found]) == pytest.approx([2 / 3, 1.0, 1.0, 0.0])
-    assert copied_rates([Copied([], [], 1)]) == [0.0, 0.0]
+    #  matched  2  3  3  0  1
+    found = Copied([2, 1, 0, 0, 1], [3, 3, 3, 0, 3], [2, 3, 3, 0, 1], size=3)
+    one, two, three = match_rates([found])
+    assert one == MatchRates(share=1 / 3, rates=[1.0, 0.0, 0.0])
+    assert two == MatchRates(share=1 / 3, rates=[1.0, 1.0, 0.0])
+    assert three == MatchRates(share=0.0, rates=[0.0] * 3)
+    assert match_rates([Copied([], [], [], 1)]) == [MatchRates(share=0.0, rates=[0.0])] * 3
 
 
 def made_up(length: int = 300) -> Trace:
@@ -255,8 +259,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     def cost(node: float) -> None:
         def times(base, ways, prompts, *, how, rounds):
             assert base.max_length > how.max_new_tokens > rounds > 0
-            context = {len(prompt) for rows in prompts for prompt in rows}
-            assert len(context) == 1
+            assert all(len({*map(len, rows)}) == 1 for rows in prompts)
             return [
                 Point(
                     batch=len(rows),

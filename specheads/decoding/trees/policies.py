@@ -40,6 +40,11 @@ class Progress(Row, Protocol):
     """A request and what was decoded of it."""
 
     @property
+    def all_tokens(self) -> list[int]:
+        """Its text so far."""
+        ...
+
+    @property
     def steps(self) -> Sequence[Any]:
         """Its `loop.Step`s so far."""
         ...

@@ -68,6 +68,16 @@ class PathRates:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MatchRates:
+    """How often prompt lookup finds so many tokens before, and is right then."""
+
+    share: float
+    """Of the steps, those in which no more tokens than these stood in the text before."""
+    rates: list[float]
+    """Conditional rate of each copied token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Acceptance:
     """How often guesses are right."""
 
@@ -75,13 +85,13 @@ class Acceptance:
     """Conditional rate of the best guess at each depth, every guess above it being right: in the
     steps of a chain as deep as the head."""
     by_context: list[PathRates] = field(default_factory=list)
-    copied: list[float] = field(default_factory=list)
-    """How often prompt lookup finds anything to copy, and then the conditional rate of each copied
-    token. Empty where it was not measured."""
+    matches: list[MatchRates] = field(default_factory=list)
+    """Of what prompt lookup copies after one, two, ... tokens that stood in the text before. Empty
+    where it was not measured."""
 
     def alone(self) -> "Acceptance":
         """Return that of the head's own guesses."""
-        return replace(self, copied=[])
+        return replace(self, matches=[])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,8 +196,10 @@ class Tuned:
     def _check(self, depth: int | None) -> None:
         for cost in (self.cost.verify, self.cost.draft):
             _refuse_outside("a cost", [cost.fixed, cost.token, cost.context, cost.free], 0.0)
-        for rates in (self.acceptance.per_depth, self.acceptance.copied):
-            _refuse_outside("a rate of acceptance", rates, 0.0, 1.0)
+        _refuse_outside("a rate of acceptance", self.acceptance.per_depth, 0.0, 1.0)
+        for one in self.acceptance.matches:
+            _refuse_outside("a rate of copied text", [one.share, *one.rates], 0.0, 1.0)
+            _refuse_outside("copied tokens", [len(one.rates)], 1.0)
         if not self.trees:
             raise InputError("tuned.json needs a tree, got none")
         for tree in self.trees:
@@ -211,11 +223,6 @@ class Tuned:
                 raise InputError(
                     f"tuned.json holds a tree of {deepest} levels and its head drafts {depth}"
                 )
-
-    @property
-    def copied(self) -> int:
-        """Most nodes for copied text of any tree, where its acceptance was measured."""
-        return max(tree.copied for tree in self.trees) if self.acceptance.copied else 0
 
     def branching(self) -> list[TunedTree]:
         """Return the trees that are no chains and draft as much in every step, each once.

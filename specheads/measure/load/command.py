@@ -95,13 +95,14 @@ def simulate_loads(settings: Simulate, sizes: Sizes | None = None) -> results.Lo
         )
     ways = [("none" if not one else f"depth {one}", system, one) for one in depths]
     ways += [(name, served, None) for name, served in _goodput(settings, system)]
+    matches = measured(settings).acceptance.matches if _tuned(settings) else []
+    # other chances than those of the head's own drafts
+    copies = accepted.drawn_copies(matches, settings.seed + 1)
     rows = []
     for name, coming in _loads(settings, system):
         for draft, served, depth in ways:
             right = [accepted.recorded(texts)] if texts else []
             right = right or [accepted.drawn(one, settings.seed) for one in served.rates]
-            # other chances than those of the head's own drafts
-            copies = accepted.drawn(served.copied, settings.seed + 1)
             found = simulate(served, coming, right, depth, copies)
             rows.append(results.summarise(name, draft, found))
     computed = settings.hardware.name != MEASURED
@@ -141,14 +142,19 @@ def _acceptance(settings: Simulate) -> tuple[list[float], list[list[int]]]:
     return list(settings.acceptance) or measured(settings).acceptance.per_depth, []
 
 
+def _tuned(settings: Simulate) -> bool:
+    """Return whether acceptance is that of a tuned head, and not said."""
+    return not settings.accepted and not settings.acceptance
+
+
 def _goodput(settings: Simulate, system: System) -> Iterator[tuple[str, System]]:
     """Yield what goodput chooses from: without copied text, and with it where that was tuned."""
-    if settings.accepted or settings.acceptance:
+    if not _tuned(settings):
         yield "goodput", system
         return
     tuned = measured(settings)
     yield "goodput", choosing(system, replace(tuned, acceptance=tuned.acceptance.alone()))
-    if tuned.copied:
+    if tuned.acceptance.matches:
         yield "goodput+lookup", choosing(system, tuned)
 
 

@@ -2,13 +2,13 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from specheads.core.errors import InputError
 from specheads.decoding.cost import Cost
 from specheads.decoding.payoff import Acceptance, Draft, Known, best_draft
 from specheads.decoding.request import alike
-from specheads.measure.load.accepted import NONE, Accepted
+from specheads.measure.load.accepted import NOTHING, Accepted, Copies, Copy
 from specheads.measure.load.arrivals import Arrival
 
 
@@ -25,12 +25,12 @@ class System:
     drafts: Sequence[Draft]
     """What is chosen from, the base alone first."""
     max_batch: int
-    copied: Sequence[float] = ()
-    """How often there is text to copy, and the rates of its tokens: see `Known.copied`."""
+    copied: Sequence[Sequence[float]] = ()
+    """The same of copied text by the tokens that stood before: see `Known.copied`."""
 
     def known(self) -> Known:
         """Return what is known of a request that nothing was decoded of."""
-        return Known([*map(Acceptance, self.rates)], Acceptance(self.copied))
+        return Known([*map(Acceptance, self.rates)], [*map(Acceptance, self.copied)])
 
 
 @dataclass(slots=True)
@@ -40,8 +40,8 @@ class Served:
     arrival: Arrival
     accepted: Sequence[Sequence[int]]
     """Drafts of each tree that are right after each of its new tokens, at most."""
-    copied: Sequence[int]
-    """One more than the copied tokens that are right there; zero where nothing is copied."""
+    copied: Sequence[Copy]
+    """What there is to copy after each of its new tokens."""
     known: Known | None
     """Where goodput decides."""
     admitted: float = 0.0
@@ -61,19 +61,24 @@ class Served:
         """New tokens that it still takes."""
         return self.arrival.new_tokens - self.tokens
 
-    def copies(self, draft: Draft) -> int:
-        """Return one more than the copied tokens that are right; zero where nothing is copied."""
-        return min(self.copied[self.tokens - 1], 1 + draft.copied) if draft.copied else 0
+    @property
+    def copy(self) -> Copy:
+        """What there is to copy now."""
+        return self.copied[self.tokens - 1]
 
     def take(self, draft: Draft) -> None:
         """Take what a step gives."""
-        right, copied = self.accepted[draft.tree][self.tokens - 1], self.copies(draft)
+        right, copy = self.accepted[draft.tree][self.tokens - 1], self.copy
         accepted = min(right, draft.depth)
+        # what the own tree holds of it leaves room for as much more
+        copied = min(copy.right, accepted + draft.copied) if draft.copied else 0
+        tokens = 1 + max(accepted, copied)
         if self.known is not None:
-            refused = draft.copied > 0 and copied <= draft.copied
             self.known.last = draft
-            self.known.note((accepted, right < draft.depth), (copied, refused))
-        self.tokens += min(1 + max(accepted, copied - 1), self.room)
+            # the text tells what of it is right, copied or not, as far as it goes now
+            told = min(copy.right, tokens), copy.matched > 0 and copy.right < tokens
+            self.known.note((accepted, right < draft.depth), told)
+        self.tokens += min(tokens, self.room)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +107,7 @@ def simulate(
     arrivals: Sequence[Arrival],
     accepted: Sequence[Accepted],
     draft: int | None = None,
-    copied: Accepted = NONE,
+    copied: Copies = NOTHING,
 ) -> Simulation:
     """Serve requests until none is left, first come, first served.
 
@@ -114,7 +119,7 @@ def simulate(
         arrivals: In order of time.
         accepted: What is right of whatever is drafted, by tree.
         draft: Which of the system's every step takes. None is that of most tokens a second.
-        copied: One more than what is right of copied text; zero where there is none to copy.
+        copied: What there is to copy.
     """
     size = max(one.copied for one in system.drafts)
     if system.max_batch < 1 or not 0 <= (draft or 0) < len(system.drafts):
@@ -123,12 +128,12 @@ def simulate(
             f"{system.max_batch} and {draft}"
         )
     levels = dict(enumerate(map(len, system.rates[: len(accepted)])))
-    if len(system.copied) < size + (size > 0) or any(
+    if min(map(len, system.copied), default=0) < size or any(
         one.depth > levels.get(one.tree, 0) for one in system.drafts
     ):
         raise InputError(
             "a simulation needs of every tree a rate for each depth and copied token, got "
-            f"{[*levels.values()]} and {len(system.copied)}"
+            f"{[*levels.values()]} and {[*map(len, system.copied)]}"
         )
     coming = deque(
         Served(
@@ -165,6 +170,8 @@ class _Run:
         place, system = self.draft, self.system
         if place is None:
             known = [(row, row.known) for row in rows if row.known]
+            for row, one in known:
+                one.look(row.copy.matched)
             place = best_draft(system.cost, system.drafts, known)
         return system.drafts[place]
 
@@ -191,8 +198,9 @@ class _Run:
 
     def _step(self, batch: list[Served], draft: Draft) -> None:
         context = self.system.cost.context([row.length for row in batch])
-        copying = float(any(row.copies(draft) for row in batch))
-        seconds = draft.seconds(self.system.cost, len(batch), context, copying)
+        if not any(row.copy.matched for row in batch):
+            draft = replace(draft, copied=0)
+        seconds = draft.seconds(self.system.cost, len(batch), context)
         self.found.steps.append(Step(self.clock, seconds, len(batch), draft.depth))
         self.clock += seconds
         for row in batch:

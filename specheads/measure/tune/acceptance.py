@@ -7,16 +7,15 @@ from itertools import accumulate, takewhile
 import torch
 from torch import Tensor
 
-from specheads.decoding.trees.tuned import PathRates
-from specheads.measure.replay import Copied
+from specheads.decoding.prompt_lookup import MAX_NGRAM
+from specheads.decoding.trees.tuned import MatchRates, PathRates
+from specheads.measure.replay import Copied, Path
 
 WIDTH = 8
 """Guesses a node may have as children."""
 
 MOST_PATHS = 256
 """Paths that tuned.json names of a context, the most followed."""
-
-Path = tuple[int, ...]
 
 
 def followed(ranks: Sequence[Tensor]) -> Counter[Path]:
@@ -54,26 +53,33 @@ def conditional(ranks: Sequence[Tensor]) -> list[float]:
     return out
 
 
-def copied_rates(copies: Sequence[Copied]) -> list[float]:
-    """Return how often there is text to copy, and then how often each copied token is right.
+def match_rates(copies: Sequence[Copied]) -> list[MatchRates]:
+    """Return how often one, two, ... tokens stood before, and how often what follows is right then.
 
-    Each rate is among the steps where all before it were right: see `payoff.Known.copied`. Steps
-    are those of a loop that copies in each, and what is copied is stepped over: of all places far
-    more lie in text that repeats itself.
+    Steps are those of a loop that copies in each, and what is copied is stepped over: of all places
+    far more lie in text that repeats itself.
     """
-    levels = 1 + copies[0].size
-    steps: list[list[int]] = []
+    size, steps = copies[0].size, 0
+    found: list[list[list[int]]] = [[] for _ in range(MAX_NGRAM)]
     for one in copies:
         place = 0
         while place < len(one.right):
             right, length = one.right[place], one.length[place]
             # nothing is asked for beyond the end of a text
             refused = right < min(length, len(one.right) - place)
-            # right is 0, as the best guess is
-            step = [0] * (1 + right) + [1] * refused if length else [1]
-            steps.append((step + [-1] * levels)[:levels])
+            if one.matched[place]:
+                # right is 0, as the best guess is
+                step = [0] * right + [1] * refused + [-1] * size
+                found[one.matched[place] - 1].append(step[:size])
+            steps += 1
             place += 1 + min(right, one.size)
-    return conditional([torch.tensor(steps).reshape(-1, levels)])
+    return [
+        MatchRates(
+            share=len(rows) / max(steps, 1),
+            rates=conditional([torch.tensor(rows, dtype=torch.long).reshape(-1, size)]),
+        )
+        for rows in found
+    ]
 
 
 def positional(ranks: Sequence[Tensor]) -> list[float]:

@@ -88,7 +88,8 @@ def time_ways(
     ways = [(None if one is None else beside_lookup(one, tree, base), tree) for one, tree in ways]
     deepest = max(tree.depth for _, tree in ways)
     widest = max(tree.num_nodes for _, tree in ways)
-    longest = max(len(row) for rows in prompts for row in rows)
+    lengths = [max(map(len, rows)) for rows in prompts]
+    longest = max(lengths)
     burst = BURST * (deepest + 1)
     if longest + room(deepest) > base.max_length:
         raise InputError(
@@ -97,22 +98,21 @@ def time_ways(
         )
     # what the context has no room for begins anew
     each = min((base.max_length - longest - 2 * deepest - 2) // burst, rounds)
-    capacity = longest + (each + 1) * burst + widest
+    beyond = (each + 1) * burst + widest
     times: list[list[tuple[float, float]]] = [[] for _ in ways]
     states: list[loop.State] = []
     for turn in bar(range(rounds), "step times", how.progress):
         if turn % each == 0:
-            started = zip(ways, prompts, strict=True)
-            states = [_start(base, one, rows, capacity, how) for (one, _), rows in started]
+            started = zip(ways, prompts, lengths, strict=True)
+            states = [_start(base, one, rows, own + beyond, how) for (one, _), rows, own in started]
         # the order turns round, so that none always follows the slowest
         for place in [*range(turn % len(ways), len(ways)), *range(turn % len(ways))]:
             steps = [_time_step(base, *ways[place], states[place]) for _ in range(BURST)]
             times[place] += steps[1:]
     # half of the way, at a usual pace
-    context = longest + each * BURST / 2
     return [
-        _point(tree, len(rows), context, one)
-        for (_, tree), rows, one in zip(ways, prompts, times, strict=True)
+        _point(tree, len(rows), own + each * BURST / 2, one)
+        for (_, tree), rows, own, one in zip(ways, prompts, lengths, times, strict=True)
     ]
 
 

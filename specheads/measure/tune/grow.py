@@ -4,7 +4,7 @@ import heapq
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 
-from specheads.measure.tune.acceptance import Path
+from specheads.measure.replay import Path
 
 Whole = Callable[[int, int], tuple[float, tuple[int, ...]]]
 """(nodes, levels) -> the best tree's value, and how many nodes each of its children owns."""

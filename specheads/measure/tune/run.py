@@ -1,6 +1,7 @@
 """Tune a head to this machine: measure costs and acceptance, search, time the best, choose."""
 
 from collections.abc import Iterator, Sequence
+from itertools import product
 
 from torch import Tensor
 
@@ -17,8 +18,8 @@ from specheads.measure.how import How
 from specheads.measure.replay import copied, replay
 from specheads.measure.tables import Fitted
 from specheads.measure.tune import search
-from specheads.measure.tune.acceptance import copied_rates, path_rates
-from specheads.measure.tune.cost import Point, Way, fit, room, time_ways
+from specheads.measure.tune.acceptance import match_rates, path_rates
+from specheads.measure.tune.cost import Way, fit, room, time_ways
 from specheads.measure.tune.finals import COPIED, Effort, finalists, judge
 from specheads.measure.tune.texts import Texts, prompts_for, write
 
@@ -86,7 +87,7 @@ def choose(
         acceptance=Acceptance(
             per_depth=_of_steps([rows for one in texts for rows in one.ranks], head.depth),
             by_context=[path_rates(one.ranks, one.context) for one in texts],
-            copied=copied_rates(
+            matches=match_rates(
                 [copied(lookup, *pair, max(COPIED)) for one in texts for pair in one.pairs()]
             ),
         ),
@@ -117,17 +118,14 @@ def measure_cost(
     sizes = {one.num_nodes: one for one in trees if one.name == "tree"}
     grid = [one for one in trees if one.name == "chain"]
     grid += [sizes[size] for size in GRID if size in sizes]
-    points: list[Point] = []
-    for one in texts:
-        ways: list[Way] = []
-        prompts: list[list[list[int]]] = []
-        # of all batches in turn: a machine changes its pace within minutes
-        for batch in batches:
-            own = [tree for tree in grid if batch * tree.num_nodes <= MOST_TOKENS]
-            ways += [(None, policies.NOTHING), *((head, tree) for tree in own)]
-            prompts += [one.rows(batch)] * (1 + len(own))
-        points += time_ways(base, ways, prompts, how=how, rounds=rounds)
-    return fit(points)
+    ways: list[Way] = []
+    prompts: list[list[list[int]]] = []
+    # of all batches and contexts in turn: a machine changes its pace within minutes
+    for one, batch in product(texts, batches):
+        own = [tree for tree in grid if batch * tree.num_nodes <= MOST_TOKENS]
+        ways += [(None, policies.NOTHING), *((head, tree) for tree in own)]
+        prompts += [one.rows(batch)] * (1 + len(own))
+    return fit(time_ways(base, ways, prompts, how=how, rounds=rounds))
 
 
 def tables(tuned: Tuned) -> Iterator[Fitted]:

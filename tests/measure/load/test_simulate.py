@@ -11,13 +11,25 @@ import pytest
 
 from specheads.decoding.cost import ForwardCost, StepCost
 from specheads.decoding.payoff import Draft, chains
-from specheads.measure.load.accepted import drawn, rates_of, read_accepted, recorded
+from specheads.decoding.trees.tuned import MatchRates
+from specheads.measure.load.accepted import (
+    Copy,
+    drawn,
+    drawn_copies,
+    rates_of,
+    read_accepted,
+    recorded,
+)
 from specheads.measure.load.arrivals import Arrival, poisson, read_arrivals
 from specheads.measure.load.hardware import ComputedCost, Machine, Size
 from specheads.measure.load.results import Load, draw, summarise, table
 from specheads.measure.load.simulate import Simulation, System, simulate
 
 RATES = [0.8, 0.7, 0.6, 0.5]
+
+
+LONG = Copy(1, 9)
+"""Where a step is not expected to begin."""
 
 
 def linear(fixed: float, token: float = 0.0, context: float = 0.0, share: float = 0.1) -> StepCost:
@@ -97,12 +109,13 @@ def test_recorded_lengths_are_replayed_where_they_stand_in_the_text():
 def test_copied_text_is_as_right_as_it_was_recorded_and_costs_nodes_where_there_is_any():
     #  place         0 1 2 3 4 5 6    a chain of one and three copied tokens: from place 0 two
     #  right         1 . . 0 1 . .    copied, at 3 nothing to copy, at 4 the draft, at 6 one of
-    #  copied + 1    3 . . 0 1 . 2    those that are copied
+    #  copied        2 . . - 0 . 1    those that are copied
     arrivals = [Arrival(0.0, 1, 9)]
     served = replace(
-        system(linear(1.0, 0.1), rates=[0.5]), drafts=chains(1, 3), copied=[0.5, 0.5, 0.5, 0.5]
+        system(linear(1.0, 0.1), rates=[0.5]), drafts=chains(1, [3]), copied=[[0.5, 0.5, 0.5]]
     )
-    right, copied = [recorded([[1, 9, 9, 0, 1, 9, 0, 0]])], recorded([[3, 9, 9, 0, 1, 9, 2, 0]])
+    right = [recorded([[1, 9, 9, 0, 1, 9, 0, 0]])]
+    copied = recorded([[Copy(1, 2), LONG, LONG, Copy(), Copy(1, 0), LONG, Copy(1, 1), Copy()]])
     steps = simulate(served, arrivals, right, 3, copied).steps
     whole = 1.2 + 0.1 + 0.01
     assert [one.seconds for one in steps] == pytest.approx(
@@ -117,17 +130,17 @@ def test_goodput_copies_where_that_is_right_and_learns_where_it_is_not():
     arrivals = [Arrival(0.0, 5, 300)]
     served = replace(
         system(linear(1.0, 0.1), rates=[0.1]),
-        drafts=chains(1, 4),
-        copied=[0.5, 0.5, 0.5, 0.5, 0.5],
+        drafts=chains(1, [4]),
+        copied=[[0.5, 0.5, 0.5, 0.5]],
     )
-    right = simulate(served, arrivals, [recorded([[0]])], None, recorded([[5]]))
+    right = simulate(served, arrivals, [recorded([[0]])], None, recorded([[Copy(1, 4)]]))
     assert len(right.steps) == 60
-    wrong = simulate(served, arrivals, [recorded([[0]])], None, recorded([[1]]))
+    wrong = simulate(served, arrivals, [recorded([[0]])], None, recorded([[Copy(1, 0)]]))
     alone = [one.seconds < 1.15 for one in wrong.steps]
     assert not any(alone[:3])
     assert sum(alone[100:]) > 0.5 * len(alone[100:])
     with pytest.raises(ValueError, match="a rate for each depth and copied token"):
-        simulate(replace(served, copied=[0.5]), arrivals, [recorded([[0]])])
+        simulate(replace(served, copied=[[0.5]]), arrivals, [recorded([[0]])])
 
 
 def test_of_each_tree_as_much_is_right_as_is_said_of_it():
@@ -143,6 +156,31 @@ def test_of_each_tree_as_much_is_right_as_is_said_of_it():
     assert [(one.depth, one.seconds) for one in alone.steps] == [(2, pytest.approx(2.06))] * 2
     with pytest.raises(ValueError, match=r"of every tree a rate for each depth .*, got \[1\]"):
         simulate(served, arrivals, right[:1])
+
+
+def test_goodput_looks_before_it_copies():
+    """Where one token stood before what follows is wrong, and right where three did."""
+    places = [[Copy(1, 0), Copy(), Copy(3, 4), LONG, LONG, LONG, LONG]]
+    served = replace(
+        system(linear(1.0, 0.3), rates=[0.0]),
+        drafts=chains(1, [2, 4]),
+        copied=[[0.1] * 4, [0.5] * 4, [0.9] * 4],
+    )
+    found = simulate(served, [Arrival(0.0, 5, 71)], [recorded([[0]])], None, recorded(places))
+    #  alone twice, and five tokens at once of five nodes
+    assert [one.seconds for one in found.steps] == pytest.approx([1.3, 1.3, 2.5] * 10)
+
+
+def test_drawn_copies_are_found_and_right_as_often_as_is_said():
+    matches = [MatchRates(share=0.2, rates=[0.3, 0.5]), MatchRates(share=0.5, rates=[0.8, 0.9])]
+    texts = [drawn_copies(matches, seed=1)(number, 500) for number in range(40)]
+    each = [one for text in texts for one in text]
+    for number, one in enumerate(matches, start=1):
+        found = [copy.right for copy in each if copy.matched == number]
+        assert len(found) / len(each) == pytest.approx(one.share, abs=0.01)
+        assert rates_of([found], 2) == pytest.approx(one.rates, abs=0.02)
+    assert {copy.right for copy in each if not copy.matched} == {0}
+    assert drawn_copies([])(3, 2) == [Copy(), Copy()]
 
 
 def test_drawn_lengths_have_the_rates_they_were_drawn_from():
