@@ -110,16 +110,13 @@ class Bench:
     share: float
     load: list[float]
     arms: list[Arm]
+    size: int
+    """Nodes for copied text of arms with a fixed draft."""
 
     @property
     def length(self) -> int:
         """Tokens of the longest text."""
         return max(map(len, self.prompts)) + self.new_tokens
-
-    @property
-    def size(self) -> int:
-        """Nodes for copied text of arms with a fixed draft."""
-        return copied_tokens(self.measured)
 
     @property
     def depth(self) -> int:
@@ -200,6 +197,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--share", type=float, default=0.7, help="its mean rate over what the base alone can serve")
     add("--load", type=float, nargs="+", default=LOAD, help="factors of the rate, part by part")
     add("--arms", nargs="+", type=_arm, help="of policies, all where none is named")
+    add("--copied", type=int, help="tokens that arms with a fixed draft copy, as tuned by default")
     add("--rounds", type=int, default=3)
     add("--out", type=Path, help="JSON file for the numbers")
     return parser.parse_args(arguments)
@@ -291,6 +289,7 @@ def _of_texts(
         options.share,
         options.load,
         _asked(options, measured),
+        options.copied or copied_tokens(measured),
     )
 
 
@@ -495,6 +494,7 @@ def policies_under_load(bench: Bench) -> dict[str, Any]:
         "base_tokens_per_second": alone,
         "rates": bench.rates,
         "matches": to_json(bench.matches),
+        "copied": bench.size,
         "share": bench.share,
         "load": bench.load,
         "rows": rows,

@@ -130,7 +130,14 @@ def test_the_simulator_serves_what_an_engine_does_whose_steps_take_what_costs_sa
     acceptance = Acceptance(per_depth=[0.5, 0.4], matches=[MATCH] * 3)
     measured = replace(tuned(wide), acceptance=acceptance, cost=COST)
     options = SimpleNamespace(
-        new_tokens=14, rounds=2, batches=[1, 3], requests=4, share=0.5, load=[1.0], arms=None
+        new_tokens=14,
+        rounds=2,
+        batches=[1, 3],
+        requests=4,
+        share=0.5,
+        load=[1.0],
+        arms=None,
+        copied=0,
     )
     bench = script._of_texts(options, base, head, measured, prompts)
     rows = script.simulator(bench)
