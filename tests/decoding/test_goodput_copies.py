@@ -305,7 +305,7 @@ def test_text_is_the_bases_own_with_wide_trees_and_copied_text_in_turns():
 def test_what_goodput_cannot_cut_or_judge_is_refused():
     chain = policies.chain(1)
     with pytest.raises(ValueError, match="cuts chains and static trees, got best_first"):
-        Goodput(FREE, [0.5, 0.5], HybridTree(policies.BestFirst(3, 2), 2), copied=[0.5] * 3)
+        Goodput(FREE, [0.5, 0.5], HybridTree(policies.BestFirst(3, 2), 2), copied=[[0.5] * 2])
     with pytest.raises(ValueError, match=r"needs 2 rates to copy 2 tokens, got \[2, 1\]"):
         Goodput(FREE, [0.5], HybridTree(chain, 2), copied=[[0.5, 0.5], [0.5]])
     deep = Goodput(FREE, [0.5] * 9, HybridTree(policies.chain(9), 2), [[0.5] * 2])
