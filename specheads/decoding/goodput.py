@@ -19,6 +19,7 @@ from specheads.decoding.cost import Cost
 from specheads.decoding.loop import Step
 from specheads.decoding.matches import Matches
 from specheads.decoding.payoff import Acceptance, Draft, Known, best_draft, copying
+from specheads.decoding.progress import Progress
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import HybridTree, own_tree
 from specheads.decoding.trees.tuned import Tuned
@@ -79,7 +80,7 @@ class Goodput(policies.TreePolicy):
         self.num_guesses = max(one.num_guesses for one in self.trees)
         self.num_answers = max(one.num_answers for one in self.trees)
         self.copied = max(one.copied for one in self.trees)
-        self._told: WeakKeyDictionary[policies.Progress, _Told] = WeakKeyDictionary()
+        self._told: WeakKeyDictionary[Progress, _Told] = WeakKeyDictionary()
 
     @classmethod
     def of(cls, tuned: Tuned) -> "Goodput":
@@ -99,7 +100,7 @@ class Goodput(policies.TreePolicy):
         """Levels of the deepest tree."""
         return max(one.own_depth for one in self.trees)
 
-    def of_step(self, requests: Sequence[policies.Progress]) -> policies.TreePolicy:
+    def of_step(self, requests: Sequence[Progress]) -> policies.TreePolicy:
         """Return the tree that gives these requests most tokens a second."""
         known = [(one, self._of(one)) for one in requests]
         place = best_draft(self.cost, self.drafts, known)
@@ -107,7 +108,7 @@ class Goodput(policies.TreePolicy):
             one.last = self.drafts[place]
         return self.trees[place]
 
-    def _of(self, request: policies.Progress) -> Known:
+    def _of(self, request: Progress) -> Known:
         told = self._told.get(request)
         if told is None:
             known = Known([*map(Acceptance, self.rates)], [*map(Acceptance, self.copied_rates)])

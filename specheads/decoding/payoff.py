@@ -11,7 +11,7 @@ from operator import mul
 
 from specheads.core.errors import InputError
 from specheads.decoding.cost import Cost
-from specheads.decoding.trees import policies
+from specheads.decoding.progress import Row
 
 WEIGHT, RETURN = 0.05, 0.01
 """Weight of a new observation in a moving average, and of the seed where nothing was observed: what
@@ -137,7 +137,7 @@ def _chances(tokens: Sequence[float]) -> list[float]:
     return [more - less for less, more in pairwise(tokens)]
 
 
-Rows = Sequence[tuple[policies.Row, Known]]
+Rows = Sequence[tuple[Row, Known]]
 """Who takes a step together, and what is known of each."""
 
 
@@ -162,7 +162,7 @@ def step_tokens(drafts: Sequence[Draft], rows: Rows) -> list[float]:
     ]
 
 
-def _summed(curves: Sequence[tuple[list[float], policies.Row]]) -> list[float]:
+def _summed(curves: Sequence[tuple[list[float], Row]]) -> list[float]:
     """Return the sum of what rows gain by drafted depth, each as far as it has room."""
     reached = [_within(one, row.room) for one, row in curves]
     return [*map(sum, zip(*reached, strict=False))]

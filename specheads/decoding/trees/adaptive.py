@@ -8,6 +8,7 @@ from specheads.core.drafter import Drafter
 from specheads.core.features import Committed
 from specheads.core.tree import TokenTree
 from specheads.decoding.acceptance.sampling import Rows
+from specheads.decoding.progress import Progress
 from specheads.decoding.trees import policies
 
 Place = tuple[int, int]
@@ -51,7 +52,7 @@ class Adaptive(policies.TreePolicy):
         """Levels of the deepest of the head's own trees."""
         return max(one.own_depth for one in self.trees)
 
-    def of_step(self, requests: Sequence[policies.Progress]) -> policies.TreePolicy:
+    def of_step(self, requests: Sequence[Progress]) -> policies.TreePolicy:
         """Return the nearest tree."""
         return self._nearest([one.length for one in requests])
 

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,39 +15,10 @@ from specheads.core.features import Committed
 from specheads.core.tree import TokenTree
 from specheads.decoding.acceptance.accept import likeliest
 from specheads.decoding.acceptance.sampling import Rows
+from specheads.decoding.progress import Progress
 from specheads.decoding.trees.coupling import coupled
 from specheads.decoding.trees.early_stop import Estimate, Stop
 from specheads.decoding.trees.static_shape import Shape
-
-
-@runtime_checkable
-class Row(Protocol):
-    """A request that a step is to be taken for."""
-
-    @property
-    def length(self) -> int:
-        """Tokens of its text so far, prompt included."""
-        ...
-
-    @property
-    def room(self) -> int:
-        """New tokens that it still takes."""
-        ...
-
-
-@runtime_checkable
-class Progress(Row, Protocol):
-    """A request and what was decoded of it."""
-
-    @property
-    def all_tokens(self) -> list[int]:
-        """Its text so far."""
-        ...
-
-    @property
-    def steps(self) -> Sequence[Any]:
-        """Its `loop.Step`s so far."""
-        ...
 
 
 class TreePolicy(ABC):
