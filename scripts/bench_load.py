@@ -16,8 +16,8 @@ text are there where `specheads tune` chose some.
 
 Step times and acceptance rates are those of tuned.json in the head's folder; what reading prompts
 takes is measured here. A machine is not always as fast as when a head was tuned: simulated times
-are stretched by what a step of the base alone takes before and after each of the engine's turns,
-over what it took then, the `pace`. The simulator replays how many drafts and copied tokens are
+are stretched by what a step of the base alone takes, one for each of the engine's, over what it
+took then, the `pace`. The simulator replays how many drafts and copied tokens are
 right at each place of the very texts; of tuned trees whose shape differs from step to step it draws
 how many, by their rates there.
 
@@ -268,9 +268,10 @@ def _of_texts(
     # as far as goodput's does
     lookup = PromptLookup(base.vocab_size, max(COPIED) + head.depth, device=base.device)
     copies = [copied(lookup, *text, max(COPIED)) for text in zip(prompts, said, strict=True)]
+    matches = match_rates(copies)
     if not measured.acceptance.matches:
         # a file of before these were measured
-        acceptance = replace(measured.acceptance, matches=match_rates(copies))
+        acceptance = replace(measured.acceptance, matches=matches)
         measured = replace(measured, acceptance=acceptance)
     return Bench(
         base,
@@ -281,7 +282,7 @@ def _of_texts(
         recorded(texts),
         recorded([_copied(one) for one in copies]),
         rates_of(texts, head.depth),
-        match_rates(copies),
+        matches,
         [_in_tree(base, head, prompts, one, ranks) for one in measured.branching()],
         options.rounds,
         options.batches,

@@ -5,8 +5,6 @@ See docs/load.md.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
-from operator import eq
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,7 +15,7 @@ from specheads.core.tree import TokenTree
 from specheads.decoding.acceptance import sampling
 from specheads.decoding.cost import Cost
 from specheads.decoding.loop import Step
-from specheads.decoding.matches import Matches
+from specheads.decoding.matches import Matches, agreed
 from specheads.decoding.payoff import Acceptance, Draft, Known, best_draft, copying
 from specheads.decoding.progress import Progress
 from specheads.decoding.trees import policies
@@ -140,7 +138,7 @@ class _Told:
         """Take in what happened since, and look for what there is to copy, at most so much."""
         for step in steps[self.num_steps :]:
             # what was not copied is held against the text as well
-            right = sum(takewhile(bool, map(eq, self.copied, step.tokens)))
+            right = agreed(self.copied, step.tokens)
             refused = right < min(len(self.copied), len(step.tokens))
             self.known.note(seen(step, self.known.last), (right, refused))
             if self.matches is not None:

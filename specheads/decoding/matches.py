@@ -1,7 +1,9 @@
 """What prompt lookup is about to copy, known on the host before a step: see `prompt_lookup`."""
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import takewhile
+from operator import eq
 
 from specheads.decoding.prompt_lookup import MAX_NGRAM, MIN_NGRAM
 
@@ -44,3 +46,8 @@ class Matches:
                 begin = ends[max(whole - 1, 0)] + 1
                 return length, self._text[begin : begin + copied]
         return 0, []
+
+
+def agreed(copied: Iterable[int], said: Iterable[int]) -> int:
+    """Return how many leading tokens of both are the same."""
+    return sum(takewhile(bool, map(eq, copied, said)))

@@ -2,14 +2,13 @@
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
-from itertools import islice, takewhile
-from operator import eq
+from itertools import islice
 
 from jaxtyping import Int
 from torch import Tensor
 
 from specheads.base.model import FrozenBase
-from specheads.decoding.matches import Matches
+from specheads.decoding.matches import Matches, agreed
 from specheads.decoding.prompt_lookup import PromptLookup
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import HybridTree, lookup_for, own_tree
@@ -40,8 +39,7 @@ def copied(lookup: PromptLookup, prompt: list[int], continuation: list[int], siz
     for place in range(len(continuation) - 1):
         text.extend(continuation[place : place + 1])
         matched, guessed = text.find(lookup.depth)
-        agree = map(eq, guessed, islice(continuation, place + 1, None))
-        found.right.append(sum(takewhile(bool, agree)))
+        found.right.append(agreed(guessed, islice(continuation, place + 1, None)))
         found.length.append(len(guessed))
         found.matched.append(matched)
     return found
