@@ -33,7 +33,6 @@ from bench_vllm import Engine
 from transformers import AutoModelForCausalLM
 
 from specheads.base.model import FrozenBase
-from specheads.core.machine import instructions
 from specheads.decoding.acceptance.sampling import Sampling
 from specheads.decoding.generate import generate
 from specheads.decoding.trees.policies import chain
@@ -327,7 +326,6 @@ def _machine(base: FrozenBase, options: argparse.Namespace) -> dict[str, Any]:
         "draft": options.draft,
         "pool": options.pool,
         "compile": options.compile,
-        "instructions": instructions(),
         **to_json(provenance()),
     }
 

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from specheads.base.model import FrozenBase
-from specheads.core.machine import instructions
 from specheads.core.weight_layout import LEAST, MKL, ONEDNN, Library
 from specheads.measure.store import to_json
 from specheads.runs.provenance import provenance
@@ -35,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     rows = [row for dtype in options.dtypes for row in _rows(options, dtype)]
     if options.out:
-        found = {"schema": 1, "base": options.base, "instructions": instructions(), "rows": rows}
+        found = {"schema": 1, "base": options.base, "rows": rows}
         found["provenance"] = to_json(provenance())
         options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return 0

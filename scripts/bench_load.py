@@ -67,7 +67,7 @@ from specheads.measure.load.arrivals import Arrival, poisson
 from specheads.measure.load.simulate import Simulation, System, simulate
 from specheads.measure.offline import guess_ranks
 from specheads.measure.online import decode_prompts
-from specheads.measure.replay import Copied, copied, followed
+from specheads.measure.replay import Copied, accepted_path, copied
 from specheads.measure.store import to_json
 from specheads.measure.tune.acceptance import match_rates
 from specheads.measure.tune.finals import COPIED
@@ -175,7 +175,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the parts asked for; return the exit code."""
     options = _parse(arguments)
     bench = _bench(options)
-    results: dict[str, Any] = {"schema": 4, "provenance": to_json(provenance())}
+    results: dict[str, Any] = {"schema": 4, "dtype": str(bench.base.dtype).removeprefix("torch.")}
+    results["provenance"] = to_json(provenance())
     for name in options.parts:
         print(f"\n{name}", flush=True)
         results[name] = PARTS[name](bench)
@@ -297,7 +298,7 @@ def _of_texts(
 def _right(tree: policies.Static, ranks: Tensor) -> list[int]:
     """Return how many drafts of a static tree are right after each token of a text."""
     paths = {(), *tree.paths}
-    return [*(len(followed(paths, row)) for row in ranks.tolist()), 0]
+    return [*(len(accepted_path(paths, row)) for row in ranks.tolist()), 0]
 
 
 def _in_tree(

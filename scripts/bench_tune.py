@@ -97,6 +97,7 @@ def measure(place: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
             "run": place.name,
             "head": head.kind,
             "base": base.fingerprint,
+            "dtype": str(base.dtype).removeprefix("torch."),
             "tree": name,
             "num_nodes": tree.num_nodes,
             "tokens_per_forward": _tokens(timings[name]),

@@ -37,7 +37,6 @@ from tables import (
     card,
     coupling,
     figure,
-    hardware,
     heads,
     rate,
     rivals,
@@ -152,7 +151,7 @@ def overview(measured: Mapping[str, Results | None], folder: str = "") -> str:
             continue
         shown = (base_name(results.base.name), f"`{results.head.kind}`")
         figures = rate(results.online), speedup(results.speed)
-        rows.append((link, *shown, *figures, hardware(results.provenance)))
+        rows.append((link, *shown, *figures, str(results.provenance.hardware)))
     return table(HEADER, rows)
 
 
@@ -162,7 +161,7 @@ def headline(results: Results) -> str:
     same = _same(checked) if checked else ""
     what = f"{base_name(results.base.name)}, {given.count} prompts of {given.name}"
     card = f"[card](recipes/{SHOWN}/README.md)"
-    told = f"{what}; {hardware(results.provenance)}; {card}"
+    told = f"{what}; {results.provenance.hardware}; {card}"
     return f"**{verdict(results)}**{same} ({told})"
 
 
@@ -181,7 +180,7 @@ def published(file: Path) -> str:
     here = {name: read(Results, file.parent / name / "results.json") for name in there}
     ours = (f"{speedup(some.speed)} on {SETS[name]}" for name, some in here.items() if some)
     theirs = (f"{figure(gain, 'ratio')} on {SETS[name]}" for name, gain in there.items())
-    made = hardware(from_json(Provenance, told["provenance"]))
+    made = from_json(Provenance, told["provenance"]).hardware
     return (
         f"**The head that lies in this tree, times the speed of the base alone at batch 1: "
         f"{', '.join(ours)}. Served by vLLM {told['engine']['vllm']}, as a chain of {depth}: "

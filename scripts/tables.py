@@ -101,7 +101,7 @@ def served(measured: Mapping[str, Any]) -> str:
     versions = ", ".join(f"{ENGINES.get(name, name)} {engine[name]}" for name in engine)
     origin = f"{versions}, {measured['dtype']}"
     return (
-        f"{origin}, {measured['new_tokens']} new tokens, T=0; {hardware(made)}, commit "
+        f"{origin}, {measured['new_tokens']} new tokens, T=0; {made.hardware}, commit "
         f"{_commit(made.git)}.\n\n{table(SERVED_HEADER, rows)}"
     )
 
@@ -121,7 +121,7 @@ def rivals(file: Path) -> str:
             rows.append((*what, rate(row.online), speedup(row.speed), *over))
     how, made = compared.settings, compared.provenance
     common = f"{compared.prompts.count} prompts of {how.max_new_tokens} new tokens, {how.dtype}"
-    origin = f"{hardware(made)}, commit {_commit(made.git)}"
+    origin = f"{made.hardware}, commit {_commit(made.git)}"
     return f"{common}; {origin}.\n\n{table(RIVALS_HEADER, rows)}"
 
 
@@ -149,7 +149,7 @@ def heads(compared: Mapping[str, Any]) -> str:
     common = (
         f" with each kind of head in turn: {tokens:,} training tokens, depth {chain.head.depth}, "
         f"{chain.prompts.count} prompts{of_trees}, "
-        f"{chain.settings.dtype}; {hardware(chain.provenance)},"
+        f"{chain.settings.dtype}; {chain.provenance.hardware},"
     )
     pairs = accepted_against(greedy, [*chain.heads])
     told = f"{pairs.title}, chain, T=0:\n\n{table(pairs.header, pairs.rows)}"
@@ -262,16 +262,10 @@ def _origin(results: Results) -> Rows:
         ("tree", tree),
         ("prompts", f"{prompts.count} of {prompts.name}, version {prompts.version}"),
         ("decoding", decoding + f"{how.dtype}, batch {how.batch_size}, seed {how.seed}"),
-        ("hardware", hardware(made)),
+        ("hardware", str(made.hardware)),
         ("versions", versions),
         ("commit", _commit(made.git)),
     ]
-
-
-def hardware(made: Provenance) -> str:
-    """Return the GPU, or processor and threads."""
-    machine = made.hardware
-    return machine.gpu or f"{machine.processor}, {machine.threads} threads"
 
 
 def _commit(git: Git | None) -> str:

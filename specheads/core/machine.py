@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-MULTIPLYING = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8")
-"""What of a processor decides how fast it multiplies."""
+MULTIPLYING = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_int8", "amx_bf16")
+"""What of a processor decides how fast it multiplies, and in which dtype; the newest last."""
 
 
 @cache

@@ -67,7 +67,7 @@ def replay(
     anchor = 0
     while anchor < len(rows):
         room = len(rows) - anchor
-        path = followed(paths, rows[anchor][: min(room - 1, tree.depth)])
+        path = accepted_path(paths, rows[anchor][: min(room - 1, tree.depth)])
         kept, beyond = len(path), path in inner
         if copies is not None:
             # the copied path shares what the tree has of it, and goes on for `size` nodes
@@ -81,7 +81,7 @@ def replay(
     return counts
 
 
-def followed(paths: Set[Path], ranks: Sequence[int]) -> Path:
+def accepted_path(paths: Set[Path], ranks: Sequence[int]) -> Path:
     """Return the longest of the paths, all their beginnings among them, by which a text goes on."""
     path: Path = ()
     for rank in ranks:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from specheads.config import data_dir
-from specheads.core.machine import processor
+from specheads.core.machine import instructions, processor
 
 PACKAGES = ("specheads", "torch", "transformers", "accelerate", "peft", "datasets", "safetensors")
 
@@ -27,13 +27,23 @@ INSIDE = re.compile(r"(?<![^\[,:'\"=])/(?!/)[^\],'\"]+")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hardware:
-    """The machine."""
+    """The machine.
+
+    Attributes:
+        instructions: What the processor multiplies with; empty in results of earlier versions.
+    """
 
     machine: str = "unknown"
     processor: str = "unknown"
     cores: int | None = None
     threads: int | None = None
     gpu: str | None = None
+    instructions: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        """Return the GPU, or the processor, its threads and what it multiplies with."""
+        words = [self.processor, f"{self.threads or '?'} threads", *self.instructions[-1:]]
+        return self.gpu or ", ".join(words)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +80,7 @@ def provenance() -> Provenance:
             cores=os.cpu_count(),
             threads=torch.get_num_threads(),
             gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+            instructions=instructions(),
         ),
     )
 

@@ -7,9 +7,10 @@ import torch
 
 from specheads.core.errors import InputError
 from specheads.core.files import LOCK
+from specheads.core.machine import instructions
 from specheads.heads.load import build
 from specheads.runs.directory import RunDirectory, atomic_folder, write_atomic
-from specheads.runs.provenance import provenance
+from specheads.runs.provenance import Hardware, provenance
 
 
 def test_a_folder_that_fails_while_it_is_filled_never_appears(tmp_path: Path):
@@ -153,4 +154,8 @@ def test_provenance_names_versions_and_machine_and_no_secret(monkeypatch: pytest
     # the index's builds leave out of their metadata what comes after the plus sign
     assert (found.versions["torch"] or "").split("+")[0] == torch.__version__.split("+")[0]
     assert (found.hardware.cores or 0) >= 1
+    assert found.hardware.instructions == instructions()
+    some = Hardware(processor="AMD EPYC", threads=2, instructions=["avx2", "avx512_bf16"])
+    assert str(some) == "AMD EPYC, 2 threads, avx512_bf16"
+    assert str(Hardware(gpu="H100", instructions=["avx2"])) == "H100"
     assert "secret" not in str(found)

@@ -14,7 +14,6 @@ from specheads.export.engines import engine_module, engines, objection
 from specheads.export.hub.summary import Summary, read_summary
 from specheads.export.plugins.hub_generate import three_lines
 from specheads.measure.report import depth_rows, summary, verdict
-from specheads.measure.results import Results
 from specheads.runs.directory import RunDirectory, write_atomic
 
 KNOWN_LICENCES = {"python_stdlib": "PSF-2.0", "stdlib_instructions": "PSF-2.0"}
@@ -103,7 +102,7 @@ def _evaluations(about: Summary) -> Iterator[EvalResult]:
             metric_type=metric,
             metric_name=f"{name} (95 % interval {low:.3f} to {high:.3f})",
             metric_value=round(getattr(section, metric), 4),
-            metric_args=how | {"hardware": _hardware(results)},
+            metric_args=how | {"hardware": str(results.provenance.hardware)},
         )
 
 
@@ -146,7 +145,7 @@ def _measured(about: Summary, pictures: Sequence[str]) -> str:
         ("new tokens of a prompt, at most", str(settings.max_new_tokens)),
         ("temperature", f"{settings.temperature:g}"),
         ("precision", settings.dtype),
-        ("hardware", _hardware(results)),
+        ("hardware", str(results.provenance.hardware)),
         ("software", ", ".join(f"{name} {versions[name]}" for name in sorted(versions))),
     ]
     header, *depths = depth_rows(results)
@@ -159,11 +158,6 @@ def _measured(about: Summary, pictures: Sequence[str]) -> str:
         "Brackets hold 95 % intervals over prompts. Tokens per forward count the token that the "
         "base adds itself: the base alone has 1.0.\n\n" + "\n\n".join(parts)
     )
-
-
-def _hardware(results: Results) -> str:
-    found = results.provenance.hardware
-    return found.gpu or f"{found.processor}, {found.threads or '?'} threads"
 
 
 def _training(about: Summary, data_licence: str) -> str:

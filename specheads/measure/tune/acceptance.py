@@ -18,7 +18,7 @@ MOST_PATHS = 256
 """Paths that tuned.json names of a context, the most followed."""
 
 
-def followed(ranks: Sequence[Tensor]) -> Counter[Path]:
+def path_counts(ranks: Sequence[Tensor]) -> Counter[Path]:
     """Return how many places of texts are followed by each rank path.
 
     Ranks are those of texts, by `guess_ranks` with width `WIDTH`. A path is never more frequent
@@ -34,7 +34,7 @@ def followed(ranks: Sequence[Tensor]) -> Counter[Path]:
 def path_rates(ranks: Sequence[Tensor], context: int) -> PathRates:
     """Return the shares of the places that are followed by each path."""
     places = sum(map(len, ranks))
-    ordered = sorted(followed(ranks).items(), key=lambda one: (-one[1], len(one[0]), one[0]))
+    ordered = sorted(path_counts(ranks).items(), key=lambda one: (-one[1], len(one[0]), one[0]))
     return PathRates(
         context=context,
         places=places,

@@ -9,7 +9,7 @@ from specheads.decoding.cost import StepCost
 from specheads.decoding.trees import policies
 from specheads.measure.counts import DepthCounts
 from specheads.measure.replay import replay
-from specheads.measure.tune.acceptance import followed, positional
+from specheads.measure.tune.acceptance import path_counts, positional
 from specheads.measure.tune.grow import follow, sequoia
 
 SIZES = (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64)
@@ -34,7 +34,7 @@ def candidates(ranks: Sequence[Tensor], depth: int, max_nodes: int) -> list[poli
 
     Ranks are those of texts, by `guess_ranks` with width `acceptance.WIDTH`.
     """
-    counts, rates = followed(ranks), positional(ranks)
+    counts, rates = path_counts(ranks), positional(ranks)
     places = max(sum(map(len, ranks)), 1)
     shares = {path: count / places for path, count in counts.items()}
     trees = [policies.NOTHING]
