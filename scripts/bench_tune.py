@@ -111,6 +111,7 @@ def measure(place: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
         if name == "tuned":
             row["predicted"] = {
                 "speedup": chosen.predicted_speedup,
+                "interval": chosen.interval or [chosen.predicted_speedup] * 2,
                 "tokens_per_forward": chosen.tokens_per_forward,
                 "step_overhead": chosen.tokens_per_forward / chosen.predicted_speedup,
             }
@@ -175,7 +176,7 @@ def _shown(row: dict[str, Any]) -> list[str]:
         f"{row['tokens_per_forward']:.2f}",
         f"{row['step_overhead']:.2f}",
         figure(row["speedup"], row["interval"]),
-        f"{predicted['speedup']:.2f}" if predicted else "",
+        figure(predicted["speedup"], predicted["interval"]) if predicted else "",
         f"{row['off_by']:+.1%}" if predicted else "",
         figure(row["tuned_is_faster_by"], row["tuned_is_faster_by_interval"]),
         figure(row["whole"]["speedup"], row["whole"]["interval"]),

@@ -138,7 +138,7 @@ class Tune:
     contexts: Annotated[list[Positive], Some] = field(default_factory=lambda: [64, 512])
     """Tokens of the text so far, for each of which a tree is chosen."""
 
-    num_prompts: Prompts = 24
+    num_prompts: Prompts = 48
     """Validation prompts for each context: every other grows the trees, the rest judge them."""
 
     new_tokens: Prompts = 64

@@ -21,8 +21,13 @@ def processor() -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of what computes: the GPU's, or the processor's."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
+    """Return the name of what computes: the GPU's, or the processor's and what it multiplies with.
+
+    Two generations of a processor may bear one name and differ threefold in a product.
+    """
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return ", ".join((processor(), *instructions()[-1:]))
 
 
 def instructions() -> list[str]:

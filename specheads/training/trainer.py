@@ -59,8 +59,9 @@ def train(
     text the head is measured now and then, and not trained; a phase may end early by it. With a
     `cache` a frozen base reads each batch once.
 
-    An interrupt (SIGINT, SIGTERM) of any process ends the step at hand, writes a checkpoint and
-    raises KeyboardInterrupt on all of them; a second one does what it did before.
+    An interrupt (SIGINT, SIGTERM) of any process ends the step at hand, or where there are several
+    the one after it, writes a checkpoint and raises KeyboardInterrupt on all of them; a second one
+    does what it did before.
     """
     teacher = teacher_of(base, head, schedules.adapter_settings(schedule), seed, cache)
     try:
@@ -101,6 +102,8 @@ class _Trainer:
         self.optimizers, self.total = self.stepper.optimizers, self.stepper.total
         self.at = Progressed()
         self.stop = False
+        self.asked = torch.zeros((), device=accelerator.device)
+        """How many processes had been asked to stop at the end of the step before."""
 
     def run_phase(
         self,
@@ -218,12 +221,17 @@ class _Trainer:
 
     def halt(self) -> None:
         """Leave once any process was asked to: all together, or the others would wait for it."""
-        if self._stops():
+        # the second call tells what was asked at the first
+        if any([self._stops(), self._stops()]):
             raise KeyboardInterrupt
 
     def _stops(self) -> bool:
-        """Return whether any process was asked to stop."""
+        """Return whether any process was asked to stop: of several, when this was last called.
+
+        A device need not be waited for to know that, as it must be to know what they ask now.
+        """
         if self.accelerator.num_processes == 1:
             return self.stop
-        asked = torch.tensor(float(self.stop), device=self.accelerator.device)
-        return bool(self.total(asked) > 0)
+        before = self.asked
+        self.asked = self.total(torch.full_like(before, self.stop))
+        return bool(before > 0)

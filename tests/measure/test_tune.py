@@ -302,6 +302,9 @@ def test_the_fastest_way_is_chosen_and_the_base_alone_is_among_them(machine, eff
     assert chosen.num_nodes == tree.num_nodes + tree.copied
     assert chosen.speedup == max(row.speedup for row in found.tried)
     assert chosen.speedup > 1
+    low, high = chosen.interval
+    assert 1 < low <= chosen.speedup <= high
+    assert (tree.interval, first.interval) == (chosen.interval, [])
     # its rates are those of the head's own tree, without what is copied
     (own,) = [one for one in found.tried if (one.tree, one.num_nodes) == own_of(chosen, tree)]
     assert expected_tokens(tree.rates)[-1] == pytest.approx(own.tokens_per_forward)
@@ -364,6 +367,34 @@ def test_a_single_text_grows_trees_and_judges_them():
     assert [len(row) for row in found.rows(3)] == [12] * 3
     with pytest.raises(InputError, match="chosen on prompts, got none"):
         write(tiny.base(), Habit(), [], 12, How(max_new_tokens=8))
+
+
+def test_what_users_ask_is_taken_whole_and_near_the_context(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    asked = [f"# {number} and then" + " more" * (number % 90) for number in range(900)]
+    talks = [
+        [{"role": "user", "content": text}, {"role": "assistant", "content": "1"}] for text in asked
+    ]
+    file = tmp_path / "talks.jsonl"
+    file.write_text("\n".join(json.dumps({"messages": one}) for one in talks), encoding="utf-8")
+    words = ["contexts=[40]", "num_prompts=4", "new_tokens=4", "data=chat", f"data.path={file}"]
+    settings = settings_of("tune", words)
+    base = FrozenBase.load(**asdict(settings.base))
+    head = drafter_of(build_for({"kind": "mlp_speculator", "depth": 2}, base), base)
+    given: list[list[int]] = []
+
+    def choose(*told: Any) -> Any:
+        given.extend(told[2][0].prompts)
+        return planted()
+
+    monkeypatch.setattr(tuning, "choose", choose)
+    tokenizer: Any = base.tokenizer
+    tokenizer.chat_template = "{% for one in messages %}{{ one.content }}{% endfor %}"
+    tuning.tune_head(base, head, settings)
+    assert {*map(tokenizer.decode, given)} <= {*asked}
+    assert len(given) == 4
+    assert max(abs(len(one) - 40) for one in given) < 20
 
 
 # --- what an evaluation asks for ----------------------------------------------------------------

@@ -71,7 +71,7 @@ def test_a_signal_that_one_process_gets_stops_all_of_them_at_one_checkpoint(
     found = python(*TORCHRUN, "-m", IN_PROCESSES, str(tmp_path), f"stop-{rank}")
     assert found.returncode == 1
     assert "KeyboardInterrupt" in found.stderr
-    assert [folder.name for folder in (tmp_path / "checkpoints").iterdir()] == ["step-3"]
+    assert [folder.name for folder in (tmp_path / "checkpoints").iterdir()] == ["step-4"]
 
 
 def test_one_process_goes_on_where_two_were_stopped(tmp_path: Path):

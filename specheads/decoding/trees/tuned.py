@@ -105,6 +105,8 @@ class TunedTree:
     context: int
     tokens_per_forward: float
     predicted_speedup: float
+    interval: list[float] = field(default_factory=list)
+    """95 % interval of that over the texts that judged it, as of `Tried`."""
     kind: str
     """none, static or best_first."""
     paths: list[list[int]] = field(default_factory=list)
@@ -155,6 +157,8 @@ class Tried:
     step_overhead: float
     """Time of a step over that of the base alone."""
     speedup: float
+    interval: list[float] = field(default_factory=list)
+    """95 % interval of the speed-up, texts drawn anew. Empty where it was not measured."""
     fitted: float | None = None
     """Speed-up by the fitted costs; none where the number of nodes differs from step to step."""
     chosen: bool = False

@@ -9,7 +9,7 @@ from specheads.decoding.cost import StepCost
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import HybridTree, own_tree
 from specheads.decoding.trees.tuned import Tried, TunedTree
-from specheads.measure.counts import DepthCounts
+from specheads.measure.counts import DepthCounts, bootstrap_interval
 from specheads.measure.how import How
 from specheads.measure.online import decode_prompts
 from specheads.measure.replay import fixed, replay_texts
@@ -112,10 +112,13 @@ def judge(
     tried, rates = [], {}
     for (drafter, tree), point in zip(ways, points, strict=True):
         overhead = point.seconds / points[0].seconds
-        tokens, fitted = 1.0, None
+        tokens, interval, fitted = 1.0, list[float](), None
         if drafter is not None:
-            counts = _counts(base, drafter, tree, texts.judged, how)
+            each = _counts(base, drafter, tree, texts.judged, how)
+            counts = DepthCounts.total(each, tree.depth)
             tokens, rates[tree] = counts.tokens_per_forward, counts.levels()
+            given = [one.new_tokens for one in each], [one.forwards for one in each]
+            interval = [bound / overhead for bound in bootstrap_interval(*given)]
         if isinstance(tree, policies.Static) and not tree.confidence:
             alone = cost.seconds(batch, texts.context, 1, 0)
             fitted = tokens * alone
@@ -130,6 +133,7 @@ def judge(
                 tokens_per_forward=tokens,
                 step_overhead=overhead,
                 speedup=tokens / overhead,
+                interval=interval,
                 fitted=fitted,
             )
         )
@@ -141,14 +145,12 @@ def judge(
 
 def _counts(
     base: FrozenBase, drafter: Drafter, tree: policies.TreePolicy, texts: Texts, how: How
-) -> DepthCounts:
-    """Return what forwards take on texts: by replay, or decoded where a step decides."""
+) -> list[DepthCounts]:
+    """Return what forwards take on each text: by replay, or decoded where a step decides."""
     if fixed(tree) is not None:
-        counts = replay_texts(base, tree, texts.ranks, texts.pairs())
-    else:
-        how = replace(how, tree=tree, batch_size=8)
-        counts = [one.counts for one in decode_prompts(base, drafter, [*texts.prompts], how)]
-    return DepthCounts.total(counts, tree.depth)
+        return replay_texts(base, tree, texts.ranks, texts.pairs())
+    how = replace(how, tree=tree, batch_size=8)
+    return [one.counts for one in decode_prompts(base, drafter, [*texts.prompts], how)]
 
 
 def _chosen(row: Tried, tree: policies.TreePolicy) -> TunedTree:
@@ -160,6 +162,7 @@ def _chosen(row: Tried, tree: policies.TreePolicy) -> TunedTree:
         context=row.context,
         tokens_per_forward=row.tokens_per_forward,
         predicted_speedup=row.speedup,
+        interval=row.interval,
         kind="static" if tree.depth else "none",
         num_nodes=tree.num_nodes,
         depth=tree.depth,

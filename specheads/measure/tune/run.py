@@ -40,20 +40,28 @@ def tune_head(base: FrozenBase, head: Head, settings: Tune) -> Tuned:
             f"{base.max_length}; lower contexts or new_tokens"
         )
     how = How(max_new_tokens=settings.new_tokens, progress=True)
-    texts = [write(base, head, _prompts(base, settings, one), one, how) for one in contexts]
+    texts = [write(base, head, _prompts(base, head, settings, one), one, how) for one in contexts]
     effort = Effort(max_nodes=settings.max_nodes)
     return choose(base, head, texts, settings.batch_sizes, how, effort)
 
 
-def _prompts(base: FrozenBase, settings: Tune, context: int) -> list[list[int]]:
-    """Return validation prompts of a length."""
+def _prompts(base: FrozenBase, head: Head, settings: Tune, context: int) -> list[list[int]]:
+    """Return validation prompts, whole, of about so many tokens.
+
+    Windows of text have just as many. What users ask has the length that it has: of four times as
+    many prompts those are taken that come nearest, since a prompt that is cut has less to copy.
+    """
     if base.tokenizer is None:
         raise InputError(f"tuning reads text: the base {base.name} needs a tokenizer")
-    asked = base.tokenizer, context, settings.num_prompts, settings.seed
-    found = prompts_for(settings.data, *asked)
+    asked = base.tokenizer, context, 4 * settings.num_prompts, settings.seed
+    longest = base.max_length - max(settings.new_tokens, room(head.depth + max(COPIED)))
+    found = [one for one in prompts_for(settings.data, *asked) if len(one) <= longest]
     if len(found) < 2:
-        raise InputError(f"tuning needs 2 prompts of {context} tokens, got 1; lower contexts")
-    return [one[-context:] for one in found]
+        raise InputError(
+            f"tuning needs 2 prompts of about {context} tokens, got {len(found)}; lower contexts"
+        )
+    nearest = sorted(range(len(found)), key=lambda place: abs(len(found[place]) - context))
+    return [found[place] for place in sorted(nearest[: settings.num_prompts])]
 
 
 def choose(
@@ -154,10 +162,14 @@ def tables(tuned: Tuned) -> Iterator[Fitted]:
             str(one.num_nodes),
             f"{one.tokens_per_forward:.2f}",
             f"{one.step_overhead:.2f}",
-            f"{one.speedup:.2f}",
+            " ".join([f"{one.speedup:.2f}", *_brackets(one.interval)]),
             "" if one.fitted is None else f"{one.fitted:.2f}",
         )
         for one in tuned.tried
     ]
     columns = ("batch", "context", "tree (* chosen)", "nodes", "tokens per forward", "step")
     yield Fitted("ways to draft, timed", tried, (*columns, "speed-up", "by costs"))
+
+
+def _brackets(interval: Sequence[float]) -> list[str]:
+    return ["[{:.2f}, {:.2f}]".format(*interval)] if interval else []
