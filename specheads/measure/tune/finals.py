@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Drafter, Head
@@ -17,6 +18,7 @@ from specheads.measure.tune import search
 from specheads.measure.tune.cost import Way, room, time_ways
 from specheads.measure.tune.stop import best_stop, learn, trace
 from specheads.measure.tune.texts import Texts
+from specheads.runs.progress import bar
 
 COPIED = (4, 10)
 """Nodes for copied text that are tried, where prompt lookup joins the head's tree."""
@@ -107,11 +109,10 @@ def judge(
     rounds: int,
 ) -> tuple[list[Tried], TunedTree]:
     """Time ways for real, count what judged texts give them; return all and the best."""
-    prompts = [texts.rows(batch)] * len(ways)
-    points = time_ways(base, ways, prompts, how=how, rounds=rounds)
+    seconds = _step_seconds(base, texts, ways, batch, how, rounds)
     tried, rates = [], {}
-    for (drafter, tree), point in zip(ways, points, strict=True):
-        overhead = point.seconds / points[0].seconds
+    for (drafter, tree), step in zip(ways, seconds, strict=True):
+        overhead = step / seconds[0]
         tokens, interval, fitted = 1.0, list[float](), None
         if drafter is not None:
             each = _counts(base, drafter, tree, texts.judged, how)
@@ -141,6 +142,29 @@ def judge(
     tried[best] = replace(tried[best], chosen=True)
     chosen = _chosen(tried[best], ways[best][1])
     return tried, replace(chosen, rates=rates.get(own_tree(ways[best][1]), []))
+
+
+def _step_seconds(
+    base: FrozenBase, texts: Texts, ways: Sequence[Way], batch: int, how: How, rounds: int
+) -> list[float]:
+    """Return what a step of each way takes, over as many texts as there are rounds.
+
+    A step with copied text takes longer than one without, and how many there are of either differs
+    from text to text.
+    """
+    turns = max(1, rounds // batch)
+    quiet = replace(how, progress=False)
+    points = [
+        time_ways(
+            base,
+            ways,
+            [texts.rows(batch, turn * batch)] * len(ways),
+            how=quiet,
+            rounds=rounds // turns,
+        )
+        for turn in bar(range(turns), "step times", how.progress)
+    ]
+    return [fmean(one.seconds for one in column) for column in zip(*points, strict=True)]
 
 
 def _counts(

@@ -49,11 +49,20 @@ class Texts:
         """Return each prompt with what the base wrote after it."""
         return list(zip(self.prompts, self.continuations, strict=True))
 
-    def rows(self, batch: int) -> list[list[int]]:
-        """Return so many prompts of exactly this context: judged texts, over and over."""
-        texts = [prompt + text for prompt, text in self.judged.pairs()]
-        chosen = [texts[row % len(texts)] for row in range(batch)]
-        return [(text * -(-self.context // len(text)))[: self.context] for text in chosen]
+    def rows(self, batch: int, first: int = 0) -> list[list[int]]:
+        """Return so many rows of exactly this context, from a judged text on, over and over.
+
+        Each ends where half of its text is written. Where that is too short others stand before
+        it: one that repeats itself would have more to copy than it has.
+        """
+        texts = [prompt + text[: len(text) // 2] for prompt, text in self.judged.pairs()]
+        found = []
+        for place in range(first, first + batch):
+            row, before = list[int](), place
+            while len(row) < self.context:
+                row, before = texts[before % len(texts)] + row, before - 1
+            found.append(row[-self.context :])
+        return found
 
 
 def prompts_for(
