@@ -37,7 +37,7 @@ from specheads.measure.tune.cost import Point, fit, middle, time_ways
 from specheads.measure.tune.finals import Effort
 from specheads.measure.tune.for_evaluation import choose_tree
 from specheads.measure.tune.stop import Trace, best_stop, learn, trace
-from specheads.measure.tune.texts import write
+from specheads.measure.tune.texts import Texts, write
 from tests import tiny
 from tests.measure.test_measure import Habit
 from tests.tuned import tree as tuned_tree
@@ -395,6 +395,36 @@ def test_what_users_ask_is_taken_whole_and_near_the_context(
     assert {*map(tokenizer.decode, given)} <= {*asked}
     assert len(given) == 4
     assert max(abs(len(one) - 40) for one in given) < 20
+
+
+def test_steps_are_timed_behind_texts_that_are_half_written_and_do_not_repeat_themselves():
+    prompts, written = [[0], [1, 2, 3], [0], [6, 7]], [[0], [4, 5, -1, -1], [0], [8, -1, -1]]
+    rows = Texts(7, prompts, written, []).rows
+    assert rows(2) == [[7, 8, 1, 2, 3, 4, 5], [2, 3, 4, 5, 6, 7, 8]]
+    assert rows(1, 1) == rows(1, 3) == [[2, 3, 4, 5, 6, 7, 8]]
+    assert Texts(3, prompts, written, []).rows(1) == [[3, 4, 5]]
+
+
+def test_finalists_are_timed_on_as_many_texts_as_there_are_rounds(
+    monkeypatch: pytest.MonkeyPatch, machine: Callable[[float], None]
+):
+    machine(0.05)
+    seen: list[tuple[int, list[list[int]]]] = []
+    times = finals.time_ways
+
+    def timed(*told: Any, rounds: int, **how: Any) -> Any:
+        seen.append((rounds, told[2][0]))
+        return times(*told, rounds=rounds, **how)
+
+    monkeypatch.setattr(finals, "time_ways", timed)
+    base, head, how = tiny.base(), Habit(1.0), How(max_new_tokens=8)
+    texts = write(base, head, tiny.prompts() * 4, 30, how)
+    for batch, turns in ((1, 6), (2, 3), (16, 1)):
+        seen.clear()
+        tuning.choose(base, head, [texts], [batch], how, for_evaluation.QUICK)
+        assert [rounds for rounds, _ in seen] == [6 // turns] * turns
+        rows = [row for _, prompts in seen for row in prompts]
+        assert rows == texts.rows(turns * batch)
 
 
 # --- what an evaluation asks for ----------------------------------------------------------------
