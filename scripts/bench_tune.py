@@ -38,7 +38,7 @@ from specheads.measure.counts import bootstrap_interval
 from specheads.measure.evaluation import named_prompts
 from specheads.measure.how import How
 from specheads.measure.speed import Arm, Timing, summarise, time_arms
-from specheads.measure.tables import Fitted
+from specheads.measure.tables import Fitted, with_interval
 from specheads.runs.directory import RunDirectory
 from specheads.runs.provenance import provenance
 
@@ -111,7 +111,7 @@ def measure(place: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
         if name == "tuned":
             row["predicted"] = {
                 "speedup": chosen.predicted_speedup,
-                "interval": chosen.interval or [chosen.predicted_speedup] * 2,
+                "interval": chosen.interval,
                 "tokens_per_forward": chosen.tokens_per_forward,
                 "step_overhead": chosen.tokens_per_forward / chosen.predicted_speedup,
             }
@@ -165,9 +165,6 @@ def _tokens(arm: list[list[Timing]]) -> float:
 
 
 def _shown(row: dict[str, Any]) -> list[str]:
-    def figure(value: float, interval: Sequence[float]) -> str:
-        return f"{value:.2f} [{interval[0]:.2f}, {interval[1]:.2f}]"
-
     predicted = row.get("predicted")
     return [
         row["run"],
@@ -175,11 +172,11 @@ def _shown(row: dict[str, Any]) -> list[str]:
         str(row["num_nodes"]),
         f"{row['tokens_per_forward']:.2f}",
         f"{row['step_overhead']:.2f}",
-        figure(row["speedup"], row["interval"]),
-        figure(predicted["speedup"], predicted["interval"]) if predicted else "",
+        with_interval(row["speedup"], row["interval"]),
+        with_interval(predicted["speedup"], predicted["interval"]) if predicted else "",
         f"{row['off_by']:+.1%}" if predicted else "",
-        figure(row["tuned_is_faster_by"], row["tuned_is_faster_by_interval"]),
-        figure(row["whole"]["speedup"], row["whole"]["interval"]),
+        with_interval(row["tuned_is_faster_by"], row["tuned_is_faster_by_interval"]),
+        with_interval(row["whole"]["speedup"], row["whole"]["interval"]),
     ]
 
 

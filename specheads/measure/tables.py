@@ -44,6 +44,11 @@ class Fitted:
             )
 
 
+def with_interval(value: float, interval: Sequence[float]) -> str:
+    """Return a figure and the ends of its interval, where it has one."""
+    return " ".join([f"{value:.2f}", *(["[{:.2f}, {:.2f}]".format(*interval)] if interval else [])])
+
+
 def _widths(lines: Sequence[Sequence[str]], room: int) -> list[int] | None:
     """Return the columns' widths; None where not even the longest words fit beside each other."""
     columns = list(zip(*lines, strict=True))

@@ -27,11 +27,7 @@ INSIDE = re.compile(r"(?<![^\[,:'\"=])/(?!/)[^\],'\"]+")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hardware:
-    """The machine.
-
-    Attributes:
-        instructions: What the processor multiplies with; empty in results of earlier versions.
-    """
+    """The machine."""
 
     machine: str = "unknown"
     processor: str = "unknown"
@@ -39,6 +35,7 @@ class Hardware:
     threads: int | None = None
     gpu: str | None = None
     instructions: list[str] = field(default_factory=list)
+    """What the processor multiplies with, the newest last; empty in earlier results."""
 
     def __str__(self) -> str:
         """Return the GPU, or the processor, its threads and what it multiplies with."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from rich.progress import Progress
+from torch import Tensor
 
 from specheads.base.model import FrozenBase
 from specheads.config import Phase, Schedule
@@ -221,8 +222,7 @@ class _Trainer:
 
     def halt(self) -> None:
         """Leave once any process was asked to: all together, or the others would wait for it."""
-        # the second call tells what was asked at the first
-        if any([self._stops(), self._stops()]):
+        if self._asking() > 0:
             raise KeyboardInterrupt
 
     def _stops(self) -> bool:
@@ -232,6 +232,9 @@ class _Trainer:
         """
         if self.accelerator.num_processes == 1:
             return self.stop
-        before = self.asked
-        self.asked = self.total(torch.full_like(before, self.stop))
+        before, self.asked = self.asked, self._asking()
         return bool(before > 0)
+
+    def _asking(self) -> Tensor:
+        """Return how many processes are asked to stop now, for whoever waits to read it."""
+        return self.total(torch.full_like(self.asked, self.stop))

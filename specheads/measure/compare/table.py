@@ -6,9 +6,9 @@ from pathlib import Path
 from specheads.core.paths import writable_folder
 from specheads.measure.comparison import Comparison, Condition, DrafterRow
 from specheads.measure.plots import draw_comparison
-from specheads.measure.rates import Gain, Interval
+from specheads.measure.rates import Gain
 from specheads.measure.store import dumps
-from specheads.measure.tables import Fitted
+from specheads.measure.tables import Fitted, with_interval
 from specheads.runs.directory import write_atomic
 
 COLUMNS = (
@@ -41,9 +41,9 @@ def table(condition: Condition) -> Fitted:
             # transformers drafts for one prompt at a time
             name if row.batches or batch == 1 else f"{name} (cannot batch: one by one)",
             f"{row.speed.tokens_per_second:.1f}",
-            _figure(row.speed.speedup, row.speed.interval),
+            with_interval(row.speed.speedup, row.speed.interval),
             _over(rows[first].over, name),
-            _figure(row.online.tokens_per_forward, row.online.interval),
+            with_interval(row.online.tokens_per_forward, row.online.interval),
             _without_loops(row),
             _step(row),
             _text(row),
@@ -78,12 +78,12 @@ def pairs(gains: Mapping[str, Mapping[str, Gain]]) -> list[tuple[str, ...]]:
 
 def _over(over: Mapping[str, Gain], other: str) -> str:
     gain = over.get(other)
-    return _figure(gain.ratio, gain.interval) if gain else ""
+    return with_interval(gain.ratio, gain.interval) if gain else ""
 
 
 def _without_loops(row: DrafterRow) -> str:
     rest = row.degenerate.without
-    return _figure(rest.tokens_per_forward, rest.interval) if rest else "none left"
+    return with_interval(rest.tokens_per_forward, rest.interval) if rest else "none left"
 
 
 def _step(row: DrafterRow) -> str:
@@ -99,11 +99,6 @@ def _text(row: DrafterRow) -> str:
     wide = held.float32
     told = "" if held.verdict == "identical" else f", {held.verdict}"
     return f"{counts}{told}" + (f"; float32: {wide.verdict}" if wide else "")
-
-
-def _figure(value: float, interval: Interval) -> str:
-    low, high = interval
-    return f"{value:.2f} [{low:.2f}, {high:.2f}]"
 
 
 def write_comparison(folder: Path, comparison: Comparison) -> Path:

@@ -16,7 +16,7 @@ from specheads.decoding.trees.tuned import Acceptance, CostError, Machine, Tuned
 from specheads.measure.counts import DepthCounts
 from specheads.measure.how import How
 from specheads.measure.replay import copied, replay
-from specheads.measure.tables import Fitted
+from specheads.measure.tables import Fitted, with_interval
 from specheads.measure.tune import search
 from specheads.measure.tune.acceptance import match_rates, path_rates
 from specheads.measure.tune.cost import Way, fit, room, time_ways
@@ -33,20 +33,23 @@ GRID = (4, 8, 16, 32, 64)
 def tune_head(base: FrozenBase, head: Head, settings: Tune) -> Tuned:
     """Choose how a head drafts, for each batch and context that the settings name."""
     needed = max(settings.new_tokens, room(head.depth + max(COPIED)))
-    contexts = [one for one in settings.contexts if one + needed <= base.max_length]
+    longest = base.max_length - needed
+    contexts = [one for one in settings.contexts if one <= longest]
     if not contexts:
         raise InputError(
             f"a context needs room for {needed} tokens more, and the base holds "
             f"{base.max_length}; lower contexts or new_tokens"
         )
     how = How(max_new_tokens=settings.new_tokens, progress=True)
-    texts = [write(base, head, _prompts(base, head, settings, one), one, how) for one in contexts]
+    texts = [
+        write(base, head, _prompts(base, settings, one, longest), one, how) for one in contexts
+    ]
     effort = Effort(max_nodes=settings.max_nodes)
     return choose(base, head, texts, settings.batch_sizes, how, effort)
 
 
-def _prompts(base: FrozenBase, head: Head, settings: Tune, context: int) -> list[list[int]]:
-    """Return validation prompts, whole, of about so many tokens.
+def _prompts(base: FrozenBase, settings: Tune, context: int, longest: int) -> list[list[int]]:
+    """Return validation prompts, whole, of about so many tokens, and at most of the longest.
 
     Windows of text have just as many. What users ask has the length that it has: of four times as
     many prompts those are taken that come nearest, since a prompt that is cut has less to copy.
@@ -54,7 +57,6 @@ def _prompts(base: FrozenBase, head: Head, settings: Tune, context: int) -> list
     if base.tokenizer is None:
         raise InputError(f"tuning reads text: the base {base.name} needs a tokenizer")
     asked = base.tokenizer, context, 4 * settings.num_prompts, settings.seed
-    longest = base.max_length - max(settings.new_tokens, room(head.depth + max(COPIED)))
     found = [one for one in prompts_for(settings.data, *asked) if len(one) <= longest]
     if len(found) < 2:
         raise InputError(
@@ -162,14 +164,10 @@ def tables(tuned: Tuned) -> Iterator[Fitted]:
             str(one.num_nodes),
             f"{one.tokens_per_forward:.2f}",
             f"{one.step_overhead:.2f}",
-            " ".join([f"{one.speedup:.2f}", *_brackets(one.interval)]),
+            with_interval(one.speedup, one.interval),
             "" if one.fitted is None else f"{one.fitted:.2f}",
         )
         for one in tuned.tried
     ]
     columns = ("batch", "context", "tree (* chosen)", "nodes", "tokens per forward", "step")
     yield Fitted("ways to draft, timed", tried, (*columns, "speed-up", "by costs"))
-
-
-def _brackets(interval: Sequence[float]) -> list[str]:
-    return ["[{:.2f}, {:.2f}]".format(*interval)] if interval else []
