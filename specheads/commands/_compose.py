@@ -1,6 +1,7 @@
 """Where Hydra meets the rest: schemas, recipes, and mistakes told in one line."""
 
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -149,12 +150,16 @@ def _checked(composed: Any) -> Any:
     except AttributeError as error:
         # +name=value adds a setting that no dataclass has a place for
         name = str(error).rstrip("'").rpartition("'")[2]
-        raise InputError(
-            f"a setting must be one that --help lists, and there is no {name!r}; leave it out, or "
-            "mend its name"
-        ) from error
+        raise InputError(_unknown(name)) from error
     config.check(settings)
     return settings
+
+
+def _unknown(name: str) -> str:
+    return (
+        f"a setting must be one that --help lists, and there is no {name!r}; leave it out, or "
+        "mend its name"
+    )
 
 
 def settings_of(name: str, overrides: Sequence[str]) -> Any:
@@ -210,10 +215,14 @@ def message(error: Exception) -> str:
 
 
 def _shorten(text: str) -> str:
-    """Cut what OmegaConf adds after its first sentence: full keys and object types."""
+    """Cut what OmegaConf adds after its first sentence: full keys and object types.
+
+    Hydra says of an unknown setting to put a plus before it, which would be refused as well.
+    """
     for tail in (" full_key:", " object_type=", " Available options in", " Config search path:"):
         text = text.partition(tail)[0]
-    return text.removesuffix(" To append to your config use") + config.new_name(text)
+    unknown = re.match(r"Could not override '(.*?)'\.", text)
+    return (_unknown(unknown[1]) if unknown else text) + config.new_name(text)
 
 
 def as_yaml(settings: Any) -> str:

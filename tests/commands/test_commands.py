@@ -255,8 +255,14 @@ MISTAKES = {
     ),
     "no recipe": ([], "name a recipe"),
     "unknown recipe": (["recipe=nope"], "there is no recipe 'nope'"),
-    "unknown key": (["recipe=smoke", "stepz=3"], "stepz"),
-    "unknown nested key": (["recipe=smoke", "schedule.phases.corpus.stepz=3"], "stepz"),
+    "unknown key": (
+        ["recipe=smoke", "stepz=3"],
+        "a setting must be one that --help lists, and there is no 'stepz'; leave it out, or mend",
+    ),
+    "unknown nested key": (
+        ["recipe=smoke", "schedule.phases.corpus.stepz=3"],
+        "there is no 'schedule.phases.corpus.stepz'; leave it out",
+    ),
     "wrong type": (["recipe=smoke", "seed=abc"], "seed"),
     "unknown head": (["recipe=smoke", "head=nope"], "head/nope"),
     "unknown kind": (["recipe=smoke", "head.kind=os.system"], "head kind must be one of"),
