@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--again", nargs="*", help="tune anew, with these settings")
     add("--trees", nargs="+", help="of configs/tree/; all where none is named")
     add("--prompts", type=int, default=24, help="decoded by every tree")
-    add("--new-tokens", type=int, default=128, help="after each prompt")
+    add("--new-tokens", type=int, default=64, help="after each prompt, here and when tuning anew")
     add("--repeats", type=int, default=3, help="how often each prompt is timed")
     add("--out", type=Path, default=ROOT / "runs" / "tune.json")
     options = parser.parse_args(arguments)
@@ -79,7 +79,9 @@ def measure(place: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
     settings = _compose.read_run(run.config, Train)
     base = FrozenBase.load(**asdict(settings.base))
     if options.again is not None or not (run.head / FILE).is_file():
-        specheads.tune(place, options.again or [], base=base)
+        # longer texts repeat themselves more, and a prediction is of texts as long as these
+        asked = [f"new_tokens={options.new_tokens}", *(options.again or [])]
+        specheads.tune(place, asked, base=base)
     head = load_head(run.head, base)
     settings.evaluation.num_prompts = options.prompts
     prompts = [one.tokens for one in named_prompts(settings, base).prompts]
