@@ -9,6 +9,7 @@ from textwrap import fill
 from typing import Any, get_args
 
 from specheads import config
+from specheads.__main__ import commands
 from specheads.commands import _compose
 from specheads.config import ranges, validation
 
@@ -29,9 +30,11 @@ def settings(command: str) -> str:
         groups.insert(0, "recipe")
     shown = [f"{group}={'|'.join(_choices(group))}" for group in groups]
     short = [f"{name} is {full}" for name, full in _compose.SHORT.get(command, {}).items()]
+    about = (inspect.getdoc(kind) or "").removeprefix(f"`specheads {command}`.").strip()
     parts = [
         f"usage: specheads {command} [group=choice] [key=value] ...",
-        inspect.getdoc(kind) or "",
+        commands()[command],
+        *filter(None, [about]),
         *(["choices", *(f"  {line}" for line in shown)] if shown else []),
         *(["short names", *(f"  {line}" for line in short)] if short else []),
         "settings",

@@ -69,7 +69,7 @@ class Train:
 
 @dataclass(kw_only=True, slots=True)
 class Distill(Train):
-    """`specheads distill`: takes a recipe as it is, so that every setting of training is known.
+    """`specheads distill`. A recipe is taken as it is, so that every setting of training is known.
 
     Base and data count, and how the first distilled phase has text written.
     """

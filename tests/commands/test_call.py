@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
+from specheads.__main__ import commands
 from specheads.commands import _call, _help
 from specheads.commands._call import call
 from specheads.core.errors import InputError
@@ -101,7 +102,10 @@ def test_what_goes_well_says_nothing(raising: Called):
 def test_help_shows_every_setting_with_type_default_and_a_line_each(command: str, capsys: Any):
     call(command, ["--help"])
     shown = capsys.readouterr().out
-    assert shown.startswith(f"usage: specheads {command} ")
+    usage, about, *_ = shown.splitlines()
+    assert usage.startswith(f"usage: specheads {command} ")
+    assert about == commands()[command]
+    assert f"`specheads {command}`." not in shown
     lines = _help._settings(_help._compose.SCHEMAS[command], command)
     for name, rule, default, about in lines:
         assert rule
