@@ -32,7 +32,7 @@ from specheads.core.files import write_atomic
 from specheads.core.records import to_json
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.named import fixed_policy
-from specheads.decoding.trees.tuned import FILE
+from specheads.decoding.trees.tuned import FILE, Tuned
 from specheads.heads.load import load_head
 from specheads.measure.counts import bootstrap_interval
 from specheads.measure.evaluation import named_prompts
@@ -83,6 +83,7 @@ def measure(place: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
         asked = [f"new_tokens={options.new_tokens}", *(options.again or [])]
         specheads.tune(place, asked, base=base)
     head = load_head(run.head, base)
+    refuse_other_texts(place, head.tuned, options.new_tokens)
     settings.evaluation.num_prompts = options.prompts
     prompts = [one.tokens for one in named_prompts(settings, base).prompts]
     context = statistics.fmean(map(len, prompts)) + options.new_tokens / 2
@@ -120,6 +121,15 @@ def measure(place: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
             row["off_by"] = chosen.predicted_speedup / row["speedup"] - 1
         rows.append(row)
     return rows
+
+
+def refuse_other_texts(run: Path, tuned: Tuned, new_tokens: int) -> None:
+    """Refuse to hold a prediction against texts of another length than those it was made on."""
+    if tuned.new_tokens not in (0, new_tokens):
+        raise SystemExit(
+            f"error: --new-tokens must be what {run} was tuned on, {tuned.new_tokens}, got "
+            f"{new_tokens}; name that, or tune anew with --again"
+        )
 
 
 def hand_written(head: Head, names: Sequence[str] | None = None) -> dict[str, policies.TreePolicy]:

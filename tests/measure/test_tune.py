@@ -296,6 +296,7 @@ def test_the_fastest_way_is_chosen_and_the_base_alone_is_among_them(machine, eff
     found = tuned_here(1.0, EFFORTS[effort])
     first, *_ = found.tried
     assert (first.num_nodes, first.tokens_per_forward, first.speedup) == (1, 1.0, 1.0)
+    assert found.new_tokens == tiny.NEW_TOKENS
     (chosen,) = [row for row in found.tried if row.chosen]
     (tree,) = found.trees
     assert chosen.tokens_per_forward == tree.tokens_per_forward

@@ -1,5 +1,6 @@
 """The bench of tuned trees: what they are held against, and how seconds are compared."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -7,6 +8,7 @@ import pytest
 import yaml
 
 from specheads.measure.speed import Timing
+from tests.tuned import tuned
 
 ROOT = Path(__file__).parents[2]
 
@@ -50,3 +52,10 @@ def test_trees_may_be_named_and_one_that_is_not_there_is_told(script: ModuleType
     assert [*script.hand_written(head, ["static", "chain"])] == ["static", "chain"]
     with pytest.raises(SystemExit, match=r"must be among .* got oak"):
         script.hand_written(head, ["chain", "oak"])
+
+
+def test_a_prediction_is_held_against_texts_as_long_as_its_own(script: ModuleType):
+    for known in (0, 64):
+        script.refuse_other_texts(Path("run"), replace(tuned(), new_tokens=known), 64)
+    with pytest.raises(SystemExit, match=r"must be what run was tuned on, 48, got 64; name that"):
+        script.refuse_other_texts(Path("run"), replace(tuned(), new_tokens=48), 64)

@@ -177,6 +177,9 @@ class Tuned:
     acceptance: Acceptance
     trees: list[TunedTree]
     tried: list[Tried] = field(default_factory=list)
+    new_tokens: int = 0
+    """Tokens by which the texts went on that all this was measured on: longer ones repeat
+    themselves more. 0 where it was not recorded."""
 
     @classmethod
     def read(cls, value: Mapping[str, Any], where: str, depth: int | None = None) -> "Tuned":
@@ -204,6 +207,7 @@ class Tuned:
         for one in self.acceptance.matches:
             _refuse_outside("a rate of copied text", [one.share, *one.rates], 0.0, 1.0)
             _refuse_outside("copied tokens", [len(one.rates)], 1.0)
+        _refuse_outside("new tokens", [self.new_tokens], 0.0)
         if not self.trees:
             raise InputError("tuned.json needs a tree, got none")
         for tree in self.trees:

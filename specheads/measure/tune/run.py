@@ -103,6 +103,7 @@ def choose(
         ),
         trees=chosen,
         tried=tried,
+        new_tokens=how.max_new_tokens,
     )
 
 
