@@ -35,6 +35,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 from specheads.base.model import FrozenBase
 from specheads.baselines.streaming import Streaming
 from specheads.core.drafter import Drafter
+from specheads.core.machine import dtype_name
 from specheads.core.tree import TokenTree
 from specheads.decoding import loop
 from specheads.decoding.acceptance import rules
@@ -541,7 +542,7 @@ def _machine(base: FrozenBase, options: argparse.Namespace) -> dict[str, Any]:
         "base": nearby(base.name),
         "parameters": base.num_parameters,
         "compile": options.compile,
-        "dtype": str(base.dtype).removeprefix("torch."),
+        "dtype": dtype_name(base.dtype),
         "device": base.device.type,
         "prompts": options.prompts,
         "prompt_tokens": options.prompt_tokens,

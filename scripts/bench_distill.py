@@ -33,6 +33,7 @@ from bench_vllm import Engine
 from transformers import AutoModelForCausalLM
 
 from specheads.base.model import FrozenBase
+from specheads.core.machine import dtype_name
 from specheads.decoding.acceptance.sampling import Sampling
 from specheads.decoding.generate import generate
 from specheads.decoding.trees.policies import chain
@@ -283,7 +284,7 @@ def _ended(text: list[int], ends: Sequence[int]) -> list[int]:
 def _vllm(base: FrozenBase, options: argparse.Namespace) -> Decode:
     arguments = {
         "model": str(options.model),
-        "dtype": str(base.dtype).removeprefix("torch."),
+        "dtype": dtype_name(base.dtype),
         "max_num_seqs": max(options.batch),
         "max_model_len": 2048,
         "enable_prefix_caching": False,
@@ -317,7 +318,7 @@ ARMS: dict[str, Callable[[FrozenBase, argparse.Namespace], Decode]] = {
 def _machine(base: FrozenBase, options: argparse.Namespace) -> dict[str, Any]:
     return {
         "base": nearby(base.name),
-        "dtype": str(base.dtype).removeprefix("torch."),
+        "dtype": dtype_name(base.dtype),
         "new_tokens": options.new_tokens,
         "conversations": options.conversations and options.conversations.name,
         "stop_at_eos": options.stop_at_eos,

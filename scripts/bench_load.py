@@ -47,6 +47,7 @@ from specheads.base.model import FrozenBase
 from specheads.commands import _compose
 from specheads.config import Simulate, Train
 from specheads.core.drafter import Drafter, Head
+from specheads.core.machine import dtype_name
 from specheads.decoding import loop
 from specheads.decoding.engine import Engine
 from specheads.decoding.generate import generate
@@ -175,7 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the parts asked for; return the exit code."""
     options = _parse(arguments)
     bench = _bench(options)
-    results: dict[str, Any] = {"schema": 4, "dtype": str(bench.base.dtype).removeprefix("torch.")}
+    results: dict[str, Any] = {"schema": 4, "dtype": dtype_name(bench.base.dtype)}
     results["provenance"] = to_json(provenance())
     for name in options.parts:
         print(f"\n{name}", flush=True)

@@ -38,6 +38,7 @@ from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.core.features import Features, document_lengths
 from specheads.core.files import atomic_folder
+from specheads.core.machine import dtype_name
 from specheads.data.packing import TokenBatch
 from specheads.decoding.acceptance.noise import derive
 from specheads.heads.load import build, build_for, load_head
@@ -229,7 +230,7 @@ def _config(source: Source, words: Sequence[str]) -> Any:
         # the defaults are kernels for GPUs
         "draft_attn_impl": "sdpa",
         "loss_implementation": "eager",
-        "hidden_states_dtype": str(source.dtype).removeprefix("torch."),
+        "hidden_states_dtype": dtype_name(source.dtype),
         "ttt_steps": source.head.depth,
         "max_steps": sum(one.steps for one in source.settings.schedule.phases.values()),
         "seed": source.settings.seed,

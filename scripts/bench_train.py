@@ -35,6 +35,7 @@ from transformers import AutoModelForCausalLM, GraniteConfig, LlamaConfig
 from specheads.base.model import FrozenBase
 from specheads.config import Phase, Schedule
 from specheads.core.drafter import Head
+from specheads.core.machine import dtype_name
 from specheads.data.packing import TokenBatch
 from specheads.heads.load import build_for
 from specheads.measure.counts import bootstrap_interval
@@ -205,7 +206,7 @@ def _measure(bench: Bench, options: argparse.Namespace) -> dict[str, Any]:
     row = {
         "head": bench.head.kind,
         "model": nearby(base.name),
-        "dtype": str(base.dtype).removeprefix("torch."),
+        "dtype": dtype_name(base.dtype),
         "device": device.type,
         "shape": list(bench.batch.tokens.shape),
         "document_length": options.document_length,

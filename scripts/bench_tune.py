@@ -29,6 +29,7 @@ from specheads.config import Train, Tree, data_dir
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.core.files import write_atomic
+from specheads.core.machine import dtype_name
 from specheads.core.records import to_json
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.named import fixed_policy
@@ -100,7 +101,7 @@ def measure(place: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
             "run": place.name,
             "head": head.kind,
             "base": base.fingerprint,
-            "dtype": str(base.dtype).removeprefix("torch."),
+            "dtype": dtype_name(base.dtype),
             "tree": name,
             "num_nodes": tree.num_nodes,
             "tokens_per_forward": _tokens(timings[name]),

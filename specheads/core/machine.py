@@ -30,6 +30,11 @@ def device_name(device: torch.device) -> str:
     return ", ".join((processor(), *instructions()[-1:]))
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return how files and settings call a dtype: `bfloat16`."""
+    return str(dtype).removeprefix("torch.")
+
+
 def instructions() -> list[str]:
     """Return what of `MULTIPLYING` the processor has; none where the system does not tell."""
     info = Path("/proc/cpuinfo")

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
+from specheads.core.machine import dtype_name
 from specheads.export.readers import Reader
 
 RECORD = "specheads.json"
@@ -39,9 +40,9 @@ def drafted_tokens(head: Head) -> int:
     return max(head.tuned.best(1, 1).depth, 1) if head.tuned else head.depth
 
 
-def dtype_name(head: Head) -> str:
+def stored_dtype(head: Head) -> str:
     """Return how config.json calls the precision that a head is stored in, its `torch_dtype`."""
-    return str(next(head.parameters()).dtype).removeprefix("torch.")
+    return dtype_name(next(head.parameters()).dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from specheads.base.model import FrozenBase
 from specheads.config import Train
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
+from specheads.core.machine import dtype_name
 from specheads.data.prompts import PromptSet, load_prompts
 from specheads.decoding.acceptance.rules import LOSSY, acceptance_rule
 from specheads.decoding.trees import policies
@@ -197,7 +198,7 @@ def told_by(kind: type, base: FrozenBase, *places: object) -> dict[str, Any]:
         for place in places
         for item in fields(kind)
         if hasattr(place, item.name)
-    } | {"dtype": str(base.dtype).removeprefix("torch."), "device": base.device.type}
+    } | {"dtype": dtype_name(base.dtype), "device": base.device.type}
 
 
 def draft_vocabulary(head: Head, run: RunDirectory | None) -> DraftVocabulary:

@@ -11,6 +11,7 @@ from torch import Tensor
 from specheads.base.model import FrozenBase
 from specheads.core.bounds import refuse_bytes
 from specheads.core.errors import InputError
+from specheads.core.machine import dtype_name
 from specheads.decoding.acceptance.sampling import GREEDY, Rows, Sampling, each_prompt
 from specheads.measure.results import Lossless
 
@@ -68,7 +69,7 @@ def hold(base: FrozenBase, texts: Texts, sampling: Sampling = GREEDY) -> Lossles
         tied=tied,
         wrong=len(partings) - tied,
         verdict=_verdict(len(texts), len(partings), tied),
-        dtype=str(base.dtype).removeprefix("torch."),
+        dtype=dtype_name(base.dtype),
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from specheads.core.errors import InputError
-from specheads.core.machine import device_name
+from specheads.core.machine import device_name, dtype_name
 from specheads.core.records import from_json
 from specheads.decoding.cost import StepCost
 from specheads.decoding.trees import policies
@@ -40,7 +40,7 @@ class Machine:
         return cls(
             device=device.type,
             name=device_name(device),
-            dtype=str(dtype).removeprefix("torch."),
+            dtype=dtype_name(dtype),
         )
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
-from specheads.export.layout import Settings, all_of, dtype_name
+from specheads.export.layout import Settings, all_of, stored_dtype
 from specheads.heads.layers.block import BlockHead
 
 BLOCK: Settings = all_of(
@@ -69,7 +69,7 @@ def in_speculators(head: Head, base: FrozenBase) -> dict[str, Any]:
         "sliding_window_non_causal": True,
         "sample_from_anchor": anchored,
         **markov(head),
-        "torch_dtype": dtype_name(head),
+        "torch_dtype": stored_dtype(head),
     }
 
 

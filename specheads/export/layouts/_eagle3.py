@@ -9,7 +9,7 @@ from torch import Tensor
 
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
-from specheads.export.layout import Settings, all_of, dtype_name
+from specheads.export.layout import Settings, all_of, stored_dtype
 from specheads.heads.kinds.eagle3 import Head as Eagle3
 
 IDS = "eagle_aux_hidden_state_layer_ids"
@@ -102,7 +102,7 @@ def config(head: Head, base: FrozenBase) -> dict[str, Any]:
         # else an embedding is read as a copy of the base's
         "embed_requires_grad": settings.own_embedding,
         "eagle_config": nested,
-        "torch_dtype": dtype_name(head),
+        "torch_dtype": stored_dtype(head),
     }
 
 

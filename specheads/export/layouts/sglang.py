@@ -6,7 +6,7 @@ from typing import Any
 
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
-from specheads.export.layout import Folder, Layout, drafted_tokens, dtype_name
+from specheads.export.layout import Folder, Layout, drafted_tokens, stored_dtype
 from specheads.export.layouts import _blocks, _eagle3
 from specheads.export.readers import blocks, eagle3
 from specheads.heads.layers.block import BlockHead
@@ -42,7 +42,7 @@ def write_blocks(head: Head, base: FrozenBase, out: Path) -> Folder:
         },
         "sample_from_anchor": head.config.sample_from_anchor,
         **_blocks.markov(head),
-        "torch_dtype": dtype_name(head),
+        "torch_dtype": stored_dtype(head),
     }
     line = f"{_serve(base, out, head.kind.upper())} --speculative-num-draft-tokens {head.depth + 1}"
     return Folder(config, _blocks.tensors(head), (line,))

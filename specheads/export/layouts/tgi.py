@@ -7,7 +7,7 @@ from torch import Tensor
 
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
-from specheads.export.layout import Folder, Layout, Settings, all_of, dtype_name
+from specheads.export.layout import Folder, Layout, Settings, all_of, stored_dtype
 from specheads.export.layouts import vllm_0_32
 from specheads.export.readers import medusa, mlp_speculator
 
@@ -34,7 +34,7 @@ def write_mlp(head: Head, base: FrozenBase, out: Path) -> Folder:
         "top_k_tokens_per_head": guesses,
         "tie_weights": True,
         "scale_input": head.config.scale_input,
-        "torch_dtype": dtype_name(head),
+        "torch_dtype": stored_dtype(head),
     }
     line = f"text-generation-launcher --model-id {shlex.quote(str(out))} --speculate {head.depth}"
     weights = head.state_dict()

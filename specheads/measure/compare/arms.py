@@ -10,6 +10,7 @@ from specheads.config import Compare
 from specheads.config.measuring import DRAFTERS, OF_DRAFT_MODEL, OF_TRANSFORMERS
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
+from specheads.core.machine import dtype_name
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import Hybrid, HybridTree, Lookup, own_tree
 from specheads.heads.load import drafter_of
@@ -34,7 +35,7 @@ def load_draft_model(settings: Compare, base: FrozenBase, names: list[str]) -> F
     """Load the draft model as the base computes, where a drafter asks for it."""
     if not {*names} & {*OF_DRAFT_MODEL}:
         return None
-    dtype = str(base.dtype).removeprefix("torch.")
+    dtype = dtype_name(base.dtype)
     model = FrozenBase.load(settings.draft_model, dtype=dtype, device=str(base.device))
     refuse_vocabulary(model, base)
     return model

@@ -14,6 +14,7 @@ from specheads.config.schedule import FAULTS
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.core.files import sole_writer
+from specheads.core.machine import dtype_name
 from specheads.decoding.acceptance.sampling import Sampling
 from specheads.training.distill import engines
 from specheads.training.distill.asks import Prompts
@@ -92,7 +93,7 @@ def engine_for(job: Job) -> Engine:
         timeout_seconds=settings.timeout_seconds,
         retries=settings.retries,
         max_length=job.prompts.longest,
-        dtype=str(base.dtype).removeprefix("torch."),
+        dtype=dtype_name(base.dtype),
     )
     return engines.build(settings.engine, how)
 
