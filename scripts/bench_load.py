@@ -477,17 +477,8 @@ def policies_under_load(bench: Bench) -> dict[str, Any]:
     size = bench.batches[-1]
     alone = 2 * size * bench.new_tokens / _timed(bench, 0, size, 2 * size)
     # every round is another load
-    loads = [
-        poisson(
-            bench.share * alone / bench.new_tokens,
-            bench.requests,
-            prompt_tokens=max(map(len, bench.prompts)),
-            new_tokens=bench.new_tokens,
-            parts=bench.load,
-            seed=turn,
-        )
-        for turn in range(bench.rounds)
-    ]
+    rate = bench.share * alone / bench.new_tokens
+    loads = [_load(bench, rate, turn) for turn in range(bench.rounds)]
     rounds = [_served(bench, size, load) for load in bar(loads, "loads", True)]
     prefill = _prefill(bench, bench.head)
     rows = [_row(bench, arm, rounds, prefill) for arm in bench.arms]
@@ -502,6 +493,22 @@ def policies_under_load(bench: Bench) -> dict[str, Any]:
         "load": bench.load,
         "rows": rows,
     }
+
+
+def _load(bench: Bench, rate: float, turn: int) -> list[Arrival]:
+    """Return when requests come, and how long their prompts are: as long as those that are read."""
+    drawn = poisson(
+        rate,
+        bench.requests,
+        prompt_tokens=max(map(len, bench.prompts)),
+        new_tokens=bench.new_tokens,
+        parts=bench.load,
+        seed=turn,
+    )
+    return [
+        replace(one, prompt_tokens=len(bench.request(place).prompt))
+        for place, one in enumerate(drawn)
+    ]
 
 
 def _served(bench: Bench, size: int, arrivals: Sequence[Arrival]) -> dict[Arm, Service]:

@@ -203,3 +203,20 @@ def test_of_all_engines_the_one_whose_clock_is_behind_steps_next(
     assert slow["latency_over"] == {"slow": [1.0] * 3}
     bench.arms = [0, "goodput", "goodput+lookup", "tuned"]
     assert script._references(bench) == ["goodput", "goodput+lookup"]
+
+
+def test_requests_that_come_now_and_then_have_prompts_as_long_as_those_that_are_read(
+    script: ModuleType,
+):
+    prompts = [[1] * size for size in (3, 9, 5)]
+    bench = SimpleNamespace(
+        prompts=prompts,
+        requests=4,
+        new_tokens=7,
+        load=[1.0],
+        request=lambda place: Request(prompt=prompts[place % 3], max_new_tokens=7, eos_ids=()),
+    )
+    first, again = (script._load(bench, 2.0, turn) for turn in (0, 1))
+    assert [one.prompt_tokens for one in first] == [3, 9, 5, 3]
+    assert {one.new_tokens for one in first} == {7}
+    assert [one.seconds for one in first] != [one.seconds for one in again]
