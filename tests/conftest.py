@@ -5,6 +5,7 @@ plain types are, but not in decoding, which refuses by itself what users may giv
 """
 
 import os
+import signal
 from pathlib import Path
 
 # read by these libraries when they are imported, so before any of them is
@@ -31,6 +32,9 @@ SHAPED = [
 PLAIN = BeartypeConf(claw_is_pep526=False, claw_skip_package_names=("specheads.decoding",))
 beartype_package("specheads", conf=PLAIN)
 install_import_hook(SHAPED, "beartype.beartype")
+
+# a shell starts what runs in the background deaf to Ctrl-C, and so would be what tests start
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # the models are tiny: a second thread costs more than it brings, and sums would vary with it
 torch.set_num_threads(1)

@@ -19,7 +19,7 @@ from specheads.decoding.acceptance.sampling import Sampling
 from specheads.training.distill import engines
 from specheads.training.distill.asks import Prompts
 from specheads.training.distill.engine import Answer, Ask, Engine, Writing
-from specheads.training.distill.shards import Shards, is_claimed, is_complete, write_claim
+from specheads.training.distill.shards import Shards, claim_folder, is_claimed, is_complete
 from specheads.training.distill.texts import Rules, Text
 
 ELSEWHERE = ("vllm", "openai")
@@ -126,8 +126,7 @@ def write_text(
         return
     # one lock a process: those of a run write side by side, a second run finds the same ones held
     with sole_writer(job.folder, f".lock-{job.rank}"):
-        if not is_claimed(job.folder, claim):
-            write_claim(job.folder, claim)
+        claim_folder(job.folder, claim)
         share = {"rank": job.rank, "world_size": job.world_size}
         with closing(Shards(job.folder, size, total, **share)) as shards:
             asking = _Asking(shards, _rules(job))

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from specheads.core.errors import InputError
-from specheads.core.files import SCRATCH, sweep, write_atomic
+from specheads.core.files import SCRATCH, sole_writer, sweep, write_atomic
 from specheads.data.documents import Documents
 from specheads.training.distill.engine import Answer
 from specheads.training.distill.journal import Journal, damaged
@@ -25,6 +25,7 @@ from specheads.training.distill.texts import Kept, Piece
 
 MARK = "fingerprint.json"
 """Names what decided the text of a folder."""
+CLAIM_LOCK = ".lock-claim"
 
 NUMBERED = re.compile(r"(?:shard|open)-(?P<shard>\d+)\.(?:parquet|jsonl)")
 EARLIER = ("progress-*.json", "shard-*-*.parquet")
@@ -63,9 +64,14 @@ def is_claimed(folder: Path, claim: dict[str, Any]) -> bool:
     return True
 
 
-def write_claim(folder: Path, claim: dict[str, Any]) -> None:
-    """Note what decides the text of a folder."""
-    write_atomic(folder / MARK, json.dumps(claim, indent=1, sort_keys=True) + "\n")
+def claim_folder(folder: Path, claim: dict[str, Any]) -> None:
+    """Note what decides the text of a folder, unless that is noted; refuse one of other text."""
+    # processes of a run begin together: what one is writing is no leftover to another
+    with sole_writer(folder, CLAIM_LOCK, wait=lambda _: None):
+        for names in (MARK, "report.*"):
+            sweep(folder, names)
+        if not is_claimed(folder, claim):
+            write_atomic(folder / MARK, json.dumps(claim, indent=1, sort_keys=True) + "\n")
 
 
 def is_complete(folder: Path, size: int, total: int) -> bool:
@@ -102,10 +108,10 @@ class Shards:
         self.folder, self._size = folder, size
         self._ends = {shard: end for shard, end in _ends(size, total) if shard % world_size == rank}
         for item in folder.glob(".*"):
-            if found := SCRATCH.fullmatch(item.name):
-                numbered = NUMBERED.fullmatch(found["name"])
-                if (int(numbered["shard"]) if numbered else 0) % world_size == rank:
-                    sweep(folder, found["name"])
+            found = SCRATCH.fullmatch(item.name)
+            numbered = NUMBERED.fullmatch(found["name"]) if found else None
+            if found and numbered and int(numbered["shard"]) % world_size == rank:
+                sweep(folder, found["name"])
         self._seals = Journal(folder / f"sealed-{rank}.jsonl")
         self._kept: dict[int, dict[int, Kept]] = {}
         self._answers: dict[int, list[Answer]] = {}

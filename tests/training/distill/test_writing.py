@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from specheads.core.errors import InputError
 from specheads.core.files import sole_writer
 from specheads.training.distill.report import report_of
 from specheads.training.distill.run import write_text
-from specheads.training.distill.shards import read_text
+from specheads.training.distill.shards import CLAIM_LOCK, read_text
 from tests.training.distill.pens import END, SETTINGS, Pen, Talks, job, rows, shards, write
 
 NUM_ANSWERS = sum(number % 3 + 1 for number in range(10))
@@ -199,6 +200,19 @@ def test_what_killed_writers_left_half_written_is_swept_by_its_own_process(tmp_p
     (tmp_path / ".fingerprint.json.0123abcd").touch()
     write(tmp_path, world_size=2)
     assert [file.name for file in tmp_path.glob(".*")] == [".shard-00001.parquet.0123abcd"]
+
+
+def test_what_another_process_is_just_writing_of_whose_text_it_is_is_not_swept(tmp_path: Path):
+    scratch = tmp_path / ".fingerprint.json.0123abcd"
+    first = Thread(target=write, args=(tmp_path,), kwargs={"world_size": 2})
+    with sole_writer(tmp_path, CLAIM_LOCK):
+        scratch.touch()
+        first.start()
+        first.join(timeout=1)
+        assert scratch.exists()
+        assert first.is_alive()
+    first.join()
+    assert not list(tmp_path.glob(".*"))
 
 
 @pytest.mark.parametrize(
