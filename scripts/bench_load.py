@@ -497,18 +497,14 @@ def policies_under_load(bench: Bench) -> dict[str, Any]:
 
 def _load(bench: Bench, rate: float, turn: int) -> list[Arrival]:
     """Return when requests come, and how long their prompts are: as long as those that are read."""
-    drawn = poisson(
+    return poisson(
         rate,
         bench.requests,
-        prompt_tokens=max(map(len, bench.prompts)),
+        prompt_tokens=[len(bench.request(place).prompt) for place in range(bench.requests)],
         new_tokens=bench.new_tokens,
         parts=bench.load,
         seed=turn,
     )
-    return [
-        replace(one, prompt_tokens=len(bench.request(place).prompt))
-        for place, one in enumerate(drawn)
-    ]
 
 
 def _served(bench: Bench, size: int, arrivals: Sequence[Arrival]) -> dict[Arm, Service]:

@@ -279,10 +279,6 @@ def draw(events: Sequence[Event], columns: int, title: str, seconds: float) -> s
     rules = [f".{name}{{animation-name:{name}}}" for name in times.values()]
     frames = [_frames(name, start, end, speed * period) for (start, end), name in times.items()]
     colours = [f".{name}{{{_css(style)}}}" for style, name in looks.items()]
-    dots = "".join(
-        f'<circle cx="{EDGE + 4 + 20 * place}" cy="{BAR // 2}" r="6" fill="{colour}"/>'
-        for place, colour in enumerate(("#ff5f57", "#febc2e", "#28c840"))
-    )
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
@@ -300,12 +296,20 @@ def draw(events: Sequence[Event], columns: int, title: str, seconds: float) -> s
             *frames,
             "</style>",
             f'<rect width="{width}" height="{height}" rx="8" fill="{BACK.hex}" stroke="#30363d"/>',
-            dots,
+            _buttons(),
             f'<text x="{width // 2}" y="{BAR // 2 + 5}" text-anchor="middle" fill-opacity=".6">'
             f"{html.escape(called)}</text>",
             *body,
             "</svg>\n",
         ]
+    )
+
+
+def _buttons() -> str:
+    """Return the three of a window's bar."""
+    return "".join(
+        f'<circle cx="{EDGE + 4 + 20 * place}" cy="{BAR // 2}" r="6" fill="{colour}"/>'
+        for place, colour in enumerate(("#ff5f57", "#febc2e", "#28c840"))
     )
 
 

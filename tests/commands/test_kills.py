@@ -15,6 +15,7 @@ import pytest
 
 from specheads.commands import _library  # noqa: F401 - what the children would each import
 from specheads.commands._call import call
+from specheads.core.files import LOCK
 from specheads.runs.checkpoint import SUMS
 from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import read_metrics
@@ -82,9 +83,9 @@ class Killer:
 
     @property
     def goes_on(self) -> bool:
-        """Whether there were too few kills yet, or none at one of the moments that count."""
+        """Whether there were too few kills yet, or few more and none at a moment that counts."""
         missed = any(not self.landed[what] for what in MOMENTS)
-        return missed or self.landed.total() < KILLS
+        return self.landed.total() < (4 * KILLS if missed else KILLS)
 
     def whole(self, run: Path) -> Path:
         """Run it undisturbed."""
@@ -180,7 +181,9 @@ def test_twenty_kills_at_random_moments_change_no_bit(count: int, words: list[st
         assert rows(run) == rows(whole)
         found, wanted = files(run), files(whole)
         assert {name: found.get(name) for name in wanted} == wanted
-        # one that was killed as it put away an older checkpoint leaves that, and any its locks
-        left = {name for name in {*found} - {*wanted} if not Path(name).name.startswith(".lock")}
-        assert all(name.startswith("checkpoints/step-") for name in left), left
+        # one that was killed as it put away an older checkpoint, as it wrote text or after its end
+        # leaves these
+        left = {name for name in {*found} - {*wanted} if not name.startswith("text/.lock-")}
+        assert all(name.startswith("checkpoints/step-") for name in left - {LOCK}), left
         number += 1
+    assert all(killer.landed[what] for what in MOMENTS), killer.landed

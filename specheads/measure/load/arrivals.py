@@ -33,7 +33,7 @@ def poisson(
     rate: float,
     number: int,
     *,
-    prompt_tokens: int,
+    prompt_tokens: int | Sequence[int],
     new_tokens: int,
     parts: Sequence[float] = (1.0,),
     seed: int = 0,
@@ -43,7 +43,7 @@ def poisson(
     Args:
         rate: Requests a second.
         number: Requests.
-        prompt_tokens: Tokens of each prompt.
+        prompt_tokens: Tokens of each prompt: one number for all, or one each.
         new_tokens: Tokens that each takes.
         parts: Factors of the rate in parts of time of equal length, over and over, that together
             last as long as all requests take to come: (0.2, 2, 0.2) rises and falls.
@@ -61,7 +61,11 @@ def poisson(
     rounds, rest = np.divmod(passed, ends[-1])
     points = np.concatenate([[0.0], ends])
     times = rounds * part * len(parts) + np.interp(rest, points, part * np.arange(len(points)))
-    return [Arrival(float(time), prompt_tokens, new_tokens) for time in times]
+    lengths = [prompt_tokens] * number if isinstance(prompt_tokens, int) else prompt_tokens
+    return [
+        Arrival(float(time), length, new_tokens)
+        for time, length in zip(times, lengths, strict=True)
+    ]
 
 
 def read_arrivals(path: str | Path) -> list[Arrival]:
