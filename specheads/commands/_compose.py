@@ -58,6 +58,9 @@ SHORT: dict[str, dict[str, str]] = {
 }
 """Names that docs and scripts use for settings further down, by command."""
 
+ABSENT = re.compile(r"Could not find '(\w+)/(.*)' Available options in '\1': (.*) Config search")
+"""What Hydra says of a choice that there is not, in one line."""
+
 
 def register() -> None:
     """Make schemas, recipes and the `data:` resolver known to Hydra.
@@ -217,9 +220,14 @@ def message(error: Exception) -> str:
 def _shorten(text: str) -> str:
     """Cut what OmegaConf adds after its first sentence: full keys and object types.
 
-    Hydra says of an unknown setting to put a plus before it, which would be refused as well.
+    Hydra says of an unknown setting to put a plus before it, which would be refused as well. What
+    there is in place of an unknown choice it lists below.
     """
-    for tail in (" full_key:", " object_type=", " Available options in", " Config search path:"):
+    if absent := ABSENT.search(text):
+        group, value, known = absent.groups()
+        there = ", ".join(known.split())
+        return f"{group} must be one of {there}, and there is no '{group}/{value:.80}'"
+    for tail in (" full_key:", " object_type=", " Config search path:"):
         text = text.partition(tail)[0]
     unknown = re.match(r"Could not override '(.*?)'\.", text)
     return (_unknown(unknown[1]) if unknown else text) + config.new_name(text)

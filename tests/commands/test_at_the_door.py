@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 
 from specheads.commands._call import call
+from specheads.config import data_dir
 from tests.commands import broken
 
+CONFIGS = data_dir("configs")
 LONG = "x" * 300
 PHASES = "schedule.phases"
 
@@ -80,6 +82,18 @@ def test_a_setting_that_cannot_be_is_refused_by_name(overrides: str, refused: An
     said = refused(*overrides.split())
     name = overrides.split()[-1].partition("=")[0]
     assert name.rpartition(".")[2] in said or "'static'" in said or "paths" in said
+
+
+@pytest.mark.parametrize("group", ["base", "data", "head", "schedule", "tracker", "tree"])
+@pytest.mark.parametrize("value", ["oak", "no/such/folder"])
+def test_of_a_choice_that_there_is_not_the_line_says_which_there_are(
+    group: str, value: str, refused: Any
+):
+    there = sorted(file.stem for file in (CONFIGS / group).glob("*.yaml"))
+    assert there
+    said = refused(f"{group}={value}")
+    rule = f"{group} must be one of {', '.join(there)}"
+    assert said == f"error: {rule}, and there is no '{group}/{value}'\n"
 
 
 @pytest.mark.parametrize("command", ["train", "distill"])
