@@ -101,7 +101,8 @@ class Distill:
     """Texts in one file, which appears once all are there; processes share the work by files."""
 
     folder: Place = ""
-    """Where the text is kept, so that several runs can share it. Empty is the run's own text/."""
+    """Where the text is kept, so that several runs can share it; phases whose text is written in
+    other ways need one each. Empty is the run's own text/."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -168,7 +169,8 @@ class Phase:
     need: less memory, the same gradients. A mlp_speculator has no such layers."""
 
     sequence_length: Length = 0
-    """Tokens of a sequence. Zero takes the distilled text's own length."""
+    """Tokens of a sequence. Zero takes the distilled text's own length; a conversation's is bounded
+    by nothing but the base's context."""
 
     packing: Annotated[str, one_of("best_fit", "stream", "none")] = "best_fit"
     """How documents become sequences: best_fit (several in one, each by itself), stream (end to
@@ -238,7 +240,7 @@ class Validation:
 
     patience: Count = 0
     """Measurements in a row without more tokens per forward than before in the phase, after which
-    it ends and the next begins. Zero never ends one early."""
+    it ends and the next begins; needs every. Zero never ends one early."""
 
     keep: Annotated[str, one_of("last", "best")] = "last"
     """Which head becomes head/: the last one, or the best one."""
@@ -249,8 +251,8 @@ class FeatureCache:
     """Hidden states of the frozen base, kept on disk for later trainings on the same text."""
 
     gib: Annotated[float, at_least(0)] = 0.0
-    """GiB that they may take; a run that needs more is refused and told how many. Zero keeps none,
-    and has the base read every batch."""
+    """GiB that those of one run may take; a run that needs more is refused and told how many. Zero
+    keeps none, and has the base read every batch."""
 
     folder: Place = "runs/features"
     """Where they lie; several runs may share it."""

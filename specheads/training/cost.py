@@ -53,8 +53,7 @@ def step_flops(base: FrozenBase, head: Head, batch: TokenBatch, phase: Phase) ->
     if documents is None:
         documents = torch.zeros_like(batch.tokens)
     pairs = sum(n * (n + 1) / 2 for n in document_lengths(document_places(documents)))
-    body = base.model.base_model
-    matrices = sum(layer.weight.numel() for layer in body.modules() if isinstance(layer, nn.Linear))
+    matrices = sum(map(_multiplied, base.model.base_model.modules()))
     config = base.config
     heads = config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -69,6 +68,16 @@ def step_flops(base: FrozenBase, head: Head, batch: TokenBatch, phase: Phase) ->
         head=3.0 * _states_flops(head, base, batch, documents),
         loss=float(teacher + depths),
     )
+
+
+def _multiplied(layer: nn.Module) -> int:
+    """Return the numbers of a layer's own matrices; tables are looked up, and not multiplied."""
+    if isinstance(layer, nn.Embedding):
+        return 0
+    if isinstance(layer, nn.Linear):
+        # a quantised weight has another shape than the product
+        return layer.in_features * layer.out_features
+    return sum(one.numel() for one in layer.parameters(recurse=False) if one.ndim > 1)
 
 
 def _states_flops(head: Head, base: FrozenBase, batch: TokenBatch, documents: torch.Tensor) -> int:

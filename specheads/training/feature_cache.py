@@ -117,6 +117,7 @@ def feature_cache(
             f"GiB, and feature_cache.gib={wanted.gib:g}; raise it, or set it to 0"
         )
     cache = FeatureCache(folder, base, aux_layers, tell)
+    # taken for this run's own: a second training on the same text needs no more room
     there = sum(file.stat().st_size for file in cache.folder.glob("*.safetensors"))
     nearest = next(one for one in (folder, *folder.parents) if one.exists())
     if size - there > (free := shutil.disk_usage(nearest).free):
@@ -131,7 +132,8 @@ def feature_cache(
 def cache_bytes(settings: Train, base: FrozenBase, num_aux: int) -> int:
     """Return what the features of all rows of a run take."""
     phases = settings.schedule.phases.values()
-    rows = [(phase.steps * phase.batch_size, row_tokens(phase)) for phase in phases]
+    data, context = settings.data, base.max_length
+    rows = [(phase.steps * phase.batch_size, row_tokens(phase, data, context)) for phase in phases]
     rows.append((settings.validation.rows, rows[0][1]))
     positions = sum(count * length for count, length in rows)
     return positions * base.width * (1 + num_aux) * base.dtype.itemsize

@@ -56,10 +56,12 @@ class Meter:
 
     def _estimate(self, batch: TokenBatch) -> None:
         """Find out how long a step would take if it were nothing but products at full speed."""
-        base = self.teacher.base
+        base, head, settings = self.teacher.base, self.teacher.head, self.phase.settings
         self.pause()
         with _undrawn(base.device), self.autocast():
-            flops = step_flops(base, self.teacher.head, batch, self.phase.settings).total
+            # by the same parts as the step: a head holds no more of a batch than then
+            parts = batch.parts(settings.accumulation_steps)
+            flops = sum(step_flops(base, head, part, settings).total for part in parts)
         self.use = flops / _matmul_rate(base.device, base.dtype)
         self.read = time.perf_counter()
 

@@ -37,7 +37,7 @@ def accelerator_of_environment(dtype: str = "auto") -> Accelerator:
     head computes in bfloat16 where the machine does, and no `dtype` of the base says otherwise.
 
     Raises:
-        ValueError: The configuration names an engine that is not supported.
+        ValueError: The configuration names an engine or a precision that is not supported.
     """
     if _is_set("ACCELERATE_USE_DEEPSPEED") or _is_set("ACCELERATE_USE_MEGATRON_LM"):
         raise InputError(
@@ -46,6 +46,12 @@ def accelerator_of_environment(dtype: str = "auto") -> Accelerator:
             "does"
         )
     asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if asked not in ("no", "bf16"):
+        # of fp16 the gradients of a mean over many rows are zeros before any scaler sees them
+        raise InputError(
+            "a head learns in bfloat16 or float32, and accelerate is configured for "
+            f"mixed_precision={asked}; set it to bf16, or to no"
+        )
     with _whole():
         return Accelerator(
             # unasked, accelerate joins processes on GPUs only: two on CPUs would each train alone

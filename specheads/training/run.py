@@ -18,7 +18,7 @@ from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.core.files import sole_writer
 from specheads.data.sources import refuse_unreadable
-from specheads.heads.load import build_for, configure, resume_head
+from specheads.heads.load import build_for, configure, load_head, resume_head
 from specheads.measure.evaluation import check, refuse_unusable
 from specheads.measure.quality import quality_windows
 from specheads.runs.directory import RunDirectory
@@ -53,7 +53,7 @@ class Trained:
     run: RunDirectory
     head: Head
     base: FrozenBase
-    """With the adapter, where one was trained."""
+    """As it was loaded, without the adapter that may have been trained."""
     is_main: bool
     """Whether this process, of several, is the one that writes and announces."""
 
@@ -156,6 +156,9 @@ def _train(
 def _refuse_unusable(settings: Train) -> int:
     """Refuse what is wrong whatever the base is, before it is loaded; return the head's depth."""
     depth: int = configure(settings.head).depth
+    if settings.init:
+        # that head's own settings count
+        depth = load_head(settings.init).depth
     refuse_missing(settings.tracker.kind)
     refuse_unreadable(settings.data)
     if settings.evaluate_after:

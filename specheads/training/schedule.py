@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from specheads.config import Distill, Joint, Phase, Schedule
+from specheads.config import Data, Distill, Joint, Phase, Schedule
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.data.packing import TokenBatch
@@ -22,6 +22,9 @@ from specheads.training.muon import Muon
 from specheads.training.objective import in_chains
 
 MOST_WARMUP_STEPS = 2000
+
+CONVERSATIONS = {"chat", "stdlib_instructions"}
+"""Sources in which somebody asks: see docs/data.md."""
 
 
 @dataclass(slots=True)
@@ -153,9 +156,12 @@ def batch_sizes(phase: Phase) -> list[int]:
     return [batch_size(step, phase) for step in range(rising + 1)]
 
 
-def row_tokens(phase: Phase) -> int:
-    """Return the tokens of a phase's rows, at most."""
-    return phase.sequence_length or (text_tokens(phase.distill) if phase.distill else 0)
+def row_tokens(phase: Phase, data: Data, context: int) -> int:
+    """Return the tokens of a phase's rows, at most; a conversation may fill the context."""
+    if phase.sequence_length or phase.distill is None:
+        return phase.sequence_length
+    sources = {one.source for one in data.sources.values() if one.weight} | {data.source}
+    return context if sources & CONVERSATIONS else text_tokens(phase.distill)
 
 
 def text_tokens(distill: Distill) -> int:
@@ -255,18 +261,17 @@ def refuse_misfit(name: str, phase: Phase, context: int, depth: int, processes: 
             f"{processes} processes with accumulation_steps={phase.accumulation_steps} share out "
             f"batch_size={phase.batch_size}{begins}; raise it, or start fewer processes"
         )
-    length = phase.sequence_length
-    if phase.distill is not None:
-        length = text_tokens(phase.distill)
-    if length > context:
+    text = text_tokens(phase.distill) if phase.distill else phase.sequence_length
+    row = phase.sequence_length or text
+    if max(text, row) > context:
         raise InputError(
-            f"phase {name!r} reads {length} tokens at once, the base's context holds {context}; "
-            "shorten sequence_length, or prompt_tokens and new_tokens"
+            f"phase {name!r} reads {max(text, row)} tokens at once, the base's context holds "
+            f"{context}; shorten sequence_length, or prompt_tokens and new_tokens"
         )
-    if min(length, phase.sequence_length or length) < depth + 2:
+    if min(text, row) < depth + 2:
         raise InputError(
             f"phase {name!r} needs at least {depth + 2} tokens to train {depth} depths, got "
-            f"{length}; raise sequence_length, or new_tokens"
+            f"{min(text, row)}; raise sequence_length, or new_tokens"
         )
     if len(phase.depth_weights) not in (0, depth):
         raise InputError(

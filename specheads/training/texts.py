@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from specheads.training.distill.run import Job
 from specheads.training.distill.shards import read_text
 from specheads.training.distill.together import write_together
 from specheads.training.processes import readers
-from specheads.training.schedule import batch_sizes, row_tokens
+from specheads.training.schedule import batch_sizes, row_tokens, text_tokens
 from specheads.training.validation import HeldOut
 
 T = TypeVar("T")
@@ -66,8 +66,7 @@ class Texts:
         for phase in settings.schedule.phases.values():
             if phase.distill is None:
                 self.corpus(phase)
-            else:
-                self.prompts(phase.distill)
+        self._refuse_useless()
 
     @cached_property
     def documents(self) -> Documents:
@@ -159,9 +158,11 @@ class Texts:
         """
         phases = self.settings.schedule.phases.values()
         first = next((phase for phase in phases if phase.distill is None), next(iter(phases)))
+        documents = self._corpus("validation")
+        most = row_tokens(first, self.settings.data, self.base.max_length)
         text = PackedText(
-            self._corpus("validation"),
-            sequence_length=row_tokens(first),
+            documents,
+            sequence_length=first.sequence_length or min(int(documents.lengths.max()), most),
             batch_size=1,
             padding_id=self._padding_id,
             seed=self.settings.seed,
@@ -207,20 +208,42 @@ class Texts:
         return text
 
     def _written(self, distill: Distill, bar: Progress, halt: Callable[[], None]) -> Documents:
-        folder = Path(distill.folder or self.run.text)
+        job = self._job(distill)
+        write_together(job, bar, halt)
+        return read_text(job.folder, distill.num_samples)
+
+    def _job(self, distill: Distill) -> Job:
         prompts = self.prompts(distill)
-        job = Job(
+        return Job(
             base=self.base,
             prompts=prompts,
             settings=distill,
-            folder=folder,
+            folder=Path(distill.folder or self.run.text),
             identity=identity_of(self.settings.data, self.base, self.fingerprint, prompts),
             seed=self.settings.seed,
             head=self.head,
-            **self.share,
+            # each writes texts of its own, also where several read the same rows
+            rank=self.accelerator.process_index,
+            world_size=self.accelerator.num_processes,
         )
-        write_together(job, bar, halt)
-        return read_text(folder, distill.num_samples)
+
+    def _refuse_useless(self) -> None:
+        """Refuse text that the base would write, and that its phase could not be trained on."""
+        claims: dict[Path, tuple[str, dict[str, Any]]] = {}
+        for name, phase in self.settings.schedule.phases.items():
+            if phase.distill is None:
+                continue
+            job = self._job(phase.distill)
+            if not job.prompts.conversations:
+                _refuse_too_few(name, phase, phase.distill)
+            first, claim = claims.setdefault(job.folder, (name, job.claim()))
+            for setting, value in job.claim().items():
+                if value != claim[setting]:
+                    raise InputError(
+                        f"phases that share a folder of text have it written alike, and {first!r} "
+                        f"has distill.{setting}={claim[setting]}, {name!r} {value}; give one a "
+                        "distill.folder of its own"
+                    )
 
     def _packed(self, documents: Documents, phase: Phase) -> PackedText:
         return PackedText(
@@ -240,3 +263,21 @@ class Texts:
     def _corpus(self, split: str) -> Documents:
         with progress(shown=self.accelerator.is_main_process, transient=True) as bar:
             return tokenised(self.settings.data, split, self.tokenizer, self.settings.seed, bar=bar)
+
+
+def _refuse_too_few(name: str, phase: Phase, distill: Distill) -> None:
+    """Refuse continuations that do not fill a batch even where each is as long as it may be."""
+    texts, text = distill.num_samples, text_tokens(distill)
+    row = phase.sequence_length or text
+    full, rest = divmod(text, row)
+    rows = {
+        "best_fit": texts * full + (math.ceil(texts / (row // rest)) if rest else 0),
+        "stream": texts * text // row,
+        "none": texts,
+    }[phase.packing]
+    if rows < phase.batch_size:
+        raise InputError(
+            f"phase {name!r} needs as many rows as batch_size={phase.batch_size}, and "
+            f"distill.num_samples={texts} texts of {text} tokens fill {rows} of {row}; raise "
+            "num_samples, or lower batch_size or sequence_length"
+        )

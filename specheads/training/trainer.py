@@ -174,8 +174,10 @@ class _Trainer:
             return
         try:
             self._take_up(found)
+        except InputError:
+            raise
         # its checksums hold, so it is as it was written
-        except (KeyError, TypeError, RuntimeError) as error:
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise InputError(
                 f"a run goes on from its own checkpoints, and {self.run.checkpoints} holds others; "
                 "remove the folder to train anew"

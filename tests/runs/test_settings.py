@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from specheads.commands import _compose
 from specheads.config import Train
 from specheads.core.errors import InputError
-from specheads.runs.settings import first_difference, parse, read_settings
+from specheads.runs.settings import RESUMABLE, first_difference, parse, read_settings
+from specheads.training.distill.run import SAYS_NOTHING
 
 BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40))
 HOSTILE = {
@@ -105,6 +106,14 @@ def test_a_run_s_own_settings_come_back_typed(tmp_path: Path):
     smoke = _compose.settings_of("train", ["recipe=smoke"])
     (tmp_path / "config.yaml").write_text(_compose.as_yaml(smoke), encoding="utf-8")
     assert _compose.read_run(tmp_path / "config.yaml", Train) == smoke
+
+
+def test_what_says_nothing_of_a_text_may_change_before_it_is_whole():
+    free = {f"schedule.phases.*.distill.{name}" for name in SAYS_NOTHING - {"num_samples"}}
+    assert {name for name in RESUMABLE if ".distill." in name} == free
+    before = {"schedule": {"phases": {"a": {"distill": {"retries": 5, "new_tokens": 8}}}}}
+    now = {"schedule": {"phases": {"a": {"distill": {"retries": 9, "new_tokens": 9}}}}}
+    assert first_difference(before, now) == ("schedule.phases.a.distill.new_tokens", 8, 9)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ def test_steps_and_texts_of_every_phase_grow_to_the_minutes(script: ModuleType):
         PhasePlan("corpus", 840, 2, 0, hours=0.5 / 60),
         PhasePlan("distilled", 560, 4, 0, hours=0.5 / 60, writing_hours=1 / 60),
     ]
-    found = Plan("cpu", 1, None, [], phases, {})
+    found = Plan("cpu", 1, 1, None, [], phases, {})
     assert script.lengthen(settings, found, 10.0) == pytest.approx(10.0)
     corpus, distilled = settings.schedule.phases.values()
     assert (corpus.steps, distilled.steps) == (4200, 2800)
@@ -25,5 +25,5 @@ def test_steps_and_texts_of_every_phase_grow_to_the_minutes(script: ModuleType):
 def test_a_batch_of_texts_is_written_whole_however_few_minutes_there_are(script: ModuleType):
     settings = _compose.settings_of("train", ["recipe=tiny_code"])
     phases = [PhasePlan("distilled", 560, 4, 0, hours=1.0, writing_hours=24.0)]
-    planned = script.lengthen(settings, Plan("cpu", 1, None, [], phases, {}), 1.0)
+    planned = script.lengthen(settings, Plan("cpu", 1, 1, None, [], phases, {}), 1.0)
     assert planned == pytest.approx(60 + 1 / 25, rel=0.05)

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from specheads.config import Phase
 from specheads.heads.load import build_for, kinds
-from specheads.training.cost import matmul_rate, step_flops
+from specheads.training.cost import _multiplied, matmul_rate, step_flops
 from tests import tiny
 from tests.packed import alone, packed, texts
 
@@ -15,18 +16,28 @@ def phase(**settings) -> Phase:
     return Phase(text="corpus", steps=1, batch_size=2, sequence_length=40, **settings)
 
 
-def test_the_base_costs_what_torch_counts_but_for_attention_that_is_masked_away():
-    base, batch = tiny.base(attention="eager"), alone(texts())
+# gpt2's layers are no linear ones
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_the_base_costs_what_torch_counts_but_for_attention_that_is_masked_away(architecture: str):
+    base, batch = tiny.base(architecture, attention="eager"), alone(texts())
     head = build_for({"kind": "medusa", "depth": 2}, base, None)
     with FlopCounterMode(display=False) as counter:
         base.read(batch.tokens)
     config, (rows, time) = base.config, batch.tokens.shape
-    width = config.num_attention_heads * config.head_dim
+    width = config.num_attention_heads * 8
     square = 4 * rows * time**2 * width * config.num_hidden_layers
     causal = 4 * rows * time * (time + 1) / 2 * width * config.num_hidden_layers
     found = step_flops(base, head, batch, phase()).base
     # transformers 5.17 makes the angles of the positions by a product, too
     assert found == pytest.approx(counter.get_total_flops() - square + causal, rel=1e-4)
+
+
+def test_matrices_of_many_experts_count_and_tables_do_not():
+    experts, table, quantised = nn.Module(), nn.Embedding(9, 4), nn.Linear(6, 4)
+    experts.gate_up, experts.bias = nn.Parameter(torch.ones(3, 4, 5)), nn.Parameter(torch.ones(3))
+    quantised.weight = nn.Parameter(torch.ones(12, 1))
+    layers = experts, table, quantised, nn.LayerNorm(4), nn.Sequential(experts)
+    assert [_multiplied(one) for one in layers] == [60, 0, 24, 0, 0]
 
 
 def test_documents_cost_less_than_one_long_text():

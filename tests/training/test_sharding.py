@@ -128,9 +128,21 @@ def test_processes_that_cannot_share_a_base_are_refused_before_it_is_loaded(
         load_base(Base(model="nowhere"), joined)
 
 
-def test_what_is_not_supported_is_refused_with_what_is(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    with pytest.raises(InputError, match=r"use configs/accelerate/fsdp2\.yaml"):
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("ACCELERATE_USE_DEEPSPEED", "true", r"use configs/accelerate/fsdp2\.yaml"),
+        *(
+            ("ACCELERATE_MIXED_PRECISION", one, f"mixed_precision={one}; set it to bf16")
+            for one in ("fp16", "fp8", "b16")
+        ),
+    ],
+)
+def test_what_is_not_supported_is_refused_with_what_is(
+    name: str, value: str, told: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(InputError, match=told):
         accelerator_of_environment()
 
 

@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 
 from specheads.base.model import FrozenBase
-from specheads.config import Phase, Schedule
+from specheads.config import Distill, Phase, Schedule
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.data.packing import Text, TokenBatch
@@ -240,12 +240,19 @@ def test_muon_takes_hidden_matrices_and_adamw_the_rest(draft_tokens: int):
     assert sum(len(group["params"]) for group in adamw.param_groups) == 4
 
 
+OVERLONG = {
+    **{"text": "distilled", "packing": "stream", "sequence_length": 999},
+    "distill": Distill(num_samples=99, new_tokens=32),
+}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"sequence_length": 999}, "context holds 128"),
         ({"sequence_length": 3}, "at least 4 tokens to train 2 depths, got 3"),
         ({"depth_weights": [1.0]}, "each of the head's 2 depths, got 1"),
+        (OVERLONG, "reads 999 tokens at once, the base's context holds 128"),
         ({"accumulation_steps": 2}, "2 processes with accumulation_steps=2 share out batch_size=2"),
         ({"batch_size": 8, "first_batch_share": 0.1}, "batch_size=8, which begins with 1; raise"),
     ],
@@ -343,6 +350,12 @@ def test_a_place_in_the_text_of_an_earlier_version_is_refused(tmp_path: Path):
     with pytest.raises(InputError, match=r"stopped by an earlier version.*train anew") as told:
         run_training(tmp_path, Schedule(phases={"corpus": phase(steps=9)}))
     assert "\n" not in str(told.value)
+
+
+def test_a_checkpoint_of_other_optimizers_is_refused(tmp_path: Path):
+    run_training(tmp_path, Schedule(phases={"corpus": phase()}, muon_learning_rate=0.02))
+    with pytest.raises(InputError, match="goes on from its own checkpoints"):
+        run_training(tmp_path, Schedule(phases={"corpus": phase(steps=9)}))
 
 
 def test_what_a_process_is_refused_for_keeps_what_stands_below_its_line():

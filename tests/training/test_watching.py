@@ -16,6 +16,7 @@ from specheads.commands import _compose
 from specheads.config import Joint, Schedule
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
+from specheads.data.packing import TokenBatch
 from specheads.data.tokenise import tokenised
 from specheads.heads.load import kinds, load_head
 from specheads.measure.counts import rate
@@ -267,7 +268,14 @@ def test_waiting_for_text_is_told_as_a_share_of_the_time(
     clock = [0.0]
     monkeypatch.setattr("specheads.training.meter.time.perf_counter", lambda: clock[0])
     monkeypatch.setattr(meter, "_matmul_rate", lambda *_: 5e5)
-    monkeypatch.setattr(meter, "step_flops", lambda *_: StepFlops(5e5, 3e5, 2e5))
+    read: list[int] = []
+
+    def flops(base: Any, head: Any, batch: TokenBatch, settings: Any) -> StepFlops:
+        del base, head, settings
+        read.append(len(batch.tokens))
+        return StepFlops(5e5, 3e5, 2e5)
+
+    monkeypatch.setattr(meter, "step_flops", flops)
     step, batches = Stepper.step, trainer.prefetched
 
     def slow_step(self: Any, *arguments: Any) -> Any:
@@ -287,3 +295,8 @@ def test_waiting_for_text_is_told_as_a_share_of_the_time(
     assert rows[-1]["hours"] == pytest.approx(16 / 3600)
     assert all(0.01 < row["peak_gib"] < 1000 for row in rows)
     assert [row["mfu"] for row in rows] == [0.5, 0.5]
+    # what a step reads in parts is counted in those
+    halves = phase(steps=4, accumulation_steps=2)
+    run_training(tmp_path / "halves", Schedule(phases={"corpus": halves}))
+    assert read == [2, 1, 1]
+    assert read_metrics(tmp_path / "halves" / "metrics.jsonl")[-1]["mfu"] == 1.0

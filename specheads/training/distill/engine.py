@@ -56,8 +56,8 @@ class Writing:
 
     model: str
     """Folder or id that the engine loads or asks for."""
-    base: FrozenBase | None = None
-    """The same, where it is loaded here already."""
+    base: FrozenBase
+    """The same, loaded here; of engines with weights of their own it says what they write with."""
     head: Head | None = None
     """Drafter for the engine that can use one."""
     batch_size: int = 64

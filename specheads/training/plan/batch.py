@@ -16,7 +16,7 @@ from specheads.core.errors import InputError
 from specheads.runs.directory import RunDirectory
 from specheads.runs.settings import read_settings
 from specheads.training.plan.trial import REST, Trial, Tried, agreed
-from specheads.training.processes import load_base
+from specheads.training.processes import load_base, readers
 from specheads.training.schedule import PlacedPhase, placed
 
 MARGIN = {"cpu": 0.15, "cuda": 0.25}
@@ -62,10 +62,13 @@ def climb(trial: Trial, phase: PlacedPhase, room: int, most: int, *, timed: bool
             found.tried[rows] = trial.step(phase, rows, timed=timed and rows == most)
         except torch.OutOfMemoryError:
             break
+        tried = found.tried[rows]
         # a line takes two points
-        bound = 2 * rows if len(found.tried) < 2 else min(4 * rows, largest(found.needed, room))
+        bound = 2 * rows if tried.total + tried.growing <= room else rows
+        if len(found.tried) > 1:
+            bound = min(4 * rows, largest(found.needed, room))
         more = int(-agreed(-float(min(bound, most))))
-        if more <= rows + rows // 16 or found.tried[rows].seconds > PATIENCE:
+        if more <= rows + rows // 16 or tried.seconds > PATIENCE:
             break
         rows = more
     return found
@@ -130,7 +133,7 @@ def _largest(trial: Trial, name: str) -> int:
             f"phase {name!r} must fit {room / 2**30:.3g} GiB, and {least} sequences do not; raise "
             "accumulation_steps, or shorten sequence_length"
         )
-    return rows * trial.accelerator.num_processes
+    return rows * readers(trial.base, trial.accelerator)["world_size"]
 
 
 def memory_kind(device: torch.device) -> str:

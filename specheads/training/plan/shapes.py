@@ -11,7 +11,7 @@ from specheads.base.model import FrozenBase
 from specheads.config import Distill, Phase, Train
 from specheads.core.drafter import Head
 from specheads.data.packing import TokenBatch
-from specheads.heads.load import build
+from specheads.heads.load import build, load_head
 from specheads.training import schedule as schedules
 from specheads.training.distill.engines.local import REFILL
 from specheads.training.objective import Objective, label_counts
@@ -41,6 +41,7 @@ class Shapes:
 
     def __init__(self, settings: Train, target: Target) -> None:
         self.settings = settings
+        init = load_head(settings.init) if settings.init else None
         with torch.device("meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
                 target.config, dtype=target.dtype, attn_implementation=settings.base.attention
@@ -48,7 +49,8 @@ class Shapes:
             # what is loaded was tried before; here there is nothing to try
             self.base = FrozenBase(model.eval().requires_grad_(False), owned=False)
             sizes = {"width": self.base.width, "vocab_size": self.base.vocab_size}
-            self.head = build(settings.head, **sizes).to(target.dtype)
+            self.head = build(settings.head, **sizes) if init is None else init.to("meta")
+        self.head.to(target.dtype)
         self.head.choose_aux_layers(self.base.num_layers)
         adapter = schedules.adapter_settings(settings.schedule)
         self.teacher = teacher_of(self.base, self.head, adapter, settings.seed)
@@ -89,7 +91,8 @@ class Shapes:
         """Return what a process holds at most in a step of so many rows, before it is optimized."""
         self.teacher.begin(phase)
         settings = phase.settings
-        length, parts = row_tokens(settings), settings.accumulation_steps
+        length = row_tokens(settings, self.settings.data, self.base.max_length)
+        parts = settings.accumulation_steps
         batch = made_up(-(-rows // parts), length, settings, self.head).to(torch.device("meta"))
         scored = torch.empty_like(batch.counted)
         learned = [*self.head.parameters(), *self.teacher.parameters]

@@ -16,7 +16,7 @@ from specheads.core.device_memory import peak_bytes, restart_peak
 from specheads.core.drafter import Head
 from specheads.decoding.acceptance.sampling import Sampling
 from specheads.decoding.loop import synchronise
-from specheads.heads.load import build_for, drafter_of
+from specheads.heads.load import build_for, drafter_of, resume_head
 from specheads.training import schedule as schedules
 from specheads.training.distill.engine import Ask
 from specheads.training.distill.engines.local import REFILL, Local
@@ -30,6 +30,12 @@ from specheads.training.teacher import teacher_of
 LIBRARIES = "Python and libraries"
 REST = "freed and kept, packed weights, and others"
 """What a process holds beyond the tensors of torch."""
+
+FIXED = (
+    *(LIBRARIES, shapes.BASE_WEIGHTS, shapes.HEAD_WEIGHTS, shapes.OPTIMIZER, shapes.GRADIENTS),
+    *("loss", REST),
+)
+"""Parts that hardly grow with the rows: a loss has its chunks."""
 
 LEAST_STEPS, MOST_STEPS, SECONDS = 3, 20, 10.0
 """Steps that are timed: as many as take so many seconds, within these bounds."""
@@ -50,6 +56,11 @@ class Tried:
         """Bytes of all parts together."""
         return sum(self.memory.values())
 
+    @property
+    def growing(self) -> int:
+        """Bytes that twice the rows would take once more."""
+        return sum(size for part, size in self.memory.items() if part not in FIXED)
+
 
 class Trial:
     """A training of a base that is here, without text and files."""
@@ -60,7 +71,11 @@ class Trial:
         self.settings, self.base, self.accelerator = settings, base, accelerator
         self.libraries = libraries if base.device.type == "cpu" else 0
         """Bytes that this process held before it had a base."""
-        self.head = build_for(settings.head, base)
+        self.head = (
+            resume_head(settings.init, base, settings.head["kind"])
+            if settings.init
+            else build_for(settings.head, base)
+        )
         adapter = schedules.adapter_settings(settings.schedule)
         self.teacher = teacher_of(base, self.head, adapter, settings.seed)
         self.stepper = Stepper(self.teacher, settings.schedule, accelerator, settings.seed)
@@ -83,7 +98,7 @@ class Trial:
         return Tried(self._parts(ledger.peak), seconds)
 
     def _step(self, phase: PlacedPhase, rows: int) -> float:
-        length = row_tokens(phase.settings)
+        length = row_tokens(phase.settings, self.settings.data, self.base.max_length)
         batch = shapes.made_up(rows, length, phase.settings, self.head)
         began = time.perf_counter()
         self.stepper.step(batch, phase, phase.first)

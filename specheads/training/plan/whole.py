@@ -9,13 +9,12 @@ from accelerate import Accelerator
 from specheads.config import Train
 from specheads.core.device_memory import held_bytes
 from specheads.core.errors import InputError
-from specheads.heads.load import configure
 from specheads.training.feature_cache import cache_bytes
 from specheads.training.plan.batch import climb, largest, room_of, settle_batches, unsettled
 from specheads.training.plan.place import Target, target_of
 from specheads.training.plan.shapes import Parts, Shapes
 from specheads.training.plan.trial import Trial
-from specheads.training.processes import load_base
+from specheads.training.processes import load_base, readers
 from specheads.training.schedule import (
     PlacedPhase,
     batch_size,
@@ -73,6 +72,8 @@ class Plan:
 
     device: str
     processes: int
+    shares: int
+    """Parts in which they read the sequences of a step; several may read the same ones."""
     room: int | None
     """Bytes that the device has for it; None where it is not here."""
     stages: list[Stage]
@@ -90,8 +91,8 @@ class Plan:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the peak has room; None where nobody knows."""
-        return None if self.room is None else self.peak.total <= self.room
+        """Whether all of it has room; None where nobody knows."""
+        return None if self.room is None else self.peak.total <= self.room and not self.changes
 
     @property
     def hours(self) -> float | None:
@@ -113,7 +114,6 @@ def plan(settings: Train, accelerator: Accelerator) -> Plan:
     libraries = held_bytes(torch.device("cpu"))
     target = target_of(settings.base, accelerator)
     shapes = Shapes(settings, target)
-    depth, context = configure(settings.head).depth, shapes.base.max_length
     room = room_of(target.device) if target.is_here else None
     notes: list[str] = []
     why = _unmeasured(target, shapes, room)
@@ -126,12 +126,15 @@ def plan(settings: Train, accelerator: Accelerator) -> Plan:
             "say a number"
         )
     processes, phases = accelerator.num_processes, placed(settings.schedule)
+    shares = readers(base, accelerator)["world_size"] if base else processes
     for one in phases:
-        refuse_misfit(one.name, one.settings, context, depth, processes)
-    found = Plan(str(target.device), processes, room, [], [], _disk(settings, shapes), notes)
+        refuse_misfit(one.name, one.settings, shapes.base.max_length, shapes.head.depth, shares)
+    disk = _disk(settings, shapes)
+    found = Plan(str(target.device), processes, shares, room, [], [], disk, notes)
     if base is None:
         notes.append(f"memory is computed from shapes, and there are no hours: {why}")
-        _compute(found, shapes, phases)
+        for one in phases:
+            _compute(found, shapes, one)
         return found
     trial = Trial(settings, base, accelerator, libraries)
     try:
@@ -153,19 +156,18 @@ def _unmeasured(target: Target, shapes: Shapes, room: int | None) -> str:
     return ""
 
 
-def _compute(found: Plan, shapes: Shapes, phases: list[PlacedPhase]) -> None:
-    """Fill a plan by shapes alone."""
-    for phase in phases:
-        distill, rows = phase.settings.distill, _rows(phase, found)
-        if distill and distill.engine == "local":
-            found.stages.append(Stage(f"{phase.name}: text", shapes.write(distill)))
+def _compute(found: Plan, shapes: Shapes, phase: PlacedPhase) -> None:
+    """Plan a phase by shapes alone."""
+    distill = phase.settings.distill
+    if distill and distill.engine == "local":
+        found.stages.append(Stage(f"{phase.name}: text", shapes.write(distill)))
 
-        def needed(rows: int, phase: PlacedPhase = phase) -> int:
-            return sum(shapes.step(phase, rows).values())
+    def needed(rows: int) -> int:
+        return sum(shapes.step(phase, rows).values())
 
-        found.stages.append(Stage(phase.name, shapes.step(phase, rows)))
-        found.phases.append(_phase_plan(phase))
-        found.changes += _changes(found, phase, needed, shapes.gradients)
+    found.stages.append(Stage(phase.name, shapes.step(phase, _rows(phase, found))))
+    found.phases.append(_phase_plan(phase, shapes))
+    found.changes += _changes(found, phase, needed, shapes.gradients)
 
 
 def _try(found: Plan, shapes: Shapes, trial: Trial, phases: list[PlacedPhase]) -> None:
@@ -178,6 +180,15 @@ def _try(found: Plan, shapes: Shapes, trial: Trial, phases: list[PlacedPhase]) -
             found.stages.append(Stage(f"{phase.name}: text", trial.write(here)))
         rows = _rows(phase, found)
         climbed = climb(trial, phase, found.room, rows, timed=True)
+        if not climbed.tried:
+            found.notes.append(
+                f"phase {phase.name!r}: there was no memory for the first step that was tried; "
+                "what it holds is computed from shapes"
+            )
+            found.stages.append(Stage(phase.name, shapes.step(phase, rows)))
+            found.phases.append(_phase_plan(phase, shapes))
+            found.changes += _levers(phase)
+            continue
         most, tried = list(climbed.tried.items())[-1]
         more = climbed.needed(rows) - tried.total
         found.stages.append(Stage(phase.name, tried.memory | ({EXTENDED: more} if more else {})))
@@ -189,7 +200,7 @@ def _try(found: Plan, shapes: Shapes, trial: Trial, phases: list[PlacedPhase]) -
         seconds = tried.seconds * rows / most
         # afterwards, for it leaves memory behind that a run does not
         writing = trial.writing_seconds(here) if here else 0.0
-        found.phases.append(_phase_plan(phase, seconds, writing))
+        found.phases.append(_phase_plan(phase, shapes, seconds, writing))
         found.changes += _changes(found, phase, climbed.needed, shapes.gradients)
     if any(one.writing_hours for one in found.phases):
         found.notes.append("text is timed without drafts; a head that drafts well writes faster")
@@ -197,11 +208,14 @@ def _try(found: Plan, shapes: Shapes, trial: Trial, phases: list[PlacedPhase]) -
 
 def _rows(phase: PlacedPhase, found: Plan) -> int:
     """Return the sequences of a step that one process reads, at most."""
-    return -(-phase.settings.batch_size // found.processes)
+    return -(-phase.settings.batch_size // found.shares)
 
 
 def _phase_plan(
-    phase: PlacedPhase, seconds: float | None = None, writing: float | None = None
+    phase: PlacedPhase,
+    shapes: Shapes,
+    seconds: float | None = None,
+    writing: float | None = None,
 ) -> PhasePlan:
     """Return what a phase reads, and takes by the seconds of its largest step."""
     settings = phase.settings
@@ -211,7 +225,7 @@ def _phase_plan(
         phase.name,
         settings.steps,
         settings.batch_size,
-        tokens=sequences * row_tokens(settings),
+        tokens=sequences * row_tokens(settings, shapes.settings.data, shapes.base.max_length),
         hours=None if seconds is None else steps * seconds / 3600,
         writing_hours=None if writing is None else writing / 3600,
     )
@@ -224,15 +238,19 @@ def _changes(
     rows, parts = _rows(phase, found), phase.settings.accumulation_steps
     if found.room is None or needed(rows) <= found.room:
         return []
-    setting = f"schedule.phases.{phase.name}"
     # of several parts all but the first find gradients
     fitting = min(largest(needed, found.room - gradients, parts), rows) // parts
     if not fitting:
-        return [f"{setting}: {lever}" for lever in LEVERS]
+        return _levers(phase)
+    setting = f"schedule.phases.{phase.name}"
     return [
         f"{setting}.accumulation_steps={-(-rows // fitting)} (parts of {fitting} sequences, the "
-        f"same training), or {setting}.batch_size={fitting * parts * found.processes}"
+        f"same training), or {setting}.batch_size={fitting * parts * found.shares}"
     ]
+
+
+def _levers(phase: PlacedPhase) -> list[str]:
+    return [f"schedule.phases.{phase.name}: {lever}" for lever in LEVERS]
 
 
 def _disk(settings: Train, shapes: Shapes) -> Parts:

@@ -7,20 +7,21 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from accelerate import Accelerator
 
 from specheads import config
 from specheads.base.model import FrozenBase
 from specheads.commands import _compose
 from specheads.core.device_memory import held_bytes
 from specheads.core.errors import InputError
-from specheads.heads.load import kinds
+from specheads.heads.load import build_for, kinds
 from specheads.training.losses import depth_loss
 from specheads.training.plan import batch, whole
 from specheads.training.plan.batch import climb, largest, settle_batches
 from specheads.training.plan.ledger import Ledger
 from specheads.training.plan.place import target_of
 from specheads.training.plan.shapes import GRADIENTS, OPTIMIZER, Shapes
-from specheads.training.plan.trial import LIBRARIES, REST, Trial
+from specheads.training.plan.trial import LIBRARIES, REST, Trial, Tried
 from specheads.training.plan.whole import Plan, plan
 from specheads.training.processes import accelerator_of_environment
 from specheads.training.schedule import placed
@@ -144,6 +145,67 @@ def test_no_step_is_tried_that_would_not_fit(climbing: Trial, monkeypatch: pytes
     small = climb(climbing, phase, 10**12, 2, timed=False)
     found = climb(climbing, phase, small.needed(5), 1000, timed=False)
     assert 4 <= max(found.tried) <= 6
+
+
+@pytest.mark.parametrize(("room", "tried"), [(150, [1, 2, 4]), (119, [1]), (120, [1, 2])])
+def test_twice_the_first_rows_are_not_tried_where_they_would_not_fit(
+    room: int, tried: list[int], climbing: Trial, monkeypatch: pytest.MonkeyPatch
+):
+    def step(phase: Any, rows: int, *, timed: bool) -> Tried:
+        del phase, timed
+        return Tried({"base weights": 90, "loss": 10, "activations of the head": 10 * rows}, 0.0)
+
+    monkeypatch.setattr(climbing, "step", step)
+    (phase,) = placed(climbing.settings.schedule)
+    assert list(climb(climbing, phase, room, 4, timed=False).tried) == tried
+
+
+def test_where_not_even_one_sequence_fits_the_plan_says_what_is_left(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def too_much(*_: Any, **__: Any) -> Tried:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(Trial, "step", too_much)
+    found = planned(folder, ALONE)
+    assert found.fits is False
+    assert [stage.name for stage in found.stages] == ["corpus"]
+    assert any("a smaller base" in change for change in found.changes)
+    assert "no memory for the first step" in found.notes[-1]
+
+
+def test_processes_that_read_the_same_rows_are_one(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Accelerator, "num_processes", 2)
+    monkeypatch.setattr(Trial, "step", lambda *_, **__: Tried({"loss": 1}, 0.0))
+    one = ("schedule.phases.corpus.batch_size=1", ALONE, "head=medusa")
+    with pytest.raises(InputError, match="2 processes with"):
+        planned(folder, *one)
+    for module in (whole, batch):
+        monkeypatch.setattr(module, "readers", lambda *_: {"rank": 0, "world_size": 1})
+    found = planned(folder, *one)
+    assert (found.processes, found.shares) == (2, 1)
+    monkeypatch.setattr(batch, "MOST_ROWS", 2)
+    assert planned(folder, *one, "schedule.phases.corpus.batch_size=auto").phases[0].batch_size == 2
+
+
+def test_a_head_that_is_trained_further_is_planned_as_it_is(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(Trial, "step", lambda *_, **__: Tried({"loss": 1}, 0.0))
+    base = FrozenBase.load(str(folder), dtype="float32")
+    build_for({"kind": "medusa", "depth": 3}, base).save_pretrained(tmp_path)
+    named = (f"init={tmp_path}", "head=medusa", "head.depth=2", ALONE)
+    for device in ("cpu", "cuda:7"):
+        planned(
+            folder, *named, f"base.device={device}", "schedule.phases.corpus.depth_weights=[1,1,1]"
+        )
+        with pytest.raises(InputError, match="each of the head's 3 depths, got 2"):
+            planned(
+                folder,
+                *named,
+                f"base.device={device}",
+                "schedule.phases.corpus.depth_weights=[1,1]",
+            )
 
 
 def test_where_it_does_not_fit_the_plan_says_what_does(

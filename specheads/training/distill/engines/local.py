@@ -20,7 +20,6 @@ processor, as much of a pool elsewhere."""
 
 def build(how: Writing) -> "Local":
     """Return an engine around the base that is loaded."""
-    assert how.base is not None
     return Local(how.base, how.head, how.batch_size, how.max_length)
 
 

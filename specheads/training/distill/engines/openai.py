@@ -12,11 +12,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from functools import cached_property, partial
 from typing import Any
 
-from transformers import AutoTokenizer
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
-
 from specheads.core.errors import InputError
-from specheads.heads.untrusted import first_line
 from specheads.training.distill.engine import Answer, Ask, Writing
 from specheads.training.distill.server import PassingError, Server
 
@@ -24,14 +20,14 @@ from specheads.training.distill.server import PassingError, Server
 class Completions:
     """Asks a server, as many texts at once as it is told, each until it is answered.
 
-    `retokenised` counts answers that came as text alone, whose token ids the base's tokenizer
-    gave: these may differ from what the base chose. Not for several threads.
+    Of an answer that comes as text alone the base's tokenizer gives the token ids: these may differ
+    from what the base chose. Not for several threads.
     """
 
     def __init__(self, how: Writing) -> None:
-        self.how, self.base, self.retokenised = how, how.base, 0
+        self.how, self.base = how, how.base
         self.server = Server(how.url, how.api_key_env, how.timeout_seconds, how.retries)
-        self._max_length = how.max_length or (how.base.max_length if how.base else 0)
+        self._max_length = how.max_length or how.base.max_length
 
     def answers(self, pull: Callable[[], Ask | None]) -> Generator[Answer, None, None]:
         """Yield answers, as `Engine.answers`; a text without room for a token is empty.
@@ -58,8 +54,7 @@ class Completions:
                     yield one.result()
 
     def _room(self, ask: Ask) -> int:
-        context = self._max_length or len(ask.tokens) + ask.new_tokens
-        return min(ask.new_tokens, context - len(ask.tokens))
+        return min(ask.new_tokens, self._max_length - len(ask.tokens))
 
     def _request(self, ask: Ask) -> dict[str, Any]:
         """Return what is asked: all of it, for servers fill in what the model's author likes."""
@@ -106,7 +101,7 @@ class Completions:
                 "as prompt, and neither cuts them nor adds to them"
             )
         if tokens is None:
-            tokens, self.retokenised = self._tokenised(text), self.retokenised + 1
+            tokens = self._tokenised(text)
         if reason == "stop":
             tokens = self._ended(tokens, choice)
         self._refuse_unknown(tokens)
@@ -115,7 +110,7 @@ class Completions:
         return Answer(ask.number, tokens[:room], finish)
 
     def _refuse_unknown(self, tokens: list[int]) -> None:
-        if self.base is not None and max(tokens, default=0) >= self.base.vocab_size:
+        if max(tokens, default=0) >= self.base.vocab_size:
             raise InputError(
                 f"a server must serve the base, and {self.server.shown} wrote token {max(tokens)} "
                 f"of a vocabulary of {self.base.vocab_size}; have it serve {self.how.model!r}"
@@ -131,25 +126,16 @@ class Completions:
     @cached_property
     def _ends(self) -> list[int]:
         """Tokens that end a text; the tokenizer's own first, for chat has it named there."""
-        if self.base is None:
-            return []
         own = getattr(self.base.tokenizer, "eos_token_id", None)
         return sorted(self.base.eos_ids, key=lambda end: end != own)
 
     def _tokenised(self, text: str) -> list[int]:
-        return self._tokenizer(text, add_special_tokens=False)["input_ids"]
-
-    @cached_property
-    def _tokenizer(self) -> PreTrainedTokenizerBase:
-        if self.base is not None and self.base.tokenizer is not None:
-            return self.base.tokenizer
-        try:
-            return AutoTokenizer.from_pretrained(self.how.model)
-        except (OSError, ValueError) as error:
+        if self.base.tokenizer is None:
             raise InputError(
-                f"{self.server.shown} gives text without token ids, and {self.how.model!r} has no "
-                f"tokenizer for it: {first_line(error)}; name the base by a folder that has one"
-            ) from error
+                f"{self.server.shown} gives text without token ids, and the base {self.base.name} "
+                "has no tokenizer for it; name the base by a folder that has one"
+            )
+        return self.base.tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def build(how: Writing) -> Completions:

@@ -1,16 +1,15 @@
 """transformers' own `generate`, a batch at a time: what any other engine is measured against."""
 
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator
 from typing import Any, cast
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from specheads.base.model import FrozenBase
-from specheads.core.errors import InputError
+from specheads.base.own_settings import without_own_settings
 from specheads.core.tree import TokenTree
 from specheads.decoding.acceptance import rules
 from specheads.decoding.acceptance.sampling import Rows
@@ -59,7 +58,7 @@ class Batches:
         chosen = LogitsProcessorList()
         if not all(ask.sampling.greedy for ask in asked):
             chosen.append(_Chosen(asked, longest + room, self.base))
-        with _own_settings(model):
+        with without_own_settings(model):
             written = cast(Any, model).generate(
                 **inputs, generation_config=settings, logits_processor=chosen
             )
@@ -71,8 +70,6 @@ class Batches:
 
 def build(how: Writing) -> Batches:
     """Return an engine over the base that is loaded already, which it does not change."""
-    if how.base is None:
-        raise InputError("engine=transformers writes with a loaded base, and got none; load one")
     context = how.base.max_length
     return Batches(how.base, how.batch_size, min(how.max_length or context, context))
 
@@ -118,17 +115,6 @@ def _padded(
     rows = [[0] * gap + ask.tokens for gap, ask in zip(missing, asked, strict=True)]
     places = torch.arange(longest)
     return torch.tensor(rows), (places >= torch.tensor(missing)[:, None]).long()
-
-
-@contextmanager
-def _own_settings(model: PreTrainedModel) -> Iterator[None]:
-    """Hide the model's own way to sample, with which transformers fills what it is not told."""
-    before = model.generation_config
-    model.generation_config = GenerationConfig()
-    try:
-        yield
-    finally:
-        model.generation_config = before
 
 
 def _answer(ask: Ask, tokens: list[int], ends: tuple[int, ...]) -> Answer:

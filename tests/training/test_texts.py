@@ -1,0 +1,115 @@
+"""What a phase could not be trained on is refused before anything is trained or written."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from accelerate import Accelerator
+
+from specheads.base.model import FrozenBase
+from specheads.commands import _compose
+from specheads.config import Data, Distill, Phase, data_dir
+from specheads.config.parts import WeightedSource
+from specheads.core.errors import InputError
+from specheads.data.documents import Documents
+from specheads.data.packing import PackedText
+from specheads.runs.directory import RunDirectory
+from specheads.training.schedule import row_tokens
+from specheads.training.texts import Texts, _refuse_too_few
+
+DISTILL = Distill(num_samples=16, prompt_tokens=32, new_tokens=32)
+
+
+def distilled(**changes: Any) -> Phase:
+    usual = {"text": "distilled", "steps": 1, "batch_size": 2, "distill": DISTILL}
+    return Phase(**usual | changes)
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Texts:
+    """Texts of the smoke recipe, of a small corpus."""
+    folder = tmp_path_factory.mktemp("texts")
+    for number in range(12):
+        text = "".join(f"def f_{number}_{at}(a):\n    return a + {at}\n" for at in range(40))
+        (folder / f"{number}.py").write_text(text)
+    small = ["recipe=smoke", "data=files", f"data.path={folder}", "schedule.phases.corpus.steps=1"]
+    settings = _compose.settings_of("train", small)
+    base = FrozenBase.load(data_dir("recipes") / "tiny_code" / "base", device="cpu")
+    return Texts(settings, base, RunDirectory(folder), Accelerator(cpu=True), lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("packing", "length"),
+    [
+        *(("best_fit", length) for length in (0, 128, 150, 33, 30)),
+        *(("stream", length) for length in (100, 33)),
+        *(("none", length) for length in (128, 33)),
+    ],
+)
+def test_text_that_cannot_fill_a_batch_is_refused_before_it_is_written(packing: str, length: int):
+    numbers = [np.arange(64)] * 16
+    full = Documents(
+        pa.table({"tokens": pa.array(numbers, pa.list_(pa.int32())), "counted": [[1] * 64] * 16})
+    )
+    text = PackedText(full, sequence_length=length, batch_size=1, packing=packing)
+    rows = text.rows_per_epoch
+    phase = distilled(sequence_length=length, packing=packing, batch_size=rows)
+    _refuse_too_few("a", phase, DISTILL)
+    told = rf"batch_size={rows + 1}, and .*16 texts of 64 tokens fill {rows} of {length or 64}; "
+    with pytest.raises(InputError, match=told):
+        _refuse_too_few("a", replace(phase, batch_size=rows + 1), DISTILL)
+
+
+@pytest.fixture
+def phases(texts: Texts, monkeypatch: pytest.MonkeyPatch) -> dict[str, Phase]:
+    """Phases of the texts, to be changed."""
+    found = {"a": distilled()}
+    monkeypatch.setattr(texts.settings.schedule, "phases", found)
+    return found
+
+
+def test_every_distilled_phase_is_looked_at(texts: Texts, phases: dict[str, Phase]):
+    phases["b"] = distilled(batch_size=17)
+    with pytest.raises(InputError, match=r"phase 'b' needs as many rows as batch_size=17"):
+        texts._refuse_useless()
+
+
+def test_phases_that_write_other_text_into_one_folder_are_refused(
+    texts: Texts, phases: dict[str, Phase]
+):
+    phases["b"] = distilled(distill=replace(DISTILL, temperature=0.5))
+    with pytest.raises(InputError, match=r"'a' has distill.temperature=1.0, 'b' 0.5; give one a"):
+        texts._refuse_useless()
+    for same in ({"temperature": 0.5, "folder": "other"}, {"num_samples": 20, "batch_size": 1}):
+        phases["b"] = distilled(distill=replace(DISTILL, **same))
+        texts._refuse_useless()
+
+
+def test_processes_that_read_the_same_rows_write_texts_of_their_own(
+    texts: Texts, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(texts, "share", {"rank": 0, "world_size": 1})
+    monkeypatch.setattr(Accelerator, "process_index", 1)
+    monkeypatch.setattr(Accelerator, "num_processes", 2)
+    job = texts._job(DISTILL)
+    assert (job.rank, job.world_size) == (1, 2)
+
+
+CHAT = WeightedSource(source="chat", path="x")
+
+
+@pytest.mark.parametrize(
+    ("data", "length", "longest"),
+    [
+        (Data(source="python_stdlib"), 0, 64),
+        (Data(source="chat", path="x"), 0, 4096),
+        (Data(source="chat", path="x"), 512, 512),
+        (Data(source="mixture", sources={"a": CHAT}), 0, 4096),
+        (Data(source="mixture", sources={"a": replace(CHAT, weight=0.0)}), 0, 64),
+    ],
+    ids=str,
+)
+def test_a_conversation_may_be_as_long_as_the_context(data: Data, length: int, longest: int):
+    assert row_tokens(distilled(sequence_length=length), data, 4096) == longest
