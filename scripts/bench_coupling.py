@@ -130,7 +130,7 @@ def trees(
     base: FrozenBase, head: Head, settings: Train, how: How, num_nodes: int
 ) -> dict[str, Pair | Arm]:
     """Return what is drafted: pairs of one tree with and without the noise, and rejection."""
-    texts = tuning_prompts(settings, base)
+    texts = [one.tokens for one in tuning_prompts(settings, base)]
     how = replace(how, max_new_tokens=TUNING_TOKENS)
     # each way has the tree that is best for it
     with_noise, without = (

@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
     add("runs", nargs="+", type=Path, help="finished runs")
-    add("--again", nargs="*", help="tune anew, with these settings")
+    add("--again", nargs="*", help="tune anew, with these settings; new_tokens is --new-tokens")
     add("--trees", nargs="+", help="of configs/tree/; all where none is named")
     add("--prompts", type=int, default=24, help="decoded by every tree")
     add("--new-tokens", type=int, default=64, help="after each prompt, here and when tuning anew")
@@ -81,7 +81,7 @@ def measure(place: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
     base = FrozenBase.load(**asdict(settings.base))
     if options.again is not None or not (run.head / FILE).is_file():
         # longer texts repeat themselves more, and a prediction is of texts as long as these
-        asked = [f"new_tokens={options.new_tokens}", *(options.again or [])]
+        asked = [*(options.again or []), f"new_tokens={options.new_tokens}"]
         specheads.tune(place, asked, base=base)
     head = load_head(run.head, base)
     refuse_other_texts(place, head.tuned, options.new_tokens)

@@ -239,9 +239,10 @@ def _cost(results: Results) -> Rows:
     rows: Rows = [("speed-up over the base alone", speedup(speed))]
     if speed:
         rates = f"{speed.base_tokens_per_second:.1f}, {speed.tokens_per_second:.1f}"
+        step = speed.step_overhead
         rows += [
             ("tokens per second: base alone, with head", rates),
-            ("time of a step over the base's", f"{speed.step_overhead:.2f}"),
+            ("time of a step over the base's", "no second step" if step is None else f"{step:.2f}"),
             ("peak memory", f"{speed.peak_gib:.2f} GiB"),
         ]
     return rows

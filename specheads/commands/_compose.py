@@ -192,6 +192,8 @@ def overlay(trained: config.Train, settings: Any, overrides: Sequence[str]) -> N
     """Put what overrides, in full names, ask for into a run's settings; its base is its own."""
     for override in overrides:
         group, _, name = override.partition("=")[0].lstrip("+~").partition(".")
+        if group == "seed":
+            trained.seed = settings.seed
         if not name or group not in ("evaluation", "base"):
             continue
         # how the base computes may change, and which one it is may not

@@ -14,6 +14,8 @@ def run(settings: Evaluate, overrides: Sequence[str]) -> None:
     """Evaluate a run, or any head on the base it was made for."""
     if settings.head_path and not settings.run and not settings.out:
         raise InputError("a head without a run needs out=FOLDER for its report")
+    if settings.record:
+        report.record_folder(Path(settings.record))
     results = _library.evaluate(settings=settings, overrides=overrides)
     folder = Path(settings.out) if settings.out else RunDirectory(Path(settings.run)).report
     report.show(results, page=folder / "report.html")

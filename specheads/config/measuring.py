@@ -12,6 +12,7 @@ from specheads.config.ranges import (
     Place,
     Positive,
     Prompts,
+    Rule,
     Scale,
     Seed,
     Share,
@@ -53,7 +54,7 @@ class Evaluate:
     """A recipe folder, or one in it (of a further prompt set), whose results.json is replaced."""
 
     seed: Seed = 0
-    """Seed of sampling, and of which prompts are used."""
+    """Seed of sampling, and of which validation text is read; unasked, a run has its own."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -112,7 +113,7 @@ class Compare:
     """Where compare.json goes. Empty is the run's own report/."""
 
     seed: Seed = 0
-    """Seed of sampling, and of which prompts are used."""
+    """Seed of sampling, and of which validation text is read; unasked, a run has its own."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -130,16 +131,18 @@ class Tune:
     """Whose validation text acceptance is measured on, for a head without a run."""
 
     max_nodes: TreeNodes = 64
-    """Nodes of the largest tree that is tried, root included."""
+    """Nodes of the largest tree that the head drafts, root included; copied text adds 4 or 10."""
 
     batch_sizes: Annotated[list[Positive], Some] = field(default_factory=lambda: [1, 4])
     """Rows decoded together, for each of which a tree is chosen."""
 
-    contexts: Annotated[list[Positive], Some] = field(default_factory=lambda: [64, 512])
-    """Tokens of the text so far, for each of which a tree is chosen."""
+    contexts: list[Positive] = field(default_factory=list)
+    """Tokens of the text so far, for each of which a tree is chosen. Empty is 64 and 512, as far as
+    the base holds them."""
 
     num_prompts: Prompts = 48
-    """Validation prompts for each context: every other grows the trees, the rest judge them."""
+    """Validation prompts for each context: those of every other file or conversation grow the
+    trees, the rest judge them."""
 
     new_tokens: Prompts = 64
     """Tokens that the base writes after each."""
@@ -148,7 +151,7 @@ class Tune:
     """Take a head that was trained on other weights than the base's, a fine-tuned sibling's."""
 
     seed: Seed = 0
-    """Seed of which prompts are used."""
+    """Seed of which prompts are used; unasked, a run has its own."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -167,7 +170,9 @@ class Simulate:
     """Loads in requests a second, each simulated by itself. Empty is five, from a quarter of what
     the base alone can serve to more than that."""
 
-    parts: list[Weight] = field(default_factory=lambda: [1.0])
+    parts: Annotated[list[Weight], Rule("one of them above 0", any)] = field(
+        default_factory=lambda: [1.0]
+    )
     """Factors of the rate in successive parts of time, all of one length: [0.2,2,0.2] rises and
     falls."""
 

@@ -11,6 +11,7 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
+from specheads.config.measuring import Simulate
 from specheads.config.parts import NO_PATH, Data, Source, Tree
 from specheads.config.ranges import Name, Rule
 from specheads.config.schedule import Phase, Schedule, Validation
@@ -38,6 +39,13 @@ def check(settings: Any, where: str = "") -> None:
         refuse(place, value, known[item.name], default)
         for name, section in _sections(place, value):
             check(section, name)
+    _together(settings, where)
+
+
+def _together(settings: Any, where: str) -> None:
+    """Refuse settings of which each by itself may be what it is, and all of them may not."""
+    if run := getattr(settings, "run", ""):
+        _one_head(run, getattr(settings, "head_path", ""))
     if isinstance(settings, Phase):
         _phase(where, settings)
     elif isinstance(settings, Schedule):
@@ -48,6 +56,8 @@ def check(settings: Any, where: str = "") -> None:
         _source(where, settings)
     elif isinstance(settings, Validation):
         _validation(where, settings)
+    elif isinstance(settings, Simulate):
+        _simulate(settings)
 
 
 def refuse(place: str, value: Any, hint: Any, default: Any = MISSING) -> None:
@@ -194,6 +204,25 @@ def _validation(where: str, settings: Validation) -> None:
             f"{where}.patience and keep=best judge heads by decoding, got {where}.prompts=0; "
             "raise it, or leave them out"
         )
+    if settings.patience and not settings.every:
+        raise InputError(
+            f"{where}.patience={settings.patience} counts measurements within a phase, and "
+            f"{where}.every=0 has none but at its end; set {where}.every"
+        )
+
+
+def _simulate(settings: Simulate) -> None:
+    for recorded, drawn in (("arrivals", "rates"), ("accepted", "acceptance")):
+        if getattr(settings, recorded) and (said := getattr(settings, drawn)):
+            raise InputError(
+                f"{recorded}={getattr(settings, recorded)} is replayed in place of {drawn}, got "
+                f"{drawn}={said} too; leave one of them out"
+            )
+
+
+def _one_head(run: str, head: str) -> None:
+    if head:
+        raise InputError(f"a run has a head of its own, got run={run} and head={head}; name one")
 
 
 def _one_adapter(phases: Mapping[str, Phase]) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from jaxtyping import Float, Float64
+from jaxtyping import Float64
 from torch import Tensor
 
 from specheads.core.errors import InputError
@@ -105,8 +105,7 @@ def rate(counts: Sequence[DepthCounts]) -> Rate:
 def conditional_acceptance(counts: Sequence[DepthCounts]) -> list[DepthRate]:
     """Return the share of offered drafts that were accepted, depth by depth, as far as any was.
 
-    A draft is offered where all before it were accepted: products of these shares are what
-    `acceptance_length` sums.
+    A draft is offered where all before it were accepted.
     """
     sources, total = [one.source for one in counts], DepthCounts.total(counts, _depth(counts))
     return [
@@ -144,32 +143,6 @@ def paired_gain(ours: Sequence[DepthCounts], theirs: Sequence[DepthCounts]) -> G
     return Gain(ratio=top / under / (their_top / their_under), interval=_middle(ratios))
 
 
-def acceptance_length(rates: Float[Tensor, " depth"]) -> float:
-    """Return the mean number of tokens one base forward yields at these acceptance rates.
-
-    `rates[k]` is conditional: the share of drafts accepted at depth k among those accepted at
-    every earlier depth. The bonus token the base chooses itself counts, so a drafter that is
-    never right scores 1.0 and a perfect one scores `depth + 1`.
-
-    Source: Leviathan et al. 2023, arXiv:2211.17192, eq. 1, with one rate per depth.
-    """
-    if ((rates < 0) | (rates > 1)).any():
-        raise InputError(f"acceptance rates must lie in [0, 1], got {rates.tolist()}")
-    return 1.0 + rates.cumprod(0).sum().item()
-
-
-def tree_length(rates: Float[Tensor, "depth rank"], paths: Sequence[Sequence[int]]) -> float:
-    """Return the mean number of tokens one base forward yields with a tree of rank paths.
-
-    `rates[k, i]` is the chance that the i-th best guess at depth k is right, whatever stands above
-    it: where difficulty comes in bursts the truth is higher.
-
-    Source: Cai et al. 2024, arXiv:2401.10774, section 2.3.3.
-    """
-    chances = [[rates[level, rank] for level, rank in enumerate(path)] for path in paths]
-    return 1.0 + sum(torch.stack(along).prod().item() for along in chances)
-
-
 def bootstrap_interval(
     numerators: Sequence[int | float],
     denominators: Sequence[int | float],
@@ -203,11 +176,19 @@ def by_source(
     rows: Sequence[Sequence[int | float]], sources: Sequence[str]
 ) -> Float64[Tensor, "source column"]:
     """Return the sums of the rows of each source; a row whose source is empty stands alone."""
+    places, values = number_sources(sources), torch.tensor(rows, dtype=torch.float64)
+    out = values.new_zeros(max(places) + 1, values.shape[1])
+    return out.index_add_(0, torch.tensor(places), values)
+
+
+def number_sources(sources: Sequence[str]) -> list[int]:
+    """Return the number of each row's source, in the order in which they first come.
+
+    A row whose source is empty has one of its own.
+    """
     names = [source or place for place, source in enumerate(sources)]
-    places = {name: place for place, name in enumerate(dict.fromkeys(names))}
-    values = torch.tensor(rows, dtype=torch.float64)
-    out = values.new_zeros(len(places), values.shape[1])
-    return out.index_add_(0, torch.tensor([places[name] for name in names]), values)
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    return [numbers[name] for name in names]
 
 
 def _resampled_sums(

@@ -43,20 +43,26 @@ from specheads.runs.provenance import nearby, provenance
 
 
 def evaluate_run(
-    run: RunDirectory, settings: Train, base: FrozenBase, prompts: PromptSet | None = None
+    run: RunDirectory,
+    settings: Train,
+    base: FrozenBase,
+    prompts: PromptSet | None = None,
+    *,
+    force: bool = False,
 ) -> tuple[Results, Head]:
     """Evaluate the head of a finished run; return what was measured, and the head.
 
-    Where the run trained an adapter, that is merged into the base.
+    Where the run trained an adapter, that is merged into the base; what it cost the base's own
+    text is told where the base came without it. `force` is as for `load_head`.
     """
     run.refuse_unfinished("evaluated")
     quality = None
-    if run.adapter.is_dir():
+    if run.adapter.is_dir() and not base.holds(run.adapter):
         windows = quality_windows(settings, base)
         before = measure_quality(base, windows, progress=True)
         base.merge(run.adapter)
         quality = compare(before, measure_quality(base, windows, progress=True))
-    head = load_head(run.head, base)
+    head = load_head(run.head, base, force=force)
     phases = [run.phases / name for name in settings.schedule.phases]
     results = evaluate_head(base, head, settings, prompts, phases=phases)
     found = draft_vocabulary(head, run)
@@ -120,6 +126,13 @@ def refuse_unusable(settings: Asked, head_depth: int) -> policies.TreePolicy | N
     """
     evaluation = settings.evaluation
     how_of(evaluation, settings.seed)
+    # the first token comes with the prompt, and steps are timed between the ends of two
+    what, least = ("speed", 3) if evaluation.mode == "all" else ("acceptance", 2)
+    if evaluation.max_new_tokens < least:
+        raise InputError(
+            f"{what} needs {least} new tokens at least, got evaluation.max_new_tokens="
+            f"{evaluation.max_new_tokens}; raise it"
+        )
     acceptance_rule(evaluation.acceptance)
     sampled = evaluation.temperature > 0 and evaluation.acceptance != "match"
     if sampled and evaluation.mode == "offline":

@@ -19,7 +19,7 @@ from specheads.core.drafter import Features, Head
 from specheads.core.errors import InputError
 from specheads.decoding.acceptance.sampling import GREEDY, Rows, Sampling, each_prompt
 from specheads.decoding.trees import policies
-from specheads.decoding.trees.coupling import over_vocabulary, with_noise
+from specheads.decoding.trees.coupling import with_noise
 from specheads.measure.counts import DepthCounts, conditional_acceptance, rate
 from specheads.measure.how import How
 from specheads.measure.replay import fixed, replay_texts
@@ -135,42 +135,6 @@ def _ranks(
     # chains draft the argmax and trees the topk, which may order equal logits differently
     best = head.to_tokens(logits.argmax(-1)) == wanted
     return torch.where(best, 0, rank.clamp(min=1))
-
-
-@torch.inference_mode()
-def drawn_ranks(
-    base: FrozenBase, head: Head, prompt: list[int], continuation: list[int], sampling: Sampling
-) -> Int[Tensor, "drafted depth"]:
-    """Return 0 where rejection would keep the stored token as a draft of the head, and else 1.
-
-    The continuation was drawn from p, the base's distribution, and a draft is drawn from q, the
-    head's: given that the text says x, a draft was kept there with probability min(1, q(x) / p(x)).
-    One coin is tossed for each place and depth, so that `replay` of a chain has the distribution
-    of the real loop's counts, and not its very integers. Rows and columns are as in `guess_ranks`.
-
-    Source: min(p, q) = p min(1, q / p), of Leviathan et al. 2023, arXiv:2211.17192.
-    """
-    if len(continuation) < 2:
-        return torch.empty(0, head.depth, dtype=torch.long)
-    text = torch.tensor([prompt + continuation], device=base.device)
-    num_roots, first = len(continuation) - 1, len(prompt) - 1
-    features = base.read(text, head.aux_layers)
-    ranks = torch.full((num_roots, head.depth), -1)
-    coins = torch.Generator().manual_seed(sampling.seed)
-    anchors = drafted_from(text, first, num_roots)
-    for level, state in zip(range(num_roots), head.states(features, text, anchors), strict=False):
-        num_known = num_roots - level
-        before = torch.arange(first + 1 + level, text.shape[1] - 1, device=base.device)
-        each = text.expand(num_known, -1)
-        rows = Rows([sampling] * num_known, before, each, base.vocab_size)
-        logits = head.logits(state[0, first : first + num_known], level)[:, None]
-        paths, wanted = text[0, before][:, None, None], text[0, before + 1][:, None]
-        draft = rows.probs(over_vocabulary(head, logits, base.vocab_size), paths)[:, 0]
-        real = rows.probs(base.logits_of(features.hidden[0, before])[:, None], paths)[:, 0]
-        kept = draft.gather(1, wanted) / real.gather(1, wanted)
-        tossed = torch.rand(num_known, generator=coins, dtype=torch.float64)
-        ranks[:num_known, level] = (tossed >= kept[:, 0].double().cpu()).long()
-    return ranks
 
 
 def top_k_accuracy(ranks: Int[Tensor, "drafted depth"], top: int = TOP) -> list[list[float]]:

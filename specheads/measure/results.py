@@ -128,9 +128,9 @@ class Speed:
     tokens_per_second: float
     speedup: float
     interval: Interval
-    step_overhead: float
-    step_milliseconds: float
-    base_step_milliseconds: float
+    step_overhead: float | None
+    step_milliseconds: float | None
+    base_step_milliseconds: float | None
     new_tokens: int
     forwards: int
     draft_milliseconds: float | None = None

@@ -225,7 +225,8 @@ def summarise(
     """Return rates, their ratio and its interval from timings of the same batches, both ways.
 
     Time is compared a token, because output may differ by a tie in rounding; where it does
-    not, the speed-up is simply the ratio of the summed times.
+    not, the speed-up is simply the ratio of the summed times. What a step takes is None where every
+    text ended before its second forward.
     """
     base_seconds, seconds = _medians(alone), _medians(drafted)
     base_tokens, tokens = ([arm[0].new_tokens for arm in arms] for arms in (alone, drafted))
@@ -236,9 +237,9 @@ def summarise(
         tokens_per_second=sum(tokens) / sum(seconds),
         speedup=gain.ratio,
         interval=gain.interval,
-        step_overhead=step / base_step,
-        step_milliseconds=1e3 * step,
-        base_step_milliseconds=1e3 * base_step,
+        step_overhead=step / base_step if step and base_step else None,
+        step_milliseconds=1e3 * step if step else None,
+        base_step_milliseconds=1e3 * base_step if base_step else None,
         new_tokens=sum(tokens),
         forwards=sum(arm[0].forwards for arm in drafted),
     )
@@ -265,16 +266,11 @@ def _medians(arm: list[list[Timing]]) -> list[float]:
     return [statistics.median(timing.seconds for timing in timings) for timings in arm]
 
 
-def _step_seconds(arms: list[list[Timing]]) -> float:
+def _step_seconds(arms: list[list[Timing]]) -> float | None:
     """Return the mean time of a decode step over batches, the median repetition of each."""
     seconds = sum(statistics.median(one.step_seconds for one in arm) for arm in arms)
     steps = sum(statistics.median(one.num_steps for one in arm) for arm in arms)
-    if steps == 0:
-        raise InputError(
-            "step_overhead needs a prompt of two forwards at least, and every text ended "
-            "sooner; raise max_new_tokens or choose other prompts"
-        )
-    return seconds / steps
+    return seconds / steps if steps else None
 
 
 def peak_gib(base: FrozenBase) -> float:

@@ -36,7 +36,7 @@ def head(tmp_path: Path) -> Path:
 
 
 def test_loads_are_simulated_shown_and_written(head: Path, capsys: Any):
-    call("simulate", [f"head={head}", "rates=[1,20]", "depths=[0,2]", *SMALL])
+    call("simulate", [f"head={head}", "rates=[1,20.25,20.26,1]", "depths=[0,2,0]", *SMALL])
     shown = capsys.readouterr().out
     assert "goodput" in shown
     assert "measured" in shown
@@ -44,7 +44,9 @@ def test_loads_are_simulated_shown_and_written(head: Path, capsys: Any):
     load = read(Load, head / "load.json")
     assert load is not None
     assert [(row.load, row.draft) for row in load.rows] == [
-        (rate, draft) for rate in ("1", "20") for draft in ("none", "depth 2", "goodput")
+        (rate, draft)
+        for rate in ("1", "20.25", "20.26")
+        for draft in ("none", "depth 2", "goodput")
     ]
     assert (head / "load.png").read_bytes().startswith(b"\x89PNG")
     alone, _, goodput = load.rows[:3]
@@ -109,6 +111,10 @@ def test_computed_times_are_called_computed_wherever_they_are_shown(tmp_path: Pa
         (["head={head}", "arrivals=nowhere.jsonl"], "nowhere.jsonl"),
         (["head={head}", "hardware=h100"], "computed times need a base and what drafts"),
         (["head={head}", "acceptance=[1.5]"], "at most 1"),
+        (["head={head}", "parts=[0]"], "one of them above 0"),
+        (["head={head}", "parts=[]"], "one of them above 0"),
+        (["head={head}", "arrivals=a.jsonl", "rates=[2]"], "in place of rates, .* leave one"),
+        (["head={head}", "accepted=a.jsonl", "acceptance=[0.5]"], "in place of acceptance"),
     ],
 )
 def test_a_mistake_is_one_line(asked: list[str], message: str, head: Path):

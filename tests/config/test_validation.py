@@ -8,7 +8,7 @@ import pytest
 
 from specheads.config import Compare, Evaluate, Export, Push, Train, check, parts, ranges, schedule
 from specheads.config.parts import Data, Evaluation, Tree, WeightedSource
-from specheads.config.schedule import LOSSES, Distill, Joint, Phase, Schedule
+from specheads.config.schedule import LOSSES, Distill, Joint, Phase, Schedule, Validation
 from specheads.config.validation import hints, words
 from specheads.core.errors import InputError
 from specheads.decoding.acceptance.rules import RULES
@@ -110,6 +110,12 @@ def test_a_schedule_that_makes_no_sense_is_refused(schedule: Schedule, message: 
     with pytest.raises(InputError) as refused:
         check(schedule, "schedule")
     assert message in str(refused.value)
+
+
+def test_patience_needs_measurements_to_count():
+    check(Validation(patience=2, every=10), "validation")
+    with pytest.raises(InputError, match=r"validation\.every=0 has none but at its end; set"):
+        check(Validation(patience=2), "validation")
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import GenerationConfig
 
 from specheads.baselines import PromptLookup
 from specheads.commands._call import call
@@ -189,7 +190,9 @@ RIVALS = {
 
 
 @pytest.mark.parametrize("name", RIVALS)
-def test_transformers_own_generation_says_the_same_and_its_forwards_are_counted(name: str):
+def test_transformers_own_generation_says_the_same_and_its_forwards_are_counted(
+    name: str, monkeypatch: pytest.MonkeyPatch
+):
     rival, base, how = RIVALS[name], tiny.base(), How(max_new_tokens=12, batch_size=2)
     decoded = rival.decode(base, tiny.prompts(), how)
     assert [one.tokens for one in decoded] == [text[:12] for text in tiny.continuations()]
@@ -200,7 +203,12 @@ def test_transformers_own_generation_says_the_same_and_its_forwards_are_counted(
         assert all(a <= b for a, b in zip(one.counts.accepted, one.counts.offered, strict=True))
     if name == "transformers":
         assert [one.counts.forwards for one in decoded] == [11] * 3
+    # a model's own settings do not count
+    own = GenerationConfig(no_repeat_ngram_size=1, suppress_tokens=[*range(9)])
+    monkeypatch.setattr(base.model, "generation_config", own)
     timed = rival.time(base, tiny.prompts(), how)
+    assert rival.decode(base, tiny.prompts(), how) == decoded
+    assert base.model.generation_config is own
     assert timed.new_tokens == 36
     assert 0 < timed.step_seconds < timed.seconds
 

@@ -7,11 +7,9 @@ from specheads.core.loops import loops
 from specheads.decoding.payoff import expected_tokens
 from specheads.measure.counts import (
     DepthCounts,
-    acceptance_length,
     bootstrap_interval,
     conditional_acceptance,
     paired_gain,
-    tree_length,
 )
 from specheads.measure.results import Depth
 
@@ -67,8 +65,8 @@ def test_counts_of_prompts_add_up_depth_by_depth():
         ([0.6, 0.75, 0.84, 0.878571], 2.7601),
     ],
 )
-def test_acceptance_length_matches_the_published_formula(rates, length):
-    assert acceptance_length(torch.tensor(rates)) == pytest.approx(length, abs=5e-4)
+def test_expected_tokens_match_the_published_formula(rates, length):
+    assert expected_tokens(rates)[-1] == pytest.approx(length, abs=5e-4)
 
 
 def test_conditional_rates_give_the_length_and_the_mean_rates_of_each_depth_do_not():
@@ -80,9 +78,9 @@ def test_conditional_rates_give_the_length_and_the_mean_rates_of_each_depth_do_n
     for accepted in right.long().cumprod(1).sum(1).tolist():
         counts.add(accepted, drafted_beyond=accepted < 4)
     rates = [taken / of for taken, of in zip(counts.accepted, counts.offered, strict=True)]
-    assert acceptance_length(torch.tensor(rates)) == pytest.approx(counts.tokens_per_forward)
+    assert expected_tokens(rates)[-1] == pytest.approx(counts.tokens_per_forward)
     assert counts.tokens_per_forward == pytest.approx(2.7601, abs=0.03)
-    assert acceptance_length(right.double().mean(0)) == pytest.approx(2.3056, abs=0.03)
+    assert expected_tokens(right.double().mean(0).tolist())[-1] == pytest.approx(2.3056, abs=0.03)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +92,7 @@ def test_conditional_rates_give_the_length_and_the_mean_rates_of_each_depth_do_n
 )
 def test_lengths_are_those_of_leviathans_table(rate, lengths):
     depths = (1, 2, 3, 4, 5, 7, 10, 16)
-    found = [acceptance_length(torch.full((depth,), rate, dtype=torch.float64)) for depth in depths]
+    found = [expected_tokens([rate] * depth)[-1] for depth in depths]
     assert found == pytest.approx(lengths, abs=1e-3)
 
 
@@ -110,8 +108,7 @@ def test_best_depths_and_their_speed_ups_are_leviathans(cost, best):
     # a draft takes `cost` of a forward, whatever the forward reads
     for rate, wanted in best.items():
         speedups = {
-            depth: acceptance_length(torch.full((depth,), rate, dtype=torch.float64))
-            / (1 + cost * depth)
+            depth: expected_tokens([rate] * depth)[-1] / (1 + cost * depth)
             for depth in range(1, 20)
         }
         depth = max(speedups, key=lambda depth: speedups[depth])
@@ -142,20 +139,6 @@ def test_conditional_acceptance_has_an_interval_at_each_depth_that_was_reached()
     assert (first.rate, second.rate) == (8 / 20, 4 / 8)
     assert first.interval == (0.2, 0.6)
     assert second.interval == (0.5, 0.5)
-
-
-def test_a_trees_length_sums_the_chances_of_its_paths():
-    rates = torch.tensor([[0.6, 0.2], [0.5, 0.1]], dtype=torch.float64)
-    assert tree_length(rates, [(0,)]) == pytest.approx(1.6)
-    assert tree_length(rates, [(0,), (1,), (0, 0), (1, 1)]) == pytest.approx(1 + 0.8 + 0.3 + 0.02)
-    assert tree_length(rates, []) == 1.0
-    chain = acceptance_length(rates[:, 0])
-    assert tree_length(rates, [(0,), (0, 0)]) == pytest.approx(chain)
-
-
-def test_a_rate_outside_the_unit_interval_is_refused_by_value():
-    with pytest.raises(ValueError, match=r"must lie in \[0, 1\], got \[0.5, 1.5\]"):
-        acceptance_length(torch.tensor([0.5, 1.5]))
 
 
 def test_the_interval_surrounds_the_ratio_and_narrows_with_more_prompts():

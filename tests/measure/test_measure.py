@@ -335,8 +335,8 @@ def test_speed_reports_rates_their_ratio_and_the_cost_of_a_step():
     ratio = section.tokens_per_second / section.base_tokens_per_second
     assert section.speedup == pytest.approx(ratio), "both arms say the same tokens"
     assert section.interval[0] <= section.speedup <= section.interval[1]
-    assert section.step_overhead > 0
-    assert 0 < (section.draft_milliseconds or 0) < section.step_milliseconds
+    assert (section.step_overhead or 0) > 0
+    assert 0 < (section.draft_milliseconds or 0) < (section.step_milliseconds or 0)
     assert section.new_tokens == 36
     assert section.forwards < 33
     assert (section.peak_gib or 0) > 0
@@ -361,6 +361,19 @@ def test_each_repetition_swaps_who_goes_first_and_warm_up_is_not_counted(monkeyp
     assert section.speedup == 2.0
     assert section.step_overhead == 0.5
     assert section.base_tokens_per_second == 30 / 4
+
+
+def test_of_texts_that_end_in_one_forward_all_is_told_but_what_a_step_takes(monkeypatch):
+    usual, how = results(), How(max_new_tokens=9)
+    monkeypatch.setattr(FrozenBase, "eos_ids", tuple(range(tiny.VOCAB)))
+    section = speed.measure_speed(tiny.base(), Habit(), tiny.prompts(), how, repetitions=1)
+    assert section.speedup > 0
+    assert section.new_tokens == 3
+    assert (section.step_overhead, section.step_milliseconds) == (None, None)
+    made = replace(usual, speed=section)
+    assert "the base alone" in report.verdict(made)
+    assert "times as long" not in report.verdict(made)
+    assert "time of a step over the base's" not in dict(report.summary(made))
 
 
 def test_speed_of_nothing_is_refused():
@@ -460,7 +473,12 @@ def test_offline_and_online_agree_in_the_results_themselves():
 
 
 def test_the_report_is_a_folder_of_whole_files(tmp_path):
+    (tmp_path / "report").mkdir()
+    for name in ("texts.json", "learning.png", "compare.png"):
+        (tmp_path / "report" / name).touch()
     page = report.write_report(tmp_path / "report", results(), HISTORY)
+    # what an earlier one had besides is gone, and what others wrote is not
+    (page.parent / "compare.png").unlink()
     names = {path.name for path in page.parent.iterdir()}
     assert names == {"report.html", "results.json", "acceptance.png", "loss.png", "speed.png"}
     assert json.loads((page.parent / "results.json").read_text()) == to_json(results())
@@ -582,6 +600,22 @@ def test_the_report_says_plainly_whether_speculation_pays_and_why(speedup, low, 
     assert measured is not None
     assert f"a step gives {measured.tokens_per_forward:.2f} tokens and takes 1.90 times" in sentence
     assert report.pays(with_speed(speedup, low, high)) == (speedup > 1)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_text_that_is_not_the_base_s_own_is_told_before_all_else(tmp_path: Path, wide: bool):
+    parted = Lossless(compared=3, identical=1, first_divergence_logit_gap=3.2, verdict="wrong")
+    tied = replace(parted, verdict="parted at a tie", float32=parted)
+    made = replace(with_speed(1.4, 1.3, 1.5), lossless=tied if wide else parted)
+    assert report.verdict(made).startswith("Decoding is wrong: ")
+    assert not report.pays(made)
+    told = dict(report.summary(made))["identical to the base alone"]
+    assert told.startswith("1 of 3 prompts, ")
+    assert "wrong" in told
+    assert 'class="verdict no"' in report.write_report(tmp_path, made, []).read_text()
+    none = Lossless(compared=0, identical=0, first_divergence_logit_gap=None)
+    drawn = replace(made, lossless=none)
+    assert "identical to the base alone" not in dict(report.summary(drawn))
 
 
 def test_the_console_shows_the_figures_and_the_verdict():

@@ -7,20 +7,23 @@ from typing import Any
 import pytest
 import torch
 
+from specheads.base.model import FrozenBase
 from specheads.baselines import PromptLookup
 from specheads.core.drafter import Drafter, Head
-from specheads.decoding.acceptance.sampling import Sampling, each_prompt
+from specheads.decoding.acceptance.sampling import Rows, Sampling, each_prompt
 from specheads.decoding.trees import policies
+from specheads.decoding.trees.coupling import over_vocabulary
 from specheads.decoding.trees.hybrid import Hybrid, HybridTree, Lookup
 from specheads.decoding.trees.sampled import Sampled
 from specheads.heads.load import build_for, kinds
 from specheads.measure.compare.run import compare_drafters
-from specheads.measure.counts import DepthCounts, paired_gain, tree_length
+from specheads.measure.counts import DepthCounts, paired_gain
 from specheads.measure.how import How
-from specheads.measure.offline import drawn_ranks, guess_ranks, measure_offline
+from specheads.measure.offline import drafted_from, guess_ranks, measure_offline
 from specheads.measure.online import decode_prompts, measure_online, write_alone
 from specheads.measure.replay import copied, replay
 from specheads.measure.speed import Arm
+from specheads.measure.tune.grow import follow
 from tests import tiny
 from tests.measure.test_measure import Habit
 
@@ -129,6 +132,42 @@ def test_where_nothing_is_drafted_a_chain_is_replayed():
 def many_prompts(count: int) -> list[list[int]]:
     generator = torch.Generator().manual_seed(3)
     return torch.randint(tiny.VOCAB, (count, 6), generator=generator).tolist()
+
+
+@torch.inference_mode()
+def drawn_ranks(
+    base: FrozenBase, head: Head, prompt: list[int], continuation: list[int], sampling: Sampling
+) -> torch.Tensor:
+    """Return 0 where rejection would keep the stored token as a draft of the head, and else 1.
+
+    The continuation was drawn from p, the base's distribution, and a draft is drawn from q, the
+    head's: given that the text says x, a draft was kept there with probability min(1, q(x) / p(x)).
+    One coin is tossed for each place and depth, so that `replay` of a chain has the distribution
+    of the real loop's counts, and not its very integers. Rows and columns are as in `guess_ranks`.
+
+    Source: min(p, q) = p min(1, q / p), of Leviathan et al. 2023, arXiv:2211.17192.
+    """
+    if len(continuation) < 2:
+        return torch.empty(0, head.depth, dtype=torch.long)
+    text = torch.tensor([prompt + continuation], device=base.device)
+    num_roots, first = len(continuation) - 1, len(prompt) - 1
+    features = base.read(text, head.aux_layers)
+    ranks = torch.full((num_roots, head.depth), -1)
+    coins = torch.Generator().manual_seed(sampling.seed)
+    anchors = drafted_from(text, first, num_roots)
+    for level, state in zip(range(num_roots), head.states(features, text, anchors), strict=False):
+        num_known = num_roots - level
+        before = torch.arange(first + 1 + level, text.shape[1] - 1, device=base.device)
+        each = text.expand(num_known, -1)
+        rows = Rows([sampling] * num_known, before, each, base.vocab_size)
+        logits = head.logits(state[0, first : first + num_known], level)[:, None]
+        paths, wanted = text[0, before][:, None, None], text[0, before + 1][:, None]
+        draft = rows.probs(over_vocabulary(head, logits, base.vocab_size), paths)[:, 0]
+        real = rows.probs(base.logits_of(features.hidden[0, before])[:, None], paths)[:, 0]
+        kept = draft.gather(1, wanted) / real.gather(1, wanted)
+        tossed = torch.rand(num_known, generator=coins, dtype=torch.float64)
+        ranks[:num_known, level] = (tossed >= kept[:, 0].double().cpu()).long()
+    return ranks
 
 
 @pytest.mark.slow
@@ -292,7 +331,6 @@ def test_medusas_trees_have_the_length_that_its_published_accuracies_give(size, 
             for rank, chance in enumerate(row)
         }
         worth |= level
-    best = sorted(worth, key=lambda path: (-worth[path], len(path)))[:nodes]
-    tree = policies.Static(best)
-    assert tree.num_nodes == nodes + 1
-    assert tree_length(rates, tree.paths) == pytest.approx(length, abs=1e-3)
+    best = follow(worth, [0.0] * rates.shape[1], nodes + 1, 5)
+    assert len({*best}) == nodes
+    assert 1.0 + sum(worth[path] for path in best) == pytest.approx(length, abs=1e-3)

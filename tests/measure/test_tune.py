@@ -286,6 +286,21 @@ def tuned_here(noise: float, effort: Effort = EFFORTS["evaluation"], how: How | 
     return tuning.choose(base, head, [texts], [1], how, effort)
 
 
+def test_a_prediction_has_its_interval_over_files_and_no_tree_is_larger_than_is_asked(machine):
+    machine(0.05)
+    effort, how = Effort(max_nodes=4), How(max_new_tokens=12)
+    alike = replace(how, sources=(*["a", "b"] * 3,))
+    each = tuned_here(1.0, effort, how)
+    together = tuned_here(1.0, replace(effort, decodes=False), alike)
+    assert any(row.interval[0] < row.interval[1] for row in each.tried[1:])
+    # a single file judges
+    assert all(row.interval[0] == row.interval[1] for row in together.tried[1:])
+    assert {row.tree for row in each.tried} >= {"best_first", "best_first+lookup"}
+    sizes = {(row.tree.endswith("+lookup"), row.num_nodes) for row in each.tried}
+    assert max(size for copied, size in sizes if not copied) == 4
+    assert max(size for copied, size in sizes if copied) == 4 + max(finals.COPIED)
+
+
 def own_of(chosen: Tried, tree: TunedTree) -> tuple[str, int]:
     return chosen.tree.removesuffix("+lookup"), tree.num_nodes
 
@@ -396,14 +411,30 @@ def test_what_users_ask_is_taken_whole_and_near_the_context(
     assert {*map(tokenizer.decode, given)} <= {*asked}
     assert len(given) == 4
     assert max(abs(len(one) - 40) for one in given) < 20
+    # a context that does not fit is refused, and of those that are tried unasked it is left out
+    monkeypatch.setattr(tuning, "CONTEXTS", (40, 10**5))
+    tuning.tune_head(base, head, replace(settings, contexts=[]))
+    with pytest.raises(InputError, match=r"contexts can be at most \d+, got 100000"):
+        tuning.tune_head(base, head, replace(settings, contexts=[40, 10**5]))
 
 
 def test_steps_are_timed_behind_texts_that_are_half_written_and_do_not_repeat_themselves():
     prompts, written = [[0], [1, 2, 3], [0], [6, 7]], [[0], [4, 5, -1, -1], [0], [8, -1, -1]]
-    rows = Texts(7, prompts, written, []).rows
+    rows = Texts(7, prompts, written, [], [""] * 4).rows
     assert rows(2) == [[7, 8, 1, 2, 3, 4, 5], [2, 3, 4, 5, 6, 7, 8]]
     assert rows(1, 1) == rows(1, 3) == [[2, 3, 4, 5, 6, 7, 8]]
-    assert Texts(3, prompts, written, []).rows(1) == [[3, 4, 5]]
+    assert Texts(3, prompts, written, [], [""] * 4).rows(1) == [[3, 4, 5]]
+
+
+def test_texts_of_one_file_grow_trees_or_judge_them_and_never_both():
+    #  file       a b a c b d    a and c grow trees, b and d judge them
+    prompts = [[place] for place in range(6)]
+    found = Texts(7, prompts, prompts, [], [*"abacbd"])
+    assert (found.grown.sources, found.judged.sources) == ([*"aac"], [*"bbd"])
+    assert found.judged.prompts == found.judged.continuations == [[1], [4], [5]]
+    # of a single file every other text does
+    single = Texts(7, prompts, prompts, [], ["a"] * 6)
+    assert (single.grown.prompts, single.judged.prompts) == (prompts[::2], prompts[1::2])
 
 
 def test_finalists_are_timed_on_as_many_texts_as_there_are_rounds(

@@ -12,6 +12,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from specheads.base.model import FrozenBase
+from specheads.base.own_settings import without_own_settings
 from specheads.decoding.acceptance.sampling import Sampling, each_prompt
 from specheads.decoding.loop import synchronise
 from specheads.decoding.trees import policies
@@ -138,7 +139,8 @@ class Rival:
         padded = [[0] * (width - len(prompt)) + prompt for prompt in prompts]
         mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
         ends = base.eos_ids if how.stop_at_eos else ()
-        with torch.random.fork_rng(), torch.inference_mode():
+        hidden = without_own_settings(base.model)
+        with torch.random.fork_rng(), torch.inference_mode(), hidden:
             torch.manual_seed(sampling.seed)
             out: Any = base.model.generate(  # pyright: ignore[reportCallIssue]
                 torch.tensor(padded, device=base.device),
@@ -151,7 +153,7 @@ class Rival:
 
 
 def _config(how: How, sampling: Sampling, ends: tuple[int, ...]) -> GenerationConfig:
-    """Return the settings in transformers' own words; a model's own defaults do not count."""
+    """Return the settings in transformers' own words."""
     drawn: dict[str, Any] = {}
     if sampling.temperature > 0:
         drawn = {

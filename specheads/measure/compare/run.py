@@ -41,6 +41,8 @@ def compare_heads(
     head's run has it; None is what `settings` say. Without prompts those that are named are loaded.
     """
     asked = asked or settings
+    # it is timed whatever an evaluation of the run was asked for
+    asked = replace(asked, evaluation=replace(asked.evaluation, mode="all"))
     prompts = check(asked, base, min(head.depth for head in heads.values()), prompts)
     model = load_draft_model(settings, base, chosen(settings))
     conditions = []
@@ -48,7 +50,7 @@ def compare_heads(
         context = decoded_context(one, prompts)
         bench = Bench.of(base, heads, settings, one, model, context)
         conditions.append(_measure(bench, prompts))
-    shown = replace(settings, draft_model=nearby(settings.draft_model))
+    shown = replace(settings, draft_model=nearby(settings.draft_model), seed=asked.seed)
     return Comparison(
         **subject(base, next(iter(heads.values())), prompts),
         heads={name: summary_of(head) for name, head in heads.items()},

@@ -7,6 +7,7 @@ from specheads.core.paths import writable_folder
 from specheads.measure.comparison import Comparison, Condition, DrafterRow
 from specheads.measure.plots import draw_comparison
 from specheads.measure.rates import Gain
+from specheads.measure.report.words import told_beside
 from specheads.measure.store import dumps
 from specheads.measure.tables import Fitted, with_interval
 from specheads.runs.directory import write_atomic
@@ -45,13 +46,13 @@ def table(condition: Condition) -> Fitted:
             _over(rows[first].over, name),
             with_interval(row.online.tokens_per_forward, row.online.interval),
             _without_loops(row),
-            _step(row),
+            _step(row.speed.draft_milliseconds or 0.0, row.speed.step_milliseconds),
             _text(row),
         )
         for name, row in rows.items()
     ]
     speed = rows[first].speed
-    step = f"0.00 + {speed.base_step_milliseconds:.2f}"
+    step = _step(0.0, speed.base_step_milliseconds)
     alone = f"{speed.base_tokens_per_second:.1f}"
     lines.append(("base alone", alone, "1.00", "", "1.00", "", step, ""))
     title = f"drafters at temperature {condition.temperature:g}, batch {batch}"
@@ -86,19 +87,15 @@ def _without_loops(row: DrafterRow) -> str:
     return with_interval(rest.tokens_per_forward, rest.interval) if rest else "none left"
 
 
-def _step(row: DrafterRow) -> str:
-    draft = row.speed.draft_milliseconds or 0.0
-    return f"{draft:.2f} + {max(row.speed.step_milliseconds - draft, 0):.2f}"
+def _step(draft: float, whole: float | None) -> str:
+    return "no second step" if whole is None else f"{draft:.2f} + {max(whole - draft, 0):.2f}"
 
 
 def _text(row: DrafterRow) -> str:
     held = row.lossless
     if not held.compared:
         return "other draws"
-    counts = f"{held.identical} of {held.compared}"
-    wide = held.float32
-    told = "" if held.verdict == "identical" else f", {held.verdict}"
-    return f"{counts}{told}" + (f"; float32: {wide.verdict}" if wide else "")
+    return f"{held.identical} of {held.compared}{told_beside(held)}"
 
 
 def write_comparison(folder: Path, comparison: Comparison) -> Path:

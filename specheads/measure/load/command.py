@@ -14,6 +14,7 @@ from specheads.core.paths import local_path, writable_folder
 from specheads.decoding.goodput import Goodput
 from specheads.decoding.payoff import chains
 from specheads.decoding.trees.tuned import FILE, Tuned
+from specheads.heads.layers.block import BlockHead
 from specheads.heads.untrusted import read_json
 from specheads.measure.load import accepted, arrivals, results
 from specheads.measure.load.hardware import ComputedCost, Machine, Size
@@ -33,7 +34,9 @@ class Sizes:
 
     parameters: int = 0
     draft_parameters: int = 0
-    """Of one drafted level."""
+    """Of one forward of the head."""
+    draft_levels: int = 1
+    """Levels that one forward of the head drafts."""
     position_numbers: int = 0
     """Numbers in the key-value cache for a position."""
 
@@ -41,16 +44,19 @@ class Sizes:
     def of(cls, base: FrozenBase, head: Head) -> "Sizes":
         """Return those of a base and a head.
 
-        Heads whose levels share one projection read all they have at each, others their level's.
+        Heads whose levels share one projection read all they have at each, others their level's;
+        a block is drafted at once.
         """
         own = sum(parameter.numel() for parameter in head.parameters())
         weights = [weight for weight, _ in head.projections()]
         is_shared = all(weight is weights[0] for weight in weights)
         is_own = any(weights[0] is parameter for parameter in head.parameters())
-        level = (own if is_shared else own // head.depth) + (0 if is_own else weights[0].numel())
+        # of one that is put together, the base's columns are borrowed and the others own
+        lent = 0 if is_own else len(weights[0]) * head.width
         return cls(
             parameters=base.num_parameters,
-            draft_parameters=level,
+            draft_parameters=(own if is_shared else own // head.depth) + lent,
+            draft_levels=head.depth if isinstance(head, BlockHead) else 1,
             position_numbers=base.slot_bytes // base.dtype.itemsize,
         )
 
@@ -88,7 +94,7 @@ def simulate_loads(settings: Simulate, sizes: Sizes | None = None) -> results.Lo
     """
     rates, texts = _acceptance(settings)
     system = _system(settings, sizes, rates)
-    depths = settings.depths or [0, len(rates)]
+    depths = list(dict.fromkeys(settings.depths or [0, len(rates)]))
     if max(depths) > len(rates):
         raise InputError(
             f"depths can be at most {len(rates)}, as acceptance is known of, got {max(depths)}"
@@ -203,6 +209,7 @@ def _computed(hardware: Hardware, known: Sizes, depth: int) -> ComputedCost:
             position_bytes=hardware.draft_position_bytes,
         ),
         window=float(hardware.window or math.inf),
+        levels=1 if hardware.draft_parameters else known.draft_levels,
     )
 
 
@@ -211,9 +218,9 @@ def _loads(settings: Simulate, system: System) -> Iterator[tuple[str, list[arriv
     if settings.arrivals:
         yield Path(settings.arrivals).name, arrivals.read_arrivals(settings.arrivals)
         return
-    for rate in settings.rates or _usual_rates(settings, system):
+    for rate in dict.fromkeys(settings.rates or _usual_rates(settings, system)):
         yield (
-            f"{rate:.3g}",
+            f"{rate:.15g}",
             arrivals.poisson(
                 rate,
                 settings.num_requests,
@@ -234,4 +241,5 @@ def _usual_rates(settings: Simulate, system: System) -> list[float]:
         system.prefill(settings.prompt_tokens) + settings.new_tokens * step / settings.max_batch
     )
     mean = sum(settings.parts) / len(settings.parts)
-    return [share / seconds / mean for share in SHARES]
+    # of three digits, as they are shown
+    return [float(f"{share / seconds / mean:.3g}") for share in SHARES]

@@ -53,9 +53,12 @@ class ComputedCost:
     machine: Machine
     base: Size
     draft: Size
-    """Of one level of drafting."""
+    """Of one forward of the drafter."""
     window: float = math.inf
     """Most positions of a row that the drafter attends to, attention sinks included."""
+    levels: int = 1
+    """Levels that a forward of the drafter drafts: above one all of a block, however many of them
+    are taken."""
 
     def forward(self, size: Size, tokens: int | float, positions: int | float) -> float:
         """Return what a forward over so many tokens takes that attend to so many positions."""
@@ -73,7 +76,9 @@ class ComputedCost:
         if depth == 0:
             return verified
         seen = batch * min(context, self.window)
-        return verified + depth * self.forward(self.draft, batch * (nodes - 1) / depth, seen)
+        read = self.levels if self.levels > 1 else (nodes - 1) / depth
+        forwards = -(-depth // self.levels)
+        return verified + forwards * self.forward(self.draft, batch * read, seen)
 
     def context(self, lengths: Sequence[int]) -> float:
         """Return the tokens of a row, on average: paged attention reads what rows hold."""

@@ -44,7 +44,6 @@ class Served:
     """What there is to copy after each of its new tokens."""
     known: Known | None
     """Where goodput decides."""
-    admitted: float = 0.0
     first: float = 0.0
     """When its first token was there."""
     finished: float = 0.0
@@ -186,8 +185,6 @@ class _Run:
     def _read(self, group: list[Served]) -> list[Served]:
         tokens = len(group) * max(row.arrival.prompt_tokens for row in group)
         seconds = self.system.prefill(tokens)
-        for row in group:
-            row.admitted = self.clock
         self.clock += seconds
         self.found.reading += seconds
         for row in group:

@@ -69,13 +69,15 @@ def _candidates(results: Results) -> Iterator[Headline]:
             meaning="Token for token; rounding may part two texts at a tie.",
             is_share=True,
         )
-    if found and found.per_depth and (first := found.per_depth[0]).offered:
+    if found and found.conditional_acceptance:
+        # drafts of one text depend on each other: its interval is over prompts
+        first, counts = found.conditional_acceptance[0], found.per_depth[0]
         yield Headline(
             name="first drafts accepted",
-            shown=f"{first.accepted / first.offered:.0%}",
-            value=first.accepted / first.offered,
-            interval=wilson(first.accepted, first.offered),
-            meaning=f"At depth 1: {first.accepted:,} of {first.offered:,}.",
+            shown=f"{first.rate:.0%}",
+            value=first.rate,
+            interval=first.interval,
+            meaning=f"At depth 1: {counts.accepted:,} of {counts.offered:,}.",
             is_share=True,
         )
 

@@ -148,7 +148,7 @@ def _verdict(results: Results) -> Markup:
 
 def _mood(results: Results) -> bool | None:
     """Tell whether speculation pays; None where nobody knows."""
-    if not words.drafts(results):
+    if not words.drafts(results) or words.wrong(results):
         return False
     if not results.speed or results.speed.interval[0] <= 1.0 < results.speed.speedup:
         return None

@@ -2,7 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 
-from specheads.measure.results import BaseQuality, Candidate, Drafting, Interval, Results
+from specheads.measure.exactness import IDENTICAL, WRONG
+from specheads.measure.results import (
+    BaseQuality,
+    Candidate,
+    Drafting,
+    Interval,
+    Lossless,
+    Results,
+)
 
 Rows = list[tuple[str, str]]
 
@@ -12,13 +20,37 @@ def drafts(results: Results) -> bool:
     return results.settings.num_nodes > 1
 
 
+def wrong(results: Results) -> bool:
+    """Tell whether a text is not the base's own, and rounding does not explain it."""
+    same = results.lossless
+    return bool(same) and WRONG in (same.verdict, same.float32.verdict if same.float32 else "")
+
+
 def pays(results: Results) -> bool:
-    """Tell whether speculation was faster than the base alone, where speed was measured."""
-    return drafts(results) and (not results.speed or results.speed.speedup > 1.0)
+    """Tell whether speculation was right, and faster than the base alone where that was timed."""
+    timed = not results.speed or results.speed.speedup > 1.0
+    return drafts(results) and timed and not wrong(results)
 
 
 def verdict(results: Results) -> str:
-    """Return in one or two sentences whether speculation pays on this machine, and why."""
+    """Return whether speculation pays on this machine, and why; first whether it is wrong."""
+    gain = _gain(results)
+    if not wrong(results):
+        return gain
+    return (
+        "Decoding is wrong: texts part from the base's own where rounding does not explain it. "
+        f"{gain}"
+    )
+
+
+def told_beside(held: Lossless) -> str:
+    """Return what is said behind the number of identical texts: why the others are not."""
+    own = "" if held.verdict in ("", IDENTICAL) else f", {held.verdict}"
+    return own + (f"; float32: {held.float32.verdict}" if held.float32 else "")
+
+
+def _gain(results: Results) -> str:
+    """Return in one or two sentences whether speculation is faster, and why."""
     speed, online = results.speed, results.online
     if not drafts(results):
         timed = len(results.tree_candidates) - 1
@@ -32,10 +64,9 @@ def verdict(results: Results) -> str:
         return "Speed was not measured."
     ratio, (low, high) = speed.speedup, speed.interval
     measured = f"{ratio:.2f}x the speed of the base alone (95 % interval {low:.2f} to {high:.2f})"
-    why = (
-        f"a step gives {online.tokens_per_forward:.2f} tokens and takes {speed.step_overhead:.2f} "
-        "times as long as a step of the base alone"
-    )
+    why = f"a step gives {online.tokens_per_forward:.2f} tokens"
+    if speed.step_overhead is not None:
+        why += f" and takes {speed.step_overhead:.2f} times as long as a step of the base alone"
     if ratio <= 1.0:
         return (
             f"Speculation does not pay on this machine: {measured}. The reason: {why}. A smaller "
@@ -101,8 +132,8 @@ def _against_base(results: Results) -> Rows:
         if loops.flagged and (rest := loops.without):
             text = _figure(rest.tokens_per_forward, rest.interval)
             rows.append(("tokens per forward without those", text))
-    if same:
-        text = f"{same.identical} of {same.compared} prompts"
+    if same and same.compared:
+        text = f"{same.identical} of {same.compared} prompts{told_beside(same)}"
         if (gap := same.first_divergence_logit_gap) is not None:
             text += f"; largest logit gap at a first difference {gap:.2g}"
         rows.append(("identical to the base alone", text))
@@ -111,8 +142,9 @@ def _against_base(results: Results) -> Rows:
             ("tokens per second, base alone", f"{speed.base_tokens_per_second:.1f}"),
             ("tokens per second, with head", f"{speed.tokens_per_second:.1f}"),
             ("speed-up", _figure(speed.speedup, speed.interval)),
-            ("time of a step over the base's", f"{speed.step_overhead:.3f}"),
         ]
+        if speed.step_overhead is not None:
+            rows.append(("time of a step over the base's", f"{speed.step_overhead:.3f}"))
     return rows
 
 

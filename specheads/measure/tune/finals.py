@@ -10,7 +10,7 @@ from specheads.decoding.cost import StepCost
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import HybridTree, own_tree
 from specheads.decoding.trees.tuned import Tried, TunedTree
-from specheads.measure.counts import DepthCounts, bootstrap_interval
+from specheads.measure.counts import DepthCounts, rate
 from specheads.measure.how import How
 from specheads.measure.online import decode_prompts
 from specheads.measure.replay import fixed, replay_texts
@@ -29,7 +29,7 @@ class Effort:
     """What a choice may cost."""
 
     max_nodes: int
-    """Nodes of the largest tree that is tried, root included."""
+    """Nodes of the largest tree that is tried, root included and copied text aside."""
     grid_rounds: int = 5
     """Bursts of steps for each tree that costs are fitted to."""
     rounds: int = 8
@@ -56,6 +56,7 @@ def finalists(
     out.
     """
     stops = _stops(base, head, texts, cost) if effort.decodes else []
+    stops = [one for one in stops if one.num_nodes <= effort.max_nodes]
     out: dict[int, list[Way]] = {}
     for batch in batches:
         found = search.predict(trees, texts.judged.ranks, cost, batch, texts.context)
@@ -64,7 +65,7 @@ def finalists(
         first = search.best(drafting).tree if drafting[0].speedup > 1 else drafting[0].tree
         others = [one.tree for one in drafting if abs(one.tree.num_nodes - first.num_nodes) > 1]
         chains = [one.tree for one in drafting if one.tree.name == "chain"]
-        dynamic = _dynamic(head, first) if effort.decodes else []
+        dynamic = _dynamic(head, first, effort.max_nodes) if effort.decodes else []
         picked: list[policies.TreePolicy] = [first, *others[:2], chains[0], *dynamic, *stops]
         picked += [
             HybridTree(one, size)
@@ -80,10 +81,11 @@ def finalists(
     return out
 
 
-def _dynamic(head: Head, first: policies.Static) -> list[policies.TreePolicy]:
+def _dynamic(head: Head, first: policies.Static, most: int) -> list[policies.TreePolicy]:
     """Return a best-first tree about as large as the best tree, where the head drafts enough."""
     branch = min(4, head.drafted_size or 4)
-    nodes = min(max(first.num_nodes, head.depth + 3), 1 + branch + (head.depth - 1) * 4 * branch)
+    most = min(most, 1 + branch + (head.depth - 1) * 4 * branch)
+    nodes = min(max(first.num_nodes, head.depth + 3), most)
     return [policies.BestFirst(nodes, head.depth, 4, branch)] if branch > 1 else []
 
 
@@ -118,8 +120,7 @@ def judge(
             each = _counts(base, drafter, tree, texts.judged, how)
             counts = DepthCounts.total(each, tree.depth)
             tokens, rates[tree] = counts.tokens_per_forward, counts.levels()
-            given = [one.new_tokens for one in each], [one.forwards for one in each]
-            interval = [bound / overhead for bound in bootstrap_interval(*given)]
+            interval = [bound / overhead for bound in rate(each).interval]
         if isinstance(tree, policies.Static) and not tree.confidence:
             alone = cost.seconds(batch, texts.context, 1, 0)
             fitted = tokens * alone
@@ -172,8 +173,8 @@ def _counts(
 ) -> list[DepthCounts]:
     """Return what forwards take on each text: by replay, or decoded where a step decides."""
     if fixed(tree) is not None:
-        return replay_texts(base, tree, texts.ranks, texts.pairs())
-    how = replace(how, tree=tree, batch_size=8)
+        return replay_texts(base, tree, texts.ranks, texts.pairs(), texts.sources)
+    how = replace(how, tree=tree, batch_size=8, sources=tuple(texts.sources))
     return [one.counts for one in decode_prompts(base, drafter, [*texts.prompts], how)]
 
 

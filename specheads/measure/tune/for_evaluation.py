@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
-from specheads.data.prompts import PromptSet
+from specheads.data.prompts import Prompt, PromptSet
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.named import fixed_policy
 from specheads.decoding.trees.tuned import Tuned
@@ -43,9 +43,11 @@ def choose_tree(
     asked = settings.evaluation
     if head.tuned and head.tuned.fits(base.device, base.dtype) and asked.temperature == 0:
         return head.tuned.best(asked.batch_size, context).policy(), None
-    how = replace(how_of(asked, settings.seed), max_new_tokens=TUNING_TOKENS)
+    prompts = tuning_prompts(settings, base)
+    how = how_of(asked, settings.seed, [one.source for one in prompts])
+    how = replace(how, max_new_tokens=TUNING_TOKENS)
     context = max(min(context, base.max_length - room(head.depth)), 1)
-    texts = write(base, head, tuning_prompts(settings, base), context, how)
+    texts = write(base, head, [one.tokens for one in prompts], context, how)
     tuned = choose(base, head, [texts], [asked.batch_size], how, QUICK)
     return tuned.trees[0].policy(), tuned
 
@@ -56,10 +58,10 @@ def candidates(tuned: Tuned) -> list[Candidate]:
     return [Candidate(**{name: getattr(row, name) for name in names}) for row in tuned.tried]
 
 
-def tuning_prompts(settings: Asked, base: FrozenBase) -> list[list[int]]:
-    """Return the token ids of validation prompts, on which trees are chosen."""
+def tuning_prompts(settings: Asked, base: FrozenBase) -> list[Prompt]:
+    """Return validation prompts, on which trees are chosen."""
     assert base.tokenizer is not None
     evaluation = settings.evaluation
     length, number = evaluation.prompt_tokens, evaluation.tune_prompts
-    tokens = prompts_for(settings.data, base.tokenizer, length, number, settings.seed)
-    return [one for one in tokens if len(one) <= base.max_length // 2] or tokens[:1]
+    found = prompts_for(settings.data, base.tokenizer, length, number, settings.seed)
+    return [one for one in found if len(one.tokens) <= base.max_length // 2] or found[:1]

@@ -1,6 +1,7 @@
 """Tune a head to this machine: measure costs and acceptance, search, time the best, choose."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 
 from torch import Tensor
@@ -9,6 +10,7 @@ from specheads.base.model import FrozenBase
 from specheads.config import Tune
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
+from specheads.data.prompts import Prompt
 from specheads.decoding.cost import StepCost
 from specheads.decoding.prompt_lookup import PromptLookup
 from specheads.decoding.trees import policies
@@ -26,6 +28,9 @@ from specheads.measure.tune.texts import Texts, prompts_for, write
 MOST_TOKENS = 512
 """Tokens of one forward that costs are fitted to: rows times nodes."""
 
+CONTEXTS = (64, 512)
+"""Tokens of the text so far, as far as the base holds them, where none are asked for."""
+
 GRID = (4, 8, 16, 32, 64)
 """Nodes of the trees that costs are fitted to, besides the chains."""
 
@@ -34,21 +39,24 @@ def tune_head(base: FrozenBase, head: Head, settings: Tune) -> Tuned:
     """Choose how a head drafts, for each batch and context that the settings name."""
     needed = max(settings.new_tokens, room(head.depth + max(COPIED)))
     longest = base.max_length - needed
-    contexts = [one for one in settings.contexts if one <= longest]
-    if not contexts:
+    contexts = settings.contexts or [one for one in CONTEXTS if one <= longest]
+    if not contexts or max(contexts) > longest:
         raise InputError(
             f"a context needs room for {needed} tokens more, and the base holds "
-            f"{base.max_length}; lower contexts or new_tokens"
+            f"{base.max_length}: contexts can be at most {longest}, got "
+            f"{max(contexts or CONTEXTS)}; lower contexts or new_tokens"
         )
     how = How(max_new_tokens=settings.new_tokens, progress=True)
-    texts = [
-        write(base, head, _prompts(base, settings, one, longest), one, how) for one in contexts
-    ]
+    texts = []
+    for one in contexts:
+        prompts = _prompts(base, settings, one, longest)
+        each = replace(how, sources=tuple(prompt.source for prompt in prompts))
+        texts.append(write(base, head, [prompt.tokens for prompt in prompts], one, each))
     effort = Effort(max_nodes=settings.max_nodes)
     return choose(base, head, texts, settings.batch_sizes, how, effort)
 
 
-def _prompts(base: FrozenBase, settings: Tune, context: int, longest: int) -> list[list[int]]:
+def _prompts(base: FrozenBase, settings: Tune, context: int, longest: int) -> list[Prompt]:
     """Return validation prompts, whole, of about so many tokens, and at most of the longest.
 
     Windows of text have just as many. What users ask has the length that it has: of four times as
@@ -57,12 +65,12 @@ def _prompts(base: FrozenBase, settings: Tune, context: int, longest: int) -> li
     if base.tokenizer is None:
         raise InputError(f"tuning reads text: the base {base.name} needs a tokenizer")
     asked = base.tokenizer, context, 4 * settings.num_prompts, settings.seed
-    found = [one for one in prompts_for(settings.data, *asked) if len(one) <= longest]
+    found = [one for one in prompts_for(settings.data, *asked) if len(one.tokens) <= longest]
     if len(found) < 2:
         raise InputError(
             f"tuning needs 2 prompts of about {context} tokens, got {len(found)}; lower contexts"
         )
-    nearest = sorted(range(len(found)), key=lambda place: abs(len(found[place]) - context))
+    nearest = sorted(range(len(found)), key=lambda place: abs(len(found[place].tokens) - context))
     return [found[place] for place in sorted(nearest[: settings.num_prompts])]
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -10,8 +11,9 @@ from specheads.base.model import FrozenBase
 from specheads.config import Data
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
-from specheads.data.prompts import held_out
+from specheads.data.prompts import Prompt, held_out
 from specheads.decoding.acceptance.sampling import each_prompt
+from specheads.measure.counts import number_sources
 from specheads.measure.how import How
 from specheads.measure.offline import guess_ranks
 from specheads.measure.online import write_alone
@@ -29,6 +31,8 @@ class Texts:
     continuations: Sequence[list[int]]
     ranks: Sequence[Tensor]
     """Of each continuation: see `guess_ranks`."""
+    sources: Sequence[str]
+    """What each prompt was cut from: see `How.sources`."""
 
     @property
     def grown(self) -> "Texts":
@@ -41,9 +45,18 @@ class Texts:
         return self._from(1) if len(self.prompts) > 1 else self
 
     def _from(self, first: int) -> "Texts":
-        every = slice(first, None, 2)
-        parts = self.prompts[every], self.continuations[every], self.ranks[every]
-        return Texts(self.context, *parts)
+        """Return the texts of every other source; where there is one, every other text."""
+        numbers = number_sources(self.sources)
+        if not any(numbers):
+            numbers = range(len(self.sources))
+        half = [number % 2 == first for number in numbers]
+        return Texts(
+            self.context,
+            [*compress(self.prompts, half)],
+            [*compress(self.continuations, half)],
+            [*compress(self.ranks, half)],
+            [*compress(self.sources, half)],
+        )
 
     def pairs(self) -> list[tuple[list[int], list[int]]]:
         """Return each prompt with what the base wrote after it."""
@@ -67,21 +80,21 @@ class Texts:
 
 def prompts_for(
     data: Data, tokenizer: PreTrainedTokenizerBase, length: int, number: int, seed: int
-) -> list[list[int]]:
-    """Return the token ids of validation prompts, which trees are chosen on and not judged."""
+) -> list[Prompt]:
+    """Return validation prompts, which trees are chosen on and heads are not measured on."""
     asked = tokenizer, length, number, seed
     try:
-        found = held_out(data, "validation", *asked)
+        return held_out(data, "validation", *asked)
     except InputError:
         # of few documents none may be held out, or none is as long
-        found = held_out(data, "train", *asked)
-    return [prompt.tokens for prompt in found]
+        return held_out(data, "train", *asked)
 
 
 def write(base: FrozenBase, head: Head, prompts: list[list[int]], context: int, how: How) -> Texts:
     """Have the base continue prompts; rank what it says among the head's guesses.
 
-    Above temperature zero guesses are ranked as `how` lets drafts see the noise.
+    Above temperature zero guesses are ranked as `how` lets drafts see the noise. It says what the
+    prompts were cut from, too.
     """
     if not prompts:
         raise InputError(
@@ -93,4 +106,4 @@ def write(base: FrozenBase, head: Head, prompts: list[list[int]], context: int, 
         guess_ranks(base, head, *text, width=WIDTH, sampling=one, coupled=how.coupled)
         for *text, one in bar(list(each), "guesses", how.progress)
     ]
-    return Texts(context, prompts, texts, ranks)
+    return Texts(context, prompts, texts, ranks, how.sources_of(prompts))

@@ -12,6 +12,7 @@ import pytest
 from specheads.decoding.cost import ForwardCost, StepCost
 from specheads.decoding.payoff import Draft, chains
 from specheads.decoding.trees.tuned import MatchRates
+from specheads.heads.load import build_for
 from specheads.measure.load.accepted import (
     Copy,
     drawn,
@@ -21,9 +22,11 @@ from specheads.measure.load.accepted import (
     recorded,
 )
 from specheads.measure.load.arrivals import Arrival, poisson, read_arrivals
+from specheads.measure.load.command import Sizes
 from specheads.measure.load.hardware import ComputedCost, Machine, Size
 from specheads.measure.load.results import Load, draw, summarise, table
 from specheads.measure.load.simulate import Simulation, System, simulate
+from tests import tiny
 
 RATES = [0.8, 0.7, 0.6, 0.5]
 
@@ -49,8 +52,9 @@ def system(
     )
 
 
-def waits(found: Simulation) -> list[float]:
-    return [one.admitted - one.arrival.seconds for one in found.served]
+def waits(found: Simulation, read: float) -> list[float]:
+    """Return what each waits before its prompt is read, which takes so long."""
+    return [one.first - read - one.arrival.seconds for one in found.served]
 
 
 @pytest.mark.parametrize(
@@ -62,7 +66,7 @@ def test_the_mean_wait_is_that_of_m_d_1(load):
     arrivals = poisson(load / 0.5, number, prompt_tokens=1, new_tokens=2, seed=3)
     served = simulate(system(linear(0.25), prefill=0.25), arrivals, [recorded([[0]])], 0)
     theory = load * 0.5 / (2 * (1 - load))
-    assert np.mean(waits(served)) == pytest.approx(theory, rel=0.03)
+    assert np.mean(waits(served, 0.25)) == pytest.approx(theory, rel=0.03)
 
 
 def test_littles_law_holds_for_those_who_are_served_and_for_all():
@@ -91,7 +95,7 @@ def test_a_step_of_an_engine_is_drawn_as_the_engine_takes_it():
     first, second = found.served
     assert [(one.began, one.batch) for one in found.steps] == [(1, 1), (4, 2), (6, 2)]
     assert (first.first, first.finished) == (1.0, 8.0)
-    assert (second.admitted, second.first, second.finished) == (3.0, 4.0, 8.0)
+    assert (second.first, second.finished) == (4.0, 8.0)
 
 
 def test_recorded_lengths_are_replayed_where_they_stand_in_the_text():
@@ -346,6 +350,29 @@ def test_a_window_as_long_as_the_text_drafts_at_the_cost_of_the_base():
     alone = cost.seconds(4, 1000, 1, 0)
     assert cost.seconds(4, 1000, 3, 2) == pytest.approx(3 * alone)
     assert streaming(1000.0).seconds(4, 1000, 3, 2) == cost.seconds(4, 1000, 3, 2)
+
+
+def test_a_block_is_drafted_in_one_forward_however_much_of_it_is_taken():
+    small = Size(parameters=10**9, weight_bytes=2 * 10**9, position_bytes=0)
+    cost = ComputedCost(machine=A100, base=LLAMA, draft=small, levels=7)
+    drafts = [
+        cost.seconds(1, 100, nodes, depth) - cost.seconds(1, 100, nodes, 0)
+        for nodes, depth in ((2, 1), (8, 7), (30, 7))
+    ]
+    assert drafts == pytest.approx([2e9 / 2e12] * 3)
+    # of many rows arithmetic counts, of all slots of every block
+    many = cost.seconds(512, 100, 2, 1) - cost.seconds(512, 100, 2, 0)
+    assert many == pytest.approx(2e9 * 512 * 7 / 312e12)
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark", "medusa"])
+def test_a_head_counts_what_is_its_own_once_and_a_block_head_drafts_all_levels_at_once(kind: str):
+    base = tiny.base()
+    head = build_for({"kind": kind, "depth": 3}, base)
+    sizes, own = Sizes.of(base, head), sum(one.numel() for one in head.parameters())
+    lent = tiny.VOCAB * base.width
+    whole = {"medusa": own // 3}.get(kind, own + lent)
+    assert (sizes.draft_parameters, sizes.draft_levels) == (whole, 1 if kind == "medusa" else 3)
 
 
 def test_speculation_over_a_window_gains_from_a_batch_in_long_texts_and_loses_in_short_ones():
