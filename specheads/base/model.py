@@ -110,18 +110,25 @@ class FrozenBase(Forwards):
         if isinstance(device, Sharding):
             device.apply(loaded)
         base = cls(loaded, tokenizer, name=str(model), compile=compile, exact=exact)
-        base.place, base.adapter, base.revision = loaded.name_or_path, str(adapter), revision
+        base.place, base.adapter, base.revision = loaded.name_or_path, _placed(adapter), revision
         base.sharding = device if isinstance(device, Sharding) else None
         return base
 
     def merge(self, adapter: str | Path) -> None:
         """Add a LoRA adapter to the weights, for good: from here on this is another base.
 
-        Heads that borrow the base's tensors have to be bound after this. As `lora.merge`.
+        One that it holds already is not added again. Heads that borrow the base's tensors have to
+        be bound after this. As `lora.merge`.
         """
+        if self.holds(adapter):
+            return
         lora.merge(self.model, adapter)
         for_few_rows(self.model)
-        self.adapter = str(adapter)
+        self.adapter = _placed(adapter)
+
+    def holds(self, adapter: str | Path) -> bool:
+        """Return whether this adapter was the last to be merged, by whatever path it is named."""
+        return self.adapter == _placed(adapter)
 
     @property
     def num_parameters(self) -> int:
@@ -180,6 +187,11 @@ class FrozenBase(Forwards):
 
     def __exit__(self, *error: object) -> None:
         self.release()
+
+
+def _placed(adapter: str | Path) -> str:
+    """Return a folder's one name, whatever it was called by; a Hub id as it is."""
+    return str(Path(adapter).resolve() if adapter and Path(adapter).is_dir() else adapter)
 
 
 def _freeze(model: PreTrainedModel) -> Callable[[], None]:

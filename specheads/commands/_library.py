@@ -122,7 +122,8 @@ def evaluate(
     if settings.run:
         made, trained = own(settings, words)
         given = prompt_set(prompts, trained)
-        return _measure(made, trained, base or load_base(trained), settings.out, given)
+        base = base or load_base(trained)
+        return _measure(made, trained, base, settings.out, given, force=settings.force)
     base, head = objects(settings, base, head, "evaluate")
     results = evaluate_head(base, head, settings, prompt_set(prompts, settings))
     if settings.out:
@@ -165,9 +166,7 @@ def export(
         made, trained = own(settings, words)
         made.refuse_unfinished("exported")
         base, prompts, corpus = base or load_base(trained), trained.evaluation.prompts, trained.data
-        if made.adapter.is_dir() and base.adapter != str(made.adapter):
-            base.merge(made.adapter)
-        head = load_head(made.head, base)
+        head = head_of(made, base, force=settings.force)
     base, head = objects(settings, base, head, "export")
     texts = gate_texts(base, head, settings, settings.prompts or prompts, corpus)
     serve, parity = export_head(head, base, settings.engine, Path(settings.out), texts)
@@ -249,6 +248,13 @@ def objects(
     return base, head or load_head(settings.head_path, base, force=settings.force)
 
 
+def head_of(run: RunDirectory, base: FrozenBase, *, force: bool) -> Head:
+    """Return the head of a run, on its base with what joint training added to that."""
+    if run.adapter.is_dir():
+        base.merge(run.adapter)
+    return load_head(run.head, base, force=force)
+
+
 def prompt_set(given: Prompts, settings: Asked) -> PromptSet | None:
     """Return prompts that are given as token ids; a name goes into the settings."""
     if given is None:
@@ -265,9 +271,11 @@ def _measure(
     base: FrozenBase,
     out: str = "",
     prompts: PromptSet | None = None,
+    *,
+    force: bool = False,
 ) -> Results:
     """Evaluate a run and write its report; into its own folder, its card as well."""
-    results, head = evaluate_run(run, settings, base, prompts)
+    results, head = evaluate_run(run, settings, base, prompts, force=force)
     folder = Path(out) if out else run.report
     report.write_report(folder, results, read_metrics(run.metrics))
     if not out:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from specheads.base.model import FrozenBase
-from specheads.commands._library import load_base, objects, own, settings_for
+from specheads.commands._library import head_of, load_base, objects, own, settings_for
 from specheads.config import Tune
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
@@ -13,7 +13,6 @@ from specheads.core.files import write_atomic
 from specheads.core.paths import local_path, writable_folder
 from specheads.core.records import dumps
 from specheads.decoding.trees.tuned import FILE, Tuned
-from specheads.heads.load import load_head
 from specheads.measure.tune.run import tune_head
 from specheads.runs.directory import RunDirectory
 
@@ -42,9 +41,7 @@ def tune(
         made, trained = own(settings, words)
         made.refuse_unfinished("tuned")
         base = base or load_base(trained)
-        if made.adapter.is_dir():
-            base.merge(made.adapter)
-        head = load_head(made.head, base)
+        head = head_of(made, base, force=settings.force)
         settings = replace(settings, data=trained.data, seed=trained.seed)
     else:
         base, head = objects(settings, base, None, "tune")

@@ -19,7 +19,6 @@ from specheads.core.errors import InputError, printable
 from specheads.decoding.acceptance.sampling import Sampling
 from specheads.decoding.fitting import default_tree
 from specheads.decoding.trees.named import fixed_policy
-from specheads.heads.load import load_head
 
 WIDE = 80
 """Columns from which on two answers stand side by side."""
@@ -70,9 +69,7 @@ def _opened(settings: Chat, overrides: Sequence[str]) -> tuple[FrozenBase, Head]
     made, trained = _library.own(settings, _compose.lengthen("chat", overrides))
     made.refuse_unfinished("talked to")
     base = _library.load_base(trained)
-    if made.adapter.is_dir():
-        base.merge(made.adapter)
-    return base, load_head(made.head, base)
+    return base, _library.head_of(made, base, force=settings.force)
 
 
 def _lines(console: Console, dialogue: Dialogue) -> Iterator[str]:

@@ -5,8 +5,7 @@ falls, and nothing is logged. So both sides draft from every position of text th
 itself; logits must agree, and a chain's walk over the text must count the same integers.
 """
 
-from collections.abc import Sequence
-from copy import deepcopy
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from specheads.core.drafter import Features, Head
 from specheads.core.errors import InputError
 from specheads.decoding.trees import policies
 from specheads.export.readers import BaseView, Guess, Reader
+from specheads.heads.load import copy_of
 from specheads.measure.counts import DepthCounts
 from specheads.measure.replay import replay
 from specheads.measure.results import Depth
@@ -51,30 +51,28 @@ class Expected:
 
 
 @torch.no_grad()
-def expect(head: Head, base: FrozenBase, texts: Sequence[Text]) -> list[Expected]:
-    """Return what an export of this head has to draft; in float64 on the CPU."""
-    own = deepcopy(head).cpu().double()
-    expected = []
-    for text in bar(texts, "drafts of the head", shown=True):
-        view = look(base, *text)
-        own.bind(view.embedding, view.projection)
-        expected.append(Expected(text, view, guess(own, view)))
-    return expected
+def expect(head: Head, base: FrozenBase, texts: Sequence[Text]) -> Iterator[Expected]:
+    """Yield what an export of this head has to draft, a text at a time; in float64 on the CPU."""
+    own, lent = copy_of(head).cpu(), tables(base)
+    own.bind(*lent)
+    own.double()
+    for text in bar(texts, "drafts of head and export", shown=True):
+        view = look(base, *text, *lent)
+        yield Expected(text, view, guess(own, view))
 
 
 @torch.no_grad()
-def check(expected: Sequence[Expected], folder: Path, read: Reader) -> Parity:
+def check(expected: Iterable[Expected], folder: Path, read: Reader) -> Parity:
     """Hold an export against the head it was made of; no tensor may be left over either."""
     counts: list[tuple[DepthCounts, DepthCounts]] = []
     differences: list[list[float]] = []
-    depth = len(expected[0].guesses)
-    for one in bar(expected, "drafts of the export", shown=True):
-        theirs = list(read(folder, one.view, depth))
+    for one in expected:
+        theirs = list(read(folder, one.view, len(one.guesses)))
         counts.append((_walk(one.guesses, *one.text), _walk(theirs, *one.text)))
         pairs = zip(one.guesses, theirs, strict=True)
         differences.append([_difference(*pair, level) for level, pair in enumerate(pairs)])
     own_counts, other_counts = (
-        DepthCounts.total(side, depth) for side in zip(*counts, strict=True)
+        DepthCounts.total(side, len(differences[0])) for side in zip(*counts, strict=True)
     )
     pairs = zip(own_counts.per_depth(), other_counts.per_depth(), strict=True)
     for depth, (own, other) in enumerate(pairs):
@@ -98,18 +96,28 @@ def _walk(guesses: Sequence[Guess], prompt: list[int], continuation: list[int]) 
     return replay(hits(guesses, prompt, continuation), policies.chain(len(guesses)))
 
 
-def look(base: FrozenBase, prompt: list[int], continuation: list[int]) -> BaseView:
-    """Return what an engine has of the base on one text, in float64 on the CPU."""
+def tables(base: FrozenBase) -> tuple[Tensor, Tensor]:
+    """Return the base's embedding and projection in float64 on the CPU."""
+    return _wide(base.embedding), _wide(base.projection.scaled_weight)
+
+
+def look(
+    base: FrozenBase,
+    prompt: list[int],
+    continuation: list[int],
+    embedding: Tensor,
+    projection: Tensor,
+) -> BaseView:
+    """Return what an engine has of the base, whose `tables` are given, on one text."""
     tokens = torch.tensor([prompt + continuation])
     read = base.read(tokens.to(base.device), tuple(range(base.num_layers + 1)))
     assert read.aux is not None
+    streams = tuple(_wide(read.aux[0]).split(base.width, dim=-1))
+    return BaseView(streams, _wide(read.hidden[0]), tokens[0], embedding, projection)
 
-    def wide(values: Tensor) -> Tensor:
-        return values.detach().cpu().double()
 
-    streams = tuple(wide(read.aux[0]).split(base.width, dim=-1))
-    projection = wide(base.projection.scaled_weight)
-    return BaseView(streams, wide(read.hidden[0]), tokens[0], wide(base.embedding), projection)
+def _wide(values: Tensor) -> Tensor:
+    return values.detach().cpu().double()
 
 
 def guess(head: Head, view: BaseView) -> list[Guess]:

@@ -7,6 +7,7 @@ plug-in is specheads/export/plugins/vllm.py; `layouts/vllm.py` is what it is giv
 docs/export_matrix.md.
 """
 
+import shlex
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +39,17 @@ def drafted_tokens(head: Head) -> int:
     the head's levels where it was not tuned.
     """
     return max(head.tuned.best(1, 1).depth, 1) if head.tuned else head.depth
+
+
+def named_base(base: FrozenBase) -> str:
+    """Return a base as a command line names it, with its revision where that is not `main`."""
+    place = shlex.quote(base.place)
+    local = base.adapter or Path(base.place).exists()
+    return (
+        place
+        if local or base.revision == "main"
+        else f"{place} --revision {shlex.quote(base.revision)}"
+    )
 
 
 def stored_dtype(head: Head) -> str:

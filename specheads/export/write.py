@@ -13,6 +13,7 @@ from specheads.base.model import FrozenBase
 from specheads.config import Data, Export
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
+from specheads.core.files import sweep
 from specheads.core.paths import writable_folder
 from specheads.data.prompts import load_prompts
 from specheads.export.engines import find_layout
@@ -39,21 +40,17 @@ def export_head(
         ValueError: The engine cannot serve this head, or `out` holds something else, or the gate
             refuses. Nothing is written then.
     """
-    layout = find_layout(head, base, engine)
-    out = writable_folder(out)
-    if out.exists() and not (out / RECORD).is_file() and (not out.is_dir() or any(out.iterdir())):
-        raise InputError(
-            f"out= must be a new or empty folder, or an earlier export; {out} holds other files"
-        )
+    layout, out = find_layout(head, base, engine), _place(out, base)
     merged = bool(base.adapter)
     if merged:
         base.place = str(out / BASE)
-    folder, expected = layout.write(head, base, out), expect(head, base, texts)
+    folder = layout.write(head, base, out)
+    sweep(out.parent, out.name)
     with atomic_folder(out) as scratch:
         save(folder, scratch)
         if merged:
             save_base(base, scratch / BASE)
-        parity = check(expected, scratch, layout.read)
+        parity = check(expect(head, base, texts), scratch, layout.read)
         record = {
             "engine": engine,
             "head": {"kind": head.kind, "depth": head.depth},
@@ -65,6 +62,30 @@ def export_head(
     return folder.serve, parity
 
 
+def _place(out: Path, base: FrozenBase) -> Path:
+    """Return the folder an export becomes, or replaces as a whole; refuse one it may not."""
+    out = writable_folder(out)
+    if not out.exists():
+        return out
+    if not (out / RECORD).is_file() and (not out.is_dir() or any(out.iterdir())):
+        raise InputError(
+            f"out= must be a new or empty folder, or an earlier export; {out} holds other files"
+        )
+    # files are filled in beside it, and take its place
+    writable_folder(out.parent)
+    held = {"your working folder": Path.cwd()}
+    if not base.adapter and Path(base.place).exists():
+        held["its base"] = Path(base.place).resolve()
+    reasons = [f"holds {what}" for what, place in held.items() if place.is_relative_to(out)]
+    if out.is_mount():
+        reasons = ["is a mount"]
+    if reasons:
+        raise InputError(
+            f"out= is replaced as a whole, and {out} {reasons[0]}; name another folder"
+        )
+    return out
+
+
 def gate_texts(
     base: FrozenBase, head: Head, settings: Export, prompts: str, corpus: Data | None = None
 ) -> list[Text]:
@@ -72,16 +93,17 @@ def gate_texts(
 
     The prompts `held_out` are those of the `corpus`.
     """
+    # told before the base writes texts
+    if settings.engine:
+        find_layout(head, base, settings.engine)
     if settings.out:
-        # told before the base writes texts
-        writable_folder(settings.out)
+        _place(Path(settings.out), base)
     if base.tokenizer is None:
         raise InputError(f"the parity gate reads text: the base {base.name} needs a tokenizer")
     length, needed = settings.prompt_tokens, head.depth + 2
-    if min(settings.num_prompts, length) < 1 or settings.new_tokens < needed:
+    if settings.new_tokens < needed:
         raise InputError(
-            f"the parity gate needs num_prompts >= 1, prompt_tokens >= 1 and new_tokens >= "
-            f"{needed}, got {settings.num_prompts}, {length} and {settings.new_tokens}"
+            f"the parity gate needs new_tokens >= {needed}, got {settings.new_tokens}; set that"
         )
     found = load_prompts(
         prompts,

@@ -56,7 +56,8 @@ def take_maps(head: Head, named: dict[str, Tensor]) -> None:
 def _check_draft_ids(head: Head, ids: Tensor | None) -> None:
     if ids is None:
         return
-    if ids.is_floating_point() or ids[0] < 0 or ids[-1] >= head.vocab_size or ids.diff().min() < 1:
+    inside = ids[0] >= 0 and ids[-1] < head.vocab_size
+    if ids.is_floating_point() or not inside or (ids.diff() < 1).any():
         raise InputError(
             f"tokens that can be drafted must grow within 0 and {head.vocab_size}; repair the "
             "checkpoint's map"

@@ -140,9 +140,14 @@ def resume_head(path: str | Path, base: FrozenBase, kind: str) -> Head:
     return head
 
 
+def copy_of(head: Head) -> Head:
+    """Return a copy with its own parameters; buffers, which nobody writes, are shared."""
+    return deepcopy(head, {id(buffer): buffer for buffer in head.buffers()})
+
+
 def drafter_of(head: Head, base: FrozenBase) -> Head:
     """Return a copy that drafts of a head that may be in training, which is left as it is."""
-    drafter = deepcopy(head).eval().requires_grad_(False)
+    drafter = copy_of(head).eval().requires_grad_(False)
     fit(drafter, base, force=True)
     return drafter
 

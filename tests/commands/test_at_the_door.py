@@ -35,7 +35,8 @@ SETTINGS = (
     "data=mixture data.sources={a:{source:web,path:x}}",
     "data=mixture data.sources={a:{source:python_stdlib,weight:-1}}", "evaluation.mode=fast",
     "evaluation.temperature=0.5 evaluation.acceptance=rejection evaluation.mode=offline",
-    f"evaluation.prompts={LONG}.jsonl",
+    f"evaluation.prompts={LONG}.jsonl", "evaluation.max_new_tokens=2",
+    "evaluation.mode=offline evaluation.max_new_tokens=1",
 )  # fmt: skip
 
 TREES = (
@@ -121,6 +122,15 @@ def test_a_file_without_a_first_row_is_refused_before_the_base_is_loaded(
     assert told in said
     assert len(said.splitlines()) == 1
     assert "mine.jsonl" in said
+
+
+def test_a_folder_that_is_no_recipe_s_is_refused_before_anything_is_measured(
+    tmp_path: Path, capsys: Any
+):
+    with pytest.raises(SystemExit) as left:
+        call("evaluate", ["run=no/such/run", f"record={tmp_path}"])
+    assert left.value.code == 2
+    assert "record needs a recipe's folder" in capsys.readouterr().err
 
 
 # the readers' own tests are quick; here each reads the base and the text before it

@@ -151,9 +151,11 @@ def test_a_head_without_its_run_is_measured_by_the_short_names(
 def test_evaluate_keeps_the_run_s_own_settings_but_for_those_asked_for(
     finished: tuple[Path, str], here: Callable[..., None]
 ):
-    here("evaluate", "run=runs/smoke", "tree=chain", "temperature=0.9", "num_prompts=1", "out=warm")
+    asked = "tree=chain", "temperature=0.9", "num_prompts=1", "seed=5", "mode=online"
+    here("evaluate", "run=runs/smoke", *asked, "out=warm")
     results = json.loads((finished[0] / "warm" / "results.json").read_text())
     assert results["settings"]["temperature"] == 0.9
+    assert results["settings"]["seed"] == 5
     # the run was made with 8 new tokens, the default is 128
     assert results["settings"]["max_new_tokens"] == 8
     assert results["prompts"]["count"] == 1
@@ -358,6 +360,8 @@ def test_training_starts_from_a_head_that_is_named(
     here(
         "train", "recipe=smoke", "name=further", "init=runs/smoke/head", "evaluate_after=false",
         "schedule.phases.corpus.steps=2", "~schedule.phases.distilled",
+        # the head's own three count, and not what is said of one here
+        "head.depth=2", "schedule.phases.corpus.depth_weights=[1,1,1]",
     )  # fmt: skip
     first = read_metrics(cwd / "runs" / "smoke" / "metrics.jsonl")[0]["loss"]
     assert read_metrics(cwd / "runs" / "further" / "metrics.jsonl")[0]["loss"] < first
@@ -463,9 +467,10 @@ def test_compare_above_temperature_zero_has_the_head_draft_in_three_ways(
 ):
     here(
         "compare", "run=runs/smoke", "tree=chain", "num_prompts=2", "max_new_tokens=8",
-        "temperature=1.0", "drafters=[head]", "evaluation.speed_prompts=1", "out=warmer",
+        "temperature=1.0", "drafters=[head]", "evaluation.speed_prompts=1", "seed=5", "out=warmer",
     )  # fmt: skip
     found = json.loads((finished[0] / "warmer" / "compare.json").read_text())
+    assert found["settings"]["seed"] == 5
     (condition,) = found["conditions"]
     rows = condition["drafters"]
     assert list(rows) == ["head", "head_uncoupled", "head_rejection"]

@@ -1,6 +1,7 @@
 """The library as Python calls it: it prints nothing, returns types, and raises ValueError."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -125,6 +126,24 @@ def test_a_head_is_compared_exported_and_listed_from_python(
     assert capsys.readouterr().out == ""
 
 
+def test_a_run_s_head_is_taken_onto_another_base_by_force_alone(
+    run: tuple[RunDirectory, list[str]], base: specheads.FrozenBase, tmp_path: Path
+):
+    made = RunDirectory(shutil.copytree(run[0].path, tmp_path / "run"))
+    file = made.head / "config.json"
+    known = json.loads(file.read_text())
+    file.write_text(json.dumps(known | {"base_fingerprint": "0" * 16 + "-" + "0" * 16}))
+    few, out = ["tree=chain", "mode=offline", *SMALL], tmp_path / "out"
+    export = ["num_prompts=1", "new_tokens=8"]
+    for call, words in (
+        (lambda more: specheads.evaluate(made.path, more, base=base, out=out), few),
+        (lambda more: specheads.export(made.path, "vllm", tmp_path / "x", more, base=base), export),
+    ):
+        with pytest.raises(ValueError, match="overrule with force=true"):
+            call(words)
+        assert call([*words, "force=true"])
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -132,6 +151,7 @@ def test_a_head_is_compared_exported_and_listed_from_python(
         (lambda: specheads.train("smoke", ["stepz=3"]), "stepz"),
         (lambda: specheads.evaluate("nowhere"), "nowhere has none"),
         (lambda: specheads.evaluate(), "name what to evaluate"),
+        (lambda: specheads.evaluate("a", ["head=b"]), "got run=a and head=b; name one"),
         (lambda: specheads.compare(), "name what to compare"),
         (lambda: specheads.export("nowhere", "oven", "out"), "engine must be one of"),
         (lambda: specheads.push("nowhere", "no id"), "repo=USER/NAME"),

@@ -19,7 +19,7 @@ from specheads.core.errors import InputError
 from specheads.decoding.generate import generate
 from specheads.decoding.trees import policies
 from specheads.export.engines import engine_module, engines, find_layout, objection
-from specheads.export.gate import check, expect, guess, look
+from specheads.export.gate import check, expect, guess, look, tables
 from specheads.export.layout import RECORD
 from specheads.export.readers import BaseView, Guess, blocks, eagle3, medusa, mlp_speculator
 from specheads.export.write import export_head, gate_texts, save
@@ -179,7 +179,8 @@ def test_any_one_tensor_that_is_off_is_caught(kind, engine, base, texts, tmp_pat
     for number, head in enumerate(serve(kind, engine, base, depth=2)):
         folder = tmp_path / str(number)
         export_head(head, base, engine, folder, texts[:1])
-        layout, expected = find_layout(head, base, engine), expect(head, base, texts[:1])
+        layout = find_layout(head, base, engine)
+        expected = list(expect(head, base, texts[:1]))
         (file,) = folder.glob("*.safetensors")
         whole = load_file(file)
         for name, value in whole.items():
@@ -395,6 +396,36 @@ def test_an_export_replaces_an_earlier_one_and_nothing_else(base, texts, tmp_pat
     assert [file.name for file in mine.iterdir()] == ["thesis.tex"]
 
 
+def test_an_export_takes_no_folder_away_that_is_in_use(base, texts, tmp_path, monkeypatch):
+    head, out = make("medusa", base), tmp_path / "out"
+    export_head(head, base, "vllm", out, texts[:1])
+    (out / "base").mkdir()
+    for named in ("its base", "your working folder", "is a mount"):
+        with monkeypatch.context() as patch:
+            if named == "its base":
+                patch.setattr(base, "place", str(out / "base"))
+            elif named == "is a mount":
+                patch.setattr(Path, "is_mount", lambda place: place == out)
+            else:
+                patch.chdir(out)
+            with pytest.raises(InputError, match=f"{named}; name another folder"):
+                export_head(head, base, "vllm", out, texts[:1])
+    assert (out / RECORD).is_file()
+
+
+def test_what_a_killed_export_left_is_cleared_up(base, texts, tmp_path):
+    (tmp_path / ".out.abcdef01").mkdir()
+    export_head(make("medusa", base), base, "vllm", tmp_path / "out", texts[:1])
+    assert [item.name for item in tmp_path.iterdir()] == ["out"]
+
+
+def test_all_texts_are_judged_by_one_copy_of_the_base_s_tables(base, texts):
+    views = [one.view for one in expect(make("medusa", base), base, texts)]
+    assert len(views) > 1
+    assert {id(view.embedding) for view in views} == {id(views[0].embedding)}
+    assert {id(view.projection) for view in views} == {id(views[0].projection)}
+
+
 def test_an_export_holds_nothing_of_the_environment(base, texts, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     for engine in ("vllm", "tensorrt_llm", "speculators"):
@@ -413,7 +444,8 @@ def test_an_export_loads_here_with_the_same_logits(kind, engine, base, texts, tm
         export_head(head, base, engine, folder, texts[:1])
         again = load_head(folder, base)
         assert again.kind == kind
-        view = look(base, *texts[0])
+        prompt, said = texts[0]
+        view = look(base, prompt, said, *tables(base))
         for one in (head, again):
             one.double().bind(view.embedding, view.projection)
         before, after = guess(head, view), guess(again, view)

@@ -126,7 +126,8 @@ def refusal(publish: Callable[..., None], **settings: Any) -> str:
 def files(run: RunDirectory) -> upload.Contents:
     """Some of what a push uploads: written here and read from disk, small and large."""
     weights = run.head / "model.safetensors"
-    return {"README.md": b"---\nlicense: mit\n---\nA head", "model.safetensors": weights}
+    card = b"---\nlicense: mit\n---\nA head"
+    return {"README.md": card, "model.safetensors": weights, "training.json": b"{}"}
 
 
 def blobs(files: upload.Contents) -> dict[str, Blob]:
@@ -256,6 +257,39 @@ def test_the_card_of_a_base_with_its_adapter_sends_no_one_to_an_engine(run, base
     text = card.model_card(read_summary(run, settings, base), load_head(run.head, base), base)
     assert 'adapter="path/to/adapter"' in text
     assert "specheads export" not in text
+
+
+def test_a_card_asks_for_the_revision_the_head_was_trained_on(run, base, monkeypatch):
+    monkeypatch.setattr(base, "revision", "v2")
+    # a short name stands in many words of a command line
+    monkeypatch.setattr(base, "place", "m")
+    settings = asdict(_compose.read_run(run.config, Train))
+    settings["base"]["model"] = "ada/base"
+    head = load_head(run.head, base)
+    text = card.model_card(read_summary(run, settings, base), head, base, repo="ada/head")
+    for line in (
+        "specheads.FrozenBase.load(\"ada/base\", revision='v2')",
+        "AutoTokenizer.from_pretrained('ada/base', revision='v2')",
+        "base=ada/base base.revision=v2 engine=vllm out=served",
+        "vllm serve ada/base --revision v2 --speculative-config",
+        "text-generation-launcher --model-id served",
+    ):
+        assert line in text
+    # a repository of one's own has revisions of its own
+    about = read_summary(run, settings, base, "ada/other")
+    assert "v2" not in card.model_card(about, head, base).partition("## Use")[2]
+
+
+def test_a_server_that_wrote_the_text_is_not_named(publish, server, run):
+    settings = OmegaConf.load(run.config)
+    distill = settings.schedule.phases.distilled.distill
+    distill.engine, distill.url = "openai", "http://ann:pw@gpu17.internal:8000/v1"
+    distill.served_as = "secret-name"
+    run.config.write_text(OmegaConf.to_yaml(settings))
+    publish()
+    for name, data in server.files(REPO).items():
+        assert b"gpu17" not in data, name
+        assert b"secret-name" not in data, name
 
 
 def test_nothing_uploaded_tells_where_on_this_machine_it_was_made(publish, server, run):
@@ -519,10 +553,11 @@ def test_the_command_tells_a_refusal_in_one_line(server, run, capsys):
     assert (server.repositories[REPO].private, server.repositories[REPO].gated) == (True, "auto")
 
 
-def test_a_repository_of_another_model_is_left_alone(publish, server):
+@pytest.mark.parametrize("name", ["model.safetensors", "model-00001-of-00002.safetensors"])
+def test_a_repository_of_another_model_is_left_alone(name, publish, server):
     api = huggingface_hub.HfApi()
     api.create_repo(REPO)
-    weights = huggingface_hub.CommitOperationAdd("model-00001-of-00002.safetensors", b"others")
+    weights = huggingface_hub.CommitOperationAdd(name, b"others")
     api.create_commit(REPO, [weights], commit_message="Another model")
     before = server.files(REPO)
     assert "a repository of its own" in refusal(publish)

@@ -229,7 +229,13 @@ def test_a_chain_stops_where_dspark_says_that_it_is_not_sure(sure: float):
 
 @pytest.mark.parametrize(
     ("num_layers", "own", "aux_layers"),
-    [(36, 5, (2, 10, 18, 26, 34)), (32, 1, (17,)), (7, 5, (1, 2, 4, 5, 6)), (3, 5, (1, 2))],
+    [
+        (36, 5, (2, 10, 18, 26, 34)),
+        (32, 1, (17,)),
+        (7, 5, (1, 2, 4, 5, 6)),
+        (3, 5, (1, 2)),
+        (2, 1, (1,)),
+    ],
 )
 def test_it_reads_layers_evenly_and_never_the_last(
     num_layers: int, own: int, aux_layers: tuple[int, ...]

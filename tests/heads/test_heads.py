@@ -16,7 +16,7 @@ from specheads.core.drafter import Features, Head
 from specheads.core.features import Committed
 from specheads.decoding.generate import generate
 from specheads.decoding.trees import policies
-from specheads.heads.load import build, build_for, kinds, load_head
+from specheads.heads.load import build, build_for, copy_of, kinds, load_head
 from specheads.measure.offline import offline_logits
 from tests import tiny
 
@@ -380,6 +380,19 @@ def test_a_reduced_vocabulary_drafts_its_own_tokens_and_stays_lossless(
         before = until(features, TIME - 1)
         tree = policy.grow(head, Committed(before, tokens[:, 1:], count), head.memory(2, 64))
         assert set(tree.tokens[:, 1:].flatten().tolist()) <= allowed
+
+
+def test_a_head_that_drafts_one_token_comes_back(base: FrozenBase, tmp_path: Path):
+    build_for({"kind": "medusa", "draft_tokens": 1}, base).save_pretrained(tmp_path)
+    assert load_head(tmp_path, base).drafted_size == 1
+
+
+def test_a_copy_shares_what_a_base_lends_and_nothing_that_learns(base: FrozenBase):
+    head = build_for({"kind": "eagle3", "depth": 2, "draft_tokens": 20}, base)
+    copy = copy_of(head)
+    assert dict(copy.named_buffers()) == dict(head.named_buffers())
+    pairs = zip(copy.parameters(), head.parameters(), strict=True)
+    assert not [1 for ours, theirs in pairs if ours.data_ptr() == theirs.data_ptr()]
 
 
 @each_reduced

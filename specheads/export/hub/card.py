@@ -1,6 +1,7 @@
 """The model card of a trained head: what it is, what was measured, how to serve it, its limits."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -203,10 +204,11 @@ def _corpus(data: Mapping[str, Any]) -> str:
 
 
 def _use(about: Summary, place: str, *, published: bool) -> str:
-    adapter = ', adapter="path/to/adapter"' if about.adapted else ""
+    more = f", revision={about.base_pin!r}" if about.base_pin else ""
+    more += ', adapter="path/to/adapter"' if about.adapted else ""
     ours = (
         "import specheads\n\n"
-        f'base = specheads.FrozenBase.load("{about.our_base_place}"{adapter})\n'
+        f'base = specheads.FrozenBase.load("{about.our_base_place}"{more})\n'
         f'head = specheads.load_head("{place}", base)\n'
         'prompt = base.tokenizer("The")["input_ids"]\n'
         "out = specheads.generate(base, head, [prompt], max_new_tokens=64)\n"
@@ -215,7 +217,7 @@ def _use(about: Summary, place: str, *, published: bool) -> str:
     parts = [f"With specheads:\n\n{_code('python', ours)}"]
     if published:
         measured = about.results.settings.dtype if about.results else "float32"
-        lines = three_lines(about.base_place, place, measured)
+        lines = three_lines(about.base_place, place, measured, about.base_pin)
         parts.insert(0, f"In transformers' own `generate`:\n\n{_code('python', lines)}")
     if not about.base_id:
         parts.append(
@@ -227,7 +229,9 @@ def _use(about: Summary, place: str, *, published: bool) -> str:
 def _engines(about: Summary, head: Head, base: FrozenBase, place: str) -> str:
     if about.adapted:
         return "None as it is: engines load whole bases. Merge the adapter into the base first."
-    rows, blocks = [], []
+    rows, blocks, shown = [], [], copy(base)
+    shown.place, shown.revision = about.base_place, about.base_pin or "main"
+    ours = about.our_base_place + (f" base.revision={about.base_pin}" if about.base_pin else "")
     for engine in engines():
         module = engine_module(engine)
         layout = module.LAYOUTS.get(head.kind)
@@ -236,11 +240,9 @@ def _engines(about: Summary, head: Head, base: FrozenBase, place: str) -> str:
         served = f"no: {reason}" if reason or not layout else f"yes; {ran}{layout.note}"
         rows.append([f"`{engine}`", module.ABOUT, served])
         if layout and not reason:
-            ours, name = about.our_base_place, about.base_place
             written = f"specheads export head={place} base={ours} engine={engine} out=served"
-            lines = layout.write(head, base, Path("served")).serve
-            shown = (line.replace(base.place, name) if base.place else line for line in lines)
-            block = _code("sh", "\n".join([written, *shown]) + "\n")
+            lines = layout.write(head, shown, Path("served")).serve
+            block = _code("sh", "\n".join([written, *lines]) + "\n")
             blocks.append(f"`{engine}`:\n\n{block}")
     table = _table(["engine", "", "serves this head"], rows)
     if not blocks:

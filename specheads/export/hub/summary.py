@@ -33,6 +33,8 @@ class Summary:
     """For people: the Hub id, `package:NAME`, or the folder's or file's own name."""
     base_revision: str
     """Asked for, and the commit where it is known; empty for a folder."""
+    base_pin: str
+    """What everybody's code has to ask for; empty where `main` will do."""
     adapted: bool
     """Whether the head belongs to the base and an adapter together."""
     settings: dict[str, Any]
@@ -69,9 +71,14 @@ def read_summary(
     name = base_id or Path(source).name
     shown = portable({key: settings[key] for key in PUBLIC_SETTINGS})
     shown["base"]["model"] = name
+    for phase in shown["schedule"]["phases"].values():
+        if phase["distill"]:
+            # of a server: its address may hold a password
+            phase["distill"] |= {"url": "", "served_as": ""}
     if shown["data"]["source"] != "hub":
         shown["data"]["path"] = Path(shown["data"]["path"]).name
     revision, commit = base.revision, getattr(base.config, "_commit_hash", None)
+    pin = "" if is_folder or base_repo or revision == "main" else revision
     if commit and commit != revision:
         revision = f"{revision} (commit {commit})"
     known = read_json(run.provenance)
@@ -80,6 +87,7 @@ def read_summary(
         base_id,
         name,
         "" if is_folder else revision,
+        pin,
         bool(shown["base"]["adapter"]) or run.adapter.is_dir(),
         shown,
         portable({key: known[key] for key in PUBLIC_PROVENANCE if key in known}),

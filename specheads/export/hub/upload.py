@@ -41,6 +41,8 @@ GATES: dict[str, Literal["auto", "manual", False]] = {
 }
 
 RESULTS = "results.json"
+SETTINGS = "training.json"
+"""Every push has it, and no other model's repository."""
 
 MAX_PICTURE_BYTES = 2**20
 
@@ -52,7 +54,6 @@ REMEDIES = {
     403: "use a token that may write there, or a repo= of your own",
     404: "check repo=, and that the token may see it",
     409: "somebody else is changing it; try again",
-    412: "somebody else has changed it meanwhile; look, and push again",
     429: "the Hub asks for patience; try again later",
 }
 
@@ -126,7 +127,7 @@ def _files(run: RunDirectory, trained: Train, settings: Push) -> Contents:
         "README.md": card.encode(),
         "config.json": run.head / "config.json",
         "model.safetensors": run.head / "model.safetensors",
-        "training.json": _json({"settings": about.settings, "provenance": about.provenance}),
+        SETTINGS: _json({"settings": about.settings, "provenance": about.provenance}),
     }
     if head.tuned is not None:
         files[FILE] = run.head / FILE
@@ -196,11 +197,12 @@ def push(repo: str, files: Contents, *, private: bool | None = None, gated: str 
 
 
 def _refuse_another_model(repo: str, files: Contents, there: list[str]) -> None:
-    """Refuse to mix a head's weights with others, which would load as one model."""
+    """Refuse to replace another model's weights, or to mix a head's with them."""
+    own = files if SETTINGS in there else ()
     others = [
         name
         for name in there
-        if "/" not in name and name.endswith((".safetensors", ".bin", ".pt")) and name not in files
+        if "/" not in name and name.endswith((".safetensors", ".bin", ".pt")) and name not in own
     ]
     if others:
         raise InputError(

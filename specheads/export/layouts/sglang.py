@@ -6,7 +6,7 @@ from typing import Any
 
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
-from specheads.export.layout import Folder, Layout, drafted_tokens, stored_dtype
+from specheads.export.layout import Folder, Layout, drafted_tokens, named_base, stored_dtype
 from specheads.export.layouts import _blocks, _eagle3
 from specheads.export.readers import blocks, eagle3
 from specheads.heads.layers.block import BlockHead
@@ -50,7 +50,7 @@ def write_blocks(head: Head, base: FrozenBase, out: Path) -> Folder:
 
 def _serve(base: FrozenBase, out: Path, algorithm: str) -> str:
     return (
-        f"python3 -m sglang.launch_server --model-path {shlex.quote(base.place)} "
+        f"python3 -m sglang.launch_server --model-path {named_base(base)} "
         f"--speculative-algorithm {algorithm} "
         f"--speculative-draft-model-path {shlex.quote(str(out))}"
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
-from specheads.export.layout import Folder, Layout, all_of, drafted_tokens
+from specheads.export.layout import Folder, Layout, all_of, drafted_tokens, named_base
 from specheads.export.layouts import _eagle3
 from specheads.export.readers import eagle3, medusa, mlp_speculator, plugin
 
@@ -29,7 +29,7 @@ def serve(head: Head, base: FrozenBase, method: str, model: str) -> str:
     if getattr(head.config, "parallel", False):
         settings["parallel_drafting"] = True
     speculative = shlex.quote(json.dumps(settings))
-    return f"vllm serve {shlex.quote(base.place)} --speculative-config {speculative}"
+    return f"vllm serve {named_base(base)} --speculative-config {speculative}"
 
 
 def write_plugin(head: Head, base: FrozenBase, out: Path) -> Folder:

@@ -36,8 +36,8 @@ def generate(inputs: Any = None, *, model: Any, **arguments: Any) -> Any:
 _LINES = """\
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-model = AutoModelForCausalLM.from_pretrained({base!r}, dtype={dtype!r})
-tokenizer = AutoTokenizer.from_pretrained({base!r})
+model = AutoModelForCausalLM.from_pretrained({base!r}, dtype={dtype!r}{revision})
+tokenizer = AutoTokenizer.from_pretrained({base!r}{revision})
 output = model.generate(
     **tokenizer("The", return_tensors="pt"),
     custom_generate={repo!r},
@@ -58,13 +58,14 @@ def hub_files(repo: str) -> dict[str, str]:
     }
 
 
-def three_lines(base_name: str, repo: str, dtype: str = "float32") -> str:
+def three_lines(base_name: str, repo: str, dtype: str = "float32", revision: str = "") -> str:
     """Return the code that decodes with a pushed head: model, tokenizer, generate.
 
     `repo` may be a folder that holds the head with its `hub_files`. In 16 bits several tokens are
     often equally likely but for rounding, and then text may differ from that of `generate` alone.
     """
-    return _LINES.format(base=base_name, repo=repo, dtype=dtype)
+    asked = f", revision={revision!r}" if revision else ""
+    return _LINES.format(base=base_name, repo=repo, dtype=dtype, revision=asked)
 
 
 def hub_generate(

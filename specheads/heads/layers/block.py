@@ -112,7 +112,8 @@ class BlockHead(BorrowingHead):
         first, last = near if num_layers - 4 >= wanted - 1 else far
         count = min(wanted, last - first + 1)
         steps = [index * (last - first) / max(count - 1, 1) for index in range(count)]
-        layers = [round(first + step) for step in steps] if count > 1 else [num_layers // 2 + 1]
+        middle = min(num_layers // 2 + 1, last)
+        layers = [round(first + step) for step in steps] if count > 1 else [middle]
         self.config = replace(self.config, aux_layers=layers)
         self.aux_layers = tuple(layers)
         if count < wanted:
