@@ -14,6 +14,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from specheads import config
 from specheads.config import commands
@@ -82,13 +83,22 @@ def _register(found: tuple[tuple[str, Path, int], ...]) -> None:
         store.store(
             group="recipe",
             name=name,
-            node=OmegaConf.load(path),
+            node=_loaded(path),
             package="_global_",
             provider=str(path),
         )
     OmegaConf.register_new_resolver(
         "recipes", lambda inner: str(config.data_dir("recipes") / inner), replace=True
     )
+
+
+def _loaded(path: Path) -> Any:
+    try:
+        return OmegaConf.load(path)
+    except (OSError, UnicodeDecodeError, YAMLError) as error:
+        raise InputError(
+            f"a recipe must be a file of YAML, and {path} is none; mend it, or take its folder away"
+        ) from error
 
 
 def recipes() -> dict[str, Path]:
@@ -104,10 +114,10 @@ def list_recipes() -> str:
     """Return one line a recipe: its name and the first comment of its file."""
     found = recipes()
     width = max(map(len, found))
-    return "\n".join(
-        f"  {name:{width}}  {path.read_text(encoding='utf-8').splitlines()[0].lstrip('# ')}"
-        for name, path in found.items()
-    )
+    first = {
+        name: path.read_text(encoding="utf-8").partition("\n")[0] for name, path in found.items()
+    }
+    return "\n".join(f"  {name:{width}}  {line.lstrip('# ')}" for name, line in first.items())
 
 
 def from_command_line(name: str, overrides: Sequence[str]) -> list[Any]:
@@ -194,12 +204,14 @@ def overlay(trained: config.Train, settings: Any, overrides: Sequence[str]) -> N
         group, _, name = override.partition("=")[0].lstrip("+~").partition(".")
         if group == "seed":
             trained.seed = settings.seed
-        if not name or group not in ("evaluation", "base"):
+        if group not in ("evaluation", "base"):
             continue
+        if not name and group == "evaluation":
+            raise InputError(f"of a run's evaluation one setting is asked for, got {override}")
         # how the base computes may change, and which one it is may not
         if group == "base" and name not in ("compile", "exact", "device", "dtype", "attention"):
             raise InputError(
-                f"a run is measured on its own base, got base.{name}; leave it out, or name "
+                f"a run is measured on its own base, got {override}; leave it out, or name "
                 f"head={settings.run}/head and base=PATH"
             )
         setattr(getattr(trained, group), name, getattr(getattr(settings, group), name))

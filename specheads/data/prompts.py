@@ -179,14 +179,17 @@ def _some(items: list[T], most: int, seed: int) -> list[T]:
 
 
 def _asked(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a conversation as it stood before its first answer."""
+    """Return a conversation as it stood before its first answer; a greeting answers nobody."""
     messages = row["messages"]
     roles = [message["role"] for message in messages]
     if "assistant" not in roles and all(role == "user" for role in roles):
         # as turns they can be told to a base without a chat template too
         turns = [message["content"] for message in messages]
         return {"turns": turns, "category": row.get("category")}
-    end = roles.index("assistant") if "assistant" in roles else len(roles)
+    answers = (
+        place for place, role in enumerate(roles) if role == "assistant" and "user" in roles[:place]
+    )
+    end = next(answers, len(roles))
     return {**row, "messages": messages[:end]}
 
 
@@ -264,7 +267,7 @@ def _row_prompts(
     column = next((name for name in TEXT_COLUMNS if name in row), "")
     plain = row.get(column)
     if "messages" in row:
-        yield _chat(row["messages"], where, tokenizer, category)
+        yield _chat(row, where, tokenizer, category)
     elif "turns" in row or (_is_text(plain) and TEXT_COLUMNS[column] in row):
         turns = row.get("turns", [plain])
         if not isinstance(turns, list) or not turns or not all(map(_is_text, turns)):
@@ -275,7 +278,7 @@ def _row_prompts(
                 yield _prompt(token_ids(tokenizer, text), category, text, where)
             else:
                 message = {"role": "user", "content": text}
-                yield _chat([message], where, tokenizer, category)
+                yield _chat({"messages": [message]}, where, tokenizer, category)
     elif _is_text(plain):
         yield _prompt(token_ids(tokenizer, plain), category, plain, where)
     else:
@@ -287,9 +290,11 @@ def _is_text(value: Any) -> TypeGuard[str]:
     return isinstance(value, str) and bool(value.strip())
 
 
-def _chat(messages: Any, where: str, tokenizer: PreTrainedTokenizerBase, category: str) -> Prompt:
+def _chat(
+    row: Mapping[str, Any], where: str, tokenizer: PreTrainedTokenizerBase, category: str
+) -> Prompt:
     template = Template(tokenizer, where)
-    told = conversation({"messages": messages}, where)
+    told = conversation({"messages": row["messages"], "tools": row.get("tools")}, where)
     ids = template.prompt(told.messages, told.tools, where)
     return _prompt(ids, category, str(tokenizer.decode(ids)), where)
 

@@ -116,11 +116,16 @@ def _cut(path: str, roots: Sequence[Path]) -> str:
 
 
 def _git() -> Git | None:
+    """Return the commit of our own checkout; None in one of somebody who installed this there."""
+    root = Path(__file__).resolve().parents[2]
+
     def ask(*words: str) -> str:
-        command = ["git", "-C", str(Path(__file__).resolve().parent), *words]
+        command = ["git", "-C", str(root), *words]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
+        if Path(ask("rev-parse", "--show-toplevel")) != root:
+            return None
         return Git(commit=ask("rev-parse", "HEAD"), dirty=bool(ask("status", "--porcelain")))
     except (OSError, subprocess.CalledProcessError):
         return None

@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 
 from specheads import config
 from specheads.commands import _compose
+from specheads.core.errors import InputError
 from specheads.heads.load import build
 from specheads.training.schedule import refuse_misfit
 
@@ -109,3 +110,20 @@ def test_a_user_s_own_folder_of_recipes_is_searched_too(
     settings = composed("train", "recipe=mine")
     assert (settings.name, settings.head["kind"]) == ("mine", "medusa")
     assert "  mine           My own." in _compose.list_recipes()
+
+
+@pytest.mark.parametrize(
+    ("written", "is_one"), [(b"", True), (b"a: [", False), (b"a: \xe9", False)]
+)
+def test_a_recipe_that_cannot_be_read_is_named(
+    written: bytes, is_one: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "recipe.yaml").write_bytes(written)
+    monkeypatch.setenv("SPECHEADS_RECIPES", str(tmp_path))
+    if is_one:
+        _compose.register()
+        assert "  mine" in _compose.list_recipes()
+    else:
+        with pytest.raises(InputError, match=r"must be a file of YAML, and .*mine.recipe\.yaml is"):
+            _compose.register()

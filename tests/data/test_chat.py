@@ -14,8 +14,10 @@ from tokenizers import AddedToken, Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from specheads.config import Data
 from specheads.core.errors import InputError
 from specheads.data.chat import Sample, Template, conversation
+from specheads.data.prompts import held_out
 
 BASE = Path(__file__).parents[2] / "recipes" / "tiny_code" / "base"
 TEMPLATES = Path(__file__).parent / "templates"
@@ -331,6 +333,23 @@ def test_a_greeting_is_no_answer_and_what_follows_the_last_answer_is_left_out():
     text = chatml("Hi?", "Hello.", system=f"{SMOL}<|im_end|>\n<|im_start|>assistant\nWelcome.")
     assert one.text == barred(text).replace("|_|", "")
     assert (one.tokens, one.counted) == table("smollm2", barred(text))
+
+
+def test_a_held_out_prompt_ends_before_the_first_answer_and_keeps_its_tools(tmp_path, monkeypatch):
+    chosen = tokenizer("smollm2")
+    told = "{% if tools %}Call {{ tools[0].function.name }}. {% endif %}"
+    monkeypatch.setattr(chosen, "chat_template", f"{told}{chosen.chat_template}")
+    tools = [{"type": "function", "function": {"name": "clock", "parameters": {}}}]
+    file = tmp_path / "a.jsonl"
+    with file.open("w") as out:
+        for number in range(40):
+            turns = [("assistant", "Welcome."), ("user", f"Hi {number}?"), ("assistant", "Hello.")]
+            out.write(json.dumps({"messages": said(turns), "tools": tools}) + "\n")
+    found = held_out(Data(source="chat", path=str(file)), "validation", chosen, 64, 1)
+    (text,) = (one.text for one in found)
+    assert text.startswith("Call clock. ")
+    assert "Welcome." in text
+    assert text.endswith("?<|im_end|>\n<|im_start|>assistant\n")
 
 
 def test_what_stands_in_a_message_is_read_as_it_would_be_by_the_server():

@@ -100,6 +100,10 @@ def test_a_broken_provenance_is_one_line(tmp_path: Path, how: str):
         return
     settings: dict[str, Any] = dict.fromkeys(
         ("seed", "base", "head", "init", "data", "schedule", "tree", "evaluation"), 0
-    ) | {"base": {"model": "x", "adapter": ""}, "data": {"source": "files", "path": "a"}}
+    ) | {
+        "base": {"model": "x", "adapter": ""},
+        "data": {"source": "files", "path": "a"},
+        "schedule": {"phases": {}},
+    }
     with pytest.raises(InputError, match="provenance"):
         read_summary(run, settings, tiny.base())
