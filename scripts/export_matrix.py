@@ -71,7 +71,8 @@ def main() -> None:
     if check and new != old:
         sys.stderr.write(f"{PAGE} is not current: run python scripts/export_matrix.py\n")
         sys.exit(1)
-    PAGE.write_text(new, encoding="utf-8")
+    if not check:
+        PAGE.write_text(new, encoding="utf-8")
 
 
 if __name__ == "__main__":

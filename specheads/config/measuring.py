@@ -159,7 +159,7 @@ class Simulate:
     """`specheads simulate`."""
 
     run: Place = ""
-    """A run directory whose head was tuned; or name head and base."""
+    """A run directory whose head was tuned; or name head."""
 
     head_path: Place = ""
     """Folder of a head; `head=` on the command line."""
