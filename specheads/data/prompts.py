@@ -186,10 +186,8 @@ def _asked(row: Mapping[str, Any]) -> Mapping[str, Any]:
         # as turns they can be told to a base without a chat template too
         turns = [message["content"] for message in messages]
         return {"turns": turns, "category": row.get("category")}
-    answers = (
-        place for place, role in enumerate(roles) if role == "assistant" and "user" in roles[:place]
-    )
-    end = next(answers, len(roles))
+    asked = roles.index("user") if "user" in roles else 0
+    end = roles.index("assistant", asked) if "assistant" in roles[asked:] else len(roles)
     return {**row, "messages": messages[:end]}
 
 
@@ -290,12 +288,9 @@ def _is_text(value: Any) -> TypeGuard[str]:
     return isinstance(value, str) and bool(value.strip())
 
 
-def _chat(
-    row: Mapping[str, Any], where: str, tokenizer: PreTrainedTokenizerBase, category: str
-) -> Prompt:
-    template = Template(tokenizer, where)
+def _chat(row: Any, where: str, tokenizer: PreTrainedTokenizerBase, category: str) -> Prompt:
     told = conversation({"messages": row["messages"], "tools": row.get("tools")}, where)
-    ids = template.prompt(told.messages, told.tools, where)
+    ids = Template(tokenizer, where).prompt(told.messages, told.tools, where)
     return _prompt(ids, category, str(tokenizer.decode(ids)), where)
 
 
