@@ -5,6 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from specheads.base.model import FrozenBase
+from specheads.commands._library import head_of
 from specheads.config import Compare
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
@@ -42,11 +43,11 @@ def load_compared(
                 "adapter; compare it by itself, run=DIR"
             )
     base = base or FrozenBase.load(**asdict(asked.base))
-    if len(places) == 1 and runs and (adapter := runs[places[0]].adapter).is_dir():
-        base.merge(adapter)
-    paths = {place: runs[place].head if place in runs else place for place in places}
-    called = dict(zip(_names(places), places, strict=True))
-    return base, {name: load_head(paths[place], base) for name, place in called.items()}
+    heads = [
+        head_of(runs[place], base, force=False) if place in runs else load_head(place, base)
+        for place in places
+    ]
+    return base, dict(zip(_names(places), heads, strict=True))
 
 
 def _places(settings: Compare) -> list[str]:

@@ -81,6 +81,7 @@ class _Shard:
         self.num_documents = self.num_tokens = 0
 
     def add(self, documents: list[Document]) -> None:
+        """Write documents behind those before them, in one batch; none are no batch."""
         if not documents:
             return
         lengths = np.array([len(tokens) for tokens, _ in documents], np.int32)

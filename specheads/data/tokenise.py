@@ -180,6 +180,7 @@ def _read_conversations(tokenizer: PreTrainedTokenizerBase) -> Read:
     template: Template | None = None
 
     def read(batch: list[Row]) -> list[list[Document]]:
+        """Return the texts of each conversation, and which tokens of them are answers."""
         nonlocal template
         for _, where, row in batch:
             _refuse_unanswered(row["messages"], where)

@@ -44,12 +44,9 @@ def drafted_tokens(head: Head) -> int:
 def named_base(base: FrozenBase) -> str:
     """Return a base as a command line names it, with its revision where that is not `main`."""
     place = shlex.quote(base.place)
-    local = base.adapter or Path(base.place).exists()
-    return (
-        place
-        if local or base.revision == "main"
-        else f"{place} --revision {shlex.quote(base.revision)}"
-    )
+    if base.revision == "main" or base.adapter or Path(base.place).exists():
+        return place
+    return f"{place} --revision {shlex.quote(base.revision)}"
 
 
 def stored_dtype(head: Head) -> str:

@@ -236,12 +236,13 @@ class Texts:
             job = self._job(phase.distill)
             if not job.prompts.conversations:
                 _refuse_too_few(name, phase, phase.distill)
-            first, claim = claims.setdefault(job.folder, (name, job.claim()))
-            for setting, value in job.claim().items():
-                if value != claim[setting]:
+            claim = job.claim()
+            first, before = claims.setdefault(job.folder, (name, claim))
+            for setting, value in claim.items():
+                if value != before[setting]:
                     raise InputError(
                         f"phases that share a folder of text have it written alike, and {first!r} "
-                        f"has distill.{setting}={claim[setting]}, {name!r} {value}; give one a "
+                        f"has distill.{setting}={before[setting]}, {name!r} {value}; give one a "
                         "distill.folder of its own"
                     )
 

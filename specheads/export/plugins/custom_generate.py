@@ -59,6 +59,7 @@ def custom_generate(
         generation_config: GenerationConfig,
         **model_kwargs: Any,
     ) -> Generated:
+        """Decode as transformers calls it: what it cannot take is refused by `read_call`."""
         call = read_call(
             input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs
         )

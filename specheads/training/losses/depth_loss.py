@@ -202,6 +202,7 @@ class _FusedDepthLoss(torch.autograd.Function):
     @torch.autocast("cuda", enabled=False)
     @torch.autocast("cpu", enabled=False)
     def forward(ctx: Any, plan: _Plan, depth: int, *tensors: Tensor | None) -> Any:
+        """Return what the losses sum to, chunk by chunk, each chunk's gradients along with it."""
         wanted = [plan.learns and needed for needed in ctx.needs_input_grad[2:]]
         gradients = Gradients(depth, tensors, wanted)
         scores = _Scores(plan, gradients)
@@ -222,6 +223,7 @@ class _FusedDepthLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        """Hand over the gradients that forward summed, scaled by the loss's own; once."""
         if ctx.gradients is None:
             raise RuntimeError(
                 "a loss gives its gradients once, got a second backward; pass retain_graph=True "
