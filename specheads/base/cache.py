@@ -159,9 +159,9 @@ class RowLayer(CacheLayerMixin, Generic[C]):
 class _Layer(RowLayer[RowCache]):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate on the first forward, when head counts and widths are known."""
+        size = len(self.cache.row_lengths), key_states.shape[1], self.cache.capacity
         self.keys, self.values = (
-            new.new_zeros(*new.shape[:2], self.cache.capacity, new.shape[-1])
-            for new in (key_states, value_states)
+            new.new_zeros(*size, new.shape[-1]) for new in (key_states, value_states)
         )
         self.is_initialized = True
         if self.cache.static:
@@ -215,12 +215,13 @@ class _Layer(RowLayer[RowCache]):
             new[: len(old), :, :end] = old[:, :, :end]
 
     def take_over(self, other: "_Layer") -> None:
-        """Put another layer's rows behind the own: into room that is left there, or new tensors."""
-        if not other.is_initialized:
+        """Put another layer's rows, even unread ones, behind the own: into room there, or anew."""
+        ready = self if self.is_initialized else other
+        if not ready.is_initialized:
             return
-        if not self.is_initialized:
-            (self.keys, self.values), self.is_initialized = other.held(), True
-            return
+        for one in (self, other):
+            if not one.is_initialized:
+                one.lazy_initialization(*ready.held())
         own, new = self.held(), other.held()
         before, after = len(own[0]), len(own[0]) + len(new[0])
         assert self.keys is not None

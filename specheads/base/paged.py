@@ -64,10 +64,6 @@ class BlockPool:
         """Return how many blocks hold this many slots."""
         return -(-slots // self.block_size)
 
-    def can_admit(self, slots: int) -> bool:
-        """Return whether a row of this many slots could be held now."""
-        return self.blocks_for(slots) <= self.num_free
-
     def take(self, count: int) -> list[int]:
         """Hand out free blocks, each held once; a PoolFullError says that there are too few."""
         if count > self.num_free:

@@ -115,7 +115,9 @@ class Streaming(DraftModel):
         if tokens.shape[1] > self.window:
             assert features.tokens is not None
             start = self._skip(features.tokens, counts, memory.cache)
-            recent = start[:, None] + torch.arange(self.window, device=counts.device)
+            recent = start[:, None] + torch.arange(
+                int((counts - start).max()), device=counts.device
+            )
             recent = recent.clamp(max=tokens.shape[1] - 1)
             committed = Committed(features.at(recent), tokens.gather(1, recent), counts - start)
         return super().begin(committed, memory)

@@ -40,14 +40,16 @@ def compare(
     a run both base and heads are needed. compare.json goes into the first run's report, or into
     `out`.
     """
-    settings, words = settings_for(Compare, settings, overrides, run=run, out=out)
+    given = heads or ({"head": head} if head else {})
+    first = next(iter(given.values()), None)
+    settings, words = settings_for(Compare, settings, overrides, first, run=run, out=out)
     chosen(settings)
     refuse_unwritable(settings.out)
-    given, asked = heads or ({"head": head} if head else {}), settings
+    asked = settings
     if not given:
         folder = comparison_folder(settings)
-        if first := first_run(settings):
-            _, asked = own(replace(settings, run=first), words)
+        if named := first_run(settings):
+            _, asked = own(replace(settings, run=named), words)
         base, given = load_compared(settings, asked, base)
     elif base is None:
         raise InputError("name what to compare: run=DIR, or heads=[DIR,DIR]")

@@ -5,6 +5,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -35,29 +36,36 @@ SCHEMAS: dict[str, type] = {kind.__name__.lower(): kind for kind in KINDS}
 
 EVALUATION = {
     name: f"evaluation.{name}"
-    for name in ("prompts", "num_prompts", "max_new_tokens", "temperature", "coupled")
+    for name in ("prompts", "num_prompts", "all_turns", "max_new_tokens", "temperature", "coupled")
 }
 HEAD = {"head": "head_path", "base": "base.model"}
 # Hydra adds names to a mapping only behind a plus
 MIXTURE = {"data.sources": "+data.sources"}
+# the command says by out= where text lies, and by head= who drafts
 DISTILL = {
-    name: f"schedule.phases.distilled.distill.{name}"
-    for name in (
-        *("num_samples", "engine", "url", "batch_size", "temperature", "top_k", "top_p"),
-        *("new_tokens", "prompt_tokens", "max_turns", "drop", "shard_size"),
-    )
+    item.name: f"schedule.phases.distilled.distill.{item.name}"
+    for item in fields(config.Distill)
+    if item.name not in ("folder", "use_head")
 }
 SHORT: dict[str, dict[str, str]] = {
     "train": MIXTURE,
     "distill": HEAD | DISTILL | MIXTURE,
     "evaluate": HEAD | EVALUATION | MIXTURE | {"mode": "evaluation.mode"},
-    "compare": EVALUATION | MIXTURE,
+    "compare": EVALUATION | MIXTURE | {"base": "base.model"},
     "tune": HEAD | MIXTURE,
     "export": HEAD,
     "chat": HEAD,
     "simulate": {"head": "head_path"},
 }
 """Names that docs and scripts use for settings further down, by command."""
+
+HOME = re.compile(r"(?<=[=,\[])~(?=/)")
+"""Where the user's own folder stands for its name: no shell expands it there, and Hydra cannot."""
+
+OPTIONAL = re.compile(r"\+{0,2}(schedule\.phases\.[^.=]+)\.(distill|joint)(?:\.|=\{)")
+"""A setting of a group that a phase may lack; Hydra sets none in what is not there."""
+
+MULTIRUN = {"-m", "--multirun"}
 
 ABSENT = re.compile(r"Could not find '(\w+)/(.*)' Available options in '\1': (.*) Config search")
 """What Hydra says of a choice that there is not, in one line."""
@@ -121,10 +129,15 @@ def list_recipes() -> str:
 
 
 def from_command_line(name: str, overrides: Sequence[str]) -> list[Any]:
-    """Return the typed settings of a command, checked; several where Hydra was asked for them.
+    """Return the typed settings of a command, checked; none where Hydra only shows them.
 
     Hydra composes and we run: it would put lines of its own before our errors, and leave folders.
     """
+    if MULTIRUN & set(overrides):
+        raise InputError(
+            "a call is one run, got -m; call the command once for each, as in the shell's "
+            "for seed in 1 2; do ... seed=$seed; done"
+        )
     # so that mistakes come up to us instead of being printed by Hydra
     os.environ["HYDRA_FULL_ERROR"] = "1"
     composed: list[Any] = []
@@ -188,13 +201,17 @@ def settings_of(name: str, overrides: Sequence[str]) -> Any:
 def lengthen(command: str, overrides: Sequence[str]) -> list[str]:
     """Return a command's overrides with short names replaced, but for choices: base=tiny_code.
 
-    Hydra takes every `head=...` for a choice among configs/head, so a path needs another name.
+    Hydra takes every `head=...` for a choice among configs/head, so a path needs another name. A
+    path's `~` is expanded, and a group that a phase may lack is made before it is set.
     """
     out, short = [], SHORT.get(command, {})
     for override in overrides:
         key, equals, value = override.partition("=")
         is_choice = config.data_dir("configs").joinpath(key, f"{value}.yaml").is_file()
-        out.append(override if is_choice else f"{short.get(key, key)}{equals}{value}")
+        full = override if is_choice else f"{short.get(key, key)}{equals}{value}"
+        if group := OPTIONAL.match(full):
+            out.append(f"{group[1]}={{{group[2]}:{{}}}}")
+        out.append(HOME.sub(lambda _: str(Path.home()), full))
     return out
 
 

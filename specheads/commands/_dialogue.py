@@ -38,20 +38,21 @@ class Dialogue:
 
     def clear(self) -> None:
         """Forget what was said."""
-        self._messages, self._tokens = list(self._system), list[int]()
+        self._messages, self._tokens = self._system, list[int]()
+        self._asked = self._messages
 
     def ask(self, text: str) -> list[int]:
-        """Return the prompt behind which the base answers."""
+        """Return the prompt behind which the base answers; what it does not answer is forgotten."""
         if self._template is None:
             return token_ids(self._tokenizer, text)
-        self._messages.append({"role": "user", "content": text})
+        self._asked = [*self._messages, {"role": "user", "content": text}]
         if not self._tokens:
-            return self._template.prompt(self._messages)
-        return self._template.next_prompt(self._tokens, self._messages)
+            return self._template.prompt(self._asked)
+        return self._template.next_prompt(self._tokens, self._asked)
 
     def answered(self, tokens: list[int], text: str) -> None:
         """Remember an answer, by the prompt and answer that the base has read."""
-        self._messages.append({"role": "assistant", "content": text})
+        self._messages = [*self._asked, {"role": "assistant", "content": text}]
         self._tokens = tokens
 
 

@@ -115,9 +115,16 @@ def _written(file: Path, name: str) -> dict[str, tuple[str, str, str]]:
     for item in kind.body:
         if isinstance(item, ast.AnnAssign):
             setting = ast.unparse(item.target)
-            default = ast.unparse(item.value) if item.value else ""
+            default = _default(item.value) if item.value else ""
             found[setting] = _words(item.annotation), default, about.get(setting, "")
     return found
+
+
+def _default(value: ast.expr) -> str:
+    """Return a default as it is written, or what its factory makes."""
+    made = {"field(default_factory=list)": "[]", "field(default_factory=dict)": "{}"}
+    text = ast.unparse(value)
+    return made.get(text, text)
 
 
 def _words(annotation: ast.expr) -> str:

@@ -117,7 +117,7 @@ def evaluate(
     only what `overrides` names counts for a run, and the tree. A head that is given is bound to
     the base. A run's report and card are written anew, or with `out` a report there and no card.
     """
-    settings, words = settings_for(config.Evaluate, settings, overrides, run=run, out=out)
+    settings, words = settings_for(config.Evaluate, settings, overrides, head, run=run, out=out)
     refuse_unwritable(settings.out)
     if settings.run:
         made, trained = own(settings, words)
@@ -157,7 +157,9 @@ def export(
     `evaluate`. A head that the engine cannot serve, or that drafts otherwise there, is refused.
     A base that has an adapter merged into it, as a run of joint training does, is written too.
     """
-    settings, words = settings_for(Export, settings, overrides, run=run, engine=engine, out=out)
+    settings, words = settings_for(
+        Export, settings, overrides, head, run=run, engine=engine, out=out
+    )
     engine_module(settings.engine)
     if not settings.out:
         raise InputError("an export needs a folder of its own: add out=FOLDER")
@@ -204,9 +206,16 @@ def refuse_unwritable(out: str) -> None:
 
 
 def settings_for(
-    kind: type[T], given: T | None, overrides: Sequence[str], **words: str | Path | bool
+    kind: type[T],
+    given: T | None,
+    overrides: Sequence[str],
+    head: Head | None = None,
+    **words: str | Path | bool,
 ) -> tuple[T, list[str]]:
-    """Return a command's settings, with what is said in words, and the overrides in full names."""
+    """Return a command's settings, with what is said in words, and the overrides in full names.
+
+    A run has a head of its own: another beside it is refused.
+    """
     command = kind.__name__.lower()
     # a copy: what is said in words goes into it, and the caller's stays as it is
     settings: T = _compose.settings_of(command, overrides) if given is None else deepcopy(given)
@@ -214,6 +223,8 @@ def settings_for(
         if value:
             setattr(settings, name, str(value) if isinstance(value, Path) else value)
     config.check(settings)
+    if head is not None and (run := getattr(settings, "run", "")):
+        raise InputError(f"a run has a head of its own, got run={run} and a head; give one")
     return settings, _compose.lengthen(command, overrides)
 
 

@@ -7,6 +7,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from specheads.base.loading import load_tokenizer
 from specheads.config import Train
+from specheads.config.schedule import distilled
 from specheads.core.errors import InputError, printable
 from specheads.data.prompts import held_out
 from specheads.data.shown import CLOSE, OPEN, marked, pieces
@@ -20,16 +21,13 @@ COUNTED, OTHERS, SPECIAL = "bold green", "dim", " reverse"
 
 def show(settings: Train) -> None:
     """Print documents of the corpus; of the base only the tokenizer is loaded."""
-    tokenizer = load_tokenizer(settings.base.model, revision=settings.base.revision)
-    if tokenizer is None:
-        raise InputError(f"training reads text: the base {settings.base.model} needs a tokenizer")
-    console = Console(markup=False, highlight=False, soft_wrap=True)
+    tokenizer, console = _tokenizer(settings), _console()
     try:
         documents = tokenised(settings.data, "train", tokenizer, settings.seed)
     except UnansweredError:
         if any(phase.distill is None for phase in settings.schedule.phases.values()):
             raise
-        _show_questions(settings, tokenizer, console)
+        show_asked(settings)
         return
     order = np.random.default_rng(settings.seed).permutation(len(documents))[: settings.preview]
     has_colour = console.is_terminal and not console.no_color
@@ -48,15 +46,27 @@ def show(settings: Train) -> None:
             console.print(f"... and {len(tokens) - MOST_TOKENS:,} more tokens")
 
 
-def _show_questions(settings: Train, tokenizer: PreTrainedTokenizerBase, console: Console) -> None:
-    """Print what the base is asked before anything is learned, in its template."""
-    length = settings.evaluation.prompt_tokens
+def show_asked(settings: Train) -> None:
+    """Print such as the base is asked before anything is learned, in its template."""
+    tokenizer, console = _tokenizer(settings), _console()
+    length = distilled(settings.schedule).prompt_tokens
     asked = held_out(settings.data, "train", tokenizer, length, settings.preview, settings.seed)
-    console.print("a corpus of questions: the base answers them first, and its answers are learned")
+    console.print("the base goes on from texts such as these, and what it writes is learned")
     for place, prompt in enumerate(asked, start=1):
         console.print(f"\n--- {place} of {len(asked)}: {len(prompt.tokens):,} tokens")
         tokens = prompt.tokens[:MOST_TOKENS]
         console.print(printable(marked(tokenizer, tokens, [False] * len(tokens))))
+
+
+def _tokenizer(settings: Train) -> PreTrainedTokenizerBase:
+    tokenizer = load_tokenizer(settings.base.model, revision=settings.base.revision)
+    if tokenizer is None:
+        raise InputError(f"training reads text: the base {settings.base.model} needs a tokenizer")
+    return tokenizer
+
+
+def _console() -> Console:
+    return Console(markup=False, highlight=False, soft_wrap=True)
 
 
 def _lit(tokenizer: PreTrainedTokenizerBase, tokens: list[int], counted: list[bool]) -> Text:

@@ -31,7 +31,7 @@ def tune(
     into the head's folder, from where decoding takes it. A head that is given keeps what was
     measured, and nothing is written.
     """
-    settings, words = settings_for(Tune, settings, overrides, run=run)
+    settings, words = settings_for(Tune, settings, overrides, head, run=run)
     if head is not None:
         base, head = objects(settings, base, head, "tune")
         head.tuned = tune_head(base, head, settings)

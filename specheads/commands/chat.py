@@ -50,10 +50,14 @@ def run(settings: Chat, overrides: Sequence[str]) -> None:
         console.print(legend(head.depth, copies=grown.copied > 0))
     with suppress(KeyboardInterrupt):
         for turn, asked in enumerate(_lines(console, dialogue)):
-            prompt = dialogue.ask(asked)
             said = replace(sampling, seed=sampling.seed + turn)
             limit = settings.max_new_tokens
-            answer = Answer(base, prompt, head, tree, limit, said)
+            try:
+                prompt = dialogue.ask(asked)
+                answer = Answer(base, prompt, head, tree, limit, said)
+            except InputError as error:
+                sys.stderr.write(_compose.message(error))
+                continue
             if settings.side_by_side:
                 alone = Answer(base, prompt, None, None, limit, said)
                 _both(console, answer, alone)
@@ -66,7 +70,7 @@ def _opened(settings: Chat, overrides: Sequence[str]) -> tuple[FrozenBase, Head]
     """Return the base that answers, and the head that drafts for it."""
     if not settings.run:
         return _library.objects(settings, None, None, "talk to")
-    made, trained = _library.own(settings, _compose.lengthen("chat", overrides))
+    made, trained = _library.own(settings, overrides)
     made.refuse_unfinished("talked to")
     base = _library.load_base(trained)
     return base, _library.head_of(made, base, force=settings.force)
@@ -74,10 +78,10 @@ def _opened(settings: Chat, overrides: Sequence[str]) -> tuple[FrozenBase, Head]
 
 def _lines(console: Console, dialogue: Dialogue) -> Iterator[str]:
     """Yield what is asked; what comes through a pipe is shown too, so that it can be read."""
-    typed = sys.stdin.isatty()
+    typed, piped = sys.stdin.isatty(), _piped()
     while True:
         try:
-            line = console.input("\n> ") if typed else next(sys.stdin).rstrip("\n")
+            line = console.input("\n> ") if typed else next(piped)
         except (EOFError, StopIteration):
             return
         match line.strip():
@@ -91,6 +95,16 @@ def _lines(console: Console, dialogue: Dialogue) -> Iterator[str]:
                 if not typed:
                     console.print(f"> {printable(line)}", soft_wrap=True)
                 yield line
+
+
+def _piped() -> Iterator[str]:
+    """Yield the lines of a pipe; one that is no text is told."""
+    for number, line in enumerate(sys.stdin.buffer, start=1):
+        try:
+            yield line.decode().rstrip("\r\n")
+        except UnicodeDecodeError as error:
+            told = f"line {number} is not and is passed over: {error}"
+            sys.stderr.write(f"error: what is asked must be UTF-8; {told}\n")
 
 
 def _write(console: Console, answer: Answer, title: str = "") -> None:

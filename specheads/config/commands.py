@@ -81,6 +81,12 @@ class Distill(Train):
     """Folder or Hub id of a head to draft with, which changes the text in nothing; `head=` on the
     command line. Empty is none."""
 
+    dry_run: bool = False
+    """Print the resolved settings and how much would be written where; then stop."""
+
+    preview: Count = 0
+    """Texts shown that are such as the base would be asked; then it stops. Zero writes."""
+
 
 @dataclass(kw_only=True, slots=True)
 class Chat:

@@ -126,6 +126,10 @@ class Evaluation:
     prompt_tokens: Positive = 64
     """Tokens of each prompt cut from code; other prompts keep their own length."""
 
+    all_turns: bool = False
+    """Whether every turn of a row with `turns` is a prompt, behind the earlier ones and without
+    answers in between, and not the first alone."""
+
     max_new_tokens: Positive = 128
     """Tokens decoded for each."""
 

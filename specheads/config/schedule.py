@@ -24,6 +24,7 @@ from specheads.config.ranges import (
     at_most,
     one_of,
 )
+from specheads.core.errors import InputError
 
 LOSSES = (
     *("cross_entropy", "soft_cross_entropy", "argmax_cross_entropy", "kl", "reverse_kl"),
@@ -276,3 +277,18 @@ class Schedule:
 
     clip_norm: Scale = 1.0
     """Largest norm of all gradients together."""
+
+
+def distilled(schedule: Schedule) -> Distill:
+    """Return how the base writes the text of the first distilled phase.
+
+    Raises:
+        InputError: There is no such phase.
+    """
+    found = (phase.distill for phase in schedule.phases.values() if phase.distill)
+    if first := next(found, None):
+        return first
+    raise InputError(
+        "distill writes the text of a recipe's distilled phase, and this one has none; add "
+        "schedule=two_phase"
+    )

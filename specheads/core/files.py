@@ -139,13 +139,14 @@ def _acquire(path: Path, wait: Callable[[str], object] | None) -> int:
             if error.errno not in NO_LOCKS:
                 raise
         # its holder may have removed it between our opening and locking it
-        if path.exists() and os.path.samestat(os.fstat(file), path.stat()):
-            # on a full disk the lock counts without them
-            with suppress(OSError):
-                os.truncate(file, 0)
-                about = {"pid": os.getpid(), "host": socket.gethostname()}
-                os.write(file, json.dumps(about).encode())
-            return file
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file), path.stat()):
+                # on a full disk the lock counts without them
+                with suppress(OSError):
+                    os.truncate(file, 0)
+                    about = {"pid": os.getpid(), "host": socket.gethostname()}
+                    os.write(file, json.dumps(about).encode())
+                return file
         os.close(file)
 
 

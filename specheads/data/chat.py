@@ -14,7 +14,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from specheads.core.errors import InputError
 from specheads.data.answers import squeezed, wrong_mask
-from specheads.data.conversations import Conversation, Message, conversation
+from specheads.data.conversations import Conversation, Message, conversation, first_answer
 from specheads.data.rendering import ANSWERED, ASKED, Rendering
 from specheads.data.shown import marked
 
@@ -88,9 +88,8 @@ class Template:
                 told from it what the assistant wrote. The text with its mask is in `details`.
         """
         roles = [message["role"] for message in messages]
-        asked = roles.index("user") if "user" in roles else len(roles)
-        # what the assistant says unasked is a greeting, and no answer
-        places = [place for place in range(asked, len(roles)) if roles[place] == "assistant"]
+        first = first_answer(messages)
+        places = [place for place in range(first, len(roles)) if roles[place] == "assistant"]
         if not places:
             raise InputError(
                 f"training on a conversation needs an answer of the assistant, {where} has none; "

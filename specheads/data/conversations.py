@@ -1,7 +1,7 @@
 """Rows of conversations as people publish them, brought into one form or refused by their line."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -75,6 +75,16 @@ def conversation(row: Mapping[str, Any], where: str) -> Conversation:
             f"{', '.join(sorted({message['role'] for message in messages}))}; remove it"
         )
     return Conversation(messages, _tools(row.get("tools"), where))
+
+
+def first_answer(messages: Sequence[Message]) -> int:
+    """Return the place of the first answer to a user, behind all messages where there is none.
+
+    What the assistant says unasked is a greeting.
+    """
+    roles = [message["role"] for message in messages]
+    asked = roles.index("user") if "user" in roles else len(roles)
+    return roles.index("assistant", asked) if "assistant" in roles[asked:] else len(roles)
 
 
 def _pair(row: Mapping[str, Any], ask: str, answer: str, where: str) -> list[Message]:

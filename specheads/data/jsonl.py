@@ -66,16 +66,17 @@ def _lines(stream: Any, file: Path) -> Iterator[str]:
 
 def parse(lines: Iterable[str], name: str) -> Iterator[tuple[str, Row]]:
     """Yield the rows of a text; errors call it by this name."""
-    lines = iter(lines)
-    first = next(lines, "")
-    if first.lstrip().startswith("["):
-        rows = _value(_joined(chain([first], lines), name), f"the list in {name}")
+    numbered = ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
+    first = next(numbered, (0, ""))
+    numbered = chain([first], numbered)
+    if first[1].lstrip().startswith("["):
+        rows = _value(_joined((line for _, line in numbered), name), f"the list in {name}")
         pairs = ((f"row {place} of {name}", row) for place, row in enumerate(rows, start=1))
     else:
         pairs = (
             (where, _value(line, where))
-            for number, line in enumerate(chain([first], lines), start=1)
-            if line.strip()
+            for number, line in numbered
+            if line
             for where in [f"line {number} of {name}"]
         )
     for where, row in pairs:

@@ -4,6 +4,7 @@ import codecs
 import os
 import sysconfig
 from collections.abc import Iterable, Iterator
+from glob import has_magic
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,8 @@ def find(source: str, path: str, suffixes: tuple[str, ...]) -> list[Path]:
         found = [file for file in place.rglob("*") if file.name.endswith(suffixes)]
     elif place.is_file():
         found = [place]
+    elif not has_magic(path):
+        found = []
     else:
         found = _glob(Path(place.anchor or "."), str(place.relative_to(place.anchor)))
     if not (files := sorted(file for file in found if file.is_file())):
@@ -123,7 +126,7 @@ def _utf8(file: Path) -> str | None:
                 f"a file that is one document has at most {MAX_FILE_BYTES:,} bytes, {file} has "
                 f"{size:,}; cut it, or read it with source 'text'"
             )
-        return file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
         return None
     except OSError as error:

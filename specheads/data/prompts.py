@@ -6,24 +6,25 @@ import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from http.client import HTTPException
-from itertools import chain, islice, zip_longest
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeGuard, TypeVar
 from urllib.request import urlopen
 
-import numpy as np
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from specheads.config import Data
 from specheads.core.errors import InputError
 from specheads.core.paths import local_path
 from specheads.data.chat import Template, conversation
-from specheads.data.documents import Documents
+from specheads.data.conversations import first_answer
 from specheads.data.encode import token_ids
 from specheads.data.hub import load_from_hub
 from specheads.data.jsonl import names, parse, read_jsonl
-from specheads.data.sources import read
+from specheads.data.shards import EmptySplitError
+from specheads.data.sources import by_sort, read
 from specheads.data.tokenise import tokenised
+from specheads.data.windows import cut_windows
 
 T = TypeVar("T")
 
@@ -141,22 +142,39 @@ def held_out(
     num_prompts: int,
     seed: int = 0,
 ) -> list[Prompt]:
-    """Return prompts out of one split of a corpus: what users say first, or windows of its text.
+    """Return prompts out of one split of a corpus: what users say first, and windows of its text.
 
     Windows have `prompt_tokens` tokens.
 
     Raises:
         ValueError: The split has no text, or none as long as that.
     """
-    rows = read(corpus, split, seed)
-    first = next(rows, None)
-    if first and "messages" in first[1]:
-        talks = [(row, where) for where, row in chain([first], rows) if row.get("messages")]
-        return [
-            prompt
-            for row, where in _some(talks, num_prompts, seed)
-            for prompt in _row_prompts(_asked(row), where, tokenizer, all_turns=False)
-        ]
+    found, empty = list[Prompt](), None
+    talks, texts = by_sort(corpus)
+    try:
+        if texts:
+            found += _windows(texts, split, tokenizer, prompt_tokens, num_prompts, seed)
+    except EmptySplitError as error:
+        empty = error
+    if talks:
+        rows = [(row, where) for where, row in read(talks, split, seed)]
+        for row, where in _some(rows, num_prompts, seed):
+            found += _row_prompts(_asked(row), where, tokenizer, all_turns=False)
+    if not found:
+        raise empty or EmptySplitError(
+            f"no conversation of {corpus.source} is held out for {split}; give more of them"
+        )
+    return _some(found, num_prompts, seed)
+
+
+def _windows(
+    corpus: Data,
+    split: str,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt_tokens: int,
+    num_prompts: int,
+    seed: int,
+) -> list[Prompt]:
     documents = tokenised(corpus, split, tokenizer, seed)
     windows = islice(cut_windows(documents, tokenizer, prompt_tokens, seed), num_prompts)
     found = [
@@ -165,7 +183,7 @@ def held_out(
     ]
     if found:
         return found
-    raise InputError(
+    raise EmptySplitError(
         f"no document of {corpus.source} held out for {split} has {prompt_tokens} tokens; lower "
         "prompt_tokens"
     )
@@ -181,50 +199,11 @@ def _some(items: list[T], most: int, seed: int) -> list[T]:
 def _asked(row: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a conversation as it stood before its first answer; a greeting answers nobody."""
     messages = row["messages"]
-    roles = [message["role"] for message in messages]
-    if "assistant" not in roles and all(role == "user" for role in roles):
+    if all(message["role"] == "user" for message in messages):
         # as turns they can be told to a base without a chat template too
         turns = [message["content"] for message in messages]
         return {"turns": turns, "category": row.get("category")}
-    asked = roles.index("user") if "user" in roles else 0
-    end = roles.index("assistant", asked) if "assistant" in roles[asked:] else len(roles)
-    return {**row, "messages": messages[:end]}
-
-
-def cut_windows(
-    documents: Documents, tokenizer: PreTrainedTokenizerBase, prompt_tokens: int, seed: int = 0
-) -> Iterator[tuple[int, list[int]]]:
-    """Cut windows that do not overlap: one of every document, then another of every one, ...
-
-    Yields each with the number of its document. A window has `prompt_tokens` tokens, those with
-    which the tokenizer begins every text included; the seed decides which windows of a document
-    come first.
-    """
-    whole, plain = (
-        token_ids(tokenizer, "a", add_special_tokens=special) for special in (True, False)
-    )
-    if not plain or plain[0] not in whole:
-        raise InputError("text needs a tokenizer that reads any letter, this one has none for 'a'")
-    opening = whole[: whole.index(plain[0])]
-    room = prompt_tokens - len(opening)
-    if room < 1:
-        raise InputError(f"prompt_tokens must be at least {len(opening) + 1}, got {prompt_tokens}")
-    later: list[list[tuple[int, list[int]]]] = []
-    end: Any = tokenizer.eos_token_id
-    order = np.random.default_rng(seed).permutation(len(documents))
-    for place, number in enumerate(order.tolist()):
-        ids = documents.tokens(number).tolist()
-        if ids[: len(opening)] == opening:
-            ids = ids[len(opening) :]
-        if ids[-1:] == [end]:
-            ids.pop()
-        starts = list(range(0, len(ids) - room + 1, room))
-        random.Random(f"{seed} {place}").shuffle(starts)
-        # the first round goes out as it is cut: a caller of few windows reads few documents
-        windows = [(number, opening + ids[start : start + room]) for start in starts]
-        yield from windows[:1]
-        later.append(windows[1:])
-    yield from (row for row in chain.from_iterable(zip_longest(*later)) if row is not None)
+    return {**row, "messages": messages[: first_answer(messages)]}
 
 
 def _rows(name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -261,6 +240,7 @@ def _file_rows(name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
 def _row_prompts(
     row: Mapping[str, Any], where: str, tokenizer: PreTrainedTokenizerBase, all_turns: bool
 ) -> Iterator[Prompt]:
+    row = {name: value for name, value in row.items() if value is not None}
     category = str(row.get("category") or "")
     column = next((name for name in TEXT_COLUMNS if name in row), "")
     plain = row.get(column)

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,9 @@ from specheads.data.instructions import instructions
 from specheads.data.jsonl import Row
 
 SPLITS = ("train", "validation", "prompts")
+
+CONVERSATIONS = ("stdlib_instructions", "chat")
+"""Sources whose rows are conversations; those of all others are text."""
 
 Rows = Iterator[tuple[str, Row]]
 """Where each row stands, for errors, and the row: `text`, or the `messages` of a conversation and
@@ -147,6 +150,17 @@ def _turns(corpus: Data, split: str, seed: int) -> Rows:
             continue
         done[name] += len(found[1].get("text") or str(found[1]["messages"]))
         yield found
+
+
+def by_sort(corpus: Data) -> tuple[Data | None, Data | None]:
+    """Return a corpus's conversations and its text; what it has not is None."""
+    if corpus.source != "mixture":
+        return (corpus, None) if corpus.source in CONVERSATIONS else (None, corpus)
+    used = {name: one for name, one in corpus.sources.items() if one.weight}
+    talks = {name: one for name, one in used.items() if one.source in CONVERSATIONS}
+    texts = {name: one for name, one in used.items() if name not in talks}
+    both = (replace(corpus, sources=some) if some else None for some in (talks, texts))
+    return next(both), next(both)
 
 
 def alone(corpus: Data, name: str) -> Data:

@@ -19,13 +19,14 @@ from specheads.core.files import sole_writer, sweep
 from specheads.core.paths import cache_folder
 from specheads.data import jsonl
 from specheads.data.chat import Template
+from specheads.data.conversations import first_answer
 from specheads.data.documents import Documents
 from specheads.data.encode import DisagreementError, Encoder
 from specheads.data.fingerprint import tokenizer_fingerprint
 from specheads.data.shards import MARK, Batch, Document, EmptySplitError, documents, fill
 from specheads.data.sources import SPLITS, alone, identity, read_all
 
-FORMAT = 1
+FORMAT = 2
 """Raised when the same text would become other documents; older shards are no longer found."""
 
 BATCH_CHARACTERS = 4_000_000
@@ -198,9 +199,7 @@ def _read_conversations(tokenizer: PreTrainedTokenizerBase) -> Read:
 
 
 def _refuse_unanswered(messages: list[dict[str, Any]], where: str) -> None:
-    roles = [message["role"] for message in messages]
-    # what the assistant says unasked is a greeting
-    if "user" not in roles or "assistant" not in roles[roles.index("user") :]:
+    if first_answer(messages) == len(messages):
         raise UnansweredError(
             f"a corpus phase learns answers, and {where} has none; have the base answer it: a "
             "phase with text=distilled, or specheads distill"

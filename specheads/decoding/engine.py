@@ -209,12 +209,8 @@ class Engine:
         prompts = [stream.request.prompt for stream in streams]
         sampling = [stream.request.sampling for stream in streams]
         numbers = [stream.number for stream in streams]
-        if self.pool is None:
-            cache = self.base.cache(len(streams), self._capacity)
-            # or every batch that joins would copy all that are there
-            cache.room = self.max_batch
-        else:
-            cache = PagedKVCache(self.pool, len(streams))
+        with self._failing(streams):
+            cache = self._cache(len(streams))
         with self._failing(streams, cache):
             state, first = start(
                 self.base,
@@ -230,6 +226,15 @@ class Engine:
                 stream.take([token])
         self._join(_Batch(state, streams))
 
+    def _cache(self, batch: int) -> RowCache:
+        """Return an empty cache of so many newcomers."""
+        if self.pool is not None:
+            return PagedKVCache(self.pool, batch)
+        cache = self.base.cache(batch, self._capacity)
+        # or every batch that joins would copy all that are there
+        cache.room = self.max_batch
+        return cache
+
     def _join(self, newcomers: _Batch) -> None:
         """Decode these rows with the others from now on."""
         if (batch := self._batch) is None:
@@ -240,7 +245,7 @@ class Engine:
             batch.state.join(newcomers.state)
 
     @contextmanager
-    def _failing(self, streams: list[Stream], cache: RowCache) -> Iterator[None]:
+    def _failing(self, streams: list[Stream], cache: RowCache | None = None) -> Iterator[None]:
         """End these requests, and give back what they hold, where what is done for them raises.
 
         A step that was not taken to its end cannot be taken again: the drafter may have read
@@ -251,7 +256,8 @@ class Engine:
         except BaseException:
             for stream in streams:
                 stream.finish_reason = stream.finish_reason or "failed"
-            cache.keep_rows([])
+            if cache is not None:
+                cache.keep_rows([])
             self._let_go()
             raise
 

@@ -44,6 +44,8 @@ def drafted_by(
     if drafter is None:
         return None, policies.NOTHING
     policy = default_tree(drafter, base) if tree is None else tree
+    if not isinstance(policy, policies.TreePolicy):
+        raise InputError(f"a tree is a TreePolicy, such as policies.chain(3), got {tree!r:.80}")
     if not policy.depth:
         return None, policy
     drafter = beside_lookup(drafter, policy, base)

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Literal
 
 from specheads.decoding.loop import Step
@@ -39,11 +38,3 @@ def step_origins(step: Step) -> list[Origin]:
     """Return how each of `step.tokens` came: the last is the base's own."""
     origins = node_origins(step.parents, step.num_copied)
     return [*(origins[node] for node in step.path[1:]), BASE]
-
-
-def text_origins(steps: Sequence[Step]) -> list[Origin]:
-    """Return how each new token of a text came: the base gives the first reading the prompt.
-
-    The last step may give more tokens than the text keeps.
-    """
-    return [BASE, *chain.from_iterable(map(step_origins, steps))]

@@ -43,10 +43,14 @@ def drafted_tokens(head: Head) -> int:
 
 def named_base(base: FrozenBase) -> str:
     """Return a base as a command line names it, with its revision where that is not `main`."""
-    place = shlex.quote(base.place)
+    return at_revision(base, shlex.quote(base.place))
+
+
+def at_revision(base: FrozenBase, model: str, option: str = " --revision ") -> str:
+    """Return a model of a command line and the revision of the base, where that is not `main`."""
     if base.revision == "main" or base.adapter or Path(base.place).exists():
-        return place
-    return f"{place} --revision {shlex.quote(base.revision)}"
+        return model
+    return f"{model}{option}{shlex.quote(base.revision)}"
 
 
 def stored_dtype(head: Head) -> str:

@@ -59,7 +59,8 @@ def interpret(
 
 
 def _own_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    proposal = settings.get("speculators_config", {}).get("proposal_methods", [{}])[0]
+    # where it is not in speculators' format, our own exports say it beside the rest
+    proposal = settings.get("speculators_config", {}).get("proposal_methods", [settings])[0]
     drafted, depth = settings.get("draft_vocab_size") or 0, proposal.get("speculative_tokens")
     return {
         "width": settings["hidden_size"],

@@ -169,6 +169,7 @@ def named_prompts(settings: Asked, base: FrozenBase) -> PromptSet:
         base.tokenizer,
         num_prompts=settings.evaluation.num_prompts,
         prompt_tokens=settings.evaluation.prompt_tokens,
+        all_turns=settings.evaluation.all_turns,
         corpus=settings.data,
     )
 

@@ -70,13 +70,7 @@ def load_base(settings: Base, accelerator: Accelerator) -> FrozenBase:
     """
     choices = asdict(settings)
     if settings.device == "auto":
-        sharding = _sharding(accelerator)
-        if sharding and settings.quantization != "none":
-            raise InputError(
-                "a sharded base has plain weights, got base.quantization="
-                f"{settings.quantization}; leave it out, or use configs/accelerate/ddp_8gpu.yaml"
-            )
-        choices["device"] = sharding or str(accelerator.device)
+        choices["device"] = sharding_of(settings, accelerator) or str(accelerator.device)
     with _whole():
         base = FrozenBase.load(**choices)
     compiler: Any = accelerator.state.dynamo_plugin
@@ -86,13 +80,28 @@ def load_base(settings: Base, accelerator: Accelerator) -> FrozenBase:
     return base
 
 
-def readers(base: FrozenBase, accelerator: Accelerator) -> dict[str, int]:
+def readers(sharding: Sharding | None, accelerator: Accelerator) -> dict[str, int]:
     """Return which rows a process reads: `rank` of `world_size` nearly equal shares of them."""
-    size = base.sharding.readers if base.sharding else 1
+    size = sharding.readers if sharding else 1
     return {
         "rank": accelerator.process_index // size,
         "world_size": accelerator.num_processes // size,
     }
+
+
+def sharding_of(settings: Base, accelerator: Accelerator) -> Sharding | None:
+    """Return how processes share out a base; None where each has its own, as where it is placed.
+
+    Raises:
+        ValueError: As `load_base`, of processes.
+    """
+    sharding = _sharding(accelerator) if settings.device == "auto" else None
+    if sharding and settings.quantization != "none":
+        raise InputError(
+            "a sharded base has plain weights, got base.quantization="
+            f"{settings.quantization}; leave it out, or use configs/accelerate/ddp_8gpu.yaml"
+        )
+    return sharding
 
 
 def _sharding(accelerator: Accelerator) -> Sharding | None:

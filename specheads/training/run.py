@@ -72,7 +72,7 @@ def run(
     depth = _refuse_unusable(settings)
     if base is None:
         base = load_base(settings.base, accelerator)
-    _refuse_unfit(settings, base, depth, readers(base, accelerator)["world_size"])
+    _refuse_unfit(settings, base, depth, readers(base.sharding, accelerator)["world_size"])
     _refuse_sharded(settings, base, made.text)
     texts = Texts(settings, base, made, accelerator, announce)
     torch.manual_seed(settings.seed)

@@ -27,7 +27,7 @@ class Stepper:
     ) -> None:
         self.teacher, self.head, self.accelerator = teacher, teacher.head, accelerator
         self.seed, self.clip_norm = seed, schedule.clip_norm
-        self.shares = readers(teacher.base, accelerator)["world_size"]
+        self.shares = readers(teacher.base.sharding, accelerator)["world_size"]
         self.optimizers = [
             accelerator.prepare_optimizer(optimizer)
             for optimizer in schedules.optimizers(self.head, schedule, teacher.parameters)

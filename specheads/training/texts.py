@@ -59,7 +59,7 @@ class Texts:
         self.run, self.accelerator, self.announce = run, accelerator, announce
         # of the weights alone: while an adapter is trained, the model has more of them
         self.fingerprint = base.fingerprint
-        self.share = readers(base, accelerator)
+        self.share = readers(base.sharding, accelerator)
         self.head: Head | None = None
         """The one that is trained, which may draft while the base writes."""
         self._prompts: dict[tuple[int, int], Prompts] = {}
@@ -234,8 +234,8 @@ class Texts:
             if phase.distill is None:
                 continue
             job = self._job(phase.distill)
-            if not job.prompts.conversations:
-                _refuse_too_few(name, phase, phase.distill)
+            talks, most = job.prompts.conversations, text_tokens(phase.distill)
+            _refuse_too_few(name, phase, self.base.max_length if talks else most)
             claim = job.claim()
             first, before = claims.setdefault(job.folder, (name, claim))
             for setting, value in claim.items():
@@ -266,9 +266,13 @@ class Texts:
             return tokenised(self.settings.data, split, self.tokenizer, self.settings.seed, bar=bar)
 
 
-def _refuse_too_few(name: str, phase: Phase, distill: Distill) -> None:
-    """Refuse continuations that do not fill a batch even where each is as long as it may be."""
-    texts, text = distill.num_samples, text_tokens(distill)
+def _refuse_too_few(name: str, phase: Phase, text: int) -> None:
+    """Refuse texts that do not fill a batch even where each has as many tokens as it may have.
+
+    A conversation is taken for one text, whatever a chat template makes of it.
+    """
+    assert phase.distill is not None
+    texts = phase.distill.num_samples
     row = phase.sequence_length or text
     full, rest = divmod(text, row)
     rows = {
@@ -279,6 +283,6 @@ def _refuse_too_few(name: str, phase: Phase, distill: Distill) -> None:
     if rows < phase.batch_size:
         raise InputError(
             f"phase {name!r} needs as many rows as batch_size={phase.batch_size}, and "
-            f"distill.num_samples={texts} texts of {text} tokens fill {rows} of {row}; raise "
-            "num_samples, or lower batch_size or sequence_length"
+            f"distill.num_samples={texts} texts of at most {text} tokens fill {rows} of "
+            f"{row}; raise num_samples, or lower batch_size or sequence_length"
         )

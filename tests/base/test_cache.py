@@ -129,6 +129,19 @@ def test_rows_that_close_up_and_join_are_copied_into_the_room_that_others_left()
     assert committed(cache) == [[0, 1, 2, 30], [1, 30], [20, 21, 30], [20, 30], [40]]
 
 
+@pytest.mark.parametrize("place", [0, 1])
+def test_rows_of_which_nothing_was_read_yet_join_and_are_joined(place: int):
+    caches = [KVCache(num_layers=2, batch=batch, capacity=4) for batch in (2, 1)]
+    write(caches[place], 2, start=10)
+    caches[place].commit([[0, 1]] * (2 - place))
+    caches[0].join(caches[1])
+    write(caches[0], 1, start=30)
+    caches[0].commit([[0]] * 3)
+    wanted = [[10, 11, 30]] * 2 + [[30]] if place == 0 else [[30]] * 2 + [[10, 11, 30]]
+    for layer in range(2):
+        assert committed(caches[0], layer) == wanted
+
+
 def test_rows_in_another_order_and_forks_are_copied_whole():
     cache = KVCache(num_layers=1, batch=3, capacity=4)
     write(cache, 3, start=0)

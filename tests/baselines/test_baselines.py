@@ -334,6 +334,15 @@ def test_rows_of_windows_join():
     assert cache.positions.tolist() == [4]
 
 
+def test_a_window_shorter_than_what_is_copied_at_once_reads_all_of_it():
+    both = Hybrid(Streaming(tiny.base(), 2, sinks=2, window=4), lookup(12))
+    prompts = [[7, 3, 11, 5, 2, 9, 7, 3, 11] * 3, [4, 8] * 5]
+    how: dict[str, Any] = {"max_new_tokens": 60}
+    out = generate(tiny.base(), both, prompts, tree=HybridTree(policies.chain(2), 10), **how)
+    assert max(len(step.tokens) for row in out.steps for step in row) > 5
+    assert out.tokens == generate(tiny.base(), None, prompts, **how).tokens
+
+
 @pytest.mark.parametrize(("sinks", "window"), [(0, 9), (4, 3)])
 def test_a_window_that_cannot_hold_a_draft_is_refused(sinks, window):
     with pytest.raises(ValueError, match="a window longer than its depth of 3"):

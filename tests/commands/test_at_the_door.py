@@ -85,6 +85,10 @@ def test_a_setting_that_cannot_be_is_refused_by_name(overrides: str, refused: An
     assert name.rpartition(".")[2] in said or "'static'" in said or "paths" in said
 
 
+def test_one_call_is_one_run(refused: Any):
+    assert "a call is one run, got -m; call the command once for each" in refused("-m", "seed=1,2")
+
+
 @pytest.mark.parametrize("group", ["base", "data", "head", "schedule", "tracker", "tree"])
 @pytest.mark.parametrize("value", ["oak", "no/such/folder"])
 def test_of_a_choice_that_there_is_not_the_line_says_which_there_are(

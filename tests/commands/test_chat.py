@@ -102,6 +102,7 @@ def test_a_conversation_is_read_through_the_template_and_keeps_the_tokens_that_w
     assert tokenizer.decode(first) == f"<system>be brief{end}<user>one?{end}<assistant>"
     answer = tokenizer("two").input_ids
     dialogue.answered([*first, *answer], "two")
+    dialogue.ask("too long to be answered?")
     second = dialogue.ask("three?")
     assert second[: len(first) + len(answer)] == [*first, *answer]
     assert tokenizer.decode(second).endswith(f"two{end}<user>three?{end}<assistant>")
@@ -114,10 +115,15 @@ def test_a_conversation_is_read_through_the_template_and_keeps_the_tokens_that_w
 def test_lines_through_a_pipe_are_answered_in_plain_text(
     head: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(sys, "stdin", io.StringIO(f"\n{ASKED}/reset\nclass A:\n/quit\nnever\n"))
+    asked = f"\n{ASKED}\udcff\n{'a ' * 5000}\n/reset\nclass A:\n/quit\nnever\n"
+    piped = io.BytesIO(asked.encode(errors="surrogateescape"))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(piped, encoding="utf-8"))
     words = [f"head={head}", f"base={BASE_FOLDER}", "max_new_tokens=8", "side_by_side=true"]
     call("chat", [*words, "base.device=cpu"])
-    told = capsys.readouterr().out
+    told, wrong = capsys.readouterr()
+    assert "must be UTF-8; line 3 is not and is passed over" in wrong
+    assert "a conversation must fit the context" in wrong
+    assert len(wrong.splitlines()) == 2
     assert "\x1b" not in told
     assert told.count("> ") >= 2
     assert told.count("with the head:\n") == told.count("the base alone:\n") == 2

@@ -6,6 +6,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+import yaml
 
 import specheads
 from specheads.commands._call import call
@@ -118,6 +119,16 @@ def test_draft_tokens_are_counted_on_the_answers_where_there_are_only_prompts(tm
     assert said <= set(head.draft_ids.tolist())
     known = json.loads((trained.path / "provenance.json").read_text())["draft_vocabulary"]
     assert known == {"size": 60, "coverage": 1.0}
+
+
+def test_a_dry_run_says_how_much_would_be_written_and_takes_short_names(capsys: Any):
+    asked = {"min_tokens": 2, "retries": 1, "timeout_seconds": 3.0, "served_as": "a"}
+    asked |= {"api_key_env": "KEY", "num_samples": 6, "new_tokens": 8}
+    overrides = [f"{name}={value}" for name, value in asked.items()]
+    call("distill", ["recipe=smoke", "out=text", "dry_run=true", *overrides])
+    settings, shown = yaml.safe_load_all(capsys.readouterr().out)
+    assert asked.items() <= settings["schedule"]["phases"]["distilled"]["distill"].items()
+    assert shown == {"plan": {"out": "text", "texts": 6, "most_tokens_a_turn": 48}}
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 import specheads
 from specheads.config import data_dir
+from specheads.core.drafter import Head
 from specheads.measure.results import Results
 from specheads.measure.store import read, to_json
 from specheads.runs.directory import RunDirectory
@@ -152,6 +154,10 @@ def test_a_run_s_head_is_taken_onto_another_base_by_force_alone(
         (lambda: specheads.evaluate("nowhere"), "nowhere has none"),
         (lambda: specheads.evaluate(), "name what to evaluate"),
         (lambda: specheads.evaluate("a", ["head=b"]), "got run=a and head=b; name one"),
+        *(
+            (lambda call=call: call("a", head=Mock(spec=Head)), "got run=a and a head; give one")
+            for call in (specheads.evaluate, specheads.compare, specheads.tune)
+        ),
         (lambda: specheads.compare(), "name what to compare"),
         (lambda: specheads.export("nowhere", "oven", "out"), "engine must be one of"),
         (lambda: specheads.push("nowhere", "no id"), "repo=USER/NAME"),

@@ -47,14 +47,15 @@ def test_a_preview_shows_the_mask_without_colour_and_leaves_no_run(
     assert not Path("runs").exists()
 
 
+# a phase that reads the corpus itself would be refused: tests/commands/test_broken_files.py
+@pytest.mark.parametrize("command", [["train", "~schedule.phases.corpus"], ["distill"]])
 def test_of_a_corpus_of_questions_it_shows_what_the_base_will_be_asked(
-    overrides: list[str], capsys: Any
+    command: list[str], overrides: list[str], capsys: Any
 ):
     Path("talks.jsonl").write_text(json.dumps({"messages": TALK["messages"][:1]}) + "\n")
-    # a phase that reads the corpus itself would be refused: tests/commands/test_broken_files.py
-    call("train", [*overrides, "~schedule.phases.corpus", "preview=2"])
+    call(command[0], [*command[1:], *overrides, "preview=2"])
     said = capsys.readouterr().out
-    assert "the base answers them first" in said
+    assert "what it writes is learned" in said
     assert "--- 1 of 1: " in said
     assert said.endswith("<|im_start|>user\nHi?<|im_end|>\n<|im_start|>assistant\n\n")
 

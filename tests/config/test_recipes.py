@@ -98,6 +98,30 @@ def test_the_command_line_beats_the_recipe():
     assert settings.schedule.phases["corpus"].steps == 7
 
 
+def test_a_phase_takes_settings_of_a_group_that_it_lacked():
+    corpus = "schedule.phases.corpus"
+    words = [f"{corpus}.joint.rank=8", f"{corpus}.joint={{alpha: 3}}", "run_dir=~/a b"]
+    settings = _compose.settings_of("train", ["recipe=smoke", *words])
+    joint: Any = settings.schedule.phases["corpus"].joint
+    assert (joint.rank, joint.alpha, joint.dropout) == (8, 3.0, 0.05)
+    assert settings.run_dir == str(Path.home() / "a b")
+
+
+@pytest.mark.parametrize(
+    ("command", "given", "full"),
+    [
+        ("evaluate", "head=~/x", "head_path=HOME/x"),
+        ("evaluate", "~evaluation.prompts", "~evaluation.prompts"),
+        ("evaluate", "run=a~/b", "run=a~/b"),
+        ("compare", "heads=[~/x,~/y]", "heads=[HOME/x,HOME/y]"),
+        ("compare", "base=b", "base.model=b"),
+        ("compare", "base=tiny_code", "base=tiny_code"),
+    ],
+)
+def test_short_names_and_the_home_folder_are_written_out(command: str, given: str, full: str):
+    assert _compose.lengthen(command, [given]) == [full.replace("HOME", str(Path.home()))]
+
+
 def test_a_user_s_own_folder_of_recipes_is_searched_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from specheads.core.files import LOCK, atomic_folder, naming_full_disk, sole_wri
 HOLD = """
 import sys
 from pathlib import Path
+from typing import Any
 from specheads.core.files import sole_writer
 with sole_writer(Path(sys.argv[1])):
     print("held", flush=True)
@@ -88,6 +90,19 @@ def test_who_waits_is_told_for_whom_and_comes_next_though_the_folder_goes_meanwh
     assert told == [holder.pid]
 
 
+def test_a_lock_that_goes_while_it_is_looked_at_is_taken_anew(tmp_path: Path, monkeypatch: Any):
+    fstat = os.fstat
+
+    def going(file: int) -> os.stat_result:
+        monkeypatch.undo()
+        (tmp_path / LOCK).unlink()
+        return fstat(file)
+
+    monkeypatch.setattr("specheads.core.files.os.fstat", going)
+    with sole_writer(tmp_path):
+        assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()
+
+
 def test_folders_that_were_made_for_nothing_go_again(tmp_path: Path):
     with pytest.raises(InputError, match="no"), sole_writer(tmp_path / "runs" / "mine"):
         raise InputError("no")
@@ -131,6 +146,7 @@ def test_a_folder_set_aside_comes_back_where_its_successor_never_came(tmp_path: 
     script = """
 import os, sys
 from pathlib import Path
+from typing import Any
 from specheads.core.files import atomic_folder
 rename, left = Path.rename, iter(range(2))
 def killed(self, target):

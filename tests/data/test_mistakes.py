@@ -17,6 +17,7 @@ from specheads.config import Data
 from specheads.core.errors import InputError
 from specheads.core.paths import local_path
 from specheads.data.jsonl import MAX_LINE, read_jsonl
+from specheads.data.local import whole_files
 from specheads.data.prompts import load_prompts
 from specheads.data.sources import SPLITS, read
 from specheads.data.tokenise import tokenised
@@ -90,7 +91,7 @@ def test_rows_come_with_marks_blank_lines_and_all_line_ends(tmp_path: Path):
 
 def test_one_list_of_rows_is_read_too(tmp_path: Path):
     file = tmp_path / "a.json"
-    file.write_text(json.dumps([{"text": "a"}, {"text": "b"}], indent=2))
+    file.write_text("\n \n" + json.dumps([{"text": "a"}, {"text": "b"}], indent=2))
     assert [row["text"] for _, row in read_jsonl(file)] == ["a", "b"]
     file.write_text('[{"text": "a"}, "b"]')
     with pytest.raises(InputError, match=r"row 2 of .* it is a str"):
@@ -258,6 +259,15 @@ def test_a_pattern_that_matches_nothing_is_told(refused, tmp_path: Path, pattern
 @pytest.mark.parametrize("source", ["files", "jsonl", "parquet"])
 def test_a_path_that_no_disk_has_is_refused(refused, source: str, path: str):
     refused("a path must be one that this machine can read", source=source, path=path)
+
+
+def test_a_path_that_leads_out_and_to_nothing_is_not_there(refused):
+    refused("'../no/such' is not there", source="jsonl", path="../no/such")
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path: Path):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfa")
+    assert [row["text"] for _, row in whole_files([tmp_path / "a.txt"])] == ["a"]
 
 
 def test_a_path_that_is_not_there_yet_is_one(tmp_path: Path):

@@ -223,7 +223,7 @@ def test_standard_library_prompts_come_from_every_held_out_file_before_any_gives
 
 
 ROWS = [
-    {"prompt": "def f(x):", "category": "code"},
+    {"prompt": "def f(x):", "category": "code", "messages": None},
     {"turns": ["first question", "second question"], "category": "chat"},
     {"question": "how many?"},
 ]

@@ -17,8 +17,9 @@ from specheads.config import Data, check
 from specheads.config.parts import WeightedSource
 from specheads.core.errors import InputError
 from specheads.core.paths import cache_folder
-from specheads.data import encode, tokenise
+from specheads.data import encode, sources, tokenise
 from specheads.data.encode import Encoder
+from specheads.data.prompts import held_out
 from specheads.data.sources import SPLITS, read
 from specheads.data.tokenise import tokenised
 
@@ -410,6 +411,25 @@ def test_conversations_and_text_are_mixed(tokenizer, tmp_path):
     found = tokenised(data, "train", tokenizer)
     counted = [float(found.counted(number).mean()) for number in range(len(found))]
     assert {share == 1.0 for share in counted} == {True, False}
+
+
+@pytest.mark.usefixtures("chat")
+def test_each_source_of_a_mixture_says_whether_a_prompt_is_text_or_a_conversation(
+    tokenizer, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(sources, "split_of", lambda _: "prompts")
+    file = tmp_path / "talk.jsonl"
+    file.write_text("".join(json.dumps(talk(number)) + "\n" for number in range(9)))
+    data = mixture(tmp_path, short=1)
+    data.sources["talk"] = WeightedSource(source="chat", path=str(file))
+    found = held_out(data, "prompts", tokenizer, 8, 1000)
+    assert sum("is it" in prompt.text for prompt in found) == 9
+    assert len(found) > 9
+    assert all(len(prompt.tokens) == 8 for prompt in found if "is it" not in prompt.text)
+    some = held_out(data, "prompts", tokenizer, 8, 10)
+    assert {"is it" in prompt.text for prompt in some} == {True, False}
+    # where no text is long enough there are conversations still
+    assert len(held_out(data, "prompts", tokenizer, 10_000, 40)) == 9
 
 
 @pytest.mark.usefixtures("chat")

@@ -79,6 +79,15 @@ def test_a_rank_is_a_whole_number(rank):
         jaxtyping.config.update("jaxtyping_disable", False)
 
 
+def test_a_tree_s_name_is_no_tree():
+    jaxtyping.config.update("jaxtyping_disable", True)
+    try:
+        with pytest.raises(InputError, match=r"TreePolicy, such as policies\.chain.*got 'chain'"):
+            Engine(tiny.base(), tiny.oracle(2), tree="chain")  # pyright: ignore[reportArgumentType]
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", False)
+
+
 @pytest.mark.parametrize(
     "tree",
     [

@@ -336,8 +336,8 @@ def expected(rows: Rows, levels: int) -> list[Tensor]:
     seeds = torch.tensor([one.seed for one in rows.sampling])
     drawing = torch.tensor([one.temperature > 0 for one in rows.sampling])[:, None]
     return [
-        noise.token_noise(seeds, rows.lengths + 1 + level, rows.vocab_size) * drawing
-        for level in range(levels)
+        noise.gumbel(noise.bits(seeds, places, noise.TOKEN), rows.vocab_size) * drawing
+        for places in (rows.lengths + 1 + level for level in range(levels))
     ]
 
 

@@ -127,6 +127,25 @@ def test_requests_that_come_at_any_time_are_decoded_as_if_alone(name, paged):
         assert pool.copied_blocks == 0
 
 
+@pytest.mark.parametrize("name", ["draft model", "window"])
+def test_a_prompt_of_one_token_joins_and_is_joined_as_if_alone(name):
+    prompts = [tiny.prompts()[1][:20], [7], [8, 9], tiny.prompts()[1]]
+    drafter, tree = ARMS[name]()
+    engine = Engine(tiny.base(), drafter, tree=tree, max_batch=4, max_length=40)
+    streams = []
+    for prompt in prompts:
+        streams.append(ask(engine, prompt=prompt))
+        engine.step()
+    engine.run()
+    for stream, prompt in zip(streams, prompts, strict=True):
+        drafted, plain = (
+            generate(tiny.base(), by, [prompt], max_new_tokens=NEW, tree=how)
+            for by, how in ((drafter, tree), (None, None))
+        )
+        assert stream.tokens == drafted.tokens[0] == plain.tokens[0]
+        assert [*map(what, stream.steps)] == [*map(what, drafted.steps[0])]
+
+
 def test_newcomers_take_their_step_with_the_others():
     engine = Engine(tiny.base(), head(kind="eagle3"), tree=TREE, max_length=90)
     first = engine.submit(Request(prompt=tiny.prompts()[0], max_new_tokens=30, eos_ids=()))
@@ -339,7 +358,7 @@ def test_after_a_thousand_requests_of_one_engine_after_another_every_block_is_fr
 
 
 @pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "paged"])
-@pytest.mark.parametrize("place", ["prefill", "verify", "begin", "join", "keep"])
+@pytest.mark.parametrize("place", ["_cache", "prefill", "verify", "begin", "join", "keep"])
 def test_what_raises_ends_the_rows_it_was_raised_for_and_no_others(place, paged, monkeypatch):
     drafter, pool = tiny.oracle(2), blocks(24) if paged else None
     engine = Engine(tiny.base(), drafter, max_batch=2, max_length=40, pool=pool)
@@ -354,7 +373,7 @@ def test_what_raises_ends_the_rows_it_was_raised_for_and_no_others(place, paged,
         monkeypatch.undo()
         raise MemoryError("there is no more")
 
-    raises = {"prefill": engine.base, "verify": engine.base, "begin": drafter}
+    raises = {"_cache": engine, "prefill": engine.base, "verify": engine.base, "begin": drafter}
     monkeypatch.setattr(raises.get(place, Places), place, raising)
     with pytest.raises(MemoryError):
         engine.run()

@@ -62,7 +62,7 @@ def test_the_draw_is_that_of_the_whole_vocabulary(shape, temperature, dtype):
     chosen = rows.choose(tree, logits, tree.ancestors())
     paths = torch.zeros(8, 4, 1, dtype=torch.long)
     places = rows.lengths[:, None] + torch.tensor([1, 2, 2, 3])
-    found = noise.token_noise(rows.seeds[:, None].expand(8, 4), places, VOCAB, dtype)
+    found = noise.gumbel(noise.bits(rows.seeds[:, None], places, noise.TOKEN), VOCAB, dtype)
     assert torch.equal(chosen, (rows.scores(logits, paths) + found).argmax(-1))
 
 

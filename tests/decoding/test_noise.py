@@ -47,7 +47,7 @@ PROBS = torch.tensor([0.4, 0.25, 0.15, 0.1, 0.05, 0.03, 0.015, 0.005], dtype=tor
 
 
 def drawn(seeds: torch.Tensor, positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    found = noise.token_noise(seeds, positions, len(PROBS), dtype)
+    found = noise.gumbel(noise.bits(seeds, positions, noise.TOKEN), len(PROBS), dtype)
     assert found.dtype == dtype
     return (PROBS.log().to(dtype) + found).argmax(-1)
 
@@ -80,7 +80,7 @@ def test_draws_of_neighbouring_seeds_and_positions_are_independent(step):
 def test_noise_of_two_positions_is_unrelated_over_a_vocabulary():
     size = 49_152
     seeds, positions = torch.tensor([[3], [4], [2**62]]), torch.arange(40)
-    table = noise.token_noise(seeds.expand(3, 40), positions.expand(3, 40), size).flatten(0, 1)
+    table = noise.gumbel(noise.bits(seeds, positions, noise.TOKEN), size).flatten(0, 1)
     standard = (table - table.mean(-1, keepdim=True)) / table.std(-1, keepdim=True)
     related = standard @ standard.T / size
     related.fill_diagonal_(0.0)

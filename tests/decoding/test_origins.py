@@ -1,6 +1,7 @@
 """How each token came is told by the steps alone, and tokens that were copied are told apart."""
 
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from specheads.core.tree import TokenTree
 from specheads.decoding.acceptance.sampling import Rows
 from specheads.decoding.generate import generate
 from specheads.decoding.loop import Step, Times
-from specheads.decoding.origins import BASE, Origin, node_origins, step_origins, text_origins
+from specheads.decoding.origins import BASE, Origin, node_origins, step_origins
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import Hybrid, HybridTree, Lookup
 from tests import tiny
@@ -42,6 +43,11 @@ def test_depths_are_edges_below_the_root_and_the_last_nodes_are_copied():
     ]  # fmt: skip
 
 
+def told(steps: list[Step]) -> list[str]:
+    """Return how each token of a text came; the base's own is the first, with the prompt."""
+    return [str(origin) for origin in [BASE, *chain.from_iterable(map(step_origins, steps))]]
+
+
 class LastCopied(policies.TreePolicy):
     """A chain of four whose last two are said to be copied."""
 
@@ -50,8 +56,8 @@ class LastCopied(policies.TreePolicy):
     def grow(
         self, drafter: Drafter, committed: Committed, memory: Any, rows: Rows | None = None
     ) -> TokenTree:
-        chain = policies.chain(4).grow(drafter, committed, memory, rows)
-        return replace(chain, num_copied=2)
+        grown = policies.chain(4).grow(drafter, committed, memory, rows)
+        return replace(grown, num_copied=2)
 
 
 def test_a_text_is_told_token_by_token():
@@ -63,7 +69,7 @@ def test_a_text_is_told_token_by_token():
         drafted, copied = ("drafted at depth 1", "drafted at depth 2"), "copied at depth"
         once = [*drafted, f"{copied} 3", f"{copied} 4"]
         wanted = ["the base's own", *[*once, "the base's own"] * len(steps)]
-        assert [str(origin) for origin in text_origins(steps)] == wanted
+        assert told(steps) == wanted
 
 
 @pytest.mark.parametrize("trim", [False, True])
@@ -84,4 +90,4 @@ def test_a_hybrid_says_which_nodes_were_copied(trim: bool):
 def test_the_base_alone_gives_nothing_but_its_own():
     found = generate(tiny.base(), None, tiny.prompts(), max_new_tokens=6)
     for tokens, steps in zip(found.tokens, found.steps, strict=True):
-        assert text_origins(steps) == [BASE] * len(tokens)
+        assert told(steps) == [str(BASE)] * len(tokens)

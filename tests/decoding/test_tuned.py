@@ -23,6 +23,8 @@ from specheads.heads.load import build_for, drafter_of, load_head, resume_head
 from tests import tiny
 from tests.tuned import FORWARD, NEGATIVE, tree, tuned
 
+STEEP, JUMPING = replace(FORWARD, power=1e6), replace(FORWARD, several=float("nan"))
+
 
 def folder(path: Path, kind: str = "eagle3", **content: Any) -> Path:
     base = tiny.base()
@@ -62,6 +64,8 @@ def test_training_further_forgets_what_was_measured_of_the_head_before(tmp_path)
         ({"trees": [to_json(tree(rates=[0.5, 0.5]))]}, "rate for each of 1 levels .*, got 2"),
         ({"cost": {}}, "need .*cost.verify"),
         ({"cost": to_json(StepCost(verify=NEGATIVE, draft=FORWARD))}, "least 0"),
+        ({"cost": to_json(StepCost(verify=STEEP, draft=FORWARD))}, "cost's power .* most 1"),
+        ({"cost": to_json(StepCost(verify=FORWARD, draft=JUMPING))}, "a cost in tuned.json"),
         ({"acceptance": {"per_depth": [float("nan")]}}, "acceptance in tuned.json must be"),
     ],
 )  # fmt: skip
@@ -197,6 +201,12 @@ def drafts(out: Decoding) -> dict[int, list[int]]:
             found[place] = step.drafted
         place += len(step.tokens)
     return found
+
+
+def test_places_of_one_tree_have_one_policy_whatever_was_measured_of_it():
+    found = tuned(tree(), tree(4, 512, interval=[1.0, 1.3], rates=[0.5]))
+    assert isinstance(found.policy(), policies.Static)
+    assert isinstance(tuned(tree(), tree(4, paths=[[0]], num_nodes=2)).policy(), Adaptive)
 
 
 def test_the_nearest_batch_counts_first_and_then_the_nearest_context():

@@ -127,7 +127,7 @@ def serve(kind: str, engine: str, base: FrozenBase, depth: int = 3) -> Iterator[
 
 
 @pytest.mark.parametrize(("kind", "engine"), PAIRS)
-def test_an_export_read_back_drafts_what_the_head_drafts(kind, engine, base, texts, tmp_path):
+def test_an_export_drafts_what_the_head_drafts_there_and_here(kind, engine, base, texts, tmp_path):
     taken = list(serve(kind, engine, base))
     assert taken
     for number, head in enumerate(taken):
@@ -142,6 +142,19 @@ def test_an_export_read_back_drafts_what_the_head_drafts(kind, engine, base, tex
         record = json.loads((out / RECORD).read_text())
         assert record["parity"]["per_depth"] == to_json(parity.per_depth)
         assert record["base"]["name"] == "tiny/base"
+        loads_here(out, head, base, texts[0])
+
+
+def loads_here(folder: Path, head: Head, base: FrozenBase, text: tuple[list[int], list[int]]):
+    """Hold what an export loads as here against the head it was made of, which is changed."""
+    again = load_head(folder, base)
+    assert (again.kind, again.depth) == (head.kind, head.depth)
+    view = look(base, *text, *tables(base))
+    for one in (head, again):
+        one.double().bind(view.embedding, view.projection)
+    for ours, theirs in zip(guess(head, view), guess(again, view), strict=True):
+        assert torch.equal(ours.ids, theirs.ids)
+        torch.testing.assert_close(ours.logits, theirs.logits, rtol=1e-5, atol=1e-5)
 
 
 def test_engines_take_the_heads_they_are_known_to_take():
@@ -434,26 +447,6 @@ def test_an_export_holds_nothing_of_the_environment(base, texts, tmp_path, monke
         assert not [file for file in out.iterdir() if b"hf_secret" in file.read_bytes()]
 
 
-# round trip: what is exported loads here too
-
-
-@pytest.mark.parametrize(("kind", "engine"), PAIRS)
-def test_an_export_loads_here_with_the_same_logits(kind, engine, base, texts, tmp_path):
-    for number, head in enumerate(serve(kind, engine, base)):
-        folder = tmp_path / str(number)
-        export_head(head, base, engine, folder, texts[:1])
-        again = load_head(folder, base)
-        assert again.kind == kind
-        prompt, said = texts[0]
-        view = look(base, prompt, said, *tables(base))
-        for one in (head, again):
-            one.double().bind(view.embedding, view.projection)
-        before, after = guess(head, view), guess(again, view)
-        for ours, theirs in zip(before, after[: head.depth], strict=True):
-            assert torch.equal(ours.ids, theirs.ids)
-            torch.testing.assert_close(ours.logits, theirs.logits, rtol=1e-5, atol=1e-5)
-
-
 # readers against the original projects' numbers
 
 
@@ -619,6 +612,42 @@ def test_llama_cpp_is_told_to_draft_chains_as_many_requests_together_can(base):
     head = make("eagle3", base)
     line = find_layout(head, base, "llama_cpp").write(head, base, OUT).serve[-1]
     assert line.endswith("--spec-draft-n-max 3 --no-spec-draft-backend-sampling")
+
+
+@pytest.mark.parametrize(
+    ("kind", "engine", "asked"),
+    [
+        ("medusa", "vllm", "serve ada/base --revision v2 --spec"),
+        ("eagle3", "sglang", "--model-path ada/base --revision v2 --spec"),
+        ("eagle3", "tensorrt_llm", "serve ada/base --revision v2 --backend"),
+        ("eagle3", "speculators", "serve /serve/head --revision v2"),
+        ("dflash", "speculators", "serve /serve/head --revision v2"),
+        # TGI has no place for it
+        ("medusa", "tgi", "--speculate 3  # it loads the base's main, and the head is for v2"),
+    ],
+)
+def test_lines_name_the_base_s_revision_where_it_is_not_main(
+    kind, engine, asked, base, monkeypatch
+):
+    def told() -> str:
+        return find_layout(head, base, engine).write(head, base, OUT).serve[0]
+
+    head = make(kind, base)
+    assert "v2" not in told()
+    assert "revision" not in told()
+    monkeypatch.setattr(base, "place", "ada/base")
+    monkeypatch.setattr(base, "revision", "v2")
+    assert asked in told()
+
+
+def test_vllm_is_told_to_serve_a_head_that_was_forced(base):
+    def told() -> str:
+        return find_layout(head, base, "vllm").write(head, base, OUT).serve[0]
+
+    head = make("medusa", base)
+    assert told().startswith("SPECHEADS_HEAD=/serve/head vllm serve ")
+    head.base_fingerprint = head.base_fingerprint[::-1]
+    assert told().startswith("SPECHEADS_FORCE=true SPECHEADS_HEAD=/serve/head vllm serve ")
 
 
 def test_engines_are_told_to_draft_as_many_tokens_as_the_tuned_tree_is_deep():

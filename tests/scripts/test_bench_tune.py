@@ -47,6 +47,11 @@ def test_decode_seconds_are_those_of_the_same_tokens(script: ModuleType):
     assert script._tokens(drafted) == pytest.approx((11 + 8) / (6 + 4))
 
 
+def test_texts_that_all_end_at_once_are_told(script: ModuleType):
+    with pytest.raises(SystemExit, match="two decode steps is needed, got none"):
+        script._seconds([[timing(1.0, 0, 2, 1)]])
+
+
 def test_trees_may_be_named_and_one_that_is_not_there_is_told(script: ModuleType):
     head = SimpleNamespace(depth=3)
     assert [*script.hand_written(head, ["static", "chain"])] == ["static", "chain"]

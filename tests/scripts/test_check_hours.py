@@ -1,6 +1,7 @@
 """A run is made as long as is asked for, and planned for as long."""
 
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -27,3 +28,16 @@ def test_a_batch_of_texts_is_written_whole_however_few_minutes_there_are(script:
     phases = [PhasePlan("distilled", 560, 4, 0, hours=1.0, writing_hours=24.0)]
     planned = script.lengthen(settings, Plan("cpu", 1, 1, None, [], phases, {}), 1.0)
     assert planned == pytest.approx(60 + 1 / 25, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "told"), [(["--help"], 0, ""), (["recipe=oak"], 2, "no recipe 'oak'")]
+)
+def test_help_and_mistakes_leave_no_traceback(
+    words: list[str], code: int, told: str, script: ModuleType, monkeypatch: Any, capsys: Any
+):
+    monkeypatch.setattr("sys.argv", ["check_hours.py", *words])
+    with pytest.raises(SystemExit) as left:
+        script.main()
+    assert left.value.code == code
+    assert told in capsys.readouterr().err

@@ -116,7 +116,7 @@ def train(
     head = build_for(made, base, torch.arange(tiny.VOCAB)).double()
     usual = {"steps": 6, "batch_size": 6, "learning_rate": 1e-2, "scored_share": 0.6}
     phase = Phase(text="corpus", sequence_length=40, **usual | settings)
-    rank, world_size = readers(base, accelerator).values()
+    rank, world_size = readers(base.sharding, accelerator).values()
     sizes: dict[str, Any] = {"sequence_length": 40, "batch_size": batch_sizes(phase)}
     text = PackedText(documents(), **sizes, rank=rank, world_size=world_size)
     mine = share(range(held_out), rank, world_size)

@@ -56,10 +56,10 @@ def test_text_that_cannot_fill_a_batch_is_refused_before_it_is_written(packing: 
     text = PackedText(full, sequence_length=length, batch_size=1, packing=packing)
     rows = text.rows_per_epoch
     phase = distilled(sequence_length=length, packing=packing, batch_size=rows)
-    _refuse_too_few("a", phase, DISTILL)
-    told = rf"batch_size={rows + 1}, and .*16 texts of 64 tokens fill {rows} of {length or 64}; "
+    _refuse_too_few("a", phase, 64)
+    told = rf"={rows + 1}, and .*16 texts of at most 64 tokens fill {rows} of {length or 64}; "
     with pytest.raises(InputError, match=told):
-        _refuse_too_few("a", replace(phase, batch_size=rows + 1), DISTILL)
+        _refuse_too_few("a", replace(phase, batch_size=rows + 1), 64)
 
 
 @pytest.fixture
@@ -73,6 +73,17 @@ def phases(texts: Texts, monkeypatch: pytest.MonkeyPatch) -> dict[str, Phase]:
 def test_every_distilled_phase_is_looked_at(texts: Texts, phases: dict[str, Phase]):
     phases["b"] = distilled(batch_size=17)
     with pytest.raises(InputError, match=r"phase 'b' needs as many rows as batch_size=17"):
+        texts._refuse_useless()
+
+
+def test_a_conversation_is_one_row_where_rows_are_as_long_as_it(
+    texts: Texts, phases: dict[str, Phase], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(texts.prompts(DISTILL), "conversations", True, raising=False)
+    phases["b"] = distilled(batch_size=17, sequence_length=64)
+    texts._refuse_useless()
+    phases["b"] = distilled(batch_size=17)
+    with pytest.raises(InputError, match=r"16 texts of at most \d+ tokens fill 16 of"):
         texts._refuse_useless()
 
 

@@ -82,19 +82,6 @@ def constants(size: int, device: torch.device) -> Int64[Tensor, " vocab"]:
     return bits(torch.arange(size, device=device)) | 1
 
 
-def token_noise(
-    seeds: Int64[Tensor, "*batch"],
-    positions: Int64[Tensor, "*batch"],
-    size: int,
-    dtype: torch.dtype = torch.float64,
-) -> Float[Tensor, "*batch vocab"]:
-    """Return the noise with which requests of these seeds draw the tokens at these positions.
-
-    The token at position i is the one that i others stand before, prompt included.
-    """
-    return gumbel(bits(seeds, positions, TOKEN), size, dtype)
-
-
 def derive(seed: int, index: int) -> int:
     """Return a seed of its own for the `index`-th of many requests made with one seed.
 

@@ -35,7 +35,7 @@ class Sampling:
     """How one request wants its tokens chosen; as it stands, greedily."""
 
     temperature: float = 0.0
-    """Divides logits. Zero is greedy, whatever `top_k`, `top_p` and `min_p` say."""
+    """Divides logits, at least 1e-30. Zero is greedy, whatever `top_k`, `top_p` and `min_p` say."""
 
     top_k: int = 0
     """Tokens drawn from, the likeliest ones. Zero draws from all."""
@@ -61,7 +61,12 @@ class Sampling:
             if isinstance(value, bool) or not isinstance(value, Real) or not isfinite(value):
                 raise InputError(f"{name} must be a finite number, got {value!r:.80}")
         for name, allowed, holds in (
-            ("temperature", "at least 0", self.temperature >= 0),
+            # a float32 has no room for logits over less
+            (
+                "temperature",
+                "0 (greedy) or at least 1e-30",
+                self.temperature == 0 or self.temperature >= 1e-30,
+            ),
             ("top_k", "at least 0, where 0 is all", self.top_k >= 0),
             ("top_p", "above 0 and at most 1, where 1 is all", 0 < self.top_p <= 1),
             ("min_p", "from 0 (none) to 1", 0 <= self.min_p <= 1),

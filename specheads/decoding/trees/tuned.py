@@ -202,7 +202,9 @@ class Tuned:
 
     def _check(self, depth: int | None) -> None:
         for cost in (self.cost.verify, self.cost.draft):
-            _refuse_outside("a cost", [cost.fixed, cost.token, cost.context, cost.free], 0.0)
+            paid = [cost.fixed, cost.token, cost.context, cost.several, cost.free]
+            _refuse_outside("a cost", paid, 0.0)
+            _refuse_outside("a cost's power", [cost.power], 0.0, 1.0)
         _refuse_outside("a rate of acceptance", self.acceptance.per_depth, 0.0, 1.0)
         for one in self.acceptance.matches:
             _refuse_outside("a rate of copied text", [one.share, *one.rates], 0.0, 1.0)
@@ -269,7 +271,8 @@ class Tuned:
 
 
 def _same_shape(tree: TunedTree, other: TunedTree) -> bool:
-    measured = ("batch", "context", "tokens_per_forward", "predicted_speedup", "rates")
+    gains = ("tokens_per_forward", "predicted_speedup", "interval", "rates")
+    measured = ("batch", "context", *gains)
     return replace(tree, **{name: getattr(other, name) for name in measured}) == other
 
 

@@ -97,6 +97,8 @@ def config(head: Head, base: FrozenBase) -> dict[str, Any]:
         "target_hidden_size": head.width,
         **{name: getattr(settings, name) for name in NORMS},
         **({"mask_token_id": settings.mask_token} if settings.parallel else {}),
+        # as speculators calls it one level down; engines are told on the command line
+        "speculative_tokens": head.depth,
         IDS: list(head.aux_layers),
         "num_aux_hidden_states": len(head.aux_layers),
         # else an embedding is read as a copy of the base's

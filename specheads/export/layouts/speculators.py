@@ -6,7 +6,7 @@ from typing import Any
 
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
-from specheads.export.layout import Folder, Layout, all_of
+from specheads.export.layout import Folder, Layout, all_of, at_revision
 from specheads.export.layouts import _blocks, _eagle3
 from specheads.export.readers import blocks, eagle3
 
@@ -32,13 +32,13 @@ def write(head: Head, base: FrozenBase, out: Path) -> Folder:
         for name, value in _eagle3.tensors(head).items()
     }
     named.setdefault("embed_tokens.weight", base.embedding)
-    return Folder(outer, named, (_serve(out),))
+    return Folder(outer, named, (_serve(base, out),))
 
 
 def write_blocks(head: Head, base: FrozenBase, out: Path) -> Folder:
     """Return a folder that names its base, from which an engine takes what the head borrows."""
     outer = {**_blocks.in_speculators(head, base), **_common(head, base, head.kind)}
-    return Folder(outer, _blocks.tensors(head), (_serve(out),))
+    return Folder(outer, _blocks.tensors(head), (_serve(base, out),))
 
 
 def _common(head: Head, base: FrozenBase, algorithm: str) -> dict[str, Any]:
@@ -64,8 +64,9 @@ def _common(head: Head, base: FrozenBase, algorithm: str) -> dict[str, Any]:
     }
 
 
-def _serve(out: Path) -> str:
-    return f"vllm serve {shlex.quote(str(out))}"
+def _serve(base: FrozenBase, out: Path) -> str:
+    # a folder has no revision: vLLM asks for the base's with it
+    return f"vllm serve {at_revision(base, shlex.quote(str(out)))}"
 
 
 def objection(head: Head, base: FrozenBase) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
-from specheads.export.layout import Folder, Layout
+from specheads.export.layout import Folder, Layout, named_base
 from specheads.export.layouts import _eagle3
 from specheads.export.readers import eagle3
 
@@ -25,7 +25,7 @@ def write(head: Head, base: FrozenBase, out: Path) -> Folder:
         }
     }
     line = (
-        f"trtllm-serve {shlex.quote(base.place)} --backend pytorch "
+        f"trtllm-serve {named_base(base)} --backend pytorch "
         f"--extra_llm_api_options {shlex.quote(str(out / OPTIONS))}"
     )
     return Folder(

@@ -1,6 +1,5 @@
 """Text Generation Inference: Medusa, and MLP speculators whose weights are tied."""
 
-import shlex
 from pathlib import Path
 
 from torch import Tensor
@@ -36,14 +35,13 @@ def write_mlp(head: Head, base: FrozenBase, out: Path) -> Folder:
         "scale_input": head.config.scale_input,
         "torch_dtype": stored_dtype(head),
     }
-    line = f"text-generation-launcher --model-id {shlex.quote(str(out))} --speculate {head.depth}"
     weights = head.state_dict()
     named: dict[str, Tensor] = {}
     for level in range(head.depth):
         named[f"speculator.proj.{level}.weight"] = weights[f"proj.{min(level, 1)}.weight"]
         for part in ("emb.{}.weight", "head.{}.weight", "ln.{}.weight", "ln.{}.bias"):
             named["speculator." + part.format(level)] = weights[part.format(0)]
-    return Folder(config, named, (line,))
+    return Folder(config, named, (vllm_0_32.serve_tgi(head, base, out),))
 
 
 def one_level(head: Head, _base: FrozenBase) -> str:

@@ -8,6 +8,7 @@ import json
 import shlex
 from pathlib import Path
 
+from specheads.base.fingerprint import tables_fingerprint
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
 from specheads.export.layout import Folder, Layout, all_of, drafted_tokens, named_base
@@ -22,6 +23,9 @@ PROPOSER = "specheads.export.vllm.Proposer"
 HEAD_VARIABLE = "SPECHEADS_HEAD"
 """Environment variable in which the plug-in finds the exported folder."""
 
+FORCE_VARIABLE = "SPECHEADS_FORCE"
+"""Environment variable that serves a head of other weights than the base's where it says true."""
+
 
 def serve(head: Head, base: FrozenBase, method: str, model: str) -> str:
     """Return the command line that serves a base with a head."""
@@ -34,9 +38,11 @@ def serve(head: Head, base: FrozenBase, method: str, model: str) -> str:
 
 def write_plugin(head: Head, base: FrozenBase, out: Path) -> Folder:
     """Return our own layout, and how the plug-in serves it."""
-    line = serve(head, base, "custom_class", PROPOSER)
-    lines = (f"{HEAD_VARIABLE}={shlex.quote(str(out))} {line}",)
-    return Folder(head.settings(), head.state_dict(), lines)
+    line = f"{HEAD_VARIABLE}={shlex.quote(str(out))} {serve(head, base, 'custom_class', PROPOSER)}"
+    tables = tables_fingerprint(base.embedding, base.projection.weight)
+    if head.base_fingerprint and not head.base_fingerprint.startswith(tables):
+        line = f"{FORCE_VARIABLE}=true {line}"
+    return Folder(head.settings(), head.state_dict(), (line,))
 
 
 def write_eagle3(head: Head, base: FrozenBase, out: Path) -> Folder:

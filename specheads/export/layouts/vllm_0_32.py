@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
-from specheads.export.layout import Folder, Layout, all_of
+from specheads.export.layout import Folder, Layout, all_of, at_revision
 from specheads.export.layouts.vllm import serve
 from specheads.export.readers import medusa
 
@@ -35,10 +35,16 @@ def write(head: Head, base: FrozenBase, out: Path) -> Folder:
         "vocab_size": head.vocab_size,
     }
     lines = (
-        f"text-generation-launcher --model-id {shlex.quote(str(out))} --speculate {head.depth}",
+        serve_tgi(head, base, out),
         f"{serve(head, base, 'medusa', str(out))}  # vllm==0.32.0",
     )
     return Folder(config, _tensors(head), lines, weights_file=medusa.FILE)
+
+
+def serve_tgi(head: Head, base: FrozenBase, out: Path) -> str:
+    """Return the command line that serves a folder in TGI, which takes the base's `main` always."""
+    line = f"text-generation-launcher --model-id {shlex.quote(str(out))} --speculate {head.depth}"
+    return at_revision(base, line, "  # it loads the base's main, and the head is for ")
 
 
 def _tensors(head: Head) -> dict[str, Tensor]:

@@ -32,15 +32,13 @@ from specheads.core.errors import InputError
 from specheads.core.features import Committed, Features
 from specheads.core.weight_layout import for_few_rows
 from specheads.decoding.trees import policies
-from specheads.export.layouts.vllm import HEAD_VARIABLE
+from specheads.export.layouts.vllm import FORCE_VARIABLE, HEAD_VARIABLE
 from specheads.heads.load import load_head, refuse_misfit
 
 RUNNER = "vllm.v1.worker.gpu_model_runner"
 CACHE = "vllm.v1.kv_cache_interface"
 EMBEDDING = "vllm.model_executor.layers.vocab_parallel_embedding"
 PARALLEL = "vllm.distributed"
-FORCE_VARIABLE = "SPECHEADS_FORCE"
-"""Environment variable that serves a head of other weights than the base's where it says true."""
 
 NULL_SLOT = 0
 """A slot that no request is given: vLLM's block 0 stands for no block."""

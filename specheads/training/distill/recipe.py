@@ -5,6 +5,7 @@ from dataclasses import replace
 from specheads.base.model import FrozenBase
 from specheads.config import Distill as Settings
 from specheads.config.commands import Distill
+from specheads.config.schedule import distilled
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.core.paths import writable_folder
@@ -60,19 +61,13 @@ def write_recipe(
 
 def _how(settings: Distill, head: Head | None) -> Settings:
     """Return how text is written, once that and the rest are known to go together."""
-    phases = settings.schedule.phases.values()
-    found = [phase.distill for phase in phases if phase.distill is not None]
-    if not found:
-        raise InputError(
-            "distill writes the text of a recipe's distilled phase, and this one has none; add "
-            "schedule=two_phase"
-        )
+    found = distilled(settings.schedule)
     if not settings.out:
         raise InputError("text needs a folder: add out=FOLDER")
     drafts = bool(settings.head_path) or head is not None
-    if drafts and found[0].engine != "local":
+    if drafts and found.engine != "local":
         raise InputError(
-            f"a head drafts for engine=local, got engine={found[0].engine}; leave one out"
+            f"a head drafts for engine=local, got engine={found.engine}; leave one out"
         )
     # who names a head wants it to draft
-    return replace(found[0], use_head="true") if drafts else found[0]
+    return replace(found, use_head="true") if drafts else found

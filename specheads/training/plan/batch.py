@@ -133,7 +133,7 @@ def _largest(trial: Trial, name: str) -> int:
             f"phase {name!r} must fit {room / 2**30:.3g} GiB, and {least} sequences do not; raise "
             "accumulation_steps, or shorten sequence_length"
         )
-    return rows * readers(trial.base, trial.accelerator)["world_size"]
+    return rows * readers(trial.base.sharding, trial.accelerator)["world_size"]
 
 
 def memory_kind(device: torch.device) -> str:

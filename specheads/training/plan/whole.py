@@ -14,7 +14,7 @@ from specheads.training.plan.batch import climb, largest, room_of, settle_batche
 from specheads.training.plan.place import Target, target_of
 from specheads.training.plan.shapes import Parts, Shapes
 from specheads.training.plan.trial import Trial
-from specheads.training.processes import load_base, readers
+from specheads.training.processes import load_base, readers, sharding_of
 from specheads.training.schedule import (
     PlacedPhase,
     batch_size,
@@ -126,7 +126,8 @@ def plan(settings: Train, accelerator: Accelerator) -> Plan:
             "say a number"
         )
     processes, phases = accelerator.num_processes, placed(settings.schedule)
-    shares = readers(base, accelerator)["world_size"] if base else processes
+    sharding = base.sharding if base else sharding_of(settings.base, accelerator)
+    shares = readers(sharding, accelerator)["world_size"]
     for one in phases:
         refuse_misfit(one.name, one.settings, shapes.base.max_length, shapes.head.depth, shares)
     disk = _disk(settings, shapes)

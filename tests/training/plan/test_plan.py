@@ -8,6 +8,7 @@ import pytest
 import torch
 import yaml
 from accelerate import Accelerator
+from torch.distributed.device_mesh import DeviceMesh
 
 from specheads import config
 from specheads.base.model import FrozenBase
@@ -15,6 +16,7 @@ from specheads.commands import _compose
 from specheads.core.device_memory import held_bytes
 from specheads.core.errors import InputError
 from specheads.heads.load import build_for, kinds
+from specheads.training import processes
 from specheads.training.losses import depth_loss
 from specheads.training.plan import batch, whole
 from specheads.training.plan.batch import climb, largest, settle_batches
@@ -186,6 +188,23 @@ def test_processes_that_read_the_same_rows_are_one(folder: Path, monkeypatch: py
     assert (found.processes, found.shares) == (2, 1)
     monkeypatch.setattr(batch, "MOST_ROWS", 2)
     assert planned(folder, *one, "schedule.phases.corpus.batch_size=auto").phases[0].batch_size == 2
+
+
+def test_so_are_those_of_tensor_parallelism_where_nothing_is_loaded(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(Accelerator, "num_processes", 2)
+    monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "2")
+    monkeypatch.setattr(DeviceMesh, "size", lambda _: 2)
+    part = DeviceMesh("cpu", [0], _init_backend=False, _rank=0)
+    monkeypatch.setattr(processes, "init_device_mesh", lambda *_, **__: {"part": part})
+    monkeypatch.setattr(whole, "room_of", lambda _: 2**10)
+    one = ("schedule.phases.corpus.batch_size=1", ALONE, "head=medusa")
+    found = planned(folder, *one)
+    assert (found.processes, found.shares) == (2, 1)
+    # a base that is placed by hand is whole in each process
+    with pytest.raises(InputError, match="2 processes with"):
+        planned(folder, *one, "base.device=cuda:7")
 
 
 def test_a_head_that_is_trained_further_is_planned_as_it_is(
