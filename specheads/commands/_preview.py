@@ -21,13 +21,13 @@ COUNTED, OTHERS, SPECIAL = "bold green", "dim", " reverse"
 
 def show(settings: Train) -> None:
     """Print documents of the corpus; of the base only the tokenizer is loaded."""
-    tokenizer, console = _tokenizer(settings), _console()
+    tokenizer, console = load_corpus_tokenizer(settings), _console()
     try:
         documents = tokenised(settings.data, "train", tokenizer, settings.seed)
     except UnansweredError:
         if any(phase.distill is None for phase in settings.schedule.phases.values()):
             raise
-        show_asked(settings)
+        show_asked(settings, tokenizer)
         return
     order = np.random.default_rng(settings.seed).permutation(len(documents))[: settings.preview]
     has_colour = console.is_terminal and not console.no_color
@@ -46,10 +46,9 @@ def show(settings: Train) -> None:
             console.print(f"... and {len(tokens) - MOST_TOKENS:,} more tokens")
 
 
-def show_asked(settings: Train) -> None:
+def show_asked(settings: Train, tokenizer: PreTrainedTokenizerBase) -> None:
     """Print such as the base is asked before anything is learned, in its template."""
-    tokenizer, console = _tokenizer(settings), _console()
-    length = distilled(settings.schedule).prompt_tokens
+    console, length = _console(), distilled(settings.schedule).prompt_tokens
     asked = held_out(settings.data, "train", tokenizer, length, settings.preview, settings.seed)
     console.print("the base goes on from texts such as these, and what it writes is learned")
     for place, prompt in enumerate(asked, start=1):
@@ -58,7 +57,8 @@ def show_asked(settings: Train) -> None:
         console.print(printable(marked(tokenizer, tokens, [False] * len(tokens))))
 
 
-def _tokenizer(settings: Train) -> PreTrainedTokenizerBase:
+def load_corpus_tokenizer(settings: Train) -> PreTrainedTokenizerBase:
+    """Return the base's tokenizer, without which no corpus can be read."""
     tokenizer = load_tokenizer(settings.base.model, revision=settings.base.revision)
     if tokenizer is None:
         raise InputError(f"training reads text: the base {settings.base.model} needs a tokenizer")

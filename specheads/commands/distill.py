@@ -18,7 +18,7 @@ def run(settings: Distill, _: Sequence[str]) -> None:
     if settings.preview:
         from specheads.commands import _preview
 
-        _preview.show_asked(settings)
+        _preview.show_asked(settings, _preview.load_corpus_tokenizer(settings))
         return
     # late: what shows settings need not wait for torch
     from rich.console import Console

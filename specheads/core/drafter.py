@@ -123,6 +123,13 @@ class Head(Drafter, nn.Module, PyTorchModelHubMixin):
         self.register_buffer("draft_ids", torch.arange(size) if size else None)
         self.drafted_size = size or vocab_size
 
+    def is_of(self, fingerprint: str) -> bool:
+        """Return whether it was trained on such weights, as far as it and a fingerprint tell.
+
+        An empty fingerprint, or the first half of one, tells less.
+        """
+        return self.base_fingerprint[: len(fingerprint)] in ("", fingerprint)
+
     def choose_vocabulary(self, counts: Int[Tensor, " vocab"]) -> None:
         """Draft the most frequent tokens only, as many as the settings say.
 

@@ -243,8 +243,8 @@ def refuse_misfit(
                 f"the head was made for a base of {name} {theirs}, this base has {ours}; "
                 "load the base it was trained on"
             )
-    made_for = head.base_fingerprint[: len(fingerprint)]
-    if made_for and made_for != fingerprint:
+    if not head.is_of(fingerprint):
+        made_for = head.base_fingerprint[: len(fingerprint)]
         raise InputError(
             f"a head fits the weights it was trained on: those are {made_for}, this base has "
             f"{fingerprint}, perhaps a fine-tuned sibling's; load its own base, train it on this "

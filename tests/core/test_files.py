@@ -21,7 +21,6 @@ from specheads.core.files import LOCK, atomic_folder, naming_full_disk, sole_wri
 HOLD = """
 import sys
 from pathlib import Path
-from typing import Any
 from specheads.core.files import sole_writer
 with sole_writer(Path(sys.argv[1])):
     print("held", flush=True)
@@ -146,7 +145,6 @@ def test_a_folder_set_aside_comes_back_where_its_successor_never_came(tmp_path: 
     script = """
 import os, sys
 from pathlib import Path
-from typing import Any
 from specheads.core.files import atomic_folder
 rename, left = Path.rename, iter(range(2))
 def killed(self, target):

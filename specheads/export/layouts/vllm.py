@@ -39,8 +39,7 @@ def serve(head: Head, base: FrozenBase, method: str, model: str) -> str:
 def write_plugin(head: Head, base: FrozenBase, out: Path) -> Folder:
     """Return our own layout, and how the plug-in serves it."""
     line = f"{HEAD_VARIABLE}={shlex.quote(str(out))} {serve(head, base, 'custom_class', PROPOSER)}"
-    tables = tables_fingerprint(base.embedding, base.projection.weight)
-    if head.base_fingerprint and not head.base_fingerprint.startswith(tables):
+    if not head.is_of(tables_fingerprint(base.embedding, base.projection.weight)):
         line = f"{FORCE_VARIABLE}=true {line}"
     return Folder(head.settings(), head.state_dict(), (line,))
 
