@@ -11,12 +11,15 @@ import argparse
 import sys
 import tempfile
 import time
+from contextlib import suppress
 
 from specheads import config
 from specheads.commands import _compose, _library
 from specheads.core.errors import InputError
 from specheads.training.plan.whole import Plan, plan
 from specheads.training.processes import accelerator_of_environment
+
+MINUTES = "minutes="
 
 
 def lengthen(settings: config.Train, found: Plan, minutes: float) -> float:
@@ -42,12 +45,20 @@ def main() -> None:
         "words", nargs="*", default=["recipe=tiny_code"], help="minutes=10; of specheads train"
     )
     words = parser.parse_args().words
-    asked = [word for word in words if word.startswith("minutes=")]
-    overrides = [word for word in words if word not in asked]
+    overrides = [word for word in words if not word.startswith(MINUTES)]
     try:
-        check(overrides, float(asked[0].partition("=")[2]) if asked else 10.0)
+        minutes = ["10", *(word.removeprefix(MINUTES) for word in words if word not in overrides)]
+        check(overrides, positive(minutes[-1]))
     except InputError as error:
         parser.error(str(error))
+
+
+def positive(text: str) -> float:
+    """Return the minutes that somebody wrote."""
+    with suppress(ValueError):
+        if 0 < (minutes := float(text)) < float("inf"):
+            return minutes
+    raise InputError(f"minutes must be a number above 0, got {text}; try minutes=10")
 
 
 def check(overrides: list[str], minutes: float) -> None:

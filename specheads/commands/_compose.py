@@ -65,7 +65,7 @@ HOME = re.compile(r"(?<=[=,\[])~(?=/)")
 OPTIONAL = re.compile(r"\+{0,2}(schedule\.phases\.[^.=]+)\.(distill|joint)(?:\.|=\{)")
 """A setting of a group that a phase may lack; Hydra sets none in what is not there."""
 
-MULTIRUN = {"-m", "--multirun"}
+MULTIRUN = {"-m", "--multirun", "hydra.mode=MULTIRUN"}
 
 ABSENT = re.compile(r"Could not find '(\w+)/(.*)' Available options in '\1': (.*) Config search")
 """What Hydra says of a choice that there is not, in one line."""
@@ -133,11 +133,18 @@ def from_command_line(name: str, overrides: Sequence[str]) -> list[Any]:
 
     Hydra composes and we run: it would put lines of its own before our errors, and leave folders.
     """
-    if MULTIRUN & set(overrides):
+    if asked := MULTIRUN.intersection(word.lstrip("+") for word in overrides):
         raise InputError(
-            "a call is one run, got -m; call the command once for each, as in the shell's "
-            "for seed in 1 2; do ... seed=$seed; done"
+            f"a call is one run, got {asked.pop()}; call the command once for each, as in the "
+            "shell's for seed in 1 2; do ... seed=$seed; done"
         )
+    if any(word.startswith("-") for word in overrides):
+        # its own flags, as --cfg job; then it composes twice
+        return [_checked(one) for one in _by_flags(name, overrides)]
+    return [_composed(name, overrides)]
+
+
+def _by_flags(name: str, overrides: Sequence[str]) -> list[Any]:
     # so that mistakes come up to us instead of being printed by Hydra
     os.environ["HYDRA_FULL_ERROR"] = "1"
     composed: list[Any] = []
@@ -149,7 +156,14 @@ def from_command_line(name: str, overrides: Sequence[str]) -> list[Any]:
             decorate(composed.append)()
     finally:
         sys.argv[1:] = given
-    return [_checked(one) for one in composed]
+    return composed
+
+
+def _composed(name: str, overrides: Sequence[str]) -> Any:
+    folder = str(config.data_dir("configs"))
+    with _reading(overrides), hydra.initialize_config_dir(folder, version_base="1.3"):
+        found = hydra.compose(name, list(overrides))
+    return _checked(found)
 
 
 @contextmanager
@@ -190,10 +204,8 @@ def _unknown(name: str) -> str:
 
 def settings_of(name: str, overrides: Sequence[str]) -> Any:
     """Return the typed settings of a command, for a caller in Python."""
-    folder = str(config.data_dir("configs"))
     try:
-        with _reading(overrides), hydra.initialize_config_dir(folder, version_base="1.3"):
-            return _checked(hydra.compose(name, lengthen(name, overrides)))
+        return _composed(name, lengthen(name, overrides))
     except (HydraException, OmegaConfBaseException) as error:
         raise InputError(message(error).removeprefix("error: ").rstrip()) from error
 

@@ -84,8 +84,8 @@ class DepthCounts:
 def _ratio(numerator: int, denominator: int) -> float:
     if denominator == 0:
         raise InputError(
-            "tokens per forward needs at least one forward, got none: the base gives the first "
-            "token while it reads the prompt; raise max_new_tokens above 1"
+            "tokens per forward needs a forward after that which reads the prompt, got none: "
+            "every text ended in it; raise max_new_tokens, or choose prompts with longer answers"
         )
     return numerator / denominator
 

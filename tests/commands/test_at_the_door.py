@@ -86,7 +86,9 @@ def test_a_setting_that_cannot_be_is_refused_by_name(overrides: str, refused: An
 
 
 def test_one_call_is_one_run(refused: Any):
-    assert "a call is one run, got -m; call the command once for each" in refused("-m", "seed=1,2")
+    for asked in ("-m", "++hydra.mode=MULTIRUN"):
+        told = f"a call is one run, got {asked.lstrip('+')}; call the command once for each"
+        assert told in refused(asked, "seed=1,2")
 
 
 @pytest.mark.parametrize("group", ["base", "data", "head", "schedule", "tracker", "tree"])

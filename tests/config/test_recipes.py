@@ -107,6 +107,13 @@ def test_a_phase_takes_settings_of_a_group_that_it_lacked():
     assert settings.run_dir == str(Path.home() / "a b")
 
 
+def test_flags_of_hydra_show_and_a_mistake_in_python_is_the_rule_that_it_breaks(capsys: Any):
+    assert _compose.from_command_line("train", ["recipe=smoke", "--cfg", "job"]) == []
+    assert "name: smoke" in capsys.readouterr().out
+    with pytest.raises(InputError, match=r"^seed must be a whole number"):
+        _compose.settings_of("train", ["recipe=smoke", "seed=-1"])
+
+
 @pytest.mark.parametrize(
     ("command", "given", "full"),
     [

@@ -42,7 +42,7 @@ def test_the_base_alone_scores_exactly_one():
 
 
 def test_no_forward_has_no_rate_and_the_error_says_what_to_raise():
-    with pytest.raises(ValueError, match="raise max_new_tokens above 1"):
+    with pytest.raises(ValueError, match="raise max_new_tokens, or choose"):
         _ = DepthCounts.zeros(2).tokens_per_forward
 
 

@@ -31,7 +31,12 @@ def test_a_batch_of_texts_is_written_whole_however_few_minutes_there_are(script:
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "told"), [(["--help"], 0, ""), (["recipe=oak"], 2, "no recipe 'oak'")]
+    ("words", "code", "told"),
+    [
+        (["--help"], 0, ""),
+        (["recipe=oak"], 2, "no recipe 'oak'"),
+        *((["minutes=" + one], 2, f"got {one}; try") for one in ("ten", "0", "nan", "inf")),
+    ],
 )
 def test_help_and_mistakes_leave_no_traceback(
     words: list[str], code: int, told: str, script: ModuleType, monkeypatch: Any, capsys: Any

@@ -204,7 +204,10 @@ def _try(found: Plan, shapes: Shapes, trial: Trial, phases: list[PlacedPhase]) -
         found.phases.append(_phase_plan(phase, shapes, seconds, writing))
         found.changes += _changes(found, phase, climbed.needed, shapes.gradients)
     if any(one.writing_hours for one in found.phases):
-        found.notes.append("text is timed without drafts; a head that drafts well writes faster")
+        found.notes.append(
+            "text is timed without drafts, and there is memory for them where a head may draft; "
+            "one that drafts well writes faster"
+        )
 
 
 def _rows(phase: PlacedPhase, found: Plan) -> int:

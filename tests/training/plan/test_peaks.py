@@ -15,6 +15,8 @@ TINY = ("recipe=tiny_code", "schedule.phases.corpus.steps=4")
 WRITTEN = (
     "schedule.phases.distilled.steps=3",
     "schedule.phases.distilled.distill.num_samples=80",
+    # a plan has room for drafts, and whether a head of few steps may draft is for the clock to say
+    "schedule.phases.distilled.distill.use_head=true",
 )
 SMOLLM2 = (
     "recipe=tiny_code", "base=smollm2_135m_instruct", "head=eagle3", "head.draft_tokens=0",
