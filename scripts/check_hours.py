@@ -45,10 +45,10 @@ def main() -> None:
         "words", nargs="*", default=["recipe=tiny_code"], help="minutes=10; of specheads train"
     )
     words = parser.parse_args().words
+    asked = [word.removeprefix(MINUTES) for word in words if word.startswith(MINUTES)]
     overrides = [word for word in words if not word.startswith(MINUTES)]
     try:
-        minutes = ["10", *(word.removeprefix(MINUTES) for word in words if word not in overrides)]
-        check(overrides, positive(minutes[-1]))
+        check(overrides, positive(asked[0]) if asked else 10.0)
     except InputError as error:
         parser.error(str(error))
 

@@ -165,7 +165,7 @@ def bootstrap_interval(
     if not kept:
         raise InputError(
             f"an interval needs a prompt with a positive denominator, got {len(pairs)} prompts "
-            "without one; add prompts or raise max_new_tokens above 1"
+            "without one; add prompts, or raise max_new_tokens"
         )
     values = by_source([pair for pair, _ in kept], [source for _, source in kept])
     sums = _resampled_sums(values, resamples, seed)
