@@ -139,7 +139,7 @@ OTHERS = {"convert_hf_to_gguf", "prefix_mlp_head", "foo"}
 
 OBJECTS = (
     *("adapter", "base", "head", "stream", "layers", "replay", "settings", "tree", "evaluation"),
-    *("model", "nn", "torch", "datasets", "transformers", "specheads", "joint"),
+    *("model", "nn", "torch", "datasets", "transformers", "hydra", "specheads", "joint"),
     *("time", "json", "degenerate"),
 )
 """What stands before a dot and is no module of ours: objects, settings, other libraries."""
