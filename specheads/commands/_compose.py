@@ -70,6 +70,9 @@ MULTIRUN = {"-m", "--multirun", "hydra.mode=MULTIRUN"}
 ABSENT = re.compile(r"Could not find '(\w+)/(.*)' Available options in '\1': (.*) Config search")
 """What Hydra says of a choice that there is not, in one line."""
 
+SEVERAL = re.compile(r"Ambiguous value for argument '([^']*)'")
+"""What Hydra says of `seed=1,2`, before it advises to sweep, which is refused."""
+
 
 def register() -> None:
     """Make schemas, recipes and the `data:` resolver known to Hydra.
@@ -196,10 +199,8 @@ def _checked(composed: Any) -> Any:
 
 
 def _unknown(name: str) -> str:
-    return (
-        f"a setting must be one that --help lists, and there is no {name!r}; leave it out, or "
-        "mend its name"
-    )
+    rule = f"a setting must be one that --help lists, and there is no {name!r}"
+    return f"{rule}; leave it out, or mend its name"
 
 
 def settings_of(name: str, overrides: Sequence[str]) -> Any:
@@ -270,6 +271,11 @@ def _shorten(text: str) -> str:
         group, value, known = absent.groups()
         there = ", ".join(known.split())
         return f"{group} must be one of {there}, and there is no '{group}/{value:.80}'"
+    if several := SEVERAL.search(text):
+        return (
+            f"a setting has one value, got {several[1]:.80}; call the command once for each, or "
+            "write a list in brackets and a text with a comma in quotes: name='\"first,second\"'"
+        )
     for tail in (" full_key:", " object_type=", " Config search path:"):
         text = text.partition(tail)[0]
     unknown = re.match(r"Could not override '(.*?)'\.", text)

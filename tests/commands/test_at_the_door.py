@@ -89,6 +89,9 @@ def test_one_call_is_one_run(refused: Any):
     for asked in ("-m", "++hydra.mode=MULTIRUN"):
         told = f"a call is one run, got {asked.lstrip('+')}; call the command once for each"
         assert told in refused(asked, "seed=1,2")
+    said = refused("seed=1,2")
+    assert "got seed=1,2; call the command once for each" in said
+    assert "multirun" not in said
 
 
 @pytest.mark.parametrize("group", ["base", "data", "head", "schedule", "tracker", "tree"])
