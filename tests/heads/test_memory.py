@@ -16,6 +16,7 @@ from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import Hybrid, HybridTree
 from specheads.heads.layers.attention import Slots
 from specheads.measure.oracle import Oracle
+from specheads.training.plan.ledger import Ledger
 from tests import tiny
 from tests.heads.test_heads import CASES, make, told
 
@@ -136,3 +137,17 @@ def test_an_engine_does_not_draft_from_rows_that_did_not_join(broken: str, monke
     with pytest.raises((AttributeError, IndexError)):
         engine.run()
     assert {stream.finish_reason for stream in streams} == {"failed"}
+
+
+def test_keys_and_values_are_read_where_they_lie():
+    head = make({"kind": "eagle3", "attention_heads": 4, "key_value_heads": 2}, tiny.base())
+    tokens = torch.randint(8, (3, 512))
+    features = tiny.base().read(tokens, head.aux_layers)
+    memory: Any = head.memory(3, capacity=512)
+    committed = Committed(features, tokens, torch.full((3,), 512))
+    _, state = head.begin(committed, memory)
+    node = torch.zeros(3, 1, dtype=torch.long)
+    with Ledger() as ledger:
+        head.extend(state, node, node)
+    # a level makes scores and weights, and no copy of keys and values
+    assert sum(ledger.peak.values()) < memory.held.nbytes / 2

@@ -91,9 +91,9 @@ class Attention(nn.Module):
         )
 
     def keys_values(self, inputs: Tensor, positions: Int[Tensor, "batch time"]) -> Tensor:
-        """Return what may be attended to: (batch, 2, shared head, time, head_dim)."""
+        """Return what may be attended to: (batch, shared head, 2, time, head_dim)."""
         keys = self.rotary.turn(self.k_norm(self._split(self.k_proj(inputs))), positions)
-        return torch.stack([keys, self._split(self.v_proj(inputs))], dim=1)
+        return torch.stack([keys, self._split(self.v_proj(inputs))], dim=2)
 
     def forward(
         self,
@@ -109,9 +109,9 @@ class Attention(nn.Module):
         Args:
             inputs: (batch, time, input_width).
             positions: Positions of the inputs; only differences matter.
-            past: (batch, 2, shared head, slot, head_dim), from `keys_values`.
+            past: (batch, shared head, 2, slot, head_dim), from `keys_values`.
             visible: (batch, time, slot); batch and time may be one. Not read with `lengths`.
-            path: (batch, 2, shared head, time, level, head_dim): each position's own, if any.
+            path: (batch, shared head, 2, time, level, head_dim): each position's own, if any.
             lengths: How long each document of packed rows is, where slots are positions and each
                 sees those of its document up to itself: each is worked on alone. Empty works on
                 all at once.
@@ -119,7 +119,7 @@ class Attention(nn.Module):
         queries = self.rotary.turn(self.q_norm(self._split(self.q_proj(inputs))), positions)
         if path is None:
             assert visible is not None
-            keys, values = past.unbind(1)
+            keys, values = past.unbind(2)
             mixed = F.scaled_dot_product_attention(
                 queries, keys, values, attn_mask=visible[:, None], enable_gqa=True
             )
@@ -162,7 +162,7 @@ def _mix_document(queries: Tensor, past: Tensor, path: Tensor) -> Tensor:
 
 
 def _mix(queries: Tensor, past: Tensor, visible: Tensor, path: Tensor) -> Tensor:
-    (keys, values), (own_keys, own_values) = past.unbind(1), path.unbind(1)
+    (keys, values), (own_keys, own_values) = past.unbind(2), path.unbind(2)
     grouped = queries.unflatten(1, (keys.shape[1], -1)) / math.sqrt(queries.shape[-1])
     scores = torch.einsum("bhgtd,bhsd->bhgts", grouped, keys)
     scores = scores.masked_fill(~visible[:, None, None], -math.inf)
@@ -198,7 +198,7 @@ class Slots:
     """Keys and values of committed positions; what lies beyond a row's length is never seen."""
 
     held: Tensor
-    """(batch, 2, shared head, capacity, head_dim)."""
+    """(batch, shared head, 2, capacity, head_dim): products read keys and values where they lie."""
     lengths: Int[Tensor, " batch"]
     """Committed positions of each row."""
     extent: int = 0
@@ -213,7 +213,7 @@ class Slots:
         Several layers of one shape lie beside one another, along the axis of shared heads.
         """
         weight = attention.k_proj.weight
-        shape = (batch, 2, layers * attention.num_shared, capacity, attention.head_dim)
+        shape = (batch, layers * attention.num_shared, 2, capacity, attention.head_dim)
         return cls(weight.new_zeros(shape), torch.zeros(batch, dtype=torch.long).to(weight.device))
 
     def append(self, fresh: Tensor, count: Int[Tensor, " batch"]) -> None:
@@ -236,8 +236,8 @@ class Slots:
         else:
             # a row near its end may stand beside one that has more to read, and be padded to it
             slots = slots.clamp(max=self.held.shape[3] - 1)
-        heads = fresh.shape[2]
-        held = self.held[:, :, layer * heads : (layer + 1) * heads]
+        heads = fresh.shape[1]
+        held = self.held[:, layer * heads : (layer + 1) * heads]
         held[rows, :, :, slots] = fresh.permute(0, 3, 1, 2, 4)
 
     def following(self, time: int) -> Int[Tensor, "row time"]:

@@ -169,12 +169,12 @@ class BlockHead(BorrowingHead):
         fused = self._fuse(committed.features)
         places = memory.following(fused.shape[1])
         fresh = [attention.keys_values(fused, places) for attention in self._attentions]
-        memory.append(torch.cat(fresh, dim=2), committed.counts)
+        memory.append(torch.cat(fresh, dim=1), committed.counts)
         held, visible = memory.past()
         stream = self._masked(committed.root())[:, 0]
         positions = memory.lengths[:, None] + self._slots
         visible = nn.functional.pad(visible, (0, stream.shape[1]), value=True)
-        for layer, past in zip(self.layers, held.chunk(len(self.layers), dim=2), strict=True):
+        for layer, past in zip(self.layers, held.chunk(len(self.layers), dim=1), strict=True):
             stream = layer(stream, positions, past, visible)
         return self._answer(self.norm(stream)[:, -self.depth :], 0, committed.root())
 

@@ -26,7 +26,7 @@ class Branch:
     hidden: Float[Tensor, "batch node width"]
     """The last layer's output at the nodes."""
     paths: tuple[Tensor, ...]
-    """Keys and values of drafted tokens, (batch, 2, shared head, node, level, head_dim) a layer."""
+    """Keys and values of drafted tokens, (batch, shared head, 2, node, level, head_dim) a layer."""
     memory: Slots
 
 
@@ -185,7 +185,7 @@ def commit(
         if place + 1 == len(layers):
             stream, inputs, positions = last(stream), last(inputs), at
         past, visible = memory.past(positions.minimum(newest))
-        past = past.chunk(len(layers), dim=2)[place]
+        past = past.chunk(len(layers), dim=1)[place]
         if behind:
             past = torch.cat([past, fresh[:, :, :, time:]], dim=3)
             visible = torch.cat([visible, at[:, None, 1:] <= positions[..., None]], dim=2)
@@ -205,7 +205,7 @@ def branch(
     level = above.paths[0].shape[4] + 1
     positions = (above.memory.lengths[:, None] - 1 + level).expand_as(parents)
     pasts, visible = above.memory.past()
-    parts = zip(layers, above.paths, pasts.chunk(len(layers), dim=2), strict=True)
+    parts = zip(layers, above.paths, pasts.chunk(len(layers), dim=1), strict=True)
     for layer, path, past in parts:
         stream, inputs, fresh = layer.read(hidden, embedded, positions)
         path = path.take_along_dim(parents[:, None, None, :, None, None], dim=3)
