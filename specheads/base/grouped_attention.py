@@ -3,12 +3,10 @@
 See docs/caches.md.
 """
 
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -110,16 +108,19 @@ def spans(lengths: tuple[int, ...]) -> list[tuple[slice, int]]:
     """
     # the least that the first so many rows take, where the last span of theirs begins, and its end
     least: list[tuple[int, int, int]] = [(0, 0, 0)]
-    held = [0, *accumulate(lengths)]
     for count in range(1, len(lengths) + 1):
-        longest, best = 0, (sys.maxsize, 0, 0)
+        # seldom is anything better than to go on with the last span of one row less
+        _, first, longest = least[-1]
+        longest = max(longest, lengths[count - 1])
+        best = (least[first][0] + CALL + (count - first) * longest, first, longest)
+        longest = 0
         for first in reversed(range(count)):
             longest = max(longest, lengths[first])
-            span = CALL + (count - first) * longest
-            # even if those before took no more than they hold: the longer a span, the worse then
-            if held[first] + span >= best[0]:
+            taken = least[first][0] + CALL + (count - first) * longest
+            best = min(best, (taken, first, longest))
+            # a span that began further left, cut here, would be one call more and no longer
+            if taken - CALL >= best[0]:
                 break
-            best = min(best, (least[first][0] + span, first, longest))
         least.append(best)
     out, count = [], len(lengths)
     while count:
