@@ -1,12 +1,14 @@
 """What every test gets: no network, no screen, one thread, a fixed seed, and checked types.
 
-Shapes are checked in modules that name any. In others, many of whose calls are too small for that,
-plain types are, but not in decoding, which refuses by itself what users may give it.
+Shapes are checked in functions that name any, and plain types in others, many of whose calls are
+too small for that: but not in decoding, which refuses by itself what users may give it.
 """
 
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 # read by these libraries when they are imported, so before any of them is
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -17,11 +19,12 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
 
 import hypothesis
+import jaxtyping
 import pytest
 import torch
-from beartype import BeartypeConf
+from beartype import BeartypeConf, beartype
 from beartype.claw import beartype_package
-from jaxtyping import install_import_hook
+from jaxtyping import install_import_hook, jaxtyped
 
 PACKAGE = Path(__file__).parents[1] / "specheads"
 SHAPED = [
@@ -29,7 +32,26 @@ SHAPED = [
     for file in PACKAGE.rglob("*.py")
     if "from jaxtyping import" in file.read_text(encoding="utf-8")
 ]
-PLAIN = BeartypeConf(claw_is_pep526=False, claw_skip_package_names=("specheads.decoding",))
+UNCHECKED = "specheads.decoding"
+PLAIN = BeartypeConf(
+    claw_is_pep526=False, claw_skip_package_names=(UNCHECKED,), violation_type=TypeError
+)
+
+
+def checked(*, typechecker: Any) -> Callable[[Any], Any]:
+    """Stand in for `jaxtyped`, which takes its time over functions without any shape, too."""
+
+    def check(made: Any) -> Any:
+        function = getattr(made, "__func__", None) or getattr(made, "fget", None) or made
+        if isinstance(made, type) or "jaxtyping." in repr(function.__annotations__):
+            return jaxtyped(typechecker=typechecker)(made)
+        return made if function.__module__.startswith(UNCHECKED) else beartype(conf=PLAIN)(made)
+
+    return check
+
+
+# what its hook puts on all that a module holds
+jaxtyping.jaxtyped = checked
 beartype_package("specheads", conf=PLAIN)
 install_import_hook(SHAPED, "beartype.beartype")
 

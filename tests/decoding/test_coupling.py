@@ -292,7 +292,7 @@ def test_the_text_is_the_base_alones_with_and_without_the_noise(name, batch, pag
     # two rows at a time: requests enter and leave beside others
     head = Bigrams("llama", 3, 1.0)
     drafter = Hybrid(head, PromptLookup(tiny.VOCAB, 3)) if name == "hybrid" else head
-    for seed, seen in itertools.product((1, 2), (True, False)):
+    for seed, seen in ((1, True), (2, False)):
         said = decoded(drafter, TREES[name](), seed, batch, seen=seen, paged=paged)
         assert said == alone(seed, 5)
     assert alone(1, 5) != alone(2, 5)

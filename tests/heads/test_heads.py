@@ -249,8 +249,8 @@ def test_tree_decoding_reproduces_greedy(
 ):
     head = make(settings, base)
     prompts = tiny.prompts()
-    ours = generate(base, head, prompts, max_new_tokens=24, tree=policy)
-    assert ours.tokens == [said[:24] for said in tiny.continuations()]
+    ours = generate(base, head, prompts, max_new_tokens=14, tree=policy)
+    assert ours.tokens == [said[:14] for said in tiny.continuations()]
 
 
 @each_case
@@ -368,13 +368,13 @@ def test_a_reduced_vocabulary_drafts_its_own_tokens_and_stays_lossless(
     assert set(head.draft_ids.tolist()) == allowed
     assert head.projection(0)[0].shape[0] == 20
     prompts = tiny.prompts()
-    alone = [said[:12] for said in tiny.continuations()]
+    alone = [said[:6] for said in tiny.continuations()]
     for policy in (
         policies.Static([(0,), (1,), (0, 0)]),
         policies.BestFirst(6, 2),
         policies.Beam(3, 2),
     ):
-        assert generate(base, head, prompts, max_new_tokens=12, tree=policy).tokens == alone
+        assert generate(base, head, prompts, max_new_tokens=6, tree=policy).tokens == alone
         features, tokens = read(base, head.aux_layers)
         count = torch.full((2,), TIME - 1)
         before = until(features, TIME - 1)

@@ -83,7 +83,7 @@ def written(asked: str) -> list[list[int]]:
 
 def how(asked: str, *, coupled: bool = True, tree: policies.TreePolicy | None = None) -> How:
     return How(
-        max_new_tokens=tiny.NEW_TOKENS,
+        max_new_tokens=24,
         sampling=ASKED[asked],
         coupled=coupled,
         tree=tree,

@@ -31,6 +31,7 @@ DEPTH = 3
 CHAIN = policies.chain(DEPTH)
 TREE = policies.Static([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1)])
 SIZE = 4
+NEW_TOKENS = 20
 
 
 @functools.cache
@@ -56,7 +57,7 @@ def said() -> tuple[list[list[int]], list[list[int]]]:
 
 @functools.cache
 def alone() -> list[list[int]]:
-    return write_alone(tiny.base(), prompts(), How(max_new_tokens=30))
+    return write_alone(tiny.base(), prompts(), How(max_new_tokens=NEW_TOKENS))
 
 
 def lookup(depth: int) -> PromptLookup:
@@ -64,7 +65,7 @@ def lookup(depth: int) -> PromptLookup:
 
 
 def decoded(drafter: Drafter, tree: policies.TreePolicy) -> list[DepthCounts]:
-    how = How(max_new_tokens=30, tree=tree, batch_size=3)
+    how = How(max_new_tokens=NEW_TOKENS, tree=tree, batch_size=3)
     found = decode_prompts(tiny.base(), drafter, prompts(), how)
     assert [one.tokens for one in found] == alone()
     return [one.counts for one in found]
@@ -109,7 +110,10 @@ def test_replay_of_prompt_lookup_is_the_loops_own_integers():
 
 @pytest.mark.parametrize("inner", [CHAIN, TREE], ids=["chain", "tree"])
 def test_an_evaluation_of_a_hybrid_counts_the_same_offline_as_online(inner: policies.Static):
-    drafter, how = head("habit"), How(max_new_tokens=30, tree=HybridTree(inner, SIZE), batch_size=3)
+    drafter, how = (
+        head("habit"),
+        How(max_new_tokens=NEW_TOKENS, tree=HybridTree(inner, SIZE), batch_size=3),
+    )
     offline = measure_offline(tiny.base(), drafter, prompts(), alone(), how)
     online = measure_online(tiny.base(), drafter, prompts(), alone(), how).online
     assert offline.replayed == f"{inner.name}+lookup"
@@ -120,7 +124,7 @@ def test_an_evaluation_of_a_hybrid_counts_the_same_offline_as_online(inner: poli
 
 
 def test_where_nothing_is_drafted_a_chain_is_replayed():
-    how = How(max_new_tokens=30, tree=policies.NOTHING)
+    how = How(max_new_tokens=NEW_TOKENS, tree=policies.NOTHING)
     found = measure_offline(tiny.base(), head("habit"), prompts(), alone(), how)
     chain = measure_offline(tiny.base(), head("habit"), prompts(), alone(), replace(how, tree=None))
     assert (found, found.replayed) == (chain, "chain")

@@ -57,10 +57,10 @@ def best(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", kinds())
 def test_the_best_head_is_kept_and_serves_what_it_scored(kind: str, tmp_path: Path):
-    schedule = Schedule(phases={"corpus": phase(steps=12, learning_rate=3e-2)})
-    run_training(tmp_path, schedule, kind=kind, held_out=replace(PROMPTS, every=3))
+    schedule = Schedule(phases={"corpus": phase(steps=8, learning_rate=3e-2)})
+    run_training(tmp_path, schedule, kind=kind, held_out=replace(PROMPTS, every=2))
     found, told = scores(tmp_path), best(tmp_path)
-    assert sorted(found) == [3, 6, 9, 12]
+    assert sorted(found) == [2, 4, 6, 8]
     assert told["tokens_per_forward"] == max(found.values())
     highest = [step for step, score in found.items() if score == max(found.values())]
     assert told["step"] == highest[0]
