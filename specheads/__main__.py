@@ -9,15 +9,17 @@ FOLDER = Path(__file__).with_name("commands")
 
 
 def commands() -> dict[str, str]:
-    """Return the first docstring line of every command, by name.
+    """Return the first docstring line of every command, by name."""
+    return {path.stem: described(path.stem)[0] for path in sorted(FOLDER.glob("[!_]*.py"))}
 
-    The modules are parsed, not imported: a list of commands should not wait for torch and Hydra.
+
+def described(command: str) -> list[str]:
+    """Return the docstring of a command by lines: what it does, a blank one, and examples.
+
+    Modules are parsed, not imported: a list of commands should not wait for torch and Hydra.
     """
-    found = {}
-    for path in sorted(FOLDER.glob("[!_]*.py")):
-        docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-        found[path.stem] = docstring.partition("\n")[0]
-    return found
+    text = FOLDER.joinpath(f"{command}.py").read_text(encoding="utf-8")
+    return (ast.get_docstring(ast.parse(text)) or "").split("\n")
 
 
 def usage() -> str:

@@ -9,7 +9,7 @@ from textwrap import fill
 from typing import Any, get_args
 
 from specheads import config
-from specheads.__main__ import commands
+from specheads.__main__ import described
 from specheads.commands import _compose
 from specheads.config import ranges, validation
 
@@ -18,12 +18,18 @@ ROOT = Path(__file__).parents[2]
 
 KINDS = ROOT / "specheads" / "heads" / "kinds"
 
+BRIEF = {
+    validation.words(ranges.Text): "text",
+    validation.words(ranges.Place): "a path or an id",
+}
+"""Rules of which a user need not think before one is broken."""
+
 Line = tuple[str, str, str, str]
 """A setting's full name, what it may be, its default and what it is."""
 
 
 def settings(command: str) -> str:
-    """Return the help of a command: how to call it, its choices, and every setting."""
+    """Return the help of a command: how to call it, examples, its choices, and every setting."""
     kind = _compose.SCHEMAS[command]
     groups = [item.name for item in fields(kind) if _choices(item.name)]
     if issubclass(kind, config.Train):
@@ -31,13 +37,15 @@ def settings(command: str) -> str:
     shown = [f"{group}={'|'.join(_choices(group))}" for group in groups]
     short = [f"{name} is {full}" for name, full in _compose.SHORT.get(command, {}).items()]
     about = (inspect.getdoc(kind) or "").removeprefix(f"`specheads {command}`.").strip()
+    what, _, *examples = described(command)
     parts = [
         f"usage: specheads {command} [group=choice] [key=value] ...",
-        commands()[command],
+        what,
         *filter(None, [about]),
-        *(["choices", *(f"  {line}" for line in shown)] if shown else []),
-        *(["short names", *(f"  {line}" for line in short)] if short else []),
-        "settings",
+        *("\nexamples", *(f"  {line}" for line in examples)),
+        *(["\nchoices", *(f"  {line}" for line in shown)] if shown else []),
+        *(["\nshort names", *(f"  {line}" for line in short)] if short else []),
+        "\nsettings",
         *(_shown(*line) for line in _settings(kind, command)),
     ]
     return "\n".join(parts) + "\n"
@@ -70,7 +78,7 @@ def _settings(kind: Any, command: str, where: str = "") -> Iterator[Line]:
             default = "" if item.default is MISSING else repr(item.default)
             if item.default_factory is not MISSING:
                 default = repr(item.default_factory())
-            yield name, validation.words(hint), default, about.get(item.name, "")
+            yield name, _rule(hint), default, about.get(item.name, "")
 
 
 def _below(hint: Any) -> Any:
@@ -134,4 +142,12 @@ def _words(annotation: ast.expr) -> str:
     if calls and ast.unparse(calls[0].func) == "one_of":
         return ranges.one_of(*(ast.literal_eval(one) for one in calls[0].args)).words
     hint = getattr(ranges, text, None) or {"bool": bool}.get(text)
-    return validation.words(hint) if hint else text
+    return _rule(hint) if hint else text
+
+
+def _rule(hint: Any) -> str:
+    """Return what a setting may be, of its annotation."""
+    words = validation.words(hint)
+    for whole, brief in BRIEF.items():
+        words = words.replace(whole, brief)
+    return words

@@ -1,4 +1,8 @@
-"""Talk with the base in the terminal, every token coloured by how it came."""
+"""Talk with the base in the terminal, every token coloured by how it came.
+
+specheads chat run=runs/smollm2
+specheads chat head=HEAD base=MODEL side_by_side=true
+"""
 
 import sys
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,8 @@
-"""Hold heads against each other, what needs no training, and transformers' own generation."""
+"""Hold heads against each other, what needs no training, and transformers' own generation.
+
+specheads compare run=runs/smollm2
+specheads compare 'heads=[runs/a,runs/b]' 'temperatures=[0,1]' 'batch_sizes=[1,4]'
+"""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,8 @@
-"""Have the base of a recipe write text, into shards that a distilled phase can train on."""
+"""Have the base of a recipe write text, into shards that a distilled phase can train on.
+
+specheads distill recipe=tiny_code out=text num_samples=5000
+specheads distill recipe=conversations base.model=MODEL data.path=talks.jsonl out=text
+"""
 
 import sys
 from collections.abc import Sequence

@@ -1,4 +1,9 @@
-"""Measure a head: offline replay, online decoding, speed beside the base alone, and a report."""
+"""Measure a head: offline replay, online decoding, speed beside the base alone, and a report.
+
+specheads evaluate run=runs/smollm2
+specheads evaluate run=runs/smollm2 tree=best_first max_new_tokens=256 out=again
+specheads evaluate head=HEAD base=MODEL prompts=prompts.jsonl out=measured
+"""
 
 from collections.abc import Sequence
 from pathlib import Path

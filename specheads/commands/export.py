@@ -1,4 +1,8 @@
-"""Write a trained head in a serving engine's layout, once it drafts there what it drafts here."""
+"""Write a trained head in a serving engine's layout, once it drafts there what it drafts here.
+
+specheads export run=runs/smollm2 engine=vllm out=served
+specheads export head=HEAD base=MODEL engine=sglang out=served
+"""
 
 import sys
 from collections.abc import Sequence

@@ -1,4 +1,8 @@
-"""Publish a run's head on the Hugging Face Hub, with its card, in one commit."""
+"""Publish a run's head on the Hugging Face Hub, with its card, in one commit.
+
+specheads push run=runs/smollm2 repo=USER/NAME dry_run=true
+specheads push run=runs/smollm2 repo=USER/NAME
+"""
 
 import sys
 from collections.abc import Sequence

@@ -1,4 +1,9 @@
-"""Simulate many requests: how long each waits, by load, without speculation and with it."""
+"""Simulate many requests: how long each waits, by load, without speculation and with it.
+
+specheads simulate run=runs/smollm2
+specheads simulate run=runs/smollm2 'rates=[2,8,16]' max_batch=32
+specheads simulate run=runs/smollm2 hardware=h100
+"""
 
 from collections.abc import Sequence
 

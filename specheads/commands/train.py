@@ -1,4 +1,9 @@
-"""Train a head through every phase of a recipe, then evaluate it."""
+"""Train a head through every phase of a recipe, then evaluate it.
+
+specheads train recipe=smollm2
+specheads train recipe=conversations base.model=MODEL data.path=talks.jsonl preview=3
+specheads train recipe=conversations base.model=MODEL data.path=talks.jsonl dry_run=true
+"""
 
 from collections.abc import Sequence
 

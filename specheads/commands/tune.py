@@ -1,4 +1,8 @@
-"""Choose how a head drafts on this machine: costs, acceptance, and the tree that follows."""
+"""Choose how a head drafts on this machine: costs, acceptance, and the tree that follows.
+
+specheads tune run=runs/smollm2
+specheads tune head=HEAD base=MODEL 'batch_sizes=[1,8]' 'contexts=[128,1024]'
+"""
 
 from collections.abc import Sequence
 

@@ -4,8 +4,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import datasets
-
 from specheads.config.parts import Source
 from specheads.core.errors import InputError
 from specheads.data.jsonl import Row, names, text_row
@@ -17,6 +15,9 @@ SHUFFLED = 1000
 
 def load_from_hub(path: str, **choices: Any) -> Any:
     """Call `datasets.load_dataset`; a Hub that cannot be reached is a ValueError of one line."""
+    # it takes a while to import, and few commands need it
+    import datasets
+
     with _reachable(path):
         return datasets.load_dataset(path, **choices)
 

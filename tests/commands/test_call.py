@@ -1,6 +1,7 @@
 """What a call of a command leaves: its exit code, one line, and a traceback only where we erred."""
 
 import errno
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import torch
 from safetensors import SafetensorError
 
 from specheads.__main__ import commands
-from specheads.commands import _call, _help
+from specheads.commands import _call, _compose, _help
 from specheads.commands._call import call
 from specheads.core.errors import InputError
 
@@ -111,6 +112,17 @@ def test_help_shows_every_setting_with_type_default_and_a_line_each(command: str
         assert rule
         assert about, name
         assert f"  {name}: {rule}{f' [{default}]' if default else ''}\n      {about[:40]}" in shown
+
+
+@pytest.mark.parametrize("command", sorted(_help._compose.SCHEMAS))
+def test_the_examples_of_a_command_s_help_compose(command: str, capsys: Any):
+    call(command, ["--help"])
+    shown = capsys.readouterr().out.partition("\nexamples\n")[2].partition("\n\n")[0]
+    examples = [shlex.split(line) for line in shown.splitlines()]
+    assert len(examples) >= 2
+    for program, name, *overrides in examples:
+        assert (program, name) == ("specheads", command)
+        _compose.settings_of(command, overrides)
 
 
 def test_help_of_training_knows_every_kind_of_head_without_a_recipe(capsys: Any):
