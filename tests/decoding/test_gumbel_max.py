@@ -51,7 +51,7 @@ def family(count: int) -> TokenTree:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("temperature", [0.3, 0.7, 1.0, 2.0])
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
 @pytest.mark.parametrize("shape", ["peaked", "language", "normal", "flat"])
 def test_the_draw_is_that_of_the_whole_vocabulary(shape, temperature, dtype):
     settings = [Sampling(temperature=temperature, seed=3 + place, **CUTS[place % 4])
