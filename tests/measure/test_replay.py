@@ -110,10 +110,8 @@ def test_replay_of_prompt_lookup_is_the_loops_own_integers():
 
 @pytest.mark.parametrize("inner", [CHAIN, TREE], ids=["chain", "tree"])
 def test_an_evaluation_of_a_hybrid_counts_the_same_offline_as_online(inner: policies.Static):
-    drafter, how = (
-        head("habit"),
-        How(max_new_tokens=NEW_TOKENS, tree=HybridTree(inner, SIZE), batch_size=3),
-    )
+    drafter = head("habit")
+    how = How(max_new_tokens=NEW_TOKENS, tree=HybridTree(inner, SIZE), batch_size=3)
     offline = measure_offline(tiny.base(), drafter, prompts(), alone(), how)
     online = measure_online(tiny.base(), drafter, prompts(), alone(), how).online
     assert offline.replayed == f"{inner.name}+lookup"

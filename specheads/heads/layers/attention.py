@@ -198,7 +198,7 @@ class Slots:
     """Keys and values of committed positions; what lies beyond a row's length is never seen."""
 
     held: Tensor
-    """(batch, shared head, 2, capacity, head_dim): products read keys and values where they lie."""
+    """(batch, shared head, 2, capacity, head_dim): products read one layer's where they lie."""
     lengths: Int[Tensor, " batch"]
     """Committed positions of each row."""
     extent: int = 0
