@@ -1,24 +1,45 @@
-"""Attention of packed documents on a processor: each by itself, and nothing masked away."""
+"""Attention of packed documents: each document by itself, without computing masked scores."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any
+from inspect import signature
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
+from torch.nn.attention.varlen import varlen_attn
 from transformers import PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from specheads.base.attending import is_special, replaced
+from specheads.base.cache import upload
 from specheads.core.features import document_lengths
 from specheads.core.opaque import opaque
 
 NAME = "specheads_documents"
 
-_LENGTHS: ContextVar[Sequence[int]] = ContextVar("tokens of each document, row by row")
+HALF = (torch.float16, torch.bfloat16)
+WIDEST = 256
+"""Dtypes and largest head width of the flash attention kernel on CUDA."""
+
+
+_ASKS_TO_SHARE = "enable_gqa" in signature(varlen_attn).parameters
+
+
+class _Documents(NamedTuple):
+    """The documents of a batch, row by row."""
+
+    lengths: Sequence[int]
+    """Number of tokens of each document."""
+    bounds: Tensor
+    """First token of each document and the end of the last one, on the device, in int32."""
+
+
+_DOCUMENTS: ContextVar[_Documents] = ContextVar("documents of the batch")
 
 
 def attending_documents(
@@ -27,25 +48,27 @@ def attending_documents(
     """Let the model of this config attend within each document, where that is the faster way.
 
     `places` are those of positions in their documents. Masks are needed all the same: by models
-    whose attention cannot be replaced.
+    whose attention cannot be replaced. On CUDA this waits for the device once, to read how long the
+    documents are.
     """
-    if places.device.type != "cpu" or config._attn_implementation != "sdpa":
+    if places.device.type not in ("cpu", "cuda") or config._attn_implementation != "sdpa":
         return nullcontext()
     lengths = document_lengths(places)
     longest = max(lengths)
     if any(window is not None and window < longest for window in windows):
         return nullcontext()
-    return _attending(config, lengths)
+    bounds = upload([0, *accumulate(lengths)], places.device).int()
+    return _attending(config, _Documents(lengths, bounds))
 
 
 @contextmanager
-def _attending(config: PreTrainedConfig, lengths: Sequence[int]) -> Iterator[None]:
-    token = _LENGTHS.set(lengths)
+def _attending(config: PreTrainedConfig, documents: _Documents) -> Iterator[None]:
+    token = _DOCUMENTS.set(documents)
     try:
         with replaced(config, NAME, document_attention):
             yield
     finally:
-        _LENGTHS.reset(token)
+        _DOCUMENTS.reset(token)
 
 
 def document_attention(
@@ -61,7 +84,7 @@ def document_attention(
 
     Queries are (batch, heads, time, width), keys and values (batch, key heads, time, width).
     """
-    if is_special(settings) or settings.get("dropout"):
+    if is_special(settings) or settings.get("dropout") or not _takes(query, key, value):
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **settings
         )
@@ -70,13 +93,27 @@ def document_attention(
     return attend(query, key, value, scaling), None
 
 
+def _takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Return whether documents can be attended to one by one: on CUDA flash attention decides."""
+    if query.device.type != "cuda":
+        return True
+    dtypes = {query.dtype, key.dtype, value.dtype}
+    return (
+        len(dtypes) == 1
+        and query.dtype in HALF
+        and query.shape[-1] == value.shape[-1] <= WIDEST
+        and query.shape[-1] % 8 == 0
+    )
+
+
 def _attend(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
     """Return (batch, time, heads, width)."""
+    lengths, bounds = _DOCUMENTS.get()
     # taken apart along one axis, whose gradient is put together again once
-    columns = [
-        values.transpose(1, 2).flatten(0, 1).split(list(_LENGTHS.get()))
-        for values in (query, key, value)
-    ]
+    tokens = [values.transpose(1, 2).flatten(0, 1) for values in (query, key, value)]
+    if query.device.type == "cuda":
+        return _flash(*tokens, bounds, max(lengths), scaling).unflatten(0, (len(query), -1))
+    columns = [values.split(list(lengths)) for values in tokens]
     pieces = []
     for column in zip(*columns, strict=True):
         own = [piece.transpose(0, 1)[None] for piece in column]
@@ -85,6 +122,28 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) ->
         )
         pieces.append(mixed[0].transpose(0, 1))
     return torch.cat(pieces).unflatten(0, (len(query), -1))
+
+
+def _flash(
+    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, scaling: float | None
+) -> Tensor:
+    """Attend within all documents by one kernel: (position, heads, width)."""
+    # torch 2.11 lets heads share keys without being asked to
+    shared = {"enable_gqa": True} if query.shape[1] != key.shape[1] and _ASKS_TO_SHARE else {}
+    mixed = varlen_attn(
+        query,
+        key,
+        value,
+        bounds,
+        bounds,
+        longest,
+        longest,
+        scale=scaling,
+        window_size=(-1, 0),
+        **shared,
+    )
+    assert isinstance(mixed, Tensor)
+    return mixed
 
 
 def _shaped(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:

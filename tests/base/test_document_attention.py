@@ -78,6 +78,50 @@ def test_gradients_flow_as_under_a_mask(monkeypatch: pytest.MonkeyPatch):
     torch.testing.assert_close(found[0], found[1], rtol=1e-10, atol=1e-10)
 
 
+def test_the_kernel_of_cuda_gets_all_documents_at_once(monkeypatch: pytest.MonkeyPatch):
+    def by_bounds(query, key, value, bounds, bounds_of_keys, longest, longest_key, **settings):
+        assert settings == {"scale": 0.3, "window_size": (-1, 0)} | extra
+        assert torch.equal(bounds, bounds_of_keys)
+        lengths = bounds.diff().tolist()
+        assert longest == longest_key == max(lengths)
+        assert bounds.dtype == torch.int32
+        pieces = zip(*(one.split(lengths) for one in (query, key, value)), strict=True)
+        columns = ([one.transpose(0, 1)[None] for one in piece] for piece in pieces)
+        attend = torch.nn.functional.scaled_dot_product_attention
+        how = {"is_causal": True, "scale": 0.3, "enable_gqa": True}
+        return torch.cat([attend(*own, **how)[0].transpose(0, 1) for own in columns])
+
+    monkeypatch.setattr(document_attention, "varlen_attn", by_bounds)
+    extra = {"enable_gqa": True} if document_attention._ASKS_TO_SHARE else {}
+    lengths = [2, 3, 1, 6]
+    query, key, value = (torch.randn(2, heads, 6, 4) for heads in (4, 2, 2))
+    bounds = torch.tensor([0, 2, 5, 6, 12], dtype=torch.int32)
+    token = document_attention._DOCUMENTS.set(document_attention._Documents(lengths, bounds))
+    try:
+        wanted = document_attention._attend(query, key, value, 0.3)
+    finally:
+        document_attention._DOCUMENTS.reset(token)
+    tokens = [one.transpose(1, 2).flatten(0, 1) for one in (query, key, value)]
+    found = document_attention._flash(*tokens, bounds, 6, 0.3)
+    torch.testing.assert_close(found, wanted.flatten(0, 1))
+
+
+@pytest.mark.gpu
+def test_flash_attention_reads_documents_as_under_their_mask(monkeypatch: pytest.MonkeyPatch):
+    config = tiny.config("llama", head_dim=16)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").bfloat16()
+    base = FrozenBase(model.cuda().eval(), name="on CUDA")
+    weight = base.model.get_parameter("model.layers.0.self_attn.k_proj.weight")
+    weight.requires_grad_(True)
+    batch, found = packed(texts()), []
+    for attending in (document_attention.attending_documents, lambda *_: nullcontext()):
+        monkeypatch.setattr("specheads.base.forward.attending_documents", attending)
+        hidden = base.read(batch.tokens, documents=batch.documents, gradients=True).hidden.float()
+        found.append((hidden, *torch.autograd.grad(hidden.pow(2).sum(), weight)))
+    for ours, theirs in zip(*found, strict=True):
+        assert (ours - theirs).norm() <= 0.03 * theirs.norm()
+
+
 def test_lengths_follow_from_places():
     documents = torch.tensor([[0, 0, 1, 1, 1, 2], [0, 0, 0, 0, 0, 0]])
     assert document_lengths(document_places(documents)) == [2, 3, 1, 6]
