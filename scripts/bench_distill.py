@@ -251,7 +251,9 @@ def _head(base: FrozenBase, options: argparse.Namespace) -> Decode:
 def _transformers(base: FrozenBase, options: argparse.Namespace) -> Decode:
     # a model of its own: ours keeps its matrices in another order
     read: Any = AutoModelForCausalLM.from_pretrained
-    model = read(options.model, dtype=base.dtype, attn_implementation="sdpa").eval()
+    model = read(
+        options.model, dtype=base.dtype, attn_implementation="sdpa", trust_remote_code=False
+    ).eval()
     ends = base.eos_ids if options.stop_at_eos else ()
     settings = {"do_sample": True, "temperature": options.temperature, "top_k": 0, "top_p": 1.0}
     model.generation_config.eos_token_id = list(ends) or None

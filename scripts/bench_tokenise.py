@@ -36,7 +36,7 @@ def main() -> None:
     if options.plain:
         encode.fastokens = None
     corpus = Data(source=options.source, path=options.data, column=options.column)
-    tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
+    tokenizer = AutoTokenizer.from_pretrained(options.tokenizer, trust_remote_code=False)
     size = sum(len(row["text"].encode()) for _, _, row in read_all(corpus)) / 1e6
     before = peak_gib()
     with tempfile.TemporaryDirectory() as folder:

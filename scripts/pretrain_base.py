@@ -206,7 +206,7 @@ def build(options: argparse.Namespace, saved: Path, corpus: Data) -> tuple[Any, 
         shape = {name: value or SHAPE[name] for name, value in asked.items()}
         refuse_shape(shape)
         if saved.exists():
-            tokenizer = AutoTokenizer.from_pretrained(saved)
+            tokenizer = AutoTokenizer.from_pretrained(saved, trust_remote_code=False)
         else:
             CONSOLE.print("training the tokenizer")
             texts = (row["text"] for _, row in read(corpus, "train"))
@@ -216,8 +216,10 @@ def build(options: argparse.Namespace, saved: Path, corpus: Data) -> tuple[Any, 
         flag = "--" + given[0].replace("_", "-")
         raise ValueError(f"--init brings the shape of its base, got {flag} too; drop one")
     try:
-        model = AutoModelForCausalLM.from_pretrained(options.init, dtype=torch.float32)
-        return model, AutoTokenizer.from_pretrained(options.init)
+        model = AutoModelForCausalLM.from_pretrained(
+            options.init, dtype=torch.float32, trust_remote_code=False
+        )
+        return model, AutoTokenizer.from_pretrained(options.init, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"--init must be a base that loads: {str(error).splitlines()[0]}"

@@ -159,6 +159,7 @@ def _model(file: Path, fields: dict[str, Any], numbers: int) -> PreTrainedModel:
         quantization_config=GgufConfig(dequantize=True),
         ignore_mismatched_sizes=True,
         output_loading_info=True,
+        trust_remote_code=False,
     )
     told["mismatched_keys"] = {*told["mismatched_keys"], *_other_shapes(model)}
     refuse_unwhole(file.name, told, REMEDY)
@@ -184,7 +185,8 @@ def _other_shapes(model: PreTrainedModel) -> list[tuple[str, torch.Size, torch.S
     transformers 5.17 does not tell of a GGUF file's.
     """
     with torch.device("meta"):
-        wanted = AutoModelForCausalLM.from_config(model.config).state_dict()
+        made = AutoModelForCausalLM.from_config(model.config, trust_remote_code=False)
+    wanted = made.state_dict()
     held = model.state_dict()
     pairs = [(name, held[name].shape, one.shape) for name, one in wanted.items()]
     return [(name, has, wants) for name, has, wants in pairs if has != wants]

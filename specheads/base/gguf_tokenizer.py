@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
@@ -88,7 +89,11 @@ def make_tokenizer(file: Path, fields: dict[str, Any]) -> PreTrainedTokenizerBas
     """
     kind, way = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre")
     if kind == "llama":
-        read = AutoTokenizer.from_pretrained(file.parent, gguf_file=str(file))
+        # transformers would also read the settings that are next to the file, and code they name
+        with TemporaryDirectory() as empty:
+            read = AutoTokenizer.from_pretrained(
+                empty, gguf_file=str(file), trust_remote_code=False
+            )
         # transformers 5.17 passes over what the file says of them
         read.backend_tokenizer.post_processor = _ends(fields, adds_bos=True)
         return read

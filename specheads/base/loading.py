@@ -5,12 +5,18 @@ from typing import Any
 
 import torch
 from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
+)
+from transformers.models.auto.tokenization_auto import (
+    get_tokenizer_config,
+    tokenizer_class_from_name,
 )
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
@@ -51,11 +57,7 @@ def load_model(
     precision = _dtype(dtype, place)
     quantised = quantisation(quantization, place, precision)
     source = located(source)
-    with reading("config.json", source):
-        _refuse_file(source)
-        sizes, _ = PreTrainedConfig.get_config_dict(source, revision=revision)
-        _refuse_sizes(sizes)
-        AutoConfig.from_pretrained(source, revision=revision)
+    load_config(source, revision=revision)
     folder, tokenizer = Path(source), load_tokenizer(source, revision=revision)
     if (folder / "generation_config.json").is_file():
         # transformers would pass over a damaged one, and with it over what ends a text
@@ -73,12 +75,31 @@ def load_model(
             use_safetensors=True,
             ignore_mismatched_sizes=True,
             output_loading_info=True,
+            trust_remote_code=False,
             # what is quantised cannot be moved afterwards
             **({"quantization_config": quantised, "device_map": {"": place}} if quantised else {}),
         )
         refuse_unwhole(source, told)
     stays = quantised or isinstance(device, Sharding)
     return loaded if stays else loaded.to(place), tokenizer
+
+
+def load_config(source: str, *, revision: str) -> PreTrainedConfig:
+    """Load the config.json of a base's folder or Hub id, and never code that comes with it.
+
+    Code named in `auto_map` is ignored if transformers has its own class, else the base is refused.
+    """
+    with reading("config.json", source):
+        _refuse_file(source)
+        settings, _ = PreTrainedConfig.get_config_dict(source, revision=revision)
+        _refuse_sizes(settings)
+        kind, code = settings.get("model_type"), bool(settings.get("auto_map"))
+        if code and kind not in CONFIG_MAPPING:
+            _refuse_code(source, "config.json", f"model_type is {kind!r:.80}")
+        config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
+        if code and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+            _refuse_code(source, "config.json", f"model_type is {kind!r:.80}")
+        return config
 
 
 def _dtype(name: str, device: torch.device) -> torch.dtype:
@@ -99,7 +120,28 @@ def load_tokenizer(source: str, *, revision: str) -> PreTrainedTokenizerBase | N
     if folder.is_dir() and not any(any(folder.glob(name)) for name in TOKENIZER_FILES):
         return None
     with reading("tokenizer", source):
-        return AutoTokenizer.from_pretrained(source, revision=revision)
+        settings = get_tokenizer_config(source, revision=revision)
+        # transformers would take a class that splits text in another way
+        name, code = settings.get("tokenizer_class"), settings.get("auto_map") or {}
+        if (isinstance(code, list) or "AutoTokenizer" in code) and not _has_class(name):
+            _refuse_code(source, "tokenizer_config.json", f"tokenizer_class is {name!r:.80}")
+        return AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
+
+
+def _has_class(tokenizer: object) -> bool:
+    """Return whether transformers has a tokenizer class of this name, as it looks names up."""
+    if not isinstance(tokenizer, str) or not tokenizer:
+        return False
+    names = (tokenizer, tokenizer.removesuffix("Fast"), f"{tokenizer}Fast")
+    return any(tokenizer_class_from_name(name) is not None for name in names)
+
+
+def _refuse_code(source: str, file: str, unknown: str) -> None:
+    raise InputError(
+        f"code that comes with a base is never run, and {file} of {source!r:.200} needs it "
+        f"(auto_map, and {unknown}, for which transformers has no class); use a base that "
+        "transformers supports, or convert this one"
+    )
 
 
 def _refuse_pickles(folder: Path) -> None:

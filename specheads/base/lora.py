@@ -218,6 +218,9 @@ def merge(model: PreTrainedModel, adapter: str | Path) -> None:
             config = PeftConfig.from_pretrained(str(adapter))
             if config.peft_type != "LORA":
                 raise ValueError(f"it is of the kind {config.peft_type}")
+            if getattr(config, "megatron_config", None):
+                # peft would import the module that megatron_core names
+                raise ValueError("its megatron_config names code, and that is never run")
             rank, width = getattr(config, "r", 0), model.config.get_text_config().hidden_size
             if rank > width:
                 raise ValueError(f"its rank {rank:.4g} exceeds the base's width {width}")

@@ -1,5 +1,7 @@
 """A base in GGUF is dequantised once, whole and with its own tokenizer, or refused in one line."""
 
+import io
+import json
 import re
 import signal
 import subprocess
@@ -321,7 +323,14 @@ def test_the_tokenizer_has_the_template_the_ends_and_the_length_of_the_file(tmp_
     assert tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) == text
 
 
-def test_a_sentencepiece_vocabulary_is_read_too(tmp_path):
+def test_sentencepiece_vocabulary_is_read_and_code_next_to_the_file_is_not_run(
+    tmp_path, monkeypatch, capsys
+):
+    # transformers reads the tokenizer_config.json of the folder which the file is in
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    code = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(code))
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))
     pieces = ["▁", "a", "b", "▁a", "ab", "▁ab"]
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
     fields = {
@@ -339,6 +348,8 @@ def test_a_sentencepiece_vocabulary_is_read_too(tmp_path):
     assert ids(base, "ab a") == ["<s>", "▁ab", "▁a"]
     assert base.tokenizer is not None
     assert base.tokenizer.decode(base.tokenizer("ab é a")["input_ids"][1:]) == "ab é a"
+    assert not (tmp_path / "ran").exists()
+    assert "run the custom code" not in capsys.readouterr().out
 
 
 def test_every_splitting_gives_back_the_text_it_read():

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from specheads.base.loading import load_config
 from specheads.base.lora import Adapter
 from specheads.base.model import FrozenBase
 from specheads.config import Joint
@@ -216,6 +218,83 @@ def test_a_broken_tokenizer_is_refused(damage, tmp_path):
     assert "whose tokenizer it cannot read" in refused(tmp_path)
 
 
+CODE = "from transformers import *\nopen({ran!r}, 'w')\nclass Own({parent}): model_type = 'own'\n"
+MODEL = {"AutoConfig": "code.Own", "AutoModelForCausalLM": "code.Own"}
+
+
+def with_code(folder: Path, parent: str, *damages: Damage) -> Path:
+    """Copy the shipped base, put `code.py` next to it, and return the file it would make."""
+    for file in SHIPPED.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    ran = folder / "ran"
+    (folder / "code.py").write_text(CODE.format(ran=str(ran), parent=parent))
+    for damage in damages:
+        damage(folder)
+    return ran
+
+
+@pytest.mark.parametrize("answer", ["y\n" * 9, ""])
+@pytest.mark.parametrize(
+    ("parent", "damage", "cause"),
+    [
+        (
+            "LlamaConfig",
+            says(model_type="own", auto_map=MODEL),
+            "config.json .* model_type is 'own'",
+        ),
+        ("LlamaConfig", says(model_type=None, auto_map=MODEL), "config.json .* model_type is None"),
+        (
+            "CLIPModel",
+            says(model_type="clip", auto_map=MODEL),
+            "config.json .* model_type is 'clip'",
+        ),
+        (
+            "PreTrainedTokenizerFast",
+            says(
+                "tokenizer_config.json",
+                tokenizer_class="Own",
+                auto_map={"AutoTokenizer": ["code.Own", None]},
+            ),
+            "tokenizer_config.json .* tokenizer_class is 'Own'",
+        ),
+        (
+            "PreTrainedTokenizerFast",
+            says("tokenizer_config.json", tokenizer_class=None, auto_map=[None, "code.Own"]),
+            "tokenizer_config.json .* tokenizer_class is None",
+        ),
+    ],
+)
+def test_a_base_that_needs_its_own_code_is_refused_without_a_question(
+    parent, damage, cause, answer, tmp_path, monkeypatch, capsys
+):
+    ran = with_code(tmp_path, parent, damage)
+    monkeypatch.setattr("sys.stdin", io.StringIO(answer))
+    with pytest.raises(InputError, match=f"code that comes with a base is never run.*{cause}"):
+        raise InputError(refused(tmp_path))
+    if cause.startswith("config"):
+        with pytest.raises(InputError, match=cause):
+            load_config(str(tmp_path), revision="main")
+    assert not ran.exists()
+    assert "run the custom code" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("answer", ["y\n" * 9, ""])
+def test_code_of_a_base_does_not_run_where_transformers_has_its_own(
+    answer, tmp_path, monkeypatch, capsys
+):
+    known = says(auto_map=MODEL)
+    fast = says("tokenizer_config.json", auto_map={"AutoTokenizer": ["code.Own", "code.Own"]})
+    ran = with_code(tmp_path, "LlamaConfig", known, fast)
+    # transformers would take this for the model's own `generate`
+    (tmp_path / "custom_generate").mkdir()
+    (tmp_path / "custom_generate" / "generate.py").write_text(f"open({str(ran)!r}, 'w')\n")
+    monkeypatch.setattr("sys.stdin", io.StringIO(answer))
+    base = FrozenBase.load(tmp_path, device="cpu", dtype="float32")
+    assert type(base.model).__module__.startswith("transformers.")
+    assert not ran.exists()
+    assert "run the custom code" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("name", "told"),
     [
@@ -280,6 +359,7 @@ def each(change: Callable[[torch.Tensor], torch.Tensor]) -> Damage:
         adapter_says(target_modules="(("),
         adapter_says(rank_pattern=3),
         adapter_says(layer_replication=[[0, 9]]),
+        adapter_says(megatron_config={"layers": 1}, megatron_core="transformers.models"),
     ],
 )
 def test_a_broken_adapter_is_refused_and_leaves_the_base_as_it_was(damage, tmp_path):

@@ -6,10 +6,10 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from huggingface_hub import try_to_load_from_cache
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from specheads.base.gguf import located
-from specheads.base.reading import reading
+from specheads.base.loading import load_config
 from specheads.config import Base
 from specheads.core.errors import InputError
 
@@ -46,8 +46,7 @@ def target_of(base: Base, accelerator: Accelerator) -> Target:
             f"base.device must name a torch device, got {name!r:.80}; use cpu, cuda, or auto"
         ) from error
     source = located(base.model)
-    with reading("config.json", source):
-        config = AutoConfig.from_pretrained(source, revision=base.revision)
+    config = load_config(source, revision=base.revision)
     half = device.type != "cpu" and base.dtype == "auto"
     dtype = getattr(torch, "bfloat16" if half else base.dtype.replace("auto", "float32"))
     has_weights = _has_weights(source, base.revision)

@@ -44,7 +44,10 @@ class Shapes:
         init = load_head(settings.init) if settings.init else None
         with torch.device("meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
-                target.config, dtype=target.dtype, attn_implementation=settings.base.attention
+                target.config,
+                dtype=target.dtype,
+                attn_implementation=settings.base.attention,
+                trust_remote_code=False,
             )
             # what is loaded was tried before; here there is nothing to try
             self.base = FrozenBase(model.eval().requires_grad_(False), owned=False)

@@ -78,6 +78,7 @@ def build(how: Writing) -> Offline:
             # a package or a GGUF file lies in a folder of the cache that vLLM can read
             model=how.base.place,
             dtype=how.dtype,
+            trust_remote_code=False,
             max_num_seqs=how.batch_size,
             max_model_len=min(how.max_length or context, context),
         )
