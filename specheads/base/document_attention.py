@@ -129,7 +129,8 @@ def _flash(
 ) -> Tensor:
     """Attend within all documents by one kernel: (position, heads, width)."""
     # torch 2.11 lets heads share keys without being asked to
-    shared = {"enable_gqa": True} if query.shape[1] != key.shape[1] and _ASKS_TO_SHARE else {}
+    is_shared = query.shape[1] != key.shape[1] and _ASKS_TO_SHARE
+    shared: dict[str, Any] = {"enable_gqa": True} if is_shared else {}
     mixed = varlen_attn(
         query,
         key,

@@ -1,4 +1,4 @@
-"""Attention of few nodes on a processor: shared keys are read once, and each row's own slots only.
+"""Attention of few nodes: shared keys are read once, on a processor each row's own slots only.
 
 See docs/caches.md.
 """
@@ -23,17 +23,22 @@ MOST_NODES = 64
 CALL = 256
 """Slots of a row that are read while attention is called once more: fewer are not worth a call."""
 
+ALIGNED = 16
+"""Elements between rows of a mask: the kernel of CUDA copies a mask whose rows begin elsewhere."""
+
 _LENGTHS: ContextVar[tuple[int, ...]] = ContextVar("committed tokens of each row", default=())
+_TALL: ContextVar[dict[int, tuple[Tensor, Tensor]]] = ContextVar("masks of all heads of a group")
 
 
 @contextmanager
 def ragged(lengths: Sequence[int]) -> Iterator[None]:
     """Let attention know how many slots each row has before the nodes of this forward."""
-    token = _LENGTHS.set(tuple(lengths))
+    tokens = _LENGTHS.set(tuple(lengths)), _TALL.set({})
     try:
         yield
     finally:
-        _LENGTHS.reset(token)
+        _LENGTHS.reset(tokens[0])
+        _TALL.reset(tokens[1])
 
 
 def grouped_attention(
@@ -49,27 +54,42 @@ def grouped_attention(
 
     Queries are (batch, heads, node, width), keys and values (batch, key heads, slot, width).
     Heads that share keys are taken for further nodes of one head, where transformers repeats keys
-    and values once a head: so much would be copied at every step. Rows are read by spans, each up
-    to its own longest row: see `spans`.
+    and values once a head: so much would be copied at every step. On a processor rows are read by
+    spans, each up to its own longest row: see `spans`.
     """
     (batch, heads, nodes, width), shared = query.shape, key.shape[1]
-    if is_special(settings) or nodes > MOST_NODES or query.device.type != "cpu":
+    if is_special(settings) or (nodes > MOST_NODES and query.device.type == "cpu"):
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **settings
         )
     group = heads // shared
     query = query.reshape(batch, shared, group * nodes, width)
-    # repeat() takes ten times as long on so small a thing, once a layer
-    mask = torch.cat([attention_mask] * group, dim=2)
+    if query.device.type == "cpu":
+        # repeat() takes ten times as long on so small a thing, once a layer
+        mask = torch.cat([attention_mask] * group, dim=2)
+    else:
+        mask = _tall(attention_mask, group)
     # the compiler makes one graph for rows of all lengths, and they are looked up when it runs
     attend = _opaque if torch.compiler.is_compiling() else _attend
     out = attend(query, key, value, mask, nodes, scaling)
     return out.reshape(batch, heads, nodes, -1).transpose(1, 2).contiguous(), None
 
 
+def _tall(mask: Tensor, group: int) -> Tensor:
+    """Return the mask of all heads of a group, one below the other; worked out once a forward."""
+    known, slots = _TALL.get({}), mask.shape[-1]
+    if id(mask) not in known:
+        aligned = F.pad(mask, (0, -slots % ALIGNED)).repeat(1, 1, group, 1)[..., :slots]
+        # the mask is kept beside it, or another could come to lie at its address
+        known[id(mask)] = mask, aligned
+    return known[id(mask)][1]
+
+
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, nodes: int, scaling: float | None
 ) -> Tensor:
+    if query.device.type != "cpu":
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
     out = [
         F.scaled_dot_product_attention(
             query[rows],

@@ -27,8 +27,7 @@ class BlockPool:
 
     Args:
         flex: Whether attention reads the blocks where they lie, by flex_attention. False gathers
-            each row's blocks first and then attends as over contiguous rows, bit for bit. None
-            is flex on CUDA and gather elsewhere.
+            each row's blocks first and then attends as over contiguous rows, bit for bit.
 
     Source: Kwon et al. 2023, arXiv:2309.06180, section 4.
     """
@@ -40,13 +39,13 @@ class BlockPool:
         block_size: int = 16,
         device: torch.device | str = "cpu",
         *,
-        flex: bool | None = None,
+        flex: bool = False,
     ) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
         self.device = torch.device(device)
         # who holds a block, and which are free, are lists of the host
         refuse_bytes(64 * num_blocks, torch.device("cpu"), "a pool", "lower num_blocks")
-        self.flex = self.device.type == "cuda" if flex is None else flex
+        self.flex = flex
         self.references = [0] * num_blocks
         self.copied_blocks = 0
         """Blocks copied so far because a fork wrote into one it shared."""

@@ -101,8 +101,8 @@ def test_the_kernel_of_cuda_gets_all_documents_at_once(monkeypatch: pytest.Monke
         wanted = document_attention._attend(query, key, value, 0.3)
     finally:
         document_attention._DOCUMENTS.reset(token)
-    tokens = [one.transpose(1, 2).flatten(0, 1) for one in (query, key, value)]
-    found = document_attention._flash(*tokens, bounds, 6, 0.3)
+    query, key, value = (one.transpose(1, 2).flatten(0, 1) for one in (query, key, value))
+    found = document_attention._flash(query, key, value, bounds, 6, 0.3)
     torch.testing.assert_close(found, wanted.flatten(0, 1))
 
 
