@@ -145,6 +145,8 @@ class Head(Drafter, nn.Module, PyTorchModelHubMixin):
 
     def coverage(self, counts: Int[Tensor, " vocab"]) -> float:
         """Return the share of a text that the head could draft, from its token counts."""
+        # the text is counted on the host, the head may be on a GPU
+        counts = counts.to(next(self.parameters()).device)
         drafted = self.to_drafted(torch.arange(len(counts), device=counts.device)) >= 0
         return (counts[drafted].sum() / counts.sum().clamp(min=1)).item()
 
