@@ -13,6 +13,7 @@ from torch.profiler import record_function
 from specheads.config import Phase
 from specheads.core.drafter import Features, Head
 from specheads.core.features import document_places
+from specheads.core.transfer import to_device
 from specheads.training.losses.confidence import confidence_loss
 from specheads.training.losses.depth_loss import (
     LABELS_ONLY,
@@ -54,11 +55,13 @@ class Objective(nn.Module):
             counts = label_counts(self.head, tokens, features.documents, scored, phase)
         scored = early_enough(scored, features.documents, depth)
         drafted = self.head.to_drafted(tokens)
-        rows, labels = (scored & (chains | (drafted >= 0))).nonzero(as_tuple=True)
+        scored &= chains | (drafted >= 0)
+        # no label is so early that its position would be rolled round the beginning
+        ahead = [2] if chains else range(2, depth + 2)
+        anchors = torch.stack([scored.roll(-places, dims=1) for places in ahead]).any(0)
+        # the number of rows is a shape: a GPU is waited for here, once a step
+        rows, labels = scored.nonzero(as_tuple=True)
         at = [labels + level if chains else labels for level in range(depth)]
-        anchors = torch.zeros_like(scored)
-        for level, places in enumerate(at):
-            anchors[rows, places - 2 - level] = True
         wanted = [_filled(drafted[rows, each], -1) for each in at]
         rows, at = _filled(rows), [_filled(each) for each in at]
         sparing = recomputed(self.head) if phase.activation_checkpointing else nullcontext()
@@ -103,7 +106,8 @@ class Objective(nn.Module):
         each = targets * (len(states) // len(targets))
         by_depth = confidence_loss(said, states, projections, each, logits_of)
         weights = depth_shares(len(states), phase.decay, phase.depth_weights)
-        return replace(loss, total=loss.total + (by_depth * by_depth.new_tensor(weights)).sum())
+        shares = to_device(torch.tensor(weights, dtype=by_depth.dtype), by_depth.device)
+        return replace(loss, total=loss.total + (by_depth * shares).sum())
 
 
 def _filled(rows: Tensor, value: int | None = None) -> Tensor:
