@@ -22,6 +22,7 @@ from specheads.base.sharding import Sharding
 from specheads.config import Base
 from specheads.core.errors import InputError
 from specheads.core.machine import computes_bfloat16
+from specheads.training.repeatable import fix_workspace
 
 T = TypeVar("T")
 
@@ -52,6 +53,7 @@ def accelerator_of_environment(dtype: str = "auto") -> Accelerator:
             "a head learns in bfloat16 or float32, and accelerate is configured for "
             f"mixed_precision={asked}; set it to bf16, or to no"
         )
+    fix_workspace()
     with _whole():
         return Accelerator(
             # unasked, accelerate joins processes on GPUs only: two on CPUs would each train alone

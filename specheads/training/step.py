@@ -10,11 +10,13 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.profiler import record_function
 
 from specheads.config import Schedule
+from specheads.core.transfer import to_device
 from specheads.data.packing import TokenBatch
 from specheads.decoding.acceptance.noise import derive
 from specheads.training import schedule as schedules
 from specheads.training.objective import Objective, label_counts
 from specheads.training.processes import readers
+from specheads.training.repeatable import repeatable
 from specheads.training.schedule import PlacedPhase, Step
 from specheads.training.teacher import Teacher
 
@@ -35,7 +37,10 @@ class Stepper:
         with warnings.catch_warnings():
             # accelerate passes on what newer torch calls by another name
             warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
-            self.objective = accelerator.prepare_model(Objective(self.head.train()))
+            # the head stays where its base is, which may be on the CPU of a machine with a GPU
+            self.objective = accelerator.prepare_model(
+                Objective(self.head.train()), device_placement=False
+            )
 
     def step(self, batch: TokenBatch, phase: PlacedPhase, number: int) -> dict[str, Tensor]:
         """Make one optimizer step, of this number in the run.
@@ -51,7 +56,7 @@ class Stepper:
             with nullcontext() if last else self.accelerator.no_sync(self.objective):
                 loss, found = self.teacher.losses(step, self.objective)
                 # accelerate takes the mean over processes, and these are parts of one sum
-                with record_function("backward"):
+                with record_function("backward"), repeatable(self.teacher.base.device):
                     self.accelerator.backward(loss * self.shares)
             for name, value in found.items():
                 values[name] = values[name] + value if name in values else value
@@ -64,7 +69,7 @@ class Stepper:
         device = self.teacher.base.device
         seed = derive(self.seed, number)
         parts = [
-            (part.to(device), phase.scored(part, self.head, seed).to(device))
+            (part.to(device), to_device(phase.scored(part, self.head, seed), device))
             for part in batch.parts(phase.settings.accumulation_steps)
         ]
         counts = [

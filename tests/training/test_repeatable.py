@@ -1,0 +1,55 @@
+"""A backward pass on a GPU is deterministic; torch's own settings are as before afterwards."""
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from specheads.training import repeatable
+from specheads.training.processes import accelerator_of_environment
+
+deterministic: Any = torch.utils.deterministic
+
+
+def settings() -> tuple[bool, bool, bool]:
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        deterministic.fill_uninitialized_memory,
+    )
+
+
+@pytest.mark.parametrize("before", [(False, False), (True, True), (True, False)])
+def test_gpu_backward_is_deterministic_and_settings_are_restored(
+    before: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(repeatable, "_orders", lambda _: True)
+    plain = settings()
+    enabled, warn_only = before
+    torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+    try:
+        as_set = settings()
+        with repeatable.repeatable(torch.device("cuda")):
+            assert settings() == (True, False, False)
+        assert settings() == as_set
+    finally:
+        torch.use_deterministic_algorithms(plain[0], warn_only=plain[1])
+
+
+def test_backward_on_a_cpu_keeps_settings():
+    before = settings()
+    with repeatable.repeatable(torch.device("cpu")):
+        assert settings() == before
+
+
+def test_cublas_workspace_is_set_before_a_base_is_loaded(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv(repeatable.WORKSPACE, raising=False)
+    accelerator_of_environment("float32")
+    assert os.environ[repeatable.WORKSPACE] == ":4096:8"
+
+
+def test_cublas_workspace_of_the_user_is_kept(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(repeatable.WORKSPACE, ":16:8")
+    repeatable.fix_workspace()
+    assert os.environ[repeatable.WORKSPACE] == ":16:8"
