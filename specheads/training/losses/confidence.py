@@ -10,9 +10,9 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from specheads.training.losses.depth_loss import Targets
+from specheads.training.losses.depth_loss import Targets, rows_of
 
-CHUNK_LOGITS = 2**24
+CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**26}
 """Logits that are held at once, of the draft and of the base alike."""
 
 
@@ -50,7 +50,7 @@ def acceptance_rates(
     weight, bias = (None if one is None else one.to(states.dtype) for one in projection)
     assert weight is not None
     precision = torch.promote_types(states.dtype, torch.float32)
-    chunk = max(1, CHUNK_LOGITS // len(weight))
+    chunk = rows_of(weight, CHUNK_LOGITS)
     rates = [
         torch.minimum(
             F.linear(some, weight, bias).to(precision).softmax(-1),

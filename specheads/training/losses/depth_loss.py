@@ -6,7 +6,7 @@ distribution is projected from its hidden states in the same chunk, once for all
 share it. See docs/losses.md.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,11 +29,19 @@ WEIGHTINGS = ("geometric", "dpace")
 SMOOTHING = 0.5
 """Share of the way by which D-PACE draws a draft's confidence towards one."""
 
-CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**26}
-"""Logits of a chunk: few enough to be small beside the weights, enough for a matrix product."""
+CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**28}
+"""Logits of a chunk: few enough to be small beside the weights, enough for a matrix product.
+
+On a GPU each chunk reads and writes the weight's whole gradient, in float32. At 128k tokens 2**26
+logits are 512 rows, whose products take no longer than that; at 2048 rows it is a quarter.
+"""
 
 BLOCK_LOGITS = {"cpu": 2**19, "cuda": 2**26}
-"""Logits that are worked on at once: what a core's cache holds, or all of a chunk."""
+"""Logits that are worked on at once in float32: what a core's cache holds, or 256 MiB."""
+
+TILE = 128
+"""Rows of a chunk or block on a GPU are a multiple of it, where so many are held at once: products
+are computed in tiles of as many rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,15 +102,19 @@ def depth_loss(
     if weighting == "geometric" and liger.fits(kind, states, projections):
         return _by_liger(states, projections, each, weights, rows)
     weight = projections[0][0]
-    chunk_rows, block_rows = (
-        given or max(1, logits.get(weight.device.type, 2**26) // len(weight))
-        for given, logits in ((chunk_rows, CHUNK_LOGITS), (None, BLOCK_LOGITS))
-    )
+    chunk_rows, block_rows = chunk_rows or rows_of(weight), rows_of(weight, BLOCK_LOGITS)
     learns = torch.is_grad_enabled()
     plan = _Plan(kind, each, weights, rows, weighting == "dpace", chunk_rows, block_rows, learns)
     flat = [tensor for pair in projections for tensor in pair]
     total, by_depth, agreement = _FusedDepthLoss.apply(plan, depth, *states, *flat)
     return DepthLoss(total, by_depth, agreement)
+
+
+def rows_of(weight: Float[Tensor, "vocab width"], logits: Mapping[str, int] = CHUNK_LOGITS) -> int:
+    """Return the rows whose logits are held, or worked on, at once."""
+    kind = "cpu" if weight.device.type == "cpu" else "cuda"
+    rows = max(1, logits[kind] // len(weight))
+    return rows if kind == "cpu" or rows < TILE else rows - rows % TILE
 
 
 def depth_shares(depth: int, decay: float, depth_weights: Sequence[float]) -> list[float]:

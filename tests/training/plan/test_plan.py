@@ -91,7 +91,7 @@ def test_shapes_alone_say_what_real_steps_hold(
     kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
     for table in (depth_loss.CHUNK_LOGITS, depth_loss.BLOCK_LOGITS):
-        monkeypatch.setitem(table, "cpu", 2**26)
+        monkeypatch.setitem(table, "cpu", table["cuda"])
     # packed documents are read one by one on a processor, and with masks elsewhere
     plain = ("schedule.muon_learning_rate=0", "schedule.phases.corpus.packing=none")
     settings = settings_of(folder, f"head={kind}", *plain)
