@@ -119,10 +119,7 @@ class Attention(nn.Module):
         queries = self.rotary.turn(self.q_norm(self._split(self.q_proj(inputs))), positions)
         if path is None:
             assert visible is not None
-            keys, values = past.unbind(2)
-            mixed = F.scaled_dot_product_attention(
-                queries, keys, values, attn_mask=visible[:, None], enable_gqa=True
-            )
+            mixed = _attend(queries, past, visible[:, None])
         elif lengths:
             mixed = _mix_documents(queries, past, path, lengths)
         else:
@@ -132,6 +129,16 @@ class Attention(nn.Module):
 
     def _split(self, values: Tensor) -> Tensor:
         return values.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+
+def _attend(queries: Tensor, past: Tensor, mask: Tensor) -> Tensor:
+    """Return torch's attention over the slots that a mask leaves visible."""
+    shared = queries.shape[1] != past.shape[1]
+    if shared and past.device.type != "cpu":
+        # no fused kernel on CUDA takes a mask and fewer key heads; the plain one holds every weight
+        past, shared = past.repeat_interleave(queries.shape[1] // past.shape[1], dim=1), False
+    keys, values = past.unbind(2)
+    return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=shared)
 
 
 def _sparing(mix: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
