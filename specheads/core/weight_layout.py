@@ -5,6 +5,7 @@ See docs/caches.md and recipes/LOG.md for what was measured.
 
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -22,7 +23,9 @@ LEAST, MOST = 2**15, 2**32
 copy of them would be too much."""
 
 
-class Library(NamedTuple):
+# no NamedTuple: torch 2.11 cannot compile one that holds functions while tests check its types
+@dataclass(frozen=True, slots=True)
+class Library:
     """How a library packs a matrix, and multiplies by (pack, matrix, rows, bias)."""
 
     pack: Callable[[Tensor], Tensor]
