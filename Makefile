@@ -34,7 +34,7 @@ LLAMA_CPP_FLAGS := -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF -DLLAMA_CU
 # another head of SmolLM2 135M Instruct: make demo HEAD=runs/conversations/head
 HEAD := recipes/smollm2_long/head
 
-.PHONY: quickstart smollm2 demo test test-all test-min gpu vllm llama_cpp speculators browser bench lint wheel clean
+.PHONY: quickstart smollm2 demo test test-all test-min gpu vllm llama_cpp speculators browser gpu-report bench lint wheel clean
 
 quickstart: smollm2  ## train a head on SmolLM2 135M Instruct, measure it, say where the report lies
 	$(VENV)/bin/specheads train recipe=smollm2
@@ -69,6 +69,10 @@ speculators: $(READY_SPECULATORS)  ## speculators' own EAGLE-3, in an environmen
 
 gpu: $(READY)  ## tests that need CUDA
 	$(VENV)/bin/python -m pytest -m gpu
+
+gpu-report: $(READY)  ## every measurement that needs a GPU, in eight minutes: recipes/gpu/*.json and the card
+	$(VENV)/bin/python scripts/gpu.py --out recipes/gpu --minutes 8
+	$(VENV)/bin/python scripts/results_table.py
 
 browser: $(READY)  ## the report in headless Chromium: apt-get install chromium
 	$(VENV)/bin/python -m pytest -m browser

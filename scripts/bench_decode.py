@@ -329,10 +329,10 @@ def steps(bench: Bench, prompt: list[int] | None = None) -> list[dict[str, Any]]
     prompt = bench.prompts[0] if prompt is None else prompt
     rows = []
     for nodes in bench.nodes:
-        ours = _stepper(bench.base, prompt, nodes, bench.turns)
-        bare, forget = _bare(bench.base, prompt, nodes)
+        ours = stepper(bench.base, prompt, nodes, bench.turns)
+        bare, forget = bare_forward(bench.base, prompt, nodes)
         row = _compared(bench, prompt, nodes, {"step": ours, "bare": bare}, forget)
-        if floor := _bandwidth_floor(bench.base, len(prompt) + nodes):
+        if floor := bandwidth_floor(bench.base, len(prompt) + nodes):
             row["step_over_bandwidth_floor"] = row["step_milliseconds"] / 1e3 / floor
         rows.append(row)
     return rows
@@ -346,8 +346,8 @@ def compiled(bench: Bench) -> list[dict[str, Any]]:
     graphs, eager = FrozenBase(model, compile=True), FrozenBase(model)
     for nodes in bench.nodes:
         sides = {
-            "compiled": _stepper(graphs, prompt, nodes, bench.turns),
-            "eager": _stepper(eager, prompt, nodes, bench.turns),
+            "compiled": stepper(graphs, prompt, nodes, bench.turns),
+            "eager": stepper(eager, prompt, nodes, bench.turns),
         }
         rows.append(_compared(bench, prompt, nodes, sides))
     return rows
@@ -379,7 +379,7 @@ def _compared(
     }
 
 
-def _stepper(
+def stepper(
     base: FrozenBase,
     prompt: list[int],
     nodes: int,
@@ -404,7 +404,7 @@ def _tree(nodes: int) -> policies.Static:
     return policies.Static(sorted(paths[: nodes - 1]), "caterpillar")
 
 
-def _bare(
+def bare_forward(
     base: FrozenBase, prompt: list[int], nodes: int
 ) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """Return what takes a plain forward of the model, and what takes it back."""
@@ -419,7 +419,7 @@ def _bare(
     return forward, lambda: cache.crop(-nodes)
 
 
-def _bandwidth_floor(base: FrozenBase, slots: int) -> float | None:
+def bandwidth_floor(base: FrozenBase, slots: int) -> float | None:
     """Return the seconds that reading the weights and the cache once takes, on a GPU.
 
     The bandwidth is measured, as twice the bytes of a large copy over its time.
@@ -488,7 +488,7 @@ def noise(bench: Bench) -> list[dict[str, Any]]:
     base, prompt, found = bench.base, bench.prompts[0], []
     for size in sorted({min(bench.batches), max(bench.batches)}):
         greedy, drawing = (
-            _stepper(base, prompt, 1, bench.turns, rows=size, temperature=temperature)
+            stepper(base, prompt, 1, bench.turns, rows=size, temperature=temperature)
             for temperature in (0.0, 1.0)
         )
         row = _compared(bench, prompt, 1, {"drawing": drawing, "greedy": greedy})

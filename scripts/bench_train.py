@@ -60,16 +60,25 @@ EIGHT: dict[str, Any] = {
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
 }
+ENDLESS: dict[str, Any] = {
+    "max_position_embeddings": 65536,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+"""A context for every benchmark, and no token that ends a text."""
+
 SHAPES: dict[str, Any] = {
-    "llama-8b": LlamaConfig(**EIGHT, num_hidden_layers=32, vocab_size=128_256),
-    "granite-8b": GraniteConfig(**EIGHT, num_hidden_layers=36, vocab_size=49_152),
+    "llama-8b": LlamaConfig(**EIGHT, num_hidden_layers=32, vocab_size=128_256, **ENDLESS),
+    "granite-8b": GraniteConfig(**EIGHT, num_hidden_layers=36, vocab_size=49_152, **ENDLESS),
     "tiny": LlamaConfig(
         hidden_size=64,
         intermediate_size=128,
-        num_hidden_layers=4,
+        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         vocab_size=512,
+        **ENDLESS,
     ),
 }
 """Bases with random weights: only their speed means anything."""
@@ -80,6 +89,7 @@ HEADS: dict[str, dict[str, Any]] = {
     "hydra_heads": {"kind": "hydra_heads", "depth": 4},
     "medusa": {"kind": "medusa", "depth": 4},
     "redrafter": {"kind": "redrafter", "depth": 4},
+    "dflash": {"kind": "dflash", "depth": 7},
 }
 MUON = {"eagle3": 0.01}
 """Heads whose recipes train by Muon, and its learning rate."""
@@ -96,6 +106,7 @@ class Bench:
     batch: TokenBatch
     phase: PlacedPhase
     stepper: Stepper
+    muon_learning_rate: float
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -104,9 +115,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(options.threads or torch.get_num_threads())
     rows = []
     for name in options.bases:
-        base = _base(name, options)
+        base = load_base(name, options.device, options.dtype)
         for kind in options.heads:
-            rows.append({"base": name} | _measure(_bench(base, kind, options), options))
+            rows.append({"base": name} | measure(bench_of(base, kind, options), options))
             _show(rows[-1])
         del base
     table = {"schema": 1, "threads": torch.get_num_threads(), "rows": rows}
@@ -127,6 +138,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--batch-size", type=int, default=4, help="sequences of a step")
     add("--sequence-length", type=int, default=512, help="tokens of each")
     add("--document-length", type=int, default=171, help="tokens of the documents packed there")
+    add("--draft-tokens", type=int, default=0, help="of heads that draft a part of the vocabulary")
     add("--loss", default="soft_cross_entropy", help="as schedule.phases.NAME.loss")
     add("--turns", type=int, default=8, help="steps timed, after two that are not")
     add("--threads", type=int, default=0, help="of the processor; 0 is torch's own choice")
@@ -135,26 +147,43 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _base(name: str, options: argparse.Namespace) -> FrozenBase:
+def load_base(name: str, device: str = "auto", dtype: str = "auto") -> FrozenBase:
+    """Load a base, or build one of `SHAPES` with random weights on the device."""
     if name not in SHAPES:
-        return FrozenBase.load(BASES.get(name, name), device=options.device, dtype=options.dtype)
+        return FrozenBase.load(BASES.get(name, name), device=device, dtype=dtype)
     usual = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(usual if options.device == "auto" else options.device)
-    usual = "bfloat16" if device.type == "cuda" else "float32"
-    dtype = usual if options.dtype == "auto" else options.dtype
-    with device:
-        model = AutoModelForCausalLM.from_config(SHAPES[name], dtype=getattr(torch, dtype))
+    place = torch.device(usual if device == "auto" else device)
+    usual = "bfloat16" if place.type == "cuda" else "float32"
+    torch.manual_seed(0)
+    with place:
+        model = AutoModelForCausalLM.from_config(
+            SHAPES[name], dtype=getattr(torch, usual if dtype == "auto" else dtype)
+        )
     return FrozenBase(model, name=f"random weights, shape {name}")
 
 
-def _bench(base: FrozenBase, kind: str, options: argparse.Namespace) -> Bench:
-    torch.manual_seed(0)
+def head_settings(kind: str, base: FrozenBase, draft_tokens: int = 0) -> dict[str, Any]:
+    """Return settings of a head that fits the base; `draft_tokens` replaces those of `HEADS`."""
     made = dict(HEADS[kind])
+    if "draft_tokens" in made:
+        made["draft_tokens"] = draft_tokens or made["draft_tokens"]
     if made.get("draft_tokens", 0) >= base.vocab_size:
         del made["draft_tokens"]
+    if kind == "eagle3" and base.num_layers < 3:
+        # three layers of a base cannot differ there
+        made["aux_layers"] = [0, 1]
+    return made
+
+
+def bench_of(base: FrozenBase, kind: str, options: argparse.Namespace) -> Bench:
+    """Build a head of this kind, a batch of random packed tokens, and the trainer's own step."""
+    torch.manual_seed(0)
+    made = head_settings(kind, base, options.draft_tokens)
     # tokens as they are counted in no text: any are as good
     counts = torch.arange(base.vocab_size) if "draft_tokens" in made else None
-    head = build_for(made, base, counts)
+    # the initial weights of a large head are drawn in seconds on a GPU, and in a minute on a CPU
+    with base.device:
+        head = build_for(made, base, counts)
     shape = (options.batch_size, options.sequence_length)
     drafted = made.get("draft_tokens", base.vocab_size)
     documents = torch.arange(shape[1]) // options.document_length
@@ -171,7 +200,8 @@ def _bench(base: FrozenBase, kind: str, options: argparse.Namespace) -> Bench:
         loss=options.loss,
         learning_rate=1e-4,
     )
-    schedule = Schedule(phases={"corpus": phase}, muon_learning_rate=MUON.get(kind, 0.0))
+    muon = MUON.get(kind, 0.0)
+    schedule = Schedule(phases={"corpus": phase}, muon_learning_rate=muon)
     bf16 = base.dtype == torch.bfloat16
     accelerator = Accelerator(
         cpu=base.device.type == "cpu", mixed_precision="bf16" if bf16 else "no"
@@ -180,28 +210,22 @@ def _bench(base: FrozenBase, kind: str, options: argparse.Namespace) -> Bench:
     stepper = Stepper(teacher, schedule, accelerator, 0)
     where = placed(schedule)[0]
     teacher.begin(where)
-    return Bench(base, head, batch, where, stepper)
+    return Bench(base, head, batch, where, stepper, muon)
 
 
-def _measure(bench: Bench, options: argparse.Namespace) -> dict[str, Any]:
-    """Time the arms in turn, and say what they have to do with the floor."""
+def measure(bench: Bench, options: argparse.Namespace) -> dict[str, Any]:
+    """Return the step's peak memory, its time against the floor, and the plain step's time."""
     base, device = bench.base, bench.base.device
+    peak = _peak_of_a_step(bench)
     flops = step_flops(base, bench.head, bench.batch, bench.phase.settings)
-    arms: dict[str, Callable[[], object]] = {
-        "step": lambda: bench.stepper.step(bench.batch, bench.phase, 0)
-    }
-    if options.plain:
-        arms["plain"] = _plain(bench)
-    times: dict[str, list[float]] = {name: [] for name in arms}
-    floors = []
+    times, floors = [], []
     for turn in range(2 + options.turns):
         rate = matmul_rate(device, base.dtype)
-        found = {name: _seconds(device, arm) for name, arm in arms.items()}
+        seconds = _seconds(device, lambda: bench.stepper.step(bench.batch, bench.phase, 0))
         if turn >= 2:
             floors.append(flops.total / rate)
-            for name, seconds in found.items():
-                times[name].append(seconds)
-    step = statistics.median(times["step"])
+            times.append(seconds)
+    step = statistics.median(times)
     tokens = bench.batch.tokens.numel()
     row = {
         "head": bench.head.kind,
@@ -214,17 +238,37 @@ def _measure(bench: Bench, options: argparse.Namespace) -> dict[str, Any]:
         "flops": asdict(flops),
         "step_seconds": step,
         "floor_seconds": statistics.median(floors),
-        "over_floor": statistics.median(times["step"]) / statistics.median(floors),
-        "interval": list(bootstrap_interval(times["step"], floors)),
+        "over_floor": step / statistics.median(floors),
+        "interval": list(bootstrap_interval(times, floors)),
         "mfu": statistics.median(floors) / step,
         "tokens_per_second": tokens / step,
-        "peak_gib": peak_gib(base),
+        "peak_gib": peak,
         "parts": _parts(bench),
     }
-    if options.plain:
-        row["plain_over_step"] = statistics.median(times["plain"]) / step
-        row["plain_interval"] = list(bootstrap_interval(times["plain"], times["step"]))
-    return row
+    return row | (plain_against_step(bench, options.turns) if options.plain else {})
+
+
+def plain_against_step(bench: Bench, turns: int) -> dict[str, Any]:
+    """Return how many times longer the plain step takes; they take turns, after two of warm-up."""
+    device, plain = bench.base.device, _plain(bench)
+    times: list[tuple[float, float]] = []
+    for _ in range(2 + turns):
+        own = _seconds(device, lambda: bench.stepper.step(bench.batch, bench.phase, 0))
+        times.append((_seconds(device, plain), own))
+    theirs, ours = zip(*times[2:], strict=True)
+    return {
+        "plain_over_step": statistics.median(theirs) / statistics.median(ours),
+        "plain_interval": list(bootstrap_interval(theirs, ours)),
+    }
+
+
+def _peak_of_a_step(bench: Bench) -> float:
+    """Return the peak memory in GiB of the second step, which has optimizer state."""
+    bench.stepper.step(bench.batch, bench.phase, 0)
+    if bench.base.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    bench.stepper.step(bench.batch, bench.phase, 0)
+    return peak_gib(bench.base)
 
 
 def _parts(bench: Bench) -> dict[str, float]:

@@ -14,7 +14,9 @@ real engine made of its head, serve.json of scripts/bench_serve.py, stands betwe
 and `<!-- /served -->`. Heads that others trained on the same text, speculators.json of `specheads
 compare`, stand between `<!-- speculators -->` and `<!-- /speculators -->`, and those of
 `scripts/bench_heads.py --ablate`, ablations.json, between `<!-- ablations -->` and
-`<!-- /ablations -->`. README.md begins with the verdict of the quickstart, between
+`<!-- /ablations -->`. The tables of recipes/gpu/README.md, between
+`<!-- gpu -->` and `<!-- /gpu -->`, come from the JSON files of scripts/gpu.py in that folder.
+README.md begins with the verdict of the quickstart, between
 `<!-- verdict -->` and `<!-- /verdict -->`, and that of the published head, between
 `<!-- published -->` and `<!-- /published -->`, and shows what its console said between
 `<!-- console -->` and `<!-- /console -->`.
@@ -37,6 +39,7 @@ from tables import (
     card,
     coupling,
     figure,
+    gpu,
     heads,
     rate,
     rivals,
@@ -115,6 +118,8 @@ def render(root: Path) -> dict[Path, str]:
         "heads": "\n\n".join(map(heads, compared)) or NOT_YET,
         "coupling": "\n\n".join(map(coupling, drawn)) or NOT_YET,
     }
+    if (measured_on_gpu := root / "recipes" / "gpu").is_dir():
+        blocks[measured_on_gpu / "README.md"] = {"gpu": gpu(measured_on_gpu)}
     blocks[root / "README.md"] = {"results": overview(measured, "recipes/")}
     if (shown := measured.get(SHOWN)) is not None:
         blocks[root / "README.md"] |= {"verdict": headline(shown), "console": said(shown)}

@@ -1,5 +1,6 @@
 """Tables of what was measured, as Markdown: results_table.py puts them where they belong."""
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -49,6 +50,8 @@ SERVED_HEADER = (
 )
 ENGINES = {"vllm": "vLLM"}
 """What is called another name than its package."""
+GPU_HEADER = ("what", "measured", "aim")
+GPU_STAGES = ("tests", "decode", "train", "smollm2", "engine")
 NOT_YET = "not yet run"
 NOT_MEASURED = "not measured"
 Rows = list[tuple[str, ...]]
@@ -104,6 +107,24 @@ def served(measured: Mapping[str, Any]) -> str:
         f"{origin}, {measured['new_tokens']} new tokens, T=0; {made.hardware}, commit "
         f"{_commit(made.git)}.\n\n{table(SERVED_HEADER, rows)}"
     )
+
+
+def gpu(folder: Path) -> str:
+    """Return the tables of scripts/gpu.py, one for each stage that has a JSON file."""
+    tables = []
+    for stage in GPU_STAGES:
+        file = folder / f"{stage}.json"
+        if not file.is_file():
+            continue
+        found = json.loads(file.read_text(encoding="utf-8"))
+        rows = [tuple(row) for row in found["summary"]]
+        rows += [(part, f"failed: {why}", "") for part, why in found["failed"].items()]
+        rows += [(part, f"skipped: {why}", "") for part, why in found["skipped"].items()]
+        made = from_json(Provenance, found["provenance"])
+        versions = ", ".join(f"{name} {made.versions[name]}" for name in ("torch", "transformers"))
+        origin = f"{made.hardware}, {versions}, commit {_commit(made.git)}"
+        tables.append(f"**{stage}**: {origin}.\n\n{table(GPU_HEADER, rows)}")
+    return "\n\n".join(tables) or NOT_YET
 
 
 def rivals(file: Path) -> str:

@@ -1,0 +1,131 @@
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from tests.scripts.loading import load_script
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "scripts" / "gpu.py"
+REHEARSAL = [sys.executable, str(SCRIPT), "--device", "cpu", "--tiny"]
+
+
+@pytest.fixture
+def report(script: ModuleType, tmp_path: Path) -> Any:
+    options = argparse.Namespace(out=tmp_path, stage="decode", device="cpu", tiny=True)
+    options.seconds = 60.0
+    return script.Report(options)
+
+
+def found(folder: Path, stage: str) -> dict[str, Any]:
+    return json.loads((folder / f"{stage}.json").read_text(encoding="utf-8"))
+
+
+def test_failed_part_is_recorded_and_the_next_part_runs(report: Any, tmp_path: Path):
+    def broken() -> None:
+        raise ValueError("no such kernel\nmore")
+
+    assert report.part("broken", broken) is None
+    assert report.part("fine", lambda value: {"value": value}, 3) == {"value": 3}
+    report.row("fine", "3", "at most 4")
+    written = found(tmp_path, "decode")
+    assert written["failed"] == {"broken": "ValueError: no such kernel"}
+    assert written["values"] == {"fine": {"value": 3}}
+    assert written["summary"] == [["fine", "3", "at most 4"]]
+    assert written["provenance"]["versions"]["torch"] == torch.__version__
+
+
+def test_part_that_needs_more_time_than_is_left_is_skipped(report: Any, tmp_path: Path):
+    assert report.part("long", lambda: 1 / 0, seconds=61) is None
+    written = found(tmp_path, "decode")
+    assert list(written["skipped"]) == ["long"]
+    assert written["failed"] == {}
+
+
+def test_every_number_is_written_before_the_next_part(report: Any, tmp_path: Path):
+    report.part("first", lambda: 1)
+
+    def second() -> int:
+        assert found(tmp_path, "decode")["values"] == {"first": 1}
+        return 2
+
+    report.part("second", second)
+    assert found(tmp_path, "decode")["values"] == {"first": 1, "second": 2}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_missing_cuda_device_is_refused_in_one_line(tmp_path: Path):
+    command = [sys.executable, str(SCRIPT), "--out", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "--device cpu --tiny" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_stage_that_runs_over_its_time_is_stopped_with_its_children(
+    script: ModuleType, tmp_path: Path
+):
+    options = argparse.Namespace(out=tmp_path, device="cpu", tiny=True, model="unused")
+    assert not script._stage_process("smollm2", options, 0.1)
+    assert "the time of this stage is over" in (tmp_path / "smollm2.log").read_text()
+
+
+def test_card_has_a_table_for_each_measured_stage(report: Any, tmp_path: Path):
+    tables = load_script("tables")
+    assert tables.gpu(tmp_path) == "not yet run"
+    report.row("step over 32 nodes / bare forward of 1", "1.10 [1.05, 1.15]", "at most 1.15")
+    report.part("broken", lambda: 1 / 0)
+    shown = tables.gpu(tmp_path)
+    assert "**decode**" in shown
+    assert "| step over 32 nodes / bare forward of 1 | 1.10 [1.05, 1.15] | at most 1.15 |" in shown
+    assert "| broken | failed: ZeroDivisionError: division by zero |" in shown
+
+
+@pytest.mark.slow
+def test_rehearsal_measures_every_stage(tmp_path: Path):
+    done = subprocess.run(
+        [*REHEARSAL, "--out", str(tmp_path), "--minutes", "20"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    for stage in ("tests", "decode", "train", "smollm2", "engine"):
+        written = found(tmp_path, stage)
+        assert written["failed"] == {}
+        assert written["summary"]
+        assert f"\n{stage} " in done.stdout
+    assert found(tmp_path, "tests")["values"]["tests"]["passed"] >= 10
+    assert {"steps", "batch", "alone", "profile"} <= found(tmp_path, "decode")["values"].keys()
+    assert found(tmp_path, "train")["values"]["tiny_eagle3"]["planned_gib"] > 0
+    assert found(tmp_path, "smollm2")["values"]["results"]["schema"] == 1
+    assert found(tmp_path, "engine")["values"]["batch_2_context_40"]["goodput"]["steps"] > 0
+
+
+@pytest.mark.slow
+def test_killed_stage_leaves_its_numbers_and_the_other_stages(tmp_path: Path):
+    command = [*REHEARSAL, "--out", str(tmp_path), "--minutes", "20"]
+    with subprocess.Popen([*command, "--stages", "train", "engine"], stdout=-1, text=True) as run:
+        try:
+            while not (tmp_path / "train.json").is_file() or not found(tmp_path, "train")["values"]:
+                assert run.poll() is None
+                time.sleep(0.05)
+            for child in psutil.Process(run.pid).children():
+                child.kill()
+            printed, _ = run.communicate()
+        finally:
+            run.kill()
+    assert run.returncode == 1
+    assert "train: failed" in printed
+    assert "engine: done" in printed
+    assert found(tmp_path, "train")["values"].keys() < {"tiny_eagle3", "tiny_mlp_speculator"} | {
+        "tiny_dflash",
+        "loss",
+    }
+    assert found(tmp_path, "engine")["values"]["batch_1_context_16"]["alone"]["steps"] > 0
