@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional as F  # noqa: N812
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -84,6 +86,43 @@ class Ledger(TorchDispatchMode):
         self._now += held.bytes
         if self._now > self._most:
             self._most, self._at_most = self._now, list(self._held.values())
+
+
+class FusedAttention(TorchFunctionMode):
+    """Has torch's attention hold on the meta device what its fused kernels hold on others.
+
+    There it would take the plain way, which holds the weight of every pair of positions.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run a function of torch."""
+        del types
+        is_attention = func is F.scaled_dot_product_attention and args[0].is_meta
+        return (_fused if is_attention else func)(*args, **(kwargs or {}))
+
+
+def _fused(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    if enable_gqa:
+        group = query.shape[1] // key.shape[1]
+        key, value = (one.repeat_interleave(group, dim=1) for one in (key, value))
+    bias = None
+    if attn_mask is not None:
+        # kernels add it, whatever it was
+        bias = attn_mask.to(query.dtype).expand(*query.shape[:-1], key.shape[-2])
+    learns = torch.is_grad_enabled() and query.requires_grad
+    attend = torch.ops.aten._scaled_dot_product_efficient_attention
+    return attend(query, key, value, bias, learns, dropout_p, is_causal, scale=scale)[0]
 
 
 @dataclass(slots=True)

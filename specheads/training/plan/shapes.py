@@ -15,7 +15,7 @@ from specheads.heads.load import build, load_head
 from specheads.training import schedule as schedules
 from specheads.training.distill.engines.local import REFILL
 from specheads.training.objective import Objective, label_counts
-from specheads.training.plan.ledger import KEYS, Ledger
+from specheads.training.plan.ledger import KEYS, FusedAttention, Ledger
 from specheads.training.plan.place import Target
 from specheads.training.schedule import PlacedPhase, Step, row_tokens, text_tokens
 from specheads.training.teacher import teacher_of
@@ -99,7 +99,7 @@ class Shapes:
         batch = made_up(-(-rows // parts), length, settings, self.head).to(torch.device("meta"))
         scored = torch.empty_like(batch.counted)
         learned = [*self.head.parameters(), *self.teacher.parameters]
-        with Ledger(int(scored.numel() * settings.scored_share)) as ledger:
+        with FusedAttention(), Ledger(int(scored.numel() * settings.scored_share)) as ledger:
             # of several parts the second one finds the gradients of the first
             for _ in range(min(parts, 2)):
                 counts = label_counts(self.head, batch.tokens, batch.documents, scored, settings)
@@ -117,7 +117,7 @@ class Shapes:
         """Return what is held at most while the base writes text here, with a drafter if it may."""
         drafts = distill.use_head.lower() != "false"
         prompts = torch.empty(distill.batch_size, distill.prompt_tokens, dtype=torch.long)
-        with self.teacher.as_loaded(), Ledger() as ledger:
+        with self.teacher.as_loaded(), FusedAttention(), Ledger() as ledger:
             self.base.read(prompts.to("meta"), self.head.aux_layers)
         # texts that join have rows of their own until they are copied
         rows = distill.batch_size + distill.batch_size // REFILL
