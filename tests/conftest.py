@@ -43,6 +43,9 @@ def checked(*, typechecker: Any) -> Callable[[Any], Any]:
 
     def check(made: Any) -> Any:
         function = getattr(made, "__func__", None) or getattr(made, "fget", None) or made
+        if "<locals>" in function.__qualname__:
+            # a compiler recognises a closure by its code, and a wrapper has new code in each call
+            return made
         if isinstance(made, type) or "jaxtyping." in repr(function.__annotations__):
             return jaxtyped(typechecker=typechecker)(made)
         return made if function.__module__.startswith(UNCHECKED) else beartype(conf=PLAIN)(made)
@@ -64,6 +67,25 @@ torch.set_num_threads(1)
 # no clock decides over a test, and the same examples are drawn on every machine
 hypothesis.settings.register_profile("specheads", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("specheads")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Register the device of the tests that are marked `gpu`."""
+    parser.addoption(
+        "--device",
+        default="cuda",
+        help="device of the tests marked gpu, a torch device name such as cuda or cpu",
+    )
+
+
+@pytest.fixture(scope="session")
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Return the device of the tests marked `gpu`; skip them where it is missing."""
+    name = str(request.config.getoption("--device"))
+    if torch.device(name).type == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device; --device cpu runs this test on the CPU")
+    # with its number, as tensors name their device
+    return torch.empty(0, device=name).device
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -13,6 +13,7 @@ from specheads.base.model import FrozenBase
 from specheads.config import data_dir
 from specheads.measure.oracle import Oracle
 
+CPU = torch.device("cpu")
 VOCAB = 61
 NEW_TOKENS = 40
 """Length of a reference continuation: with any prompt it ends well past the sliding windows."""
@@ -81,20 +82,40 @@ def config(architecture: str = "llama", **changes: Any) -> PreTrainedConfig:
 
 @functools.cache
 def base(
-    architecture: str = "llama", attention: str = "sdpa", dtype: torch.dtype = torch.float64
+    architecture: str = "llama",
+    attention: str = "sdpa",
+    dtype: torch.dtype = torch.float64,
+    device: torch.device = CPU,
+    **changes: Any,
 ) -> FrozenBase:
-    """Return a random base: the same weights for every attention and dtype.
+    """Return a random base: the same weights for every attention, dtype and device.
 
-    Cached and shared by the whole session, which a frozen base must bear.
+    Cached and shared by the whole session, which a frozen base must bear. `changes` are settings
+    of its config.
     """
+    return own_base(architecture, attention, dtype, device, **changes)
+
+
+def own_base(
+    architecture: str = "llama",
+    attention: str = "sdpa",
+    dtype: torch.dtype = torch.float64,
+    device: torch.device = CPU,
+    *,
+    compile: bool = False,
+    **changes: Any,
+) -> FrozenBase:
+    """Return a base like that of `base` which nobody shares, for tests that change or compile."""
     recipe = RECIPES[architecture]
+    # weights are drawn on the CPU, so that they are the same on every device
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
         model = AutoModelForCausalLM.from_config(
-            config(architecture), attn_implementation=attention, dtype=torch.float32
+            config(architecture, **changes), attn_implementation=attention, dtype=torch.float32
         )
     _sharpen(model, recipe)
-    return FrozenBase(model.to(dtype), name=f"tiny-{architecture}")
+    torch.nn.Module.to(model, device=device, dtype=dtype)
+    return FrozenBase(model, name=f"tiny-{architecture}", compile=compile)
 
 
 def saved(folder: Path, architecture: str = "llama", **changes: Any) -> Path:
@@ -131,26 +152,32 @@ def prompts() -> list[list[int]]:
 
 @functools.cache
 def continuations(
-    architecture: str = "llama", dtype: torch.dtype = torch.float64
+    architecture: str = "llama",
+    dtype: torch.dtype = torch.float64,
+    device: torch.device = CPU,
+    **changes: Any,
 ) -> list[list[int]]:
     """Return what the base says after each prompt, one whole forward of the plain model a token.
 
     No cache and no mask of ours: this is what every other way of decoding is held against.
     """
-    model = base(architecture, "eager", dtype).model
+    model = base(architecture, "eager", dtype, device, **changes).model
     return [_continue(model, prompt) for prompt in prompts()]
 
 
 @torch.inference_mode()
 def _continue(model: PreTrainedModel, prompt: list[int]) -> list[int]:
-    text = torch.tensor([prompt])
+    text = torch.tensor([prompt], device=model.device)
     for _ in range(NEW_TOKENS):
         chosen = model(input_ids=text, use_cache=False).logits[:, -1:].argmax(-1)
         text = torch.cat([text, chosen], dim=1)
     return text[0, len(prompt) :].tolist()
 
 
-def oracle(depth: int, architecture: str = "llama") -> Oracle:
-    """Return the drafter that knows the reference continuations."""
+def oracle(
+    depth: int, architecture: str = "llama", *, rate: float = 1.0, device: torch.device = CPU
+) -> Oracle:
+    """Return the drafter that knows the reference continuations, on a device."""
     said = zip(prompts(), continuations(architecture), strict=True)
-    return Oracle([prompt + continuation for prompt, continuation in said], depth, VOCAB)
+    texts = [prompt + continuation for prompt, continuation in said]
+    return Oracle(texts, depth, VOCAB, rate=rate, device=device)

@@ -127,15 +127,3 @@ def test_compiled_on_a_cpu_says_what_eager_says() -> None:
     first, second = map(int, done.stdout.split())
     # rows, nodes and slots are symbols; one of them being one, full blocks and aux_layers are cases
     assert 0 < first <= second <= 20
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma3", "granite"])
-def test_cuda_graphs_say_what_eager_says(architecture: str) -> None:
-    plain, base = copied(architecture, "cuda"), copied(architecture, "cuda", compile=True)
-    prompts = tiny.prompts()
-    for length in (24, 60):
-        drafter = oracle(plain, prompts, length)
-        found = generate(base, drafter, prompts, max_new_tokens=length, tree=TREE)
-        drafter = oracle(plain, prompts, length)
-        assert found == generate(plain, drafter, prompts, max_new_tokens=length, tree=TREE)

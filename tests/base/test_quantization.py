@@ -2,7 +2,6 @@
 
 import sys
 from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 
 from specheads.base import loading, quantization
-from specheads.base.model import FrozenBase
 from specheads.base.quantization import quantisation
 from tests import tiny
 from tests.base.test_loading import refused
@@ -92,18 +90,3 @@ def test_the_configuration_reaches_transformers_with_the_device_and_nothing_is_m
     assert model is loaded
     assert asked["quantization_config"] is wanted
     assert asked["device_map"] == {"": torch.device("cpu")}
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(
-    not (find_spec("bitsandbytes") or find_spec("torchao")), reason="needs a library"
-)
-@pytest.mark.parametrize("how", ["8bit", "4bit"])
-def test_a_quantised_base_is_smaller_and_still_says_much_the_same(how):
-    plain = FrozenBase.load(SHIPPED, dtype="bfloat16", device="cuda")
-    small = FrozenBase.load(SHIPPED, dtype="bfloat16", device="cuda", quantization=how)
-    assert small.model.get_memory_footprint() < plain.model.get_memory_footprint()
-    tokens = torch.arange(2, 60, device="cuda")[None]
-    ours, theirs = (base.model(tokens).logits.argmax(-1) for base in (small, plain))
-    assert (ours == theirs).float().mean() > 0.5
-    assert small.fingerprint != plain.fingerprint

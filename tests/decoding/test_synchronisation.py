@@ -176,23 +176,3 @@ def test_a_wait_would_be_seen(base: FrozenBase) -> None:
     assert waits(base, head_on(base, "medusa"), Host(PATHS)) != []
     with pytest.raises(RuntimeError, match="meta"):
         waits(base, head_on(base, "medusa"), policies.chain(2, confidence=0.5))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("tree", POLICIES)
-def test_cuda_itself_sees_no_wait(tree: str) -> None:
-    model = copy.deepcopy(tiny.base("llama", dtype=torch.float32).model)
-    torch.nn.Module.to(model, "cuda")
-    base = FrozenBase(model)
-    head = build_for({"kind": "mlp_speculator", "depth": 3}, base).eval()
-    state, _ = loop.start(base, head, [[1, 2, 3], [4, 5, 6, 7]], 64, LAWS["sampled"])
-    # the first step copies what a policy prepares once
-    loop.step(base, head, POLICIES[tree], acceptance_rule("match"), state)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with torch.inference_mode():
-            drafted = POLICIES[tree].grow(head, state.committed, state.memory, state.rows)
-            verified = base.verify(drafted, state.cache)
-            acceptance_rule("match")(drafted, verified.logits, verified.ancestors, state.rows)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

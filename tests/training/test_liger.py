@@ -93,11 +93,3 @@ def test_what_liger_does_not_fit_is_not_given_to_it():
 def test_without_liger_or_cuda_the_chunked_loss_does_all():
     (states, projections, _), _ = _problem("cpu", torch.float32)
     assert not liger.fits("cross_entropy", states, projections)
-
-
-@pytest.mark.gpu
-def test_the_installed_liger_gives_the_same_on_cuda(monkeypatch: pytest.MonkeyPatch):
-    pytest.importorskip("liger_kernel")
-    problem, leaves = _problem("cuda", torch.float32)
-    assert liger.fits("cross_entropy", *problem[:2])
-    _agree(problem, leaves, monkeypatch, 1e-3)

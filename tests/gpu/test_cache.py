@@ -1,0 +1,183 @@
+"""On a device, paged blocks, forks and joined rows give what contiguous rows give."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.attention.flex_attention as torch_flex
+from torch import Tensor
+
+from specheads.base.cache import RowCache
+from specheads.base.model import FrozenBase
+from specheads.base.paged import BlockPool, PagedKVCache
+from specheads.core.tree import TokenTree
+from specheads.decoding.engine import Engine
+from specheads.decoding.generate import generate
+from specheads.decoding.request import Request
+from specheads.decoding.trees import policies
+from tests import tiny
+
+pytestmark = pytest.mark.gpu
+
+TREE = policies.Static([(0,), (1,), (0, 0), (0, 1)])
+WIDE = {"head_dim": 16, "max_position_embeddings": 512}
+"""Triton's matrix products take at least 16 channels, and long prompts need a longer context."""
+SETTINGS: dict[str, dict[str, Any]] = {
+    "gpt2": {"hidden_size": 64, "max_position_embeddings": 512},
+}
+
+
+def assert_close(found: Tensor, wanted: Tensor) -> None:
+    """Compare logits or states, which are sums in another order."""
+    share = 1e-9 if wanted.dtype == torch.float64 else 1e-3
+    torch.testing.assert_close(found, wanted, rtol=0, atol=share * float(wanted.abs().max()))
+
+
+def base_on(
+    device: torch.device, architecture: str = "llama", dtype: torch.dtype = torch.float32
+) -> FrozenBase:
+    changes = SETTINGS.get(architecture, WIDE)
+    return tiny.base(architecture, dtype=dtype, device=device, **changes)
+
+
+def long_prompts() -> list[list[int]]:
+    """Return prompts of several blocks, one longer than a tile of 128 queries."""
+    generator = torch.Generator().manual_seed(5)
+    return [
+        torch.randint(tiny.VOCAB, (length,), generator=generator).tolist()
+        for length in (140, 5, 37)
+    ]
+
+
+def random_tree(
+    generator: random.Random, rows: int, num_nodes: int, device: torch.device
+) -> TokenTree:
+    parents = [
+        [-1] + [generator.randrange(node) for node in range(1, num_nodes)] for _ in range(rows)
+    ]
+    tokens = [[generator.randrange(tiny.VOCAB) for _ in range(num_nodes)] for _ in range(rows)]
+    return TokenTree(torch.tensor(tokens, device=device), torch.tensor(parents, device=device))
+
+
+def read(base: FrozenBase, prompts: list[list[int]], cache: RowCache) -> Tensor:
+    """Read ragged prompts into a cache; return the logits after each."""
+    longest = max(map(len, prompts))
+    padded = [prompt + [0] * (longest - len(prompt)) for prompt in prompts]
+    tokens = torch.tensor(padded, device=base.device)
+    return base.prefill(tokens, cache, [*map(len, prompts)], chunk=8)[0]
+
+
+def everything(base: FrozenBase, cache: RowCache) -> list[Tensor]:
+    """Read prompts, verify random trees, commit random paths; rows fork and leave in between."""
+    generator = random.Random(0)
+    found = [read(base, tiny.prompts(), cache)]
+    for step in range(4):
+        rows = len(cache.row_lengths)
+        seen = base.verify(random_tree(generator, rows, 9, base.device), cache)
+        found += [seen.logits, seen.features.hidden]
+        paths = [seen.ancestors[row, generator.randrange(9)].nonzero()[:, 0] for row in range(rows)]
+        cache.commit([path.tolist() for path in paths])
+        if step == 1:
+            cache.keep_rows([2, 0, 2])
+    return found
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma3", "mistral"])
+def test_a_paged_cache_gives_the_text_of_contiguous_rows(
+    architecture: str, device: torch.device
+) -> None:
+    base, prompts = base_on(device, architecture), tiny.prompts()
+    said = generate(base, None, prompts, max_new_tokens=30).tokens
+    texts = [prompt + text for prompt, text in zip(prompts, said, strict=True)]
+    drafter = tiny.Oracle(texts, 2, tiny.VOCAB, rate=0.7, device=device)
+    pool = base.pool(64)
+    out = generate(base, drafter, prompts, max_new_tokens=30, tree=TREE, pool=pool)
+    assert out.tokens == said
+    assert sum(out.forwards) < 0.8 * 3 * 29
+    assert pool.num_free == pool.num_blocks
+
+
+def test_a_paged_cache_reads_prompts_longer_than_a_tile_of_queries(device: torch.device) -> None:
+    base, prompts = base_on(device), long_prompts()
+    out = generate(base, None, prompts, max_new_tokens=12, pool=base.pool(64))
+    assert out.tokens == generate(base, None, prompts, max_new_tokens=12).tokens
+
+
+def test_requests_over_a_pool_wait_join_and_leave(device: torch.device) -> None:
+    base, prompts = base_on(device), [*tiny.prompts(), tiny.prompts()[1][:6]]
+    pool = base.pool(8)
+    engine = Engine(base, None, max_batch=2, max_length=64, pool=pool)
+    streams = [
+        engine.submit(Request(prompt=prompt, max_new_tokens=10 + 4 * place))
+        for place, prompt in enumerate(prompts)
+    ]
+    engine.run()
+    for place, (stream, prompt) in enumerate(zip(streams, prompts, strict=True)):
+        alone = generate(base, None, [prompt], max_new_tokens=10 + 4 * place)
+        assert stream.tokens == alone.tokens[0]
+    assert pool.num_free == pool.num_blocks
+
+
+def test_forks_over_a_pool_give_what_copied_rows_give(device: torch.device) -> None:
+    base = base_on(device)
+    rows = everything(base, base.cache(3, 128))
+    pool = base.pool(64)
+    paged = everything(base, PagedKVCache(pool, 3))
+    for ours, theirs in zip(paged, rows, strict=True):
+        assert_close(ours, theirs)
+    # the two copies of a row wrote into the block that they shared
+    assert pool.copied_blocks > 0
+
+
+def test_blocks_that_are_gathered_give_what_contiguous_rows_give(device: torch.device) -> None:
+    base = base_on(device, dtype=torch.float64)
+    rows = everything(base, base.cache(3, 128))
+    pool = BlockPool(base.num_layers, 64, 4, device, flex=False)
+    for ours, theirs in zip(everything(base, PagedKVCache(pool, 3)), rows, strict=True):
+        assert_close(ours, theirs)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_reads_blocks_in_place(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if device.type == "cpu":
+        # as plain torch code: compiling it for a CPU takes a minute
+        monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    base, prompt = base_on(device), tiny.prompts()[1][:16]
+    pool = BlockPool(base.num_layers, 16, 16, device, flex=True)
+    rows, paged, generator = base.cache(1, 64), PagedKVCache(pool, 1), random.Random(0)
+    for cache in (rows, paged):
+        read(base, [prompt], cache)
+    # one row and 8 nodes in every forward: each other shape is compiled anew
+    for _ in range(3):
+        tree = random_tree(generator, 1, 8, device)
+        found, wanted = (base.verify(tree, cache) for cache in (paged, rows))
+        assert_close(found.logits, wanted.logits)
+        assert_close(found.features.hidden, wanted.features.hidden)
+        path = found.ancestors[0, generator.randrange(8)].nonzero()[:, 0].tolist()
+        for cache in (rows, paged):
+            cache.commit([path])
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "paged"])
+def test_rows_that_join_a_batch_are_read_as_if_alone(kind: str, device: torch.device) -> None:
+    base = base_on(device)
+    pool = base.pool(32)
+
+    def cache() -> RowCache:
+        return base.cache(1, 64) if kind == "contiguous" else PagedKVCache(pool, 1)
+
+    first, second, _ = tiny.prompts()
+    together, late = cache(), cache()
+    read(base, [first], together)
+    read(base, [second], late)
+    together.join(late)
+    tree = random_tree(random.Random(4), 2, 5, device)
+    seen = base.verify(tree, together).logits
+    for row, prompt in enumerate((first, second)):
+        alone = cache()
+        read(base, [prompt], alone)
+        one = TokenTree(tree.tokens[row : row + 1], tree.parents[row : row + 1])
+        assert_close(base.verify(one, alone).logits[0], seen[row])

@@ -1,0 +1,157 @@
+"""Commands with the base on a device: train, distil, evaluate, compare, tune, export, load."""
+
+import json
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+import specheads
+from specheads.config import data_dir
+from specheads.core.drafter import Head
+from specheads.decoding.generate import generate
+from specheads.decoding.trees import policies
+from specheads.export.engines import find_layout
+from specheads.export.write import export_head
+from specheads.heads.load import build_for, kinds, load_head
+from specheads.measure.offline import guess_ranks
+from specheads.measure.replay import replay
+from specheads.measure.results import Results
+from specheads.measure.store import read
+from specheads.runs.trackers import read_metrics
+from tests import tiny
+from tests.gpu import trained
+
+pytestmark = pytest.mark.gpu
+
+SHIPPED = data_dir("recipes") / "tiny_code" / "base"
+SMALL = [
+    "evaluation.num_prompts=2", "evaluation.max_new_tokens=8", "evaluation.speed_prompts=1",
+    "evaluation.repeats=1", "tree=chain",
+]  # fmt: skip
+EXPORTS = [
+    ("mlp_speculator", "vllm"), ("eagle3", "vllm"), ("medusa", "vllm"), ("eagle3", "sglang"),
+    ("mtp", "vllm"), ("dflash", "speculators"),
+]  # fmt: skip
+AFTER = 24
+
+
+@pytest.fixture(scope="module")
+def base(device: torch.device) -> specheads.FrozenBase:
+    return specheads.FrozenBase.load(SHIPPED, dtype="float32", device=str(device))
+
+
+@pytest.fixture(scope="module")
+def head(base: specheads.FrozenBase) -> Head:
+    torch.manual_seed(0)
+    return build_for({"kind": "mlp_speculator", "depth": 3, "inner_dim": 32}, base).eval()
+
+
+def assert_lossless(results: Results) -> None:
+    assert results.lossless is not None
+    assert results.lossless.compared == 2
+    assert results.lossless.wrong == 0
+
+
+def test_the_smoke_recipe_trains_distils_evaluates_and_loads(
+    device: torch.device, tmp_path: Path
+) -> None:
+    place = tmp_path / "run"
+    # the base loads itself onto the device, as it does for a command
+    overrides = [f"base.device={device}", "base.dtype=float32", "tracker=jsonl", *SMALL]
+    run = specheads.train("smoke", [*overrides, f"run_dir={place}"])
+    rows = read_metrics(run.metrics)
+    assert [row["phase"] for row in rows] == ["corpus"] * 3 + ["distilled"] * 2
+    written = [
+        row for file in run.text.glob("*.parquet") for row in pq.read_table(file).to_pylist()
+    ]
+    assert len(written) > 0
+    results = read(Results, run.report / "results.json")
+    assert results is not None
+    assert_lossless(results)
+    assert results.replay is not None
+    assert results.replay.equal
+    assert results.speed is not None
+    assert results.speed.base_tokens_per_second > 0
+    base = specheads.FrozenBase.load(SHIPPED, dtype="float32", device=str(device))
+    head = specheads.load_head(run.head, base)
+    assert {value.device for value in head.state_dict().values()} == {device}
+    prompts = [[11, 300, 42, 7], [5, 6]]
+    out = generate(base, head, prompts, max_new_tokens=12)
+    assert out.tokens == generate(base, None, prompts, max_new_tokens=12).tokens
+
+
+@pytest.mark.parametrize("mode", ["online", "offline", "all"])
+def test_a_head_is_evaluated(mode: str, base: specheads.FrozenBase, head: Head) -> None:
+    found = specheads.evaluate(overrides=[*SMALL, f"mode={mode}"], base=base, head=head)
+    if mode != "offline":
+        assert_lossless(found)
+    assert found.offline is not None
+    assert found.offline.forwards > 0
+
+
+def test_a_head_is_evaluated_at_a_temperature(base: specheads.FrozenBase, head: Head) -> None:
+    asked = [*SMALL, "mode=online", "temperature=0.8"]
+    found = specheads.evaluate(overrides=asked, base=base, head=head)
+    assert_lossless(found)
+    assert list(found.drafting) == ["coupled", "uncoupled", "rejection"]
+
+
+def test_a_head_is_compared_with_copied_text(base: specheads.FrozenBase, head: Head) -> None:
+    asked = [*SMALL, "drafters=[head,prompt_lookup]"]
+    found = specheads.compare(overrides=asked, base=base, head=head)
+    assert list(found.drafters) == ["head", "prompt_lookup"]
+    for method in found.drafters.values():
+        assert method.lossless is not None
+        assert method.lossless.wrong == 0
+
+
+@pytest.mark.parametrize("kind", kinds())
+def test_every_head_is_saved_and_loaded(kind: str, device: torch.device, tmp_path: Path) -> None:
+    base = tiny.base("llama", dtype=torch.float32, device=device)
+    head = trained.head(kind, device)
+    head.save_pretrained(tmp_path)
+    again = load_head(tmp_path, base)
+    for name, value in head.state_dict().items():
+        assert torch.equal(again.state_dict()[name], value), name
+        assert again.state_dict()[name].device == device
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_a_head_distils_the_text_of_the_base_alone(
+    temperature: float, base: specheads.FrozenBase, head: Head, tmp_path: Path
+) -> None:
+    asked = [
+        "recipe=smoke", "num_samples=6", "new_tokens=8", "batch_size=3", "data.max_documents=20",
+        f"temperature={temperature}",
+    ]  # fmt: skip
+    tables = []
+    for name, drafter in (("alone", None), ("drafted", head)):
+        report = specheads.distill(overrides=asked, base=base, head=drafter, out=tmp_path / name)
+        assert report is not None
+        assert report.asked == 6
+        tables.append([pq.read_table(file) for file in sorted((tmp_path / name).glob("*.parquet"))])
+    assert len(tables[0]) > 0
+    assert tables[0] == tables[1]
+
+
+@pytest.mark.parametrize(("kind", "engine"), EXPORTS)
+def test_an_export_passes_the_gate(
+    kind: str, engine: str, device: torch.device, tmp_path: Path
+) -> None:
+    # seven layers are the fewest at which all engines read the same three
+    base = tiny.base("llama", dtype=torch.float32, device=device, num_hidden_layers=7)
+    torch.manual_seed(1)
+    settings = trained.SETTINGS.get(kind, {})
+    head = build_for({"kind": kind, "depth": 3, **settings}, base).eval()
+    find_layout(head, base, engine)
+    prompts = tiny.prompts()
+    said = generate(base, None, prompts, max_new_tokens=AFTER).tokens
+    texts = list(zip(prompts, said, strict=True))
+    _, parity = export_head(head, base, engine, tmp_path / "out", texts)
+    walked = [replay(guess_ranks(base, head, *text, width=1), policies.chain(3)) for text in texts]
+    assert sum(one.new_tokens for one in walked) > 0
+    assert parity.largest_difference < 1e-5
+    assert json.loads((tmp_path / "out" / "config.json").read_text())
+    assert {value.device for value in head.state_dict().values()} == {device}

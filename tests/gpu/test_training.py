@@ -1,0 +1,244 @@
+"""Training on a device: losses fall, a stopped run goes on bit for bit, features can be cached."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+
+from specheads.base.model import FrozenBase
+from specheads.config import Joint, Phase, Schedule
+from specheads.core.drafter import Head
+from specheads.data.packing import PackedText, Text, TokenBatch
+from specheads.heads.load import build_for, kinds
+from specheads.runs.directory import RunDirectory
+from specheads.runs.trackers import Tracker, read_metrics
+from specheads.training import trainer
+from specheads.training.feature_cache import FeatureCache
+from specheads.training.schedule import batch_sizes
+from specheads.training.step import Stepper
+from specheads.training.validation import HeldOut
+from tests import tiny
+from tests.gpu import trained
+from tests.packed import packed, texts
+from tests.training.in_processes import documents
+from tests.training.test_trainer import Counting, StopError, phase
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def _accelerator_of_its_own() -> Iterator[None]:
+    # accelerate keeps the device and precision of a process in a state that all share
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def base_on(device: torch.device, dtype: torch.dtype = torch.float32) -> FrozenBase:
+    return tiny.base("llama", dtype=dtype, device=device)
+
+
+def packed_text(settings: Phase) -> PackedText:
+    """Return documents of uneven lengths in rows of 40 tokens."""
+    return PackedText(documents(), sequence_length=40, batch_size=batch_sizes(settings))
+
+
+def counting(settings: Phase) -> Counting:
+    """Return one sentence again and again: a text on which 20 steps are enough."""
+    del settings
+    return Counting(tiny.VOCAB)
+
+
+def run_training(
+    folder: Path,
+    device: torch.device,
+    schedule: Schedule,
+    kind: str = "mlp_speculator",
+    *,
+    open_text: Callable[[Phase], Text] = packed_text,
+    precision: str = "no",
+    base: FrozenBase | None = None,
+    **choices: Any,
+) -> tuple[Head, list[dict[str, Any]]]:
+    """Train a head; return it with the rows of its metrics."""
+    torch.manual_seed(0)
+    base = base or base_on(device)
+    head = build_for({"kind": kind, "depth": 2, **trained.SETTINGS.get(kind, {})}, base)
+    run = RunDirectory(folder)
+    trainer.train(
+        base,
+        head,
+        schedule,
+        lambda settings, *_: open_text(settings),
+        run,
+        Tracker(run.metrics, kind="jsonl", project="", name="test"),
+        Accelerator(cpu=device.type == "cpu", mixed_precision=precision),
+        log_every=1,
+        **choices,
+    )
+    return head, read_metrics(run.metrics)
+
+
+def corpus(**changes: Any) -> Schedule:
+    return Schedule(phases={"corpus": phase(**changes)})
+
+
+def assert_falls(rows: list[dict[str, Any]]) -> None:
+    losses = [row["loss"] for row in rows]
+    assert len(losses) == 20
+    assert sum(losses[-3:]) < 0.9 * sum(losses[:3])
+
+
+def assert_same_tensors(one: Head, other: Head) -> None:
+    for name, value in one.state_dict().items():
+        assert torch.equal(value, other.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("kind", kinds())
+def test_twenty_steps_lower_the_loss(kind: str, device: torch.device, tmp_path: Path) -> None:
+    schedule = corpus(steps=20, loss="cross_entropy")
+    head, rows = run_training(tmp_path, device, schedule, kind, open_text=counting)
+    assert_falls(rows)
+    for name, value in head.named_parameters():
+        assert value.device == device, name
+        assert value.dtype == torch.float32, name
+        assert value.isfinite().all(), name
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "mlp_speculator", "dflash"])
+def test_twenty_steps_in_bfloat16_lower_the_loss(
+    kind: str, device: torch.device, tmp_path: Path
+) -> None:
+    schedule = corpus(steps=20, loss="cross_entropy")
+    base = base_on(device, torch.bfloat16)
+    head, rows = run_training(
+        tmp_path, device, schedule, kind, open_text=counting, precision="bf16", base=base
+    )
+    assert_falls(rows)
+    # weights and the state of the optimizer stay precise
+    assert {value.dtype for value in head.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("loss", ["kl", "lk_hybrid", "soft_cross_entropy"])
+def test_twenty_steps_on_the_distribution_of_the_base_lower_the_loss(
+    loss: str, device: torch.device, tmp_path: Path
+) -> None:
+    schedule = corpus(steps=20, loss=loss, weighting="dpace", scored_share=0.6)
+    _, rows = run_training(tmp_path, device, schedule, open_text=counting)
+    losses = [row["loss"] for row in rows]
+    assert sum(losses[-3:]) < sum(losses[:3])
+
+
+def test_the_base_keeps_its_weights(device: torch.device, tmp_path: Path) -> None:
+    base = base_on(device)
+    before = {name: value.clone() for name, value in base.model.state_dict().items()}
+    run_training(tmp_path, device, corpus(steps=4))
+    for name, value in base.model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+def stop_before(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """End training before a step, as a power cut would."""
+    taken = Stepper.step
+
+    def stopping(self: Stepper, batch: TokenBatch, place: Any, number: int) -> Any:
+        if number == step:
+            raise StopError
+        return taken(self, batch, place, number)
+
+    monkeypatch.setattr(Stepper, "step", stopping)
+
+
+@pytest.mark.parametrize(
+    ("kind", "precision", "muon"),
+    [
+        *((kind, "no", 0.0) for kind in kinds()),
+        ("mlp_speculator", "no", 0.02),
+        ("mlp_speculator", "bf16", 0.0),
+        ("eagle3", "bf16", 0.0),
+        ("dflash", "bf16", 0.0),
+    ],
+)
+def test_a_killed_run_goes_on_bit_for_bit(
+    kind: str,
+    precision: str,
+    muon: float,
+    device: torch.device,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settings = phase(steps=8, batch_size=4, sequence_length=40, scored_share=0.6)
+    schedule = Schedule(phases={"corpus": settings}, muon_learning_rate=muon)
+    call = device, schedule, kind
+    whole, rows = run_training(tmp_path / "whole", *call, precision=precision)
+    stop_before(5, monkeypatch)
+    with pytest.raises(StopError):
+        run_training(tmp_path / "parts", *call, precision=precision, checkpoint_every=3)
+    monkeypatch.undo()
+    parts, later = run_training(tmp_path / "parts", *call, precision=precision)
+    assert_same_tensors(whole, parts)
+    assert later[-1]["loss"] == rows[-1]["loss"]
+
+
+@pytest.mark.parametrize("kind", ["mlp_speculator", "eagle3"])
+def test_cached_features_train_the_same_head(
+    kind: str, device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, lines = base_on(device), list[str]()
+    aux_layers = build_for({"kind": kind, "depth": 2}, base).aux_layers
+    cache = FeatureCache(tmp_path / "features", base, aux_layers, lines.append)
+    plain, _ = run_training(tmp_path / "plain", device, corpus(), kind)
+    first, _ = run_training(tmp_path / "first", device, corpus(), kind, cache=cache)
+    read: list[int] = []
+    monkeypatch.setattr(FrozenBase, "read", lambda *_, **__: read.append(1))
+    again, _ = run_training(tmp_path / "again", device, corpus(), kind, cache=cache)
+    assert read == []
+    assert lines == []
+    assert_same_tensors(plain, first)
+    assert_same_tensors(plain, again)
+
+
+def test_held_out_text_is_measured_and_the_best_head_kept(
+    device: torch.device, tmp_path: Path
+) -> None:
+    held_out = HeldOut(
+        [packed(texts())], every=2, prompts=tiny.prompts(), new_tokens=12, identity="three of 12"
+    )
+    _, rows = run_training(tmp_path, device, corpus(), held_out=held_out)
+    measured = [row for row in rows if "validation/loss" in row]
+    assert [row["step"] for row in measured] == [2, 4, 6]
+    scores = [row["validation/tokens_per_forward"] for row in measured]
+    assert min(scores) >= 1.0
+    best = json.loads(RunDirectory(tmp_path).best_score.read_text())
+    assert best["tokens_per_forward"] == max(scores)
+
+
+def test_a_joint_phase_trains_an_adapter_and_leaves_the_base_as_it_was(
+    device: torch.device, tmp_path: Path
+) -> None:
+    base = tiny.own_base("llama", dtype=torch.float32, device=device)
+    before = {name: value.clone() for name, value in base.model.state_dict().items()}
+    schedule = corpus(steps=6, joint=Joint(rank=4))
+    _, rows = run_training(tmp_path, device, schedule, base=base)
+    assert all(row["loss/base"] > 0 for row in rows)
+    assert (RunDirectory(tmp_path).adapter / "adapter_model.safetensors").is_file()
+    after = base.model.state_dict()
+    assert after.keys() == before.keys()
+    for name, value in after.items():
+        assert torch.equal(value, before[name]), name
+
+
+def test_recomputed_activations_and_parts_of_a_batch_give_the_same_losses(
+    device: torch.device, tmp_path: Path
+) -> None:
+    usual = {"steps": 3, "batch_size": 4}
+    _, plain = run_training(tmp_path / "plain", device, corpus(**usual), "eagle3")
+    sparing = corpus(**usual, accumulation_steps=2, activation_checkpointing=True)
+    _, parts = run_training(tmp_path / "parts", device, sparing, "eagle3")
+    for one, other in zip(parts, plain, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
