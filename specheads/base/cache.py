@@ -5,6 +5,8 @@ See docs/tree_verification.md and docs/caches.md.
 
 import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Hashable
+from contextlib import nullcontext
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -29,7 +31,7 @@ class RowCache(Cache, ABC):
 
     static = False
     """Whether forwards of one length look alike to a compiler while rows grow: lengths are then
-    known to the device only, and slots are looked at `EXTENT` at a time."""
+    known to the device only, at one address, and slots are looked at `EXTENT` at a time."""
     capacity = -1
     """Slots of a row: committed tokens and the scratch of one forward; -1 where nothing ends it."""
     room = 0
@@ -45,10 +47,14 @@ class RowCache(Cache, ABC):
     def _set_lengths(self, lengths: list[int]) -> None:
         # the host's copy answers every question of shape without waiting for the device
         self.row_lengths = lengths
-        self.lengths = upload(lengths, self.device)
+        self.lengths = self._placed(upload(lengths, self.device))
         self.longest = max(lengths, default=0)
         alike = not self.static and min(lengths, default=0) == self.longest
         self.shared_length = self.longest if alike else None
+
+    def _placed(self, lengths: Tensor) -> Tensor:
+        """Return where the lengths lie from now on."""
+        return lengths
 
     def scratch(self, length: int) -> Tensor:
         """Return the slots of each row's next positions: (batch, length)."""
@@ -57,7 +63,7 @@ class RowCache(Cache, ABC):
     @property
     def positions(self) -> Tensor:
         """The position of each row's next token: (batch,)."""
-        return self.lengths
+        return self.lengths.clone() if self.static else self.lengths
 
     def slot_positions(self, end: int) -> Tensor:
         """Return the position of the token in each of the first slots: (batch, end)."""
@@ -156,18 +162,28 @@ class RowLayer(CacheLayerMixin, Generic[C]):
         return self.cache.capacity
 
 
-class _Layer(RowLayer[RowCache]):
+class _Layer(RowLayer["KVCache"]):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate on the first forward, when head counts and widths are known."""
-        size = len(self.cache.row_lengths), key_states.shape[1], self.cache.capacity
-        self.keys, self.values = (
-            new.new_zeros(*size, new.shape[-1]) for new in (key_states, value_states)
+        heads, capacity = key_states.shape[1], self.cache.capacity
+        self._allocate(
+            [
+                (new, (len(self.cache.row_lengths), heads, capacity, new.shape[-1]))
+                for new in (key_states, value_states)
+            ]
         )
         self.is_initialized = True
-        if self.cache.static:
-            # a CUDA graph then reads them where they are, instead of a copy of its own
-            for held in (self.keys, self.values):
-                torch._dynamo.mark_static_address(held)
+
+    def _allocate(self, alike: list[tuple[Tensor, tuple[int, ...]]]) -> None:
+        # memory made in inference mode could not be written to outside of it, where others may be
+        own = torch.inference_mode(mode=False) if self.cache.static else nullcontext()
+        with own:
+            self.keys, self.values = (one.new_zeros(size) for one, size in alike)
+        self.cache.slab.graphs.clear()
+
+    def serve(self, cache: "KVCache") -> None:
+        """Become a layer of another cache, which takes over the memory."""
+        self._cache = weakref.ref(cache)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
@@ -203,14 +219,23 @@ class _Layer(RowLayer[RowCache]):
             held[targets, :, :end] = held[sources, :, :end]
 
     def pick(self, rows: list[int]) -> None:
-        """Copy these rows, in this order, into new tensors."""
-        keys, values = self.held()
-        self.keys, self.values = keys[rows], values[rows]
+        """Copy these rows, in this order, into new tensors; of a static cache, into its own."""
+        keys, values = (held[rows] for held in self.held())
+        assert self.keys is not None
+        assert self.values is not None
+        if self.cache.static:
+            if len(rows) > len(self.keys):
+                self._allocate([(one, tuple(one.shape)) for one in (keys, values)])
+            self.keys[: len(rows)], self.values[: len(rows)] = keys, values
+        else:
+            self.keys, self.values = keys, values
 
     def _enlarge(self, rows: int) -> None:
         """Move to new tensors with place for so many rows."""
         held, end = self.held(), self.cache.longest
-        self.keys, self.values = (one.new_zeros(rows, *one.shape[1:]) for one in held)
+        self._allocate([(one, (rows, *one.shape[1:])) for one in held])
+        assert self.keys is not None
+        assert self.values is not None
         for new, old in zip((self.keys, self.values), held, strict=True):
             new[: len(old), :, :end] = old[:, :, :end]
 
@@ -237,8 +262,27 @@ def _rows(held: Tensor) -> Tensor:
     return torch.arange(len(held), device=held.device)[:, None]
 
 
+class Slab:
+    """The memory of a contiguous cache, which the next one may take over with its CUDA graphs."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.layers: list[_Layer] = []
+        self.lengths: Tensor | None = None
+        self.graphs: dict[Hashable, Any] = {}
+        """What was recorded over these addresses: see `compile.CudaGraphs`."""
+
+    def fits(self, batch: int, capacity: int) -> bool:
+        """Return whether it has so many rows, each of so many slots."""
+        keys = self.layers[0].keys if self.layers else None
+        return keys is not None and len(keys) >= batch and self.capacity >= capacity
+
+
 class KVCache(RowCache):
-    """Contiguous rows of one capacity: the fastest to read, and as large as the longest may get."""
+    """Contiguous rows of one capacity: the fastest to read, and as large as the longest may get.
+
+    A static one may take over the slab of another that is gone, and has then its capacity.
+    """
 
     def __init__(
         self,
@@ -248,10 +292,27 @@ class KVCache(RowCache):
         device: torch.device | str = "cpu",
         *,
         static: bool = False,
+        slab: Slab | None = None,
     ) -> None:
-        self.capacity, self.static = _whole(capacity) if static else capacity, static
-        self._own_layers = [_Layer(self) for _ in range(num_layers)]
+        self.static = static
+        self.slab = slab or Slab(_whole(capacity) if static else capacity)
+        self.capacity = self.slab.capacity
+        self._own_layers = self.slab.layers
+        if slab is None:
+            self._own_layers += [_Layer(self) for _ in range(num_layers)]
+        for layer in self._own_layers:
+            layer.serve(self)
         super().__init__(self._own_layers, batch, device)
+
+    def _placed(self, lengths: Tensor) -> Tensor:
+        if not self.static:
+            return lengths
+        held = self.slab.lengths
+        if held is None or len(held) < len(lengths):
+            with torch.inference_mode(mode=False):
+                held = self.slab.lengths = torch.zeros_like(lengths)
+            self.slab.graphs.clear()
+        return held[: len(lengths)].copy_(lengths)
 
     def reserve(self, length: int, counts: list[int] | None = None) -> None:
         """Check that the next forward fits: a ValueError says that it does not."""

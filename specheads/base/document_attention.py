@@ -112,7 +112,8 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) ->
     # taken apart along one axis, whose gradient is put together again once
     tokens = [values.transpose(1, 2).flatten(0, 1) for values in (query, key, value)]
     if query.device.type == "cuda":
-        return _flash(*tokens, bounds, max(lengths), scaling).unflatten(0, (len(query), -1))
+        mixed = _flash(tokens[0], tokens[1], tokens[2], bounds, max(lengths), scaling)
+        return mixed.unflatten(0, (len(query), -1))
     columns = [values.split(list(lengths)) for values in tokens]
     pieces = []
     for column in zip(*columns, strict=True):

@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig
 
 from specheads.base.attending import replaced
 from specheads.base.cache import RowCache
+from specheads.base.deferred_attention import deferred_attention, deferring
 from specheads.base.exact_attention import exact_attention, one_forward
 from specheads.base.grouped_attention import grouped_attention, ragged
 from specheads.base.paged import PagedKVCache
@@ -152,12 +153,17 @@ def reads_in_place(cache: RowCache) -> TypeGuard[PagedKVCache]:
 
 
 @contextmanager
-def attending(config: PreTrainedConfig, cache: RowCache, *, exact: bool = False) -> Iterator[None]:
+def attending(
+    config: PreTrainedConfig, cache: RowCache, *, exact: bool = False, deferred: bool = False
+) -> Iterator[None]:
     """Let the model of this config attend in the way that the cache asks for, meanwhile.
 
-    `exact` asks for what a step of its own would give each node, bit for bit.
+    `exact` asks for what a step of its own would give each node, bit for bit. `deferred` is for
+    compiled layers, which are given a `DeferredCache`.
     """
-    if exact:
+    if deferred:
+        name, function = "specheads_deferred", deferred_attention
+    elif exact:
         name, function = "specheads_exact", exact_attention
     elif reads_in_place(cache):
         name, function = "specheads_paged", paged_attention
@@ -167,5 +173,12 @@ def attending(config: PreTrainedConfig, cache: RowCache, *, exact: bool = False)
         yield
         return
     kernels = sdpa_kernel(KERNELS) if cache.device.type == "cuda" else nullcontext()
-    with replaced(config, name, function), ragged(cache.row_lengths), one_forward(), kernels:
+    written = deferring(cache) if deferred else nullcontext()
+    with (
+        replaced(config, name, function),
+        ragged(cache.row_lengths),
+        one_forward(),
+        kernels,
+        written,
+    ):
         yield

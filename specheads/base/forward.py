@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property, wraps
+from functools import cached_property, partial, wraps
 from typing import Any, TypeVar, cast
 
 import torch
@@ -16,7 +16,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specheads.base import lora
-from specheads.base.cache import RowCache, upload
+from specheads.base.cache import KVCache, RowCache, upload
+from specheads.base.compile import CompiledLayers, CudaGraphs
+from specheads.base.deferred_attention import DeferredCache
 from specheads.base.document_attention import attending_documents
 from specheads.base.flex_attention import attending, reads_in_place, tree_block_mask
 from specheads.base.masks import (
@@ -79,6 +81,10 @@ class Forwards:
         self.exact = False
         """Whether `verify` gives each node bit for bit what a step of its own would."""
         self._run: Callable[..., tuple[Tensor, Any]] = answer
+        self._graphs: CudaGraphs | None = None
+        self._layers: CompiledLayers | None = None
+        self._weights = 0
+        """How often weights moved: graphs know their addresses."""
         self._reader: Callable[..., Any] = model.base_model
         self._lock, self._owner = threading.RLock(), ""
         self._embedding: Any = model.get_input_embeddings()
@@ -116,7 +122,7 @@ class Forwards:
                 f"a base must stay as it was frozen, {self._frozen[0]} on {self._frozen[1]}, and "
                 f"its model is {now[0]} on {now[1]}; move it back, or make a FrozenBase anew"
             )
-        if self._run is not answer:
+        if self._run is not answer or self.static:
             here = threading.current_thread().name
             self._owner = self._owner or here
             if here != self._owner:
@@ -128,7 +134,7 @@ class Forwards:
     @property
     def static(self) -> bool:
         """Whether forwards should look alike to a compiler: CUDA graphs know one shape each."""
-        return self._run is not answer and self.device.type == "cuda"
+        return self._graphs is not None
 
     @property
     def projection(self) -> VocabularyProjection:
@@ -207,15 +213,46 @@ class Forwards:
     def _verify_reserved(
         self, tree: TokenTree, cache: RowCache, aux_layers: tuple[int, ...]
     ) -> Verification:
-        # what is recorded for one shape would be recorded again for each length of such rows
-        run = answer if self.static and not cache.static else self._run
         ancestors = tree.ancestors()
-        inputs = self._inputs(tree.tokens, ancestors, ancestors.sum(-1) - 1, cache)
+        if self._graphs is not None and isinstance(cache, KVCache) and cache.static:
+            key = (tree.tokens.shape, cache.end, aux_layers, self._weights)
+            logits, hidden, aux = self._graphs(
+                cache.slab.graphs,
+                key,
+                partial(self._forward, cache, aux_layers),
+                (tree.tokens, ancestors),
+            )
+        else:
+            logits, hidden, aux = self._forward(cache, aux_layers, tree.tokens, ancestors)
+        assert logits is not None
+        assert hidden is not None
+        return Verification(logits, Features(hidden, aux, tree.tokens), ancestors)
+
+    def _forward(
+        self, cache: RowCache, aux_layers: tuple[int, ...], tokens: Tensor, ancestors: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return logits, final hidden states and residual streams of a tree's nodes."""
+        inputs = self._inputs(tokens, ancestors, ancestors.sum(-1) - 1, cache)
+        if self._layers is not None and self._layers.layers and cache.static:
+            return self._forward_compiled(inputs, cache, aux_layers)
         with attending(self.config, cache, exact=self.exact):
-            logits, out = run(
+            logits, out = self._run(
                 self.model, self.projection, **inputs, output_hidden_states=bool(aux_layers)
             )
-        return Verification(logits, _features(out, tree.tokens, aux_layers), ancestors)
+        features = _features(out, tokens, aux_layers)
+        return logits, features.hidden, features.aux
+
+    def _forward_compiled(
+        self, inputs: dict[str, Any], cache: RowCache, aux_layers: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        assert self._layers is not None
+        inputs["past_key_values"] = DeferredCache()
+        with attending(self.config, cache, deferred=True), self._layers.active() as streams:
+            logits, out = answer(self.model, self.projection, **inputs)
+        # as transformers counts them: what each layer is given, and the final hidden states
+        streams = [*streams, out.last_hidden_state]
+        aux = torch.cat([streams[layer] for layer in aux_layers], -1) if aux_layers else None
+        return logits, out.last_hidden_state, aux
 
     @torch.no_grad()
     @_alone

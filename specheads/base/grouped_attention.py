@@ -57,11 +57,19 @@ def grouped_attention(
     and values once a head: so much would be copied at every step. On a processor rows are read by
     spans, each up to its own longest row: see `spans`.
     """
-    (batch, heads, nodes, width), shared = query.shape, key.shape[1]
+    nodes = query.shape[2]
     if is_special(settings) or (nodes > MOST_NODES and query.device.type == "cpu"):
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **settings
         )
+    return folded(query, key, value, attention_mask, scaling), None
+
+
+def folded(
+    query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, scaling: float | None
+) -> Tensor:
+    """Return what the nodes see (batch, node, heads, width), heads that share keys as nodes."""
+    (batch, heads, nodes, width), shared = query.shape, key.shape[1]
     group = heads // shared
     query = query.reshape(batch, shared, group * nodes, width)
     if query.device.type == "cpu":
@@ -72,7 +80,7 @@ def grouped_attention(
     # the compiler makes one graph for rows of all lengths, and they are looked up when it runs
     attend = _opaque if torch.compiler.is_compiling() else _attend
     out = attend(query, key, value, mask, nodes, scaling)
-    return out.reshape(batch, heads, nodes, -1).transpose(1, 2).contiguous(), None
+    return out.reshape(batch, heads, nodes, -1).transpose(1, 2).contiguous()
 
 
 def _tall(mask: Tensor, group: int) -> Tensor:

@@ -1,5 +1,6 @@
 """The frozen base: load it, read text with it, verify trees with it, and give it back unchanged."""
 
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -10,8 +11,8 @@ from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from specheads.base import lora
-from specheads.base.cache import KVCache
-from specheads.base.compile import compiled
+from specheads.base.cache import KVCache, Slab
+from specheads.base.compile import CompiledLayers, CudaGraphs, compiled
 from specheads.base.fingerprint import exact_fingerprint
 from specheads.base.forward import Forwards, answer
 from specheads.base.loading import load_model
@@ -68,8 +69,11 @@ class FrozenBase(Forwards):
                 raise
         if exact:
             check_exact(self, compile=compile)
-        if compile:
-            self._run = compiled(answer, self.device)
+        if compile and self.device.type == "cuda":
+            self._graphs, self._layers = CudaGraphs(), CompiledLayers(model)
+        elif compile:
+            self._run = compiled(answer)
+        self._spare: list[Slab] = []
         self.width: int = self.config.hidden_size
         """Width of the final hidden state."""
         self.vocab_size = self.projection.weight.shape[0]
@@ -124,6 +128,7 @@ class FrozenBase(Forwards):
             return
         lora.merge(self.model, adapter)
         for_few_rows(self.model)
+        self._weights += 1
         self.adapter = _placed(adapter)
 
     def holds(self, adapter: str | Path) -> bool:
@@ -156,7 +161,14 @@ class FrozenBase(Forwards):
         self.refuse_slots(batch * capacity, "lower max_batch or max_length, or take a pool")
         # a lone node is verified beside an absent one
         slots = capacity + self.exact
-        return KVCache(self.num_layers, batch, slots, self.device, static=self.static)
+        if not self.static:
+            return KVCache(self.num_layers, batch, slots, self.device)
+        slab = self._spare.pop() if self._spare else None
+        slab = slab if slab is not None and slab.fits(batch, slots) else None
+        cache = KVCache(self.num_layers, batch, slots, self.device, static=True, slab=slab)
+        # a run makes many caches, and what was recorded over one serves the next
+        weakref.finalize(cache, _keep, self._spare, cache.slab).atexit = False
+        return cache
 
     def pool(self, num_blocks: int, block_size: int = 16) -> BlockPool:
         """Return blocks for paged caches, `PagedKVCache(pool, batch)`, of this base."""
@@ -187,6 +199,11 @@ class FrozenBase(Forwards):
 
     def __exit__(self, *error: object) -> None:
         self.release()
+
+
+def _keep(spare: list[Slab], slab: Slab) -> None:
+    """Keep the memory of the cache that went last."""
+    spare[:] = [slab]
 
 
 def _placed(adapter: str | Path) -> str:

@@ -14,7 +14,7 @@ import torch
 from torch._inductor import config as inductor
 
 from specheads.base.cache import KVCache
-from specheads.base.compile import EXTENT, compiled
+from specheads.base.compile import EXTENT, CompiledLayers, CudaGraphs, compiled
 from specheads.base.forward import answer
 from specheads.base.model import FrozenBase
 from specheads.decoding.generate import generate
@@ -76,6 +76,87 @@ def test_a_static_cache_makes_one_graph_of_all_lengths(monkeypatch: pytest.Monke
     assert graphs() - before == 1
 
 
+class Recorder:
+    """Stands for CUDA's recording: fixed inputs and outputs, and addresses that must not change."""
+
+    def __init__(self, base: FrozenBase) -> None:
+        self.base, self.recorded, self.replayed = base, 0, 0
+        self.cache: KVCache | None = None
+
+    def __call__(self, forward: Any, inputs: tuple[torch.Tensor, ...]) -> Any:
+        fixed = [one.clone() for one in inputs]
+        self.recorded += 1
+        cache, aux_layers = forward.args
+        before, slab = addresses(cache), cache.slab
+        outputs = forward(*fixed)
+        # whoever replays holds no cache, or its memory would serve no other
+        del cache, forward
+
+        def replay(*new: torch.Tensor) -> Any:
+            self.replayed += 1
+            for own, one in zip(fixed, new, strict=True):
+                own.copy_(one)
+            # the forward of whichever cache has this memory now
+            now = next(one for layer in slab.layers if (one := layer.cache) is not None)
+            assert addresses(now) == before
+            with torch.inference_mode(mode=False), torch.no_grad():
+                again = self.base._forward(now, aux_layers, *fixed)
+            for own, one in zip(outputs, again, strict=True):
+                if own is not None:
+                    own.copy_(one)
+            return outputs
+
+        return replay
+
+
+def addresses(cache: KVCache) -> list[int]:
+    held = [one.data_ptr() for layer in cache.slab.layers for one in layer.held()]
+    return [cache.lengths.data_ptr(), *held]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt2"])
+def test_recorded_forwards_say_what_eager_says(architecture: str) -> None:
+    # what runs on CUDA, but for the recording itself and the compiler's kernels
+    plain, base = tiny.base(architecture), copied(architecture)
+    record = Recorder(base)
+    base._graphs = CudaGraphs(record)
+    base._layers = CompiledLayers(base.model, backend="eager")
+    assert base._layers.layers
+    prompts, head, before = tiny.prompts(), eagle(architecture), graphs()
+    for length in (24, 31):
+        drafters = [(None, None), (head, policies.chain(2))]
+        for rows in (prompts, prompts[:1]):
+            for drafter, tree in drafters:
+                how = {"max_new_tokens": length, "tree": tree}
+                assert generate(base, drafter, rows, **how) == generate(plain, drafter, rows, **how)
+    # rows of one and of several, nodes of one and of several, windows or none
+    assert graphs() - before <= 8
+    assert 0 < record.recorded < record.replayed / 4
+
+
+def test_a_cache_takes_over_the_memory_of_the_last() -> None:
+    base = copied("llama")
+    base._graphs = CudaGraphs()
+    first = base.cache(2, 100)
+    base.prefill(torch.tensor([[1, 2, 3], [4, 5, 6]]), first, [3, 3])
+    slab, places = first.slab, addresses(first)
+    slab.graphs["recorded"] = 1
+    assert base.cache(2, 100).slab is not slab
+    del first
+    second = base.cache(1, 300 - 256)
+    assert second.slab is slab
+    assert (second.row_lengths, second.capacity) == ([0], 256)
+    assert addresses(second) == places
+    second.keep_rows([0, 0])
+    assert addresses(second) == places
+    assert slab.graphs
+    second.keep_rows([0, 1, 0])
+    assert addresses(second) != places
+    assert not slab.graphs
+    del second
+    assert base.cache(4, 100).slab is not slab
+
+
 def test_a_static_cache_looks_at_whole_pieces_and_never_past_its_end() -> None:
     cache = KVCache(1, 2, EXTENT + 10, static=True)
     assert [cache.extent(length) for length in (1, EXTENT)] == [EXTENT, EXTENT]
@@ -85,7 +166,7 @@ def test_a_static_cache_looks_at_whole_pieces_and_never_past_its_end() -> None:
 
 
 def test_a_machine_without_a_compiler_gets_one_line() -> None:
-    double = compiled(lambda values: (values.sin() + values).cos() * 3.25, torch.device("cpu"))
+    double = compiled(lambda values: (values.sin() + values).cos() * 3.25)
     # by torch's own patch: in torch 2.11 what monkeypatch puts back stays hidden
     none = inductor.patch({"cpp.cxx": ("/no/such/compiler",), "force_disable_caches": True})
     with none, pytest.raises(ValueError, match="needs a working compiler") as raised:
