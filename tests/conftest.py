@@ -15,6 +15,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("MPLBACKEND", "Agg")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# the first product on a GPU decides whether torch accepts cuBLAS as deterministic
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 # dtype=auto is float32 on every processor
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
 

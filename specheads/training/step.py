@@ -16,7 +16,7 @@ from specheads.decoding.acceptance.noise import derive
 from specheads.training import schedule as schedules
 from specheads.training.objective import Objective, label_counts
 from specheads.training.processes import readers
-from specheads.training.repeatable import repeatable
+from specheads.training.repeatable import repeatable, without_cudnn_attention
 from specheads.training.schedule import PlacedPhase, Step
 from specheads.training.teacher import Teacher
 
@@ -48,15 +48,17 @@ class Stepper:
         Returns what is logged of it, as far as it is read here.
         """
         values: dict[str, Tensor] = {}
+        device = self.teacher.base.device
         steps = self._parts(batch, phase, number)
         for step in steps:
             torch.manual_seed(derive(step.seed, step.batch.first_sample))  # of dropout in heads
             # gradients are shared out once, with those of the last part
             last = step is steps[-1]
-            with nullcontext() if last else self.accelerator.no_sync(self.objective):
+            sharing = nullcontext() if last else self.accelerator.no_sync(self.objective)
+            with sharing, without_cudnn_attention(device):
                 loss, found = self.teacher.losses(step, self.objective)
                 # accelerate takes the mean over processes, and these are parts of one sum
-                with record_function("backward"), repeatable(self.teacher.base.device):
+                with record_function("backward"), repeatable(device):
                     self.accelerator.backward(loss * self.shares)
             for name, value in found.items():
                 values[name] = values[name] + value if name in values else value

@@ -37,6 +37,13 @@ def test_gpu_backward_is_deterministic_and_settings_are_restored(
         torch.use_deterministic_algorithms(plain[0], warn_only=plain[1])
 
 
+def test_cudnn_attention_is_left_out_and_chosen_again_later():
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    with repeatable.without_cudnn_attention(torch.device("cuda")):
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    assert torch.backends.cuda.cudnn_sdp_enabled() == before
+
+
 def test_backward_on_a_cpu_keeps_settings():
     before = settings()
     with repeatable.repeatable(torch.device("cpu")):
