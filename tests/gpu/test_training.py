@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,9 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from transformers import AutoModelForCausalLM
 
+from specheads.base import document_attention
 from specheads.base.model import FrozenBase
 from specheads.config import Joint, Phase, Schedule
 from specheads.core.drafter import Head
@@ -231,6 +234,27 @@ def test_a_joint_phase_trains_an_adapter_and_leaves_the_base_as_it_was(
     assert after.keys() == before.keys()
     for name, value in after.items():
         assert torch.equal(value, before[name]), name
+
+
+def test_packed_documents_are_read_as_under_a_mask(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # flash attention takes bfloat16 and heads of 16 channels; weights as initialised round evenly
+    config = tiny.config("llama", head_dim=16)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").bfloat16()
+    base = FrozenBase(torch.nn.Module.to(model, device), name="tiny-llama")
+    weight = base.model.get_parameter("model.layers.0.self_attn.k_proj.weight")
+    weight.requires_grad_(True)
+    batch, found = packed(texts()), []
+    # the sum of squares behind a norm would have no gradient but rounding
+    direction = torch.randn(2, 40, base.width).to(device)
+    for attending in (document_attention.attending_documents, lambda *_: nullcontext()):
+        monkeypatch.setattr("specheads.base.forward.attending_documents", attending)
+        hidden = base.read(batch.tokens, documents=batch.documents, gradients=True).hidden.float()
+        (slope,) = torch.autograd.grad((hidden * direction).sum(), weight)
+        found.append((hidden, slope.float()))
+    for ours, theirs in zip(*found, strict=True):
+        assert (ours - theirs).norm() <= 0.03 * theirs.norm()
 
 
 def test_recomputed_activations_and_parts_of_a_batch_give_the_same_losses(
