@@ -197,7 +197,7 @@ class _Layer(RowLayer["KVCache"]):
             keys[:, :, shared : shared + length] = key_states
             values[:, :, shared : shared + length] = value_states
         else:
-            rows, slots = _rows(keys), self.cache.scratch(length)
+            rows, slots = self.cache.places(length)
             keys[rows, :, slots] = key_states.transpose(1, 2)
             values[rows, :, slots] = value_states.transpose(1, 2)
         return keys[:, :, :end], values[:, :, :end]
@@ -297,6 +297,7 @@ class KVCache(RowCache):
         self.static = static
         self.slab = slab or Slab(_whole(capacity) if static else capacity)
         self.capacity = self.slab.capacity
+        self._places: tuple[Tensor, Tensor] | None = None
         self._own_layers = self.slab.layers
         if slab is None:
             self._own_layers += [_Layer(self) for _ in range(num_layers)]
@@ -322,7 +323,16 @@ class KVCache(RowCache):
                 f"the cache must hold committed and new tokens together: {self.longest} + "
                 f"{length} exceed its {self.capacity} slots; allocate more"
             )
-        self.end = self.extent(length)
+        self.end, self._places = self.extent(length), None
+
+    def places(self, length: int) -> tuple[Tensor, Tensor]:
+        """Return rows and slots of the next positions; worked out once a forward for all layers."""
+        if self._places is None or torch.compiler.is_compiling():
+            places = _rows(self.lengths), self.scratch(length)
+            if torch.compiler.is_compiling():
+                return places
+            self._places = places
+        return self._places
 
     def _copy(self, target: Tensor, source: Tensor) -> None:
         for layer in self._own_layers:

@@ -58,6 +58,7 @@ def load_model(
     quantised = quantisation(quantization, place, precision)
     source = located(source)
     load_config(source, revision=revision)
+    direct = bool(quantised) or (place.type == "cuda" and not isinstance(device, Sharding))
     folder, tokenizer = Path(source), load_tokenizer(source, revision=revision)
     if (folder / "generation_config.json").is_file():
         # transformers would pass over a damaged one, and with it over what ends a text
@@ -77,10 +78,12 @@ def load_model(
             output_loading_info=True,
             trust_remote_code=False,
             # what is quantised cannot be moved afterwards
-            **({"quantization_config": quantised, "device_map": {"": place}} if quantised else {}),
+            **({"quantization_config": quantised} if quantised else {}),
+            # read onto the device itself: through the host, 16 GB take several times as long
+            **({"device_map": {"": place}} if direct else {}),
         )
         refuse_unwhole(source, told)
-    stays = quantised or isinstance(device, Sharding)
+    stays = direct or isinstance(device, Sharding)
     return loaded if stays else loaded.to(place), tokenizer
 
 
