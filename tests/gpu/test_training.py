@@ -242,7 +242,8 @@ def test_packed_documents_are_read_as_under_a_mask(
     # flash attention takes bfloat16 and heads of 16 channels; weights as initialised round evenly
     config = tiny.config("llama", head_dim=16)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").bfloat16()
-    base = FrozenBase(torch.nn.Module.to(model, device), name="tiny-llama")
+    torch.nn.Module.to(model, device)
+    base = FrozenBase(model, name="tiny-llama")
     weight = base.model.get_parameter("model.layers.0.self_attn.k_proj.weight")
     weight.requires_grad_(True)
     batch, found = packed(texts()), []
