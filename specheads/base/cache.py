@@ -165,6 +165,10 @@ class RowLayer(CacheLayerMixin, Generic[C]):
 class _Layer(RowLayer["KVCache"]):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate on the first forward, when head counts and widths are known."""
+        if self.cache.static and (views := self.cache.slab.views(self, key_states, value_states)):
+            self.keys, self.values = views
+            self.is_initialized = True
+            return
         heads, capacity = key_states.shape[1], self.cache.capacity
         self._allocate(
             [
@@ -179,7 +183,7 @@ class _Layer(RowLayer["KVCache"]):
         own = torch.inference_mode(mode=False) if self.cache.static else nullcontext()
         with own:
             self.keys, self.values = (one.new_zeros(size) for one, size in alike)
-        self.cache.slab.graphs.clear()
+        self.cache.slab.forget()
 
     def serve(self, cache: "KVCache") -> None:
         """Become a layer of another cache, which takes over the memory."""
@@ -271,6 +275,35 @@ class Slab:
         self.lengths: Tensor | None = None
         self.graphs: dict[Hashable, Any] = {}
         """What was recorded over these addresses: see `compile.CudaGraphs`."""
+        self.whole: Tensor | None = None
+        """Keys and values of all layers as one tensor (2 * layer, batch, heads, slot, width), so
+        that a static cache commits in one go; None: each layer has its own."""
+
+    def views(self, layer: "_Layer", keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return a layer's place in the whole; None if its keys or values have another shape."""
+        batch, heads, width = len(layer.cache.row_lengths), keys.shape[1], keys.shape[-1]
+        # memory made in inference mode could not be written to outside of it
+        with torch.inference_mode(mode=False):
+            if not any(one.is_initialized for one in self.layers):
+                self.whole = keys.new_zeros(
+                    2 * len(self.layers), batch, heads, self.capacity, width
+                )
+            whole, place = self.whole, 2 * self.layers.index(layer)
+            alike = all(
+                whole is not None
+                and one.dtype == whole.dtype
+                and (one.shape[1], one.shape[-1]) == (whole.shape[2], whole.shape[-1])
+                for one in (keys, values)
+            )
+            if whole is None or not alike:
+                self.whole = None
+                return None
+            return whole[place], whole[place + 1]
+
+    def forget(self) -> None:
+        """Forget what was recorded, for memory moved."""
+        self.graphs.clear()
+        self.whole = None
 
     def fits(self, batch: int, capacity: int) -> bool:
         """Return whether it has so many rows, each of so many slots."""
@@ -335,6 +368,11 @@ class KVCache(RowCache):
         return self._places
 
     def _copy(self, target: Tensor, source: Tensor) -> None:
+        if self.slab.whole is not None:
+            rows = torch.arange(len(target), device=self.device)[:, None]
+            whole = self.slab.whole
+            whole[:, rows, :, target] = whole[:, rows, :, source]
+            return
         for layer in self._own_layers:
             for held in layer.held():
                 if len(held) == 1:

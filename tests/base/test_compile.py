@@ -157,6 +157,34 @@ def test_a_cache_takes_over_the_memory_of_the_last() -> None:
     assert base.cache(4, 100).slab is not slab
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_static_cache_commits_as_layers_one_by_one(rows: int) -> None:
+    torch.manual_seed(0)
+    static, plain = KVCache(2, rows, 20, static=True), KVCache(2, rows, 20)
+    new = [torch.randn(2, rows, 3, 7, 4) for _ in range(4)]
+    for cache in (static, plain):
+        cache.reserve(7)
+        for layer, (keys, values) in enumerate(new[:2]):
+            cache.update(keys, values, layer)
+        cache.commit([[0, 1, 2], [0, 1]][:rows])
+        cache.reserve(7)
+        for layer, (keys, values) in enumerate(new[2:]):
+            cache.update(keys, values, layer)
+        cache.commit([[0, 2, 5], [1, 6]][:rows])
+    assert static.slab.whole is not None
+    for own, other in zip(static.slab.layers, plain.slab.layers, strict=True):
+        for one, two in zip(own.held(), other.held(), strict=True):
+            for row, length in enumerate(plain.row_lengths):
+                assert torch.equal(one[row, :, :length], two[row, :, :length])
+    # rows that need new memory leave the whole, and commit one by one
+    for cache in (static, plain):
+        cache.keep_rows([0] * (rows + 1))
+    assert static.slab.whole is None
+    assert torch.equal(
+        static.slab.layers[1].held()[0][:, :, :6], plain.slab.layers[1].held()[0][:, :, :6]
+    )
+
+
 def test_a_static_cache_looks_at_whole_pieces_and_never_past_its_end() -> None:
     cache = KVCache(1, 2, EXTENT + 10, static=True)
     assert [cache.extent(length) for length in (1, EXTENT)] == [EXTENT, EXTENT]
