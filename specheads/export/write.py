@@ -3,7 +3,6 @@
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from specheads.export.layout import RECORD, Folder
 from specheads.measure.how import How
 from specheads.measure.online import write_alone
 from specheads.runs.directory import atomic_folder
+from specheads.runs.provenance import provenance
 
 BASE = "base"
 """Where in an export its base lies, if engines would find it nowhere else."""
@@ -56,7 +56,7 @@ def export_head(
             "head": {"kind": head.kind, "depth": head.depth},
             "base": {"name": base.name, "revision": base.revision, "fingerprint": base.fingerprint},
             "parity": {"texts": len(texts), **asdict(parity)},
-            "specheads": metadata.version("specheads"),
+            "specheads": provenance().versions["specheads"],
         }
         (scratch / RECORD).write_text(_json(record), encoding="utf-8")
     return folder.serve, parity
