@@ -345,7 +345,7 @@ def tests(report: Report) -> None:
     code = pytest.main(
         [
             *("-m", "gpu", "--device", report.options.device, "-q", "-n", str(workers)),
-            *("-p", "no:cacheprovider", *selected, str(ROOT / "tests/gpu")),
+            *("-p", "no:cacheprovider", "-p", "no:benchmark", *selected, str(ROOT / "tests/gpu")),
         ],
         plugins=[Counter()],
     )
