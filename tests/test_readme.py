@@ -131,6 +131,17 @@ def test_every_path_a_page_names_exists():
 TEXTS = [*PAGES, *sorted(ROOT.glob("configs/**/*.yaml"))] + [
     path for folder in ("specheads", "scripts") for path in sorted(ROOT.glob(f"{folder}/**/*.py"))
 ]
+
+
+def test_every_page_that_a_text_mentions_exists():
+    named = {
+        (text, page)
+        for text in TEXTS
+        for page in re.findall(r"\bdocs/\w+\.md", text.read_text(encoding="utf-8"))
+    }
+    assert [(text, page) for text, page in named if not (ROOT / page).exists()] == []
+
+
 MODULES = [
     path.relative_to(ROOT)
     for folder in ("specheads", "scripts", "tests")
