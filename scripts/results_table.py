@@ -1,25 +1,22 @@
-"""Render every recipe's results.json into its card, into recipes/README.md and into README.md.
+"""Render every recipe's results into its card, into recipes/README.md and into README.md.
 
-    python scripts/results_table.py            write what is not current
-    python scripts/results_table.py --check    write nothing; exit 1 when something is not current
+    python scripts/results_table.py            rewrite pages that are out of date
+    python scripts/results_table.py --check    write nothing; exit 1 when a page is out of date
 
-Only what stands between `<!-- results -->` and `<!-- /results -->` is written, and in
-recipes/README.md what stands between `<!-- heads -->` and `<!-- /heads -->`: the table of
-scripts/bench_heads.py, from a recipe's heads.json, and between `<!-- coupling -->` and
-`<!-- /coupling -->` that of scripts/bench_coupling.py, from its coupling.json. A recipe that was
-measured on further sets, each in a folder of its own beside results.json, has a row for each in its
-card between `<!-- sets -->` and `<!-- /sets -->`; where such a folder has a compare.json too, of
-`specheads compare`, each way to draft has one between `<!-- ways -->` and `<!-- /ways -->`. What a
-real engine made of its head, serve.json of scripts/bench_serve.py, stands between `<!-- served -->`
-and `<!-- /served -->`. Heads that others trained on the same text, speculators.json of `specheads
-compare`, stand between `<!-- speculators -->` and `<!-- /speculators -->`, and those of
-`scripts/bench_heads.py --ablate`, ablations.json, between `<!-- ablations -->` and
-`<!-- /ablations -->`. The tables of recipes/gpu/README.md, between
-`<!-- gpu -->` and `<!-- /gpu -->`, come from the JSON files of scripts/gpu.py in that folder.
-README.md begins with the verdict of the quickstart, between
-`<!-- verdict -->` and `<!-- /verdict -->`, and that of the published head, between
-`<!-- published -->` and `<!-- /published -->`, and shows what its console said between
-`<!-- console -->` and `<!-- /console -->`.
+Only the text between `<!-- NAME -->` and `<!-- /NAME -->` is written:
+
+    page                NAME          source
+    a recipe's card     results       results.json
+                        sets          */results.json, one row per further prompt set
+                        ways          */compare.json of `specheads compare`, one row per drafter
+                        served        serve.json of scripts/bench_serve.py
+                        speculators   speculators.json, heads trained by another library
+                        ablations     ablations.json of `scripts/bench_heads.py --ablate`
+    recipes/README.md   results       results.json of every recipe
+                        heads         heads.json of scripts/bench_heads.py
+                        coupling      coupling.json of scripts/bench_coupling.py
+    recipes/gpu         gpu           *.json of scripts/gpu.py
+    README.md           results       the quickstart, the published head, and the same head in vLLM
 """
 
 import argparse
@@ -27,11 +24,9 @@ import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from io import StringIO
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
-from rich.console import Console
 from tables import (
     NOT_YET,
     Rows,
@@ -52,19 +47,20 @@ from tables import (
 
 from specheads.commands import _compose
 from specheads.config import data_dir
-from specheads.measure.report import show, verdict
-from specheads.measure.results import Lossless, Results
+from specheads.measure.results import Results
 from specheads.measure.store import from_json, read
 from specheads.runs.provenance import Provenance
 
 ROOT = Path(__file__).resolve().parents[1]
 HEADER = ("recipe", "base", "head", "tokens per forward", "speed-up", "hardware")
-SHOWN = "smollm2"
-"""The recipe of the quickstart, whose verdict the README begins with."""
+WORTH_HEADER = ("head", "prompts", "tokens per forward", "speed-up over the base alone")
+CONDITIONS = "One request at a time, temperature 0. Brackets are 95 % intervals over prompts."
+QUICKSTART = "smollm2"
+"""Recipe of the quickstart."""
 PUBLISHED = "smollm2_long"
-"""The recipe of the head that lies in this tree."""
+"""Recipe of the head that is part of this repository."""
 SETS = {"gsm8k": "GSM8K", "humaneval": "HumanEval", "mt_bench": "MT-Bench"}
-"""What the prompt sets that it was measured on are called."""
+"""Names of the public prompt sets that the published head was measured on."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -120,11 +116,7 @@ def render(root: Path) -> dict[Path, str]:
     }
     if (measured_on_gpu := root / "recipes" / "gpu").is_dir():
         blocks[measured_on_gpu / "README.md"] = {"gpu": gpu(measured_on_gpu)}
-    blocks[root / "README.md"] = {"results": overview(measured, "recipes/")}
-    if (shown := measured.get(SHOWN)) is not None:
-        blocks[root / "README.md"] |= {"verdict": headline(shown), "console": said(shown)}
-    if (file := root / "recipes" / PUBLISHED / "serve.json").is_file():
-        blocks[root / "README.md"]["published"] = published(file)
+    blocks[root / "README.md"] = {"results": worth(root)}
     return {file: _replace(file, wanted) for file, wanted in blocks.items()}
 
 
@@ -141,16 +133,11 @@ def _replace(file: Path, blocks: Mapping[str, str]) -> str:
     return text
 
 
-def overview(measured: Mapping[str, Results | None], folder: str = "") -> str:
-    """Return the table of all recipes, one row each.
-
-    Args:
-        measured: What results.json says of each recipe, None where it was never run.
-        folder: What links to cards begin with.
-    """
+def overview(measured: Mapping[str, Results | None]) -> str:
+    """Return the table of all recipes, one row each; a recipe without results maps to None."""
     rows: Rows = []
     for name, results in measured.items():
-        link = f"[{name}]({folder}{name}/README.md)"
+        link = f"[{name}]({name}/README.md)"
         if results is None:
             rows.append((link, *_planned(name), NOT_YET, NOT_YET, ""))
             continue
@@ -160,57 +147,49 @@ def overview(measured: Mapping[str, Results | None], folder: str = "") -> str:
     return table(HEADER, rows)
 
 
-def headline(results: Results) -> str:
-    """Return what a measurement came to, in a paragraph."""
-    checked, given = results.lossless, results.prompts
-    same = _same(checked) if checked else ""
-    what = f"{base_name(results.base.name)}, {given.count} prompts of {given.name}"
-    card = f"[card](recipes/{SHOWN}/README.md)"
-    told = f"{what}; {results.provenance.hardware}; {card}"
-    return f"**{verdict(results)}**{same} ({told})"
+def worth(root: Path) -> str:
+    """Return the table of what the quickstart's head and the published head are worth.
 
-
-def published(file: Path) -> str:
-    """Return what the published head is worth, one request at a time: here, and in vLLM.
-
-    Of vLLM's chains that is shown which is worth most where it is worth least.
+    One row per measurement that the tree holds, at batch 1 and temperature zero. Of the chains
+    that vLLM served, the table shows the one whose smallest speed-up is largest.
     """
-    told = json.loads(file.read_text(encoding="utf-8"))
-    single = [row for row in told["rows"] if row["batch"] == 1]
-    depth = max(
-        {row["depth"] for row in single},
-        key=lambda one: min(row["speedup"]["ratio"] for row in single if row["depth"] == one),
-    )
-    there = {row["prompts"]: row["speedup"] for row in single if row["depth"] == depth}
-    here = {name: read(Results, file.parent / name / "results.json") for name in there}
-    ours = (f"{speedup(some.speed)} on {SETS[name]}" for name, some in here.items() if some)
-    theirs = (f"{figure(gain, 'ratio')} on {SETS[name]}" for name, gain in there.items())
-    made = from_json(Provenance, told["provenance"]).hardware
-    return (
-        f"**The head that lies in this tree, times the speed of the base alone at batch 1: "
-        f"{', '.join(ours)}. Served by vLLM {told['engine']['vllm']}, as a chain of {depth}: "
-        f"{', '.join(theirs)}.** ({made}; [card](recipes/{PUBLISHED}/README.md))"
-    )
+    recipes, rows, hardware = root / "recipes", [], set()
+    for file in (recipes / QUICKSTART / "results.json", *_sets(recipes / PUBLISHED)):
+        if (results := read(Results, file)) is None:
+            continue
+        quick = file.parent.name == QUICKSTART
+        what = "`make quickstart`" if quick else "published head"
+        named = f"{results.prompts.count} held-out prompts" if quick else SETS[file.parent.name]
+        figures = rate(results.online), speedup(results.speed)
+        rows.append((_card(what, QUICKSTART if quick else PUBLISHED), named, *figures))
+        hardware.add(str(results.provenance.hardware))
+    if (file := recipes / PUBLISHED / "serve.json").is_file():
+        measured = json.loads(file.read_text(encoding="utf-8"))
+        single = [row for row in measured["rows"] if row["batch"] == 1]
+        depth = max(
+            {row["depth"] for row in single},
+            key=lambda one: min(row["speedup"]["ratio"] for row in single if row["depth"] == one),
+        )
+        engine = f"published head in vLLM {measured['engine']['vllm']}, chain of {depth}"
+        for row in single:
+            if row["depth"] == depth:
+                what = _card(engine, PUBLISHED), SETS[row["prompts"]]
+                rate_there = figure(row["served"], "tokens_per_forward")
+                rows.append((*what, rate_there, figure(row["speedup"], "ratio")))
+        hardware.add(str(from_json(Provenance, measured["provenance"]).hardware))
+    if not rows:
+        return NOT_YET
+    machines = "; ".join(sorted(hardware))
+    return f"{table(WORTH_HEADER, rows)}\n\n{CONDITIONS} Hardware: {machines}."
 
 
-def _same(checked: Lossless) -> str:
-    """Return how many texts were the base's own, what of the others, and of all in float32."""
-    same, parted = checked.identical, checked.compared - checked.identical
-    out = f" Of {checked.compared} texts {same} were the same"
-    if parted:
-        tied = "the other" if checked.tied == parted else f"{checked.tied} of the other"
-        out += f", {tied} {parted} parted at a tie within {checked.dtype}'s rounding"
-        if wide := checked.float32:
-            out += f", and in float32 {wide.identical} of {wide.compared} were the same"
-    return f"{out}."
+def _sets(folder: Path) -> list[Path]:
+    """Return the results of a recipe on public prompt sets."""
+    return [folder / name / "results.json" for name in SETS]
 
 
-def said(results: Results) -> str:
-    """Return what `specheads evaluate` prints of a measurement, in 80 columns."""
-    printed = StringIO()
-    show(results, Console(file=printed, width=80, color_system=None))
-    lines = (line.rstrip() for line in printed.getvalue().splitlines())
-    return "\n".join(["```", *lines, "```"])
+def _card(text: str, recipe: str) -> str:
+    return f"[{text}](recipes/{recipe}/README.md)"
 
 
 def _planned(name: str) -> tuple[str, str]:

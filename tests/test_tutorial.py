@@ -1,4 +1,4 @@
-"""The tutorial does what it says: its commands run one after the other, at toy size."""
+"""The commands of the tutorial run one after the other, at toy size."""
 
 import io
 import json
@@ -44,18 +44,18 @@ TOY = {
     "export": ["num_prompts=2", "new_tokens=16"],
     "push": [],
 }
-"""What makes each command small; it comes behind what the page says."""
+"""Overrides that make each command small; they follow those of the page."""
 
 
 def lines() -> list[str]:
-    """Return the command lines of the page, in their order."""
+    """Return the command lines of the page, in order."""
     text = PAGE.read_text(encoding="utf-8")
     blocks = [body for kind, body in FENCED.findall(text) if kind == "sh"]
     return [line for body in blocks for line in body.replace("\\\n", " ").splitlines() if line]
 
 
 def values(folder: Path) -> dict[str, str]:
-    """Return what a reader puts in: a fine-tuned model with a template, and conversations."""
+    """Return the values of a reader: a chat model with a template, and conversations."""
     base = tiny.saved(folder / "base", num_hidden_layers=7)
     (base / "chat_template.jinja").write_text(CHAT, encoding="utf-8")
     talks = [
@@ -72,7 +72,7 @@ def values(folder: Path) -> dict[str, str]:
 
 
 def undrafted(line: str) -> str:
-    """Return a command line without the number of tokens drafted, which the tuned tree says."""
+    """Remove the number of drafted tokens, which depends on the tuned tree."""
     return re.sub(r'(num_speculative_tokens": )\d+', r"\1", line)
 
 
@@ -82,7 +82,7 @@ def test_every_command_runs_and_the_last_one_is_what_export_prints(
 ):
     monkeypatch.chdir(tmp_path)
     given, called, printed = values(tmp_path), [], ""
-    monkeypatch.setattr(sys, "stdin", io.StringIO("What is 1 and 2?\n"))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"What is 1 and 2?\n")))
     named = {word.partition("=")[0] for word in lines() if re.match(r"[A-Z]+=", word)}
     assert named == given.keys()
     for line in lines():
@@ -102,14 +102,14 @@ def test_every_command_runs_and_the_last_one_is_what_export_prints(
     assert "bytes in all" in printed
 
 
-def test_it_leaves_out_no_command_of_the_way_from_a_model_to_a_server():
+def test_it_shows_every_command_from_a_model_to_a_server():
     named = [words[1] for line in lines() if (words := line.split())[0] == "specheads"]
     way = ["train", "train", "distill", "train", "tune", "evaluate", "compare", "chat", "export"]
     assert named == [*way, "export", "push"]
     assert next(line.split()[2] for line in lines() if line.startswith("vllm")) == "$BASE"
 
 
-def test_every_number_of_its_table_stands_where_it_is_said_to_come_from():
+def test_every_number_of_its_table_is_in_the_page_it_links_to():
     table = re.findall(r"^\| .* \| (.*) \| \[.*\]\((.*)\) \|$", PAGE.read_text(), re.MULTILINE)
     assert len(table) >= 5
     for told, source in table:

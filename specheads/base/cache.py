@@ -1,6 +1,6 @@
 """Keys and values of the frozen base, with room to try a tree and forget most of it.
 
-See docs/tree_verification.md and docs/caches.md.
+See docs/tree_verification.md.
 """
 
 import weakref

@@ -1,6 +1,6 @@
 """Forwards as compiled graphs: one for all shapes on a CPU, a CUDA graph for each on a GPU.
 
-See docs/compile.md.
+See docs/bases.md.
 """
 
 from collections.abc import Callable, Hashable, Iterator

@@ -1,6 +1,6 @@
 """Attention over blocks where they lie: flex_attention with a block mask, no dense mask, no copy.
 
-See docs/caches.md.
+See docs/tree_verification.md.
 """
 
 import functools

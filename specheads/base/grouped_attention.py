@@ -1,6 +1,6 @@
 """Attention of few nodes: shared keys are read once, on a processor each row's own slots only.
 
-See docs/caches.md.
+See docs/tree_verification.md.
 """
 
 from collections.abc import Iterator, Sequence

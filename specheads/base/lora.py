@@ -1,7 +1,7 @@
 """LoRA on the base: layers that learn beside weights that stay. peft lives here only.
 
 It is imported where it is used, so whoever has no adapter does without it. See
-docs/joint_training.md. Source: Hu et al. 2021, arXiv:2106.09685.
+docs/train.md. Source: Hu et al. 2021, arXiv:2106.09685.
 """
 
 import hashlib

@@ -30,7 +30,7 @@ class FrozenBase(Forwards):
 
     Args:
         model: Any causal LM whose attention takes a 4D mask and whose state is keys and values.
-        compile: Whether trees are verified by a compiled graph: see docs/compile.md.
+        compile: Whether trees are verified by a compiled graph: see docs/bases.md.
         exact: Whether every node of a tree gets bit for bit what a step of its own would give it:
             see docs/losslessness.md. On a CPU, for `attention="sdpa"`.
         owned: Whether the model is frozen and tried first. False leaves one that was tried

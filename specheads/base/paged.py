@@ -1,6 +1,6 @@
 """Keys and values in blocks: rows take them as they grow, share them, and give them back.
 
-See docs/caches.md.
+See docs/tree_verification.md.
 """
 
 from collections import Counter

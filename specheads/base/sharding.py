@@ -1,6 +1,6 @@
 """A base whose layers lie in parts in several processes, which compute it together.
 
-See docs/processes.md.
+See docs/scale.md.
 """
 
 from dataclasses import dataclass, field

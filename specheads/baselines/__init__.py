@@ -1,4 +1,4 @@
-"""Drafters that need no training; see docs/baselines.md."""
+"""Drafters that need no training; see docs/compare.md."""
 
 from specheads.baselines.draft_model import DraftModel
 from specheads.baselines.streaming import Streaming

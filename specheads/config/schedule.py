@@ -220,7 +220,7 @@ class Phase:
 class Validation:
     """Text held out of the corpus, on which a head is measured while it is trained.
 
-    See docs/watching.md.
+    See docs/train.md.
     """
 
     every: Count = 0

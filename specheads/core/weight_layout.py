@@ -1,6 +1,6 @@
 """How weights lie in memory: values stay bit for bit, products of a few rows get faster.
 
-See docs/caches.md and recipes/LOG.md for what was measured.
+See docs/tree_verification.md and recipes/LOG.md for what was measured.
 """
 
 import weakref

@@ -1,7 +1,7 @@
 """Conversations through the tokenizer's chat template: what is read, and what the loss counts.
 
 Counted is what the base itself writes behind a generation prompt: an answer and the token that ends
-it. See docs/chat.md.
+it. See docs/data.md.
 """
 
 import re

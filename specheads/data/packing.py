@@ -1,6 +1,6 @@
 """Batches out of documents: rows by sample number, the same for any number of processes.
 
-See docs/packing.md.
+See docs/data.md.
 """
 
 from bisect import bisect_right
@@ -91,7 +91,7 @@ class PackedText:
         sequence_length: Tokens of a row. Zero takes the longest document's.
         batch_size: Rows of a batch over all processes; several are those of the first batches, and
             the last one stays.
-        packing: best_fit, stream or none: see docs/packing.md.
+        packing: best_fit, stream or none: see docs/data.md.
         padding_id: Token that fills rows up; it is never counted.
         seed: Seed of the orders.
         rank: Number of this process.

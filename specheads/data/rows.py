@@ -1,6 +1,6 @@
 """Which pieces of which documents make up a row: best fit, end to end, or one a row.
 
-See docs/packing.md.
+See docs/data.md.
 """
 
 from bisect import bisect_left, insort

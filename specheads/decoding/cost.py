@@ -2,7 +2,7 @@
 
 Source: Liu et al. 2024, arXiv:2406.14066 (SmartSpec), section 4: a forward takes a fixed time,
 one for each token of its batch, and one for each position that its rows attend to. `several`,
-`free` and `power` are ours, zero, zero and one in theirs: see docs/tuning.md.
+`free` and `power` are ours, zero, zero and one in theirs: see docs/tune.md.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
 """Continuous batching: requests enter and leave between steps, each with its own rules.
 
-See docs/serving_loop.md.
+See docs/serve.md.
 """
 
 import itertools

@@ -1,6 +1,6 @@
 """How to draft, if at all: whatever gives most tokens a second for the present batch.
 
-See docs/load.md.
+See docs/serve.md.
 """
 
 from collections.abc import Sequence

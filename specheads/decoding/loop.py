@@ -1,6 +1,6 @@
 """One step of the inference loop for a batch of rows: draft, verify, accept, commit.
 
-Rows come and go between steps; see docs/serving_loop.md.
+Rows come and go between steps; see docs/serve.md.
 """
 
 import time

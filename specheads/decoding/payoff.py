@@ -1,7 +1,7 @@
 """What ways to draft cost and bring, and which gives most tokens a second.
 
 Source: Liu et al. 2024, arXiv:2406.14066 (SmartSpec), section 4, for drafts of every depth; copied
-text among the choices is ours. See docs/load.md.
+text among the choices is ours. See docs/serve.md.
 """
 
 from collections.abc import Sequence

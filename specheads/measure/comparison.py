@@ -1,4 +1,4 @@
-"""What a comparison amounts to, as compare.json holds it: see docs/results.md."""
+"""What a comparison amounts to, as compare.json holds it: see docs/evaluate.md."""
 
 from dataclasses import dataclass, field
 

@@ -1,4 +1,4 @@
-"""What measurements amount to, as results.json holds it: see docs/results.md.
+"""What measurements amount to, as results.json holds it: see docs/evaluate.md.
 
 Fields with a default were added later, or were not measured; files of before lack them. A name
 that Python reserves has an underscore behind it here and none in the file (`with_`).

@@ -1,4 +1,4 @@
-"""Texts that were decoded, step by step and readable: what texts.json holds, see docs/report.md."""
+"""Decoded texts, step by step: the contents of texts.json, see docs/evaluate.md."""
 
 from dataclasses import dataclass, field
 

@@ -1,6 +1,6 @@
 """What the frozen base says of each batch, kept on disk, so that a second training need not ask.
 
-See docs/feature_cache.md.
+See docs/train.md.
 """
 
 import hashlib

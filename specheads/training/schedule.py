@@ -1,6 +1,6 @@
 """The shape of a schedule: phases in their places, learning rates, optimizers, refusals.
 
-See docs/two_phases.md.
+See docs/train.md.
 """
 
 import math

@@ -1,6 +1,6 @@
 """What a head learns from: a base that is frozen, or one that learns beside it (Medusa-2).
 
-See docs/joint_training.md. Source: Cai et al. 2024, arXiv:2401.10774, section 2.2.2.
+See docs/train.md. Source: Cai et al. 2024, arXiv:2401.10774, section 2.2.2.
 """
 
 from collections.abc import Callable, Iterator

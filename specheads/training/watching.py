@@ -1,6 +1,6 @@
 """Watching a head while it is trained: what it scores, the best one, and when a phase may end.
 
-See docs/watching.md.
+See docs/train.md.
 """
 
 from collections.abc import Callable

@@ -1,6 +1,6 @@
 """What `specheads tune` measured of a head on a machine, and the tree it chose: tuned.json.
 
-See docs/tuning.md.
+See docs/tune.md.
 """
 
 import math

@@ -69,7 +69,7 @@ def poisson(
 
 
 def read_arrivals(path: str | Path) -> list[Arrival]:
-    """Return what a .jsonl file recorded, in order of time: see docs/load.md.
+    """Return what a .jsonl file recorded, in order of time: see docs/serve.md.
 
     Raises:
         ValueError: A line is not {"seconds": 0.5, "prompt_tokens": 20, "new_tokens": 64}.

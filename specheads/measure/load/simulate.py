@@ -1,4 +1,4 @@
-"""Continuous batching, event by event, as `decoding.engine.Engine` does it. See docs/load.md."""
+"""Continuous batching, event by event, as `decoding.engine.Engine` does it. See docs/serve.md."""
 
 from collections import deque
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""The report of an evaluation: see docs/report.md."""
+"""The report of an evaluation: see docs/evaluate.md."""
 
 from specheads.measure.report.words import depth_rows, pays, summary, verdict
 from specheads.measure.report.write import record, record_folder, show, write_report

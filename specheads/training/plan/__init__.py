@@ -1,1 +1,1 @@
-"""What a training will take: memory by part, tokens, disk and hours. See docs/planner.md."""
+"""What a training will take: memory by part, tokens, disk and hours. See docs/scale.md."""
