@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from specheads.base.cache import RowCache, upload
 from specheads.base.forward import Verification
 from specheads.base.model import FrozenBase
+from specheads.core.attention import without_cudnn_attention
 from specheads.core.drafter import Drafter, Memory
 from specheads.core.features import Committed
 from specheads.core.tree import TokenTree
@@ -115,12 +116,13 @@ def step(
     began = _now(base, wait=timed)
     state.rows.depth = tree.depth
     unread = None
-    if drafter is not None and tree.depth:
-        grown = tree.grow(drafter, state.committed, state.memory, state.rows)
-    else:
-        grown = root_only(state.committed)
-    if drafter is not None and not tree.own_depth and state.memory is not None:
-        unread = _unread(drafter, state)
+    with without_cudnn_attention(base.device):
+        if drafter is not None and tree.depth:
+            grown = tree.grow(drafter, state.committed, state.memory, state.rows)
+        else:
+            grown = root_only(state.committed)
+        if drafter is not None and not tree.own_depth and state.memory is not None:
+            unread = _unread(drafter, state)
     drafted = _now(base, wait=timed)
     verified = base.verify(grown, state.cache, drafter.aux_layers if drafter else ())
     verdict = acceptance(grown, verified.logits, verified.ancestors, state.rows)
@@ -226,7 +228,8 @@ def start(
     first = rules.match(root, logits[:, None], root.ancestors(), rows).bonus
     rows.advance(first[:, None], counts, [1] * batch)
     following[torch.arange(batch, device=base.device), counts - 1] = first
-    unread = _last_unread(drafter, Committed(features, following, counts), memory, min(lengths))
+    with without_cudnn_attention(base.device):
+        unread = _last_unread(drafter, Committed(features, following, counts), memory, min(lengths))
     return State(cache, unread, memory, rows, numbers or list(range(batch))), first.tolist()
 
 

@@ -36,24 +36,6 @@ def repeatable(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def without_cudnn_attention(device: torch.device) -> Iterator[None]:
-    """Have torch choose another attention than cuDNN's, whose backward pass is not repeatable.
-
-    torch chooses in the forward pass. Layers that are recomputed in the backward pass need the same
-    choice there, and deterministic algorithms leave cuDNN out.
-    """
-    if device.type != "cuda":
-        yield
-        return
-    before = torch.backends.cuda.cudnn_sdp_enabled()
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    try:
-        yield
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(before)
-
-
-@contextmanager
 def _strict() -> Iterator[None]:
     deterministic: Any = torch.utils.deterministic
     before = (

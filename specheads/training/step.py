@@ -10,13 +10,14 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.profiler import record_function
 
 from specheads.config import Schedule
+from specheads.core.attention import without_cudnn_attention
 from specheads.core.transfer import to_device
 from specheads.data.packing import TokenBatch
 from specheads.decoding.acceptance.noise import derive
 from specheads.training import schedule as schedules
 from specheads.training.objective import Objective, label_counts
 from specheads.training.processes import readers
-from specheads.training.repeatable import repeatable, without_cudnn_attention
+from specheads.training.repeatable import repeatable
 from specheads.training.schedule import PlacedPhase, Step
 from specheads.training.teacher import Teacher
 

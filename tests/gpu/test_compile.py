@@ -1,8 +1,13 @@
-"""Compiled verification gives the tokens of eager verification; on CUDA these are CUDA graphs."""
+"""Compiled verification gives the tokens of eager verification; on CUDA these are CUDA graphs.
 
-from collections.abc import Iterator
+Every case runs in a process of its own, as users run it: the compiler cannot trace the type checks
+that pytest installs.
+"""
 
-import jaxtyping
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -16,22 +21,11 @@ from tests import tiny
 
 pytestmark = pytest.mark.gpu
 
+ROOT = Path(__file__).parents[2]
 TREE = policies.Static([(0,), (1,), (0, 0), (0, 1)])
 
 
-@pytest.fixture(autouse=True)
-def _nothing_compiled() -> Iterator[None]:
-    torch._dynamo.reset()
-    # the compiler cannot trace the type checks of the tests
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
-    torch._dynamo.reset()
-
-
-def compiled_base(
-    architecture: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> FrozenBase:
+def compiled_base(architecture: str, device: torch.device) -> FrozenBase:
     """Return a base whose graphs have fixed shapes, as CUDA graphs have.
 
     A CPU has no CUDA graphs: there the graphs run as plain torch code over a static cache.
@@ -40,13 +34,12 @@ def compiled_base(
     if device.type == "cuda":
         return tiny.own_base(architecture, dtype=dtype, device=device, compile=True)
     base = tiny.own_base(architecture, dtype=dtype, device=device)
-    graphs = torch.compile(answer, backend="eager", dynamic=False, fullgraph=True)
-    monkeypatch.setattr(base, "_run", graphs)
-    monkeypatch.setattr(
-        base,
-        "cache",
-        lambda batch, capacity: KVCache(base.num_layers, batch, capacity, device, static=True),
-    )
+    base._run = torch.compile(answer, backend="eager", dynamic=False, fullgraph=True)
+
+    def cache(batch: int, capacity: int) -> KVCache:
+        return KVCache(base.num_layers, batch, capacity, device, static=True)
+
+    base.cache = cache
     return base
 
 
@@ -56,24 +49,30 @@ def drafter(base: FrozenBase, prompts: list[list[int]], length: int) -> Oracle:
     return Oracle(texts, 2, base.vocab_size, rate=0.6, device=base.device)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma3", "granite"])
-def test_compiled_graphs_give_the_text_of_eager_code(
-    architecture: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def decode_both_ways(architecture: str, name: str) -> None:
+    """Decode one prompt at two lengths, then several that end one after another."""
+    device = torch.device(name)
     plain = tiny.base(architecture, dtype=torch.float32, device=device)
-    base = compiled_base(architecture, device, monkeypatch)
-    prompts = tiny.prompts()[:1]
-    for length in (24, 60):
+    base = compiled_base(architecture, device)
+    for prompts, length in (
+        (tiny.prompts()[:1], 24),
+        (tiny.prompts()[:1], 60),
+        (tiny.prompts(), 30),
+    ):
         settings = {"max_new_tokens": length, "tree": TREE}
         found = generate(base, drafter(plain, prompts, length), prompts, **settings)
         assert found == generate(plain, drafter(plain, prompts, length), prompts, **settings)
+    if device.type == "cuda":
+        assert base.static
 
 
-def test_compiled_graphs_follow_rows_that_leave(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma3", "granite"])
+def test_compiled_graphs_give_the_text_of_eager_code(
+    architecture: str, device: torch.device
 ) -> None:
-    plain = tiny.base("llama", dtype=torch.float32, device=device)
-    base = compiled_base("llama", device, monkeypatch)
-    prompts, settings = tiny.prompts(), {"max_new_tokens": 30, "tree": TREE}
-    found = generate(base, drafter(plain, prompts, 30), prompts, **settings)
-    assert found == generate(plain, drafter(plain, prompts, 30), prompts, **settings)
+    code = "from tests.gpu.test_compile import decode_both_ways as run; "
+    code += f"run({architecture!r}, {str(device)!r})"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]

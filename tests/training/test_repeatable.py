@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from specheads.core.attention import without_cudnn_attention
 from specheads.training import repeatable
 from specheads.training.processes import accelerator_of_environment
 
@@ -39,7 +40,7 @@ def test_gpu_backward_is_deterministic_and_settings_are_restored(
 
 def test_cudnn_attention_is_left_out_and_chosen_again_later():
     before = torch.backends.cuda.cudnn_sdp_enabled()
-    with repeatable.without_cudnn_attention(torch.device("cuda")):
+    with without_cudnn_attention(torch.device("cuda")):
         assert not torch.backends.cuda.cudnn_sdp_enabled()
     assert torch.backends.cuda.cudnn_sdp_enabled() == before
 

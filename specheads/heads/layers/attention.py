@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from specheads.core.errors import InputError
 from specheads.heads.layers.norm import RMSNorm
+from specheads.heads.layers.path_attention import DocumentBounds, path_attention
 from specheads.heads.layers.rotary import Rotary
 
 
@@ -102,7 +103,7 @@ class Attention(nn.Module):
         past: Tensor,
         visible: Tensor | None,
         path: Tensor | None = None,
-        lengths: Sequence[int] = (),
+        documents: Sequence[int] | DocumentBounds = (),
     ) -> Tensor:
         """Attend to the visible slots and to the path, itself included, as if they were one.
 
@@ -110,18 +111,20 @@ class Attention(nn.Module):
             inputs: (batch, time, input_width).
             positions: Positions of the inputs; only differences matter.
             past: (batch, shared head, 2, slot, head_dim), from `keys_values`.
-            visible: (batch, time, slot); batch and time may be one. Not read with `lengths`.
+            visible: (batch, time, slot); batch and time may be one. Not read with `documents`.
             path: (batch, shared head, 2, time, level, head_dim): each position's own, if any.
-            lengths: How long each document of packed rows is, where slots are positions and each
-                sees those of its document up to itself: each is worked on alone. Empty works on
-                all at once.
+            documents: The documents of packed rows, where slots are positions and each position
+                sees those of its document up to itself. Lengths have each document computed alone,
+                bounds all of them by flash attention. Empty computes every pair of positions.
         """
         queries = self.rotary.turn(self.q_norm(self._split(self.q_proj(inputs))), positions)
         if path is None:
             assert visible is not None
             mixed = _attend(queries, past, visible[:, None])
-        elif lengths:
-            mixed = _mix_documents(queries, past, path, lengths)
+        elif isinstance(documents, DocumentBounds):
+            mixed = path_attention(queries, past, path, documents)
+        elif documents:
+            mixed = _mix_documents(queries, past, path, documents)
         else:
             assert visible is not None
             mixed = _sparing(_mix, queries, past, visible, path)

@@ -17,6 +17,7 @@ from specheads.core.drafter import pick_parents
 from specheads.core.features import Committed, Features, document_lengths
 from specheads.heads.layers.attention import Attention, AttentionShape, GatedMlp, Slots
 from specheads.heads.layers.norm import RMSNorm
+from specheads.heads.layers.path_attention import DocumentBounds, takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,11 @@ class FeedbackLayer(nn.Module):
             hidden = normed if self.norm_before_residual else hidden
         return hidden, inputs, self.self_attn.keys_values(inputs, positions)
 
+    @property
+    def attention(self) -> Attention:
+        """The layer's attention."""
+        return self.self_attn
+
     def forward(self, stream: Tensor, inputs: Tensor, *attended: Any) -> Tensor:
         """Return the stream after this layer; `attended` is what `Attention` takes."""
         stream = stream + self.self_attn(inputs, *attended)
@@ -110,6 +116,11 @@ class ProjectedLayer(nn.Module):
         stream = self.eh_proj(torch.cat(parts[::-1] if self.hidden_first else parts, dim=-1))
         return self.mtp_block.read(stream, embedded, positions)
 
+    @property
+    def attention(self) -> Attention:
+        """The layer's attention."""
+        return self.mtp_block.attention
+
     def forward(self, stream: Tensor, inputs: Tensor, *attended: Any) -> Tensor:
         """Return the stream after this layer; `attended` is what `Attention` takes."""
         return self.mtp_block(stream, inputs, *attended)
@@ -136,11 +147,14 @@ def rounds(
     """
     pasts: list[Tensor] = []
     paths: list[Tensor] = []
-    visible, lengths = None, list[int]()
+    visible, documents = None, ()
     places = features.places()
+    rows = places.expand(len(hidden), -1)
     # many small products are fast on a processor, and slow to launch elsewhere
     if hidden.device.type == "cpu":
-        lengths = document_lengths(places.expand(len(hidden), -1))
+        documents = document_lengths(rows)
+    elif takes(hidden, layers[0].attention.head_dim):
+        documents = DocumentBounds.of(rows)
     else:
         visible = features.visible()
     for level, tokens in enumerate(embedded):
@@ -152,7 +166,7 @@ def rounds(
             else:
                 pasts.append(fresh)
                 paths.append(_no_path(fresh))
-            hidden = layer(stream, inputs, at, pasts[place], visible, paths[place], lengths)
+            hidden = layer(stream, inputs, at, pasts[place], visible, paths[place], documents)
         yield hidden
 
 

@@ -1,0 +1,175 @@
+"""Training attention on a GPU: flash attention over packed documents, and each position's own path.
+
+A position attends to its document so far and to the few tokens drafted from it, under one softmax.
+Flash attention computes the first part and returns its log-sum-exp, with which the path's part is
+merged, so no weight of a pair of positions is stored.
+
+Source: Dao 2023, arXiv:2307.08691, section 3.1. The backward kernel computes gradients from the
+output and the log-sum-exp. Given those of the joint softmax, it returns the document's part of the
+gradients; the path's part is written out here.
+"""
+
+import math
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from specheads.core.features import document_lengths
+from specheads.core.transfer import to_device
+
+HALF = (torch.float16, torch.bfloat16)
+WIDEST = 256
+"""Dtypes and largest head width of the flash attention kernel."""
+
+
+class DocumentBounds(NamedTuple):
+    """The documents of packed rows, as flash attention takes them."""
+
+    bounds: Tensor
+    """First position of each document and the end of the last one, in int32."""
+    longest: int
+    """Number of tokens of the longest document."""
+
+    @classmethod
+    def of(cls, places: Int[Tensor, "batch time"]) -> "DocumentBounds":
+        """Return the documents of rows, by the place of each position in its document.
+
+        This waits for the device once, to read how long the documents are.
+        """
+        if places.is_meta:
+            step, end = places.shape[1], places.numel()
+            return cls(torch.arange(0, end + 1, step, dtype=torch.int32, device="meta"), step)
+        lengths = document_lengths(places)
+        bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        return cls(to_device(bounds, places.device), max(lengths))
+
+
+def product_dtype(values: Tensor) -> torch.dtype:
+    """Return the dtype in which products of these values are computed now."""
+    kind = values.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return values.dtype
+
+
+def takes(values: Tensor, head_dim: int) -> bool:
+    """Return whether the kernel exists for values on this device, in this dtype and width."""
+    is_half = product_dtype(values) in HALF
+    return values.device.type != "cpu" and is_half and head_dim % 8 == 0 and head_dim <= WIDEST
+
+
+def path_attention(
+    queries: Float[Tensor, "batch head time width"],
+    past: Float[Tensor, "batch shared 2 time width"],
+    path: Float[Tensor, "batch shared 2 time level width"],
+    documents: DocumentBounds,
+) -> Float[Tensor, "batch head time width"]:
+    """Attend to the document up to each position and to its path, as under one softmax."""
+    dtype = product_dtype(queries)
+    tokens = queries.transpose(1, 2).flatten(0, 1).to(dtype)
+    keys, values = (one.transpose(1, 2).flatten(0, 1).to(dtype) for one in past.unbind(2))
+    own = (one.transpose(1, 2).flatten(0, 1).to(dtype) for one in path.unbind(2))
+    mixed = _PathAttention.apply(documents, tokens, keys, values, *own)
+    assert isinstance(mixed, Tensor)
+    return mixed.unflatten(0, (len(queries), -1)).transpose(1, 2)
+
+
+class _PathAttention(torch.autograd.Function):
+    """Tensors are (position, head, width), paths (position, head, level, width)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        documents: DocumentBounds,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        own_keys: Tensor,
+        own_values: Tensor,
+    ) -> Tensor:
+        """Return the joint output; keep its log-sum-exp for the gradients."""
+        mixed, total = _flash_forward(queries, keys, values, documents)
+        if own_keys.shape[2]:
+            # (position, shared head, head of its group, ...)
+            scores = _scores(queries, own_keys)
+            text = total.T.unflatten(1, (keys.shape[1], -1))[..., None]
+            joint = torch.cat([text, scores], dim=-1).logsumexp(-1, keepdim=True)
+            weights = (scores - joint).exp().to(values.dtype)
+            share = (text - joint).exp().flatten(1, 2)
+            alone = torch.einsum("tsgl,tsld->tsgd", weights, own_values).flatten(1, 2)
+            mixed = (share * mixed + alone).to(values.dtype)
+            total = joint.flatten(1).T.contiguous()
+        ctx.documents = documents
+        ctx.save_for_backward(queries, keys, values, own_keys, own_values, mixed, total)
+        return mixed
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        """Return the gradients of queries, keys and values, of the document and of the path."""
+        queries, keys, values, own_keys, own_values, mixed, total = ctx.saved_tensors
+        grad = grad_outputs[0].to(mixed.dtype).contiguous()
+        found = _flash_backward(grad, queries, keys, values, mixed, total, ctx.documents)
+        if not own_keys.shape[2]:
+            return None, *found, torch.zeros_like(own_keys), torch.zeros_like(own_values)
+        groups = keys.shape[1], -1
+        joint = total.T.unflatten(1, groups)[..., None]
+        weights = (_scores(queries, own_keys) - joint).exp()
+        grouped, outer = queries.unflatten(1, groups), grad.unflatten(1, groups)
+        meant = (_wide(grad) * _wide(mixed)).sum(-1).unflatten(1, groups)[..., None]
+        slopes = _wide(torch.einsum("tsgd,tsld->tsgl", outer, own_values)) - meant
+        slopes = (weights * slopes / math.sqrt(queries.shape[-1])).to(queries.dtype)
+        weights = weights.to(grad.dtype)
+        of_queries = torch.einsum("tsgl,tsld->tsgd", slopes, own_keys).flatten(1, 2)
+        return (
+            None,
+            found[0] + of_queries,
+            *found[1:],
+            torch.einsum("tsgl,tsgd->tsld", slopes, grouped),
+            torch.einsum("tsgl,tsgd->tsld", weights, outer),
+        )
+
+
+def _scores(queries: Tensor, own_keys: Tensor) -> Tensor:
+    """Return the scores of each position's path, in float32 at least."""
+    grouped = queries.unflatten(1, (own_keys.shape[1], -1))
+    scores = torch.einsum("tsgd,tsld->tsgl", grouped, own_keys)
+    return _wide(scores) / math.sqrt(queries.shape[-1])
+
+
+def _wide(values: Tensor) -> Tensor:
+    """Return values in float32 at least."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+def _flash_forward(
+    queries: Tensor, keys: Tensor, values: Tensor, documents: DocumentBounds
+) -> tuple[Tensor, Tensor]:
+    """Return the output and the log-sum-exp (head, position) of causal attention by document."""
+    bounds, longest = documents
+    found = torch.ops.aten._flash_attention_forward(
+        queries, keys, values, bounds, bounds, longest, longest, 0.0, True, False
+    )
+    return found[0], found[1]
+
+
+def _flash_backward(
+    grad: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mixed: Tensor,
+    total: Tensor,
+    documents: DocumentBounds,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of queries, keys and values, from an output and its log-sum-exp."""
+    bounds, longest = documents
+    # without dropout no random state is read
+    seed = torch.zeros(2, dtype=torch.uint64, device=grad.device)
+    unused = torch.zeros((), dtype=torch.uint64, device=grad.device)
+    return torch.ops.aten._flash_attention_backward(
+        *(grad, queries, keys, values, mixed, total, bounds, bounds, longest, longest),
+        *(0.0, True, seed, unused),
+    )
