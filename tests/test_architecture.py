@@ -180,7 +180,7 @@ def test_no_head_imports_another():
 
 def test_tests_have_the_same_folders():
     folders = {path.name for path in Path(__file__).parent.iterdir() if path.is_dir()}
-    extra = {"golden", "oracles", "scripts", "__pycache__"}
+    extra = {"golden", "gpu", "oracles", "scripts", "__pycache__"}
     assert folders - extra == {one for one in FLOOR if (PACKAGE / one).is_dir()}
 
 

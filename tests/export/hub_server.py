@@ -103,8 +103,6 @@ class HubServer:
         self.requests: list[str] = []
         self.fail_at: int | None = None
         """Number of the first request, from 1, whose connection is lost; all later ones too."""
-        self.fails_once = False
-        """Whether only that one request is lost."""
         self.loses_replies = False
         """Whether requests are executed and only their replies are lost."""
         self.lock = Lock()
@@ -168,9 +166,7 @@ class HubServer:
         with self.lock:
             self.requests.append(line)
             number = len(self.requests)
-        if self.fail_at is None:
-            return False
-        return number == self.fail_at if self.fails_once else number >= self.fail_at
+        return self.fail_at is not None and number >= self.fail_at
 
     def answer(self, method: str, path: str, user: str | None, body: bytes) -> Reply:
         """Find the route and call it."""

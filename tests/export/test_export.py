@@ -381,7 +381,6 @@ def test_eagle3_layer_ids_are_written_in_both_conventions(base, texts, lent, tmp
     ("kind", "engine", "settings", "message"),
     [
         ("redrafter", "sglang", {}, "does not load this kind; engines that can: vllm$"),
-        ("hydra_heads", "tgi", {}, "does not load this kind; engines that can: vllm$"),
         ("medusa", "tgi", {"draft_tokens": 20}, "draft_tokens=20; engines that can: vllm$"),
         ("mlp_speculator", "tgi", {"tie_weights": False}, "tie_weights=False; .*: vllm$"),
         ("mlp_speculator", "tgi", {"state": "gated"}, "state='gated'; engines that can: vllm$"),
@@ -393,7 +392,6 @@ def test_eagle3_layer_ids_are_written_in_both_conventions(base, texts, lent, tmp
         ),
         ("eagle3", "llama_cpp", {"aux_layers": [3, 5]}, r"three layers, .* \[3, 5\]; .*: spec"),
         ("dflash", "llama_cpp", {"aux_layers": [2, 7]}, "streams end after layer 6.*: none$"),
-        ("dspark", "llama_cpp", {"aux_layers": [2, 7]}, "streams end after layer 6.*: none$"),
         ("dflash", "speculators", {"sample_from_anchor": True}, "=True; .*: llama_cpp$"),
         (
             "eagle3",
@@ -401,7 +399,6 @@ def test_eagle3_layer_ids_are_written_in_both_conventions(base, texts, lent, tmp
             {"aux_layers": [0, 3, 5]},
             r"are \[0, 3, 5\]; .*: llama_cpp, speculators, vllm$",
         ),
-        ("eagle3", "sglang", {"aux_layers": [2, 3]}, "three layers"),
         ("eagle3", "sglang", {"num_layers": 2}, "hold num_layers=2; .*: speculators, vllm$"),
         (
             "eagle3",

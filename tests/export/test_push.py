@@ -157,17 +157,6 @@ def test_download_equals_push(publish, server, run, capsys):
         assert torch.equal(theirs.state_dict()[name], value)
 
 
-def test_weights_are_uploaded_once_by_lfs_in_parts(publish, server):
-    publish()
-    weights = len(server.files(REPO)["model.safetensors"])
-    parts = [line for line in server.requests if re.search(r"PUT /_lfs/\w+/\d+", line)]
-    assert len(parts) == -(-weights // server.part_bytes) > 1
-    server.requests.clear()
-    publish(licence="mit")
-    assert not [line for line in server.requests if "PUT" in line]
-    assert b"license: mit" in server.files(REPO)["README.md"]
-
-
 def test_card_has_the_measurements_as_metadata_and_as_text(publish, server, run):
     publish(base_repo="ada/base", **LICENCES)
     found = ModelCard(server.files(REPO)["README.md"].decode())
@@ -390,32 +379,12 @@ def test_interrupted_upload_leaves_the_old_or_the_new_content(
         assert "\n" not in message
 
 
-def test_push_after_an_interrupted_push_succeeds(publish, server):
-    server.fail_at = 9
-    assert "holds either all of this push or the content from before" in refusal(publish)
-    assert server.files(REPO) == {}
-    server.fail_at = None
-    publish()
-    assert specheads.load_head(REPO).kind == "medusa"
-
-
 def test_push_removes_results_of_an_earlier_push(publish, server, run):
     publish()
     before = server.files(REPO)
     shutil.rmtree(run.report)
     publish()
     assert set(before) - set(server.files(REPO)) == {"results.json", "speed.png"}
-
-
-def test_upload_of_weights_is_retried_after_one_lost_connection(publish, server):
-    publish()
-    sent = [place for place, line in enumerate(server.requests, 1) if "PUT /_lfs/" in line]
-    server.repositories.clear()
-    server.objects.clear()
-    server.requests.clear()
-    server.fail_at, server.fails_once = sent[0], True
-    publish()
-    assert specheads.load_head(REPO).kind == "medusa"
 
 
 def test_token_is_never_printed_or_uploaded(publish, server, capsys, monkeypatch):

@@ -100,6 +100,11 @@ def layer_outputs_only(head: Head, base: FrozenBase) -> str:
     return f"it reads outputs of layers 1 and up, aux_layers are {list(head.aux_layers)}"
 
 
+BELOW_LAST = hidden_layers_only, "aux_layers below the last layer"
+LAYER_OUTPUTS = layer_outputs_only, "aux_layers below the last layer, none of them 0"
+"""Objections of layouts, with their rule for the documentation."""
+
+
 def layer_settings(head: Head, base: FrozenBase) -> dict[str, Any]:
     """Return the settings of a head's layers: Llama (EAGLE-3) or Qwen3 (block heads)."""
     assert isinstance(head, Eagle3 | BlockHead)
@@ -220,6 +225,7 @@ BLOCK: Settings = all_of(
 DSPARK: Settings = {**BLOCK, "markov_rank": None}
 DFLASH: Settings = {**BLOCK, "sample_from_anchor": (False,)}
 """vLLM and SGLang have no DFlash that samples from the anchor."""
+DRAFT_VOCABULARY = all_of("draft_tokens")
 
 
 def block_config(head: Head, base: FrozenBase) -> dict[str, Any]:

@@ -63,24 +63,12 @@ def eagle3_objection(head: Head, base: FrozenBase) -> str:
 
 RUN = "by its server (0c1e5709) on a CPU in float32 (`make llama_cpp`)"
 
+EAGLE3_LIMITS = "three aux_layers below the last layer; yarn by factor and betas alone; one layer"
+DFLASH: Settings = {**_shared.BLOCK, **_shared.DRAFT_VOCABULARY}
+DSPARK: Settings = {**_shared.DSPARK, **_shared.DRAFT_VOCABULARY}
+
 LAYOUTS = {
-    "eagle3": Layout(
-        write_eagle3,
-        EAGLE3,
-        "run",
-        RUN,
-        eagle3_objection,
-        "three aux_layers below the last layer; yarn by factor and betas alone; one layer",
-    ),
-    **{
-        kind: Layout(
-            write_block,
-            {**settings, **all_of("draft_tokens")},
-            "run",
-            RUN,
-            _shared.hidden_layers_only,
-            "aux_layers below the last layer",
-        )
-        for kind, settings in (("dflash", _shared.BLOCK), ("dspark", _shared.DSPARK))
-    },
+    "eagle3": Layout(write_eagle3, EAGLE3, "run", RUN, eagle3_objection, EAGLE3_LIMITS),
+    "dflash": Layout(write_block, DFLASH, "run", RUN, *_shared.BELOW_LAST),
+    "dspark": Layout(write_block, DSPARK, "run", RUN, *_shared.BELOW_LAST),
 }

@@ -65,24 +65,10 @@ def eagle3_objection(head: Head, base: FrozenBase) -> str:
 
 READ = "as SGLang 0.5.23's sources read it"
 
+EAGLE3_RULE = eagle3_objection, "three aux_layers, none of them 0; the paper's network only"
+
 LAYOUTS = {
-    "eagle3": Layout(
-        write_eagle3,
-        _shared.EAGLE3_PLAIN,
-        "layout",
-        READ,
-        eagle3_objection,
-        "three aux_layers, none of them 0; the paper's network only",
-    ),
-    **{
-        kind: Layout(
-            write_blocks,
-            settings,
-            "layout",
-            READ,
-            _shared.layer_outputs_only,
-            "aux_layers below the last layer, none of them 0",
-        )
-        for kind, settings in (("dflash", _shared.DFLASH), ("dspark", _shared.DSPARK))
-    },
+    "eagle3": Layout(write_eagle3, _shared.EAGLE3_PLAIN, "layout", READ, *EAGLE3_RULE),
+    "dflash": Layout(write_blocks, _shared.DFLASH, "layout", READ, *_shared.LAYER_OUTPUTS),
+    "dspark": Layout(write_blocks, _shared.DSPARK, "layout", READ, *_shared.LAYER_OUTPUTS),
 }

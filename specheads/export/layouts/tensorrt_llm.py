@@ -27,22 +27,13 @@ def write_eagle3(head: Head, base: FrozenBase, out: Path) -> Folder:
         f"trtllm-serve {named_base(base)} --backend pytorch "
         f"--extra_llm_api_options {shlex.quote(str(out / OPTIONS))}"
     )
-    return Folder(
-        _shared.eagle3_config(head, base),
-        _shared.tensors(head),
-        (line,),
-        # JSON is also YAML
-        files={OPTIONS: json.dumps(options, indent=2) + "\n"},
-    )
+    # JSON is also YAML
+    files = {OPTIONS: json.dumps(options, indent=2) + "\n"}
+    config = _shared.eagle3_config(head, base)
+    return Folder(config, _shared.tensors(head), (line,), files=files)
 
 
-LAYOUTS = {
-    "eagle3": Layout(
-        write_eagle3,
-        _shared.EAGLE3_PLAIN,
-        "layout",
-        "as its sources (00679c66) read it",
-        _shared.layer_outputs_only,
-        "no aux layer 0; the paper's network only",
-    )
-}
+READ = "as its sources (00679c66) read it"
+RULE = _shared.layer_outputs_only, "no aux layer 0; the paper's network only"
+
+LAYOUTS = {"eagle3": Layout(write_eagle3, _shared.EAGLE3_PLAIN, "layout", READ, *RULE)}

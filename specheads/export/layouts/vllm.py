@@ -63,12 +63,7 @@ PLUGIN = {
 
 LAYOUTS = {
     "eagle3": Layout(
-        write_eagle3,
-        _shared.EAGLE3_ALL,
-        "run",
-        f"natively, {NOTE}",
-        _shared.hidden_layers_only,
-        "aux_layers below the last layer",
+        write_eagle3, _shared.EAGLE3_ALL, "run", f"natively, {NOTE}", *_shared.BELOW_LAST
     ),
     **{
         kind: Layout(write_plugin, all_of("draft_tokens", *names), "run", f"plug-in, {NOTE}")

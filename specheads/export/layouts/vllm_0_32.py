@@ -33,10 +33,7 @@ def write_medusa(head: Head, base: FrozenBase, out: Path) -> Folder:
         "hidden_size": head.width,
         "vocab_size": head.vocab_size,
     }
-    lines = (
-        serve_tgi(head, base, out),
-        f"{serve(head, base, 'medusa', str(out))}  # vllm==0.32.0",
-    )
+    lines = serve_tgi(head, base, out), f"{serve(head, base, 'medusa', str(out))}  # vllm==0.32.0"
     return Folder(config, _tensors(head), lines, weights_file="medusa_lm_head.safetensors")
 
 
@@ -63,11 +60,6 @@ def _tensors(head: Head) -> dict[str, Tensor]:
     return named
 
 
-LAYOUTS = {
-    "medusa": Layout(
-        write_medusa,
-        SETTINGS,
-        "run",
-        "same folder as TGI's; in vLLM 0.32.0 on a CPU (`make vllm`)",
-    )
-}
+NOTE = "same folder as TGI's; in vLLM 0.32.0 on a CPU (`make vllm`)"
+
+LAYOUTS = {"medusa": Layout(write_medusa, SETTINGS, "run", NOTE)}
