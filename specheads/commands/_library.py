@@ -40,6 +40,9 @@ from specheads.training.processes import accelerator_of_environment
 
 T = TypeVar("T")
 
+GATES: dict[str, hub.Gate | None] = {"": None, "false": False, "auto": "auto", "manual": "manual"}
+"""Values of `gated=`."""
+
 Prompts = str | Path | Sequence[Sequence[int]] | None
 """A name, a .jsonl file, or token ids; None is what the settings say."""
 
@@ -210,7 +213,7 @@ def push(
         asdict(_compose.read_run(made.config, config.Train)),
         settings.repo,
         private=settings.private,
-        gated=settings.gated,
+        gated=GATES[settings.gated.lower()],
         base_repo=settings.base_repo,
         licence=settings.licence,
         data_licence=settings.data_licence,

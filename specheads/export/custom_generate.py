@@ -95,14 +95,15 @@ def custom_generate(
             # at every call, because the model may have moved or be another one
             with torch.inference_mode(False):
                 fit(head, base, force=force)
-        refuse_unfit(base, call.prompts, call.max_new_tokens)
+        prompts = [request.prompt for request in call.requests]
+        refuse_unfit(base, prompts, call.max_new_tokens)
         engine = Engine(
             base,
             head,
             tree=tree,
             acceptance=acceptance,
-            max_batch=len(call.prompts),
-            max_length=max(map(len, call.prompts)) + call.max_new_tokens,
+            max_batch=len(prompts),
+            max_length=max(map(len, prompts)) + call.max_new_tokens,
             coupled=coupled,
         )
         rows = _decode(engine, call, input_ids)
@@ -128,19 +129,9 @@ def _base(model: PreTrainedModel) -> FrozenBase:
 
 def _decode(engine: Engine, call: "Call", input_ids: Int[Tensor, "batch time"]) -> list[list[int]]:
     """Return the new tokens of each row."""
-    each = each_prompt(call.sampling, len(call.prompts))
-    requests = [
-        Request(
-            prompt=prompt,
-            max_new_tokens=call.max_new_tokens,
-            sampling=sampling,
-            eos_ids=call.eos_ids,
-        )
-        for prompt, sampling in zip(call.prompts, each, strict=True)
-    ]
     rows = [
         _Row(engine.submit(request), call, text)
-        for request, text in zip(requests, input_ids, strict=True)
+        for request, text in zip(call.requests, input_ids, strict=True)
     ]
     more = True
     while more:
@@ -203,13 +194,11 @@ _RECORDS = ("output_scores", "output_logits", "output_attentions", "output_hidde
 class Call:
     """The arguments of one call of `generate`."""
 
-    prompts: list[list[int]]
-    """Without padding."""
+    requests: list[Request]
+    """One per row, without padding."""
     max_new_tokens: int
-    eos_ids: tuple[int, ...]
     pad_id: int
     """Token after the end of a row that ended before the others."""
-    sampling: Sampling
     criteria: StoppingCriteriaList
     """Stopping criteria other than the length and the end-of-text tokens."""
     streamer: BaseStreamer | None
@@ -229,8 +218,7 @@ def read_call(
     _refuse(config, given, model_kwargs)
     batch, width = input_ids.shape
     padding = _padding(input_ids, model_kwargs)
-    rows = zip(input_ids.tolist(), padding.tolist(), strict=True)
-    sampling = _sampling(processors, bool(config.do_sample), padding)
+    each = each_prompt(_sampling(processors, bool(config.do_sample), padding), batch)
     ends = [one.eos_token_id for one in criteria if type(one) is EosTokenCriteria]
     eos_ids = tuple(token for ids in ends for token in ids.tolist())
     lengths = [one.max_length for one in criteria if type(one) is MaxLengthCriteria]
@@ -248,14 +236,16 @@ def read_call(
             f"{type(others[0]).__name__} can end a row of a batch, and its padding needs a token; "
             "set eos_token_id, or generate for each prompt alone"
         )
-    pad_id = config.pad_token_id
+    limit, pad_id = max(min(lengths) - width, 1), config.pad_token_id
+    rows = zip(input_ids.tolist(), padding.tolist(), each, strict=True)
     return Call(
-        prompts=[row[empty:] for row, empty in rows],
-        max_new_tokens=max(min(lengths) - width, 1),
-        eos_ids=eos_ids,
+        requests=[
+            Request(prompt=row[empty:], max_new_tokens=limit, sampling=sampling, eos_ids=eos_ids)
+            for row, empty, sampling in rows
+        ],
+        max_new_tokens=limit,
         # the default of transformers; without an end-of-text token no row ends early
         pad_id=pad_id if pad_id is not None else next(iter(eos_ids), 0),
-        sampling=sampling,
         criteria=StoppingCriteriaList(others),
         streamer=streamer,
         as_dict=bool(config.return_dict_in_generate),

@@ -32,11 +32,7 @@ from specheads.runs.directory import RunDirectory
 Contents = dict[str, bytes | Path]
 """Files by their path in the repository: their bytes, or the local file to read."""
 
-GATES: dict[str, Literal["auto", "manual", False]] = {
-    "auto": "auto",
-    "manual": "manual",
-    "false": False,
-}
+Gate = Literal["auto", "manual", False]
 
 RESULTS = "results.json"
 SETTINGS = "training.json"
@@ -72,7 +68,7 @@ def push_run(
     repo: str,
     *,
     private: bool | None = None,
-    gated: str = "",
+    gated: Gate | None = None,
     base_repo: str = "",
     licence: str = "unknown",
     data_licence: str = "",
@@ -87,15 +83,12 @@ def push_run(
         settings: The run's settings.
         repo: USER/NAME.
         private: Visibility; None keeps that of a repository and makes a new one public.
-        gated: auto, manual, false, or empty to keep the present state.
+        gated: Whether users must request access; None keeps the present state.
         base_repo: Hub id of the base, if the run loaded it from elsewhere.
         licence: Licence of the head.
         data_licence: Licence of the corpus.
         dry_run: Return the files and contact nothing.
     """
-    gated = gated.lower()
-    if gated and gated not in GATES:
-        raise InputError(f"gated must be one of {', '.join(GATES)}, got {gated!r}")
     for name, value in (("repo", repo), ("base_repo", base_repo)):
         try:
             validate_repo_id(value or "none")
@@ -183,7 +176,9 @@ def _measured_base(run: RunDirectory, settings: Mapping[str, Any]) -> FrozenBase
     return base
 
 
-def push(repo: str, files: Contents, *, private: bool | None = None, gated: str = "") -> str:
+def push(
+    repo: str, files: Contents, *, private: bool | None = None, gated: Gate | None = None
+) -> str:
     """Upload the files in one commit and return its address.
 
     Visibility is set before any file is uploaded, and a missing repository is created. Large files
@@ -195,8 +190,8 @@ def push(repo: str, files: Contents, *, private: bool | None = None, gated: str 
     try:
         api = HfApi()
         api.create_repo(repo, private=private, exist_ok=True)
-        if private is not None or gated:
-            api.update_repo_settings(repo, private=private, gated=GATES[gated] if gated else None)
+        if private is not None or gated is not None:
+            api.update_repo_settings(repo, private=private, gated=gated)
         present = api.list_repo_files(repo)
         _refuse_another_model(repo, files, present)
         # remove results of an earlier push, because they describe another head
