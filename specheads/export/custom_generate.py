@@ -127,10 +127,12 @@ def _base(model: PreTrainedModel) -> FrozenBase:
     return base
 
 
-def _decode(engine: Engine, call: "Call", input_ids: Int[Tensor, "batch time"]) -> list[list[int]]:
+def _decode(
+    engine: Engine, call: "GenerateCall", input_ids: Int[Tensor, "batch time"]
+) -> list[list[int]]:
     """Return the new tokens of each row."""
     rows = [
-        _Row(engine.submit(request), call, text)
+        _RowOutput(engine.submit(request), call, text)
         for request, text in zip(call.requests, input_ids, strict=True)
     ]
     more = True
@@ -143,13 +145,13 @@ def _decode(engine: Engine, call: "Call", input_ids: Int[Tensor, "batch time"]) 
     return [row.tokens for row in rows]
 
 
-class _Row:
+class _RowOutput:
     """The output of one row, with the stopping criteria applied after every token.
 
     `text` is the prompt as transformers has it, with padding.
     """
 
-    def __init__(self, stream: Stream, call: "Call", text: Int[Tensor, " time"]) -> None:
+    def __init__(self, stream: Stream, call: "GenerateCall", text: Int[Tensor, " time"]) -> None:
         self.tokens: list[int] = []
         self._stream, self._call, self._text = stream, call, text
         self._ended = False
@@ -191,7 +193,7 @@ _RECORDS = ("output_scores", "output_logits", "output_attentions", "output_hidde
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class GenerateCall:
     """The arguments of one call of `generate`."""
 
     requests: list[Request]
@@ -212,7 +214,7 @@ def read_call(
     criteria: StoppingCriteriaList,
     config: GenerationConfig,
     model_kwargs: dict[str, Any],
-) -> Call:
+) -> GenerateCall:
     """Translate the arguments that transformers passes; refuse the unsupported ones."""
     given = caller()
     _refuse(config, given, model_kwargs)
@@ -238,7 +240,7 @@ def read_call(
         )
     limit, pad_id = max(min(lengths) - width, 1), config.pad_token_id
     rows = zip(input_ids.tolist(), padding.tolist(), each, strict=True)
-    return Call(
+    return GenerateCall(
         requests=[
             Request(prompt=row[empty:], max_new_tokens=limit, sampling=sampling, eos_ids=eos_ids)
             for row, empty, sampling in rows

@@ -83,11 +83,11 @@ def _prepare_runner() -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class RequestSpan:
     """The positions of one request in one forward, without rejected drafts."""
 
     index: int
-    """Row of the request in vLLM's batch."""
+    """RequestSpan of the request in vLLM's batch."""
     offset: int
     """Index of its first position in the forward's hidden states."""
     start: int
@@ -169,7 +169,7 @@ class Proposer:
             # the sampled tokens are the accepted drafts and one new token, which is not read yet
             rejected = drafted[index] - max(len(sampled) - 1, 0)
             start, length = int(batch.num_computed_tokens_cpu[index]), scheduled[request]
-            self._rows.append(Row(index, offset, start, length - rejected, bool(sampled)))
+            self._rows.append(RequestSpan(index, offset, start, length - rejected, bool(sampled)))
             offset += length
         self._hidden, self._table = given["hidden_states"], batch.block_table[self._group]
 
@@ -193,13 +193,15 @@ class Proposer:
                 drafts[row.index] = chain
         return drafts
 
-    def _batches(self) -> list[list[Row]]:
+    def _batches(self) -> list[list[RequestSpan]]:
         """Return groups of rows of similar length; each group is one batch of the head."""
         drafting = [row for row in self._rows if row.drafts]
         if self._memory is None:
             # such a head reads only the last position
             ends = [
-                Row(row.index, row.offset + row.count - 1, row.start + row.count - 1, 1, True)
+                RequestSpan(
+                    row.index, row.offset + row.count - 1, row.start + row.count - 1, 1, True
+                )
                 for row in drafting
             ]
             return [ends] if ends else []
@@ -209,7 +211,7 @@ class Proposer:
         long = [[row] for row in self._rows if row.count > most or not row.drafts]
         return [*long, short] if short else long
 
-    def _draft(self, rows: list[Row], texts: Int[Tensor, "row slot"]) -> list[list[int]]:
+    def _draft(self, rows: list[RequestSpan], texts: Int[Tensor, "row slot"]) -> list[list[int]]:
         """Update the head's KV cache with these rows, and draft if the rows need drafts."""
         numbers = torch.tensor([(row.index, row.offset, row.start, row.count) for row in rows]).T
         index, offset, start, count = numbers

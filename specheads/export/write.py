@@ -49,7 +49,7 @@ MERGED_BASE = "base"
 TOLERANCE = 1e-4
 """Largest difference between logits, relative to the largest logit: float32 rotary tables."""
 
-Text = tuple[list[int], list[int]]
+GateText = tuple[list[int], list[int]]
 """A prompt and its greedy continuation by the base."""
 
 
@@ -65,7 +65,7 @@ class Parity:
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
+class LevelDraft:
     """The output of a head at one depth, for every position of a text."""
 
     logits: Float[Tensor, "time drafted"]
@@ -80,13 +80,13 @@ class Draft:
 class Expected:
     """The drafts of the trained head on one text."""
 
-    text: Text
+    text: GateText
     features: Features
-    drafts: list[Draft]
+    drafts: list[LevelDraft]
 
 
 def export_head(
-    head: Head, base: FrozenBase, engine: str, out: Path, texts: Sequence[Text]
+    head: Head, base: FrozenBase, engine: str, out: Path, texts: Sequence[GateText]
 ) -> tuple[tuple[str, ...], Parity]:
     """Write a head for an engine; return the command lines that serve it and the gate's result.
 
@@ -171,7 +171,7 @@ def gate_texts(
     prompt_tokens: int = 64,
     new_tokens: int = 64,
     corpus: Data | None = None,
-) -> list[Text]:
+) -> list[GateText]:
     """Return prompts and their greedy continuations by the base, for the gate.
 
     Args:
@@ -209,7 +209,7 @@ def gate_texts(
 
 @torch.no_grad()
 def expect(
-    head: Head, base: FrozenBase, texts: Sequence[Text], lent: tuple[Tensor, Tensor]
+    head: Head, base: FrozenBase, texts: Sequence[GateText], lent: tuple[Tensor, Tensor]
 ) -> Iterator[Expected]:
     """Yield the drafts of the trained head for each text, computed in float64 on the CPU.
 
@@ -226,7 +226,7 @@ def expect(
 
 def exported_drafts(
     folder: Path, head: Head, base: FrozenBase, lent: tuple[Tensor, Tensor]
-) -> Callable[[Expected], list[Draft]]:
+) -> Callable[[Expected], list[LevelDraft]]:
     """Load an export as a user does; return a function that drafts with it on a text.
 
     `load_head` ignores the copies of the base's tensors that some layouts need, so they are
@@ -257,7 +257,9 @@ def exported_drafts(
 
 
 @torch.no_grad()
-def check(expected: Iterable[Expected], draft: Callable[[Expected], Iterable[Draft]]) -> Parity:
+def check(
+    expected: Iterable[Expected], draft: Callable[[Expected], Iterable[LevelDraft]]
+) -> Parity:
     """Compare the drafts of an export with those of the trained head.
 
     Raises:
@@ -291,13 +293,13 @@ def check(expected: Iterable[Expected], draft: Callable[[Expected], Iterable[Dra
     return Parity(own_counts.per_depth(), own_counts.tokens_per_forward, worst.max().item())
 
 
-def drafts(head: Head, features: Features) -> list[Draft]:
+def drafts(head: Head, features: Features) -> list[LevelDraft]:
     """Return the drafts of a head along one text, at every depth."""
     tokens = features.tokens
     assert tokens is not None
     ids = head.to_tokens(torch.arange(head.drafted_size))
     return [
-        Draft(head.logits(state[0], level), ids, head.confidence_logits(state[0]))
+        LevelDraft(head.logits(state[0], level), ids, head.confidence_logits(state[0]))
         for level, state in enumerate(head.states(features, tokens))
     ]
 
@@ -322,12 +324,12 @@ def _lent_rows(head: Head, base: FrozenBase) -> Tensor:
     return base.projection.scaled_weight[ids]
 
 
-def _walk(drafted: Sequence[Draft], prompt: list[int], continuation: list[int]) -> DepthCounts:
+def _walk(drafted: Sequence[LevelDraft], prompt: list[int], continuation: list[int]) -> DepthCounts:
     return replay(_hits(drafted, prompt, continuation), policies.chain(len(drafted)))
 
 
 def _hits(
-    drafted: Sequence[Draft], prompt: list[int], continuation: list[int]
+    drafted: Sequence[LevelDraft], prompt: list[int], continuation: list[int]
 ) -> Int[Tensor, "root depth"]:
     """Return 0 where the best draft is the base's token, 1 where not, and -1 beyond the text.
 
@@ -343,7 +345,7 @@ def _hits(
     return ranks
 
 
-def _difference(ours: Draft, theirs: Draft, level: int) -> float:
+def _difference(ours: LevelDraft, theirs: LevelDraft, level: int) -> float:
     """Return the largest difference between two logits, relative to the largest logit.
 
     Rows whose next token is beyond the text are left out.

@@ -23,8 +23,8 @@ from specheads.export.layouts import engine_module, engines, find_layout, object
 from specheads.export.layouts._shared import Folder
 from specheads.export.write import (
     RECORD,
-    Draft,
     Expected,
+    LevelDraft,
     check,
     expect,
     export_head,
@@ -40,7 +40,7 @@ from specheads.measure.report import write_report
 from specheads.measure.store import to_json
 from tests import tiny
 from tests.oracles import ORACLES, blocks, eagle3, medusa, mlp_speculator
-from tests.oracles.shared import BaseView, Oracle, view_base
+from tests.oracles.shared import BaseView, DraftOracle, view_base
 from tests.results import bare
 from tests.scripts.loading import load_script
 from tests.tuned import tree
@@ -143,11 +143,11 @@ def variants(kind: str, engine: str, base: FrozenBase, depth: int = 3) -> Iterat
 
 
 def by(
-    oracle: Oracle, folder: Path, base: FrozenBase, lent: tuple[Tensor, Tensor]
-) -> Callable[[Expected], list[Draft]]:
+    oracle: DraftOracle, folder: Path, base: FrozenBase, lent: tuple[Tensor, Tensor]
+) -> Callable[[Expected], list[LevelDraft]]:
     """Return a function for `check` that drafts with an oracle."""
 
-    def draft(expected: Expected) -> list[Draft]:
+    def draft(expected: Expected) -> list[LevelDraft]:
         view = view_base(base, expected.text, lent)
         return list(oracle(folder, view, len(expected.drafts)))
 

@@ -7,9 +7,9 @@ unknown or of another shape.
 """
 
 from tests.oracles import blocks, eagle3, medusa, mlp_speculator, plugin
-from tests.oracles.shared import Oracle
+from tests.oracles.shared import DraftOracle
 
-ORACLES: dict[tuple[str, str], Oracle] = {
+ORACLES: dict[tuple[str, str], DraftOracle] = {
     ("medusa", "vllm"): medusa.own,
     ("mlp_speculator", "vllm"): mlp_speculator.own,
     ("hydra_heads", "vllm"): plugin.hydra_heads,

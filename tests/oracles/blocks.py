@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from specheads.core.errors import InputError
-from specheads.export.write import Draft
+from specheads.export.write import LevelDraft
 from tests.oracles.shared import (
     BaseView,
     Stored,
@@ -33,7 +33,7 @@ MARKOV = "markov_head.markov_w1.weight"
 
 
 @dataclass(frozen=True, slots=True)
-class _Settings:
+class _BlockSettings:
     """Settings of the network, from any of the formats."""
 
     layer: dict[str, Any]
@@ -50,7 +50,7 @@ class _Settings:
     """Rank of the Markov head; 0 for a head without it."""
 
 
-def dflash(folder: Path, base: BaseView, depth: int) -> Iterator[Draft]:
+def dflash(folder: Path, base: BaseView, depth: int) -> Iterator[LevelDraft]:
     """Each mask drafts the token at its own position; attention is bidirectional."""
     config = read_config(folder)
     # in vLLM False or a missing value makes the layers causal
@@ -60,7 +60,7 @@ def dflash(folder: Path, base: BaseView, depth: int) -> Iterator[Draft]:
     yield from _draft(_stored(folder), _speculators(config), base, depth)
 
 
-def dspark(folder: Path, base: BaseView, depth: int) -> Iterator[Draft]:
+def dspark(folder: Path, base: BaseView, depth: int) -> Iterator[LevelDraft]:
     """With sample_from_anchor the anchor drafts; each token biases the next level."""
     config = read_config(folder)
     need(config, speculators_model_type="dspark", markov_head_type="vanilla")
@@ -71,9 +71,9 @@ def dspark(folder: Path, base: BaseView, depth: int) -> Iterator[Draft]:
     yield from _draft(_stored(folder), _speculators(config, config["markov_rank"]), base, depth)
 
 
-def _speculators(config: dict[str, Any], rank: int = 0) -> _Settings:
+def _speculators(config: dict[str, Any], rank: int = 0) -> _BlockSettings:
     """Return the settings of the speculators format; id k is the stream after k layers."""
-    return _Settings(
+    return _BlockSettings(
         config["transformer_layer_config"],
         config["aux_hidden_state_layer_ids"],
         config["block_size"],
@@ -83,14 +83,14 @@ def _speculators(config: dict[str, Any], rank: int = 0) -> _Settings:
     )
 
 
-def sglang_dflash(folder: Path, base: BaseView, depth: int) -> Iterator[Draft]:
+def sglang_dflash(folder: Path, base: BaseView, depth: int) -> Iterator[LevelDraft]:
     """The anchor's slot never drafts, and block_size counts it."""
     config = read_config(folder)
     need(config, architectures=["DFlashDraftModel"])
     yield from _draft(_stored(folder), _authors(config, depth + 1, base), base, depth)
 
 
-def sglang_dspark(folder: Path, base: BaseView, depth: int) -> Iterator[Draft]:
+def sglang_dspark(folder: Path, base: BaseView, depth: int) -> Iterator[LevelDraft]:
     """sample_from_anchor is read at the top level only, and its default is True.
 
     block_size is the number of drafted tokens; without anchor sampling there is one more slot.
@@ -104,7 +104,7 @@ def sglang_dspark(folder: Path, base: BaseView, depth: int) -> Iterator[Draft]:
     yield from _draft(_stored(folder), read, base, depth)
 
 
-def _authors(config: dict[str, Any], size: int, base: BaseView) -> _Settings:
+def _authors(config: dict[str, Any], size: int, base: BaseView) -> _BlockSettings:
     """Return the settings of the authors' formats; id v is the output of layer v.
 
     Values in dflash_config have priority over the top level.
@@ -117,14 +117,14 @@ def _authors(config: dict[str, Any], size: int, base: BaseView) -> _Settings:
     if min(ids) < 0:
         raise InputError(f"target_layer_ids count from the first layer, 0, got {ids}")
     streams = [one + 1 for one in ids]
-    return _Settings(config, streams, size, settings["mask_token_id"], len(base.embedding))
+    return _BlockSettings(config, streams, size, settings["mask_token_id"], len(base.embedding))
 
 
 def _need_method(config: dict[str, Any], depth: int) -> None:
     need(config["speculators_config"]["proposal_methods"][0], speculative_tokens=depth)
 
 
-def llama_cpp(folder: Path, base: BaseView, depth: int) -> Iterator[Draft]:
+def llama_cpp(folder: Path, base: BaseView, depth: int) -> Iterator[LevelDraft]:
     """The Markov head is optional, and its tensors decide; attention is bidirectional by default.
 
     The default of sample_from_anchor is False.
@@ -202,14 +202,16 @@ class _Markov:
         self.sure = stored.take("confidence_head.proj.weight", 1, width + rank)
         self.bias = stored.take("confidence_head.proj.bias", 1)
 
-    def corrected(self, guess: Draft, states: Tensor, tokens: Tensor) -> Draft:
+    def corrected(self, guess: LevelDraft, states: Tensor, tokens: Tensor) -> LevelDraft:
         """Add the bias of these previous tokens, and the confidence."""
         before = self.embedding[tokens]
         sure = torch.cat([states, before], dim=-1) @ self.sure[0] + self.bias
-        return Draft(guess.logits + before @ self.out.T, guess.ids, sure)
+        return LevelDraft(guess.logits + before @ self.out.T, guess.ids, sure)
 
 
-def _draft(stored: Stored, settings: _Settings, base: BaseView, depth: int) -> Iterator[Draft]:
+def _draft(
+    stored: Stored, settings: _BlockSettings, base: BaseView, depth: int
+) -> Iterator[LevelDraft]:
     """Draft a block from every position of the text, one position at a time."""
     layer = settings.layer
     (vocab, width), epsilon = base.embedding.shape, layer["rms_norm_eps"]
@@ -237,7 +239,7 @@ def _draft(stored: Stored, settings: _Settings, base: BaseView, depth: int) -> I
             stream = one.forward(stream, place + 1)
         found.append(rms(stream[-depth:], norm, epsilon))
     for level, states in enumerate(torch.stack(found, dim=1)):
-        guess = Draft(states @ head.T, tokens)
+        guess = LevelDraft(states @ head.T, tokens)
         yield guess if markov is None else markov.corrected(guess, states, before[level])
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from specheads.core.errors import InputError
-from specheads.export.write import Draft
+from specheads.export.write import LevelDraft
 from tests.oracles.llama import Layer
 from tests.oracles.shared import BaseView, Stored, read_config, rms
 from tests.oracles.shared import require as need
@@ -24,7 +24,7 @@ ARCHITECTURE = "LlamaForCausalLMEagle3"
 IDS = "eagle_aux_hidden_state_layer_ids"
 
 
-def vllm(folder: Path, base: BaseView, depth: int) -> Iterator[Draft]:
+def vllm(folder: Path, base: BaseView, depth: int) -> Iterator[LevelDraft]:
     """Id k is the stream after k layers; ids at the top level have priority over eagle_config."""
     config = read_config(folder)
     need(config, architectures=[ARCHITECTURE], target_hidden_size=base.hidden.shape[1])
@@ -34,7 +34,7 @@ def vllm(folder: Path, base: BaseView, depth: int) -> Iterator[Draft]:
     yield from _draft(folder, config, base, depth, sorted(set(ids)))
 
 
-def speculators(folder: Path, base: BaseView, depth: int) -> Iterator[Draft]:
+def speculators(folder: Path, base: BaseView, depth: int) -> Iterator[LevelDraft]:
     """The layer's settings are one level down; the default of norm_before_residual is True."""
     outer = read_config(folder)
     parallel = "mask_token_id" in outer
@@ -49,7 +49,7 @@ def speculators(folder: Path, base: BaseView, depth: int) -> Iterator[Draft]:
     yield from _draft(folder, config, base, depth, sorted(set(outer[IDS])))
 
 
-def sglang(folder: Path, base: BaseView, depth: int) -> Iterator[Draft]:
+def sglang(folder: Path, base: BaseView, depth: int) -> Iterator[LevelDraft]:
     """Id v of eagle_config is the stream after v + 1 layers; other ids are not read.
 
     norm_before_residual is not read, and attention has no biases.
@@ -62,7 +62,7 @@ def sglang(folder: Path, base: BaseView, depth: int) -> Iterator[Draft]:
     yield from _draft(folder, config | {"norm_before_residual": False}, base, depth, ids)
 
 
-def tensorrt_llm(folder: Path, base: BaseView, depth: int) -> Iterator[Draft]:
+def tensorrt_llm(folder: Path, base: BaseView, depth: int) -> Iterator[LevelDraft]:
     """Id v of its own options is the output of layer v; norm_before_residual is not read.
 
     The options are YAML, and JSON is valid YAML.
@@ -78,7 +78,7 @@ def tensorrt_llm(folder: Path, base: BaseView, depth: int) -> Iterator[Draft]:
     yield from _draft(folder, config | {"norm_before_residual": False}, base, depth, ids)
 
 
-def llama_cpp(folder: Path, base: BaseView, depth: int) -> Iterator[Draft]:
+def llama_cpp(folder: Path, base: BaseView, depth: int) -> Iterator[LevelDraft]:
     """Id k is the input of layer k, counted from zero; only ids at the top level are read.
 
     It needs three ids, in the order of config.json, and one layer. fc_norm and norm_output are not
@@ -95,7 +95,7 @@ def llama_cpp(folder: Path, base: BaseView, depth: int) -> Iterator[Draft]:
 
 def _draft(
     folder: Path, config: dict[str, Any], base: BaseView, depth: int, ids: Sequence[int]
-) -> Iterator[Draft]:
+) -> Iterator[LevelDraft]:
     """Draft `depth` tokens from all positions of the text at once, along the text."""
     stored = Stored(folder / "model.safetensors")
     width, vocab = base.hidden.shape[1], len(base.embedding)
@@ -142,7 +142,7 @@ def _draft(
         answer = norm(stream)
         if config.get("norm_output", False):
             stream = answer
-        yield Draft(answer @ head.T, tokens)
+        yield LevelDraft(answer @ head.T, tokens)
 
 
 def _fuse(

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from specheads.core.errors import InputError
-from specheads.export.write import Draft
+from specheads.export.write import LevelDraft
 from tests.oracles.shared import BaseView, Stored, open_own, read_config, rms
 from tests.oracles.shared import require as need
 
 EPSILON = 1e-6
 
 
-def tgi(folder: Path, base: BaseView, depth: int) -> Iterator[Draft]:
+def tgi(folder: Path, base: BaseView, depth: int) -> Iterator[LevelDraft]:
     """Read the first copy of each tied tensor, and the second projection, as TGI does.
 
     TGI computes the weights of state and token from `--speculate`, so that number must equal
@@ -44,7 +44,7 @@ def tgi(folder: Path, base: BaseView, depth: int) -> Iterator[Draft]:
         read = tied["emb.weight"][base.tokens.roll(-1 - level)]
         mixed = old * (state @ (later if level else first).T) + new * read
         state = _gelu(rms(mixed, tied["ln.weight"], EPSILON) + tied["ln.bias"])
-        yield Draft(state @ tied["head.weight"].T, torch.arange(vocab))
+        yield LevelDraft(state @ tied["head.weight"].T, torch.arange(vocab))
 
 
 def _tied(stored: Stored, name: str, shape: tuple[int, ...], levels: range) -> Tensor:
@@ -56,7 +56,7 @@ def _tied(stored: Stored, name: str, shape: tuple[int, ...], levels: range) -> T
     return copies[0]
 
 
-def own(folder: Path, base: BaseView, depth: int) -> Iterator[Draft]:
+def own(folder: Path, base: BaseView, depth: int) -> Iterator[LevelDraft]:
     """Read our own layout: tied or untied, plain or gated state, full or draft vocabulary."""
     config, stored, ids = open_own(folder, base, depth, "mlp_speculator")
     vocab, width = base.embedding.shape
@@ -92,7 +92,7 @@ def own(folder: Path, base: BaseView, depth: int) -> Iterator[Draft]:
             state = _gelu(rms(cell, scale, EPSILON) + shift) * leave.sigmoid()
         else:
             state = _gelu(rms(old * moved + new * read, scale, EPSILON) + shift)
-        yield Draft(state @ head[own_set].T, ids)
+        yield LevelDraft(state @ head[own_set].T, ids)
 
 
 def weigh(depth: int, inner: int) -> tuple[float, float]:

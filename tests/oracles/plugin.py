@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specheads.export.write import Draft
+from specheads.export.write import LevelDraft
 from tests.oracles.llama import Layer
 from tests.oracles.shared import BaseView, Stored, open_own, rms, silu
 
 EPSILON = 1e-5
 
 
-def hydra_heads(folder: Path, base: BaseView, depth: int) -> Iterator[Draft]:
+def hydra_heads(folder: Path, base: BaseView, depth: int) -> Iterator[LevelDraft]:
     """Head k reads the state and the next k + 1 embeddings.
 
     Source: zankner/Hydra, hydra/model/hydra_heads/mlp_head.py and prefix_mlp_head.py.
@@ -33,7 +33,7 @@ def hydra_heads(folder: Path, base: BaseView, depth: int) -> Iterator[Draft]:
             if layer == 0:
                 state = stored.linear(f"{name}.res_connection", width, state)
             state = state + moved
-        yield Draft(stored.linear(f"head.{level}", len(ids), state), ids)
+        yield LevelDraft(stored.linear(f"head.{level}", len(ids), state), ids)
     stored.close()
 
 
@@ -47,7 +47,7 @@ def _prefixed(stored: Stored, config: dict[str, Any], hidden: Tensor) -> Tensor:
     return rms(layer.round(rms(hidden, before, EPSILON), hidden), after, EPSILON)
 
 
-def redrafter(folder: Path, base: BaseView, depth: int) -> Iterator[Draft]:
+def redrafter(folder: Path, base: BaseView, depth: int) -> Iterator[LevelDraft]:
     """Apply a recurrent cell or a sum to embeddings, then blocks to [hidden, state].
 
     Source: apple/ml-recurrent-drafter, recurrent_drafting/modeling_drafter.py.
@@ -84,10 +84,10 @@ def redrafter(folder: Path, base: BaseView, depth: int) -> Iterator[Draft]:
             out = out @ adapter[0].T + adapter[1]
         for weight, bias in blocks:
             out = out + silu(out @ weight.T + bias)
-        yield Draft(out @ head.T, ids)
+        yield LevelDraft(out @ head.T, ids)
 
 
-def mtp(folder: Path, base: BaseView, depth: int) -> Iterator[Draft]:
+def mtp(folder: Path, base: BaseView, depth: int) -> Iterator[LevelDraft]:
     """Apply one layer repeatedly to a projection of its output and a token.
 
     Source: DeepSeek-V3, arXiv:2412.19437, 2.2; vLLM 0.32 models/deepseek_mtp.py, without its zero
@@ -109,7 +109,7 @@ def mtp(folder: Path, base: BaseView, depth: int) -> Iterator[Draft]:
             parts.reverse()
         stream = torch.cat(parts, dim=-1) @ matrix.T
         hidden = norm(layer.round(inner_norm(stream), stream))
-        yield Draft(hidden @ base.projection[ids].T, ids)
+        yield LevelDraft(hidden @ base.projection[ids].T, ids)
 
 
 def _llama(config: dict[str, Any], width: int, epsilon: float) -> dict[str, Any]:

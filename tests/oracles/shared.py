@@ -14,7 +14,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from specheads.base.model import FrozenBase
 from specheads.core.errors import InputError
-from specheads.export.write import Draft, Text
+from specheads.export.write import GateText, LevelDraft
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +33,12 @@ class BaseView:
     """(vocab, width); its product with `hidden` gives the base's logits."""
 
 
-Oracle = Callable[[Path, BaseView, int], Iterator[Draft]]
+DraftOracle = Callable[[Path, BaseView, int], Iterator[LevelDraft]]
 """Takes a folder, the base on one text, and the number of tokens that the engine drafts."""
 
 
 @torch.no_grad()
-def view_base(base: FrozenBase, text: Text, lent: tuple[Tensor, Tensor]) -> BaseView:
+def view_base(base: FrozenBase, text: GateText, lent: tuple[Tensor, Tensor]) -> BaseView:
     """Run the base on a text; `lent` is its embedding and projection."""
     tokens = torch.tensor([text[0] + text[1]])
     read = base.read(tokens.to(base.device), tuple(range(base.num_layers + 1)))

@@ -18,11 +18,11 @@ from specheads.core.machine import dtype_name
 from specheads.heads.kinds.eagle3 import Head as Eagle3
 from specheads.heads.layers.block import BlockHead
 
-Settings = Mapping[str, Collection[Any] | None]
+AllowedSettings = Mapping[str, Collection[Any] | None]
 """Values of each head setting that a layout can hold; None allows every value."""
 
 
-def all_of(*names: str) -> Settings:
+def all_of(*names: str) -> AllowedSettings:
     """Allow every value of `depth` and of these settings."""
     return dict.fromkeys(("depth", *names))
 
@@ -47,7 +47,7 @@ class Layout:
 
     write: Callable[[Head, FrozenBase, Path], Folder]
     """Also takes the final path of the folder, for command lines."""
-    settings: Settings
+    settings: AllowedSettings
     """Settings of the kind's `Config`. A setting that is not named must have its default value, so
     no option is dropped silently."""
     verified: str
@@ -165,17 +165,17 @@ EAGLE3_IDS = "eagle_aux_hidden_state_layer_ids"
 EAGLE3_NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 """Settings that have the same name in the engines."""
 
-EAGLE3_PLAIN: Settings = {
+EAGLE3_PLAIN: AllowedSettings = {
     **all_of("aux_layers", "attention_heads", "key_value_heads", "head_dim"),
     **all_of("inner_dim", "rope_theta", "epsilon", "draft_tokens"),
     "norm_before_residual": (False,),
 }
 """Settings of the published network without `norm_before_residual`."""
 
-EAGLE3_ONE_LAYER: Settings = {**EAGLE3_PLAIN, "norm_before_residual": None}
+EAGLE3_ONE_LAYER: AllowedSettings = {**EAGLE3_PLAIN, "norm_before_residual": None}
 """Settings of the published network."""
 
-EAGLE3_ALL: Settings = {
+EAGLE3_ALL: AllowedSettings = {
     **EAGLE3_ONE_LAYER,
     **all_of("num_layers", "rope_scaling", "norm_before_fc", "fc_norm", "norm_output"),
     **all_of("own_embedding", "parallel", "mask_token"),
@@ -216,14 +216,14 @@ def eagle3_config(head: Head, base: FrozenBase) -> dict[str, Any]:
 
 # DFlash and DSpark: one network with different settings
 
-BLOCK: Settings = all_of(
+BLOCK: AllowedSettings = all_of(
     *("num_layers", "aux_layers", "attention_heads", "key_value_heads", "head_dim", "inner_dim"),
     *("rope_theta", "epsilon", "mask_token", "num_anchors", "sample_from_anchor"),
 )
 """Settings that both kinds have."""
 
-DSPARK: Settings = {**BLOCK, "markov_rank": None}
-DFLASH: Settings = {**BLOCK, "sample_from_anchor": (False,)}
+DSPARK: AllowedSettings = {**BLOCK, "markov_rank": None}
+DFLASH: AllowedSettings = {**BLOCK, "sample_from_anchor": (False,)}
 """vLLM and SGLang have no DFlash that samples from the anchor."""
 DRAFT_VOCABULARY = all_of("draft_tokens")
 

@@ -6,11 +6,11 @@ from pathlib import Path
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
 from specheads.export.layouts import _shared
-from specheads.export.layouts._shared import Folder, Layout, Settings, all_of, drafted_tokens
+from specheads.export.layouts._shared import AllowedSettings, Folder, Layout, all_of, drafted_tokens
 
 ABOUT = "llama.cpp (0c1e5709), as llama-cpp-python 0.3.36 brings it"
 
-EAGLE3: Settings = {
+EAGLE3: AllowedSettings = {
     **_shared.EAGLE3_ONE_LAYER,
     **all_of("norm_before_fc", "own_embedding", "rope_scaling"),
 }
@@ -64,8 +64,8 @@ def eagle3_objection(head: Head, base: FrozenBase) -> str:
 RUN = "by its server (0c1e5709) on a CPU in float32 (`make llama_cpp`)"
 
 EAGLE3_LIMITS = "three aux_layers below the last layer; yarn by factor and betas alone; one layer"
-DFLASH: Settings = {**_shared.BLOCK, **_shared.DRAFT_VOCABULARY}
-DSPARK: Settings = {**_shared.DSPARK, **_shared.DRAFT_VOCABULARY}
+DFLASH: AllowedSettings = {**_shared.BLOCK, **_shared.DRAFT_VOCABULARY}
+DSPARK: AllowedSettings = {**_shared.DSPARK, **_shared.DRAFT_VOCABULARY}
 
 LAYOUTS = {
     "eagle3": Layout(write_eagle3, EAGLE3, "run", RUN, eagle3_objection, EAGLE3_LIMITS),

@@ -7,7 +7,7 @@ from typing import Any
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
 from specheads.export.layouts import _shared
-from specheads.export.layouts._shared import Folder, Layout, Settings, at_revision
+from specheads.export.layouts._shared import AllowedSettings, Folder, Layout, at_revision
 
 ABOUT = "speculators 0.9 format, for vLLM 0.32 and later"
 
@@ -81,8 +81,8 @@ READ = "as vLLM 0.32.0's sources read it; it serves no DSpark on a CPU"
 
 EAGLE3_NOTE = f"{RUN}; of 0.33 the sources were read"
 EAGLE3_RULE = eagle3_objection, "aux_layers below the last layer; parallel without fc_norm"
-DFLASH: Settings = {**_shared.DFLASH, **_shared.DRAFT_VOCABULARY}
-DSPARK: Settings = {**_shared.DSPARK, **_shared.DRAFT_VOCABULARY}
+DFLASH: AllowedSettings = {**_shared.DFLASH, **_shared.DRAFT_VOCABULARY}
+DSPARK: AllowedSettings = {**_shared.DSPARK, **_shared.DRAFT_VOCABULARY}
 
 LAYOUTS = {
     "eagle3": Layout(write_eagle3, _shared.EAGLE3_ALL, "run", EAGLE3_NOTE, *EAGLE3_RULE),

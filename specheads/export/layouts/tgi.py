@@ -7,14 +7,14 @@ from torch import Tensor
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
 from specheads.export.layouts import vllm_0_32
-from specheads.export.layouts._shared import Folder, Layout, Settings, all_of, stored_dtype
+from specheads.export.layouts._shared import AllowedSettings, Folder, Layout, all_of, stored_dtype
 
 ABOUT = "Text Generation Inference (db931fcf)"
 TOP_K = (4, 3, 2)
 """`top_k_tokens_per_head` of IBM's checkpoints; the last value repeats. Servers draft chains."""
 
 # TGI's code for untied weights fails on the first request
-TIED: Settings = {**all_of("inner_dim", "scale_input"), "tie_weights": (True,)}
+TIED: AllowedSettings = {**all_of("inner_dim", "scale_input"), "tie_weights": (True,)}
 READ = "as TGI's sources read it"
 
 
