@@ -74,7 +74,7 @@ _HOMES = {name: module for module, names in _PUBLIC.items() for name in names}
 # `specheads.export` is a function, and also the name of a package. Python binds a package as an
 # attribute once, at its first import, so import it now and remove the attribute.
 import_module("specheads.export")
-globals().pop("export")
+globals().pop("export", None)
 
 
 def __getattr__(name: str) -> Any:
