@@ -1,9 +1,9 @@
-"""Render which engine serves which head, and how far that is verified, into docs/export_matrix.md.
+"""Render the tables of engines, heads and verification in docs/export_matrix.md.
 
     python scripts/export_matrix.py            write it
     python scripts/export_matrix.py --check    write nothing; exit 1 when it is not current
 
-Only what stands between `<!-- matrix -->` and `<!-- /matrix -->` is written.
+Only the text between `<!-- matrix -->` and `<!-- /matrix -->` is replaced.
 """
 
 import argparse
@@ -12,8 +12,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from specheads.export.engines import engine_module, engines
-from specheads.export.layout import Layout
+from specheads.export.layouts import engine_module, engines
+from specheads.export.layouts._shared import Layout
 from specheads.heads.load import kinds
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "export_matrix.md"
@@ -23,7 +23,7 @@ NOTHING = "no"
 
 
 def render() -> str:
-    """Return both tables: every head on every engine, and what each cell stands on."""
+    """Return both tables: every head on every engine, and the details of each cell."""
     known = engines()
     matrix = [("head", *known)]
     details = [("engine", "head", "holds", "verified")]
@@ -43,7 +43,7 @@ def _cell(kind: str, engine: str) -> str:
 
 
 def _limits(layout: Layout) -> str:
-    """Return what of a head's settings the layout is bound to."""
+    """Return the restrictions of a layout on a head's settings."""
     bound = [
         f"{name} {' or '.join(map(str, allowed))} only"
         for name, allowed in layout.settings.items()
@@ -62,7 +62,7 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def main() -> None:
-    """Write the page, or say that it is not current."""
+    """Write the page, or report that it is not current."""
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="write nothing")
     check = parser.parse_args().check

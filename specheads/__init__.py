@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from specheads.decoding.engine import Engine
     from specheads.decoding.generate import Decoding, generate
     from specheads.decoding.request import Request, Stream
-    from specheads.export.plugins.custom_generate import custom_generate
+    from specheads.export.custom_generate import custom_generate
     from specheads.heads.load import load_head
     from specheads.measure.offline import offline_logits
 
@@ -55,7 +55,7 @@ __all__ = [
 _PUBLIC = {
     "base.model": ["FrozenBase"],
     "commands._comparing": ["compare"],
-    "commands._library": ["distill", "evaluate", "push", "train"],
+    "commands._library": ["distill", "evaluate", "export", "push", "train"],
     "commands._simulating": ["simulate"],
     "commands._tuning": ["tune"],
     "core.drafter": ["Committed", "Drafter", "Features", "Head", "Memory"],
@@ -64,21 +64,20 @@ _PUBLIC = {
     "decoding.engine": ["Engine"],
     "decoding.generate": ["Decoding", "generate"],
     "decoding.request": ["Request", "Stream"],
-    "export.plugins.custom_generate": ["custom_generate"],
+    "export.custom_generate": ["custom_generate"],
     "heads.load": ["load_head"],
     "measure.offline": ["offline_logits"],
 }
 _HOMES = {name: module for module, names in _PUBLIC.items() for name in names}
 """Module of each public name. They load when first asked for: torch alone takes seconds."""
 
+# `specheads.export` is a function, and also the name of a package. Python binds a package as an
+# attribute once, at its first import, so import it now and remove the attribute.
+import_module("specheads.export")
+globals().pop("export", None)
+
 
 def __getattr__(name: str) -> Any:
-    if name == "export":
-        # the package itself, which can be called: another attribute of that name would be lost
-        # as soon as anyone imports a module below it
-        return import_module("specheads.export")
-    if name == "_export":
-        return import_module("specheads.commands._library").export
     if name not in _HOMES:
         raise AttributeError(f"module 'specheads' has no attribute {name!r}")
     return getattr(import_module(f"specheads.{_HOMES[name]}"), name)

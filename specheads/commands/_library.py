@@ -22,10 +22,9 @@ from specheads.core.paths import HUB_ID, writable_folder
 from specheads.core.records import dumps
 from specheads.data.prompts import Prompt, PromptSet
 from specheads.decoding.trees.tuned import FILE
-from specheads.export.engines import engine_module
-from specheads.export.gate import Parity
-from specheads.export.hub import card, upload
-from specheads.export.write import export_head, gate_texts
+from specheads.export import card, hub
+from specheads.export.layouts import engine_module
+from specheads.export.write import Parity, export_head, gate_texts
 from specheads.heads.load import load_head
 from specheads.measure import report
 from specheads.measure.evaluation import evaluate_head, evaluate_run
@@ -40,6 +39,9 @@ from specheads.training.plan.batch import settle_batches, unsettled
 from specheads.training.processes import accelerator_of_environment
 
 T = TypeVar("T")
+
+GATES: dict[str, hub.Gate | None] = {"": None, "false": False, "auto": "auto", "manual": "manual"}
+"""Values of `gated=`."""
 
 Prompts = str | Path | Sequence[Sequence[int]] | None
 """A name, a .jsonl file, or token ids; None is what the settings say."""
@@ -170,7 +172,17 @@ def export(
         base, prompts, corpus = base or load_base(trained), trained.evaluation.prompts, trained.data
         head = head_of(made, base, force=settings.force)
     base, head = objects(settings, base, head, "export")
-    texts = gate_texts(base, head, settings, settings.prompts or prompts, corpus)
+    texts = gate_texts(
+        base,
+        head,
+        settings.prompts or prompts,
+        engine=settings.engine,
+        out=settings.out,
+        num_prompts=settings.num_prompts,
+        prompt_tokens=settings.prompt_tokens,
+        new_tokens=settings.new_tokens,
+        corpus=corpus,
+    )
     serve, parity = export_head(head, base, settings.engine, Path(settings.out), texts)
     return Exported(Path(settings.out), serve, parity)
 
@@ -182,7 +194,7 @@ def push(
     *,
     settings: Push | None = None,
     dry_run: bool = False,
-) -> upload.Pushed:
+) -> hub.Pushed:
     """Publish a run's head on the Hugging Face Hub, with its card, in one commit.
 
     The repository is USER/NAME, made where it is missing; overrides are as on the command line,
@@ -196,7 +208,17 @@ def push(
     if not HUB_ID.fullmatch(settings.repo):
         raise InputError(f"name where to push, as repo=USER/NAME; got {settings.repo!r}")
     made = RunDirectory(Path(settings.run))
-    return upload.push_run(made, _compose.read_run(made.config, config.Train), settings)
+    return hub.push_run(
+        made,
+        asdict(_compose.read_run(made.config, config.Train)),
+        settings.repo,
+        private=settings.private,
+        gated=GATES[settings.gated.lower()],
+        base_repo=settings.base_repo,
+        licence=settings.licence,
+        data_licence=settings.data_licence,
+        dry_run=settings.dry_run,
+    )
 
 
 def refuse_unwritable(out: str) -> None:

@@ -1,20 +1,16 @@
-"""Heads in the layouts of serving engines, on the Hub, and inside other people's engines."""
+"""Export heads: layouts for serving engines, upload to the Hub, plug-ins for vLLM and transformers.
 
-import sys
-from importlib import import_module
-from types import ModuleType
+The attribute `specheads.export` is the library function, so import from this package by
+`from specheads.export import ...`.
+"""
+
 from typing import Any
 
 
-class _Callable(ModuleType):
-    """A package that is a function as well."""
+def __getattr__(name: str) -> Any:
+    # lazy, because `import specheads` binds this package and must not import torch
+    if name != "export_head":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from specheads.export.write import export_head
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Export a head: see `specheads.commands._library.export`."""
-        public = import_module(__name__.partition(".")[0])
-        return public._export(*args, **kwargs)
-
-
-# importing any module below puts this package into specheads.export, where the public function
-# has its name; what composes settings stands above this floor, so it is asked of the top
-sys.modules[__name__].__class__ = _Callable
+    return export_head

@@ -1,5 +1,462 @@
-"""The name that pushed repositories import, kept: see plugins/hub_generate.py."""
+"""Heads in transformers' own `generate`, from Python or from a Hub repository.
 
-from specheads.export.plugins.hub_generate import hub_generate
+A call that would need another result than this loop gives is refused. See docs/transformers.md.
+"""
 
-__all__ = ["hub_generate"]
+import functools
+import importlib.metadata
+import inspect
+import re
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    PreTrainedModel,
+    RepetitionPenaltyLogitsProcessor,
+    StoppingCriteriaList,
+    StopStringCriteria,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.stopping_criteria import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+)
+from transformers.generation.streamers import BaseStreamer
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from specheads.base.model import FrozenBase
+from specheads.base.selfcheck import check
+from specheads.core.drafter import Drafter, Head
+from specheads.core.errors import InputError
+from specheads.decoding.acceptance import rules
+from specheads.decoding.acceptance.sampling import Sampling, each_prompt
+from specheads.decoding.engine import Engine
+from specheads.decoding.generate import refuse_unfit
+from specheads.decoding.request import Request, Stream
+from specheads.decoding.trees import policies
+from specheads.heads.load import fit, load_head
+
+Generated = Tensor | GenerateDecoderOnlyOutput
+
+_checked: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
+"""Models that passed the check of tree attention."""
+
+
+def custom_generate(
+    head: Drafter,
+    *,
+    tree: policies.TreePolicy | None = None,
+    acceptance: str | rules.AcceptanceRule = "match",
+    coupled: bool = True,
+    force: bool = False,
+) -> Callable[..., Generated]:
+    """Return a function for `model.generate(..., custom_generate=...)`.
+
+    The output has the tokens that `generate` gives without it, in fewer forward passes. Sampled
+    tokens have the same distribution, except with the acceptance rule `typical`. Unsupported
+    arguments are refused when the function is called.
+
+    Args:
+        head: Head; each call moves it to the device and dtype of the model.
+        tree: As for `specheads.generate`; None is the tuned tree of the head, or a chain.
+        acceptance: As for `specheads.generate`.
+        coupled: As for `specheads.generate`.
+        force: Accept a head that was trained on other weights.
+    """
+
+    def decode(
+        model: PreTrainedModel,
+        input_ids: Int[Tensor, "batch time"],
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        **model_kwargs: Any,
+    ) -> Generated:
+        """Decode with the arguments that transformers passes."""
+        call = read_call(
+            input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs
+        )
+        base = _base(model)
+        if isinstance(head, Head):
+            # at every call, because the model may have moved or be another one
+            with torch.inference_mode(False):
+                fit(head, base, force=force)
+        prompts = [request.prompt for request in call.requests]
+        refuse_unfit(base, prompts, call.max_new_tokens)
+        engine = Engine(
+            base,
+            head,
+            tree=tree,
+            acceptance=acceptance,
+            max_batch=len(prompts),
+            max_length=max(map(len, prompts)) + call.max_new_tokens,
+            coupled=coupled,
+        )
+        rows = _decode(engine, call, input_ids)
+        width = max(map(len, rows))
+        padded = [row + [call.pad_id] * (width - len(row)) for row in rows]
+        text = torch.cat([input_ids, torch.tensor(padded, device=input_ids.device)], dim=1)
+        sequences = cast(torch.LongTensor, text)
+        return GenerateDecoderOnlyOutput(sequences=sequences) if call.as_dict else sequences
+
+    return decode
+
+
+def _base(model: PreTrainedModel) -> FrozenBase:
+    """Wrap a user's model and leave it unchanged."""
+    if any(module.training for module in model.modules()):
+        raise InputError("decoding needs a model in eval mode; call model.eval() first")
+    base = FrozenBase(model, name=model.name_or_path or "", owned=False)
+    if model not in _checked:
+        check(base)
+        _checked.add(model)
+    return base
+
+
+def _decode(
+    engine: Engine, call: "GenerateCall", input_ids: Int[Tensor, "batch time"]
+) -> list[list[int]]:
+    """Return the new tokens of each row."""
+    rows = [
+        _RowOutput(engine.submit(request), call, text)
+        for request, text in zip(call.requests, input_ids, strict=True)
+    ]
+    more = True
+    while more:
+        more = engine.step()
+        for row in rows:
+            row.follow()
+    if call.streamer is not None:
+        call.streamer.end()
+    return [row.tokens for row in rows]
+
+
+class _RowOutput:
+    """The output of one row, with the stopping criteria applied after every token.
+
+    `text` is the prompt as transformers has it, with padding.
+    """
+
+    def __init__(self, stream: Stream, call: "GenerateCall", text: Int[Tensor, " time"]) -> None:
+        self.tokens: list[int] = []
+        self._stream, self._call, self._text = stream, call, text
+        self._ended = False
+
+    def follow(self) -> None:
+        """Append the engine's new tokens."""
+        for token in self._stream.tokens[len(self.tokens) :]:
+            if self._ended:
+                return
+            self.tokens.append(token)
+            if self._call.streamer is not None:
+                self._call.streamer.put(torch.tensor([token]))
+            if self._call.criteria and self._is_over():
+                self._ended = True
+                self._stream.cancel()
+
+    def _is_over(self) -> bool:
+        new = torch.tensor(self.tokens, device=self._text.device)
+        text = torch.cat([self._text, new])[None]
+        # transformers also passes None when scores are not recorded
+        return bool(self._call.criteria(text, None).all())  # pyright: ignore[reportArgumentType]
+
+
+# the arguments of a call
+
+_PROCESSORS: dict[type, tuple[str, str]] = {
+    RepetitionPenaltyLogitsProcessor: ("repetition_penalty", "penalty"),
+    TemperatureLogitsWarper: ("temperature", "temperature"),
+    TopKLogitsWarper: ("top_k", "top_k"),
+    TopPLogitsWarper: ("top_p", "top_p"),
+    MinPLogitsWarper: ("min_p", "min_p"),
+}
+"""Supported processors in `Sampling`'s order: the setting, and the processor's attribute."""
+
+_HARMLESS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
+"""Arguments of the model that are checked here or do not change tokens."""
+
+_RECORDS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateCall:
+    """The arguments of one call of `generate`."""
+
+    requests: list[Request]
+    """One per row, without padding."""
+    max_new_tokens: int
+    pad_id: int
+    """Token after the end of a row that ended before the others."""
+    criteria: StoppingCriteriaList
+    """Stopping criteria other than the length and the end-of-text tokens."""
+    streamer: BaseStreamer | None
+    as_dict: bool
+    """Whether to return a `ModelOutput`."""
+
+
+def read_call(
+    input_ids: Int[Tensor, "batch time"],
+    processors: LogitsProcessorList,
+    criteria: StoppingCriteriaList,
+    config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+) -> GenerateCall:
+    """Translate the arguments that transformers passes; refuse the unsupported ones."""
+    given = caller()
+    _refuse(config, given, model_kwargs)
+    batch, width = input_ids.shape
+    padding = _padding(input_ids, model_kwargs)
+    each = each_prompt(_sampling(processors, bool(config.do_sample), padding), batch)
+    ends = [one.eos_token_id for one in criteria if type(one) is EosTokenCriteria]
+    eos_ids = tuple(token for ids in ends for token in ids.tolist())
+    lengths = [one.max_length for one in criteria if type(one) is MaxLengthCriteria]
+    others = [one for one in criteria if type(one) not in (EosTokenCriteria, MaxLengthCriteria)]
+    streamer = given.get("streamer")
+    # rows of a batch advance at different speeds, so a criterion must not depend on several rows
+    whole = [one for one in others if type(one) not in (StopStringCriteria, MaxTimeCriteria)]
+    if batch > 1 and (whole or streamer is not None):
+        raise InputError(
+            f"{type((whole or [streamer])[0]).__name__} can follow one prompt at a time; generate "
+            "for each prompt alone"
+        )
+    if batch > 1 and others and not eos_ids:
+        raise InputError(
+            f"{type(others[0]).__name__} can end a row of a batch, and its padding needs a token; "
+            "set eos_token_id, or generate for each prompt alone"
+        )
+    limit, pad_id = max(min(lengths) - width, 1), config.pad_token_id
+    rows = zip(input_ids.tolist(), padding.tolist(), each, strict=True)
+    return GenerateCall(
+        requests=[
+            Request(prompt=row[empty:], max_new_tokens=limit, sampling=sampling, eos_ids=eos_ids)
+            for row, empty, sampling in rows
+        ],
+        max_new_tokens=limit,
+        # the default of transformers; without an end-of-text token no row ends early
+        pad_id=pad_id if pad_id is not None else next(iter(eos_ids), 0),
+        criteria=StoppingCriteriaList(others),
+        streamer=streamer,
+        as_dict=bool(config.return_dict_in_generate),
+    )
+
+
+def caller() -> dict[str, Any]:
+    """Return the local variables of the running `generate` of transformers.
+
+    transformers does not pass on the streamer or the repository that `custom_generate` named.
+    """
+    code = inspect.unwrap(vars(GenerationMixin)["generate"]).__code__
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return {} if frame is None else frame.f_locals
+
+
+def _refuse(config: GenerationConfig, given: dict[str, Any], model_kwargs: dict[str, Any]) -> None:
+    """Refuse arguments that a head cannot follow."""
+    mode = config.get_generation_mode(given.get("assistant_model"))
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        raise InputError(
+            f"a head decodes greedily or by sampling, and the arguments select {mode.value}; "
+            "change them, or leave out custom_generate"
+        )
+    if recorded := [name for name in _RECORDS if getattr(config, name)]:
+        raise InputError(
+            f"a head does not record {recorded[0]}; leave it out, or leave out custom_generate"
+        )
+    if config.cache_implementation == "quantized":
+        raise InputError("a head decodes with exact caches; leave out cache_implementation")
+    if given.get("synced_gpus"):
+        raise InputError("a head decodes on one process; leave out synced_gpus")
+    cache = model_kwargs.get("past_key_values")
+    if cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length()):
+        raise InputError(
+            "a head has its own cache, and past_key_values was given; pass the whole text and no "
+            "cache"
+        )
+    unknown = {name for name, value in model_kwargs.items() if value is not None} - _HARMLESS
+    if unknown:
+        raise InputError(
+            f"a head decodes from tokens alone, and {min(unknown)} was given; leave it out, or "
+            "leave out custom_generate"
+        )
+
+
+def _padding(
+    input_ids: Int[Tensor, "batch time"], model_kwargs: dict[str, Any]
+) -> Int[Tensor, " batch"]:
+    """Return the number of padding tokens on the left of each row."""
+    mask = model_kwargs.get("attention_mask")
+    mask = torch.ones_like(input_ids) if mask is None else mask.to(input_ids.device)
+    padding = (mask == 0).sum(1)
+    positions = torch.arange(input_ids.shape[1], device=input_ids.device)
+    is_text = positions >= padding[:, None]
+    if mask.shape != input_ids.shape or not is_text[:, -1:].all() or (mask.bool() != is_text).any():
+        raise InputError(
+            "attention_mask may leave out padding on the left of a prompt, and nothing else; set "
+            "padding_side='left' in the tokenizer, and leave a token in each prompt"
+        )
+    given = model_kwargs.get("position_ids")
+    if given is not None:
+        expected = positions - padding[:, None]
+        if given.ndim != 2 or ((given.to(expected.device) != expected) & is_text).any():
+            raise InputError(
+                "a head decodes from tokens alone, and position_ids does not count one by one; "
+                "leave it out, or leave out custom_generate"
+            )
+    return padding
+
+
+def _sampling(
+    processors: LogitsProcessorList, do_sample: bool, padding: Int[Tensor, " batch"]
+) -> Sampling:
+    """Return `Sampling` settings equal to these processors, with a seed from torch's generator."""
+    order, last = list(_PROCESSORS), -1
+    settings: dict[str, Any] = {"temperature": 1.0}
+    for processor in processors:
+        kind = type(processor)
+        place = order.index(kind) if kind in order else -1
+        ignored = getattr(processor, "prompt_ignore_length", None)
+        # other options of the processor must have their default values
+        is_plain = (
+            getattr(processor, "min_tokens_to_keep", 1) == 1
+            and getattr(processor, "filter_value", -torch.inf) == -torch.inf
+            and (ignored is None or bool((torch.as_tensor(ignored).to(padding) == padding).all()))
+        )
+        if place <= last or not is_plain:
+            raise InputError(
+                "a head can change logits by repetition_penalty, temperature, top_k, top_p and "
+                f"min_p only, each once, got {kind.__name__}; leave it out, or leave out "
+                "custom_generate"
+            )
+        name, attribute = _PROCESSORS[kind]
+        settings[name], last = getattr(processor, attribute), place
+    if not do_sample:
+        return Sampling(repetition_penalty=settings.get("repetition_penalty", 1.0))
+    # so that torch.manual_seed determines the tokens, as in transformers
+    return Sampling(**settings, seed=int(torch.randint(2**63 - 1, ())))
+
+
+# a head's repository on the Hub
+
+_GENERATE = '''\
+"""Decode with the speculator head of this repository; its card has an example.
+
+The output is the base's own. Needs `pip install specheads`.
+"""
+
+from typing import Any
+
+from specheads.export.custom_generate import hub_generate
+
+REPOSITORY = {repo!r}
+
+
+def generate(inputs: Any = None, *, model: Any, **arguments: Any) -> Any:
+    """Return the result of `model.generate(inputs, **arguments)` in fewer forward passes."""
+    return hub_generate(model, inputs, __file__, REPOSITORY, **arguments)
+'''
+
+_LINES = """\
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained({base!r}, dtype={dtype!r}{revision})
+tokenizer = AutoTokenizer.from_pretrained({base!r}{revision})
+output = model.generate(
+    **tokenizer("The", return_tensors="pt"),
+    custom_generate={repo!r},
+    trust_remote_code=True,
+    max_new_tokens=64,
+)
+"""
+
+
+def hub_files(repo: str) -> dict[str, str]:
+    """Return the files that make `custom_generate=repo` work, by their path in the repository."""
+    version = importlib.metadata.version("specheads")
+    # transformers checks the version, and cannot parse a suffix
+    least = f">={version}" if re.fullmatch(r"[\d.]+", version) else ""
+    return {
+        "custom_generate/generate.py": _GENERATE.format(repo=repo),
+        "custom_generate/requirements.txt": f"specheads{least}\n",
+    }
+
+
+def three_lines(base_name: str, repo: str, dtype: str = "float32", revision: str = "") -> str:
+    """Return example code that decodes with a pushed head: model, tokenizer, generate.
+
+    `repo` may be a folder that holds the head and its `hub_files`. In 16-bit precision rounding
+    decides between tokens of equal probability, so the text may differ from plain `generate`.
+    """
+    argument = f", revision={revision!r}" if revision else ""
+    return _LINES.format(base=base_name, repo=repo, dtype=dtype, revision=argument)
+
+
+def hub_generate(
+    model: PreTrainedModel,
+    inputs: Tensor | None,
+    code: str,
+    repo: str,
+    *,
+    head: str | Path | Drafter | None = None,
+    stop_strings: str | list[str] | None = None,
+    stopping_criteria: StoppingCriteriaList | None = None,
+    **arguments: Any,
+) -> Generated:
+    """Decode for a repository's `custom_generate/generate.py`; pushed repositories call this.
+
+    Args:
+        model: The user's model.
+        inputs: As for `model.generate`.
+        code: Path of generate.py. Code of one commit loads the weights of the same commit.
+        repo: Repository that was pushed to. The name in the user's call has priority, because the
+            repository may be a folder, a copy or a fork.
+        head: Head to use in place of the repository's own.
+        stop_strings: As for `model.generate`.
+        stopping_criteria: As for `model.generate`.
+        **arguments: As for `model.generate`; also `revision` of the head, and `force`.
+    """
+    if arguments.pop("token", None) is not None:
+        raise InputError(
+            "the head is downloaded with the token that huggingface_hub knows; leave token out and "
+            "set HF_TOKEN, or run hf auth login"
+        )
+    revision, force = arguments.pop("revision", None), arguments.pop("force", False)
+    if isinstance(head, Drafter):
+        drafter = head
+    else:
+        commit = Path(code).parents[1].name
+        same_commit = head is None and re.fullmatch(r"[\da-f]{40}", commit)
+        name = str(head or caller().get("custom_generate") or repo)
+        drafter = _load(name, revision=revision or (commit if same_commit else "main"))
+    if stop_strings is not None and arguments.get("tokenizer") is not None:
+        # transformers requires the tokenizer for stop strings, and does not pass it on
+        stops = StopStringCriteria(arguments.pop("tokenizer"), stop_strings)
+        stopping_criteria = StoppingCriteriaList([*(stopping_criteria or []), stops])
+    elif stop_strings is not None:
+        arguments["stop_strings"] = stop_strings
+    # not model.generate: if the model's own repository has this code, that is this function
+    return cast(Any, type(model)).generate(
+        model,
+        inputs,
+        stopping_criteria=stopping_criteria,
+        custom_generate=custom_generate(drafter, force=force),
+        **arguments,
+    )
+
+
+_load = functools.lru_cache(maxsize=4)(load_head)

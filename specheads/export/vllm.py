@@ -1,5 +1,260 @@
-"""The plug-in's name in exported command lines, kept: see plugins/vllm.py."""
+"""Plug-in for vLLM: drafts chains in batches with any head that reads the last hidden state.
 
-from specheads.export.plugins.vllm import Proposer, register
+vLLM calls a proposer class (`custom_class`) with token ids and without hidden states. So
+`register`, which vLLM calls in each of its processes, wraps three methods of its model runner:
 
-__all__ = ["Proposer", "register"]
+- `propose_draft_token_ids` passes the forward's hidden states to the proposer.
+- `_input_fits_in_drafter` is always true. Otherwise one request near the end of its context would
+  skip drafting for the whole batch. The scheduler truncates drafts that do not fit.
+- `initialize_kv_cache` passes the number of slots in vLLM's own cache.
+
+The head's KV cache uses the same slots as vLLM's. So the plug-in tracks no requests: vLLM alone
+handles chunked prompts, shared prefixes and preemption. See docs/vllm.md.
+"""
+
+import functools
+import importlib
+import inspect
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from numpy import ndarray
+from torch import Tensor
+
+from specheads.base.fingerprint import tables_fingerprint
+from specheads.base.projection import projection_of
+from specheads.core.drafter import Head, Memory
+from specheads.core.errors import InputError
+from specheads.core.features import Committed, Features
+from specheads.core.weight_layout import for_few_rows
+from specheads.decoding.trees import policies
+from specheads.export.layouts.vllm import FORCE_VARIABLE, HEAD_VARIABLE
+from specheads.heads.load import load_head, refuse_misfit
+
+RUNNER = "vllm.v1.worker.gpu_model_runner"
+CACHE = "vllm.v1.kv_cache_interface"
+EMBEDDING = "vllm.model_executor.layers.vocab_parallel_embedding"
+PARALLEL = "vllm.distributed"
+
+NULL_SLOT = 0
+"""A slot that belongs to no request: vLLM reserves block 0."""
+
+
+def register() -> None:
+    """Prepare vLLM's model runner; the entry point `specheads` of `vllm.general_plugins`.
+
+    Does nothing if `SPECHEADS_HEAD` is not set.
+    """
+    if HEAD_VARIABLE in os.environ:
+        _prepare_runner()
+
+
+@functools.cache
+def _prepare_runner() -> None:
+    """Wrap the methods of vLLM's runner once per process. Its CPU runner inherits them."""
+    # imported here, because vLLM is optional
+    kind = importlib.import_module(RUNNER).GPUModelRunner
+    propose, fits = kind.propose_draft_token_ids, kind._input_fits_in_drafter
+    initialize, signature = kind.initialize_kv_cache, inspect.signature(propose)
+
+    @functools.wraps(propose)
+    def propose_draft_token_ids(runner: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(runner.drafter, Proposer):
+            given = signature.bind(runner, *args, **kwargs).arguments
+            runner.drafter.watch(runner.input_batch, given)
+        return propose(runner, *args, **kwargs)
+
+    @functools.wraps(fits)
+    def input_fits_in_drafter(runner: Any, metadata: Any) -> bool:
+        return isinstance(runner.drafter, Proposer) or fits(runner, metadata)
+
+    @functools.wraps(initialize)
+    def initialize_kv_cache(runner: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        initialize(runner, config, *args, **kwargs)
+        if isinstance(getattr(runner, "drafter", None), Proposer):
+            runner.drafter.allocate(config)
+
+    kind.propose_draft_token_ids = propose_draft_token_ids
+    kind._input_fits_in_drafter = input_fits_in_drafter
+    kind.initialize_kv_cache = initialize_kv_cache
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSpan:
+    """The positions of one request in one forward, without rejected drafts."""
+
+    index: int
+    """RequestSpan of the request in vLLM's batch."""
+    offset: int
+    """Index of its first position in the forward's hidden states."""
+    start: int
+    """Number of positions of its text that earlier forwards read."""
+    count: int
+    """Number of positions that this forward read, including accepted drafts."""
+    drafts: bool
+    """Whether to draft: false until the whole prompt is read."""
+
+
+class Proposer:
+    """Proposer for vLLM's `custom_class`; `SPECHEADS_HEAD` is the head's folder or Hub id."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        if not _prepare_runner.cache_info().currsize:
+            raise InputError(
+                f"{HEAD_VARIABLE} must name a head, got {os.environ.get(HEAD_VARIABLE)!r}; set it, "
+                "and leave specheads in VLLM_PLUGINS where that is set"
+            )
+        self.config = vllm_config
+        self.policy = policies.chain(vllm_config.speculative_config.num_speculative_tokens)
+        self.head: Head
+        self._memory: Memory | None = None
+        self._group = 0
+
+    def load_model(self, target_model: torch.nn.Module) -> None:
+        """Load the head and bind it to the base's tensors."""
+        head = load_head(os.environ[HEAD_VARIABLE])
+        embedding, projection = _borrowed(target_model)
+        if head.aux_layers:
+            raise InputError(
+                f"the plug-in passes the last hidden state only, and {head.kind} reads earlier "
+                "layers; export it with engine=vllm, which writes a layout that vLLM loads itself"
+            )
+        if self.policy.depth > head.depth:
+            raise InputError(
+                f"num_speculative_tokens must be at most {head.depth}, the head's depth, got "
+                f"{self.policy.depth}"
+            )
+        # only these two tables: the engine fuses and shards the layers between them
+        forced = os.environ.get(FORCE_VARIABLE) == "true"
+        refuse_misfit(head, embedding, "" if forced else tables_fingerprint(embedding, projection))
+        head.to(embedding.device, self.config.model_config.dtype)
+        for_few_rows(head)
+        own = projection_of(self.config.model_config.hf_text_config, projection)
+        head.bind(embedding, own.scaled_weight)
+        self.head = head
+
+    def allocate(self, cache: Any) -> None:
+        """Allocate the head's KV cache with as many slots as vLLM's cache.
+
+        `cache` is a `KVCacheConfig`. It must hold all positions in this process.
+        """
+        if self.head.memory(1, 1) is None:
+            return
+        full = importlib.import_module(CACHE).FullAttentionSpec
+        groups = [isinstance(group.kv_cache_spec, full) for group in cache.kv_cache_groups]
+        split = self.config.parallel_config.decode_context_parallel_size > 1
+        if self.config.kv_transfer_config is not None or split or not any(groups):
+            raise InputError(
+                f"{self.head.kind} needs a KV cache of full attention in vLLM that is not "
+                "transferred or split among devices; use another kind of head"
+            )
+        self._group = groups.index(True)
+        block_size = cache.kv_cache_groups[self._group].kv_cache_spec.block_size
+        self._memory = self.head.memory(1, cache.num_blocks * block_size)
+
+    def watch(self, batch: Any, given: dict[str, Any]) -> None:
+        """Store the positions and hidden states of the forward, for the `propose` that follows.
+
+        `batch` is the runner's `input_batch`; `given` are the arguments of its
+        `propose_draft_token_ids`.
+        """
+        scheduled = given["scheduler_output"].num_scheduled_tokens
+        metadata, texts = given["spec_decode_metadata"], given["sampled_token_ids"]
+        drafted = [0] * len(texts) if metadata is None else metadata.num_draft_tokens
+        self._rows, offset = [], 0
+        for index, (request, sampled) in enumerate(zip(batch.req_ids, texts, strict=True)):
+            # the sampled tokens are the accepted drafts and one new token, which is not read yet
+            rejected = drafted[index] - max(len(sampled) - 1, 0)
+            start, length = int(batch.num_computed_tokens_cpu[index]), scheduled[request]
+            self._rows.append(RequestSpan(index, offset, start, length - rejected, bool(sampled)))
+            offset += length
+        self._hidden, self._table = given["hidden_states"], batch.block_table[self._group]
+
+    @torch.inference_mode()
+    def propose(
+        self,
+        sampled_token_ids: list[list[int]],
+        _lengths: ndarray,
+        token_ids_cpu: ndarray,
+        slot_mappings: Any = None,
+    ) -> list[list[int]]:
+        """Return a chain for each request that has a new token, and an empty list for the others.
+
+        `token_ids_cpu` has one text per row, including the new tokens.
+        """
+        del slot_mappings
+        drafts: list[list[int]] = [[] for _ in sampled_token_ids]
+        for rows in self._batches():
+            chains = self._draft(rows, torch.from_numpy(token_ids_cpu))
+            for row, chain in zip(rows, chains, strict=True):
+                drafts[row.index] = chain
+        return drafts
+
+    def _batches(self) -> list[list[RequestSpan]]:
+        """Return groups of rows of similar length; each group is one batch of the head."""
+        drafting = [row for row in self._rows if row.drafts]
+        if self._memory is None:
+            # such a head reads only the last position
+            ends = [
+                RequestSpan(
+                    row.index, row.offset + row.count - 1, row.start + row.count - 1, 1, True
+                )
+                for row in drafting
+            ]
+            return [ends] if ends else []
+        # each prompt is a batch of its own: shorter rows would be mostly padding
+        most = self.policy.num_nodes
+        short = [row for row in drafting if row.count <= most]
+        long = [[row] for row in self._rows if row.count > most or not row.drafts]
+        return [*long, short] if short else long
+
+    def _draft(self, rows: list[RequestSpan], texts: Int[Tensor, "row slot"]) -> list[list[int]]:
+        """Update the head's KV cache with these rows, and draft if the rows need drafts."""
+        numbers = torch.tensor([(row.index, row.offset, row.start, row.count) for row in rows]).T
+        index, offset, start, count = numbers
+        # padding repeats a row's last position
+        steps = torch.minimum(torch.arange(int(count.max())), count[:, None] - 1)
+        device, extent = self._hidden.device, int(start.max()) + steps.shape[1]
+        tokens = texts[index[:, None], start[:, None] + steps + 1].long().to(device)
+        features = Features(self._hidden[(offset[:, None] + steps).to(device)])
+        index, _, start, count = numbers.to(device)
+        memory = self._memory
+        if memory is not None:
+            places = self._places(index, start + count, extent)
+            memory = memory.scatter(places, start)
+        committed = Committed(features, tokens, count)
+        if not rows[0].drafts:
+            self.head.begin(committed, memory)
+            return [[] for _ in rows]
+        return self.policy.grow(self.head, committed, memory).tokens[:, 1:].tolist()
+
+    def _places(self, index: Tensor, lengths: Tensor, extent: int) -> Tensor:
+        """Return the slots of each row's first `extent` positions; `NULL_SLOT` after its end."""
+        blocks = self._table.get_device_tensor(len(self._rows))[index].long()
+        positions = torch.arange(extent, device=index.device)
+        # padding may exceed the maximum length of a text
+        block = (positions // self._table.block_size).clamp(max=blocks.shape[1] - 1)
+        slots = blocks[:, block] * self._table.block_size + positions % self._table.block_size
+        return slots.where(positions < lengths[:, None], NULL_SLOT)
+
+
+def _borrowed(target: torch.nn.Module) -> tuple[Tensor, Tensor]:
+    """Gather the base's input embedding and vocabulary projection from all devices."""
+    layers = importlib.import_module(EMBEDDING)
+    gather = importlib.import_module(PARALLEL).tensor_model_parallel_all_gather
+    tables = [one for one in target.modules() if isinstance(one, layers.VocabParallelEmbedding)]
+    inputs = [one for one in tables if not isinstance(one, layers.ParallelLMHead)]
+    if not inputs:
+        raise InputError(
+            "a head needs its base's input embedding on the device that samples; serve without "
+            "pipeline parallelism"
+        )
+    # a base with tied embeddings has no ParallelLMHead
+    outputs = [one for one in tables if one not in inputs] or inputs
+    inputs, outputs = (
+        gather(layer.weight.data, 0)[: layer.org_vocab_size] for layer in (inputs[0], outputs[0])
+    )
+    return inputs, outputs

@@ -1,56 +1,118 @@
-"""Write an export, whole and through the parity gate, or not at all."""
+"""Export a head to a serving engine's layout, after a parity check of the written folder.
+
+An engine does not report a wrong layout: its output stays lossless and only acceptance falls. So
+the gate loads the written folder with `load_head`, which reads every layout of this package, and
+drafts with the trained and the loaded head from every position of text that the base generated.
+The logits must agree within `TOLERANCE`, and a chain must accept the same drafts at each depth.
+
+The gate covers the tensors and the settings that `load_head` reads. A few settings are read by one
+engine only, such as SGLang's layer ids and TensorRT-LLM's options. Tests check those with
+tests/oracles/, which reads each layout as its engine's sources do.
+"""
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
+import torch
+from jaxtyping import Float, Int
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from specheads.base.model import FrozenBase
-from specheads.config import Data, Export
-from specheads.core.drafter import Head
+from specheads.config import Data
+from specheads.core.drafter import Features, Head
 from specheads.core.errors import InputError
-from specheads.core.files import sweep
+from specheads.core.files import atomic_folder, sweep
 from specheads.core.paths import writable_folder
 from specheads.data.prompts import load_prompts
-from specheads.export.engines import find_layout
-from specheads.export.gate import Parity, Text, check, expect
-from specheads.export.layout import RECORD, Folder
+from specheads.decoding.trees import policies
+from specheads.export.layouts import find_layout
+from specheads.export.layouts._shared import Folder
+from specheads.heads.load import copy_of, load_head
+from specheads.measure.counts import DepthCounts
 from specheads.measure.how import How
 from specheads.measure.online import write_alone
-from specheads.runs.directory import atomic_folder
+from specheads.measure.replay import replay
+from specheads.measure.results import Depth
+from specheads.runs.progress import bar
 from specheads.runs.provenance import provenance
 
-BASE = "base"
-"""Where in an export its base lies, if engines would find it nowhere else."""
+RECORD = "specheads.json"
+"""File in every export: the head, its base, and the result of the gate. Engines ignore it."""
+
+MERGED_BASE = "base"
+"""Subfolder for a base with a merged adapter, which exists nowhere else."""
+
+TOLERANCE = 1e-4
+"""Largest difference between logits, relative to the largest logit: float32 rotary tables."""
+
+GateText = tuple[list[int], list[int]]
+"""A prompt and its greedy continuation by the base."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parity:
+    """Result of the gate, equal for the trained head and the export."""
+
+    per_depth: list[Depth]
+    """Drafts offered and accepted at each depth of a chain."""
+    tokens_per_forward: float
+    largest_difference: float
+    """Largest difference between two logits, relative to the largest logit."""
+
+
+@dataclass(frozen=True, slots=True)
+class LevelDraft:
+    """The output of a head at one depth, for every position of a text."""
+
+    logits: Float[Tensor, "time drafted"]
+    """Rows too close to the end of the text to have read a token are meaningless."""
+    ids: Int[Tensor, " drafted"]
+    """The token of each column."""
+    confidence: Float[Tensor, " time"] | None = None
+    """Logit of the probability that the base accepts the draft, for heads that predict it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """The drafts of the trained head on one text."""
+
+    text: GateText
+    features: Features
+    drafts: list[LevelDraft]
 
 
 def export_head(
-    head: Head, base: FrozenBase, engine: str, out: Path, texts: Sequence[Text]
+    head: Head, base: FrozenBase, engine: str, out: Path, texts: Sequence[GateText]
 ) -> tuple[tuple[str, ...], Parity]:
-    """Write a head for an engine; return the command lines that serve it and what was checked.
+    """Write a head for an engine; return the command lines that serve it and the gate's result.
 
-    The folder holds the head's own weights, its settings, the base's name and what the gate
-    counted: nothing of the environment. It replaces an earlier export. A base with an adapter
-    merged into it is a model of its own, which engines find nowhere else: it lies in `base`.
+    The folder holds weights, settings, the base's name and the gate's result, and nothing from the
+    environment. It replaces an earlier export. A base with a merged adapter is written to the
+    subfolder `base`.
 
     Raises:
-        ValueError: The engine cannot serve this head, or `out` holds something else, or the gate
-            refuses. Nothing is written then.
+        ValueError: The engine cannot serve this head, `out` holds other files, or the gate refuses.
+            Nothing is written then.
     """
-    layout, out = find_layout(head, base, engine), _place(out, base)
+    layout, out = find_layout(head, base, engine), _target(out, base)
     merged = bool(base.adapter)
     if merged:
-        base.place = str(out / BASE)
+        base.place = str(out / MERGED_BASE)
     folder = layout.write(head, base, out)
     sweep(out.parent, out.name)
     with atomic_folder(out) as scratch:
         save(folder, scratch)
         if merged:
-            save_base(base, scratch / BASE)
-        parity = check(expect(head, base, texts), scratch, layout.read)
+            base.model.save_pretrained(scratch / MERGED_BASE)
+            if base.tokenizer is not None:
+                base.tokenizer.save_pretrained(scratch / MERGED_BASE)
+        lent = tables(base)
+        loaded = exported_drafts(scratch, head, base, lent)
+        parity = check(expect(head, base, texts, lent), loaded)
         record = {
             "engine": engine,
             "head": {"kind": head.kind, "depth": head.depth},
@@ -62,8 +124,8 @@ def export_head(
     return folder.serve, parity
 
 
-def _place(out: Path, base: FrozenBase) -> Path:
-    """Return the folder an export becomes, or replaces as a whole; refuse one it may not."""
+def _target(out: Path, base: FrozenBase) -> Path:
+    """Return the output folder; refuse one that an export may not replace."""
     out = writable_folder(out)
     if not out.exists():
         return out
@@ -71,12 +133,12 @@ def _place(out: Path, base: FrozenBase) -> Path:
         raise InputError(
             f"out= must be a new or empty folder, or an earlier export; {out} holds other files"
         )
-    # files are filled in beside it, and take its place
+    # the new folder is filled next to the old one and then takes its place
     writable_folder(out.parent)
-    held = {"your working folder": Path.cwd()}
+    in_use = {"your working folder": Path.cwd()}
     if not base.adapter and Path(base.place).exists():
-        held["its base"] = Path(base.place).resolve()
-    reasons = [f"holds {what}" for what, place in held.items() if place.is_relative_to(out)]
+        in_use["its base"] = Path(base.place).resolve()
+    reasons = [f"holds {what}" for what, place in in_use.items() if place.is_relative_to(out)]
     if out.is_mount():
         reasons = ["is a mount"]
     if reasons:
@@ -86,55 +148,219 @@ def _place(out: Path, base: FrozenBase) -> Path:
     return out
 
 
-def gate_texts(
-    base: FrozenBase, head: Head, settings: Export, prompts: str, corpus: Data | None = None
-) -> list[Text]:
-    """Return prompts, by name or from a .jsonl file, and what the base alone writes after each.
-
-    The prompts `held_out` are those of the `corpus`.
-    """
-    # told before the base writes texts
-    if settings.engine:
-        find_layout(head, base, settings.engine)
-    if settings.out:
-        _place(Path(settings.out), base)
-    if base.tokenizer is None:
-        raise InputError(f"the parity gate reads text: the base {base.name} needs a tokenizer")
-    length, needed = settings.prompt_tokens, head.depth + 2
-    if settings.new_tokens < needed:
-        raise InputError(
-            f"the parity gate needs new_tokens >= {needed}, got {settings.new_tokens}; set that"
-        )
-    found = load_prompts(
-        prompts,
-        base.tokenizer,
-        num_prompts=settings.num_prompts,
-        prompt_tokens=length,
-        corpus=corpus,
-    )
-    tokens = [prompt.tokens[:length] for prompt in found.prompts]
-    # the gate needs text of some length, and not that it makes sense
-    how = How(max_new_tokens=settings.new_tokens, batch_size=8, stop_at_eos=False, progress=True)
-    return list(zip(tokens, write_alone(base, tokens, how), strict=True))
-
-
-def save(folder: Folder, place: Path) -> None:
+def save(folder: Folder, target: Path) -> None:
     """Write the files of an export into an existing folder."""
-    (place / "config.json").write_text(_json(folder.config), encoding="utf-8")
-    # safetensors takes no tensor that shares its memory, as tied ones do
+    (target / "config.json").write_text(_json(folder.config), encoding="utf-8")
+    # safetensors refuses tensors that share memory, and tied tensors do
     copies = {
         name: value.detach().cpu().clone().contiguous() for name, value in folder.tensors.items()
     }
-    save_file(copies, place / folder.weights_file, metadata={"format": "pt"})
+    save_file(copies, target / folder.weights_file, metadata={"format": "pt"})
     for name, text in folder.files.items():
-        (place / name).write_text(text, encoding="utf-8")
+        (target / name).write_text(text, encoding="utf-8")
 
 
-def save_base(base: FrozenBase, folder: Path) -> None:
-    """Write a base as transformers loads it, in the precision it has here, and its tokenizer."""
-    base.model.save_pretrained(folder)
-    if base.tokenizer is not None:
-        base.tokenizer.save_pretrained(folder)
+def gate_texts(
+    base: FrozenBase,
+    head: Head,
+    prompts: str,
+    *,
+    engine: str = "",
+    out: str = "",
+    num_prompts: int = 8,
+    prompt_tokens: int = 64,
+    new_tokens: int = 64,
+    corpus: Data | None = None,
+) -> list[GateText]:
+    """Return prompts and their greedy continuations by the base, for the gate.
+
+    Args:
+        base: Base that continues the prompts.
+        head: Head to export.
+        prompts: A name or a .jsonl file; `held_out` are the held-out texts of `corpus`.
+        engine: Checked before any text is generated, if named.
+        out: Output folder, also checked first.
+        num_prompts: Number of prompts.
+        prompt_tokens: Maximum length of each prompt.
+        new_tokens: Length of each continuation; at least depth + 2.
+        corpus: Training data of the run.
+    """
+    if engine:
+        find_layout(head, base, engine)
+    if out:
+        _target(Path(out), base)
+    if base.tokenizer is None:
+        raise InputError(f"the parity gate reads text: the base {base.name} needs a tokenizer")
+    if new_tokens < (needed := head.depth + 2):
+        raise InputError(
+            f"the parity gate needs new_tokens >= {needed}, got {new_tokens}; increase it"
+        )
+    found = load_prompts(
+        prompts, base.tokenizer, num_prompts=num_prompts, prompt_tokens=prompt_tokens, corpus=corpus
+    )
+    tokens = [prompt.tokens[:prompt_tokens] for prompt in found.prompts]
+    # continue past end-of-text tokens: the gate needs length, not sense
+    how = How(max_new_tokens=new_tokens, batch_size=8, stop_at_eos=False, progress=True)
+    return list(zip(tokens, write_alone(base, tokens, how), strict=True))
+
+
+# the gate
+
+
+@torch.no_grad()
+def expect(
+    head: Head, base: FrozenBase, texts: Sequence[GateText], lent: tuple[Tensor, Tensor]
+) -> Iterator[Expected]:
+    """Yield the drafts of the trained head for each text, computed in float64 on the CPU.
+
+    `lent` are the base's `tables`, which all heads and texts share.
+    """
+    trained = _widened(copy_of(head), *lent)
+    for text in bar(texts, "drafts of head and export", shown=True):
+        tokens = torch.tensor([text[0] + text[1]])
+        read = base.read(tokens.to(base.device), trained.aux_layers)
+        aux = None if read.aux is None else _wide(read.aux)
+        features = Features(_wide(read.hidden), aux, tokens)
+        yield Expected(text, features, drafts(trained, features))
+
+
+def exported_drafts(
+    folder: Path, head: Head, base: FrozenBase, lent: tuple[Tensor, Tensor]
+) -> Callable[[Expected], list[LevelDraft]]:
+    """Load an export as a user does; return a function that drafts with it on a text.
+
+    `load_head` ignores the copies of the base's tensors that some layouts need, so they are
+    compared here.
+
+    Raises:
+        ValueError: The folder cannot be loaded, is another head, or holds a wrong copy.
+    """
+    loaded = load_head(folder)
+    loaded.choose_aux_layers(base.num_layers)
+    for name in ("kind", "depth", "aux_layers"):
+        ours, theirs = getattr(head, name), getattr(loaded, name)
+        if ours != theirs:
+            raise InputError(
+                f"the export loads with {name}={theirs}, the run's head has {ours}; nothing was "
+                "written"
+            )
+    (file,) = folder.glob("*.safetensors")
+    copies = {"embed_tokens.weight": base.embedding, "lm_head.weight": _lent_rows(head, base)}
+    for name, value in load_file(file).items():
+        copied = name in copies and name not in head.state_dict()
+        if copied and not torch.equal(value, copies[name].detach().cpu().to(value.dtype)):
+            raise InputError(
+                f"{name!r} in the export differs from the base's tensor; nothing was written"
+            )
+    _widened(loaded, *lent)
+    return lambda expected: drafts(loaded, expected.features)
+
+
+@torch.no_grad()
+def check(
+    expected: Iterable[Expected], draft: Callable[[Expected], Iterable[LevelDraft]]
+) -> Parity:
+    """Compare the drafts of an export with those of the trained head.
+
+    Raises:
+        ValueError: They differ in tokens, in accepted drafts at a depth, or in logits.
+    """
+    counts: list[tuple[DepthCounts, DepthCounts]] = []
+    differences: list[list[float]] = []
+    for one in expected:
+        theirs = list(draft(one))
+        counts.append((_walk(one.drafts, *one.text), _walk(theirs, *one.text)))
+        pairs = zip(one.drafts, theirs, strict=True)
+        differences.append([_difference(*pair, level) for level, pair in enumerate(pairs)])
+    own_counts, other_counts = (
+        DepthCounts.total(side, len(differences[0])) for side in zip(*counts, strict=True)
+    )
+    pairs = zip(own_counts.per_depth(), other_counts.per_depth(), strict=True)
+    for depth, (own, other) in enumerate(pairs):
+        if own != other:
+            raise InputError(
+                f"the export accepts {other.accepted} of {other.offered} drafts at depth "
+                f"{depth}, the run {own.accepted} of {own.offered}; nothing was written"
+            )
+    worst = torch.tensor(differences).amax(0)
+    for depth, difference in enumerate(worst.tolist()):
+        # in this form NaN is refused too
+        if not difference <= TOLERANCE:
+            raise InputError(
+                f"the export's logits at depth {depth} are {difference:.1e} of the largest one "
+                f"away from the run's, rounding explains {TOLERANCE:.1e}; nothing was written"
+            )
+    return Parity(own_counts.per_depth(), own_counts.tokens_per_forward, worst.max().item())
+
+
+def drafts(head: Head, features: Features) -> list[LevelDraft]:
+    """Return the drafts of a head along one text, at every depth."""
+    tokens = features.tokens
+    assert tokens is not None
+    ids = head.to_tokens(torch.arange(head.drafted_size))
+    return [
+        LevelDraft(head.logits(state[0], level), ids, head.confidence_logits(state[0]))
+        for level, state in enumerate(head.states(features, tokens))
+    ]
+
+
+def _wide(values: Tensor) -> Tensor:
+    return values.detach().cpu().double()
+
+
+def tables(base: FrozenBase) -> tuple[Tensor, Tensor]:
+    """Return the base's embedding and vocabulary projection in float64 on the CPU."""
+    return _wide(base.embedding), _wide(base.projection.scaled_weight)
+
+
+def _widened(head: Head, embedding: Tensor, projection: Tensor) -> Head:
+    """Move a head to float64 on the CPU and bind it to the base's tensors."""
+    head.cpu().bind(embedding, projection)
+    return head.double().eval()
+
+
+def _lent_rows(head: Head, base: FrozenBase) -> Tensor:
+    ids = head.to_tokens(torch.arange(head.drafted_size, device=base.device))
+    return base.projection.scaled_weight[ids]
+
+
+def _walk(drafted: Sequence[LevelDraft], prompt: list[int], continuation: list[int]) -> DepthCounts:
+    return replay(_hits(drafted, prompt, continuation), policies.chain(len(drafted)))
+
+
+def _hits(
+    drafted: Sequence[LevelDraft], prompt: list[int], continuation: list[int]
+) -> Int[Tensor, "root depth"]:
+    """Return 0 where the best draft is the base's token, 1 where not, and -1 beyond the text.
+
+    The same convention as `measure.offline.guess_ranks`.
+    """
+    first, num_roots = len(prompt) - 1, len(continuation) - 1
+    ranks = torch.full((num_roots, len(drafted)), -1)
+    generated = torch.tensor(continuation)
+    for level, one in enumerate(drafted):
+        num_known = max(num_roots - level, 0)
+        best = one.ids[one.logits[first : first + num_known].argmax(-1)]
+        ranks[:num_known, level] = (best != generated[1 + level : 1 + level + num_known]).long()
+    return ranks
+
+
+def _difference(ours: LevelDraft, theirs: LevelDraft, level: int) -> float:
+    """Return the largest difference between two logits, relative to the largest logit.
+
+    Rows whose next token is beyond the text are left out.
+    """
+    if not torch.equal(ours.ids, theirs.ids):
+        raise InputError(
+            f"the export drafts other tokens than the run at depth {level}: {len(theirs.ids)} and "
+            f"{len(ours.ids)} of them, or others; nothing was written"
+        )
+    known = len(ours.logits) - 2 - level
+    pairs = [(ours.logits[:known], theirs.logits[:known])]
+    if ours.confidence is not None and theirs.confidence is not None:
+        pairs.append((ours.confidence[:known], theirs.confidence[:known]))
+    relative = [(own - other).abs().max() / own.abs().max() for own, other in pairs]
+    return torch.stack(relative).max().item()
 
 
 def _json(value: Any) -> str:

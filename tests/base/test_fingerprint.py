@@ -12,7 +12,7 @@ from specheads.base.fingerprint import base_fingerprint, tables_fingerprint
 from specheads.base.lora import Adapter
 from specheads.base.model import FrozenBase
 from specheads.config import Joint
-from specheads.export.plugins.custom_generate import custom_generate
+from specheads.export.custom_generate import custom_generate
 from specheads.heads.load import build_for, load_head, resume_head
 from tests import tiny
 

@@ -7,7 +7,7 @@ import pytest
 
 import specheads
 from specheads.config import data_dir
-from specheads.export.layout import RECORD
+from specheads.export.write import RECORD
 from tests.commands.test_library import SMALL
 
 PHASE = "schedule.phases.joint"

@@ -175,7 +175,7 @@ def test_a_mistake_is_a_value_error(
 ORDERS = {
     "package first": "import specheads; specheads.export; import specheads.export.vllm",
     "module first": "import specheads.export.vllm; import specheads",
-    "from": "from specheads import export; import specheads.export.engines; import specheads",
+    "from": "from specheads import export; import specheads.export.layouts; import specheads",
 }
 
 
@@ -195,8 +195,10 @@ except ModuleNotFoundError as error:
     # the plug-in itself needs vLLM, which need not be here
     assert error.name.partition(".")[0] == "vllm", error
     import specheads
-import specheads.export.engines
-assert "vllm" in specheads.export.engines.engines()
+from specheads.export import export_head
+from specheads.export.layouts import engines
+assert "vllm" in engines()
+assert type(export_head) is type(specheads.export)
 try:
     specheads.export("nowhere", "oven", "out")
 except ValueError as error:

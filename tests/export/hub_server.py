@@ -1,7 +1,7 @@
-"""A Hub on the loopback: the routes that huggingface_hub calls, in memory, behind real HTTP.
+"""A local Hub server with the routes that huggingface_hub calls, in memory, over real HTTP.
 
-It keeps the rules that matter to whoever pushes and loads: tokens, private and gated
-repositories, large files by LFS (single and multi-part), commits that are whole or absent.
+It implements tokens, private and gated repositories, large files by LFS (single and multi-part),
+and atomic commits.
 """
 
 import base64
@@ -63,7 +63,7 @@ class Reply:
 
 
 class RefusedError(Exception):
-    """What a request is answered with when it may not have what it asks for."""
+    """Answer to a request that is refused."""
 
     def __init__(self, status: int, message: str, code: str = "") -> None:
         super().__init__(message)
@@ -73,7 +73,7 @@ class RefusedError(Exception):
 
 @dataclass
 class Call:
-    """One request: who asks, with what."""
+    """One request with its user."""
 
     user: str | None
     body: bytes
@@ -86,11 +86,11 @@ class Call:
 
 
 class HubServer:
-    """A Hub of its own, up while the context lasts.
+    """A Hub server that runs inside a `with` block.
 
     Args:
-        large_bytes: Files from this size on go through LFS.
-        part_bytes: Size of the parts that larger LFS files are uploaded in. Zero takes them whole.
+        large_bytes: Minimum size of LFS files.
+        part_bytes: Part size for larger LFS files; zero disables multi-part uploads.
     """
 
     def __init__(self, large_bytes: int = 10_000, part_bytes: int = 0) -> None:
@@ -102,15 +102,13 @@ class HubServer:
         self.parts: dict[tuple[str, int], bytes] = {}
         self.requests: list[str] = []
         self.fail_at: int | None = None
-        """The connection is lost at the request of this number, from 1, and at all after it."""
-        self.fails_once = False
-        """Lose that one request only."""
+        """Number of the first request, from 1, whose connection is lost; all later ones too."""
         self.loses_replies = False
-        """Lose the replies only: what was asked for is done."""
+        """Whether requests are executed and only their replies are lost."""
         self.lock = Lock()
         handler = type("HubHandler", (Handler,), {"hub": self})
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        # another host to the client, so that it must not send its token there
+        # another host for the client, which must not get its token
         self.cdn = f"http://localhost:{self.http.server_port}"
         self.url = f"http://127.0.0.1:{self.http.server_port}"
 
@@ -123,16 +121,16 @@ class HubServer:
         self.http.server_close()
 
     def files(self, repo: str, revision: str = "main") -> dict[str, bytes]:
-        """Return what a repository holds by path; nothing where there is none."""
+        """Return the files of a repository by path; empty if it does not exist."""
         if repo not in self.repositories:
             return {}
         found = _snapshot(self.repositories[repo], revision)[1]
         return {path: blob.data for path, blob in found.items()}
 
     def environment(self, home: Path, token: str | None = None) -> dict[str, str]:
-        """Return the variables with which another process meets this Hub and no other."""
+        """Return environment variables that make another process use this Hub only."""
         secret = {"HF_TOKEN": token} if token else {}
-        # hf_xet uploads to a store of its own protocol; without it the client speaks LFS
+        # hf_xet has its own protocol; without it the client uses LFS
         return secret | {
             "HF_ENDPOINT": self.url,
             "HF_HOME": str(home),
@@ -141,10 +139,10 @@ class HubServer:
         }
 
     def connect(self, patch: pytest.MonkeyPatch, home: Path, token: str | None = None) -> None:
-        """Make huggingface_hub of this process meet this Hub and no other, without waiting."""
+        """Make huggingface_hub of this process use this Hub only, without waiting for retries."""
         template = f"{self.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
         patch.setattr(constants, "ENDPOINT", self.url)
-        # what is called without an HfApi of one's own
+        # for calls without an HfApi object
         patch.setattr(huggingface_hub.hf_api.api, "endpoint", self.url)
         patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         patch.setattr(constants, "HF_HUB_CACHE", str(home / "hub"))
@@ -155,25 +153,23 @@ class HubServer:
         patch.delenv("HF_TOKEN", raising=False)
         if token:
             patch.setenv("HF_TOKEN", token)
-        # huggingface_hub 2.4 hands files to its client in a way that this one has deprecated
+        # huggingface_hub 2.4 passes files to its client in a deprecated way
         warnings.filterwarnings("ignore", "Use 'content=", DeprecationWarning)
-        # an open connection of before may be offline, or to another server
+        # an open session may be offline or connected to another server
         huggingface_hub.close_session()
 
     def loses(self, line: str) -> bool:
         """Count a request; return whether it is lost."""
         if line.endswith("/agent-harnesses"):
-            # once a process, and it does without an answer: nothing to number requests by
+            # sent once per process, and optional
             return False
         with self.lock:
             self.requests.append(line)
             number = len(self.requests)
-        if self.fail_at is None:
-            return False
-        return number == self.fail_at if self.fails_once else number >= self.fail_at
+        return self.fail_at is not None and number >= self.fail_at
 
     def answer(self, method: str, path: str, user: str | None, body: bytes) -> Reply:
-        """Find the route and take it."""
+        """Find the route and call it."""
         for verb, pattern, route in ROUTES:
             if verb == method and (match := re.fullmatch(pattern, path)):
                 parts = {name: unquote(value or "") for name, value in match.groupdict().items()}
@@ -193,7 +189,7 @@ def _snapshot(repository: Repository, revision: str) -> tuple[str, dict[str, Blo
 
 
 def _open(hub: HubServer, call: Call, *, write: bool = False, files: bool = False) -> Repository:
-    """Return the repository a request names, if it may see it, write to it, or read its files."""
+    """Return the repository of a request; refuse a user without the right to use it."""
     repository = hub.repositories.get(call.parts["repo"])
     if repository is None or (repository.private and call.user != OWNER):
         raise RefusedError(404 if call.user else 401, "Repository not found", "RepoNotFound")
@@ -297,7 +293,7 @@ def _complete(hub: HubServer, call: Call) -> Reply:
 
 def _keep(hub: HubServer, oid: str, data: bytes) -> Reply:
     if hashlib.sha256(data).hexdigest() != oid:
-        raise RefusedError(400, "The sum of what was uploaded is another")
+        raise RefusedError(400, "The checksum of the upload is wrong")
     hub.objects[oid] = data
     return _reply({})
 
@@ -335,10 +331,10 @@ def _commit(hub: HubServer, call: Call) -> Reply:
 def _info(hub: HubServer, call: Call) -> Reply:
     repository, repo = _open(hub, call), call.parts["repo"]
     sha, files = _snapshot(repository, call.parts.get("revision") or "main")
-    told = {"private": repository.private, "gated": repository.gated, "downloads": 0, "likes": 0}
+    state = {"private": repository.private, "gated": repository.gated, "downloads": 0, "likes": 0}
     siblings = [{"rfilename": path} for path in files]
     return _reply(
-        {"id": repo, "modelId": repo, "sha": sha, "tags": [], "siblings": siblings, **told}
+        {"id": repo, "modelId": repo, "sha": sha, "tags": [], "siblings": siblings, **state}
     )
 
 
@@ -364,7 +360,7 @@ def _resolve(hub: HubServer, call: Call) -> Reply:
         return Reply(reply.status, reply.body, reply.headers | headers)
     if not blob.large:
         return Reply(200, blob.data, headers | {"ETag": f'"{blob.oid}"'})
-    # as the Hub does: what is large lies elsewhere
+    # the Hub also redirects large files to another host
     linked = {"X-Linked-Size": str(len(blob.data)), "X-Linked-Etag": f'"{blob.oid}"'}
     return Reply(302, b"", headers | linked | {"Location": f"{hub.cdn}/_cdn/{blob.oid}"})
 
@@ -396,14 +392,14 @@ ROUTES: list[tuple[str, str, Route]] = [
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Takes a request to the Hub that it is made for, or loses it."""
+    """Answers a request to its Hub, or drops the connection."""
 
     hub: ClassVar[HubServer]
     protocol_version = "HTTP/1.1"
-    # headers and body are two writes, and the second would wait for the first's receipt
+    # headers and body are two writes; the second would wait for the acknowledgement of the first
     disable_nagle_algorithm = True
 
-    def take(self) -> None:
+    def answer(self) -> None:
         path = urlsplit(self.path).path
         lost = self.hub.loses(f"{self.command} {path}")
         if lost and not self.hub.loses_replies:
@@ -418,7 +414,7 @@ class Handler(BaseHTTPRequestHandler):
         else:
             self.send(reply)
 
-    do_GET = do_HEAD = do_POST = do_PUT = take  # noqa: N815
+    do_GET = do_HEAD = do_POST = do_PUT = answer  # noqa: N815
 
     def body(self) -> Iterator[bytes]:
         if self.headers.get("Transfer-Encoding") != "chunked":
@@ -443,4 +439,4 @@ class Handler(BaseHTTPRequestHandler):
         self.connection.shutdown(socket.SHUT_RDWR)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Say nothing: the console belongs to what is tested."""
+        """Print nothing."""

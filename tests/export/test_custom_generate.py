@@ -1,6 +1,5 @@
-"""transformers' own generate, with a head in it, says what it says without."""
+"""transformers' own generate gives the same text with and without a head."""
 
-import ast
 import copy
 import functools
 import gc
@@ -33,8 +32,8 @@ from transformers.generation.streamers import BaseStreamer
 import specheads
 from specheads.decoding.acceptance.sampling import Sampling
 from specheads.decoding.trees import policies
-from specheads.export.plugins import custom_generate as plugin
-from specheads.export.plugins.hub_generate import hub_files, three_lines
+from specheads.export import custom_generate as plugin
+from specheads.export.custom_generate import hub_files
 from specheads.heads.load import build, load_head
 from specheads.measure.oracle import Oracle
 from tests import tiny
@@ -51,7 +50,7 @@ TREE = policies.Static([(0,), (1,), (0, 0), (0, 0, 0)])
 
 
 def padded(prompts: list[list[int]]) -> dict[str, Tensor]:
-    """Return prompts as a tokenizer that pads on the left gives them."""
+    """Return prompts as tokenizer output with padding on the left."""
     width = max(map(len, prompts))
     empty = [width - len(prompt) for prompt in prompts]
     rows = zip(empty, prompts, strict=True)
@@ -68,8 +67,8 @@ def settings(**changes: Any) -> dict[str, Any]:
     return {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": PAD} | changes
 
 
-def said_by_row(place: int, index: int) -> int:
-    """Return a token that a row of `BATCH` says after so many others."""
+def token_of(place: int, index: int) -> int:
+    """Return the token that the base generates at this index in a row of `BATCH`."""
     return tiny.continuations()[place][index]
 
 
@@ -78,7 +77,7 @@ def model() -> Any:
 
 
 def fresh_model(**changes: Any) -> Any:
-    """Return a model that nobody has touched."""
+    """Return a new model."""
     torch.manual_seed(3)
     return AutoModelForCausalLM.from_config(tiny.config("llama", **changes)).eval()
 
@@ -94,26 +93,26 @@ def plain(inputs: dict[str, Tensor] = ALONE, **changes: Any) -> Any:
 def speculated(
     inputs: dict[str, Tensor] = ALONE, head: Any = None, tree: Any = None, **changes: Any
 ) -> Any:
-    """Return what comes of a drafter that is right unless another is given."""
+    """Generate with a head; the default is a drafter that is always right."""
     custom = specheads.custom_generate(head or tiny.oracle(3), tree=tree)
     return model().generate(**inputs, **settings(**changes), custom_generate=custom)
 
 
 @pytest.mark.parametrize("inputs", [ALONE, BATCH], ids=["one prompt", "ragged batch"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_greedy_output_is_that_of_generate_for_every_head(kind: str, inputs: dict[str, Tensor]):
-    ends = {"eos_token_id": said_by_row(0, 4), "max_new_tokens": 7}
+def test_greedy_output_equals_generate_for_every_head(kind: str, inputs: dict[str, Tensor]):
+    ends = {"eos_token_id": token_of(0, 4), "max_new_tokens": 7}
     assert torch.equal(speculated(inputs, small_head(kind), TREE, **ends), plain(inputs, **ends))
 
 
-def test_greedy_output_is_that_of_generate_for_a_head_that_was_tuned_to_copy_text():
+def test_greedy_output_equals_generate_for_a_tree_with_prompt_lookup():
     head = small_head()
     head.tuned = tuned(tree(copied=4))
     assert torch.equal(speculated(BATCH, head), plain(BATCH))
 
 
 @pytest.mark.parametrize("architecture", [name for name in tiny.ARCHITECTURES if name != "llama"])
-def test_greedy_output_is_that_of_generate_on_every_architecture(architecture: str):
+def test_greedy_output_equals_generate_on_every_architecture(architecture: str):
     base: Any = tiny.base(architecture).model
     expected = base.generate(**BATCH, **settings())
     rows = zip(expected.tolist(), BATCH["attention_mask"].sum(1).tolist(), strict=True)
@@ -122,21 +121,21 @@ def test_greedy_output_is_that_of_generate_on_every_architecture(architecture: s
     assert torch.equal(base.generate(**BATCH, **settings(), custom_generate=custom), expected)
 
 
-def test_a_head_that_is_right_saves_forwards():
+def test_correct_drafts_save_forwards():
     forwards = []
     speculated(max_new_tokens=1)
     handle = model().base_model.register_forward_hook(lambda *_: forwards.append(1))
     speculated(max_new_tokens=13)
     handle.remove()
-    # one more reads the prompt
+    # the first forward reads the prompt
     assert len(forwards) - 1 == 12 / 4
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"eos_token_id": [said_by_row(0, 5), said_by_row(1, 2)]},
-        {"eos_token_id": said_by_row(0, 0)},
+        {"eos_token_id": [token_of(0, 5), token_of(1, 2)]},
+        {"eos_token_id": token_of(0, 0)},
         {"max_new_tokens": 1},
         {"max_new_tokens": None, "max_length": 24},
         {"max_time": 0.0, "eos_token_id": 1},
@@ -147,11 +146,11 @@ def test_a_head_that_is_right_saves_forwards():
     ],
     ids=lambda changes: ",".join(changes),
 )
-def test_settings_of_generate_mean_what_they_mean(changes: dict[str, Any]):
+def test_settings_of_generate_give_the_same_output(changes: dict[str, Any]):
     assert torch.equal(speculated(BATCH, **changes), plain(BATCH, **changes))
 
 
-def test_a_prompt_may_be_given_by_position_and_padding_be_found_from_its_tokens():
+def test_positional_prompt_without_attention_mask_gives_the_same_output():
     ids = BATCH["input_ids"]
     custom = specheads.custom_generate(tiny.oracle(3))
     assert torch.equal(
@@ -164,15 +163,15 @@ def stops(*strings: str) -> StoppingCriteriaList:
     return StoppingCriteriaList([StopStringCriteria(tokenizer(), list(strings))])
 
 
-def test_stop_strings_end_each_row_where_generate_ends_it():
-    # the first row says it in its fourth token, the second in both of its first two
-    ends = {"stopping_criteria": stops("日本", "Ac"), "eos_token_id": said_by_row(2, 9)}
+def test_stop_strings_end_each_row_as_in_generate():
+    # the first row stops at its fourth token, the second at its second
+    ends = {"stopping_criteria": stops("日本", "Ac"), "eos_token_id": token_of(2, 9)}
     expected = plain(BATCH, **ends)
     assert (expected[:, -10:] != PAD).sum(1).tolist() == [4, 2, 10]
     assert torch.equal(speculated(BATCH, **ends), expected)
 
 
-def test_a_criterion_of_ones_own_sees_every_token_of_a_prompt_alone():
+def test_custom_criterion_sees_every_token():
     seen: list[list[int]] = []
 
     def after_nine(input_ids: Tensor, scores: Any, **rest: Any) -> Tensor:
@@ -190,33 +189,33 @@ def test_a_criterion_of_ones_own_sees_every_token_of_a_prompt_alone():
 
 
 class Listener(BaseStreamer):
-    """Notes what it hears."""
+    """Streamer that records its calls."""
 
     def __init__(self) -> None:
-        self.heard: list[Any] = []
+        self.calls: list[Any] = []
 
     def put(self, value: Tensor) -> None:
-        self.heard.append(value.tolist())
+        self.calls.append(value.tolist())
 
     def end(self) -> None:
-        self.heard.append("end")
+        self.calls.append("end")
 
 
-def test_a_streamer_hears_what_generate_tells_it():
-    expected, heard = Listener(), Listener()
-    plain(streamer=expected, eos_token_id=said_by_row(0, 9))
-    speculated(streamer=heard, eos_token_id=said_by_row(0, 9))
-    assert heard.heard == expected.heard
+def test_streamer_gets_the_same_calls():
+    expected, actual = Listener(), Listener()
+    plain(streamer=expected, eos_token_id=token_of(0, 9))
+    speculated(streamer=actual, eos_token_id=token_of(0, 9))
+    assert actual.calls == expected.calls
 
 
-def test_a_model_output_holds_the_sequences():
+def test_return_dict_in_generate_gives_a_model_output():
     assert torch.equal(speculated(return_dict_in_generate=True).sequences, plain())
 
 
 LAW = {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.2}
 
 
-def test_what_is_sampled_follows_torchs_seed_and_is_what_the_base_alone_draws():
+def test_samples_depend_on_the_seed_of_torch_and_equal_those_of_the_base():
     head = small_head()
     texts = [
         speculated(BATCH, head, do_sample=True, **LAW)
@@ -233,12 +232,12 @@ def test_what_is_sampled_follows_torchs_seed_and_is_what_the_base_alone_draws():
     assert texts[0][:, -NEW:].tolist() == alone.tokens
 
 
-def test_samples_have_the_law_that_generate_samples_from():
+def test_samples_have_the_distribution_of_generate():
     count = 1000
-    told = plain(
+    output = plain(
         do_sample=True, max_new_tokens=1, output_scores=True, return_dict_in_generate=True, **LAW
     )
-    law = told.scores[0][0].softmax(-1)
+    law = output.scores[0][0].softmax(-1)
     drawn = speculated(
         head=small_head(), do_sample=True, max_new_tokens=1, num_return_sequences=count, **LAW
     )
@@ -246,12 +245,8 @@ def test_samples_have_the_law_that_generate_samples_from():
     counts = drawn[:, -1].bincount(minlength=tiny.VOCAB)
     assert counts[law == 0].sum() == 0
     assert 3 < len(expected) < 21
-    # less than one time in a thousand above this, at 20 degrees of freedom
+    # the 0.1 % quantile of chi-squared with 20 degrees of freedom
     assert ((counts[law > 0] - expected) ** 2 / expected).sum() < 45
-
-
-def test_sampling_without_a_choice_is_greedy():
-    assert torch.equal(speculated(BATCH, do_sample=True, top_k=1), plain(BATCH))
 
 
 def changed(name: str, value: Any, inputs: dict[str, Tensor] = ALONE) -> dict[str, Any]:
@@ -323,14 +318,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("case", REFUSED)
 @pytest.mark.filterwarnings("ignore:.*is deprecated")
-def test_what_cannot_be_done_is_refused_in_one_line(case: str):
+def test_unsupported_argument_is_refused_in_one_line(case: str):
     changes, rule = REFUSED[case]
     with pytest.raises(ValueError, match=rule) as caught:
         speculated(**changes)
     assert "\n" not in str(caught.value)
 
 
-def test_a_cache_that_rounds_is_refused():
+def test_quantized_cache_is_refused():
     config = GenerationConfig(cache_implementation="quantized")
     criteria, processors = StoppingCriteriaList(), LogitsProcessorList()
     custom = specheads.custom_generate(tiny.oracle(3))
@@ -338,24 +333,26 @@ def test_a_cache_that_rounds_is_refused():
         custom(model(), ALONE["input_ids"], processors, criteria, config)
 
 
-def test_a_users_model_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_model_of_the_user_is_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     ours, head, tries = fresh_model(), small_head(), []
     try_out = plugin.check
     monkeypatch.setattr(plugin, "check", lambda one: (tries.append(one.model), try_out(one)))
     strides = {name: value.stride() for name, value in ours.named_parameters()}
     ours.lm_head.weight.requires_grad_(False)
-    weights, learning = copy.deepcopy(ours.state_dict()), names_that_learn(ours)
-    said = ours.generate(**ALONE, **settings())
+    weights, learning = copy.deepcopy(ours.state_dict()), trainable(ours)
+    expected = ours.generate(**ALONE, **settings())
     for _ in range(2):
-        # as code that is not careful writes it: a function a call, and a mode that marks tensors
+        # a new function per call, in a mode that marks tensors
         with torch.inference_mode():
             custom = specheads.custom_generate(head, force=True)
-            assert torch.equal(ours.generate(**ALONE, **settings(), custom_generate=custom), said)
+            assert torch.equal(
+                ours.generate(**ALONE, **settings(), custom_generate=custom), expected
+            )
     assert tries == [ours]
     assert not any(one._forward_pre_hooks or one._forward_hooks for one in ours.modules())
     assert not any(one.training for one in ours.modules())
     assert {name: value.stride() for name, value in ours.named_parameters()} == strides
-    assert names_that_learn(ours) == learning
+    assert trainable(ours) == learning
     assert all(torch.equal(value, weights[name]) for name, value in ours.state_dict().items())
     ours.train()
     ours(**ALONE, labels=ALONE["input_ids"]).loss.backward()
@@ -365,23 +362,23 @@ def test_a_users_model_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.Monkey
         ours.generate(**ALONE, **settings(), custom_generate=specheads.custom_generate(head))
 
 
-def names_that_learn(model: PreTrainedModel) -> set[str]:
+def trainable(model: PreTrainedModel) -> set[str]:
     return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def test_a_model_that_is_let_go_of_is_gone():
+def test_model_is_freed_after_use():
     ours, head = fresh_model(), small_head()
     custom = specheads.custom_generate(head, force=True)
     ours.generate(**ALONE, **settings(), custom_generate=custom)
-    there = weakref.ref(ours)
-    # the head has been lent its embedding and has to be lent another's
+    reference = weakref.ref(ours)
+    # the head is bound to the embedding of `ours` until another model is used
     model().generate(**ALONE, **settings(), custom_generate=custom)
     del ours
     gc.collect()
-    assert there() is None
+    assert reference() is None
 
 
-def test_a_head_follows_a_model_that_changes():
+def test_head_follows_the_dtype_of_the_model():
     ours = fresh_model()
     custom = specheads.custom_generate(small_head("hydra_heads"), force=True)
     for dtype in (torch.float32, torch.float64):
@@ -395,7 +392,7 @@ def test_a_head_follows_a_model_that_changes():
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a head in a folder with its code, and a place of its own for transformers' copy."""
+    """Return a folder with a head and its code; transformers gets its own module cache."""
     place = tmp_path / "head"
     small_head().save_pretrained(place)
     for path, text in hub_files("ada/absent").items():
@@ -410,28 +407,28 @@ def from_folder(folder: Path, inputs: dict[str, Tensor] = ALONE, **changes: Any)
     return model().generate(**inputs, **settings(**changes), **code)
 
 
-def test_a_folder_that_carries_its_code_decodes_with_its_own_head(folder: Path):
-    eos = said_by_row(0, 6)
+def test_folder_with_code_decodes_with_its_own_head(folder: Path):
+    eos = token_of(0, 6)
     assert torch.equal(from_folder(folder, BATCH, eos_token_id=eos), plain(BATCH, eos_token_id=eos))
     (folder / "model.safetensors").unlink()
     copy_of = folder.rename(folder.with_name("moved"))
-    # nothing was asked of a Hub, neither then nor now: the caller's name goes before the one inside
+    # the name in the call has priority over the repository in the code, so no Hub is needed
     with pytest.raises(ValueError, match="moved has none"):
         from_folder(copy_of)
 
 
-def test_code_of_a_repository_hands_on_all_that_generate_was_given(folder: Path):
-    expected, heard = Listener(), Listener()
+def test_code_of_a_repository_passes_on_all_arguments(folder: Path):
+    expected, actual = Listener(), Listener()
     ends = {"stop_strings": ["日本"], "tokenizer": tokenizer()}
-    told = model().generate(ALONE["input_ids"], **settings(**ends), streamer=expected)
+    plain_output = model().generate(ALONE["input_ids"], **settings(**ends), streamer=expected)
     code = {"custom_generate": str(folder), "trust_remote_code": True}
-    said = model().generate(ALONE["input_ids"], **settings(**ends), streamer=heard, **code)
-    assert torch.equal(said, told)
-    assert said.shape[1] == ALONE["input_ids"].shape[1] + 4
-    assert heard.heard == expected.heard
+    output = model().generate(ALONE["input_ids"], **settings(**ends), streamer=actual, **code)
+    assert torch.equal(output, plain_output)
+    assert output.shape[1] == ALONE["input_ids"].shape[1] + 4
+    assert actual.calls == expected.calls
 
 
-def test_another_head_may_be_named(folder: Path):
+def test_another_head_can_be_passed(folder: Path):
     torch.manual_seed(0)
     assert torch.equal(from_folder(folder, head=small_head("redrafter")), plain())
     with pytest.raises(ValueError, match="no-such-head"):
@@ -447,7 +444,7 @@ def test_another_head_may_be_named(folder: Path):
         ({"local_files_onli": True}, "local_files_onli"),
     ],
 )
-def test_code_of_a_repository_refuses_what_it_cannot_do(
+def test_code_of_a_repository_refuses_unsupported_arguments(
     folder: Path, changes: dict[str, Any], rule: str
 ):
     with pytest.raises(ValueError, match=rule) as caught:
@@ -455,12 +452,12 @@ def test_code_of_a_repository_refuses_what_it_cannot_do(
     assert "secret" not in str(caught.value)
 
 
-def test_a_models_own_repository_may_carry_the_code(folder: Path):
+def test_repository_of_the_base_can_hold_the_code(folder: Path):
     ours, code = fresh_model(), folder / "custom_generate" / "generate.py"
     names: dict[str, Any] = {"__file__": str(code)}
     exec(compile(hub_files(str(folder))["custom_generate/generate.py"], code, "exec"), names)
     expected = ours.generate(ALONE["input_ids"], **settings())
-    # as transformers does when it loads a model with trust_remote_code
+    # transformers does this for a model with trust_remote_code
     ours.generate = functools.partial(names["generate"], model=ours)
     with pytest.raises(ValueError, match="a head fits the weights it was trained on"):
         ours.generate(ALONE["input_ids"], **settings())
@@ -477,18 +474,12 @@ def test_transformers_checks_the_version_of_specheads(folder: Path):
         check_python_requirements(folder, requirements_file=name)
 
 
-def test_a_version_with_a_suffix_is_not_named(monkeypatch: pytest.MonkeyPatch):
+def test_version_with_a_suffix_is_not_required(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("importlib.metadata.version", lambda _: "1.2.dev3+g123")
     assert hub_files("ada/head")["custom_generate/requirements.txt"] == "specheads\n"
 
 
-def test_three_lines_are_three():
-    imports, *lines = ast.parse(three_lines("some/base", "ada/head")).body
-    assert isinstance(imports, ast.ImportFrom)
-    assert len(lines) == 3
-
-
-def test_no_more_of_a_repository_is_downloaded_than_one_format_of_the_weights(
+def test_only_one_format_of_the_weights_is_downloaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     with HubServer() as hub:
@@ -507,41 +498,41 @@ def test_no_more_of_a_repository_is_downloaded_than_one_format_of_the_weights(
 
 
 def push(hub: HubServer, repo: str, folder: Path) -> None:
-    """Upload a folder as it is."""
+    """Upload a folder."""
     api = huggingface_hub.HfApi(endpoint=hub.url, token=hub.token)
     api.create_repo(repo)
     api.upload_folder(repo_id=repo, folder_path=folder, ignore_patterns="README.md")
 
 
 @pytest.mark.slow
-def test_a_pushed_head_decodes_in_a_clean_environment_by_the_three_lines_of_its_card(
+def test_example_of_the_card_works_in_a_clean_environment(
     wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     python = installed(wheel, tmp_path)
-    shop, empty = tmp_path / "shop", tmp_path / "empty"
-    shop.mkdir()
+    work, empty = tmp_path / "work", tmp_path / "empty"
+    work.mkdir()
     empty.mkdir()
     specheads = python.with_name("specheads")
-    run(specheads, "train", "recipe=smoke", "name=smoke", "evaluate_after=false", folder=shop)
+    run(specheads, "train", "recipe=smoke", "name=smoke", "evaluate_after=false", folder=work)
     base = ROOT / "recipes" / "tiny_code" / "base"
     with HubServer() as hub:
         hub.connect(monkeypatch, tmp_path / "owner", hub.token)
         push(hub, "ada/base", base)
         owner = hub.environment(tmp_path / "owner", hub.token)
-        told = ("run=runs/smoke", "repo=ada/smoke", "base_repo=ada/base")
-        run(specheads, "push", *told, folder=shop, **owner)
+        words = ("run=runs/smoke", "repo=ada/smoke", "base_repo=ada/base")
+        run(specheads, "push", *words, folder=work, **owner)
         card = hub.files("ada/smoke")["README.md"].decode()
         lines = next(block for block in card.split("```python\n") if "custom_generate=" in block)
         script = lines.partition("```")[0] + "print(output.tolist())\n"
         hub.requests.clear()
         user = hub.environment(tmp_path / "user")
-        said = run(python, "-c", script, folder=empty, **user)
-        asked = {line.split("/resolve/")[-1] for line in hub.requests if "ada/smoke" in line}
+        printed = run(python, "-c", script, folder=empty, **user)
+        requested = {line.split("/resolve/")[-1] for line in hub.requests if "ada/smoke" in line}
         commit = hub.repositories["ada/smoke"].branches["main"]
-    # the head was really there, of the very commit whose code ran
-    assert f"{commit}/model.safetensors" in asked
+    # the weights are from the commit whose code ran
+    assert f"{commit}/model.safetensors" in requested
     alone: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     inputs = AutoTokenizer.from_pretrained(base)("The", return_tensors="pt")
     expected = alone.generate(**inputs, max_new_tokens=64)
-    assert json.loads(said.splitlines()[-1]) == expected.tolist()
+    assert json.loads(printed.splitlines()[-1]) == expected.tolist()
     assert expected.shape[1] > 32

@@ -1,4 +1,4 @@
-"""Real llama.cpp serves tiny_code with each kind of head it knows: `make llama_cpp`."""
+"""Real llama.cpp serves tiny_code with each kind of head that it supports: `make llama_cpp`."""
 
 import json
 import shlex
@@ -11,7 +11,7 @@ import pytest
 
 from specheads.core.drafter import Head
 from specheads.decoding.trees import policies
-from specheads.export.layouts.llama_cpp import ALONE
+from specheads.export.layouts.llama_cpp import NO_BACKEND_SAMPLING
 from specheads.export.write import export_head
 from specheads.measure.counts import DepthCounts
 from specheads.measure.offline import guess_ranks
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.llama_cpp
 
 engine = load_script("bench_llama_cpp")
 
-# exact as far as it goes: one thread, no half precision, and no text from an earlier request
+# reproducible: one thread, no half precision, no prompt cache
 EXACT = (
     *("--threads", "1", "--threads-batch", "1", "--flash-attn", "off", "--cache-ram", "0"),
     *("--cache-type-k", "f32", "--cache-type-v", "f32"),
@@ -47,7 +47,7 @@ SAMPLING = {"temperature": 0.0, "max_tokens": NEW_TOKENS, "ignore_eos": True}
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "eagle3": {"draft_tokens": 512},
-    # layer 0 is the embedding; of the default layers, 1, 3 and 5, its old rule had two
+    # layer 0 is the embedding
     "eagle3_low": {
         "kind": "eagle3",
         "aux_layers": [0, 2, 4],
@@ -84,25 +84,25 @@ BLOCKS = tuple(name for name in SETTINGS if name.startswith("d"))
 
 @cache
 def head(name: str) -> Head:
-    """A head that has seen half of the texts a few times."""
+    """Return a head that was trained on half of the texts."""
     return trained({"kind": name, **SETTINGS[name]}, 150 if name in BLOCKS else 60)
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory) -> Path:
-    """The base in GGUF."""
+    """Return the base in GGUF."""
     return convert([str(BASE), "--outfile", str(tmp_path_factory.mktemp("target") / "base.gguf")])
 
 
 def convert(arguments: list[str]) -> Path:
-    """Convert to the file named last; tiny_code's tokenizer splits text as Llama 3's does."""
+    """Convert to the last argument; tiny_code's tokenizer splits text as Llama 3's does."""
     engine.convert(arguments, "f32", pre_tokenizer="llama-bpe")
     return Path(arguments[-1])
 
 
 @pytest.fixture(scope="module")
 def export(tmp_path_factory) -> Callable[[str], list[str]]:
-    """Export a trained head and convert it, once; return what serves it, as the export says."""
+    """Return a function that exports and converts a head once and returns the serving command."""
 
     @cache
     def exported(name: str) -> list[str]:
@@ -117,7 +117,7 @@ def export(tmp_path_factory) -> Callable[[str], list[str]]:
 
 @pytest.fixture
 def ask(target, export, tmp_path) -> Callable[..., dict[str, Any]]:
-    """Ask a server of its own, with a head if one is named."""
+    """Return a function that runs the prompts on a new server, with a head if one is named."""
 
     def asked(
         name: str = "", *, num_tokens: int = DEPTH, parallel: int = 1, without: str = ""
@@ -138,10 +138,9 @@ def ask(target, export, tmp_path) -> Callable[..., dict[str, Any]]:
 
 
 def engine_counts(name: str, depth: int = DEPTH) -> dict[str, Any]:
-    """Return what our replay of a chain has as llama.cpp counts it.
+    """Return the counters of our own replay of a chain, as llama.cpp counts them.
 
-    llama.cpp leaves the last of a request's tokens to the base: it drafts one less than there is
-    room for, and nothing for the last token.
+    llama.cpp never drafts the last token of a request.
     """
     counts, lengths = [], []
     for prompt, text in zip(prompts(), said(), strict=True):
@@ -162,7 +161,7 @@ def engine_counts(name: str, depth: int = DEPTH) -> dict[str, Any]:
 
 
 def check(answer: dict[str, Any], name: str) -> None:
-    """Text as the base's own, and counts as ours."""
+    """Require the text of the base and the counters of our replay."""
     assert answer["tokens"] == [text[:NEW_TOKENS] for text in said()]
     wanted = engine_counts(name)
     assert {one: answer["counters"][one] for one in wanted} == wanted
@@ -170,12 +169,12 @@ def check(answer: dict[str, Any], name: str) -> None:
         assert sum(one[timings] for one in answer["timings"]) == wanted[total]
 
 
-def test_llama_cpp_alone_says_what_the_base_says(ask):
+def test_llama_cpp_without_a_head_generates_the_text_of_the_base(ask):
     assert ask()["tokens"] == [text[:NEW_TOKENS] for text in said()]
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_the_heads_of_these_tests_are_right_and_wrong_at_every_depth(name):
+def test_heads_are_accepted_and_rejected_at_every_depth(name):
     counts = engine_counts(name)
     per_depth = counts["accepted_tokens_per_pos"]
     assert per_depth[-1] > 0
@@ -183,38 +182,37 @@ def test_the_heads_of_these_tests_are_right_and_wrong_at_every_depth(name):
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_head_is_lossless_and_counts_as_replayed(name, ask):
+def test_head_is_lossless_and_counters_equal_the_replay(name, ask):
     check(ask(name), name)
 
 
 @pytest.mark.parametrize("name", ["eagle3", "dflash", "dspark"])
-def test_requests_served_together_count_as_replayed(name, ask):
+def test_counters_of_parallel_requests_equal_the_replay(name, ask):
     check(ask(name, parallel=3), name)
 
 
-def test_chains_drafted_together_on_the_backend_accept_less(ask):
-    """So exports turn that off; where this fails llama.cpp was mended, and they need not."""
-    answer, wanted = ask("eagle3", parallel=3, without=ALONE), engine_counts("eagle3")
+def test_backend_sampling_accepts_less_for_parallel_requests(ask):
+    """Exports turn it off. If this test fails, llama.cpp was fixed and the flag can go."""
+    answer, wanted = ask("eagle3", parallel=3, without=NO_BACKEND_SAMPLING), engine_counts("eagle3")
     assert answer["tokens"] == [text[:NEW_TOKENS] for text in said()]
     total = "accepted_tokens"
     assert 0 < answer["counters"][total] < wanted[total]
 
 
-def test_a_chain_may_be_shorter_than_the_head(ask):
+def test_chain_can_be_shorter_than_the_head(ask):
     counters = ask("eagle3", num_tokens=DEPTH - 1)["counters"]
     wanted = engine_counts("eagle3", DEPTH - 1)
     assert {one: counters[one] for one in wanted} == wanted
 
 
-def test_a_shorter_block_is_another_network(ask):
-    """Slots that are not asked for are not there for others to see: so exports ask for all."""
+def test_shorter_block_gives_other_drafts(ask):
+    """Slots attend to each other, so exports request the whole block."""
     answer, wanted = ask("dspark", num_tokens=DEPTH - 1), engine_counts("dspark", DEPTH - 1)
     assert answer["tokens"] == [text[:NEW_TOKENS] for text in said()]
     assert {one: answer["counters"][one] for one in wanted} != wanted
 
 
-def test_the_bench_of_serving_counts_as_it_replays(target, tmp_path, monkeypatch):
-    """In float32, and with what the base is asked for in ids."""
+def test_serving_benchmark_counts_equal_its_replay(target, tmp_path, monkeypatch):
     script = load_script("bench_serve")
     convert = partial(script.convert, pre_tokenizer="llama-bpe")
     monkeypatch.setattr(script, "convert", convert)

@@ -1,4 +1,4 @@
-"""Publishing: a real client and a real server, and only one of them is ours."""
+"""Publishing with the real huggingface_hub client against a local Hub server."""
 
 import json
 import os
@@ -27,9 +27,9 @@ from specheads.commands._call import call
 from specheads.config import Push, Train, data_dir
 from specheads.core.errors import InputError
 from specheads.core.records import dumps
-from specheads.export.engines import engines
-from specheads.export.hub import card, upload
-from specheads.export.hub.summary import read_summary
+from specheads.export import card, hub
+from specheads.export.card import read_summary
+from specheads.export.layouts import engines
 from specheads.heads.load import build_for, kinds, load_head
 from specheads.runs.directory import RunDirectory
 from specheads.runs.provenance import portable
@@ -67,7 +67,7 @@ def base(base_folder: Path) -> FrozenBase:
 def made(
     base: FrozenBase, base_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> RunDirectory:
-    """A finished run of a Medusa head, as train and evaluate leave it."""
+    """Return a finished and evaluated run of a Medusa head."""
     made = RunDirectory(tmp_path_factory.mktemp("work") / "run")
     _compose.register()
     with initialize_config_dir(str(data_dir("configs")), version_base="1.3"):
@@ -90,13 +90,13 @@ def made(
 
 @pytest.fixture
 def run(made: RunDirectory, tmp_path: Path) -> RunDirectory:
-    """That run, to be spoilt at will."""
+    """Return a copy of that run, for tests that change it."""
     return RunDirectory(shutil.copytree(made.path, tmp_path / "secret_place" / "run"))
 
 
 @pytest.fixture
 def owner(server: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Be logged in."""
+    """Log in as the owner."""
     server.connect(monkeypatch, tmp_path / "home", server.token)
 
 
@@ -104,9 +104,9 @@ def owner(server: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def publish(
     owner: None, base: FrozenBase, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., None]:
-    """Push that run as the owner, with these settings."""
+    """Return a function that pushes that run as the owner with these settings."""
     del owner
-    # the same every time, and loading it takes longest
+    # loading the base takes most of the time
     monkeypatch.setattr(FrozenBase, "load", lambda *_, **__: base)
 
     def push_run(**settings: Any) -> None:
@@ -123,14 +123,14 @@ def refusal(publish: Callable[..., None], **settings: Any) -> str:
 
 
 @pytest.fixture
-def files(run: RunDirectory) -> upload.Contents:
-    """Some of what a push uploads: written here and read from disk, small and large."""
+def files(run: RunDirectory) -> hub.Contents:
+    """Return files of a push: from memory and from disk, small and large."""
     weights = run.head / "model.safetensors"
     card = b"---\nlicense: mit\n---\nA head"
     return {"README.md": card, "model.safetensors": weights, "training.json": b"{}"}
 
 
-def blobs(files: upload.Contents) -> dict[str, Blob]:
+def blobs(files: hub.Contents) -> dict[str, Blob]:
     loaded = {
         name: content if isinstance(content, bytes) else content.read_bytes()
         for name, content in files.items()
@@ -138,7 +138,7 @@ def blobs(files: upload.Contents) -> dict[str, Blob]:
     return {name: Blob(data, large=name == "model.safetensors") for name, data in loaded.items()}
 
 
-def test_what_is_downloaded_is_what_was_pushed(publish, server, run, capsys):
+def test_download_equals_push(publish, server, run, capsys):
     publish(base_repo="ada/base", **LICENCES)
     assert f"pushed: {server.url}/{REPO}/commit/" in capsys.readouterr().out
     there = server.files(REPO)
@@ -157,26 +157,15 @@ def test_what_is_downloaded_is_what_was_pushed(publish, server, run, capsys):
         assert torch.equal(theirs.state_dict()[name], value)
 
 
-def test_weights_go_by_lfs_in_parts_and_are_not_sent_twice(publish, server):
-    publish()
-    weights = len(server.files(REPO)["model.safetensors"])
-    parts = [line for line in server.requests if re.search(r"PUT /_lfs/\w+/\d+", line)]
-    assert len(parts) == -(-weights // server.part_bytes) > 1
-    server.requests.clear()
-    publish(licence="mit")
-    assert not [line for line in server.requests if "PUT" in line]
-    assert b"license: mit" in server.files(REPO)["README.md"]
-
-
-def test_the_card_tells_the_hub_and_people_what_the_run_measured(publish, server, run):
+def test_card_has_the_measurements_as_metadata_and_as_text(publish, server, run):
     publish(base_repo="ada/base", **LICENCES)
     found = ModelCard(server.files(REPO)["README.md"].decode())
     results = json.loads((run.report / "results.json").read_text())
-    told = found.data.to_dict()
-    assert (told["base_model"], told["base_model_relation"]) == ("ada/base", "adapter")
-    assert (told["license"], told["library_name"]) == ("apache-2.0", "specheads")
-    assert told["tags"] == ["speculative-decoding", "speculator", "medusa"]
-    metrics = told["model-index"][0]["results"][0]["metrics"]
+    metadata = found.data.to_dict()
+    assert (metadata["base_model"], metadata["base_model_relation"]) == ("ada/base", "adapter")
+    assert (metadata["license"], metadata["library_name"]) == ("apache-2.0", "specheads")
+    assert metadata["tags"] == ["speculative-decoding", "speculator", "medusa"]
+    metrics = metadata["model-index"][0]["results"][0]["metrics"]
     assert {one["name"].partition(" (")[0]: one["value"] for one in metrics} == {
         "Tokens per forward, offline replay": round(results["offline"]["tokens_per_forward"], 4),
         "Tokens per forward, online": round(results["online"]["tokens_per_forward"], 4),
@@ -199,28 +188,28 @@ def test_the_card_tells_the_hub_and_people_what_the_run_measured(publish, server
 
 
 @pytest.mark.parametrize("kind", kinds())
-def test_the_card_says_of_every_engine_whether_it_takes_the_head(kind, made, base):
+def test_card_lists_for_every_engine_whether_it_serves_the_head(kind, made, base):
     about = read_summary(made, asdict(_compose.read_run(made.config, Train)), base, "ada/base")
     text = card.model_card(about, build_for({"kind": kind, "depth": 3}, base), base)
     rows = dict(re.findall(r"^\| `(\w+)` \|.*\| (yes|no)[:;] [^|]+ \|$", text, re.MULTILINE))
     shown = re.findall(r"^`(\w+)`:$", text, re.MULTILINE)
     assert set(rows) == set(engines())
     assert shown == [engine for engine in engines() if rows[engine] == "yes"]
-    # what vLLM's plug-in does not take is served in speculators' format
+    # vLLM serves every kind, by its plug-in or in the speculators format
     assert {"vllm", "speculators"} & {*shown}
     assert text.count(f"engine={shown[0]} out=served") == 1
 
 
-def test_what_a_run_does_not_tell_is_called_unknown(run, base, base_folder):
+def test_card_calls_missing_information_unknown(run, base, base_folder):
     (run.report / "results.json").unlink()
     settings = asdict(_compose.read_run(run.config, Train))
     settings["data"] |= {"source": "jsonl", "path": str(run.path / "corpus.jsonl")}
     text = card.model_card(read_summary(run, settings, base), load_head(run.head, base), base)
-    told = ModelCard(text).data.to_dict()
-    assert told["license"] == "unknown"
-    assert "base_model" not in told
-    assert "model-index" not in told
-    assert "no number stands here" in text
+    metadata = ModelCard(text).data.to_dict()
+    assert metadata["license"] == "unknown"
+    assert "base_model" not in metadata
+    assert "model-index" not in metadata
+    assert "this card has no numbers" in text
     assert "Licence of the corpus: unknown" in text
     assert "local text that is not published (`corpus.jsonl`, jsonl)" in text
     assert "a folder named `tiny_base`, under no Hub id" in text
@@ -235,7 +224,7 @@ def test_what_a_run_does_not_tell_is_called_unknown(run, base, base_folder):
         ("/secret_place/small.Q4_1.gguf", "a GGUF file named `small.Q4_1.gguf`", "path/to/base"),
     ],
 )
-def test_the_card_of_a_base_in_gguf_names_package_or_file_and_no_place(
+def test_card_names_the_package_or_file_of_a_gguf_base_without_its_path(
     run, base, monkeypatch, model, named, ours
 ):
     monkeypatch.setattr(base, "place", "/secret_place/cache/gguf/small-0123")
@@ -251,7 +240,7 @@ def test_the_card_of_a_base_in_gguf_names_package_or_file_and_no_place(
     assert "secret_place" not in text
 
 
-def test_the_card_of_a_base_with_its_adapter_sends_no_one_to_an_engine(run, base):
+def test_card_of_a_head_with_an_adapter_has_no_export_commands(run, base):
     run.adapter.mkdir()
     settings = asdict(_compose.read_run(run.config, Train))
     text = card.model_card(read_summary(run, settings, base), load_head(run.head, base), base)
@@ -259,9 +248,9 @@ def test_the_card_of_a_base_with_its_adapter_sends_no_one_to_an_engine(run, base
     assert "specheads export" not in text
 
 
-def test_a_card_asks_for_the_revision_the_head_was_trained_on(run, base, monkeypatch):
+def test_card_requests_the_base_revision_of_training(run, base, monkeypatch):
     monkeypatch.setattr(base, "revision", "v2")
-    # a short name stands in many words of a command line
+    # a short name is part of many words of a command line
     monkeypatch.setattr(base, "place", "m")
     settings = asdict(_compose.read_run(run.config, Train))
     settings["base"]["model"] = "ada/base"
@@ -275,12 +264,12 @@ def test_a_card_asks_for_the_revision_the_head_was_trained_on(run, base, monkeyp
         "text-generation-launcher --model-id served",
     ):
         assert line in text
-    # a repository of one's own has revisions of its own
+    # base_repo= is another repository, with other revisions
     about = read_summary(run, settings, base, "ada/other")
     assert "v2" not in card.model_card(about, head, base).partition("## Use")[2]
 
 
-def test_a_server_that_wrote_the_text_is_not_named(publish, server, run):
+def test_server_that_generated_the_text_is_not_published(publish, server, run):
     settings = OmegaConf.load(run.config)
     distill = settings.schedule.phases.distilled.distill
     distill.engine, distill.url = "openai", "http://ann:pw@gpu17.internal:8000/v1"
@@ -292,7 +281,7 @@ def test_a_server_that_wrote_the_text_is_not_named(publish, server, run):
         assert b"secret-name" not in data, name
 
 
-def test_nothing_uploaded_tells_where_on_this_machine_it_was_made(publish, server, run):
+def test_no_path_of_this_machine_is_uploaded(publish, server, run):
     publish()
     for name, data in server.files(REPO).items():
         assert b"secret_place" not in data, name
@@ -306,7 +295,7 @@ def test_nothing_uploaded_tells_where_on_this_machine_it_was_made(publish, serve
     }
 
 
-def test_a_private_repository_is_seen_by_its_owner_only(publish, server, monkeypatch):
+def test_private_repository_is_visible_to_its_owner_only(publish, server, monkeypatch):
     publish(private=True)
     publish(licence="mit")
     assert server.repositories[REPO].private
@@ -317,12 +306,11 @@ def test_a_private_repository_is_seen_by_its_owner_only(publish, server, monkeyp
         specheads.load_head(REPO)
 
 
-def test_a_gated_repository_shows_its_card_and_keeps_its_files(publish, server, monkeypatch):
+def test_gated_repository_shows_its_card_and_protects_its_files(publish, server, monkeypatch):
     publish(gated="manual")
     requests = [line.split()[-1].rpartition("/")[0] for line in server.requests]
-    settled = server.requests.index(f"PUT /api/models/{REPO}/settings")
-    # before there is anything to read
-    assert settled < requests.index(f"/api/models/{REPO}/commit")
+    gate_set = server.requests.index(f"PUT /api/models/{REPO}/settings")
+    assert gate_set < requests.index(f"/api/models/{REPO}/commit")
     monkeypatch.setenv("HF_TOKEN", server.stranger)
     assert huggingface_hub.model_info(REPO).gated == "manual"
     with pytest.raises(GatedRepoError):
@@ -333,19 +321,19 @@ def test_a_gated_repository_shows_its_card_and_keeps_its_files(publish, server, 
     assert specheads.load_head(REPO).kind == "medusa"
 
 
-def test_what_was_tuned_goes_along_and_comes_back(publish, server, run):
+def test_tuned_trees_are_uploaded_and_loaded(publish, server, run):
     tuned = made_up()
     (run.head / "tuned.json").write_text(dumps(tuned))
     publish()
     assert server.files(REPO)["tuned.json"] == (run.head / "tuned.json").read_bytes()
     assert specheads.load_head(REPO).tuned == tuned
-    # trees of an earlier head must not stand beside another one
+    # a later push removes the trees of an earlier head
     (run.head / "tuned.json").unlink()
     publish()
     assert "tuned.json" not in server.files(REPO)
 
 
-def test_a_dry_run_lists_every_file_and_contacts_nobody(publish, server, capsys, monkeypatch):
+def test_dry_run_lists_every_file_without_a_request(publish, server, capsys, monkeypatch):
     monkeypatch.delenv("HF_TOKEN")
     publish(dry_run=True)
     listed = capsys.readouterr().out.splitlines()
@@ -360,8 +348,8 @@ def test_a_dry_run_lists_every_file_and_contacts_nobody(publish, server, capsys,
 
 @pytest.mark.usefixtures("owner")
 @pytest.mark.parametrize("loses_replies", [False, True], ids=["requests", "replies"])
-@pytest.mark.parametrize("earlier", [False, True], ids=["new", "there before"])
-def test_an_upload_cut_off_anywhere_leaves_all_of_it_or_what_was_there(
+@pytest.mark.parametrize("earlier", [False, True], ids=["new repository", "earlier push"])
+def test_interrupted_upload_leaves_the_old_or_the_new_content(
     loses_replies, earlier, files, server
 ):
     after = {name: blob.data for name, blob in blobs(files).items()}
@@ -377,30 +365,21 @@ def test_an_upload_cut_off_anywhere_leaves_all_of_it_or_what_was_there(
             server.repositories[REPO].commit("main", older)
         server.fail_at, server.loses_replies = len(refused) + 1, loses_replies
         try:
-            upload.push(REPO, files, gated="auto")
+            hub.push(REPO, files, gated="auto")
             break
         except ValueError as error:
             refused.append(str(error))
         assert server.files(REPO) in (before, after)
     assert server.files(REPO) == after
-    # each of the requests of a whole push has been the first to be lost
+    # every request of a push was the first lost one in one round
     assert len(refused) == len(server.requests)
     assert "commit" in server.requests[-1]
-    for told in refused:
-        assert "push again" in told
-        assert "\n" not in told
+    for message in refused:
+        assert "push again" in message
+        assert "\n" not in message
 
 
-def test_pushing_again_finishes_what_was_cut_off(publish, server):
-    server.fail_at = 9
-    assert "holds either all of this push or what it held before" in refusal(publish)
-    assert server.files(REPO) == {}
-    server.fail_at = None
-    publish()
-    assert specheads.load_head(REPO).kind == "medusa"
-
-
-def test_figures_of_an_earlier_push_do_not_stay(publish, server, run):
+def test_push_removes_results_of_an_earlier_push(publish, server, run):
     publish()
     before = server.files(REPO)
     shutil.rmtree(run.report)
@@ -408,18 +387,7 @@ def test_figures_of_an_earlier_push_do_not_stay(publish, server, run):
     assert set(before) - set(server.files(REPO)) == {"results.json", "speed.png"}
 
 
-def test_a_connection_lost_once_while_weights_are_sent_is_taken_up_again(publish, server):
-    publish()
-    sent = [place for place, line in enumerate(server.requests, 1) if "PUT /_lfs/" in line]
-    server.repositories.clear()
-    server.objects.clear()
-    server.requests.clear()
-    server.fail_at, server.fails_once = sent[0], True
-    publish()
-    assert specheads.load_head(REPO).kind == "medusa"
-
-
-def test_a_token_is_never_shown_and_never_uploaded(publish, server, capsys, monkeypatch):
+def test_token_is_never_printed_or_uploaded(publish, server, capsys, monkeypatch):
     publish()
     server.fail_at = len(server.requests) + 3
     first = refusal(publish)
@@ -427,9 +395,9 @@ def test_a_token_is_never_shown_and_never_uploaded(publish, server, capsys, monk
     publish()
     monkeypatch.setenv("HF_TOKEN", server.stranger)
     second = refusal(publish)
-    told = capsys.readouterr()
+    printed = capsys.readouterr()
     for token in (server.token, server.stranger):
-        assert token not in told.out + told.err + first + second
+        assert token not in printed.out + printed.err + first + second
         assert not any(token.encode() in data for data in server.files(REPO).values())
 
 
@@ -437,23 +405,20 @@ def test_a_token_is_never_shown_and_never_uploaded(publish, server, capsys, monk
     ("written", "what"),
     [("swordfish99", "the value of STORE_API_KEY"), ("see {home}/corpus", "the home folder")],
 )
-def test_a_secret_in_the_settings_is_not_published(
-    written, what, publish, server, run, monkeypatch
-):
+def test_secret_in_the_settings_is_refused(written, what, publish, server, run, monkeypatch):
     monkeypatch.setenv("STORE_API_KEY", "swordfish99")
     written = written.format(home=Path.home())
     settings = OmegaConf.load(run.config)
     settings.data.config = written
     run.config.write_text(OmegaConf.to_yaml(settings))
-    told = refusal(publish)
-    assert f"holds {what}" in told
-    assert written not in told
+    message = refusal(publish)
+    assert f"holds {what}" in message
+    assert written not in message
     assert server.requests == []
 
 
 def unfinish(run: RunDirectory, *_: Any) -> None:
-    told = json.loads(run.provenance.read_text()) | {"end": None}
-    run.provenance.write_text(json.dumps(told))
+    run.provenance.write_text(json.dumps(json.loads(run.provenance.read_text()) | {"end": None}))
 
 
 def cut_weights(run: RunDirectory, *_: Any) -> None:
@@ -463,9 +428,9 @@ def cut_weights(run: RunDirectory, *_: Any) -> None:
 
 def exchange_base(run: RunDirectory, *_: Any) -> None:
     file = run.report / "results.json"
-    told = json.loads(file.read_text())
-    told["base"]["fingerprint"] = "0" * 32
-    file.write_text(json.dumps(told))
+    results = json.loads(file.read_text())
+    results["base"]["fingerprint"] = "0" * 32
+    file.write_text(json.dumps(results))
 
 
 def add_adapter(run: RunDirectory, *_: Any) -> None:
@@ -473,7 +438,7 @@ def add_adapter(run: RunDirectory, *_: Any) -> None:
 
 
 def take_weights(run: RunDirectory, *_: Any) -> None:
-    """Leave a pickle that loads, and no file to upload."""
+    """Replace the weights by a pickle, which loads but is not uploaded."""
     file = run.head / "model.safetensors"
     torch.save(load_file(file), file.with_suffix(".bin"))
     file.unlink()
@@ -512,7 +477,7 @@ SPOILT: dict[str, tuple[Callable[..., Any], str]] = {
 
 
 @pytest.mark.parametrize("how", SPOILT)
-def test_what_is_not_fit_to_be_pushed_contacts_nobody(how, publish, server, run, monkeypatch):
+def test_unfit_run_is_refused_without_a_request(how, publish, server, run, monkeypatch):
     spoil, expected = SPOILT[how]
     spoil(run, monkeypatch)
     assert expected in refusal(publish)
@@ -529,32 +494,35 @@ MISTAKES: dict[str, tuple[dict[str, str], str]] = {
     "gated": ({"gated": "perhaps"}, "gated must be one of '', false, False, auto, manual"),
     "base_repo": ({"base_repo": "../x"}, "base_repo must be USER/NAME"),
     "licence": ({"licence": "Not One!"}, "license"),
-    "somebody else's": ({"repo": "eve/head"}, "under eve); use a token that may write there"),
+    "repository of another user": (
+        {"repo": "eve/head"},
+        "under eve); use a token with write access",
+    ),
 }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_puts_nothing_there(mistake, publish, server):
+def test_wrong_setting_uploads_nothing(mistake, publish, server):
     settings, expected = MISTAKES[mistake]
     assert expected in refusal(publish, **settings)
     assert server.files(settings.get("repo", REPO)) == {}
 
 
 @pytest.mark.usefixtures("owner")
-def test_the_command_tells_a_refusal_in_one_line(server, run, capsys):
+def test_command_prints_a_refusal_in_one_line(server, run, capsys):
     arguments = [f"run={run.path}", f"repo={REPO}", "private=true", "gated=auto"]
     server.fail_at = 9
     with pytest.raises(SystemExit) as left:
         call("push", arguments)
-    told = capsys.readouterr()
-    assert (left.value.code, told.out) == (2, "")
-    assert len(told.err.splitlines()) == 1
-    assert told.err.startswith(f"error: {REPO} holds either all of this push or what")
+    printed = capsys.readouterr()
+    assert (left.value.code, printed.out) == (2, "")
+    assert len(printed.err.splitlines()) == 1
+    assert printed.err.startswith(f"error: {REPO} holds either all of this push or the")
     assert (server.repositories[REPO].private, server.repositories[REPO].gated) == (True, "auto")
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model-00001-of-00002.safetensors"])
-def test_a_repository_of_another_model_is_left_alone(name, publish, server):
+def test_repository_of_another_model_is_refused(name, publish, server):
     api = huggingface_hub.HfApi()
     api.create_repo(REPO)
     weights = huggingface_hub.CommitOperationAdd(name, b"others")
@@ -564,13 +532,13 @@ def test_a_repository_of_another_model_is_left_alone(name, publish, server):
     assert server.files(REPO) == before
 
 
-def test_a_hub_that_is_not_there_is_told(publish, monkeypatch):
+def test_unreachable_hub_is_reported(publish, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     assert "the upload broke off (ConnectError)" in refusal(publish)
 
 
 @pytest.mark.slow
-def test_the_environment_alone_says_where_the_hub_is(server, run, tmp_path):
+def test_push_uses_the_hub_of_the_environment(server, run, tmp_path):
     def specheads_command(*arguments: str, token: str) -> subprocess.CompletedProcess[str]:
         environment = os.environ | server.environment(tmp_path / "home", token)
         environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}

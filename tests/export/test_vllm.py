@@ -1,6 +1,6 @@
-"""Real vLLM serves tiny_code with each kind of head: `make vllm`, in an environment of its own.
+"""Real vLLM serves tiny_code with each kind of head: `make vllm`, in its own environment.
 
-Every engine runs in a process of its own, one at a time.
+Each engine runs in its own process, one at a time.
 """
 
 import ast
@@ -75,7 +75,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 NATIVE = ("eagle3", "eagle3.1", "p_eagle")
 STEPS = {"eagle3": 60, "eagle3.1": 60, "p_eagle": 150, "mtp": 100, "dflash": 150, "dspark": 150}
-"""How long heads that learn slowly are trained."""
+"""Training steps of heads that learn slowly."""
 QUIET = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
@@ -84,7 +84,7 @@ QUIET = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
 
-# where heads are served there may be none of these, and nothing may miss them
+# a serving environment may lack these packages
 ABSENT = ("accelerate", "datasets", "hydra", "matplotlib", "omegaconf", "peft", "wandb")
 START = f"""
 import sys
@@ -96,13 +96,13 @@ main()
 
 @cache
 def head(kind: str) -> Head:
-    """A head that has seen half of the texts a few times."""
+    """Return a head that was trained on half of the texts."""
     return trained({"kind": kind, **SETTINGS[kind]}, STEPS.get(kind, 15))
 
 
 @pytest.fixture(scope="module")
 def export(tmp_path_factory) -> Callable[[str, str], Path]:
-    """Export a trained head for an engine, once."""
+    """Return a function that exports a trained head for an engine once."""
 
     @cache
     def exported(kind: str, engine: str) -> Path:
@@ -121,7 +121,7 @@ def serve(
     sampling: dict[str, Any] | None = None,
     repair: bool = False,
 ) -> dict[str, Any]:
-    """Run one engine to its end; return its answer: see tests/export/vllm_engine.py."""
+    """Run one engine and return its answer: see tests/export/vllm_engine.py."""
     job = {
         "engine": {"model": str(BASE), "dtype": "float32", "max_model_len": 256} | engine,
         "prompts": texts or list(prompts()),
@@ -142,7 +142,7 @@ def serve(
 
 
 def plugged(folder: Path, recorded: bool = False) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return what makes an engine draft with an exported head: arguments and environment."""
+    """Return the engine arguments and the environment that use an exported head."""
     proposer = "tests.export.vllm_engine.Recorder" if recorded else PROPOSER
     settings = {"method": "custom_class", "model": proposer, "num_speculative_tokens": DEPTH}
     return {"speculative_config": settings, "max_num_seqs": 4}, {HEAD_VARIABLE: str(folder)}
@@ -150,15 +150,15 @@ def plugged(folder: Path, recorded: bool = False) -> tuple[dict[str, Any], dict[
 
 @cache
 def alone() -> list[list[int]]:
-    """What vLLM says without speculation."""
+    """Return the text of vLLM without speculation."""
     return serve({"max_num_seqs": 4})["tokens"]
 
 
 def engine_counts(kind: str, places: Sequence[int] = range(6)) -> dict[str, Any]:
-    """Return what our replay of a chain has as vLLM counts it.
+    """Return the counters of our own replay of a chain, as vLLM counts them.
 
-    vLLM cuts a text only after it has counted, so drafts accepted beyond the limit count too. So
-    the text here ends where the last forward's tokens end, and there our replay cuts nothing.
+    vLLM truncates a text after counting, so it also counts drafts accepted beyond the limit. So
+    the replayed text ends with the tokens of the last forward.
     """
     counts = []
     for place in places:
@@ -177,24 +177,24 @@ def engine_counts(kind: str, places: Sequence[int] = range(6)) -> dict[str, Any]
 
 
 def _cut(ranks: torch.Tensor, num_roots: int) -> torch.Tensor:
-    """Return the ranks of a text that is that much longer than its first token."""
+    """Truncate the ranks to a text with this number of roots."""
     known = torch.arange(num_roots)[:, None] + torch.arange(ranks.shape[1]) < num_roots
     return ranks[:num_roots].where(known, -1)
 
 
 def check(answer: dict[str, Any], kind: str, places: Sequence[int] = range(6)) -> None:
-    """Text as vLLM's own without speculation, and counts as ours."""
+    """Require the text of vLLM without speculation and the counters of our replay."""
     assert answer["tokens"] == [alone()[place] for place in places]
     wanted = engine_counts(kind, places)
     assert {name: answer["counters"][name] for name in wanted} == wanted
 
 
-def test_vllm_alone_says_what_the_base_says():
+def test_vllm_without_a_head_generates_the_text_of_the_base():
     assert alone() == [text[:NEW_TOKENS] for text in said()]
 
 
 @pytest.mark.parametrize("kind", SETTINGS)
-def test_the_heads_of_these_tests_are_right_and_wrong_at_every_depth(kind):
+def test_heads_are_accepted_and_rejected_at_every_depth(kind):
     counts = engine_counts(kind)
     per_depth = counts["spec_decode_num_accepted_tokens_per_pos"]
     assert per_depth[-1] > 0
@@ -202,20 +202,20 @@ def test_the_heads_of_these_tests_are_right_and_wrong_at_every_depth(kind):
 
 
 @pytest.mark.parametrize("kind", PLUGGED)
-def test_a_head_through_the_plugin_is_lossless_and_counts_as_replayed(kind, export):
+def test_plugin_is_lossless_and_counters_equal_the_replay(kind, export):
     engine, environment = plugged(export(kind, "vllm"))
     check(serve(engine, environment), kind)
 
 
 @pytest.mark.parametrize("kind", ["medusa"])
-def test_the_plugin_is_loaded_in_the_processes_that_vllm_starts(kind, export):
+def test_plugin_is_loaded_in_processes_that_vllm_starts(kind, export):
     engine, environment = plugged(export(kind, "vllm"))
     environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
     check(serve(engine, environment), kind)
 
 
 @pytest.mark.parametrize("kind", NATIVE)
-def test_eagle3_is_served_natively_and_counts_as_replayed(kind, export):
+def test_native_eagle3_counters_equal_the_replay(kind, export):
     settings = {
         "method": "eagle3",
         "model": str(export(kind, "vllm")),
@@ -226,7 +226,7 @@ def test_eagle3_is_served_natively_and_counts_as_replayed(kind, export):
 
 
 @pytest.mark.parametrize("kind", [*NATIVE, "dflash"])
-def test_a_folder_of_speculators_is_served_by_itself(kind, export):
+def test_folder_in_speculators_format_is_served_by_its_path(kind, export):
     folder = export(kind, "speculators")
     check(serve({"model": str(folder)}), kind)
 
@@ -239,13 +239,13 @@ def test_a_folder_of_speculators_is_served_by_itself(kind, export):
     ],
 )
 def test_vllm_refuses_dspark_on_a_cpu(runner, refusal, export):
-    """Its first runner has no DSpark, and its second one no CPU."""
+    """vLLM's first runner does not support DSpark, and its second one does not support CPUs."""
     folder = export("dspark", "speculators")
     with pytest.raises(AssertionError, match=refusal):
         serve({"model": str(folder)}, {"VLLM_USE_V2_MODEL_RUNNER": runner})
 
 
-def test_the_bench_of_serving_counts_what_its_replay_counts(tmp_path):
+def test_serving_benchmark_counts_equal_its_replay(tmp_path):
     tokenizer: Any = base().tokenizer
     head("eagle3").save_pretrained(tmp_path / "head")
     rows = [json.dumps({"prompt": tokenizer.decode(prompt)}) for prompt in prompts()[:4]]
@@ -262,8 +262,12 @@ def test_the_bench_of_serving_counts_what_its_replay_counts(tmp_path):
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-5000:]
     served = json.loads((tmp_path / "serve.json").read_text())
-    asked = [(row["batch"], row["depth"]) for row in served["rows"]]
-    assert asked == [(1, 1), (1, 3), (4, 1), (4, 3)]
+    assert [(row["batch"], row["depth"]) for row in served["rows"]] == [
+        (1, 1),
+        (1, 3),
+        (4, 1),
+        (4, 3),
+    ]
     for row in served["rows"]:
         assert row["identical"] == row["count"] == 4
         assert row["served"]["forwards"] == row["replay"]["forwards"]
@@ -271,7 +275,7 @@ def test_the_bench_of_serving_counts_what_its_replay_counts(tmp_path):
         assert row["speedup"]["interval"][0] <= row["speedup"]["ratio"]
 
 
-def test_medusa_is_loaded_by_vllm_0_32_itself(export):
+def test_vllm_0_32_loads_medusa_natively(export):
     settings = {
         "method": "medusa",
         "model": str(export("medusa", "vllm_0_32")),
@@ -281,7 +285,7 @@ def test_medusa_is_loaded_by_vllm_0_32_itself(export):
 
 
 def drafted(kind: str, text: list[int]) -> list[int]:
-    """Return the chain that our own head drafts at the end of a text, read from its start."""
+    """Return the chain that our own head drafts after a text."""
     features = base().read(torch.tensor([text[:-1]]))
     count = torch.tensor([len(text) - 1])
     memory = head(kind).memory(1, len(text) + DEPTH)
@@ -292,8 +296,8 @@ def drafted(kind: str, text: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", ["hydra_heads", "mlp_speculator"])
-def test_chunks_shared_prefixes_and_preemption_change_no_draft(kind, export):
-    # chunks of at most 24 positions; blocks of 32; 9 blocks in all, of which a text needs 3
+def test_drafts_do_not_depend_on_chunks_shared_prefixes_or_preemption(kind, export):
+    # chunks of at most 24 positions, and 9 blocks of 32; each text needs 3 blocks
     engine, environment = plugged(export(kind, "vllm"), recorded=True)
     engine |= {"max_num_batched_tokens": 24, "block_size": 32, "num_gpu_blocks_override": 9}
     answer = serve(engine, environment, texts=list(prompts()) * 2)
@@ -305,8 +309,8 @@ def test_chunks_shared_prefixes_and_preemption_change_no_draft(kind, export):
         assert draft == drafted(kind, text)
 
 
-def test_texts_that_reach_the_end_of_the_context_are_lossless_and_hide_no_draft(export):
-    # the first two requests end where the context does, and the others are drafted meanwhile
+def test_request_at_the_end_of_its_context_does_not_stop_drafting(export):
+    # the requests end at the maximum length
     engine, environment = plugged(export("hydra_heads", "vllm"), recorded=True)
     engine["max_model_len"] = len(prompts()[1]) + NEW_TOKENS
     texts = list(prompts()[:2])
@@ -320,7 +324,7 @@ def test_texts_that_reach_the_end_of_the_context_are_lossless_and_hide_no_draft(
 
 
 def decision(place: int) -> float:
-    """Return how far apart the base's two best logits are where they are closest."""
+    """Return the smallest difference between the base's two best logits."""
     first = len(prompts()[place]) - 1
     text = torch.tensor([prompts()[place] + said()[place]])
     logits = base().projection(base().read(text).hidden[0, first : first + NEW_TOKENS])
@@ -328,9 +332,9 @@ def decision(place: int) -> float:
     return (best - second).min().item()
 
 
-def test_sampling_through_a_repaired_cpu_build_accepts_as_greedy_where_it_nearly_is(export):
-    # at vLLM's lowest temperature, 0.01, a draw from the law of this text is its argmax but for
-    # one in a billion; without the repair, vLLM on a CPU says something else (docs/vllm.md)
+def test_sampling_at_low_temperature_accepts_as_greedy(export):
+    # at vLLM's lowest temperature, 0.01, this text is sampled with probability 1 - 1e-9; without
+    # the repair vLLM samples wrongly on a CPU (docs/vllm.md)
     place = max(range(len(prompts())), key=decision)
     assert decision(place) > 0.2
     engine, environment = plugged(export("redrafter", "vllm"))
@@ -344,7 +348,7 @@ def test_sampling_through_a_repaired_cpu_build_accepts_as_greedy_where_it_nearly
     check(answer, "redrafter", [place] * 3)
 
 
-def test_a_head_of_another_base_is_refused_in_one_line(tmp_path):
+def test_head_of_another_base_is_refused(tmp_path):
     folder = tmp_path / "other"
     build({"kind": "mlp_speculator"}, width=64, vocab_size=128).save_pretrained(folder)
     engine, environment = plugged(folder)
@@ -391,7 +395,7 @@ RELIED_ON: dict[str, dict[str, set[str]]] = {
     "config/model.py": {"ModelConfig": {"dtype", "hf_text_config"}},
     "config/speculative.py": {"SpeculativeConfig": {"num_speculative_tokens", "method", "model"}},
 }
-"""What the plug-in takes for granted: attributes of classes and arguments of functions."""
+"""vLLM internals that the plug-in uses: attributes of classes and arguments of functions."""
 
 
 def names(source: Path) -> dict[str, set[str]]:
@@ -421,7 +425,7 @@ def _arguments(function: ast.FunctionDef) -> set[str]:
 
 
 def sources() -> list[Path]:
-    """The vLLM that is installed, and another one's unpacked wheel where VLLM_SOURCES names it."""
+    """Return the installed vLLM, and the unpacked wheel that VLLM_SOURCES names."""
     spec = importlib.util.find_spec("vllm")
     installed = [] if spec is None else [Path(str(spec.origin)).parent]
     other = os.environ.get("VLLM_SOURCES")
@@ -430,7 +434,7 @@ def sources() -> list[Path]:
 
 @pytest.mark.parametrize("folder", sources(), ids=str)
 @pytest.mark.parametrize("path", RELIED_ON)
-def test_vllm_has_what_the_plugin_relies_on(folder, path):
+def test_vllm_has_the_internals_that_the_plugin_uses(folder, path):
     known = names(folder / path)
     for name, wanted in RELIED_ON[path].items():
         assert name in known
@@ -438,7 +442,7 @@ def test_vllm_has_what_the_plugin_relies_on(folder, path):
 
 
 @pytest.mark.parametrize("folder", sources(), ids=str)
-def test_vllm_calls_a_custom_class_as_the_plugin_answers(folder):
+def test_vllm_calls_a_custom_class_with_the_expected_arguments(folder):
     runner = (folder / "v1/worker/gpu_model_runner.py").read_text(encoding="utf-8")
     (call,) = [
         node
@@ -452,6 +456,6 @@ def test_vllm_calls_a_custom_class_as_the_plugin_answers(folder):
         "self.input_batch.token_ids_cpu",
     ]
     assert [keyword.arg for keyword in call.keywords] == ["slot_mappings"]
-    # block 0 is nobody's: the plug-in writes padding there
+    # vLLM reserves block 0, and the plug-in writes padding there
     pool = (folder / "v1/core/block_pool.py").read_text(encoding="utf-8")
     assert "self.null_block = self.free_block_queue.popleft()" in pool

@@ -1,4 +1,4 @@
-"""vLLM's plug-in against a stand-in for its model runner; test_vllm.py has the real one."""
+"""The vLLM plug-in with a fake model runner; test_vllm.py uses real vLLM."""
 
 import importlib
 import sys
@@ -14,9 +14,9 @@ from torch import nn
 from specheads.core.drafter import Head
 from specheads.core.features import Committed
 from specheads.decoding.trees import policies
+from specheads.export import vllm
+from specheads.export.custom_generate import hub_files
 from specheads.export.layouts.vllm import HEAD_VARIABLE, PROPOSER
-from specheads.export.plugins import vllm
-from specheads.export.plugins.hub_generate import hub_files, hub_generate
 from specheads.heads import load
 from specheads.heads.layers.attention import Slots
 from tests import tiny
@@ -43,7 +43,7 @@ class FullAttentionSpec(SimpleNamespace):
 
 
 class Runner:
-    """What the plug-in wraps and reads, with blocks dealt out of order."""
+    """Fake model runner whose block table is shuffled."""
 
     def __init__(self, drafter: vllm.Proposer, max_num_reqs: int = 4) -> None:
         self.drafter = drafter
@@ -83,10 +83,10 @@ class Runner:
 
 @pytest.fixture
 def prepared(monkeypatch) -> Iterator[type[Runner]]:
-    """The stand-in in vLLM's place, prepared by the plug-in."""
+    """Install the fake runner in place of vLLM and return its class."""
 
     class GPUModelRunner(Runner):
-        """What is wrapped: not the class that all tests share."""
+        """A new class for each test, because the plug-in changes it."""
 
     parts = {
         vllm.RUNNER: {"GPUModelRunner": GPUModelRunner},
@@ -154,7 +154,7 @@ def serve(prepared: type[Runner], head: Head, folder: Any, monkeypatch: Any) -> 
 
 
 def drafted(head: Head, text: list[int]) -> list[int]:
-    """The chain at the end of a text that is read from its start, without any engine."""
+    """Return the chain that a head drafts after a text, without an engine."""
     features = tiny.base().read(torch.tensor([text[:-1]]))
     memory, count = head.memory(1, len(text) + DEPTH), torch.tensor([len(text) - 1])
     tree = policies.chain(DEPTH).grow(
@@ -164,12 +164,12 @@ def drafted(head: Head, text: list[int]) -> list[int]:
 
 
 def forward(runner: Runner, texts: list[list[int]], plan: list[tuple[int, int, int, int]]) -> Any:
-    """Have vLLM read (start, positions, drafts among them, tokens it then has) of each text."""
+    """Run one forward; `plan` has (start, positions, drafts, known tokens) for each text."""
     batch, sampled, hidden = runner.input_batch, [], []
     for row, (text, (start, length, drafts, known)) in enumerate(zip(texts, plan, strict=True)):
         batch.num_computed_tokens_cpu[row] = start
         batch.token_ids_cpu[row, :known] = text[:known]
-        # rejected drafts are read too, and are some other tokens
+        # the forward also reads rejected drafts, which are other tokens
         rejected = start + length - (known - 1) if known > start + length - drafts else 0
         read = text[: start + length - rejected] + [0] * rejected
         hidden.append(tiny.base().read(torch.tensor([read])).hidden[0, start:])
@@ -184,7 +184,7 @@ def forward(runner: Runner, texts: list[list[int]], plan: list[tuple[int, int, i
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_any_order_of_reading_gives_the_drafts_of_the_whole_text(
+def test_drafts_do_not_depend_on_chunks_preemption_or_batching(
     kind, prepared, tmp_path, monkeypatch
 ):
     head = build(kind, **KINDS[kind])
@@ -195,19 +195,19 @@ def test_any_order_of_reading_gives_the_drafts_of_the_whole_text(
     ]
     # a prompt of 7 tokens in two chunks; a prompt of 3 at once
     assert forward(runner, texts, [(0, 4, 0, 4), (0, 3, 0, 4)]) == [[], drafted(head, texts[1][:4])]
-    # the first is read to its end; of the second's three drafts two are accepted
+    # the first prompt ends; the second accepts two of three drafts
     assert forward(runner, texts, [(4, 3, 0, 8), (3, 4, 3, 7)]) == [
         drafted(head, texts[0][:8]),
         drafted(head, texts[1][:7]),
     ]
-    # the first is preempted, and read again with what it has said; none of three is accepted
+    # the first is preempted and read again; the second accepts none of three drafts
     assert forward(runner, texts, [(0, 8, 0, 9), (6, 4, 3, 8)]) == [
         drafted(head, texts[0][:9]),
         drafted(head, texts[1][:8]),
     ]
 
 
-def test_a_prefix_that_another_request_has_read_is_remembered(prepared, tmp_path, monkeypatch):
+def test_prefix_cache_is_shared_between_requests(prepared, tmp_path, monkeypatch):
     head = build("hydra_heads", attention_heads=4)
     runner = serve(prepared, head, tmp_path, monkeypatch)
     text = [5, 9, 2, 44, 8, 17, 3, 30, 21, 6]
@@ -218,9 +218,9 @@ def test_a_prefix_that_another_request_has_read_is_remembered(prepared, tmp_path
     assert drafts[1] == drafted(head, text)
 
 
-def test_padding_is_written_where_no_request_reads(prepared, tmp_path, monkeypatch):
-    #  positions of b    0 1 2 3 | 4 5 6     it reads the 3rd beside four of a's, so the batch is
-    #                    block   | stale     four wide, and its next block is not its own yet
+def test_padding_is_written_to_the_null_slot(prepared, tmp_path, monkeypatch):
+    # b reads its third position in a batch that is four wide because of a, and b does not own
+    # its second block yet
     head = build("hydra_heads", attention_heads=4)
     runner = serve(prepared, head, tmp_path, monkeypatch)
     texts = [[5, 9, 2, 44, 8, 17, 3, 30, 21, 6, 11, 60, 13], [7, 1, 33, 12, 50]]
@@ -238,7 +238,7 @@ def test_padding_is_written_where_no_request_reads(prepared, tmp_path, monkeypat
     assert torch.equal(remembered, before)
 
 
-def test_nothing_is_wrapped_where_no_head_is_named(prepared, monkeypatch):
+def test_register_does_nothing_without_a_head(prepared, monkeypatch):
     monkeypatch.delenv(HEAD_VARIABLE, raising=False)
     before = dict(vars(prepared))
     vllm.register()
@@ -247,16 +247,14 @@ def test_nothing_is_wrapped_where_no_head_is_named(prepared, monkeypatch):
         vllm.Proposer(config())
 
 
-def test_requests_at_the_end_of_their_context_do_not_hide_the_others(
-    prepared, tmp_path, monkeypatch
-):
+def test_request_at_the_end_of_its_context_does_not_stop_drafting(prepared, tmp_path, monkeypatch):
     runner = serve(prepared, build("redrafter"), tmp_path, monkeypatch)
     assert runner._input_fits_in_drafter(None)
     runner.drafter = None  # pyright: ignore[reportAttributeAccessIssue]
     assert not runner._input_fits_in_drafter(None)
 
 
-def test_a_projection_is_scaled_as_its_base_scales_its_logits(prepared, tmp_path, monkeypatch):
+def test_projection_has_the_logit_scale_of_the_base(prepared, tmp_path, monkeypatch):
     head = build("medusa", projection="low_rank", rank=4)
     runner = serve(prepared, head, tmp_path, monkeypatch)
     runner.drafter.config.model_config.hf_text_config.logits_scaling = 4.0
@@ -275,7 +273,7 @@ def test_a_projection_is_scaled_as_its_base_scales_its_logits(prepared, tmp_path
         ({}, [SimpleNamespace(block_size=4)], "full attention"),
     ],
 )
-def test_a_head_that_remembers_refuses_a_cache_that_does_not(
+def test_head_with_a_cache_refuses_unsupported_vllm_caches(
     changes, specs, message, prepared, tmp_path, monkeypatch
 ):
     runner = serve(prepared, build("hydra_heads", attention_heads=4), tmp_path, monkeypatch)
@@ -287,14 +285,12 @@ def test_a_head_that_remembers_refuses_a_cache_that_does_not(
 @pytest.mark.parametrize(
     ("made", "num_drafted", "message"),
     [
-        (("eagle3", {"aux_layers": [0, 1, 2]}), DEPTH, "layout of vLLM's own"),
+        (("eagle3", {"aux_layers": [0, 1, 2]}), DEPTH, "a layout that vLLM loads itself"),
         (("medusa", {}), DEPTH + 1, f"at most {DEPTH}"),
     ],
 )
 @pytest.mark.usefixtures("prepared")
-def test_what_cannot_be_served_is_refused_in_one_line(
-    made, num_drafted, message, tmp_path, monkeypatch
-):
+def test_unsupported_head_is_refused(made, num_drafted, message, tmp_path, monkeypatch):
     kind, settings = made
     build(kind, **settings).save_pretrained(tmp_path)
     monkeypatch.setenv(HEAD_VARIABLE, str(tmp_path))
@@ -305,14 +301,13 @@ def test_what_cannot_be_served_is_refused_in_one_line(
 
 
 @pytest.mark.usefixtures("prepared")
-def test_a_fine_tuned_sibling_of_the_base_is_refused_unless_forced(tmp_path, monkeypatch):
+def test_base_with_other_weights_is_refused_unless_forced(tmp_path, monkeypatch):
     base = tiny.base()
     head = load.build_for({"kind": "mlp_speculator", "depth": DEPTH}, base)
     head.save_pretrained(tmp_path)
     monkeypatch.setenv(HEAD_VARIABLE, str(tmp_path))
     vllm.register()
     vllm.Proposer(config()).load_model(target())
-    # in the dtype that the engine is likely to take
     vllm.Proposer(config()).load_model(target().bfloat16())
     sibling = nn.ModuleList([Embedding(base.embedding), LMHead(base.projection.weight * 1.01)])
     with pytest.raises(ValueError, match="a head fits the weights it was trained on: those are"):
@@ -322,7 +317,7 @@ def test_a_fine_tuned_sibling_of_the_base_is_refused_unless_forced(tmp_path, mon
 
 
 @pytest.mark.parametrize("kind", ["hydra_heads", "eagle3"])
-def test_scattered_rows_draft_as_rows_of_their_own(kind):
+def test_scattered_slots_give_the_same_drafts(kind):
     head = build(kind, **({"aux_layers": [0, 1, 2]} if kind == "eagle3" else {}))
     tokens = torch.randint(tiny.VOCAB, (2, 12))
     features = tiny.base().read(tokens, head.aux_layers)
@@ -341,13 +336,12 @@ def test_scattered_rows_draft_as_rows_of_their_own(kind):
         lengths = lengths + count
 
 
-def test_the_names_that_exports_and_pushed_repositories_carry_can_be_imported():
+def test_names_in_exports_and_pushed_repositories_can_be_imported():
     module, _, proposer = PROPOSER.rpartition(".")
     assert getattr(importlib.import_module(module), proposer) is vllm.Proposer
+    # the entry point of pyproject.toml
+    assert importlib.import_module("specheads.export.vllm").register is vllm.register
     code = hub_files("USER/NAME")["custom_generate/generate.py"]
     line = next(line for line in code.splitlines() if line.startswith("from specheads"))
     assert line == "from specheads.export.custom_generate import hub_generate"
-    pushed = importlib.import_module("specheads.export.custom_generate")
-    assert pushed.hub_generate is hub_generate
-    # the entry point of pyproject.toml
-    assert importlib.import_module("specheads.export.vllm").register is vllm.register
+    assert importlib.import_module("specheads.export.custom_generate").hub_generate

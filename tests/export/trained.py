@@ -1,7 +1,6 @@
-"""What engines are run with: tiny_code, texts of the standard library, and heads trained on them.
+"""tiny_code, texts of the standard library, and heads trained on them, for tests with engines.
 
-Heads are trained for seconds, on some of the texts that are served, so that drafts of all lengths
-are accepted.
+Heads are trained for seconds on half of the texts, so that drafts of all lengths are accepted.
 """
 
 import sysconfig
@@ -31,7 +30,7 @@ def base() -> FrozenBase:
 
 @cache
 def prompts() -> tuple[list[int], ...]:
-    """Six ragged prompts from the standard library, two of them alike for more than a block."""
+    """Return six prompts of different lengths; two share a prefix longer than a block."""
     tokenizer = base().tokenizer
     assert tokenizer is not None
     stdlib = Path(sysconfig.get_path("stdlib"))
@@ -43,7 +42,7 @@ def prompts() -> tuple[list[int], ...]:
 
 @cache
 def said() -> tuple[list[int], ...]:
-    """What the base says after each, with room for a last draft beyond the limit."""
+    """Return the base's continuations, with tokens for a last draft beyond the limit."""
     limit = NEW_TOKENS + DEPTH + 1
     out = generate(base(), None, list(prompts()), max_new_tokens=limit, stop_at_eos=False)
     return tuple(out.tokens)
@@ -62,12 +61,12 @@ DSPARK = {**DFLASH, "markov_rank": 32}
 
 
 def prompts_and_texts() -> list[tuple[list[int], list[int]]]:
-    """Prompts and what the base says after each, as an export's gate takes them."""
+    """Return prompts and continuations for an export's gate."""
     return list(zip(prompts(), said(), strict=True))
 
 
 def trained(settings: dict[str, Any], steps: int) -> Head:
-    """Return a head that has seen half of the texts so many times."""
+    """Train a head on half of the texts for this number of steps."""
     whole = [prompt + text for prompt, text in prompts_and_texts()]
     length = min(map(len, whole))
     tokens = torch.tensor([text[:length] for text in whole[::2]])
@@ -76,7 +75,7 @@ def trained(settings: dict[str, Any], steps: int) -> Head:
     torch.manual_seed(0)
     made = build_for({"depth": DEPTH, **settings}, base(), counts)
     if made.kind == "hydra_heads":
-        # closed at first, it would stay out of sight in so short a training
+        # its initial value of zero would hide the prefix layer after so few steps
         torch.nn.init.normal_(made.get_parameter("prefix.self_attn.o_proj.weight"), std=0.5)
     return taught(made, base(), tokens, steps, learning_rate=2e-3)
 
@@ -84,7 +83,7 @@ def trained(settings: dict[str, Any], steps: int) -> Head:
 def taught(
     head: Head, on: FrozenBase, tokens: torch.Tensor, steps: int, learning_rate: float
 ) -> Head:
-    """Have a head read the same texts, (batch, time), so many times."""
+    """Train a head on the same texts, (batch, time), for this number of steps."""
     optimizer = torch.optim.AdamW(head.parameters(), lr=learning_rate)
     features = on.read(tokens, head.aux_layers)
     for _ in range(steps):

@@ -1,9 +1,9 @@
-"""One engine of real vLLM in a process of its own: `main` reads a job and writes its answer.
+"""Run one engine of real vLLM in its own process: `main` reads a job and writes its answer.
 
-A job is JSON: `engine` (arguments of `vllm.LLM`), `prompts` (token ids), `sampling` (of
-`vllm.SamplingParams`) and `repair`, whether the CPU build's expansion of temperatures is repaired
-first. The answer has the new tokens of each prompt, vLLM's own counters, and each draft that
-`Recorder` saw beside the text it continues.
+A job is JSON with `engine` (arguments of `vllm.LLM`), `prompts` (token ids), `sampling` (arguments
+of `vllm.SamplingParams`) and `repair` (whether to fix the CPU build's expansion of temperatures).
+The answer has the new tokens of each prompt, vLLM's counters, and the drafts of `Recorder` with
+their texts.
 """
 
 import json
@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from numpy import ndarray
 
-from specheads.export.plugins.vllm import Proposer
+from specheads.export.vllm import Proposer
 
 COUNTED = ("vllm:spec_decode", "vllm:num_preemptions", "vllm:prefix_cache_hits")
 DRAFTS: list[tuple[list[int], list[int]]] = []
 
 
 class Recorder(Proposer):
-    """The plug-in's proposer, which also notes every draft."""
+    """The plug-in's proposer, which also records every draft."""
 
     def propose(
         self,
@@ -30,7 +30,7 @@ class Recorder(Proposer):
         token_ids_cpu: ndarray,
         slot_mappings: Any = None,
     ) -> list[list[int]]:
-        """Propose as the plug-in does."""
+        """Record and return the drafts of the plug-in."""
         chains = super().propose(sampled_token_ids, _lengths, token_ids_cpu, slot_mappings)
         for row, chain in enumerate(chains):
             if chain:
@@ -39,7 +39,7 @@ class Recorder(Proposer):
 
 
 def repair_temperatures() -> None:
-    """Expand temperatures as vLLM's GPU kernel does: its CPU build makes integers of them."""
+    """Expand temperatures as vLLM's GPU kernel does; its CPU build truncates them to integers."""
     from vllm.utils import cpu_triton_utils  # pyright: ignore[reportMissingImports]
 
     def expand(out: Any, values: Any, ends: Any, old: Any, new: Any, *_: Any) -> None:
@@ -51,9 +51,9 @@ def repair_temperatures() -> None:
 
 
 def main() -> None:
-    """Do the job."""
+    """Run the job."""
     job = json.load(sys.stdin)
-    # vLLM writes to stdout too: the answer goes where that was, and all else to stderr
+    # vLLM also writes to stdout, so redirect that to stderr and keep stdout for the answer
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     import vllm  # pyright: ignore[reportMissingImports]

@@ -12,7 +12,7 @@ from specheads.config import data_dir
 from specheads.core.drafter import Head
 from specheads.decoding.generate import generate
 from specheads.decoding.trees import policies
-from specheads.export.engines import find_layout
+from specheads.export.layouts import find_layout
 from specheads.export.write import export_head
 from specheads.heads.load import build_for, kinds, load_head
 from specheads.measure.offline import guess_ranks

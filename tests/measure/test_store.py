@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from specheads.core.errors import InputError
-from specheads.export.hub.summary import read_summary
+from specheads.export.card import read_summary
 from specheads.heads.load import build
 from specheads.measure.evaluation import draft_vocabulary
 from specheads.measure.results import Results

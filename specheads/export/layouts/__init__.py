@@ -1,1 +1,59 @@
-"""One module a serving engine: the layouts it reads, by kind of head."""
+"""Layouts of serving engines: one module per engine, found by listing this folder.
+
+Each module has `ABOUT` (the engine and its version) and `LAYOUTS` (one `Layout` per kind of head).
+See docs/export_matrix.md.
+"""
+
+import dataclasses
+import importlib
+import pkgutil
+from types import ModuleType
+
+from specheads.base.model import FrozenBase
+from specheads.core.drafter import Head
+from specheads.core.errors import InputError
+from specheads.export.layouts._shared import Layout
+
+
+def engines() -> list[str]:
+    """Return the names of all engines."""
+    names = (module.name for module in pkgutil.iter_modules(__path__))
+    return sorted(name for name in names if not name.startswith("_"))
+
+
+def engine_module(engine: str) -> ModuleType:
+    """Import the module of an engine."""
+    if engine not in engines():
+        raise InputError(f"engine must be one of {', '.join(engines())}; got {engine!r}")
+    return importlib.import_module(f"{__name__}.{engine}")
+
+
+def find_layout(head: Head, base: FrozenBase, engine: str) -> Layout:
+    """Return the engine's layout for this head; the error names the engines that can serve it."""
+    layout = engine_module(engine).LAYOUTS.get(head.kind)
+    if reason := objection(head, base, layout):
+        others = [
+            name
+            for name in engines()
+            if not objection(head, base, engine_module(name).LAYOUTS.get(head.kind))
+        ]
+        raise InputError(
+            f"engine {engine} cannot serve this {head.kind} head: {reason}; engines that can: "
+            f"{', '.join(others) or 'none'}"
+        )
+    assert layout is not None
+    return layout
+
+
+def objection(head: Head, base: FrozenBase, layout: Layout | None) -> str:
+    """Return why a layout cannot hold a head, or an empty string."""
+    if layout is None:
+        return "it does not load this kind"
+    for item in dataclasses.fields(head.config):
+        value, allowed = getattr(head.config, item.name), layout.settings.get(item.name, ())
+        factory = item.default_factory
+        default = item.default if factory is dataclasses.MISSING else factory()
+        is_default = item.name not in layout.settings and value == default
+        if not (allowed is None or value in allowed or is_default):
+            return f"it cannot hold {item.name}={value!r}"
+    return layout.objection(head, base) if layout.objection else ""

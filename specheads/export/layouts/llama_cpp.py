@@ -5,44 +5,41 @@ from pathlib import Path
 
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
-from specheads.export.layout import Folder, Layout, Settings, all_of, drafted_tokens
-from specheads.export.layouts import _blocks, _eagle3
-from specheads.export.readers import blocks, eagle3
+from specheads.export.layouts import _shared
+from specheads.export.layouts._shared import AllowedSettings, Folder, Layout, all_of, drafted_tokens
 
 ABOUT = "llama.cpp (0c1e5709), as llama-cpp-python 0.3.36 brings it"
 
-SETTINGS: Settings = {
-    **_eagle3.ONE_LAYER,
+EAGLE3: AllowedSettings = {
+    **_shared.EAGLE3_ONE_LAYER,
     **all_of("norm_before_fc", "own_embedding", "rope_scaling"),
 }
-"""What its EAGLE-3 holds."""
 
-ALONE = "--no-spec-draft-backend-sampling"
-"""Else it accepts fewer drafts of a chain where several requests are served together."""
+NO_BACKEND_SAMPLING = "--no-spec-draft-backend-sampling"
+"""Without this flag EAGLE-3 accepts fewer drafts when several requests run together."""
 
 YARN = {"rope_type", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow"}
-"""What of yarn it computes with; of the rest it takes the defaults."""
+"""YaRN settings that llama.cpp reads; it uses its defaults for the others."""
 
 
-def write(head: Head, base: FrozenBase, out: Path) -> Folder:
-    """Return the folder its converter reads, and the lines that convert and serve it."""
+def write_eagle3(head: Head, base: FrozenBase, out: Path) -> Folder:
+    """Return the folder for the converter, with the command lines that convert and serve it."""
     convert, line = _lines("draft-eagle3", drafted_tokens(head), base, out)
-    lines = convert, f"{line} {ALONE}"
-    return Folder(_eagle3.config(head, base), _eagle3.tensors(head), lines)
+    lines = convert, f"{line} {NO_BACKEND_SAMPLING}"
+    return Folder(_shared.eagle3_config(head, base), _shared.tensors(head), lines)
 
 
 def write_block(head: Head, base: FrozenBase, out: Path) -> Folder:
-    """Return a folder in speculators' format, which its converter reads as DSpark.
+    """Return a folder that the converter reads as DSpark; its DFlash has no draft vocabulary.
 
-    Its converter's own DFlash knows no draft vocabulary. Without a Markov head the engine takes
-    the same folder for DFlash, whose slots `draft-dspark` reads from the anchor on. All of a
-    block is drafted, whatever the tuned tree: its slots see one another, and llama.cpp leaves
-    those out that are not asked for.
+    Without a Markov head the engine treats the folder as DFlash; `draft-dspark` also drafts from
+    the anchor. The command line drafts the whole block whatever the tuned tree, because the slots
+    attend to each other and llama.cpp omits the slots beyond `--spec-draft-n-max`.
     """
-    config = _blocks.in_speculators(head, base) | {"architectures": ["DSparkSpeculator"]}
+    config = _shared.block_config(head, base) | {"architectures": ["DSparkSpeculator"]}
     plain = head.kind == "dflash" and not head.config.sample_from_anchor
     lines = _lines("draft-dflash" if plain else "draft-dspark", head.depth, base, out)
-    return Folder(config, _blocks.tensors(head), lines)
+    return Folder(config, _shared.tensors(head), lines)
 
 
 def _lines(draft: str, num_tokens: int, base: FrozenBase, out: Path) -> tuple[str, ...]:
@@ -54,38 +51,24 @@ def _lines(draft: str, num_tokens: int, base: FrozenBase, out: Path) -> tuple[st
     )
 
 
-def objection(head: Head, base: FrozenBase) -> str:
-    """Return why it cannot compute this head; empty where it can."""
+def eagle3_objection(head: Head, base: FrozenBase) -> str:
+    """Return why llama.cpp cannot compute this head, or an empty string."""
     if len(head.aux_layers) != 3:
         return f"it reads three layers, aux_layers are {list(head.aux_layers)}"
     scaling = head.config.rope_scaling
     if scaling.get("rope_type") == "yarn" and (unread := sorted({*scaling} - YARN)):
         return f"it does not read {', '.join(unread)} of yarn"
-    return _eagle3.hidden_layers_only(head, base)
+    return _shared.hidden_layers_only(head, base)
 
 
 RUN = "by its server (0c1e5709) on a CPU in float32 (`make llama_cpp`)"
 
+EAGLE3_LIMITS = "three aux_layers below the last layer; yarn by factor and betas alone; one layer"
+DFLASH: AllowedSettings = {**_shared.BLOCK, **_shared.DRAFT_VOCABULARY}
+DSPARK: AllowedSettings = {**_shared.DSPARK, **_shared.DRAFT_VOCABULARY}
+
 LAYOUTS = {
-    "eagle3": Layout(
-        write,
-        eagle3.llama_cpp,
-        SETTINGS,
-        "run",
-        RUN,
-        objection,
-        "three aux_layers below the last layer; yarn by factor and betas alone; one layer",
-    ),
-    **{
-        kind: Layout(
-            write_block,
-            blocks.llama_cpp,
-            {**settings, **all_of("draft_tokens")},
-            "run",
-            RUN,
-            _eagle3.hidden_layers_only,
-            "aux_layers below the last layer",
-        )
-        for kind, settings in (("dflash", _blocks.BLOCK), ("dspark", _blocks.DSPARK))
-    },
+    "eagle3": Layout(write_eagle3, EAGLE3, "run", RUN, eagle3_objection, EAGLE3_LIMITS),
+    "dflash": Layout(write_block, DFLASH, "run", RUN, *_shared.BELOW_LAST),
+    "dspark": Layout(write_block, DSPARK, "run", RUN, *_shared.BELOW_LAST),
 }

@@ -1,4 +1,4 @@
-"""SGLang: EAGLE-3, DFlash and DSpark, with layer ids one below everybody else's."""
+"""SGLang: EAGLE-3, DFlash and DSpark. Its layer ids are one lower than in other engines."""
 
 import shlex
 from pathlib import Path
@@ -6,46 +6,46 @@ from typing import Any
 
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
-from specheads.export.layout import Folder, Layout, drafted_tokens, named_base, stored_dtype
-from specheads.export.layouts import _blocks, _eagle3
-from specheads.export.readers import blocks, eagle3
+from specheads.export.layouts import _shared
+from specheads.export.layouts._shared import Folder, Layout, drafted_tokens, named_base
 from specheads.heads.layers.block import BlockHead
 
 ABOUT = "SGLang 0.5.23"
 
 
-def write(head: Head, base: FrozenBase, out: Path) -> Folder:
-    """Return the folder and the line that serves it; a chain, as deep as the head."""
+def write_eagle3(head: Head, base: FrozenBase, out: Path) -> Folder:
+    """Return the folder and the command line that drafts a chain."""
     line = (
         f"{_serve(base, out, 'EAGLE3')} --speculative-num-steps {drafted_tokens(head)} "
         f"--speculative-eagle-topk 1 --speculative-num-draft-tokens {drafted_tokens(head) + 1}"
     )
-    return Folder(_eagle3.config(head, base), _eagle3.tensors(head), (line,))
+    return Folder(_shared.eagle3_config(head, base), _shared.tensors(head), (line,))
 
 
 def write_blocks(head: Head, base: FrozenBase, out: Path) -> Folder:
-    """Return its authors' folder, z-lab's or DeepSpec's, and the line that drafts whole blocks.
+    """Return the format of z-lab (DFlash) or DeepSpec (DSpark).
 
-    A block cut short by a tuned tree would show its slots fewer masks than it was trained with.
+    The command line drafts the whole block whatever the tuned tree: a shorter block has fewer
+    masks than in training.
     """
     assert isinstance(head, BlockHead)
     dspark = head.kind == "dspark"
     config: dict[str, Any] = {
         "architectures": ["Qwen3DSparkModel" if dspark else "DFlashDraftModel"],
-        **_blocks.layer(head, base),
+        **_shared.layer_settings(head, base),
         "num_target_layers": base.num_layers,
-        # DSpark's is the number of drafted tokens, whether the anchor's slot drafts or not
+        # DFlash counts the anchor's slot; DSpark counts drafted tokens in both modes
         "block_size": head.depth + (not dspark),
         "dflash_config": {
             "target_layer_ids": [layer - 1 for layer in head.aux_layers],
             "mask_token_id": head.mask_token,
         },
         "sample_from_anchor": head.config.sample_from_anchor,
-        **_blocks.markov(head),
-        "torch_dtype": stored_dtype(head),
+        **_shared.markov_config(head),
+        "torch_dtype": _shared.stored_dtype(head),
     }
     line = f"{_serve(base, out, head.kind.upper())} --speculative-num-draft-tokens {head.depth + 1}"
-    return Folder(config, _blocks.tensors(head), (line,))
+    return Folder(config, _shared.tensors(head), (line,))
 
 
 def _serve(base: FrozenBase, out: Path, algorithm: str) -> str:
@@ -56,38 +56,19 @@ def _serve(base: FrozenBase, out: Path, algorithm: str) -> str:
     )
 
 
-def objection(head: Head, base: FrozenBase) -> str:
-    """Return why it cannot read this head's layers; empty where it can."""
+def eagle3_objection(head: Head, base: FrozenBase) -> str:
+    """Return why SGLang cannot read this head's layers, or an empty string."""
     if len(head.aux_layers) != 3:
         return f"it reads three layers, aux_layers are {list(head.aux_layers)}"
-    return _eagle3.layer_outputs_only(head, base)
+    return _shared.layer_outputs_only(head, base)
 
 
 READ = "as SGLang 0.5.23's sources read it"
 
+EAGLE3_RULE = eagle3_objection, "three aux_layers, none of them 0; the paper's network only"
+
 LAYOUTS = {
-    "eagle3": Layout(
-        write,
-        eagle3.sglang,
-        _eagle3.PLAIN_RESIDUAL,
-        "layout",
-        READ,
-        objection,
-        "three aux_layers, none of them 0; the paper's network only",
-    ),
-    **{
-        kind: Layout(
-            write_blocks,
-            read,
-            settings,
-            "layout",
-            READ,
-            _eagle3.layer_outputs_only,
-            "aux_layers below the last layer, none of them 0",
-        )
-        for kind, read, settings in (
-            ("dflash", blocks.sglang_dflash, _blocks.DFLASH),
-            ("dspark", blocks.sglang_dspark, _blocks.DSPARK),
-        )
-    },
+    "eagle3": Layout(write_eagle3, _shared.EAGLE3_PLAIN, "layout", READ, *EAGLE3_RULE),
+    "dflash": Layout(write_blocks, _shared.DFLASH, "layout", READ, *_shared.LAYER_OUTPUTS),
+    "dspark": Layout(write_blocks, _shared.DSPARK, "layout", READ, *_shared.LAYER_OUTPUTS),
 }

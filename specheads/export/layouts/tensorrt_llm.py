@@ -1,4 +1,4 @@
-"""TensorRT-LLM, PyTorch backend: EAGLE-3, with layers named in options and not in the head."""
+"""TensorRT-LLM, PyTorch backend: EAGLE-3. The layers are named in its options, not in the head."""
 
 import json
 import shlex
@@ -6,16 +6,15 @@ from pathlib import Path
 
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
-from specheads.export.layout import Folder, Layout, named_base
-from specheads.export.layouts import _eagle3
-from specheads.export.readers import eagle3
+from specheads.export.layouts import _shared
+from specheads.export.layouts._shared import Folder, Layout, named_base
 
 ABOUT = "TensorRT-LLM main, PyTorch backend"
 OPTIONS = "trtllm.yaml"
 
 
-def write(head: Head, base: FrozenBase, out: Path) -> Folder:
-    """Return the folder, its options and the line that serves it."""
+def write_eagle3(head: Head, base: FrozenBase, out: Path) -> Folder:
+    """Return the folder with its options file, and the command line that serves it."""
     options = {
         "speculative_config": {
             "decoding_type": "Eagle3",
@@ -28,23 +27,13 @@ def write(head: Head, base: FrozenBase, out: Path) -> Folder:
         f"trtllm-serve {named_base(base)} --backend pytorch "
         f"--extra_llm_api_options {shlex.quote(str(out / OPTIONS))}"
     )
-    return Folder(
-        _eagle3.config(head, base),
-        _eagle3.tensors(head),
-        (line,),
-        # JSON is YAML too
-        files={OPTIONS: json.dumps(options, indent=2) + "\n"},
-    )
+    # JSON is also YAML
+    files = {OPTIONS: json.dumps(options, indent=2) + "\n"}
+    config = _shared.eagle3_config(head, base)
+    return Folder(config, _shared.tensors(head), (line,), files=files)
 
 
-LAYOUTS = {
-    "eagle3": Layout(
-        write,
-        eagle3.tensorrt_llm,
-        _eagle3.PLAIN_RESIDUAL,
-        "layout",
-        "as its sources (00679c66) read it",
-        _eagle3.layer_outputs_only,
-        "no aux layer 0; the paper's network only",
-    )
-}
+READ = "as its sources (00679c66) read it"
+RULE = _shared.layer_outputs_only, "no aux layer 0; the paper's network only"
+
+LAYOUTS = {"eagle3": Layout(write_eagle3, _shared.EAGLE3_PLAIN, "layout", READ, *RULE)}

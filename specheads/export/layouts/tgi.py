@@ -1,4 +1,4 @@
-"""Text Generation Inference: Medusa, and MLP speculators whose weights are tied."""
+"""Text Generation Inference: Medusa, and MLP speculators with tied weights."""
 
 from pathlib import Path
 
@@ -6,21 +6,20 @@ from torch import Tensor
 
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
-from specheads.export.layout import Folder, Layout, Settings, all_of, stored_dtype
 from specheads.export.layouts import vllm_0_32
-from specheads.export.readers import medusa, mlp_speculator
+from specheads.export.layouts._shared import AllowedSettings, Folder, Layout, all_of, stored_dtype
 
 ABOUT = "Text Generation Inference (db931fcf)"
-GUESSES = (4, 3, 2)
-"""top_k_tokens_per_head of IBM's checkpoints, the last one repeated; servers draft chains."""
+TOP_K = (4, 3, 2)
+"""`top_k_tokens_per_head` of IBM's checkpoints; the last value repeats. Servers draft chains."""
 
-# its code for untied weights fails on the first request
-TIED: Settings = {**all_of("inner_dim", "scale_input"), "tie_weights": (True,)}
+# TGI's code for untied weights fails on the first request
+TIED: AllowedSettings = {**all_of("inner_dim", "scale_input"), "tie_weights": (True,)}
+READ = "as TGI's sources read it"
 
 
 def write_mlp(head: Head, base: FrozenBase, out: Path) -> Folder:
-    """Return IBM's layout, in which tied tensors stand once a level."""
-    guesses = [GUESSES[min(level, len(GUESSES) - 1)] for level in range(head.depth)]
+    """Return IBM's layout, which stores a copy of each tied tensor per level."""
     config = {
         "architectures": ["MLPSpeculatorPreTrainedModel"],
         "model_type": "mlp_speculator",
@@ -30,7 +29,7 @@ def write_mlp(head: Head, base: FrozenBase, out: Path) -> Folder:
         "inner_dim": head.config.inner_dim or head.width,
         "n_predict": head.depth,
         "n_candidates": 5,
-        "top_k_tokens_per_head": guesses,
+        "top_k_tokens_per_head": [*TOP_K, *TOP_K[-1:] * head.depth][: head.depth],
         "tie_weights": True,
         "scale_input": head.config.scale_input,
         "torch_dtype": stored_dtype(head),
@@ -44,22 +43,12 @@ def write_mlp(head: Head, base: FrozenBase, out: Path) -> Folder:
     return Folder(config, named, (vllm_0_32.serve_tgi(head, base, out),))
 
 
-def one_level(head: Head, _base: FrozenBase) -> str:
-    """Return why it cannot serve a head of one level: it reads a second projection."""
+def mlp_objection(head: Head, _base: FrozenBase) -> str:
+    """Object to a head with one level: TGI always reads a second projection."""
     return "" if head.depth > 1 else "it needs depth 2 or more"
 
 
 LAYOUTS = {
-    "medusa": Layout(
-        vllm_0_32.write, medusa.tgi, vllm_0_32.SETTINGS, "layout", "as TGI's sources read it"
-    ),
-    "mlp_speculator": Layout(
-        write_mlp,
-        mlp_speculator.tgi,
-        TIED,
-        "layout",
-        "as TGI's sources read it",
-        one_level,
-        "depth 2 or more",
-    ),
+    "medusa": Layout(vllm_0_32.write_medusa, vllm_0_32.SETTINGS, "layout", READ),
+    "mlp_speculator": Layout(write_mlp, TIED, "layout", READ, mlp_objection, "depth 2 or more"),
 }

@@ -1,6 +1,6 @@
-"""vLLM 0.32.0, the last version with a loader for Medusa of its own.
+"""vLLM 0.32.0, the last version with its own loader for Medusa.
 
-FasterDecoding's layout, in the one form that TGI reads right as well.
+The folder is FasterDecoding's layout in the form that TGI also reads correctly.
 """
 
 import shlex
@@ -10,20 +10,19 @@ from torch import Tensor
 
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
-from specheads.export.layout import Folder, Layout, all_of, at_revision
+from specheads.export.layouts._shared import Folder, Layout, all_of, at_revision
 from specheads.export.layouts.vllm import serve
-from specheads.export.readers import medusa
 
 ABOUT = "vLLM 0.32.0, its own Medusa loader"
 SETTINGS = all_of("num_layers", "projection", "rank")
-"""Projections that are shared or thin are written out in full, so all are held; neither engine
-loads a reduced vocabulary."""
+"""Every projection is written as a full matrix. Both engines need the whole vocabulary."""
 
 
-def write(head: Head, base: FrozenBase, out: Path) -> Folder:
-    """Return the folder that serves both.
+def write_medusa(head: Head, base: FrozenBase, out: Path) -> Folder:
+    """Return the folder that vLLM 0.32 and TGI serve.
 
-    No `architectures`: TGI would serve without a head. medusa_fc_bias: vLLM would drop biases.
+    config.json has no `architectures`, because TGI would then serve without a head. It has
+    `medusa_fc_bias`, because vLLM would otherwise drop the biases.
     """
     config = {
         "model_type": "medusa",
@@ -34,15 +33,12 @@ def write(head: Head, base: FrozenBase, out: Path) -> Folder:
         "hidden_size": head.width,
         "vocab_size": head.vocab_size,
     }
-    lines = (
-        serve_tgi(head, base, out),
-        f"{serve(head, base, 'medusa', str(out))}  # vllm==0.32.0",
-    )
-    return Folder(config, _tensors(head), lines, weights_file=medusa.FILE)
+    lines = serve_tgi(head, base, out), f"{serve(head, base, 'medusa', str(out))}  # vllm==0.32.0"
+    return Folder(config, _tensors(head), lines, weights_file="medusa_lm_head.safetensors")
 
 
 def serve_tgi(head: Head, base: FrozenBase, out: Path) -> str:
-    """Return the command line that serves a folder in TGI, which takes the base's `main` always."""
+    """Return TGI's command line. TGI always loads the base's `main` revision."""
     line = f"text-generation-launcher --model-id {shlex.quote(str(out))} --speculate {head.depth}"
     return at_revision(base, line, "  # it loads the base's main, and the head is for ")
 
@@ -55,21 +51,15 @@ def _tensors(head: Head) -> dict[str, Tensor]:
             for part in ("weight", "bias"):
                 source = f"blocks.{level}.{layer}.linear.{part}"
                 named[f"{level}.{layer}.linear.{part}"] = weights[source]
-        # the whole matrix, the base's own included where the head borrows it
+        # a head that shares the base's projection gets a full copy of it
         matrix, _ = head.projection(level)
         if settings.projection == "low_rank":
-            lent, up = matrix.split([head.width, settings.rank], dim=1)
-            matrix = lent + up @ weights[f"down.{level}.weight"]
+            shared, up = matrix.split([head.width, settings.rank], dim=1)
+            matrix = shared + up @ weights[f"down.{level}.weight"]
         named[f"{level}.{settings.num_layers}.weight"] = matrix
     return named
 
 
-LAYOUTS = {
-    "medusa": Layout(
-        write,
-        medusa.vllm_0_32,
-        SETTINGS,
-        "run",
-        "same folder as TGI's; in vLLM 0.32.0 on a CPU (`make vllm`)",
-    )
-}
+NOTE = "same folder as TGI's; in vLLM 0.32.0 on a CPU (`make vllm`)"
+
+LAYOUTS = {"medusa": Layout(write_medusa, SETTINGS, "run", NOTE)}

@@ -15,16 +15,17 @@ import torch
 from torch import Tensor
 
 from specheads.core.errors import InputError
-from specheads.export.readers import BaseView, Guess, Stored, read_config, rms
-from specheads.export.readers import require as need
-from specheads.export.readers.llama import Layer
+from specheads.export.write import LevelDraft
+from tests.oracles.llama import Layer
+from tests.oracles.shared import BaseView, Stored, read_config, rms
+from tests.oracles.shared import require as need
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 IDS = "eagle_aux_hidden_state_layer_ids"
 
 
-def vllm(folder: Path, base: BaseView, depth: int) -> Iterator[Guess]:
-    """Id k is the stream after k layers; ids at the top level come before eagle_config's."""
+def vllm(folder: Path, base: BaseView, depth: int) -> Iterator[LevelDraft]:
+    """Id k is the stream after k layers; ids at the top level have priority over eagle_config."""
     config = read_config(folder)
     need(config, architectures=[ARCHITECTURE], target_hidden_size=base.hidden.shape[1])
     num_layers = len(base.streams) - 1
@@ -33,8 +34,8 @@ def vllm(folder: Path, base: BaseView, depth: int) -> Iterator[Guess]:
     yield from _draft(folder, config, base, depth, sorted(set(ids)))
 
 
-def speculators(folder: Path, base: BaseView, depth: int) -> Iterator[Guess]:
-    """The layer's settings lie one level down; norm_before_residual is True unless it is said."""
+def speculators(folder: Path, base: BaseView, depth: int) -> Iterator[LevelDraft]:
+    """The layer's settings are one level down; the default of norm_before_residual is True."""
     outer = read_config(folder)
     parallel = "mask_token_id" in outer
     need(outer, speculators_model_type="peagle" if parallel else "eagle3")
@@ -48,10 +49,10 @@ def speculators(folder: Path, base: BaseView, depth: int) -> Iterator[Guess]:
     yield from _draft(folder, config, base, depth, sorted(set(outer[IDS])))
 
 
-def sglang(folder: Path, base: BaseView, depth: int) -> Iterator[Guess]:
-    """Id v of eagle_config, and of nothing else, is the stream after v + 1 layers.
+def sglang(folder: Path, base: BaseView, depth: int) -> Iterator[LevelDraft]:
+    """Id v of eagle_config is the stream after v + 1 layers; other ids are not read.
 
-    The residual always starts from the stream as it is, and attention has no biases.
+    norm_before_residual is not read, and attention has no biases.
     """
     config = read_config(folder)
     need(config, architectures=[ARCHITECTURE], attention_bias=False)
@@ -61,10 +62,10 @@ def sglang(folder: Path, base: BaseView, depth: int) -> Iterator[Guess]:
     yield from _draft(folder, config | {"norm_before_residual": False}, base, depth, ids)
 
 
-def tensorrt_llm(folder: Path, base: BaseView, depth: int) -> Iterator[Guess]:
+def tensorrt_llm(folder: Path, base: BaseView, depth: int) -> Iterator[LevelDraft]:
     """Id v of its own options is the output of layer v; norm_before_residual is not read.
 
-    The options are YAML, of which JSON is a part.
+    The options are YAML, and JSON is valid YAML.
     """
     config = read_config(folder)
     need(config, architectures=[ARCHITECTURE])
@@ -77,11 +78,11 @@ def tensorrt_llm(folder: Path, base: BaseView, depth: int) -> Iterator[Guess]:
     yield from _draft(folder, config | {"norm_before_residual": False}, base, depth, ids)
 
 
-def llama_cpp(folder: Path, base: BaseView, depth: int) -> Iterator[Guess]:
+def llama_cpp(folder: Path, base: BaseView, depth: int) -> Iterator[LevelDraft]:
     """Id k is the input of layer k, counted from zero; only ids at the top level are read.
 
-    There are three of them, in the order they are written in, and one layer, whose fc_norm and
-    norm_output are not read.
+    It needs three ids, in the order of config.json, and one layer. fc_norm and norm_output are not
+    read.
     """
     config = read_config(folder)
     need(config, architectures=[ARCHITECTURE], num_hidden_layers=1)
@@ -94,8 +95,8 @@ def llama_cpp(folder: Path, base: BaseView, depth: int) -> Iterator[Guess]:
 
 def _draft(
     folder: Path, config: dict[str, Any], base: BaseView, depth: int, ids: Sequence[int]
-) -> Iterator[Guess]:
-    """Draft `depth` tokens from every position of the text at once, along the text itself."""
+) -> Iterator[LevelDraft]:
+    """Draft `depth` tokens from all positions of the text at once, along the text."""
     stored = Stored(folder / "model.safetensors")
     width, vocab = base.hidden.shape[1], len(base.embedding)
     need(config, model_type="llama", hidden_size=width, hidden_act="silu", vocab_size=vocab)
@@ -108,7 +109,7 @@ def _draft(
         masked = fuse(stored.take("mask_hidden", 1, 1, aux.shape[1])[0]).expand_as(stream)
     if "speculators_model_type" in config or "embed_tokens.weight" in stored:
         embedding = stored.take("embed_tokens.weight", vocab, width)
-    # the checkpoint has offsets of the columns' tokens, and a mask that must agree
+    # d2t has offsets from column to token; t2d must mark the same tokens
     tokens = torch.arange(config["draft_vocab_size"])
     if len(tokens) != vocab:
         tokens = tokens + stored.take("d2t", len(tokens))
@@ -141,13 +142,13 @@ def _draft(
         answer = norm(stream)
         if config.get("norm_output", False):
             stream = answer
-        yield Guess(answer @ head.T, tokens)
+        yield LevelDraft(answer @ head.T, tokens)
 
 
 def _fuse(
     stored: Stored, config: dict[str, Any], width: int, num_aux: int
 ) -> Callable[[Tensor], Tensor]:
-    """Return what makes one stream of several: a norm of all, or of each, and a product."""
+    """Return a function that fuses several streams: norms, then a matrix product."""
     epsilon = config["rms_norm_eps"]
     whole = [("input_norm", num_aux * width)] if config.get("norm_before_fc", False) else []
     each = [(f"fc_norm.{place}", width) for place in range(num_aux)]

@@ -1,10 +1,4 @@
-"""Exports read back by code that shares nothing with the heads that were exported.
-
-One module a kind of head, plain functions over stored tensors, each after what an engine's
-sources or documents say it does with such a folder: names, layer ids, tying, maps and formulas.
-A reader takes every tensor there is and refuses what is missing, left over or misshapen, where
-an engine may pass over it in silence. Source of the rules: docs/export_matrix.md.
-"""
+"""Code that all oracles share: the base's tensors, stored tensors, norms and rotary embeddings."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -18,15 +12,17 @@ from torch import Tensor
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from specheads.base.model import FrozenBase
 from specheads.core.errors import InputError
+from specheads.export.write import GateText, LevelDraft
 
 
 @dataclass(frozen=True, slots=True)
 class BaseView:
-    """What an engine has of the base while it drafts on one text; all in float64."""
+    """The base's tensors for one text, as an engine has them while it drafts; all in float64."""
 
     streams: tuple[Tensor, ...]
-    """The k-th is the residual stream after k layers, (time, width); the embedding is first."""
+    """Entry k is the residual stream after k layers, (time, width); the embedding is first."""
     hidden: Tensor
     """(time, width), after the final norm."""
     tokens: Tensor
@@ -34,27 +30,25 @@ class BaseView:
     embedding: Tensor
     """(vocab, width)."""
     projection: Tensor
-    """(vocab, width), whose product with `hidden` is the base's logits."""
+    """(vocab, width); its product with `hidden` gives the base's logits."""
 
 
-@dataclass(frozen=True, slots=True)
-class Guess:
-    """What a drafter says at one depth, at every position of a text."""
-
-    logits: Tensor
-    """(time, drafted); rows too close to the end to have read a token are meaningless."""
-    ids: Tensor
-    """(drafted,): the token of each column."""
-    confidence: Tensor | None = None
-    """(time,): logit of the chance that the base accepts it, of a drafter that says one."""
+DraftOracle = Callable[[Path, BaseView, int], Iterator[LevelDraft]]
+"""Takes a folder, the base on one text, and the number of tokens that the engine drafts."""
 
 
-Reader = Callable[[Path, BaseView, int], Iterator[Guess]]
-"""Takes a folder, the base on one text, and how many tokens a server is told to draft."""
+@torch.no_grad()
+def view_base(base: FrozenBase, text: GateText, lent: tuple[Tensor, Tensor]) -> BaseView:
+    """Run the base on a text; `lent` is its embedding and projection."""
+    tokens = torch.tensor([text[0] + text[1]])
+    read = base.read(tokens.to(base.device), tuple(range(base.num_layers + 1)))
+    assert read.aux is not None
+    streams = read.aux[0].detach().cpu().double().split(base.width, dim=-1)
+    return BaseView(streams, read.hidden[0].detach().cpu().double(), tokens[0], *lent)
 
 
 class Stored:
-    """The tensors of an export, each to be taken once."""
+    """The tensors of an export; each can be taken once."""
 
     def __init__(self, file: Path) -> None:
         if not file.is_file():
@@ -63,7 +57,7 @@ class Stored:
         self.left: dict[str, Tensor] = load_file(file)
 
     def take(self, name: str, *shape: int) -> Tensor:
-        """Return a tensor in float64, or as it is where it holds integers."""
+        """Return a tensor, with floating-point values in float64."""
         if name not in self.left:
             raise InputError(f"{self.name} lacks {name!r}")
         value = self.left.pop(name)
@@ -80,7 +74,7 @@ class Stored:
         return name in self.left
 
     def close(self) -> None:
-        """Refuse what nobody took."""
+        """Refuse tensors that were not taken."""
         if self.left:
             raise InputError(f"{self.name} has {min(self.left)!r}, which the engine ignores")
 
@@ -91,7 +85,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def require(config: dict[str, Any], **wanted: Any) -> None:
-    """Refuse a setting that is missing, or that an engine would read as something else."""
+    """Refuse a setting that is missing or that an engine would read differently."""
     for name, value in wanted.items():
         if config.get(name) != value:
             raise InputError(
@@ -110,9 +104,9 @@ def silu(values: Tensor) -> Tensor:
 
 
 def frequencies(config: dict[str, Any], size: int) -> tuple[Tensor, float]:
-    """Return the angle of each pair at position one, and what sine and cosine are multiplied by.
+    """Return the angle of each pair at position 1, and the attention factor.
 
-    Names are a Llama's; engines stretch frequencies as transformers does.
+    The settings have the names of a Llama config; engines scale frequencies as transformers does.
     """
     rope = {**(config.get("rope_parameters") or {}), **(config.get("rope_scaling") or {})}
     theta = config.get("rope_theta") or rope["rope_theta"]
@@ -125,7 +119,7 @@ def frequencies(config: dict[str, Any], size: int) -> tuple[Tensor, float]:
 
 
 def rotate(steps: Tensor, factor: float, values: Tensor, positions: Tensor) -> Tensor:
-    """Turn the pairs (i, i + half) of (time, head, channel) as numbers of the complex plane."""
+    """Rotate the pairs (i, i + half) of (time, head, channel) as complex numbers."""
     half = values.shape[-1] // 2
     angles = positions[:, None, None].double() * steps
     turned = torch.complex(values[..., :half], values[..., half:]) * torch.exp(1j * angles)

@@ -1,4 +1,4 @@
-"""DFlash and DSpark: as vLLM and llama.cpp read speculators' format, SGLang their authors'.
+"""DFlash and DSpark: the speculators format in vLLM and llama.cpp, the authors' formats in SGLang.
 
 Sources: vLLM 0.32 models/qwen3_dflash.py, models/qwen3_dspark.py and
 transformers_utils/configs/speculators; llama.cpp 0c1e5709 conversion/qwen.py,
@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from specheads.core.errors import InputError
-from specheads.export.readers import (
+from specheads.export.write import LevelDraft
+from tests.oracles.shared import (
     BaseView,
-    Guess,
     Stored,
     frequencies,
     read_config,
@@ -27,53 +27,53 @@ from specheads.export.readers import (
     rotate,
     silu,
 )
-from specheads.export.readers import require as need
+from tests.oracles.shared import require as need
 
 MARKOV = "markov_head.markov_w1.weight"
 
 
 @dataclass(frozen=True, slots=True)
-class _Said:
-    """What a folder says of its network, wherever its format says it."""
+class _BlockSettings:
+    """Settings of the network, from any of the formats."""
 
     layer: dict[str, Any]
     """Settings of its Qwen3 layers."""
     streams: list[int]
-    """What is fused: k is the residual stream after k layers."""
+    """Residual streams that are fused; k is the stream after k layers."""
     slots: int
-    """Slots of a block, the anchor's among them."""
+    """Slots of a block, including the anchor's."""
     mask: int
-    """Token that stands where one is to be drafted."""
+    """Mask token."""
     drafted: int
-    """Number of tokens that can be drafted."""
+    """Size of the draft vocabulary."""
     rank: int = 0
-    """Width of the Markov head; 0 is none."""
+    """Rank of the Markov head; 0 for a head without it."""
 
 
-def dflash(folder: Path, base: BaseView, depth: int) -> Iterator[Guess]:
-    """Masks draft the tokens in whose place they stand, all layers seeing both ways."""
+def dflash(folder: Path, base: BaseView, depth: int) -> Iterator[LevelDraft]:
+    """Each mask drafts the token at its own position; attention is bidirectional."""
     config = read_config(folder)
-    # vLLM takes False, and a setting that is missing in some versions, for causal layers
+    # in vLLM False or a missing value makes the layers causal
     need(config, speculators_model_type="dflash", sliding_window_non_causal=True)
     need(config, sample_from_anchor=False, block_size=depth + 1)
     _need_method(config, depth)
     yield from _draft(_stored(folder), _speculators(config), base, depth)
 
 
-def dspark(folder: Path, base: BaseView, depth: int) -> Iterator[Guess]:
-    """The anchor drafts too if it is said, and each token's bias lies on the level after it."""
+def dspark(folder: Path, base: BaseView, depth: int) -> Iterator[LevelDraft]:
+    """With sample_from_anchor the anchor drafts; each token biases the next level."""
     config = read_config(folder)
     need(config, speculators_model_type="dspark", markov_head_type="vanilla")
     need(config, enable_confidence_head=True, confidence_head_with_markov=True)
-    # missing, it is False to vLLM and True to speculators
+    # the default is False in vLLM and True in speculators
     need(config, block_size=depth + (not config["sample_from_anchor"]))
     _need_method(config, depth)
     yield from _draft(_stored(folder), _speculators(config, config["markov_rank"]), base, depth)
 
 
-def _speculators(config: dict[str, Any], rank: int = 0) -> _Said:
-    """Return what is said in speculators' format, whose id k is the stream after k layers."""
-    return _Said(
+def _speculators(config: dict[str, Any], rank: int = 0) -> _BlockSettings:
+    """Return the settings of the speculators format; id k is the stream after k layers."""
+    return _BlockSettings(
         config["transformer_layer_config"],
         config["aux_hidden_state_layer_ids"],
         config["block_size"],
@@ -83,51 +83,51 @@ def _speculators(config: dict[str, Any], rank: int = 0) -> _Said:
     )
 
 
-def sglang_dflash(folder: Path, base: BaseView, depth: int) -> Iterator[Guess]:
-    """The anchor's own slot is always passed over, and counts as one of the block."""
+def sglang_dflash(folder: Path, base: BaseView, depth: int) -> Iterator[LevelDraft]:
+    """The anchor's slot never drafts, and block_size counts it."""
     config = read_config(folder)
     need(config, architectures=["DFlashDraftModel"])
     yield from _draft(_stored(folder), _authors(config, depth + 1, base), base, depth)
 
 
-def sglang_dspark(folder: Path, base: BaseView, depth: int) -> Iterator[Guess]:
-    """Whether the anchor drafts stands at the top level only, where missing is True.
+def sglang_dspark(folder: Path, base: BaseView, depth: int) -> Iterator[LevelDraft]:
+    """sample_from_anchor is read at the top level only, and its default is True.
 
-    block_size is the number of drafted tokens either way: a slot more is made where it does not.
+    block_size is the number of drafted tokens; without anchor sampling there is one more slot.
     """
     config = read_config(folder)
     need(config, architectures=["Qwen3DSparkModel"], markov_head_type="vanilla")
     need(config, confidence_head_with_markov=True)
-    said = _authors(config, depth, base)
+    read = _authors(config, depth, base)
     slots = depth + (not config.get("sample_from_anchor", True))
-    said = replace(said, slots=slots, rank=config["markov_rank"])
-    yield from _draft(_stored(folder), said, base, depth)
+    read = replace(read, slots=slots, rank=config["markov_rank"])
+    yield from _draft(_stored(folder), read, base, depth)
 
 
-def _authors(config: dict[str, Any], size: int, base: BaseView) -> _Said:
-    """Return what is said in the authors' formats, whose id v is the output of layer v.
+def _authors(config: dict[str, Any], size: int, base: BaseView) -> _BlockSettings:
+    """Return the settings of the authors' formats; id v is the output of layer v.
 
-    What dflash_config holds comes before what the top level does.
+    Values in dflash_config have priority over the top level.
     """
     settings = config | config.get("dflash_config", {})
-    # is_causal is for all layers; a missing block_size would be 16
+    # is_causal applies to all layers; the default block_size is 16
     need(config, is_causal=None, layer_types=["full_attention"] * config["num_hidden_layers"])
     need(settings, block_size=size)
     ids = settings["target_layer_ids"]
     if min(ids) < 0:
         raise InputError(f"target_layer_ids count from the first layer, 0, got {ids}")
     streams = [one + 1 for one in ids]
-    return _Said(config, streams, size, settings["mask_token_id"], len(base.embedding))
+    return _BlockSettings(config, streams, size, settings["mask_token_id"], len(base.embedding))
 
 
 def _need_method(config: dict[str, Any], depth: int) -> None:
     need(config["speculators_config"]["proposal_methods"][0], speculative_tokens=depth)
 
 
-def llama_cpp(folder: Path, base: BaseView, depth: int) -> Iterator[Guess]:
-    """A Markov head is one whose tensors are there; no layer sees one way unless it is said.
+def llama_cpp(folder: Path, base: BaseView, depth: int) -> Iterator[LevelDraft]:
+    """The Markov head is optional, and its tensors decide; attention is bidirectional by default.
 
-    Whether the anchor drafts is False where it is missing.
+    The default of sample_from_anchor is False.
     """
     config = read_config(folder)
     need(config, architectures=["DSparkSpeculator"], is_causal=None, use_sliding_window=None)
@@ -144,7 +144,7 @@ def _stored(folder: Path) -> Stored:
 
 
 class _Layer:
-    """One Qwen3 layer, and what it makes of the base's features."""
+    """One Qwen3 layer, with keys and values of the base's features."""
 
     def __init__(self, stored: Stored, name: str, layer: dict[str, Any], fused: Tensor) -> None:
         width, self.size = layer["hidden_size"], layer["head_dim"]
@@ -170,7 +170,7 @@ class _Layer:
         self.past = self.keys_values(fused, torch.arange(len(fused)))
 
     def keys_values(self, read: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values, one for each attention head."""
+        """Return keys and values, repeated for each attention head."""
         keys = rms((read @ self.key.T).view(len(read), -1, self.size), self.key_norm, self.epsilon)
         values = (read @ self.value.T).view(len(read), -1, self.size)
         each = self.heads // self.shared
@@ -178,7 +178,7 @@ class _Layer:
         return turned.repeat_interleave(each, 1), values.repeat_interleave(each, 1)
 
     def forward(self, stream: Tensor, start: int) -> Tensor:
-        """Go over a block whose anchor stands at `start`."""
+        """Compute the layer for a block whose anchor is at position `start`."""
         read, at = rms(stream, self.norms[0], self.epsilon), start + torch.arange(len(stream))
         queries = (read @ self.query.T).view(len(read), -1, self.size)
         queries = self.turn(rms(queries, self.query_norm, self.epsilon), at)
@@ -194,7 +194,7 @@ class _Layer:
 
 
 class _Markov:
-    """What the token before a level adds to it, and how sure it is then."""
+    """Markov and confidence heads: a bias from the previous token, and a confidence."""
 
     def __init__(self, stored: Stored, drafted: int, vocab: int, width: int, rank: int) -> None:
         self.embedding = stored.take(MARKOV, vocab, rank)
@@ -202,22 +202,24 @@ class _Markov:
         self.sure = stored.take("confidence_head.proj.weight", 1, width + rank)
         self.bias = stored.take("confidence_head.proj.bias", 1)
 
-    def corrected(self, guess: Guess, states: Tensor, tokens: Tensor) -> Guess:
-        """Return a guess after these tokens, and its confidence."""
+    def corrected(self, guess: LevelDraft, states: Tensor, tokens: Tensor) -> LevelDraft:
+        """Add the bias of these previous tokens, and the confidence."""
         before = self.embedding[tokens]
         sure = torch.cat([states, before], dim=-1) @ self.sure[0] + self.bias
-        return Guess(guess.logits + before @ self.out.T, guess.ids, sure)
+        return LevelDraft(guess.logits + before @ self.out.T, guess.ids, sure)
 
 
-def _draft(stored: Stored, said: _Said, base: BaseView, depth: int) -> Iterator[Guess]:
-    """Draft a block from every position of the text, one after the other."""
-    layer = said.layer
+def _draft(
+    stored: Stored, settings: _BlockSettings, base: BaseView, depth: int
+) -> Iterator[LevelDraft]:
+    """Draft a block from every position of the text, one position at a time."""
+    layer = settings.layer
     (vocab, width), epsilon = base.embedding.shape, layer["rms_norm_eps"]
     need(layer, model_type="qwen3", hidden_size=width, vocab_size=vocab, hidden_act="silu")
     need(layer, attention_bias=False)
-    if min(said.streams) < 0 or max(said.streams) >= len(base.streams) - 1:
-        raise InputError(f"streams {said.streams} are not among those an engine hands on")
-    aux = torch.cat([base.streams[one] for one in said.streams], dim=-1)
+    if min(settings.streams) < 0 or max(settings.streams) >= len(base.streams) - 1:
+        raise InputError(f"streams {settings.streams} are not among those an engine hands on")
+    aux = torch.cat([base.streams[one] for one in settings.streams], dim=-1)
     fused = aux @ stored.take("fc.weight", width, aux.shape[1]).T
     fused = rms(fused, stored.take("hidden_norm.weight", width), epsilon)
     layers = [
@@ -225,24 +227,24 @@ def _draft(stored: Stored, said: _Said, base: BaseView, depth: int) -> Iterator[
         for number in range(layer["num_hidden_layers"])
     ]
     norm = stored.take("norm.weight", width)
-    tokens, head = _vocabulary(stored, said.drafted, base)
-    markov = _Markov(stored, len(tokens), vocab, width, said.rank) if said.rank else None
+    tokens, head = _vocabulary(stored, settings.drafted, base)
+    markov = _Markov(stored, len(tokens), vocab, width, settings.rank) if settings.rank else None
     stored.close()
     before, found = [base.tokens.roll(-1 - level) for level in range(depth)], []
     for place, anchor in enumerate(before[0]):
-        block = torch.full((said.slots,), said.mask)
+        block = torch.full((settings.slots,), settings.mask)
         block[0] = anchor
         stream = base.embedding[block]
         for one in layers:
             stream = one.forward(stream, place + 1)
         found.append(rms(stream[-depth:], norm, epsilon))
     for level, states in enumerate(torch.stack(found, dim=1)):
-        guess = Guess(states @ head.T, tokens)
+        guess = LevelDraft(states @ head.T, tokens)
         yield guess if markov is None else markov.corrected(guess, states, before[level])
 
 
 def _vocabulary(stored: Stored, size: int, base: BaseView) -> tuple[Tensor, Tensor]:
-    """Return the tokens that can be drafted and their projection: the base's own if it is all."""
+    """Return the draft vocabulary and its projection; a full vocabulary uses the base's."""
     tokens = torch.arange(size)
     if size == len(base.embedding):
         return tokens, base.projection

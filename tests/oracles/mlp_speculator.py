@@ -11,17 +11,18 @@ import torch
 from torch import Tensor
 
 from specheads.core.errors import InputError
-from specheads.export.readers import BaseView, Guess, Stored, open_own, read_config, rms
-from specheads.export.readers import require as need
+from specheads.export.write import LevelDraft
+from tests.oracles.shared import BaseView, Stored, open_own, read_config, rms
+from tests.oracles.shared import require as need
 
 EPSILON = 1e-6
 
 
-def tgi(folder: Path, base: BaseView, depth: int) -> Iterator[Guess]:
-    """Read the first of what is tied, and the second projection, as its server does.
+def tgi(folder: Path, base: BaseView, depth: int) -> Iterator[LevelDraft]:
+    """Read the first copy of each tied tensor, and the second projection, as TGI does.
 
-    Its weighing of state and token follows `--speculate`, so that number must be n_predict. Other
-    readers of the format take each level's own tensors: all must be copies.
+    TGI computes the weights of state and token from `--speculate`, so that number must equal
+    n_predict. Other readers of the format use all levels, so the copies must be equal.
     """
     config = read_config(folder)
     need(config, model_type="mlp_speculator", tie_weights=True, n_predict=depth)
@@ -43,7 +44,7 @@ def tgi(folder: Path, base: BaseView, depth: int) -> Iterator[Guess]:
         read = tied["emb.weight"][base.tokens.roll(-1 - level)]
         mixed = old * (state @ (later if level else first).T) + new * read
         state = _gelu(rms(mixed, tied["ln.weight"], EPSILON) + tied["ln.bias"])
-        yield Guess(state @ tied["head.weight"].T, torch.arange(vocab))
+        yield LevelDraft(state @ tied["head.weight"].T, torch.arange(vocab))
 
 
 def _tied(stored: Stored, name: str, shape: tuple[int, ...], levels: range) -> Tensor:
@@ -55,8 +56,8 @@ def _tied(stored: Stored, name: str, shape: tuple[int, ...], levels: range) -> T
     return copies[0]
 
 
-def own(folder: Path, base: BaseView, depth: int) -> Iterator[Guess]:
-    """Read our own layout: tied or not, a plain or a gated state, perhaps fewer tokens."""
+def own(folder: Path, base: BaseView, depth: int) -> Iterator[LevelDraft]:
+    """Read our own layout: tied or untied, plain or gated state, full or draft vocabulary."""
     config, stored, ids = open_own(folder, base, depth, "mlp_speculator")
     vocab, width = base.embedding.shape
     inner, gated = config["inner_dim"] or width, config["state"] == "gated"
@@ -91,11 +92,11 @@ def own(folder: Path, base: BaseView, depth: int) -> Iterator[Guess]:
             state = _gelu(rms(cell, scale, EPSILON) + shift) * leave.sigmoid()
         else:
             state = _gelu(rms(old * moved + new * read, scale, EPSILON) + shift)
-        yield Guess(state @ head[own_set].T, ids)
+        yield LevelDraft(state @ head[own_set].T, ids)
 
 
 def weigh(depth: int, inner: int) -> tuple[float, float]:
-    """Return how state and token are weighed: half of the first state's energy stays at the end.
+    """Return the weights of state and token; half of the first state's energy is left at the end.
 
     >>> [round(value, 6) for value in weigh(3, 4096)]
     [0.890899, 20.554837]

@@ -1,4 +1,4 @@
-"""Kinds of heads that no engine of today loads by itself, as our plug-in reads its own layout."""
+"""Hydra, ReDrafter and MTP in our own layout, which the vLLM plug-in reads."""
 
 import math
 from collections.abc import Iterator
@@ -9,14 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specheads.export.readers import BaseView, Guess, Stored, open_own, rms, silu
-from specheads.export.readers.llama import Layer
+from specheads.export.write import LevelDraft
+from tests.oracles.llama import Layer
+from tests.oracles.shared import BaseView, Stored, open_own, rms, silu
 
 EPSILON = 1e-5
 
 
-def hydra_heads(folder: Path, base: BaseView, depth: int) -> Iterator[Guess]:
-    """Have head k read the state and the k + 1 embeddings after it.
+def hydra_heads(folder: Path, base: BaseView, depth: int) -> Iterator[LevelDraft]:
+    """Head k reads the state and the next k + 1 embeddings.
 
     Source: zankner/Hydra, hydra/model/hydra_heads/mlp_head.py and prefix_mlp_head.py.
     """
@@ -32,12 +33,12 @@ def hydra_heads(folder: Path, base: BaseView, depth: int) -> Iterator[Guess]:
             if layer == 0:
                 state = stored.linear(f"{name}.res_connection", width, state)
             state = state + moved
-        yield Guess(stored.linear(f"head.{level}", len(ids), state), ids)
+        yield LevelDraft(stored.linear(f"head.{level}", len(ids), state), ids)
     stored.close()
 
 
 def _prefixed(stored: Stored, config: dict[str, Any], hidden: Tensor) -> Tensor:
-    """Read one Llama layer over the hidden states of the text, then a norm."""
+    """Apply one Llama layer and a norm to the hidden states of the text."""
     width = hidden.shape[1]
     layer = Layer(stored, "prefix", _llama(config, width, EPSILON), width)
     before, after = (
@@ -46,8 +47,8 @@ def _prefixed(stored: Stored, config: dict[str, Any], hidden: Tensor) -> Tensor:
     return rms(layer.round(rms(hidden, before, EPSILON), hidden), after, EPSILON)
 
 
-def redrafter(folder: Path, base: BaseView, depth: int) -> Iterator[Guess]:
-    """Run a cell or a sum over embeddings, then blocks over [hidden, state].
+def redrafter(folder: Path, base: BaseView, depth: int) -> Iterator[LevelDraft]:
+    """Apply a recurrent cell or a sum to embeddings, then blocks to [hidden, state].
 
     Source: apple/ml-recurrent-drafter, recurrent_drafting/modeling_drafter.py.
     """
@@ -83,14 +84,14 @@ def redrafter(folder: Path, base: BaseView, depth: int) -> Iterator[Guess]:
             out = out @ adapter[0].T + adapter[1]
         for weight, bias in blocks:
             out = out + silu(out @ weight.T + bias)
-        yield Guess(out @ head.T, ids)
+        yield LevelDraft(out @ head.T, ids)
 
 
-def mtp(folder: Path, base: BaseView, depth: int) -> Iterator[Guess]:
-    """Go through one layer again and again, over what is projected of its output and of a token.
+def mtp(folder: Path, base: BaseView, depth: int) -> Iterator[LevelDraft]:
+    """Apply one layer repeatedly to a projection of its output and a token.
 
-    Source: DeepSeek-V3, arXiv:2412.19437, 2.2; vLLM 0.32 models/deepseek_mtp.py, but for the zero
-    in place of each text's first embedding there.
+    Source: DeepSeek-V3, arXiv:2412.19437, 2.2; vLLM 0.32 models/deepseek_mtp.py, without its zero
+    for the first embedding of a text.
     """
     config, stored, ids = open_own(folder, base, depth, "mtp")
     width, epsilon = base.hidden.shape[1], config["epsilon"]
@@ -108,11 +109,11 @@ def mtp(folder: Path, base: BaseView, depth: int) -> Iterator[Guess]:
             parts.reverse()
         stream = torch.cat(parts, dim=-1) @ matrix.T
         hidden = norm(layer.round(inner_norm(stream), stream))
-        yield Guess(hidden @ base.projection[ids].T, ids)
+        yield LevelDraft(hidden @ base.projection[ids].T, ids)
 
 
 def _llama(config: dict[str, Any], width: int, epsilon: float) -> dict[str, Any]:
-    """Return settings of ours by the names of a Llama's config.json."""
+    """Translate our settings to the names of a Llama config.json."""
     heads = config["attention_heads"] or max(1, width // 64)
     return {
         "hidden_size": width,

@@ -1,4 +1,4 @@
-"""One Llama layer as engines have it: EAGLE-3's, MTP's, and what Hydra reads its text through."""
+"""One Llama layer, as engines compute it for EAGLE-3, MTP and Hydra's prefix layer."""
 
 import math
 from functools import partial
@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specheads.export.readers import Stored, frequencies, rms, rotate, silu
+from tests.oracles.shared import Stored, frequencies, rms, rotate, silu
 
 
 class Layer:
-    """One Llama layer behind its first norm, over rounds of its own output.
+    """One Llama layer after its first norm, applied in rounds to its own output.
 
-    The settings have the names of a Llama's config.json; attention reads `size_read` channels. It
-    has biases as Qwen2's, and norms of queries and keys as Qwen3's, where they are stored.
+    The settings have the names of a Llama config.json; attention reads `size_read` channels. Biases
+    (Qwen2) and norms of queries and keys (Qwen3) are used if they are stored.
     """
 
     def __init__(self, stored: Stored, name: str, config: dict[str, Any], size_read: int) -> None:
@@ -49,7 +49,7 @@ class Layer:
         self.kept: list[tuple[Tensor, Tensor]] = []
 
     def round(self, inputs: Tensor, residual: Tensor) -> Tensor:
-        """Go once more over every position, each now one token further on its own draft."""
+        """Compute one more drafting round for every position."""
         time = len(inputs)
         at = torch.arange(time) + len(self.kept)
         queries, keys = (self.turn(self._split(inputs, part), at) for part in "qk")
@@ -61,14 +61,14 @@ class Layer:
         return stream + (silu(read @ self.gate.T) * (read @ self.up.T)) @ self.down.T
 
     def _split(self, inputs: Tensor, part: str) -> Tensor:
-        """Return queries, keys or values of each head, before they are turned."""
+        """Return queries, keys or values of each head, before rotary embedding."""
         made = inputs @ self.weights[part].T + self.biases.get(part, 0)
         made = made.view(len(inputs), -1, self.size)
         norm = self.norms.get(part)
         return made if norm is None else rms(made, norm, self.epsilon)
 
     def _attend(self, queries: Tensor) -> Tensor:
-        """See the first round up to here, which the base has read, and later ones of this draft."""
+        """Attend to the first round up to this position, and to later rounds of the own draft."""
         (keys, values), own = self.kept[0], self.kept[1:]
         places = torch.arange(len(queries))
         scores = torch.einsum("thd,shd->ths", queries, keys)

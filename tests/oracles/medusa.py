@@ -12,16 +12,17 @@ import torch
 from torch import Tensor
 
 from specheads.core.errors import InputError
-from specheads.export.readers import BaseView, Guess, Stored, open_own, read_config, silu
-from specheads.export.readers import require as need
+from specheads.export.write import LevelDraft
+from tests.oracles.shared import BaseView, Stored, open_own, read_config, silu
+from tests.oracles.shared import require as need
 
 FILE = "medusa_lm_head.safetensors"
 
 
-def tgi(folder: Path, base: BaseView, depth: int) -> Iterator[Guess]:
+def tgi(folder: Path, base: BaseView, depth: int) -> Iterator[LevelDraft]:
     """Read `{head}.{layer}.linear.*` and each head's own `{head}.{layers}.weight`.
 
-    Any `architectures` but the MLP speculator's leaves its server without a head.
+    With any `architectures` other than the MLP speculator's, TGI serves without a head.
     """
     config = read_config(folder)
     need(config, architectures=None, medusa_num_heads=depth)
@@ -30,8 +31,8 @@ def tgi(folder: Path, base: BaseView, depth: int) -> Iterator[Guess]:
     yield from _fasterdecoding(folder, config, base, depth, biased=True)
 
 
-def vllm_0_32(folder: Path, base: BaseView, depth: int) -> Iterator[Guess]:
-    """Read the same names; without medusa_fc_bias that version drops every bias."""
+def vllm_0_32(folder: Path, base: BaseView, depth: int) -> Iterator[LevelDraft]:
+    """Read the same names; without medusa_fc_bias vLLM 0.32 drops every bias."""
     config = read_config(folder)
     width, vocab = base.hidden.shape[1], len(base.embedding)
     need(config, model_type="medusa", hidden_size=width, vocab_size=vocab, medusa_num_heads=depth)
@@ -44,7 +45,7 @@ def vllm_0_32(folder: Path, base: BaseView, depth: int) -> Iterator[Guess]:
 
 def _fasterdecoding(
     folder: Path, config: dict[str, Any], base: BaseView, depth: int, *, biased: bool
-) -> Iterator[Guess]:
+) -> Iterator[LevelDraft]:
     stored = Stored(folder / FILE)
     width, vocab, layers = base.hidden.shape[1], len(base.embedding), config["medusa_num_layers"]
     for head in range(depth):
@@ -52,7 +53,7 @@ def _fasterdecoding(
         for layer in range(layers):
             state = _block(stored, f"{head}.{layer}.linear", state, biased=biased)
         projection = stored.take(f"{head}.{layers}.weight", vocab, width)
-        yield Guess(state @ projection.T, torch.arange(vocab))
+        yield LevelDraft(state @ projection.T, torch.arange(vocab))
     stored.close()
 
 
@@ -62,8 +63,8 @@ def _block(stored: Stored, name: str, state: Tensor, *, biased: bool = True) -> 
     return state + silu(state @ weight.T + (bias if biased else 0))
 
 
-def own(folder: Path, base: BaseView, depth: int) -> Iterator[Guess]:
-    """Read our own layout: three ways from a state to logits, and perhaps fewer tokens."""
+def own(folder: Path, base: BaseView, depth: int) -> Iterator[LevelDraft]:
+    """Read our own layout, with its three projections and a draft vocabulary."""
     config, stored, ids = open_own(folder, base, depth, "medusa")
     lent = base.projection[ids]
     drafted, width = lent.shape
@@ -76,5 +77,5 @@ def own(folder: Path, base: BaseView, depth: int) -> Iterator[Guess]:
         elif config["projection"] == "low_rank":
             down = stored.take(f"down.{head}.weight", config["rank"], width)
             matrix = lent + stored.take(f"up.{head}.weight", drafted, config["rank"]) @ down
-        yield Guess(state @ matrix.T, ids)
+        yield LevelDraft(state @ matrix.T, ids)
     stored.close()

@@ -1,0 +1,285 @@
+"""Model card of a trained head: description, measurements, serving commands and limits.
+
+`card.md.jinja` holds the text, and `read_summary` removes what identifies the machine.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+
+from specheads.base.gguf import PACKAGE, is_package
+from specheads.base.model import FrozenBase
+from specheads.core.drafter import Head
+from specheads.core.errors import InputError
+from specheads.core.paths import HUB_ID
+from specheads.data.prompts import ON_HUB
+from specheads.export.custom_generate import three_lines
+from specheads.export.layouts import engine_module, engines, objection
+from specheads.heads.untrusted import read_json
+from specheads.measure.report import depth_rows, summary, verdict
+from specheads.measure.results import Results
+from specheads.measure.store import from_json
+from specheads.runs.directory import RunDirectory, write_atomic
+from specheads.runs.provenance import portable
+from specheads.runs.trackers import read_metrics
+
+TEMPLATE = Path(__file__).with_name("card.md.jinja")
+
+KNOWN_LICENCES = {"python_stdlib": "PSF-2.0", "stdlib_instructions": "PSF-2.0"}
+"""Licences of the corpora that are part of Python."""
+
+PICTURES = ("acceptance.png", "speed.png", "loss.png", "validation.png", "learning.png")
+"""Plots of the report, if present."""
+
+PUBLIC_SETTINGS = ("seed", "base", "head", "init", "data", "schedule", "tree", "evaluation")
+"""Settings that describe training and measurement. The others describe the machine."""
+
+PUBLIC_PROVENANCE = ("start", "end", "base_fingerprint", "draft_vocabulary", "versions", "git")
+"""The command line is never published: it can hold paths and secrets."""
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The public part of a run: absolute paths are cut to their last component."""
+
+    base_id: str
+    """Hub id of the base; empty for a local folder or file."""
+    base_name: str
+    """Name for readers: the Hub id, `package:NAME`, or the name of the folder or file."""
+    base_revision: str
+    """The requested revision and, if known, its commit; empty for a local base."""
+    base_pin: str
+    """Revision that readers must request; empty if `main` is right."""
+    adapted: bool
+    """Whether the head needs the base together with an adapter."""
+    settings: dict[str, Any]
+    """Settings of config.yaml that are in `PUBLIC_SETTINGS`."""
+    provenance: dict[str, Any]
+    results: Results | None
+    """None if the head was not evaluated."""
+    history: list[dict[str, Any]]
+    """Rows of metrics.jsonl."""
+
+    @property
+    def base_place(self) -> str:
+        """The base's name in code that any reader can run."""
+        return self.base_id or "path/to/base"
+
+    @property
+    def our_base_place(self) -> str:
+        """The base's name in code that uses specheads, which also finds packages."""
+        return self.base_name if is_package(self.base_name) else self.base_place
+
+    @property
+    def local_base(self) -> str:
+        """Description of a base without a Hub id; empty if it has one."""
+        name = self.base_name
+        if self.base_id:
+            return ""
+        if is_package(name):
+            package = name.removeprefix(PACKAGE)
+            return f"the GGUF file of the Python package `{package}`, dequantised"
+        if name.lower().endswith(".gguf"):
+            return f"a GGUF file named `{name}`, dequantised"
+        return f"a folder named `{name}`"
+
+
+def read_summary(
+    run: RunDirectory, settings: Mapping[str, Any], base: FrozenBase, base_repo: str = ""
+) -> Summary:
+    """Return the public part of a run.
+
+    `base_repo` is the Hub id of the base for readers; empty is the one that the run loaded.
+    """
+    if base_repo and not HUB_ID.fullmatch(base_repo):
+        raise InputError(f"base_repo must be a Hub id as USER/NAME, got {base_repo!r}")
+    source = str(settings["base"]["model"])
+    is_local = Path(source).exists() or not HUB_ID.fullmatch(source)
+    base_id = base_repo or ("" if is_local else source)
+    name = base_id or Path(source).name
+    shown = portable({key: settings[key] for key in PUBLIC_SETTINGS})
+    shown["base"]["model"] = name
+    for phase in shown["schedule"]["phases"].values():
+        if phase["distill"]:
+            # the address of a server can hold a password
+            phase["distill"] |= {"url": "", "served_as": ""}
+    if shown["data"]["source"] != "hub":
+        shown["data"]["path"] = Path(shown["data"]["path"]).name
+    revision, commit = base.revision, getattr(base.config, "_commit_hash", None)
+    pin = "" if is_local or base_repo or revision == "main" else revision
+    if commit and commit != revision:
+        revision = f"{revision} (commit {commit})"
+    known = read_json(run.provenance)
+    return Summary(
+        base_id,
+        name,
+        "" if is_local else revision,
+        pin,
+        bool(shown["base"]["adapter"]) or run.adapter.is_dir(),
+        shown,
+        portable({key: known[key] for key in PUBLIC_PROVENANCE if key in known}),
+        _results(run.report / "results.json", name),
+        read_metrics(run.metrics),
+    )
+
+
+def _results(file: Path, base_name: str) -> Results | None:
+    if not file.is_file():
+        return None
+    # files of older versions hold absolute paths, and users can type them
+    found = from_json(Results, portable(read_json(file)), str(file))
+    return replace(
+        found,
+        base=replace(found.base, name=base_name),
+        provenance=replace(found.provenance, command=[]),
+    )
+
+
+def write_card(
+    run: RunDirectory, settings: Mapping[str, Any], head: Head, base: FrozenBase
+) -> None:
+    """Write README.md of a run's head before it is published."""
+    text = model_card(read_summary(run, settings, base), head, base)
+    write_atomic(run.head / "README.md", text)
+
+
+def model_card(
+    about: Summary,
+    head: Head,
+    base: FrozenBase,
+    *,
+    repo: str = "",
+    licence: str = "unknown",
+    data_licence: str = "",
+    pictures: Sequence[str] = (),
+) -> str:
+    """Return README.md: the metadata for the Hub, and the card.
+
+    Missing information is called unknown or not measured.
+
+    Args:
+        about: Public part of the run.
+        head: Trained head.
+        base: Its base.
+        repo: Repository; empty before publication.
+        licence: Licence of the head.
+        data_licence: Licence of the corpus; empty is the one of `KNOWN_LICENCES`, or unknown.
+        pictures: Names of image files next to the card.
+    """
+    place = repo or "path/to/head"
+    name = repo.rpartition("/")[2] or f"{head.kind} for {about.base_name}"
+    results, dtype = about.results, about.results.settings.dtype if about.results else "float32"
+    table, commands = ([], []) if about.adapted else _engines(about, head, base, place)
+    card = ModelCard.from_template(
+        _metadata(about, head, name, licence),
+        str(TEMPLATE),
+        about=about,
+        name=name,
+        repo=repo,
+        place=place,
+        head=head,
+        parameters=sum(parameter.numel() for parameter in head.parameters()),
+        results=results,
+        measured=_measured(results) if results else [],
+        depths=depth_rows(results) if results else [],
+        verdict=verdict(results) if results else "",
+        pictures=list(pictures),
+        data_licence=data_licence
+        or KNOWN_LICENCES.get(about.settings["data"]["source"], "unknown"),
+        tokens=_phase_tokens(about),
+        hub_lines=three_lines(about.base_place, repo, dtype, about.base_pin),
+        engines=table,
+        commands=commands,
+    )
+    return f"{card}\n"
+
+
+def _metadata(about: Summary, head: Head, name: str, licence: str) -> ModelCardData:
+    data = about.settings["data"]
+    return ModelCardData(
+        base_model=about.base_id or None,
+        # the Hub's relation for weights used next to an unchanged base; its default is finetune
+        base_model_relation="adapter" if about.base_id else None,
+        datasets=data["path"] if data["source"] == "hub" else None,
+        license=licence,
+        library_name="specheads",
+        pipeline_tag="text-generation",
+        tags=["speculative-decoding", "speculator", head.kind],
+        model_name=name,
+        eval_results=list(_evaluations(about)) or None,
+    )
+
+
+def _evaluations(about: Summary) -> Iterator[EvalResult]:
+    results = about.results
+    if results is None:
+        return
+    prompts, settings = results.prompts, results.settings
+    known = ON_HUB.get(prompts.name)
+    names = ("temperature", "tree", "dtype", "max_new_tokens")
+    how = {name: getattr(settings, name) for name in names}
+    for section, metric, name in (
+        (results.offline, "tokens_per_forward", "Tokens per forward, offline replay"),
+        (results.online, "tokens_per_forward", "Tokens per forward, online"),
+        (results.speed, "speedup", "Speed-up over the base alone"),
+    ):
+        if not section:
+            continue
+        low, high = section.interval
+        yield EvalResult(
+            task_type="text-generation",
+            dataset_type=known.dataset if known else prompts.name,
+            dataset_name=prompts.name,
+            dataset_args={"prompts": prompts.count, "version": prompts.version},
+            metric_type=metric,
+            metric_name=f"{name} (95 % interval {low:.3f} to {high:.3f})",
+            metric_value=round(getattr(section, metric), 4),
+            metric_args=how | {"hardware": str(results.provenance.hardware)},
+        )
+
+
+def _measured(results: Results) -> list[tuple[str, str]]:
+    versions, settings = results.provenance.versions, results.settings
+    return [
+        ("", ""),
+        # the card's first table has head and base
+        *((row[0], row[1]) for row in summary(results) if row[0] not in ("head", "base")),
+        ("maximum new tokens per prompt", str(settings.max_new_tokens)),
+        ("temperature", f"{settings.temperature:g}"),
+        ("precision", settings.dtype),
+        ("hardware", str(results.provenance.hardware)),
+        ("software", ", ".join(f"{name} {versions[name]}" for name in sorted(versions))),
+    ]
+
+
+def _phase_tokens(about: Summary) -> dict[str, str]:
+    """Return the number of tokens that each phase read; metrics.jsonl counts from the start."""
+    ends = {row["phase"]: row["tokens"] for row in about.history}
+    names = [name for name in about.settings["schedule"]["phases"] if name in ends]
+    starts = [0, *(ends[name] for name in names)]
+    return {name: f"{ends[name] - start:,}" for name, start in zip(names, starts, strict=False)}
+
+
+def _engines(
+    about: Summary, head: Head, base: FrozenBase, place: str
+) -> tuple[list[tuple[str, str, str]], list[tuple[str, list[str]]]]:
+    """Return the table of engines, and the commands that export for and serve with each of them."""
+    rows, commands, shown = [("engine", "", "serves this head")], [], copy(base)
+    shown.place, shown.revision = about.base_place, about.base_pin or "main"
+    ours = about.our_base_place + (f" base.revision={about.base_pin}" if about.base_pin else "")
+    for engine in engines():
+        module = engine_module(engine)
+        layout = module.LAYOUTS.get(head.kind)
+        reason = objection(head, base, layout)
+        if reason or not layout:
+            rows.append((f"`{engine}`", module.ABOUT, f"no: {reason}"))
+            continue
+        ran = "run: " if layout.verified == "run" else "not run here: "
+        rows.append((f"`{engine}`", module.ABOUT, f"yes; {ran}{layout.note}"))
+        export = f"specheads export head={place} base={ours} engine={engine} out=served"
+        commands.append((engine, [export, *layout.write(head, shown, Path("served")).serve]))
+    return rows, commands

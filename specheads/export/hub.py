@@ -1,0 +1,266 @@
+"""Publish a head on the Hugging Face Hub, in one commit or not at all."""
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
+
+# HTTPError belongs to the HTTP client, which differs between versions
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    HTTPError,  # pyright: ignore[reportPrivateImportUsage]
+)
+from huggingface_hub.utils import validate_repo_id
+
+from specheads.base.model import FrozenBase
+from specheads.core.errors import InputError
+from specheads.decoding.trees.tuned import FILE
+from specheads.export.card import PICTURES, model_card, read_summary
+from specheads.export.custom_generate import hub_files
+from specheads.heads.load import load_head
+from specheads.heads.untrusted import first_line, refuse_outside
+from specheads.measure.results import Results
+from specheads.measure.store import read, to_json
+from specheads.runs.directory import RunDirectory
+
+Contents = dict[str, bytes | Path]
+"""Files by their path in the repository: their bytes, or the local file to read."""
+
+Gate = Literal["auto", "manual", False]
+
+RESULTS = "results.json"
+SETTINGS = "training.json"
+"""Every push contains this file, so it identifies a repository of specheads."""
+
+MAX_PICTURE_BYTES = 2**20
+
+SECRET = re.compile("TOKEN|SECRET|PASSW|CREDENTIAL|PRIVATE|KEY", re.IGNORECASE)
+"""Names of environment variables whose values must never be uploaded."""
+
+REMEDIES = {
+    401: "log in with hf auth login, or set HF_TOKEN",
+    403: "use a token with write access, or a repo= of your own",
+    404: "check repo=, and that the token can read it",
+    409: "another change is in progress; try again",
+    429: "the rate limit is reached; try again later",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Pushed:
+    """Files that were uploaded, or would be in a dry run."""
+
+    files: dict[str, int]
+    """Bytes of each file, by its path in the repository."""
+    address: str
+    """Address of the commit; empty in a dry run."""
+
+
+def push_run(
+    run: RunDirectory,
+    settings: Mapping[str, Any],
+    repo: str,
+    *,
+    private: bool | None = None,
+    gated: Gate | None = None,
+    base_repo: str = "",
+    licence: str = "unknown",
+    data_licence: str = "",
+    dry_run: bool = False,
+) -> Pushed:
+    """Check a run's head and base, and upload the head with its card.
+
+    Files that contain a secret of the environment or a path of this machine are refused.
+
+    Args:
+        run: A finished run.
+        settings: The run's settings.
+        repo: USER/NAME.
+        private: Visibility; None keeps that of a repository and makes a new one public.
+        gated: Whether users must request access; None keeps the present state.
+        base_repo: Hub id of the base, if the run loaded it from elsewhere.
+        licence: Licence of the head.
+        data_licence: Licence of the corpus.
+        dry_run: Return the files and contact nothing.
+    """
+    for name, value in (("repo", repo), ("base_repo", base_repo)):
+        try:
+            validate_repo_id(value or "none")
+        except HFValidationError as error:
+            raise InputError(
+                f"{name} must be USER/NAME as the Hub takes it: {first_line(error)}"
+            ) from error
+    files = _files(run, settings, repo, base_repo, licence, data_licence)
+    sizes = {
+        path: len(content) if isinstance(content, bytes) else content.stat().st_size
+        for path, content in files.items()
+    }
+    return Pushed(sizes, "" if dry_run else push(repo, files, private=private, gated=gated))
+
+
+def _files(
+    run: RunDirectory,
+    settings: Mapping[str, Any],
+    repo: str,
+    base_repo: str,
+    licence: str,
+    data_licence: str,
+) -> Contents:
+    """Return the files to upload. The head must load on its base first."""
+    run.refuse_unfinished("pushed")
+    if run.adapter.is_dir() or settings["base"]["adapter"]:
+        raise InputError(
+            f"a pushed head needs a base that others can load, and {run.path} also trained an "
+            "adapter of the base; merge the adapter into the base, publish that, and train on it: "
+            "base.model=USER/MERGED init=HEAD"
+        )
+    base = _measured_base(run, settings["base"])
+    head = load_head(run.head, base)
+    about = read_summary(run, settings, base, base_repo)
+    found = [run.report / name for name in PICTURES if (run.report / name).is_file()]
+    pictures = [file.name for file in found if file.stat().st_size < MAX_PICTURE_BYTES]
+    card = model_card(
+        about,
+        head,
+        base,
+        repo=repo,
+        licence=licence,
+        data_licence=data_licence,
+        pictures=pictures,
+    )
+    files: Contents = {
+        "README.md": card.encode(),
+        "config.json": run.head / "config.json",
+        "model.safetensors": run.head / "model.safetensors",
+        SETTINGS: _json({"settings": about.settings, "provenance": about.provenance}),
+    }
+    if head.tuned is not None:
+        files[FILE] = run.head / FILE
+    if about.results is not None:
+        shown = to_json(about.results)
+        del shown["provenance"]["command"]
+        files[RESULTS] = _json(shown)
+    files |= {path: text.encode() for path, text in hub_files(repo).items()}
+    files |= {name: run.report / name for name in pictures}
+    for path, content in files.items():
+        if isinstance(content, Path):
+            if not content.is_file():
+                raise InputError(
+                    f"a pushed head needs {path}, and {content} is missing; save it again"
+                )
+            # a symbolic link could publish any file of this machine
+            refuse_outside(content)
+        if Path(path).suffix not in (".safetensors", ".png"):
+            _refuse_secrets(path, content if isinstance(content, bytes) else content.read_bytes())
+    return files
+
+
+def _measured_base(run: RunDirectory, settings: Mapping[str, Any]) -> FrozenBase:
+    """Load the run's base. If the run was evaluated, the base must be the one that was measured."""
+    file = run.report / RESULTS
+    measured = read(Results, file)
+    if measured is None:
+        return FrozenBase.load(**settings)
+    base = FrozenBase.load(**{**settings, "dtype": measured.settings.dtype})
+    if base.fingerprint != measured.base.fingerprint:
+        raise InputError(
+            f"a card shows measurements on the base it names, and {base.name} has changed since "
+            f"{file} was written; measure again with specheads evaluate run={run.path}"
+        )
+    return base
+
+
+def push(
+    repo: str, files: Contents, *, private: bool | None = None, gated: Gate | None = None
+) -> str:
+    """Upload the files in one commit and return its address.
+
+    Visibility is set before any file is uploaded, and a missing repository is created. Large files
+    are uploaded before the commit that refers to them, so a reader always finds one whole push.
+    `upload_folder` cannot give this guarantee, because it may split its commit.
+    """
+    if get_token() is None:
+        raise InputError("a push needs a token of the Hub: run hf auth login, or set HF_TOKEN")
+    try:
+        api = HfApi()
+        api.create_repo(repo, private=private, exist_ok=True)
+        if private is not None or gated is not None:
+            api.update_repo_settings(repo, private=private, gated=gated)
+        present = api.list_repo_files(repo)
+        _refuse_another_model(repo, files, present)
+        # remove results of an earlier push, because they describe another head
+        old = [name for name in (RESULTS, FILE, *PICTURES) if name in present and name not in files]
+        operations = [
+            *(CommitOperationAdd(path, content) for path, content in files.items()),
+            *(CommitOperationDelete(name) for name in old),
+        ]
+        message = "Upload a head of specheads"
+        return api.create_commit(repo, operations, commit_message=message).commit_url
+    except InputError:
+        raise
+    # huggingface_hub wraps errors of its upload threads, and refuses invalid card metadata
+    except (HTTPError, OSError, RuntimeError, ValueError) as error:
+        raise InputError(_explain(repo, error)) from error
+
+
+def _refuse_another_model(repo: str, files: Contents, present: list[str]) -> None:
+    """Refuse a repository that holds the weights of another model."""
+    own = files if SETTINGS in present else ()
+    others = [
+        name
+        for name in present
+        if "/" not in name and name.endswith((".safetensors", ".bin", ".pt")) and name not in own
+    ]
+    if others:
+        raise InputError(
+            f"a head needs a repository of its own, and {repo} holds {others[0]}; name another"
+        )
+
+
+def _explain(repo: str, error: BaseException) -> str:
+    """Return the cause and a remedy, without the addresses in the original message."""
+    answer: BaseException | None = error
+    while answer is not None and not isinstance(answer, HfHubHTTPError):
+        answer = answer.__cause__
+    if answer is None and type(error) is ValueError:
+        what, remedy = " ".join(str(error).split()), "change that setting"
+    elif answer is None:
+        what = f"the upload broke off ({type(error.__cause__ or error).__name__})"
+        remedy = "check the network and HF_ENDPOINT, and push again"
+    else:
+        status = answer.response.status_code
+        reason = (answer.server_message or "without a reason").splitlines()[0]
+        what = f"the Hub answered {status} ({reason})"
+        remedy = REMEDIES.get(status, "push again later")
+    return f"{repo} holds either all of this push or the content from before: {what}; {remedy}"
+
+
+def _refuse_secrets(path: str, data: bytes) -> None:
+    """Refuse a text that contains the token, a secret variable's value, or a local path."""
+    patterns = {
+        f"the value of {name}": re.escape(value)
+        for name, value in os.environ.items()
+        if SECRET.search(name) and len(value) >= 8
+    }
+    if token := get_token():
+        patterns["the token"] = re.escape(token)
+    for what, folder in (("the home folder", Path.home()), ("the working folder", Path.cwd())):
+        if folder != Path(folder.anchor):
+            # only whole paths, and not parts of longer names
+            patterns[what] = rf"(?<![\w.:/-]){re.escape(str(folder))}(?![\w.-])"
+    for what, pattern in patterns.items():
+        if re.search(pattern.encode(), data):
+            raise InputError(
+                f"a push must not describe this machine, and {path} holds {what}; remove it from "
+                "the run's settings"
+            )
+
+
+def _json(value: Mapping[str, Any]) -> bytes:
+    return (json.dumps(value, indent=1, sort_keys=True) + "\n").encode()

@@ -1,1 +1,0 @@
-"""What the Hub gets of a run: its card, its files, and one commit."""

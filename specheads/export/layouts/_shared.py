@@ -1,0 +1,264 @@
+"""Code that several engines share: the `Layout` type, EAGLE-3 folders and block heads' folders.
+
+Sources: SafeAILab/EAGLE, vllm-project/speculators, z-lab/dflash, DeepSpec, and the engines' code
+that tests/oracles/ names.
+"""
+
+import shlex
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from specheads.base.model import FrozenBase
+from specheads.core.drafter import Head
+from specheads.core.machine import dtype_name
+from specheads.heads.kinds.eagle3 import Head as Eagle3
+from specheads.heads.layers.block import BlockHead
+
+AllowedSettings = Mapping[str, Collection[Any] | None]
+"""Values of each head setting that a layout can hold; None allows every value."""
+
+
+def all_of(*names: str) -> AllowedSettings:
+    """Allow every value of `depth` and of these settings."""
+    return dict.fromkeys(("depth", *names))
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """The content of an export before it is written."""
+
+    config: dict[str, Any]
+    """config.json."""
+    tensors: dict[str, Tensor]
+    serve: tuple[str, ...]
+    """Command lines that serve the folder."""
+    weights_file: str = "model.safetensors"
+    files: dict[str, str] = field(default_factory=dict)
+    """Other text files by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How one engine stores one kind of head."""
+
+    write: Callable[[Head, FrozenBase, Path], Folder]
+    """Also takes the final path of the folder, for command lines."""
+    settings: AllowedSettings
+    """Settings of the kind's `Config`. A setting that is not named must have its default value, so
+    no option is dropped silently."""
+    verified: str
+    """"run": the engine itself ran. "layout": a test reads the folder as the engine's code does."""
+    note: str
+    """The verification, with the version of the engine."""
+    objection: Callable[[Head, FrozenBase], str] | None = None
+    """Returns why this head on this base does not fit, when the settings alone do not decide."""
+    limits: str = ""
+    """The rule behind `objection`, for the documentation."""
+
+
+def drafted_tokens(head: Head) -> int:
+    """Return the number of tokens an engine drafts per step: the depth of the tuned tree.
+
+    The tree is the one for batch size 1. The result is at least 1, also when tuning found that
+    drafting does not pay. A head that was not tuned drafts all its levels.
+    """
+    return max(head.tuned.best(1, 1).depth, 1) if head.tuned else head.depth
+
+
+def named_base(base: FrozenBase) -> str:
+    """Return the base for a command line, with its revision unless that is `main`."""
+    return at_revision(base, shlex.quote(base.place))
+
+
+def at_revision(base: FrozenBase, model: str, option: str = " --revision ") -> str:
+    """Append the revision of the base to a model name, unless it is `main` or the base is local."""
+    if base.revision == "main" or base.adapter or Path(base.place).exists():
+        return model
+    return f"{model}{option}{shlex.quote(base.revision)}"
+
+
+def stored_dtype(head: Head) -> str:
+    """Return `torch_dtype` of config.json: the dtype in which the head is stored."""
+    return dtype_name(next(head.parameters()).dtype)
+
+
+def hidden_layers_only(head: Head, base: FrozenBase) -> str:
+    """Object to a head that reads the last layer: engines give that one after the final norm."""
+    if max(head.aux_layers) < base.num_layers:
+        return ""
+    return f"streams end after layer {base.num_layers - 1}, aux_layers are {list(head.aux_layers)}"
+
+
+def layer_outputs_only(head: Head, base: FrozenBase) -> str:
+    """Object to a head that reads the embedding or the last layer."""
+    if min(head.aux_layers) > 0:
+        return hidden_layers_only(head, base)
+    return f"it reads outputs of layers 1 and up, aux_layers are {list(head.aux_layers)}"
+
+
+BELOW_LAST = hidden_layers_only, "aux_layers below the last layer"
+LAYER_OUTPUTS = layer_outputs_only, "aux_layers below the last layer, none of them 0"
+"""Objections of layouts, with their rule for the documentation."""
+
+
+def layer_settings(head: Head, base: FrozenBase) -> dict[str, Any]:
+    """Return the settings of a head's layers: Llama (EAGLE-3) or Qwen3 (block heads)."""
+    assert isinstance(head, Eagle3 | BlockHead)
+    settings, weights, block = head.config, head.state_dict(), isinstance(head, BlockHead)
+    prefix = "layers.0" if block else "midlayer"
+    layer = head.get_submodule(prefix)
+    size: int = layer.get_submodule("self_attn").head_dim  # pyright: ignore[reportAssignmentType]
+    rows = {
+        part: len(weights[f"{prefix}.{part}_proj.weight"])
+        for part in ("mlp.gate", "self_attn.q", "self_attn.k")
+    }
+    return {
+        "model_type": "qwen3" if block else "llama",
+        "hidden_size": head.width,
+        "intermediate_size": rows["mlp.gate"],
+        "num_hidden_layers": settings.num_layers,
+        "num_attention_heads": rows["self_attn.q"] // size,
+        "num_key_value_heads": rows["self_attn.k"] // size,
+        "head_dim": size,
+        "hidden_act": "silu",
+        "rms_norm_eps": settings.epsilon,
+        "rope_theta": settings.rope_theta,
+        **({} if block else {"rope_scaling": settings.rope_scaling or None}),
+        "max_position_embeddings": base.max_length,
+        "vocab_size": head.vocab_size,
+        "attention_bias": False,
+        **(
+            {"layer_types": ["full_attention"] * settings.num_layers}
+            if block
+            else {"mlp_bias": False}
+        ),
+        "tie_word_embeddings": False,
+        "bos_token_id": base.config.bos_token_id,
+        "eos_token_id": base.config.eos_token_id,
+    }
+
+
+def tensors(head: Head) -> dict[str, Tensor]:
+    """Return the weights. A reduced vocabulary adds both maps.
+
+    The base's embedding is never included. A block head with a reduced vocabulary also gets the
+    base's projection rows for its tokens.
+    """
+    named = head.state_dict()
+    if named.pop("draft_ids", None) is not None:
+        named["d2t"], named["t2d"] = head.draft_maps()
+        if isinstance(head, BlockHead):
+            named["lm_head.weight"] = head.lent()
+    if "mask_hidden" in named:
+        # P-EAGLE stores it with a batch and a time axis
+        named["mask_hidden"] = named["mask_hidden"][None, None]
+    return named
+
+
+# EAGLE-3
+
+EAGLE3_IDS = "eagle_aux_hidden_state_layer_ids"
+EAGLE3_NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+"""Settings that have the same name in the engines."""
+
+EAGLE3_PLAIN: AllowedSettings = {
+    **all_of("aux_layers", "attention_heads", "key_value_heads", "head_dim"),
+    **all_of("inner_dim", "rope_theta", "epsilon", "draft_tokens"),
+    "norm_before_residual": (False,),
+}
+"""Settings of the published network without `norm_before_residual`."""
+
+EAGLE3_ONE_LAYER: AllowedSettings = {**EAGLE3_PLAIN, "norm_before_residual": None}
+"""Settings of the published network."""
+
+EAGLE3_ALL: AllowedSettings = {
+    **EAGLE3_ONE_LAYER,
+    **all_of("num_layers", "rope_scaling", "norm_before_fc", "fc_norm", "norm_output"),
+    **all_of("own_embedding", "parallel", "mask_token"),
+}
+"""All settings."""
+
+
+def eagle3_config(head: Head, base: FrozenBase) -> dict[str, Any]:
+    """Return config.json of EAGLE-3, with the layer ids in both conventions.
+
+    At the top level, id k is the stream after k layers (vLLM). In `eagle_config`, which SGLang
+    reads, id k is the output of layer k, counted from zero.
+    """
+    settings = head.config
+    nested: dict[str, Any] = {
+        "use_aux_hidden_state": True,
+        "norm_before_fc": settings.norm_before_fc,
+    }
+    if min(head.aux_layers) > 0:
+        nested[EAGLE3_IDS] = [layer - 1 for layer in head.aux_layers]
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        **layer_settings(head, base),
+        "draft_vocab_size": head.drafted_size,
+        "target_hidden_size": head.width,
+        **{name: getattr(settings, name) for name in EAGLE3_NORMS},
+        **({"mask_token_id": settings.mask_token} if settings.parallel else {}),
+        # `load_head` reads the depth here; engines get it on the command line
+        "speculative_tokens": head.depth,
+        EAGLE3_IDS: list(head.aux_layers),
+        "num_aux_hidden_states": len(head.aux_layers),
+        # without this an embedding counts as a copy of the base's
+        "embed_requires_grad": settings.own_embedding,
+        "eagle_config": nested,
+        "torch_dtype": stored_dtype(head),
+    }
+
+
+# DFlash and DSpark: one network with different settings
+
+BLOCK: AllowedSettings = all_of(
+    *("num_layers", "aux_layers", "attention_heads", "key_value_heads", "head_dim", "inner_dim"),
+    *("rope_theta", "epsilon", "mask_token", "num_anchors", "sample_from_anchor"),
+)
+"""Settings that both kinds have."""
+
+DSPARK: AllowedSettings = {**BLOCK, "markov_rank": None}
+DFLASH: AllowedSettings = {**BLOCK, "sample_from_anchor": (False,)}
+"""vLLM and SGLang have no DFlash that samples from the anchor."""
+DRAFT_VOCABULARY = all_of("draft_tokens")
+
+
+def block_config(head: Head, base: FrozenBase) -> dict[str, Any]:
+    """Return the block-head part of config.json in the speculators format.
+
+    Engines have different defaults for some settings, so those are always written.
+    """
+    assert isinstance(head, BlockHead)
+    anchored = head.config.sample_from_anchor
+    return {
+        "architectures": ["DSparkSpeculator" if head.kind == "dspark" else "DFlashSpeculator"],
+        "speculators_model_type": head.kind,
+        "transformer_layer_config": layer_settings(head, base),
+        "draft_vocab_size": head.drafted_size,
+        "target_hidden_size": head.width,
+        "block_size": head.depth + (not anchored),
+        "aux_hidden_state_layer_ids": list(head.aux_layers),
+        "mask_token_id": head.mask_token,
+        # without this vLLM makes all layers causal
+        "sliding_window_non_causal": True,
+        "sample_from_anchor": anchored,
+        **markov_config(head),
+        "torch_dtype": stored_dtype(head),
+    }
+
+
+def markov_config(head: Head) -> dict[str, Any]:
+    """Return the settings of DSpark's Markov and confidence heads; empty for DFlash."""
+    if head.kind != "dspark":
+        return {}
+    return {
+        "markov_rank": head.config.markov_rank,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+    }

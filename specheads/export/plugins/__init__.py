@@ -1,1 +1,0 @@
-"""A head inside somebody else's engine: vLLM, and transformers' own generate."""

@@ -1,0 +1,33 @@
+"""Second implementations of each head, as test oracles for exports.
+
+One module per family of heads, with plain functions over stored tensors. Each follows an engine's
+source code or documentation: tensor names, layer ids, tying, vocabulary maps and formulas. They
+share no code with the heads. An oracle takes every stored tensor, and refuses one that is missing,
+unknown or of another shape.
+"""
+
+from tests.oracles import blocks, eagle3, medusa, mlp_speculator, plugin
+from tests.oracles.shared import DraftOracle
+
+ORACLES: dict[tuple[str, str], DraftOracle] = {
+    ("medusa", "vllm"): medusa.own,
+    ("mlp_speculator", "vllm"): mlp_speculator.own,
+    ("hydra_heads", "vllm"): plugin.hydra_heads,
+    ("mtp", "vllm"): plugin.mtp,
+    ("redrafter", "vllm"): plugin.redrafter,
+    ("medusa", "vllm_0_32"): medusa.vllm_0_32,
+    ("medusa", "tgi"): medusa.tgi,
+    ("mlp_speculator", "tgi"): mlp_speculator.tgi,
+    ("eagle3", "vllm"): eagle3.vllm,
+    ("eagle3", "speculators"): eagle3.speculators,
+    ("eagle3", "sglang"): eagle3.sglang,
+    ("eagle3", "tensorrt_llm"): eagle3.tensorrt_llm,
+    ("eagle3", "llama_cpp"): eagle3.llama_cpp,
+    ("dflash", "speculators"): blocks.dflash,
+    ("dspark", "speculators"): blocks.dspark,
+    ("dflash", "sglang"): blocks.sglang_dflash,
+    ("dspark", "sglang"): blocks.sglang_dspark,
+    ("dflash", "llama_cpp"): blocks.llama_cpp,
+    ("dspark", "llama_cpp"): blocks.llama_cpp,
+}
+"""The oracle for each kind of head and engine. A new layout needs an entry."""
