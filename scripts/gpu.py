@@ -33,6 +33,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -380,8 +381,7 @@ def decode(report: Report) -> None:
         report.row(f"tokens/s at batch {row['batch']}: alone, oracle", f"{rates} {gain}")
     for kind in DRAFTED:
         if found := report.part(f"draft_{kind}", draft_times, report, base, kind, seconds=6):
-            level = f"{found['milliseconds_per_level']:.3f} ms a level of {found['depth']}"
-            report.row(f"drafting with {kind}", level)
+            report.row(*draft_row(kind, found))
     report.part("profile", profiles, report, base, seconds=5)
     _compiled_rows(report, base)
 
@@ -551,14 +551,24 @@ def draft_times(report: Report, base: Any, kind: str) -> dict[str, Any]:
     by_depth = {}
     for depth in range(1, drafter.depth + 1):
         by_depth[depth] = draft_milliseconds(report, base, drafter, depth)
-    deepest = max(by_depth)
-    slope = (by_depth[deepest] - by_depth[1]) / max(deepest - 1, 1)
     return {
-        "depth": deepest,
+        "depth": max(by_depth),
         "parameters": sum(one.numel() for one in drafter.parameters()),
         "milliseconds_by_depth": by_depth,
-        "milliseconds_per_level": slope if deepest > 1 else by_depth[1],
+        "milliseconds_per_level": milliseconds_per_level([*by_depth.values()]),
     }
+
+
+def draft_row(kind: str, found: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the row of a head's drafting time."""
+    first, *_ = found["milliseconds_by_depth"].values()
+    more = f"{first:.2f} ms for 1 level, {found['milliseconds_per_level']:.3f} for each further one"
+    return f"drafting with {kind}, depth {found['depth']}", more
+
+
+def milliseconds_per_level(by_depth: Sequence[float]) -> float:
+    """Return what one more level takes: the median difference between successive depths."""
+    return statistics.median([more - less for less, more in pairwise(by_depth)] or by_depth)
 
 
 def draft_milliseconds(report: Report, base: Any, drafter: Any, depth: int) -> float:

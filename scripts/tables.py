@@ -110,12 +110,9 @@ def served(measured: Mapping[str, Any]) -> str:
 
 
 def gpu(folder: Path) -> str:
-    """Return the tables of scripts/gpu.py, one for each stage that has a JSON file."""
+    """Return the tables of scripts/gpu.py, one for each JSON file, stage after stage."""
     tables = []
-    for stage in GPU_STAGES:
-        file = folder / f"{stage}.json"
-        if not file.is_file():
-            continue
+    for file in [file for stage in GPU_STAGES for file in sorted(folder.glob(f"{stage}*.json"))]:
         found = json.loads(file.read_text(encoding="utf-8"))
         rows = [tuple(row) for row in found["summary"]]
         rows += [(part, f"failed: {why}", "") for part, why in found["failed"].items()]
@@ -123,7 +120,7 @@ def gpu(folder: Path) -> str:
         made = from_json(Provenance, found["provenance"])
         versions = ", ".join(f"{name} {made.versions[name]}" for name in ("torch", "transformers"))
         origin = f"{made.hardware}, {versions}, commit {_commit(made.git)}"
-        tables.append(f"**{stage}**: {origin}.\n\n{table(GPU_HEADER, rows)}")
+        tables.append(f"**{file.stem}**: {origin}.\n\n{table(GPU_HEADER, rows)}")
     return "\n\n".join(tables) or NOT_YET
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -66,6 +67,8 @@ class CudaGraphs:
     def __init__(self, record: Callable[[Forward, tuple[Tensor, ...]], Forward] | None = None):
         self._record = record or self._captured
         self._pool: Any = None
+        self._alive: WeakSet[Any] = WeakSet()
+        """Recorded graphs that still exist: torch frees a memory pool with its last graph."""
 
     def __call__(
         self,
@@ -96,7 +99,8 @@ class CudaGraphs:
     def _captured(self, forward: Forward, inputs: tuple[Tensor, ...]) -> Forward:
         fixed = [one.clone(memory_format=torch.contiguous_format) for one in inputs]
         graph = torch.cuda.CUDAGraph()
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        if not self._alive:
+            self._pool = torch.cuda.graph_pool_handle()
         try:
             # threads that prefetch may go on asking for memory of their own
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
@@ -106,6 +110,8 @@ class CudaGraphs:
                 f"compile=true records CUDA graphs, and this base's forward cannot be recorded "
                 f"({str(error).splitlines()[0]:.160}); leave compile=true out"
             ) from error
+
+        self._alive.add(graph)
 
         def replay(*new: Tensor) -> Outputs:
             for own, one in zip(fixed, new, strict=True):

@@ -74,7 +74,9 @@ def test_missing_cuda_device_is_refused_in_one_line(tmp_path: Path):
 def test_stage_that_runs_over_its_time_is_stopped_with_its_children(
     script: ModuleType, tmp_path: Path
 ):
-    options = argparse.Namespace(out=tmp_path, device="cpu", tiny=True, model="-", commit="")
+    options = argparse.Namespace(
+        out=tmp_path, device="cpu", tiny=True, model="-", commit="", overrides=[]
+    )
     assert not script._stage_process("smollm2", options, 0.1)
     assert "the time of this stage is over" in (tmp_path / "smollm2.log").read_text()
 
