@@ -9,12 +9,12 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from specheads.base.model import FrozenBase
-from specheads.core.device_memory import process_peak_bytes
+from specheads.core.device_memory import peak_gib
 from specheads.core.drafter import Drafter
 from specheads.core.errors import InputError
+from specheads.core.machine import synchronise
 from specheads.decoding.acceptance.sampling import GREEDY
 from specheads.decoding.generate import generate
-from specheads.decoding.loop import synchronise
 from specheads.decoding.trees import policies
 from specheads.measure.counts import bootstrap_interval
 from specheads.measure.how import How
@@ -209,7 +209,7 @@ def measure_speed(
         summarise(timings[None], timings["drafted"], unit_sources(prompts, how)),
         draft_milliseconds=1e3 * seconds,
         repetitions=repetitions,
-        peak_gib=peak_gib(base),
+        peak_gib=peak_gib(base.device),
     )
 
 
@@ -271,10 +271,3 @@ def _step_seconds(arms: list[list[Timing]]) -> float | None:
     seconds = sum(statistics.median(one.step_seconds for one in arm) for arm in arms)
     steps = sum(statistics.median(one.num_steps for one in arm) for arm in arms)
     return seconds / steps if steps else None
-
-
-def peak_gib(base: FrozenBase) -> float:
-    """Return the peak memory: of the device since the last reset, or of the whole process."""
-    if base.device.type == "cuda":
-        return torch.cuda.max_memory_allocated(base.device) / 2**30
-    return process_peak_bytes() / 2**30

@@ -13,8 +13,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from specheads.base.model import FrozenBase
 from specheads.base.own_settings import without_own_settings
+from specheads.core.machine import synchronise
 from specheads.decoding.acceptance.sampling import Sampling, each_prompt
-from specheads.decoding.loop import synchronise
 from specheads.decoding.trees import policies
 from specheads.measure.counts import DepthCounts
 from specheads.measure.how import How

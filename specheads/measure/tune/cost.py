@@ -12,6 +12,7 @@ import torch
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Drafter
 from specheads.core.errors import InputError
+from specheads.core.machine import synchronise
 from specheads.decoding import loop
 from specheads.decoding.acceptance import rules
 from specheads.decoding.cost import ForwardCost, StepCost
@@ -146,10 +147,10 @@ def _time_step(
     base: FrozenBase, drafter: Drafter | None, tree: policies.TreePolicy, state: loop.State
 ) -> tuple[float, float]:
     """Return the seconds of one step, and those of its draft."""
-    loop.synchronise(base.device)
+    synchronise(base.device)
     began = time.perf_counter()
     taken = loop.step(base, drafter, tree, rules.match, state, timed=True)
-    loop.synchronise(base.device)
+    synchronise(base.device)
     return time.perf_counter() - began, taken[0].times.drafted - began
 
 
