@@ -37,10 +37,10 @@ from specheads.config import Phase, Schedule
 from specheads.core.device_memory import peak_gib
 from specheads.core.drafter import Head
 from specheads.core.machine import dtype_name, synchronise
+from specheads.core.records import to_json
 from specheads.data.packing import TokenBatch
 from specheads.heads.load import build_for
 from specheads.measure.counts import bootstrap_interval
-from specheads.measure.store import to_json
 from specheads.runs.provenance import nearby, provenance
 from specheads.training.cost import matmul_rate, step_flops
 from specheads.training.schedule import PlacedPhase, placed

@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from specheads.measure.compare.table import accepted_against
-from specheads.measure.comparison import Comparison, Condition
-from specheads.measure.results import Rate, Results, Speed
-from specheads.measure.store import from_json, read
+from specheads.core.records import from_json
+from specheads.measure.compare import accepted_against
+from specheads.measure.results import Comparison, Condition, Rate, Results, Speed, read
 from specheads.runs.provenance import Git, Provenance
 
 HEADS_HEADER = (

@@ -16,33 +16,38 @@ from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import Hybrid, HybridTree, Lookup
 from specheads.heads.load import build_for
 from specheads.measure import speed
-from specheads.measure.compare.arms import Bench, chosen
-from specheads.measure.compare.rivals import Rival
-from specheads.measure.compare.run import compare_drafters, condition
-from specheads.measure.compare.table import against, table, tables, write_comparison
-from specheads.measure.comparison import CompareSettings, Comparison, DrafterRow
-from specheads.measure.how import How
-from specheads.measure.speed import Arm, time_arms
+from specheads.measure.compare import (
+    against,
+    compare_methods,
+    condition,
+    table,
+    tables,
+    write_comparison,
+)
+from specheads.measure.generation import GenerationSettings
+from specheads.measure.methods import MethodFactory, TransformersMethod, chosen
+from specheads.measure.results import CompareSettings, Comparison, MethodResults
+from specheads.measure.speed import DraftMethod, time_methods
 from tests import results as tests_results
 from tests import tiny
 
 
-def arms() -> dict[str, Arm]:
+def arms() -> dict[str, DraftMethod]:
     head, lookup = tiny.oracle(2), PromptLookup(tiny.VOCAB, 6)
     return {
-        "head": Arm(head, policies.chain(2)),
-        "prompt_lookup": Arm(lookup, Lookup(4)),
-        "hybrid": Arm(Hybrid(head, lookup), HybridTree(policies.chain(2), 4)),
+        "head": DraftMethod(head, policies.chain(2)),
+        "prompt_lookup": DraftMethod(lookup, Lookup(4)),
+        "hybrid": DraftMethod(Hybrid(head, lookup), HybridTree(policies.chain(2), 4)),
     }
 
 
-def rows() -> dict[str, DrafterRow]:
-    base, how = tiny.base(), How(max_new_tokens=10, batch_size=3)
+def rows() -> dict[str, MethodResults]:
+    base, how = tiny.base(), GenerationSettings(max_new_tokens=10, batch_size=3)
     said = generate(base, None, tiny.prompts(), max_new_tokens=10).tokens
-    return compare_drafters(base, arms(), tiny.prompts(), said, how, speed_prompts=3, repetitions=1)
+    return compare_methods(base, arms(), tiny.prompts(), said, how, speed_prompts=3, repetitions=1)
 
 
-def comparison(drafters: dict[str, DrafterRow]) -> Comparison:
+def comparison(drafters: dict[str, MethodResults]) -> Comparison:
     """Return what compare.json holds of some drafters."""
     bare = tests_results.bare()
     how = CompareSettings(
@@ -88,7 +93,9 @@ def test_each_repetition_begins_with_another_and_none_is_left_out(
         return true_time(base, drafter, *rest, **settings)
 
     monkeypatch.setattr("specheads.measure.speed.time_generate", note)
-    time_arms(tiny.base(), arms(), tiny.prompts()[:1], How(max_new_tokens=6), repetitions=2)
+    time_methods(
+        tiny.base(), arms(), tiny.prompts()[:1], GenerationSettings(max_new_tokens=6), repetitions=2
+    )
     order = ["NoneType", "Oracle", "PromptLookup", "Hybrid"]
     # once before the clock counts, and then by turns
     assert begun == order + order + order[1:] + order[:1]
@@ -165,8 +172,8 @@ def test_heads_draft_in_the_other_ways_above_zero_only_where_that_is_asked_for()
     for temperature, others in ((0.0, True), (1.0, True), (1.0, False)):
         asked = settings(drafters=["head"], other_ways=others)
         asked.evaluation.temperature = temperature
-        bench = Bench(base, {"head": head}, {"head": tree}, asked, asked, None)
-        found[temperature, others] = [*bench.own()]
+        bench = MethodFactory(base, {"head": head}, {"head": tree}, asked, asked, None)
+        found[temperature, others] = [*bench.draft_methods()]
     assert found == {
         (0.0, True): ["head"],
         (1.0, True): ["head", "head_uncoupled", "head_rejection"],
@@ -181,11 +188,9 @@ def test_drafting_and_the_rest_of_a_step_are_told_apart():
 
 
 RIVALS = {
-    "transformers": Rival("transformers"),
-    "transformers_lookup": Rival("transformers_lookup", prompt_lookup_num_tokens=4),
-    "transformers_assisted": Rival(
-        "transformers_assisted", assistant_model=tiny.base("gpt2").model
-    ),
+    "transformers": TransformersMethod(),
+    "transformers_lookup": TransformersMethod(prompt_lookup_num_tokens=4),
+    "transformers_assisted": TransformersMethod(assistant_model=tiny.base("gpt2").model),
 }
 
 
@@ -193,7 +198,11 @@ RIVALS = {
 def test_transformers_own_generation_says_the_same_and_its_forwards_are_counted(
     name: str, monkeypatch: pytest.MonkeyPatch
 ):
-    rival, base, how = RIVALS[name], tiny.base(), How(max_new_tokens=12, batch_size=2)
+    rival, base, how = (
+        RIVALS[name],
+        tiny.base(),
+        GenerationSettings(max_new_tokens=12, batch_size=2),
+    )
     decoded = rival.decode(base, tiny.prompts(), how)
     assert [one.tokens for one in decoded] == [text[:12] for text in tiny.continuations()]
     for one in decoded:
@@ -215,13 +224,13 @@ def test_transformers_own_generation_says_the_same_and_its_forwards_are_counted(
 
 def test_a_perfect_assistant_saves_forwards_and_is_called_one_by_one_in_a_batch():
     base = tiny.base()
-    rival = Rival("transformers_assisted", assistant_model=tiny.base("llama", "eager").model)
-    measured = compare_drafters(
+    rival = TransformersMethod(assistant_model=tiny.base("llama", "eager").model)
+    measured = compare_methods(
         base,
         {"transformers": RIVALS["transformers"], "transformers_assisted": rival},
         tiny.prompts(),
         generate(base, None, tiny.prompts(), max_new_tokens=16).tokens,
-        How(max_new_tokens=16, batch_size=3),
+        GenerationSettings(max_new_tokens=16, batch_size=3),
         speed_prompts=3,
         repetitions=1,
     )
@@ -233,9 +242,9 @@ def test_a_perfect_assistant_saves_forwards_and_is_called_one_by_one_in_a_batch(
     names = [row[0] for row in table(condition(measured, 0.0, 3)).rows]
     assert "transformers_assisted (cannot batch: one by one)" in names
     # above temperature zero it draws other texts, which are not held against the base's
-    warm = How(max_new_tokens=8, sampling=Sampling(temperature=1.0, seed=2))
+    warm = GenerationSettings(max_new_tokens=8, sampling=Sampling(temperature=1.0, seed=2))
     alone = generate(base, None, tiny.prompts(), max_new_tokens=8, sampling=warm.sampling).tokens
-    (drawn,) = compare_drafters(
+    (drawn,) = compare_methods(
         base, {"transformers_assisted": rival}, tiny.prompts(), alone, warm, speed_prompts=1
     ).values()
     assert drawn.lossless.compared == 0

@@ -11,10 +11,8 @@ from specheads.decoding.acceptance.sampling import Sampling, each_prompt
 from specheads.decoding.trees import policies
 from specheads.heads.load import build_for, kinds
 from specheads.measure.counts import DepthCounts
-from specheads.measure.how import How
-from specheads.measure.offline import guess_ranks, measure_offline
-from specheads.measure.online import decode_prompts, write_alone
-from specheads.measure.replay import replay
+from specheads.measure.generation import GenerationSettings, decode_prompts, write_alone
+from specheads.measure.offline import guess_ranks, measure_offline, replay
 from tests import tiny
 from tests.measure.test_measure import Habit
 
@@ -81,8 +79,10 @@ def written(asked: str) -> list[list[int]]:
     return write_alone(tiny.base(), tiny.prompts(), how(asked))
 
 
-def how(asked: str, *, coupled: bool = True, tree: policies.TreePolicy | None = None) -> How:
-    return How(
+def how(
+    asked: str, *, coupled: bool = True, tree: policies.TreePolicy | None = None
+) -> GenerationSettings:
+    return GenerationSettings(
         max_new_tokens=24,
         sampling=ASKED[asked],
         coupled=coupled,

@@ -6,18 +6,20 @@ import torch
 from specheads.base.model import FrozenBase
 from specheads.decoding.acceptance.sampling import Sampling
 from specheads.decoding.trees import policies
-from specheads.measure.exactness import hold, in_float32
-from specheads.measure.how import How
-from specheads.measure.online import lossless_in_float32, measure_online, write_alone
+from specheads.measure.exactness import compare_texts, in_float32
+from specheads.measure.generation import GenerationSettings, write_alone
+from specheads.measure.online import lossless_in_float32, measure_online
 from tests import tiny
 
 WARM = Sampling(temperature=1.0, seed=3)
 
 
 def held(base: FrozenBase, mine: list[list[int]], sampling: Sampling = Sampling()):  # noqa: B008
-    theirs = write_alone(base, tiny.prompts(), How(max_new_tokens=12, sampling=sampling))
+    theirs = write_alone(
+        base, tiny.prompts(), GenerationSettings(max_new_tokens=12, sampling=sampling)
+    )
     texts = zip(tiny.prompts(), mine or theirs, theirs, strict=True)
-    return theirs, hold(base, list(texts), sampling)
+    return theirs, compare_texts(base, list(texts), sampling)
 
 
 def logits_after(base: FrozenBase, text: list[int]) -> torch.Tensor:
@@ -29,7 +31,7 @@ def test_the_same_text_is_identical_and_no_text_has_no_verdict():
     assert (section.verdict, section.compared, section.identical) == ("identical", 3, 3)
     assert (section.tied, section.wrong, section.first_divergence_ulps) == (0, 0, None)
     assert section.dtype == "float64"
-    assert hold(tiny.base(), []).verdict == ""
+    assert compare_texts(tiny.base(), []).verdict == ""
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -72,7 +74,7 @@ def test_two_tokens_within_the_bases_own_rounding_are_a_tie():
     kept = weight[second].clone()
     try:
         weight[second] = weight[best] * (1 - 1e-7)
-        section = hold(base, [(tiny.prompts()[0], mine[0], theirs[0])])
+        section = compare_texts(base, [(tiny.prompts()[0], mine[0], theirs[0])])
     finally:
         weight[second] = kept
     assert (section.verdict, section.tied, section.wrong) == ("parted at a tie", 1, 0)
@@ -87,7 +89,7 @@ def test_a_text_that_ends_too_soon_is_wrong():
 
 def test_a_base_of_fewer_digits_is_held_to_itself_in_float32_too():
     coarse = tiny.base(dtype=torch.bfloat16)
-    asked, how = [], How(max_new_tokens=12, tree=policies.chain(2))
+    asked, how = [], GenerationSettings(max_new_tokens=12, tree=policies.chain(2))
 
     def arm(base: FrozenBase):
         asked.append(base.dtype)
@@ -102,7 +104,10 @@ def test_a_base_of_fewer_digits_is_held_to_itself_in_float32_too():
 
 
 def test_in_bfloat16_drafted_text_parts_at_ties_only():
-    base, how = tiny.base(dtype=torch.bfloat16), How(max_new_tokens=40, tree=policies.chain(3))
+    base, how = (
+        tiny.base(dtype=torch.bfloat16),
+        GenerationSettings(max_new_tokens=40, tree=policies.chain(3)),
+    )
     alone = write_alone(base, tiny.prompts(), how)
     section = measure_online(base, tiny.oracle(3), tiny.prompts(), alone, how).lossless
     assert section.wrong == 0

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from specheads.measure.tune.grow import best_first, follow, sequoia
+from specheads.measure.tune_trees import best_first, most_followed, sequoia
 
 RATES = (0.6, 0.2, 0.1, 0.05)
 
@@ -89,7 +89,7 @@ def test_values_grow_with_nodes_and_depth_by_less_and_less():
 
 def test_what_a_text_follows_goes_before_what_rates_say():
     shares = {(0,): 0.5, (1,): 0.1, (1, 1): 0.09}
-    assert follow(shares, (0.6, 0.4), 4, 2) == [(0,), (1,), (1, 1)]
-    grown = follow(shares, (0.6, 0.4), 7, 2)
+    assert most_followed(shares, (0.6, 0.4), 4, 2) == [(0,), (1,), (1, 1)]
+    grown = most_followed(shares, (0.6, 0.4), 7, 2)
     assert closed(grown)
     assert len(grown) == 6

@@ -15,14 +15,14 @@ from torch import Tensor
 
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Features, Head
+from specheads.core.records import to_json
 from specheads.decoding.acceptance.sampling import Sampling
 from specheads.decoding.trees import policies
-from specheads.measure import offline, online, plots, report, speed
+from specheads.measure import generation, offline, online, plots, report, speed, summary
 from specheads.measure.counts import DepthCounts
-from specheads.measure.how import How
-from specheads.measure.replay import replay
-from specheads.measure.results import Acceptance, Candidate, Lossless, PhaseRate, Results
-from specheads.measure.store import read, to_json
+from specheads.measure.generation import GenerationSettings
+from specheads.measure.offline import replay
+from specheads.measure.results import Candidate, Lossless, OnlineSections, PhaseRate, Results, read
 from specheads.runs.provenance import Provenance
 from tests import tiny
 from tests.results import bare
@@ -85,8 +85,11 @@ def alone(max_new_tokens: int = tiny.NEW_TOKENS) -> list[list[int]]:
 
 
 def alone_in_the_loop() -> list[list[int]]:
-    decoded = online.decode_prompts(
-        tiny.base(), None, tiny.prompts(), How(max_new_tokens=tiny.NEW_TOKENS, batch_size=3)
+    decoded = generation.decode_prompts(
+        tiny.base(),
+        None,
+        tiny.prompts(),
+        GenerationSettings(max_new_tokens=tiny.NEW_TOKENS, batch_size=3),
     )
     return [one.tokens for one in decoded]
 
@@ -97,11 +100,11 @@ def online_counts(
     max_new_tokens: int = tiny.NEW_TOKENS,
     batch_size: int = 3,
 ) -> list[DepthCounts]:
-    decoded = online.decode_prompts(
+    decoded = generation.decode_prompts(
         tiny.base(),
         head,
         tiny.prompts(),
-        How(tree=policy, max_new_tokens=max_new_tokens, batch_size=batch_size),
+        GenerationSettings(tree=policy, max_new_tokens=max_new_tokens, batch_size=batch_size),
     )
     return [one.counts for one in decoded]
 
@@ -160,8 +163,8 @@ def test_counts_do_not_depend_on_the_batch(monkeypatch):
 
 @pytest.mark.parametrize("limit", [5, 6, 17, tiny.NEW_TOKENS])
 def test_every_new_token_but_the_first_is_a_forward_or_an_accepted_draft(limit):
-    decoded = online.decode_prompts(
-        tiny.base(), Habit(0.5), tiny.prompts(), How(tree=TREE, max_new_tokens=limit)
+    decoded = generation.decode_prompts(
+        tiny.base(), Habit(0.5), tiny.prompts(), GenerationSettings(tree=TREE, max_new_tokens=limit)
     )
     for one in decoded:
         assert len(one.tokens) == limit
@@ -178,7 +181,9 @@ def test_a_tree_offers_a_depth_only_where_the_accepted_path_goes_on():
 
 
 def test_the_base_alone_takes_one_forward_a_token():
-    decoded = online.decode_prompts(tiny.base(), None, tiny.prompts(), How(max_new_tokens=9))
+    decoded = generation.decode_prompts(
+        tiny.base(), None, tiny.prompts(), GenerationSettings(max_new_tokens=9)
+    )
     counts = [one.counts for one in decoded]
     assert [one.forwards for one in counts] == [8, 8, 8]
     assert DepthCounts.total(counts, 0).tokens_per_forward == 1.0
@@ -253,7 +258,7 @@ def test_top_k_accuracy_leaves_out_answers_beyond_the_text():
 
 
 def test_a_tree_that_changes_shape_is_replayed_as_a_chain_and_says_so():
-    how = How(max_new_tokens=tiny.NEW_TOKENS, tree=policies.BestFirst(6, 3))
+    how = GenerationSettings(max_new_tokens=tiny.NEW_TOKENS, tree=policies.BestFirst(6, 3))
     section = offline.measure_offline(tiny.base(), Habit(), tiny.prompts(), alone(), how)
     assert section.replayed == "chain"
     assert len(section.per_depth) == DEPTH
@@ -262,9 +267,9 @@ def test_a_tree_that_changes_shape_is_replayed_as_a_chain_and_says_so():
 # --- online ------------------------------------------------------------------------------------
 
 
-def measure(categories: Sequence[str] = (), **settings: Any) -> Acceptance:
+def measure(categories: Sequence[str] = (), **settings: Any) -> OnlineSections:
     settings = {"max_new_tokens": tiny.NEW_TOKENS, "batch_size": 3} | settings
-    how = How(**settings)
+    how = GenerationSettings(**settings)
     return online.measure_online(tiny.base(), Habit(0.5), tiny.prompts(), alone(), how, categories)
 
 
@@ -282,9 +287,11 @@ def test_speculative_output_is_the_base_alones_and_the_sections_say_so():
 
 
 def test_samples_are_counted_and_compared_only_where_they_are_the_base_alones():
-    def sample(seed: int, acceptance: str) -> Acceptance:
-        how = How(max_new_tokens=16, batch_size=2, sampling=Sampling(temperature=1.0, seed=seed))
-        plain = online.write_alone(tiny.base(), tiny.prompts(), how)
+    def sample(seed: int, acceptance: str) -> OnlineSections:
+        how = GenerationSettings(
+            max_new_tokens=16, batch_size=2, sampling=Sampling(temperature=1.0, seed=seed)
+        )
+        plain = generation.write_alone(tiny.base(), tiny.prompts(), how)
         how = replace(how, tree=TREE, acceptance=acceptance)
         return online.measure_online(tiny.base(), Habit(0.5), tiny.prompts(), plain, how)
 
@@ -330,7 +337,7 @@ def test_prompts_whose_text_loops_are_flagged_and_left_out_of_the_second_figure(
 
 def test_speed_reports_rates_their_ratio_and_the_cost_of_a_step():
     section = speed.measure_speed(
-        tiny.base(), Habit(), tiny.prompts(), How(max_new_tokens=12), repetitions=2
+        tiny.base(), Habit(), tiny.prompts(), GenerationSettings(max_new_tokens=12), repetitions=2
     )
     ratio = section.tokens_per_second / section.base_tokens_per_second
     assert section.speedup == pytest.approx(ratio), "both arms say the same tokens"
@@ -353,7 +360,11 @@ def test_each_repetition_swaps_who_goes_first_and_warm_up_is_not_counted(monkeyp
 
     monkeypatch.setattr(speed, "time_generate", fake)
     section = speed.measure_speed(
-        tiny.base(), Habit(), tiny.prompts(), How(max_new_tokens=9, batch_size=2), repetitions=3
+        tiny.base(),
+        Habit(),
+        tiny.prompts(),
+        GenerationSettings(max_new_tokens=9, batch_size=2),
+        repetitions=3,
     )
     arms = [drafted for drafted, _ in calls[2:]]
     assert arms == [False, True] * 2 + [True, False] * 2 + [False, True] * 2
@@ -364,22 +375,26 @@ def test_each_repetition_swaps_who_goes_first_and_warm_up_is_not_counted(monkeyp
 
 
 def test_of_texts_that_end_in_one_forward_all_is_told_but_what_a_step_takes(monkeypatch):
-    usual, how = results(), How(max_new_tokens=9)
+    usual, how = results(), GenerationSettings(max_new_tokens=9)
     monkeypatch.setattr(FrozenBase, "eos_ids", tuple(range(tiny.VOCAB)))
     section = speed.measure_speed(tiny.base(), Habit(), tiny.prompts(), how, repetitions=1)
     assert section.speedup > 0
     assert section.new_tokens == 3
     assert (section.step_overhead, section.step_milliseconds) == (None, None)
     made = replace(usual, speed=section)
-    assert "the base alone" in report.verdict(made)
-    assert "times as long" not in report.verdict(made)
-    assert "time of a step over the base's" not in dict(report.summary(made))
+    assert "the base alone" in summary.verdict(made)
+    assert "times as long" not in summary.verdict(made)
+    assert "time of a step over the base's" not in dict(summary.summary(made))
 
 
 def test_speed_of_nothing_is_refused():
     with pytest.raises(ValueError, match="3 new tokens at least, got 3, 1 and 2"):
         speed.measure_speed(
-            tiny.base(), Habit(), tiny.prompts(), How(max_new_tokens=2), repetitions=1
+            tiny.base(),
+            Habit(),
+            tiny.prompts(),
+            GenerationSettings(max_new_tokens=2),
+            repetitions=1,
         )
 
 
@@ -438,7 +453,7 @@ TIMED = [
 @functools.cache
 def results() -> Results:
     head, prompts, texts = Habit(0.5), tiny.prompts(), alone(16)
-    how = How(max_new_tokens=16, tree=TREE)
+    how = GenerationSettings(max_new_tokens=16, tree=TREE)
     found = online.measure_online(tiny.base(), head, prompts, texts, how)
     return replace(
         bare(head={"kind": "<habit>", "depth": DEPTH, "parameters": 0}),
@@ -516,7 +531,7 @@ def test_where_nothing_is_drafted_the_report_says_so_and_shows_what_a_chain_woul
     tmp_path,
 ):
     head, prompts, texts = Habit(0.5), tiny.prompts(), alone(16)
-    how = How(max_new_tokens=16, tree=policies.NOTHING)
+    how = GenerationSettings(max_new_tokens=16, tree=policies.NOTHING)
     found = online.measure_online(tiny.base(), head, prompts, texts, how)
     made = replace(
         bare(settings={"tree": "none", "num_nodes": 1}),
@@ -594,12 +609,12 @@ def test_an_interrupted_report_leaves_the_old_one_whole(tmp_path):
     ],
 )
 def test_the_report_says_plainly_whether_speculation_pays_and_why(speedup, low, high, start):
-    sentence = report.verdict(with_speed(speedup, low, high))
+    sentence = summary.verdict(with_speed(speedup, low, high))
     assert sentence.startswith(start)
     measured = results().online
     assert measured is not None
     assert f"a step gives {measured.tokens_per_forward:.2f} tokens and takes 1.90 times" in sentence
-    assert report.pays(with_speed(speedup, low, high)) == (speedup > 1)
+    assert summary.pays(with_speed(speedup, low, high)) == (speedup > 1)
 
 
 @pytest.mark.parametrize("wide", [False, True])
@@ -607,15 +622,15 @@ def test_text_that_is_not_the_base_s_own_is_told_before_all_else(tmp_path: Path,
     parted = Lossless(compared=3, identical=1, first_divergence_logit_gap=3.2, verdict="wrong")
     tied = replace(parted, verdict="parted at a tie", float32=parted)
     made = replace(with_speed(1.4, 1.3, 1.5), lossless=tied if wide else parted)
-    assert report.verdict(made).startswith("Decoding is wrong: ")
-    assert not report.pays(made)
-    told = dict(report.summary(made))["identical to the base alone"]
+    assert summary.verdict(made).startswith("Decoding is wrong: ")
+    assert not summary.pays(made)
+    told = dict(summary.summary(made))["identical to the base alone"]
     assert told.startswith("1 of 3 prompts, ")
     assert "wrong" in told
     assert 'class="verdict no"' in report.write_report(tmp_path, made, []).read_text()
     none = Lossless(compared=0, identical=0, first_divergence_logit_gap=None)
     drawn = replace(made, lossless=none)
-    assert "identical to the base alone" not in dict(report.summary(drawn))
+    assert "identical to the base alone" not in dict(summary.summary(drawn))
 
 
 def test_the_console_shows_the_figures_and_the_verdict():

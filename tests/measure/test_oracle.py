@@ -38,5 +38,5 @@ def test_at_rate_zero_it_is_never_right_and_decoding_stays_exact():
 
 
 def test_a_rate_beyond_one_is_refused():
-    with pytest.raises(ValueError, match=r"must lie in \[0, 1\], got 1.5"):
+    with pytest.raises(ValueError, match=r"must be in \[0, 1\], got 1.5"):
         Oracle([[1]], 1, 5, rate=1.5)

@@ -13,11 +13,10 @@ from specheads.baselines import DraftModel, PromptLookup, Streaming
 from specheads.config import Base, Compare, Data, Evaluation, Tree
 from specheads.core.drafter import Drafter
 from specheads.core.features import Committed
-from specheads.measure.compare import arms
-from specheads.measure.compare.arms import Bench
+from specheads.measure import methods
 from specheads.measure.counts import DepthCounts
-from specheads.measure.how import How
-from specheads.measure.online import write_alone
+from specheads.measure.generation import GenerationSettings, write_alone
+from specheads.measure.methods import MethodFactory
 from tests import tiny
 from tests.measure.test_measure import Habit
 from tests.measure.test_replay import CHAIN, DEPTH, Shifted, prompts
@@ -26,7 +25,7 @@ ARMS = (
     *("head", "prompt_lookup", "hybrid", "streaming", "draft_model"),
     *("transformers_lookup", "transformers_assisted"),
 )
-HOW = How(max_new_tokens=30, batch_size=3)
+HOW = GenerationSettings(max_new_tokens=30, batch_size=3)
 
 
 @dataclass
@@ -60,7 +59,7 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(PromptLookup, "copy", late_copy)
     for name, kind in (("DraftModel", DraftModel), ("Streaming", Streaming)):
-        monkeypatch.setattr(arms, name, late(kind))
+        monkeypatch.setattr(methods, name, late(kind))
     for name in ("PromptLookupCandidateGenerator", "AssistedCandidateGenerator"):
         generator = getattr(candidate_generator, name)
         monkeypatch.setattr(generator, "get_candidates", late_candidates(generator.get_candidates))
@@ -91,7 +90,9 @@ def ways(head: Habit) -> dict[str, Any]:
         evaluation=Evaluation(), draft_model="x", draft_depth=DEPTH, copied_tokens=4, window=100,
     )  # fmt: skip
     model = tiny.base("llama", "eager")
-    return Bench(tiny.base(), {"head": head}, {"head": CHAIN}, settings, settings, model).ways()
+    return MethodFactory(
+        tiny.base(), {"head": head}, {"head": CHAIN}, settings, settings, model
+    ).methods()
 
 
 def rate(name: str, head: Habit) -> float:

@@ -1,4 +1,4 @@
-"""The base's own quality: what it reads, what is counted, and how two bases compare."""
+"""The base's own quality: what it reads, what is counted, and how two bases compare_quality."""
 
 from dataclasses import replace
 
@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from specheads.measure.quality import Quality, compare, measure_quality
-from specheads.measure.report import summary
+from specheads.measure.quality import Quality, compare_quality, measure_quality
 from specheads.measure.results import QualityChange
+from specheads.measure.summary import summary
 from tests import tiny
 from tests.results import bare
 
@@ -30,7 +30,7 @@ def test_each_window_is_read_by_itself_and_every_token_but_its_first_is_scored()
 def test_the_section_has_means_over_tokens_and_a_paired_change():
     before = Quality(nats=[6.0, 2.0], right=[1, 1], tokens=[3, 1])
     after = Quality(nats=[7.5, 2.5], right=[2, 1], tokens=[3, 1])
-    section = compare(before, after)
+    section = compare_quality(before, after)
     assert section.before.cross_entropy == 2.0
     assert section.before.accuracy == 0.5
     assert section.after.cross_entropy == 2.5
@@ -52,7 +52,7 @@ def test_the_report_shows_both_bases_and_the_change():
     before = Quality([6.0], [1], [3])
     results = replace(
         bare(base={"name": "b", "parameters": 20, "adapter": "runs/x/adapter"}),
-        base_quality=compare(before, Quality([6.3], [2], [3])),
+        base_quality=compare_quality(before, Quality([6.3], [2], [3])),
     )
     rows = dict(summary(results))
     assert rows["base"] == "b + runs/x/adapter, 20 parameters"

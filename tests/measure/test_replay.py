@@ -16,14 +16,13 @@ from specheads.decoding.trees.coupling import over_vocabulary
 from specheads.decoding.trees.hybrid import Hybrid, HybridTree, Lookup
 from specheads.decoding.trees.sampled import Sampled
 from specheads.heads.load import build_for, kinds
-from specheads.measure.compare.run import compare_drafters
+from specheads.measure.compare import compare_methods
 from specheads.measure.counts import DepthCounts, paired_gain
-from specheads.measure.how import How
-from specheads.measure.offline import drafted_from, guess_ranks, measure_offline
-from specheads.measure.online import decode_prompts, measure_online, write_alone
-from specheads.measure.replay import copied, replay
-from specheads.measure.speed import Arm
-from specheads.measure.tune.grow import follow
+from specheads.measure.generation import GenerationSettings, decode_prompts, write_alone
+from specheads.measure.offline import anchor_mask, copied, guess_ranks, measure_offline, replay
+from specheads.measure.online import measure_online
+from specheads.measure.speed import DraftMethod
+from specheads.measure.tune_trees import most_followed
 from tests import tiny
 from tests.measure.test_measure import Habit
 
@@ -57,7 +56,7 @@ def said() -> tuple[list[list[int]], list[list[int]]]:
 
 @functools.cache
 def alone() -> list[list[int]]:
-    return write_alone(tiny.base(), prompts(), How(max_new_tokens=NEW_TOKENS))
+    return write_alone(tiny.base(), prompts(), GenerationSettings(max_new_tokens=NEW_TOKENS))
 
 
 def lookup(depth: int) -> PromptLookup:
@@ -65,7 +64,7 @@ def lookup(depth: int) -> PromptLookup:
 
 
 def decoded(drafter: Drafter, tree: policies.TreePolicy) -> list[DepthCounts]:
-    how = How(max_new_tokens=NEW_TOKENS, tree=tree, batch_size=3)
+    how = GenerationSettings(max_new_tokens=NEW_TOKENS, tree=tree, batch_size=3)
     found = decode_prompts(tiny.base(), drafter, prompts(), how)
     assert [one.tokens for one in found] == alone()
     return [one.counts for one in found]
@@ -111,7 +110,7 @@ def test_replay_of_prompt_lookup_is_the_loops_own_integers():
 @pytest.mark.parametrize("inner", [CHAIN, TREE], ids=["chain", "tree"])
 def test_an_evaluation_of_a_hybrid_counts_the_same_offline_as_online(inner: policies.Static):
     drafter = head("habit")
-    how = How(max_new_tokens=NEW_TOKENS, tree=HybridTree(inner, SIZE), batch_size=3)
+    how = GenerationSettings(max_new_tokens=NEW_TOKENS, tree=HybridTree(inner, SIZE), batch_size=3)
     offline = measure_offline(tiny.base(), drafter, prompts(), alone(), how)
     online = measure_online(tiny.base(), drafter, prompts(), alone(), how).online
     assert offline.replayed == f"{inner.name}+lookup"
@@ -122,7 +121,7 @@ def test_an_evaluation_of_a_hybrid_counts_the_same_offline_as_online(inner: poli
 
 
 def test_where_nothing_is_drafted_a_chain_is_replayed():
-    how = How(max_new_tokens=NEW_TOKENS, tree=policies.NOTHING)
+    how = GenerationSettings(max_new_tokens=NEW_TOKENS, tree=policies.NOTHING)
     found = measure_offline(tiny.base(), head("habit"), prompts(), alone(), how)
     chain = measure_offline(tiny.base(), head("habit"), prompts(), alone(), replace(how, tree=None))
     assert (found, found.replayed) == (chain, "chain")
@@ -156,7 +155,7 @@ def drawn_ranks(
     features = base.read(text, head.aux_layers)
     ranks = torch.full((num_roots, head.depth), -1)
     coins = torch.Generator().manual_seed(sampling.seed)
-    anchors = drafted_from(text, first, num_roots)
+    anchors = anchor_mask(text, first, num_roots)
     for level, state in zip(range(num_roots), head.states(features, text, anchors), strict=False):
         num_known = num_roots - level
         before = torch.arange(first + 1 + level, text.shape[1] - 1, device=base.device)
@@ -177,7 +176,7 @@ def drawn_ranks(
 def test_replay_of_rejection_has_the_rate_of_the_real_loop_on_two_thousand_prompts(name: str):
     base, texts = tiny.base(), many_prompts(2000)
     drafter = Habit(0.2, DEPTH) if name == "habit" else head(name)
-    how = How(
+    how = GenerationSettings(
         max_new_tokens=10,
         sampling=Sampling(temperature=1.0, seed=5),
         batch_size=250,
@@ -205,7 +204,7 @@ def test_replay_of_rejection_has_the_rate_of_the_real_loop_on_two_thousand_promp
 def test_replay_of_drawn_text_is_the_loops_own_integers_on_two_thousand_prompts():
     base, texts, drafter = tiny.base(), many_prompts(2000), Habit(1.0, DEPTH)
     sampling = Sampling(temperature=1.0, seed=5)
-    how = How(max_new_tokens=10, sampling=sampling, batch_size=250, tree=TREE)
+    how = GenerationSettings(max_new_tokens=10, sampling=sampling, batch_size=250, tree=TREE)
     written = write_alone(base, texts, how)
     section = measure_offline(base, drafter, texts, written, how)
     real = DepthCounts.total([x.counts for x in decode_prompts(base, drafter, texts, how)], DEPTH)
@@ -240,7 +239,11 @@ class Shifted(Habit):
 
 
 def measured(drafter: Head):
-    base, texts, how = tiny.base(), tiny.prompts(), How(max_new_tokens=30, tree=CHAIN)
+    base, texts, how = (
+        tiny.base(),
+        tiny.prompts(),
+        GenerationSettings(max_new_tokens=30, tree=CHAIN),
+    )
     written = write_alone(base, texts, how)
     offline = measure_offline(base, drafter, texts, written, how)
     return offline, measure_online(base, drafter, texts, written, how)
@@ -275,12 +278,12 @@ def test_drafts_shifted_by_one_are_seen_beside_the_right_ones_in_a_comparison():
         name: arm
         for called, drafter in (("right", Habit(0.0, DEPTH)), ("wrong", Shifted()))
         for name, arm in (
-            (called, Arm(drafter, CHAIN)),
-            (f"{called}_hybrid", Arm(Hybrid(drafter, copying), HybridTree(CHAIN, SIZE))),
+            (called, DraftMethod(drafter, CHAIN)),
+            (f"{called}_hybrid", DraftMethod(Hybrid(drafter, copying), HybridTree(CHAIN, SIZE))),
         )
     }
-    how = How(max_new_tokens=30, batch_size=3)
-    rows = compare_drafters(
+    how = GenerationSettings(max_new_tokens=30, batch_size=3)
+    rows = compare_methods(
         tiny.base(), arms, tiny.prompts(), write_alone(tiny.base(), tiny.prompts(), how), how,
         speed_prompts=3, repetitions=1,
     )  # fmt: skip
@@ -333,6 +336,6 @@ def test_medusas_trees_have_the_length_that_its_published_accuracies_give(size, 
             for rank, chance in enumerate(row)
         }
         worth |= level
-    best = follow(worth, [0.0] * rates.shape[1], nodes + 1, 5)
+    best = most_followed(worth, [0.0] * rates.shape[1], nodes + 1, 5)
     assert len({*best}) == nodes
     assert 1.0 + sum(worth[path] for path in best) == pytest.approx(length, abs=1e-3)

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from specheads.core.errors import InputError
+from specheads.core.records import to_json
 from specheads.export.card import read_summary
 from specheads.heads.load import build
 from specheads.measure.evaluation import draft_vocabulary
-from specheads.measure.results import Results
-from specheads.measure.store import read, to_json
+from specheads.measure.results import Results, read
 from specheads.runs.directory import RunDirectory
 from tests import tiny
 from tests.results import bare

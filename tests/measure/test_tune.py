@@ -22,22 +22,23 @@ from specheads.decoding.trees import policies
 from specheads.decoding.trees.early_stop import Estimate
 from specheads.decoding.trees.tuned import Machine, MatchRates, Tried, TunedTree
 from specheads.heads.load import build_for, drafter_of
-from specheads.measure.how import How
-from specheads.measure.offline import guess_ranks
-from specheads.measure.replay import Copied
-from specheads.measure.tune import finals, for_evaluation, search
-from specheads.measure.tune import run as tuning
-from specheads.measure.tune.acceptance import (
+from specheads.measure import tune as tuning
+from specheads.measure import tune_finals as finals
+from specheads.measure.generation import GenerationSettings
+from specheads.measure.offline import Copied, guess_ranks
+from specheads.measure.tune import choose_tree
+from specheads.measure.tune_cost import Point, fit, time_steps, trimmed_mean
+from specheads.measure.tune_finals import Effort, Trace, best_stop, learn, trace
+from specheads.measure.tune_texts import TuningTexts, write_texts
+from specheads.measure.tune_trees import (
+    best,
+    candidate_trees,
     conditional,
     match_rates,
     path_rates,
     positional,
+    predict,
 )
-from specheads.measure.tune.cost import Point, fit, middle, time_ways
-from specheads.measure.tune.finals import Effort
-from specheads.measure.tune.for_evaluation import choose_tree
-from specheads.measure.tune.stop import Trace, best_stop, learn, trace
-from specheads.measure.tune.texts import Texts, write
 from tests import tiny
 from tests.measure.test_measure import Habit
 from tests.tuned import tree as tuned_tree
@@ -112,8 +113,8 @@ def test_no_cost_is_negative():
 
 
 def test_the_middle_leaves_out_what_was_disturbed():
-    assert middle([1.0, 1.1, 0.9, 1.0, 50.0]) == pytest.approx(1.0, abs=0.05)
-    assert middle([2.0]) == 2.0
+    assert trimmed_mean([1.0, 1.1, 0.9, 1.0, 50.0]) == pytest.approx(1.0, abs=0.05)
+    assert trimmed_mean([2.0]) == 2.0
 
 
 def texts(rates: tuple[float, ...], places: int = 400) -> list[torch.Tensor]:
@@ -133,8 +134,8 @@ FREE = StepCost(
 
 
 def pick(ranks: list[torch.Tensor], cost: StepCost, batch: int = 1, context: int = 64):
-    trees = search.candidates(ranks[::2], 3, 64)
-    return search.best(search.predict(trees, ranks[1::2], cost, batch, context))
+    trees = candidate_trees(ranks[::2], 3, 64)
+    return best(predict(trees, ranks[1::2], cost, batch, context))
 
 
 def test_drafts_that_are_never_right_choose_no_speculation():
@@ -239,17 +240,21 @@ def test_ways_take_turns_at_every_step_each_with_rows_of_its_own(tuned):
     base, head = tuned
     ways = [(None, policies.NOTHING), (head, policies.chain(2))]
     rows = [[[1, 2, 3], [4, 5, 6]], [[1, 2, 3]]]
-    alone, drafted = time_ways(base, ways, rows, how=How(max_new_tokens=8), rounds=12)
+    alone, drafted = time_steps(
+        base, ways, rows, generation=GenerationSettings(max_new_tokens=8), rounds=12
+    )
     assert (alone.batch, alone.nodes, alone.depth, alone.draft) == (2, 1, 0, 0.0)
     assert (drafted.batch, drafted.nodes, drafted.depth) == (1, 3, 2)
     assert min(alone.verify, drafted.verify, drafted.draft) > 0
     with pytest.raises(InputError, match="lower contexts"):
-        time_ways(base, ways, [[list(range(60)) * 2]] * 2, how=How(max_new_tokens=8))
+        time_steps(
+            base, ways, [[list(range(60)) * 2]] * 2, generation=GenerationSettings(max_new_tokens=8)
+        )
 
 
 # --- the choice, on a machine that is made up ---------------------------------------------------
 
-EFFORTS = {"tune": Effort(max_nodes=16), "evaluation": for_evaluation.QUICK}
+EFFORTS = {"tune": Effort(max_nodes=16), "evaluation": tuning.QUICK}
 
 
 @pytest.fixture
@@ -257,8 +262,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Return what makes every further node cost this share of the base's own step."""
 
     def cost(node: float) -> None:
-        def times(base, ways, prompts, *, how, rounds):
-            assert base.max_length > how.max_new_tokens > rounds > 0
+        def times(base, ways, prompts, *, generation, rounds):
+            assert base.max_length > generation.max_new_tokens > rounds > 0
             assert all(len({*map(len, rows)}) == 1 for rows in prompts)
             return [
                 Point(
@@ -273,22 +278,24 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
             ]
 
         for module in (tuning, finals):
-            monkeypatch.setattr(module, "time_ways", times)
+            monkeypatch.setattr(module, "time_steps", times)
 
     return cost
 
 
-def tuned_here(noise: float, effort: Effort = EFFORTS["evaluation"], how: How | None = None):
+def tuned_here(
+    noise: float, effort: Effort = EFFORTS["evaluation"], how: GenerationSettings | None = None
+):
     """Return what is chosen for a head that is right the less the more noise it has."""
     base, head = tiny.base(), Habit(noise)
-    how = how or How(max_new_tokens=tiny.NEW_TOKENS)
-    texts = write(base, head, tiny.prompts() * 2, 30, how)
+    how = how or GenerationSettings(max_new_tokens=tiny.NEW_TOKENS)
+    texts = write_texts(base, head, tiny.prompts() * 2, 30, how)
     return tuning.choose(base, head, [texts], [1], how, effort)
 
 
 def test_a_prediction_has_its_interval_over_files_and_no_tree_is_larger_than_is_asked(machine):
     machine(0.05)
-    effort, how = Effort(max_nodes=4), How(max_new_tokens=12)
+    effort, how = Effort(max_nodes=4), GenerationSettings(max_new_tokens=12)
     alike = replace(how, sources=(*["a", "b"] * 3,))
     each = tuned_here(1.0, effort, how)
     together = tuned_here(1.0, replace(effort, decodes=False), alike)
@@ -349,8 +356,8 @@ def test_where_text_is_copied_the_tree_has_copied_tokens(machine):
         (prompt + text[:9]) * 2
         for prompt, text in zip(tiny.prompts(), tiny.continuations(), strict=True)
     ]
-    how = How(max_new_tokens=20)
-    texts = write(base, head, twice * 2, 30, how)
+    how = GenerationSettings(max_new_tokens=20)
+    texts = write_texts(base, head, twice * 2, 30, how)
     head.tuned = tuning.choose(base, head, [texts], [1], how, EFFORTS["evaluation"])
     (chosen,) = [row for row in head.tuned.tried if row.chosen]
     others = [row for row in head.tuned.tried if "lookup" not in row.tree]
@@ -371,18 +378,20 @@ def test_a_better_head_gets_a_deeper_tree(machine):
 
 def test_a_choice_is_made_for_the_temperature_and_the_noise_that_are_asked_for(machine):
     machine(0.05)
-    how = How(max_new_tokens=40, sampling=Sampling(temperature=2.0, seed=2))
+    how = GenerationSettings(max_new_tokens=40, sampling=Sampling(temperature=2.0, seed=2))
     seen, unseen = (tuned_here(0.5, how=replace(how, coupled=one)) for one in (True, False))
     assert seen.acceptance.per_depth[0] > unseen.acceptance.per_depth[0]
     assert seen.trees[0].tokens_per_forward > unseen.trees[0].tokens_per_forward
 
 
 def test_a_single_text_grows_trees_and_judges_them():
-    found = write(tiny.base(), Habit(), tiny.prompts()[:1], 12, How(max_new_tokens=8))
+    found = write_texts(
+        tiny.base(), Habit(), tiny.prompts()[:1], 12, GenerationSettings(max_new_tokens=8)
+    )
     assert (found.grown, found.judged) == (found, found)
     assert [len(row) for row in found.rows(3)] == [12] * 3
     with pytest.raises(InputError, match="chosen on prompts, got none"):
-        write(tiny.base(), Habit(), [], 12, How(max_new_tokens=8))
+        write_texts(tiny.base(), Habit(), [], 12, GenerationSettings(max_new_tokens=8))
 
 
 def test_what_users_ask_is_taken_whole_and_near_the_context(
@@ -420,20 +429,20 @@ def test_what_users_ask_is_taken_whole_and_near_the_context(
 
 def test_steps_are_timed_behind_texts_that_are_half_written_and_do_not_repeat_themselves():
     prompts, written = [[0], [1, 2, 3], [0], [6, 7]], [[0], [4, 5, -1, -1], [0], [8, -1, -1]]
-    rows = Texts(7, prompts, written, [], [""] * 4).rows
+    rows = TuningTexts(7, prompts, written, [], [""] * 4).rows
     assert rows(2) == [[7, 8, 1, 2, 3, 4, 5], [2, 3, 4, 5, 6, 7, 8]]
     assert rows(1, 1) == rows(1, 3) == [[2, 3, 4, 5, 6, 7, 8]]
-    assert Texts(3, prompts, written, [], [""] * 4).rows(1) == [[3, 4, 5]]
+    assert TuningTexts(3, prompts, written, [], [""] * 4).rows(1) == [[3, 4, 5]]
 
 
 def test_texts_of_one_file_grow_trees_or_judge_them_and_never_both():
     #  file       a b a c b d    a and c grow trees, b and d judge them
     prompts = [[place] for place in range(6)]
-    found = Texts(7, prompts, prompts, [], [*"abacbd"])
+    found = TuningTexts(7, prompts, prompts, [], [*"abacbd"])
     assert (found.grown.sources, found.judged.sources) == ([*"aac"], [*"bbd"])
     assert found.judged.prompts == found.judged.continuations == [[1], [4], [5]]
     # of a single file every other text does
-    single = Texts(7, prompts, prompts, [], ["a"] * 6)
+    single = TuningTexts(7, prompts, prompts, [], ["a"] * 6)
     assert (single.grown.prompts, single.judged.prompts) == (prompts[::2], prompts[1::2])
 
 
@@ -442,18 +451,18 @@ def test_finalists_are_timed_on_as_many_texts_as_there_are_rounds(
 ):
     machine(0.05)
     seen: list[tuple[int, list[list[int]]]] = []
-    times = finals.time_ways
+    times = finals.time_steps
 
     def timed(*told: Any, rounds: int, **how: Any) -> Any:
         seen.append((rounds, told[2][0]))
         return times(*told, rounds=rounds, **how)
 
-    monkeypatch.setattr(finals, "time_ways", timed)
-    base, head, how = tiny.base(), Habit(1.0), How(max_new_tokens=8)
-    texts = write(base, head, tiny.prompts() * 4, 30, how)
+    monkeypatch.setattr(finals, "time_steps", timed)
+    base, head, how = tiny.base(), Habit(1.0), GenerationSettings(max_new_tokens=8)
+    texts = write_texts(base, head, tiny.prompts() * 4, 30, how)
     for batch, turns in ((1, 6), (2, 3), (16, 1)):
         seen.clear()
-        tuning.choose(base, head, [texts], [batch], how, for_evaluation.QUICK)
+        tuning.choose(base, head, [texts], [batch], how, tuning.QUICK)
         assert [rounds for rounds, _ in seen] == [6 // turns] * turns
         rows = [row for _, prompts in seen for row in prompts]
         assert rows == texts.rows(turns * batch)
@@ -481,7 +490,7 @@ def test_an_evaluation_has_its_tree_chosen_for_the_way_that_it_decodes(
         assert (base.dtype, head.depth, effort.decodes) == (torch.float32, 2, False)
         return planted(tuned_tree(kind="none"))
 
-    monkeypatch.setattr(for_evaluation, "choose", choose)
+    monkeypatch.setattr(tuning, "choose", choose)
     words = ["temperature=0.7", "evaluation.top_p=0.9", "evaluation.batch_size=2"]
     settings = evaluation(tmp_path, *words, "coupled=false", "seed=3")
     base = FrozenBase.load(**asdict(settings.base))

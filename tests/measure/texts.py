@@ -9,10 +9,8 @@ from specheads.data.prompts import Prompt
 from specheads.decoding.generate import generate
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import Hybrid, HybridTree
-from specheads.measure.how import How
-from specheads.measure.results import Results
-from specheads.measure.texts import DecodedText, Texts, TextStep
-from specheads.measure.transcripts import decode_texts
+from specheads.measure.generation import GenerationSettings, decode_texts
+from specheads.measure.results import DecodedText, DecodedTexts, Results, TextStep
 from tests import tiny
 from tests.decoding.test_detokenize import tokenizer
 from tests.measure.test_measure import results
@@ -36,7 +34,7 @@ def base() -> FrozenBase:
 
 
 @functools.cache
-def hybrid() -> tuple[list[Prompt], list[list[int]], Texts]:
+def hybrid() -> tuple[list[Prompt], list[list[int]], DecodedTexts]:
     """Return prompts, what the base alone writes, and a hybrid's texts for some of them."""
     alone = generate(tiny.base(), None, tiny.prompts(), max_new_tokens=NEW_TOKENS).tokens
     # prompts that say their continuations before, so that there is something to copy
@@ -46,7 +44,7 @@ def hybrid() -> tuple[list[Prompt], list[list[int]], Texts]:
     head = tiny.Oracle([one + said for one, said in zip(rich, out, strict=True)], 2, tiny.VOCAB)
     lookup = PromptLookup(tiny.VOCAB, 8, device=base().device)
     tree = HybridTree(policies.Static([(0,), (1,), (0, 0), (0, 1)]), 4)
-    how = How(max_new_tokens=NEW_TOKENS, tree=tree, stop_at_eos=False)
+    how = GenerationSettings(max_new_tokens=NEW_TOKENS, tree=tree, stop_at_eos=False)
     prompts = [Prompt(one, "rich", "") for one in rich]
     found = decode_texts(base(), Hybrid(head, lookup), prompts, how)
     assert found is not None
@@ -74,4 +72,4 @@ def nasty() -> DecodedText:
 
 def told(*texts: DecodedText) -> Results:
     """Return everything that can be measured, with these texts."""
-    return replace(results(), texts=Texts(texts=list(texts)))
+    return replace(results(), texts=DecodedTexts(texts=list(texts)))

@@ -13,19 +13,26 @@ from specheads.decoding.cost import ForwardCost, StepCost
 from specheads.decoding.payoff import Draft, chains
 from specheads.decoding.trees.tuned import MatchRates
 from specheads.heads.load import build_for
-from specheads.measure.load.accepted import (
+from specheads.measure.simulate import LoadResults, Sizes, draw, summarise, table
+from specheads.measure.simulate_engine import (
+    ComputedCost,
+    ForwardSize,
+    Roofline,
+    Simulation,
+    System,
+    simulate,
+)
+from specheads.measure.simulate_requests import (
+    Arrival,
     Copy,
-    drawn,
-    drawn_copies,
+    poisson,
     rates_of,
     read_accepted,
+    read_arrivals,
     recorded,
+    sampled_copies,
+    sampled_lengths,
 )
-from specheads.measure.load.arrivals import Arrival, poisson, read_arrivals
-from specheads.measure.load.command import Sizes
-from specheads.measure.load.hardware import ComputedCost, Machine, Size
-from specheads.measure.load.results import Load, draw, summarise, table
-from specheads.measure.load.simulate import Simulation, System, simulate
 from tests import tiny
 
 RATES = [0.8, 0.7, 0.6, 0.5]
@@ -71,7 +78,9 @@ def test_the_mean_wait_is_that_of_m_d_1(load):
 
 def test_littles_law_holds_for_those_who_are_served_and_for_all():
     arrivals = poisson(9.0, 4000, prompt_tokens=30, new_tokens=20, seed=1)
-    found = simulate(system(linear(0.02, 1e-3), 8, prefill=1e-4), arrivals, [drawn(RATES)], 2)
+    found = simulate(
+        system(linear(0.02, 1e-3), 8, prefill=1e-4), arrivals, [sampled_lengths(RATES)], 2
+    )
     span = max(one.finished for one in found.served)
     rate = len(arrivals) / span
     times = np.random.default_rng(0).uniform(0, span, 20_000)[:, None]
@@ -177,21 +186,21 @@ def test_goodput_looks_before_it_copies():
 
 def test_drawn_copies_are_found_and_right_as_often_as_is_said():
     matches = [MatchRates(share=0.2, rates=[0.3, 0.5]), MatchRates(share=0.5, rates=[0.8, 0.9])]
-    texts = [drawn_copies(matches, seed=1)(number, 500) for number in range(40)]
+    texts = [sampled_copies(matches, seed=1)(number, 500) for number in range(40)]
     each = [one for text in texts for one in text]
     for number, one in enumerate(matches, start=1):
         found = [copy.right for copy in each if copy.matched == number]
         assert len(found) / len(each) == pytest.approx(one.share, abs=0.01)
         assert rates_of([found], 2) == pytest.approx(one.rates, abs=0.02)
     assert {copy.right for copy in each if not copy.matched} == {0}
-    assert drawn_copies([])(3, 2) == [Copy(), Copy()]
+    assert sampled_copies([])(3, 2) == [Copy(), Copy()]
 
 
 def test_drawn_lengths_have_the_rates_they_were_drawn_from():
-    texts = [drawn(RATES, seed=2)(number, 500) for number in range(40)]
+    texts = [sampled_lengths(RATES, seed=2)(number, 500) for number in range(40)]
     assert rates_of(texts, 4) == pytest.approx(RATES, abs=0.02)
-    assert drawn(RATES, seed=2)(3, 50) == drawn(RATES, seed=2)(3, 50)
-    assert drawn(RATES, seed=2)(3, 50) != drawn(RATES, seed=3)(3, 50)
+    assert sampled_lengths(RATES, seed=2)(3, 50) == sampled_lengths(RATES, seed=2)(3, 50)
+    assert sampled_lengths(RATES, seed=2)(3, 50) != sampled_lengths(RATES, seed=3)(3, 50)
 
 
 @pytest.mark.parametrize(
@@ -205,7 +214,7 @@ def test_goodput_waits_less_than_every_fixed_depth_on_a_load_that_rises_and_fall
     served = system(cost, 16, prefill=2e-5)
 
     def run(depth: int | None) -> tuple[float, float]:
-        row = summarise("", "", simulate(served, arrivals, [drawn(RATES, seed)], depth))
+        row = summarise("", "", simulate(served, arrivals, [sampled_lengths(RATES, seed)], depth))
         return row.latency.mean, row.tokens_per_second
 
     latency, speed = run(None)
@@ -218,8 +227,8 @@ def test_goodput_is_the_base_alone_where_drafts_are_never_right():
     arrivals = poisson(3.0, 200, prompt_tokens=20, new_tokens=30)
     never = [0.0] * 3
     served = system(linear(0.02, 1e-3), 8, rates=never)
-    goodput = simulate(served, arrivals, [drawn(never)])
-    alone = simulate(served, arrivals, [drawn(never)], 0)
+    goodput = simulate(served, arrivals, [sampled_lengths(never)])
+    alone = simulate(served, arrivals, [sampled_lengths(never)], 0)
     assert [one.finished for one in goodput.served] == [one.finished for one in alone.served]
     assert {one.depth for one in goodput.steps} == {0}
 
@@ -258,7 +267,7 @@ def test_recorded_files_are_read_and_what_is_wrong_in_them_is_told(tmp_path: Pat
     file.write_text("\n".join(map(json.dumps, [late, late | early])))
     assert read_arrivals(file) == [Arrival(0.5, 3, 4), Arrival(2.0, 3, 4)]
     file.write_text(json.dumps(early))
-    with pytest.raises(ValueError, match=r"line 1 of .* must say seconds, prompt_tokens and"):
+    with pytest.raises(ValueError, match=r"line 1 of .* must have seconds, prompt_tokens and"):
         read_arrivals(file)
     file.write_text(json.dumps(late | {"new_tokens": 0}))
     with pytest.raises(ValueError, match="prompt and new tokens of at least 1"):
@@ -280,12 +289,14 @@ def test_loads_without_arrivals_are_refused(rate, parts):
 
 def test_a_depth_that_nothing_is_known_of_is_refused():
     with pytest.raises(ValueError, match="one of 5 drafts, got 1 and 5"):
-        simulate(system(linear(1.0)), [Arrival(0.0, 1, 1)], [drawn(RATES)], 5)
+        simulate(system(linear(1.0)), [Arrival(0.0, 1, 1)], [sampled_lengths(RATES)], 5)
 
 
 def test_figures_of_a_load_add_up_and_are_shown():
     arrivals = poisson(1.0, 300, prompt_tokens=10, new_tokens=11)
-    row = summarise("1", "none", simulate(system(linear(0.01), 4), arrivals, [drawn(RATES)], 0))
+    row = summarise(
+        "1", "none", simulate(system(linear(0.01), 4), arrivals, [sampled_lengths(RATES)], 0)
+    )
     assert row.latency.mean >= 0.1
     assert row.latency.p50 <= row.latency.p90 <= row.latency.p99
     assert row.first_token.mean < row.latency.mean
@@ -293,7 +304,7 @@ def test_figures_of_a_load_add_up_and_are_shown():
     span = arrivals[-1].seconds - arrivals[0].seconds
     assert row.tokens_per_second == pytest.approx(300 * 11 / span, rel=0.01)
     assert row.busy == pytest.approx(300 * 0.1 / span / row.mean_batch, rel=0.01)
-    load = Load(
+    load = LoadResults(
         times="computed for an abacus",
         computed=True,
         acceptance="made up",
@@ -308,10 +319,10 @@ def test_figures_of_a_load_add_up_and_are_shown():
 
 # --- machines that one does not have -------------------------------------------------------------
 
-A100 = Machine(bandwidth=2.0e12, flops=312e12)
-LLAMA = Size(parameters=8 * 10**9, weight_bytes=16 * 10**9, position_bytes=131072)
+A100 = Roofline(bandwidth=2.0e12, flops=312e12)
+LLAMA = ForwardSize(parameters=8 * 10**9, weight_bytes=16 * 10**9, position_bytes=131072)
 
-TINY = Size(parameters=1_100_000_000, weight_bytes=2_200_000_000, position_bytes=22528)
+TINY = ForwardSize(parameters=1_100_000_000, weight_bytes=2_200_000_000, position_bytes=22528)
 
 
 def streaming(window: float = 512.0) -> ComputedCost:
@@ -340,7 +351,7 @@ def test_rows_of_unlike_lengths_count_as_what_is_read_of_them():
     assert streaming().context(lengths) == 350
     # 5 rows, their first token from their prompts and one more from a step
     arrivals = [Arrival(0.0, length - 1, 2) for length in lengths]
-    found = simulate(system(measured, 5), arrivals, [drawn([0.0])], 0)
+    found = simulate(system(measured, 5), arrivals, [sampled_lengths([0.0])], 0)
     ordered = sorted(lengths)
     assert found.steps[0].seconds == 1.0 + 5 * measured.context(ordered)
 
@@ -353,7 +364,7 @@ def test_a_window_as_long_as_the_text_drafts_at_the_cost_of_the_base():
 
 
 def test_a_block_is_drafted_in_one_forward_however_much_of_it_is_taken():
-    small = Size(parameters=10**9, weight_bytes=2 * 10**9, position_bytes=0)
+    small = ForwardSize(parameters=10**9, weight_bytes=2 * 10**9, position_bytes=0)
     cost = ComputedCost(machine=A100, base=LLAMA, draft=small, levels=7)
     drafts = [
         cost.seconds(1, 100, nodes, depth) - cost.seconds(1, 100, nodes, 0)
