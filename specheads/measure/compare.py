@@ -206,8 +206,8 @@ def tables(comparison: Comparison) -> Iterator[ConsoleTable]:
     for condition in comparison.conditions:
         yield table(condition)
         if len(names) > 1:
-            yield against(condition, names)
-            yield accepted_against(condition, names)
+            yield ratios(condition, names, "second")
+            yield ratios(condition, names, "forward")
 
 
 def table(condition: Condition) -> ConsoleTable:
@@ -236,22 +236,15 @@ def table(condition: Condition) -> ConsoleTable:
     return ConsoleTable(title, lines, COLUMNS)
 
 
-def against(condition: Condition, names: list[str]) -> ConsoleTable:
-    """Return tokens per second of each head (row) over those of each other (column)."""
-    gains = {name: condition.drafters[name].over for name in condition.ranking if name in names}
-    return ConsoleTable("tokens per second, row over column", pairs(gains), ("head", *gains))
-
-
-def accepted_against(condition: Condition, names: list[str]) -> ConsoleTable:
-    """Return tokens per forward of each head (row) over those of each other (column)."""
+def ratios(condition: Condition, names: list[str], unit: str) -> ConsoleTable:
+    """Return tokens per second or forward of each head (row) over each other head (column)."""
     rows = {name: condition.drafters[name] for name in condition.ranking if name in names}
-    gains = {name: row.accepted_over for name, row in rows.items()}
-    return ConsoleTable("tokens per forward, row over column", pairs(gains), ("head", *gains))
-
-
-def pairs(gains: Mapping[str, Mapping[str, Gain]]) -> list[tuple[str, ...]]:
-    """Return a row for each name with its ratio to each other name; the diagonal is empty."""
-    return [(name, *(_over(over, other) for other in gains)) for name, over in gains.items()]
+    gains = {
+        name: row.over if unit == "second" else row.accepted_over for name, row in rows.items()
+    }
+    # the ratio of a head to itself is empty
+    lines = [(name, *(_over(over, other) for other in gains)) for name, over in gains.items()]
+    return ConsoleTable(f"tokens per {unit}, row over column", lines, ("head", *gains))
 
 
 def _over(over: Mapping[str, Gain], other: str) -> str:

@@ -22,7 +22,7 @@ EvaluationConfig = Train | Evaluate | Compare
 """Settings objects with `evaluation`, `tree`, `data` and `seed`."""
 
 NUM_TEXTS = 3
-"""Texts in the report: those of the first prompts, so that nobody selects them."""
+"""Texts in the report: those of the first prompts, without selection."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,7 +130,7 @@ def decode_prompts(
 
 
 def _count(steps: list[Step], length: int, depth: int, source: str) -> DepthCounts:
-    """Count one prompt's forwards; `DepthCounts` says what the end of the text cuts off."""
+    """Count one prompt's forwards; see `DepthCounts` for drafts after the end of the text."""
     counts = DepthCounts.zeros(depth, source)
     room = length - 1
     for taken in steps:

@@ -36,11 +36,6 @@ def figures(results: Results, history: Sequence[Mapping[str, Any]]) -> dict[str,
     return found
 
 
-def draw(results: Results, history: Sequence[Mapping[str, Any]]) -> dict[str, bytes]:
-    """Return the pictures for which there is data, by file name."""
-    return {f"{name}.png": png(one) for name, one in figures(results, history).items()}
-
-
 def png(figure: Figure, dpi: int = 144) -> bytes:
     """Return a figure as PNG."""
     buffer = io.BytesIO()

@@ -64,7 +64,7 @@ def quality_windows(settings: Train, base: FrozenBase) -> list[list[int]]:
         # every document is shorter
         length //= 2
     raise InputError(
-        "the base's quality is measured on validation text, and there is none; raise "
+        "the base's quality needs validation text, got none; raise "
         "evaluation.quality_windows above 0, or give longer documents"
     )
 

@@ -153,8 +153,8 @@ JOINERS = "\N{ZERO WIDTH NON-JOINER}\N{ZERO WIDTH JOINER}"
 def visible(text: str) -> str:
     """Replace every hidden character by a visible sign; newlines and tabs stay.
 
-    A control character becomes its Unicode picture, any other its code point. Model output can
-    then neither hide text nor reverse the line around it.
+    A control character becomes its Unicode picture, any other its code point. Model output
+    then cannot hide text or reverse the line around it.
     """
     return "".join(map(_visible, text))
 

@@ -151,8 +151,8 @@ def time_methods(
 ) -> Timings:
     """Time the base alone and several methods in turns.
 
-    All methods decode a batch one after the other, so that a slow phase of the machine slows all
-    of them; each repetition starts with another method. The first batch is decoded once as a
+    All methods decode a batch one after the other: a slow phase of the machine then slows all of
+    them; each repetition starts with another method. The first batch is decoded once as a
     warm-up.
     """
     if len(prompts) < 1 or repetitions < 1 or generation.max_new_tokens < 3:

@@ -29,7 +29,7 @@ class ConsoleTable:
         for place, width in enumerate(widths):
             table.add_column(Text(self.header[place]) if self.header else "", width=width)
         for row in self.rows:
-            # as Text, so that a name in brackets is not parsed as a style
+            # Text does not parse a name in brackets as a style
             table.add_row(*map(Text, row))
         yield table
 

@@ -83,8 +83,8 @@ def time_steps(
 ) -> list[Point]:
     """Return the step time of each method, all of its rows decoding together.
 
-    Methods take turns, a burst of steps each, so that a slow phase of the machine slows all of
-    them. Each method continues `prompts` of its own. The trimmed mean of its steps counts.
+    Methods take turns, a burst of steps each: a slow phase of the machine then slows all of them.
+    Each method continues `prompts` of its own. The trimmed mean of its steps counts.
     """
     methods = [
         (None if one is None else beside_lookup(one, tree, base), tree) for one, tree in methods

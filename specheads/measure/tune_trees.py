@@ -121,22 +121,6 @@ def match_rates(copies: Sequence[Copied]) -> list[MatchRates]:
 # --- building trees ----------------------------------------------------------------------------
 
 
-def best_first(rates: Sequence[float], size: int, depth: int) -> list[RankPath]:
-    """Return the rank paths of the best tree of `size` nodes, root included.
-
-    `rates` do not increase with the rank, so a path is worth no more than its prefix, and taking
-    the best remaining path is optimal: the result equals that of the dynamic programme.
-    """
-
-    def value(path: RankPath) -> float:
-        worth = 1.0
-        for rank in path:
-            worth *= rates[rank]
-        return worth
-
-    return _grown(value, size, depth, len(rates))
-
-
 def most_followed(
     shares: Mapping[RankPath, float], rates: Sequence[float], size: int, depth: int
 ) -> list[RankPath]:

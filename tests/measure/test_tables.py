@@ -1,4 +1,4 @@
-"""Output in narrow consoles, and piped: every figure stands whole, somewhere."""
+"""Narrow consoles and pipes: no figure is cut."""
 
 import io
 import re
@@ -33,7 +33,7 @@ def figures(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("width", [200, 80, 60, 40, 24])
-def test_a_report_keeps_every_figure_whole_at_any_width(width: int):
+def test_report_shows_every_figure_at_any_width(width: int):
     results, stream = measured(), io.StringIO()
     page = Path("/a/[b]") / ("folder" * 12) / "report.html"
     report.show(results, Console(width=width, file=stream), page)
@@ -49,7 +49,7 @@ def test_a_report_keeps_every_figure_whole_at_any_width(width: int):
 
 
 @pytest.mark.parametrize("width", [200, 60, 40, 24])
-def test_a_comparison_keeps_every_figure_whole_at_any_width(width: int):
+def test_comparison_shows_every_figure_at_any_width(width: int):
     from tests.measure.test_compare import rows
 
     found = table(condition(rows(), 0.0, 3))
@@ -60,7 +60,7 @@ def test_a_comparison_keeps_every_figure_whole_at_any_width(width: int):
     assert all(len(line) <= width for line in text.splitlines())
 
 
-def test_a_table_that_does_not_fit_is_a_list():
+def test_table_that_does_not_fit_becomes_a_list():
     rows = [["1", "12 / 345", "0.123"], ["2", "6 / 12", "0.045"]]
     wide = ConsoleTable("by depth", rows, ["depth", "accepted / offered", "top 1"])
     assert "12 / 345" in printed(wide, 80)
@@ -77,6 +77,6 @@ def test_a_table_that_does_not_fit_is_a_list():
     ]
 
 
-def test_a_name_in_brackets_is_a_name():
+def test_brackets_are_not_parsed_as_style():
     text = printed(ConsoleTable("title", [["base", "[/] of [bold]mine"]]), 60)
     assert "[/] of [bold]mine" in text
