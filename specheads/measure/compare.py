@@ -1,4 +1,4 @@
-"""Compare methods on the same prompts, in one process, in turns: see docs/baselines.md."""
+"""Compare methods on the same prompts, in one process, in turns: see docs/compare.md."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
