@@ -24,19 +24,18 @@ from specheads.base.model import FrozenBase
 from specheads.commands import _compose
 from specheads.config import Train
 from specheads.core.drafter import Head
+from specheads.core.records import to_json
 from specheads.decoding.acceptance.sampling import Sampling
 from specheads.decoding.trees import policies
 from specheads.heads.load import load_head
 from specheads.measure.counts import paired_gain, rate
-from specheads.measure.drafting import ways
 from specheads.measure.evaluation import named_prompts
-from specheads.measure.how import How
-from specheads.measure.online import Decoded, decode_prompts, write_alone
-from specheads.measure.speed import Arm
-from specheads.measure.store import to_json
-from specheads.measure.tune import search
-from specheads.measure.tune.for_evaluation import TUNING_TOKENS, tuning_prompts
-from specheads.measure.tune.texts import write
+from specheads.measure.generation import Decoded, GenerationSettings, decode_prompts, write_alone
+from specheads.measure.methods import sampling_methods
+from specheads.measure.speed import DraftMethod
+from specheads.measure.tune import TUNING_TOKENS, tuning_prompts
+from specheads.measure.tune_texts import write_texts
+from specheads.measure.tune_trees import candidate_trees, replayed
 from specheads.runs.provenance import provenance
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -63,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # folders are named alike, and moved: a head is known by its weights
     heads = {_digest(folder): folder for folder in options.heads}
     for temperature in options.temperature:
-        how = How(
+        how = GenerationSettings(
             max_new_tokens=options.new_tokens,
             sampling=Sampling(temperature=temperature, seed=settings.seed),
             batch_size=options.max_batch,
@@ -122,13 +121,13 @@ def _write(file: Path, table: dict[str, Any]) -> None:
     file.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
 
 
-Pair = tuple[Arm, Arm]
+Pair = tuple[DraftMethod, DraftMethod]
 """How a tree is decoded with the noise, and without."""
 
 
 def trees(
-    base: FrozenBase, head: Head, settings: Train, how: How, num_nodes: int
-) -> dict[str, Pair | Arm]:
+    base: FrozenBase, head: Head, settings: Train, how: GenerationSettings, num_nodes: int
+) -> dict[str, Pair | DraftMethod]:
     """Return what is drafted: pairs of one tree with and without the noise, and rejection."""
     texts = [one.tokens for one in tuning_prompts(settings, base)]
     how = replace(how, max_new_tokens=TUNING_TOKENS)
@@ -137,36 +136,39 @@ def trees(
         _best(base, head, texts, replace(how, coupled=coupled), num_nodes)
         for coupled in (True, False)
     )
-    chain = ways(head, policies.chain(head.depth))
+    chain = sampling_methods(head, policies.chain(head.depth))
     return {
         "chain": (chain["coupled"], chain["uncoupled"]),
-        "tuned": (ways(head, with_noise)["coupled"], ways(head, without)["uncoupled"]),
+        "tuned": (
+            sampling_methods(head, with_noise)["coupled"],
+            sampling_methods(head, without)["uncoupled"],
+        ),
         "rejection": chain["rejection"],
     }
 
 
 def _best(
-    base: FrozenBase, head: Head, prompts: list[list[int]], how: How, num_nodes: int
+    base: FrozenBase, head: Head, prompts: list[list[int]], how: GenerationSettings, num_nodes: int
 ) -> policies.Static:
     """Return the tree of at most so many nodes that gives most tokens a forward after prompts."""
-    ranks = write(base, head, prompts, 1, how).ranks
-    found = search.candidates(ranks, head.depth, num_nodes)
-    return max(found[1:], key=lambda tree: search.replayed(tree, ranks))
+    ranks = write_texts(base, head, prompts, 1, how).ranks
+    found = candidate_trees(ranks, head.depth, num_nodes)
+    return max(found[1:], key=lambda tree: replayed(tree, ranks))
 
 
 def measure(
     base: FrozenBase,
-    arms: dict[str, Pair | Arm],
+    arms: dict[str, Pair | DraftMethod],
     prompts: list[list[int]],
     alone: list[list[int]],
-    how: How,
+    how: GenerationSettings,
 ) -> dict[str, Any]:
     """Return what one head gives at one temperature."""
 
-    def decode(arm: Arm) -> list[Decoded]:
-        return decode_prompts(base, arm.drafter, prompts, arm.how(how))
+    def decode(arm: DraftMethod) -> list[Decoded]:
+        return decode_prompts(base, arm.drafter, prompts, arm.settings(how))
 
-    def told(arm: Arm, decoded: list[Decoded]) -> dict[str, Any]:
+    def told(arm: DraftMethod, decoded: list[Decoded]) -> dict[str, Any]:
         same = sum(one.tokens == text for one, text in zip(decoded, alone, strict=True))
         paths = [list(path) for path in getattr(arm.tree, "paths", ())]
         found = to_json(rate([one.counts for one in decoded]))
@@ -174,7 +176,7 @@ def measure(
 
     row: dict[str, Any] = {"prompts": len(prompts)}
     for name, arm in arms.items():
-        if isinstance(arm, Arm):
+        if isinstance(arm, DraftMethod):
             row[name] = told(arm, decode(arm))
             continue
         ours, theirs = map(decode, arm)

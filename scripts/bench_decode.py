@@ -35,7 +35,8 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 from specheads.base.model import FrozenBase
 from specheads.baselines.streaming import Streaming
 from specheads.core.drafter import Drafter
-from specheads.core.machine import dtype_name
+from specheads.core.machine import dtype_name, synchronise
+from specheads.core.records import to_json
 from specheads.core.tree import TokenTree
 from specheads.decoding import loop
 from specheads.decoding.acceptance import rules
@@ -47,8 +48,6 @@ from specheads.decoding.trees.hybrid import Hybrid, HybridTree, Lookup
 from specheads.heads.load import load_head
 from specheads.measure.counts import bootstrap_interval
 from specheads.measure.oracle import Oracle
-from specheads.measure.speed import synchronise
-from specheads.measure.store import to_json
 from specheads.runs.provenance import nearby, provenance
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -24,8 +24,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from specheads.measure.comparison import Comparison
-from specheads.measure.store import read, to_json
+from specheads.core.records import to_json
+from specheads.measure.results import Comparison, read
 
 ROOT = Path(__file__).resolve().parents[1]
 COMPARED = {

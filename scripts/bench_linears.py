@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from specheads.base.model import FrozenBase
+from specheads.core.records import to_json
 from specheads.core.weight_layout import LEAST, MKL, ONEDNN, Library
-from specheads.measure.store import to_json
 from specheads.runs.provenance import provenance
 
 Product = Callable[[Tensor], Tensor]

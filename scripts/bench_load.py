@@ -48,6 +48,7 @@ from specheads.commands import _compose
 from specheads.config import Simulate, Train
 from specheads.core.drafter import Drafter, Head
 from specheads.core.machine import dtype_name
+from specheads.core.records import to_json
 from specheads.decoding import loop
 from specheads.decoding.engine import Engine
 from specheads.decoding.generate import generate
@@ -59,19 +60,24 @@ from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import HybridTree, Lookup, own_tree
 from specheads.decoding.trees.tuned import MatchRates, Tuned, TunedTree
 from specheads.heads.load import load_head
+from specheads.measure import simulate as simulation
 from specheads.measure.counts import DepthCounts, bootstrap_interval
 from specheads.measure.evaluation import named_prompts
-from specheads.measure.how import How
-from specheads.measure.load import command
-from specheads.measure.load.accepted import Accepted, Copies, Copy, drawn, rates_of, recorded
-from specheads.measure.load.arrivals import Arrival, poisson
-from specheads.measure.load.simulate import Simulation, System, simulate
-from specheads.measure.offline import guess_ranks
-from specheads.measure.online import decode_prompts
-from specheads.measure.replay import Copied, accepted_path, copied
-from specheads.measure.store import to_json
-from specheads.measure.tune.acceptance import match_rates
-from specheads.measure.tune.finals import COPIED
+from specheads.measure.generation import GenerationSettings, decode_prompts
+from specheads.measure.offline import Copied, accepted_path, copied, guess_ranks
+from specheads.measure.simulate_engine import Simulation, System, simulate
+from specheads.measure.simulate_requests import (
+    AcceptedLengths,
+    Arrival,
+    Copies,
+    Copy,
+    poisson,
+    rates_of,
+    recorded,
+    sampled_lengths,
+)
+from specheads.measure.tune_finals import COPIED
+from specheads.measure.tune_trees import match_rates
 from specheads.runs.directory import RunDirectory
 from specheads.runs.progress import bar
 from specheads.runs.provenance import provenance
@@ -97,13 +103,13 @@ class Bench:
     prompts: list[list[int]]
     new_tokens: int
     measured: Tuned
-    accepted: Accepted
+    accepted: AcceptedLengths
     copied: Copies
     rates: list[float]
     """Conditional acceptance of these very texts."""
     matches: list[MatchRates]
     """The same of copied text."""
-    in_trees: list[Accepted]
+    in_trees: list[AcceptedLengths]
     """Of each tuned tree that is no chain, as `simulate` takes it."""
     rounds: int
     batches: list[int]
@@ -138,7 +144,7 @@ class Bench:
             copied=[one.rates for one in self.measured.acceptance.matches],
         )
         if depth is None:
-            system = command.choosing(system, self.chosen_from(arm))
+            system = simulation.with_goodput(system, self.chosen_from(arm))
         place = None if depth is None else system.drafts.index(Draft(depth, depth + 1, size))
         right = [self.accepted, *self.in_trees[: len(system.rates) - 1]]
         return simulate(system, arrivals, right, place, self.copied)
@@ -248,7 +254,7 @@ def _bench(options: argparse.Namespace) -> Bench:
     base = FrozenBase.load(trained.base.model)
     head = load_head(run.head, base)
     settings: Simulate = _compose.settings_of("simulate", [f"run={options.run}"])
-    measured = command.measured(settings)
+    measured = simulation.measured(settings)
     trained.evaluation.num_prompts = options.prompts
     trained.evaluation.prompt_tokens = options.prompt_tokens
     prompts = [prompt.tokens for prompt in named_prompts(trained, base).prompts]
@@ -308,17 +314,19 @@ def _in_tree(
     prompts: list[list[int]],
     tree: TunedTree,
     ranks: Sequence[Tensor],
-) -> Accepted:
-    """Return what is right of a tuned tree: recorded, or drawn where its shape differs by step.
+) -> AcceptedLengths:
+    """Return the right drafts of a tuned tree: recorded, or sampled if steps differ.
 
-    It is drawn as often as each level is right, of those above which all are.
+    Each level is right with its rate, given that every level above it is right.
     """
     own = own_tree(tree.policy())
     if isinstance(own, policies.Static):
         return recorded([_right(own, one) for one in ranks])
-    how = How(max_new_tokens=1 + len(ranks[0]), tree=own, batch_size=8, stop_at_eos=False)
+    how = GenerationSettings(
+        max_new_tokens=1 + len(ranks[0]), tree=own, batch_size=8, stop_at_eos=False
+    )
     counts = [one.counts for one in decode_prompts(base, head, prompts, how)]
-    return drawn(DepthCounts.total(counts, own.depth).levels())
+    return sampled_lengths(DepthCounts.total(counts, own.depth).levels())
 
 
 def _copied(copies: Copied) -> list[Copy]:

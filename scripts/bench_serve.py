@@ -39,17 +39,15 @@ from specheads.base.gguf import file_of
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
 from specheads.core.machine import instructions
+from specheads.core.records import dumps
 from specheads.data.prompts import PromptSet, load_prompts
 from specheads.decoding.trees.policies import chain
 from specheads.export.write import export_head
 from specheads.heads.load import load_head
 from specheads.measure.counts import DepthCounts, bootstrap_interval, rate
-from specheads.measure.how import How
-from specheads.measure.offline import guess_ranks
-from specheads.measure.online import write_alone
-from specheads.measure.rates import Gain, Interval, Rate
-from specheads.measure.replay import replay
-from specheads.measure.store import dumps
+from specheads.measure.generation import GenerationSettings, write_alone
+from specheads.measure.offline import guess_ranks, replay
+from specheads.measure.results import Gain, Interval, Rate
 from specheads.runs.progress import bar
 from specheads.runs.provenance import Provenance, nearby, provenance
 
@@ -247,7 +245,7 @@ def _started(
     """Export the head and start every engine."""
     prompts = [found.prompts[0].tokens for found in sets.values()]
     # the gate needs text, and not that it makes sense
-    how = How(max_new_tokens=head.depth + 16, stop_at_eos=False)
+    how = GenerationSettings(max_new_tokens=head.depth + 16, stop_at_eos=False)
     texts = list(zip(prompts, write_alone(base, prompts, how), strict=True))
     longest = max(len(prompt.tokens) for found in sets.values() for prompt in found.prompts)
     room = min(longest + options.new_tokens + 16, base.max_length)

@@ -34,13 +34,13 @@ from transformers import AutoModelForCausalLM, GraniteConfig, LlamaConfig
 
 from specheads.base.model import FrozenBase
 from specheads.config import Phase, Schedule
+from specheads.core.device_memory import peak_gib
 from specheads.core.drafter import Head
-from specheads.core.machine import dtype_name
+from specheads.core.machine import dtype_name, synchronise
+from specheads.core.records import to_json
 from specheads.data.packing import TokenBatch
 from specheads.heads.load import build_for
 from specheads.measure.counts import bootstrap_interval
-from specheads.measure.speed import peak_gib, synchronise
-from specheads.measure.store import to_json
 from specheads.runs.provenance import nearby, provenance
 from specheads.training.cost import matmul_rate, step_flops
 from specheads.training.schedule import PlacedPhase, placed
@@ -268,7 +268,7 @@ def _peak_of_a_step(bench: Bench) -> float:
     if bench.base.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     bench.stepper.step(bench.batch, bench.phase, 0)
-    return peak_gib(bench.base)
+    return peak_gib(bench.base.device)
 
 
 def _parts(bench: Bench) -> dict[str, float]:

@@ -37,9 +37,9 @@ from specheads.decoding.trees.tuned import FILE, Tuned
 from specheads.heads.load import load_head
 from specheads.measure.counts import bootstrap_interval
 from specheads.measure.evaluation import named_prompts
-from specheads.measure.how import How
-from specheads.measure.speed import Arm, Timing, summarise, time_arms
-from specheads.measure.tables import Fitted, with_interval
+from specheads.measure.generation import GenerationSettings
+from specheads.measure.speed import DraftMethod, Timing, summarise, time_methods
+from specheads.measure.tables import ConsoleTable, with_interval
 from specheads.runs.directory import RunDirectory
 from specheads.runs.provenance import provenance
 
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = [row for run in options.runs for row in measure(run, options)]
     made = {"schema": 1, "rows": rows, "provenance": to_json(provenance())}
     write_atomic(options.out, json.dumps(made, indent=1) + "\n")
-    Console().print(Fitted("tuned and hand-written trees", [*map(_shown, rows)], COLUMNS))
+    Console().print(ConsoleTable("tuned and hand-written trees", [*map(_shown, rows)], COLUMNS))
     sys.stdout.write(f"wrote {options.out}\n")
     return 0
 
@@ -90,9 +90,9 @@ def measure(place: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
     context = statistics.fmean(map(len, prompts)) + options.new_tokens / 2
     chosen = head.tuned.best(1, context)
     trees = {"tuned": chosen.policy()} | hand_written(head, options.trees)
-    arms = {name: Arm(head, tree) for name, tree in trees.items()}
-    how = How(max_new_tokens=options.new_tokens, progress=True)
-    timings = time_arms(base, arms, prompts, how, repetitions=options.repeats)
+    arms = {name: DraftMethod(head, tree) for name, tree in trees.items()}
+    how = GenerationSettings(max_new_tokens=options.new_tokens, progress=True)
+    timings = time_methods(base, arms, prompts, how, repetitions=options.repeats)
     rows = []
     for name, tree in trees.items():
         alone, drafted, tuned = _seconds(timings[None], timings[name], timings["tuned"])

@@ -176,7 +176,7 @@ class Report:
     def write(self) -> None:
         """Write the file: whole or not at all."""
         from specheads.core.files import write_atomic
-        from specheads.measure.store import to_json
+        from specheads.core.records import to_json
         from specheads.runs.provenance import provenance
 
         self._provenance = self._provenance or to_json(provenance())
@@ -420,7 +420,7 @@ def machine(base: Any) -> dict[str, float]:
 
 def timed(base: Any, act: Callable[[], Any]) -> float:
     """Return the seconds of a call, the device's work included."""
-    from specheads.measure.speed import synchronise
+    from specheads.core.machine import synchronise
 
     synchronise(base.device)
     began = time.perf_counter()
@@ -925,8 +925,8 @@ def step_costs(report: Report, base: Any, head: Any) -> dict[str, Any]:
     from dataclasses import asdict
 
     from specheads.decoding.trees import policies
-    from specheads.measure.how import How
-    from specheads.measure.tune.cost import fit, time_ways
+    from specheads.measure.generation import GenerationSettings
+    from specheads.measure.tune_cost import fit, time_steps
 
     ways, prompts = [], []
     for batch in sorted({1, *report.sizes.engine_batches[1:3]}):
@@ -934,7 +934,9 @@ def step_costs(report: Report, base: Any, head: Any) -> dict[str, Any]:
             ways.append((head if depth else None, policies.chain(depth)))
             texts = [prompt_of(report, base, report.sizes.contexts[0], row) for row in range(batch)]
             prompts.append(texts)
-    points = time_ways(base, ways, prompts, how=How(max_new_tokens=1), rounds=2)
+    points = time_steps(
+        base, ways, prompts, generation=GenerationSettings(max_new_tokens=1), rounds=2
+    )
     cost, error = fit(points)
     report.options.cost = cost
     return {

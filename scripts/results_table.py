@@ -47,8 +47,8 @@ from tables import (
 
 from specheads.commands import _compose
 from specheads.config import data_dir
-from specheads.measure.results import Results
-from specheads.measure.store import from_json, read
+from specheads.core.records import from_json
+from specheads.measure.results import Results, read
 from specheads.runs.provenance import Provenance
 
 ROOT = Path(__file__).resolve().parents[1]

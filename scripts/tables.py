@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from specheads.measure.compare.table import accepted_against
-from specheads.measure.comparison import Comparison, Condition
-from specheads.measure.results import Rate, Results, Speed
-from specheads.measure.store import from_json, read
+from specheads.core.records import from_json
+from specheads.measure.compare import ratios
+from specheads.measure.results import Comparison, Condition, Rate, Results, Speed, read
 from specheads.runs.provenance import Git, Provenance
 
 HEADS_HEADER = (
@@ -169,7 +168,7 @@ def heads(compared: Mapping[str, Any]) -> str:
         f"{chain.prompts.count} prompts{of_trees}, "
         f"{chain.settings.dtype}; {chain.provenance.hardware},"
     )
-    pairs = accepted_against(greedy, [*chain.heads])
+    pairs = ratios(greedy, [*chain.heads], "forward")
     told = f"{pairs.title}, chain, T=0:\n\n{table(pairs.header, pairs.rows)}"
     origin = {"recipe": compared["recipe"], "provenance": compared["chain"]["provenance"]}
     shown = _below(common, origin, table(HEADS_HEADER, rows))

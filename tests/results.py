@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from specheads.core.records import from_json
 from specheads.measure.results import Results
-from specheads.measure.store import from_json
 
 BARE: dict[str, Any] = {
     "head": {"kind": "medusa", "depth": 2, "parameters": 10},

@@ -31,6 +31,7 @@ LIBRARIES = {
     "omegaconf": {"commands"},
     "accelerate": {"commands", "training", "runs.trackers"},
     "peft": {"base.lora"},
+    "jinja2": {"measure.report"},
     "wandb": {"runs.trackers"},
     "httpx2": {"training.distill.server"},
 }

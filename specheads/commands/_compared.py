@@ -10,7 +10,7 @@ from specheads.config import Compare
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.heads.load import load_head
-from specheads.measure.how import Asked
+from specheads.measure.generation import EvaluationConfig
 from specheads.runs.directory import RunDirectory
 
 
@@ -30,7 +30,7 @@ def first_run(settings: Compare) -> str:
 
 
 def load_compared(
-    settings: Compare, asked: Asked, base: FrozenBase | None
+    settings: Compare, asked: EvaluationConfig, base: FrozenBase | None
 ) -> tuple[FrozenBase, dict[str, Head]]:
     """Return the base and the heads that are named, by what they are to be called."""
     places = _places(settings)

@@ -16,10 +16,9 @@ from specheads.commands._library import (
 from specheads.config import Compare
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
-from specheads.measure.compare.arms import chosen
-from specheads.measure.compare.run import compare_heads
-from specheads.measure.compare.table import write_comparison
-from specheads.measure.comparison import Comparison
+from specheads.measure.compare import compare_heads, write_comparison
+from specheads.measure.methods import chosen
+from specheads.measure.results import Comparison
 
 
 def compare(

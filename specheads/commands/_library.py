@@ -28,7 +28,7 @@ from specheads.export.write import Parity, export_head, gate_texts
 from specheads.heads.load import load_head
 from specheads.measure import report
 from specheads.measure.evaluation import evaluate_head, evaluate_run
-from specheads.measure.how import Asked
+from specheads.measure.generation import EvaluationConfig
 from specheads.measure.results import Results
 from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import read_metrics
@@ -259,7 +259,7 @@ def own(settings: Any, overrides: Sequence[str]) -> tuple[RunDirectory, config.T
     return run, trained
 
 
-Loadable = Asked | config.Tune | Export | config.Chat
+Loadable = EvaluationConfig | config.Tune | Export | config.Chat
 """Settings that name a base."""
 
 
@@ -288,7 +288,7 @@ def head_of(run: RunDirectory, base: FrozenBase, *, force: bool) -> Head:
     return load_head(run.head, base, force=force)
 
 
-def prompt_set(given: Prompts, settings: Asked) -> PromptSet | None:
+def prompt_set(given: Prompts, settings: EvaluationConfig) -> PromptSet | None:
     """Return prompts that are given as token ids; a name goes into the settings."""
     if given is None:
         return None

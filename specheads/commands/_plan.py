@@ -9,7 +9,7 @@ from rich.console import Console
 # what a run imports is a part of what it holds
 from specheads.commands import _compose, _library  # noqa: F401
 from specheads.config import Train
-from specheads.measure.tables import Fitted
+from specheads.measure.tables import ConsoleTable
 from specheads.training.plan.whole import Plan, plan
 from specheads.training.processes import accelerator_of_environment
 
@@ -41,7 +41,7 @@ def as_values(found: Plan) -> dict[str, object]:
     return {"plan": asdict(found) | more | {"hours": found.hours}}
 
 
-def tables(found: Plan) -> list[Fitted]:
+def tables(found: Plan) -> list[ConsoleTable]:
     """Return memory, phases and disk as tables."""
     parts = list(dict.fromkeys(part for stage in found.stages for part in stage.memory))
     memory = [[part, *(_gib(one.memory.get(part)) for one in found.stages)] for part in parts]
@@ -58,9 +58,9 @@ def tables(found: Plan) -> list[Fitted]:
     disk = [[name, _gib(size)] for name, size in found.disk.items()]
     each = "" if found.processes == 1 else f", each of {found.processes} processes"
     return [
-        Fitted(f"memory of {found.device}{each}, GiB", memory, names),
-        Fitted("phases", phases, head),
-        Fitted("disk, GiB", disk, ["what", "GiB"]),
+        ConsoleTable(f"memory of {found.device}{each}, GiB", memory, names),
+        ConsoleTable("phases", phases, head),
+        ConsoleTable("disk, GiB", disk, ["what", "GiB"]),
     ]
 
 

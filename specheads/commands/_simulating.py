@@ -7,8 +7,8 @@ from specheads.commands import _compose
 from specheads.commands._library import load_base, settings_for
 from specheads.config import Simulate, Train
 from specheads.heads.load import load_head
-from specheads.measure.load import command
-from specheads.measure.load.results import Load
+from specheads.measure import simulate as simulation
+from specheads.measure.simulate import LoadResults
 from specheads.runs.directory import RunDirectory
 
 
@@ -18,7 +18,7 @@ def simulate(
     *,
     settings: Simulate | None = None,
     out: str | Path = "",
-) -> Load:
+) -> LoadResults:
     """Simulate many requests, by load, with the base alone, fixed depths and goodput.
 
     Times and acceptance are those that `specheads tune` measured of the run's head, or computed
@@ -26,11 +26,11 @@ def simulate(
     into `out`.
     """
     settings, _ = settings_for(Simulate, settings, overrides, run=run, out=out)
-    where, sizes = command.folder(settings), None
-    if command.needs_sizes(settings):
+    where, sizes = simulation.folder(settings), None
+    if simulation.needs_sizes(settings):
         made = RunDirectory(Path(settings.run))
         base = load_base(_compose.read_run(made.config, Train))
-        sizes = command.Sizes.of(base, load_head(made.head, base))
-    load = command.simulate_loads(settings, sizes)
-    command.write(where, load)
+        sizes = simulation.Sizes.of(base, load_head(made.head, base))
+    load = simulation.simulate_loads(settings, sizes)
+    simulation.write(where, load)
     return load

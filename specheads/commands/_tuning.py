@@ -13,7 +13,7 @@ from specheads.core.files import write_atomic
 from specheads.core.paths import local_path, writable_folder
 from specheads.core.records import dumps
 from specheads.decoding.trees.tuned import FILE, Tuned
-from specheads.measure.tune.run import tune_head
+from specheads.measure.tune import tune_head
 from specheads.runs.directory import RunDirectory
 
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from specheads.commands import _comparing
 from specheads.commands._compared import comparison_folder
 from specheads.config import Compare
-from specheads.measure.compare.table import tables
+from specheads.measure.compare import tables
 
 
 def run(settings: Compare, overrides: Sequence[str]) -> None:

@@ -11,8 +11,8 @@ from rich.console import Console
 
 from specheads.commands import _simulating
 from specheads.config import Simulate
-from specheads.measure.load import command
-from specheads.measure.load.results import table
+from specheads.measure import simulate as simulation
+from specheads.measure.simulate import table
 
 
 def run(settings: Simulate, overrides: Sequence[str]) -> None:
@@ -22,4 +22,6 @@ def run(settings: Simulate, overrides: Sequence[str]) -> None:
     console.print(table(load))
     if load.computed:
         console.print(f"times are {load.times}: no machine took them", markup=False)
-    console.print(f"load: {command.folder(settings) / 'load.json'}", soft_wrap=True, markup=False)
+    console.print(
+        f"load: {simulation.folder(settings) / 'load.json'}", soft_wrap=True, markup=False
+    )

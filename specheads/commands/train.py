@@ -28,8 +28,7 @@ def run(settings: Train, _: Sequence[str]) -> None:
 
     from specheads.commands import _library
     from specheads.measure import report
-    from specheads.measure.results import Results
-    from specheads.measure.store import read
+    from specheads.measure.results import Results, read
 
     run = _library.train(settings=settings, announce=Console(markup=False).print)
     results = read(Results, run.report / "results.json")

@@ -11,7 +11,7 @@ from rich.console import Console
 from specheads.commands import _tuning
 from specheads.config import Tune
 from specheads.decoding.trees.tuned import FILE
-from specheads.measure.tune.run import tables
+from specheads.measure.tune import tables
 
 
 def run(settings: Tune, overrides: Sequence[str]) -> None:

@@ -50,6 +50,13 @@ def process_peak_bytes() -> int:
     return most if sys.platform == "darwin" else most * 1024
 
 
+def peak_gib(device: torch.device) -> float:
+    """Return the peak memory in GiB: of a GPU since its last reset, else of the whole process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return process_peak_bytes() / 2**30
+
+
 def _named(file: Path, name: str) -> int:
     lines = file.read_text(encoding="ascii", errors="replace").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))

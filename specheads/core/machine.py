@@ -50,3 +50,9 @@ def computes_bfloat16() -> bool:
     most = os.environ.get("ONEDNN_MAX_CPU_ISA", "DEFAULT").upper()
     may = most in ("ALL", "DEFAULT") or any(one in most for one in ("BF16", "FP16", "AMX", "AVX10"))
     return may and getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait until all work queued on a device has finished."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

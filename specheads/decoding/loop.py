@@ -16,6 +16,7 @@ from specheads.base.model import FrozenBase
 from specheads.core.attention import without_cudnn_attention
 from specheads.core.drafter import Drafter, Memory
 from specheads.core.features import Committed
+from specheads.core.machine import synchronise
 from specheads.core.tree import TokenTree
 from specheads.decoding.acceptance import rules
 from specheads.decoding.acceptance.accept import Verdict
@@ -148,12 +149,6 @@ def _now(base: FrozenBase, *, wait: bool) -> float:
     if wait:
         synchronise(base.device)
     return time.perf_counter()
-
-
-def synchronise(device: torch.device) -> None:
-    """Wait until a device has done what it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _read(tree: TokenTree, verdict: Verdict) -> list[list[int]]:

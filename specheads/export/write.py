@@ -33,9 +33,8 @@ from specheads.export.layouts import find_layout
 from specheads.export.layouts._shared import Folder
 from specheads.heads.load import copy_of, load_head
 from specheads.measure.counts import DepthCounts
-from specheads.measure.how import How
-from specheads.measure.online import write_alone
-from specheads.measure.replay import replay
+from specheads.measure.generation import GenerationSettings, write_alone
+from specheads.measure.offline import replay
 from specheads.measure.results import Depth
 from specheads.runs.progress import bar
 from specheads.runs.provenance import provenance
@@ -200,7 +199,9 @@ def gate_texts(
     )
     tokens = [prompt.tokens[:prompt_tokens] for prompt in found.prompts]
     # continue past end-of-text tokens: the gate needs length, not sense
-    how = How(max_new_tokens=new_tokens, batch_size=8, stop_at_eos=False, progress=True)
+    how = GenerationSettings(
+        max_new_tokens=new_tokens, batch_size=8, stop_at_eos=False, progress=True
+    )
     return list(zip(tokens, write_alone(base, tokens, how), strict=True))
 
 

@@ -1,4 +1,4 @@
-"""What is counted while decoding, and what the counts amount to."""
+"""Counts of drafts while decoding, and rates with intervals from them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -8,30 +8,28 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from specheads.core.errors import InputError
-from specheads.measure.rates import Gain, Interval, Rate
-from specheads.measure.results import Depth, DepthRate
+from specheads.measure.results import Depth, DepthRate, Gain, Interval, Rate
 
 
 @dataclass(slots=True)
 class DepthCounts:
-    """What base forwards were offered and took, as integers that add up exactly.
+    """Integer counts of forwards and of the drafts at each depth.
 
-    `offered[k]` counts forwards in which every draft before depth k was accepted and there was
-    a draft at depth k; `accepted[k]` counts those in which it was accepted. Accepted is a draft
-    that saved a forward, so one that the end of the text cuts off is offered and not accepted,
-    and `forwards + sum(accepted)` is exactly the number of tokens the forwards gave.
+    `offered[k]` counts forwards in which every draft before depth k was accepted and depth k had a
+    draft; `accepted[k]` counts those in which that draft was accepted. A draft that the end of the
+    text cuts off is offered and not accepted, since it saved no forward. So
+    `forwards + sum(accepted)` is exactly the number of tokens that the forwards gave.
     """
 
     forwards: int
     offered: list[int]
     accepted: list[int]
     source: str = field(default="", compare=False)
-    """What the prompt was cut from: intervals draw prompts of one source together. Empty is a
-    source of its own."""
+    """Document that the prompt was cut from; intervals resample documents. Empty: its own."""
 
     @classmethod
     def zeros(cls, depth: int, source: str = "") -> "DepthCounts":
-        """Return the counts of no forward at all."""
+        """Return the counts of no forward."""
         return cls(0, [0] * depth, [0] * depth, source)
 
     @classmethod
@@ -46,21 +44,21 @@ class DepthCounts:
 
     @property
     def new_tokens(self) -> int:
-        """Tokens the forwards gave, the base's own choice in each of them included."""
+        """Tokens that the forwards gave, including the base's own token of each."""
         return self.forwards + sum(self.accepted)
 
     @property
     def tokens_per_forward(self) -> float:
-        """Tokens a forward gave on average, the base's own included; 1.0 is the base alone."""
+        """Mean tokens per forward, including the base's own; the base alone has 1.0."""
         return _ratio(self.new_tokens, self.forwards)
 
     @property
     def tokens_per_forward_without_bonus(self) -> float:
-        """Accepted drafts a forward; 0.0 is the base alone."""
+        """Mean accepted drafts per forward; the base alone has 0.0."""
         return _ratio(sum(self.accepted), self.forwards)
 
     def add(self, accepted: int, *, drafted_beyond: bool) -> None:
-        """Count one forward: how many drafts it accepted, and whether it drafted beyond them."""
+        """Count one forward: its accepted drafts, and whether a deeper draft was rejected."""
         self.forwards += 1
         for level in range(accepted):
             self.offered[level] += 1
@@ -69,31 +67,31 @@ class DepthCounts:
             self.offered[accepted] += 1
 
     def levels(self) -> list[float]:
-        """Return how often each level was right where the one above was, drafted there or not.
+        """Return how often each level was right if the one above was, drafted there or not.
 
-        Their running products add up to the tokens of a forward: see `payoff.expected_tokens`.
+        The running products add up to the tokens per forward: see `payoff.expected_tokens`.
         """
         above = [self.forwards, *self.accepted]
         return [right / max(all_, 1) for all_, right in zip(above, self.accepted, strict=False)]
 
     def per_depth(self) -> list[Depth]:
-        """Return the counts as results.json has them, first depth first."""
+        """Return the counts as in results.json, the first depth first."""
         return [Depth(*both) for both in zip(self.offered, self.accepted, strict=True)]
 
 
 def _ratio(numerator: int, denominator: int) -> float:
     if denominator == 0:
         raise InputError(
-            "tokens per forward needs a forward after that which reads the prompt, got none: "
-            "every text ended in it; raise max_new_tokens, or choose prompts with longer answers"
+            "tokens per forward needs a forward after the one that reads the prompt, got none: "
+            "every text ended there; raise max_new_tokens, or choose prompts with longer answers"
         )
     return numerator / denominator
 
 
 def rate(counts: Sequence[DepthCounts]) -> Rate:
-    """Return tokens per forward, and their interval over prompts."""
+    """Return tokens per forward and their interval over prompts."""
     return Rate(
-        tokens_per_forward=DepthCounts.total(counts, _depth(counts)).tokens_per_forward,
+        tokens_per_forward=DepthCounts.total(counts, len(counts[0].offered)).tokens_per_forward,
         interval=bootstrap_interval(
             [one.new_tokens for one in counts],
             [one.forwards for one in counts],
@@ -103,11 +101,9 @@ def rate(counts: Sequence[DepthCounts]) -> Rate:
 
 
 def conditional_acceptance(counts: Sequence[DepthCounts]) -> list[DepthRate]:
-    """Return the share of offered drafts that were accepted, depth by depth, as far as any was.
-
-    A draft is offered where all before it were accepted.
-    """
-    sources, total = [one.source for one in counts], DepthCounts.total(counts, _depth(counts))
+    """Return accepted / offered at every depth that was offered a draft."""
+    depth, sources = len(counts[0].offered), [one.source for one in counts]
+    total = DepthCounts.total(counts, depth)
     return [
         DepthRate(
             rate=total.accepted[level] / total.offered[level],
@@ -117,19 +113,15 @@ def conditional_acceptance(counts: Sequence[DepthCounts]) -> list[DepthRate]:
                 sources,
             ),
         )
-        for level in range(_depth(counts))
+        for level in range(depth)
         if total.offered[level]
     ]
 
 
-def _depth(counts: Sequence[DepthCounts]) -> int:
-    return len(counts[0].offered)
-
-
 def paired_gain(ours: Sequence[DepthCounts], theirs: Sequence[DepthCounts]) -> Gain:
-    """Return our tokens per forward over theirs, on the same prompts, and its interval.
+    """Return the ratio of our tokens per forward to theirs on the same prompts.
 
-    Each resample draws prompts for both at once, so what a prompt makes hard for both cancels.
+    A resample draws the same prompts for both, so that the difficulty of a prompt cancels.
     """
     rows = [
         ((one.new_tokens, one.forwards, other.new_tokens, other.forwards), one.source)
@@ -151,13 +143,12 @@ def bootstrap_interval(
     resamples: int = 2000,
     seed: int = 0,
 ) -> tuple[float, float]:
-    """Return the 95 % interval of `sum(numerators) / sum(denominators)`, prompts drawn anew.
+    """Return the 95 % bootstrap interval of `sum(numerators) / sum(denominators)`.
 
-    Each resample draws as many prompts as there are, with replacement, and keeps a prompt's
-    two numbers together. Prompts of one source resemble each other, so they are drawn together: it
-    is sources that are drawn then; a prompt whose source is empty is one by itself. A single one
-    gives an interval of no width. Prompts whose denominator is zero say nothing about the ratio
-    and are left out.
+    A resample draws as many sources as there are, with replacement, and takes all prompts of a
+    source together, because they resemble each other; a prompt with an empty source is a source of
+    its own. A single source gives an interval without width. Prompts with denominator zero have no
+    ratio and are skipped.
     """
     pairs = list(zip(numerators, denominators, strict=True))
     known = zip(pairs, sources or [""] * len(pairs), strict=True)
@@ -175,16 +166,16 @@ def bootstrap_interval(
 def by_source(
     rows: Sequence[Sequence[int | float]], sources: Sequence[str]
 ) -> Float64[Tensor, "source column"]:
-    """Return the sums of the rows of each source; a row whose source is empty stands alone."""
+    """Return the sums of the rows of each source; an empty source is a source of its own."""
     places, values = number_sources(sources), torch.tensor(rows, dtype=torch.float64)
     out = values.new_zeros(max(places) + 1, values.shape[1])
     return out.index_add_(0, torch.tensor(places), values)
 
 
 def number_sources(sources: Sequence[str]) -> list[int]:
-    """Return the number of each row's source, in the order in which they first come.
+    """Return the number of each row's source, in order of first occurrence.
 
-    A row whose source is empty has one of its own.
+    An empty source is a source of its own.
     """
     names = [source or place for place, source in enumerate(sources)]
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
@@ -194,7 +185,7 @@ def number_sources(sources: Sequence[str]) -> list[int]:
 def _resampled_sums(
     values: Float64[Tensor, "source column"], resamples: int = 2000, seed: int = 0
 ) -> Float64[Tensor, "resample column"]:
-    """Return the sums of the columns over as many sources as there are, drawn anew each time."""
+    """Return the column sums of bootstrap resamples of the sources."""
     count = len(values)
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randint(count, (resamples, count), generator=generator)

@@ -11,6 +11,7 @@ from specheads.config import Train
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.core.machine import dtype_name
+from specheads.core.records import from_json
 from specheads.data.prompts import PromptSet, load_prompts
 from specheads.decoding.acceptance.rules import LOSSY, acceptance_rule
 from specheads.decoding.trees import policies
@@ -18,26 +19,30 @@ from specheads.decoding.trees.hybrid import HybridTree, own_tree
 from specheads.decoding.trees.named import fixed_policy
 from specheads.heads.load import drafter_of, load_head
 from specheads.heads.untrusted import read_json
-from specheads.measure.drafting import measure_drafting
-from specheads.measure.how import Asked, How, how_of
+from specheads.measure.generation import (
+    EvaluationConfig,
+    GenerationSettings,
+    decode_texts,
+    generation_settings,
+    write_alone,
+)
+from specheads.measure.methods import measure_drafting
 from specheads.measure.offline import measure_offline
-from specheads.measure.online import lossless_in_float32, measure_online, write_alone
-from specheads.measure.quality import compare, measure_quality, quality_windows
+from specheads.measure.online import lossless_in_float32, measure_online
+from specheads.measure.quality import compare_quality, measure_quality, quality_windows
 from specheads.measure.results import (
     BaseSummary,
     Counted,
     DraftVocabulary,
+    EvaluationSettings,
     HeadSummary,
     PhaseRate,
     PromptSummary,
     Replay,
     Results,
-    Settings,
 )
 from specheads.measure.speed import measure_speed
-from specheads.measure.store import from_json
-from specheads.measure.transcripts import decode_texts
-from specheads.measure.tune.for_evaluation import candidates, choose_tree, decoded_context
+from specheads.measure.tune import candidates, choose_tree, decoded_context
 from specheads.runs.directory import RunDirectory
 from specheads.runs.provenance import nearby, provenance
 
@@ -50,10 +55,10 @@ def evaluate_run(
     *,
     force: bool = False,
 ) -> tuple[Results, Head]:
-    """Evaluate the head of a finished run; return what was measured, and the head.
+    """Evaluate the head of a finished run; return the results and the head.
 
-    Where the run trained an adapter, that is merged into the base; what it cost the base's own
-    text is told where the base came without it. `force` is as for `load_head`.
+    If the run trained an adapter, it is merged into the base. If the base came without it, the
+    results contain the base's own quality before and after. `force` is as for `load_head`.
     """
     run.refuse_unfinished("evaluated")
     quality = None
@@ -61,7 +66,7 @@ def evaluate_run(
         windows = quality_windows(settings, base)
         before = measure_quality(base, windows, progress=True)
         base.merge(run.adapter)
-        quality = compare(before, measure_quality(base, windows, progress=True))
+        quality = compare_quality(before, measure_quality(base, windows, progress=True))
     head = load_head(run.head, base, force=force)
     phases = [run.phases / name for name in settings.schedule.phases]
     results = evaluate_head(base, head, settings, prompts, phases=phases)
@@ -72,38 +77,39 @@ def evaluate_run(
 def evaluate_head(
     base: FrozenBase,
     head: Head,
-    settings: Asked,
+    settings: EvaluationConfig,
     prompts: PromptSet | None = None,
     *,
     phases: Sequence[Path] = (),
 ) -> Results:
-    """Evaluate a head on the base it was made for, and is bound to.
+    """Evaluate a head that is bound to its base.
 
-    Without prompts those that the settings name are loaded. `phases` are folders of the head as
-    it was at the end of each phase, called as the phase.
+    Without `prompts` those that the settings name are loaded. `phases` are folders of the head at
+    the end of each phase, named after the phase.
     """
     prompts, evaluation = check(settings, base, head.depth, prompts), settings.evaluation
     tokens = [prompt.tokens for prompt in prompts.prompts]
-    how = how_of(evaluation, settings.seed, [one.source for one in prompts.prompts])
-    alone = write_alone(base, tokens, replace(how, batch_size=8))
+    sources = [one.source for one in prompts.prompts]
+    generation = generation_settings(evaluation, settings.seed, sources)
+    alone = write_alone(base, tokens, replace(generation, batch_size=8))
     tree, tuned = choose_tree(base, head, settings, decoded_context(settings, prompts))
-    how, own = replace(how, tree=tree), own_tree(tree)
+    generation, own = replace(generation, tree=tree), own_tree(tree)
     found: dict[str, Any] = {}
     matched = evaluation.temperature == 0 or evaluation.acceptance == "match"
     if matched:
-        found["offline"] = measure_offline(base, head, tokens, alone, how)
+        found["offline"] = measure_offline(base, head, tokens, alone, generation)
     if evaluation.mode != "offline":
-        found |= _online(base, head, prompts, alone, how, matched=matched)
-        found["texts"] = decode_texts(base, head, prompts.prompts, how)
+        found |= _online(base, head, prompts, alone, generation, matched=matched)
+        found["texts"] = decode_texts(base, head, prompts.prompts, generation)
         if evaluation.temperature > 0:
-            found["drafting"] = measure_drafting(base, head, tokens, alone, how)
+            found["drafting"] = measure_drafting(base, head, tokens, alone, generation)
     if evaluation.mode == "all":
-        timed = tokens[: evaluation.speed_prompts]
-        found["speed"] = measure_speed(base, head, timed, how, repetitions=evaluation.repeats)
+        timed, repetitions = tokens[: evaluation.speed_prompts], evaluation.repeats
+        found["speed"] = measure_speed(base, head, timed, generation, repetitions=repetitions)
     return Results(
         **subject(base, head, prompts),
-        settings=Settings(
-            **told_by(Settings, base, evaluation),
+        settings=EvaluationSettings(
+            **settings_section(EvaluationSettings, base, evaluation),
             lossless=evaluation.temperature == 0 or evaluation.acceptance not in LOSSY,
             tree=tree.name,
             num_nodes=tree.num_nodes,
@@ -114,19 +120,19 @@ def evaluate_head(
         draft_vocabulary=draft_vocabulary(head, None),
         tree_candidates=candidates(tuned) if tuned else [],
         tuned=tuned,
-        phases=[_phase(base, folder, tokens, alone, how) for folder in phases],
+        phases=[_phase(base, folder, tokens, alone, generation) for folder in phases],
         **found,
     )
 
 
-def refuse_unusable(settings: Asked, head_depth: int) -> policies.TreePolicy | None:
-    """Refuse an evaluation that no base could take; return the tree, None where it is to be picked.
+def refuse_unusable(settings: EvaluationConfig, head_depth: int) -> policies.TreePolicy | None:
+    """Raise for settings that fail with every base; return the tree, None if it is to be tuned.
 
-    Ranges are checked where settings are composed: what is left is what they are together.
+    Ranges were checked when the settings were composed; this checks combinations.
     """
     evaluation = settings.evaluation
-    how_of(evaluation, settings.seed)
-    # the first token comes with the prompt, and steps are timed between the ends of two
+    generation_settings(evaluation, settings.seed)
+    # the first token comes with the prompt, and a step is timed between the ends of two
     what, least = ("speed", 3) if evaluation.mode == "all" else ("acceptance", 2)
     if evaluation.max_new_tokens < least:
         raise InputError(
@@ -144,9 +150,12 @@ def refuse_unusable(settings: Asked, head_depth: int) -> policies.TreePolicy | N
 
 
 def check(
-    settings: Asked, base: FrozenBase, head_depth: int, prompts: PromptSet | None = None
+    settings: EvaluationConfig,
+    base: FrozenBase,
+    head_depth: int,
+    prompts: PromptSet | None = None,
 ) -> PromptSet:
-    """Refuse an evaluation that could only fail later; return the prompts it would use."""
+    """Raise for an evaluation that would fail later; return its prompts."""
     evaluation, tree = settings.evaluation, refuse_unusable(settings, head_depth)
     if base.tokenizer is None and (prompts is None or tree is None):
         raise InputError(f"evaluation reads text: the base {base.name} needs a tokenizer")
@@ -161,7 +170,7 @@ def check(
     return prompts
 
 
-def named_prompts(settings: Asked, base: FrozenBase) -> PromptSet:
+def named_prompts(settings: EvaluationConfig, base: FrozenBase) -> PromptSet:
     """Load the prompts that the settings name."""
     assert base.tokenizer is not None
     return load_prompts(
@@ -175,38 +184,36 @@ def named_prompts(settings: Asked, base: FrozenBase) -> PromptSet:
 
 
 def subject(base: FrozenBase, head: Head, prompts: PromptSet) -> dict[str, Any]:
-    """Return what was measured, on what and by what: nothing of where it lies on this machine."""
-    known = BaseSummary(
-        name=nearby(base.name),
-        revision=base.revision,
-        adapter=nearby(base.adapter),
-        fingerprint=base.fingerprint,
-        parameters=base.num_parameters,
-    )
+    """Return the sections on head, base, prompts and provenance, without local paths."""
     given = prompts.prompts
-    continued = PromptSummary(
-        name=prompts.name,
-        version=prompts.version,
-        count=len(given),
-        categories=dict(sorted(Counter(prompt.category for prompt in given).items())),
-        sources=len({prompt.source or place for place, prompt in enumerate(given)}),
-    )
     return {
-        "head": summary_of(head),
-        "base": known,
-        "prompts": continued,
+        "head": head_summary(head),
+        "base": BaseSummary(
+            name=nearby(base.name),
+            revision=base.revision,
+            adapter=nearby(base.adapter),
+            fingerprint=base.fingerprint,
+            parameters=base.num_parameters,
+        ),
+        "prompts": PromptSummary(
+            name=prompts.name,
+            version=prompts.version,
+            count=len(given),
+            categories=dict(sorted(Counter(prompt.category for prompt in given).items())),
+            sources=len({prompt.source or place for place, prompt in enumerate(given)}),
+        ),
         "provenance": provenance(),
     }
 
 
-def summary_of(head: Head) -> HeadSummary:
-    """Return which head it is."""
+def head_summary(head: Head) -> HeadSummary:
+    """Return the kind and size of a head."""
     parameters = sum(parameter.numel() for parameter in head.parameters())
     return HeadSummary(kind=head.kind, depth=head.depth, parameters=parameters)
 
 
-def told_by(kind: type, base: FrozenBase, *places: object) -> dict[str, Any]:
-    """Return those fields of a section of settings that a base and these settings tell."""
+def settings_section(kind: type, base: FrozenBase, *places: object) -> dict[str, Any]:
+    """Return the fields of a results section that have the same name in these settings."""
     return {
         item.name: getattr(place, item.name)
         for place in places
@@ -229,32 +236,38 @@ def _online(
     head: Head,
     prompts: PromptSet,
     alone: list[list[int]],
-    how: How,
+    generation: GenerationSettings,
     *,
     matched: bool,
 ) -> dict[str, Any]:
-    """Return the sections that decoding gives; `matched` text is that of the base alone."""
+    """Return the sections from decoding; `matched` text has to equal that of the base alone."""
     tokens = [prompt.tokens for prompt in prompts.prompts]
     categories = [prompt.category for prompt in prompts.prompts]
-    accepted = measure_online(base, head, tokens, alone, how, categories)
+    accepted = measure_online(base, head, tokens, alone, generation, categories)
     found = {item.name: getattr(accepted, item.name) for item in fields(accepted)}
     if matched:
-        found["replay"] = _replay(base, head, tokens, alone, how)
-        wide = lossless_in_float32(
-            base, lambda other: {"head": (drafter_of(head, other), how)}, tokens, how
-        )
+        found["replay"] = _replay(base, head, tokens, alone, generation)
+
+        def methods(other: FrozenBase) -> dict[str, Any]:
+            return {"head": (drafter_of(head, other), generation)}
+
+        wide = lossless_in_float32(base, methods, tokens, generation)
         found["lossless"] = replace(accepted.lossless, float32=wide.get("head"))
     return found
 
 
 def _replay(
-    base: FrozenBase, head: Head, prompts: list[list[int]], alone: list[list[int]], how: How
+    base: FrozenBase,
+    head: Head,
+    prompts: list[list[int]],
+    alone: list[list[int]],
+    generation: GenerationSettings,
 ) -> Replay:
-    """Hold the offline replay of a chain against the same chain decoded for real."""
-    how = replace(how, tree=None, acceptance="match", batch_size=8)
+    """Compare the offline replay of a chain with the same chain decoded."""
+    generation = replace(generation, tree=None, acceptance="match", batch_size=8)
     measured = (
-        measure_offline(base, head, prompts, alone, how),
-        measure_online(base, head, prompts, alone, how).online,
+        measure_offline(base, head, prompts, alone, generation),
+        measure_online(base, head, prompts, alone, generation).online,
     )
     replayed, decoded = (
         Counted(**{item.name: getattr(section, item.name) for item in fields(Counted)})
@@ -264,10 +277,14 @@ def _replay(
 
 
 def _phase(
-    base: FrozenBase, folder: Path, prompts: list[list[int]], alone: list[list[int]], how: How
+    base: FrozenBase,
+    folder: Path,
+    prompts: list[list[int]],
+    alone: list[list[int]],
+    generation: GenerationSettings,
 ) -> PhaseRate:
-    """Replay a chain with the head as it was at the end of a phase."""
+    """Replay a chain with the head at the end of a phase."""
     head = load_head(folder, base, force=True)
-    found = measure_offline(base, head, prompts, alone, replace(how, tree=None))
+    found = measure_offline(base, head, prompts, alone, replace(generation, tree=None))
     rate = found.tokens_per_forward
     return PhaseRate(phase=folder.name, tokens_per_forward=rate, interval=found.interval)

@@ -1,4 +1,4 @@
-"""Is speculative text that of the base alone, and if not, was it rounding or a mistake?"""
+"""Is speculative text that of the base alone, and if not, is it rounding or a bug?"""
 
 from collections.abc import Sequence
 from copy import deepcopy
@@ -13,76 +13,68 @@ from specheads.core.bounds import refuse_bytes
 from specheads.core.errors import InputError
 from specheads.core.machine import dtype_name
 from specheads.decoding.acceptance.sampling import GREEDY, Rows, Sampling, each_prompt
-from specheads.measure.results import Lossless
-
-IDENTICAL, TIED, WRONG = "identical", "parted at a tie", "wrong"
-"""Verdicts; of text that is only drawn from the same distribution there is none."""
+from specheads.measure.results import IDENTICAL, TIED, WRONG, Lossless
 
 SLACK = 4
-"""Roundings that may lie between two scores of a tie: two logits, each computed in two ways."""
+"""Roundings between two tied scores: two logits, each computed in two ways."""
 
 PROMPTS = 4
-"""Prompts on which a base of fewer digits is held to itself in float32."""
+"""Prompts of the comparison in float32."""
 
-Texts = Sequence[tuple[list[int], list[int], list[int]]]
+TextTriples = Sequence[tuple[list[int], list[int], list[int]]]
 """Prompts, their new tokens with a drafter, and those of the base alone."""
 
 
 @dataclass(frozen=True, slots=True)
-class Parting:
-    """The first place where a text is not that of the base alone."""
+class Divergence:
+    """The first position where a text differs from that of the base alone."""
 
     gap: float
-    """Score of the base's own token there less that of the other."""
+    """Score of the base's own token minus that of the other."""
     ulps: float
-    """The same in units of the spacing that the logits' dtype has at their size."""
+    """The gap in units of the spacing of the logits' dtype at their size."""
     rounding_ulps: float
-    """What the base's scores differ by there when it reads at once and token by token, in the
-    same units: one at least."""
+    """Difference between the base's scores read at once and token by token, in the same units; at
+    least 1."""
 
     @property
     def tied(self) -> bool:
-        """Whether rounding explains it."""
+        """Whether rounding explains the divergence."""
         return abs(self.ulps) <= SLACK * self.rounding_ulps
 
 
-def hold(base: FrozenBase, texts: Texts, sampling: Sampling = GREEDY) -> Lossless:
-    """Hold speculative texts against those of the base alone: the `lossless` section.
+def compare_texts(base: FrozenBase, texts: TextTriples, sampling: Sampling = GREEDY) -> Lossless:
+    """Return the `lossless` section: speculative texts compared with those of the base alone.
 
-    Where a text parts from the base's, the base reads what stands before, at once and token by
-    token. Two tokens whose scores lie within the rounding that this shows were a tie; others
-    are told apart by the base, so that decoding is wrong. Scores are logits as `sampling` has them,
-    with the noise that the base drew with, and without cuts.
+    At the first divergence the base reads the text before it, at once and token by token. If the
+    scores of the two tokens differ by no more than the rounding that this shows, they are a tie.
+    Otherwise the base distinguishes them, and decoding is wrong. Scores are logits after
+    temperature and penalty plus the base's noise, without cuts.
     """
-    partings = [
-        part(base, *text, one)
+    found = [
+        first_divergence(base, *text, one)
         for text, one in zip(texts, each_prompt(sampling, len(texts)), strict=True)
         if text[1] != text[2]
     ]
-    tied = sum(one.tied for one in partings)
+    tied = sum(one.tied for one in found)
+    verdict = WRONG if tied < len(found) else TIED if found else IDENTICAL
     return Lossless(
         compared=len(texts),
-        identical=len(texts) - len(partings),
-        first_divergence_logit_gap=max((one.gap for one in partings), default=None),
-        first_divergence_ulps=max((one.ulps for one in partings), default=None),
-        rounding_ulps=max((one.rounding_ulps for one in partings), default=None),
+        identical=len(texts) - len(found),
+        first_divergence_logit_gap=max((one.gap for one in found), default=None),
+        first_divergence_ulps=max((one.ulps for one in found), default=None),
+        rounding_ulps=max((one.rounding_ulps for one in found), default=None),
         tied=tied,
-        wrong=len(partings) - tied,
-        verdict=_verdict(len(texts), len(partings), tied),
+        wrong=len(found) - tied,
+        verdict=verdict if texts else "",
         dtype=dtype_name(base.dtype),
     )
 
 
-def _verdict(compared: int, parted: int, tied: int) -> str:
-    if not compared:
-        return ""
-    return WRONG if tied < parted else TIED if parted else IDENTICAL
-
-
-def part(
+def first_divergence(
     base: FrozenBase, prompt: list[int], mine: list[int], theirs: list[int], sampling: Sampling
-) -> Parting:
-    """Return how close a call it was where two different texts part."""
+) -> Divergence:
+    """Return how close the scores are where two different texts diverge."""
     place = first_difference(mine, theirs)
     text = prompt + theirs[:place]
     whole, stepwise = _read(base, text)
@@ -90,23 +82,23 @@ def part(
     if place < min(len(mine), len(theirs)):
         pair = [theirs[place], mine[place]]
     else:
-        # one of them ends where the other goes on: no two tokens, so its own best two
+        # one text ends early, so there are no two tokens: compare the base's two best
         pair = scores.topk(2).indices.tolist()
     best, other = scores[pair].tolist()
     spacing = _spacing(whole[pair]) / (sampling.temperature or 1.0)
     rounding = (scores - others).abs().nan_to_num(0.0).max().item()
-    return Parting(best - other, (best - other) / spacing, max(rounding / spacing, 1.0))
+    return Divergence(best - other, (best - other) / spacing, max(rounding / spacing, 1.0))
 
 
 def first_difference(mine: list[int], theirs: list[int]) -> int:
-    """Return the first place at which two texts differ, or at which the shorter one ends."""
+    """Return the first position at which two texts differ, or at which the shorter one ends."""
     shorter = min(len(mine), len(theirs))
     return next((place for place in range(shorter) if mine[place] != theirs[place]), shorter)
 
 
 @torch.inference_mode()
 def _read(base: FrozenBase, text: list[int]) -> tuple[Tensor, Tensor]:
-    """Return the logits after a text, read at once and with its last token behind a cache."""
+    """Return the logits after a text, read at once and with its last token after a cache."""
     tokens = torch.tensor([text], device=base.device)
     whole = base.logits_of(base.read(tokens).hidden[0, -1])
     if len(text) == 1:
@@ -119,7 +111,7 @@ def _read(base: FrozenBase, text: list[int]) -> tuple[Tensor, Tensor]:
 def _scores(
     logits: Float[Tensor, " vocab"], text: list[int], sampling: Sampling
 ) -> Float[Tensor, " vocab"]:
-    """Return what the base chooses the largest of, no token being cut off."""
+    """Return the scores whose largest the base chooses, with no token cut."""
     uncut = replace(sampling, top_k=0, top_p=1.0, min_p=0.0)
     tokens = torch.tensor([text], device=logits.device)
     length = torch.tensor([len(text) - 1], device=logits.device)
@@ -129,13 +121,13 @@ def _scores(
 
 
 def _spacing(logits: Float[Tensor, " some"]) -> float:
-    """Return the distance between neighbouring numbers of a dtype, at the size of the largest."""
+    """Return the distance between neighbouring numbers of the dtype at the largest logit."""
     _, exponent = torch.frexp(logits.float().abs().max())
     return 2.0 ** (int(exponent) - 1) * torch.finfo(logits.dtype).eps
 
 
 def in_float32(base: FrozenBase) -> FrozenBase | None:
-    """Return a copy of a base of fewer digits in float32; None for others, or without room."""
+    """Return a float32 copy of a base of lower precision; None for others, or without memory."""
     if base.dtype.itemsize >= 4 or base.sharding or getattr(base.model, "hf_quantizer", None):
         return None
     try:

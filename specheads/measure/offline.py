@@ -1,14 +1,16 @@
-"""Offline measurement: what a head would do in the loop, read off text the base already wrote.
+"""Offline measurement: replay a head over text that the base wrote, with the loop's integers.
 
-With the rule `match` the loop's output is the base's own continuation whatever the head guesses, so
-whether a guess from some place is right depends on the stored text alone, and above temperature
-zero on the noise of each position, which follows from the seed. The places the loop drafts from
-follow from that: walk the text, `anchor += accepted + 1`. The plain mean over all places is another
-number, off by a quarter either way, because the loop does not visit them evenly.
-See docs/losslessness.md.
+With the rule `match` the output of the loop is the base's own continuation whatever the head
+drafts. So the stored text decides whether a draft is right; above temperature zero the noise of
+each position, which follows from the seed, decides too. The positions from which the loop drafts
+follow as well: walk the text with `anchor += accepted + 1`. The plain mean over all positions is
+another number, wrong by up to a quarter, because the loop does not visit them evenly. See
+docs/losslessness.md.
 """
 
-from dataclasses import asdict
+from collections.abc import Sequence, Set
+from dataclasses import asdict, dataclass
+from itertools import islice
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -18,28 +20,33 @@ from specheads.base.model import FrozenBase
 from specheads.core.drafter import Features, Head
 from specheads.core.errors import InputError
 from specheads.decoding.acceptance.sampling import GREEDY, Rows, Sampling, each_prompt
+from specheads.decoding.matches import Matches, agreed
+from specheads.decoding.prompt_lookup import PromptLookup
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.coupling import with_noise
+from specheads.decoding.trees.hybrid import HybridTree, lookup_for, own_tree
 from specheads.measure.counts import DepthCounts, conditional_acceptance, rate
-from specheads.measure.how import How
-from specheads.measure.replay import fixed, replay_texts
+from specheads.measure.generation import GenerationSettings
 from specheads.measure.results import Offline
 from specheads.runs.progress import bar
 
 TOP = 5
-"""Ranks the top-k accuracy reports: k = 1..TOP."""
+"""The top-k accuracy has k = 1..TOP."""
 
 CHUNK = 512
-"""Positions whose logits exist at one time."""
+"""Positions whose logits are in memory at one time."""
+
+RankPath = tuple[int, ...]
+"""Ranks of drafts, from the root down."""
 
 
 def offline_logits(
     head: Head, features: Features, tokens: Int[Tensor, "batch time"]
 ) -> list[Float[Tensor, "batch drafted vocab"]]:
-    """Return a head's teacher-forced logits, one tensor a depth.
+    """Return a head's teacher-forced logits, one tensor for each depth.
 
-    Row t of the k-th has read `tokens[:, ..t + 1 + k]` and predicts `tokens[:, t + 2 + k]`; it
-    has `time - 2 - k` rows, those whose answer lies within the text.
+    Row t of tensor k has read `tokens[:, ..t + 1 + k]` and predicts `tokens[:, t + 2 + k]`. The
+    tensor has `time - 2 - k` rows, those whose label is inside the text.
     """
     time = tokens.shape[1]
     if time < head.depth + 2:
@@ -64,20 +71,20 @@ def guess_ranks(
     sampling: Sampling = GREEDY,
     coupled: bool = True,
 ) -> Int[Tensor, "drafted depth"]:
-    """Return how far down its list of guesses the head has each token the base went on to say.
+    """Return the rank among the head's guesses of each token that the base wrote.
 
-    Row i drafts from `continuation[i]` as root, having read the features before it. Column k is
-    the rank of `continuation[i + 1 + k]`, zero being its best guess, given the tokens between;
-    `width` stands for "not among the best `width`", and -1 for "beyond the text".
+    Row i drafts from `continuation[i]` as root, with the features before it. Column k is the rank
+    of `continuation[i + 1 + k]` given the tokens between; 0 is the best guess, `width` is "not
+    among the best `width`", and -1 is "after the end of the text".
 
     Args:
-        base: Who wrote the continuation.
-        head: Whose guesses are ranked.
-        prompt: What was continued.
-        continuation: What the base alone said.
-        width: Ranks that are told apart.
-        sampling: How it chose its tokens, with the seed that it drew them with.
-        coupled: Whether guesses are ranked as one who sees the noise of those draws ranks them.
+        base: The base that wrote the continuation.
+        head: The head.
+        prompt: Tokens of the prompt.
+        continuation: New tokens of the base alone.
+        width: Number of ranks to distinguish.
+        sampling: Sampling of the continuation, with its seed.
+        coupled: Whether the head sees the noise of that sampling.
     """
     if len(continuation) < 2:
         return torch.empty(0, head.depth, dtype=torch.long)
@@ -87,13 +94,13 @@ def guess_ranks(
     features = base.read(text, head.aux_layers)
     drawn = sampling if coupled and sampling.temperature > 0 else None
     ranks = torch.full((num_roots, head.depth), -1)
-    anchors = drafted_from(text, first, num_roots)
+    anchors = anchor_mask(text, first, num_roots)
     for level, state in enumerate(head.states(features, text, anchors)):
         num_known = num_roots - level
         if num_known <= 0:
             break
         states = state[0, first : first + num_known]
-        # position of the last token that stands before each answer
+        # position of the last token before each label
         before = torch.arange(first + 1 + level, text.shape[1] - 1, device=base.device)
         found = [
             _ranks(head, level, *chunk, text, width, drawn)
@@ -103,10 +110,10 @@ def guess_ranks(
     return ranks
 
 
-def drafted_from(
+def anchor_mask(
     text: Int[Tensor, "batch time"], first: int, count: int
 ) -> Bool[Tensor, "batch time"]:
-    """Mark so many positions of a text: those that drafts are asked for."""
+    """Return a mask of the `count` positions from `first` on: those from which a head drafts."""
     places = torch.arange(text.shape[1], device=text.device)
     return ((places >= first) & (places < first + count)).expand(len(text), -1)
 
@@ -120,28 +127,27 @@ def _ranks(
     width: int,
     drawn: Sampling | None,
 ) -> Int[Tensor, " time"]:
-    """Return the rank of the token after each of these positions; `drawn` if the noise is seen."""
+    """Return the rank of the token after each position; with `drawn` the head sees the noise."""
     logits = head.logits(states, level)
     if drawn is not None:
-        # what was drafted on the way is what the text says: so each token before an answer may
-        # stand for the root itself
+        # the drafted path equals the text, so the token before a label can serve as the root
         each = text.expand(len(before), -1)
         rows = Rows([drawn] * len(before), before, each, head.vocab_size, dtype=logits.dtype)
         logits = with_noise(head, logits[:, None], text[0, before][:, None, None], rows)[:, 0]
-    wanted = text[0, before + 1]
+    labels = text[0, before + 1]
     guesses = logits.topk(min(width, logits.shape[-1]), dim=-1).indices
-    hits = head.to_tokens(guesses) == wanted[:, None]
+    hits = head.to_tokens(guesses) == labels[:, None]
     rank = torch.where(hits.any(-1), hits.int().argmax(-1), width)
     # chains draft the argmax and trees the topk, which may order equal logits differently
-    best = head.to_tokens(logits.argmax(-1)) == wanted
+    best = head.to_tokens(logits.argmax(-1)) == labels
     return torch.where(best, 0, rank.clamp(min=1))
 
 
 def top_k_accuracy(ranks: Int[Tensor, "drafted depth"], top: int = TOP) -> list[list[float]]:
     """Return `out[depth][k - 1]`: how often the base's token is among the k best guesses.
 
-    A plain mean over all places whose answer lies within the text, given the true tokens
-    between: it describes the head and is not the loop's acceptance rate.
+    This is a plain mean over all positions whose label is inside the text, given the true tokens
+    between. It describes the head and is not the acceptance rate of the loop.
     """
     return [
         [((column < k) & known).sum().item() / known.sum().item() for k in range(1, top + 1)]
@@ -155,27 +161,26 @@ def measure_offline(
     head: Head,
     prompts: list[list[int]],
     continuations: list[list[int]],
-    how: How,
+    generation: GenerationSettings,
 ) -> Offline:
     """Return the `offline` section of results.json.
 
-    `continuations` are what the base alone says after each prompt, with the sampling of `how`.
-    Without a tree a chain as deep as the head is replayed, and so it is where nothing is drafted,
-    and for a tree that differs from step to step, whose shape stored ranks do not tell; `replayed`
-    says which it was.
+    `continuations` are the base's own, with the sampling of `generation`. A chain as deep as the
+    head is replayed if there is no tree, if the tree drafts nothing, and if its shape differs from
+    step to step, which stored ranks cannot reproduce. `replayed` names the tree that was replayed.
     """
-    tree = how.tree
-    if tree is None or not tree.depth or fixed(tree) is None:
+    tree = generation.tree
+    if tree is None or not tree.depth or fixed_tree(tree) is None:
         tree = policies.chain(head.depth)
     width = max(TOP, tree.num_guesses)
-    each = each_prompt(how.sampling, len(prompts))
+    each = each_prompt(generation.sampling, len(prompts))
     texts = list(zip(prompts, continuations, each, strict=True))
     ranks = [
-        guess_ranks(base, head, *text, width=width, sampling=one, coupled=how.coupled)
-        for *text, one in bar(texts, "offline", how.progress)
+        guess_ranks(base, head, *text, width=width, sampling=one, coupled=generation.coupled)
+        for *text, one in bar(texts, "offline", generation.progress)
     ]
     pairs = list(zip(prompts, continuations, strict=True))
-    counts = replay_texts(base, tree, ranks, pairs, how.sources_of(prompts))
+    counts = replay_texts(base, tree, ranks, pairs, generation.sources_of(prompts))
     total = DepthCounts.total(counts, tree.depth)
     return Offline(
         **asdict(rate(counts)),
@@ -185,3 +190,106 @@ def measure_offline(
         replayed=tree.name,
         conditional_acceptance=conditional_acceptance(counts),
     )
+
+
+# --- replay ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """Prompt-lookup tokens at each possible root of a text, compared with the text."""
+
+    right: list[int]
+    """Leading tokens that equal the text."""
+    length: list[int]
+    """Tokens that prompt lookup proposes."""
+    matched: list[int]
+    """Length of the n-gram that prompt lookup found earlier in the text."""
+    size: int
+    """New nodes that a tree has for prompt-lookup tokens."""
+
+
+def copied(lookup: PromptLookup, prompt: list[int], continuation: list[int], size: int) -> Copied:
+    """Return what prompt lookup proposes at each root of a stored text: see `guess_ranks`."""
+    text = Matches(prompt, max_ngram=lookup.max_ngram, min_ngram=lookup.min_ngram)
+    found = Copied([], [], [], size)
+    for place in range(len(continuation) - 1):
+        text.extend(continuation[place : place + 1])
+        matched, guessed = text.find(lookup.depth)
+        found.right.append(agreed(guessed, islice(continuation, place + 1, None)))
+        found.length.append(len(guessed))
+        found.matched.append(matched)
+    return found
+
+
+def replay(
+    ranks: Int[Tensor, "drafted depth"],
+    tree: policies.Static,
+    source: str = "",
+    copies: Copied | None = None,
+) -> DepthCounts:
+    """Walk one stored continuation as the loop would and return the loop's integers.
+
+    The first token comes from reading the prompt and is no forward. If `room` tokens remain after
+    the root, a forward gives at most that many. The last of them is always the base's own, so at
+    most `room - 1` drafts count as accepted; `generation.decode_prompts` counts in the same way.
+    With `copies` the prompt-lookup path joins the tree as in `trees.hybrid`.
+
+    The integers are exact except at ties: reading a text at once and token by token round
+    differently, so the two best guesses may swap.
+    """
+    paths, inner = {(), *tree.paths}, {path[:-1] for path in tree.paths}
+    counts = DepthCounts.zeros(tree.depth + (copies.size if copies else 0), source)
+    rows: list[list[int]] = ranks.tolist()
+    anchor = 0
+    while anchor < len(rows):
+        room = len(rows) - anchor
+        path = accepted_path(paths, rows[anchor][: min(room - 1, tree.depth)])
+        kept, beyond = len(path), path in inner
+        if copies is not None:
+            # the copied path shares nodes with the tree, and adds up to `size` nodes
+            reach = min(copies.length[anchor], kept + copies.size)
+            right = min(copies.right[anchor], reach, room - 1)
+            if right >= kept:
+                beyond = reach > right or (right == kept and beyond)
+                kept = right
+        counts.add(kept, drafted_beyond=beyond)
+        anchor += kept + 1
+    return counts
+
+
+def accepted_path(paths: Set[RankPath], ranks: Sequence[int]) -> RankPath:
+    """Return the longest of the paths that the text follows; `paths` has every prefix too."""
+    path: RankPath = ()
+    for rank in ranks:
+        longer = (*path, rank)
+        if longer not in paths:
+            break
+        path = longer
+    return path
+
+
+def fixed_tree(tree: policies.TreePolicy) -> policies.Static | None:
+    """Return the head's own tree if it is the same in every step, else None."""
+    own = own_tree(tree)
+    return own if isinstance(own, policies.Static) and not own.confidence else None
+
+
+def replay_texts(
+    base: FrozenBase,
+    tree: policies.TreePolicy,
+    ranks: Sequence[Int[Tensor, "drafted depth"]],
+    texts: Sequence[tuple[list[int], list[int]]],
+    sources: Sequence[str] = (),
+) -> list[DepthCounts]:
+    """Return the counts of each text with a fixed tree, with or without prompt-lookup tokens.
+
+    `texts` are prompts with the base's continuations, `ranks` the output of `guess_ranks` on them.
+    """
+    own, copies = fixed_tree(tree), [None] * len(texts)
+    assert own is not None
+    if isinstance(tree, HybridTree):
+        lookup = lookup_for(tree, base)
+        copies = [copied(lookup, *text, tree.size) for text in texts]
+    rows = zip(ranks, sources or [""] * len(texts), copies, strict=True)
+    return [replay(one, own, source, copy) for one, source, copy in rows]

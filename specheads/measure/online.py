@@ -1,79 +1,20 @@
-"""Online measurement: decode with the head, count what was accepted, compare with the base."""
+"""Online measurement: decode with a drafter, count, and compare with the base alone."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Drafter
 from specheads.core.loops import loops
-from specheads.decoding.acceptance.sampling import each_prompt
-from specheads.decoding.generate import generate
-from specheads.decoding.loop import Step
-from specheads.decoding.trees import policies
 from specheads.measure.counts import DepthCounts, conditional_acceptance, rate
-from specheads.measure.exactness import PROMPTS, hold, in_float32
-from specheads.measure.how import How
-from specheads.measure.results import Acceptance, CategoryRate, Degenerate, Lossless, Online
-from specheads.runs.progress import bar
-
-
-@dataclass(slots=True)
-class Decoded:
-    """What decoding gave one prompt."""
-
-    tokens: list[int]
-    """New tokens, cut at the limit and after the first end-of-text token."""
-    counts: DepthCounts
-    """Counts of the base forwards that gave all of them but the first."""
-
-
-def decode_prompts(
-    base: FrozenBase, drafter: Drafter | None, prompts: list[list[int]], how: How
-) -> list[Decoded]:
-    """Decode every prompt in the real loop and count its forwards.
-
-    Without a drafter the base decodes alone, at exactly 1.0 a forward, whatever tree and
-    acceptance rule are said.
-    """
-    tree = policies.NOTHING if drafter is None else how.tree or policies.chain(drafter.depth)
-    each, sources = each_prompt(how.sampling, len(prompts)), how.sources_of(prompts)
-    firsts = range(0, len(prompts), how.batch_size)
-    decoded: list[Decoded] = []
-    for first in bar(firsts, "online" if drafter is not None else "base alone", how.progress):
-        batch = slice(first, first + how.batch_size)
-        out = generate(
-            base,
-            drafter,
-            prompts[batch],
-            max_new_tokens=how.max_new_tokens,
-            sampling=each[batch],
-            tree=tree,
-            acceptance=how.acceptance if drafter is not None else "match",
-            stop_at_eos=how.stop_at_eos,
-            coupled=how.coupled,
-        )
-        decoded += [
-            Decoded(tokens, _count(steps, len(tokens), tree.depth, source))
-            for tokens, steps, source in zip(out.tokens, out.steps, sources[batch], strict=True)
-        ]
-    return decoded
-
-
-def _count(steps: list[Step], length: int, depth: int, source: str) -> DepthCounts:
-    """Count one prompt's forwards; see `DepthCounts` for what the end of the text cuts off."""
-    counts = DepthCounts.zeros(depth, source)
-    room = length - 1
-    for taken in steps:
-        reached = len(taken.path) - 1
-        kept = min(reached, room - 1)
-        counts.add(kept, drafted_beyond=taken.drafted_beyond or kept < reached)
-        room -= len(taken.tokens)
-    return counts
-
-
-def write_alone(base: FrozenBase, prompts: list[list[int]], how: How) -> list[list[int]]:
-    """Return what the base alone writes after each prompt: the new tokens."""
-    return [one.tokens for one in decode_prompts(base, None, prompts, how)]
+from specheads.measure.exactness import PROMPTS, compare_texts, in_float32
+from specheads.measure.generation import (
+    Decoded,
+    GenerationSettings,
+    decode_prompts,
+    write_alone,
+)
+from specheads.measure.results import CategoryRate, Degenerate, Lossless, Online, OnlineSections
 
 
 def measure_online(
@@ -81,53 +22,55 @@ def measure_online(
     drafter: Drafter,
     prompts: list[list[int]],
     alone: list[list[int]],
-    how: How,
+    generation: GenerationSettings,
     categories: Sequence[str] = (),
-) -> Acceptance:
+) -> OnlineSections:
     """Return the sections `online`, `lossless` and `degenerate` of results.json.
 
-    `alone` is what `write_alone` gave each prompt, with the same limit and sampling.
+    `alone` is the output of `write_alone` with the same limit and sampling.
     """
-    decoded = decode_prompts(base, drafter, prompts, how)
-    # samples by rejection have the base's distribution and other letters: nothing to compare
-    comparable = how.sampling.temperature == 0 or how.acceptance == "match"
-    return judge(base, decoded, prompts, alone, how, categories, comparable=comparable)
+    decoded = decode_prompts(base, drafter, prompts, generation)
+    # rejection samples from the base's distribution, but not the same tokens
+    comparable = generation.sampling.temperature == 0 or generation.acceptance == "match"
+    return online_sections(
+        base, decoded, prompts, alone, generation, categories, comparable=comparable
+    )
 
 
 def lossless_in_float32(
     base: FrozenBase,
-    arms: Callable[[FrozenBase], Mapping[str, tuple[Drafter, How]]],
+    methods: Callable[[FrozenBase], Mapping[str, tuple[Drafter, GenerationSettings]]],
     prompts: list[list[int]],
-    how: How,
+    generation: GenerationSettings,
 ) -> dict[str, Lossless]:
-    """Return what `measure_online` says of the first few texts where a base computes in float32.
+    """Return the `lossless` sections of the first few prompts with the base in float32.
 
-    `arms` makes drafters for a base, and says how each decodes. None is left where the base has as
-    many digits already, or where there is no memory for a copy of it.
+    `methods` returns drafters for a base with their generation settings. The result is empty if
+    the base has float32 precision already, or if memory has no room for a copy.
     """
     if (wide := in_float32(base)) is None:
         return {}
     few = prompts[:PROMPTS]
-    alone = write_alone(wide, few, how)
+    alone = write_alone(wide, few, generation)
     return {
         name: measure_online(wide, drafter, few, alone, one).lossless
-        for name, (drafter, one) in arms(wide).items()
+        for name, (drafter, one) in methods(wide).items()
     }
 
 
-def judge(
+def online_sections(
     base: FrozenBase,
     decoded: Sequence[Decoded],
     prompts: list[list[int]],
     alone: list[list[int]],
-    how: How,
+    generation: GenerationSettings,
     categories: Sequence[str] = (),
     *,
     comparable: bool,
-) -> Acceptance:
-    """Return the sections of what was decoded: see `measure_online`.
+) -> OnlineSections:
+    """Return the sections for decoded texts: see `measure_online`.
 
-    Texts that are not `comparable` are other draws from the same distribution.
+    Texts that are not `comparable` are other samples from the same distribution.
     """
     counts = [one.counts for one in decoded]
     total = DepthCounts.total(counts, len(counts[0].offered))
@@ -141,9 +84,9 @@ def judge(
         conditional_acceptance=conditional_acceptance(counts),
     )
     texts = list(zip(prompts, [one.tokens for one in decoded], alone, strict=True))
-    return Acceptance(
+    return OnlineSections(
         online=online,
-        lossless=hold(base, texts if comparable else [], how.sampling),
+        lossless=compare_texts(base, texts if comparable else [], generation.sampling),
         degenerate=degenerate(counts, alone),
     )
 
@@ -160,9 +103,9 @@ def _by_category(counts: list[DepthCounts], categories: Sequence[str]) -> dict[s
 
 
 def degenerate(counts: list[DepthCounts], alone: list[list[int]]) -> Degenerate:
-    """Return the figures with and without the prompts after which the base alone loops.
+    """Return the rates with and without the prompts after which the base alone loops.
 
-    `core.loops` is the rule. A figure is None where no prompt, or none with a forward, is left.
+    `core.loops` has the rule. A rate is None if no prompt, or no forward, remains.
     """
     flags = [loops(tokens) for tokens in alone]
     flagged = [one for one, flag in zip(counts, flags, strict=True) if flag]

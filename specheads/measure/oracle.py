@@ -1,4 +1,4 @@
-"""A drafter that knows the answer: for benchmarks of the loop, and for nothing else."""
+"""A drafter that knows the text: for benchmarks and tests of the loop only."""
 
 from dataclasses import dataclass
 
@@ -12,32 +12,33 @@ from specheads.core.features import Committed
 
 
 @dataclass(slots=True)
-class Places:
-    """Which text each row follows, and how far."""
+class TextPositions:
+    """The text of each row, and its position in it."""
 
     texts: Int[Tensor, " batch"]
     roots: Int[Tensor, " batch"]
     """Position of each row's root."""
 
-    def keep(self, rows: Int[Tensor, " kept"]) -> "Places":
-        """Return where these rows are."""
-        return Places(self.texts[rows], self.roots[rows])
+    def keep(self, rows: Int[Tensor, " kept"]) -> "TextPositions":
+        """Return the positions of these rows."""
+        return TextPositions(self.texts[rows], self.roots[rows])
 
-    def join(self, other: "Places") -> "Places":
-        """Return where both batches' rows are."""
-        return Places(torch.cat([self.texts, other.texts]), torch.cat([self.roots, other.roots]))
+    def join(self, other: "TextPositions") -> "TextPositions":
+        """Return the positions of both batches."""
+        return TextPositions(
+            torch.cat([self.texts, other.texts]), torch.cat([self.roots, other.roots])
+        )
 
     scatter = refuse_scattering
 
 
 class Oracle(Drafter):
-    """Guesses what will be said, right at a settable rate; its memory is how far each row is.
+    """Draft the base's own text, right at a given rate; its memory is the position of each row.
 
-    It hands out its texts in turn, to rows in the order in which they begin, and after the last
-    from the first again. It costs next to nothing, so what a step takes with it is what the loop
-    and the base take. Texts are prompts and continuations as the base alone says them. Which
-    positions it guesses right, a share of `rate`, is drawn once for each position, so that every
-    depth that reaches a position agrees about it.
+    Rows get the texts in turn, in the order in which they begin, and start again after the last
+    text. The oracle costs almost nothing, so a step takes the time of the loop and the base. Texts
+    are prompts with the continuations of the base alone. Each position is right with probability
+    `rate`, sampled once, so that every depth that reaches a position agrees.
     """
 
     def __init__(
@@ -51,42 +52,45 @@ class Oracle(Drafter):
         device: torch.device | str = "cpu",
     ) -> None:
         if not 0 <= rate <= 1:
-            raise InputError(f"an oracle's rate must lie in [0, 1], got {rate}")
+            raise InputError(f"an oracle's rate must be in [0, 1], got {rate}")
         self.depth, self.vocab_size = depth, vocab_size
         self.num_handed_out = 0
         # the last draft may reach past the end of the text
         width = max(map(len, texts)) + 2 * depth + 2
-        said = torch.tensor([text + [0] * (width - len(text)) for text in texts])
+        token_ids = torch.tensor([text + [0] * (width - len(text)) for text in texts])
         generator = torch.Generator().manual_seed(seed)
-        wrong = torch.rand(said.shape, generator=generator) >= rate
-        self.guesses = ((said + wrong.long()) % vocab_size).to(device)
+        wrong = torch.rand(token_ids.shape, generator=generator) >= rate
+        self.guesses = ((token_ids + wrong.long()) % vocab_size).to(device)
 
-    def memory(self, batch: int, capacity: int) -> Places:
-        """Return each row's text and the position of its root."""
+    def memory(self, batch: int, capacity: int) -> TextPositions:
+        """Return the text of each row and the position of its root."""
         del capacity
         first, self.num_handed_out = self.num_handed_out, self.num_handed_out + batch
         rows = torch.arange(first, first + batch, device=self.guesses.device) % len(self.guesses)
-        return Places(rows, torch.zeros_like(rows))
+        return TextPositions(rows, torch.zeros_like(rows))
 
     def begin(
-        self, committed: Committed, memory: Places
-    ) -> tuple[Float[Tensor, "batch 1 vocab"], Places]:
-        """Go on by as many positions as were committed; guess the token after the root."""
+        self, committed: Committed, memory: TextPositions
+    ) -> tuple[Float[Tensor, "batch 1 vocab"], TextPositions]:
+        """Advance by the committed tokens and draft the token after the root."""
         memory.roots += committed.counts
         return self._after(memory, 1)
 
     def extend(
-        self, state: Places, tokens: Int[Tensor, "batch node"], parents: Int[Tensor, "batch node"]
-    ) -> tuple[Float[Tensor, "batch node vocab"], Places]:
-        """Guess the next token after every node alike."""
+        self,
+        state: TextPositions,
+        tokens: Int[Tensor, "batch node"],
+        parents: Int[Tensor, "batch node"],
+    ) -> tuple[Float[Tensor, "batch node vocab"], TextPositions]:
+        """Draft the same next token after every node."""
         del parents
         return self._after(state, tokens.shape[1])
 
-    def _after(self, places: Places, num_nodes: int) -> tuple[Tensor, Places]:
-        """Return logits for the token after these places, and where that one stands."""
+    def _after(self, places: TextPositions, num_nodes: int) -> tuple[Tensor, TextPositions]:
+        """Return logits for the token after these positions, and its position."""
         following = places.roots + 1
-        # a row that has ended may go on beside the others for a while
+        # a row that has ended may continue while the others do
         guess = self.guesses[places.texts, following.clamp(max=self.guesses.shape[1] - 1)]
         logits = torch.zeros(len(guess), 1, self.vocab_size, device=guess.device)
         logits.scatter_(2, guess[:, None, None], 1.0)
-        return logits.expand(-1, num_nodes, -1), Places(places.texts, following)
+        return logits.expand(-1, num_nodes, -1), TextPositions(places.texts, following)

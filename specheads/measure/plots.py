@@ -1,4 +1,4 @@
-"""The report's figures, drawn without a display and without state; as PNG they are pictures."""
+"""Plots of reports, comparisons and simulations, drawn without a display or global state."""
 
 import io
 from collections.abc import Mapping, Sequence
@@ -8,9 +8,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from specheads.measure.comparison import Condition
-from specheads.measure.rates import Interval
-from specheads.measure.results import Results, Speed
+from specheads.measure.results import Condition, Interval, Results, Speed
 
 BLUE, ORANGE, GREY = "#2563a8", "#d97726", "#6b7683"
 TEXT = "#555555"
@@ -18,11 +16,11 @@ SHADES = ("#f1f4f8", "#fdf3e7", "#eef6ef")
 """Backgrounds of successive phases."""
 
 WIDTH = 5.0
-"""Inches: a phone shows as much at the size that letters have."""
+"""Width in inches: a phone shows this much at a readable font size."""
 
 
 def figures(results: Results, history: Sequence[Mapping[str, Any]]) -> dict[str, Figure]:
-    """Return every figure there is something to draw for, by name."""
+    """Return the figures for which there is data, by name."""
     found: dict[str, Figure] = {}
     held_out = [row for row in history if "validation/loss" in row]
     if results.speed:
@@ -38,15 +36,10 @@ def figures(results: Results, history: Sequence[Mapping[str, Any]]) -> dict[str,
     return found
 
 
-def draw(results: Results, history: Sequence[Mapping[str, Any]]) -> dict[str, bytes]:
-    """Return every picture there is something to draw for, by file name."""
-    return {f"{name}.png": png(one) for name, one in figures(results, history).items()}
-
-
-def png(figure: Figure) -> bytes:
-    """Return a figure as a picture."""
+def png(figure: Figure, dpi: int = 144) -> bytes:
+    """Return a figure as PNG."""
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=144)
+    figure.savefig(buffer, format="png", dpi=dpi)
     return buffer.getvalue()
 
 
@@ -59,7 +52,7 @@ def _axes(title: str, down: str, across: str) -> tuple[Figure, Axes]:
 
 
 def _legend(figure: Figure) -> None:
-    """Say below the axes what is what, where no curve is in the way."""
+    """Put the legend below the axes, where it hides no curve."""
     figure.legend(loc="outside lower center", ncols=3, frameon=False)
 
 
@@ -106,7 +99,7 @@ def _held_out(rows: Sequence[Mapping[str, Any]]) -> Figure:
 
 
 def _learning(rows: Sequence[Mapping[str, Any]]) -> Figure | None:
-    """Draw what held-out text says of a head over what its training took: tokens, and hours."""
+    """Draw acceptance and loss on held-out text over training tokens and hours."""
     down = {"validation/tokens_per_forward": "tokens per forward", "validation/loss": "loss"}
     found = [(key, label) for key, label in down.items() if any(key in row for row in rows)]
     if not found:
@@ -126,12 +119,12 @@ def _learning(rows: Sequence[Mapping[str, Any]]) -> Figure | None:
 
 
 def _by_depth(axes: Axes, rows: Sequence[Mapping[str, Any]], prefix: str, **style: Any) -> None:
-    """Draw a figure of each depth over steps, the deeper the paler."""
+    """Draw a curve for each depth over steps; deeper ones are paler."""
     keys = sorted({key for row in rows for key in row if key.startswith(prefix)}, key=_depth)
     for number, key in enumerate(keys):
         shade = 0.75 - 0.45 * number / max(len(keys) - 1, 1)
-        how = {"color": ORANGE, "alpha": shade, "linewidth": 1, "label": f"depth {_depth(key)}"}
-        axes.plot(*_points(rows, key), **how, **style)
+        style_ = {"color": ORANGE, "alpha": shade, "linewidth": 1, "label": f"depth {_depth(key)}"}
+        axes.plot(*_points(rows, key), **style_, **style)
 
 
 def _depth(key: str) -> int:
@@ -146,7 +139,7 @@ def _points(
 
 
 def _phases(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, int, int]]:
-    """Return each phase's name and its first and last step, phases touching each other."""
+    """Return the name, first and last step of each phase, without gaps between phases."""
     spans: list[tuple[str, int, int]] = []
     for name, group in groupby(rows, lambda row: str(row.get("phase", ""))):
         steps = [row["step"] for row in group]
@@ -157,7 +150,7 @@ def _phases(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, int, int]]:
 def _speed(speed: Speed) -> Figure:
     figure, axes = _axes("Tokens per second", "tokens per second", "")
     alone, drafted = speed.base_tokens_per_second, speed.tokens_per_second
-    # the interval is of the ratio; drawn on the head's bar in units of the base's rate
+    # the interval of the ratio, drawn on the head's bar in units of the base's rate
     low, high = (alone * bound for bound in speed.interval)
     error = [[0, max(drafted - low, 0)], [0, max(high - drafted, 0)]]
     bars = axes.bar(["base alone", "with head"], [alone, drafted], color=[GREY, BLUE], width=0.55)
@@ -168,7 +161,7 @@ def _speed(speed: Speed) -> Figure:
 
 
 def draw_comparison(conditions: Sequence[Condition]) -> bytes:
-    """Return tokens per forward and speed-up of drafters, the fastest first, with intervals."""
+    """Return tokens per forward and speed-up of methods with intervals, the fastest first."""
     height = sum(0.9 + 0.4 * len(one.drafters) for one in conditions)
     figure = Figure(figsize=(9.0, 0.4 + height), layout="constrained")
     sizes = [0.9 + 0.4 * len(one.drafters) for one in conditions]

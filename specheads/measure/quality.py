@@ -1,4 +1,4 @@
-"""The base's own quality, before and after joint training changed it: on held-out text."""
+"""The base's own quality on held-out text, before and after joint training."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,17 +20,17 @@ from specheads.runs.progress import bar
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """How well a base predicts some windows of text, one number a window."""
+    """How well a base predicts windows of text, one number per window."""
 
     nats: list[float]
-    """Summed surprise."""
+    """Summed cross entropy."""
     right: list[int]
-    """Tokens that were the base's likeliest."""
+    """Tokens that equal the base's best guess."""
     tokens: list[int]
-    """Tokens predicted: all of a window but its first."""
+    """Predicted tokens: all but the first of a window."""
 
     def summary(self) -> TextQuality:
-        """Return nats a token, the share of right ones, and 95 % intervals over windows."""
+        """Return nats per token, the share of right tokens, and 95 % intervals over windows."""
         num_tokens = sum(self.tokens)
         return TextQuality(
             cross_entropy=sum(self.nats) / num_tokens,
@@ -43,13 +43,13 @@ class Quality:
 
 
 def quality_windows(settings: Train, base: FrozenBase) -> list[list[int]]:
-    """Cut the validation text that quality is measured on, at most 512 tokens a window."""
+    """Return windows of validation text, at most 512 tokens each."""
     assert base.tokenizer is not None
     most = settings.evaluation.quality_windows
     try:
         documents = tokenised(settings.data, "validation", base.tokenizer, settings.seed)
     except UnansweredError:
-        # there are prompts only
+        # the corpus has prompts only
         return [
             prompt.tokens
             for prompt in held_out(
@@ -64,7 +64,7 @@ def quality_windows(settings: Train, base: FrozenBase) -> list[list[int]]:
         # every document is shorter
         length //= 2
     raise InputError(
-        "the base's quality is measured on validation text, and there is none; raise "
+        "the base's quality needs validation text, got none; raise "
         "evaluation.quality_windows above 0, or give longer documents"
     )
 
@@ -73,7 +73,7 @@ def quality_windows(settings: Train, base: FrozenBase) -> list[list[int]]:
 def measure_quality(
     base: FrozenBase, windows: Sequence[Sequence[int]], *, progress: bool = False
 ) -> Quality:
-    """Have the base read windows of text, each by itself, and score every next token."""
+    """Score every next token of windows of text, each window by itself."""
     if not windows or min(map(len, windows)) < 2:
         raise InputError(
             f"quality needs windows of two tokens at least, got {len(windows)} windows; give more "
@@ -90,11 +90,11 @@ def measure_quality(
     return out
 
 
-def compare(before: Quality, after: Quality) -> BaseQuality:
+def compare_quality(before: Quality, after: Quality) -> BaseQuality:
     """Return the `base_quality` section of results.json.
 
-    `change` is paired: the interval is that of the difference on the same windows, nats a token;
-    above zero the base has become worse.
+    `change` is the difference on the same windows in nats per token; above zero the base has
+    become worse.
     """
     added = [late - early for early, late in zip(before.nats, after.nats, strict=True)]
     return BaseQuality(

@@ -1,29 +1,99 @@
-"""What measurements amount to, as results.json holds it: see docs/evaluate.md.
+"""Contents of results.json, texts.json and compare.json: see docs/evaluate.md.
 
-Fields with a default were added later, or were not measured; files of before lack them. A name
-that Python reserves has an underscore behind it here and none in the file (`with_`).
+A field with a default was added later, or may not be measured. A name that Python reserves ends
+with an underscore here and not in the file (`with_`).
 """
 
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
 
+from specheads.core.records import OWN_FILE, from_json
 from specheads.decoding.trees.tuned import Tuned
-from specheads.measure.rates import Drafting, Interval, Rate
-from specheads.measure.store import OWN_FILE
-from specheads.measure.texts import Texts
+from specheads.heads.untrusted import read_json
 from specheads.runs.provenance import Provenance
+
+T = TypeVar("T")
+
+Interval = tuple[float, float]
+"""Ends of a 95 % bootstrap interval over prompts."""
+
+IDENTICAL, TIED, WRONG = "identical", "parted at a tie", "wrong"
+"""Verdicts of `Lossless`. Text that only shares the base's distribution has no verdict."""
+
+
+def read(kind: type[T], file: str | Path) -> T | None:
+    """Return the contents of a JSON file as this class; None if the file does not exist."""
+    file = Path(file)
+    return from_json(kind, read_json(file), str(file)) if file.is_file() else None
+
+
+# --- rates and counts --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rate:
+    """Tokens per forward, including the base's own token."""
+
+    tokens_per_forward: float
+    interval: Interval
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gain:
+    """Ratio of one method to another, paired by prompt."""
+
+    ratio: float
+    interval: Interval
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Drafting(Rate):
+    """One way to draft above temperature zero."""
+
+    tree: str
+    num_nodes: int
+    compared: int
+    identical: int
+    gain_of_coupled: Gain | None
 
 
 @dataclass(frozen=True, slots=True)
 class Depth:
-    """Drafts of one depth."""
+    """Counts of the drafts at one depth."""
 
     offered: int
     accepted: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DepthRate:
+    """Conditional acceptance at one depth: accepted / offered."""
+
+    rate: float
+    interval: Interval
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CategoryRate(Rate):
+    """Rate of one category of prompts."""
+
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PhaseRate(Rate):
+    """Rate of a chain with the head as it was at the end of a phase."""
+
+    phase: str
+
+
+# --- what was measured -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class HeadSummary:
-    """Which head was measured."""
+    """The head that was measured."""
 
     kind: str
     depth: int
@@ -32,7 +102,7 @@ class HeadSummary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BaseSummary:
-    """Which base it drafted for."""
+    """The base of the head."""
 
     name: str
     revision: str
@@ -43,7 +113,7 @@ class BaseSummary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptSummary:
-    """What was continued."""
+    """The prompts."""
 
     name: str
     version: str
@@ -53,8 +123,8 @@ class PromptSummary:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
-    """How it was decoded."""
+class EvaluationSettings:
+    """Settings of the decoding."""
 
     temperature: float
     max_new_tokens: int
@@ -75,26 +145,7 @@ class Settings:
     copied_tokens: int = 0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DepthRate:
-    """Share of the drafts of one depth that were accepted, of those that were reached."""
-
-    rate: float
-    interval: Interval
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CategoryRate(Rate):
-    """That of one category of prompts."""
-
-    count: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PhaseRate(Rate):
-    """That of a chain of the head as it was at the end of a phase."""
-
-    phase: str
+# --- sections of results.json ------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,7 +161,7 @@ class Offline(Rate):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Online(Rate):
-    """Decoding in the loop."""
+    """Decoding in the real loop."""
 
     tokens_per_forward_without_bonus: float
     per_depth: list[Depth]
@@ -122,7 +173,7 @@ class Online(Rate):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Speed:
-    """Decoding by the clock, beside the base alone."""
+    """Timed decoding, compared with the base alone."""
 
     base_tokens_per_second: float
     tokens_per_second: float
@@ -140,7 +191,7 @@ class Speed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lossless:
-    """Speculative text held against that of the base alone: see `measure.exactness`."""
+    """Speculative text compared with that of the base alone: see `measure.exactness`."""
 
     compared: int
     identical: int
@@ -156,7 +207,7 @@ class Lossless:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Degenerate:
-    """Figures with and without the prompts after which the base alone loops."""
+    """Rates with and without the prompts after which the base alone loops."""
 
     flagged: int
     compared: int
@@ -166,8 +217,17 @@ class Degenerate:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class OnlineSections:
+    """The three sections that decoding gives without a clock."""
+
+    online: Online
+    lossless: Lossless
+    degenerate: Degenerate
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Counted:
-    """What has to be equal, of replay and of decoding."""
+    """Integers that replay and decoding must share."""
 
     forwards: int
     per_depth: list[Depth]
@@ -176,7 +236,7 @@ class Counted:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replay:
-    """The replay of a chain held against the same chain decoded for real."""
+    """The replay of a chain compared with the same chain decoded."""
 
     offline: Counted
     online: Counted
@@ -185,7 +245,7 @@ class Replay:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DraftVocabulary:
-    """Tokens that the head can draft, and their share of its training text."""
+    """Number of tokens that the head can draft, and their share of its training text."""
 
     size: int
     coverage: float | None
@@ -193,7 +253,7 @@ class DraftVocabulary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """One way to draft that was timed: see `Tried` in decoding/trees/tuned.py."""
+    """A tree that was timed: see `Tried` in decoding/trees/tuned.py."""
 
     tree: str
     num_nodes: int
@@ -218,7 +278,7 @@ class TextQuality:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QualityChange:
-    """What an adapter added to the cross entropy, paired by window."""
+    """Change of the cross entropy through an adapter, paired by window."""
 
     cross_entropy: float
     interval: Interval
@@ -233,6 +293,49 @@ class BaseQuality:
     change: QualityChange
 
 
+# --- texts.json --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextStep:
+    """One forward of the base: the drafted tree and the accepted path."""
+
+    tokens: list[str]
+    """Text of each node, the root first."""
+    parents: list[int]
+    """Parent of each node; -1 for the root and for padding."""
+    path: list[int]
+    """Accepted nodes, the root first."""
+    bonus: str
+    """The base's own token."""
+    num_copied: int = 0
+    """How many of the last nodes are prompt-lookup tokens."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodedText:
+    """The decoded text of one prompt."""
+
+    category: str
+    prompt: str
+    first: str
+    """The first new token, which the base gave while it read the prompt."""
+    steps: list[TextStep]
+    num_tokens: int
+    """New tokens kept; the last step may have given more."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodedTexts:
+    """texts.json."""
+
+    schema: int = 1
+    texts: list[DecodedText] = field(default_factory=list)
+
+
+# --- results.json ------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Results:
     """results.json."""
@@ -241,7 +344,7 @@ class Results:
     head: HeadSummary
     base: BaseSummary
     prompts: PromptSummary
-    settings: Settings
+    settings: EvaluationSettings
     draft_vocabulary: DraftVocabulary | None = None
     offline: Offline | None = None
     online: Online | None = None
@@ -253,15 +356,71 @@ class Results:
     tree_candidates: list[Candidate] = field(default_factory=list)
     phases: list[PhaseRate] = field(default_factory=list)
     base_quality: BaseQuality | None = None
-    texts: Texts | None = field(default=None, metadata=OWN_FILE)
+    texts: DecodedTexts | None = field(default=None, metadata=OWN_FILE)
     tuned: Tuned | None = field(default=None, metadata=OWN_FILE)
     provenance: Provenance
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Acceptance:
-    """What decoding tells without a clock: three sections of results.json."""
+# --- compare.json ------------------------------------------------------------------------------
 
-    online: Online
-    lossless: Lossless
-    degenerate: Degenerate
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompareSettings:
+    """Settings of a comparison."""
+
+    max_new_tokens: int
+    draft_model: str
+    draft_depth: int
+    copied_tokens: int
+    max_ngram: int
+    sinks: int
+    window: int
+    dtype: str
+    device: str
+    seed: int
+    coupled: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MethodResults(OnlineSections):
+    """One method of a comparison."""
+
+    tree: str
+    num_nodes: int
+    speed: Speed
+    batches: bool = True
+    """Whether it decodes prompts together; otherwise one by one, whatever the batch size."""
+    over: dict[str, Gain] = field(default_factory=dict)
+    """Ratio of its tokens per second to those of each other method, paired by prompt."""
+    accepted_over: dict[str, Gain] = field(default_factory=dict)
+    """Ratio of its tokens per forward to those of each other method, paired by prompt."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Condition:
+    """All methods at one temperature and batch size."""
+
+    temperature: float
+    batch_size: int
+    ranking: list[str]
+    """Methods by tokens per second, the fastest first."""
+    drafters: dict[str, MethodResults]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """compare.json."""
+
+    schema: int = 2
+    head: HeadSummary
+    heads: dict[str, HeadSummary]
+    base: BaseSummary
+    prompts: PromptSummary
+    settings: CompareSettings
+    conditions: list[Condition]
+    provenance: Provenance
+
+    @property
+    def drafters(self) -> dict[str, MethodResults]:
+        """Methods of the first condition."""
+        return self.conditions[0].drafters

@@ -1,4 +1,4 @@
-"""Speed: the loop with a drafter against the same loop with the base alone, turn by turn."""
+"""Speed: the loop with a drafter and the same loop with the base alone, timed in turns."""
 
 import statistics
 import time
@@ -9,18 +9,20 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from specheads.base.model import FrozenBase
-from specheads.core.device_memory import process_peak_bytes
+from specheads.core.device_memory import peak_gib
 from specheads.core.drafter import Drafter
 from specheads.core.errors import InputError
+from specheads.core.machine import synchronise
 from specheads.decoding.acceptance.sampling import GREEDY
-from specheads.decoding.generate import generate
-from specheads.decoding.loop import synchronise
 from specheads.decoding.trees import policies
 from specheads.measure.counts import bootstrap_interval
-from specheads.measure.how import How
-from specheads.measure.online import Decoded, decode_prompts
-from specheads.measure.rates import Gain
-from specheads.measure.results import Speed
+from specheads.measure.generation import (
+    Decoded,
+    GenerationSettings,
+    decode_prompts,
+    generate_with,
+)
+from specheads.measure.results import Gain, Speed
 from specheads.runs.progress import bar
 
 
@@ -29,34 +31,24 @@ class Timing:
     """One timed call of `generate`."""
 
     seconds: float
-    """Prompt and all new tokens."""
+    """Time for the prompt and all new tokens."""
     step_seconds: float
-    """From the first forward's verdict to the last one's: `num_steps` whole steps."""
+    """Time between the ends of the first and the last step: `num_steps` whole steps."""
     num_steps: int
     new_tokens: int
     forwards: int
 
 
 def time_generate(
-    base: FrozenBase, drafter: Drafter | None, prompts: list[list[int]], how: How
+    base: FrozenBase,
+    drafter: Drafter | None,
+    prompts: list[list[int]],
+    generation: GenerationSettings,
 ) -> Timing:
-    """Decode prompts together once, by the clock.
-
-    Without a drafter the base decodes alone, whatever tree and acceptance rule are said.
-    """
+    """Decode prompts together once and time it; without a drafter the base decodes alone."""
     synchronise(base.device)
     start = time.perf_counter()
-    out = generate(
-        base,
-        drafter,
-        prompts,
-        max_new_tokens=how.max_new_tokens,
-        tree=how.tree if drafter is not None else None,
-        sampling=how.sampling,
-        acceptance=how.acceptance if drafter is not None else "match",
-        stop_at_eos=how.stop_at_eos,
-        coupled=how.coupled,
-    )
+    out = generate_with(base, drafter, prompts, generation)
     synchronise(base.device)
     seconds = time.perf_counter() - start
     ends = sorted({step.times.ended for steps in out.steps for step in steps})
@@ -70,12 +62,12 @@ def time_generate(
 
 
 @runtime_checkable
-class Way(Protocol):
-    """One way of decoding that can be measured."""
+class Method(Protocol):
+    """A decoding method that can be measured."""
 
     @property
     def tree(self) -> policies.TreePolicy:
-        """How its drafts grow."""
+        """The draft tree."""
         ...
 
     @property
@@ -83,105 +75,107 @@ class Way(Protocol):
         """Whether it decodes prompts together."""
         ...
 
-    def decode(self, base: FrozenBase, prompts: list[list[int]], how: How) -> list[Decoded]:
+    def decode(
+        self, base: FrozenBase, prompts: list[list[int]], generation: GenerationSettings
+    ) -> list[Decoded]:
         """Decode every prompt and count its forwards."""
         ...
 
-    def time(self, base: FrozenBase, prompts: list[list[int]], how: How) -> Timing:
-        """Decode prompts together once, by the clock."""
+    def time(
+        self, base: FrozenBase, prompts: list[list[int]], generation: GenerationSettings
+    ) -> Timing:
+        """Decode prompts together once and time it."""
         ...
 
-    def draft_seconds(self, base: FrozenBase, prompts: list[list[int]], how: How) -> float:
-        """Return the median time that a step spends drafting."""
+    def draft_seconds(
+        self, base: FrozenBase, prompts: list[list[int]], generation: GenerationSettings
+    ) -> float:
+        """Return the median drafting time of a step."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Arm:
-    """One way of drafting in our loop."""
+class DraftMethod:
+    """A drafter with a tree in our loop."""
 
     drafter: Drafter
     tree: policies.TreePolicy
     acceptance: str | None = None
-    """What is kept of its trees; None is as all are told."""
+    """Acceptance rule; None is that of the generation settings."""
     coupled: bool | None = None
-    """Whether its drafts see the noise that the base draws with; None is as all are told."""
+    """Whether drafts see the noise of the base; None is as in the generation settings."""
     batches: bool = True
 
-    def how(self, how: How) -> How:
-        """Return how it decodes where all are told to decode like this."""
+    def settings(self, generation: GenerationSettings) -> GenerationSettings:
+        """Return the generation settings with this method's own tree and rule."""
         return replace(
-            how,
+            generation,
             tree=self.tree,
-            acceptance=how.acceptance if self.acceptance is None else self.acceptance,
-            coupled=how.coupled if self.coupled is None else self.coupled,
+            acceptance=generation.acceptance if self.acceptance is None else self.acceptance,
+            coupled=generation.coupled if self.coupled is None else self.coupled,
         )
 
-    def decode(self, base: FrozenBase, prompts: list[list[int]], how: How) -> list[Decoded]:
+    def decode(
+        self, base: FrozenBase, prompts: list[list[int]], generation: GenerationSettings
+    ) -> list[Decoded]:
         """Decode every prompt and count its forwards."""
-        return decode_prompts(base, self.drafter, prompts, self.how(how))
+        return decode_prompts(base, self.drafter, prompts, self.settings(generation))
 
-    def time(self, base: FrozenBase, prompts: list[list[int]], how: How) -> Timing:
-        """Decode prompts together once, by the clock."""
-        return time_generate(base, self.drafter, prompts, self.how(how))
+    def time(
+        self, base: FrozenBase, prompts: list[list[int]], generation: GenerationSettings
+    ) -> Timing:
+        """Decode prompts together once and time it."""
+        return time_generate(base, self.drafter, prompts, self.settings(generation))
 
-    def draft_seconds(self, base: FrozenBase, prompts: list[list[int]], how: How) -> float:
-        """Return the median time that a step spends drafting, waiting for the device."""
-        how = self.how(how)
-        out = generate(
-            base,
-            self.drafter,
-            prompts,
-            max_new_tokens=how.max_new_tokens,
-            tree=how.tree,
-            sampling=how.sampling,
-            acceptance=how.acceptance,
-            coupled=how.coupled,
-            stop_at_eos=False,
-            timed=True,
-        )
+    def draft_seconds(
+        self, base: FrozenBase, prompts: list[list[int]], generation: GenerationSettings
+    ) -> float:
+        """Return the median drafting time of a step; each part of a step waits for the device."""
+        generation = replace(self.settings(generation), stop_at_eos=False)
+        out = generate_with(base, self.drafter, prompts, generation, timed=True)
         times = [step.times for step in out.steps[0]]
         return statistics.median([one.drafted - one.began for one in times] or [0.0])
 
 
 Timings = dict[str | None, list[list[Timing]]]
-"""By arm, None being the base alone: every batch of prompts, every repetition of it."""
+"""By method, None for the base alone: every batch of prompts, every repetition of it."""
 
 
-def time_arms(
+def time_methods(
     base: FrozenBase,
-    arms: Mapping[str, Way],
+    methods: Mapping[str, Method],
     prompts: list[list[int]],
-    how: How,
+    generation: GenerationSettings,
     *,
     repetitions: int,
 ) -> Timings:
-    """Time the base alone and several ways of drafting, turn by turn.
+    """Time the base alone and several methods in turns.
 
-    All decode a batch one right after the other, so that a slower machine slows all, and each
-    repetition begins with another of them. The first batch is decoded once before the clock
-    counts. Trees are the arms' own.
+    All methods decode a batch one after the other: a slow phase of the machine then slows all of
+    them; each repetition starts with another method. The first batch is decoded once as a
+    warm-up.
     """
-    if len(prompts) < 1 or repetitions < 1 or how.max_new_tokens < 3:
+    if len(prompts) < 1 or repetitions < 1 or generation.max_new_tokens < 3:
         raise InputError(
             "speed needs a prompt, a repetition and 3 new tokens at least, got "
-            f"{len(prompts)}, {repetitions} and {how.max_new_tokens}"
+            f"{len(prompts)}, {repetitions} and {generation.max_new_tokens}"
         )
-    units = [prompts[i : i + how.batch_size] for i in range(0, len(prompts), how.batch_size)]
-    names = [None, *arms]
+    size = generation.batch_size
+    units = [prompts[i : i + size] for i in range(0, len(prompts), size)]
+    names = [None, *methods]
 
     def run(name: str | None, unit: list[list[int]]) -> Timing:
         if name is None:
-            return time_generate(base, None, unit, how)
-        return arms[name].time(base, unit, how)
+            return time_generate(base, None, unit, generation)
+        return methods[name].time(base, unit, generation)
 
-    for name in bar(names, "warming up", how.progress):
+    for name in bar(names, "warming up", generation.progress):
         run(name, units[0])
     if base.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(base.device)
     timings: Timings = {name: [[] for _ in units] for name in names}
     work = [(turn, place) for turn in range(repetitions) for place in range(len(units))]
-    for turn, place in bar(work, "speed", how.progress):
+    for turn, place in bar(work, "speed", generation.progress):
         first = turn % len(names)
         for name in names[first:] + names[:first]:
             timings[name][place].append(run(name, units[place]))
@@ -192,44 +186,44 @@ def measure_speed(
     base: FrozenBase,
     drafter: Drafter,
     prompts: list[list[int]],
-    how: How,
+    generation: GenerationSettings,
     *,
     repetitions: int = 3,
 ) -> Speed:
-    """Return the `speed` section of results.json: see `time_arms`.
+    """Return the `speed` section of results.json: see `time_methods`.
 
-    Of a batch's repetitions the median counts. Times cover the prompt and all new tokens;
-    `step_overhead` covers decode steps only, and `draft_milliseconds` is the median time that a
-    step spends drafting, greedy and for a single row. Intervals are over batches.
+    The median repetition of a batch counts. Times cover the prompt and all new tokens;
+    `step_overhead` covers decode steps only, and `draft_milliseconds` is the median drafting time
+    of a step, greedy and for one row. Intervals are over batches.
     """
-    arm = Arm(drafter, how.tree or policies.chain(drafter.depth))
-    timings = time_arms(base, {"drafted": arm}, prompts, how, repetitions=repetitions)
-    seconds = arm.draft_seconds(base, prompts[:1], replace(how, sampling=GREEDY))
+    method = DraftMethod(drafter, generation.tree or policies.chain(drafter.depth))
+    timings = time_methods(base, {"drafted": method}, prompts, generation, repetitions=repetitions)
+    seconds = method.draft_seconds(base, prompts[:1], replace(generation, sampling=GREEDY))
     return replace(
-        summarise(timings[None], timings["drafted"], unit_sources(prompts, how)),
+        summarise(timings[None], timings["drafted"], unit_sources(prompts, generation)),
         draft_milliseconds=1e3 * seconds,
         repetitions=repetitions,
-        peak_gib=peak_gib(base),
+        peak_gib=peak_gib(base.device),
     )
 
 
-def unit_sources(prompts: Sequence[object], how: How) -> Sequence[str]:
-    """Return what each batch was cut from; batches of several prompts stand for themselves."""
-    num_units = -(-len(prompts) // how.batch_size)
-    return how.sources_of(prompts) if how.batch_size == 1 else [""] * num_units
+def unit_sources(prompts: Sequence[object], generation: GenerationSettings) -> Sequence[str]:
+    """Return the source of each batch; a batch of several prompts is a source of its own."""
+    num_units = -(-len(prompts) // generation.batch_size)
+    return generation.sources_of(prompts) if generation.batch_size == 1 else [""] * num_units
 
 
 def summarise(
     alone: list[list[Timing]], drafted: list[list[Timing]], sources: Sequence[str] = ()
 ) -> Speed:
-    """Return rates, their ratio and its interval from timings of the same batches, both ways.
+    """Return rates, their ratio and its interval from timings of the same batches.
 
-    Time is compared a token, because output may differ by a tie in rounding; where it does
-    not, the speed-up is simply the ratio of the summed times. What a step takes is None where every
-    text ended before its second forward.
+    Times are compared per token, because a tie in rounding may change the output; if it does not,
+    the speed-up is the ratio of the summed times. Step times are None if every text ended before
+    its second forward.
     """
     base_seconds, seconds = _medians(alone), _medians(drafted)
-    base_tokens, tokens = ([arm[0].new_tokens for arm in arms] for arms in (alone, drafted))
+    base_tokens, tokens = ([unit[0].new_tokens for unit in one] for one in (alone, drafted))
     gain = paired_speed(drafted, alone, sources)
     base_step, step = _step_seconds(alone), _step_seconds(drafted)
     return Speed(
@@ -241,19 +235,19 @@ def summarise(
         step_milliseconds=1e3 * step if step else None,
         base_step_milliseconds=1e3 * base_step if base_step else None,
         new_tokens=sum(tokens),
-        forwards=sum(arm[0].forwards for arm in drafted),
+        forwards=sum(unit[0].forwards for unit in drafted),
     )
 
 
 def paired_speed(
     ours: list[list[Timing]], theirs: list[list[Timing]], sources: Sequence[str] = ()
 ) -> Gain:
-    """Return our tokens per second over theirs, on the same batches, and its interval.
+    """Return the ratio of our tokens per second to theirs on the same batches.
 
-    Of a batch's repetitions the median counts.
+    The median repetition of a batch counts.
     """
     seconds, our_seconds = _medians(theirs), _medians(ours)
-    # what we would have taken for their number of tokens
+    # our time for their number of tokens
     matched = [
         taken * other[0].new_tokens / one[0].new_tokens
         for taken, one, other in zip(our_seconds, ours, theirs, strict=True)
@@ -262,19 +256,12 @@ def paired_speed(
     return Gain(ratio=sum(seconds) / sum(matched), interval=interval)
 
 
-def _medians(arm: list[list[Timing]]) -> list[float]:
-    return [statistics.median(timing.seconds for timing in timings) for timings in arm]
+def _medians(units: list[list[Timing]]) -> list[float]:
+    return [statistics.median(timing.seconds for timing in unit) for unit in units]
 
 
-def _step_seconds(arms: list[list[Timing]]) -> float | None:
+def _step_seconds(units: list[list[Timing]]) -> float | None:
     """Return the mean time of a decode step over batches, the median repetition of each."""
-    seconds = sum(statistics.median(one.step_seconds for one in arm) for arm in arms)
-    steps = sum(statistics.median(one.num_steps for one in arm) for arm in arms)
+    seconds = sum(statistics.median(one.step_seconds for one in unit) for unit in units)
+    steps = sum(statistics.median(one.num_steps for one in unit) for unit in units)
     return seconds / steps if steps else None
-
-
-def peak_gib(base: FrozenBase) -> float:
-    """Return the peak memory: of the device since the last reset, or of the whole process."""
-    if base.device.type == "cuda":
-        return torch.cuda.max_memory_allocated(base.device) / 2**30
-    return process_peak_bytes() / 2**30

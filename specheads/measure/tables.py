@@ -1,4 +1,4 @@
-"""Tables for a console of any width: no figure is cut, or broken over two lines."""
+"""Tables for a console of any width: no figure is cut or broken over two lines."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,8 +10,8 @@ from rich.text import Text
 
 
 @dataclass(frozen=True, slots=True)
-class Fitted:
-    """A table where every word of it has room; in a narrower console a list, row by row."""
+class ConsoleTable:
+    """A table if every word has room; in a narrower console a list, row by row."""
 
     title: str
     rows: Sequence[Sequence[str]]
@@ -29,7 +29,7 @@ class Fitted:
         for place, width in enumerate(widths):
             table.add_column(Text(self.header[place]) if self.header else "", width=width)
         for row in self.rows:
-            # texts, so that no name in brackets is taken for a style
+            # Text does not parse a name in brackets as a style
             table.add_row(*map(Text, row))
         yield table
 
@@ -45,12 +45,12 @@ class Fitted:
 
 
 def with_interval(value: float, interval: Sequence[float]) -> str:
-    """Return a figure and the ends of its interval, where it has one."""
+    """Return a figure and the ends of its interval, if it has one."""
     return " ".join([f"{value:.2f}", *(["[{:.2f}, {:.2f}]".format(*interval)] if interval else [])])
 
 
 def _widths(lines: Sequence[Sequence[str]], room: int) -> list[int] | None:
-    """Return the columns' widths; None where not even the longest words fit beside each other."""
+    """Return the widths of the columns; None if the longest words do not fit side by side."""
     columns = list(zip(*lines, strict=True))
     widths = [
         max(cell_len(word) for cell in one for word in [*cell.split(), ""]) for one in columns

@@ -12,8 +12,8 @@ from specheads.base.model import FrozenBase
 from specheads.config import Phase
 from specheads.core.drafter import Features, Head
 from specheads.core.features import document_lengths, document_places
+from specheads.core.machine import synchronise
 from specheads.data.packing import TokenBatch
-from specheads.decoding.loop import synchronise
 from specheads.training.losses.depth_loss import LABELS_ONLY
 
 SIDES = {"cuda": 8192, "cpu": 1024}

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from specheads.core.device_memory import peak_gib
 from specheads.data.packing import TokenBatch
-from specheads.measure.speed import peak_gib
 from specheads.training.cost import matmul_rate, step_flops
 from specheads.training.schedule import PlacedPhase, Progressed
 from specheads.training.teacher import Teacher
@@ -85,7 +85,7 @@ class Meter:
             "tokens_per_second": self.tokens / seconds,
             "hours": self.at.seconds / 3600,
             "data_wait_share": min(self.waited / seconds, 1.0),
-            "peak_gib": peak_gib(self.teacher.base),
+            "peak_gib": peak_gib(self.teacher.base.device),
         }
         if self.use:
             figures["mfu"] = self.use * self.steps / seconds

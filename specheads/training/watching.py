@@ -11,8 +11,7 @@ from torch import Tensor
 
 from specheads.heads.load import drafter_of
 from specheads.heads.untrusted import read_json
-from specheads.measure.how import How
-from specheads.measure.online import decode_prompts
+from specheads.measure.generation import GenerationSettings, decode_prompts
 from specheads.runs.directory import RunDirectory
 from specheads.training.losses.depth_loss import DepthLoss
 from specheads.training.schedule import PlacedPhase, Progressed
@@ -116,7 +115,7 @@ def tokens_per_forward(
     """
     with teacher.at_rest():
         drafter = drafter_of(teacher.head, teacher.base)
-        how = How(max_new_tokens=new_tokens, batch_size=max(1, len(prompts)))
+        how = GenerationSettings(max_new_tokens=new_tokens, batch_size=max(1, len(prompts)))
         counts = [one.counts for one in decode_prompts(teacher.base, drafter, prompts, how)]
     sums = [sum(one.new_tokens for one in counts), sum(one.forwards for one in counts)]
     tokens, forwards = total(torch.tensor(sums, device=teacher.base.device)).tolist()

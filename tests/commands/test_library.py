@@ -13,8 +13,8 @@ import pytest
 import specheads
 from specheads.config import data_dir
 from specheads.core.drafter import Head
-from specheads.measure.results import Results
-from specheads.measure.store import read, to_json
+from specheads.core.records import to_json
+from specheads.measure.results import Results, read
 from specheads.runs.directory import RunDirectory
 
 ROOT = Path(__file__).resolve().parents[2]

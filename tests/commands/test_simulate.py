@@ -8,10 +8,11 @@ import pytest
 
 import specheads
 from specheads.commands._call import call
+from specheads.core.records import dumps
 from specheads.decoding.cost import ForwardCost, StepCost
 from specheads.decoding.trees.tuned import Acceptance, MatchRates
-from specheads.measure.load.results import Load
-from specheads.measure.store import dumps, read
+from specheads.measure.results import read
+from specheads.measure.simulate import LoadResults
 from tests.tuned import tree, tuned
 
 TUNED = replace(
@@ -41,7 +42,7 @@ def test_loads_are_simulated_shown_and_written(head: Path, capsys: Any):
     assert "goodput" in shown
     assert "measured" in shown
     assert "computed" not in shown
-    load = read(Load, head / "load.json")
+    load = read(LoadResults, head / "load.json")
     assert load is not None
     assert [(row.load, row.draft) for row in load.rows] == [
         (rate, draft)
@@ -67,7 +68,7 @@ def test_goodput_copies_too_where_that_was_tuned(head: Path):
 def test_python_gets_what_the_command_writes(head: Path, tmp_path: Path):
     asked = [f"head={head}", *SMALL]
     load = specheads.simulate(overrides=asked, out=tmp_path / "out")
-    assert read(Load, tmp_path / "out" / "load.json") == load
+    assert read(LoadResults, tmp_path / "out" / "load.json") == load
     # from a quarter of what the base alone can serve to more than that
     busy = [row.busy for row in load.rows if row.draft == "none"]
     assert len(busy) == 5
@@ -96,7 +97,7 @@ def test_computed_times_are_called_computed_wherever_they_are_shown(tmp_path: Pa
     shown = " ".join(capsys.readouterr().out.split())
     assert "times computed for H100" in shown
     assert "no machine took them" in shown
-    load = read(Load, tmp_path / "load.json")
+    load = read(LoadResults, tmp_path / "load.json")
     assert load is not None
     assert load.computed
     assert load.times == "computed for H100"

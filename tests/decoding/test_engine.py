@@ -25,7 +25,7 @@ from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import Hybrid, HybridTree, Lookup
 from specheads.decoding.trees.sampled import Sampled
 from specheads.heads.load import build_for, fit
-from specheads.measure.oracle import Places
+from specheads.measure.oracle import TextPositions
 from tests import tiny
 from tests.decoding.test_detokenize import PIECES, tokenizer
 
@@ -374,7 +374,7 @@ def test_what_raises_ends_the_rows_it_was_raised_for_and_no_others(place, paged,
         raise MemoryError("there is no more")
 
     raises = {"_cache": engine, "prefill": engine.base, "verify": engine.base, "begin": drafter}
-    monkeypatch.setattr(raises.get(place, Places), place, raising)
+    monkeypatch.setattr(raises.get(place, TextPositions), place, raising)
     with pytest.raises(MemoryError):
         engine.run()
     failed = [stream for stream in streams if stream.finish_reason == "failed"]

@@ -14,7 +14,7 @@ from specheads.core.tree import TokenTree
 from specheads.decoding.acceptance.sampling import Rows
 from specheads.decoding.generate import Decoding, generate
 from specheads.decoding.trees.policies import TreePolicy
-from specheads.measure.oracle import Places
+from specheads.measure.oracle import TextPositions
 from tests import tiny
 
 
@@ -39,7 +39,7 @@ class RandomTrees(TreePolicy):
     ) -> TokenTree:
         del rows
         assert isinstance(drafter, tiny.Oracle)
-        assert isinstance(memory, Places)
+        assert isinstance(memory, TextPositions)
         drafter.begin(committed, memory)
         rows_of = (committed.root()[:, 0].tolist(), memory.texts.tolist(), memory.roots.tolist())
         trees = [

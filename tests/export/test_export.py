@@ -18,6 +18,7 @@ from specheads.base.model import FrozenBase
 from specheads.config import Data
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
+from specheads.core.records import to_json
 from specheads.decoding.generate import generate
 from specheads.decoding.trees import policies
 from specheads.export.layouts import engine_module, engines, find_layout, objection
@@ -35,10 +36,8 @@ from specheads.export.write import (
 )
 from specheads.heads.load import build_for, kinds
 from specheads.measure.counts import DepthCounts
-from specheads.measure.offline import guess_ranks
-from specheads.measure.replay import replay
+from specheads.measure.offline import guess_ranks, replay
 from specheads.measure.report import write_report
-from specheads.measure.store import to_json
 from tests import tiny
 from tests.oracles import ORACLES, blocks, eagle3, medusa, mlp_speculator
 from tests.oracles.shared import BaseView, DraftOracle, view_base

@@ -14,9 +14,8 @@ from specheads.decoding.trees import policies
 from specheads.export.layouts.llama_cpp import NO_BACKEND_SAMPLING
 from specheads.export.write import export_head
 from specheads.measure.counts import DepthCounts
-from specheads.measure.offline import guess_ranks
-from specheads.measure.replay import replay
-from specheads.measure.store import read
+from specheads.measure.offline import guess_ranks, replay
+from specheads.measure.results import read
 from tests.export.trained import (
     BASE,
     DEPTH,

@@ -24,8 +24,7 @@ from specheads.export.layouts.vllm import HEAD_VARIABLE, PROPOSER
 from specheads.export.write import export_head
 from specheads.heads.load import build
 from specheads.measure.counts import DepthCounts
-from specheads.measure.offline import guess_ranks
-from specheads.measure.replay import replay
+from specheads.measure.offline import guess_ranks, replay
 from tests.export.trained import (
     BASE,
     DEPTH,

@@ -15,10 +15,8 @@ from specheads.decoding.trees import policies
 from specheads.export.layouts import find_layout
 from specheads.export.write import export_head
 from specheads.heads.load import build_for, kinds, load_head
-from specheads.measure.offline import guess_ranks
-from specheads.measure.replay import replay
-from specheads.measure.results import Results
-from specheads.measure.store import read
+from specheads.measure.offline import guess_ranks, replay
+from specheads.measure.results import Results, read
 from specheads.runs.trackers import read_metrics
 from tests import tiny
 from tests.gpu import trained

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from specheads.core.records import from_json
 from specheads.heads.load import build
-from specheads.measure import report
+from specheads.measure import summary
 from specheads.measure.evaluation import draft_vocabulary
 from specheads.measure.results import DraftVocabulary
-from specheads.measure.store import from_json
 from specheads.runs.directory import RunDirectory
 from tests.results import bare
 
@@ -44,5 +44,5 @@ def test_a_head_that_drafts_every_token_covers_everything():
 )
 def test_the_report_tells_a_reduced_vocabulary(section: dict | None, told: list[str]):
     results = replace(bare(), draft_vocabulary=section and from_json(DraftVocabulary, section))
-    rows = [row for row in report.summary(results) if row[0] == "draft vocabulary"]
+    rows = [row for row in summary.summary(results) if row[0] == "draft vocabulary"]
     assert [what for _, what in rows] == told

@@ -1,4 +1,4 @@
-"""The report in headless Chromium: on a phone and a desk, in the light and in the dark."""
+"""The report in headless Chromium: phone and desktop width, light and dark mode."""
 
 import shutil
 from collections.abc import Iterator
@@ -20,12 +20,12 @@ QUIET = [
     "--disable-gpu", "--disable-quic", "--no-first-run", "--no-sandbox",
     "--disable-background-networking", "--disable-component-update", "--disable-sync",
 ]  # fmt: skip
-"""A page without network needs none of a browser's own; as root there is no sandbox."""
+"""Turn off the browser's own requests; root has no sandbox."""
 
 
 @dataclass
 class Watched:
-    """A page that is open, and what the browser says of it."""
+    """An open page with its console messages and requests."""
 
     page: Page
     file: Path
@@ -64,13 +64,13 @@ def watched(request: pytest.FixtureRequest, browser: Browser, file: Path) -> Ite
     watched.page.on("request", lambda asked: watched.asked.append(asked.url))
     watched.page.goto(file.as_uri())
     yield watched
-    # after whatever the test did
+    # after every test
     assert watched.said == []
     assert watched.asked == [file.as_uri()]
     context.close()
 
 
-def test_everything_is_there_and_visible(watched: Watched):
+def test_plots_verdict_and_texts_are_visible(watched: Watched):
     page = watched.page
     for name in ("speed", "acceptance", "loss", "validation", "learning"):
         plot = page.locator(f"#plot-{name} svg")
@@ -86,10 +86,10 @@ def test_everything_is_there_and_visible(watched: Watched):
         look: page.locator(f".tokens .{look}").first.evaluate(ground)
         for look in ("b", "d1", "d2", "d6", "c")
     }
-    assert len(set(grounds.values())) == 5, "each way has a look of its own"
+    assert len(set(grounds.values())) == 5, "each origin has a background of its own"
 
 
-def test_no_page_is_wider_than_its_screen_and_tables_move_in_their_own_box(watched: Watched):
+def test_page_fits_the_screen_and_wide_tables_scroll(watched: Watched):
     page = watched.page
     wide, screen = page.evaluate("[document.documentElement.scrollWidth, innerWidth]")
     assert wide == screen
@@ -99,27 +99,27 @@ def test_no_page_is_wider_than_its_screen_and_tables_move_in_their_own_box(watch
     if inner > outer:
         table.focus()
         page.keyboard.press("ArrowRight")
-        # the page's policy forbids what would wait inside it
+        # the content policy of the page forbids waiting inside it
         moved = (
             table.evaluate("box => box.scrollLeft") or page.wait_for_timeout(20) for _ in range(200)
         )
         assert any(moved)
 
 
-def test_the_three_figures_are_on_the_first_screen(watched: Watched):
+def test_headlines_are_on_the_first_screen(watched: Watched):
     box = watched.page.locator(".headline").last.bounding_box()
     assert box is not None
     assert box["y"] + box["height"] <= 844
 
 
-def test_a_click_draws_the_tree_of_the_tokens_step(watched: Watched):
+def test_click_draws_the_tree_of_a_step(watched: Watched):
     page, text = watched.page, watched.page.locator(".text").first
     steps = hybrid()[2].texts[0].steps
     token = text.locator(".t[data-step='3']").first
     token.click()
     assert text.locator(".tree strong").inner_text() == f"Step 3 of {len(steps)}"
     present = 1 + sum(parent >= 0 for parent in steps[2].parents)
-    assert text.locator(".tree svg g").count() == present + 1, "the tree, and what the base added"
+    assert text.locator(".tree svg g").count() == present + 1, "the tree and the base's own token"
     assert text.locator(".tree svg g.kept:not(.bonus)").count() == len(steps[2].path)
     assert text.locator(".tree svg path.kept").count() == len(steps[2].path)
     assert text.locator(".t.on").count() == len(steps[2].path)
@@ -127,7 +127,7 @@ def test_a_click_draws_the_tree_of_the_tokens_step(watched: Watched):
     assert page.locator(".tree svg").first.is_visible()
 
 
-def test_keys_step_from_token_to_token_and_buttons_from_step_to_step(watched: Watched):
+def test_arrow_keys_and_buttons_step_through_a_text(watched: Watched):
     page, text = watched.page, watched.page.locator(".text").first
     steps = hybrid()[2].texts[0].steps
     heading, tokens = text.locator(".tree strong"), text.locator(".t")
@@ -145,11 +145,11 @@ def test_keys_step_from_token_to_token_and_buttons_from_step_to_step(watched: Wa
     assert text.get_by_label("next step").is_disabled()
     text.get_by_label("previous step").click()
     assert heading.inner_text() == f"Step {len(steps) - 1} of {len(steps)}"
-    # one place in the order of keys, whatever was chosen
+    # exactly one token is in the tab order
     assert text.locator(".t[tabindex='0']").count() == 1
 
 
-def test_what_tokens_say_stays_text_in_the_tree_too(watched: Watched):
+def test_token_text_in_the_tree_is_not_markup(watched: Watched):
     text = watched.page.locator(".text").last
     text.locator(".t[data-step='1']").first.click()
     assert "</script>" in text.locator(".tree").inner_text()
@@ -157,7 +157,7 @@ def test_what_tokens_say_stays_text_in_the_tree_too(watched: Watched):
     assert text.locator(".tree img, .tree script").count() == 0
 
 
-def test_letters_can_be_read_on_every_ground(watched: Watched):
+def test_contrast_is_sufficient(watched: Watched):
     found = watched.page.evaluate(CONTRASTS)
     assert len(found) == 17
     assert [one for one in found if one[2] < 4.5] == []
@@ -187,20 +187,22 @@ CONTRASTS = """() => {
         return [ink, ground, (high + 0.05) / (low + 0.05)];
     });
 }"""
-"""WCAG 2.2's ratios; 4.5 is what it wants of small letters."""
+"""Contrast ratios of WCAG 2.2, which requires 4.5 for small text."""
 
 
-def test_texts_are_there_without_a_script_and_on_paper(browser: Browser, file: Path):
+def test_texts_work_without_script_and_in_print(browser: Browser, file: Path):
     context = browser.new_context(java_script_enabled=False, viewport={"width": 390, "height": 844})
     page = context.new_page()
     page.goto(file.as_uri())
     assert page.locator(".tokens .t").first.is_visible()
     assert page.locator(".tree").count() == 0
-    assert page.locator(".hint").first.is_hidden(), "it speaks of what only the script does"
+    assert page.locator(".hint").first.is_hidden(), "the hint describes the script"
     page.emulate_media(media="print", color_scheme="dark")
     body = page.locator("body").evaluate("one => getComputedStyle(one).backgroundColor")
     assert body == "rgb(255, 255, 255)"
     digit = ".tokens .d2", "one => getComputedStyle(one, '::after').content"
-    assert page.locator(digit[0]).first.evaluate(digit[1]) == '"2"', "colours may not be printed"
+    assert page.locator(digit[0]).first.evaluate(digit[1]) == '"2"', (
+        "colours may be missing in print"
+    )
     assert page.pdf().startswith(b"%PDF")
     context.close()

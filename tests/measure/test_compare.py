@@ -1,4 +1,4 @@
-"""Drafters beside each other, in one run."""
+"""Comparisons of methods."""
 
 import json
 from pathlib import Path
@@ -16,34 +16,39 @@ from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import Hybrid, HybridTree, Lookup
 from specheads.heads.load import build_for
 from specheads.measure import speed
-from specheads.measure.compare.arms import Bench, chosen
-from specheads.measure.compare.rivals import Rival
-from specheads.measure.compare.run import compare_drafters, condition
-from specheads.measure.compare.table import against, table, tables, write_comparison
-from specheads.measure.comparison import CompareSettings, Comparison, DrafterRow
-from specheads.measure.how import How
-from specheads.measure.speed import Arm, time_arms
+from specheads.measure.compare import (
+    compare_methods,
+    condition,
+    ratios,
+    table,
+    tables,
+    write_comparison,
+)
+from specheads.measure.generation import GenerationSettings
+from specheads.measure.methods import MethodFactory, TransformersMethod, chosen
+from specheads.measure.results import CompareSettings, Comparison, MethodResults
+from specheads.measure.speed import DraftMethod, time_methods
 from tests import results as tests_results
 from tests import tiny
 
 
-def arms() -> dict[str, Arm]:
+def arms() -> dict[str, DraftMethod]:
     head, lookup = tiny.oracle(2), PromptLookup(tiny.VOCAB, 6)
     return {
-        "head": Arm(head, policies.chain(2)),
-        "prompt_lookup": Arm(lookup, Lookup(4)),
-        "hybrid": Arm(Hybrid(head, lookup), HybridTree(policies.chain(2), 4)),
+        "head": DraftMethod(head, policies.chain(2)),
+        "prompt_lookup": DraftMethod(lookup, Lookup(4)),
+        "hybrid": DraftMethod(Hybrid(head, lookup), HybridTree(policies.chain(2), 4)),
     }
 
 
-def rows() -> dict[str, DrafterRow]:
-    base, how = tiny.base(), How(max_new_tokens=10, batch_size=3)
+def rows() -> dict[str, MethodResults]:
+    base, how = tiny.base(), GenerationSettings(max_new_tokens=10, batch_size=3)
     said = generate(base, None, tiny.prompts(), max_new_tokens=10).tokens
-    return compare_drafters(base, arms(), tiny.prompts(), said, how, speed_prompts=3, repetitions=1)
+    return compare_methods(base, arms(), tiny.prompts(), said, how, speed_prompts=3, repetitions=1)
 
 
-def comparison(drafters: dict[str, DrafterRow]) -> Comparison:
-    """Return what compare.json holds of some drafters."""
+def comparison(drafters: dict[str, MethodResults]) -> Comparison:
+    """Return a comparison with these methods."""
     bare = tests_results.bare()
     how = CompareSettings(
         max_new_tokens=10, draft_model="", draft_depth=4,
@@ -60,12 +65,12 @@ def comparison(drafters: dict[str, DrafterRow]) -> Comparison:
     )
 
 
-def test_every_drafter_gets_the_same_prompts_and_says_the_same(tmp_path: Path):
+def test_methods_get_the_same_prompts_and_write_the_same_text(tmp_path: Path):
     measured = rows()
     assert [row.lossless.identical for row in measured.values()] == [3, 3, 3]
     forwards = {name: row.online.forwards for name, row in measured.items()}
     assert forwards["hybrid"] <= min(forwards["head"], forwards["prompt_lookup"])
-    # all are held against the same timings of the base alone
+    # all are compared with the same timings of the base alone
     assert len({row.speed.base_tokens_per_second for row in measured.values()}) == 1
     path = write_comparison(tmp_path / "report", comparison(measured))
     assert json.loads(path.read_text())["conditions"][0]["drafters"]["hybrid"]["num_nodes"] == 7
@@ -77,7 +82,7 @@ def test_every_drafter_gets_the_same_prompts_and_says_the_same(tmp_path: Path):
     assert shown.rows[-1][0] == "base alone"
 
 
-def test_each_repetition_begins_with_another_and_none_is_left_out(
+def test_each_repetition_starts_with_another_method(
     monkeypatch: pytest.MonkeyPatch,
 ):
     begun: list[str] = []
@@ -88,9 +93,11 @@ def test_each_repetition_begins_with_another_and_none_is_left_out(
         return true_time(base, drafter, *rest, **settings)
 
     monkeypatch.setattr("specheads.measure.speed.time_generate", note)
-    time_arms(tiny.base(), arms(), tiny.prompts()[:1], How(max_new_tokens=6), repetitions=2)
+    time_methods(
+        tiny.base(), arms(), tiny.prompts()[:1], GenerationSettings(max_new_tokens=6), repetitions=2
+    )
     order = ["NoneType", "Oracle", "PromptLookup", "Hybrid"]
-    # once before the clock counts, and then by turns
+    # once as a warm-up, then in turns
     assert begun == order + order + order[1:] + order[:1]
 
 
@@ -104,7 +111,7 @@ def settings(**changes: Any) -> Compare:
     )
 
 
-def test_a_draft_model_is_compared_only_where_one_is_named():
+def test_draft_model_methods_need_a_draft_model():
     assert chosen(settings()) == [
         "head", "prompt_lookup", "hybrid", "streaming", "transformers", "transformers_lookup",
     ]  # fmt: skip
@@ -125,7 +132,7 @@ def test_a_draft_model_is_compared_only_where_one_is_named():
         (["heads=[no/head,no/other]", "out=there"], "no/head"),
     ],
 )
-def test_a_mistake_gets_one_line(
+def test_mistakes_get_one_line(
     overrides: list[str], told: str, monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
 ):
     monkeypatch.chdir(tmp_path)
@@ -137,20 +144,20 @@ def test_a_mistake_gets_one_line(
     assert len(printed.strip().splitlines()) == 1
 
 
-def test_each_is_held_against_each_other_on_the_same_prompts():
+def test_ratios_between_methods_are_paired():
     measured = rows()
     for name, row in measured.items():
         assert {*row.over} == {*measured} - {name}
         for other, gain in row.over.items():
             assert gain.interval[0] <= gain.ratio <= gain.interval[1]
             assert gain.ratio * measured[other].over[name].ratio == pytest.approx(1.0)
-            # all say the same tokens, so that rates and times tell the same
+            # all methods write the same tokens, so ratios of rates equal ratios of times
             ratio = row.speed.tokens_per_second / measured[other].speed.tokens_per_second
             assert gain.ratio == pytest.approx(ratio)
             accepted, rates = row.accepted_over[other], (row.online, measured[other].online)
             ours, theirs = (one.tokens_per_forward for one in rates)
             assert accepted.interval[0] <= accepted.ratio == pytest.approx(ours / theirs)
-    shown = against(condition(measured, 0.0, 3), ["head", "hybrid"])
+    shown = ratios(condition(measured, 0.0, 3), ["head", "hybrid"], "second")
     assert shown.header == ("head", *(row[0] for row in shown.rows))
     assert [row[place + 1] for place, row in enumerate(shown.rows)] == ["", ""]
     told = [table.title for table in tables(comparison(measured))]
@@ -159,14 +166,14 @@ def test_each_is_held_against_each_other_on_the_same_prompts():
     assert told[2::3] == ["tokens per forward, row over column"] * 2
 
 
-def test_heads_draft_in_the_other_ways_above_zero_only_where_that_is_asked_for():
+def test_other_ways_are_added_only_above_temperature_zero():
     base, tree = tiny.base(), policies.chain(2)
     head, found = build_for({"kind": "medusa", "depth": 2}, base), {}
     for temperature, others in ((0.0, True), (1.0, True), (1.0, False)):
         asked = settings(drafters=["head"], other_ways=others)
         asked.evaluation.temperature = temperature
-        bench = Bench(base, {"head": head}, {"head": tree}, asked, asked, None)
-        found[temperature, others] = [*bench.own()]
+        bench = MethodFactory(base, {"head": head}, {"head": tree}, asked, asked, None)
+        found[temperature, others] = [*bench.draft_methods()]
     assert found == {
         (0.0, True): ["head"],
         (1.0, True): ["head", "head_uncoupled", "head_rejection"],
@@ -174,27 +181,29 @@ def test_heads_draft_in_the_other_ways_above_zero_only_where_that_is_asked_for()
     }
 
 
-def test_drafting_and_the_rest_of_a_step_are_told_apart():
+def test_draft_time_is_measured():
     for row in rows().values():
         assert (row.speed.draft_milliseconds or 0) > 0
         assert row.speed.repetitions == 1
 
 
-RIVALS = {
-    "transformers": Rival("transformers"),
-    "transformers_lookup": Rival("transformers_lookup", prompt_lookup_num_tokens=4),
-    "transformers_assisted": Rival(
-        "transformers_assisted", assistant_model=tiny.base("gpt2").model
-    ),
+TRANSFORMERS = {
+    "transformers": TransformersMethod(),
+    "transformers_lookup": TransformersMethod(prompt_lookup_num_tokens=4),
+    "transformers_assisted": TransformersMethod(assistant_model=tiny.base("gpt2").model),
 }
 
 
-@pytest.mark.parametrize("name", RIVALS)
-def test_transformers_own_generation_says_the_same_and_its_forwards_are_counted(
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_transformers_writes_the_same_text_and_is_counted(
     name: str, monkeypatch: pytest.MonkeyPatch
 ):
-    rival, base, how = RIVALS[name], tiny.base(), How(max_new_tokens=12, batch_size=2)
-    decoded = rival.decode(base, tiny.prompts(), how)
+    method, base, how = (
+        TRANSFORMERS[name],
+        tiny.base(),
+        GenerationSettings(max_new_tokens=12, batch_size=2),
+    )
+    decoded = method.decode(base, tiny.prompts(), how)
     assert [one.tokens for one in decoded] == [text[:12] for text in tiny.continuations()]
     for one in decoded:
         # the first forward reads the prompt, and may give more than one token
@@ -203,25 +212,25 @@ def test_transformers_own_generation_says_the_same_and_its_forwards_are_counted(
         assert all(a <= b for a, b in zip(one.counts.accepted, one.counts.offered, strict=True))
     if name == "transformers":
         assert [one.counts.forwards for one in decoded] == [11] * 3
-    # a model's own settings do not count
+    # the model's own generation_config has no effect
     own = GenerationConfig(no_repeat_ngram_size=1, suppress_tokens=[*range(9)])
     monkeypatch.setattr(base.model, "generation_config", own)
-    timed = rival.time(base, tiny.prompts(), how)
-    assert rival.decode(base, tiny.prompts(), how) == decoded
+    timed = method.time(base, tiny.prompts(), how)
+    assert method.decode(base, tiny.prompts(), how) == decoded
     assert base.model.generation_config is own
     assert timed.new_tokens == 36
     assert 0 < timed.step_seconds < timed.seconds
 
 
-def test_a_perfect_assistant_saves_forwards_and_is_called_one_by_one_in_a_batch():
+def test_perfect_assistant_saves_forwards_and_does_not_batch():
     base = tiny.base()
-    rival = Rival("transformers_assisted", assistant_model=tiny.base("llama", "eager").model)
-    measured = compare_drafters(
+    method = TransformersMethod(assistant_model=tiny.base("llama", "eager").model)
+    measured = compare_methods(
         base,
-        {"transformers": RIVALS["transformers"], "transformers_assisted": rival},
+        {"transformers": TRANSFORMERS["transformers"], "transformers_assisted": method},
         tiny.prompts(),
         generate(base, None, tiny.prompts(), max_new_tokens=16).tokens,
-        How(max_new_tokens=16, batch_size=3),
+        GenerationSettings(max_new_tokens=16, batch_size=3),
         speed_prompts=3,
         repetitions=1,
     )
@@ -232,10 +241,10 @@ def test_a_perfect_assistant_saves_forwards_and_is_called_one_by_one_in_a_batch(
     assert [row.lossless.verdict for row in measured.values()] == ["identical"] * 2
     names = [row[0] for row in table(condition(measured, 0.0, 3)).rows]
     assert "transformers_assisted (cannot batch: one by one)" in names
-    # above temperature zero it draws other texts, which are not held against the base's
-    warm = How(max_new_tokens=8, sampling=Sampling(temperature=1.0, seed=2))
+    # above temperature zero it samples other texts, which are not compared
+    warm = GenerationSettings(max_new_tokens=8, sampling=Sampling(temperature=1.0, seed=2))
     alone = generate(base, None, tiny.prompts(), max_new_tokens=8, sampling=warm.sampling).tokens
-    (drawn,) = compare_drafters(
-        base, {"transformers_assisted": rival}, tiny.prompts(), alone, warm, speed_prompts=1
+    (drawn,) = compare_methods(
+        base, {"transformers_assisted": method}, tiny.prompts(), alone, warm, speed_prompts=1
     ).values()
     assert drawn.lossless.compared == 0

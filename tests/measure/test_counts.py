@@ -1,4 +1,4 @@
-"""Counts, lengths, intervals and the rule for degenerate text, on numbers worked out by hand."""
+"""Counts, rates, intervals and the rule for looping text, on numbers computed by hand."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from specheads.measure.counts import (
 from specheads.measure.results import Depth
 
 
-def test_a_forward_is_offered_every_depth_up_to_the_first_it_refuses():
+def test_a_forward_offers_every_depth_up_to_the_first_rejection():
     counts = DepthCounts.zeros(3)
     counts.add(0, drafted_beyond=True)
     counts.add(2, drafted_beyond=True)
@@ -26,14 +26,14 @@ def test_a_forward_is_offered_every_depth_up_to_the_first_it_refuses():
     assert counts.per_depth()[2] == Depth(offered=2, accepted=1)
 
 
-def test_tokens_per_forward_counts_the_bases_own_token_and_the_other_figure_does_not():
+def test_tokens_per_forward_with_and_without_bonus():
     counts = DepthCounts(forwards=4, offered=[4, 2], accepted=[2, 1])
     assert counts.new_tokens == 7
     assert counts.tokens_per_forward == 1.75
     assert counts.tokens_per_forward_without_bonus == 0.75
 
 
-def test_the_base_alone_scores_exactly_one():
+def test_base_alone_has_exactly_one_token_per_forward():
     counts = DepthCounts.zeros(0)
     for _ in range(7):
         counts.add(0, drafted_beyond=False)
@@ -41,12 +41,12 @@ def test_the_base_alone_scores_exactly_one():
     assert counts.tokens_per_forward_without_bonus == 0.0
 
 
-def test_no_forward_has_no_rate_and_the_error_says_what_to_raise():
+def test_rate_without_forwards_raises_with_a_remedy():
     with pytest.raises(ValueError, match="raise max_new_tokens, or choose"):
         _ = DepthCounts.zeros(2).tokens_per_forward
 
 
-def test_counts_of_prompts_add_up_depth_by_depth():
+def test_counts_add_up_by_depth():
     total = DepthCounts.total([DepthCounts(2, [2, 1], [1, 0]), DepthCounts(3, [3, 3], [3, 2])], 2)
     assert total == DepthCounts(5, [5, 4], [4, 2])
 
@@ -61,7 +61,7 @@ def test_counts_of_prompts_add_up_depth_by_depth():
         ([0.8] * 4, 3.3616),
         ([0.8] * 16, 4.887),
         ([0.7] * 7, 3.141),
-        # half of the text easy at .9, half hard at .3: rates given that depth k was reached
+        # half of the text easy at .9, half hard at .3: conditional rates
         ([0.6, 0.75, 0.84, 0.878571], 2.7601),
     ],
 )
@@ -69,8 +69,8 @@ def test_expected_tokens_match_the_published_formula(rates, length):
     assert expected_tokens(rates)[-1] == pytest.approx(length, abs=5e-4)
 
 
-def test_conditional_rates_give_the_length_and_the_mean_rates_of_each_depth_do_not():
-    # half of the forwards easy at .9, half hard at .3, each draft right or wrong by itself
+def test_conditional_rates_give_the_length_and_mean_rates_do_not():
+    # half of the forwards easy at .9, half hard at .3, drafts independent
     generator = torch.Generator().manual_seed(0)
     rate = torch.tensor([0.9, 0.3]).repeat(10_000)[:, None]
     right = torch.rand(20_000, 4, generator=generator) < rate
@@ -90,7 +90,7 @@ def test_conditional_rates_give_the_length_and_the_mean_rates_of_each_depth_do_n
         (0.7, (1.7, 2.19, 2.533, 2.773, 2.941, 3.141, 3.267, 3.326)),
     ],
 )
-def test_lengths_are_those_of_leviathans_table(rate, lengths):
+def test_lengths_match_leviathans_table(rate, lengths):
     depths = (1, 2, 3, 4, 5, 7, 10, 16)
     found = [expected_tokens([rate] * depth)[-1] for depth in depths]
     assert found == pytest.approx(lengths, abs=1e-3)
@@ -104,8 +104,8 @@ def test_lengths_are_those_of_leviathans_table(rate, lengths):
         (0.2, {0.5: (1, 1.25), 0.7: (3, 1.58), 0.8: (4, 1.87), 0.9: (7, 2.37)}),
     ],
 )
-def test_best_depths_and_their_speed_ups_are_leviathans(cost, best):
-    # a draft takes `cost` of a forward, whatever the forward reads
+def test_best_depths_and_speedups_match_leviathan(cost, best):
+    # a draft takes `cost` of a forward
     for rate, wanted in best.items():
         speedups = {
             depth: expected_tokens([rate] * depth)[-1] / (1 + cost * depth)
@@ -115,25 +115,25 @@ def test_best_depths_and_their_speed_ups_are_leviathans(cost, best):
         assert (depth, round(speedups[depth], 2)) == wanted
 
 
-def test_prompts_of_one_source_are_drawn_together():
-    # four files of five prompts; prompts of a file are alike, so there are four facts and not 20
+def test_prompts_of_one_source_are_resampled_together():
+    # four sources of five equal prompts: 4 independent samples, not 20
     tokens = [value for value in (10, 14, 22, 30) for _ in range(5)]
     files = [f"file {place // 5}" for place in range(20)]
     each, together = (bootstrap_interval(tokens, [10] * 20, names) for names in ((), files))
     assert together == bootstrap_interval([50, 70, 110, 150], [50] * 4)
     assert together[1] - together[0] > 1.5 * (each[1] - each[0])
-    # prompts of no source are sources of their own
+    # a prompt without a source is a source of its own
     assert bootstrap_interval(tokens, [10] * 20, [""] * 20) == each
 
 
-def test_levels_add_up_to_the_tokens_of_a_forward_though_some_were_not_drafted():
+def test_levels_add_up_to_the_tokens_per_forward():
     counts = DepthCounts(forwards=10, offered=[10, 4, 1], accepted=[6, 3, 1])
     assert counts.levels() == [0.6, 0.5, pytest.approx(1 / 3)]
     assert expected_tokens(counts.levels())[-1] == pytest.approx(counts.tokens_per_forward)
     assert DepthCounts.zeros(2).levels() == [0.0, 0.0]
 
 
-def test_conditional_acceptance_has_an_interval_at_each_depth_that_was_reached():
+def test_conditional_acceptance_has_an_interval_per_depth():
     counts = [DepthCounts(10, [10, 6, 0], [6, 3, 0]), DepthCounts(10, [10, 2, 0], [2, 1, 0])]
     first, second = conditional_acceptance(counts)
     assert (first.rate, second.rate) == (8 / 20, 4 / 8)
@@ -141,7 +141,7 @@ def test_conditional_acceptance_has_an_interval_at_each_depth_that_was_reached()
     assert second.interval == (0.5, 0.5)
 
 
-def test_the_interval_surrounds_the_ratio_and_narrows_with_more_prompts():
+def test_interval_contains_the_ratio_and_narrows_with_more_prompts():
     few = bootstrap_interval([10, 20, 12, 18], [10, 10, 10, 10])
     many = bootstrap_interval([10, 20, 12, 18] * 25, [10] * 100)
     assert few[0] < 1.5 < few[1]
@@ -149,7 +149,7 @@ def test_the_interval_surrounds_the_ratio_and_narrows_with_more_prompts():
     assert many[1] - many[0] < 0.35 * (few[1] - few[0])
 
 
-def test_the_interval_covers_the_truth_about_as_often_as_it_says():
+def test_interval_has_its_nominal_coverage():
     generator = torch.Generator().manual_seed(1)
     hits = 0
     for _ in range(200):
@@ -159,14 +159,14 @@ def test_the_interval_covers_the_truth_about_as_often_as_it_says():
     assert 180 <= hits <= 198
 
 
-def test_the_interval_is_of_a_ratio_of_sums_so_long_prompts_weigh_more():
-    # every resample is a mixture of one long prompt at 2.0 and many short ones at 1.0
+def test_interval_weighs_long_prompts_more():
+    # resamples mix one long prompt at 2.0 with many short ones at 1.0
     low, high = bootstrap_interval([2000.0, *[1.0] * 9], [1000.0, *[1.0] * 9])
     assert low == 1.0
     assert high > 1.99
 
 
-def test_equal_prompts_give_an_interval_of_no_width_and_equal_seeds_equal_intervals():
+def test_equal_prompts_have_a_zero_interval_and_seeds_repeat():
     assert bootstrap_interval([3, 3, 3], [2, 2, 2]) == (1.5, 1.5)
     tokens, forwards = list(range(10, 40)), [10] * 30
     first = bootstrap_interval(tokens, forwards, seed=3)
@@ -174,14 +174,14 @@ def test_equal_prompts_give_an_interval_of_no_width_and_equal_seeds_equal_interv
     assert first != bootstrap_interval(tokens, forwards, seed=4)
 
 
-def test_prompts_without_a_forward_do_not_move_the_interval():
+def test_prompts_without_a_forward_are_skipped():
     assert bootstrap_interval([3, 0, 4], [2, 0, 2]) == bootstrap_interval([3, 4], [2, 2])
     with pytest.raises(ValueError, match="got 2 prompts without one"):
         bootstrap_interval([0, 0], [0, 0])
 
 
-def test_a_paired_gain_leaves_out_what_prompts_make_hard_for_both():
-    # prompts differ tenfold, and on each we need a tenth fewer forwards but for a little
+def test_paired_gain_cancels_the_difficulty_of_prompts():
+    # prompts differ tenfold; on each we need about a tenth fewer forwards
     ours = [DepthCounts(9 * size + size % 3, [], []) for size in range(10, 100, 10)]
     theirs = [DepthCounts(10 * size, [], []) for size in range(10, 100, 10)]
     for one, forwards in [*((one, 100) for one in ours), *((one, 100) for one in theirs)]:
@@ -197,7 +197,7 @@ def test_a_paired_gain_leaves_out_what_prompts_make_hard_for_both():
     assert (same.ratio, same.interval) == (1.0, (1.0, 1.0))
 
 
-def test_a_text_of_one_token_says_nothing_of_a_gain():
+def test_texts_of_one_token_are_skipped_in_a_gain():
     one, none = DepthCounts(5, [], [5]), DepthCounts.zeros(1)
     other = DepthCounts(10, [], [0])
     assert paired_gain([one, none], [other, none]) == paired_gain([one], [other])
@@ -205,13 +205,13 @@ def test_a_text_of_one_token_says_nothing_of_a_gain():
 
 
 @pytest.mark.parametrize("period", [1, 2, 7, 16])
-def test_a_block_written_over_and_over_to_the_end_is_a_loop(period):
+def test_a_block_repeated_to_the_end_is_a_loop(period):
     block = list(range(period))
     text = [91, 92, 93, *(block * 48)[:48]]
     assert loops(text)
 
 
-def test_text_that_only_looked_like_a_loop_is_not_flagged():
+def test_similar_text_is_not_a_loop():
     assert not loops([7] * 47), "shorter than the window"
     assert not loops([9, *[7] * 47]), "the window's first token differs"
     assert not loops([*[7] * 60, 8]), "it came out of the loop"

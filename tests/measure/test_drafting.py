@@ -1,27 +1,28 @@
-"""Guesses with the base's noise, guesses without, and rejection, beside each other."""
+"""Coupled drafts, uncoupled drafts and rejection, compared."""
 
 from specheads.decoding.acceptance.sampling import Sampling
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.sampled import Sampled
-from specheads.measure.compare.run import compare_drafters
-from specheads.measure.drafting import measure_drafting, ways
-from specheads.measure.how import How
-from specheads.measure.online import decode_prompts, write_alone
-from specheads.measure.rates import Drafting
+from specheads.measure.compare import compare_methods
+from specheads.measure.generation import GenerationSettings, decode_prompts, write_alone
+from specheads.measure.methods import measure_drafting, sampling_methods
+from specheads.measure.results import Drafting
 from tests import tiny
 from tests.measure.test_measure import Habit
 
-HOW = How(max_new_tokens=40, batch_size=3, sampling=Sampling(temperature=2.0, seed=2))
+HOW = GenerationSettings(
+    max_new_tokens=40, batch_size=3, sampling=Sampling(temperature=2.0, seed=2)
+)
 
 
 def measured(tree: policies.TreePolicy) -> dict[str, Drafting]:
     base, prompts = tiny.base(), tiny.prompts()
     alone = write_alone(base, prompts, HOW)
-    how = How(max_new_tokens=40, batch_size=3, sampling=HOW.sampling, tree=tree)
+    how = GenerationSettings(max_new_tokens=40, batch_size=3, sampling=HOW.sampling, tree=tree)
     return measure_drafting(base, Habit(0.5, 3), prompts, alone, how)
 
 
-def test_the_three_ways_are_measured_on_the_same_prompts_and_two_say_what_the_base_says():
+def test_three_ways_to_draft_and_two_match_the_base():
     found = measured(policies.chain(3))
     assert list(found) == ["coupled", "uncoupled", "rejection"]
     assert [(row.compared, row.identical) for row in found.values()] == [(3, 3), (3, 3), (0, 0)]
@@ -39,30 +40,30 @@ def test_the_three_ways_are_measured_on_the_same_prompts_and_two_say_what_the_ba
 
 
 def found_alone(tree: policies.TreePolicy) -> float:
-    """Return tokens per forward of drafts without the noise, decoded by themselves."""
-    how = How(max_new_tokens=40, sampling=HOW.sampling, tree=tree, coupled=False)
+    """Return tokens per forward of uncoupled drafts, decoded separately."""
+    how = GenerationSettings(max_new_tokens=40, sampling=HOW.sampling, tree=tree, coupled=False)
     decoded = decode_prompts(tiny.base(), Habit(0.5, 3), tiny.prompts(), how)
     forwards = sum(one.counts.forwards for one in decoded)
     return sum(one.counts.new_tokens for one in decoded) / forwards
 
 
-def test_a_tree_of_drawn_tokens_is_itself_what_rejection_tests():
+def test_rejection_tests_a_sampled_tree_itself():
     drawn = Sampled((2, 1))
-    arms = ways(Habit(), drawn)
+    arms = sampling_methods(Habit(), drawn)
     assert arms["rejection"].tree is drawn
     assert [arms[name].tree.name for name in ("coupled", "uncoupled")] == ["chain", "chain"]
     assert {arm.tree.depth for arm in arms.values()} == {2}
 
 
-def test_nothing_is_measured_of_a_tree_that_drafts_nothing():
+def test_empty_tree_has_no_drafting_section():
     assert measured(policies.NOTHING) == {}
 
 
-def test_a_comparison_lets_each_arm_decode_its_own_way():
+def test_comparison_uses_each_methods_own_rule():
     base, prompts = tiny.base(), tiny.prompts()
-    rows = compare_drafters(
+    rows = compare_methods(
         base,
-        ways(Habit(0.5, 3), policies.chain(3)),
+        sampling_methods(Habit(0.5, 3), policies.chain(3)),
         prompts,
         write_alone(base, prompts, HOW),
         HOW,

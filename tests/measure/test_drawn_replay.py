@@ -1,4 +1,4 @@
-"""Replay above temperature zero gives the real loop's integers, with noise that drafts see."""
+"""Replay above temperature zero gives the loop's integers, with and without coupling."""
 
 import functools
 from dataclasses import replace
@@ -11,10 +11,8 @@ from specheads.decoding.acceptance.sampling import Sampling, each_prompt
 from specheads.decoding.trees import policies
 from specheads.heads.load import build_for, kinds
 from specheads.measure.counts import DepthCounts
-from specheads.measure.how import How
-from specheads.measure.offline import guess_ranks, measure_offline
-from specheads.measure.online import decode_prompts, write_alone
-from specheads.measure.replay import replay
+from specheads.measure.generation import GenerationSettings, decode_prompts, write_alone
+from specheads.measure.offline import guess_ranks, measure_offline, replay
 from tests import tiny
 from tests.measure.test_measure import Habit
 
@@ -34,7 +32,7 @@ CASES = [
     *((name, "warm", True) for name in kinds()),
     *(("habit", asked, False) for asked in ASKED),
 ]
-"""Head, how tokens are chosen, and whether drafts see the noise that they are drawn with."""
+"""Head, sampling, and whether drafts are coupled."""
 MORE = [
     *((name, asked, True) for name in kinds() for asked in ASKED if asked != "warm"),
     *((name, "warm", False) for name in [*kinds(), HABITS[1]]),
@@ -43,7 +41,7 @@ MORE = [
 
 @functools.cache
 def head(name: str) -> Head:
-    """Return a head that is neither always right nor always wrong."""
+    """Return a head that is right in some positions."""
     if name == "habit":
         return Habit(1.0, DEPTH)
     torch.manual_seed(1)
@@ -56,7 +54,7 @@ def head(name: str) -> Head:
 
 
 class FewTokens(Habit):
-    """Guesses among half of the vocabulary."""
+    """A habit that drafts half of the vocabulary."""
 
     def __init__(self) -> None:
         super().__init__(1.0, DEPTH)
@@ -77,12 +75,14 @@ class FewTokens(Habit):
 
 @functools.cache
 def written(asked: str) -> list[list[int]]:
-    """Return what the base alone says."""
+    """Return the text of the base alone."""
     return write_alone(tiny.base(), tiny.prompts(), how(asked))
 
 
-def how(asked: str, *, coupled: bool = True, tree: policies.TreePolicy | None = None) -> How:
-    return How(
+def how(
+    asked: str, *, coupled: bool = True, tree: policies.TreePolicy | None = None
+) -> GenerationSettings:
+    return GenerationSettings(
         max_new_tokens=24,
         sampling=ASKED[asked],
         coupled=coupled,
@@ -106,7 +106,7 @@ def replayed(
     ("name", "asked", "coupled"),
     [*CASES, *(pytest.param(*one, marks=pytest.mark.slow) for one in MORE)],
 )
-def test_replay_gives_the_loops_own_integers(name: str, asked: str, coupled: bool):
+def test_replay_gives_the_loops_integers(name: str, asked: str, coupled: bool):
     for tree in (policies.chain(DEPTH), TREE):
         decoded = decode_prompts(
             tiny.base(), head(name), tiny.prompts(), how(asked, coupled=coupled, tree=tree)
@@ -120,18 +120,18 @@ def test_replay_gives_the_loops_own_integers(name: str, asked: str, coupled: boo
 
 
 @pytest.mark.parametrize("asked", ["cool", "warm"])
-def test_noise_of_another_seed_gives_other_integers(asked: str):
+def test_other_seed_gives_other_integers(asked: str):
     right, wrong = (
         replayed("habit", sampling, written(asked), TREE, coupled=True)
         for sampling in (ASKED[asked], replace(ASKED[asked], seed=4))
     )
     assert right != wrong
-    # to see noise of no use is worse than to see the right one
+    # the noise of another seed gives fewer accepted drafts
     right, wrong = (DepthCounts.total(one, DEPTH) for one in (right, wrong))
     assert right.tokens_per_forward > wrong.tokens_per_forward
 
 
-def test_the_section_counts_with_each_prompts_own_seed():
+def test_offline_section_uses_a_seed_per_prompt():
     asked, base = "warm", tiny.base()
     for coupled in (True, False):
         drawn = how(asked, coupled=coupled, tree=TREE)

@@ -1,4 +1,4 @@
-"""Text that is not the base's own is told apart: a tie in rounding, or a mistake."""
+"""Text that differs from the base's own is a tie in rounding, or wrong."""
 
 import pytest
 import torch
@@ -6,35 +6,37 @@ import torch
 from specheads.base.model import FrozenBase
 from specheads.decoding.acceptance.sampling import Sampling
 from specheads.decoding.trees import policies
-from specheads.measure.exactness import hold, in_float32
-from specheads.measure.how import How
-from specheads.measure.online import lossless_in_float32, measure_online, write_alone
+from specheads.measure.exactness import compare_texts, in_float32
+from specheads.measure.generation import GenerationSettings, write_alone
+from specheads.measure.online import lossless_in_float32, measure_online
 from tests import tiny
 
 WARM = Sampling(temperature=1.0, seed=3)
 
 
 def held(base: FrozenBase, mine: list[list[int]], sampling: Sampling = Sampling()):  # noqa: B008
-    theirs = write_alone(base, tiny.prompts(), How(max_new_tokens=12, sampling=sampling))
+    theirs = write_alone(
+        base, tiny.prompts(), GenerationSettings(max_new_tokens=12, sampling=sampling)
+    )
     texts = zip(tiny.prompts(), mine or theirs, theirs, strict=True)
-    return theirs, hold(base, list(texts), sampling)
+    return theirs, compare_texts(base, list(texts), sampling)
 
 
 def logits_after(base: FrozenBase, text: list[int]) -> torch.Tensor:
     return base.logits_of(base.read(torch.tensor([text])).hidden)[0, -1]
 
 
-def test_the_same_text_is_identical_and_no_text_has_no_verdict():
+def test_same_text_is_identical_and_no_text_has_no_verdict():
     _, section = held(tiny.base(), [])
     assert (section.verdict, section.compared, section.identical) == ("identical", 3, 3)
     assert (section.tied, section.wrong, section.first_divergence_ulps) == (0, 0, None)
     assert section.dtype == "float64"
-    assert hold(tiny.base(), []).verdict == ""
+    assert compare_texts(tiny.base(), []).verdict == ""
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("sampling", [Sampling(), WARM], ids=["greedy", "drawn"])
-def test_another_token_than_the_bases_is_wrong_in_every_dtype(dtype, sampling):
+def test_another_token_is_wrong_in_every_dtype(dtype, sampling):
     base = tiny.base(dtype=dtype)
     theirs, _ = held(base, [], sampling)
     mine = [list(text) for text in theirs]
@@ -45,7 +47,7 @@ def test_another_token_than_the_bases_is_wrong_in_every_dtype(dtype, sampling):
     assert (section.first_divergence_ulps or 0) > 4 * (section.rounding_ulps or 0)
 
 
-def test_the_gap_is_that_of_the_two_tokens_in_the_bases_own_logits():
+def test_gap_is_the_difference_of_the_two_logits():
     base, (theirs, _) = tiny.base(), held(tiny.base(), [])
     mine = [list(text) for text in theirs]
     mine[1][6] = (mine[1][6] + 1) % tiny.VOCAB
@@ -59,7 +61,7 @@ def test_the_gap_is_that_of_the_two_tokens_in_the_bases_own_logits():
     assert section.first_divergence_ulps == pytest.approx(gap / unit)
 
 
-def test_two_tokens_within_the_bases_own_rounding_are_a_tie():
+def test_tokens_within_rounding_are_a_tie():
     base = tiny.base(dtype=torch.float32)
     theirs, _ = held(base, [])
     best, second = logits_after(base, tiny.prompts()[0] + theirs[0][:4]).topk(2).indices.tolist()
@@ -67,27 +69,27 @@ def test_two_tokens_within_the_bases_own_rounding_are_a_tie():
     mine = [list(text) for text in theirs]
     mine[0][4] = second
     assert held(base, mine)[1].verdict == "wrong"
-    # the same two, had their rows of the projection been nearly alike
+    # the same two tokens, with nearly equal rows of the projection
     weight = base.projection.weight
     kept = weight[second].clone()
     try:
         weight[second] = weight[best] * (1 - 1e-7)
-        section = hold(base, [(tiny.prompts()[0], mine[0], theirs[0])])
+        section = compare_texts(base, [(tiny.prompts()[0], mine[0], theirs[0])])
     finally:
         weight[second] = kept
     assert (section.verdict, section.tied, section.wrong) == ("parted at a tie", 1, 0)
     assert abs(section.first_divergence_ulps or 0) <= 4 * (section.rounding_ulps or 0)
 
 
-def test_a_text_that_ends_too_soon_is_wrong():
+def test_truncated_text_is_wrong():
     theirs, _ = held(tiny.base(), [])
     _, section = held(tiny.base(), [text[:5] for text in theirs])
     assert (section.verdict, section.wrong) == ("wrong", 3)
 
 
-def test_a_base_of_fewer_digits_is_held_to_itself_in_float32_too():
+def test_bfloat16_base_is_also_compared_in_float32():
     coarse = tiny.base(dtype=torch.bfloat16)
-    asked, how = [], How(max_new_tokens=12, tree=policies.chain(2))
+    asked, how = [], GenerationSettings(max_new_tokens=12, tree=policies.chain(2))
 
     def arm(base: FrozenBase):
         asked.append(base.dtype)
@@ -101,8 +103,11 @@ def test_a_base_of_fewer_digits_is_held_to_itself_in_float32_too():
     assert lossless_in_float32(tiny.base(), arm, tiny.prompts(), how) == {}
 
 
-def test_in_bfloat16_drafted_text_parts_at_ties_only():
-    base, how = tiny.base(dtype=torch.bfloat16), How(max_new_tokens=40, tree=policies.chain(3))
+def test_bfloat16_text_differs_only_at_ties():
+    base, how = (
+        tiny.base(dtype=torch.bfloat16),
+        GenerationSettings(max_new_tokens=40, tree=policies.chain(3)),
+    )
     alone = write_alone(base, tiny.prompts(), how)
     section = measure_online(base, tiny.oracle(3), tiny.prompts(), alone, how).lossless
     assert section.wrong == 0

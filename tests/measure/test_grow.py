@@ -1,11 +1,11 @@
-"""The best tree of a size: best-first, Sequoia's dynamic programme and all trees agree."""
+"""The best tree of a size: best-first, Sequoia's dynamic programme and exhaustive search agree."""
 
 import itertools
 import random
 
 import pytest
 
-from specheads.measure.tune.grow import best_first, follow, sequoia
+from specheads.measure.tune_trees import most_followed, sequoia
 
 RATES = (0.6, 0.2, 0.1, 0.05)
 
@@ -20,13 +20,18 @@ def worth(paths, rates):
     return total
 
 
+def best_first(rates, size, depth):
+    """Return the best tree: without any share, paths are ordered by the product of their rates."""
+    return most_followed({}, rates, size, depth)
+
+
 def closed(paths):
     known = {(), *paths}
     return len(known) == len(paths) + 1 and all(path[:-1] in known for path in paths)
 
 
 def every_tree(size, depth, width):
-    """Yield all rank trees of a size: sets of paths that are closed under beginnings."""
+    """Yield all rank trees of a size: sets of paths that contain every prefix."""
     seen, last = {frozenset()}, {frozenset()}
     for _ in range(size - 1):
         grown = set()
@@ -44,7 +49,7 @@ def every_tree(size, depth, width):
     [(1, 3, 1.0), (2, 3, 1.6), (3, 3, 1.96), (4, 3, 2.16), (5, 3, 2.28), (8, 4, 2.716),
      (16, 5, 3.2748), (64, 10, 4.420118)],
 )  # fmt: skip
-def test_the_dynamic_programme_gives_the_reference_s_values(size, levels, value):
+def test_sequoia_gives_the_reference_values(size, levels, value):
     found, paths = sequoia(RATES, size, levels)
     assert found == pytest.approx(value, abs=1e-6)
     assert len(paths) == size - 1
@@ -53,7 +58,7 @@ def test_the_dynamic_programme_gives_the_reference_s_values(size, levels, value)
 
 
 @pytest.mark.parametrize("size", range(1, 8))
-def test_best_first_is_the_dynamic_programme_is_the_best_of_all_trees(size):
+def test_best_first_equals_sequoia_and_exhaustive_search(size):
     generator = random.Random(size)
     for width, depth in ((2, 4), (3, 2)):
         rates = sorted((generator.random() / width for _ in range(width)), reverse=True)
@@ -66,14 +71,14 @@ def test_best_first_is_the_dynamic_programme_is_the_best_of_all_trees(size):
         assert closed(grown)
 
 
-def test_unsorted_rates_need_the_dynamic_programme():
+def test_sequoia_handles_unsorted_rates():
     rates = (0.1, 0.7)
     for size in (2, 3, 4):
         wanted = max(worth(tree, rates) for tree in every_tree(size, 3, 2))
         assert sequoia(rates, size, 4)[0] == pytest.approx(wanted)
 
 
-def test_values_grow_with_nodes_and_depth_by_less_and_less():
+def test_values_are_concave_in_nodes():
     values = [worth(best_first(RATES, size, 5), RATES) for size in range(1, 30)]
     gains = [after - before for before, after in itertools.pairwise(values)]
     assert all(gain > 0 for gain in gains)
@@ -87,9 +92,9 @@ def test_values_grow_with_nodes_and_depth_by_less_and_less():
     )
 
 
-def test_what_a_text_follows_goes_before_what_rates_say():
+def test_followed_paths_precede_rates():
     shares = {(0,): 0.5, (1,): 0.1, (1, 1): 0.09}
-    assert follow(shares, (0.6, 0.4), 4, 2) == [(0,), (1,), (1, 1)]
-    grown = follow(shares, (0.6, 0.4), 7, 2)
+    assert most_followed(shares, (0.6, 0.4), 4, 2) == [(0,), (1,), (1, 1)]
+    grown = most_followed(shares, (0.6, 0.4), 7, 2)
     assert closed(grown)
     assert len(grown) == 6

@@ -1,4 +1,4 @@
-"""Replay gives the real loop's integers, and what is reported is what was counted."""
+"""Replay gives the loop's integers, and the report shows the counts."""
 
 import functools
 import itertools
@@ -15,14 +15,14 @@ from torch import Tensor
 
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Features, Head
+from specheads.core.records import to_json
 from specheads.decoding.acceptance.sampling import Sampling
 from specheads.decoding.trees import policies
-from specheads.measure import offline, online, plots, report, speed
+from specheads.measure import generation, offline, online, plots, report, speed, summary
 from specheads.measure.counts import DepthCounts
-from specheads.measure.how import How
-from specheads.measure.replay import replay
-from specheads.measure.results import Acceptance, Candidate, Lossless, PhaseRate, Results
-from specheads.measure.store import read, to_json
+from specheads.measure.generation import GenerationSettings
+from specheads.measure.offline import replay
+from specheads.measure.results import Candidate, Lossless, OnlineSections, PhaseRate, Results, read
 from specheads.runs.provenance import Provenance
 from tests import tiny
 from tests.results import bare
@@ -32,10 +32,10 @@ TREE = policies.Static([(0,), (1,), (2,), (0, 0), (1, 0), (0, 1), (0, 0, 0), (0,
 
 
 class Habit(Head):
-    """Guesses what most often followed a token in the base's own text, but for some noise.
+    """Drafts the most frequent next token of the base's own text, plus noise.
 
-    The noise comes from the base's hidden state and differs by level, so features taken from a
-    wrong place, or a level mistaken for another, change the guesses.
+    The noise comes from the base's hidden state and differs by level, so features of a wrong
+    position, or a wrong level, change the drafts.
     """
 
     def __init__(self, noise: float = 0.0, depth: int = DEPTH) -> None:
@@ -76,7 +76,7 @@ def _habits() -> Tensor:
     for text in tiny.continuations():
         for token, after in itertools.pairwise(text):
             followed[token, after] += 1
-    # equally frequent tokens stand in the order of their ids, whatever topk makes of a tie
+    # equally frequent tokens are ordered by id, so that topk has no ties
     return followed - torch.arange(tiny.VOCAB) / 1e3
 
 
@@ -85,8 +85,11 @@ def alone(max_new_tokens: int = tiny.NEW_TOKENS) -> list[list[int]]:
 
 
 def alone_in_the_loop() -> list[list[int]]:
-    decoded = online.decode_prompts(
-        tiny.base(), None, tiny.prompts(), How(max_new_tokens=tiny.NEW_TOKENS, batch_size=3)
+    decoded = generation.decode_prompts(
+        tiny.base(),
+        None,
+        tiny.prompts(),
+        GenerationSettings(max_new_tokens=tiny.NEW_TOKENS, batch_size=3),
     )
     return [one.tokens for one in decoded]
 
@@ -97,11 +100,11 @@ def online_counts(
     max_new_tokens: int = tiny.NEW_TOKENS,
     batch_size: int = 3,
 ) -> list[DepthCounts]:
-    decoded = online.decode_prompts(
+    decoded = generation.decode_prompts(
         tiny.base(),
         head,
         tiny.prompts(),
-        How(tree=policy, max_new_tokens=max_new_tokens, batch_size=batch_size),
+        GenerationSettings(tree=policy, max_new_tokens=max_new_tokens, batch_size=batch_size),
     )
     return [one.counts for one in decoded]
 
@@ -118,7 +121,7 @@ def replayed(head: Head, policy: policies.Static, texts: list[list[int]]) -> lis
 
 @pytest.mark.parametrize("noise", [0.0, 1.0, 4.0])
 @pytest.mark.parametrize("depth", [1, 3, DEPTH])
-def test_replaying_a_chain_gives_the_loops_own_integers(noise, depth):
+def test_replay_of_a_chain_gives_the_loops_integers(noise, depth):
     head = Habit(noise)
     replay = replayed(head, policies.chain(depth), alone())
     assert replay == online_counts(head, policies.chain(depth))
@@ -127,13 +130,13 @@ def test_replaying_a_chain_gives_the_loops_own_integers(noise, depth):
 
 
 @pytest.mark.parametrize("noise", [0.0, 1.0, 4.0])
-def test_replaying_a_static_tree_gives_the_loops_own_integers(noise):
+def test_replay_of_a_static_tree_gives_the_loops_integers(noise):
     head = Habit(noise)
     assert replayed(head, TREE, alone()) == online_counts(head, TREE)
 
 
 @pytest.mark.parametrize("limit", range(1, 12))
-def test_replay_and_loop_agree_wherever_the_limit_cuts_the_last_draft(limit):
+def test_replay_and_loop_agree_at_every_token_limit(limit):
     head = Habit(0.5)
     replay = replayed(head, policies.chain(DEPTH), alone(limit))
     assert replay == online_counts(head, max_new_tokens=limit)
@@ -141,7 +144,7 @@ def test_replay_and_loop_agree_wherever_the_limit_cuts_the_last_draft(limit):
 
 
 @pytest.mark.parametrize("policy", [policies.chain(DEPTH), TREE], ids=["chain", "tree"])
-def test_replay_and_loop_agree_where_the_base_ends_its_text(policy, monkeypatch):
+def test_replay_and_loop_agree_at_end_of_text(policy, monkeypatch):
     ends = alone()[0][17], alone()[2][9]
     monkeypatch.setattr(FrozenBase, "eos_ids", ends)
     texts = alone_in_the_loop()
@@ -150,7 +153,7 @@ def test_replay_and_loop_agree_where_the_base_ends_its_text(policy, monkeypatch)
     assert replayed(head, policy, texts) == online_counts(head, policy)
 
 
-def test_counts_do_not_depend_on_the_batch(monkeypatch):
+def test_counts_do_not_depend_on_the_batch_size(monkeypatch):
     monkeypatch.setattr(FrozenBase, "eos_ids", (alone()[0][17],))
     head = Habit(1.0)
     singly = online_counts(head, TREE, batch_size=1)
@@ -159,9 +162,9 @@ def test_counts_do_not_depend_on_the_batch(monkeypatch):
 
 
 @pytest.mark.parametrize("limit", [5, 6, 17, tiny.NEW_TOKENS])
-def test_every_new_token_but_the_first_is_a_forward_or_an_accepted_draft(limit):
-    decoded = online.decode_prompts(
-        tiny.base(), Habit(0.5), tiny.prompts(), How(tree=TREE, max_new_tokens=limit)
+def test_forwards_and_accepted_drafts_add_up_to_the_new_tokens(limit):
+    decoded = generation.decode_prompts(
+        tiny.base(), Habit(0.5), tiny.prompts(), GenerationSettings(tree=TREE, max_new_tokens=limit)
     )
     for one in decoded:
         assert len(one.tokens) == limit
@@ -169,16 +172,18 @@ def test_every_new_token_but_the_first_is_a_forward_or_an_accepted_draft(limit):
         assert one.counts.offered[0] == one.counts.forwards
 
 
-def test_a_tree_offers_a_depth_only_where_the_accepted_path_goes_on():
-    # the second-best guess is a leaf: accepted, it ends the tree, and depth 1 was not offered
+def test_tree_offers_a_depth_only_below_the_accepted_path():
+    # the second-best guess is a leaf: after it, depth 1 is not offered
     ranks = torch.tensor([[1, 0], [0, 0], [0, 0], [0, 0], [5, 0], [0, 0], [0, 0]])
     counts = replay(ranks, policies.Static([(0,), (1,), (0, 0)]))
     # anchors 0 (rank path 1, leaf), 2 (both accepted), 5 (the text ends after one draft)
     assert counts == DepthCounts(forwards=3, offered=[3, 2], accepted=[3, 1])
 
 
-def test_the_base_alone_takes_one_forward_a_token():
-    decoded = online.decode_prompts(tiny.base(), None, tiny.prompts(), How(max_new_tokens=9))
+def test_base_alone_takes_one_forward_per_token():
+    decoded = generation.decode_prompts(
+        tiny.base(), None, tiny.prompts(), GenerationSettings(max_new_tokens=9)
+    )
     counts = [one.counts for one in decoded]
     assert [one.forwards for one in counts] == [8, 8, 8]
     assert DepthCounts.total(counts, 0).tokens_per_forward == 1.0
@@ -188,9 +193,9 @@ def test_the_base_alone_takes_one_forward_a_token():
     ("name", "offline_mean", "truth"),
     [("every fourth", 2.60, 3.51), ("bursts", 2.81, 2.19), ("all alike", 2.77, 2.77)],
 )
-def test_replay_is_not_fooled_by_difficulty_that_the_loop_steps_over(name, offline_mean, truth):
-    # every fourth token hard, or ten easy and ten hard by turns, or all alike;
-    # the mean over all places is off by a quarter one way and the other
+def test_replay_skips_the_positions_that_the_loop_skips(name, offline_mean, truth):
+    # every fourth token hard, or ten easy and ten hard in turns, or all equal;
+    # the mean over all positions is wrong by a quarter in both directions
     length, depth = 100_000, 4
     place = torch.arange(length + depth)
     rate = {
@@ -210,7 +215,7 @@ def test_replay_is_not_fooled_by_difficulty_that_the_loop_steps_over(name, offli
 # --- offline -----------------------------------------------------------------------------------
 
 
-def test_offline_logits_stop_where_the_answer_leaves_the_text():
+def test_offline_logits_end_with_the_last_label():
     text = torch.tensor([tiny.prompts()[1]])
     features = tiny.base().read(text)
     head = Habit(1.0)
@@ -220,20 +225,20 @@ def test_offline_logits_stop_where_the_answer_leaves_the_text():
         assert torch.equal(logits[level], state[:, : 19 - level])
 
 
-def test_a_text_too_short_to_score_is_refused_with_the_length_it_needs():
+def test_short_text_raises_with_the_needed_length():
     text = torch.tensor([[1, 2, 3, 4, 5]])
     with pytest.raises(ValueError, match=r"5 tokens is too short to score 4 .* at least 6"):
         offline.offline_logits(Habit(), tiny.base().read(text), text)
 
 
-def test_ranks_do_not_depend_on_the_chunk(monkeypatch):
+def test_ranks_do_not_depend_on_the_chunk_size(monkeypatch):
     head, prompt, text = Habit(2.0), tiny.prompts()[0], alone()[0]
     whole = offline.guess_ranks(tiny.base(), head, prompt, text)
     monkeypatch.setattr(offline, "CHUNK", 7)
     assert torch.equal(whole, offline.guess_ranks(tiny.base(), head, prompt, text))
 
 
-def test_ranks_are_places_in_the_sorted_list_of_guesses():
+def test_ranks_are_indices_in_the_sorted_guesses():
     head, prompt, text = Habit(2.0), tiny.prompts()[0], alone()[0]
     ranks = offline.guess_ranks(tiny.base(), head, prompt, text, width=6)
     tokens = torch.tensor([prompt + text])
@@ -246,14 +251,14 @@ def test_ranks_are_places_in_the_sorted_list_of_guesses():
         assert ranks[len(place) :, level].tolist() == [-1] * level
 
 
-def test_top_k_accuracy_leaves_out_answers_beyond_the_text():
+def test_top_k_accuracy_skips_labels_after_the_text():
     ranks = torch.tensor([[0, 2], [1, 0], [5, -1]])
     accuracy = offline.top_k_accuracy(ranks, top=3)
     assert accuracy == [[1 / 3, 2 / 3, 2 / 3], [1 / 2, 1 / 2, 1.0]]
 
 
-def test_a_tree_that_changes_shape_is_replayed_as_a_chain_and_says_so():
-    how = How(max_new_tokens=tiny.NEW_TOKENS, tree=policies.BestFirst(6, 3))
+def test_dynamic_tree_is_replayed_as_a_chain():
+    how = GenerationSettings(max_new_tokens=tiny.NEW_TOKENS, tree=policies.BestFirst(6, 3))
     section = offline.measure_offline(tiny.base(), Habit(), tiny.prompts(), alone(), how)
     assert section.replayed == "chain"
     assert len(section.per_depth) == DEPTH
@@ -262,13 +267,13 @@ def test_a_tree_that_changes_shape_is_replayed_as_a_chain_and_says_so():
 # --- online ------------------------------------------------------------------------------------
 
 
-def measure(categories: Sequence[str] = (), **settings: Any) -> Acceptance:
+def measure(categories: Sequence[str] = (), **settings: Any) -> OnlineSections:
     settings = {"max_new_tokens": tiny.NEW_TOKENS, "batch_size": 3} | settings
-    how = How(**settings)
+    how = GenerationSettings(**settings)
     return online.measure_online(tiny.base(), Habit(0.5), tiny.prompts(), alone(), how, categories)
 
 
-def test_speculative_output_is_the_base_alones_and_the_sections_say_so():
+def test_speculative_text_equals_the_base_alone():
     sections = measure(tree=TREE)
     assert sections.lossless == Lossless(
         compared=3, identical=3, first_divergence_logit_gap=None, verdict="identical",
@@ -281,10 +286,12 @@ def test_speculative_output_is_the_base_alones_and_the_sections_say_so():
     assert section.new_tokens == 3 * (tiny.NEW_TOKENS - 1)
 
 
-def test_samples_are_counted_and_compared_only_where_they_are_the_base_alones():
-    def sample(seed: int, acceptance: str) -> Acceptance:
-        how = How(max_new_tokens=16, batch_size=2, sampling=Sampling(temperature=1.0, seed=seed))
-        plain = online.write_alone(tiny.base(), tiny.prompts(), how)
+def test_only_matched_samples_are_compared_with_the_base_alone():
+    def sample(seed: int, acceptance: str) -> OnlineSections:
+        how = GenerationSettings(
+            max_new_tokens=16, batch_size=2, sampling=Sampling(temperature=1.0, seed=seed)
+        )
+        plain = generation.write_alone(tiny.base(), tiny.prompts(), how)
         how = replace(how, tree=TREE, acceptance=acceptance)
         return online.measure_online(tiny.base(), Habit(0.5), tiny.prompts(), plain, how)
 
@@ -296,7 +303,7 @@ def test_samples_are_counted_and_compared_only_where_they_are_the_base_alones():
     assert sample(3, "rejection").lossless.compared == 0
 
 
-def test_best_first_trees_are_counted_like_any_other():
+def test_best_first_trees_have_consistent_counts():
     section = measure(tree=policies.BestFirst(8, 3, beam=2, branch=3)).online
     accepted = [row.accepted for row in section.per_depth]
     assert section.new_tokens == section.forwards + sum(accepted)
@@ -304,7 +311,7 @@ def test_best_first_trees_are_counted_like_any_other():
     assert all(row.offered >= row.accepted for row in section.per_depth)
 
 
-def test_categories_are_told_apart():
+def test_rates_by_category():
     section = measure(categories=["prose", "code", "prose"]).online
     counts = online_counts(Habit(0.5))
     assert list(section.by_category) == ["code", "prose"]
@@ -312,7 +319,7 @@ def test_categories_are_told_apart():
     assert section.by_category["prose"].count == 2
 
 
-def test_prompts_whose_text_loops_are_flagged_and_left_out_of_the_second_figure():
+def test_looping_texts_are_flagged_and_left_out_of_the_second_rate():
     counts = [DepthCounts(10, [10], [9]), DepthCounts(10, [10], [2]), DepthCounts(10, [10], [4])]
     texts = [[7, 8] * 30, list(range(60)), list(range(60))]
     section = online.degenerate(counts, texts)
@@ -328,12 +335,12 @@ def test_prompts_whose_text_loops_are_flagged_and_left_out_of_the_second_figure(
 # --- speed -------------------------------------------------------------------------------------
 
 
-def test_speed_reports_rates_their_ratio_and_the_cost_of_a_step():
+def test_speed_has_rates_ratio_and_step_times():
     section = speed.measure_speed(
-        tiny.base(), Habit(), tiny.prompts(), How(max_new_tokens=12), repetitions=2
+        tiny.base(), Habit(), tiny.prompts(), GenerationSettings(max_new_tokens=12), repetitions=2
     )
     ratio = section.tokens_per_second / section.base_tokens_per_second
-    assert section.speedup == pytest.approx(ratio), "both arms say the same tokens"
+    assert section.speedup == pytest.approx(ratio), "both write the same tokens"
     assert section.interval[0] <= section.speedup <= section.interval[1]
     assert (section.step_overhead or 0) > 0
     assert 0 < (section.draft_milliseconds or 0) < (section.step_milliseconds or 0)
@@ -342,7 +349,7 @@ def test_speed_reports_rates_their_ratio_and_the_cost_of_a_step():
     assert (section.peak_gib or 0) > 0
 
 
-def test_each_repetition_swaps_who_goes_first_and_warm_up_is_not_counted(monkeypatch):
+def test_repetitions_alternate_the_order_and_warm_up_is_not_timed(monkeypatch):
     calls = []
 
     def fake(base, drafter, unit, how):
@@ -353,7 +360,11 @@ def test_each_repetition_swaps_who_goes_first_and_warm_up_is_not_counted(monkeyp
 
     monkeypatch.setattr(speed, "time_generate", fake)
     section = speed.measure_speed(
-        tiny.base(), Habit(), tiny.prompts(), How(max_new_tokens=9, batch_size=2), repetitions=3
+        tiny.base(),
+        Habit(),
+        tiny.prompts(),
+        GenerationSettings(max_new_tokens=9, batch_size=2),
+        repetitions=3,
     )
     arms = [drafted for drafted, _ in calls[2:]]
     assert arms == [False, True] * 2 + [True, False] * 2 + [False, True] * 2
@@ -363,23 +374,27 @@ def test_each_repetition_swaps_who_goes_first_and_warm_up_is_not_counted(monkeyp
     assert section.base_tokens_per_second == 30 / 4
 
 
-def test_of_texts_that_end_in_one_forward_all_is_told_but_what_a_step_takes(monkeypatch):
-    usual, how = results(), How(max_new_tokens=9)
+def test_texts_of_one_forward_have_no_step_time(monkeypatch):
+    usual, how = results(), GenerationSettings(max_new_tokens=9)
     monkeypatch.setattr(FrozenBase, "eos_ids", tuple(range(tiny.VOCAB)))
     section = speed.measure_speed(tiny.base(), Habit(), tiny.prompts(), how, repetitions=1)
     assert section.speedup > 0
     assert section.new_tokens == 3
     assert (section.step_overhead, section.step_milliseconds) == (None, None)
     made = replace(usual, speed=section)
-    assert "the base alone" in report.verdict(made)
-    assert "times as long" not in report.verdict(made)
-    assert "time of a step over the base's" not in dict(report.summary(made))
+    assert "the base alone" in summary.verdict(made)
+    assert "times as long" not in summary.verdict(made)
+    assert "time of a step over the base's" not in dict(summary.summary(made))
 
 
-def test_speed_of_nothing_is_refused():
+def test_speed_needs_three_new_tokens():
     with pytest.raises(ValueError, match="3 new tokens at least, got 3, 1 and 2"):
         speed.measure_speed(
-            tiny.base(), Habit(), tiny.prompts(), How(max_new_tokens=2), repetitions=1
+            tiny.base(),
+            Habit(),
+            tiny.prompts(),
+            GenerationSettings(max_new_tokens=2),
+            repetitions=1,
         )
 
 
@@ -438,7 +453,7 @@ TIMED = [
 @functools.cache
 def results() -> Results:
     head, prompts, texts = Habit(0.5), tiny.prompts(), alone(16)
-    how = How(max_new_tokens=16, tree=TREE)
+    how = GenerationSettings(max_new_tokens=16, tree=TREE)
     found = online.measure_online(tiny.base(), head, prompts, texts, how)
     return replace(
         bare(head={"kind": "<habit>", "depth": DEPTH, "parameters": 0}),
@@ -460,24 +475,24 @@ def with_speed(speedup: float, low: float, high: float) -> Results:
 
 
 @pytest.mark.parametrize("section", CONTRACT)
-def test_the_measured_sections_have_every_key_of_the_contract(section):
+def test_sections_have_every_key_of_the_contract(section):
     stored = to_json(results())
     assert section in stored
     keys = CONTRACT[section]
     assert keys is None or keys <= set(stored[section])
 
 
-def test_offline_and_online_agree_in_the_results_themselves():
+def test_offline_and_online_sections_agree():
     for key in ("tokens_per_forward", "per_depth", "interval", "forwards"):
         assert getattr(results().offline, key) == getattr(results().online, key)
 
 
-def test_the_report_is_a_folder_of_whole_files(tmp_path):
+def test_report_folder_is_complete_and_has_no_stale_files(tmp_path):
     (tmp_path / "report").mkdir()
     for name in ("texts.json", "learning.png", "compare.png"):
         (tmp_path / "report" / name).touch()
     page = report.write_report(tmp_path / "report", results(), HISTORY)
-    # what an earlier one had besides is gone, and what others wrote is not
+    # stale files of an earlier report are removed, other files are kept
     (page.parent / "compare.png").unlink()
     names = {path.name for path in page.parent.iterdir()}
     assert names == {"report.html", "results.json", "acceptance.png", "loss.png", "speed.png"}
@@ -490,7 +505,7 @@ def test_the_report_is_a_folder_of_whole_files(tmp_path):
 
 
 @pytest.mark.parametrize("inside", ["", "gsm8k"], ids=["recipe", "further set"])
-def test_results_are_kept_in_a_recipe_and_nowhere_else(inside: str, tmp_path: Path):
+def test_results_are_recorded_only_in_recipe_folders(inside: str, tmp_path: Path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "recipe.yaml").touch()
     place = tmp_path / "mine" / inside
@@ -501,10 +516,10 @@ def test_results_are_kept_in_a_recipe_and_nowhere_else(inside: str, tmp_path: Pa
     assert not (tmp_path / "other").exists()
 
 
-def test_the_page_needs_no_other_file_and_escapes_what_it_shows(tmp_path):
+def test_page_loads_nothing_and_escapes_names(tmp_path):
     page = report.write_report(tmp_path, results(), HISTORY).read_text()
     assert page.count("<svg") == 3
-    # a header of the page itself, and the name of a language: nothing that is asked for
+    # only a header of the page and a namespace name contain http
     assert "http" not in page.replace("http-equiv", "").replace("http://www.w3.org/2000/svg", "")
     assert "&lt;habit&gt;" in page
     assert "<habit>" not in page
@@ -512,11 +527,11 @@ def test_the_page_needs_no_other_file_and_escapes_what_it_shows(tmp_path):
     assert "after phase corpus" in page
 
 
-def test_where_nothing_is_drafted_the_report_says_so_and_shows_what_a_chain_would_be_accepted(
+def test_report_without_drafts_shows_the_offline_acceptance_of_a_chain(
     tmp_path,
 ):
     head, prompts, texts = Habit(0.5), tiny.prompts(), alone(16)
-    how = How(max_new_tokens=16, tree=policies.NOTHING)
+    how = GenerationSettings(max_new_tokens=16, tree=policies.NOTHING)
     found = online.measure_online(tiny.base(), head, prompts, texts, how)
     made = replace(
         bare(settings={"tree": "none", "num_nodes": 1}),
@@ -535,45 +550,45 @@ def test_where_nothing_is_drafted_the_report_says_so_and_shows_what_a_chain_woul
     assert read(Results, tmp_path / "results.json") == made
 
 
-def test_held_out_text_stands_in_the_loss_picture_and_in_one_of_its_own():
+def pictures(history: list[dict[str, Any]]) -> dict[str, bytes]:
+    drawn = plots.figures(results(), history)
+    return {name: plots.png(figure) for name, figure in drawn.items()}
+
+
+def test_validation_rows_change_the_loss_plot_and_add_one():
     names = ("validation/loss", "validation/accept/depth_0", "validation/accept/depth_1")
     watched = [
         {"step": step, "phase": "corpus"} | dict.fromkeys(names, step / 60) for step in (20, 40)
     ]
-    plain, found = plots.draw(results(), HISTORY), plots.draw(results(), [*HISTORY, *watched])
-    assert set(found) - set(plain) == {"validation.png"}
-    assert found["loss.png"] != plain["loss.png"]
-    assert found["acceptance.png"] == plain["acceptance.png"]
+    plain, found = pictures(HISTORY), pictures([*HISTORY, *watched])
+    assert set(found) - set(plain) == {"validation"}
+    assert found["loss"] != plain["loss"]
+    assert found["acceptance"] == plain["acceptance"]
 
 
-def test_the_learning_curve_is_drawn_over_tokens_and_over_hours():
+def test_learning_curve_depends_on_tokens_and_hours():
     def curve(**over: float) -> bytes:
         rows = [
             {"step": step, "tokens": 32 * step, "hours": step / 100, "validation/loss": 60 / step}
             | {"validation/tokens_per_forward": 1 + step / 60}
             for step in (20, 40, 60)
         ]
-        return plots.draw(results(), [{**row, **over} for row in rows])["learning.png"]
+        return pictures([{**row, **over} for row in rows])["learning"]
 
     assert len({curve(), curve(tokens=7), curve(hours=7.0), curve(**{"validation/loss": 7.0})}) == 4
     assert curve(**{"validation/tokens_per_forward": 7.0}) != curve()
-    assert "learning.png" not in plots.draw(results(), HISTORY)
+    assert "learning" not in pictures(HISTORY)
 
 
-def test_a_head_trained_elsewhere_has_no_loss_picture(tmp_path):
-    report.write_report(tmp_path, results(), [])
-    assert not (tmp_path / "loss.png").exists()
-
-
-def test_an_offline_only_report_leaves_out_what_was_not_measured(tmp_path):
+def test_offline_report_without_history_has_no_speed_and_no_loss_plot(tmp_path):
     bare_offline = replace(results(), online=None, speed=None, lossless=None, degenerate=None)
     page = report.write_report(tmp_path, bare_offline, []).read_text()
     assert "Speed was not measured." in page
-    assert not (tmp_path / "speed.png").exists()
+    assert not any((tmp_path / name).exists() for name in ("speed.png", "loss.png"))
     assert (tmp_path / "acceptance.png").exists()
 
 
-def test_an_interrupted_report_leaves_the_old_one_whole(tmp_path):
+def test_failed_write_keeps_the_old_report(tmp_path):
     report.write_report(tmp_path, results(), HISTORY)
     before = (tmp_path / "results.json").read_bytes()
     made = Provenance()
@@ -586,39 +601,36 @@ def test_an_interrupted_report_leaves_the_old_one_whole(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("speedup", "low", "high", "start"),
-    [
-        (0.93, 0.9, 0.97, "Speculation does not pay on this machine: 0.93x"),
-        (1.04, 0.98, 1.1, "Speculation may pay on this machine, but the interval includes 1"),
-        (1.4, 1.3, 1.5, "Speculation pays on this machine: 1.40x"),
-    ],
+    ("speedup", "low", "high", "word"),
+    [(0.93, 0.9, 0.97, "does not pay"), (1.04, 0.98, 1.1, "may pay"), (1.4, 1.3, 1.5, "pays")],
 )
-def test_the_report_says_plainly_whether_speculation_pays_and_why(speedup, low, high, start):
-    sentence = report.verdict(with_speed(speedup, low, high))
-    assert sentence.startswith(start)
+def test_verdict_states_whether_speculation_pays(speedup, low, high, word):
+    sentence = summary.verdict(with_speed(speedup, low, high))
+    assert f"Speculation {word} on this machine" in sentence
     measured = results().online
     assert measured is not None
-    assert f"a step gives {measured.tokens_per_forward:.2f} tokens and takes 1.90 times" in sentence
-    assert report.pays(with_speed(speedup, low, high)) == (speedup > 1)
+    figures = f"{speedup:.2f}x", f"{measured.tokens_per_forward:.2f} tokens", "1.90 times"
+    assert all(figure in sentence for figure in figures)
+    assert summary.pays(with_speed(speedup, low, high)) == (speedup > 1)
 
 
 @pytest.mark.parametrize("wide", [False, True])
-def test_text_that_is_not_the_base_s_own_is_told_before_all_else(tmp_path: Path, wide: bool):
+def test_wrong_decoding_comes_first_in_the_verdict(tmp_path: Path, wide: bool):
     parted = Lossless(compared=3, identical=1, first_divergence_logit_gap=3.2, verdict="wrong")
     tied = replace(parted, verdict="parted at a tie", float32=parted)
     made = replace(with_speed(1.4, 1.3, 1.5), lossless=tied if wide else parted)
-    assert report.verdict(made).startswith("Decoding is wrong: ")
-    assert not report.pays(made)
-    told = dict(report.summary(made))["identical to the base alone"]
+    assert summary.verdict(made).startswith("Decoding is wrong: ")
+    assert not summary.pays(made)
+    told = dict(summary.summary(made))["identical to the base alone"]
     assert told.startswith("1 of 3 prompts, ")
     assert "wrong" in told
     assert 'class="verdict no"' in report.write_report(tmp_path, made, []).read_text()
     none = Lossless(compared=0, identical=0, first_divergence_logit_gap=None)
     drawn = replace(made, lossless=none)
-    assert "identical to the base alone" not in dict(report.summary(drawn))
+    assert "identical to the base alone" not in dict(summary.summary(drawn))
 
 
-def test_the_console_shows_the_figures_and_the_verdict():
+def test_console_shows_figures_and_verdict():
     console = Console(width=120, record=True, quiet=True)
     with console.capture() as shown:
         console.quiet = False

@@ -10,7 +10,7 @@ from specheads.measure.oracle import Oracle
 from tests import tiny
 
 
-def test_it_is_right_at_its_rate_and_depths_agree_about_a_position():
+def test_oracle_is_right_at_its_rate_and_depths_agree():
     said = torch.randint(0, 50, (1000,)).tolist()
     oracle = Oracle([said], depth=2, vocab_size=51, rate=0.7)
     memory, right, nothing = oracle.memory(1, 0), [], Features(torch.zeros(1, 1, 4))
@@ -27,7 +27,7 @@ def test_it_is_right_at_its_rate_and_depths_agree_about_a_position():
     assert all(now[1] == after[0] for now, after in itertools.pairwise(right))
 
 
-def test_at_rate_zero_it_is_never_right_and_decoding_stays_exact():
+def test_rate_zero_is_never_right_and_decoding_stays_exact():
     said = [p + c for p, c in zip(tiny.prompts(), tiny.continuations(), strict=True)]
     wrong = Oracle(said, 3, tiny.VOCAB, rate=0.0)
     out = generate(
@@ -37,6 +37,6 @@ def test_at_rate_zero_it_is_never_right_and_decoding_stays_exact():
     assert out.forwards == [tiny.NEW_TOKENS - 1] * 3
 
 
-def test_a_rate_beyond_one_is_refused():
-    with pytest.raises(ValueError, match=r"must lie in \[0, 1\], got 1.5"):
+def test_rate_above_one_raises():
+    with pytest.raises(ValueError, match=r"must be in \[0, 1\], got 1.5"):
         Oracle([[1]], 1, 5, rate=1.5)

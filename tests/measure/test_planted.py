@@ -1,4 +1,4 @@
-"""A planted wrong drafter is seen by every arm of a comparison: drafts that are shifted by one."""
+"""Every method of a comparison shows a planted bug: drafts that are shifted by one."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,25 +13,24 @@ from specheads.baselines import DraftModel, PromptLookup, Streaming
 from specheads.config import Base, Compare, Data, Evaluation, Tree
 from specheads.core.drafter import Drafter
 from specheads.core.features import Committed
-from specheads.measure.compare import arms
-from specheads.measure.compare.arms import Bench
+from specheads.measure import methods
 from specheads.measure.counts import DepthCounts
-from specheads.measure.how import How
-from specheads.measure.online import write_alone
+from specheads.measure.generation import GenerationSettings, write_alone
+from specheads.measure.methods import MethodFactory
 from tests import tiny
 from tests.measure.test_measure import Habit
 from tests.measure.test_replay import CHAIN, DEPTH, Shifted, prompts
 
-ARMS = (
+METHODS = (
     *("head", "prompt_lookup", "hybrid", "streaming", "draft_model"),
     *("transformers_lookup", "transformers_assisted"),
 )
-HOW = How(max_new_tokens=30, batch_size=3)
+HOW = GenerationSettings(max_new_tokens=30, batch_size=3)
 
 
 @dataclass
 class OneLate(Drafter):
-    """Drafts the chain of another drafter without its first token: an index that is off by one."""
+    """Drafts the chain of another drafter without its first token: an off-by-one error."""
 
     inner: Drafter
 
@@ -51,7 +50,7 @@ class OneLate(Drafter):
 
 
 def plant(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have whatever is made for a comparison propose, in place of each token, the one after it."""
+    """Make every method of a comparison draft the token after the right one."""
     copy = PromptLookup.copy
 
     def late_copy(self: PromptLookup, committed: Committed, memory: Any) -> Tensor:
@@ -60,7 +59,7 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(PromptLookup, "copy", late_copy)
     for name, kind in (("DraftModel", DraftModel), ("Streaming", Streaming)):
-        monkeypatch.setattr(arms, name, late(kind))
+        monkeypatch.setattr(methods, name, late(kind))
     for name in ("PromptLookupCandidateGenerator", "AssistedCandidateGenerator"):
         generator = getattr(candidate_generator, name)
         monkeypatch.setattr(generator, "get_candidates", late_candidates(generator.get_candidates))
@@ -77,28 +76,30 @@ def late_candidates(right: Callable[..., tuple[Tensor, Any]]) -> Callable[..., t
     def get(self: Any, input_ids: Tensor, **more: Any) -> tuple[Tensor, Any]:
         ids, logits = right(self, input_ids, **more)
         drafted = ids[:, input_ids.shape[1] :]
-        # what would follow the last one is not known, but it is another
+        # the token after the last one is unknown; use another one
         last = (drafted[:, -1:] + 1) % tiny.VOCAB
         return torch.cat([input_ids, drafted[:, 1:], last], dim=1), logits
 
     return get
 
 
-def ways(head: Habit) -> dict[str, Any]:
-    """Return the arms as a comparison makes them; the draft model is a copy of the base."""
+def made(head: Habit) -> dict[str, Any]:
+    """Return the methods of a comparison; the draft model is a copy of the base."""
     settings = Compare(
         base=Base(model="x"), data=Data(source="python_stdlib"), tree=Tree(),
         evaluation=Evaluation(), draft_model="x", draft_depth=DEPTH, copied_tokens=4, window=100,
     )  # fmt: skip
     model = tiny.base("llama", "eager")
-    return Bench(tiny.base(), {"head": head}, {"head": CHAIN}, settings, settings, model).ways()
+    return MethodFactory(
+        tiny.base(), {"head": head}, {"head": CHAIN}, settings, settings, model
+    ).methods()
 
 
 def rate(name: str, head: Habit) -> float:
-    """Return tokens per forward, of text that is the base's own whatever is drafted."""
-    # lookup needs prompts that say things twice
+    """Return tokens per forward; the text is the base's own whatever is drafted."""
+    # prompt lookup needs prompts that repeat themselves
     texts = prompts() if "lookup" in name else tiny.prompts()
-    decoded = ways(head)[name].decode(tiny.base(), texts, HOW)
+    decoded = made(head)[name].decode(tiny.base(), texts, HOW)
     assert [one.tokens for one in decoded] == write_alone(tiny.base(), texts, HOW)
     counts = [one.counts for one in decoded]
     return DepthCounts(
@@ -106,12 +107,12 @@ def rate(name: str, head: Habit) -> float:
     ).tokens_per_forward
 
 
-def test_every_arm_that_drafts_is_among_those_that_are_held():
-    assert {*ways(Habit(0.0, DEPTH))} == {*ARMS, "transformers"}
+def test_every_drafting_method_is_tested():
+    assert {*made(Habit(0.0, DEPTH))} == {*METHODS, "transformers"}
 
 
-@pytest.mark.parametrize("name", ARMS)
-def test_drafts_shifted_by_one_are_seen_by_every_arm(name: str, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_shows_shifted_drafts(name: str, monkeypatch: pytest.MonkeyPatch):
     right = rate(name, Habit(0.0, DEPTH))
     plant(monkeypatch)
     wrong = rate(name, Shifted())

@@ -1,4 +1,4 @@
-"""The base's own quality: what it reads, what is counted, and how two bases compare."""
+"""The base's own quality on windows of text, and its change."""
 
 from dataclasses import replace
 
@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from specheads.measure.quality import Quality, compare, measure_quality
-from specheads.measure.report import summary
+from specheads.measure.quality import Quality, compare_quality, measure_quality
 from specheads.measure.results import QualityChange
+from specheads.measure.summary import summary
 from tests import tiny
 from tests.results import bare
 
 
-def test_each_window_is_read_by_itself_and_every_token_but_its_first_is_scored():
+def test_quality_scores_each_window_by_itself():
     base = tiny.base("granite")
     windows = [[3, 1, 4, 1, 5], [9, 2, 6]]
     found = measure_quality(base, windows)
@@ -27,15 +27,15 @@ def test_each_window_is_read_by_itself_and_every_token_but_its_first_is_scored()
         assert found.right[place] == (logits.argmax(-1) == tokens[0, 1:]).sum()
 
 
-def test_the_section_has_means_over_tokens_and_a_paired_change():
+def test_quality_has_token_means_and_a_paired_change():
     before = Quality(nats=[6.0, 2.0], right=[1, 1], tokens=[3, 1])
     after = Quality(nats=[7.5, 2.5], right=[2, 1], tokens=[3, 1])
-    section = compare(before, after)
+    section = compare_quality(before, after)
     assert section.before.cross_entropy == 2.0
     assert section.before.accuracy == 0.5
     assert section.after.cross_entropy == 2.5
     assert section.after.accuracy == 0.75
-    # both windows became worse by half a nat a token, so the interval of the change has no width
+    # both windows became worse by half a nat per token, so the interval has no width
     assert section.change == QualityChange(cross_entropy=0.5, interval=(0.5, 0.5))
     assert section.before.windows == 2
     low, high = section.before.accuracy_interval
@@ -43,16 +43,16 @@ def test_the_section_has_means_over_tokens_and_a_paired_change():
 
 
 @pytest.mark.parametrize("windows", [[], [[1, 2], [3]]])
-def test_text_without_anything_to_predict_is_refused(windows: list[list[int]]):
+def test_windows_of_one_token_raise(windows: list[list[int]]):
     with pytest.raises(ValueError, match="two tokens at least"):
         measure_quality(tiny.base(), windows)
 
 
-def test_the_report_shows_both_bases_and_the_change():
+def test_report_shows_base_quality():
     before = Quality([6.0], [1], [3])
     results = replace(
         bare(base={"name": "b", "parameters": 20, "adapter": "runs/x/adapter"}),
-        base_quality=compare(before, Quality([6.3], [2], [3])),
+        base_quality=compare_quality(before, Quality([6.3], [2], [3])),
     )
     rows = dict(summary(results))
     assert rows["base"] == "b + runs/x/adapter, 20 parameters"

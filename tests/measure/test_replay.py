@@ -1,4 +1,4 @@
-"""Replay is decoding: to the integer for what is copied too, in distribution for rejection."""
+"""Replay equals decoding: in integers also with prompt lookup, in distribution for rejection."""
 
 import functools
 from dataclasses import replace
@@ -16,14 +16,13 @@ from specheads.decoding.trees.coupling import over_vocabulary
 from specheads.decoding.trees.hybrid import Hybrid, HybridTree, Lookup
 from specheads.decoding.trees.sampled import Sampled
 from specheads.heads.load import build_for, kinds
-from specheads.measure.compare.run import compare_drafters
+from specheads.measure.compare import compare_methods
 from specheads.measure.counts import DepthCounts, paired_gain
-from specheads.measure.how import How
-from specheads.measure.offline import drafted_from, guess_ranks, measure_offline
-from specheads.measure.online import decode_prompts, measure_online, write_alone
-from specheads.measure.replay import copied, replay
-from specheads.measure.speed import Arm
-from specheads.measure.tune.grow import follow
+from specheads.measure.generation import GenerationSettings, decode_prompts, write_alone
+from specheads.measure.offline import anchor_mask, copied, guess_ranks, measure_offline, replay
+from specheads.measure.online import measure_online
+from specheads.measure.speed import DraftMethod
+from specheads.measure.tune_trees import most_followed
 from tests import tiny
 from tests.measure.test_measure import Habit
 
@@ -36,7 +35,7 @@ NEW_TOKENS = 20
 
 @functools.cache
 def head(name: str) -> Head:
-    """Return a head that is neither always right nor always wrong."""
+    """Return a head that is right in some positions."""
     if name == "habit":
         return Habit(1.0, DEPTH)
     torch.manual_seed(1)
@@ -47,7 +46,7 @@ def head(name: str) -> Head:
 
 
 def prompts() -> list[list[int]]:
-    """Return prompts that say things twice, so that something is copied."""
+    """Return prompts that repeat themselves, for prompt lookup."""
     return [prompt + text[:9] + prompt for prompt, text in zip(*said(), strict=True)]
 
 
@@ -57,7 +56,7 @@ def said() -> tuple[list[list[int]], list[list[int]]]:
 
 @functools.cache
 def alone() -> list[list[int]]:
-    return write_alone(tiny.base(), prompts(), How(max_new_tokens=NEW_TOKENS))
+    return write_alone(tiny.base(), prompts(), GenerationSettings(max_new_tokens=NEW_TOKENS))
 
 
 def lookup(depth: int) -> PromptLookup:
@@ -65,7 +64,7 @@ def lookup(depth: int) -> PromptLookup:
 
 
 def decoded(drafter: Drafter, tree: policies.TreePolicy) -> list[DepthCounts]:
-    how = How(max_new_tokens=NEW_TOKENS, tree=tree, batch_size=3)
+    how = GenerationSettings(max_new_tokens=NEW_TOKENS, tree=tree, batch_size=3)
     found = decode_prompts(tiny.base(), drafter, prompts(), how)
     assert [one.tokens for one in found] == alone()
     return [one.counts for one in found]
@@ -82,9 +81,7 @@ def replayed(
 
 @pytest.mark.parametrize("tree", [CHAIN, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("name", [*kinds(), "habit"])
-def test_replay_of_a_tree_and_of_a_hybrid_is_the_loops_own_integers(
-    name: str, tree: policies.Static
-):
+def test_replay_of_trees_and_hybrids_gives_the_loops_integers(name: str, tree: policies.Static):
     drafter = head(name)
     ranks = [
         guess_ranks(tiny.base(), drafter, prompt, text, width=3)
@@ -101,7 +98,7 @@ def test_replay_of_a_tree_and_of_a_hybrid_is_the_loops_own_integers(
         assert both.tokens_per_forward > one.tokens_per_forward > 1
 
 
-def test_replay_of_prompt_lookup_is_the_loops_own_integers():
+def test_replay_of_prompt_lookup_gives_the_loops_integers():
     ranks = [torch.zeros(len(text) - 1, 0, dtype=torch.long) for text in alone()]
     found = replayed(ranks, policies.NOTHING, lookup(SIZE), SIZE)
     assert found == decoded(lookup(SIZE), Lookup(SIZE))
@@ -109,9 +106,9 @@ def test_replay_of_prompt_lookup_is_the_loops_own_integers():
 
 
 @pytest.mark.parametrize("inner", [CHAIN, TREE], ids=["chain", "tree"])
-def test_an_evaluation_of_a_hybrid_counts_the_same_offline_as_online(inner: policies.Static):
+def test_hybrid_has_the_same_counts_offline_and_online(inner: policies.Static):
     drafter = head("habit")
-    how = How(max_new_tokens=NEW_TOKENS, tree=HybridTree(inner, SIZE), batch_size=3)
+    how = GenerationSettings(max_new_tokens=NEW_TOKENS, tree=HybridTree(inner, SIZE), batch_size=3)
     offline = measure_offline(tiny.base(), drafter, prompts(), alone(), how)
     online = measure_online(tiny.base(), drafter, prompts(), alone(), how).online
     assert offline.replayed == f"{inner.name}+lookup"
@@ -121,8 +118,8 @@ def test_an_evaluation_of_a_hybrid_counts_the_same_offline_as_online(inner: poli
     assert offline.tokens_per_forward > plain.tokens_per_forward
 
 
-def test_where_nothing_is_drafted_a_chain_is_replayed():
-    how = How(max_new_tokens=NEW_TOKENS, tree=policies.NOTHING)
+def test_empty_tree_is_replayed_as_a_chain():
+    how = GenerationSettings(max_new_tokens=NEW_TOKENS, tree=policies.NOTHING)
     found = measure_offline(tiny.base(), head("habit"), prompts(), alone(), how)
     chain = measure_offline(tiny.base(), head("habit"), prompts(), alone(), replace(how, tree=None))
     assert (found, found.replayed) == (chain, "chain")
@@ -140,12 +137,12 @@ def many_prompts(count: int) -> list[list[int]]:
 def drawn_ranks(
     base: FrozenBase, head: Head, prompt: list[int], continuation: list[int], sampling: Sampling
 ) -> torch.Tensor:
-    """Return 0 where rejection would keep the stored token as a draft of the head, and else 1.
+    """Return 0 if rejection would accept the stored token as a draft of the head, else 1.
 
-    The continuation was drawn from p, the base's distribution, and a draft is drawn from q, the
-    head's: given that the text says x, a draft was kept there with probability min(1, q(x) / p(x)).
-    One coin is tossed for each place and depth, so that `replay` of a chain has the distribution
-    of the real loop's counts, and not its very integers. Rows and columns are as in `guess_ranks`.
+    The continuation is a sample of p, the base's distribution, and a draft is a sample of q, the
+    head's. Given that the text has x, a draft was accepted there with probability
+    min(1, q(x) / p(x)). One coin is tossed for each position and depth, so that `replay` of a chain
+    has the distribution of the loop's counts. Rows and columns are as in `guess_ranks`.
 
     Source: min(p, q) = p min(1, q / p), of Leviathan et al. 2023, arXiv:2211.17192.
     """
@@ -156,7 +153,7 @@ def drawn_ranks(
     features = base.read(text, head.aux_layers)
     ranks = torch.full((num_roots, head.depth), -1)
     coins = torch.Generator().manual_seed(sampling.seed)
-    anchors = drafted_from(text, first, num_roots)
+    anchors = anchor_mask(text, first, num_roots)
     for level, state in zip(range(num_roots), head.states(features, text, anchors), strict=False):
         num_known = num_roots - level
         before = torch.arange(first + 1 + level, text.shape[1] - 1, device=base.device)
@@ -174,10 +171,10 @@ def drawn_ranks(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["habit", "mlp_speculator"])
-def test_replay_of_rejection_has_the_rate_of_the_real_loop_on_two_thousand_prompts(name: str):
+def test_replay_of_rejection_has_the_loops_rate_on_2000_prompts(name: str):
     base, texts = tiny.base(), many_prompts(2000)
     drafter = Habit(0.2, DEPTH) if name == "habit" else head(name)
-    how = How(
+    how = GenerationSettings(
         max_new_tokens=10,
         sampling=Sampling(temperature=1.0, seed=5),
         batch_size=250,
@@ -195,17 +192,17 @@ def test_replay_of_rejection_has_the_rate_of_the_real_loop_on_two_thousand_promp
     assert gain.interval[1] - gain.interval[0] < 0.05
     total = DepthCounts.total(offline, DEPTH)
     assert 0.05 < total.accepted[0] / total.offered[0] < 0.95
-    # drafts shifted by one are seen: those rates are others
+    # drafts shifted by one have other rates
     shifted = [replay(rows.roll(1, dims=1), CHAIN) for rows in ranks]
     wrong = paired_gain(shifted, real)
     assert not wrong.interval[0] <= 1.0 <= wrong.interval[1] or name != "habit"
 
 
 @pytest.mark.slow
-def test_replay_of_drawn_text_is_the_loops_own_integers_on_two_thousand_prompts():
+def test_replay_of_sampled_text_gives_the_loops_integers_on_2000_prompts():
     base, texts, drafter = tiny.base(), many_prompts(2000), Habit(1.0, DEPTH)
     sampling = Sampling(temperature=1.0, seed=5)
-    how = How(max_new_tokens=10, sampling=sampling, batch_size=250, tree=TREE)
+    how = GenerationSettings(max_new_tokens=10, sampling=sampling, batch_size=250, tree=TREE)
     written = write_alone(base, texts, how)
     section = measure_offline(base, drafter, texts, written, how)
     real = DepthCounts.total([x.counts for x in decode_prompts(base, drafter, texts, how)], DEPTH)
@@ -216,7 +213,7 @@ def test_replay_of_drawn_text_is_the_loops_own_integers_on_two_thousand_prompts(
 
 
 class Shifted(Habit):
-    """Drafts what it believes to come one token later: an index that is off by one."""
+    """Drafts the token after the right one: an off-by-one error."""
 
     def __init__(self, *, online: bool = True, offline: bool = True) -> None:
         super().__init__(0.0, DEPTH)
@@ -240,13 +237,17 @@ class Shifted(Habit):
 
 
 def measured(drafter: Head):
-    base, texts, how = tiny.base(), tiny.prompts(), How(max_new_tokens=30, tree=CHAIN)
+    base, texts, how = (
+        tiny.base(),
+        tiny.prompts(),
+        GenerationSettings(max_new_tokens=30, tree=CHAIN),
+    )
     written = write_alone(base, texts, how)
     offline = measure_offline(base, drafter, texts, written, how)
     return offline, measure_online(base, drafter, texts, written, how)
 
 
-def test_drafts_shifted_by_one_are_seen_offline_online_and_by_depth_and_change_no_text():
+def test_shifted_drafts_lower_every_rate_and_change_no_text():
     right, wrong = measured(Habit(0.0, DEPTH)), measured(Shifted())
     for good, bad in ((right[0], wrong[0]), (right[1].online, wrong[1].online)):
         assert bad.tokens_per_forward < 0.8 * good.tokens_per_forward
@@ -254,12 +255,12 @@ def test_drafts_shifted_by_one_are_seen_offline_online_and_by_depth_and_change_n
         assert bad.conditional_acceptance[0].interval[1] < good.conditional_acceptance[0].rate
     assert wrong[0].top_k_accuracy[0][0] < 0.5 * right[0].top_k_accuracy[0][0]
     assert wrong[1].online.tokens_per_forward_without_bonus < 0.3
-    # a bad drafter costs time and never a token
+    # a bad drafter costs time and never changes a token
     assert right[1].lossless.verdict == wrong[1].lossless.verdict == "identical"
 
 
 @pytest.mark.parametrize("where", ["online", "offline"])
-def test_drafts_shifted_on_one_side_only_are_seen_by_replay(where: str):
+def test_replay_differs_if_only_one_side_is_shifted(where: str):
     offline, online = measured(Shifted(online=where == "online", offline=where == "offline"))
     assert offline.per_depth != online.online.per_depth
     assert offline.forwards != online.online.forwards
@@ -269,18 +270,18 @@ def test_drafts_shifted_on_one_side_only_are_seen_by_replay(where: str):
     )  # fmt: skip
 
 
-def test_drafts_shifted_by_one_are_seen_beside_the_right_ones_in_a_comparison():
+def test_comparison_shows_shifted_drafts():
     copying = lookup(SIZE + DEPTH)
     arms = {
         name: arm
         for called, drafter in (("right", Habit(0.0, DEPTH)), ("wrong", Shifted()))
         for name, arm in (
-            (called, Arm(drafter, CHAIN)),
-            (f"{called}_hybrid", Arm(Hybrid(drafter, copying), HybridTree(CHAIN, SIZE))),
+            (called, DraftMethod(drafter, CHAIN)),
+            (f"{called}_hybrid", DraftMethod(Hybrid(drafter, copying), HybridTree(CHAIN, SIZE))),
         )
     }
-    how = How(max_new_tokens=30, batch_size=3)
-    rows = compare_drafters(
+    how = GenerationSettings(max_new_tokens=30, batch_size=3)
+    rows = compare_methods(
         tiny.base(), arms, tiny.prompts(), write_alone(tiny.base(), tiny.prompts(), how), how,
         speed_prompts=3, repetitions=1,
     )  # fmt: skip
@@ -310,8 +311,7 @@ MEDUSA = {
         (0.137, 0.207, 0.262, 0.298, 0.326),
     ),
 }  # fmt: skip
-"""Share of right answers among the 1 to 5 best, head by head: FasterDecoding/Medusa's
-assets/medusa_acc.csv."""
+"""Top-1 to top-5 accuracy of each head: assets/medusa_acc.csv of FasterDecoding/Medusa."""
 
 
 @pytest.mark.parametrize(
@@ -321,7 +321,7 @@ assets/medusa_acc.csv."""
         ("13b", 63, 2.481), ("33b", 63, 2.522),
     ],
 )  # fmt: skip
-def test_medusas_trees_have_the_length_that_its_published_accuracies_give(size, nodes, length):
+def test_medusa_trees_have_their_published_length(size, nodes, length):
     within = torch.tensor(MEDUSA[size], dtype=torch.float64)
     rates = within.diff(dim=1, prepend=torch.zeros(5, 1, dtype=torch.float64))
     level = {(): 1.0}
@@ -333,6 +333,6 @@ def test_medusas_trees_have_the_length_that_its_published_accuracies_give(size, 
             for rank, chance in enumerate(row)
         }
         worth |= level
-    best = follow(worth, [0.0] * rates.shape[1], nodes + 1, 5)
+    best = most_followed(worth, [0.0] * rates.shape[1], nodes + 1, 5)
     assert len({*best}) == nodes
     assert 1.0 + sum(worth[path] for path in best) == pytest.approx(length, abs=1e-3)

@@ -1,4 +1,4 @@
-"""Results that somebody changed, cut or made up: one line that names the place."""
+"""Damaged results: one line that names the field."""
 
 import json
 from pathlib import Path
@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from specheads.core.errors import InputError
+from specheads.core.records import to_json
 from specheads.export.card import read_summary
 from specheads.heads.load import build
 from specheads.measure.evaluation import draft_vocabulary
-from specheads.measure.results import Results
-from specheads.measure.store import read, to_json
+from specheads.measure.results import Results, read
 from specheads.runs.directory import RunDirectory
 from tests import tiny
 from tests.results import bare
@@ -37,7 +37,7 @@ WHOLE = to_json(bare(speed={"base_tokens_per_second": 1.0, "tokens_per_second": 
         ("provenance", "hardware", 3, "need a dict in .*provenance.hardware"),
     ],
 )
-def test_a_figure_of_another_type_is_named(tmp_path: Path, section, name, value, told):
+def test_wrong_type_names_the_field(tmp_path: Path, section, name, value, told):
     file = tmp_path / "results.json"
     file.write_text(json.dumps(WHOLE | {section: WHOLE[section] | {name: value}}))
     with pytest.raises(InputError, match=told) as caught:
@@ -45,7 +45,7 @@ def test_a_figure_of_another_type_is_named(tmp_path: Path, section, name, value,
     assert str(file) in str(caught.value)
 
 
-def test_whole_numbers_are_figures_too(tmp_path: Path):
+def test_integers_are_valid_floats(tmp_path: Path):
     file = tmp_path / "results.json"
     file.write_text(json.dumps(WHOLE | {"speed": WHOLE["speed"] | {"speedup": 2}}))
     found = read(Results, file)
@@ -75,7 +75,7 @@ def spoil(file: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", [*BROKEN, "elsewhere"])
-def test_broken_results_are_one_line(tmp_path: Path, how: str):
+def test_broken_results_raise_one_line(tmp_path: Path, how: str):
     file = tmp_path / "report" / "results.json"
     file.parent.mkdir()
     spoil(file, how)
@@ -85,7 +85,7 @@ def test_broken_results_are_one_line(tmp_path: Path, how: str):
 
 
 @pytest.mark.parametrize("how", [*BROKEN, "elsewhere", "missing", "wrong"])
-def test_a_broken_provenance_is_one_line(tmp_path: Path, how: str):
+def test_broken_provenance_raises_one_line(tmp_path: Path, how: str):
     run = RunDirectory(tmp_path / "run")
     run.path.mkdir()
     if how == "wrong":

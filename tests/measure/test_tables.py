@@ -1,4 +1,4 @@
-"""Output in narrow consoles, and piped: every figure stands whole, somewhere."""
+"""Narrow consoles and pipes: no figure is cut."""
 
 import io
 import re
@@ -7,12 +7,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from specheads.measure import report
-from specheads.measure.compare.run import condition
-from specheads.measure.compare.table import table
-from specheads.measure.results import Results
-from specheads.measure.store import read
-from specheads.measure.tables import Fitted
+from specheads.measure import report, summary
+from specheads.measure.compare import condition, table
+from specheads.measure.results import Results, read
+from specheads.measure.tables import ConsoleTable
 
 RESULTS = Path(__file__).parents[2] / "recipes" / "tiny_code" / "results.json"
 NUMBER = re.compile(r"[+-]?\d[\d,]*(?:\.\d+)?")
@@ -35,15 +33,15 @@ def figures(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("width", [200, 80, 60, 40, 24])
-def test_a_report_keeps_every_figure_whole_at_any_width(width: int):
+def test_report_shows_every_figure_at_any_width(width: int):
     results, stream = measured(), io.StringIO()
     page = Path("/a/[b]") / ("folder" * 12) / "report.html"
     report.show(results, Console(width=width, file=stream), page)
     text = stream.getvalue()
-    cells = [cell for row in report.summary(results) for cell in row]
-    cells += [cell for row in report.depth_rows(results) for cell in row]
+    cells = [cell for row in summary.summary(results) for cell in row]
+    cells += [cell for row in summary.depth_rows(results) for cell in row]
     shown = figures(text)
-    for figure in figures(" ".join([*cells, report.verdict(results)])):
+    for figure in figures(" ".join([*cells, summary.verdict(results)])):
         assert figure in shown
         shown.remove(figure)
     assert "\u2026" not in text
@@ -51,7 +49,7 @@ def test_a_report_keeps_every_figure_whole_at_any_width(width: int):
 
 
 @pytest.mark.parametrize("width", [200, 60, 40, 24])
-def test_a_comparison_keeps_every_figure_whole_at_any_width(width: int):
+def test_comparison_shows_every_figure_at_any_width(width: int):
     from tests.measure.test_compare import rows
 
     found = table(condition(rows(), 0.0, 3))
@@ -62,9 +60,9 @@ def test_a_comparison_keeps_every_figure_whole_at_any_width(width: int):
     assert all(len(line) <= width for line in text.splitlines())
 
 
-def test_a_table_that_does_not_fit_is_a_list():
+def test_table_that_does_not_fit_becomes_a_list():
     rows = [["1", "12 / 345", "0.123"], ["2", "6 / 12", "0.045"]]
-    wide = Fitted("by depth", rows, ["depth", "accepted / offered", "top 1"])
+    wide = ConsoleTable("by depth", rows, ["depth", "accepted / offered", "top 1"])
     assert "12 / 345" in printed(wide, 80)
     assert printed(wide, 20).splitlines() == [
         "by depth",
@@ -79,6 +77,6 @@ def test_a_table_that_does_not_fit_is_a_list():
     ]
 
 
-def test_a_name_in_brackets_is_a_name():
-    text = printed(Fitted("title", [["base", "[/] of [bold]mine"]]), 60)
+def test_brackets_are_not_parsed_as_style():
+    text = printed(ConsoleTable("title", [["base", "[/] of [bold]mine"]]), 60)
     assert "[/] of [bold]mine" in text

@@ -1,4 +1,4 @@
-"""What texts.json holds is what was decoded, readable, and the page shows all of it as text."""
+"""texts.json contains the decoded texts, and the page shows them as text."""
 
 import base64
 import hashlib
@@ -9,16 +9,12 @@ from html.parser import HTMLParser
 
 import pytest
 
+from specheads.core.records import to_json
 from specheads.decoding.origins import node_origins
 from specheads.measure import report
-from specheads.measure.how import How
-from specheads.measure.report.headlines import headlines, wilson
-from specheads.measure.report.markup import element, visible
-from specheads.measure.report.page import SECTIONS
-from specheads.measure.results import Results
-from specheads.measure.store import dumps, read, to_json
-from specheads.measure.texts import DecodedText, Texts
-from specheads.measure.transcripts import NUM_TEXTS, decode_texts
+from specheads.measure.generation import NUM_TEXTS, GenerationSettings, decode_texts
+from specheads.measure.report import headlines, visible, wilson
+from specheads.measure.results import DecodedText, DecodedTexts, Results, read
 from tests import tiny
 from tests.decoding.test_detokenize import tokenizer
 from tests.measure.test_measure import HISTORY, results
@@ -32,13 +28,13 @@ def pieces(text: DecodedText) -> list[str]:
     return [text.first, *(piece for one in kept for piece in one)][: text.num_tokens]
 
 
-def test_the_first_texts_are_those_of_the_base_alone_and_their_trees_come_from_both_parts():
+def test_texts_equal_the_base_alone_and_have_drafted_and_copied_tokens():
     prompts, alone, found = hybrid()
     assert len(found.texts) == NUM_TEXTS < len(prompts)
     for prompt, tokens, text in zip(prompts, alone, found.texts, strict=False):
         assert text.num_tokens == NEW_TOKENS
         assert text.prompt == tokenizer().decode(prompt.tokens)
-        # pieces of characters and the end are named; what remains is the text but for broken bytes
+        # parts of characters and the end have names; the rest is the text except broken bytes
         written = re.sub("⟨.*?⟩", "", "".join(pieces(text)))
         whole = str(tokenizer().decode(tokens, skip_special_tokens=True))
         assert written.replace(BROKEN, "") == whole.replace(BROKEN, "")
@@ -48,10 +44,10 @@ def test_the_first_texts_are_those_of_the_base_alone_and_their_trees_come_from_b
         assert kinds == {"base", "drafted", "copied"}
 
 
-def test_texts_have_a_file_of_their_own_and_come_back_from_it(tmp_path):
+def test_texts_round_trip_through_their_own_file(tmp_path):
     asked = told(nasty(), *hybrid()[2].texts)
     page = report.write_report(tmp_path, asked, [])
-    assert read(Texts, tmp_path / "texts.json") == asked.texts
+    assert read(DecodedTexts, tmp_path / "texts.json") == asked.texts
     assert "texts" not in json.loads((tmp_path / "results.json").read_text())
     stored = read(Results, tmp_path / "results.json")
     assert stored is not None
@@ -60,15 +56,17 @@ def test_texts_have_a_file_of_their_own_and_come_back_from_it(tmp_path):
     assert page.is_file()
 
 
-def test_a_base_without_a_tokenizer_has_no_texts(tmp_path):
-    assert decode_texts(tiny.base(), tiny.oracle(2), [], How(max_new_tokens=4)) is None
+def test_base_without_tokenizer_has_no_texts(tmp_path):
+    assert (
+        decode_texts(tiny.base(), tiny.oracle(2), [], GenerationSettings(max_new_tokens=4)) is None
+    )
     page = report.write_report(tmp_path, results(), []).read_text(encoding="utf-8")
     assert 'id="texts"' not in page
     assert 'id="steps"' not in page
 
 
 class Reader(HTMLParser):
-    """The page as a browser takes it: elements with attributes, and the text of each kind."""
+    """The page as a browser parses it: elements with attributes, and token texts."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -102,7 +100,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
     return report.write_report(folder, asked, HISTORY).read_text(encoding="utf-8")
 
 
-def test_whatever_tokens_say_the_page_has_its_own_elements_and_scripts_only(page: str):
+def test_token_text_cannot_add_elements_or_scripts(page: str):
     elements = Reader(page).elements
     assert sum(tag == "script" for tag, _ in elements) == 2
     assert {tag for tag, _ in elements} & {"img", "iframe", "object", "nasty", "habit"} == set()
@@ -113,7 +111,7 @@ def test_whatever_tokens_say_the_page_has_its_own_elements_and_scripts_only(page
     assert not any(letter in page for letter in (RTL, "\x00", "\x1b", "\u2028", "\ud800"))
 
 
-def test_every_token_is_shown_with_how_it_came(page: str):
+def test_every_token_is_shown_with_its_origin(page: str):
     reader = Reader(page)
     spans = [given for tag, given in reader.elements if tag == "span" and "data-step" in given]
     texts = [nasty(), *hybrid()[2].texts]
@@ -130,7 +128,7 @@ def test_every_token_is_shown_with_how_it_came(page: str):
     }
 
 
-def test_the_steps_that_the_script_reads_are_whole(page: str):
+def test_script_data_has_every_step(page: str):
     data = re.search(r'<script type="application/json" id="steps">(.*?)</script>', page, re.DOTALL)
     assert data is not None
     steps = json.loads(data[1])
@@ -143,7 +141,7 @@ def test_the_steps_that_the_script_reads_are_whole(page: str):
         assert [one["parents"] for one in found] == [step.parents for step in text.steps]
 
 
-def test_the_policy_of_the_page_allows_its_script_and_no_load(page: str):
+def test_content_policy_allows_only_the_script(page: str):
     policy = next(
         given["content"]
         for tag, given in Reader(page).elements
@@ -155,15 +153,12 @@ def test_the_policy_of_the_page_allows_its_script_and_no_load(page: str):
     assert str(policy).startswith("default-src 'none'")
 
 
-def test_what_has_no_glyph_is_told_and_letters_stay():
+def test_visible_replaces_hidden_characters_only():
     assert visible("a\n\tב é 日") == "a\n\tב é 日"
     assert visible("\x07\x7f\u200b\ufeff") == "␇⟨U+007F⟩⟨U+200B⟩⟨U+FEFF⟩"
-    assert (
-        element("b", "<&\"'>", title='"').text == '<b title="&quot;">&lt;&amp;&quot;&#x27;&gt;</b>'
-    )
 
 
-def test_the_first_screen_has_three_figures_with_intervals(page: str):
+def test_first_screen_has_three_figures_with_intervals(page: str):
     assert [one.name for one in headlines(results())] == [
         "speed-up", "tokens per forward", "texts identical to the base alone",
     ]  # fmt: skip
@@ -171,7 +166,7 @@ def test_the_first_screen_has_three_figures_with_intervals(page: str):
     for one in headlines(results()):
         low, high = one.interval
         assert low <= one.value <= high
-    # drafts of one text depend on each other: of those too it is prompts that are drawn anew
+    # drafts of one text depend on each other, so prompts are resampled
     (*_, first) = headlines(replace(results(), speed=None))
     online = results().online
     assert online is not None
@@ -189,16 +184,20 @@ def test_the_first_screen_has_three_figures_with_intervals(page: str):
         (81, 263, 0.2553, 0.3662),
     ],
 )
-def test_the_interval_of_a_share_is_wilsons(successes, trials, low, high):
+def test_wilson_interval_matches_textbooks(successes, trials, low, high):
     assert wilson(successes, trials) == pytest.approx((low, high), abs=5e-5)
 
 
-def test_a_section_is_a_function_of_results_and_may_have_nothing_to_show():
-    titles = [found.title for section in SECTIONS if (found := section(results())) is not None]
+def test_sections_without_data_are_left_out(tmp_path):
+    page = report.write_report(tmp_path, results(), []).read_text(encoding="utf-8")
+    titles = re.findall(r"<section id=[^>]*><h2>(.*?)</h2>", page)
     assert titles == [
+        "Plots",
         "Measured",
         "By depth",
         "Trees tried, on other prompts",
         "Settings and provenance",
     ]
-    assert dumps(results()).startswith("{")
+    links = re.search(r"<nav.*?</nav>", page, re.DOTALL)
+    assert links is not None
+    assert re.findall(r">([^<]+)</a>", links[0]) == titles

@@ -1,4 +1,4 @@
-"""Costs are recovered, and the tree that is chosen follows from them and from what is accepted."""
+"""Costs are recovered, and the chosen tree follows from costs and acceptance."""
 
 import json
 import random
@@ -22,22 +22,23 @@ from specheads.decoding.trees import policies
 from specheads.decoding.trees.early_stop import Estimate
 from specheads.decoding.trees.tuned import Machine, MatchRates, Tried, TunedTree
 from specheads.heads.load import build_for, drafter_of
-from specheads.measure.how import How
-from specheads.measure.offline import guess_ranks
-from specheads.measure.replay import Copied
-from specheads.measure.tune import finals, for_evaluation, search
-from specheads.measure.tune import run as tuning
-from specheads.measure.tune.acceptance import (
+from specheads.measure import tune as tuning
+from specheads.measure import tune_finals as finals
+from specheads.measure.generation import GenerationSettings
+from specheads.measure.offline import Copied, guess_ranks
+from specheads.measure.tune import choose_tree
+from specheads.measure.tune_cost import Point, fit, time_steps, trimmed_mean
+from specheads.measure.tune_finals import Effort, Trace, best_stop, learn, trace
+from specheads.measure.tune_texts import TuningTexts, write_texts
+from specheads.measure.tune_trees import (
+    best,
+    candidate_trees,
     conditional,
     match_rates,
     path_rates,
     positional,
+    predict,
 )
-from specheads.measure.tune.cost import Point, fit, middle, time_ways
-from specheads.measure.tune.finals import Effort
-from specheads.measure.tune.for_evaluation import choose_tree
-from specheads.measure.tune.stop import Trace, best_stop, learn, trace
-from specheads.measure.tune.texts import Texts, write
 from tests import tiny
 from tests.measure.test_measure import Habit
 from tests.tuned import tree as tuned_tree
@@ -50,7 +51,7 @@ PLANTED = StepCost(
 
 
 def points(cost: StepCost, noise: float = 0.0) -> list[Point]:
-    """Return what a grid would measure where costs are these, but for noise."""
+    """Return the points of a grid with these costs and noise."""
     generator = random.Random(0)
     out = []
     for batch in (1, 4, 16, 64):
@@ -73,7 +74,7 @@ def coefficients(cost: StepCost) -> list[float]:
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.01], ids=["noise-free", "noisy"])
-def test_a_planted_cost_model_is_recovered(noise: float):
+def test_planted_cost_model_is_recovered(noise: float):
     cost, error = fit(points(PLANTED, noise))
     assert coefficients(cost) == pytest.approx(coefficients(PLANTED), rel=0.02)
     assert (cost.verify.power, cost.verify.several) == (1.0, 0.0)
@@ -81,16 +82,16 @@ def test_a_planted_cost_model_is_recovered(noise: float):
     assert error.held_out < 0.05
 
 
-def test_what_is_not_linear_is_refined_and_its_error_told():
-    """A processor reads one token by a faster way than two, and many cost less each than few."""
+def test_nonlinear_cost_is_refined():
+    """One token has a faster kernel than two, and cost grows slower than the number of tokens."""
     bent = ForwardCost(fixed=4e-2, token=8e-3, context=1e-7, several=1.5e-2, power=0.7)
     cost, error = fit(points(replace(PLANTED, verify=bent)))
     assert error.largest < 1e-6
     assert (cost.verify.power, cost.verify.several) == pytest.approx((0.7, 1.5e-2))
 
 
-def test_tokens_that_are_free_are_found_and_cost_nothing():
-    """A machine multiplies a few tokens while it reads its weights, and then each takes time."""
+def test_free_tokens_are_found():
+    """A few tokens are free while weights are read; further tokens take time."""
     kneed = ForwardCost(fixed=4e-2, token=5e-3, context=1e-7, free=8)
     assert kneed.seconds(1, 0) == kneed.seconds(8, 0) == 4e-2
     assert kneed.seconds(10, 0) == pytest.approx(5e-2)
@@ -101,7 +102,7 @@ def test_tokens_that_are_free_are_found_and_cost_nothing():
     assert coefficients(cost) == pytest.approx(coefficients(planted))
 
 
-def test_no_cost_is_negative():
+def test_costs_are_not_negative():
     flat = StepCost(
         verify=ForwardCost(fixed=1e-2, token=0.0, context=0.0),
         draft=ForwardCost(fixed=0.0, token=1e-4, context=0.0),
@@ -111,13 +112,13 @@ def test_no_cost_is_negative():
     assert cost.verify.fixed == pytest.approx(1e-2, rel=0.02)
 
 
-def test_the_middle_leaves_out_what_was_disturbed():
-    assert middle([1.0, 1.1, 0.9, 1.0, 50.0]) == pytest.approx(1.0, abs=0.05)
-    assert middle([2.0]) == 2.0
+def test_trimmed_mean_drops_outliers():
+    assert trimmed_mean([1.0, 1.1, 0.9, 1.0, 50.0]) == pytest.approx(1.0, abs=0.05)
+    assert trimmed_mean([2.0]) == 2.0
 
 
 def texts(rates: tuple[float, ...], places: int = 400) -> list[torch.Tensor]:
-    """Return ranks of texts whose tokens have each rank as often as rates say, at any depth."""
+    """Return ranks of texts with these rates at any depth."""
     generator = random.Random(1)
     ranks, weights = [*range(len(rates)), 8], [*rates, 1 - sum(rates)]
     return [
@@ -133,11 +134,11 @@ FREE = StepCost(
 
 
 def pick(ranks: list[torch.Tensor], cost: StepCost, batch: int = 1, context: int = 64):
-    trees = search.candidates(ranks[::2], 3, 64)
-    return search.best(search.predict(trees, ranks[1::2], cost, batch, context))
+    trees = candidate_trees(ranks[::2], 3, 64)
+    return best(predict(trees, ranks[1::2], cost, batch, context))
 
 
-def test_drafts_that_are_never_right_choose_no_speculation():
+def test_wrong_drafts_choose_the_base_alone():
     chosen = pick(texts((0.0,)), PLANTED)
     assert chosen.tree.depth == 0
     assert chosen.speedup == 1.0
@@ -147,7 +148,7 @@ def test_free_verification_chooses_the_largest_tree():
     assert pick(texts((0.4, 0.2, 0.1, 0.05, 0.05)), FREE).tree.num_nodes == 64
 
 
-def test_dearer_nodes_choose_smaller_trees_and_a_dearer_step_larger_ones():
+def test_costly_nodes_choose_smaller_trees_and_costly_steps_larger_ones():
     ranks = texts((0.4, 0.2, 0.1, 0.05, 0.05))
 
     def nodes(fixed: float, token: float) -> int:
@@ -162,8 +163,8 @@ def test_dearer_nodes_choose_smaller_trees_and_a_dearer_step_larger_ones():
     assert by_step[-1] > by_step[0]
 
 
-def test_a_longer_context_chooses_a_larger_tree():
-    """Keys and values of the text are read once for all nodes."""
+def test_longer_context_chooses_a_larger_tree():
+    """Keys and values of the context are read once for all nodes."""
     dear = ForwardCost(fixed=1e-3, token=1e-3, context=1e-5)
     ranks = texts((0.4, 0.2, 0.1, 0.05))
     nodes = [
@@ -174,7 +175,7 @@ def test_a_longer_context_chooses_a_larger_tree():
     assert nodes[-1] > nodes[0]
 
 
-def test_acceptance_is_counted_by_path_and_depth():
+def test_acceptance_by_path_and_depth():
     ranks = [torch.tensor([[0, 1], [0, 0], [8, 0], [0, -1], [1, -1]])]
     rates = path_rates(ranks, 32)
     assert (rates.context, rates.places) == (32, 5)
@@ -183,10 +184,10 @@ def test_acceptance_is_counted_by_path_and_depth():
     assert positional(ranks) == pytest.approx([4 / 7, 2 / 7])
 
 
-def test_copied_text_is_counted_by_steps_as_far_as_a_text_goes():
-    #  place    0  1  2  3  4    steps are at 0, where two tokens are right and the third wrong,
-    #  length   3  3  3  0  3    at 3, where there is nothing to copy, and at 4: one more token is
-    #  right    2  1  0  0  1    to say, and what is copied beyond that is not asked for
+def test_match_rates_count_steps_up_to_the_end_of_text():
+    #  place    0  1  2  3  4    the steps are at 0 (two tokens right, the third wrong), at 3
+    #  length   3  3  3  0  3    (nothing to copy) and at 4 (one token remains, so tokens after it
+    #  right    2  1  0  0  1    are unknown)
     #  matched  2  3  3  0  1
     found = Copied([2, 1, 0, 0, 1], [3, 3, 3, 0, 3], [2, 3, 3, 0, 1], size=3)
     one, two, three = match_rates([found])
@@ -197,7 +198,7 @@ def test_copied_text_is_counted_by_steps_as_far_as_a_text_goes():
 
 
 def made_up(length: int = 300) -> Trace:
-    """Return a trace whose tokens are right where their probability is high."""
+    """Return a trace whose tokens are right if their probability is high."""
     generator = torch.Generator().manual_seed(0)
     probs = torch.rand(length, 4, generator=generator, dtype=torch.float64).clamp(1e-3)
     right = torch.rand(length, 4, generator=generator) < probs**2
@@ -205,7 +206,7 @@ def made_up(length: int = 300) -> Trace:
     return Trace(probs.log(), torch.full_like(probs, 0.3), right, known)
 
 
-def test_a_stop_is_learned_from_traces_and_pays_where_levels_cost():
+def test_early_stop_is_learned_and_pays_if_levels_cost_time():
     dear = replace(PLANTED, draft=ForwardCost(fixed=8e-3, token=0.0, context=0.0))
     estimate = learn([made_up()])
     assert estimate.log_prob > 0.5
@@ -217,7 +218,7 @@ def test_a_stop_is_learned_from_traces_and_pays_where_levels_cost():
         assert best_stop([made_up()], one, FREE, 64) is None
 
 
-def test_a_trace_is_what_the_chain_drafts():
+def test_trace_equals_the_drafts_of_a_chain():
     base = tiny.base()
     head = drafter_of(build_for({"kind": "mlp_speculator", "depth": 2}, base), base)
     prompt, said = tiny.prompts()[0], tiny.continuations()[0]
@@ -235,30 +236,37 @@ def tuned() -> tuple[Any, Any]:
     return base, head
 
 
-def test_ways_take_turns_at_every_step_each_with_rows_of_its_own(tuned):
+def test_methods_take_turns_with_rows_of_their_own(tuned):
     base, head = tuned
-    ways = [(None, policies.NOTHING), (head, policies.chain(2))]
+    methods = [(None, policies.NOTHING), (head, policies.chain(2))]
     rows = [[[1, 2, 3], [4, 5, 6]], [[1, 2, 3]]]
-    alone, drafted = time_ways(base, ways, rows, how=How(max_new_tokens=8), rounds=12)
+    alone, drafted = time_steps(
+        base, methods, rows, generation=GenerationSettings(max_new_tokens=8), rounds=12
+    )
     assert (alone.batch, alone.nodes, alone.depth, alone.draft) == (2, 1, 0, 0.0)
     assert (drafted.batch, drafted.nodes, drafted.depth) == (1, 3, 2)
     assert min(alone.verify, drafted.verify, drafted.draft) > 0
     with pytest.raises(InputError, match="lower contexts"):
-        time_ways(base, ways, [[list(range(60)) * 2]] * 2, how=How(max_new_tokens=8))
+        time_steps(
+            base,
+            methods,
+            [[list(range(60)) * 2]] * 2,
+            generation=GenerationSettings(max_new_tokens=8),
+        )
 
 
 # --- the choice, on a machine that is made up ---------------------------------------------------
 
-EFFORTS = {"tune": Effort(max_nodes=16), "evaluation": for_evaluation.QUICK}
+EFFORTS = {"tune": Effort(max_nodes=16), "evaluation": tuning.QUICK}
 
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Return what makes every further node cost this share of the base's own step."""
+    """Return a function that sets the cost of a node relative to a base step."""
 
     def cost(node: float) -> None:
-        def times(base, ways, prompts, *, how, rounds):
-            assert base.max_length > how.max_new_tokens > rounds > 0
+        def times(base, ways, prompts, *, generation, rounds):
+            assert base.max_length > generation.max_new_tokens > rounds > 0
             assert all(len({*map(len, rows)}) == 1 for rows in prompts)
             return [
                 Point(
@@ -273,27 +281,29 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
             ]
 
         for module in (tuning, finals):
-            monkeypatch.setattr(module, "time_ways", times)
+            monkeypatch.setattr(module, "time_steps", times)
 
     return cost
 
 
-def tuned_here(noise: float, effort: Effort = EFFORTS["evaluation"], how: How | None = None):
-    """Return what is chosen for a head that is right the less the more noise it has."""
+def tuned_here(
+    noise: float, effort: Effort = EFFORTS["evaluation"], how: GenerationSettings | None = None
+):
+    """Return the choice for a head with this noise: more noise, fewer right drafts."""
     base, head = tiny.base(), Habit(noise)
-    how = how or How(max_new_tokens=tiny.NEW_TOKENS)
-    texts = write(base, head, tiny.prompts() * 2, 30, how)
+    how = how or GenerationSettings(max_new_tokens=tiny.NEW_TOKENS)
+    texts = write_texts(base, head, tiny.prompts() * 2, 30, how)
     return tuning.choose(base, head, [texts], [1], how, effort)
 
 
-def test_a_prediction_has_its_interval_over_files_and_no_tree_is_larger_than_is_asked(machine):
+def test_intervals_are_over_sources_and_trees_respect_max_nodes(machine):
     machine(0.05)
-    effort, how = Effort(max_nodes=4), How(max_new_tokens=12)
+    effort, how = Effort(max_nodes=4), GenerationSettings(max_new_tokens=12)
     alike = replace(how, sources=(*["a", "b"] * 3,))
     each = tuned_here(1.0, effort, how)
     together = tuned_here(1.0, replace(effort, decodes=False), alike)
     assert any(row.interval[0] < row.interval[1] for row in each.tried[1:])
-    # a single file judges
+    # a single source judges
     assert all(row.interval[0] == row.interval[1] for row in together.tried[1:])
     assert {row.tree for row in each.tried} >= {"best_first", "best_first+lookup"}
     sizes = {(row.tree.endswith("+lookup"), row.num_nodes) for row in each.tried}
@@ -306,7 +316,7 @@ def own_of(chosen: Tried, tree: TunedTree) -> tuple[str, int]:
 
 
 @pytest.mark.parametrize("effort", EFFORTS)
-def test_the_fastest_way_is_chosen_and_the_base_alone_is_among_them(machine, effort: str):
+def test_fastest_method_is_chosen_and_the_base_alone_is_timed(machine, effort: str):
     machine(0.05)
     found = tuned_here(1.0, EFFORTS[effort])
     first, *_ = found.tried
@@ -321,19 +331,19 @@ def test_the_fastest_way_is_chosen_and_the_base_alone_is_among_them(machine, eff
     low, high = chosen.interval
     assert 1 < low <= chosen.speedup <= high
     assert (tree.interval, first.interval) == (chosen.interval, [])
-    # its rates are those of the head's own tree, without what is copied
+    # its rates are those of the head's own tree, without prompt lookup
     (own,) = [one for one in found.tried if (one.tree, one.num_nodes) == own_of(chosen, tree)]
     assert expected_tokens(tree.rates)[-1] == pytest.approx(own.tokens_per_forward)
     assert {row.context for row in found.tried} == {30}
     names = {row.tree for row in found.tried}
     assert {"none", "chain", "tree"} <= names
-    # a best-first tree has to be decoded to be judged, alone and with copied text
+    # a best-first tree must be decoded to be judged, with and without prompt lookup
     for name in ("best_first", "best_first+lookup"):
         assert (name in names) == (effort == "tune")
 
 
 @pytest.mark.parametrize("effort", EFFORTS)
-def test_where_nothing_pays_nothing_is_drafted(machine, effort: str):
+def test_base_alone_is_chosen_if_nothing_pays(machine, effort: str):
     machine(5.0)
     found = tuned_here(1.0, EFFORTS[effort])
     assert [tree.kind for tree in found.trees] == ["none"]
@@ -341,16 +351,16 @@ def test_where_nothing_pays_nothing_is_drafted(machine, effort: str):
     assert found.trees[0].policy() is policies.NOTHING
 
 
-def test_where_text_is_copied_the_tree_has_copied_tokens(machine):
-    """And the head drafts with them from then on."""
+def test_repetitive_text_chooses_prompt_lookup(machine):
+    """The head then drafts with them."""
     machine(0.0)
     base, head = tiny.base(), Habit(5.0)
     twice = [
         (prompt + text[:9]) * 2
         for prompt, text in zip(tiny.prompts(), tiny.continuations(), strict=True)
     ]
-    how = How(max_new_tokens=20)
-    texts = write(base, head, twice * 2, 30, how)
+    how = GenerationSettings(max_new_tokens=20)
+    texts = write_texts(base, head, twice * 2, 30, how)
     head.tuned = tuning.choose(base, head, [texts], [1], how, EFFORTS["evaluation"])
     (chosen,) = [row for row in head.tuned.tried if row.chosen]
     others = [row for row in head.tuned.tried if "lookup" not in row.tree]
@@ -363,31 +373,31 @@ def test_where_text_is_copied_the_tree_has_copied_tokens(machine):
     assert any(step.num_copied for row in out.steps for step in row)
 
 
-def test_a_better_head_gets_a_deeper_tree(machine):
+def test_better_head_gets_a_deeper_tree(machine):
     machine(0.05)
     good, poor = tuned_here(0.0), tuned_here(20.0)
     assert good.trees[0].depth > poor.trees[0].depth
 
 
-def test_a_choice_is_made_for_the_temperature_and_the_noise_that_are_asked_for(machine):
+def test_choice_depends_on_temperature_and_coupling(machine):
     machine(0.05)
-    how = How(max_new_tokens=40, sampling=Sampling(temperature=2.0, seed=2))
+    how = GenerationSettings(max_new_tokens=40, sampling=Sampling(temperature=2.0, seed=2))
     seen, unseen = (tuned_here(0.5, how=replace(how, coupled=one)) for one in (True, False))
     assert seen.acceptance.per_depth[0] > unseen.acceptance.per_depth[0]
     assert seen.trees[0].tokens_per_forward > unseen.trees[0].tokens_per_forward
 
 
-def test_a_single_text_grows_trees_and_judges_them():
-    found = write(tiny.base(), Habit(), tiny.prompts()[:1], 12, How(max_new_tokens=8))
+def test_single_text_builds_and_judges_trees():
+    found = write_texts(
+        tiny.base(), Habit(), tiny.prompts()[:1], 12, GenerationSettings(max_new_tokens=8)
+    )
     assert (found.grown, found.judged) == (found, found)
     assert [len(row) for row in found.rows(3)] == [12] * 3
     with pytest.raises(InputError, match="chosen on prompts, got none"):
-        write(tiny.base(), Habit(), [], 12, How(max_new_tokens=8))
+        write_texts(tiny.base(), Habit(), [], 12, GenerationSettings(max_new_tokens=8))
 
 
-def test_what_users_ask_is_taken_whole_and_near_the_context(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
+def test_prompts_are_whole_and_near_the_context(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     asked = [f"# {number} and then" + " more" * (number % 90) for number in range(900)]
     talks = [
         [{"role": "user", "content": text}, {"role": "assistant", "content": "1"}] for text in asked
@@ -411,49 +421,49 @@ def test_what_users_ask_is_taken_whole_and_near_the_context(
     assert {*map(tokenizer.decode, given)} <= {*asked}
     assert len(given) == 4
     assert max(abs(len(one) - 40) for one in given) < 20
-    # a context that does not fit is refused, and of those that are tried unasked it is left out
+    # a context that does not fit raises; a default context that does not fit is left out
     monkeypatch.setattr(tuning, "CONTEXTS", (40, 10**5))
     tuning.tune_head(base, head, replace(settings, contexts=[]))
     with pytest.raises(InputError, match=r"contexts can be at most \d+, got 100000"):
         tuning.tune_head(base, head, replace(settings, contexts=[40, 10**5]))
 
 
-def test_steps_are_timed_behind_texts_that_are_half_written_and_do_not_repeat_themselves():
+def test_rows_end_in_the_middle_of_texts_that_do_not_repeat():
     prompts, written = [[0], [1, 2, 3], [0], [6, 7]], [[0], [4, 5, -1, -1], [0], [8, -1, -1]]
-    rows = Texts(7, prompts, written, [], [""] * 4).rows
+    rows = TuningTexts(7, prompts, written, [], [""] * 4).rows
     assert rows(2) == [[7, 8, 1, 2, 3, 4, 5], [2, 3, 4, 5, 6, 7, 8]]
     assert rows(1, 1) == rows(1, 3) == [[2, 3, 4, 5, 6, 7, 8]]
-    assert Texts(3, prompts, written, [], [""] * 4).rows(1) == [[3, 4, 5]]
+    assert TuningTexts(3, prompts, written, [], [""] * 4).rows(1) == [[3, 4, 5]]
 
 
-def test_texts_of_one_file_grow_trees_or_judge_them_and_never_both():
-    #  file       a b a c b d    a and c grow trees, b and d judge them
+def test_texts_of_one_source_either_build_or_judge_trees():
+    #  source     a b a c b d    a and c build trees, b and d judge them
     prompts = [[place] for place in range(6)]
-    found = Texts(7, prompts, prompts, [], [*"abacbd"])
+    found = TuningTexts(7, prompts, prompts, [], [*"abacbd"])
     assert (found.grown.sources, found.judged.sources) == ([*"aac"], [*"bbd"])
     assert found.judged.prompts == found.judged.continuations == [[1], [4], [5]]
-    # of a single file every other text does
-    single = Texts(7, prompts, prompts, [], ["a"] * 6)
+    # a single source: every other text
+    single = TuningTexts(7, prompts, prompts, [], ["a"] * 6)
     assert (single.grown.prompts, single.judged.prompts) == (prompts[::2], prompts[1::2])
 
 
-def test_finalists_are_timed_on_as_many_texts_as_there_are_rounds(
+def test_methods_are_timed_on_as_many_texts_as_rounds(
     monkeypatch: pytest.MonkeyPatch, machine: Callable[[float], None]
 ):
     machine(0.05)
     seen: list[tuple[int, list[list[int]]]] = []
-    times = finals.time_ways
+    times = finals.time_steps
 
     def timed(*told: Any, rounds: int, **how: Any) -> Any:
         seen.append((rounds, told[2][0]))
         return times(*told, rounds=rounds, **how)
 
-    monkeypatch.setattr(finals, "time_ways", timed)
-    base, head, how = tiny.base(), Habit(1.0), How(max_new_tokens=8)
-    texts = write(base, head, tiny.prompts() * 4, 30, how)
+    monkeypatch.setattr(finals, "time_steps", timed)
+    base, head, how = tiny.base(), Habit(1.0), GenerationSettings(max_new_tokens=8)
+    texts = write_texts(base, head, tiny.prompts() * 4, 30, how)
     for batch, turns in ((1, 6), (2, 3), (16, 1)):
         seen.clear()
-        tuning.choose(base, head, [texts], [batch], how, for_evaluation.QUICK)
+        tuning.choose(base, head, [texts], [batch], how, tuning.QUICK)
         assert [rounds for rounds, _ in seen] == [6 // turns] * turns
         rows = [row for _, prompts in seen for row in prompts]
         assert rows == texts.rows(turns * batch)
@@ -470,7 +480,7 @@ def evaluation(folder: Path, *words: str) -> Any:
     return settings_of("evaluate", [*own, "evaluation.tune_prompts=3", *words])
 
 
-def test_an_evaluation_has_its_tree_chosen_for_the_way_that_it_decodes(
+def test_evaluation_chooses_a_tree_for_its_own_settings(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     asked: list[tuple[Any, ...]] = []
@@ -481,7 +491,7 @@ def test_an_evaluation_has_its_tree_chosen_for_the_way_that_it_decodes(
         assert (base.dtype, head.depth, effort.decodes) == (torch.float32, 2, False)
         return planted(tuned_tree(kind="none"))
 
-    monkeypatch.setattr(for_evaluation, "choose", choose)
+    monkeypatch.setattr(tuning, "choose", choose)
     words = ["temperature=0.7", "evaluation.top_p=0.9", "evaluation.batch_size=2"]
     settings = evaluation(tmp_path, *words, "coupled=false", "seed=3")
     base = FrozenBase.load(**asdict(settings.base))
@@ -490,7 +500,7 @@ def test_an_evaluation_has_its_tree_chosen_for_the_way_that_it_decodes(
     assert (tree, timed) == (policies.NOTHING, planted(tuned_tree(kind="none")))
     drawn = Sampling(temperature=0.7, top_p=0.9, seed=3)
     assert asked == [([72], [2], drawn, False)]
-    # what was tuned greedily counts greedily, and no text is longer than the base reads
+    # the tuned tree is used for greedy decoding, and no text exceeds the context
     head.tuned = planted(machine=Machine.of(base.device, base.dtype))
     assert choose_tree(base, head, settings, 10**6)[0] is policies.NOTHING
     settings.evaluation.temperature = 0.0

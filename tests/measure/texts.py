@@ -1,4 +1,4 @@
-"""Texts for reports: really decoded ones, and one that tries to break the page."""
+"""Texts for reports: decoded ones, and one that tries to break the page."""
 
 import functools
 from dataclasses import replace
@@ -9,10 +9,8 @@ from specheads.data.prompts import Prompt
 from specheads.decoding.generate import generate
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import Hybrid, HybridTree
-from specheads.measure.how import How
-from specheads.measure.results import Results
-from specheads.measure.texts import DecodedText, Texts, TextStep
-from specheads.measure.transcripts import decode_texts
+from specheads.measure.generation import GenerationSettings, decode_texts
+from specheads.measure.results import DecodedText, DecodedTexts, Results, TextStep
 from tests import tiny
 from tests.decoding.test_detokenize import tokenizer
 from tests.measure.test_measure import results
@@ -26,7 +24,7 @@ NASTY = [
     f"{RTL}\N{RIGHT-TO-LEFT ISOLATE}", "\x00\x1b[31m", "\n\n\tx", "\u2028", "\ud800",
     "<!--", "]]>", "שלום", " ", "&amp;",
 ]  # fmt: skip
-"""What tokens may say: ends of scripts, markup, direction, control, half a surrogate pair."""
+"""Hostile token texts: ends of scripts, markup, direction, control, half a surrogate pair."""
 
 
 @functools.cache
@@ -36,17 +34,17 @@ def base() -> FrozenBase:
 
 
 @functools.cache
-def hybrid() -> tuple[list[Prompt], list[list[int]], Texts]:
-    """Return prompts, what the base alone writes, and a hybrid's texts for some of them."""
+def hybrid() -> tuple[list[Prompt], list[list[int]], DecodedTexts]:
+    """Return prompts, the texts of the base alone, and a hybrid's texts for some of them."""
     alone = generate(tiny.base(), None, tiny.prompts(), max_new_tokens=NEW_TOKENS).tokens
-    # prompts that say their continuations before, so that there is something to copy
+    # prompts that contain their continuation, for prompt lookup
     rich = [[*one, *said[:20], *one] for one, said in zip(tiny.prompts(), alone, strict=True)]
     rich.append(rich[0][1:])
     out = generate(tiny.base(), None, rich, max_new_tokens=NEW_TOKENS, stop_at_eos=False).tokens
     head = tiny.Oracle([one + said for one, said in zip(rich, out, strict=True)], 2, tiny.VOCAB)
     lookup = PromptLookup(tiny.VOCAB, 8, device=base().device)
     tree = HybridTree(policies.Static([(0,), (1,), (0, 0), (0, 1)]), 4)
-    how = How(max_new_tokens=NEW_TOKENS, tree=tree, stop_at_eos=False)
+    how = GenerationSettings(max_new_tokens=NEW_TOKENS, tree=tree, stop_at_eos=False)
     prompts = [Prompt(one, "rich", "") for one in rich]
     found = decode_texts(base(), Hybrid(head, lookup), prompts, how)
     assert found is not None
@@ -54,7 +52,7 @@ def hybrid() -> tuple[list[Prompt], list[list[int]], Texts]:
 
 
 def nasty() -> DecodedText:
-    """Return a text whose every token tries to break the page; the last two are copied."""
+    """Return a text in which every token tries to break the page; the last two are copied."""
     parents = [-1, *range(len(NASTY) - 1), 0]
     step = TextStep(
         tokens=[*NASTY, "</svg>"],
@@ -73,5 +71,5 @@ def nasty() -> DecodedText:
 
 
 def told(*texts: DecodedText) -> Results:
-    """Return everything that can be measured, with these texts."""
-    return replace(results(), texts=Texts(texts=list(texts)))
+    """Return complete results with these texts."""
+    return replace(results(), texts=DecodedTexts(texts=list(texts)))

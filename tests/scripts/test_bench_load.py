@@ -16,10 +16,8 @@ from specheads.decoding.request import Request
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.tuned import Acceptance
 from specheads.measure.counts import DepthCounts
-from specheads.measure.load.accepted import Copy
-from specheads.measure.load.arrivals import Arrival
-from specheads.measure.offline import guess_ranks
-from specheads.measure.replay import Copied, replay
+from specheads.measure.offline import Copied, guess_ranks, replay
+from specheads.measure.simulate_requests import Arrival, Copy
 from tests import tiny
 from tests.measure.test_measure import Habit
 from tests.tuned import FORWARD, MATCH, tree, tuned

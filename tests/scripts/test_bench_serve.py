@@ -20,9 +20,8 @@ from specheads.core.drafter import Head
 from specheads.decoding.trees import policies
 from specheads.heads.load import build_for, load_head
 from specheads.measure.counts import DepthCounts
-from specheads.measure.how import How
-from specheads.measure.online import decode_prompts, write_alone
-from specheads.measure.store import read
+from specheads.measure.generation import GenerationSettings, decode_prompts, write_alone
+from specheads.measure.results import read
 from tests.export.trained import taught
 
 ROOT = Path(__file__).parents[2]
@@ -40,7 +39,7 @@ def trained(base: FrozenBase) -> Head:
     """A head that has seen what the base says after half of the prompts."""
     tokenizer: Any = base.tokenizer
     prompts = [tokenizer(text)["input_ids"] for text in SAID]
-    texts = write_alone(base, prompts, How(max_new_tokens=24, stop_at_eos=False))
+    texts = write_alone(base, prompts, GenerationSettings(max_new_tokens=24, stop_at_eos=False))
     counts = torch.bincount(torch.tensor([*chain.from_iterable(texts)]), minlength=base.vocab_size)
     torch.manual_seed(0)
     head = build_for(
@@ -68,7 +67,7 @@ class Ours:
     def ask(self, job: dict[str, Any]) -> dict[str, Any]:
         order.append(self.depth)
         self.asked.append(job)
-        how = How(
+        how = GenerationSettings(
             max_new_tokens=job["sampling"]["max_tokens"],
             tree=policies.chain(self.depth) if self.depth else None,
             batch_size=len(job["prompts"]),

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from specheads.core.records import from_json
 from specheads.measure.results import Results
-from specheads.measure.store import from_json
 
 EMPTY = "# A page\n\nBefore.\n\n<!-- results -->\n<!-- /results -->\n\nAfter.\n"
 OVERVIEW = EMPTY + "\n<!-- heads -->\n<!-- /heads -->\n\n<!-- coupling -->\n<!-- /coupling -->\n"

@@ -20,8 +20,7 @@ from specheads.data.packing import TokenBatch
 from specheads.data.tokenise import tokenised
 from specheads.heads.load import kinds, load_head
 from specheads.measure.counts import rate
-from specheads.measure.how import How
-from specheads.measure.online import decode_prompts
+from specheads.measure.generation import GenerationSettings, decode_prompts
 from specheads.runs import checkpoint
 from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import read_metrics
@@ -40,7 +39,7 @@ PROMPTS = HeldOut(None, every=1, prompts=tiny.prompts(), new_tokens=16, identity
 def served(base: FrozenBase, folder: Path) -> float:
     """Return what the head in a folder gives on the same prompts, loaded as anybody would."""
     head = load_head(folder, base)
-    how = How(max_new_tokens=PROMPTS.new_tokens, batch_size=3)
+    how = GenerationSettings(max_new_tokens=PROMPTS.new_tokens, batch_size=3)
     return rate(
         [one.counts for one in decode_prompts(base, head, tiny.prompts(), how)]
     ).tokens_per_forward

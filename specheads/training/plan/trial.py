@@ -14,8 +14,8 @@ from specheads.base.model import FrozenBase
 from specheads.config import Distill, Train
 from specheads.core.device_memory import peak_bytes, restart_peak
 from specheads.core.drafter import Head
+from specheads.core.machine import synchronise
 from specheads.decoding.acceptance.sampling import Sampling
-from specheads.decoding.loop import synchronise
 from specheads.heads.load import build_for, drafter_of, resume_head
 from specheads.training import schedule as schedules
 from specheads.training.distill.engine import Ask

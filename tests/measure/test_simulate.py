@@ -1,4 +1,4 @@
-"""Simulated requests wait as theory says, and goodput lets them wait least."""
+"""Simulated waiting times match queueing theory, and goodput has the shortest."""
 
 import json
 import math
@@ -13,26 +13,33 @@ from specheads.decoding.cost import ForwardCost, StepCost
 from specheads.decoding.payoff import Draft, chains
 from specheads.decoding.trees.tuned import MatchRates
 from specheads.heads.load import build_for
-from specheads.measure.load.accepted import (
+from specheads.measure.simulate import LoadResults, Sizes, draw, summarise, table
+from specheads.measure.simulate_engine import (
+    ComputedCost,
+    ForwardSize,
+    Roofline,
+    Simulation,
+    System,
+    simulate,
+)
+from specheads.measure.simulate_requests import (
+    Arrival,
     Copy,
-    drawn,
-    drawn_copies,
+    poisson,
     rates_of,
     read_accepted,
+    read_arrivals,
     recorded,
+    sampled_copies,
+    sampled_lengths,
 )
-from specheads.measure.load.arrivals import Arrival, poisson, read_arrivals
-from specheads.measure.load.command import Sizes
-from specheads.measure.load.hardware import ComputedCost, Machine, Size
-from specheads.measure.load.results import Load, draw, summarise, table
-from specheads.measure.load.simulate import Simulation, System, simulate
 from tests import tiny
 
 RATES = [0.8, 0.7, 0.6, 0.5]
 
 
 LONG = Copy(1, 9)
-"""Where a step is not expected to begin."""
+"""A position where no step begins."""
 
 
 def linear(fixed: float, token: float = 0.0, context: float = 0.0, share: float = 0.1) -> StepCost:
@@ -53,15 +60,15 @@ def system(
 
 
 def waits(found: Simulation, read: float) -> list[float]:
-    """Return what each waits before its prompt is read, which takes so long."""
+    """Return the time from each arrival until its prompt is read."""
     return [one.first - read - one.arrival.seconds for one in found.served]
 
 
 @pytest.mark.parametrize(
     "load", [0.6, *(pytest.param(one, marks=pytest.mark.slow) for one in (0.3, 0.8))]
 )
-def test_the_mean_wait_is_that_of_m_d_1(load):
-    # one row, and a service of half a second: a prompt of a quarter, and one step of as much
+def test_mean_wait_matches_m_d_1(load):
+    # one row and a service time of 0.5 s: 0.25 s for the prompt and 0.25 s for one step
     number = 100_000 if load == 0.8 else 40_000
     arrivals = poisson(load / 0.5, number, prompt_tokens=1, new_tokens=2, seed=3)
     served = simulate(system(linear(0.25), prefill=0.25), arrivals, [recorded([[0]])], 0)
@@ -69,9 +76,11 @@ def test_the_mean_wait_is_that_of_m_d_1(load):
     assert np.mean(waits(served, 0.25)) == pytest.approx(theory, rel=0.03)
 
 
-def test_littles_law_holds_for_those_who_are_served_and_for_all():
+def test_littles_law_holds():
     arrivals = poisson(9.0, 4000, prompt_tokens=30, new_tokens=20, seed=1)
-    found = simulate(system(linear(0.02, 1e-3), 8, prefill=1e-4), arrivals, [drawn(RATES)], 2)
+    found = simulate(
+        system(linear(0.02, 1e-3), 8, prefill=1e-4), arrivals, [sampled_lengths(RATES)], 2
+    )
     span = max(one.finished for one in found.served)
     rate = len(arrivals) / span
     times = np.random.default_rng(0).uniform(0, span, 20_000)[:, None]
@@ -82,14 +91,14 @@ def test_littles_law_holds_for_those_who_are_served_and_for_all():
         ends = np.array([one.finished for one in found.served])
         present = np.mean([((starts <= time) & (time < ends)).sum() for time in times[:, 0]])
         assert present == pytest.approx(rate * np.mean(ends - starts), rel=0.03), name
-    # a request is in steps or waits for others' prompts
+    # a request takes steps, or waits for the prompts of others
     in_steps = sum(one.batch * one.seconds for one in found.steps)
     assert in_steps <= sum(one.finished - one.first for one in found.served) * (1 + 1e-9)
 
 
-def test_a_step_of_an_engine_is_drawn_as_the_engine_takes_it():
-    #  0.0  A comes, is read until 1.0, and steps until 3.0
-    #  2.0  B comes; at 3.0 it is read until 4.0, and both step until 6.0 and 8.0
+def test_events_follow_the_engine():
+    #  0.0  A arrives, its prompt takes until 1.0, its steps until 3.0
+    #  2.0  B arrives; its prompt takes from 3.0 to 4.0, steps of both until 6.0 and 8.0
     arrivals = [Arrival(0.0, 10, 4), Arrival(2.0, 10, 3)]
     found = simulate(system(linear(2.0), 2, prefill=0.1), arrivals, [recorded([[0]])], 0)
     first, second = found.served
@@ -98,7 +107,7 @@ def test_a_step_of_an_engine_is_drawn_as_the_engine_takes_it():
     assert (second.first, second.finished) == (4.0, 8.0)
 
 
-def test_recorded_lengths_are_replayed_where_they_stand_in_the_text():
+def test_recorded_lengths_are_replayed_by_position():
     #  place     0 1 2 3 4 5    from the first token on: 2 drafts right, then at place 3 none,
     #  right     2 . . 0 1 .    at place 4 one, and the last token ends it
     arrivals = [Arrival(0.0, 1, 8)]
@@ -110,7 +119,7 @@ def test_recorded_lengths_are_replayed_where_they_stand_in_the_text():
     assert simulate(system(linear(1.0)), arrivals, lengths, 2).served[0].tokens == 8
 
 
-def test_copied_text_is_as_right_as_it_was_recorded_and_costs_nodes_where_there_is_any():
+def test_recorded_copies_are_accepted_and_cost_nodes():
     #  place         0 1 2 3 4 5 6    a chain of one and three copied tokens: from place 0 two
     #  right         1 . . 0 1 . .    copied, at 3 nothing to copy, at 4 the draft, at 6 one of
     #  copied        2 . . - 0 . 1    those that are copied
@@ -125,12 +134,12 @@ def test_copied_text_is_as_right_as_it_was_recorded_and_costs_nodes_where_there_
     assert [one.seconds for one in steps] == pytest.approx(
         [whole + 0.3, whole, whole + 0.3, whole + 0.3]
     )
-    # without the head's drafts place 4 gives one token, and place 5 all it copies
+    # without the head's drafts position 4 gives one token, and position 5 all its copies
     alone = simulate(served, arrivals, right, 2, copied).steps
     assert [one.seconds for one in alone] == pytest.approx([1.4, 1.1, 1.4, 1.4])
 
 
-def test_goodput_copies_where_that_is_right_and_learns_where_it_is_not():
+def test_goodput_learns_whether_copies_are_right():
     arrivals = [Arrival(0.0, 5, 300)]
     served = replace(
         system(linear(1.0, 0.1), rates=[0.1]),
@@ -147,8 +156,8 @@ def test_goodput_copies_where_that_is_right_and_learns_where_it_is_not():
         simulate(replace(served, copied=[[0.5]]), arrivals, [recorded([[0]])])
 
 
-def test_of_each_tree_as_much_is_right_as_is_said_of_it():
-    #  one row takes the tree, whose drafts are all right; two rows take the base alone
+def test_each_tree_has_its_own_accepted_lengths():
+    #  one row uses the tree, whose drafts are all right; two rows use the base alone
     served = replace(
         system(linear(1.0, 0.2), 2, rates=[0.1]),
         rates=[[0.1], [0.9, 0.9]],
@@ -162,8 +171,8 @@ def test_of_each_tree_as_much_is_right_as_is_said_of_it():
         simulate(served, arrivals, right[:1])
 
 
-def test_goodput_looks_before_it_copies():
-    """Where one token stood before what follows is wrong, and right where three did."""
+def test_goodput_uses_the_match_length():
+    """Copies after a match of one token are wrong, after three tokens right."""
     places = [[Copy(1, 0), Copy(), Copy(3, 4), LONG, LONG, LONG, LONG]]
     served = replace(
         system(linear(1.0, 0.3), rates=[0.0]),
@@ -171,41 +180,41 @@ def test_goodput_looks_before_it_copies():
         copied=[[0.1] * 4, [0.5] * 4, [0.9] * 4],
     )
     found = simulate(served, [Arrival(0.0, 5, 71)], [recorded([[0]])], None, recorded(places))
-    #  alone twice, and five tokens at once of five nodes
+    #  two steps alone, then five tokens from five nodes
     assert [one.seconds for one in found.steps] == pytest.approx([1.3, 1.3, 2.5] * 10)
 
 
-def test_drawn_copies_are_found_and_right_as_often_as_is_said():
+def test_sampled_copies_have_the_measured_rates():
     matches = [MatchRates(share=0.2, rates=[0.3, 0.5]), MatchRates(share=0.5, rates=[0.8, 0.9])]
-    texts = [drawn_copies(matches, seed=1)(number, 500) for number in range(40)]
+    texts = [sampled_copies(matches, seed=1)(number, 500) for number in range(40)]
     each = [one for text in texts for one in text]
     for number, one in enumerate(matches, start=1):
         found = [copy.right for copy in each if copy.matched == number]
         assert len(found) / len(each) == pytest.approx(one.share, abs=0.01)
         assert rates_of([found], 2) == pytest.approx(one.rates, abs=0.02)
     assert {copy.right for copy in each if not copy.matched} == {0}
-    assert drawn_copies([])(3, 2) == [Copy(), Copy()]
+    assert sampled_copies([])(3, 2) == [Copy(), Copy()]
 
 
-def test_drawn_lengths_have_the_rates_they_were_drawn_from():
-    texts = [drawn(RATES, seed=2)(number, 500) for number in range(40)]
+def test_sampled_lengths_have_their_rates():
+    texts = [sampled_lengths(RATES, seed=2)(number, 500) for number in range(40)]
     assert rates_of(texts, 4) == pytest.approx(RATES, abs=0.02)
-    assert drawn(RATES, seed=2)(3, 50) == drawn(RATES, seed=2)(3, 50)
-    assert drawn(RATES, seed=2)(3, 50) != drawn(RATES, seed=3)(3, 50)
+    assert sampled_lengths(RATES, seed=2)(3, 50) == sampled_lengths(RATES, seed=2)(3, 50)
+    assert sampled_lengths(RATES, seed=2)(3, 50) != sampled_lengths(RATES, seed=3)(3, 50)
 
 
 @pytest.mark.parametrize(
     "seed", [0, *(pytest.param(one, marks=pytest.mark.slow) for one in (1, 2))]
 )
-def test_goodput_waits_less_than_every_fixed_depth_on_a_load_that_rises_and_falls(seed):
-    # alone a draft costs little; of sixteen rows every node costs about as much as a whole step
+def test_goodput_beats_every_fixed_depth_under_varying_load(seed):
+    # a draft is cheap for one row; for 16 rows each node costs about a whole step
     cost = linear(0.02, 1.5e-3, 1e-7)
     parts = (0.2, 2.0, 0.2, 1.5)
     arrivals = poisson(5.0, 1000, prompt_tokens=50, new_tokens=48, parts=parts, seed=seed)
     served = system(cost, 16, prefill=2e-5)
 
     def run(depth: int | None) -> tuple[float, float]:
-        row = summarise("", "", simulate(served, arrivals, [drawn(RATES, seed)], depth))
+        row = summarise("", "", simulate(served, arrivals, [sampled_lengths(RATES, seed)], depth))
         return row.latency.mean, row.tokens_per_second
 
     latency, speed = run(None)
@@ -214,26 +223,26 @@ def test_goodput_waits_less_than_every_fixed_depth_on_a_load_that_rises_and_fall
     assert speed >= 0.999 * max(one for _, one in fixed)
 
 
-def test_goodput_is_the_base_alone_where_drafts_are_never_right():
+def test_goodput_with_wrong_drafts_is_the_base_alone():
     arrivals = poisson(3.0, 200, prompt_tokens=20, new_tokens=30)
     never = [0.0] * 3
     served = system(linear(0.02, 1e-3), 8, rates=never)
-    goodput = simulate(served, arrivals, [drawn(never)])
-    alone = simulate(served, arrivals, [drawn(never)], 0)
+    goodput = simulate(served, arrivals, [sampled_lengths(never)])
+    alone = simulate(served, arrivals, [sampled_lengths(never)], 0)
     assert [one.finished for one in goodput.served] == [one.finished for one in alone.served]
     assert {one.depth for one in goodput.steps} == {0}
 
 
-def test_goodput_learns_that_a_request_is_easier_than_was_measured():
+def test_goodput_adapts_to_easy_requests():
     arrivals = [Arrival(0.0, 5, 300)]
-    # a level takes a tenth of the time of the base: a rate of 0.3 pays for one, and 1 for all
+    # a level takes a tenth of a base step: a rate of 0.3 pays for one level, a rate of 1 for all
     served = system(linear(0.02), rates=[0.3, 0.3, 0.3])
     depths = [one.depth for one in simulate(served, arrivals, [recorded([[3]])]).steps]
     assert depths[0] == 1
     assert depths[-5] == 3
 
 
-def test_the_same_seed_gives_the_same_and_another_one_another():
+def test_arrivals_follow_from_the_seed():
     def times(seed: int) -> list[float]:
         return [one.seconds for one in poisson(2.0, 50, prompt_tokens=1, new_tokens=1, seed=seed)]
 
@@ -241,7 +250,7 @@ def test_the_same_seed_gives_the_same_and_another_one_another():
     assert times(1) != times(2)
 
 
-def test_arrivals_come_at_the_rate_of_each_part():
+def test_arrivals_have_the_rate_of_each_part():
     arrivals = poisson(10.0, 60_000, prompt_tokens=1, new_tokens=1, parts=(0.0, 1.0, 3.0), seed=4)
     times = np.array([one.seconds for one in arrivals])
     part = 60_000 / 10 / 4
@@ -252,13 +261,13 @@ def test_arrivals_come_at_the_rate_of_each_part():
     assert (np.diff(times) >= 0).all()
 
 
-def test_recorded_files_are_read_and_what_is_wrong_in_them_is_told(tmp_path: Path):
+def test_recorded_files_are_read_and_errors_name_the_line(tmp_path: Path):
     file = tmp_path / "load.jsonl"
     late, early = {"seconds": 2, "prompt_tokens": 3, "new_tokens": 4}, {"seconds": 0.5}
     file.write_text("\n".join(map(json.dumps, [late, late | early])))
     assert read_arrivals(file) == [Arrival(0.5, 3, 4), Arrival(2.0, 3, 4)]
     file.write_text(json.dumps(early))
-    with pytest.raises(ValueError, match=r"line 1 of .* must say seconds, prompt_tokens and"):
+    with pytest.raises(ValueError, match=r"line 1 of .* must have seconds, prompt_tokens and"):
         read_arrivals(file)
     file.write_text(json.dumps(late | {"new_tokens": 0}))
     with pytest.raises(ValueError, match="prompt and new tokens of at least 1"):
@@ -273,27 +282,29 @@ def test_recorded_files_are_read_and_what_is_wrong_in_them_is_told(tmp_path: Pat
 @pytest.mark.parametrize(
     ("rate", "parts"), [(0.0, (1.0,)), (1.0, ()), (1.0, (0.0,)), (1.0, (-1.0, 2.0))]
 )
-def test_loads_without_arrivals_are_refused(rate, parts):
+def test_loads_without_arrivals_raise(rate, parts):
     with pytest.raises(ValueError, match="a load needs a rate above 0"):
         poisson(rate, 10, prompt_tokens=1, new_tokens=1, parts=parts)
 
 
-def test_a_depth_that_nothing_is_known_of_is_refused():
+def test_unknown_depth_raises():
     with pytest.raises(ValueError, match="one of 5 drafts, got 1 and 5"):
-        simulate(system(linear(1.0)), [Arrival(0.0, 1, 1)], [drawn(RATES)], 5)
+        simulate(system(linear(1.0)), [Arrival(0.0, 1, 1)], [sampled_lengths(RATES)], 5)
 
 
-def test_figures_of_a_load_add_up_and_are_shown():
+def test_figures_of_a_load_add_up():
     arrivals = poisson(1.0, 300, prompt_tokens=10, new_tokens=11)
-    row = summarise("1", "none", simulate(system(linear(0.01), 4), arrivals, [drawn(RATES)], 0))
+    row = summarise(
+        "1", "none", simulate(system(linear(0.01), 4), arrivals, [sampled_lengths(RATES)], 0)
+    )
     assert row.latency.mean >= 0.1
     assert row.latency.p50 <= row.latency.p90 <= row.latency.p99
     assert row.first_token.mean < row.latency.mean
-    # eleven tokens each, of which the first comes with the prompt and the others take 10 ms
+    # eleven tokens each: the first comes with the prompt, the others take 10 ms
     span = arrivals[-1].seconds - arrivals[0].seconds
     assert row.tokens_per_second == pytest.approx(300 * 11 / span, rel=0.01)
     assert row.busy == pytest.approx(300 * 0.1 / span / row.mean_batch, rel=0.01)
-    load = Load(
+    load = LoadResults(
         times="computed for an abacus",
         computed=True,
         acceptance="made up",
@@ -308,65 +319,65 @@ def test_figures_of_a_load_add_up_and_are_shown():
 
 # --- machines that one does not have -------------------------------------------------------------
 
-A100 = Machine(bandwidth=2.0e12, flops=312e12)
-LLAMA = Size(parameters=8 * 10**9, weight_bytes=16 * 10**9, position_bytes=131072)
+A100 = Roofline(bandwidth=2.0e12, flops=312e12)
+LLAMA = ForwardSize(parameters=8 * 10**9, weight_bytes=16 * 10**9, position_bytes=131072)
 
-TINY = Size(parameters=1_100_000_000, weight_bytes=2_200_000_000, position_bytes=22528)
+TINY = ForwardSize(parameters=1_100_000_000, weight_bytes=2_200_000_000, position_bytes=22528)
 
 
 def streaming(window: float = 512.0) -> ComputedCost:
-    """Return Llama-3.1-8B that drafts for itself over a window."""
+    """Return the cost of Llama-3.1-8B that drafts for itself with a window."""
     return ComputedCost(machine=A100, base=LLAMA, draft=LLAMA, window=window)
 
 
 def ratio(cost: ComputedCost, batch: int, context: int, depth: int = 3) -> float:
-    """Return a draft's and verification's time over the base's alone."""
+    """Return the time of a step over that of the base alone."""
     alone = cost.seconds(batch, context, 1, 0)
     return cost.seconds(batch, context, depth + 1, depth) / alone
 
 
-def test_a_forward_takes_what_memory_or_arithmetic_takes():
+def test_forward_time_is_the_longer_of_memory_and_arithmetic():
     cost = streaming()
     assert cost.forward(LLAMA, 1, 0) == pytest.approx(16e9 / 2e12)
     assert cost.forward(LLAMA, 1, 1e6) == pytest.approx((16e9 + 131072e6) / 2e12)
     assert cost.forward(LLAMA, 10_000, 0) == pytest.approx(16e9 * 10_000 / 312e12)
 
 
-def test_rows_of_unlike_lengths_count_as_what_is_read_of_them():
-    """Here a span of rows up to its longest; where attention is paged, what each holds."""
+def test_context_of_rows_of_different_lengths():
+    """Rows are read in spans up to the longest; with paged attention each by its own length."""
     lengths = [300, 200, 900, 250, 100]
     measured = linear(1.0, context=1.0, share=0.0)
     assert measured.context(lengths) == (2 * 300 + 900 + 2 * 250) / 5
     assert streaming().context(lengths) == 350
     # 5 rows, their first token from their prompts and one more from a step
     arrivals = [Arrival(0.0, length - 1, 2) for length in lengths]
-    found = simulate(system(measured, 5), arrivals, [drawn([0.0])], 0)
+    found = simulate(system(measured, 5), arrivals, [sampled_lengths([0.0])], 0)
     ordered = sorted(lengths)
     assert found.steps[0].seconds == 1.0 + 5 * measured.context(ordered)
 
 
-def test_a_window_as_long_as_the_text_drafts_at_the_cost_of_the_base():
+def test_window_as_long_as_the_text_costs_as_much_as_the_base():
     cost = streaming(math.inf)
     alone = cost.seconds(4, 1000, 1, 0)
     assert cost.seconds(4, 1000, 3, 2) == pytest.approx(3 * alone)
     assert streaming(1000.0).seconds(4, 1000, 3, 2) == cost.seconds(4, 1000, 3, 2)
 
 
-def test_a_block_is_drafted_in_one_forward_however_much_of_it_is_taken():
-    small = Size(parameters=10**9, weight_bytes=2 * 10**9, position_bytes=0)
+def test_block_costs_one_forward_at_any_depth():
+    small = ForwardSize(parameters=10**9, weight_bytes=2 * 10**9, position_bytes=0)
     cost = ComputedCost(machine=A100, base=LLAMA, draft=small, levels=7)
     drafts = [
         cost.seconds(1, 100, nodes, depth) - cost.seconds(1, 100, nodes, 0)
         for nodes, depth in ((2, 1), (8, 7), (30, 7))
     ]
     assert drafts == pytest.approx([2e9 / 2e12] * 3)
-    # of many rows arithmetic counts, of all slots of every block
+    # with many rows arithmetic dominates, over all slots of every block
     many = cost.seconds(512, 100, 2, 1) - cost.seconds(512, 100, 2, 0)
     assert many == pytest.approx(2e9 * 512 * 7 / 312e12)
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark", "medusa"])
-def test_a_head_counts_what_is_its_own_once_and_a_block_head_drafts_all_levels_at_once(kind: str):
+def test_sizes_count_own_parameters_once(kind: str):
     base = tiny.base()
     head = build_for({"kind": kind, "depth": 3}, base)
     sizes, own = Sizes.of(base, head), sum(one.numel() for one in head.parameters())
@@ -375,23 +386,23 @@ def test_a_head_counts_what_is_its_own_once_and_a_block_head_drafts_all_levels_a
     assert (sizes.draft_parameters, sizes.draft_levels) == (whole, 1 if kind == "medusa" else 3)
 
 
-def test_speculation_over_a_window_gains_from_a_batch_in_long_texts_and_loses_in_short_ones():
+def test_windowed_drafts_gain_from_batches_only_in_long_texts():
     cost = streaming()
     long, short = ([ratio(cost, batch, at) for batch in (32, 64, 128)] for at in (32_000, 100))
     assert long[0] > long[1] > long[2]
     assert short[0] <= short[1] <= short[2]
 
 
-def test_verification_of_long_texts_costs_as_much_as_the_base_alone():
+def test_verification_of_long_texts_costs_one_base_step():
     cost = ComputedCost(machine=A100, base=LLAMA, draft=LLAMA, window=0.0)
     base = cost.seconds(64, 100_000, 1, 0)
     assert cost.forward(LLAMA, 64 * 4, 64 * 100_000) / base == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("draft", [LLAMA, TINY], ids=["itself", "a small model"])
-def test_the_text_from_which_on_speculation_pays_moves_one_way_with_the_batch(draft):
-    # who drafts with all weights needs keys to outweigh them, of which a batch has more; a small
-    # model's drafts pay at once for few, and for many only once verification waits for keys
+def test_break_even_context_is_monotonic_in_the_batch_size(draft):
+    # a drafter with all weights needs keys to outweigh them, and a batch has more keys; a small
+    # model pays at once for few rows, and for many rows only if verification is memory-bound
     cost = ComputedCost(machine=A100, base=LLAMA, draft=draft, window=512.0)
     tokens = 1 + 0.8 + 0.8**2 + 0.8**3
 

@@ -1,64 +1,55 @@
-"""What results say, in words and in rows of words: for the page, the console and the card."""
+"""Results in words and rows of words: for the report, the console and the model card."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from specheads.measure.exactness import IDENTICAL, WRONG
-from specheads.measure.results import (
-    BaseQuality,
-    Candidate,
-    Drafting,
-    Interval,
-    Lossless,
-    Results,
-)
+from specheads.measure.results import IDENTICAL, WRONG, Interval, Lossless, Results
 
-Rows = list[tuple[str, str]]
+SummaryRows = list[tuple[str, str]]
 
 
 def drafts(results: Results) -> bool:
-    """Tell whether anything was drafted: not to may be the fastest of what was timed."""
+    """Return whether the tree drafts anything; the fastest of the timed trees may be empty."""
     return results.settings.num_nodes > 1
 
 
 def wrong(results: Results) -> bool:
-    """Tell whether a text is not the base's own, and rounding does not explain it."""
+    """Return whether a text differs from the base's own by more than rounding explains."""
     same = results.lossless
     return bool(same) and WRONG in (same.verdict, same.float32.verdict if same.float32 else "")
 
 
 def pays(results: Results) -> bool:
-    """Tell whether speculation was right, and faster than the base alone where that was timed."""
+    """Return whether decoding is right, and faster than the base alone if it was timed."""
     timed = not results.speed or results.speed.speedup > 1.0
     return drafts(results) and timed and not wrong(results)
 
 
 def verdict(results: Results) -> str:
-    """Return whether speculation pays on this machine, and why; first whether it is wrong."""
+    """Return whether speculation pays on this machine and why; first whether it is wrong."""
     gain = _gain(results)
     if not wrong(results):
         return gain
     return (
-        "Decoding is wrong: texts part from the base's own where rounding does not explain it. "
+        "Decoding is wrong: texts differ from the base's own by more than rounding explains. "
         f"{gain}"
     )
 
 
-def told_beside(held: Lossless) -> str:
-    """Return what is said behind the number of identical texts: why the others are not."""
-    own = "" if held.verdict in ("", IDENTICAL) else f", {held.verdict}"
-    return own + (f"; float32: {held.float32.verdict}" if held.float32 else "")
+def divergence_note(lossless: Lossless) -> str:
+    """Return the note after the number of identical texts: why the others differ."""
+    own = "" if lossless.verdict in ("", IDENTICAL) else f", {lossless.verdict}"
+    return own + (f"; float32: {lossless.float32.verdict}" if lossless.float32 else "")
 
 
 def _gain(results: Results) -> str:
-    """Return in one or two sentences whether speculation is faster, and why."""
     speed, online = results.speed, results.online
+    remedy = "A cheaper head or a better one, or a larger base would change that."
     if not drafts(results):
         timed = len(results.tree_candidates) - 1
         tried = f"{timed} were timed" if timed > 0 else "see specheads tune"
         return (
             f"Speculation does not pay on this machine: no way to draft ({tried}) was faster than "
-            "the base alone, so nothing was drafted. A cheaper head or a better one, or a larger "
-            "base would change that."
+            f"the base alone, so nothing was drafted. {remedy}"
         )
     if not speed or not online:
         return "Speed was not measured."
@@ -70,7 +61,7 @@ def _gain(results: Results) -> str:
     if ratio <= 1.0:
         return (
             f"Speculation does not pay on this machine: {measured}. The reason: {why}. A smaller "
-            "tree, a cheaper head or a better one, or a larger base would change that."
+            f"tree, {remedy[0].lower()}{remedy[1:]}"
         )
     if low <= 1.0:
         return (
@@ -84,8 +75,8 @@ def _figure(value: float, interval: Interval, form: str = ".3f") -> str:
     return f"{value:{form}} ({low:{form}} to {high:{form}})"
 
 
-def summary(results: Results) -> Rows:
-    """Return the report's main table: what was measured, and the figure."""
+def summary(results: Results) -> SummaryRows:
+    """Return the main table of the report: names and figures."""
     head, base, settings = results.head, results.base, results.settings
     adapter = f" + {base.adapter}" if base.adapter else ""
     rows = [
@@ -105,27 +96,20 @@ def summary(results: Results) -> Rows:
         if rate:
             text = _figure(rate.tokens_per_forward, rate.interval)
             rows.append((f"tokens per forward, {name}", text))
-    rows += _drafting(results.drafting)
-    for phase in results.phases:
-        name = f"tokens per forward after phase {phase.phase}"
-        rows.append((name, f"{phase.tokens_per_forward:.3f}"))
-    return [*rows, *_base_quality(results.base_quality), *_against_base(results)]
-
-
-def _drafting(section: Mapping[str, Drafting]) -> Rows:
-    """Return what each way to draft gives above temperature zero."""
-    rows = []
-    for name, found in section.items():
+    for name, found in results.drafting.items():
         text = _figure(found.tokens_per_forward, found.interval)
         if gain := found.gain_of_coupled:
             text += f"; coupled over it {_figure(gain.ratio, gain.interval)}"
         label = f"tokens per forward, {name} {found.tree} of {found.num_nodes} nodes"
         rows.append((label, text))
-    return rows
+    for phase in results.phases:
+        name = f"tokens per forward after phase {phase.phase}"
+        rows.append((name, f"{phase.tokens_per_forward:.3f}"))
+    return [*rows, *_base_quality(results), *_against_base(results)]
 
 
-def _against_base(results: Results) -> Rows:
-    """Return what tells the head's text and speed from those of the base alone."""
+def _against_base(results: Results) -> SummaryRows:
+    """Return the rows that compare text and speed with those of the base alone."""
     rows, loops, same = [], results.degenerate, results.lossless
     if loops:
         rows.append(("prompts whose text loops", f"{loops.flagged}"))
@@ -133,7 +117,7 @@ def _against_base(results: Results) -> Rows:
             text = _figure(rest.tokens_per_forward, rest.interval)
             rows.append(("tokens per forward without those", text))
     if same and same.compared:
-        text = f"{same.identical} of {same.compared} prompts{told_beside(same)}"
+        text = f"{same.identical} of {same.compared} prompts{divergence_note(same)}"
         if (gap := same.first_divergence_logit_gap) is not None:
             text += f"; largest logit gap at a first difference {gap:.2g}"
         rows.append(("identical to the base alone", text))
@@ -148,9 +132,9 @@ def _against_base(results: Results) -> Rows:
     return rows
 
 
-def _base_quality(section: BaseQuality | None) -> Rows:
-    """Return what joint training did to the base itself."""
-    if not section:
+def _base_quality(results: Results) -> SummaryRows:
+    """Return the rows about the base's own quality, before and after joint training."""
+    if not (section := results.base_quality):
         return []
     rows = []
     for found, name in ((section.before, "base"), (section.after, "base + adapter")):
@@ -173,7 +157,7 @@ def depth_rows(results: Results) -> list[list[str]]:
             for counts in measured
         ]
         accuracy = [f"{value:.3f}" for value in top[depth]] if depth < len(top) else []
-        # copied text reaches deeper than a head guesses
+        # prompt-lookup tokens reach deeper than the head drafts
         row = [str(depth + 1), *cells, *accuracy]
         rows.append(row + [""] * (len(header) - len(row)))
     return rows
@@ -189,18 +173,12 @@ def category_rows(results: Results) -> list[list[str]]:
     return [["category", "prompts", "tokens per forward"], *rows]
 
 
-def candidate_rows(candidates: Sequence[Candidate]) -> list[list[str]]:
-    """Return the table of trees that were tried, its header first."""
+def candidate_rows(results: Results) -> Sequence[Sequence[str]]:
+    """Return the table of the trees that were timed, its header first."""
     header = ["tree", "nodes", "depth", "tokens per forward", "step time", "estimated speed-up"]
-    return [
-        header,
-        *(
-            [
-                row.tree,
-                str(row.num_nodes),
-                str(row.depth),
-                *(f"{x:.3f}" for x in (row.tokens_per_forward, row.step_overhead, row.speedup)),
-            ]
-            for row in candidates
-        ),
+    rows = [
+        [row.tree, str(row.num_nodes), str(row.depth)]
+        + [f"{x:.3f}" for x in (row.tokens_per_forward, row.step_overhead, row.speedup)]
+        for row in results.tree_candidates
     ]
+    return [header, *rows]

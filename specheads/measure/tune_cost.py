@@ -1,4 +1,4 @@
-"""What steps of decoding take on this machine: measured in turns, and fitted."""
+"""Step times on this machine: measured in turns, and fitted."""
 
 import itertools
 import statistics
@@ -12,18 +12,19 @@ import torch
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Drafter
 from specheads.core.errors import InputError
+from specheads.core.machine import synchronise
 from specheads.decoding import loop
 from specheads.decoding.acceptance import rules
 from specheads.decoding.cost import ForwardCost, StepCost
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import beside_lookup
 from specheads.decoding.trees.tuned import CostError
-from specheads.measure.how import How
+from specheads.measure.generation import GenerationSettings
 from specheads.runs.progress import bar
 
 BURST = 4
-"""Steps of one tree in a row. The first is not timed: what others left in the caches slows it, and
-nobody decodes by turns."""
+"""Consecutive steps of one method. The first is not timed: other methods have filled the caches
+before it."""
 
 WORST = 0.1
 """Largest relative error of the linear form that is not refined."""
@@ -31,7 +32,7 @@ WORST = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What of `ForwardCost` is tried and not solved for, as the base's forward has it."""
+    """Parameters of `ForwardCost` that are searched and not solved for."""
 
     power: float = 1.0
     free: int = 0
@@ -45,23 +46,23 @@ REFINED = [
     *(Form(power, several=True) for power in POWERS),
     *(Form(free=free) for free in FREE),
 ]
-"""Forms that are tried where the linear one is not near enough: a jump, or tokens that are free."""
+"""Forms that are tried if the linear one is too far off: a jump, or tokens that are free."""
 
 
-Way = tuple[Drafter | None, policies.TreePolicy]
-"""A drafter, none for the base alone, and how its drafts grow; lookup joins it as that asks."""
+TreeMethod = tuple[Drafter | None, policies.TreePolicy]
+"""A drafter, None for the base alone, and its tree; a hybrid tree adds prompt lookup."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """What a step took."""
+    """A measured step time."""
 
     batch: int
     context: int | float
     nodes: int
     depth: int
     verify: float
-    """Seconds of all that is not drafting."""
+    """Seconds of everything but drafting."""
     draft: float
     """Seconds of drafting; zero without a draft."""
 
@@ -72,91 +73,98 @@ class Point:
 
 
 @torch.inference_mode()
-def time_ways(
+def time_steps(
     base: FrozenBase,
-    ways: Sequence[Way],
+    methods: Sequence[TreeMethod],
     prompts: Sequence[list[list[int]]],
     *,
-    how: How,
+    generation: GenerationSettings,
     rounds: int = 8,
 ) -> list[Point]:
-    """Return what a step of each way takes, all of its rows decoding together.
+    """Return the step time of each method, all of its rows decoding together.
 
-    Ways take turns, a burst of steps each, so that whatever else the machine does slows them alike;
-    of a way's steps the middle ones count. Each continues `prompts` of its own, and goes on.
+    Methods take turns, a burst of steps each: a slow phase of the machine then slows all of them.
+    Each method continues `prompts` of its own. The trimmed mean of its steps counts.
     """
-    ways = [(None if one is None else beside_lookup(one, tree, base), tree) for one, tree in ways]
-    deepest = max(tree.depth for _, tree in ways)
-    widest = max(tree.num_nodes for _, tree in ways)
+    methods = [
+        (None if one is None else beside_lookup(one, tree, base), tree) for one, tree in methods
+    ]
+    deepest = max(tree.depth for _, tree in methods)
+    widest = max(tree.num_nodes for _, tree in methods)
     lengths = [max(map(len, rows)) for rows in prompts]
     longest = max(lengths)
     burst = BURST * (deepest + 1)
     if longest + room(deepest) > base.max_length:
         raise InputError(
-            f"step times need room for {room(deepest)} tokens after {longest}, and the base holds "
-            f"{base.max_length}; lower contexts"
+            f"step times need room for {room(deepest)} tokens after {longest}, and the base has "
+            f"room for {base.max_length}; lower contexts"
         )
-    # what the context has no room for begins anew
+    # methods start again from their prompts when the context is full
     each = min((base.max_length - longest - 2 * deepest - 2) // burst, rounds)
     beyond = (each + 1) * burst + widest
-    times: list[list[tuple[float, float]]] = [[] for _ in ways]
+    times: list[list[tuple[float, float]]] = [[] for _ in methods]
     states: list[loop.State] = []
-    for turn in bar(range(rounds), "step times", how.progress):
+    for turn in bar(range(rounds), "step times", generation.progress):
         if turn % each == 0:
-            started = zip(ways, prompts, lengths, strict=True)
-            states = [_start(base, one, rows, own + beyond, how) for (one, _), rows, own in started]
-        # the order turns round, so that none always follows the slowest
-        for place in [*range(turn % len(ways), len(ways)), *range(turn % len(ways))]:
-            steps = [_time_step(base, *ways[place], states[place]) for _ in range(BURST)]
+            started = zip(methods, prompts, lengths, strict=True)
+            states = [
+                _start(base, one, rows, own + beyond, generation) for (one, _), rows, own in started
+            ]
+        # the order rotates, so that no method always follows the slowest one
+        for place in [*range(turn % len(methods), len(methods)), *range(turn % len(methods))]:
+            steps = [_time_step(base, *methods[place], states[place]) for _ in range(BURST)]
             times[place] += steps[1:]
-    # half of the way, at a usual pace
+    # the context of a step in the middle, at the usual pace
     return [
         _point(tree, len(rows), own + each * BURST / 2, one)
-        for (_, tree), rows, own, one in zip(ways, prompts, lengths, times, strict=True)
+        for (_, tree), rows, own, one in zip(methods, prompts, lengths, times, strict=True)
     ]
 
 
 def _point(
     tree: policies.TreePolicy, batch: int, context: float, times: Sequence[tuple[float, float]]
 ) -> Point:
-    """Return the middle of some steps' seconds, of which those of drafting are told beside."""
     return Point(
         batch=batch,
         context=context,
         nodes=tree.num_nodes,
         depth=tree.depth,
-        verify=middle([whole - draft for whole, draft in times]),
-        draft=middle([draft for _, draft in times]) if tree.depth else 0.0,
+        verify=trimmed_mean([whole - draft for whole, draft in times]),
+        draft=trimmed_mean([draft for _, draft in times]) if tree.depth else 0.0,
     )
 
 
 def room(depth: int) -> int:
-    """Return the tokens that follow a context: a burst of steps so deep, and a last tree."""
+    """Return the tokens after a context: a burst of steps with this depth, and a last tree."""
     return (BURST + 2) * (depth + 1)
 
 
 def _start(
-    base: FrozenBase, drafter: Drafter | None, prompts: list[list[int]], capacity: int, how: How
+    base: FrozenBase,
+    drafter: Drafter | None,
+    prompts: list[list[int]],
+    capacity: int,
+    generation: GenerationSettings,
 ) -> loop.State:
-    sampling = [how.sampling] * len(prompts)
-    return loop.start(base, drafter, prompts, capacity, sampling, coupled=how.coupled)[0]
+    sampling = [generation.sampling] * len(prompts)
+    return loop.start(base, drafter, prompts, capacity, sampling, coupled=generation.coupled)[0]
 
 
 def _time_step(
     base: FrozenBase, drafter: Drafter | None, tree: policies.TreePolicy, state: loop.State
 ) -> tuple[float, float]:
     """Return the seconds of one step, and those of its draft."""
-    loop.synchronise(base.device)
+    synchronise(base.device)
     began = time.perf_counter()
     taken = loop.step(base, drafter, tree, rules.match, state, timed=True)
-    loop.synchronise(base.device)
+    synchronise(base.device)
     return time.perf_counter() - began, taken[0].times.drafted - began
 
 
-def middle(seconds: Sequence[float]) -> float:
+def trimmed_mean(seconds: Sequence[float]) -> float:
     """Return the mean without the slowest and the fastest fifth.
 
-    Steps of one way differ, where it stops early or copies, so that a median would tell one kind.
+    A median would describe one kind of step only if a method stops early or copies in some steps.
     """
     ordered = sorted(seconds)
     cut = len(ordered) // 5
@@ -164,14 +172,14 @@ def middle(seconds: Sequence[float]) -> float:
 
 
 def fit(points: Sequence[Point]) -> tuple[StepCost, CostError]:
-    """Return the costs that come nearest to the points, by relative error, and how near.
+    """Return the costs with the least squared relative error, and their error.
 
-    SmartSpec's linear form, or where that errs by more than `WORST` the one that errs least on
-    points that were left out: every third of them, held against the fit to the others.
+    This is SmartSpec's linear form. If it errs by more than `WORST`, it is the form of `REFINED`
+    with the least error on held-out points: each third of them against the fit to the others.
     """
     form = LINEAR
     if max(_errors(_fit(points, LINEAR), points)) > WORST:
-        form = min(REFINED, key=lambda one: _squares(_held_out(points, one)))
+        form = min(REFINED, key=lambda one: sum(e**2 for e in _held_out(points, one)))
     cost = _fit(points, form)
     errors = _errors(cost, points)
     return cost, CostError(
@@ -183,7 +191,7 @@ def fit(points: Sequence[Point]) -> tuple[StepCost, CostError]:
 
 
 def _held_out(points: Sequence[Point], form: Form) -> list[float]:
-    """Return the errors of every point against the fit to two thirds of which it is none."""
+    """Return the error of every point against a fit to the two thirds without it."""
     errors: list[float] = []
     for third in range(3):
         kept = [point for place, point in enumerate(points) if place % 3 != third]
@@ -196,10 +204,6 @@ def _errors(cost: StepCost, points: Sequence[Point]) -> list[float]:
         abs(cost.seconds(one.batch, one.context, one.nodes, one.depth) / one.seconds - 1)
         for one in points
     ]
-
-
-def _squares(errors: Sequence[float]) -> float:
-    return sum(error**2 for error in errors)
 
 
 def _fit(points: Sequence[Point], form: Form) -> StepCost:
@@ -230,9 +234,9 @@ def _fit(points: Sequence[Point], form: Form) -> StepCost:
 
 
 def _least_squares(rows: Sequence[Sequence[int | float]], seconds: Sequence[float]) -> list[float]:
-    """Return the coefficients, none negative, whose relative errors have the least squares.
+    """Return the non-negative coefficients with the least squared relative error.
 
-    Of so few coefficients every choice that may be zero is tried: that is exact.
+    There are so few coefficients that every subset of non-zero ones is tried; that is exact.
     """
     number = len(rows[0]) if rows else 3
     target = torch.tensor(seconds, dtype=torch.float64)
@@ -242,7 +246,7 @@ def _least_squares(rows: Sequence[Sequence[int | float]], seconds: Sequence[floa
     for count in range(1, number + 1):
         for chosen in itertools.combinations(range(number), count):
             columns = scaled[:, chosen]
-            # columns of one size: seconds a token and seconds a step differ by orders
+            # seconds per token and per step differ by orders of magnitude, so scale the columns
             sizes = columns.norm(dim=0).clamp(min=1e-300)
             found = torch.linalg.lstsq(columns / sizes, ones, driver="gelsd").solution[:, 0]
             missed = (columns / sizes @ found - 1).square().sum().item()

@@ -1,0 +1,192 @@
+"""Decode prompts with a drafter: settings, tokens, counts, and texts for the report."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+from specheads.base.model import FrozenBase
+from specheads.config import Compare, Evaluate, Evaluation, Train
+from specheads.core.drafter import Drafter
+from specheads.data.prompts import Prompt
+from specheads.decoding.acceptance.sampling import GREEDY, Sampling, each_prompt
+from specheads.decoding.detokenize import token_text
+from specheads.decoding.generate import Decoding, generate
+from specheads.decoding.loop import Step
+from specheads.decoding.trees import policies
+from specheads.measure.counts import DepthCounts
+from specheads.measure.results import DecodedText, DecodedTexts, TextStep
+from specheads.runs.progress import bar
+
+EvaluationConfig = Train | Evaluate | Compare
+"""Settings objects with `evaluation`, `tree`, `data` and `seed`."""
+
+NUM_TEXTS = 3
+"""Texts in the report: those of the first prompts, without selection."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerationSettings:
+    """Conditions of decoding, shared by all measurements of an evaluation."""
+
+    max_new_tokens: int
+    """Limit of each prompt."""
+    tree: policies.TreePolicy | None = None
+    """Draft tree; None is a chain as deep as the drafter."""
+    sampling: Sampling = GREEDY
+    """How the base samples; every prompt has a seed of its own."""
+    acceptance: str = "match"
+    """Acceptance rule: a name in `specheads.decoding.acceptance.rules.RULES`."""
+    coupled: bool = True
+    """Whether drafts see the noise that the base samples with."""
+    batch_size: int = 1
+    """Prompts decoded together."""
+    stop_at_eos: bool = True
+    """Whether an end-of-text token ends a text."""
+    progress: bool = False
+    """Whether to show a progress bar."""
+    sources: tuple[str, ...] = ()
+    """Document that each prompt was cut from; intervals resample documents. Empty: its own."""
+
+    def sources_of(self, prompts: Sequence[object]) -> Sequence[str]:
+        """Return the sources of the first prompts, or of all."""
+        return self.sources[: len(prompts)] or [""] * len(prompts)
+
+
+def generation_settings(
+    evaluation: Evaluation, seed: int, sources: Sequence[str] = ()
+) -> GenerationSettings:
+    """Return the generation settings of an evaluation, without its tree."""
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    return GenerationSettings(
+        max_new_tokens=evaluation.max_new_tokens,
+        sampling=Sampling(**{name: getattr(evaluation, name) for name in names}, seed=seed),
+        acceptance=evaluation.acceptance,
+        coupled=evaluation.coupled,
+        batch_size=evaluation.batch_size,
+        progress=True,
+        sources=tuple(sources),
+    )
+
+
+def generate_with(
+    base: FrozenBase,
+    drafter: Drafter | None,
+    prompts: Sequence[list[int]],
+    generation: GenerationSettings,
+    sampling: Sampling | Sequence[Sampling] | None = None,
+    *,
+    timed: bool = False,
+) -> Decoding:
+    """Call `generate`; without a drafter the tree and the acceptance rule have no effect."""
+    return generate(
+        base,
+        drafter,
+        prompts,
+        max_new_tokens=generation.max_new_tokens,
+        sampling=generation.sampling if sampling is None else sampling,
+        tree=None if drafter is None else generation.tree or policies.chain(drafter.depth),
+        acceptance=generation.acceptance if drafter is not None else "match",
+        stop_at_eos=generation.stop_at_eos,
+        coupled=generation.coupled,
+        timed=timed,
+    )
+
+
+@dataclass(slots=True)
+class Decoded:
+    """The decoded text of one prompt."""
+
+    tokens: list[int]
+    """New tokens, cut at the limit and after the first end-of-text token."""
+    counts: DepthCounts
+    """Counts of the forwards that gave all of them but the first."""
+
+
+def decode_prompts(
+    base: FrozenBase,
+    drafter: Drafter | None,
+    prompts: list[list[int]],
+    generation: GenerationSettings,
+) -> list[Decoded]:
+    """Decode every prompt in the real loop and count its forwards.
+
+    Without a drafter the base decodes alone, with exactly 1.0 tokens per forward.
+    """
+    depth = 0 if drafter is None else (generation.tree or policies.chain(drafter.depth)).depth
+    each, sources = each_prompt(generation.sampling, len(prompts)), generation.sources_of(prompts)
+    firsts = range(0, len(prompts), generation.batch_size)
+    decoded: list[Decoded] = []
+    for first in bar(
+        firsts, "online" if drafter is not None else "base alone", generation.progress
+    ):
+        batch = slice(first, first + generation.batch_size)
+        out = generate_with(base, drafter, prompts[batch], generation, each[batch])
+        decoded += [
+            Decoded(tokens, _count(steps, len(tokens), depth, source))
+            for tokens, steps, source in zip(out.tokens, out.steps, sources[batch], strict=True)
+        ]
+    return decoded
+
+
+def _count(steps: list[Step], length: int, depth: int, source: str) -> DepthCounts:
+    """Count one prompt's forwards; see `DepthCounts` for drafts after the end of the text."""
+    counts = DepthCounts.zeros(depth, source)
+    room = length - 1
+    for taken in steps:
+        reached = len(taken.path) - 1
+        kept = min(reached, room - 1)
+        counts.add(kept, drafted_beyond=taken.drafted_beyond or kept < reached)
+        room -= len(taken.tokens)
+    return counts
+
+
+def write_alone(
+    base: FrozenBase, prompts: list[list[int]], generation: GenerationSettings
+) -> list[list[int]]:
+    """Return the new tokens that the base alone writes after each prompt."""
+    return [one.tokens for one in decode_prompts(base, None, prompts, generation)]
+
+
+def decode_texts(
+    base: FrozenBase, drafter: Drafter, prompts: Sequence[Prompt], generation: GenerationSettings
+) -> DecodedTexts | None:
+    """Decode the first prompts one by one for the report; None if the base has no tokenizer."""
+    if (tokenizer := base.tokenizer) is None:
+        return None
+    seeds = each_prompt(generation.sampling, len(prompts))
+    texts = []
+    for prompt, sampling in zip(prompts[:NUM_TEXTS], seeds, strict=False):
+        out = generate_with(base, drafter, [prompt.tokens], generation, [sampling])
+        texts.append(_decoded_text(tokenizer, prompt, out.tokens[0], out.steps[0]))
+    return DecodedTexts(texts=texts)
+
+
+def _decoded_text(
+    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, tokens: list[int], steps: list[Step]
+) -> DecodedText:
+    before, shown = [*prompt.tokens, tokens[0]], []
+    for step in steps:
+        shown.append(_text_step(tokenizer, before, step))
+        before += step.tokens
+    return DecodedText(
+        category=prompt.category,
+        prompt=str(tokenizer.decode(prompt.tokens, clean_up_tokenization_spaces=False)),
+        first=token_text(tokenizer, prompt.tokens, tokens[0]),
+        steps=shown,
+        num_tokens=len(tokens),
+    )
+
+
+def _text_step(tokenizer: PreTrainedTokenizerBase, before: list[int], step: Step) -> TextStep:
+    """Return a step with the text of each node, decoded after the text of its ancestors."""
+    paths: list[list[int]] = []
+    for token, parent in zip(step.drafted, step.parents, strict=True):
+        paths.append([*(paths[parent] if parent >= 0 else before[:-1]), token])
+    return TextStep(
+        tokens=[token_text(tokenizer, path[:-1], path[-1]) for path in paths],
+        parents=step.parents,
+        path=step.path,
+        bonus=token_text(tokenizer, before + step.tokens[:-1], step.tokens[-1]),
+        num_copied=step.num_copied,
+    )

@@ -1,1 +1,0 @@
-"""What many requests wait for: continuous batching, simulated from measured or computed times."""

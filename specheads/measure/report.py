@@ -1,0 +1,425 @@
+"""The report of an evaluation: files, page and console. See docs/evaluate.md."""
+
+import base64
+import hashlib
+import io
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import sqrt
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import matplotlib
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
+from markupsafe import Markup
+from matplotlib.figure import Figure
+from rich.console import Console
+
+from specheads.core.errors import InputError
+from specheads.core.files import write_atomic
+from specheads.core.paths import local_path, writable_folder
+from specheads.core.records import dumps, to_json
+from specheads.decoding.origins import BASE, Origin, node_origins
+from specheads.measure.plots import BLUE, GREY, ORANGE, SHADES, TEXT, figures, png
+from specheads.measure.results import DecodedText, Interval, Results, TextStep
+from specheads.measure.summary import (
+    candidate_rows,
+    category_rows,
+    depth_rows,
+    drafts,
+    pays,
+    summary,
+    verdict,
+    wrong,
+)
+from specheads.measure.tables import ConsoleTable
+
+TITLES = {
+    "speed": "Tokens per second",
+    "acceptance": "Acceptance by depth",
+    "loss": "Training loss",
+    "validation": "Agreement on held-out text",
+    "learning": "Learning curve on held-out text",
+}
+"""Names of the plots for readers that do not show pictures."""
+
+
+def write_report(folder: Path, results: Results, history: Sequence[Mapping[str, Any]]) -> Path:
+    """Write results.json, texts.json, the plots and report.html; return the page.
+
+    Every file is written atomically. results.json is written last: when it exists, the report is
+    complete. Files of an earlier report that this one lacks are then removed. `history` are the
+    rows of metrics.jsonl; it is empty if the head was not trained here.
+    """
+    folder, drawn = writable_folder(folder), figures(results, history)
+    stale = {"texts.json", *(f"{name}.png" for name in TITLES)}
+    for name, figure in drawn.items():
+        write_atomic(folder / f"{name}.png", png(figure))
+        stale.discard(f"{name}.png")
+    page = folder / "report.html"
+    write_atomic(page, render(results, drawn))
+    if results.texts:
+        write_atomic(folder / "texts.json", dumps(results.texts, indent=None))
+        stale.discard("texts.json")
+    write_atomic(folder / "results.json", dumps(results))
+    for name in stale:
+        (folder / name).unlink(missing_ok=True)
+    return page
+
+
+def show(results: Results, console: Console | None = None, page: Path | None = None) -> None:
+    """Print the main table, the table by depth, the verdict and the path of the page."""
+    console = console or Console()
+    console.print(ConsoleTable("specheads evaluation", summary(results)))
+    header, *rows = depth_rows(results)
+    console.print(ConsoleTable("by depth", rows, header))
+    console.print(verdict(results), style="bold" if pays(results) else "bold red")
+    if page is not None:
+        # on one line, so that it can be copied
+        console.print(f"report: {page}", markup=False, soft_wrap=True)
+
+
+def record(folder: Path, results: Results) -> None:
+    """Write results.json into a recipe's folder, or into a folder inside it."""
+    write_atomic(record_folder(folder) / "results.json", dumps(results))
+
+
+def record_folder(folder: Path) -> Path:
+    """Return a folder for recorded results: a recipe's folder, or a folder inside it."""
+    place = local_path(folder)
+    if not any((one / "recipe.yaml").is_file() for one in (place, place.parent)):
+        raise InputError(
+            f"record needs a recipe's folder, or one in it; {folder} has no recipe.yaml"
+        )
+    return writable_folder(folder)
+
+
+# --- the page ----------------------------------------------------------------------------------
+
+
+def render(results: Results, figures: Mapping[str, Figure]) -> str:
+    """Return the page as one file that loads nothing and runs only its own script."""
+    texts = results.texts.texts if results.texts else []
+    tokens = [[*_tokens(text)] for text in texts]
+    subject = {"head": results.head, "base": results.base, "prompts": results.prompts}
+    parts = {"Settings": results.settings, "Subject": subject, "Provenance": results.provenance}
+    return _template().render(
+        title=f"{results.head.kind} on {results.base.name}",
+        about=_about(results),
+        mood=_mood(results),
+        verdict=verdict(results),
+        headlines=headlines(results),
+        plots={name: _svg(figure, name) for name, figure in figures.items()},
+        texts=[_text(*pair) for pair in zip(texts, tokens, strict=True)],
+        legend=_legend([origin for one in tokens for _, _, origin in one]),
+        steps=[[_step(step) for step in text.steps] for text in texts],
+        summary=summary(results),
+        depths=depth_rows(results),
+        categories=category_rows(results),
+        candidates=candidate_rows(results),
+        chosen=next((i for i, row in enumerate(results.tree_candidates) if row.chosen), -1),
+        settings={name: [*_flat(to_json(part))] for name, part in parts.items()},
+    )
+
+
+@cache
+def _template() -> Template:
+    environment = Environment(
+        loader=PackageLoader("specheads.measure", ""),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        # text from models and files passes through here; markup is the template's own
+        finalize=lambda value: value if isinstance(value, Markup) else visible(str(value)),
+    )
+    environment.filters["sha256"] = lambda script: (
+        "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    )
+    return environment.get_template("report.html.j2")
+
+
+HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
+"""Unicode categories without a glyph, or that change the direction of the text around them."""
+
+JOINERS = "\N{ZERO WIDTH NON-JOINER}\N{ZERO WIDTH JOINER}"
+"""Characters of `HIDDEN` that letters and emoji need."""
+
+
+def visible(text: str) -> str:
+    """Replace every hidden character by a visible sign; newlines and tabs stay.
+
+    A control character becomes its Unicode picture, any other its code point. Model output
+    then cannot hide text or reverse the line around it.
+    """
+    return "".join(map(_visible, text))
+
+
+def _visible(letter: str) -> str:
+    if letter in "\n\t" or letter in JOINERS or unicodedata.category(letter) not in HIDDEN:
+        return letter
+    code = ord(letter)
+    return chr(0x2400 + code) if code < 32 else f"⟨U+{code:04X}⟩"
+
+
+def _about(results: Results) -> list[str]:
+    prompts, settings = results.prompts, results.settings
+    hardware = results.provenance.hardware
+    return [
+        f"{prompts.count} prompts of {prompts.name}",
+        f"{settings.max_new_tokens} new tokens each",
+        f"temperature {settings.temperature:g}" if settings.temperature else "greedy",
+        f"batch {settings.batch_size}",
+        f"tree {settings.tree} of {settings.num_nodes} nodes",
+        f"{settings.dtype} on {hardware.gpu or hardware.processor}",
+    ]
+
+
+def _mood(results: Results) -> str:
+    """Return whether speculation pays: yes, no or maybe."""
+    if not drafts(results) or wrong(results):
+        return "no"
+    if not results.speed or results.speed.interval[0] <= 1.0 < results.speed.speedup:
+        return "maybe"
+    return "yes" if pays(results) else "no"
+
+
+def _flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the leaves of nested objects with dotted names."""
+    if isinstance(value, dict):
+        for key, one in value.items():
+            yield from _flat(one, f"{name}.{key}" if name else key)
+    elif name == "command":
+        yield name, " ".join(value)
+    elif isinstance(value, list):
+        yield name, ", ".join(str(one) for one in value) or "none"
+    else:
+        yield name, "none" if value in (None, "") else str(value)
+
+
+# --- the first screen --------------------------------------------------------------------------
+
+NORMAL = 1.959964
+"""Standard deviations that contain 95 % of a normal distribution."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Headline:
+    """One figure of the first screen with its 95 % interval."""
+
+    name: str
+    shown: str
+    value: float
+    interval: Interval
+    meaning: str
+    is_share: bool = False
+    """Whether the value is in [0, 1] and shown in percent; otherwise 1 means no gain."""
+
+    @property
+    def interval_text(self) -> str:
+        """Return the interval in words."""
+        low, high = self.interval
+        form = ".0%" if self.is_share else ".2f"
+        return f"95 % interval {low:{form}} to {high:{form}}"
+
+    def at(self, value: float) -> str:
+        """Return the position of a value on the scale, in percent of its width."""
+        end = 1.0 if self.is_share else 1.15 * max(self.interval[1], self.value, 1.5)
+        return f"{value / end:.1%}"
+
+
+def wilson(successes: int, trials: int) -> Interval:
+    """Return the 95 % interval of a share, also valid near 0 and 1 and for few trials.
+
+    Source: Wilson 1927, Journal of the American Statistical Association 22.
+    """
+    share, square = successes / trials, NORMAL**2
+    middle = (share + square / (2 * trials)) / (1 + square / trials)
+    spread = sqrt(share * (1 - share) / trials + square / (4 * trials**2))
+    half = NORMAL * spread / (1 + square / trials)
+    return max(middle - half, 0.0), min(middle + half, 1.0)
+
+
+def headlines(results: Results) -> list[Headline]:
+    """Return the three most important of the measured figures, or fewer."""
+    found = []
+    if speed := results.speed:
+        found.append(
+            Headline(
+                name="speed-up",
+                shown=f"{speed.speedup:.2f}×",  # noqa: RUF001
+                value=speed.speedup,
+                interval=speed.interval,
+                meaning="Time of the base alone over that with the head, for the same text.",
+            )
+        )
+    if rate := results.online or results.offline:
+        found.append(
+            Headline(
+                name="tokens per forward" if results.online else "tokens per forward, replayed",
+                shown=f"{rate.tokens_per_forward:.2f}",
+                value=rate.tokens_per_forward,
+                interval=rate.interval,
+                meaning="Tokens from one forward of the base. The base alone gives 1.",
+            )
+        )
+    if (same := results.lossless) and same.compared:
+        found.append(
+            Headline(
+                name="texts identical to the base alone",
+                shown=f"{same.identical} of {same.compared}",
+                value=same.identical / same.compared,
+                interval=wilson(same.identical, same.compared),
+                meaning="Token for token; rounding may separate two texts at a tie.",
+                is_share=True,
+            )
+        )
+    if rate and rate.conditional_acceptance:
+        # drafts of one text depend on each other, so the interval is over prompts
+        first, counts = rate.conditional_acceptance[0], rate.per_depth[0]
+        found.append(
+            Headline(
+                name="first drafts accepted",
+                shown=f"{first.rate:.0%}",
+                value=first.rate,
+                interval=first.interval,
+                meaning=f"At depth 1: {counts.accepted:,} of {counts.offered:,}.",
+                is_share=True,
+            )
+        )
+    return found[:3]
+
+
+# --- decoded texts -----------------------------------------------------------------------------
+
+DEEPEST = 6
+"""Depth from which all drafts have the same colour."""
+
+PROMPT_LETTERS = 800
+"""Last characters of a prompt that the page shows."""
+
+SIGNS = str.maketrans({"\n": "↵", "\t": "⇥", " ": "␣"})
+"""Signs for blanks in the tree."""
+
+
+def _tokens(text: DecodedText) -> Iterator[tuple[str, int, Origin]]:
+    """Yield each new token with the number of its step and its origin."""
+    found = [(text.first, 0, BASE)]
+    for number, step in enumerate(text.steps, start=1):
+        origins = node_origins(step.parents, step.num_copied)
+        found += [(step.tokens[node], number, origins[node]) for node in step.path[1:]]
+        found.append((step.bonus, number, BASE))
+    yield from found[: text.num_tokens]
+
+
+def _css_class(origin: Origin) -> str:
+    if origin.kind == "base":
+        return "b"
+    return "c" if origin.kind == "copied" else f"d{min(origin.depth, DEEPEST)}"
+
+
+def _legend(origins: Sequence[Origin]) -> list[tuple[str, str, int, float]]:
+    """Return class, name, count and share of every kind of token that occurs."""
+    counts = Counter(map(_css_class, origins))
+    names = {"b": "the base's own"}
+    names |= {f"d{depth}": f"depth {depth}" for depth in range(1, DEEPEST)}
+    names |= {f"d{DEEPEST}": f"depth {DEEPEST} or more", "c": "copied"}
+    return [
+        (one, name, counts[one], counts[one] / len(origins))
+        for one, name in names.items()
+        if counts[one]
+    ]
+
+
+def _text(text: DecodedText, tokens: Sequence[tuple[str, int, Origin]]) -> dict[str, Any]:
+    """Return a text as the template shows it."""
+    steps = len(text.steps)
+    gain = f", {len(tokens) / (steps + 1):.2f} each" if steps else ""
+    return {
+        "category": text.category or "no category",
+        "caption": f"{len(tokens)} tokens in {steps + 1} forwards{gain}",
+        "prompt": "…" * (len(text.prompt) > PROMPT_LETTERS) + text.prompt[-PROMPT_LETTERS:],
+        "tokens": [
+            {
+                "text": letters,
+                "step": step,
+                "depth": origin.depth,
+                "css_class": _css_class(origin),
+                "title": f"{origin}, {f'step {step}' if step else 'while the prompt was read'}",
+            }
+            for letters, step, origin in tokens
+        ],
+    }
+
+
+def _step(step: TextStep) -> dict[str, Any]:
+    """Return a step for the script of the page."""
+    return {
+        "tokens": [visible(token).translate(SIGNS) for token in step.tokens],
+        "parents": step.parents,
+        "path": step.path,
+        "bonus": visible(step.bonus).translate(SIGNS),
+        "num_copied": step.num_copied,
+    }
+
+
+# --- plots inside the page ---------------------------------------------------------------------
+
+VARIABLES = {
+    BLUE: "--blue",
+    ORANGE: "--orange",
+    GREY: "--grey",
+    TEXT: "--soft",
+    "#000000": "--ink",
+    "#ffffff": "--page",
+    **{shade: f"--shade-{number}" for number, shade in enumerate(SHADES)},
+}
+"""Style sheet variables for the colours of plots; dark mode has values of its own."""
+
+AS_TEXT: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "specheads"}
+"""Keep letters as text, and write equal figures as equal files."""
+
+
+def _svg(figure: Figure, name: str) -> Markup:
+    """Return a figure as an SVG element in the fonts and colours of the page."""
+    buffer = io.StringIO()
+    with matplotlib.rc_context(AS_TEXT):
+        metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(buffer, format="svg", transparent=True, metadata=metadata)
+    root = ElementTree.fromstring(buffer.getvalue())
+    for parent in root.iter():
+        for child in list(parent):
+            # styles would apply to the whole page
+            if child.tag.rpartition("}")[2] in ("metadata", "style"):
+                parent.remove(child)
+    for one in root.iter():
+        _adapt(one, name)
+    for size in ("width", "height", "version"):
+        root.attrib.pop(size, None)
+    root.attrib |= {"role": "img", "aria-label": TITLES.get(name, name)}
+    # as HTML: inside a page there are no namespaces
+    return Markup(ElementTree.tostring(root, encoding="unicode", method="html"))
+
+
+def _adapt(one: ElementTree.Element, name: str) -> None:
+    """Remove namespaces, prefix ids with the plot's name, replace colours by variables."""
+    one.tag = one.tag.rpartition("}")[2]
+    for key, value in list(one.attrib.items()):
+        del one.attrib[key]
+        key = key.rpartition("}")[2]
+        # ids of groups are not used
+        if key == "id" and one.tag == "g":
+            continue
+        if key == "id":
+            value = f"{name}-{value}"
+        value = re.sub(r"^#|(?<=url\()#", f"#{name}-", value)
+        if key == "style":
+            value = re.sub(r"font-family: [^;]*; ?", "", value)
+            value = re.sub(
+                r"#[0-9a-f]{6}", lambda hit: f"var({VARIABLES.get(hit[0], '--ink')})", value
+            )
+        one.attrib[key] = value

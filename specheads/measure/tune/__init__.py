@@ -1,1 +1,0 @@
-"""What to draft with on this machine: trees picked by measurement."""
