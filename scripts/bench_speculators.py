@@ -76,7 +76,7 @@ class Source:
         norm: Any = self.base.model.base_model.norm
         hook = norm.register_forward_pre_hook(lambda _, given: streams.append(given[0]))
         try:
-            return self.base.read(batch.tokens, self.layers, batch.documents), streams.pop()
+            return self.base.read(batch.tokens, self.layers, batch.document_ids), streams.pop()
         finally:
             hook.remove()
 
@@ -159,8 +159,8 @@ def lessons(source: Source, bar: Progress) -> Iterator[tuple[TokenBatch, Tensor]
         chains = in_chains(head, phase.settings)
         text = source.texts.open(phase.settings, bar, lambda: None)
         for number, (batch, _) in zip(range(phase.first, phase.end), text.batches(), strict=False):
-            scored = batch.counted if chains else phase.scored(batch, head, derive(seed, number))
-            yield batch, early_enough(scored, batch.documents, head.depth)
+            scored = batch.loss_mask if chains else phase.scored(batch, head, derive(seed, number))
+            yield batch, early_enough(scored, batch.document_ids, head.depth)
 
 
 def collated(source: Source, batch: TokenBatch, labels: Tensor) -> Iterator[dict[str, Any]]:

@@ -26,17 +26,17 @@ def counted_in(text: Tensor) -> Tensor:
 def rows(packs: Sequence[Sequence[Tensor]], length: int = 40) -> TokenBatch:
     """Return one row for each pack of documents, padded to a length."""
     tokens = torch.full((len(packs), length), 3)
-    counted = torch.zeros_like(tokens, dtype=torch.bool)
-    documents = torch.zeros_like(tokens)
+    loss_mask = torch.zeros_like(tokens, dtype=torch.bool)
+    document_ids = torch.zeros_like(tokens)
     for row, pack in enumerate(packs):
         whole = torch.cat(list(pack))
         tokens[row, : len(whole)] = whole
-        counted[row, : len(whole)] = torch.cat([counted_in(text) for text in pack])
-        documents[row] = len(pack)
-        documents[row, : len(whole)] = torch.repeat_interleave(
+        loss_mask[row, : len(whole)] = torch.cat([counted_in(text) for text in pack])
+        document_ids[row] = len(pack)
+        document_ids[row, : len(whole)] = torch.repeat_interleave(
             torch.tensor([len(text) for text in pack])
         )
-    return TokenBatch(tokens, counted, documents)
+    return TokenBatch(tokens, loss_mask, document_ids)
 
 
 def packed(documents: Sequence[Tensor]) -> TokenBatch:
@@ -47,14 +47,14 @@ def packed(documents: Sequence[Tensor]) -> TokenBatch:
 def alone(documents: Sequence[Tensor]) -> TokenBatch:
     """Return each document in a row of its own, without a mask."""
     found = rows([[text] for text in documents])
-    return TokenBatch(found.tokens, found.counted)
+    return TokenBatch(found.tokens, found.loss_mask)
 
 
 def pieces(values: Tensor, batch: TokenBatch) -> list[Tensor]:
     """Cut what was computed of a packed batch into that of each document, padding left out."""
-    assert batch.documents is not None
+    assert batch.document_ids is not None
     return [
         value[own == number]
-        for value, own in zip(values, batch.documents, strict=True)
+        for value, own in zip(values, batch.document_ids, strict=True)
         for number in range(int(own.max()))
     ]

@@ -161,29 +161,31 @@ class Forwards:
         self,
         tokens: Int[Tensor, "batch time"],
         aux_layers: tuple[int, ...] = (),
-        documents: Int[Tensor, "batch time"] | None = None,
+        document_ids: Int[Tensor, "batch time"] | None = None,
         *,
         gradients: bool = False,
     ) -> Features:
         """Read whole sequences from their first token, without logits and without a cache.
 
         The residual streams of `aux_layers` are read too; with `gradients` the features carry
-        them to an adapter that is trained. Packed `documents`, numbered within each row, are read
+        them to an adapter that is trained. Packed documents, numbered by `document_ids`, are read
         as if each stood alone; None reads each row as one text.
         """
         inputs: dict[str, Any] = {"input_ids": tokens.to(self.device), "use_cache": False}
         attending: AbstractContextManager[None] = nullcontext()
-        if documents is not None:
-            documents = documents.to(self.device)
+        if document_ids is not None:
+            document_ids = document_ids.to(self.device)
             masks = {
-                window: document_mask(documents, window, self.dtype)
+                window: document_mask(document_ids, window, self.dtype)
                 for window in set(self.windows.values())
             }
             inputs["attention_mask"] = self._by_kind(masks)
-            inputs["position_ids"] = places = document_places(documents)
+            inputs["position_ids"] = places = document_places(document_ids)
             attending = attending_documents(self.config, places, list(masks))
         with torch.set_grad_enabled(gradients), attending:
-            return replace(self._features(inputs, aux_layers, self._reader), documents=documents)
+            return replace(
+                self._features(inputs, aux_layers, self._reader), document_ids=document_ids
+            )
 
     @torch.no_grad()
     @_alone

@@ -46,13 +46,13 @@ def tree_mask(
 
 
 def document_mask(
-    documents: Int[Tensor, "batch time"], window: int | None, dtype: torch.dtype
+    document_ids: Int[Tensor, "batch time"], window: int | None, dtype: torch.dtype
 ) -> Float[Tensor, "batch 1 time time"]:
     """Return the additive mask under which packed documents are read as if each stood alone.
 
     `window` is that of `tree_mask`. Documents lie in one piece, so that slots tell how far back.
     """
-    visible = within_documents(documents)
+    visible = within_documents(document_ids)
     return _additive(visible if window is None else visible.triu(1 - window), dtype)
 
 

@@ -34,12 +34,12 @@ def show(settings: Train) -> None:
     how = "bright" if has_colour else f"in {OPEN}{CLOSE}"
     console.print(f"{len(documents):,} documents; what the loss counts is {how}")
     for place, number in enumerate(order.tolist(), start=1):
-        tokens, counted = documents.tokens(number).tolist(), documents.counted(number).tolist()
+        tokens, loss_mask = documents.tokens(number).tolist(), documents.loss_mask(number).tolist()
         console.print(
-            f"\n--- {place} of {len(order)}: {len(tokens):,} tokens, {sum(counted):,} counted "
-            f"({sum(counted) / max(len(tokens), 1):.1%})"
+            f"\n--- {place} of {len(order)}: {len(tokens):,} tokens, {sum(loss_mask):,} counted "
+            f"({sum(loss_mask) / max(len(tokens), 1):.1%})"
         )
-        shown = tokens[:MOST_TOKENS], counted[:MOST_TOKENS]
+        shown = tokens[:MOST_TOKENS], loss_mask[:MOST_TOKENS]
         is_plain = not has_colour
         console.print(printable(marked(tokenizer, *shown)) if is_plain else _lit(tokenizer, *shown))
         if len(tokens) > MOST_TOKENS:
@@ -69,9 +69,9 @@ def _console() -> Console:
     return Console(markup=False, highlight=False, soft_wrap=True)
 
 
-def _lit(tokenizer: PreTrainedTokenizerBase, tokens: list[int], counted: list[bool]) -> Text:
+def _lit(tokenizer: PreTrainedTokenizerBase, tokens: list[int], loss_mask: list[bool]) -> Text:
     out = Text()
-    for text, is_counted, is_special in pieces(tokenizer, tokens, counted):
+    for text, is_counted, is_special in pieces(tokenizer, tokens, loss_mask):
         style = (COUNTED if is_counted else OTHERS) + (SPECIAL if is_special else "")
         out.append(printable(text), style)
     return out

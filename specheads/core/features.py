@@ -22,19 +22,19 @@ class Features:
     tokens: Int[Tensor, "batch time"] | None = None
     """What the base read there, for drafters that read text and not features."""
 
-    documents: Int[Tensor, "batch time"] | None = None
+    document_ids: Int[Tensor, "batch time"] | None = None
     """Which document of its row each position belongs to; None: each row is one text."""
 
     def places(self) -> Int[Tensor, "row time"]:
         """Return each position's place in its own document: of every row, or one for all."""
-        if self.documents is not None:
-            return document_places(self.documents)
+        if self.document_ids is not None:
+            return document_places(self.document_ids)
         return torch.arange(self.hidden.shape[1], device=self.hidden.device)[None]
 
     def visible(self) -> Bool[Tensor, "row time time"]:
         """Return what each position may attend to: its document up to itself."""
-        if self.documents is not None:
-            return within_documents(self.documents)
+        if self.document_ids is not None:
+            return within_documents(self.document_ids)
         places = self.places()
         return places[:, :, None] >= places[:, None]
 
@@ -136,11 +136,11 @@ class Committed:
         )
 
 
-def document_places(documents: Int[Tensor, "batch time"]) -> Int[Tensor, "batch time"]:
+def document_places(document_ids: Int[Tensor, "batch time"]) -> Int[Tensor, "batch time"]:
     """Return how many positions of its own document stand before each position of packed rows."""
-    index = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
-    begins = torch.ones_like(documents, dtype=torch.bool)
-    begins[:, 1:] = documents.diff(dim=1) != 0
+    index = torch.arange(document_ids.shape[1], device=document_ids.device).expand_as(document_ids)
+    begins = torch.ones_like(document_ids, dtype=torch.bool)
+    begins[:, 1:] = document_ids.diff(dim=1) != 0
     return index - index.where(begins, 0).cummax(1).values
 
 
@@ -150,9 +150,9 @@ def document_lengths(places: Int[Tensor, "row time"]) -> list[int]:
     return begins.diff(append=begins.new_tensor([places.numel()])).tolist()
 
 
-def within_documents(documents: Int[Tensor, "batch time"]) -> Bool[Tensor, "batch time time"]:
+def within_documents(document_ids: Int[Tensor, "batch time"]) -> Bool[Tensor, "batch time time"]:
     """Return which positions of packed rows each one may see: its document up to itself."""
-    return (documents[:, :, None] == documents[:, None]).tril()
+    return (document_ids[:, :, None] == document_ids[:, None]).tril()
 
 
 def stack_rows(

@@ -15,7 +15,7 @@ OPENING_TOKENS = 32
 def wrong_mask(
     tokenizer: PreTrainedTokenizerBase,
     tokens: Sequence[int],
-    counted: Sequence[bool],
+    loss_mask: Sequence[bool],
     answers: Sequence[dict[str, Any]],
     *,
     end: str,
@@ -26,10 +26,10 @@ def wrong_mask(
     It must count these messages, each with the token that ends it, in their order. An answer stands
     behind `opening`, or behind an added token, as a tool's result may be closed by one.
     """
-    spans = list(_spans(counted))
-    if not any(counted):
+    spans = list(_spans(loss_mask))
+    if not any(loss_mask):
         return "it counts nothing"
-    if all(counted):
+    if all(loss_mask):
         return "it counts everything"
     if len(spans) != len(answers):
         return f"it counts {len(spans)} stretches, and there are {len(answers)} answers"
@@ -75,10 +75,10 @@ def _said(answer: dict[str, Any]) -> str:
     return answer.get("reasoning_content", "") + answer["content"]
 
 
-def _spans(counted: Sequence[bool]) -> Iterator[tuple[int, int]]:
+def _spans(loss_mask: Sequence[bool]) -> Iterator[tuple[int, int]]:
     """Yield where each stretch of counted tokens begins and stops."""
     begin = None
-    for place, one in enumerate([*counted, False]):
+    for place, one in enumerate([*loss_mask, False]):
         if one and begin is None:
             begin = place
         elif not one and begin is not None:

@@ -29,7 +29,7 @@ class Sample:
     """A text to train on."""
 
     tokens: list[int]
-    counted: list[bool]
+    loss_mask: list[bool]
     """Which tokens the loss covers."""
     text: str
     """What the tokens say."""
@@ -199,13 +199,13 @@ class Template:
 
     def _sample(self, text: str, turns: list[_Turn], where: str) -> Sample:
         ids, places = self._rendering.read(text)
-        counted = np.zeros(len(ids), bool)
+        loss_mask = np.zeros(len(ids), bool)
         for turn in turns:
             begin, end = len(turn.prompt), len(turn.prompt) + len(turn.answer)
             # a token that begins in the prompt is none that the base writes; the one that ends the
             # answer may take in the line break behind it
-            counted |= (begin <= places[:, 0]) & (places[:, 0] < end)
-        sample = Sample(ids, counted.tolist(), text)
+            loss_mask |= (begin <= places[:, 0]) & (places[:, 0] < end)
+        sample = Sample(ids, loss_mask.tolist(), text)
         self.refuse_wrong_mask(sample, [turn.message for turn in turns], where)
         return sample
 
@@ -219,13 +219,13 @@ class Template:
         told = wrong_mask(
             self._tokenizer,
             sample.tokens,
-            sample.counted,
+            sample.loss_mask,
             answers,
             end=self._rendering.end,
             opening=self._rendering.opening,
         )
         if told:
-            shown = marked(self._tokenizer, sample.tokens, sample.counted)
+            shown = marked(self._tokenizer, sample.tokens, sample.loss_mask)
             raise InputError(
                 f"the mask must count the assistant's answers and nothing else, in {where} {told}; "
                 "see the text below, counted in brackets: mend the row, or the tokenizer's chat "

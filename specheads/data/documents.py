@@ -11,7 +11,7 @@ class Documents:
     """Tokenised documents, in memory or mapped from files; picked by number, in any order.
 
     Args:
-        table: A row is a document: `tokens`, a list of int32, and maybe `counted`, a list of uint8
+        table: A row is a document: `tokens` (int32), and maybe `loss_mask` (uint8), a list
             of the same length, one where the loss covers the token; without it all are covered.
         fingerprint: Names what decided the documents and their order.
     """
@@ -20,7 +20,7 @@ class Documents:
 
     def __init__(self, table: pa.Table, fingerprint: str = "") -> None:
         self.fingerprint = fingerprint
-        columns = [name for name in ("tokens", "counted") if name in table.column_names]
+        columns = [name for name in ("tokens", "loss_mask") if name in table.column_names]
         # not combined: that would copy what is mapped
         chunks = table.select(columns).to_batches()
         self._chunks = [{name: _flat(batch.column(name)) for name in columns} for batch in chunks]
@@ -64,11 +64,11 @@ class Documents:
         assert tokens is not None
         return tokens
 
-    def counted(self, number: int) -> np.ndarray:
+    def loss_mask(self, number: int) -> np.ndarray:
         """Return which tokens of a document the loss covers: (time,) bool."""
-        if (counted := self._piece(number, "counted")) is None:
+        if (loss_mask := self._piece(number, "loss_mask")) is None:
             return np.ones(self.lengths[number], np.bool_)
-        return counted.astype(np.bool_)
+        return loss_mask.astype(np.bool_)
 
     def _piece(self, number: int, name: str) -> np.ndarray | None:
         if self._order is not None:

@@ -23,11 +23,11 @@ from specheads.data.rows import PACKINGS, Rows, Waste, best_fit, end_to_end, one
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """Rows of text to train on. `counted[b, t]`: token t is a label the loss counts."""
+    """Rows of text to train on. `loss_mask[b, t]`: token t is a label the loss counts."""
 
     tokens: Int[Tensor, "batch time"]
-    counted: Bool[Tensor, "batch time"]
-    documents: Int[Tensor, "batch time"] | None = None
+    loss_mask: Bool[Tensor, "batch time"]
+    document_ids: Int[Tensor, "batch time"] | None = None
     """Which document of its row each token is of, padding being one of its own; None: each row is
     one text, and maybe padding behind it."""
     first_sample: int = 0
@@ -54,9 +54,9 @@ class TokenBatch:
             yield replace(part, first_sample=self.first_sample + rows.start)
 
     def _each(self, change: Any) -> "TokenBatch":
-        documents = None if self.documents is None else change(self.documents)
+        ids = None if self.document_ids is None else change(self.document_ids)
         return replace(
-            self, tokens=change(self.tokens), counted=change(self.counted), documents=documents
+            self, tokens=change(self.tokens), loss_mask=change(self.loss_mask), document_ids=ids
         )
 
 
@@ -92,7 +92,7 @@ class PackedText:
         batch_size: Rows of a batch over all processes; several are those of the first batches, and
             the last one stays.
         packing: best_fit, stream or none: see docs/data.md.
-        padding_id: Token that fills rows up; it is never counted.
+        padding_id: Token that fills rows up; it is never in the loss mask.
         seed: Seed of the orders.
         rank: Number of this process.
         world_size: Number of processes.
@@ -145,20 +145,20 @@ class PackedText:
         """Return the rows of these sample numbers, which follow one another."""
         shape = len(samples), self.length
         tokens = np.full(shape, self._padding_id, np.int64)
-        counted, numbers = np.zeros(shape, np.bool_), np.zeros(shape, np.int64)
+        loss_mask, numbers = np.zeros(shape, np.bool_), np.zeros(shape, np.int64)
         most = 1
         for row, sample in enumerate(samples):
             end = number = 0
             for number, (document, start, stop) in enumerate(self._pieces(sample)):
                 begin, end = end, end + stop - start
                 tokens[row, begin:end] = self._documents.tokens(document)[start:stop]
-                counted[row, begin:end] = self._documents.counted(document)[start:stop]
+                loss_mask[row, begin:end] = self._documents.loss_mask(document)[start:stop]
                 numbers[row, begin:end] = number
             numbers[row, end:] = number + 1
             most = max(most, number + 1)
         alone = self._packing != "best_fit" or most == 1
         documents = None if alone else torch.from_numpy(numbers)
-        shown = torch.from_numpy(tokens), torch.from_numpy(counted)
+        shown = torch.from_numpy(tokens), torch.from_numpy(loss_mask)
         return TokenBatch(*shown, documents, samples.start)
 
     def _pieces(self, sample: int) -> Iterator[tuple[int, int, int]]:

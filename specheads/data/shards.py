@@ -87,8 +87,8 @@ class _Shard:
         lengths = np.array([len(tokens) for tokens, _ in documents], np.int32)
         ends = pa.array(np.concatenate([[0], lengths.cumsum()]), pa.int32())
         columns = {"tokens": np.concatenate([tokens for tokens, _ in documents])}
-        if counted := [one for _, one in documents if one is not None]:
-            columns["counted"] = np.concatenate(counted)
+        if loss_mask := [one for _, one in documents if one is not None]:
+            columns["loss_mask"] = np.concatenate(loss_mask)
         for values in (lengths, *columns.values()):
             self._digest.update(values.tobytes())
         batch = pa.record_batch(

@@ -17,14 +17,14 @@ def added_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
 
 
 def pieces(
-    tokenizer: PreTrainedTokenizerBase, tokens: Iterable[int], counted: Iterable[bool]
+    tokenizer: PreTrainedTokenizerBase, tokens: Iterable[int], loss_mask: Iterable[bool]
 ) -> Iterator[tuple[str, bool, bool]]:
     """Yield stretches of a text: what it says, whether it is counted, whether a special token.
 
     Stretches are decoded on their own, so a character whose bytes are parted shows as unknown.
     """
     special = added_ids(tokenizer)
-    numbered = enumerate(zip(tokens, counted, strict=True))
+    numbered = enumerate(zip(tokens, loss_mask, strict=True))
     # special tokens stand alone, all others together with their likes
     alike = groupby(numbered, lambda one: (bool(one[1][1]), one[0] if one[1][0] in special else -1))
     for (is_counted, alone), run in alike:
@@ -33,11 +33,11 @@ def pieces(
 
 
 def marked(
-    tokenizer: PreTrainedTokenizerBase, tokens: Iterable[int], counted: Iterable[bool]
+    tokenizer: PreTrainedTokenizerBase, tokens: Iterable[int], loss_mask: Iterable[bool]
 ) -> str:
     """Return a text with brackets around every stretch that is counted."""
     out, inside = [], False
-    for text, is_counted, _ in pieces(tokenizer, tokens, counted):
+    for text, is_counted, _ in pieces(tokenizer, tokens, loss_mask):
         if is_counted != inside:
             out.append(OPEN if is_counted else CLOSE)
         out.append(text)

@@ -26,7 +26,7 @@ from specheads.data.fingerprint import tokenizer_fingerprint
 from specheads.data.shards import MARK, Batch, Document, EmptySplitError, documents, fill
 from specheads.data.sources import SPLITS, alone, identity, read_all
 
-FORMAT = 2
+FORMAT = 3
 """Raised when the same text would become other documents; older shards are no longer found."""
 
 BATCH_CHARACTERS = 4_000_000
@@ -189,7 +189,7 @@ def _read_conversations(tokenizer: PreTrainedTokenizerBase) -> Read:
             template = Template(tokenizer)
         return [
             [
-                (np.array(one.tokens, np.int32), np.array(one.counted, np.uint8))
+                (np.array(one.tokens, np.int32), np.array(one.loss_mask, np.uint8))
                 for one in template.samples(row["messages"], row.get("tools"), where)
             ]
             for _, where, row in batch

@@ -49,23 +49,23 @@ def step_flops(base: FrozenBase, head: Head, batch: TokenBatch, phase: Phase) ->
 
     Layers of experts count as if each token went through all of them.
     """
-    documents = batch.documents
-    if documents is None:
-        documents = torch.zeros_like(batch.tokens)
-    pairs = sum(n * (n + 1) / 2 for n in document_lengths(document_places(documents)))
+    document_ids = batch.document_ids
+    if document_ids is None:
+        document_ids = torch.zeros_like(batch.tokens)
+    pairs = sum(n * (n + 1) / 2 for n in document_lengths(document_places(document_ids)))
     matrices = sum(map(_multiplied, base.model.base_model.modules()))
     config = base.config
     heads = config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     attention = 4 * pairs * heads * width * config.num_hidden_layers
     most = head.num_anchors or batch.tokens.shape[1]
-    rows = phase.scored_share * int(batch.counted.sum(1).clamp(max=most).sum())
+    rows = phase.scored_share * int(batch.loss_mask.sum(1).clamp(max=most).sum())
     drafted = 2 * rows * head.drafted_size
     teacher = 0 if phase.loss in LABELS_ONLY else drafted * base.width
     depths = sum(3 * drafted * head.projection(level)[0].shape[1] for level in range(head.depth))
     return StepFlops(
         base=float(2 * batch.tokens.numel() * matrices + attention),
-        head=3.0 * _states_flops(head, base, batch, documents),
+        head=3.0 * _states_flops(head, base, batch, document_ids),
         loss=float(teacher + depths),
     )
 
@@ -80,7 +80,9 @@ def _multiplied(layer: nn.Module) -> int:
     return sum(one.numel() for one in layer.parameters(recurse=False) if one.ndim > 1)
 
 
-def _states_flops(head: Head, base: FrozenBase, batch: TokenBatch, documents: torch.Tensor) -> int:
+def _states_flops(
+    head: Head, base: FrozenBase, batch: TokenBatch, document_ids: torch.Tensor
+) -> int:
     """Return what the forward of a head's own layers costs, counted while it runs."""
     width = base.width
     aux = len(head.aux_layers) * width
@@ -90,7 +92,7 @@ def _states_flops(head: Head, base: FrozenBase, batch: TokenBatch, documents: to
         torch.zeros(*shape, width, device=device, dtype=dtype),
         torch.zeros(*shape, aux, device=device, dtype=dtype) if aux else None,
         batch.tokens.to(device),
-        documents.to(device),
+        document_ids.to(device),
     )
     anchors = None
     if head.num_anchors:

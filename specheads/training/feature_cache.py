@@ -53,14 +53,14 @@ class FeatureCache:
         file = self.folder / f"{_name(batch)}.safetensors"
         found = self._load(file) if file.is_file() else None
         if found is None:
-            features = self.base.read(batch.tokens, self.aux_layers, batch.documents)
+            features = self.base.read(batch.tokens, self.aux_layers, batch.document_ids)
             found = {"hidden": features.hidden}
             if features.aux is not None:
                 found["aux"] = features.aux
             kept = {name: value.detach().cpu().contiguous() for name, value in found.items()}
             write_atomic(file, _seal(save(kept)))
         here = {name: value.to(self.base.device) for name, value in found.items()}
-        return Features(here["hidden"], here.get("aux"), batch.tokens, batch.documents)
+        return Features(here["hidden"], here.get("aux"), batch.tokens, batch.document_ids)
 
     def _load(self, file: Path) -> dict[str, Tensor] | None:
         content = file.read_bytes()
@@ -83,7 +83,7 @@ def _seal(content: bytes) -> bytes:
 
 def _name(batch: TokenBatch) -> str:
     digest = hashlib.sha256(json.dumps(list(batch.tokens.shape)).encode())
-    for part in (batch.tokens, batch.documents):
+    for part in (batch.tokens, batch.document_ids):
         digest.update(b"" if part is None else part.cpu().numpy().tobytes())
     return digest.hexdigest()[:32]
 

@@ -52,8 +52,8 @@ class Objective(nn.Module):
         """
         depth, chains = self.head.depth, in_chains(self.head, phase)
         if counts is None:
-            counts = label_counts(self.head, tokens, features.documents, scored, phase)
-        scored = early_enough(scored, features.documents, depth)
+            counts = label_counts(self.head, tokens, features.document_ids, scored, phase)
+        scored = early_enough(scored, features.document_ids, depth)
         drafted = self.head.to_drafted(tokens)
         scored &= chains | (drafted >= 0)
         # no label is so early that its position would be rolled round the beginning
@@ -144,7 +144,7 @@ def figures(loss: DepthLoss) -> dict[str, Tensor]:
 def label_counts(
     head: Head,
     tokens: Int[Tensor, "batch time"],
-    documents: Int[Tensor, "batch time"] | None,
+    document_ids: Int[Tensor, "batch time"] | None,
     scored: Bool[Tensor, "batch time"],
     phase: Phase,
 ) -> Int[Tensor, " level"]:
@@ -152,25 +152,27 @@ def label_counts(
 
     They are what the means of a loss are over: the depths' own, their agreement, the base's own.
     """
-    labels = early_enough(scored, documents, head.depth)
+    labels = early_enough(scored, document_ids, head.depth)
     drafted = head.to_drafted(tokens) >= 0
     # a chain is whole: what is rolled round the end begins none
     ahead = range(head.depth) if in_chains(head, phase) else [0] * head.depth
     of_depths = [(labels & drafted.roll(-places, dims=1)).sum() for places in ahead]
-    return torch.stack([*of_depths, labels.sum(), own_labels(scored, documents).sum()])
+    return torch.stack([*of_depths, labels.sum(), own_labels(scored, document_ids).sum()])
 
 
 def early_enough(
-    scored: Bool[Tensor, "batch time"], documents: Int[Tensor, "batch time"] | None, depth: int
+    scored: Bool[Tensor, "batch time"], document_ids: Int[Tensor, "batch time"] | None, depth: int
 ) -> Bool[Tensor, "batch time"]:
     """Leave out a text's first labels: no position of it is early enough for the deepest head."""
-    if documents is None:
+    if document_ids is None:
         return scored & (torch.arange(scored.shape[1], device=scored.device) > depth)
-    return scored & (document_places(documents) > depth)
+    return scored & (document_places(document_ids) > depth)
 
 
 def own_labels(
-    scored: Bool[Tensor, "batch time"], documents: Int[Tensor, "batch time"] | None
+    scored: Bool[Tensor, "batch time"], document_ids: Int[Tensor, "batch time"] | None
 ) -> Bool[Tensor, "batch path"]:
     """Return at which positions the base's own next token is scored: not where it begins a text."""
-    return scored[:, 1:] if documents is None else scored[:, 1:] & (documents.diff(dim=1) == 0)
+    return (
+        scored[:, 1:] if document_ids is None else scored[:, 1:] & (document_ids.diff(dim=1) == 0)
+    )

@@ -94,25 +94,25 @@ class PlacedPhase:
         all that could be drawn are covered; of a head that learns from anchors the same ones each
         time, since what it costs grows with them.
         """
-        counted, share, most = batch.counted, self.settings.scored_share, head.num_anchors
+        loss_mask, share, most = batch.loss_mask, self.settings.scored_share, head.num_anchors
         if in_chains(head, self.settings):
-            counted = whole_chains(counted, head.depth, batch.documents)
+            loss_mask = whole_chains(loss_mask, head.depth, batch.document_ids)
         if seed is None:
             share, seed = 1.0, 0
-        if share == 1.0 and not 0 < most < counted.shape[1]:
-            return counted
+        if share == 1.0 and not 0 < most < loss_mask.shape[1]:
+            return loss_mask
         seeds = [derive(seed, sample) for sample in batch.samples]
         drawn = torch.stack(
             [
-                torch.rand(counted.shape[1], generator=torch.Generator().manual_seed(one))
+                torch.rand(loss_mask.shape[1], generator=torch.Generator().manual_seed(one))
                 for one in seeds
             ]
-        ).to(counted.device)
-        counted = counted & (drawn < share)
-        if 0 < most < counted.shape[1]:
-            least = drawn.masked_fill(~counted, 1.0).kthvalue(most, dim=1, keepdim=True).values
-            counted &= drawn <= least
-        return counted
+        ).to(loss_mask.device)
+        loss_mask = loss_mask & (drawn < share)
+        if 0 < most < loss_mask.shape[1]:
+            least = drawn.masked_fill(~loss_mask, 1.0).kthvalue(most, dim=1, keepdim=True).values
+            loss_mask &= drawn <= least
+        return loss_mask
 
 
 @dataclass(frozen=True, slots=True)

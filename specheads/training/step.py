@@ -76,7 +76,7 @@ class Stepper:
             for part in batch.parts(phase.settings.accumulation_steps)
         ]
         counts = [
-            label_counts(self.head, part.tokens, part.documents, scored, phase.settings)
+            label_counts(self.head, part.tokens, part.document_ids, scored, phase.settings)
             for part, scored in parts
         ]
         counts = self.total(torch.stack(counts).sum(0))

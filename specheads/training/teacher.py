@@ -62,7 +62,7 @@ class FrozenTeacher:
         """Return what the base says of a batch, as it is now and without gradients."""
         if self.cache is not None:
             return self.cache.read(batch)
-        return self.base.read(batch.tokens, self.head.aux_layers, batch.documents)
+        return self.base.read(batch.tokens, self.head.aux_layers, batch.document_ids)
 
     def as_loaded(self) -> AbstractContextManager[None]:
         """Have the base compute, for as long as this lasts, as if it had learned nothing."""
@@ -147,17 +147,17 @@ class JointTeacher:
         covers the scored labels, of which a text's first token is never one. Dropout follows from
         the seed and the numbers of samples and positions.
         """
-        tokens, documents = batch.tokens, batch.documents
+        tokens, document_ids = batch.tokens, batch.document_ids
         samples = torch.arange(batch.samples.start, batch.samples.stop, device=tokens.device)
         keys = bits(seed, samples[:, None], torch.arange(tokens.shape[1], device=tokens.device))
-        rows, places = own_labels(scored, documents).nonzero(as_tuple=True)
+        rows, places = own_labels(scored, document_ids).nonzero(as_tuple=True)
         aims = tokens[rows, places + 1]
         if joint.target == "base":
             # before the forward with gradients: switching off and on touches what they flow to
             with self.as_loaded():
-                aims = self.base.read(tokens, documents=documents).hidden[rows, places]
+                aims = self.base.read(tokens, document_ids=document_ids).hidden[rows, places]
         self.adapter.draw_by(keys)
-        features = self.base.read(tokens, self.head.aux_layers, documents, gradients=True)
+        features = self.base.read(tokens, self.head.aux_layers, document_ids, gradients=True)
         states = features.hidden[rows, places]
         return features, chunked_loss(self._row_loss, states, aims, keys[rows, places])
 

@@ -100,7 +100,7 @@ class Texts:
         # every process counts the same text, so that all agree
         order = np.random.default_rng(self.settings.seed).permutation(len(text))
         some = order[: int(np.searchsorted(np.cumsum(text.lengths[order]), COUNTED_TOKENS)) + 1]
-        labels = [text.tokens(number)[text.counted(number)] for number in map(int, some)]
+        labels = [text.tokens(number)[text.loss_mask(number)] for number in map(int, some)]
         return torch.from_numpy(np.bincount(np.concatenate(labels), minlength=self.base.vocab_size))
 
     def _answers(self) -> Documents:
@@ -176,7 +176,7 @@ class Texts:
             # its processes read as often as one another, and some of them what counts nothing
             most = math.ceil(math.ceil(len(rows) / world_size) / size)
             row = text.batch(rows[:1])
-            idle = replace(row, counted=torch.zeros_like(row.counted))
+            idle = replace(row, loss_mask=torch.zeros_like(row.loss_mask))
             batches += [idle] * (most - len(batches))
         return batches
 

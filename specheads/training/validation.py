@@ -55,7 +55,7 @@ def validate(
     scored = [phase.scored(batch, teacher.head) for batch in batches]
     counts = torch.zeros(depth + 2, dtype=torch.long, device=device)
     for batch, labels in zip(batches, scored, strict=True):
-        counts += label_counts(teacher.head, batch.tokens, batch.documents, labels, settings)
+        counts += label_counts(teacher.head, batch.tokens, batch.document_ids, labels, settings)
     precision = torch.promote_types(teacher.base.dtype, torch.float32)
     counts, sums = total(counts), torch.zeros(2 * depth + 1, dtype=precision, device=device)
     with teacher.at_rest() as frozen:

@@ -34,7 +34,7 @@ def masked(base: FrozenBase, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
     batch = packed(texts())
     with monkeypatch.context() as patch:
         patch.setattr("specheads.base.forward.attending_documents", lambda *_: nullcontext())
-        return base.read(batch.tokens, documents=batch.documents).hidden
+        return base.read(batch.tokens, document_ids=batch.document_ids).hidden
 
 
 @pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
@@ -44,7 +44,7 @@ def test_documents_are_read_as_under_their_mask(
     base, batch = tiny.base(architecture), packed(texts())
     wanted = masked(base, monkeypatch)
     assert not calls
-    found = base.read(batch.tokens, documents=batch.documents).hidden
+    found = base.read(batch.tokens, document_ids=batch.document_ids).hidden
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
     # shorter windows than documents need a mask
     assert bool(calls) == (architecture not in tiny.WINDOWED)
@@ -58,7 +58,7 @@ def test_windows_that_hold_every_document_need_no_mask(
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").double()
     base = FrozenBase(model.eval(), name="a longer window")
     wanted, batch = masked(base, monkeypatch), packed(texts())
-    found = base.read(batch.tokens, documents=batch.documents).hidden
+    found = base.read(batch.tokens, document_ids=batch.document_ids).hidden
     assert calls
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
@@ -71,7 +71,7 @@ def test_gradients_flow_as_under_a_mask(monkeypatch: pytest.MonkeyPatch):
         found = []
         for attending in (document_attention.attending_documents, lambda *_: nullcontext()):
             monkeypatch.setattr("specheads.base.forward.attending_documents", attending)
-            read = base.read(batch.tokens, documents=batch.documents, gradients=True)
+            read = base.read(batch.tokens, document_ids=batch.document_ids, gradients=True)
             found += torch.autograd.grad(read.hidden.pow(2).sum(), weight)
     finally:
         weight.requires_grad_(False)
@@ -121,9 +121,9 @@ def test_a_compiled_forward_looks_documents_up_when_it_runs():
         body = torch.compile(base.model.base_model.forward)
         for lengths in ((9, 22, 6, 15, 12, 7), (20, 11, 9, 30, 5, 5)):
             batch = packed(texts(lengths=lengths))
-            wanted = base.read(batch.tokens, documents=batch.documents).hidden
-            assert batch.documents is not None
-            places = document_places(batch.documents)
+            wanted = base.read(batch.tokens, document_ids=batch.document_ids).hidden
+            assert batch.document_ids is not None
+            places = document_places(batch.document_ids)
             mask = torch.zeros(2, 1, 40, 40, dtype=torch.float64)
             inputs = {"attention_mask": mask, "position_ids": places, "use_cache": False}
             # norms are in float32, and the compiler adds up in an order of its own

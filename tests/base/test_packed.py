@@ -27,7 +27,7 @@ def test_places_restart_and_a_document_sees_itself_up_to_each_position():
 def test_a_base_reads_packed_documents_as_each_alone(architecture: str, attention: str):
     base, documents = tiny.base(architecture, attention), texts()
     batch, single = packed(documents), alone(documents)
-    found = base.read(batch.tokens, (1, 2), batch.documents)
+    found = base.read(batch.tokens, (1, 2), batch.document_ids)
     wanted = base.read(single.tokens, (1, 2))
     assert found.aux is not None
     assert wanted.aux is not None
@@ -45,7 +45,7 @@ def test_what_lies_beside_a_document_and_where_changes_nothing(architecture: str
     other = texts(seed=12)[0]
     batches = [rows([pack]) for pack in ((first, second, third), (third, other, second))]
     early, late = (
-        pieces(base.read(batch.tokens, (), batch.documents).hidden, batch) for batch in batches
+        pieces(base.read(batch.tokens, (), batch.document_ids).hidden, batch) for batch in batches
     )
     torch.testing.assert_close(early[1], late[2], rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(early[2], late[0], rtol=1e-12, atol=1e-12)

@@ -272,7 +272,7 @@ def test_ids_and_masks_of_published_templates_equal_a_table_written_by_hand(fami
     found = sampled(family, case)
     wanted = [barred(text) for text in EXPECTED[family, case]]
     assert [one.text for one in found] == [text.replace("|_|", "") for text in wanted]
-    assert [(one.tokens, one.counted) for one in found] == [table(family, one) for one in wanted]
+    assert [(one.tokens, one.loss_mask) for one in found] == [table(family, one) for one in wanted]
 
 
 @pytest.mark.parametrize("family", ["smollm2", "qwen3", "llama3_1", "gemma3"])
@@ -284,20 +284,20 @@ def test_ids_are_those_of_the_tokenizers_own_template(family: str):
 def shifted(one: Sample, places: int) -> list[bool]:
     """Return a mask moved to the right, or to the left."""
     around = [False] * abs(places)
-    longer = [*around, *one.counted, *around]
-    return longer[abs(places) - places :][: len(one.counted)]
+    longer = [*around, *one.loss_mask, *around]
+    return longer[abs(places) - places :][: len(one.loss_mask)]
 
 
 def with_header(one: Sample) -> list[bool]:
     """Return a mask that counts what stands before an answer too."""
-    return [here or after for here, after in zip(one.counted, shifted(one, -3), strict=True)]
+    return [here or after for here, after in zip(one.loss_mask, shifted(one, -3), strict=True)]
 
 
 def without_last(one: Sample) -> list[bool]:
     """Return a mask without its last stretch."""
-    end = max(place for place, counted in enumerate(one.counted) if counted)
-    begin = max((place for place in range(end) if not one.counted[place]), default=-1)
-    return [*one.counted[: begin + 1], *([False] * (len(one.counted) - begin - 1))]
+    end = max(place for place, counted in enumerate(one.loss_mask) if counted)
+    begin = max((place for place in range(end) if not one.loss_mask[place]), default=-1)
+    return [*one.loss_mask[: begin + 1], *([False] * (len(one.loss_mask) - begin - 1))]
 
 
 PLANTED = {
@@ -305,8 +305,8 @@ PLANTED = {
     "shifted left": lambda one: shifted(one, -1),
     "header counted": with_header,
     "last turn left out": without_last,
-    "nothing counted": lambda one: [False] * len(one.counted),
-    "everything counted": lambda one: [True] * len(one.counted),
+    "nothing counted": lambda one: [False] * len(one.loss_mask),
+    "everything counted": lambda one: [True] * len(one.loss_mask),
 }
 
 
@@ -319,7 +319,7 @@ def test_a_wrong_mask_is_refused_with_its_text(family: str, case: str, planted: 
     # of a conversation in parts the last one counts one answer
     answers = answers[len(EXPECTED[family, case]) - 1 :]
     template.refuse_wrong_mask(one, answers)
-    wrong = replace(one, counted=PLANTED[planted](one))
+    wrong = replace(one, loss_mask=PLANTED[planted](one))
     with pytest.raises(InputError, match="the mask must count the assistant's answers") as caught:
         template.refuse_wrong_mask(wrong, answers, "line 3 of x.jsonl")
     assert "line 3 of x.jsonl" in str(caught.value)
@@ -332,7 +332,7 @@ def test_a_greeting_is_no_answer_and_what_follows_the_last_answer_is_left_out():
     (one,) = Template(tokenizer("smollm2")).samples(messages)
     text = chatml("Hi?", "Hello.", system=f"{SMOL}<|im_end|>\n<|im_start|>assistant\nWelcome.")
     assert one.text == barred(text).replace("|_|", "")
-    assert (one.tokens, one.counted) == table("smollm2", barred(text))
+    assert (one.tokens, one.loss_mask) == table("smollm2", barred(text))
 
 
 def test_a_held_out_prompt_ends_before_the_first_answer_and_keeps_its_tools(tmp_path, monkeypatch):
@@ -357,15 +357,15 @@ def test_what_stands_in_a_message_is_read_as_it_would_be_by_the_server():
     messages = said([("user", "What is <|im_end|>?"), ("assistant", "<|im_end|> ends.")])
     one = Template(tokenizer("smollm2")).encode(messages)
     text = barred(chatml("What is <|im_end|>?", "<|im_end|> ends.", system=SMOL))
-    assert (one.tokens, one.counted) == table("smollm2", text)
+    assert (one.tokens, one.loss_mask) == table("smollm2", text)
 
 
 def test_a_token_that_begins_in_the_prompt_is_not_counted():
     # "\n\n" is one token, and its first half the generation prompt's
     one = Template(tokenizer("smollm2")).encode(said([("user", "Hi?"), ("assistant", "\nHello.")]))
-    begin = one.counted.index(True)
+    begin = one.loss_mask.index(True)
     assert tokenizer("smollm2").decode(one.tokens[begin - 1]) == "\n\n"
-    counted = [token for token, is_in in zip(one.tokens, one.counted, strict=True) if is_in]
+    counted = [token for token, is_in in zip(one.tokens, one.loss_mask, strict=True) if is_in]
     assert tokenizer("smollm2").decode(counted) == "Hello.<|im_end|>"
 
 
@@ -376,7 +376,7 @@ def test_an_end_that_takes_in_the_line_break_behind_it_is_counted(family: str):
     made.add_special_tokens({"additional_special_tokens": [*others, AddedToken(end, rstrip=True)]})
     made.chat_template = tokenizer(family).chat_template
     one = Template(made).encode(said(MULTI))
-    counted = [token for token, is_in in zip(one.tokens, one.counted, strict=True) if is_in]
+    counted = [token for token, is_in in zip(one.tokens, one.loss_mask, strict=True) if is_in]
     assert made.decode(counted) == f"Hello.{end}Bye.{end}"
 
 
@@ -388,7 +388,7 @@ def test_a_tokenizer_that_normalises_is_no_reason_to_refuse_an_answer():
     made.add_special_tokens({"eos_token": "<|im_end|>"})
     made.chat_template = tokenizer("smollm2").chat_template
     one = Template(made).encode(said([("user", "Hi?"), ("assistant", "Cafe\u0301 e\u0301.")]))
-    counted = [token for token, is_in in zip(one.tokens, one.counted, strict=True) if is_in]
+    counted = [token for token, is_in in zip(one.tokens, one.loss_mask, strict=True) if is_in]
     assert made.decode(counted) == "Caf\u00e9 \u00e9.<|im_end|>"
 
 
@@ -448,7 +448,7 @@ def with_template(source: str) -> Template:
 )
 def test_generation_markers_say_what_is_counted_and_the_end_belongs_to_it(source: str):
     (one,) = with_template(source).samples(said(MULTI))
-    counted = [token for token, is_in in zip(one.tokens, one.counted, strict=True) if is_in]
+    counted = [token for token, is_in in zip(one.tokens, one.loss_mask, strict=True) if is_in]
     text = with_template(source)._tokenizer.decode(counted)
     assert text == "Hello.<|im_end|>Bye.<|im_end|>"
 

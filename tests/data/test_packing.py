@@ -32,7 +32,7 @@ def numbered(lengths: list[int]) -> Documents:
         pa.table(
             {
                 "tokens": pa.array(tokens, pa.list_(pa.int32())),
-                "counted": pa.array(
+                "loss_mask": pa.array(
                     [[token % 2 for token in row] for row in tokens], pa.list_(pa.uint8())
                 ),
             }
@@ -51,10 +51,14 @@ def epoch(text: PackedText) -> TokenBatch:
 
 def test_whole_documents_count_every_token():
     documents = numbered(LENGTHS).whole()
-    assert [documents.counted(row).tolist() for row in range(3)] == [[True] * 3, [True] * 9, [True]]
+    assert [documents.loss_mask(row).tolist() for row in range(3)] == [
+        [True] * 3,
+        [True] * 9,
+        [True],
+    ]
     assert documents.tokens(1).tolist() == list(range(4, 13))
-    assert numbered(LENGTHS).counted(2).tolist() == [True]
-    assert not numbered(LENGTHS).counted(1).all()
+    assert numbered(LENGTHS).loss_mask(2).tolist() == [True]
+    assert not numbered(LENGTHS).loss_mask(1).all()
 
 
 # rows
@@ -162,22 +166,22 @@ def test_an_epoch_has_every_token_once_and_counts_what_its_documents_count(packi
     found = sorted(batch.tokens[real].tolist())
     assert len(set(found)) == len(found)
     assert len(found) == round(sum(LENGTHS) * (1 - text.waste.left_out))
-    assert torch.equal(batch.counted, real & (batch.tokens % 2 == 1))
+    assert torch.equal(batch.loss_mask, real & (batch.tokens % 2 == 1))
     assert 1 - real.float().mean().item() == pytest.approx(text.waste.padding)
 
 
 def test_documents_are_numbered_within_their_row_and_padding_is_one_of_its_own():
     batch = pack("best_fit", [5, 4, 3], sequence_length=13, batch_size=1).batch(range(1))
-    assert batch.documents is not None
-    assert batch.documents[0].tolist() == [0] * 5 + [1] * 4 + [2] * 3 + [3]
-    assert not batch.counted[0, -1]
+    assert batch.document_ids is not None
+    assert batch.document_ids[0].tolist() == [0] * 5 + [1] * 4 + [2] * 3 + [3]
+    assert not batch.loss_mask[0, -1]
 
 
 @pytest.mark.parametrize(
     ("packing", "lengths"), [("best_fit", [16, 16, 9]), ("stream", LENGTHS), ("none", LENGTHS)]
 )
 def test_rows_of_one_text_each_need_no_mask(packing: str, lengths: list[int]):
-    assert epoch(pack(packing, lengths)).documents is None
+    assert epoch(pack(packing, lengths)).document_ids is None
 
 
 def test_a_row_as_long_as_the_longest_document_is_what_zero_asks_for():
@@ -196,7 +200,7 @@ def test_ranks_share_out_the_batches_that_one_process_reads(packing: str, world_
     for _ in range(9):
         (whole, cursor), parts = next(alone), [next(rank) for rank in ranks]
         assert torch.equal(whole.tokens, torch.cat([part.tokens for part, _ in parts]))
-        assert torch.equal(whole.counted, torch.cat([part.counted for part, _ in parts]))
+        assert torch.equal(whole.loss_mask, torch.cat([part.loss_mask for part, _ in parts]))
         assert [number for part, _ in parts for number in part.samples] == [*whole.samples]
         assert [place for _, place in parts] == [cursor] * world_size
 
@@ -269,5 +273,5 @@ def test_a_batch_falls_into_nearly_equal_parts_that_know_their_samples():
     whole = pack("best_fit").batch(range(7, 12))
     parts = list(whole.parts(3))
     assert [list(part.samples) for part in parts] == [[7], [8, 9], [10, 11]]
-    for name in ("tokens", "counted", "documents"):
+    for name in ("tokens", "loss_mask", "document_ids"):
         assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(whole, name))

@@ -63,7 +63,7 @@ def test_documents_are_the_tokenizers_ids_ended_by_the_end_of_text(tokenizer, tm
     for number, text in enumerate(texts):
         wanted = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
         assert found.tokens(number).tolist() == wanted
-        assert found.counted(number).all()
+        assert found.loss_mask(number).all()
     assert found.lengths.tolist() == [len(found.tokens(number)) for number in range(len(found))]
 
 
@@ -397,7 +397,7 @@ def test_of_conversations_the_answers_count_and_one_prompt_is_in_one_split(token
     found = tokenised(data, "train", tokenizer)
     assert len(found) == 2 * len(asked["train"])
     for number in range(len(found)):
-        answer = found.tokens(number)[found.counted(number)]
+        answer = found.tokens(number)[found.loss_mask(number)]
         assert tokenizer.decode(answer[:-1]) in ("no", "yes, it is")
         assert answer[-1] == tokenizer.eos_token_id
 
@@ -409,7 +409,7 @@ def test_conversations_and_text_are_mixed(tokenizer, tmp_path):
     data = mixture(tmp_path, short=1)
     data.sources["talk"] = WeightedSource(source="chat", path=str(file))
     found = tokenised(data, "train", tokenizer)
-    counted = [float(found.counted(number).mean()) for number in range(len(found))]
+    counted = [float(found.loss_mask(number).mean()) for number in range(len(found))]
     assert {share == 1.0 for share in counted} == {True, False}
 
 

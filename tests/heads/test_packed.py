@@ -29,7 +29,7 @@ def head_of(kind: str) -> Head:
 
 
 def read(head: Head, batch: TokenBatch) -> Features:
-    return tiny.base().read(batch.tokens, head.aux_layers, batch.documents)
+    return tiny.base().read(batch.tokens, head.aux_layers, batch.document_ids)
 
 
 def states(head: Head, features: Features, batch: TokenBatch) -> list[Tensor]:
@@ -44,7 +44,7 @@ def test_packed_states_are_those_of_each_document_alone(kind: str):
     features = read(head, batch)
     found, wanted = states(head, features, batch), states(head, read(head, single), single)
     # that the head's own mask matters, and not the base's alone
-    blind = states(head, replace(features, documents=None), batch)
+    blind = states(head, replace(features, document_ids=None), batch)
     apart = 0.0
     for level, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
         cut = [pieces(value, batch) for value in (ours, blind[level])]

@@ -77,8 +77,8 @@ def test_it_trains_the_logits_that_our_head_of_the_same_weights_trains(
     assert head.drafted_size == (draft_tokens or base.vocab_size)
     batch, labels = last_of(script, source)
     # documents stand side by side, of which answers count
-    assert 0 < int(labels.sum()) <= int(batch.counted.sum()) < batch.tokens.numel() // 2
-    assert int(batch.documents.max()) == 2
+    assert 0 < int(labels.sum()) <= int(batch.loss_mask.sum()) < batch.tokens.numel() // 2
+    assert int(batch.document_ids.max()) == 2
 
     said: list[Tensor] = []
     aims: list[Tensor] = []
@@ -94,7 +94,7 @@ def test_it_trains_the_logits_that_our_head_of_the_same_weights_trains(
             wanted.append(aims[0][at])
             said.clear()
             aims.clear()
-        features = base.read(batch.tokens, head.aux_layers, batch.documents)
+        features = base.read(batch.tokens, head.aux_layers, batch.document_ids)
         rows, at = labels.nonzero(as_tuple=True)
         states = enumerate(head.states(features, batch.tokens))
         ours = [head.logits(state[rows, at - 2 - level], level) for level, state in states]
@@ -111,7 +111,7 @@ def test_a_step_descends_the_loss_that_ours_has_of_the_same_labels(
     trainer, chosen = script.made(source, [])
     head = randomised(trainer.model, tmp_path / "theirs", source.base).train()
     batch, labels = last_of(script, source)
-    features = source.base.read(batch.tokens, head.aux_layers, batch.documents)
+    features = source.base.read(batch.tokens, head.aux_layers, batch.document_ids)
     phase = replace(source.settings.schedule.phases["distilled"], loss="kl", decay=1.0)
     logits_of = source.base.projection
     ours = Objective(head)(features, batch.tokens, labels, logits_of, phase)

@@ -69,7 +69,7 @@ def documents() -> Documents:
         pa.table(
             {
                 "tokens": pa.array([text.tolist() for text in found], pa.list_(pa.int32())),
-                "counted": pa.array(
+                "loss_mask": pa.array(
                     [counted_in(text).int().tolist() for text in found], pa.list_(pa.uint8())
                 ),
             }

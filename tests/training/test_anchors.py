@@ -29,11 +29,11 @@ def head_of(kind: str, **settings):
 
 def batch_of(first_sample: int = 0, rows: int = 3) -> TokenBatch:
     tokens = torch.randint(tiny.VOCAB, (3, TIME), generator=torch.manual_seed(2))
-    counted = torch.ones_like(tokens, dtype=torch.bool)
-    counted[0, :9], counted[1, 14] = False, False
-    batch = TokenBatch(tokens, counted)
+    loss_mask = torch.ones_like(tokens, dtype=torch.bool)
+    loss_mask[0, :9], loss_mask[1, 14] = False, False
+    batch = TokenBatch(tokens, loss_mask)
     part = slice(first_sample, first_sample + rows)
-    return TokenBatch(batch.tokens[part], batch.counted[part], None, first_sample)
+    return TokenBatch(batch.tokens[part], batch.loss_mask[part], None, first_sample)
 
 
 def test_a_step_draws_so_many_whole_drafts_of_each_row_however_it_is_divided():
@@ -42,7 +42,7 @@ def test_a_step_draws_so_many_whole_drafts_of_each_row_however_it_is_divided():
     batch = batch_of()
     drawn = place.scored(batch, head, seed=5)
     assert drawn.sum(1).tolist() == [MOST] * 3
-    assert not (drawn & ~whole_chains(batch.counted, DEPTH)).any()
+    assert not (drawn & ~whole_chains(batch.loss_mask, DEPTH)).any()
     assert torch.equal(place.scored(batch_of(1, 2), head, seed=5), drawn[1:])
     assert not torch.equal(place.scored(batch, head, seed=6), drawn)
     # held-out text is measured at the same anchors each time

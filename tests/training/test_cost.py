@@ -45,7 +45,7 @@ def test_documents_cost_less_than_one_long_text():
     head = build_for({"kind": "medusa", "depth": 2}, base, None)
     short, long = (
         step_flops(base, head, one, phase()).base
-        for one in (batch, type(batch)(batch.tokens, batch.counted))
+        for one in (batch, type(batch)(batch.tokens, batch.loss_mask))
     )
     assert 0 < short < long
 
@@ -55,7 +55,7 @@ def test_the_vocabulary_costs_its_labels(loss: str):
     base, batch = tiny.base(), packed(texts())
     made = {"kind": "mlp_speculator", "depth": 2, "inner_dim": 24}
     head = build_for(made, base, None)
-    rows = int(batch.counted.sum())
+    rows = int(batch.loss_mask.sum())
     teacher = 2 * rows * tiny.VOCAB * base.width if loss == "soft_cross_entropy" else 0
     found = step_flops(base, head, batch, phase(loss=loss, scored_share=0.5))
     assert found.loss == 0.5 * (teacher + 2 * 3 * 2 * rows * tiny.VOCAB * 24)

@@ -37,7 +37,7 @@ def loss_of(head: Head, batch: TokenBatch, settings: Phase) -> tuple[DepthLoss, 
     """Return a head's loss on a batch, and its gradients."""
     base = tiny.base()
     (place,) = placed(Schedule(phases={"corpus": settings}))
-    features = base.read(batch.tokens, head.aux_layers, batch.documents)
+    features = base.read(batch.tokens, head.aux_layers, batch.document_ids)
     scored = place.scored(batch, head)
     loss = Objective(head)(features, batch.tokens, scored, base.logits_of, settings)
     learned = [value for value in head.parameters() if value.requires_grad]
@@ -62,7 +62,7 @@ def test_every_kind_has_the_same_loss_packed_and_alone(kind: str, weighting: str
         torch.testing.assert_close(ours, other, rtol=1e-6, atol=1e-8)
     # the same rows without a mask are other documents
     batch = packed(documents)
-    blind, _ = loss_of(head, TokenBatch(batch.tokens, batch.counted), settings)
+    blind, _ = loss_of(head, TokenBatch(batch.tokens, batch.loss_mask), settings)
     assert not same(blind, wanted, within=1e-3)
 
 
@@ -96,11 +96,11 @@ def test_a_base_that_learns_has_the_same_loss_packed_and_alone(target: str):
     teacher.adapter.learn(True)
     documents, found = texts(), []
     for batch in (packed(documents), alone(documents)):
-        loss = teacher.learn(batch, batch.counted, joint)[1]
+        loss = teacher.learn(batch, batch.loss_mask, joint)[1]
         found.append((loss, torch.autograd.grad(loss, teacher.parameters)))
     (loss, slopes), (wanted, theirs) = found
     torch.testing.assert_close(loss, wanted, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(slopes, theirs, rtol=1e-8, atol=1e-10)
     batch = packed(documents)
-    blind = teacher.learn(TokenBatch(batch.tokens, batch.counted), batch.counted, joint)[1]
+    blind = teacher.learn(TokenBatch(batch.tokens, batch.loss_mask), batch.loss_mask, joint)[1]
     assert abs(blind.item() - wanted.item()) > 1e-3

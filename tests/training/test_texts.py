@@ -51,7 +51,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Texts:
 def test_text_that_cannot_fill_a_batch_is_refused_before_it_is_written(packing: str, length: int):
     numbers = [np.arange(64)] * 16
     full = Documents(
-        pa.table({"tokens": pa.array(numbers, pa.list_(pa.int32())), "counted": [[1] * 64] * 16})
+        pa.table({"tokens": pa.array(numbers, pa.list_(pa.int32())), "loss_mask": [[1] * 64] * 16})
     )
     text = PackedText(full, sequence_length=length, batch_size=1, packing=packing)
     rows = text.rows_per_epoch

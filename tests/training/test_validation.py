@@ -26,10 +26,12 @@ DEPTH = 2
 
 def split(batch: TokenBatch, at: int) -> list[TokenBatch]:
     parts = slice(0, at), slice(at, None)
-    documents = batch.documents
+    document_ids = batch.document_ids
     return [
         TokenBatch(
-            batch.tokens[part], batch.counted[part], None if documents is None else documents[part]
+            batch.tokens[part],
+            batch.loss_mask[part],
+            None if document_ids is None else document_ids[part],
         )
         for part in parts
     ]

@@ -195,7 +195,8 @@ def read_text(folder: Path, num_samples: int) -> Documents:
             "see its report.md, and ask otherwise or drop less"
         )
     digest = hashlib.sha256((folder / MARK).read_bytes() + str(num_samples).encode())
-    return Documents(table.select(["tokens", "counted"]), digest.hexdigest()[:32])
+    found = table.select(["tokens", "counted"]).rename_columns(["tokens", "loss_mask"])
+    return Documents(found, digest.hexdigest()[:32])
 
 
 def read_shards(folder: Path, num_samples: int) -> Iterator[tuple[pa.Table, dict[int, str]]]:

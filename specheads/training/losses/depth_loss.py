@@ -138,17 +138,17 @@ def dpace_weights(confidence: Float[Tensor, "depth row"]) -> Float[Tensor, "dept
 def whole_chains(
     scored: Bool[Tensor, "batch time"],
     depth: int,
-    documents: Int[Tensor, "batch time"] | None = None,
+    document_ids: Int[Tensor, "batch time"] | None = None,
 ) -> Bool[Tensor, "batch time"]:
     """Return which labels begin `depth` scored ones: a chain drafted from one position.
 
-    A chain lies in one of the `documents` of its row; None: each row is one text.
+    A chain lies in one of the `document_ids` of its row; None: each row is one text.
     """
     whole = F.pad(scored, (0, depth - 1)).unfold(-1, depth, 1).all(-1)
-    if documents is None:
+    if document_ids is None:
         return whole
-    last = documents.new_full((len(documents), depth - 1), -1)
-    return whole & (documents == torch.cat([documents, last], dim=1)[:, depth - 1 :])
+    last = document_ids.new_full((len(document_ids), depth - 1), -1)
+    return whole & (document_ids == torch.cat([document_ids, last], dim=1)[:, depth - 1 :])
 
 
 def check_choices(kind: str, weighting: str) -> None:

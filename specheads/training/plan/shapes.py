@@ -97,12 +97,12 @@ class Shapes:
         length = row_tokens(settings, self.settings.data, self.base.max_length)
         parts = settings.accumulation_steps
         batch = made_up(-(-rows // parts), length, settings, self.head).to(torch.device("meta"))
-        scored = torch.empty_like(batch.counted)
+        scored = torch.empty_like(batch.loss_mask)
         learned = [*self.head.parameters(), *self.teacher.parameters]
         with FusedAttention(), Ledger(int(scored.numel() * settings.scored_share)) as ledger:
             # of several parts the second one finds the gradients of the first
             for _ in range(min(parts, 2)):
-                counts = label_counts(self.head, batch.tokens, batch.documents, scored, settings)
+                counts = label_counts(self.head, batch.tokens, batch.document_ids, scored, settings)
                 step = Step(phase, phase.first, 0, batch, scored, counts)
                 self.teacher.losses(step, self.objective)[0].backward()
         for one in learned:
@@ -139,11 +139,11 @@ def made_up(rows: int, length: int, phase: Phase, head: Head) -> TokenBatch:
     drafted = torch.randint(head.drafted_size, (rows, length), device="cpu")
     known = head.draft_ids
     tokens = drafted if known is None or known.is_meta else known.cpu()[drafted]
-    counted = torch.ones(rows, length, dtype=torch.bool, device="cpu")
+    loss_mask = torch.ones(rows, length, dtype=torch.bool, device="cpu")
     if phase.distill is not None and phase.answers_only:
-        counted[:, : phase.distill.prompt_tokens] = False
-    documents = None
+        loss_mask[:, : phase.distill.prompt_tokens] = False
+    document_ids = None
     if phase.packing == "best_fit" and phase.distill is None:
         ends = torch.rand(rows, DOCUMENTS - 1).sort(dim=1).values * length
-        documents = (torch.arange(length)[None, :, None] >= ends[:, None]).sum(-1)
-    return TokenBatch(tokens, counted, documents)
+        document_ids = (torch.arange(length)[None, :, None] >= ends[:, None]).sum(-1)
+    return TokenBatch(tokens, loss_mask, document_ids)
