@@ -48,7 +48,7 @@ def main() -> None:
         )
         CONSOLE.print(f"most memory {peak_gib():.2f} GiB, {before:.2f} before tokenising")
         kept = sum(file.stat().st_size for file in Path(folder).rglob("*") if file.is_file())
-        CONSOLE.print(f"shards {kept / 1e6:.0f} MB")
+        CONSOLE.print(f"tokens {kept / 1e6:.0f} MB")
         shards = {file: file.stat().st_mtime_ns for file in Path(folder).rglob("*.arrow")}
         wall, _ = measure(corpus, tokenizer)
         again = shards != {file: file.stat().st_mtime_ns for file in Path(folder).rglob("*.arrow")}

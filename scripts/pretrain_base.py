@@ -31,7 +31,7 @@ from transformers.utils import logging as transformers_logging
 
 from specheads.config import Data
 from specheads.data.bpe import train_tokenizer
-from specheads.data.local import JSONL, PARQUET
+from specheads.data.files import JSONL, PARQUET
 from specheads.data.packing import PackedText
 from specheads.data.sources import read
 from specheads.data.tokenise import tokenised

@@ -21,8 +21,8 @@ from specheads.base.model import FrozenBase
 from specheads.core.errors import InputError
 from specheads.core.files import write_atomic
 from specheads.core.paths import writable_folder
-from specheads.data.rendering import ASKED, Rendering
-from specheads.data.shown import added_ids
+from specheads.data.chat import ASKED, Rendering
+from specheads.data.masks import added_ids
 from specheads.decoding.acceptance.sampling import Sampling
 from specheads.runs.progress import progress
 from specheads.training.distill.engine import Ask

@@ -9,8 +9,8 @@ from specheads.base.loading import load_tokenizer
 from specheads.config import Train
 from specheads.config.schedule import distilled
 from specheads.core.errors import InputError, printable
+from specheads.data.masks import CLOSE, OPEN, marked, pieces
 from specheads.data.prompts import held_out
-from specheads.data.shown import CLOSE, OPEN, marked, pieces
 from specheads.data.tokenise import UnansweredError, tokenised
 
 MOST_TOKENS = 2048

@@ -1,27 +1,47 @@
-"""Conversations through the tokenizer's chat template: what is read, and what the loss counts.
+"""Conversations through the tokenizer's chat template: token ids and the loss mask.
 
-Counted is what the base itself writes behind a generation prompt: an answer and the token that ends
-it. See docs/data.md.
+The loss covers what the base itself writes after a generation prompt: an answer and its end token.
+See docs/data.md.
 """
 
+import hashlib
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from specheads.core.errors import InputError
-from specheads.data.answers import squeezed, wrong_mask
 from specheads.data.conversations import Conversation, Message, conversation, first_answer
-from specheads.data.rendering import ANSWERED, ASKED, Rendering
-from specheads.data.shown import marked
+from specheads.data.encode import encoding
+from specheads.data.masks import added_ids, marked, squeezed, wrong_mask
 
 __all__ = ["Conversation", "Sample", "Template", "conversation"]
 
+Messages = Sequence[Message]
+Tools = Sequence[dict[str, Any]] | None
+
 THINKING = re.compile(r"\s|</?think>")
-"""What templates put around thoughts, also around none."""
+"""Text that templates write around thoughts, also around empty ones."""
+
+DATE = "26 Jul 2024"
+"""Today's date for templates (llama 3.1's own default), so that text is the same every day."""
+
+CLOCK = (
+    "{% macro strftime_now(format) -%}{{ format|replace('%d', '26')|replace('%b', 'Jul')"
+    "|replace('%B', 'July')|replace('%m', '07')|replace('%Y', '2024')|replace('%A', 'Friday')"
+    "|replace('%H', '00')|replace('%M', '00')|replace('%S', '00') }}{%- endmacro %}\n"
+)
+"""The same date for templates that call strftime_now."""
+
+MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+ASKED, ANSWERED = "\ue000", "\ue001"
+"""Placeholders for a question and an answer when a template is probed; no text contains them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,26 +52,26 @@ class Sample:
     loss_mask: list[bool]
     """Which tokens the loss covers."""
     text: str
-    """What the tokens say."""
+    """The text of the tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """An answer behind what the base had read when it wrote it."""
+    """An answer, and what the base had read when it wrote it."""
 
     message: Message
     prompt: str
     answer: str
-    """Up to the token that ends it, and with that."""
+    """Includes the end token."""
     rest: str
-    """What the template adds."""
+    """What the template adds after the end token."""
 
 
 class Template:
     """The chat template of a tokenizer.
 
     Raises:
-        ValueError: The tokenizer has none, or cannot tell which characters a token stands for.
+        InputError: The tokenizer has no template, or gives no character offsets of its tokens.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, where: str = "a conversation") -> None:
@@ -59,40 +79,34 @@ class Template:
 
     @property
     def fingerprint(self) -> str:
-        """Return 32 hex digits that change when conversations would be written differently."""
+        """Return 32 hex digits that change if conversations would be rendered differently."""
         return self._rendering.fingerprint
 
     def encode(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[dict[str, Any]] | None = None,
-        where: str = "a conversation",
+        self, messages: Messages, tools: Tools = None, where: str = "a conversation"
     ) -> Sample:
         """Return a conversation up to its last answer: the last of its `samples`."""
         return self.samples(messages, tools, where)[-1]
 
     def samples(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[dict[str, Any]] | None = None,
-        where: str = "a conversation",
+        self, messages: Messages, tools: Tools = None, where: str = "a conversation"
     ) -> list[Sample]:
-        """Return a conversation as texts that count every answer to the user once, in their order.
+        """Return a conversation as texts in which every answer to the user is in the loss once.
 
-        It is one text where the template keeps what stands before an answer. Where it does not, as
-        one that strips earlier thoughts, an answer that reads otherwise later on has a text of its
-        own: what the base had read when it wrote it. What follows the last answer is left out.
+        There is one text if the template keeps earlier answers as they were. A template may change
+        them, for example remove earlier thoughts. Then such an answer has a text of its own, as
+        the base saw it when it wrote it. Messages after the last answer are left out.
 
         Raises:
-            ValueError: Nobody answers, the template does not take the messages, or it cannot be
-                told from it what the assistant wrote. The text with its mask is in `details`.
+            InputError: There is no answer, the template refuses the messages, or the template does
+                not show what the assistant wrote. `details` has the text with its loss mask.
         """
         roles = [message["role"] for message in messages]
         first = first_answer(messages)
         places = [place for place in range(first, len(roles)) if roles[place] == "assistant"]
         if not places:
             raise InputError(
-                f"training on a conversation needs an answer of the assistant, {where} has none; "
+                f"training on a conversation needs an answer of the assistant, {where} lacks one; "
                 "remove the row, or have the base answer it in a distilled phase"
             )
         texts: list[tuple[str, list[_Turn]]] = []
@@ -104,47 +118,41 @@ class Template:
         return [self._sample(text, turns, where) for text, turns in reversed(texts)]
 
     def prompt(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[dict[str, Any]] | None = None,
-        where: str = "a conversation",
+        self, messages: Messages, tools: Tools = None, where: str = "a conversation"
     ) -> list[int]:
-        """Return the token ids behind which the base answers: they end with a generation prompt."""
+        """Return the token ids before an answer: they end with a generation prompt."""
         return self._rendering.read(self._rendering.text(messages, tools, where, ask=True))[0]
 
     def next_prompt(
         self,
         tokens: Sequence[int],
-        messages: Sequence[Message],
-        tools: Sequence[dict[str, Any]] | None = None,
+        messages: Messages,
+        tools: Tools = None,
         where: str = "a conversation",
     ) -> list[int]:
-        """Return a prompt and the base's answer to it, `tokens`, with what is said next behind.
+        """Append the next messages to a prompt and the base's answer, `tokens`.
 
-        The answer keeps its ids, and gets the token that ends it where it was cut off. `messages`
-        is the whole conversation: the answer as text, and what is said next. Where the template
-        shows the base something else than what it wrote, as one that strips earlier thoughts, the
-        conversation is rendered anew, and the result does not begin with `tokens`.
+        The answer keeps its ids, and gets its end token if it was cut off. `messages` is the whole
+        conversation, with the answer as text. If the template changes the answer, for example
+        removes its thoughts, the conversation is rendered again and does not begin with `tokens`.
         """
         rendering = self._rendering
         last = max(place for place, one in enumerate(messages) if one["role"] == "assistant")
         before = rendering.text(messages[:last], tools, where, ask=True)
         after = rendering.text(messages, tools, where, ask=True)
         stand_in = [*messages[:last], {"role": "assistant", "content": ANSWERED}]
-        shown = rendering.text([*stand_in, *messages[last + 1 :]], tools, where, ask=True)
-        said = squeezed(messages[last]["content"])
-        kept = after.startswith(before) and squeezed(after[len(before) :]).startswith(said)
-        if not kept or ANSWERED not in shown or messages[last].get("tool_calls"):
+        probed = rendering.text([*stand_in, *messages[last + 1 :]], tools, where, ask=True)
+        answer = squeezed(messages[last]["content"])
+        kept = after.startswith(before) and squeezed(after[len(before) :]).startswith(answer)
+        if not kept or ANSWERED not in probed or messages[last].get("tool_calls"):
             return rendering.read(after)[0]
-        # read with the token that ends an answer, so that nothing is taken for a text's beginning
-        glue = rendering.read(shown.rpartition(ANSWERED)[2])[0]
+        # read together with the end token, because some tokenizers treat a text's begin specially
+        rest = rendering.read(probed.rpartition(ANSWERED)[2])[0]
         is_ended = tokens[-1] in (rendering.end_id, self._tokenizer.eos_token_id)
-        return [*tokens, *(glue[1:] if is_ended and glue[0] == rendering.end_id else glue)]
+        return [*tokens, *(rest[1:] if is_ended and rest[0] == rendering.end_id else rest)]
 
-    def _turn(
-        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None, where: str
-    ) -> _Turn:
-        """Find what the assistant wrote in the last message, and what it had read."""
+    def _turn(self, messages: Messages, tools: Tools, where: str) -> _Turn:
+        """Find the text of the last message, which the assistant wrote, and its prompt."""
         prompt = self._rendering.text(messages[:-1], tools, where, ask=True)
         whole = self._rendering.text(messages, tools, where)
         mark = self._rendering.mark(messages, tools, where)
@@ -171,13 +179,13 @@ class Template:
         return _Turn(messages[-1], prompt, answer + end, rest)
 
     def _marked(self, whole: str, prompt: str, mark: int, where: str) -> str:
-        """Return the answer that the template's markers mark, held against the prompt for it."""
+        """Return the answer that generation markers enclose; it must follow the prompt."""
         if whole.startswith(prompt):
             near, begin = sorted((mark, len(prompt)))
             between = whole[max(near, 0) : begin]
         else:
             begin, between = mark, "" if mark >= 0 else whole
-        # some mark the tag that the generation prompt ends with, and some not the empty thought
+        # templates differ in whether thinking tags of the generation prompt are marked
         if THINKING.sub("", between):
             raise InputError(
                 "the generation markers of a chat template must begin where the generation prompt "
@@ -188,10 +196,8 @@ class Template:
             )
         return whole[begin:]
 
-    def _anywhere(
-        self, message: Message, tools: Sequence[dict[str, Any]] | None, where: str
-    ) -> str:
-        """Return how an answer reads behind any question; empty where that cannot be told."""
+    def _anywhere(self, message: Message, tools: Tools, where: str) -> str:
+        """Return the text of an answer after any question; empty if it is unknown."""
         asked: list[Message] = [{"role": "user", "content": ASKED}]
         prompt = self._rendering.text(asked, tools, where, ask=True)
         whole = self._rendering.text([*asked, message], tools, where)
@@ -202,21 +208,21 @@ class Template:
         loss_mask = np.zeros(len(ids), bool)
         for turn in turns:
             begin, end = len(turn.prompt), len(turn.prompt) + len(turn.answer)
-            # a token that begins in the prompt is none that the base writes; the one that ends the
-            # answer may take in the line break behind it
+            # a token that begins in the prompt is not the base's; the end token may contain the
+            # line break after it
             loss_mask |= (begin <= places[:, 0]) & (places[:, 0] < end)
         sample = Sample(ids, loss_mask.tolist(), text)
         self.refuse_wrong_mask(sample, [turn.message for turn in turns], where)
         return sample
 
     def refuse_wrong_mask(
-        self, sample: Sample, answers: Sequence[Message], where: str = "a conversation"
+        self, sample: Sample, answers: Messages, where: str = "a conversation"
     ) -> None:
-        """Refuse a sample whose counted tokens are not these answers and what ends them.
+        """Refuse a sample whose loss mask does not cover exactly these answers and their ends.
 
-        It knows nothing of how the mask was made: it reads the tokens back.
+        The check is independent of how the mask was made: it decodes the tokens.
         """
-        told = wrong_mask(
+        fault = wrong_mask(
             self._tokenizer,
             sample.tokens,
             sample.loss_mask,
@@ -224,11 +230,129 @@ class Template:
             end=self._rendering.end,
             opening=self._rendering.opening,
         )
-        if told:
-            shown = marked(self._tokenizer, sample.tokens, sample.loss_mask)
+        if fault:
             raise InputError(
-                f"the mask must count the assistant's answers and nothing else, in {where} {told}; "
-                "see the text below, counted in brackets: mend the row, or the tokenizer's chat "
-                "template",
-                shown,
+                "the mask must count the assistant's answers and nothing else, in "
+                f"{where} {fault}; see the text below, counted in brackets: fix the row, or the "
+                "tokenizer's chat template",
+                marked(self._tokenizer, sample.tokens, sample.loss_mask),
             )
+
+
+class Rendering:
+    """Renders messages by a tokenizer's chat template; an error names the row of the messages.
+
+    Raises:
+        InputError: The tokenizer has no template, or gives no character offsets of its tokens.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, where: str) -> None:
+        if tokenizer.chat_template is None:
+            raise InputError(
+                f"messages need a tokenizer with a chat template, {where} has messages and this "
+                "tokenizer has no template; give rows with plain text, or an instruction-tuned base"
+            )
+        if not tokenizer.is_fast:
+            raise InputError(
+                "conversations need a tokenizer that gives the characters of each token, "
+                f"{type(tokenizer).__name__} does not; save it with a tokenizer.json"
+            )
+        self._tokenizer = tokenizer
+
+    @property
+    def fingerprint(self) -> str:
+        """Return 32 hex digits of the template and its special tokens."""
+        special = {name: str(one) for name, one in self._tokenizer.special_tokens_map.items()}
+        rules = [self._tokenizer.chat_template, special, DATE]
+        return hashlib.sha256(json.dumps(rules, sort_keys=True).encode()).hexdigest()[:32]
+
+    @cached_property
+    def end_id(self) -> int:
+        """The token that ends an answer and the base's turn."""
+        asked: list[Message] = [{"role": "user", "content": ASKED}]
+        whole = self.text([*asked, {"role": "assistant", "content": ANSWERED}], None, "a try")
+        if ANSWERED not in whole:
+            raise InputError(
+                "a chat template must write the assistant's messages, this tokenizer's leaves them "
+                "out; give the tokenizer another template",
+                whole,
+            )
+        after = self.read(whole.rpartition(ANSWERED)[2])[0]
+        eos: Any = self._tokenizer.eos_token_id
+        added = added_ids(self._tokenizer)
+        ends = [eos] if eos in after else [one for one in after if one in added]
+        if not ends:
+            raise InputError(
+                "a chat template must end an answer with a special token, which the base writes to "
+                f"end its turn, this tokenizer's does not: it adds {whole[-40:]!r}; add the token "
+                "to the tokenizer, or take the tokenizer of the base that the template is for"
+            )
+        return ends[-1]
+
+    @cached_property
+    def end(self) -> str:
+        """Text of the end token."""
+        return str(self._tokenizer.decode([self.end_id]))
+
+    @cached_property
+    def opening(self) -> str:
+        """Text before an answer to the user: the generation prompt if there is one."""
+        asked: list[Message] = [{"role": "user", "content": ASKED}]
+        prompt = self.text(asked, None, "a try", ask=True)
+        plain = self.text(asked, None, "a try")
+        added = prompt.removeprefix(plain) if prompt.startswith(plain) else ""
+        return added or prompt.rpartition(ASKED)[2]
+
+    def mark(self, messages: Messages, tools: Tools, where: str) -> int | None:
+        """Return the character at which the last marked answer begins.
+
+        It is -1 if nothing is marked, and None if the template has no generation markers.
+        """
+        if not MARKER.search(self._source(tools)):
+            return None
+        read: Any = self._apply(
+            messages,
+            tools,
+            where,
+            return_assistant_tokens_mask=True,
+            return_dict=True,
+            tokenizer_kwargs={"return_offsets_mapping": True, "verbose": False},
+        )
+        mask = read["assistant_masks"]
+        begins = [
+            place for place, one in enumerate(mask) if one and not (place and mask[place - 1])
+        ]
+        return read["offset_mapping"][begins[-1]][0] if begins else -1
+
+    def text(self, messages: Messages, tools: Tools, where: str, *, ask: bool = False) -> str:
+        """Render messages as text; with `ask` it ends with a generation prompt."""
+        return str(self._apply(messages, tools, where, tokenize=False, add_generation_prompt=ask))
+
+    def _source(self, tools: Tools) -> str:
+        """Return the template; some tokenizers have another one for tools."""
+        source = self._tokenizer.get_chat_template(None, list(tools) if tools else None)
+        return f"{CLOCK}{source}" if "strftime_now" in source else source
+
+    def _apply(self, messages: Messages, tools: Tools, where: str, **choices: Any) -> Any:
+        try:
+            return self._tokenizer.apply_chat_template(
+                list(messages),
+                tools=list(tools) if tools else None,
+                chat_template=self._source(tools),
+                date_string=DATE,
+                **choices,
+            )
+        except Exception as error:
+            # a template is a program and can raise anything
+            raise InputError(
+                "the tokenizer's chat template takes no messages such as those of "
+                f"{where}: {' '.join(str(error).split()) or type(error).__name__}; change the "
+                "roles, or give rows with plain text"
+            ) from error
+
+    def read(self, text: str) -> tuple[list[int], np.ndarray]:
+        """Return the token ids of rendered text, and the (begin, end) character of each."""
+        # the template wrote the special tokens itself
+        choices = {"add_special_tokens": False, "return_offsets_mapping": True}
+        found = encoding(self._tokenizer, text, **choices)
+        return found["input_ids"], np.array(found["offset_mapping"], int).reshape(-1, 2)

@@ -1,4 +1,4 @@
-"""Rows of conversations as people publish them, brought into one form or refused by their line."""
+"""Rows of conversations in the common published forms, converted to one form or refused."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 from specheads.core.errors import InputError
-from specheads.data.jsonl import names
+from specheads.data.files import names
 
 Message = dict[str, Any]
 
@@ -15,43 +15,42 @@ ROLES = {
     **{"developer": "system", "human": "user", "gpt": "assistant", "model": "assistant"},
     **{"observation": "tool", "ipython": "tool", "function": "tool"},
 }
-"""What people call who speaks, and what templates call them."""
+"""Published names of roles, and the names that templates use."""
 
 KEPT = ("name", "tool_call_id")
-"""Keys of a message that templates may read besides what is said."""
+"""Keys of a message that templates may read, in addition to role and content."""
 
 ASKS, ANSWERS = (
     ("instruction", "prompt", "question", "text"),
     ("output", "response", "completion", "answer", "code"),
 )
-"""Columns of rows that have one question and one answer; the last are MBPP's."""
+"""Columns of rows with one question and one answer; the last are MBPP's."""
 
 SYSTEM = ("system", "system_prompt")
-"""Columns that hold what the model is told before all else."""
+"""Columns of the system message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Who said what, in the form that chat templates read."""
+    """Messages in the form that chat templates read."""
 
     messages: list[Message]
-    """`role` is one of system, user, assistant and tool; `content` is text. What the assistant
-    thought before may stand in `reasoning_content`, and its calls in `tool_calls`."""
+    """`role` is one of system, user, assistant and tool; `content` is text. `reasoning_content` has
+    the assistant's thoughts, and `tool_calls` its calls."""
     tools: list[dict[str, Any]] | None = None
     """JSON schemas of the tools that the assistant may call."""
 
 
 def conversation(row: Mapping[str, Any], where: str) -> Conversation:
-    """Read a row, whichever of the common forms it has; `where` names it in errors.
+    """Convert a row of any common form; error messages call it by `where`.
 
-    The forms: `messages` of role and content; ShareGPT's `conversations` of from and value; a
-    question (`instruction`, with `input`, or `prompt`, `question` or `text`) and its answer
-    (`output`, `response`, `completion`, `answer` or `code`). `system` and `tools` may stand beside
-    each of them. What is null is taken for absent, as tables fill in what a row lacks.
+    The forms are `messages` of role and content, ShareGPT's `conversations` of from and value, and
+    a question (`instruction`, with `input`, or `prompt`, `question` or `text`) with its answer
+    (`output`, `response`, `completion`, `answer` or `code`). Each may have `system` and `tools`.
+    A null counts as absent, because tables fill missing keys with null.
 
     Raises:
-        ValueError: The row has none of the forms or more than one, nobody asks, or a message is
-            none.
+        InputError: The row has no known form or several, no user message, or a bad message.
     """
     row = {name: value for name, value in row.items() if value is not None}
     ask = next((name for name in ASKS if name in row), "")
@@ -62,13 +61,13 @@ def conversation(row: Mapping[str, Any], where: str) -> Conversation:
         raise InputError(
             "a conversation is a row with messages, or conversations, or a question and its answer "
             f"(as instruction and output), and with one of them only; {where} has "
-            f"{'; '.join(found) or names(row)}; mend or remove it"
+            f"{'; '.join(found) or names(row)}; fix or remove it"
         )
     is_pair = bool(ask and answer)
     messages = _pair(row, ask, answer, where) if is_pair else _messages(row[found[0]], where)
-    told = next((row[name] for name in SYSTEM if name in row), "")
-    if told and messages[0]["role"] != "system":
-        messages = [_message({"role": "system", "content": told}, where), *messages]
+    system = next((row[name] for name in SYSTEM if name in row), "")
+    if system and messages[0]["role"] != "system":
+        messages = [_message({"role": "system", "content": system}, where), *messages]
     if not any(message["role"] == "user" for message in messages):
         raise InputError(
             f"a conversation needs a turn of the user, {where} has only "
@@ -78,9 +77,9 @@ def conversation(row: Mapping[str, Any], where: str) -> Conversation:
 
 
 def first_answer(messages: Sequence[Message]) -> int:
-    """Return the place of the first answer to a user, behind all messages where there is none.
+    """Return the index of the first answer to a user, else the number of messages.
 
-    What the assistant says unasked is a greeting.
+    A message of the assistant before any user message is a greeting.
     """
     roles = [message["role"] for message in messages]
     asked = roles.index("user") if "user" in roles else len(roles)
@@ -88,24 +87,24 @@ def first_answer(messages: Sequence[Message]) -> int:
 
 
 def _pair(row: Mapping[str, Any], ask: str, answer: str, where: str) -> list[Message]:
-    said = row[ask], row[answer]
-    if all(isinstance(one, list) for one in said):
-        return _messages([*said[0], *said[1]], where)
+    pair = row[ask], row[answer]
+    if all(isinstance(one, list) for one in pair):
+        return _messages([*pair[0], *pair[1]], where)
     more = row.get("input", "") if ask == "instruction" else ""
-    for name, text in ((ask, said[0]), (answer, said[1]), ("input", more)):
+    for name, text in ((ask, pair[0]), (answer, pair[1]), ("input", more)):
         if not isinstance(text, str) or (name != "input" and not text.strip()):
             raise InputError(
-                f"{name} must be text, and not empty, {where} has {text!r:.60}; mend or remove it"
+                f"{name} must be text, and not empty, {where} has {text!r:.60}; fix or remove it"
             )
-    asked = f"{said[0]}\n\n{more}" if more.strip() else said[0]
-    return [{"role": "user", "content": asked}, {"role": "assistant", "content": said[1]}]
+    asked = f"{pair[0]}\n\n{more}" if more.strip() else pair[0]
+    return [{"role": "user", "content": asked}, {"role": "assistant", "content": pair[1]}]
 
 
 def _messages(value: Any, where: str) -> list[Message]:
     if not isinstance(value, list) or not value:
         raise InputError(
             "messages must be a list of objects with role and content, and not empty; "
-            f"{where} has {value!r:.60}; mend or remove it"
+            f"{where} has {value!r:.60}; fix or remove it"
         )
     return [_message(one, where) for one in value]
 
@@ -114,34 +113,34 @@ def _message(value: Any, where: str) -> Message:
     if not isinstance(value, Mapping):
         raise InputError(
             "messages must be a list of objects with role and content, and not empty; "
-            f"{where} has {value!r:.60} among them; mend or remove it"
+            f"{where} has {value!r:.60} among them; fix or remove it"
         )
-    said = {name: part for name, part in value.items() if part is not None}
-    role, content = said.get("role", said.get("from")), said.get("content", said.get("value"))
+    given = {name: part for name, part in value.items() if part is not None}
+    role, content = given.get("role", given.get("from")), given.get("content", given.get("value"))
     if not isinstance(role, str) or role not in ROLES:
         raise InputError(
             f"the role of a message must be one of {', '.join(ROLES)}; {where} has {role!r:.40}: "
-            "mend or remove it"
+            "fix or remove it"
         )
     out: Message = {"role": ROLES[role], "content": _text(content, where)}
-    out |= {name: said[name] for name in KEPT if name in said}
-    thought = said.get("reasoning_content", said.get("reasoning", said.get("thinking")))
+    out |= {name: given[name] for name in KEPT if name in given}
+    thought = given.get("reasoning_content", given.get("reasoning", given.get("thinking")))
     if out["role"] == "assistant":
         if thought:
             out["reasoning_content"] = _text(thought, where)
-        if said.get("tool_calls"):
-            out["tool_calls"] = _calls(said["tool_calls"], where)
+        if given.get("tool_calls"):
+            out["tool_calls"] = _calls(given["tool_calls"], where)
     may_be_empty = out["role"] in ("system", "tool") or "tool_calls" in out
     if not may_be_empty and not out["content"].strip():
         raise InputError(
-            f"a message of the {out['role']} must not be empty, one of {where} is; mend or remove "
+            f"a message of the {out['role']} must not be empty, one of {where} is; fix or remove "
             "the row"
         )
     return out
 
 
 def _text(content: Any, where: str) -> str:
-    """Return the text of a message; parts of text are joined."""
+    """Return the text of a message; join parts of text."""
     if content is None:
         return ""
     if isinstance(content, list) and all(map(_is_text_part, content)):
@@ -164,20 +163,20 @@ def _is_text_part(part: Any) -> TypeGuard[Mapping[str, str]]:
 
 
 def _calls(value: Any, where: str) -> list[dict[str, Any]]:
-    """Return calls of tools with their arguments as objects: templates write those as JSON."""
+    """Return tool calls with their arguments as objects, which templates write as JSON."""
     calls = []
     for call in value if isinstance(value, list) else [value]:
         function = call.get("function", call) if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise InputError(
                 "tool_calls must be a list of objects with function, and that with name and "
-                f"arguments; {where} has {call!r:.60}: mend or remove the row"
+                f"arguments; {where} has {call!r:.60}: fix or remove the row"
             )
         arguments = _parsed(function.get("arguments", {}))
         if not isinstance(arguments, Mapping):
             raise InputError(
                 f"arguments of a tool call must be an object or its JSON, {where} has "
-                f"{function.get('arguments')!r:.60}; mend or remove the row"
+                f"{function.get('arguments')!r:.60}; fix or remove the row"
             )
         known = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
         calls.append(({"id": call["id"]} if isinstance(call.get("id"), str) else {}) | known)
@@ -190,13 +189,13 @@ def _tools(value: Any, where: str) -> list[dict[str, Any]] | None:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise InputError(
-            f"tools must be a list of JSON schemas, {where} has {value!r:.60}; mend or remove it"
+            f"tools must be a list of JSON schemas, {where} has {value!r:.60}; fix or remove it"
         )
     return tools
 
 
 def _parsed(value: Any) -> Any:
-    """Return what a text is the JSON of, where it is; tables without nesting keep it so."""
+    """Parse text as JSON if it is JSON; flat tables keep nested values that way."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except (json.JSONDecodeError, RecursionError):

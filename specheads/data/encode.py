@@ -1,8 +1,10 @@
-"""Texts to token ids: by the tokenizer, or by a faster one that has shown to agree with it."""
+"""Texts to token ids: by the tokenizer, or by fastokens while it agrees with the tokenizer."""
 
+import hashlib
 import json
 import random
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, cast
 
 import numpy as np
@@ -13,25 +15,26 @@ from specheads.core.errors import InputError
 try:
     import fastokens
 except ImportError:
-    # it has no wheel for some machines
+    # it has no wheel for some platforms
     fastokens = None
 
 COMPARED = 32
-"""First documents of a corpus that both tokenizers read, and then one in a hundred."""
+"""First texts that are compared with the tokenizer; after them, one in a hundred."""
 
 
 class DisagreementError(Exception):
-    """The faster tokenizer read a text differently, or not at all."""
+    """fastokens read a text differently from the tokenizer, or failed on it."""
 
 
 class Encoder:
-    """Reads texts by the tokenizer, or by fastokens and tries that against it all the while.
+    """Encodes texts by fastokens and compares a sample with the tokenizer.
 
-    fastokens reads code some twenty times as fast, but it is another program: what it says of all
-    added tokens, of the first texts and of one text in a hundred is held against the tokenizer.
+    fastokens reads code about 20 times as fast, but it is another implementation. All added
+    tokens, the first texts and one text in a hundred are compared. Without fastokens, or with
+    `is_fast=False`, the tokenizer reads everything.
 
     Raises:
-        DisagreementError: The two differ, here or on a call: start anew with `is_fast=False`.
+        DisagreementError: The two differ, here or on a call: start again with `is_fast=False`.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, is_fast: bool = True) -> None:
@@ -41,32 +44,32 @@ class Encoder:
         self._random = random.Random(0)
 
     def __call__(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return the token ids of each text, with what the tokenizer puts around every text."""
+        """Return the token ids of each text, with the tokenizer's special tokens."""
         if self._fast is None:
             return _plain(self._tokenizer, texts)
         found = _read(self._fast, texts)
-        tried = [
+        compared = [
             place
             for place in range(len(texts))
             if self._num_read + place < COMPARED or self._random.random() < 0.01
         ]
         self._num_read += len(texts)
-        _compare(self._tokenizer, [(texts[place], found[place]) for place in tried])
+        _compare(self._tokenizer, [(texts[place], found[place]) for place in compared])
         return found
 
 
 def _fast(tokenizer: PreTrainedTokenizerBase) -> Any:
-    """Return fastokens' own tokenizer where there is one; its added tokens are tried."""
+    """Return the fastokens tokenizer, or None; compare its added tokens."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if fastokens is None or backend is None:
         return None
-    # of these two the last call decides, and documents are whole
+    # the last call of the tokenizer decides these two, and documents are never truncated
     rules = json.loads(backend.to_str()) | {"truncation": None, "padding": None}
     added = list(cast(Any, tokenizer).get_added_vocab())
     tried = ["", " ", *added, *(f"a{token}b {token} \n{token}1" for token in added), "".join(added)]
     try:
         fast = fastokens.Tokenizer.from_json_str(json.dumps(rules))
-    # whatever a stranger's rules meet there
+    # it can fail in any way on rules that it does not know
     except Exception as error:
         raise DisagreementError(str(error)) from error
     _compare(tokenizer, list(zip(tried, _read(fast, tried), strict=True)))
@@ -84,8 +87,8 @@ def _read(fast: Any, texts: Sequence[str]) -> list[np.ndarray]:
 
 
 def _compare(tokenizer: PreTrainedTokenizerBase, read: Sequence[tuple[str, np.ndarray]]) -> None:
-    wanted_ids = _plain(tokenizer, [text for text, _ in read])
-    for (text, ids), wanted in zip(read, wanted_ids, strict=True):
+    expected = _plain(tokenizer, [text for text, _ in read])
+    for (text, ids), wanted in zip(read, expected, strict=True):
         if not np.array_equal(wanted, ids):
             raise DisagreementError(f"{text!r:.60}")
 
@@ -99,22 +102,44 @@ def _plain(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[np.
 def token_ids(
     tokenizer: PreTrainedTokenizerBase, text: str | list[str], *, add_special_tokens: bool = True
 ) -> Any:
-    """Return the token ids of a text, or of each of several."""
+    """Return the token ids of a text, or of each of several texts."""
     return encoding(tokenizer, text, add_special_tokens=add_special_tokens)["input_ids"]
 
 
 def encoding(tokenizer: PreTrainedTokenizerBase, text: str | list[str], **choices: Any) -> Any:
-    """Return what a tokenizer makes of a text, or of several; `choices` are the tokenizer's own.
+    """Call a tokenizer on a text or a list of texts; `choices` are the tokenizer's own.
 
     Raises:
-        ValueError: It fails on the text.
+        InputError: The tokenizer fails on the text.
     """
     try:
-        # verbose: whether a text fits the base's context is no matter of who reads it
+        # verbose=False: no warning about texts longer than the context
         return tokenizer(text, return_attention_mask=False, verbose=False, **choices)
     except Exception as error:
-        # tokenizers has no other class for what a vocabulary cannot do
+        # tokenizers raises a bare Exception for text that a vocabulary cannot express
         raise InputError(
             f"the tokenizer must read any text, and it fails on {text!r:.60}: {error}; give it a "
             "token for what is unknown"
         ) from error
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return 32 hex digits that change if the tokenizer would read a text differently."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    rules = json.dumps({"vocab": tokenizer.get_vocab()}) if backend is None else backend.to_str()
+    rest = {
+        "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
+        "chat_template": tokenizer.chat_template,
+    }
+    return _digest(rules, json.dumps(rest))
+
+
+@lru_cache(maxsize=4)
+def _digest(rules: str, rest: str) -> str:
+    """Return the digest of two JSON objects; for a large vocabulary it takes half a second."""
+    known = json.loads(rules)
+    # these two depend on the last call, not on the tokenizer
+    kept = {name: known[name] for name in known if name not in ("truncation", "padding")}
+    whole = {"rules": kept} | json.loads(rest)
+    text = json.dumps(whole, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]

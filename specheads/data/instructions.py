@@ -1,4 +1,4 @@
-"""Instructions about the standard library of the running interpreter: prompts on every machine."""
+"""Instructions about the running interpreter's standard library, available on every machine."""
 
 import ast
 import hashlib
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from specheads.data.jsonl import Row
+from specheads.data.files import Row, Rows
 
 KINDS = {
     "write": (
@@ -58,40 +58,38 @@ KINDS = {
         "When would you use this module? Give a short example.\n\n{outline}",
     ),
 }
-"""Kinds of instructions, each in several wordings."""
+"""Wordings of each kind of instruction."""
 
 ALWAYS, ONE_OF = ("write", "explain", "test", "continue"), ("document", "annotate", "rename", "fix")
-"""What is asked of every function that allows it, and what of each only one is asked."""
+"""Every function gets all of the first kinds that fit it, and one of the second."""
 
 LINES = range(5, 61)
-"""Lines of a function that is asked about, its docstring included."""
+"""Number of lines of a function, including its docstring."""
 
 DOCSTRING_CHARACTERS = 40
-"""Shorter docstrings do not say enough to write the function."""
+"""Shorter docstrings do not describe the function well enough to write it."""
 
 BUGS = ((" == ", " != "), (" < ", " <= "), (" > ", " >= "), (" and ", " or "), (" + 1", " - 1"))
-"""What a broken function has in place of the right operator."""
+"""Right operators, and the wrong ones of a broken function."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Function:
     name: str
     code: str
-    """Its text, at no indentation."""
+    """The source, without indentation."""
     stub: str
-    """Its signature and docstring; empty where the docstring says too little."""
+    """Signature and docstring; empty if the docstring is too short."""
     bare: str
-    """Its text without the docstring; empty where it has none."""
+    """The source without the docstring; empty if it has no docstring."""
 
 
-def instructions(
-    files: Iterator[tuple[str, Row]], split_of: Callable[[str], str]
-) -> Iterator[tuple[str, Row]]:
-    """Yield conversations of one user turn about the functions of Python files, and the files.
+def instructions(files: Rows, split_of: Callable[[str], str]) -> Rows:
+    """Yield conversations of one user message about Python files and their functions.
 
-    They belong to their file's split, so that what `python_stdlib` trains on is in no prompt of
-    another. A function that stands in several files is asked about once, and not at all where
-    these belong to different splits; no wording comes twice. Rows say their kind, `category`.
+    A row has its file's split, so that training text of `python_stdlib` is in no prompt. A function
+    in several files is used once, and not at all if the files are in different splits. Each message
+    comes once. `category` is the kind of instruction.
     """
     found: dict[str, tuple[str, str, _Function]] = {}
     shared: set[str] = set()
@@ -122,7 +120,7 @@ def instructions(
 def _parsed(text: str) -> ast.Module | None:
     try:
         return ast.parse(text)
-    # the standard library has files of other versions' grammar
+    # some files of the standard library are not valid in this version
     except (SyntaxError, ValueError, RecursionError):
         return None
 
@@ -151,7 +149,7 @@ def _functions(text: str, tree: ast.Module) -> Iterator[_Function]:
 
 
 def _statements(body: list[Any]) -> Iterator[ast.AST]:
-    """Yield statements and those inside: ast.walk would visit every expression too."""
+    """Yield statements at every depth; unlike ast.walk it does not visit expressions."""
     for node in body:
         yield node
         for name in ("body", "handlers", "orelse", "finalbody"):
@@ -159,7 +157,7 @@ def _statements(body: list[Any]) -> Iterator[ast.AST]:
 
 
 def _outline(tree: ast.Module) -> str:
-    """Return a module's docstring and the names it defines; empty where it has no docstring."""
+    """Return a module's docstring and public names; empty if it has no docstring."""
     if not (docstring := ast.get_docstring(tree)):
         return ""
     kinds = {ast.FunctionDef: "def", ast.AsyncFunctionDef: "def", ast.ClassDef: "class"}
@@ -192,7 +190,7 @@ def _rows(function: _Function, split: str) -> Iterator[Row]:
 
 
 def _row(kind: str, split: str, texts: dict[str, str]) -> Row:
-    """Return a conversation; its code decides the wording."""
+    """Return a conversation; a hash of the code chooses the wording."""
     wordings = KINDS[kind]
     wording = wordings[_number(kind + "".join(texts.values())) % len(wordings)]
     fenced = {
@@ -204,8 +202,8 @@ def _row(kind: str, split: str, texts: dict[str, str]) -> Row:
 
 
 def _broken(code: str) -> str:
-    """Return code with one operator that is wrong; empty where there is none to change."""
-    # not in its comments and strings, as far as a line can tell
+    """Return the code with one wrong operator; empty if it has no such operator."""
+    # skip lines with a comment or a string before the operator
     for right, wrong in BUGS:
         if found := re.search(rf"^[^#'\"\n]*{re.escape(right)}", code, re.MULTILINE):
             start = found.end() - len(right)

@@ -1,9 +1,10 @@
-"""Batches out of documents: rows by sample number, the same for any number of processes.
+"""Training batches from documents: rows by sample number, for any number of processes.
 
 See docs/data.md.
 """
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right, insort
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,32 +19,34 @@ from torch import Tensor
 
 from specheads.core.errors import InputError
 from specheads.data.documents import Documents
-from specheads.data.rows import PACKINGS, Rows, Waste, best_fit, end_to_end, one_a_row, waste
+
+PACKINGS = ("best_fit", "stream", "none")
 
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """Rows of text to train on. `loss_mask[b, t]`: token t is a label the loss counts."""
+    """Rows of text to train on."""
 
     tokens: Int[Tensor, "batch time"]
     loss_mask: Bool[Tensor, "batch time"]
+    """Whether the token at this position is a label in the loss."""
     document_ids: Int[Tensor, "batch time"] | None = None
-    """Which document of its row each token is of, padding being one of its own; None: each row is
-    one text, and maybe padding behind it."""
+    """Number of each token's document within its row; padding has a number of its own. None: each
+    row is one document, maybe with padding after it."""
     first_sample: int = 0
-    """Number of the first row's sample in its text; those of the others follow."""
+    """Sample number of the first row; the other rows follow."""
 
     @property
     def samples(self) -> range:
-        """Numbers of the rows among the samples of the text."""
+        """Sample numbers of the rows."""
         return range(self.first_sample, self.first_sample + len(self.tokens))
 
     def to(self, device: torch.device) -> "TokenBatch":
-        """Return the batch on a device; what is pinned is copied while others compute."""
+        """Copy the batch to a device; from pinned memory the copy is asynchronous."""
         return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pinned(self) -> "TokenBatch":
-        """Return the batch in memory that a GPU can copy from by itself."""
+        """Copy the batch to pinned memory."""
         return self._each(Tensor.pin_memory)
 
     def parts(self, count: int) -> "Iterator[TokenBatch]":
@@ -67,38 +70,38 @@ def share(rows: range, number: int, count: int) -> range:
 
 @runtime_checkable
 class Text(Protocol):
-    """Where batches come from: corpus and self-distilled text alike."""
+    """A source of batches: packed corpus text or generated text."""
 
     def batches(
         self, cursor: dict[str, Any] | None = None
     ) -> Iterator[tuple[TokenBatch, dict[str, Any]]]:
-        """Yield batches for ever, each with the cursor from which the next one follows.
+        """Yield batches without end, each with the cursor that continues after it.
 
-        The cursor is the same on all processes, and fit for JSON.
+        The cursor is the same on all processes and is JSON.
         """
         ...
 
 
 class PackedText:
-    """An endless stream of batches from documents, each epoch in an order of its own.
+    """An endless stream of batches from documents, with a new order in each epoch.
 
-    Rows are picked by sample number: sample n is a row of epoch n // rows an epoch, and its place
-    there is drawn from seed and epoch. A batch is the same rows for any number of processes, of
-    which this one takes its share; a cursor is the number of samples in the batches before it.
+    Rows are chosen by sample number: sample n is in epoch n // rows_per_epoch, and seed and epoch
+    decide its row. A batch has the same rows for any number of processes, and each process reads
+    its share. The cursor is the number of samples before the next batch.
 
     Args:
-        documents: Text, and which of it counts.
-        sequence_length: Tokens of a row. Zero takes the longest document's.
-        batch_size: Rows of a batch over all processes; several are those of the first batches, and
-            the last one stays.
+        documents: Text and its loss mask.
+        sequence_length: Tokens in a row. 0 takes the longest document's length.
+        batch_size: Rows of a batch over all processes. A list gives the first batches their sizes;
+            the last size stays.
         packing: best_fit, stream or none: see docs/data.md.
-        padding_id: Token that fills rows up; it is never in the loss mask.
+        padding_id: Token that fills rows; it is never in the loss.
         seed: Seed of the orders.
         rank: Number of this process.
         world_size: Number of processes.
 
     Raises:
-        ValueError: The documents do not fill one batch.
+        InputError: The documents do not fill one batch.
     """
 
     def __init__(
@@ -120,21 +123,27 @@ class PackedText:
         self._sizes = [batch_size] if isinstance(batch_size, int) else [*batch_size]
         self._seed = seed
         self._rank, self._world_size = rank, world_size
-        self._epoch, self._rows = -1, self._lay(0)
+        self._epoch, self._rows = -1, self._layout(0)
         self.rows_per_epoch = len(self._rows)
-        self._refuse_too_short()
+        if self.rows_per_epoch < (rows := self._sizes[-1]):
+            raise InputError(
+                f"a batch of {rows} x {self.length} tokens needs as many rows, and "
+                f"{len(documents)} documents of {documents.lengths.sum()} tokens fill "
+                f"{self.rows_per_epoch}; give more text, or lower the batch size or the sequence "
+                "length"
+            )
 
     @cached_property
-    def waste(self) -> Waste:
-        """What packing costs."""
+    def waste(self) -> "Waste":
+        """Padding, cut documents and tokens left out."""
         return waste(self._rows, self._documents.lengths, self.length)
 
     def batches(
         self, cursor: dict[str, Any] | None = None
     ) -> Iterator[tuple[TokenBatch, dict[str, Any]]]:
-        """Yield batches for ever, each with the cursor from which the next one follows."""
+        """Yield batches without end, each with the cursor that continues after it."""
         sample = 0 if cursor is None else _sample(cursor)
-        # a cursor says how many of the first batches lie before it
+        # skip the sizes of the batches before the cursor
         first = bisect_right([*accumulate(self._sizes[:-1])], sample)
         for size in chain(self._sizes[first:], repeat(self._sizes[-1])):
             rows = range(sample, sample + size)
@@ -142,7 +151,7 @@ class PackedText:
             yield self.batch(share(rows, self._rank, self._world_size)), {"sample": sample}
 
     def batch(self, samples: range) -> TokenBatch:
-        """Return the rows of these sample numbers, which follow one another."""
+        """Return the rows of consecutive sample numbers."""
         shape = len(samples), self.length
         tokens = np.full(shape, self._padding_id, np.int64)
         loss_mask, numbers = np.zeros(shape, np.bool_), np.zeros(shape, np.int64)
@@ -157,42 +166,183 @@ class PackedText:
             numbers[row, end:] = number + 1
             most = max(most, number + 1)
         alone = self._packing != "best_fit" or most == 1
-        documents = None if alone else torch.from_numpy(numbers)
-        shown = torch.from_numpy(tokens), torch.from_numpy(loss_mask)
-        return TokenBatch(*shown, documents, samples.start)
+        document_ids = None if alone else torch.from_numpy(numbers)
+        rows = torch.from_numpy(tokens), torch.from_numpy(loss_mask)
+        return TokenBatch(*rows, document_ids, samples.start)
 
     def _pieces(self, sample: int) -> Iterator[tuple[int, int, int]]:
         epoch, place = divmod(sample, self.rows_per_epoch)
         if epoch != self._epoch:
             if self._packing == "stream":
-                self._rows = self._lay(epoch)
+                self._rows = self._layout(epoch)
             self._epoch, self._order = epoch, self._shuffled(epoch, 0, self.rows_per_epoch)
         return self._rows.pieces(int(self._order[place]))
 
-    def _lay(self, epoch: int) -> Rows:
+    def _layout(self, epoch: int) -> "Layout":
         lengths = self._documents.lengths
         if self._packing == "stream":
             return end_to_end(lengths, self.length, self._shuffled(epoch, 1, len(lengths)))
         return (best_fit if self._packing == "best_fit" else one_a_row)(lengths, self.length)
 
-    def _shuffled(self, epoch: int, what: int, count: int) -> np.ndarray:
-        return np.random.default_rng((self._seed, epoch, what)).permutation(count)
-
-    def _refuse_too_short(self) -> None:
-        if self.rows_per_epoch < (batch_size := self._sizes[-1]):
-            raise InputError(
-                f"a batch of {batch_size} x {self.length} tokens needs as many rows, and "
-                f"{len(self._documents)} documents of {self._documents.lengths.sum()} tokens fill "
-                f"{self.rows_per_epoch}; give more text, or lower the batch size or the sequence "
-                "length"
-            )
+    def _shuffled(self, epoch: int, purpose: int, count: int) -> np.ndarray:
+        return np.random.default_rng((self._seed, epoch, purpose)).permutation(count)
 
 
 def _sample(cursor: dict[str, Any]) -> int:
-    """Return how many samples were read; refuse the cursors of earlier versions."""
+    """Return the number of samples read; refuse cursors of earlier versions."""
     if set(cursor) != {"sample"}:
         raise InputError(
-            "a run goes on at a sample of its text, and this one stopped at a place of an earlier "
-            f"version ({', '.join(sorted(cursor))}); finish it with that version, or train anew"
+            "a run resumes at a sample of its text, and this one stopped at a cursor of an earlier "
+            f"version ({', '.join(sorted(cursor))}); finish it with that version, or train again"
         )
     return cursor["sample"]
+
+
+# layouts: which documents make up a row
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Rows of equal length, made of pieces of documents; row r has pieces ends[r] : ends[r + 1]."""
+
+    documents: np.ndarray
+    """Document number of each piece."""
+    starts: np.ndarray
+    """First token of each piece in its document."""
+    lengths: np.ndarray
+    """Tokens of each piece."""
+    ends: np.ndarray
+    """First piece of each row, and the number of pieces at the end."""
+
+    def __len__(self) -> int:
+        return len(self.ends) - 1
+
+    def pieces(self, row: int) -> Iterator[tuple[int, int, int]]:
+        """Yield (document, start, stop) of each piece of a row."""
+        for at in range(self.ends[row], self.ends[row + 1]):
+            start = int(self.starts[at])
+            yield int(self.documents[at]), start, start + int(self.lengths[at])
+
+
+@dataclass(frozen=True, slots=True)
+class Waste:
+    """The cost of packing."""
+
+    documents: int
+    rows: int
+    length: int
+    """Tokens of a row."""
+    padding: float
+    """Fraction of the rows' tokens that are padding."""
+    cut: float
+    """Fraction of documents that are not whole in one row."""
+    left_out: float
+    """Fraction of the documents' tokens that are in no row."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.documents:,} documents in {self.rows:,} rows of {self.length:,} tokens, "
+            f"{self.padding:.1%} padding, {self.cut:.1%} of documents cut, "
+            f"{self.left_out:.1%} of tokens left out"
+        )
+
+
+def waste(rows: Layout, lengths: np.ndarray, length: int) -> Waste:
+    """Return the cost of packing documents of these lengths into these rows."""
+    packed, room, total = int(rows.lengths.sum()), len(rows) * length, int(lengths.sum())
+    whole = np.count_nonzero(rows.lengths == lengths[rows.documents])
+    return Waste(
+        documents=len(lengths),
+        rows=len(rows),
+        length=length,
+        padding=1 - packed / max(room, 1),
+        cut=1 - whole / max(np.count_nonzero(lengths), 1),
+        left_out=1 - packed / max(total, 1),
+    )
+
+
+def one_a_row(lengths: np.ndarray, length: int) -> Layout:
+    """Give each document its own row; drop tokens after the row's end."""
+    (documents,) = np.nonzero(lengths)
+    kept = np.minimum(lengths[documents], length)
+    return Layout(documents, np.zeros_like(kept), kept, np.arange(len(documents) + 1))
+
+
+def end_to_end(lengths: np.ndarray, length: int, order: np.ndarray) -> Layout:
+    """Concatenate documents in an order and cut rows; drop the last row if it is not full."""
+    bounds = np.concatenate([[0], np.cumsum(lengths[order], dtype=np.int64)])
+    num_rows = int(bounds[-1]) // length
+    cuts = np.arange(num_rows + 1, dtype=np.int64) * length
+    edges = np.union1d(bounds[bounds <= cuts[-1]], cuts)
+    starts, sizes = edges[:-1], np.diff(edges)
+    # side="right": an empty document begins where the next one does
+    at = np.searchsorted(bounds, starts, side="right") - 1
+    return Layout(order[at], starts - bounds[at], sizes, np.searchsorted(starts, cuts))
+
+
+def best_fit(lengths: np.ndarray, length: int) -> Layout:
+    """Put each document into the fullest row that has room, longest documents first.
+
+    Documents longer than a row fill whole rows first, and their rest is packed. Documents of equal
+    length are placed together, so a million documents take about a second.
+
+    Source: Ding et al. 2024, arXiv:2404.10830.
+    """
+    full, rest = np.divmod(lengths.astype(np.int64), length)
+    num_full = int(full.sum())
+    cut = np.repeat(np.arange(len(lengths)), full)
+    nth = np.arange(num_full) - np.repeat(np.cumsum(full) - full, full)
+    (short,) = np.nonzero(rest)
+    short = short[np.argsort(-rest[short], kind="stable")]
+    row = num_full + _fit(rest[short], length)
+    rows = np.concatenate([np.arange(num_full), row])
+    by_row = np.argsort(rows, kind="stable")
+    counts = np.bincount(rows, minlength=int(rows.max(initial=-1)) + 1)
+    return Layout(
+        np.concatenate([cut, short])[by_row],
+        np.concatenate([nth * length, full[short] * length])[by_row],
+        np.concatenate([np.full(num_full, length), rest[short]])[by_row],
+        np.concatenate([[0], np.cumsum(counts)]),
+    )
+
+
+def _fit(lengths: np.ndarray, length: int) -> np.ndarray:
+    """Return the row of each piece; lengths are in descending order, from 1 to `length`."""
+    found = np.empty(len(lengths), np.int64)
+    rooms: list[int] = []
+    """The distinct amounts of room left in rows, ascending."""
+    by_room: defaultdict[int, list[np.ndarray]] = defaultdict(list)
+
+    def keep(room: int, rows: np.ndarray) -> None:
+        if room and len(rows):
+            if not by_room[room]:
+                insort(rooms, room)
+            by_room[room].append(rows)
+
+    num_rows = at = 0
+    sizes, counts = np.unique(lengths, return_counts=True)
+    for size, count in zip(sizes[::-1].tolist(), counts[::-1].tolist(), strict=True):
+        left = count
+        while left:
+            place = bisect_left(rooms, size)
+            room = rooms[place] if place < len(rooms) else length
+            # a row that takes one piece becomes the fullest, so it takes as many as fit
+            each = room // size
+            if place < len(rooms):
+                rows = by_room[room].pop()
+                if not by_room[room]:
+                    rooms.pop(place)
+            else:
+                rows = np.arange(num_rows, num_rows + -(-left // each))
+                num_rows += len(rows)
+            whole = min(len(rows), left // each)
+            parts = [(rows[:whole], each)]
+            if whole < len(rows) and (some := left - whole * each) and some < each:
+                parts.append((rows[whole : whole + 1], some))
+            for taken, times in parts:
+                placed = len(taken) * times
+                found[at : at + placed] = np.repeat(taken, times)
+                at, left = at + placed, left - placed
+                keep(room - times * size, taken)
+            keep(room, rows[sum(len(taken) for taken, _ in parts) :])
+    return found

@@ -1,4 +1,4 @@
-"""Prompts: what drafters are measured on. Never text that was trained on."""
+"""Prompts for evaluation. Text in prompts is never trained on."""
 
 import hashlib
 import json
@@ -16,34 +16,32 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from specheads.config import Data
 from specheads.core.errors import InputError
 from specheads.core.paths import local_path
-from specheads.data.chat import Template, conversation
-from specheads.data.conversations import first_answer
+from specheads.data.chat import Template
+from specheads.data.conversations import conversation, first_answer
+from specheads.data.documents import cut_windows
 from specheads.data.encode import token_ids
-from specheads.data.hub import load_from_hub
-from specheads.data.jsonl import names, parse, read_jsonl
-from specheads.data.shards import EmptySplitError
-from specheads.data.sources import by_sort, read
-from specheads.data.tokenise import tokenised
-from specheads.data.windows import cut_windows
+from specheads.data.files import names, parse, read_jsonl
+from specheads.data.sources import conversations_and_texts, load_from_hub, read
+from specheads.data.tokenise import EmptySplitError, tokenised
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One text to continue. `text` is for people; `tokens` are what the base reads."""
+    """One text to continue: `tokens` for the base, `text` for people."""
 
     tokens: list[int]
     category: str
     text: str
     source: str = ""
-    """What it was cut from: prompts of one file, or of one conversation, resemble each other.
-    Empty is a source of its own."""
+    """The file, conversation or row it comes from; prompts of one source are similar. Empty means
+    a source of its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptSet:
-    """Prompts under a name. `version` is a hash of their token ids: equal means comparable."""
+    """Named prompts. `version` is a hash of their token ids: equal versions are comparable."""
 
     name: str
     version: str
@@ -51,7 +49,7 @@ class PromptSet:
 
     @classmethod
     def of(cls, name: str, prompts: list[Prompt]) -> "PromptSet":
-        """Name some prompts; none are refused."""
+        """Name prompts; refuse an empty list."""
         if not prompts:
             raise InputError(f"prompts {name!r} hold no prompt; give a set that has some")
         ids = json.dumps([prompt.tokens for prompt in prompts]).encode()
@@ -72,22 +70,22 @@ ON_HUB = {
     "gsm8k": _OnHub("openai/gsm8k", "test", "question", config="main"),
     "mt_bench": _OnHub("HuggingFaceH4/mt_bench_prompts", "train", "prompt"),
 }
-"""Public sets by name. Each is also read from a local .jsonl as its project publishes it."""
+"""Public sets by name. A local .jsonl in its project's own format works too."""
 
 SPEC_BENCH = (
     "https://raw.githubusercontent.com/hemingkx/Spec-Bench/fd2c1cd7d2201ef71db4c5f4e455008f017967bf/"
     "data/spec_bench/question.jsonl"
 )
-"""Spec-Bench lives in its own repository and on no Hub."""
+"""Spec-Bench is in its own repository and not on the Hub."""
 
 OWN = ("python_stdlib", "stdlib_instructions")
-"""Sources whose own prompts have a name."""
+"""Sources that are also names of prompts."""
 
 NAMES = (*OWN, "held_out", "spec_bench", *ON_HUB)
 
 TEXT_COLUMNS = {"prompt": "entry_point", "question": "question", "text": "test_list"}
-"""Where a row's plain prompt may stand: ours and HumanEval's, GSM8K's, MBPP's; and the column whose
-rows ask a chat model with it, in place of going on from it."""
+"""Columns with a row's prompt (ours and HumanEval's, GSM8K's, MBPP's). If the row has the second
+column too, the prompt is a question to a chat model, not text to continue."""
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json.gz")
 
@@ -106,13 +104,12 @@ def load_prompts(
 
     A name is "python_stdlib", "stdlib_instructions", "held_out" (the prompts of `corpus`, none of
     which is trained on), a named public set, or a JSONL file (.gz too) whose rows have `prompt`
-    (text), `turns` (user turns) or `messages` (chat), and maybe `category`. Turns and the questions
-    of public sets go through the chat template where the tokenizer has one, messages always;
-    `all_turns` makes a prompt of every turn, behind the row's earlier ones and without answers in
-    between, and not of the first only.
-    A larger set is sampled, a smaller one is taken as it is. `prompt_tokens` is the length of
-    windows cut from text; what came as a prompt is never cut. A row without a prompt is refused by
-    its line.
+    (text), `turns` (user turns) or `messages` (chat), and maybe `category`. Messages go through the
+    chat template, and so do turns and questions of public sets if the tokenizer has a template.
+    A row with `turns` gives one prompt, its first turn. With `all_turns` every turn becomes a
+    prompt that follows the earlier turns, without answers between them.
+    A larger set is sampled by the seed. Windows cut from text have `prompt_tokens` tokens; other
+    prompts are never cut. A row without a prompt is refused with its line.
     """
     if num_prompts < 1:
         raise InputError(f"num_prompts must be at least 1, got {num_prompts}")
@@ -142,15 +139,15 @@ def held_out(
     num_prompts: int,
     seed: int = 0,
 ) -> list[Prompt]:
-    """Return prompts out of one split of a corpus: what users say first, and windows of its text.
+    """Return prompts from one split of a corpus: first questions of users, and windows of text.
 
     Windows have `prompt_tokens` tokens.
 
     Raises:
-        ValueError: The split has no text, or none as long as that.
+        InputError: The split has no text of that length and no conversation.
     """
     found, empty = list[Prompt](), None
-    talks, texts = by_sort(corpus)
+    talks, texts = conversations_and_texts(corpus)
     try:
         if texts:
             found += _windows(texts, split, tokenizer, prompt_tokens, num_prompts, seed)
@@ -159,7 +156,7 @@ def held_out(
     if talks:
         rows = [(row, where) for where, row in read(talks, split, seed)]
         for row, where in _some(rows, num_prompts, seed):
-            found += _row_prompts(_asked(row), where, tokenizer, all_turns=False)
+            found += _row_prompts(_question(row), where, tokenizer, all_turns=False)
     if not found:
         raise empty or EmptySplitError(
             f"no conversation of {corpus.source} is held out for {split}; give more of them"
@@ -190,24 +187,24 @@ def _windows(
 
 
 def _some(items: list[T], most: int, seed: int) -> list[T]:
-    """Return at most so many, drawn by the seed, in their order."""
+    """Return a sample of at most `most` items, in their order."""
     if len(items) <= most:
         return items
     return [items[place] for place in sorted(random.Random(seed).sample(range(len(items)), most))]
 
 
-def _asked(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a conversation as it stood before its first answer; a greeting answers nobody."""
+def _question(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a conversation up to its first answer; a greeting is not an answer."""
     messages = row["messages"]
     if all(message["role"] == "user" for message in messages):
-        # as turns they can be told to a base without a chat template too
+        # turns also work for a base without a chat template
         turns = [message["content"] for message in messages]
         return {"turns": turns, "category": row.get("category")}
     return {**row, "messages": messages[: first_answer(messages)]}
 
 
 def _rows(name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield where each row stands, for errors, and the row."""
+    """Yield each row with its location, which error messages name."""
     if name == "spec_bench":
         try:
             with urlopen(SPEC_BENCH, timeout=30) as answer:
@@ -224,8 +221,9 @@ def _rows(name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
         table = load_from_hub(source.dataset, name=source.config, split=source.split)
         for place, row in enumerate(table, start=1):
             value = row[source.column]
-            told = {"turns": value if isinstance(value, list) else [value]}
-            yield f"row {place} of {source.dataset}", {**told, "category": row.get("category")}
+            turns = value if isinstance(value, list) else [value]
+            rest = {"turns": turns, "category": row.get("category")}
+            yield f"row {place} of {source.dataset}", rest
 
 
 def _file_rows(name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -249,7 +247,9 @@ def _row_prompts(
     elif "turns" in row or (_is_text(plain) and TEXT_COLUMNS[column] in row):
         turns = row.get("turns", [plain])
         if not isinstance(turns, list) or not turns or not all(map(_is_text, turns)):
-            raise InputError(f"turns must be a list of texts that are not empty, {where} has none")
+            raise InputError(
+                f"turns must be a list of texts that are not empty, {where} has no such list"
+            )
         for last in range(len(turns) if all_turns else 1):
             text = "\n\n".join(turns[: last + 1])
             if tokenizer.chat_template is None:
@@ -269,12 +269,12 @@ def _is_text(value: Any) -> TypeGuard[str]:
 
 
 def _chat(row: Any, where: str, tokenizer: PreTrainedTokenizerBase, category: str) -> Prompt:
-    told = conversation({"messages": row["messages"], "tools": row.get("tools")}, where)
-    ids = Template(tokenizer, where).prompt(told.messages, told.tools, where)
+    talk = conversation({"messages": row["messages"], "tools": row.get("tools")}, where)
+    ids = Template(tokenizer, where).prompt(talk.messages, talk.tools, where)
     return _prompt(ids, category, str(tokenizer.decode(ids)), where)
 
 
 def _prompt(tokens: list[int], category: str, text: str, where: str) -> Prompt:
     if not tokens:
-        raise InputError(f"a prompt needs a token, and {where} has none that the tokenizer knows")
+        raise InputError(f"a prompt needs a token, and the tokenizer gives {where} no token")
     return Prompt(tokens, category, text, where)

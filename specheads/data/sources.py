@@ -1,8 +1,9 @@
-"""Sources: where documents come from, and which of them may be trained on. See docs/data.md."""
+"""Sources of documents, and the split of each document. See docs/data.md."""
 
 import hashlib
 import json
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -14,35 +15,33 @@ from specheads.config import Data
 from specheads.config.parts import Source
 from specheads.core.errors import InputError
 from specheads.core.paths import HUB_ID, local_path
-from specheads.data import local
+from specheads.data import files as local
 from specheads.data.conversations import conversation
-from specheads.data.hub import hub_rows, hub_texts
+from specheads.data.files import Row, Rows, first_and_last_line, names, text_row
 from specheads.data.instructions import instructions
-from specheads.data.jsonl import Row
 
 SPLITS = ("train", "validation", "prompts")
 
 CONVERSATIONS = ("stdlib_instructions", "chat")
-"""Sources whose rows are conversations; those of all others are text."""
+"""Sources of conversations; all other sources have text."""
 
-Rows = Iterator[tuple[str, Row]]
-"""Where each row stands, for errors, and the row: `text`, or the `messages` of a conversation and
-maybe its `tools`. Its `split` is given where something else decides over it."""
+SHUFFLE_BUFFER = 1000
+"""Rows of a Hub stream that are shuffled at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Loader:
     files: Callable[[Source], list[Path]]
-    """What is read on this machine; nothing where rows come from the Hub."""
+    """Find the local files; the list is empty for a Hub data set."""
     rows: Callable[[Source, list[Path], int], Rows]
-    """Reads it; the seed chooses among the Hub's rows."""
+    """Read rows: `text`, or `messages` and maybe `tools`. A row may name its `split`."""
 
 
 def split_of(text: str) -> str:
-    """Return the split a document belongs to: prompts 5 %, validation 2 %, train the rest.
+    """Return the split of a document: prompts 5 %, validation 2 %, train the rest.
 
-    Only the text itself decides, so duplicates share a split wherever they came from, and text
-    that prompts are cut from is never trained on.
+    It depends on the text alone. The same text is in one split of every source, and text in
+    prompts is never trained on.
     """
     place = int(hashlib.sha256(text.encode()).hexdigest(), 16) % 100
     return "prompts" if place < 5 else "validation" if place < 7 else "train"
@@ -51,34 +50,38 @@ def split_of(text: str) -> str:
 def read(corpus: Data, split: str, seed: int = 0) -> Rows:
     """Yield the rows of one split, in the order of the source.
 
-    Of a mixture the sources take turns, so that their text keeps to the weights while all of them
-    last; each row comes once.
+    The sources of a mixture alternate by their weights. Each row comes once.
     """
-    if split not in SPLITS:
-        raise InputError(f"a split must be one of {', '.join(SPLITS)}; got {split!r}")
+    check_split(split)
     if corpus.source == "mixture":
-        yield from _turns(corpus, split, seed)
+        yield from _alternate(corpus, split, seed)
         return
     for found, where, row in read_all(corpus, seed):
         if found == split:
             yield where, row
 
 
-def read_all(source: Source, seed: int = 0) -> Iterator[tuple[str, str, Row]]:
-    """Yield every row of a source that is no mixture behind its split; blank ones are left out.
+def check_split(split: str) -> None:
+    """Refuse a split that does not exist."""
+    if split not in SPLITS:
+        raise InputError(f"a split must be one of {', '.join(SPLITS)}; got {split!r}")
 
-    The seed decides which rows are taken where they are bounded.
+
+def read_all(source: Source, seed: int = 0) -> Iterator[tuple[str, str, Row]]:
+    """Yield (split, location, row) of a source that is not a mixture; skip blank rows.
+
+    With `max_documents` the seed chooses the rows.
     """
     loader = _loader(source)
     files = loader.files(source)
-    for where, row in _bounded(source, lambda: loader.rows(source, files, seed), files, seed):
+    for where, row in _sample(source, lambda: loader.rows(source, files, seed), files, seed):
         text = row.get("text", "messages")
         if text and not text.isspace():
-            yield row.get("split") or split_of(_decisive(row)), where, row
+            yield row.get("split") or split_of(_split_key(row)), where, row
 
 
 def refuse_unreadable(corpus: Data) -> None:
-    """Refuse local files that are not there, or whose first row is none; the Hub is not asked."""
+    """Refuse local files that do not exist or whose first row is broken; skip Hub data sets."""
     if corpus.source == "mixture":
         for name, one in corpus.sources.items():
             if one.weight:
@@ -89,22 +92,15 @@ def refuse_unreadable(corpus: Data) -> None:
         next(loader.rows(corpus, files, 0), None)
 
 
-def identity(source: Source, seed: int) -> tuple[dict[str, Any], int]:
-    """Return what decides a source's rows, by name, and about how many bytes they are.
-
-    By its path alone the rows of an older file would be found, so that its size and date count.
-    """
-    files = _loader(source).files(source)
-    stats = [file.stat() for file in files]
-    told = {
-        name: value for name, value in asdict(source).items() if name not in ("weight", "sources")
+def identity(source: Source, seed: int) -> dict[str, Any]:
+    """Return what decides a source's rows: settings, files, and their sizes and dates."""
+    stats = [(file, file.stat()) for file in _loader(source).files(source)]
+    settings = asdict(source)
+    settings = {name: settings[name] for name in settings if name not in ("weight", "sources")}
+    return settings | {
+        "seed": seed if source.max_documents else 0,
+        "files": [[str(file.absolute()), one.st_size, one.st_mtime_ns] for file, one in stats],
     }
-    told["seed"] = seed if source.max_documents else 0
-    told["files"] = [
-        [str(file.absolute()), stat.st_size, stat.st_mtime_ns]
-        for file, stat in zip(files, stats, strict=True)
-    ]
-    return told, sum(map(local.num_bytes, files))
 
 
 def _loader(source: Source) -> _Loader:
@@ -116,44 +112,44 @@ def _loader(source: Source) -> _Loader:
     return LOADERS[source.source]
 
 
-def _decisive(row: Row) -> str:
-    """Return what a row's split depends on; of a conversation, what its user says."""
+def _split_key(row: Row) -> str:
+    """Return the text that decides a row's split; in a conversation, the user's messages."""
     if "text" in row:
         return row["text"]
     turns = [message["content"] for message in row["messages"] if message["role"] == "user"]
     return json.dumps(turns, ensure_ascii=False, sort_keys=True)
 
 
-def _bounded(source: Source, rows: Callable[[], Rows], files: list[Path], seed: int) -> Rows:
-    """Return all rows, or some of them in their order; the Hub's are bounded already."""
+def _sample(source: Source, rows: Callable[[], Rows], files: list[Path], seed: int) -> Rows:
+    """Return all rows, or `max_documents` of them in their order; the Hub's are limited already."""
     most = source.max_documents
     if not most or not files:
         return rows()
     if source.streaming:
         return islice(rows(), most)
-    # read twice, because those chosen need not fit into memory
+    # read the files twice, because the chosen rows may not fit into memory
     number = sum(1 for _ in rows())
     chosen = np.zeros(number, np.bool_)
     chosen[np.random.default_rng(seed).permutation(number)[:most]] = True
     return (row for row, is_chosen in zip(rows(), chosen, strict=True) if is_chosen)
 
 
-def _turns(corpus: Data, split: str, seed: int) -> Rows:
-    """Yield rows of the source that is furthest behind its weight, until all are used up."""
+def _alternate(corpus: Data, split: str, seed: int) -> Rows:
+    """Yield the next row of the source that is furthest below its weight, until none is left."""
     weights = {name: one.weight for name, one in corpus.sources.items() if one.weight}
-    open_ = {name: read(alone(corpus, name), split, seed) for name in weights}
+    streams = {name: read(alone(corpus, name), split, seed) for name in weights}
     done = dict.fromkeys(weights, 0)
-    while open_:
-        name = min(open_, key=lambda one: done[one] / weights[one])
-        if (found := next(open_[name], None)) is None:
-            del open_[name]
+    while streams:
+        name = min(streams, key=lambda one: done[one] / weights[one])
+        if (found := next(streams[name], None)) is None:
+            del streams[name]
             continue
         done[name] += len(found[1].get("text") or str(found[1]["messages"]))
         yield found
 
 
-def by_sort(corpus: Data) -> tuple[Data | None, Data | None]:
-    """Return a corpus's conversations and its text; what it has not is None."""
+def conversations_and_texts(corpus: Data) -> tuple[Data | None, Data | None]:
+    """Split a corpus into its conversations and its text; None for a part that it lacks."""
     if corpus.source != "mixture":
         return (corpus, None) if corpus.source in CONVERSATIONS else (None, corpus)
     used = {name: one for name, one in corpus.sources.items() if one.weight}
@@ -165,13 +161,71 @@ def by_sort(corpus: Data) -> tuple[Data | None, Data | None]:
 
 def alone(corpus: Data, name: str) -> Data:
     """Return one source of a mixture as a corpus of its own."""
-    told = asdict(corpus.sources[name])
-    del told["weight"]
-    return Data(**told)
+    settings = asdict(corpus.sources[name])
+    del settings["weight"]
+    return Data(**settings)
+
+
+# data sets of the Hub
+
+
+def load_from_hub(path: str, **choices: Any) -> Any:
+    """Call `datasets.load_dataset`; every failure is an `InputError` of one line."""
+    # slow to import, and few commands need it
+    import datasets
+
+    with _reachable(path):
+        return datasets.load_dataset(path, **choices)
+
+
+def hub_rows(source: Source, seed: int) -> Rows:
+    """Yield the rows of the data set's "train" split; stream it if `max_documents` is set.
+
+    A stream is shuffled in a buffer by the seed, unless `streaming` asks for its first rows.
+    """
+    if not source.path:
+        raise InputError(f"source {source.source!r} needs the id of a dataset as its path")
+    most = source.max_documents
+    rows = load_from_hub(
+        source.path,
+        name=source.config or None,
+        revision=source.revision,
+        split="train",
+        data_files=list(source.patterns) or None,
+        streaming=most > 0,
+    )
+    if most and not source.streaming:
+        rows = rows.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER)
+    with _reachable(source.path):
+        for number, row in enumerate(rows.take(most) if most else rows, start=1):
+            yield f"row {number} of dataset {source.path}", row
+
+
+def _hub_texts(source: Source, _: list[Path], seed: int) -> Rows:
+    column = source.column
+    for where, row in hub_rows(source, seed):
+        if column not in row:
+            raise InputError(f"{where} has no column {column!r}; it has {names(row)}")
+        yield where, text_row(row, column, where)
+
+
+@contextmanager
+def _reachable(path: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        # the network, the Hub and the readers of each format have their own exceptions
+        raise InputError(
+            f"cannot load {path!r:.80} from the Hub: {first_and_last_line(error)}; check the id "
+            "and the network, or pass a local file instead"
+        ) from error
+
+
+# conversations
 
 
 def _chat_files(source: Source) -> list[Path]:
-    """Return local files of conversations; none where the path is an id of the Hub."""
+    """Return local files of conversations; none if the path is an id of the Hub."""
     suffixes = (*local.JSONL, *local.PARQUET)
     is_named = source.path.endswith(suffixes) or local_path(source.path).exists()
     if HUB_ID.fullmatch(source.path) and not is_named:
@@ -191,14 +245,14 @@ def _conversations(source: Source, files: list[Path], seed: int) -> Rows:
         yield where, {"messages": talk.messages, "tools": talk.tools}
 
 
-def _stdlib(_: Source) -> list[Path]:
+def _stdlib_files(_: Source) -> list[Path]:
     return local.stdlib_files()
 
 
 LOADERS = {
-    "python_stdlib": _Loader(_stdlib, lambda _, files, __: local.stdlib_texts(files)),
+    "python_stdlib": _Loader(_stdlib_files, lambda _, files, __: local.stdlib_texts(files)),
     "stdlib_instructions": _Loader(
-        _stdlib, lambda _, files, __: instructions(local.stdlib_texts(files), split_of)
+        _stdlib_files, lambda _, files, __: instructions(local.stdlib_texts(files), split_of)
     ),
     "files": _Loader(
         lambda source: local.folder_files(source.path, source.patterns),
@@ -216,7 +270,7 @@ LOADERS = {
         lambda source: local.find("parquet", source.path, local.PARQUET),
         lambda source, files, _: local.table_texts(files, source.column),
     ),
-    "hub": _Loader(lambda _: [], lambda source, _, seed: hub_texts(source, seed)),
+    "hub": _Loader(lambda _: [], _hub_texts),
     "chat": _Loader(_chat_files, _conversations),
 }
-"""How each kind of source is found and read."""
+"""How each kind of source finds and reads its rows."""

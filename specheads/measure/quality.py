@@ -10,9 +10,9 @@ from torch.nn import functional as F  # noqa: N812
 from specheads.base.model import FrozenBase
 from specheads.config import Train
 from specheads.core.errors import InputError
+from specheads.data.documents import cut_windows
 from specheads.data.prompts import held_out
 from specheads.data.tokenise import UnansweredError, tokenised
-from specheads.data.windows import cut_windows
 from specheads.measure.counts import bootstrap_interval
 from specheads.measure.results import BaseQuality, QualityChange, TextQuality
 from specheads.runs.progress import bar

@@ -10,7 +10,7 @@ import numpy as np
 
 from specheads.core.errors import InputError
 from specheads.core.paths import local_path
-from specheads.data.jsonl import Row, read_jsonl
+from specheads.data.files import Row, read_jsonl
 from specheads.decoding.trees.tuned import MatchRates
 
 T = TypeVar("T")

@@ -157,11 +157,11 @@ def test_a_line_of_100_mb_gets_one_line(how: str, refused: Any):
 def test_a_conversation_that_nobody_answers_is_one_for_the_base_to_answer(how: str, refused: Any):
     Path("talks.jsonl").write_bytes(GOOD + talk(ASKED))
     said = refused(how)
-    assert "line 61 of talks.jsonl has none; have the base answer it" in said
+    assert "line 61 of talks.jsonl has no answer; have the base answer it" in said
     assert "specheads distill" in said
     # what the assistant says first is no answer
     Path("talks.jsonl").write_bytes(GOOD + talk(ANSWERED, ASKED))
-    assert "line 61 of talks.jsonl has none" in refused(how)
+    assert "line 61 of talks.jsonl has no answer" in refused(how)
 
 
 @pytest.mark.parametrize("how", EACH)

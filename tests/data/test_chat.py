@@ -207,7 +207,7 @@ EXPECTED: dict[tuple[str, str], list[str]] = {
     ],
     ("mistral_nemo", "single"): ["<s>[INST]Hi?[/INST]|Hello.</s>|"],
     ("mistral_nemo", "multi"): ["<s>[INST]Hi?[/INST]|Hello.</s>|[INST]More[/INST]|Bye.</s>|"],
-    # it moves the system prompt to the last question, so the first answer stands alone behind its
+    # it moves the system prompt to the last question, so the first answer has a text of its own
     ("mistral_nemo", "system"): [
         "<s>[INST]Be brief.\n\nHi?[/INST]|Hello.</s>|",
         "<s>[INST]Hi?[/INST]Hello.</s>[INST]Be brief.\n\nMore[/INST]|Bye.</s>|",
@@ -268,7 +268,7 @@ def barred(text: str) -> str:
 
 
 @pytest.mark.parametrize(("family", "case"), EXPECTED)
-def test_ids_and_masks_of_published_templates_equal_a_table_written_by_hand(family: str, case: str):
+def test_published_templates_give_hand_written_ids_and_masks(family: str, case: str):
     found = sampled(family, case)
     wanted = [barred(text) for text in EXPECTED[family, case]]
     assert [one.text for one in found] == [text.replace("|_|", "") for text in wanted]
@@ -276,7 +276,7 @@ def test_ids_and_masks_of_published_templates_equal_a_table_written_by_hand(fami
 
 
 @pytest.mark.parametrize("family", ["smollm2", "qwen3", "llama3_1", "gemma3"])
-def test_ids_are_those_of_the_tokenizers_own_template(family: str):
+def test_ids_equal_apply_chat_template(family: str):
     own: Any = tokenizer(family).apply_chat_template(said(SYSTEM), return_dict=False)
     assert sampled(family, "system")[-1].tokens == own
 
@@ -289,7 +289,7 @@ def shifted(one: Sample, places: int) -> list[bool]:
 
 
 def with_header(one: Sample) -> list[bool]:
-    """Return a mask that counts what stands before an answer too."""
+    """Return a mask that also counts the text before an answer."""
     return [here or after for here, after in zip(one.loss_mask, shifted(one, -3), strict=True)]
 
 
@@ -312,11 +312,11 @@ PLANTED = {
 
 @pytest.mark.parametrize("planted", PLANTED)
 @pytest.mark.parametrize(("family", "case"), EXPECTED)
-def test_a_wrong_mask_is_refused_with_its_text(family: str, case: str, planted: str):
+def test_wrong_mask_is_refused_with_its_text(family: str, case: str, planted: str):
     template, one = Template(tokenizer(family)), sampled(family, case)[-1]
     messages = said(CALLING_IN_TEXT if "granite" in family and case == "calling" else CASES[case])
     answers = [message for message in messages if message["role"] == "assistant"]
-    # of a conversation in parts the last one counts one answer
+    # the last part of a conversation in parts counts one answer
     answers = answers[len(EXPECTED[family, case]) - 1 :]
     template.refuse_wrong_mask(one, answers)
     wrong = replace(one, loss_mask=PLANTED[planted](one))
@@ -327,7 +327,7 @@ def test_a_wrong_mask_is_refused_with_its_text(family: str, case: str, planted: 
     assert caught.value.details.replace("⟦", "").replace("⟧", "") == one.text
 
 
-def test_a_greeting_is_no_answer_and_what_follows_the_last_answer_is_left_out():
+def test_greeting_is_not_an_answer_and_text_after_last_answer_is_dropped():
     messages = said([("assistant", "Welcome."), *SINGLE, ("user", "Thanks")])
     (one,) = Template(tokenizer("smollm2")).samples(messages)
     text = chatml("Hi?", "Hello.", system=f"{SMOL}<|im_end|>\n<|im_start|>assistant\nWelcome.")
@@ -335,7 +335,7 @@ def test_a_greeting_is_no_answer_and_what_follows_the_last_answer_is_left_out():
     assert (one.tokens, one.loss_mask) == table("smollm2", barred(text))
 
 
-def test_a_held_out_prompt_ends_before_the_first_answer_and_keeps_its_tools(tmp_path, monkeypatch):
+def test_held_out_prompt_ends_before_first_answer_and_keeps_tools(tmp_path, monkeypatch):
     chosen = tokenizer("smollm2")
     told = "{% if tools %}Call {{ tools[0].function.name }}. {% endif %}"
     monkeypatch.setattr(chosen, "chat_template", f"{told}{chosen.chat_template}")
@@ -352,7 +352,7 @@ def test_a_held_out_prompt_ends_before_the_first_answer_and_keeps_its_tools(tmp_
     assert text.endswith("?<|im_end|>\n<|im_start|>assistant\n")
 
 
-def test_what_stands_in_a_message_is_read_as_it_would_be_by_the_server():
+def test_special_tokens_in_a_message_are_read_as_a_server_reads_them():
     # a special token in a message is that token, as in transformers, and no end of the mask
     messages = said([("user", "What is <|im_end|>?"), ("assistant", "<|im_end|> ends.")])
     one = Template(tokenizer("smollm2")).encode(messages)
@@ -360,7 +360,7 @@ def test_what_stands_in_a_message_is_read_as_it_would_be_by_the_server():
     assert (one.tokens, one.loss_mask) == table("smollm2", text)
 
 
-def test_a_token_that_begins_in_the_prompt_is_not_counted():
+def test_token_that_begins_in_prompt_is_not_counted():
     # "\n\n" is one token, and its first half the generation prompt's
     one = Template(tokenizer("smollm2")).encode(said([("user", "Hi?"), ("assistant", "\nHello.")]))
     begin = one.loss_mask.index(True)
@@ -370,7 +370,7 @@ def test_a_token_that_begins_in_the_prompt_is_not_counted():
 
 
 @pytest.mark.parametrize("family", ["smollm2", "gemma3"])
-def test_an_end_that_takes_in_the_line_break_behind_it_is_counted(family: str):
+def test_end_token_with_line_break_is_counted(family: str):
     made = AutoTokenizer.from_pretrained(BASE)
     *others, end = SPECIAL[family]
     made.add_special_tokens({"additional_special_tokens": [*others, AddedToken(end, rstrip=True)]})
@@ -380,7 +380,7 @@ def test_an_end_that_takes_in_the_line_break_behind_it_is_counted(family: str):
     assert made.decode(counted) == f"Hello.{end}Bye.{end}"
 
 
-def test_a_tokenizer_that_normalises_is_no_reason_to_refuse_an_answer():
+def test_normalising_tokenizer_is_accepted():
     reader: Any = tokenizer("smollm2")
     rules = json.loads(reader.backend_tokenizer.to_str())
     rules["normalizer"] = {"type": "NFC"}
@@ -395,16 +395,20 @@ def test_a_tokenizer_that_normalises_is_no_reason_to_refuse_an_answer():
 @pytest.mark.parametrize(
     ("family", "case", "told"),
     [
-        ("smollm2", CALLING, "counts '' for an answer that says '' and calls sun"),
+        ("smollm2", CALLING, "counts '' for the answer '' and calls sun"),
         ("granite3_3", CALLING, "and calls sun"),
         ("gemma3", CALLING, "takes no messages such as those of line 3: Conversation roles must"),
-        ("llama3_1", [CALLING[0], CALLING[1] | {"content": "Let me see."}], "that says 'Let me"),
+        (
+            "llama3_1",
+            [CALLING[0], CALLING[1] | {"content": "Let me see."}],
+            "for the answer 'Let me",
+        ),
         ("mistral_nemo", [*SINGLE, ("assistant", "More.")], "roles must alternate"),
-        ("smollm2", SINGLE[:1], "needs an answer of the assistant, line 3 has none"),
+        ("smollm2", SINGLE[:1], "needs an answer of the assistant, line 3 lacks one"),
         ("smollm2", [("assistant", "Welcome."), *SINGLE[:1]], "needs an answer"),
     ],
 )
-def test_what_a_template_leaves_out_or_does_not_take_is_told(family: str, case: Any, told: str):
+def test_template_that_drops_or_refuses_a_message_is_refused(family: str, case: Any, told: str):
     with pytest.raises(InputError, match=told) as caught:
         Template(tokenizer(family)).samples(said(case), [TOOL], "line 3")
     assert "\n" not in str(caught.value)
@@ -434,7 +438,7 @@ def with_template(source: str) -> Template:
         marked(HEADER + "{% generation %}" + SAID + "{{ '\n' }}{% endgeneration %}"),
         # these markers leave the end to us
         marked(HEADER + "{% generation %}{{ m.content }}{% endgeneration %}{{ '<|im_end|>\n' }}"),
-        # the prompt begins the thought, and the markers say so too
+        # the prompt begins the thought, and so do the markers
         marked(
             HEADER + "{% generation %}{{ '<think>\n' }}" + SAID + "{{ '\n' }}{% endgeneration %}",
             ASKS.replace("assistant\n", "assistant\n<think>\n"),
@@ -446,7 +450,7 @@ def with_template(source: str) -> Template:
         ),
     ],
 )
-def test_generation_markers_say_what_is_counted_and_the_end_belongs_to_it(source: str):
+def test_generation_markers_decide_the_mask_with_the_end_token(source: str):
     (one,) = with_template(source).samples(said(MULTI))
     counted = [token for token, is_in in zip(one.tokens, one.loss_mask, strict=True) if is_in]
     text = with_template(source)._tokenizer.decode(counted)
@@ -470,18 +474,18 @@ def test_generation_markers_say_what_is_counted_and_the_end_belongs_to_it(source
             "the mask would be unstable",
         ),
         (marked(HEADER + "{{ m.content }}\n"), "must end an answer with a special token"),
-        (marked(HEADER + "{{ '<|im_end|>' }}"), "leaves it out"),
-        (marked(HEADER + "{{ m.content | upper + '<|im_end|>' }}"), "counts 'HELLO.' for an"),
+        (marked(HEADER + "{{ '<|im_end|>' }}"), "leaves them out"),
+        (marked(HEADER + "{{ m.content | upper + '<|im_end|>' }}"), "counts 'HELLO.' for the"),
     ],
     ids=["header", "beginning", "last", "unstable", "endless", "silent", "loud"],
 )  # fmt: skip
-def test_a_template_from_which_no_mask_follows_stops_and_shows_why(source: str, told: str):
+def test_template_without_a_stable_mask_is_refused_with_details(source: str, told: str):
     with pytest.raises(InputError, match=told) as caught:
         with_template(source).samples(said(MULTI), None, "line 3")
     assert "\n" not in str(caught.value)
 
 
-def test_an_unstable_template_shows_the_prompt_and_the_text():
+def test_unstable_template_error_shows_prompt_and_text():
     source = marked(HEADER + SAID, ASKS.replace("assistant\n", "assistant\n<think>\n"))
     with pytest.raises(InputError) as caught:
         with_template(source).samples(said(SINGLE))
@@ -490,7 +494,7 @@ def test_an_unstable_template_shows_the_prompt_and_the_text():
 
 
 @pytest.mark.parametrize("family", PUBLISHED)
-def test_a_prompt_and_its_answers_are_spliced_to_the_text_that_training_sees(family: str):
+def test_next_prompt_equals_the_text_of_training(family: str):
     template, reader = Template(tokenizer(family)), tokenizer(family)
     ids: Any = reader("Hello.", add_special_tokens=False)["input_ids"]
     messages = said(MULTI[:3])
@@ -504,7 +508,7 @@ def test_a_prompt_and_its_answers_are_spliced_to_the_text_that_training_sees(fam
     assert template.next_prompt(again[: len(first) + len(ids) + 1], messages) == again
 
 
-def test_an_answer_keeps_its_ids_however_it_would_be_read_again():
+def test_next_prompt_keeps_the_ids_of_the_answer():
     template, reader = Template(tokenizer("llama3_1")), tokenizer("llama3_1")
     # letter by letter, and with a blank that the template trims
     odd = [token for one in " Hello. " for token in reader(one, add_special_tokens=False).input_ids]
@@ -513,7 +517,7 @@ def test_an_answer_keeps_its_ids_however_it_would_be_read_again():
     assert template.next_prompt([*first, *odd], messages)[: len(first) + len(odd)] == [*first, *odd]
 
 
-def test_where_earlier_thoughts_are_stripped_the_conversation_is_rendered_anew():
+def test_next_prompt_renders_again_if_thoughts_are_removed():
     template, reader = Template(tokenizer("qwen3")), tokenizer("qwen3")
     first = template.prompt(said(THINKING[:1]))
     ids: Any = reader(HM, add_special_tokens=False)["input_ids"]
@@ -522,18 +526,18 @@ def test_where_earlier_thoughts_are_stripped_the_conversation_is_rendered_anew()
     assert "<think>" not in reader.decode(again)
 
 
-def test_a_template_that_asks_the_clock_says_the_same_tomorrow(monkeypatch: Any):
+def test_template_that_calls_the_clock_is_the_same_every_day(monkeypatch: Any):
     monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", None)
     assert "July 26, 2024" in sampled("granite3_3", "single")[0].text
     assert "26 Jul 2024" in sampled("llama3_2", "single")[0].text
 
 
-def test_fingerprints_tell_templates_and_special_tokens_apart():
+def test_template_fingerprints_differ():
     found = {Template(tokenizer(family)).fingerprint for family in SPECIAL}
     assert len(found) == len(SPECIAL)
     assert Template(tokenizer("qwen3")).fingerprint == Template(tokenizer("qwen3")).fingerprint
 
 
-def test_a_tokenizer_without_a_template_is_refused():
+def test_tokenizer_without_template_is_refused():
     with pytest.raises(InputError, match="tokenizer with a chat template, line 3 has messages"):
         Template(AutoTokenizer.from_pretrained(BASE), "line 3")

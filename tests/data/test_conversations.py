@@ -30,7 +30,7 @@ TOOL = {"type": "function", "function": {"name": "sun", "parameters": {}}}
         {"text": "Hi?", "code": "Hello.", "test_list": ["assert hi()"]},
     ],
 )
-def test_every_common_form_becomes_the_same_messages(row: dict[str, Any]):
+def test_common_forms_become_the_same_messages(row: dict[str, Any]):
     found = conversation(row, WHERE)
     assert found.messages == [HI, HELLO]
     assert found.tools is None
@@ -46,16 +46,16 @@ def test_every_common_form_becomes_the_same_messages(row: dict[str, Any]):
         {"system": "ignored", "messages": [BRIEF, HI, HELLO]},
     ],
 )
-def test_a_system_prompt_comes_first_wherever_it_stands(row: dict[str, Any]):
+def test_system_prompt_comes_first(row: dict[str, Any]):
     assert conversation(row, WHERE).messages == [BRIEF, HI, HELLO]
 
 
-def test_the_input_of_an_instruction_follows_it():
+def test_input_follows_its_instruction():
     row = {"instruction": "Add.", "input": "1 + 1", "output": "2"}
     assert conversation(row, WHERE).messages[0]["content"] == "Add.\n\n1 + 1"
 
 
-def test_arguments_of_tool_calls_become_objects_and_tools_are_read_from_json():
+def test_tool_arguments_become_objects_and_tools_are_parsed():
     call = {"id": "a", "function": {"name": "sun", "arguments": '{"city": "Rome"}'}}
     asked = {"role": "assistant", "content": None, "tool_calls": [call]}
     told = {"from": "observation", "value": "yes"}
@@ -67,7 +67,7 @@ def test_arguments_of_tool_calls_become_objects_and_tools_are_read_from_json():
     assert found.tools == [TOOL]
 
 
-def test_thoughts_stand_beside_the_answer():
+def test_thoughts_are_kept_apart_from_the_answer():
     thinking = HELLO | {"reasoning": "hm"}
     found = conversation({"messages": [HI, thinking]}, WHERE).messages
     assert found[1] == HELLO | {"reasoning_content": "hm"}
@@ -106,7 +106,7 @@ def test_thoughts_stand_beside_the_answer():
         ),
     ],
 )
-def test_what_is_no_conversation_is_refused_in_one_line_that_names_it(row: Any, told: str):
+def test_bad_conversation_is_refused_in_one_line(row: Any, told: str):
     with pytest.raises(InputError, match=told) as caught:
         conversation(row, WHERE)
     assert WHERE in str(caught.value)

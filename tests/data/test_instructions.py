@@ -7,7 +7,7 @@ from transformers import AutoTokenizer
 
 from specheads.config import Data
 from specheads.core.errors import InputError
-from specheads.data import local
+from specheads.data import files
 from specheads.data.instructions import KINDS, instructions
 from specheads.data.prompts import held_out, load_prompts
 from specheads.data.sources import SPLITS, read, split_of
@@ -36,8 +36,8 @@ def short(): return 1
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave a part of the standard library, which is faster to read."""
-    files = local.stdlib_files()[::12]
-    monkeypatch.setattr(local, "stdlib_files", lambda: files)
+    some = files.stdlib_files()[::12]
+    monkeypatch.setattr(files, "stdlib_files", lambda: some)
 
 
 def asked(text: str, kind: str) -> list[str]:
@@ -45,7 +45,7 @@ def asked(text: str, kind: str) -> list[str]:
     return [row["messages"][0]["content"] for _, row in found if row["category"] == kind]
 
 
-def test_a_function_is_asked_about_in_every_way_it_allows():
+def test_function_gets_every_kind_that_fits():
     found = list(instructions(iter([("a.py", {"text": CODE})]), lambda _: "prompts"))
     kinds = [row["category"] for _, row in found]
     assert {"module", "write", "explain", "test", "continue"} < set(kinds)
@@ -54,7 +54,7 @@ def test_a_function_is_asked_about_in_every_way_it_allows():
     assert {where for where, _ in found} == {"a.py", "count of a.py"}
 
 
-def test_what_is_to_be_written_is_not_shown():
+def test_instructions_do_not_show_the_answer():
     (write,), (start,) = asked(CODE, "write"), asked(CODE, "continue")
     assert "def count(limit: int, step: int = 1) -> int:" in write
     assert "by steps of some length" in write
@@ -63,7 +63,7 @@ def test_what_is_to_be_written_is_not_shown():
     assert "return found" not in start
 
 
-def test_a_bug_is_one_operator_outside_of_texts_and_comments():
+def test_bug_is_one_operator_outside_strings_and_comments():
     for number in range(40):
         code = CODE.replace("count", f"count_{number}")
         for text in asked(code, "fix"):
@@ -73,16 +73,16 @@ def test_a_bug_is_one_operator_outside_of_texts_and_comments():
     pytest.fail("nothing was to be fixed")
 
 
-def test_a_function_in_files_of_two_splits_is_left_out_and_one_in_two_files_asked_once():
-    files = [("a.py", {"text": CODE}), ("b.py", {"text": CODE + "# more\n"})]
-    once = list(instructions(iter(files), lambda _: "train"))
+def test_function_in_two_files_is_used_once_and_never_across_splits():
+    texts = [("a.py", {"text": CODE}), ("b.py", {"text": CODE + "# more\n"})]
+    once = list(instructions(iter(texts), lambda _: "train"))
     assert len({row["messages"][0]["content"] for _, row in once}) == len(once) == 6
-    parted = instructions(iter(files), lambda text: "train" if "more" in text else "prompts")
+    parted = instructions(iter(texts), lambda text: "train" if "more" in text else "prompts")
     assert [row["category"] for _, row in parted] == ["module"]
 
 
 @pytest.mark.slow
-def test_the_standard_library_gives_thousands_and_every_split_some_and_none_twice():
+def test_standard_library_gives_unique_instructions_in_every_split():
     rows = {split: [row for _, row in read(ASKED, split)] for split in SPLITS}
     assert len(rows["train"]) > 5000
     assert len(rows["prompts"]) > 300
@@ -97,7 +97,7 @@ def test_the_standard_library_gives_thousands_and_every_split_some_and_none_twic
 
 
 @pytest.mark.usefixtures("few")
-def test_no_function_of_a_prompt_stands_in_a_file_that_is_trained_on():
+def test_functions_in_prompts_are_not_in_training_files():
     asked = [row for _, row in read(ASKED, "prompts") if row["category"] == "explain"]
     assert asked
     trained = "\n".join(text["text"] for _, text in read(Data(source="python_stdlib"), "train"))
@@ -107,7 +107,7 @@ def test_no_function_of_a_prompt_stands_in_a_file_that_is_trained_on():
 
 
 @pytest.mark.usefixtures("few")
-def test_they_are_the_same_on_every_start_and_in_one_split_each():
+def test_instructions_are_the_same_on_every_start():
     first, again = (list(read(ASKED, "prompts")) for _ in range(2))
     assert first == again
     other = {row["messages"][0]["content"] for _, row in read(ASKED, "train")}
@@ -115,7 +115,7 @@ def test_they_are_the_same_on_every_start_and_in_one_split_each():
 
 
 @pytest.mark.usefixtures("few")
-def test_they_are_prompts_by_kind_through_the_template_where_there_is_one():
+def test_instruction_prompts_have_kinds_and_use_the_template():
     tokenizer = AutoTokenizer.from_pretrained(BASE)
     plain = load_prompts("stdlib_instructions", tokenizer, num_prompts=60)
     assert {prompt.category for prompt in plain.prompts} <= set(KINDS)
@@ -128,23 +128,25 @@ def test_they_are_prompts_by_kind_through_the_template_where_there_is_one():
 
 
 @pytest.mark.usefixtures("few")
-def test_a_corpus_phase_refuses_them_and_names_distill(monkeypatch, tmp_path):
+def test_corpus_phase_refuses_instructions_and_names_distill(monkeypatch, tmp_path):
     monkeypatch.setenv("SPECHEADS_CACHE", str(tmp_path / "cache"))
     tokenizer = AutoTokenizer.from_pretrained(BASE)
     tokenizer.chat_template = CHAT
-    with pytest.raises(InputError, match=r"learns answers, and .* has none; .* distill") as told:
+    with pytest.raises(
+        InputError, match=r"learns answers, and .* has no answer; .* distill"
+    ) as told:
         tokenised(ASKED, "train", tokenizer)
     assert "\n" not in str(told.value)
     assert not (tmp_path / "cache").exists()
-    # what is tuned on validation text has the prompts instead
+    # tuning on validation text uses the prompts instead
     [window] = held_out(ASKED, "validation", tokenizer, 16, 1)
     assert window.text.startswith("<user>")
 
 
-def test_a_file_that_is_no_python_of_today_is_passed_over(monkeypatch, tmp_path):
+def test_file_with_invalid_python_is_skipped(monkeypatch, tmp_path):
     (tmp_path / "old.py").write_text("print 'hello'\n" * 100)
     (tmp_path / "new.py").write_text(CODE * 2)
-    monkeypatch.setattr(local.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    monkeypatch.setattr(files.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     found = [where for split in SPLITS for where, _ in read(ASKED, split)]
     assert found
     assert all("new.py" in where for where in found)

@@ -15,8 +15,15 @@ from hypothesis import strategies as st
 
 from specheads.core.errors import InputError
 from specheads.data.documents import Documents
-from specheads.data.packing import PackedText, TokenBatch
-from specheads.data.rows import PACKINGS, best_fit, end_to_end, one_a_row, waste
+from specheads.data.packing import (
+    PACKINGS,
+    PackedText,
+    TokenBatch,
+    best_fit,
+    end_to_end,
+    one_a_row,
+    waste,
+)
 
 LENGTHS = [3, 9, 1, 16, 5, 0, 40, 2, 7, 11, 4, 30, 6, 8, 13]
 
@@ -49,7 +56,7 @@ def epoch(text: PackedText) -> TokenBatch:
     return text.batch(range(text.rows_per_epoch))
 
 
-def test_whole_documents_count_every_token():
+def test_whole_documents_have_every_token_in_the_loss():
     documents = numbered(LENGTHS).whole()
     assert [documents.loss_mask(row).tolist() for row in range(3)] == [
         [True] * 3,
@@ -64,7 +71,7 @@ def test_whole_documents_count_every_token():
 # rows
 
 
-def test_best_fit_puts_the_longest_first_and_each_where_the_least_room_is_left():
+def test_best_fit_places_longest_first_in_the_fullest_row():
     #  row of 10      7 5 4 3 1     7 . . . . . . 3 3 3      5 . . . . 4 . . . 1
     rows = best_fit(np.array([5, 7, 1, 3, 4]), 10)
     assert [list(rows.pieces(row)) for row in range(len(rows))] == [
@@ -73,7 +80,7 @@ def test_best_fit_puts_the_longest_first_and_each_where_the_least_room_is_left()
     ]
 
 
-def test_a_document_longer_than_a_row_fills_rows_first_and_its_rest_is_packed():
+def test_long_document_fills_rows_and_its_rest_is_packed():
     #  row of 4      a a a a   a a a a   a a b b
     rows = best_fit(np.array([10, 2]), 4)
     assert [list(rows.pieces(row)) for row in range(len(rows))] == [
@@ -94,14 +101,14 @@ def best_fit_one_by_one(lengths: list[int], length: int) -> list[int]:
 
 
 @given(st.lists(st.integers(1, 30), max_size=80), st.integers(30, 40))
-def test_placing_equal_lengths_together_is_best_fit_one_by_one(sizes: list[int], length: int):
+def test_best_fit_equals_placing_documents_one_by_one(sizes: list[int], length: int):
     rows = best_fit(np.array(sizes, dtype=np.int64), length)
     held = [sum(stop - start for _, start, stop in rows.pieces(row)) for row in range(len(rows))]
     assert sorted(length - one for one in held) == best_fit_one_by_one(sizes, length)
 
 
 @given(st.lists(st.integers(0, 60), max_size=40), st.integers(1, 20))
-def test_best_fit_holds_every_token_once_and_no_row_too_many(sizes: list[int], length: int):
+def test_best_fit_has_every_token_once_and_no_overfull_row(sizes: list[int], length: int):
     rows = best_fit(np.array(sizes, dtype=np.int64), length)
     seen: Counter[tuple[int, int]] = Counter()
     for row in range(len(rows)):
@@ -112,7 +119,7 @@ def test_best_fit_holds_every_token_once_and_no_row_too_many(sizes: list[int], l
 
 
 @given(st.lists(st.integers(0, 60), max_size=40), st.integers(1, 20), st.randoms())
-def test_a_stream_is_all_documents_in_their_order_but_for_a_last_row_too_short(
+def test_stream_has_all_documents_in_order_without_the_short_last_row(
     sizes: list[int], length: int, chance
 ):
     order = list(range(len(sizes)))
@@ -129,7 +136,7 @@ def test_a_stream_is_all_documents_in_their_order_but_for_a_last_row_too_short(
     assert found == flat[: len(rows) * length]
 
 
-def test_waste_is_what_one_counts():
+def test_waste_equals_counts_by_hand():
     #  rows of 4     a a a a   a a b b   c c c .
     lengths = np.array([6, 2, 3])
     found = waste(best_fit(lengths, 4), lengths, 4)
@@ -147,7 +154,7 @@ def test_waste_is_what_one_counts():
     assert (stream.padding, stream.cut, stream.left_out) == pytest.approx((0, 2 / 3, 3 / 11))
 
 
-def test_two_hundred_thousand_documents_waste_less_than_a_thousandth():
+def test_best_fit_of_200000_documents_pads_less_than_a_thousandth():
     lengths = np.random.default_rng(0).lognormal(6, 1.2, 200_000).astype(np.int64) + 1
     found = waste(best_fit(lengths, 2048), lengths, 2048)
     assert found.padding < 0.001
@@ -159,7 +166,7 @@ def test_two_hundred_thousand_documents_waste_less_than_a_thousandth():
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
-def test_an_epoch_has_every_token_once_and_counts_what_its_documents_count(packing: str):
+def test_epoch_has_every_token_once_with_its_loss_mask(packing: str):
     text = pack(packing)
     batch = epoch(text)
     real = batch.tokens > 0
@@ -170,7 +177,7 @@ def test_an_epoch_has_every_token_once_and_counts_what_its_documents_count(packi
     assert 1 - real.float().mean().item() == pytest.approx(text.waste.padding)
 
 
-def test_documents_are_numbered_within_their_row_and_padding_is_one_of_its_own():
+def test_document_ids_number_documents_and_padding_of_a_row():
     batch = pack("best_fit", [5, 4, 3], sequence_length=13, batch_size=1).batch(range(1))
     assert batch.document_ids is not None
     assert batch.document_ids[0].tolist() == [0] * 5 + [1] * 4 + [2] * 3 + [3]
@@ -180,18 +187,18 @@ def test_documents_are_numbered_within_their_row_and_padding_is_one_of_its_own()
 @pytest.mark.parametrize(
     ("packing", "lengths"), [("best_fit", [16, 16, 9]), ("stream", LENGTHS), ("none", LENGTHS)]
 )
-def test_rows_of_one_text_each_need_no_mask(packing: str, lengths: list[int]):
+def test_rows_of_one_document_have_no_document_ids(packing: str, lengths: list[int]):
     assert epoch(pack(packing, lengths)).document_ids is None
 
 
-def test_a_row_as_long_as_the_longest_document_is_what_zero_asks_for():
+def test_sequence_length_zero_takes_the_longest_document():
     batch = pack("none", sequence_length=0).batch(range(3))
     assert batch.tokens.shape == (3, 40)
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_ranks_share_out_the_batches_that_one_process_reads(packing: str, world_size: int):
+def test_ranks_share_the_batches_of_one_process(packing: str, world_size: int):
     alone = pack(packing, batch_size=4).batches()
     ranks = [
         pack(packing, batch_size=4, rank=rank, world_size=world_size).batches()
@@ -207,9 +214,7 @@ def test_ranks_share_out_the_batches_that_one_process_reads(packing: str, world_
 
 @pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize("stop", [1, 5, 17])
-def test_a_cursor_that_went_through_json_goes_on_to_the_bit_with_any_number_of_ranks(
-    packing: str, stop: int
-):
+def test_cursor_resumes_bit_for_bit_with_any_number_of_ranks(packing: str, stop: int):
     whole = list(itertools.islice(pack(packing, batch_size=4).batches(), 25))
     cursor = json.loads(json.dumps(whole[stop - 1][1]))
     assert cursor == {"sample": 4 * stop}
@@ -222,7 +227,7 @@ def test_a_cursor_that_went_through_json_goes_on_to_the_bit_with_any_number_of_r
             assert place == wanted_place
 
 
-def test_a_batch_that_grows_reads_the_same_samples_from_whatever_cursor():
+def test_growing_batches_resume_from_any_cursor():
     sizes = [1, 1, 2, 3, 4]
     whole = list(itertools.islice(pack("best_fit", batch_size=sizes).batches(), 9))
     assert [len(batch.tokens) for batch, _ in whole] == [*sizes, 4, 4, 4, 4]
@@ -236,7 +241,7 @@ def test_a_batch_that_grows_reads_the_same_samples_from_whatever_cursor():
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
-def test_every_epoch_has_an_order_of_its_own_drawn_from_the_seed(packing: str):
+def test_every_epoch_has_its_own_order_from_the_seed(packing: str):
     def orders(seed: int) -> list[list[list[int]]]:
         text = pack(packing, seed=seed)
         count = text.rows_per_epoch
@@ -250,18 +255,18 @@ def test_every_epoch_has_an_order_of_its_own_drawn_from_the_seed(packing: str):
         assert sorted(first[0]) == sorted(first[1]) == sorted(first[2])
 
 
-def test_a_place_of_an_earlier_version_is_refused():
+def test_cursor_of_earlier_version_is_refused():
     with pytest.raises(InputError, match=r"an earlier version \(lanes, turn\)"):
         next(pack("stream").batches({"turn": 0, "lanes": []}))
 
 
-def test_a_packing_that_is_none_is_refused():
+def test_unknown_packing_lists_valid_packings():
     with pytest.raises(InputError, match="best_fit, stream, none, got 'tight'"):
         pack("tight")
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
-def test_too_little_text_for_one_batch_says_how_little(packing: str):
+def test_too_little_text_for_one_batch_is_refused_with_numbers(packing: str):
     told = "a batch of 6 x 16 tokens needs as many rows, and 2 documents of 20 tokens fill"
     with pytest.raises(InputError, match=re.escape(told)):
         pack(packing, [12, 8], batch_size=6)
@@ -269,7 +274,7 @@ def test_too_little_text_for_one_batch_says_how_little(packing: str):
         pack(packing, [])
 
 
-def test_a_batch_falls_into_nearly_equal_parts_that_know_their_samples():
+def test_batch_parts_are_nearly_equal_and_know_their_samples():
     whole = pack("best_fit").batch(range(7, 12))
     parts = list(whole.parts(3))
     assert [list(part.samples) for part in parts] == [[7], [8, 9], [10, 11]]

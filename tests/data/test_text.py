@@ -10,8 +10,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from specheads.config import Data
 from specheads.core.errors import InputError
-from specheads.data import local, sources
-from specheads.data.fingerprint import text_identity, tokenizer_fingerprint
+from specheads.data import files, sources
+from specheads.data.encode import tokenizer_fingerprint
 from specheads.data.prompts import PromptSet, load_prompts
 from specheads.data.sources import SPLITS, read, split_of
 
@@ -53,7 +53,7 @@ def ids_of(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 # corpus
 
 
-def test_the_splits_of_a_corpus_are_disjoint_and_together_are_all_of_it(tmp_path):
+def test_splits_are_disjoint_and_complete(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
     parts = {split: set(load("jsonl", path=path, split=split)) for split in SPLITS}
     assert sum(map(len, parts.values())) == len(TEXTS)
@@ -61,13 +61,13 @@ def test_the_splits_of_a_corpus_are_disjoint_and_together_are_all_of_it(tmp_path
     assert all(split_of(text) == split for split, part in parts.items() for text in part)
 
 
-def test_about_five_percent_of_documents_are_prompts_and_two_are_validation():
+def test_split_fractions():
     splits = [split_of(str(number)) for number in range(5000)]
     assert 0.04 < splits.count("prompts") / 5000 < 0.06
     assert 0.015 < splits.count("validation") / 5000 < 0.026
 
 
-def test_every_local_source_gives_the_same_split_of_the_same_texts(tmp_path):
+def test_every_local_source_gives_the_same_split(tmp_path):
     jsonl = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
     parquet = tmp_path / "a.parquet"
     Dataset.from_dict({"code": TEXTS}).to_parquet(parquet)
@@ -86,7 +86,7 @@ def test_every_local_source_gives_the_same_split_of_the_same_texts(tmp_path):
     assert len({tuple(sorted(one)) for one in found}) == 1
 
 
-def test_the_standard_library_leaves_out_packages_tests_and_crumbs(tmp_path, monkeypatch):
+def test_standard_library_skips_packages_tests_and_short_files(tmp_path, monkeypatch):
     code = "x = 1  # a line of code\n" * 40
     kept = {"json/decoder.py": code + "# 1", "encodings/ascii.py": code + "# 2"}
     left_out = {
@@ -101,17 +101,17 @@ def test_the_standard_library_leaves_out_packages_tests_and_crumbs(tmp_path, mon
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text, encoding="utf-8")
     (tmp_path / "latin.py").write_bytes(b"# \xe9\n" + code.encode())
-    monkeypatch.setattr(local.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    monkeypatch.setattr(files.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     monkeypatch.setattr(sources, "split_of", lambda _: "train")
     assert set(load("python_stdlib")) == set(kept.values())
 
 
-def test_the_standard_library_of_this_interpreter_is_found():
+def test_standard_library_of_this_interpreter_is_found():
     text = Path(json.decoder.__file__).read_text(encoding="utf-8")
     assert text in load("python_stdlib", split=split_of(text))
 
 
-def test_max_documents_bounds_what_is_taken(tmp_path, monkeypatch):
+def test_max_documents_samples_by_the_seed(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "split_of", lambda _: "train")
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
     taken, other = (load("jsonl", path=path, max_documents=60, seed=seed) for seed in (0, 1))
@@ -131,12 +131,12 @@ def test_max_documents_bounds_what_is_taken(tmp_path, monkeypatch):
         ({"source": "hub"}, "needs the id of a dataset"),
     ],
 )
-def test_a_corpus_that_cannot_be_named_is_refused(choices, message):
+def test_unknown_source_split_or_path_is_refused(choices, message):
     with pytest.raises(ValueError, match=message):
         load(**choices)
 
 
-def test_a_missing_folder_in_one_that_is_there_is_not_asked_of_the_hub(tmp_path, monkeypatch):
+def test_chat_path_in_an_existing_folder_is_not_looked_up_on_the_hub(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     asked: list[str] = []
     monkeypatch.setattr(
@@ -150,7 +150,7 @@ def test_a_missing_folder_in_one_that_is_there_is_not_asked_of_the_hub(tmp_path,
     assert asked == ["data/talks"]
 
 
-def test_a_missing_column_is_told_with_those_there_are(tmp_path):
+def test_missing_column_lists_the_columns(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"body": "x", "size": 1}])
     with pytest.raises(ValueError, match="no column 'text'; it has body, size"):
         load("jsonl", path=path)
@@ -158,7 +158,7 @@ def test_a_missing_column_is_told_with_those_there_are(tmp_path):
         load("jsonl", path=path, column="size")
 
 
-def test_blank_rows_are_left_out_and_a_broken_file_is_named(tmp_path):
+def test_blank_rows_are_skipped_and_broken_file_is_refused(tmp_path):
     blank = write_jsonl(tmp_path / "a.jsonl", [{"text": "  \n"}, {"text": ""}])
     assert load("jsonl", path=blank) == []
     broken = tmp_path / "b.jsonl"
@@ -167,7 +167,7 @@ def test_blank_rows_are_left_out_and_a_broken_file_is_named(tmp_path):
         load("jsonl", path=str(broken))
 
 
-def test_an_unreachable_hub_is_one_line_that_asks_for_a_local_file(monkeypatch):
+def test_unreachable_hub_is_refused_in_one_line(monkeypatch):
     def unreachable(*_, **__):
         raise ConnectionError("no route\nmore lines")
 
@@ -179,7 +179,7 @@ def test_an_unreachable_hub_is_one_line_that_asks_for_a_local_file(monkeypatch):
     assert "\n" not in str(told.value)
 
 
-def test_a_hub_dataset_with_a_bound_is_streamed(monkeypatch):
+def test_hub_data_set_with_max_documents_is_streamed(monkeypatch):
     asked = {}
 
     def answer(path, **choices):
@@ -199,13 +199,11 @@ def test_a_hub_dataset_with_a_bound_is_streamed(monkeypatch):
 # prompts
 
 
-def test_standard_library_prompts_come_from_every_held_out_file_before_any_gives_two(
-    tokenizer, tmp_path, monkeypatch
-):
+def test_every_held_out_file_gives_a_prompt_before_any_gives_two(tokenizer, tmp_path, monkeypatch):
     for number in range(6):
         lines = [f"value_{number} = {number}{line}" for line in range(60)]
         (tmp_path / f"{number}.py").write_text("\n".join(lines), encoding="utf-8")
-    monkeypatch.setattr(local.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    monkeypatch.setattr(files.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     monkeypatch.setattr(sources, "split_of", lambda _: "prompts")
 
     def load(count: int) -> PromptSet:
@@ -214,9 +212,9 @@ def test_standard_library_prompts_come_from_every_held_out_file_before_any_gives
     found = load(9)
     assert {len(prompt.tokens) for prompt in found.prompts} == {16}
     assert len({tuple(prompt.tokens) for prompt in found.prompts}) == 9
-    files = [re.findall(r"value_(\d) =", prompt.text)[-1] for prompt in found.prompts]
-    assert sorted(files[:6]) == list("012345")
-    assert len(set(files[6:])) == 3
+    numbers = [re.findall(r"value_(\d) =", prompt.text)[-1] for prompt in found.prompts]
+    assert sorted(numbers[:6]) == list("012345")
+    assert len(set(numbers[6:])) == 3
     assert load(9) == found
     assert load(6).prompts == found.prompts[:6]
     assert load(6).version != found.version
@@ -230,7 +228,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz"])
-def test_a_file_of_prompts_is_read_whole_and_in_order(tokenizer, tmp_path, name):
+def test_prompt_file_is_read_in_order(tokenizer, tmp_path, name):
     text = "".join(json.dumps(row) + "\n" for row in ROWS)
     opened = gzip.open if name.endswith("gz") else Path.open
     with opened(tmp_path / name, "wt") as file:
@@ -242,7 +240,7 @@ def test_a_file_of_prompts_is_read_whole_and_in_order(tokenizer, tmp_path, name)
     assert all(prompt.tokens == ids_of(prompt.text, tokenizer) for prompt in found.prompts)
 
 
-def test_all_turns_makes_a_prompt_of_each_turn_behind_the_earlier_ones(tokenizer, tmp_path):
+def test_all_turns_gives_a_prompt_for_each_turn(tokenizer, tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", ROWS[1:2])
     found = load_prompts(path, tokenizer, num_prompts=10, all_turns=True)
     assert [prompt.text for prompt in found.prompts] == [
@@ -251,7 +249,7 @@ def test_all_turns_makes_a_prompt_of_each_turn_behind_the_earlier_ones(tokenizer
     ]
 
 
-def test_chat_rows_go_through_the_template(chat_tokenizer, tokenizer, tmp_path):
+def test_chat_rows_use_the_template(chat_tokenizer, tokenizer, tmp_path):
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
     path = write_jsonl(tmp_path / "a.jsonl", [{"messages": messages}, {"turns": ["hi"]}])
     found = load_prompts(path, chat_tokenizer, num_prompts=10)
@@ -273,9 +271,7 @@ def test_chat_rows_go_through_the_template(chat_tokenizer, tokenizer, tmp_path):
     ],
     ids=["gsm8k", "humaneval", "mbpp"],
 )
-def test_a_question_of_a_public_set_is_asked_where_there_is_a_template(
-    row, chat_tokenizer, tokenizer, tmp_path
-):
+def test_question_of_a_public_set_uses_the_template(row, chat_tokenizer, tokenizer, tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [row])
     (asked,) = load_prompts(path, chat_tokenizer, num_prompts=1).prompts
     assert asked.text == "<user>how many?<assistant>"
@@ -284,13 +280,13 @@ def test_a_question_of_a_public_set_is_asked_where_there_is_a_template(
     assert (plain.text, plain.tokens) == ("how many?", ids_of("how many?", tokenizer))
 
 
-def test_text_to_go_on_from_is_asked_of_nobody(chat_tokenizer, tmp_path):
+def test_text_to_continue_does_not_use_the_template(chat_tokenizer, tmp_path):
     rows = [{"prompt": "def f(x):"}, {"text": "def f(x):"}]
     found = load_prompts(write_jsonl(tmp_path / "a.jsonl", rows), chat_tokenizer, num_prompts=2)
     assert [prompt.text for prompt in found.prompts] == ["def f(x):"] * 2
 
 
-def test_a_larger_set_is_sampled_by_the_seed(tokenizer, tmp_path):
+def test_larger_set_is_sampled_by_the_seed(tokenizer, tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": text} for text in TEXTS])
     first, again, other = (
         load_prompts(path, tokenizer, num_prompts=20, seed=seed) for seed in (0, 0, 1)
@@ -310,14 +306,14 @@ def test_a_larger_set_is_sampled_by_the_seed(tokenizer, tmp_path):
         ("{", "one JSON object a line; line 2 of"),
     ],
 )
-def test_a_row_without_a_prompt_is_named_by_its_line(tokenizer, tmp_path, line, message):
+def test_row_without_prompt_is_refused_with_its_line(tokenizer, tmp_path, line, message):
     path = tmp_path / "a.jsonl"
     path.write_text('{"prompt": "x"}\n' + line + "\n", encoding="utf-8")
     with pytest.raises(ValueError, match=message):
         load_prompts(str(path), tokenizer, num_prompts=10)
 
 
-def test_prompts_that_cannot_be_found_are_refused(tokenizer, tmp_path):
+def test_unknown_or_empty_prompts_are_refused(tokenizer, tmp_path):
     with pytest.raises(ValueError, match=r"python_stdlib, stdlib_.*spec_bench, .* got 'human'"):
         load_prompts("human", tokenizer, num_prompts=1)
     with pytest.raises(ValueError, match="must be a file that exists"):
@@ -327,7 +323,7 @@ def test_prompts_that_cannot_be_found_are_refused(tokenizer, tmp_path):
         load_prompts(str(tmp_path / "b.jsonl"), tokenizer, num_prompts=1)
 
 
-def test_a_named_set_reads_its_column_of_the_hub(tokenizer, monkeypatch):
+def test_named_set_reads_its_hub_column(tokenizer, monkeypatch):
     def load(path, **choices):
         assert (path, choices["split"]) == ("HuggingFaceH4/mt_bench_prompts", "train")
         return Dataset.from_dict({"prompt": [["a b", "c d"]], "category": ["math"]})
@@ -341,26 +337,7 @@ def test_a_named_set_reads_its_column_of_the_hub(tokenizer, monkeypatch):
 # fingerprints
 
 
-def test_the_identity_of_text_names_every_setting_of_its_corpus_and_its_content(tokenizer):
-    corpus = Data(source="hub", path="a/b", column="code", patterns=["x/*"], max_documents=7)
-    found = text_identity("f", tokenizer, corpus, "what is in it")
-    assert found["corpus"] == {
-        "source": "hub",
-        "path": "a/b",
-        "config": "",
-        "column": "code",
-        "revision": "main",
-        "patterns": ["x/*"],
-        "max_documents": 7,
-        "streaming": False,
-        "sources": {},
-    }
-    assert found["documents"] == "what is in it"
-    assert found["base"] == "f"
-    assert found["tokenizer"] == tokenizer_fingerprint(tokenizer)
-
-
-def test_a_tokenizer_fingerprint_ignores_use_and_sees_a_new_token_or_template(chat_tokenizer):
+def test_tokenizer_fingerprint_depends_on_tokens_and_template_only(chat_tokenizer):
     first = tokenizer_fingerprint(AutoTokenizer.from_pretrained(BASE))
     used = AutoTokenizer.from_pretrained(BASE)
     used(["a", "a b c"], padding=True, truncation=True, max_length=2)

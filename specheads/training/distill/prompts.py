@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import pyarrow as pa
@@ -11,7 +12,7 @@ from specheads.base.model import FrozenBase
 from specheads.config import Data, Distill
 from specheads.core.errors import InputError
 from specheads.data.chat import Template
-from specheads.data.fingerprint import text_identity
+from specheads.data.encode import tokenizer_fingerprint
 from specheads.data.sources import read
 from specheads.data.tokenise import tokenised
 from specheads.training.distill.asks import Continuations, Conversations, Prompts
@@ -41,7 +42,13 @@ def prompts_of(data: Data, base: FrozenBase, settings: Distill, seed: int) -> Pr
 def identity_of(data: Data, base: FrozenBase, fingerprint: str, prompts: Prompts) -> dict[str, Any]:
     """Return what decides the text besides how it is written; `fingerprint` is the base's."""
     assert base.tokenizer is not None
-    return text_identity(fingerprint, base.tokenizer, data, prompts.fingerprint)
+    return {
+        "base": fingerprint,
+        "tokenizer": tokenizer_fingerprint(base.tokenizer),
+        "corpus": asdict(data),
+        # the settings of the corpus may name other documents than before
+        "documents": prompts.fingerprint,
+    }
 
 
 class Rows(Sequence[Mapping[str, Any]]):

@@ -48,7 +48,7 @@ class Job:
     folder: Path
     """Folder of the text, made if need be."""
     identity: dict[str, Any]
-    """What else decides the text, by name: see `text_identity`."""
+    """What else decides the text, by name: see `prompts.identity_of`."""
     seed: int = 0
     """Seed of the answers."""
     head: Head | None = None

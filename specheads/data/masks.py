@@ -1,0 +1,131 @@
+"""Loss masks of conversations: check them against the answers, and show them to people."""
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from typing import Any
+
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+OPENING_TOKENS = 32
+"""Tokens before an answer that are decoded: no template opens an answer with more."""
+
+OPEN, CLOSE = "⟦", "⟧"
+"""Brackets around tokens in the loss, for output without colour."""
+
+
+def added_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Return the special tokens and all other added tokens."""
+    known: Any = tokenizer
+    return {*known.all_special_ids, *known.added_tokens_decoder}
+
+
+def wrong_mask(
+    tokenizer: PreTrainedTokenizerBase,
+    tokens: Sequence[int],
+    loss_mask: Sequence[bool],
+    answers: Sequence[dict[str, Any]],
+    *,
+    end: str,
+    opening: str,
+) -> str:
+    """Return why a loss mask is wrong, as a phrase ("it counts nothing"); empty if it is right.
+
+    The mask must count these answers in their order, each with its `end` token. An answer follows
+    `opening` or an added token, such as the one that closes a tool's result.
+    """
+    spans = list(_spans(loss_mask))
+    if not any(loss_mask):
+        return "it counts nothing"
+    if all(loss_mask):
+        return "it counts everything"
+    if len(spans) != len(answers):
+        return f"it counts {len(spans)} stretches, and there are {len(answers)} answers"
+    added = added_ids(tokenizer)
+    for (begin, stop), answer in zip(spans, answers, strict=True):
+        body, found, rest = _text(tokenizer, tokens[begin:stop]).rpartition(end)
+        if not found or rest:
+            return f"it counts {_cut(body + found + rest)}, which does not end with {end}"
+        before = _text(tokenizer, tokens[max(0, begin - OPENING_TOKENS) : begin])
+        opened = squeezed(before).endswith(squeezed(opening))
+        if not opened and (not begin or tokens[begin - 1] not in added):
+            return f"it counts {_cut(body)}, which follows {_cut(before[-40:])}"
+        if not _matches(tokenizer, body, answer):
+            called = [call["function"]["name"] for call in answer.get("tool_calls", ())]
+            wanted = " and calls ".join([_cut(_written(answer)), *called])
+            return f"it counts {_cut(body)} for the answer {wanted}"
+    return ""
+
+
+def squeezed(text: str) -> str:
+    """Return a text without whitespace and thinking tags, which templates add and remove."""
+    return re.sub(r"\s|</?think>", "", text)
+
+
+def _matches(tokenizer: PreTrainedTokenizerBase, body: str, answer: dict[str, Any]) -> bool:
+    wanted, read = squeezed(_written(answer)), squeezed(body)
+    if not read.startswith(wanted):
+        # a tokenizer may normalise text
+        ids: Any = tokenizer(_written(answer), add_special_tokens=False, verbose=False)["input_ids"]
+        wanted = squeezed(_text(tokenizer, ids))
+    calls = answer.get("tool_calls")
+    if not calls:
+        return read == wanted
+    place = len(wanted)
+    for call in calls:
+        place = read.find(squeezed(call["function"]["name"]), place)
+        if place < 0:
+            return False
+    return read.startswith(wanted)
+
+
+def _written(answer: dict[str, Any]) -> str:
+    return answer.get("reasoning_content", "") + answer["content"]
+
+
+def _spans(loss_mask: Sequence[bool]) -> Iterator[tuple[int, int]]:
+    """Yield (begin, stop) of each run of counted tokens."""
+    begin = None
+    for place, one in enumerate([*loss_mask, False]):
+        if one and begin is None:
+            begin = place
+        elif not one and begin is not None:
+            yield begin, place
+            begin = None
+
+
+def _text(tokenizer: PreTrainedTokenizerBase, ids: Any) -> str:
+    return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+
+
+def _cut(text: str) -> str:
+    return f"{text!r:.60}"
+
+
+def pieces(
+    tokenizer: PreTrainedTokenizerBase, tokens: Iterable[int], loss_mask: Iterable[bool]
+) -> Iterator[tuple[str, bool, bool]]:
+    """Yield runs of a text: (text, whether it is in the loss, whether it is a special token).
+
+    Runs are decoded one by one, so a character whose bytes are in two runs shows as unknown.
+    """
+    special = added_ids(tokenizer)
+    numbered = enumerate(zip(tokens, loss_mask, strict=True))
+    # special tokens are runs of their own
+    alike = groupby(numbered, lambda one: (bool(one[1][1]), one[0] if one[1][0] in special else -1))
+    for (is_counted, alone), run in alike:
+        ids = [int(token) for _, (token, _) in run]
+        yield str(tokenizer.decode(ids)), is_counted, alone >= 0
+
+
+def marked(
+    tokenizer: PreTrainedTokenizerBase, tokens: Iterable[int], loss_mask: Iterable[bool]
+) -> str:
+    """Return a text with brackets around every run of tokens in the loss."""
+    out, inside = [], False
+    for text, is_counted, _ in pieces(tokenizer, tokens, loss_mask):
+        if is_counted != inside:
+            out.append(OPEN if is_counted else CLOSE)
+        out.append(text)
+        inside = is_counted
+    return "".join([*out, CLOSE if inside else ""])
