@@ -287,7 +287,7 @@ def _plain(bench: Bench) -> Callable[[], object]:
     """Return the step as autograd makes it: logits of everything, everywhere, in float32."""
     base, head, stepper = bench.base, bench.head, bench.stepper
     tokens = bench.batch.tokens.to(base.device)
-    documents = bench.batch.documents
+    documents = bench.batch.document_ids
     assert documents is not None
     documents = documents.to(base.device)
     logits_of = base.projection.rows(head.draft_ids)

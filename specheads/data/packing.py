@@ -69,7 +69,7 @@ def share(rows: range, number: int, count: int) -> range:
 
 
 @runtime_checkable
-class Text(Protocol):
+class BatchStream(Protocol):
     """A source of batches: packed corpus text or generated text."""
 
     def batches(

@@ -2,9 +2,9 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from specheads.config import Data
-from specheads.config.parts import Source
+from specheads.config.parts import SOURCES, Source
 from specheads.core.errors import InputError
 from specheads.core.paths import HUB_ID, local_path
 from specheads.data import files as local
@@ -22,19 +22,13 @@ from specheads.data.instructions import instructions
 
 SPLITS = ("train", "validation", "prompts")
 
+SUFFIXES = {"text": local.TXT, "jsonl": local.JSONL, "parquet": local.PARQUET}
+
 CONVERSATIONS = ("stdlib_instructions", "chat")
 """Sources of conversations; all other sources have text."""
 
 SHUFFLE_BUFFER = 1000
 """Rows of a Hub stream that are shuffled at a time."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Loader:
-    files: Callable[[Source], list[Path]]
-    """Find the local files; the list is empty for a Hub data set."""
-    rows: Callable[[Source, list[Path], int], Rows]
-    """Read rows: `text`, or `messages` and maybe `tools`. A row may name its `split`."""
 
 
 def split_of(text: str) -> str:
@@ -72,9 +66,7 @@ def read_all(source: Source, seed: int = 0) -> Iterator[tuple[str, str, Row]]:
 
     With `max_documents` the seed chooses the rows.
     """
-    loader = _loader(source)
-    files = loader.files(source)
-    for where, row in _sample(source, lambda: loader.rows(source, files, seed), files, seed):
+    for where, row in _sample(source, _files(source), seed):
         text = row.get("text", "messages")
         if text and not text.isspace():
             yield row.get("split") or split_of(_split_key(row)), where, row
@@ -87,14 +79,13 @@ def refuse_unreadable(corpus: Data) -> None:
             if one.weight:
                 refuse_unreadable(alone(corpus, name))
         return
-    loader = _loader(corpus)
-    if files := loader.files(corpus):
-        next(loader.rows(corpus, files, 0), None)
+    if files := _files(corpus):
+        next(_rows(corpus, files, 0), None)
 
 
 def identity(source: Source, seed: int) -> dict[str, Any]:
     """Return what decides a source's rows: settings, files, and their sizes and dates."""
-    stats = [(file, file.stat()) for file in _loader(source).files(source)]
+    stats = [(file, file.stat()) for file in _files(source)]
     settings = asdict(source)
     settings = {name: settings[name] for name in settings if name not in ("weight", "sources")}
     return settings | {
@@ -103,13 +94,42 @@ def identity(source: Source, seed: int) -> dict[str, Any]:
     }
 
 
-def _loader(source: Source) -> _Loader:
-    if source.source not in LOADERS:
-        raise InputError(
-            f"a corpus source must be one of {', '.join([*LOADERS, 'mixture'])}; got "
-            f"{source.source!r}"
-        )
-    return LOADERS[source.source]
+def _files(source: Source) -> list[Path]:
+    """Find the local files of a source; the list is empty for a Hub data set."""
+    match source.source:
+        case "python_stdlib" | "stdlib_instructions":
+            return local.stdlib_files()
+        case "files":
+            return local.folder_files(source.path, source.patterns)
+        case "text" | "jsonl" | "parquet" as kind:
+            return local.find(kind, source.path, SUFFIXES[kind])
+        case "chat":
+            return _chat_files(source)
+        case "hub":
+            return []
+    raise InputError(
+        f"a corpus source must be one of {', '.join([*SOURCES, 'mixture'])}; got {source.source!r}"
+    )
+
+
+def _rows(source: Source, files: list[Path], seed: int) -> Rows:
+    """Read rows: `text`, or `messages` and maybe `tools`. A row may name its `split`."""
+    match source.source:
+        case "python_stdlib":
+            return local.stdlib_texts(files)
+        case "stdlib_instructions":
+            return instructions(local.stdlib_texts(files), split_of)
+        case "files":
+            return local.whole_files(files)
+        case "text":
+            return local.passages(files)
+        case "jsonl":
+            return local.jsonl_texts(files, source.column)
+        case "parquet":
+            return local.table_texts(files, source.column)
+        case "chat":
+            return _conversations(source, files, seed)
+    return _hub_texts(source, seed)
 
 
 def _split_key(row: Row) -> str:
@@ -120,18 +140,19 @@ def _split_key(row: Row) -> str:
     return json.dumps(turns, ensure_ascii=False, sort_keys=True)
 
 
-def _sample(source: Source, rows: Callable[[], Rows], files: list[Path], seed: int) -> Rows:
+def _sample(source: Source, files: list[Path], seed: int) -> Rows:
     """Return all rows, or `max_documents` of them in their order; the Hub's are limited already."""
     most = source.max_documents
     if not most or not files:
-        return rows()
+        return _rows(source, files, seed)
     if source.streaming:
-        return islice(rows(), most)
+        return islice(_rows(source, files, seed), most)
     # read the files twice, because the chosen rows may not fit into memory
-    number = sum(1 for _ in rows())
+    number = sum(1 for _ in _rows(source, files, seed))
     chosen = np.zeros(number, np.bool_)
     chosen[np.random.default_rng(seed).permutation(number)[:most]] = True
-    return (row for row, is_chosen in zip(rows(), chosen, strict=True) if is_chosen)
+    rows = zip(_rows(source, files, seed), chosen, strict=True)
+    return (row for row, is_chosen in rows if is_chosen)
 
 
 def _alternate(corpus: Data, split: str, seed: int) -> Rows:
@@ -201,7 +222,7 @@ def hub_rows(source: Source, seed: int) -> Rows:
             yield f"row {number} of dataset {source.path}", row
 
 
-def _hub_texts(source: Source, _: list[Path], seed: int) -> Rows:
+def _hub_texts(source: Source, seed: int) -> Rows:
     column = source.column
     for where, row in hub_rows(source, seed):
         if column not in row:
@@ -243,34 +264,3 @@ def _conversations(source: Source, files: list[Path], seed: int) -> Rows:
     for where, row in local.rows_of(files) if files else hub_rows(source, seed):
         talk = conversation(row, where)
         yield where, {"messages": talk.messages, "tools": talk.tools}
-
-
-def _stdlib_files(_: Source) -> list[Path]:
-    return local.stdlib_files()
-
-
-LOADERS = {
-    "python_stdlib": _Loader(_stdlib_files, lambda _, files, __: local.stdlib_texts(files)),
-    "stdlib_instructions": _Loader(
-        _stdlib_files, lambda _, files, __: instructions(local.stdlib_texts(files), split_of)
-    ),
-    "files": _Loader(
-        lambda source: local.folder_files(source.path, source.patterns),
-        lambda _, files, __: local.whole_files(files),
-    ),
-    "text": _Loader(
-        lambda source: local.find("text", source.path, local.TXT),
-        lambda _, files, __: local.passages(files),
-    ),
-    "jsonl": _Loader(
-        lambda source: local.find("jsonl", source.path, local.JSONL),
-        lambda source, files, _: local.jsonl_texts(files, source.column),
-    ),
-    "parquet": _Loader(
-        lambda source: local.find("parquet", source.path, local.PARQUET),
-        lambda source, files, _: local.table_texts(files, source.column),
-    ),
-    "hub": _Loader(lambda _: [], _hub_texts),
-    "chat": _Loader(_chat_files, _conversations),
-}
-"""How each kind of source finds and reads its rows."""

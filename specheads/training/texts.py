@@ -18,7 +18,7 @@ from specheads.config import Distill, Phase, Train, Validation
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.data.documents import Documents
-from specheads.data.packing import PackedText, Text, TokenBatch, share
+from specheads.data.packing import BatchStream, PackedText, TokenBatch, share
 from specheads.data.prompts import PromptSet
 from specheads.data.prompts import held_out as prompts_of_split
 from specheads.data.tokenise import UnansweredError, tokenised
@@ -194,7 +194,7 @@ class Texts:
         mine = share(range(len(fitting)), rank, world_size)
         return [fitting[number].tokens for number in mine], identity
 
-    def open(self, phase: Phase, bar: Progress, halt: Callable[[], None]) -> Text:
+    def open(self, phase: Phase, bar: Progress, halt: Callable[[], None]) -> BatchStream:
         """Return the phase's text, writing it first where the base is its author.
 
         `halt` is called on all processes together, and raises where writing is to stop.

@@ -16,7 +16,7 @@ from specheads.base.model import FrozenBase
 from specheads.config import Phase, Schedule
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
-from specheads.data.packing import Text, TokenBatch
+from specheads.data.packing import BatchStream, TokenBatch
 from specheads.runs import checkpoint
 from specheads.runs.directory import RunDirectory, atomic_folder
 from specheads.runs.progress import progress
@@ -37,7 +37,7 @@ def train(
     base: FrozenBase,
     head: Head,
     schedule: Schedule,
-    open_text: Callable[[Phase, Progress, Callable[[], None]], Text],
+    open_text: Callable[[Phase, Progress, Callable[[], None]], BatchStream],
     run: RunDirectory,
     tracker: Tracker | None,
     accelerator: Accelerator,
@@ -109,7 +109,7 @@ class _Trainer:
     def run_phase(
         self,
         phase: PlacedPhase,
-        text: Text,
+        text: BatchStream,
         log: PhaseLog,
         checkpoint_every: int,
         watch: Watch,
@@ -150,7 +150,7 @@ class _Trainer:
         is_main = self.accelerator.is_main_process
         return Watch(held_out, self.teacher, alone, self.run, self.at, self.total, is_main)
 
-    def _batches(self, text: Text) -> Iterator[tuple[TokenBatch, dict[str, Any]]]:
+    def _batches(self, text: BatchStream) -> Iterator[tuple[TokenBatch, dict[str, Any]]]:
         """Yield what follows in a text, where a GPU can fetch it from while it computes."""
         for batch, cursor in text.batches(self.at.cursor):
             yield batch.pinned() if self.teacher.base.device.type == "cuda" else batch, cursor

@@ -34,27 +34,27 @@ FILES: dict[str, tuple[bytes, str]] = {
     "no JSON": (GOOD + b"{not json}\n", "line 61 of talks.jsonl is none: it is no JSON from"),
     "half a row": (GOOD[:-20], "line 60 of talks.jsonl is none: it is no JSON from"),
     "a web page": (b"<!DOCTYPE html>\n<html></html>\n", "line 1 of talks.jsonl is none"),
-    "no messages": (GOOD + b'{"title": "Hi"}\n', "line 61 of talks.jsonl has title; mend"),
-    "unknown role": (GOOD + talk({"role": "bot", "content": "Hi?"}), "talks.jsonl has 'bot': mend"),
+    "no messages": (GOOD + b'{"title": "Hi"}\n', "line 61 of talks.jsonl has title; fix"),
+    "unknown role": (GOOD + talk({"role": "bot", "content": "Hi?"}), "talks.jsonl has 'bot': fix"),
     "empty": (b"", "talks.jsonl holds no row"),
     "blank lines": (b"\n  \n\t\n\n", "talks.jsonl holds no row"),
-    "binary": (random.Random(0).randbytes(5000), "a readable UTF-8 file, and talks.jsonl is none"),
+    "binary": (random.Random(0).randbytes(5000), "a readable UTF-8 file, and talks.jsonl is not"),
     "zeros": (bytes(5000), "line 1 of talks.jsonl is none: it is no JSON from character 1"),
-    "gzip cut short": (gzip.compress(GOOD)[:-20], "talks.jsonl is none: Compressed file ended"),
+    "gzip cut short": (gzip.compress(GOOD)[:-20], "talks.jsonl is not: Compressed file ended"),
     "broken row in gzip": (gzip.compress(GOOD + b"{not json}\n"), "line 61 of talks.jsonl is none"),
-    "UTF-16": (GOOD.decode().encode("utf-16"), "a readable UTF-8 file, and talks.jsonl is none"),
+    "UTF-16": (GOOD.decode().encode("utf-16"), "a readable UTF-8 file, and talks.jsonl is not"),
     "latin-1": (
         GOOD + talk(ASKED, {**ANSWERED, "content": "caf_"}).replace(b"_", b"\xe9"),
-        "a readable UTF-8 file, and talks.jsonl is none",
+        "a readable UTF-8 file, and talks.jsonl is not",
     ),
-    "mixed schemas": (GOOD + b'{"text": "plain"}\n', "line 61 of talks.jsonl has text; mend"),
+    "mixed schemas": (GOOD + b'{"text": "plain"}\n', "line 61 of talks.jsonl has text; fix"),
     "two schemas in a row": (
         GOOD + b'{"messages": [], "conversations": []}\n',
-        "line 61 of talks.jsonl has messages; conversations; mend",
+        "line 61 of talks.jsonl has messages; conversations; fix",
     ),
     "text for messages": (GOOD + b'{"messages": "Hi?"}\n', "line 61 of talks.jsonl has 'Hi?'"),
     "texts for messages": (GOOD + talk("Hi?"), "line 61 of talks.jsonl has 'Hi?' among them"),
-    "no message": (GOOD + talk(), "line 61 of talks.jsonl has []; mend"),
+    "no message": (GOOD + talk(), "line 61 of talks.jsonl has []; fix"),
     "a number for content": (
         GOOD + talk({"role": "user", "content": 3}, ANSWERED),
         "line 61 of talks.jsonl has int; write it as text",
@@ -72,7 +72,7 @@ FILES: dict[str, tuple[bytes, str]] = {
         "line 61 of talks.jsonl is none: it is nested too deep",
     ),
     # what a terminal obeys, and line breaks that only some readers know
-    "keys for a terminal": (GOOD + b'{"\\u001b[2J\\u2028\\n": 1}\n', "has \\x1b[2J; mend"),
+    "keys for a terminal": (GOOD + b'{"\\u001b[2J\\u2028\\n": 1}\n', "has \\x1b[2J; fix"),
 }
 """What stands in talks.jsonl, and what the line must say of it."""
 

@@ -16,7 +16,7 @@ from specheads.base import document_attention
 from specheads.base.model import FrozenBase
 from specheads.config import Joint, Phase, Schedule
 from specheads.core.drafter import Head
-from specheads.data.packing import PackedText, Text, TokenBatch
+from specheads.data.packing import BatchStream, PackedText, TokenBatch
 from specheads.heads.load import build_for, kinds
 from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import Tracker, read_metrics
@@ -63,7 +63,7 @@ def run_training(
     schedule: Schedule,
     kind: str = "mlp_speculator",
     *,
-    open_text: Callable[[Phase], Text] = packed_text,
+    open_text: Callable[[Phase], BatchStream] = packed_text,
     precision: str = "no",
     base: FrozenBase | None = None,
     **choices: Any,
@@ -251,7 +251,9 @@ def test_packed_documents_are_read_as_under_a_mask(
     direction = torch.randn(2, 40, base.width).to(device)
     for attending in (document_attention.attending_documents, lambda *_: nullcontext()):
         monkeypatch.setattr("specheads.base.forward.attending_documents", attending)
-        hidden = base.read(batch.tokens, documents=batch.documents, gradients=True).hidden.float()
+        hidden = base.read(
+            batch.tokens, document_ids=batch.document_ids, gradients=True
+        ).hidden.float()
         (slope,) = torch.autograd.grad((hidden * direction).sum(), weight)
         found.append((hidden, slope.float()))
     for ours, theirs in zip(*found, strict=True):

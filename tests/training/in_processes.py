@@ -27,7 +27,7 @@ from accelerate.state import AcceleratorState
 from specheads.base.model import FrozenBase
 from specheads.config import Base, Phase, Schedule
 from specheads.data.documents import Documents
-from specheads.data.packing import PackedText, Text, TokenBatch, share
+from specheads.data.packing import BatchStream, PackedText, TokenBatch, share
 from specheads.heads.load import build_for
 from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import Tracker
@@ -104,7 +104,7 @@ def train(
     drafted: int = 0,
     held_out: int = 0,
     watched: dict[str, Any] | None = None,
-    cut: Callable[[Text], Text] = lambda text: text,
+    cut: Callable[[BatchStream], BatchStream] = lambda text: text,
     schedule: dict[str, Any] | None = None,
     choices: dict[str, Any] | None = None,
     **settings: Any,
@@ -186,7 +186,7 @@ def _act_as(rank: int, count: int, port: int, act: Callable[..., None], argument
 class Failing:
     """Text whose third batch cannot be made."""
 
-    def __init__(self, text: Text) -> None:
+    def __init__(self, text: BatchStream) -> None:
         self.text = text
 
     def batches(

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from specheads.config import Distill, Phase, Schedule
 from specheads.core.drafter import Head
 from specheads.core.files import sole_writer
-from specheads.data.packing import PackedText, Text
+from specheads.data.packing import BatchStream, PackedText
 from specheads.runs import checkpoint
 from specheads.runs.directory import RunDirectory
 from specheads.training.distill.run import Job, write_text
@@ -123,7 +123,7 @@ def session(folder: Path) -> Head:
     settings = Distill(num_samples=8, new_tokens=8, shard_size=2)
     job = Job(base=base, prompts=Talks(), settings=settings, folder=run.text, identity={})
 
-    def open_text(phase: Phase, *rest: Any) -> Text:
+    def open_text(phase: Phase, *rest: Any) -> BatchStream:
         del rest
         if phase.steps == 6:
             return prompts

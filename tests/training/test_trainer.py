@@ -14,7 +14,7 @@ from specheads.base.model import FrozenBase
 from specheads.config import Distill, Phase, Schedule
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
-from specheads.data.packing import Text, TokenBatch
+from specheads.data.packing import BatchStream, TokenBatch
 from specheads.heads.load import build, build_for, kinds
 from specheads.runs import checkpoint
 from specheads.runs.directory import RunDirectory
@@ -77,7 +77,7 @@ def run_training(
     *,
     kind: str = "mlp_speculator",
     checkpoint_every: int = 0,
-    open_text: Callable[..., Text] | None = None,
+    open_text: Callable[..., BatchStream] | None = None,
     **choices: Any,
 ) -> Head:
     base = tiny.base("llama", dtype=torch.float32)
