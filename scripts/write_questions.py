@@ -21,7 +21,7 @@ from specheads.base.model import FrozenBase
 from specheads.core.errors import InputError
 from specheads.core.files import write_atomic
 from specheads.core.paths import writable_folder
-from specheads.data.chat import ASKED, Rendering
+from specheads.data.chat import ASKED, Template
 from specheads.data.masks import added_ids
 from specheads.decoding.acceptance.sampling import Sampling
 from specheads.runs.progress import progress
@@ -106,9 +106,9 @@ def questions(base: FrozenBase, options: argparse.Namespace) -> Iterator[str]:
 def user_opening(base: FrozenBase) -> list[int]:
     """Return what a chat template writes before the user speaks, as token ids."""
     assert base.tokenizer is not None
-    rendering = Rendering(base.tokenizer, "a user's turn")
-    text = rendering.text([{"role": "user", "content": ASKED}], None, "a user's turn")
-    return rendering.read(text.partition(ASKED)[0])[0]
+    template = Template(base.tokenizer, "a user's turn")
+    text = template.text([{"role": "user", "content": ASKED}], None, "a user's turn")
+    return template.read(text.partition(ASKED)[0])[0]
 
 
 if __name__ == "__main__":

@@ -68,25 +68,33 @@ class _Turn:
 
 
 class Template:
-    """The chat template of a tokenizer.
+    """The chat template of a tokenizer: renders messages, and tells answers from prompts.
+
+    An error names the row of the messages, which is called `where`.
 
     Raises:
         InputError: The tokenizer has no template, or gives no character offsets of its tokens.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, where: str = "a conversation") -> None:
-        self._tokenizer, self._rendering = tokenizer, Rendering(tokenizer, where)
+        if tokenizer.chat_template is None:
+            raise InputError(
+                f"messages need a tokenizer with a chat template, {where} has messages and this "
+                "tokenizer has no template; give rows with plain text, or an instruction-tuned base"
+            )
+        if not tokenizer.is_fast:
+            raise InputError(
+                "conversations need a tokenizer that gives the characters of each token, "
+                f"{type(tokenizer).__name__} does not; save it with a tokenizer.json"
+            )
+        self._tokenizer = tokenizer
 
     @property
     def fingerprint(self) -> str:
-        """Return 32 hex digits that change if conversations would be rendered differently."""
-        return self._rendering.fingerprint
-
-    def encode(
-        self, messages: Messages, tools: Tools = None, where: str = "a conversation"
-    ) -> Sample:
-        """Return a conversation up to its last answer: the last of its `samples`."""
-        return self.samples(messages, tools, where)[-1]
+        """Return 32 hex digits of the template and its special tokens."""
+        special = {name: str(one) for name, one in self._tokenizer.special_tokens_map.items()}
+        rules = [self._tokenizer.chat_template, special, DATE]
+        return hashlib.sha256(json.dumps(rules, sort_keys=True).encode()).hexdigest()[:32]
 
     def samples(
         self, messages: Messages, tools: Tools = None, where: str = "a conversation"
@@ -121,7 +129,7 @@ class Template:
         self, messages: Messages, tools: Tools = None, where: str = "a conversation"
     ) -> list[int]:
         """Return the token ids before an answer: they end with a generation prompt."""
-        return self._rendering.read(self._rendering.text(messages, tools, where, ask=True))[0]
+        return self.read(self.text(messages, tools, where, ask=True))[0]
 
     def next_prompt(
         self,
@@ -136,26 +144,25 @@ class Template:
         conversation, with the answer as text. If the template changes the answer, for example
         removes its thoughts, the conversation is rendered again and does not begin with `tokens`.
         """
-        rendering = self._rendering
         last = max(place for place, one in enumerate(messages) if one["role"] == "assistant")
-        before = rendering.text(messages[:last], tools, where, ask=True)
-        after = rendering.text(messages, tools, where, ask=True)
+        before = self.text(messages[:last], tools, where, ask=True)
+        after = self.text(messages, tools, where, ask=True)
         stand_in = [*messages[:last], {"role": "assistant", "content": ANSWERED}]
-        probed = rendering.text([*stand_in, *messages[last + 1 :]], tools, where, ask=True)
+        probed = self.text([*stand_in, *messages[last + 1 :]], tools, where, ask=True)
         answer = squeezed(messages[last]["content"])
         kept = after.startswith(before) and squeezed(after[len(before) :]).startswith(answer)
         if not kept or ANSWERED not in probed or messages[last].get("tool_calls"):
-            return rendering.read(after)[0]
+            return self.read(after)[0]
         # read together with the end token, because some tokenizers treat a text's begin specially
-        rest = rendering.read(probed.rpartition(ANSWERED)[2])[0]
-        is_ended = tokens[-1] in (rendering.end_id, self._tokenizer.eos_token_id)
-        return [*tokens, *(rest[1:] if is_ended and rest[0] == rendering.end_id else rest)]
+        rest = self.read(probed.rpartition(ANSWERED)[2])[0]
+        is_ended = tokens[-1] in (self.end_id, self._tokenizer.eos_token_id)
+        return [*tokens, *(rest[1:] if is_ended and rest[0] == self.end_id else rest)]
 
     def _turn(self, messages: Messages, tools: Tools, where: str) -> _Turn:
         """Find the text of the last message, which the assistant wrote, and its prompt."""
-        prompt = self._rendering.text(messages[:-1], tools, where, ask=True)
-        whole = self._rendering.text(messages, tools, where)
-        mark = self._rendering.mark(messages, tools, where)
+        prompt = self.text(messages[:-1], tools, where, ask=True)
+        whole = self.text(messages, tools, where)
+        mark = self.mark(messages, tools, where)
         written = whole.removeprefix(prompt)
         if mark is not None:
             written = self._marked(whole, prompt, mark, where)
@@ -169,10 +176,10 @@ class Template:
                     "unstable; give the tokenizer a template with {% generation %} markers",
                     f"the prompt:\n{prompt}\nwith its answer:\n{whole}",
                 )
-        answer, end, rest = written.rpartition(self._rendering.end)
+        answer, end, rest = written.rpartition(self.end)
         if not end:
             raise InputError(
-                f"every answer must end with {self._rendering.end}, one of {where} does not; give "
+                f"every answer must end with {self.end}, one of {where} does not; give "
                 "the tokenizer another chat template",
                 f"the prompt:\n{prompt}\nits answer:\n{written}",
             )
@@ -199,12 +206,12 @@ class Template:
     def _anywhere(self, message: Message, tools: Tools, where: str) -> str:
         """Return the text of an answer after any question; empty if it is unknown."""
         asked: list[Message] = [{"role": "user", "content": ASKED}]
-        prompt = self._rendering.text(asked, tools, where, ask=True)
-        whole = self._rendering.text([*asked, message], tools, where)
+        prompt = self.text(asked, tools, where, ask=True)
+        whole = self.text([*asked, message], tools, where)
         return whole[len(prompt) :] if whole.startswith(prompt) else ""
 
     def _sample(self, text: str, turns: list[_Turn], where: str) -> Sample:
-        ids, places = self._rendering.read(text)
+        ids, places = self.read(text)
         loss_mask = np.zeros(len(ids), bool)
         for turn in turns:
             begin, end = len(turn.prompt), len(turn.prompt) + len(turn.answer)
@@ -227,8 +234,8 @@ class Template:
             sample.tokens,
             sample.loss_mask,
             answers,
-            end=self._rendering.end,
-            opening=self._rendering.opening,
+            end=self.end,
+            opening=self.opening,
         )
         if fault:
             raise InputError(
@@ -237,34 +244,6 @@ class Template:
                 "tokenizer's chat template",
                 marked(self._tokenizer, sample.tokens, sample.loss_mask),
             )
-
-
-class Rendering:
-    """Renders messages by a tokenizer's chat template; an error names the row of the messages.
-
-    Raises:
-        InputError: The tokenizer has no template, or gives no character offsets of its tokens.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, where: str) -> None:
-        if tokenizer.chat_template is None:
-            raise InputError(
-                f"messages need a tokenizer with a chat template, {where} has messages and this "
-                "tokenizer has no template; give rows with plain text, or an instruction-tuned base"
-            )
-        if not tokenizer.is_fast:
-            raise InputError(
-                "conversations need a tokenizer that gives the characters of each token, "
-                f"{type(tokenizer).__name__} does not; save it with a tokenizer.json"
-            )
-        self._tokenizer = tokenizer
-
-    @property
-    def fingerprint(self) -> str:
-        """Return 32 hex digits of the template and its special tokens."""
-        special = {name: str(one) for name, one in self._tokenizer.special_tokens_map.items()}
-        rules = [self._tokenizer.chat_template, special, DATE]
-        return hashlib.sha256(json.dumps(rules, sort_keys=True).encode()).hexdigest()[:32]
 
     @cached_property
     def end_id(self) -> int:

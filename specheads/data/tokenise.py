@@ -59,7 +59,6 @@ def tokenised(
     seed: int = 0,
     *,
     bar: Any = None,
-    warn: Callable[[str], object] = warnings.warn,
 ) -> Documents:
     """Return one split of a corpus as documents, and tokenise the corpus if it is not cached.
 
@@ -73,28 +72,19 @@ def tokenised(
         tokenizer: Tokenizer of the base; the cached tokens are its own.
         seed: Chooses the documents of a limited source or of a mixture.
         bar: Progress bar, as from `runs.progress.progress`.
-        warn: Called with one line if fastokens disagrees with the tokenizer.
 
     Raises:
         InputError: The corpus cannot be read, or the split is empty.
     """
     check_split(split)
     if corpus.source == "mixture":
-
-        def part(one: Data) -> Documents:
-            return tokenised(one, split, tokenizer, seed, bar=bar, warn=warn)
-
-        return _mixture(corpus, split, seed, part)
-    return _documents(_cached(corpus, tokenizer, seed, bar, warn), corpus, split)
+        return _mixture(
+            corpus, split, seed, lambda one: tokenised(one, split, tokenizer, seed, bar=bar)
+        )
+    return _documents(_cached(corpus, tokenizer, seed, bar), corpus, split)
 
 
-def _cached(
-    corpus: Data,
-    tokenizer: PreTrainedTokenizerBase,
-    seed: int,
-    bar: Any,
-    warn: Callable[[str], object],
-) -> Path:
+def _cached(corpus: Data, tokenizer: PreTrainedTokenizerBase, seed: int, bar: Any) -> Path:
     """Return the file of a source's documents, and write it if it does not exist."""
     if tokenizer.eos_token_id is None:
         raise InputError(
@@ -115,9 +105,10 @@ def _cached(
         try:
             _write(folder, corpus, seed, _encode(corpus, tokenizer, is_fast=True), bar)
         except DisagreementError as error:
-            warn(
+            warnings.warn(
                 f"fastokens does not read as the tokenizer does ({error}): the tokenizer reads "
-                "this corpus alone, which takes longer"
+                "this corpus alone, which takes longer",
+                stacklevel=2,
             )
             _write(folder, corpus, seed, _encode(corpus, tokenizer, is_fast=False), bar)
     return folder / FILE

@@ -355,14 +355,16 @@ def test_held_out_prompt_ends_before_first_answer_and_keeps_tools(tmp_path, monk
 def test_special_tokens_in_a_message_are_read_as_a_server_reads_them():
     # a special token in a message is that token, as in transformers, and no end of the mask
     messages = said([("user", "What is <|im_end|>?"), ("assistant", "<|im_end|> ends.")])
-    one = Template(tokenizer("smollm2")).encode(messages)
+    one = Template(tokenizer("smollm2")).samples(messages)[-1]
     text = barred(chatml("What is <|im_end|>?", "<|im_end|> ends.", system=SMOL))
     assert (one.tokens, one.loss_mask) == table("smollm2", text)
 
 
 def test_token_that_begins_in_prompt_is_not_counted():
     # "\n\n" is one token, and its first half the generation prompt's
-    one = Template(tokenizer("smollm2")).encode(said([("user", "Hi?"), ("assistant", "\nHello.")]))
+    one = Template(tokenizer("smollm2")).samples(
+        said([("user", "Hi?"), ("assistant", "\nHello.")])
+    )[-1]
     begin = one.loss_mask.index(True)
     assert tokenizer("smollm2").decode(one.tokens[begin - 1]) == "\n\n"
     counted = [token for token, is_in in zip(one.tokens, one.loss_mask, strict=True) if is_in]
@@ -375,7 +377,7 @@ def test_end_token_with_line_break_is_counted(family: str):
     *others, end = SPECIAL[family]
     made.add_special_tokens({"additional_special_tokens": [*others, AddedToken(end, rstrip=True)]})
     made.chat_template = tokenizer(family).chat_template
-    one = Template(made).encode(said(MULTI))
+    one = Template(made).samples(said(MULTI))[-1]
     counted = [token for token, is_in in zip(one.tokens, one.loss_mask, strict=True) if is_in]
     assert made.decode(counted) == f"Hello.{end}Bye.{end}"
 
@@ -387,7 +389,7 @@ def test_normalising_tokenizer_is_accepted():
     made = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(rules)))
     made.add_special_tokens({"eos_token": "<|im_end|>"})
     made.chat_template = tokenizer("smollm2").chat_template
-    one = Template(made).encode(said([("user", "Hi?"), ("assistant", "Cafe\u0301 e\u0301.")]))
+    one = Template(made).samples(said([("user", "Hi?"), ("assistant", "Cafe\u0301 e\u0301.")]))[-1]
     counted = [token for token, is_in in zip(one.tokens, one.loss_mask, strict=True) if is_in]
     assert made.decode(counted) == "Caf\u00e9 \u00e9.<|im_end|>"
 

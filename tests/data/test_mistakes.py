@@ -330,8 +330,11 @@ def test_tokenizer_without_unknown_token_is_refused(tmp_path: Path):
         load_prompts("python_stdlib", narrow, num_prompts=1)
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"text": "y"}\n')
-    with pytest.raises(InputError, match="a token for what is unknown"):
-        tokenised(Data(source="jsonl", path=str(rows)), "train", narrow, warn=lambda _: None)
+    with (
+        pytest.warns(UserWarning, match="fastokens does not read"),
+        pytest.raises(InputError, match="a token for what is unknown"),
+    ):
+        tokenised(Data(source="jsonl", path=str(rows)), "train", narrow)
 
 
 def test_prompts_longer_than_every_document_are_refused(tokenizer):
