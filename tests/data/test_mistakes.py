@@ -11,7 +11,7 @@ import pytest
 from datasets import Dataset
 from pyarrow import parquet
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from specheads.config import Data
 from specheads.core.errors import InputError
@@ -21,25 +21,12 @@ from specheads.data.prompts import load_prompts
 from specheads.data.sources import SPLITS, read
 from specheads.data.tokenise import tokenised
 
-BASE = Path(__file__).parents[2] / "recipes" / "tiny_code" / "base"
 GOOD = "".join(json.dumps({"text": f"document {number}"}) + "\n" for number in range(40))
 ROW = b'{"text": "a"}\n'
 
 
 @pytest.fixture
-def tokenizer() -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(BASE)
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets_cache")
-    monkeypatch.setenv("SPECHEADS_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
-@pytest.fixture
-def refused(tokenizer, cache: Path):
+def refused(tokenizer, cache_folder: Path):
     """Return what expects one line, and nothing left behind."""
 
     def expect(told: str, *, of: Path | str = "", **choices) -> None:
@@ -47,7 +34,7 @@ def refused(tokenizer, cache: Path):
             tokenised(Data(**choices), "train", tokenizer)
         assert "\n" not in str(caught.value)
         assert str(of) in str(caught.value)
-        assert not cache.exists()
+        assert not cache_folder.exists()
 
     return expect
 

@@ -1,4 +1,3 @@
-import json
 import multiprocessing
 import os
 import signal
@@ -11,36 +10,24 @@ from typing import Any, cast
 import numpy as np
 import pytest
 from datasets import Dataset
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer
 
 from specheads.config import Data, check
 from specheads.config.parts import WeightedSource
+from specheads.core import paths
 from specheads.core.errors import InputError
-from specheads.core.paths import cache_folder
 from specheads.data import encode, sources, tokenise
 from specheads.data.encode import Encoder
 from specheads.data.prompts import held_out
 from specheads.data.sources import SPLITS, read
 from specheads.data.tokenise import tokenised
+from tests.data.conftest import BASE, write_jsonl
 
-BASE = Path(__file__).parents[2] / "recipes" / "tiny_code" / "base"
 TEXTS = [f"def f_{number}():\n    return {number}\n" * (number % 7 + 1) for number in range(300)]
 
 
-@pytest.fixture
-def tokenizer() -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(BASE)
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("SPECHEADS_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
 def write(path: Path, texts: list[str] = TEXTS, column: str = "text") -> str:
-    path.write_text("".join(json.dumps({column: text}) + "\n" for text in texts))
-    return str(path)
+    return write_jsonl(path, [{column: text} for text in texts])
 
 
 def corpus(tmp_path: Path, **choices: Any) -> Data:
@@ -125,11 +112,11 @@ def test_changed_text_settings_or_tokenizer_is_tokenised_again(tokenizer, tmp_pa
     assert contents(tokenised(data, "train", tokenizer, seed)) != contents(first)
 
 
-def test_seed_does_not_matter_for_a_whole_corpus(tokenizer, tmp_path, cache):
+def test_seed_does_not_matter_for_a_whole_corpus(tokenizer, tmp_path, cache_folder):
     data = corpus(tmp_path)
     tokenised(data, "train", tokenizer, 0)
     tokenised(data, "train", tokenizer, 1)
-    assert len(list((cache / "tokens").iterdir())) == 1
+    assert len(list((cache_folder / "tokens").iterdir())) == 1
 
 
 def _fill(data: Data, ready: Any) -> None:
@@ -138,7 +125,7 @@ def _fill(data: Data, ready: Any) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_write_one_folder(tokenizer, tmp_path, cache):
+def test_two_processes_write_one_folder(tokenizer, tmp_path, cache_folder):
     data, context = corpus(tmp_path), multiprocessing.get_context("spawn")
     ready = context.Event()
     both = [context.Process(target=_fill, args=(data, ready)) for _ in range(2)]
@@ -148,7 +135,7 @@ def test_two_processes_write_one_folder(tokenizer, tmp_path, cache):
     for one in both:
         one.join(120)
     assert [one.exitcode for one in both] == [0, 0]
-    assert len(list((cache / "tokens").iterdir())) == 1
+    assert len(list((cache_folder / "tokens").iterdir())) == 1
     assert len(tokenised(data, "train", tokenizer)) > 0
 
 
@@ -164,24 +151,24 @@ def _stall(data: Data) -> None:
 
 
 @pytest.mark.slow
-def test_killed_process_leaves_nothing_in_use(tokenizer, tmp_path, cache):
+def test_killed_process_leaves_nothing_in_use(tokenizer, tmp_path, cache_folder):
     data = corpus(tmp_path)
     process = multiprocessing.get_context("spawn").Process(target=_stall, args=(data,))
     process.start()
-    while not list(cache.glob("tokens/.*/rows/**/*.arrow")):
+    while not list(cache_folder.glob("tokens/.*/rows/**/*.arrow")):
         time.sleep(0.02)
     os.kill(process.pid or 0, signal.SIGKILL)
     process.join()
-    assert list(cache.glob("tokens/.*/rows"))
+    assert list(cache_folder.glob("tokens/.*/rows"))
     whole = tokenised(data, "train", tokenizer)
     assert len(whole) == len(list(read(data, "train")))
-    assert [one.name[0] != "." for one in (cache / "tokens").iterdir()] == [True]
+    assert [one.name[0] != "." for one in (cache_folder / "tokens").iterdir()] == [True]
 
 
-def test_damaged_cache_is_refused_with_the_remedy(tokenizer, tmp_path, cache):
+def test_damaged_cache_is_refused_with_the_remedy(tokenizer, tmp_path, cache_folder):
     data = corpus(tmp_path)
     tokenised(data, "train", tokenizer)
-    (file,) = cache.glob("tokens/*/*.arrow")
+    (file,) = cache_folder.glob("tokens/*/*.arrow")
     whole = file.read_bytes()
     for left in (0, len(whole) - 300, len(whole) - 8):
         file.write_bytes(whole[:left])
@@ -190,12 +177,12 @@ def test_damaged_cache_is_refused_with_the_remedy(tokenizer, tmp_path, cache):
 
 
 def test_cache_folder_follows_environment_variables(monkeypatch, tmp_path):
-    assert cache_folder() == tmp_path / "cache"
+    assert paths.cache_folder() == tmp_path / "cache"
     monkeypatch.delenv("SPECHEADS_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert cache_folder() == tmp_path / "xdg" / "specheads"
+    assert paths.cache_folder() == tmp_path / "xdg" / "specheads"
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert cache_folder() == Path.home() / ".cache" / "specheads"
+    assert paths.cache_folder() == Path.home() / ".cache" / "specheads"
 
 
 class Bar:
@@ -389,7 +376,7 @@ def talk(number: int, answer: str = "no") -> dict:
 def test_answers_are_in_the_loss_and_a_question_is_in_one_split(tokenizer, tmp_path):
     file = tmp_path / "a.jsonl"
     rows = [talk(number, answer) for number in range(200) for answer in ("no", "yes, it is")]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(file, rows)
     data = Data(source="chat", path=str(file))
     asked = {
         split: {row["messages"][0]["content"] for _, row in read(data, split)} for split in SPLITS
@@ -406,7 +393,7 @@ def test_answers_are_in_the_loss_and_a_question_is_in_one_split(tokenizer, tmp_p
 @pytest.mark.usefixtures("chat")
 def test_mixture_of_conversations_and_text(tokenizer, tmp_path):
     file = tmp_path / "talk.jsonl"
-    file.write_text("".join(json.dumps(talk(number)) + "\n" for number in range(100)))
+    write_jsonl(file, [talk(number) for number in range(100)])
     data = mixture(tmp_path, short=1)
     data.sources["talk"] = WeightedSource(source="chat", path=str(file))
     found = tokenised(data, "train", tokenizer)
@@ -418,7 +405,7 @@ def test_mixture_of_conversations_and_text(tokenizer, tmp_path):
 def test_held_out_prompts_of_a_mixture_are_windows_and_questions(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "split_of", lambda _: "prompts")
     file = tmp_path / "talk.jsonl"
-    file.write_text("".join(json.dumps(talk(number)) + "\n" for number in range(9)))
+    write_jsonl(file, [talk(number) for number in range(9)])
     data = mixture(tmp_path, short=1)
     data.sources["talk"] = WeightedSource(source="chat", path=str(file))
     found = held_out(data, "prompts", tokenizer, 8, 1000)
@@ -434,6 +421,6 @@ def test_held_out_prompts_of_a_mixture_are_windows_and_questions(tokenizer, tmp_
 @pytest.mark.usefixtures("chat")
 def test_conversation_without_answer_is_refused_with_distill(tokenizer, tmp_path):
     file = tmp_path / "a.jsonl"
-    file.write_text(json.dumps(talk(1)) + "\n" + json.dumps(talk(2, "")) + "\n")
+    write_jsonl(file, [talk(1), talk(2, "")])
     with pytest.raises(InputError, match=r"line 2 of .* has no answer; .* specheads distill"):
         tokenised(Data(source="chat", path=str(file)), "train", tokenizer)

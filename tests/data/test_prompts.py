@@ -1,0 +1,167 @@
+"""Prompts by name and from files, with and without a chat template."""
+
+import gzip
+import json
+import re
+from pathlib import Path
+
+import datasets
+import pytest
+from datasets import Dataset
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from specheads.data import files, sources
+from specheads.data.encode import tokenizer_fingerprint
+from specheads.data.prompts import PromptSet, load_prompts
+from tests.data.conftest import BASE, write_jsonl
+
+TEXTS = [f"document {number}: " + "word " * (number % 7 + 1) for number in range(120)]
+
+
+def ids_of(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    return list(tokenizer(text)["input_ids"])
+
+
+def test_every_held_out_file_gives_a_prompt_before_any_gives_two(tokenizer, tmp_path, monkeypatch):
+    for number in range(6):
+        lines = [f"value_{number} = {number}{line}" for line in range(60)]
+        (tmp_path / f"{number}.py").write_text("\n".join(lines), encoding="utf-8")
+    monkeypatch.setattr(files.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    monkeypatch.setattr(sources, "split_of", lambda _: "prompts")
+
+    def load(count: int) -> PromptSet:
+        return load_prompts("python_stdlib", tokenizer, num_prompts=count, prompt_tokens=16)
+
+    found = load(9)
+    assert {len(prompt.tokens) for prompt in found.prompts} == {16}
+    assert len({tuple(prompt.tokens) for prompt in found.prompts}) == 9
+    numbers = [re.findall(r"value_(\d) =", prompt.text)[-1] for prompt in found.prompts]
+    assert sorted(numbers[:6]) == list("012345")
+    assert len(set(numbers[6:])) == 3
+    assert load(9) == found
+    assert load(6).prompts == found.prompts[:6]
+    assert load(6).version != found.version
+
+
+ROWS = [
+    {"prompt": "def f(x):", "category": "code", "messages": None},
+    {"turns": ["first question", "second question"], "category": "chat"},
+    {"question": "how many?"},
+]
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz"])
+def test_prompt_file_is_read_in_order(tokenizer, tmp_path, name):
+    text = "".join(json.dumps(row) + "\n" for row in ROWS)
+    opened = gzip.open if name.endswith("gz") else Path.open
+    with opened(tmp_path / name, "wt") as file:
+        file.write(text)
+    found = load_prompts(str(tmp_path / name), tokenizer, num_prompts=10)
+    assert found.name == name
+    assert [prompt.text for prompt in found.prompts] == ["def f(x):", "first question", "how many?"]
+    assert [prompt.category for prompt in found.prompts] == ["code", "chat", ""]
+    assert all(prompt.tokens == ids_of(prompt.text, tokenizer) for prompt in found.prompts)
+
+
+def test_all_turns_gives_a_prompt_for_each_turn(tokenizer, tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", ROWS[1:2])
+    found = load_prompts(path, tokenizer, num_prompts=10, all_turns=True)
+    assert [prompt.text for prompt in found.prompts] == [
+        "first question",
+        "first question\n\nsecond question",
+    ]
+
+
+def test_chat_rows_use_the_template(chat_tokenizer, tokenizer, tmp_path):
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
+    path = write_jsonl(tmp_path / "a.jsonl", [{"messages": messages}, {"turns": ["hi"]}])
+    found = load_prompts(path, chat_tokenizer, num_prompts=10)
+    assert [prompt.text for prompt in found.prompts] == [
+        "<system>be brief<user>hello<assistant>",
+        "<user>hi<assistant>",
+    ]
+    assert found.prompts[0].tokens == ids_of(found.prompts[0].text, chat_tokenizer)
+    with pytest.raises(ValueError, match=r"line 1 of .* has messages and this tokenizer has no"):
+        load_prompts(path, tokenizer, num_prompts=10)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"question": "how many?", "answer": "4"},
+        {"prompt": "how many?", "entry_point": "count", "task_id": "HumanEval/0"},
+        {"text": "how many?", "code": "4", "test_list": ["assert count() == 4"]},
+    ],
+    ids=["gsm8k", "humaneval", "mbpp"],
+)
+def test_question_of_a_public_set_uses_the_template(row, chat_tokenizer, tokenizer, tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [row])
+    (asked,) = load_prompts(path, chat_tokenizer, num_prompts=1).prompts
+    assert asked.text == "<user>how many?<assistant>"
+    assert asked.tokens == ids_of(asked.text, chat_tokenizer)
+    (plain,) = load_prompts(path, tokenizer, num_prompts=1).prompts
+    assert (plain.text, plain.tokens) == ("how many?", ids_of("how many?", tokenizer))
+
+
+def test_text_to_continue_does_not_use_the_template(chat_tokenizer, tmp_path):
+    rows = [{"prompt": "def f(x):"}, {"text": "def f(x):"}]
+    found = load_prompts(write_jsonl(tmp_path / "a.jsonl", rows), chat_tokenizer, num_prompts=2)
+    assert [prompt.text for prompt in found.prompts] == ["def f(x):"] * 2
+
+
+def test_larger_set_is_sampled_by_the_seed(tokenizer, tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": text} for text in TEXTS])
+    first, again, other = (
+        load_prompts(path, tokenizer, num_prompts=20, seed=seed) for seed in (0, 0, 1)
+    )
+    assert first == again
+    assert len(first.prompts) == 20
+    assert first.version != other.version
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"prompt": " "}', "line 2 of .* has none; it has prompt"),
+        ('{"prompt": "", "text": "x"}', "line 2 of .* has none; it has prompt, text"),
+        ('{"turns": []}', "turns must be a list .* line 2 of"),
+        ("[1]", "one JSON object a line; line 2 of"),
+        ("{", "one JSON object a line; line 2 of"),
+    ],
+)
+def test_row_without_prompt_is_refused_with_its_line(tokenizer, tmp_path, line, message):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "x"}\n' + line + "\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=message):
+        load_prompts(str(path), tokenizer, num_prompts=10)
+
+
+def test_unknown_or_empty_prompts_are_refused(tokenizer, tmp_path):
+    with pytest.raises(ValueError, match=r"python_stdlib, stdlib_.*spec_bench, .* got 'human'"):
+        load_prompts("human", tokenizer, num_prompts=1)
+    with pytest.raises(ValueError, match="must be a file that exists"):
+        load_prompts(str(tmp_path / "a.jsonl"), tokenizer, num_prompts=1)
+    (tmp_path / "b.jsonl").touch()
+    with pytest.raises(ValueError, match="holds no row"):
+        load_prompts(str(tmp_path / "b.jsonl"), tokenizer, num_prompts=1)
+
+
+def test_named_set_reads_its_hub_column(tokenizer, monkeypatch):
+    def load(path, **choices):
+        assert (path, choices["split"]) == ("HuggingFaceH4/mt_bench_prompts", "train")
+        return Dataset.from_dict({"prompt": [["a b", "c d"]], "category": ["math"]})
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    found = load_prompts("mt_bench", tokenizer, num_prompts=5)
+    assert found.name == "mt_bench"
+    assert [(prompt.text, prompt.category) for prompt in found.prompts] == [("a b", "math")]
+
+
+def test_tokenizer_fingerprint_depends_on_tokens_and_template_only(chat_tokenizer):
+    first = tokenizer_fingerprint(AutoTokenizer.from_pretrained(BASE))
+    used = AutoTokenizer.from_pretrained(BASE)
+    used(["a", "a b c"], padding=True, truncation=True, max_length=2)
+    assert tokenizer_fingerprint(used) == first
+    assert tokenizer_fingerprint(chat_tokenizer) != first
+    used.add_tokens(["<new>"])
+    assert tokenizer_fingerprint(used) != first

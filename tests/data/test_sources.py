@@ -1,0 +1,163 @@
+"""Sources: which rows they have, and in which split."""
+
+import json
+from pathlib import Path
+
+import datasets
+import pytest
+from datasets import Dataset
+
+from specheads.config import Data
+from specheads.core.errors import InputError
+from specheads.data import files, sources
+from specheads.data.sources import SPLITS, read, split_of
+from tests.data.conftest import write_jsonl
+
+TEXTS = [f"document {number}: " + "word " * (number % 7 + 1) for number in range(120)]
+
+
+def load(source: str, split: str = "train", seed: int = 0, **choices) -> list[str]:
+    return [row["text"] for _, row in read(Data(source=source, **choices), split, seed)]
+
+
+def test_splits_are_disjoint_and_complete(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
+    parts = {split: set(load("jsonl", path=path, split=split)) for split in SPLITS}
+    assert sum(map(len, parts.values())) == len(TEXTS)
+    assert set().union(*parts.values()) == set(TEXTS)
+    assert all(split_of(text) == split for split, part in parts.items() for text in part)
+
+
+def test_split_fractions():
+    splits = [split_of(str(number)) for number in range(5000)]
+    assert 0.04 < splits.count("prompts") / 5000 < 0.06
+    assert 0.015 < splits.count("validation") / 5000 < 0.026
+
+
+def test_every_local_source_gives_the_same_split(tmp_path):
+    jsonl = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
+    parquet = tmp_path / "a.parquet"
+    Dataset.from_dict({"code": TEXTS}).to_parquet(parquet)
+    folder = tmp_path / "texts" / "deeper"
+    folder.mkdir(parents=True)
+    for number, text in enumerate(TEXTS):
+        (folder / f"{number}.txt").write_text(text, encoding="utf-8")
+    (folder / "binary.bin").write_bytes(b"\xff\xfe\x00")
+    found = [
+        load("jsonl", path=jsonl),
+        load("jsonl", path=str(tmp_path / "*.jsonl")),
+        load("parquet", path=str(parquet), column="code"),
+        load("parquet", path=str(tmp_path), column="code"),
+        load("files", path=str(tmp_path / "texts")),
+    ]
+    assert len({tuple(sorted(one)) for one in found}) == 1
+
+
+def test_standard_library_skips_packages_tests_and_short_files(tmp_path, monkeypatch):
+    code = "x = 1  # a line of code\n" * 40
+    kept = {"json/decoder.py": code + "# 1", "encodings/ascii.py": code + "# 2"}
+    left_out = {
+        "site-packages/numpy/core.py": code,
+        "dist-packages/apt.py": code,
+        "test/test_json.py": code,
+        "lib2to3/tests/data/infinite.py": code,
+        "idlelib/run.py": code,
+        "this.py": "short",
+    }
+    for name, text in (kept | left_out).items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    (tmp_path / "latin.py").write_bytes(b"# \xe9\n" + code.encode())
+    monkeypatch.setattr(files.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    monkeypatch.setattr(sources, "split_of", lambda _: "train")
+    assert set(load("python_stdlib")) == set(kept.values())
+
+
+def test_standard_library_of_this_interpreter_is_found():
+    text = Path(json.decoder.__file__).read_text(encoding="utf-8")
+    assert text in load("python_stdlib", split=split_of(text))
+
+
+def test_max_documents_samples_by_the_seed(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "split_of", lambda _: "train")
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
+    taken, other = (load("jsonl", path=path, max_documents=60, seed=seed) for seed in (0, 1))
+    assert len(taken) == len(other) == 60
+    assert taken != other != TEXTS[:60]
+    assert taken == [text for text in TEXTS if text in set(taken)]
+    assert load("jsonl", path=path, max_documents=60, streaming=True, seed=1) == TEXTS[:60]
+
+
+@pytest.mark.parametrize(
+    ("choices", "message"),
+    [
+        ({"source": "web"}, "python_stdlib, .* chat, mixture; got 'web'"),
+        ({"source": "jsonl", "split": "test"}, "train, validation, prompts; got 'test'"),
+        ({"source": "jsonl", "path": "missing.jsonl"}, "'missing.jsonl' is not there"),
+        ({"source": "files", "path": "missing"}, "needs a folder of text files, got path"),
+        ({"source": "hub"}, "needs the id of a dataset"),
+    ],
+)
+def test_unknown_source_split_or_path_is_refused(choices, message):
+    with pytest.raises(ValueError, match=message):
+        load(**choices)
+
+
+def test_chat_path_in_an_existing_folder_is_not_looked_up_on_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    asked: list[str] = []
+    monkeypatch.setattr(
+        sources, "hub_rows", lambda source, _: iter(asked.append(source.path) or ())
+    )
+    assert load("chat", path="data/talks") == []
+    assert asked == ["data/talks"]
+    Path("data").mkdir()
+    with pytest.raises(InputError, match=r"path or an id: .* folder data here, without talks; "):
+        load("chat", path="data/talks")
+    assert asked == ["data/talks"]
+
+
+def test_missing_column_lists_the_columns(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"body": "x", "size": 1}])
+    with pytest.raises(ValueError, match="no column 'text'; it has body, size"):
+        load("jsonl", path=path)
+    with pytest.raises(ValueError, match=r"column 'size' of .* must hold text"):
+        load("jsonl", path=path, column="size")
+
+
+def test_blank_rows_are_skipped_and_broken_file_is_refused(tmp_path):
+    blank = write_jsonl(tmp_path / "a.jsonl", [{"text": "  \n"}, {"text": ""}])
+    assert load("jsonl", path=blank) == []
+    broken = tmp_path / "b.jsonl"
+    broken.write_text("no json\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"line 1 of .*b\.jsonl is none"):
+        load("jsonl", path=str(broken))
+
+
+def test_unreachable_hub_is_refused_in_one_line(monkeypatch):
+    def unreachable(*_, **__):
+        raise ConnectionError("no route\nmore lines")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    with pytest.raises(
+        ValueError, match=r"'a/b' from the Hub: no route .* pass a local file"
+    ) as told:
+        load("hub", path="a/b")
+    assert "\n" not in str(told.value)
+
+
+def test_hub_data_set_with_max_documents_is_streamed(monkeypatch):
+    asked = {}
+
+    def answer(path, **choices):
+        asked.update(choices, path=path)
+        table = Dataset.from_dict({"content": TEXTS})
+        return table.to_iterable_dataset() if choices["streaming"] else table
+
+    monkeypatch.setattr(datasets, "load_dataset", answer)
+    part = load("hub", path="a/b", column="content", patterns=["x/*"], max_documents=30)
+    assert asked["streaming"]
+    assert asked["data_files"] == ["x/*"]
+    assert 0 < len(part) <= 30
+    whole = load("hub", path="a/b", column="content")
+    assert set(part) < set(whole)
