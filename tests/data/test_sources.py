@@ -161,3 +161,12 @@ def test_hub_data_set_with_max_documents_is_streamed(monkeypatch):
     assert 0 < len(part) <= 30
     whole = load("hub", path="a/b", column="content")
     assert set(part) < set(whole)
+
+
+def test_loading_script_of_a_data_set_is_refused_and_not_run(tmp_path):
+    folder, ran = tmp_path / "set", tmp_path / "ran"
+    folder.mkdir()
+    (folder / "set.py").write_text(f"open({str(ran)!r}, 'w')\n")
+    with pytest.raises(InputError, match=r"Dataset scripts are no longer supported"):
+        load("hub", path=str(folder))
+    assert not ran.exists()
