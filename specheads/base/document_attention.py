@@ -15,8 +15,8 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from specheads.base.attending import is_special, replaced
 from specheads.base.cache import upload
+from specheads.base.masks import is_special, replaced
 from specheads.core.features import document_lengths
 from specheads.core.opaque import opaque
 

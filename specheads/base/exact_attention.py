@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from specheads.base.attending import is_special
+from specheads.base.masks import is_special
 from specheads.core.errors import InputError
 
 WHOLE = 64

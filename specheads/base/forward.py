@@ -18,9 +18,7 @@ from transformers import PreTrainedModel
 from specheads.base import lora
 from specheads.base.cache import KVCache, RowCache, upload
 from specheads.base.compile import CompiledLayers, CudaGraphs
-from specheads.base.deferred_attention import DeferredCache
 from specheads.base.document_attention import attending_documents
-from specheads.base.flex_attention import attending, reads_in_place, tree_block_mask
 from specheads.base.masks import (
     attention_windows,
     context_length,
@@ -29,6 +27,7 @@ from specheads.base.masks import (
     tree_mask,
 )
 from specheads.base.projection import VocabularyProjection, vocabulary_projection
+from specheads.base.tree_attention import DeferredCache, attending, reads_in_place, tree_block_mask
 from specheads.core.errors import InputError
 from specheads.core.features import Features, document_places
 from specheads.core.tree import TokenTree

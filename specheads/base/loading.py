@@ -1,5 +1,9 @@
-"""How a base and its tokenizer come from a folder, the Hub or GGUF; no code of theirs is run."""
+"""Load a base and its tokenizer from a folder, the Hub or GGUF. Code of a checkpoint never runs."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +14,11 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    BitsAndBytesConfig,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
+    TorchAoConfig,
 )
 from transformers.models.auto.tokenization_auto import (
     get_tokenizer_config,
@@ -22,7 +28,6 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from specheads.base.gguf import located
 from specheads.base.masks import refuse_attention
-from specheads.base.quantization import quantisation
 from specheads.base.reading import reading, refuse_unwhole
 from specheads.base.sharding import Sharding
 from specheads.core.errors import InputError
@@ -50,7 +55,7 @@ def load_model(
     The source is a folder, a Hub id, or what `gguf.located` makes one of. The revision is one of
     the Hub, and ignored for a folder. The dtype is one of `DTYPES`, or "auto": bfloat16 where the
     device computes it, else float32; the device "auto" is CUDA where there is one. Quantization is
-    none, 8bit or 4bit, as in quantization.py. What is shared out lies whole on the CPU at first.
+    none, 8bit or 4bit, as in `quantisation`. What is shared out lies whole on the CPU at first.
     """
     refuse_attention(attention)
     place = device.device if isinstance(device, Sharding) else _device(device)
@@ -190,3 +195,63 @@ def _device(name: str) -> torch.device:
             f"({str(error).splitlines()[0].partition('. ')[0]:.80}); use 'cpu', or 'auto' for CUDA "
             "where there is one"
         ) from error
+
+
+LIBRARIES = ("bitsandbytes", "torchao")
+"""First come, first taken."""
+
+HOW = ("none", "8bit", "4bit")
+
+
+def quantisation(how: str, device: torch.device, dtype: torch.dtype) -> Any:
+    """Return transformers' configuration that quantises a base while it is loaded.
+
+    None for "none". "8bit" is LLM.int8() of bitsandbytes or int8 weights of torchao, "4bit" NF4 or
+    int4; products are computed in `dtype`. Embeddings and the vocabulary projection stay as they
+    are, so heads can borrow them.
+
+    Raises:
+        ValueError: The device is not CUDA, or neither library is installed.
+    """
+    if how not in HOW:
+        raise InputError(f"quantization must be one of {', '.join(HOW)}, got {how!r}")
+    if how == "none":
+        return None
+    if device.type != "cuda":
+        raise InputError(
+            f"a base is quantised on CUDA only, got quantization={how} on {device}; "
+            "leave base.quantization out, or set base.device=cuda"
+        )
+    library = next((name for name in LIBRARIES if find_spec(name)), "")
+    if not library:
+        raise InputError(
+            f"quantization={how} needs {' or '.join(LIBRARIES)}, and neither is installed; "
+            "pip install bitsandbytes"
+        )
+    return _torchao(how) if library == "torchao" else _bitsandbytes(how, dtype)
+
+
+def _bitsandbytes(how: str, dtype: torch.dtype) -> BitsAndBytesConfig:
+    if how == "8bit":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
+    )
+
+
+def _torchao(how: str) -> TorchAoConfig:
+    # not a dependency: pyright need not find it
+    kinds = import_module("torchao.quantization")
+    kind = kinds.Int8WeightOnlyConfig if how == "8bit" else kinds.Int4WeightOnlyConfig
+    return TorchAoConfig(kind())
+
+
+@contextmanager
+def without_own_settings(model: PreTrainedModel) -> Iterator[None]:
+    """Hide the model's own way to sample, with which transformers fills what it is not told."""
+    before = model.generation_config
+    model.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = before

@@ -1,13 +1,16 @@
-"""What a node may see: tree masks, sliding windows, and the attention that can take them.
+"""Attention masks of trees and packed documents, and the attention implementations that take them.
 
 See docs/tree_verification.md.
 """
 
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from transformers import AttentionInterface, PreTrainedConfig
 
 from specheads.base.cache import RowCache
 from specheads.core.errors import InputError
@@ -113,3 +116,23 @@ def refuse_attention(name: str | None) -> None:
             f"tree verification needs an attention that takes a 4D mask, got {name!r}; "
             f"load the base with one of {ATTENTION}"
         )
+
+
+SPECIAL = ("softcap", "position_bias", "s_aux")
+"""What some models add to attention, and plain products do not know."""
+
+
+@contextmanager
+def replaced(config: PreTrainedConfig, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Let the model of this config attend by a function, known to transformers by a name."""
+    AttentionInterface.register(name, function)
+    before, config._attn_implementation = config._attn_implementation, name
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+
+
+def is_special(settings: Mapping[str, Any]) -> bool:
+    """Return whether what a model calls its attention with asks for more than plain products."""
+    return any(settings.get(name) is not None for name in SPECIAL)

@@ -16,7 +16,7 @@ MENDED = "mend config.json, or write both anew with save_pretrained"
 
 BESIDE = re.compile(r"(model\.)?mtp(_layers\.\d+)?\.")
 """Names in a module for multi-token prediction, which a base may come with and has no place for: a
-head of kind `mtp` is read from it (heads/mtp_folders.py)."""
+head of kind `mtp` is read from it (heads/kinds/mtp.py)."""
 
 
 @contextmanager

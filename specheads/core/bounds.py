@@ -1,7 +1,5 @@
 """What is refused before it is built: trees of too many nodes, and what no memory can hold."""
 
-import os
-import sys
 from collections.abc import Sequence
 from operator import index
 from typing import Any
@@ -9,6 +7,7 @@ from typing import Any
 import torch
 
 from specheads.core.errors import InputError
+from specheads.core.machine import device_bytes
 
 MAX_NODES = 4096
 """Nodes of a tree, and of what is drafted for one. One forward reads them all, each row keeps
@@ -41,20 +40,6 @@ def refuse_bytes(size: int, device: torch.device, what: str, remedy: str) -> Non
             f"{what} must fit the memory of {device}, and takes {size / 2**30:.4g} GiB of "
             f"{room / 2**30:.4g}; {remedy}"
         )
-
-
-def device_bytes(device: torch.device) -> int:
-    """Return the bytes that may be asked for: what is free on CUDA, all memory of a host."""
-    if device.type == "cuda":
-        # what torch holds and nobody uses is free too
-        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + held
-    return host_bytes() if device.type == "cpu" else sys.maxsize
-
-
-def host_bytes() -> int:
-    """Return the bytes of memory that this machine has."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def whole(value: Any, name: str, least: int | None = 0) -> int:

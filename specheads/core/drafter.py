@@ -1,6 +1,6 @@
-"""The contracts of drafting and of training a drafter; tests/heads/test_heads.py checks every head.
+"""The contracts of drafting and of training a drafter.
 
-See docs/add_a_head.md.
+tests/heads/test_heads.py checks them for every head. See docs/add_a_head.md.
 """
 
 import json
@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, Protocol, runtime_checkable
 
 import torch
 from huggingface_hub import PyTorchModelHubMixin
@@ -17,8 +17,6 @@ from torch import Tensor, nn
 
 from specheads.core.errors import InputError
 from specheads.core.features import Committed, Features
-from specheads.core.memory import Memory as Memory
-from specheads.core.memory import refuse_scattering as refuse_scattering
 from specheads.core.weight_layout import product
 
 State = Any
@@ -26,6 +24,59 @@ State = Any
 
 Weight = Float[Tensor, "vocab width"]
 Bias = Float[Tensor, " vocab"]
+
+
+@runtime_checkable
+class Memory(Protocol):
+    """What a drafter keeps between steps (EAGLE's keys and values).
+
+    It says itself how its rows stay, join and lie scattered: there is no default, since rows
+    that silently stay what they were would draft from somebody else's text.
+    """
+
+    def keep(self, rows: Int[Tensor, " kept"]) -> "Memory":
+        """Return the memory of these rows: finished requests leave the batch."""
+        ...
+
+    def join(self, other: Any) -> "Memory":
+        """Return the memory of both batches' rows, those of `other` last: new requests join.
+
+        Both come from `Drafter.memory` with the same capacity, and neither is used any more.
+        """
+        ...
+
+    def scatter(
+        self, places: Int[Tensor, "batch slot"], lengths: Int[Tensor, " batch"]
+    ) -> "Memory":
+        """Return rows whose positions lie anywhere in the only row of this memory.
+
+        For engines that give each position of a text a slot of one large cache: what `begin`
+        remembers of a scattered row is written there, and serves that one `begin` and what
+        follows from it.
+
+        Args:
+            places: Slot in which each position lies.
+            lengths: Number of positions of each row that are remembered already.
+
+        Raises:
+            ValueError: This memory cannot lie scattered.
+        """
+        ...
+
+
+def refuse_scattering(
+    memory: object, places: Int[Tensor, "batch slot"], lengths: Int[Tensor, " batch"]
+) -> NoReturn:
+    """Serve as `scatter` of a memory that needs rows of its own.
+
+    Raises:
+        ValueError: Always.
+    """
+    del places, lengths
+    raise InputError(
+        f"a {type(memory).__name__} keeps each row's text in a row of its own and cannot lie "
+        "scattered in another engine's cache; draft with a head there"
+    )
 
 
 class Drafter(ABC):

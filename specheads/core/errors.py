@@ -19,3 +19,8 @@ def printable(text: str) -> str:
     return "".join(
         one if one.isprintable() or one in "\n\t" else f"\\x{ord(one):02x}" for one in text
     )
+
+
+def first_line(error: BaseException) -> str:
+    """Return what an error says in one line of some length, or else its name."""
+    return f"{(str(error).splitlines() or [''])[0] or type(error).__name__:.200}"

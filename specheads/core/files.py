@@ -11,8 +11,9 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
-from specheads.core.errors import InputError
+from specheads.core.errors import InputError, first_line
 
 SCRATCH = re.compile(r"\.(?P<name>.+)\.(?:[0-9a-f]{8}|(?P<old>old))")
 """Names of what is not whole yet, or is being replaced."""
@@ -168,3 +169,45 @@ def naming_full_disk(place: Path) -> Iterator[None]:
 
 def _scratch(target: Path) -> Path:
     return target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}"
+
+
+MAX_SETTINGS_BYTES = 2**20
+"""Largest config.json read; the largest public ones have some kilobytes."""
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Return a small JSON object.
+
+    Raises:
+        ValueError: The file lies elsewhere, is too large or too deep, or is no JSON object.
+    """
+    try:
+        refuse_outside(file)
+        if (size := file.stat().st_size) > MAX_SETTINGS_BYTES:
+            raise InputError(
+                f"{file} must be at most {MAX_SETTINGS_BYTES} bytes of settings, it has {size}; "
+                "remove what is none"
+            )
+        value = json.loads(file.read_bytes())
+    except InputError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(
+            f"{file} is not readable JSON: {first_line(error)}; mend it, or get it anew"
+        ) from error
+    if not isinstance(value, dict):
+        raise InputError(f"{file} must be a JSON object, got a {type(value).__name__}; get it anew")
+    return value
+
+
+def refuse_outside(file: Path) -> None:
+    """Refuse a link that leads out of the folder, but for those of the Hub's own cache."""
+    folder, real = file.parent.resolve(), file.resolve()
+    allowed = [folder]
+    if folder.parent.name == "snapshots":
+        allowed.append(folder.parent.parent / "blobs")
+    if not any(real.is_relative_to(place) for place in allowed):
+        raise InputError(
+            f"a checkpoint's files must lie in its own folder, and {file} leads to {real}; put a "
+            "copy there where you trust it"
+        )

@@ -6,7 +6,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from specheads.base.gguf_tokenizer import SPLITTINGS
+from specheads.base.gguf import SPLITTINGS
 from specheads.core.errors import InputError
 
 END, PAD = "<|endoftext|>", "<|pad|>"

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from specheads.base.grouped_attention import spans
+from specheads.base.tree_attention import spans
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

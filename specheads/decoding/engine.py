@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from specheads.base.cache import RowCache
 from specheads.base.model import FrozenBase
 from specheads.base.paged import BlockPool, PagedKVCache, PoolFullError
-from specheads.core.bounds import device_bytes, whole
+from specheads.core.bounds import whole
 from specheads.core.drafter import Drafter, Head
 from specheads.core.errors import InputError
+from specheads.core.machine import device_bytes
 from specheads.decoding.acceptance import rules
 from specheads.decoding.fitting import drafted_by, refuse_elsewhere, refuse_larger
 from specheads.decoding.loop import State, start, step

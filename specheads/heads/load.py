@@ -1,19 +1,22 @@
-"""Trained drafters, one file a kind. The file's name is the kind: there is no registry.
+"""Build heads, and load trained ones: ours, or a public checkpoint.
 
-A kind's module has `Config`, `Head(config, width, vocab_size)` and, where its original project
-published checkpoints, `read_public(config, tensors)`, which returns None for a layout that is
-not its own. See docs/add_a_head.md.
+Each module of heads/kinds/ is one kind, and its file name is the kind's name: there is no registry.
+A module has `Config`, `Head(config, width, vocab_size)` and, if its original project published
+checkpoints, `read_public(config, tensors)`, which returns None for the layout of another project.
+See docs/add_a_head.md.
 """
 
 import dataclasses
 import importlib
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
 from huggingface_hub import snapshot_download
 
 # HTTPError is its HTTP client's, which is another library in some versions
@@ -26,20 +29,13 @@ from specheads.base.model import FrozenBase
 from specheads.config import new_name
 from specheads.config.validation import hints, refuse
 from specheads.core.drafter import Head
-from specheads.core.errors import InputError
+from specheads.core.errors import InputError, first_line
+from specheads.core.files import read_json
+from specheads.core.machine import host_bytes
 from specheads.core.paths import local_path
 from specheads.core.weight_layout import for_few_rows
 from specheads.decoding.trees import tuned
-from specheads.heads.fill import fill
-from specheads.heads.sizes import planning, refuse_too_large
-from specheads.heads.untrusted import (
-    INDEX_SUFFIX,
-    WEIGHT_FILES,
-    first_line,
-    read_json,
-    read_settings,
-    read_tensors,
-)
+from specheads.heads.checkpoint import INDEX_SUFFIX, WEIGHT_FILES, fill, read_settings, read_tensors
 
 
 def kinds() -> list[str]:
@@ -171,7 +167,7 @@ def load_head(
     Raises:
         ValueError: No config.json or no weights, an unknown layout, tensors missing, left over
             or of the wrong shape, a head that does not fit the base, or a folder that is not to
-            be trusted: see untrusted.py; or a tuned.json that is damaged or another head's.
+            be trusted: see checkpoint.py; or a tuned.json that is damaged or another head's.
     """
     folder = _fetch(path, revision)
     config, tensors = read_settings(folder), read_tensors(folder)
@@ -295,3 +291,36 @@ def _fetch(path: str | Path, revision: str) -> Path:
 def _read_public(kind: str, config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | None:
     read = getattr(_module(kind), "read_public", None)
     return None if read is None else read(config, tensors)
+
+
+TRAINING_BYTES = 16
+"""Of a parameter while it is trained: itself, its gradient and AdamW's two moments, in float32."""
+
+UNFIT = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What settings raise that describe nothing."""
+
+
+@contextmanager
+def planning(what: str) -> Iterator[None]:
+    """Make heads without memory; whatever their sizes and names raise is one line."""
+    try:
+        with torch.device("meta"):
+            yield
+    except InputError:
+        raise
+    except UNFIT as error:
+        raise InputError(
+            f"{what} describe no head: {type(error).__name__} {first_line(error)}; mend them"
+        ) from error
+
+
+def refuse_too_large(head: Head, device: torch.device) -> None:
+    """Refuse a head that cannot be trained in the memory of a device."""
+    parameters = sum(parameter.numel() for parameter in head.parameters())
+    there = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else host_bytes()
+    if (needed := TRAINING_BYTES * parameters) > there:
+        raise InputError(
+            f"a head must fit in memory, and one of {parameters:,} parameters takes "
+            f"{needed / 2**30:,.1f} GiB of the {there / 2**30:,.1f} that {device} has; lower "
+            "depth, num_layers or the widths under head="
+        )

@@ -10,6 +10,7 @@ from specheads.base.model import FrozenBase
 from specheads.config import Train
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
+from specheads.core.files import read_json
 from specheads.core.machine import dtype_name
 from specheads.core.records import from_json
 from specheads.data.prompts import PromptSet, load_prompts
@@ -18,7 +19,6 @@ from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import HybridTree, own_tree
 from specheads.decoding.trees.named import fixed_policy
 from specheads.heads.load import drafter_of, load_head
-from specheads.heads.untrusted import read_json
 from specheads.measure.generation import (
     EvaluationConfig,
     GenerationSettings,

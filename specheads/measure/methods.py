@@ -11,8 +11,8 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
+from specheads.base.loading import without_own_settings
 from specheads.base.model import FrozenBase
-from specheads.base.own_settings import without_own_settings
 from specheads.baselines import DraftModel, PromptLookup, Streaming
 from specheads.baselines.draft_model import refuse_vocabulary
 from specheads.config import Compare

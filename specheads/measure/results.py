@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
+from specheads.core.files import read_json
 from specheads.core.records import OWN_FILE, from_json
 from specheads.decoding.trees.tuned import Tuned
-from specheads.heads.untrusted import read_json
 from specheads.runs.provenance import Provenance
 
 T = TypeVar("T")

@@ -13,14 +13,13 @@ from specheads.base.model import FrozenBase
 from specheads.config import Hardware, Simulate
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
-from specheads.core.files import write_atomic
+from specheads.core.files import read_json, write_atomic
 from specheads.core.paths import local_path, writable_folder
 from specheads.core.records import dumps
 from specheads.decoding.goodput import Goodput
 from specheads.decoding.payoff import chains
 from specheads.decoding.trees.tuned import FILE, Tuned
 from specheads.heads.layers.block import BlockHead
-from specheads.heads.untrusted import read_json
 from specheads.measure import simulate_requests
 from specheads.measure.plots import png
 from specheads.measure.simulate_engine import (

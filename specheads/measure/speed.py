@@ -9,10 +9,9 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from specheads.base.model import FrozenBase
-from specheads.core.device_memory import peak_gib
 from specheads.core.drafter import Drafter
 from specheads.core.errors import InputError
-from specheads.core.machine import synchronise
+from specheads.core.machine import peak_gib, synchronise
 from specheads.decoding.acceptance.sampling import GREEDY
 from specheads.decoding.trees import policies
 from specheads.measure.counts import bootstrap_interval

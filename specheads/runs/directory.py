@@ -10,9 +10,8 @@ from typing import Any
 from specheads.base import lora
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
-from specheads.core.files import atomic_folder, is_ours, sweep, write_atomic
+from specheads.core.files import atomic_folder, is_ours, read_json, sweep, write_atomic
 from specheads.heads.load import load_head
-from specheads.heads.untrusted import read_json
 from specheads.runs.provenance import provenance
 from specheads.runs.settings import first_difference, parse, read_settings
 

@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 from specheads.core.errors import InputError
-from specheads.heads.untrusted import MAX_SETTINGS_BYTES, refuse_outside
+from specheads.core.files import MAX_SETTINGS_BYTES, refuse_outside
 
 MAX_DEPTH = 20
 """Levels of nesting read; our own settings have six."""

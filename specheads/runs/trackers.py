@@ -12,8 +12,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, get_availa
 from accelerate.utils import LoggerType
 
 from specheads.core.errors import InputError
-from specheads.core.files import naming_full_disk, write_atomic
-from specheads.heads.untrusted import refuse_outside
+from specheads.core.files import naming_full_disk, refuse_outside, write_atomic
 
 
 def refuse_missing(kind: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from specheads.core.device_memory import peak_gib
+from specheads.core.machine import peak_gib
 from specheads.data.packing import TokenBatch
 from specheads.training.cost import matmul_rate, step_flops
 from specheads.training.schedule import PlacedPhase, Progressed

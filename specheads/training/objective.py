@@ -13,7 +13,7 @@ from torch.profiler import record_function
 from specheads.config import Phase
 from specheads.core.drafter import Features, Head
 from specheads.core.features import document_places
-from specheads.core.transfer import to_device
+from specheads.core.machine import to_device
 from specheads.training.losses.confidence import confidence_loss
 from specheads.training.losses.depth_loss import (
     LABELS_ONLY,

@@ -8,9 +8,9 @@ from torch.utils.checkpoint import checkpoint
 
 from specheads.core.drafter import Head
 from specheads.heads.layers.block import BlockLayer
+from specheads.heads.layers.common import ResidualBlock
 from specheads.heads.layers.feedback import FeedbackLayer
 from specheads.heads.layers.prefix import PrefixLayer
-from specheads.heads.layers.residual import ResidualBlock
 
 LAYERS = BlockLayer, FeedbackLayer, PrefixLayer, ResidualBlock
 """What computes again; of each only what it was given is kept."""

@@ -11,7 +11,7 @@ from torch.profiler import record_function
 
 from specheads.config import Schedule
 from specheads.core.attention import without_cudnn_attention
-from specheads.core.transfer import to_device
+from specheads.core.machine import to_device
 from specheads.data.packing import TokenBatch
 from specheads.decoding.acceptance.noise import derive
 from specheads.training import schedule as schedules

@@ -9,8 +9,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from specheads.core.files import read_json
 from specheads.heads.load import drafter_of
-from specheads.heads.untrusted import read_json
 from specheads.measure.generation import GenerationSettings, decode_prompts
 from specheads.runs.directory import RunDirectory
 from specheads.training.losses.depth_loss import DepthLoss

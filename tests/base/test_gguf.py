@@ -16,10 +16,9 @@ import pytest
 import torch
 
 from specheads.base import gguf as bases
-from specheads.base.gguf import located
-from specheads.base.gguf_tokenizer import SPLITTINGS
+from specheads.base.gguf import SPLITTINGS, located
 from specheads.base.model import FrozenBase
-from specheads.core import bounds
+from specheads.core import machine
 from specheads.core.files import sole_writer
 from specheads.decoding.generate import generate
 from specheads.decoding.trees import policies
@@ -238,7 +237,7 @@ def test_a_disk_or_a_memory_that_is_too_small_is_refused_before_anything_is_writ
     monkeypatch.setattr(bases.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
     assert "must fit the disk of " in (line := refused(file))
     assert "set SPECHEADS_CACHE" in line
-    monkeypatch.setattr(bounds, "host_bytes", lambda: 1000)
+    monkeypatch.setattr(machine, "host_bytes", lambda: 1000)
     assert "dequantising small.gguf must fit the memory of cpu" in refused(file)
     assert left(cache) == []
 

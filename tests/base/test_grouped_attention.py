@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from specheads.base import flex_attention, grouped_attention
+from specheads.base import tree_attention
 from tests import tiny
 
 
@@ -34,7 +34,7 @@ def test_heads_that_share_keys_attend_as_if_each_had_its_own(group, nodes):
     mask = torch.where(random(2, 1, nodes, 9) > 0, 0.0, -1e30).double()
     mask[..., 0] = 0.0
     given = Layer(group), query, key, value, mask
-    ours, _ = grouped_attention.grouped_attention(*given, scaling=0.3)
+    ours, _ = tree_attention.grouped_attention(*given, scaling=0.3)
     theirs, _ = sdpa_attention_forward(*given, scaling=0.3)
     assert ours.shape == (2, nodes, 2 * group, 4)
     assert ours.is_contiguous()
@@ -42,14 +42,14 @@ def test_heads_that_share_keys_attend_as_if_each_had_its_own(group, nodes):
 
 
 def test_a_base_verifies_trees_without_repeating_keys(monkeypatch):
-    seen = []
+    seen, original = [], tree_attention.grouped_attention
 
     def attend(module, query, key, *rest, **settings):
         seen.append((query.shape[1:3], key.shape[1]))
-        return grouped_attention.grouped_attention(module, query, key, *rest, **settings)
+        return original(module, query, key, *rest, **settings)
 
     base = tiny.base()
-    monkeypatch.setattr(flex_attention, "grouped_attention", attend)
+    monkeypatch.setattr(tree_attention, "grouped_attention", attend)
     before = base.config._attn_implementation
     cache = base.cache(1, 8)
     base.prefill(torch.tensor([[1, 2, 3]]), cache, [3])
@@ -74,7 +74,7 @@ def test_rows_are_read_by_spans_up_to_the_longest_of_each(monkeypatch):
     slots = torch.arange(end)
     seen = slots < torch.tensor(lengths)[:, None] + nodes
     mask = torch.where(seen, 0.0, -1e30).double()[:, None, None].repeat(1, 1, nodes, 1)
-    whole, _ = grouped_attention.grouped_attention(Layer(2), query, key, value, mask)
+    whole, _ = tree_attention.grouped_attention(Layer(2), query, key, value, mask)
     read, attend = [], nn.functional.scaled_dot_product_attention
 
     def watched(query, key, *rest, **settings):
@@ -82,8 +82,8 @@ def test_rows_are_read_by_spans_up_to_the_longest_of_each(monkeypatch):
         return attend(query, key, *rest, **settings)
 
     monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", watched)
-    with grouped_attention.ragged(lengths):
-        ours, _ = grouped_attention.grouped_attention(Layer(2), query, key, value, mask)
+    with tree_attention.ragged(lengths):
+        ours, _ = tree_attention.grouped_attention(Layer(2), query, key, value, mask)
     assert read == [(16, 302), (1, 902), (1, 102), (1, 602)]
     torch.testing.assert_close(ours, whole, rtol=1e-12, atol=1e-12)
 
@@ -92,7 +92,7 @@ def read_by(cuts: tuple[int, ...], lengths: list[int]) -> int:
     """Return the slots that are read where rows are parted there, calls among them."""
     edges = [0, *cuts, len(lengths)]
     parts = [lengths[first:last] for first, last in pairwise(edges)]
-    return sum(grouped_attention.CALL + len(part) * max(part) for part in parts)
+    return sum(tree_attention.CALL + len(part) * max(part) for part in parts)
 
 
 def test_rows_are_parted_so_that_the_fewest_slots_are_read():
@@ -101,9 +101,9 @@ def test_rows_are_parted_so_that_the_fewest_slots_are_read():
         draw = random.Random(seed)
         lengths = [draw.choice([5, 90, 300, 1200]) + draw.randrange(40) for _ in range(8)]
         ways = [cuts for count in range(8) for cuts in combinations(range(1, 8), count)]
-        found = grouped_attention.spans(tuple(lengths))
+        found = tree_attention.spans(tuple(lengths))
         assert [max(lengths[rows]) for rows, _ in found] == [longest for _, longest in found]
         assert [place for rows, _ in found for place in range(rows.start, rows.stop)] == [*range(8)]
         taken = read_by(tuple(rows.start for rows, _ in found[1:]), lengths)
         assert taken == min(read_by(cuts, lengths) for cuts in ways)
-    assert grouped_attention.spans((400,) * 64) == [(slice(0, 64), 400)]
+    assert tree_attention.spans((400,) * 64) == [(slice(0, 64), 400)]

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from specheads.base.cache import KVCache, RowCache
-from specheads.base.flex_attention import paged_attention, tree_block_mask
 from specheads.base.forward import Verification
 from specheads.base.masks import tree_mask
 from specheads.base.model import FrozenBase
 from specheads.base.paged import BlockPool, PagedKVCache, PoolFullError
+from specheads.base.tree_attention import paged_attention, tree_block_mask
 from specheads.baselines import PromptLookup
 from specheads.core.drafter import Drafter
 from specheads.core.tree import TokenTree

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 
-from specheads.base import loading, quantization
-from specheads.base.quantization import quantisation
+from specheads.base import loading
+from specheads.base.loading import quantisation
 from tests import tiny
 from tests.base.test_loading import refused
 from tests.base.test_model import SHIPPED
@@ -21,7 +21,7 @@ CUDA = torch.device("cuda")
 def have(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     """Make just these libraries of quantisation be there."""
     monkeypatch.setattr(
-        quantization,
+        loading,
         "find_spec",
         lambda name: ModuleSpec(name, None) if name in names else None,
     )

@@ -10,7 +10,7 @@ import torch
 
 from specheads.base.paged import BlockPool
 from specheads.baselines import DraftModel, PromptLookup, Streaming
-from specheads.core import bounds
+from specheads.core import machine
 from specheads.core.bounds import MAX_NODES
 from specheads.core.errors import InputError
 from specheads.decoding.engine import Engine
@@ -147,7 +147,7 @@ def test_what_no_memory_holds_is_refused_by_its_size(make, told, built):
 
 def room(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     """Have the machine offer so many bytes."""
-    monkeypatch.setattr(bounds.os, "sysconf", lambda name: 1 if "PAGE_SIZE" in name else size)
+    monkeypatch.setattr(machine.os, "sysconf", lambda name: 1 if "PAGE_SIZE" in name else size)
 
 
 def test_a_batch_is_refused_where_the_memory_ends(monkeypatch):

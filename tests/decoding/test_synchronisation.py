@@ -147,7 +147,7 @@ def test_no_paged_cache_waits(
 ) -> None:
     # the kernel itself knows no such device; it is one launch
     monkeypatch.setattr(
-        "specheads.base.flex_attention._kernel", lambda _: lambda query, *_, **__: query
+        "specheads.base.tree_attention._kernel", lambda _: lambda query, *_, **__: query
     )
     cache = PagedKVCache(BlockPool(base.num_layers, 20, 16, META, flex=flex), 2)
     assert waits(base, head_on(base, "medusa"), POLICIES["static"], cache=cache) == []

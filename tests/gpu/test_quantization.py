@@ -5,8 +5,8 @@ from importlib.util import find_spec
 import pytest
 import torch
 
+from specheads.base.loading import quantisation
 from specheads.base.model import FrozenBase
-from specheads.base.quantization import quantisation
 from specheads.config import data_dir
 from specheads.decoding.generate import generate
 from specheads.decoding.trees import policies

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from specheads.base.model import FrozenBase
+from specheads.heads.checkpoint import read_settings, read_tensors
 from specheads.heads.load import build, build_for, load_head, resume_head
-from specheads.heads.untrusted import read_settings, read_tensors
 from specheads.measure.generation import GenerationSettings
 from specheads.measure.offline import measure_offline, offline_logits
 from tests import tiny

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from specheads.base.model import FrozenBase
 from specheads.config import Phase
-from specheads.core import transfer
+from specheads.core import machine
 from specheads.data.packing import TokenBatch
 from specheads.heads.load import build_for, kinds
 from specheads.training import objective as objectives
@@ -62,7 +62,7 @@ def uploaded(tensor: Tensor, device: torch.device) -> Tensor:
 def test_training_step_waits_for_the_device_once(
     kind: str, weighting: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(objectives, transfer.to_device.__name__, uploaded)
+    monkeypatch.setattr(objectives, machine.to_device.__name__, uploaded)
     base = tiny.base()
     head = build_for({"kind": kind}, base).to(base.dtype).to(META).train()
     model: Any = copy.deepcopy(base.model)

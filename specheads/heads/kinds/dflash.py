@@ -8,9 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from specheads.heads.layers.block import BlockHead
-from specheads.heads.layers.block_config import BlockConfig
-from specheads.heads.layers.block_folders import filled, flat_settings, own_settings
+from specheads.heads.layers.block import BlockConfig, BlockHead, filled, flat_settings, own_settings
 
 
 @dataclass(kw_only=True, slots=True)

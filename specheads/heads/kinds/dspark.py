@@ -13,9 +13,7 @@ from torch import Tensor, nn
 from specheads.config.ranges import Size
 from specheads.core.drafter import Bias, State, Weight
 from specheads.core.weight_layout import product
-from specheads.heads.layers.block import BlockHead
-from specheads.heads.layers.block_config import BlockConfig
-from specheads.heads.layers.block_folders import filled, flat_settings, own_settings
+from specheads.heads.layers.block import BlockConfig, BlockHead, filled, flat_settings, own_settings
 
 
 @dataclass(kw_only=True, slots=True)

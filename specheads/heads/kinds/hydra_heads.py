@@ -15,11 +15,11 @@ from specheads.config import check
 from specheads.config.ranges import Count, Depth, Scale, Width
 from specheads.core.drafter import Bias, Committed, Features, State, Weight, pick_parents
 from specheads.core.errors import InputError
-from specheads.heads.fill import fill
+from specheads.heads.checkpoint import fill
 from specheads.heads.layers.attention import AttentionShape, Slots
+from specheads.heads.layers.common import ResidualBlock
 from specheads.heads.layers.embedding import EmbeddingHead
 from specheads.heads.layers.prefix import PrefixLayer
-from specheads.heads.layers.residual import ResidualBlock
 
 BORROWED = ("input_embed_fn.weight", "embed_tokens.weight", "rotary_emb.inv_freq")
 """Stored by the project and no part of the head: the base's embedding, twice, and a table."""

@@ -17,8 +17,8 @@ from specheads.core.drafter import Bias, Committed, Features, State, Weight
 from specheads.core.drafter import Head as BaseHead
 from specheads.core.errors import InputError
 from specheads.core.weight_layout import product
-from specheads.heads.fill import fill
-from specheads.heads.layers.residual import ResidualBlock
+from specheads.heads.checkpoint import fill
+from specheads.heads.layers.common import ResidualBlock
 
 
 @dataclass(kw_only=True, slots=True)

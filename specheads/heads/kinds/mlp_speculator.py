@@ -20,7 +20,7 @@ from specheads.config.ranges import Count, Depth, Width, one_of
 from specheads.core.drafter import Bias, Committed, Features, State, Weight, pick_parents
 from specheads.core.drafter import Head as BaseHead
 from specheads.core.errors import InputError
-from specheads.heads.fill import fill
+from specheads.heads.checkpoint import fill
 
 EPSILON = 1e-6
 GATES = ("forget", "input", "output", "cell")

@@ -16,9 +16,9 @@ from torch.nn import functional as F  # noqa: N812
 from specheads.config import check
 from specheads.config.ranges import Count, Depth, Layers, Width
 from specheads.core.drafter import Bias, Committed, Features, State, Weight, pick_parents
-from specheads.heads.fill import fill
+from specheads.heads.checkpoint import fill
+from specheads.heads.layers.common import ResidualBlock
 from specheads.heads.layers.embedding import EmbeddingHead
-from specheads.heads.layers.residual import ResidualBlock
 
 
 @dataclass(kw_only=True, slots=True)

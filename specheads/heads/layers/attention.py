@@ -17,7 +17,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
 from specheads.core.errors import InputError
-from specheads.heads.layers.norm import RMSNorm
+from specheads.heads.layers.common import RMSNorm
 from specheads.heads.layers.path_attention import DocumentBounds, path_attention
 from specheads.heads.layers.rotary import Rotary
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from specheads.core.drafter import pick_parents
 from specheads.core.features import Committed, Features, document_lengths
 from specheads.heads.layers.attention import Attention, AttentionShape, GatedMlp, Slots
-from specheads.heads.layers.norm import RMSNorm
+from specheads.heads.layers.common import RMSNorm
 from specheads.heads.layers.path_attention import DocumentBounds, takes
 
 

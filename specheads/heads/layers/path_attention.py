@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from specheads.core.features import document_lengths
-from specheads.core.transfer import to_device
+from specheads.core.machine import to_device
 
 HALF = (torch.float16, torch.bfloat16)
 WIDEST = 256

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from specheads.core.features import Committed, Features
 from specheads.heads.layers.attention import Attention, AttentionShape, GatedMlp, Slots
-from specheads.heads.layers.norm import RMSNorm
+from specheads.heads.layers.common import RMSNorm
 
 
 class PrefixLayer(nn.Module):

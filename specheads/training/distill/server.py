@@ -14,8 +14,7 @@ from typing import Any, TypeVar
 
 import httpx2
 
-from specheads.core.errors import InputError
-from specheads.heads.untrusted import first_line
+from specheads.core.errors import InputError, first_line
 
 Read = TypeVar("Read")
 

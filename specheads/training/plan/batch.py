@@ -11,8 +11,8 @@ from accelerate import Accelerator
 from specheads.base.model import FrozenBase
 from specheads.config import Train
 from specheads.config.ranges import AUTO
-from specheads.core.device_memory import available_bytes, held_bytes
 from specheads.core.errors import InputError
+from specheads.core.machine import available_bytes, held_bytes
 from specheads.runs.directory import RunDirectory
 from specheads.runs.settings import read_settings
 from specheads.training.plan.trial import REST, Trial, Tried, agreed

@@ -7,8 +7,8 @@ import torch
 from accelerate import Accelerator
 
 from specheads.config import Train
-from specheads.core.device_memory import held_bytes
 from specheads.core.errors import InputError
+from specheads.core.machine import held_bytes
 from specheads.training.feature_cache import cache_bytes
 from specheads.training.plan.batch import climb, largest, room_of, settle_batches, unsettled
 from specheads.training.plan.place import Target, target_of

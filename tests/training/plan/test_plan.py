@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from specheads import config
 from specheads.base.model import FrozenBase
 from specheads.commands import _compose
-from specheads.core.device_memory import held_bytes
 from specheads.core.errors import InputError
+from specheads.core.machine import held_bytes
 from specheads.heads.load import build_for, kinds
 from specheads.training import processes
 from specheads.training.losses import depth_loss

@@ -8,8 +8,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
+from specheads.base.loading import without_own_settings
 from specheads.base.model import FrozenBase
-from specheads.base.own_settings import without_own_settings
 from specheads.core.tree import TokenTree
 from specheads.decoding.acceptance import rules
 from specheads.decoding.acceptance.sampling import Rows

@@ -1,13 +1,12 @@
-"""Read checkpoints that somebody else wrote: settings and tensors, and nothing that runs.
+"""Checkpoints of heads: read settings and tensors without running code, and load them into a head.
 
-A folder from the Hub is untrusted. Nothing in it is executed, no file outside it is read, and
-what it claims (sizes, counts, names) is held against what it has before memory is taken for it.
+A folder from the Hub is untrusted. Nothing in it is executed and no file outside it is read. Its
+sizes, counts and names are checked against its tensors before memory is allocated.
 """
 
-import json
 import pickle
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from specheads.core.errors import InputError
+from specheads.core.drafter import Head
+from specheads.core.errors import InputError, first_line
+from specheads.core.files import read_json, refuse_outside
 
 WEIGHT_FILES = (
     "model*.safetensors",
@@ -30,8 +31,6 @@ WEIGHT_FILES = (
 
 INDEX_SUFFIX = ".index.json"
 
-MAX_SETTINGS_BYTES = 2**20
-"""Largest config.json read; the largest public ones have some kilobytes."""
 
 CODE_KEYS = ("_target_", "auto_map", "custom_pipelines")
 """Settings that name code. They are refused, not passed over: such a folder wants to run it."""
@@ -60,31 +59,6 @@ def read_settings(folder: Path) -> dict[str, Any]:
                 f"{name!r}; take that out where you trust the rest"
             )
     return settings
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """Return a small JSON object.
-
-    Raises:
-        ValueError: The file lies elsewhere, is too large or too deep, or is no JSON object.
-    """
-    try:
-        refuse_outside(file)
-        if (size := file.stat().st_size) > MAX_SETTINGS_BYTES:
-            raise InputError(
-                f"{file} must be at most {MAX_SETTINGS_BYTES} bytes of settings, it has {size}; "
-                "remove what is none"
-            )
-        value = json.loads(file.read_bytes())
-    except InputError:
-        raise
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(
-            f"{file} is not readable JSON: {first_line(error)}; mend it, or get it anew"
-        ) from error
-    if not isinstance(value, dict):
-        raise InputError(f"{file} must be a JSON object, got a {type(value).__name__}; get it anew")
-    return value
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
@@ -125,19 +99,6 @@ def _settings_within(value: Any) -> Iterator[tuple[str, Any]]:
             pending += one.values()
         elif isinstance(one, list):
             pending += one
-
-
-def refuse_outside(file: Path) -> None:
-    """Refuse a link that leads out of the folder, but for those of the Hub's own cache."""
-    folder, real = file.parent.resolve(), file.resolve()
-    allowed = [folder]
-    if folder.parent.name == "snapshots":
-        allowed.append(folder.parent.parent / "blobs")
-    if not any(real.is_relative_to(place) for place in allowed):
-        raise InputError(
-            f"a checkpoint's files must lie in its own folder, and {file} leads to {real}; put a "
-            "copy there where you trust it"
-        )
 
 
 def _check_index(index: Path) -> None:
@@ -206,6 +167,56 @@ def _is_whole(value: Any) -> bool:
     return value.numel() * value.element_size() <= value.untyped_storage().nbytes()
 
 
-def first_line(error: BaseException) -> str:
-    """Return what an error says in one line of some length, or else its name."""
-    return f"{(str(error).splitlines() or [''])[0] or type(error).__name__:.200}"
+def fill(head: Head, tensors: Mapping[str, Tensor]) -> None:
+    """Copy tensors into a head, name by name; nothing may be missing, left over or misshapen.
+
+    The head may be one without memory, of the meta device: its tensors are replaced.
+
+    Raises:
+        ValueError: Names the first tensor that does not fit.
+    """
+    wanted = head.state_dict()
+    if missing := sorted(set(wanted) - set(tensors)):
+        raise InputError(f"the checkpoint lacks {missing[0]!r}; it is incomplete or another kind's")
+    if extra := sorted(set(tensors) - set(wanted)):
+        raise InputError(f"the checkpoint has {extra[0]!r}, which this head does not use")
+    for name, value in wanted.items():
+        if value.shape != tensors[name].shape:
+            raise InputError(
+                f"{name!r} must have shape {tuple(value.shape)}, got {tuple(tensors[name].shape)}"
+            )
+    _check_draft_ids(head, tensors.get("draft_ids"))
+    copies = {name: tensors[name].to(value.dtype, copy=True) for name, value in wanted.items()}
+    head.load_state_dict(copies, assign=True)
+
+
+def take_maps(head: Head, named: dict[str, Tensor]) -> None:
+    """Put the tokens a head can draft in the place of the maps d2t and t2d that say them.
+
+    Raises:
+        ValueError: The maps contradict each other.
+    """
+    marks, offsets = named.pop("t2d", None), named.pop("d2t", None)
+    if offsets is None:
+        return
+    if len(offsets) != head.drafted_size:
+        raise InputError(
+            f"d2t must name {head.drafted_size} tokens, got {len(offsets)}; repair the maps"
+        )
+    # the i-th draft token is token i + d2t[i] of the base
+    ids = torch.arange(head.drafted_size, device=offsets.device) + offsets
+    if marks is not None and not torch.equal(marks.nonzero()[:, 0], ids):
+        raise InputError("d2t and t2d must name the same tokens, in order; repair the maps")
+    if head.draft_ids is not None:
+        named["draft_ids"] = ids
+
+
+def _check_draft_ids(head: Head, ids: Tensor | None) -> None:
+    if ids is None:
+        return
+    inside = ids[0] >= 0 and ids[-1] < head.vocab_size
+    if ids.is_floating_point() or not inside or (ids.diff() < 1).any():
+        raise InputError(
+            f"tokens that can be drafted must grow within 0 and {head.vocab_size}; repair the "
+            "checkpoint's map"
+        )

@@ -1,7 +1,15 @@
-"""The residual block that Medusa, Hydra and ReDrafter are made of."""
+"""Parts that several kinds of head are made of."""
 
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
+
+
+class RMSNorm(nn.RMSNorm):
+    """torch's own, which warns where 16-bit features meet a weight in float32; same numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Norm in the weight's dtype, and answer in the input's."""
+        return super().forward(x.to(self.weight.dtype)).type_as(x)
 
 
 class ResidualBlock(nn.Module):
