@@ -1,4 +1,4 @@
-"""Keys and values of the frozen base, with room to try a tree and forget most of it.
+"""KV caches of the frozen base, with scratch slots for the nodes of a tree.
 
 See docs/tree_verification.md.
 """
@@ -18,34 +18,34 @@ from specheads.core.errors import InputError
 
 
 class RowCache(Cache, ABC):
-    """Rows of committed tokens, each with scratch behind it: what every cache here has in common.
+    """Base class of the caches: rows of committed tokens, each followed by scratch slots.
 
-    Row b holds `row_lengths[b]` committed tokens. A forward writes its tokens into the scratch
-    after each row's own length, so rows of different length need no padding on the left and no
-    realignment. `commit` then keeps the accepted ones. What lies beyond a row's length is never
-    attended to, because the mask says so, and is written over by the next forward.
+    Row b has `row_lengths[b]` committed tokens. A forward writes its tokens into the scratch after
+    each row's own length, so rows of different lengths need no left padding and no realignment.
+    `commit` then keeps the accepted ones. The mask hides slots beyond the length of a row, and the
+    next forward overwrites them.
 
-    The order of calls is `reserve`, one forward, `commit`; rows come and go between those
-    (`keep_rows`, `join`). Lengths live on the `device`; keys and values follow the base.
+    The order of calls is `reserve`, one forward, `commit`. Rows are added and removed between
+    steps (`keep_rows`, `join`). Lengths are on `device`; keys and values follow the base.
     """
 
     static = False
-    """Whether forwards of one length look alike to a compiler while rows grow: lengths are then
-    known to the device only, at one address, and slots are looked at `EXTENT` at a time."""
+    """Whether forwards of one length have the same shapes while rows grow. Lengths are then read
+    from one address on the device, and the number of slots is a multiple of `EXTENT`."""
     capacity = -1
-    """Slots of a row: committed tokens and the scratch of one forward; -1 where nothing ends it."""
+    """Slots of a row: committed tokens and the scratch of one forward; -1 for unlimited."""
     room = 0
-    """Rows that contiguous rows get place for as soon as others join them."""
+    """Minimum number of rows to allocate when other rows join."""
 
     def __init__(self, layers: list[Any], batch: int, device: torch.device | str) -> None:
         self.device = torch.device(device)
         self._set_lengths([0] * batch)
         self.end = 0
-        """Slots that the reserved forward looks at."""
+        """Number of slots that the reserved forward reads."""
         super().__init__(layers=layers)
 
     def _set_lengths(self, lengths: list[int]) -> None:
-        # the host's copy answers every question of shape without waiting for the device
+        # the copy on the host gives all shapes without synchronising
         self.row_lengths = lengths
         self.lengths = self._placed(upload(lengths, self.device))
         self.longest = max(lengths, default=0)
@@ -53,7 +53,7 @@ class RowCache(Cache, ABC):
         self.shared_length = self.longest if alike else None
 
     def _placed(self, lengths: Tensor) -> Tensor:
-        """Return where the lengths lie from now on."""
+        """Return the tensor that stores the lengths."""
         return lengths
 
     def scratch(self, length: int) -> Tensor:
@@ -70,25 +70,25 @@ class RowCache(Cache, ABC):
         return torch.arange(end, device=self.device).repeat(len(self.lengths), 1)
 
     def extent(self, length: int) -> int:
-        """Return how many slots a forward over `length` new positions looks at."""
+        """Return the number of slots that a forward over `length` new positions reads."""
         end = self.longest + length
         return _whole(end) if self.static else end
 
     @abstractmethod
     def reserve(self, length: int, counts: list[int] | None = None) -> None:
-        """Make room for the next forward, of `length` positions a row.
+        """Make room for the next forward of `length` positions per row.
 
-        Row b can commit `counts[b]` of them at most, and the rest is padding; None is all.
+        Row b can commit at most its first `counts[b]` positions, the rest is padding; None is all.
         """
 
     def commit(self, paths: list[list[int]]) -> None:
-        """Keep nodes `paths[b]` of the last forward, in order; forget the rest.
+        """Keep nodes `paths[b]` of the last forward, in order; discard the rest.
 
-        They are on the host because the engine reads what was accepted once a step anyway.
+        The paths are on the host, because the engine reads them once per step anyway.
         """
         if any(path != list(range(len(path))) for path in paths):
             width = max(map(len, paths))
-            # rows that keep fewer repeat their last node into slots that stay scratch
+            # shorter paths repeat their last node, into slots that stay scratch
             padded = [path + (path[-1:] or [0]) * (width - len(path)) for path in paths]
             source = self.lengths[:, None] + upload(padded, self.device)
             self._copy(self.scratch(width), source)
@@ -101,25 +101,25 @@ class RowCache(Cache, ABC):
         """Copy slots `source[b]` of each row b to slots `target[b]`."""
 
     def keep_rows(self, rows: list[int]) -> None:
-        """Forget every row but these, in this order; a row named twice is forked.
+        """Keep only these rows, in this order; a row listed twice is forked.
 
-        Finished and cancelled requests leave the batch this way; the copies of a forked row go on
-        from the same text, each in its own direction.
+        Finished and cancelled requests leave the batch this way. The copies of a forked row
+        continue the same text independently.
         """
         self._set_lengths([self.row_lengths[row] for row in rows])
 
     def join(self, other: "RowCache") -> None:
-        """Take over another cache's rows, behind the own ones; the other is left without rows.
+        """Append the rows of another cache, which is then empty.
 
         Raises:
-            ValueError: Its rows have another capacity, or lie in another pool.
+            ValueError: Its rows have another capacity or another pool.
         """
         self._set_lengths(self.row_lengths + other.row_lengths)
         other.keep_rows([])
 
 
 def upload(values: list[Any], device: torch.device) -> Tensor:
-    """Return whole numbers on the device, without waiting for what it is doing."""
+    """Return integers as a tensor on the device, without synchronising."""
     tensor = torch.tensor(values, dtype=torch.long)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
@@ -132,24 +132,24 @@ C = TypeVar("C", bound=RowCache, covariant=True)
 
 
 class RowLayer(CacheLayerMixin, Generic[C]):
-    """One layer of a cache, which tells transformers the place of its rows."""
+    """One layer of a cache, in the form that transformers needs."""
 
     is_croppable = False
 
     def __init__(self, cache: C) -> None:
         super().__init__()
-        # or caches that nobody holds would wait, tensors and all, for Python to look for cycles
+        # a strong reference would make a cycle, and unused caches would wait for the collector
         self._cache = weakref.ref(cache)
 
     @property
     def cache(self) -> C:
-        """The cache that this is a layer of."""
+        """The cache of this layer."""
         cache = self._cache()
         assert cache is not None
         return cache
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return how many slots a forward looks at, and that the first is the first."""
+        """Return the number of slots that a forward reads, and the first one."""
         del query_length
         return self.cache.end, 0
 
@@ -158,13 +158,13 @@ class RowLayer(CacheLayerMixin, Generic[C]):
         return self.cache.longest
 
     def get_max_length(self) -> int:
-        """Return the capacity of a row, -1 for none."""
+        """Return the capacity of a row; -1 for unlimited."""
         return self.cache.capacity
 
 
 class _Layer(RowLayer["KVCache"]):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate on the first forward, when head counts and widths are known."""
+        """Allocate on the first forward, when the shapes are known."""
         if self.cache.static and (views := self.cache.slab.views(self, key_states, value_states)):
             self.keys, self.values = views
             self.is_initialized = True
@@ -179,20 +179,20 @@ class _Layer(RowLayer["KVCache"]):
         self.is_initialized = True
 
     def _allocate(self, alike: list[tuple[Tensor, tuple[int, ...]]]) -> None:
-        # memory made in inference mode could not be written to outside of it, where others may be
+        # memory allocated in inference mode cannot be written to outside of it
         own = torch.inference_mode(mode=False) if self.cache.static else nullcontext()
         with own:
             self.keys, self.values = (one.new_zeros(size) for one, size in alike)
         self.cache.slab.forget()
 
     def serve(self, cache: "KVCache") -> None:
-        """Become a layer of another cache, which takes over the memory."""
+        """Become a layer of another cache, which reuses the memory."""
         self._cache = weakref.ref(cache)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write the new positions into each row's scratch; return all slots in use."""
+        """Write new positions into each row's scratch; return the slots in use."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         keys, values = self.held()
@@ -207,9 +207,9 @@ class _Layer(RowLayer["KVCache"]):
         return keys[:, :, :end], values[:, :, :end]
 
     def held(self) -> tuple[Tensor, Tensor]:
-        """Return keys and values of all slots, each (batch, heads, capacity, width).
+        """Return keys and values of all rows, each (batch, heads, capacity, width).
 
-        Behind them may lie room that rows have left, for those who join.
+        Memory of rows that have left is not included; rows that join reuse it.
         """
         assert self.keys is not None
         assert self.values is not None
@@ -217,13 +217,13 @@ class _Layer(RowLayer["KVCache"]):
         return self.keys[:rows], self.values[:rows]
 
     def move(self, targets: list[int], sources: list[int]) -> None:
-        """Copy the committed slots of some rows into the places of others."""
+        """Copy the committed slots of the source rows to the target rows."""
         end = self.cache.longest
         for held in self.held():
             held[targets, :, :end] = held[sources, :, :end]
 
     def pick(self, rows: list[int]) -> None:
-        """Copy these rows, in this order, into new tensors; of a static cache, into its own."""
+        """Copy these rows, in this order, to new tensors; a static cache copies in place."""
         keys, values = (held[rows] for held in self.held())
         assert self.keys is not None
         assert self.values is not None
@@ -235,7 +235,7 @@ class _Layer(RowLayer["KVCache"]):
             self.keys, self.values = keys, values
 
     def _enlarge(self, rows: int) -> None:
-        """Move to new tensors with place for so many rows."""
+        """Move to new tensors with this number of rows."""
         held, end = self.held(), self.cache.longest
         self._allocate([(one, (rows, *one.shape[1:])) for one in held])
         assert self.keys is not None
@@ -244,7 +244,7 @@ class _Layer(RowLayer["KVCache"]):
             new[: len(old), :, :end] = old[:, :, :end]
 
     def take_over(self, other: "_Layer") -> None:
-        """Put another layer's rows, even unread ones, behind the own: into room there, or anew."""
+        """Append another layer's rows, in free memory or in new tensors."""
         ready = self if self.is_initialized else other
         if not ready.is_initialized:
             return
@@ -267,22 +267,22 @@ def _rows(held: Tensor) -> Tensor:
 
 
 class Slab:
-    """The memory of a contiguous cache, which the next one may take over with its CUDA graphs."""
+    """The memory of a contiguous cache; the next cache can reuse it with its CUDA graphs."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.layers: list[_Layer] = []
         self.lengths: Tensor | None = None
         self.graphs: dict[Hashable, Any] = {}
-        """What was recorded over these addresses: see `compile.CudaGraphs`."""
+        """CUDA graphs recorded over this memory: see `compile.CudaGraphs`."""
         self.whole: Tensor | None = None
         """Keys and values of all layers as one tensor (2 * layer, batch, heads, slot, width), so
-        that a static cache commits in one go; None: each layer has its own."""
+        that a static cache commits with one copy; None if each layer has its own."""
 
     def views(self, layer: "_Layer", keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return a layer's place in the whole; None if its keys or values have another shape."""
+        """Return a layer's part of `whole`; None if its keys or values have another shape."""
         batch, heads, width = len(layer.cache.row_lengths), keys.shape[1], keys.shape[-1]
-        # memory made in inference mode could not be written to outside of it
+        # memory allocated in inference mode cannot be written to outside of it
         with torch.inference_mode(mode=False):
             if not any(one.is_initialized for one in self.layers):
                 self.whole = keys.new_zeros(
@@ -301,20 +301,20 @@ class Slab:
             return whole[place], whole[place + 1]
 
     def forget(self) -> None:
-        """Forget what was recorded, for memory moved."""
+        """Discard the recorded graphs after memory moved."""
         self.graphs.clear()
         self.whole = None
 
     def fits(self, batch: int, capacity: int) -> bool:
-        """Return whether it has so many rows, each of so many slots."""
+        """Return whether it has at least this many rows and slots per row."""
         keys = self.layers[0].keys if self.layers else None
         return keys is not None and len(keys) >= batch and self.capacity >= capacity
 
 
 class KVCache(RowCache):
-    """Contiguous rows of one capacity: the fastest to read, and as large as the longest may get.
+    """Contiguous rows of equal capacity: the fastest to read, and sized for the longest text.
 
-    A static one may take over the slab of another that is gone, and has then its capacity.
+    A static cache can reuse the slab of a freed one, and then has its capacity.
     """
 
     def __init__(
@@ -349,7 +349,7 @@ class KVCache(RowCache):
         return held[: len(lengths)].copy_(lengths)
 
     def reserve(self, length: int, counts: list[int] | None = None) -> None:
-        """Check that the next forward fits: a ValueError says that it does not."""
+        """Check that the next forward fits; raise a ValueError if it does not."""
         del counts
         if self.longest + length > self.capacity:
             raise InputError(
@@ -359,7 +359,7 @@ class KVCache(RowCache):
         self.end, self._places = self.extent(length), None
 
     def places(self, length: int) -> tuple[Tensor, Tensor]:
-        """Return rows and slots of the next positions; worked out once a forward for all layers."""
+        """Return rows and slots of the next positions; computed once per forward."""
         if self._places is None or torch.compiler.is_compiling():
             places = _rows(self.lengths), self.scratch(length)
             if torch.compiler.is_compiling():
@@ -376,15 +376,15 @@ class KVCache(RowCache):
         for layer in self._own_layers:
             for held in layer.held():
                 if len(held) == 1:
-                    # one row needs no index of rows, and is copied in less time without
+                    # a single row needs no row index, and copies faster without it
                     held.index_copy_(2, target[0], held.index_select(2, source[0]))
                 else:
                     held[_rows(held), :, target] = held[_rows(held), :, source]
 
     def keep_rows(self, rows: list[int]) -> None:
-        """Forget every row but these, in this order; a row named twice is copied.
+        """Keep only these rows, in this order; a row listed twice is copied.
 
-        Where rows stay in place, or come from behind them all, only the latter are copied.
+        If each row keeps its index or comes from beyond the new batch, only the latter are copied.
         """
         moved = [(place, row) for place, row in enumerate(rows) if place != row]
         behind = all(row >= len(rows) for _, row in moved)
@@ -398,11 +398,11 @@ class KVCache(RowCache):
         super().keep_rows(rows)
 
     def join(self, other: RowCache) -> None:
-        """Take over another cache's rows, into room that rows have left or into new tensors."""
+        """Append another cache's rows, in free memory or in new tensors."""
         if not isinstance(other, KVCache) or other.capacity != self.capacity:
             raise InputError(
                 f"rows that join a contiguous batch must be contiguous rows of {self.capacity} "
-                f"slots, got {other.capacity}; allocate them alike"
+                f"slots, got {other.capacity}; allocate both with the same capacity"
             )
         for own, new in zip(self._own_layers, other._own_layers, strict=True):
             own.take_over(new)

@@ -1,4 +1,4 @@
-"""Forwards as compiled graphs: one for all shapes on a CPU, a CUDA graph for each on a GPU.
+"""Compiled forwards: one graph for all shapes on a CPU, one CUDA graph per shape on a GPU.
 
 See docs/bases.md.
 """
@@ -16,22 +16,22 @@ from transformers import PreTrainedModel
 from specheads.core.errors import InputError
 
 EXTENT = 256
-"""On CUDA a forward looks at a multiple of so many slots: as many graphs as a text is long."""
+"""On CUDA a forward reads a multiple of this many slots, which limits the number of graphs."""
 
 PLAIN = 2
-"""Calls of a shape before its graph is recorded: they compile what they need, and warm up."""
+"""Calls of a shape before its graph is recorded: they compile kernels and warm up."""
 
 MOST_GRAPHS = 32
-"""Graphs kept for a cache; each holds what it returns, logits of all nodes among it."""
+"""Graphs kept per cache; each owns its outputs, including the logits of all nodes."""
 
 Outputs = tuple[Tensor | None, ...]
 Forward = Callable[..., Outputs]
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function compiled for any rows, nodes and slots, when it is called first.
+    """Return the function, compiled at its first call for any number of rows, nodes and slots.
 
-    A ValueError that says what is missing to compile comes then.
+    The first call raises a ValueError if no compiler works.
     """
     graphs = torch.compile(function, dynamic=True)
 
@@ -44,11 +44,11 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def _compiling() -> Iterator[None]:
-    # the compiler takes a second or two to import: whoever does not compile does without it
+    # imported late: it takes a second or two
     from torch._inductor.exc import InductorError
 
     try:
-        # beyond so many shapes a function runs as it is written
+        # with more shapes than this, a function runs uncompiled
         with torch._dynamo.config.patch(recompile_limit=128):
             yield
     except InductorError as error:
@@ -59,13 +59,9 @@ def _compiling() -> Iterator[None]:
 
 
 class CudaGraphs:
-    """CUDA graphs of a base's forwards: one for each shape, over caches whose memory stays.
+    """CUDA graphs of a base's forwards: one per shape, over caches whose memory does not move."""
 
-    `record` is for tests: it takes a forward and its inputs and returns what replays it.
-    """
-
-    def __init__(self, record: Callable[[Forward, tuple[Tensor, ...]], Forward] | None = None):
-        self._record = record or self._captured
+    def __init__(self) -> None:
         self._pool: Any = None
         self._alive: WeakSet[Any] = WeakSet()
         """Recorded graphs that still exist: torch frees a memory pool with its last graph."""
@@ -77,32 +73,33 @@ class CudaGraphs:
         forward: Forward,
         inputs: tuple[Tensor, ...],
     ) -> Outputs:
-        """Return what the forward gives these inputs, by the graph of this key among `graphs`.
+        """Return the outputs of the forward, replayed from the graph of this key in `graphs`.
 
-        What is returned is overwritten when the key is used again. The first `PLAIN` calls run the
-        forward as it is. A ValueError says why a forward cannot be recorded.
+        The next call with the same key overwrites the outputs. The first `PLAIN` calls run the
+        forward without a graph. Raises a ValueError if the forward cannot be recorded.
         """
-        # memory made in inference mode could not be written to outside of it
+        # memory allocated in inference mode cannot be written to outside of it
         with torch.inference_mode(mode=False), torch.no_grad():
             known = graphs.pop(key, 0)
             if known == PLAIN:
-                known = self._record(forward, inputs)
+                known = self.record(forward, inputs)
             graphs[key] = known + 1 if isinstance(known, int) else known
             if len(graphs) > MOST_GRAPHS:
-                # the one that was not used for longest
+                # the least recently used one
                 del graphs[next(iter(graphs))]
             if isinstance(known, int):
                 with _compiling():
                     return forward(*inputs)
             return known(*inputs)
 
-    def _captured(self, forward: Forward, inputs: tuple[Tensor, ...]) -> Forward:
+    def record(self, forward: Forward, inputs: tuple[Tensor, ...]) -> Forward:
+        """Record a forward over copies of its inputs; return the function that replays it."""
         fixed = [one.clone(memory_format=torch.contiguous_format) for one in inputs]
         graph = torch.cuda.CUDAGraph()
         if not self._alive:
             self._pool = torch.cuda.graph_pool_handle()
         try:
-            # threads that prefetch may go on asking for memory of their own
+            # prefetching threads may allocate memory meanwhile
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 outputs = forward(*fixed)
         except RuntimeError as error:
@@ -125,9 +122,9 @@ class CudaGraphs:
 class CompiledLayers:
     """The layers of a model, which share their code and so are compiled once.
 
-    Each is a function of tensors alone, because its keys and values go to the cache within an
-    operator that no compiler looks into: see `deferred_attention`. A model whose layers are not
-    known by name, or of several classes, runs as it is written.
+    Each layer is a function of tensors only, because an opaque operator writes its keys and values
+    to the cache: see `tree_attention.deferred_attention`. A model runs uncompiled if transformers
+    does not name its layers or if they are of several classes.
     """
 
     def __init__(self, model: PreTrainedModel, backend: str = "inductor") -> None:
@@ -141,7 +138,7 @@ class CompiledLayers:
 
     @contextmanager
     def active(self) -> Iterator[list[Tensor]]:
-        """Let the layers run compiled, and list what each is given: its residual stream."""
+        """Run the layers compiled in this context; yield a list of each layer's input."""
         streams: list[Tensor] = []
 
         def run(layer: nn.Module, *args: Any, **settings: Any) -> Any:
@@ -161,7 +158,7 @@ class CompiledLayers:
 
 
 def _without_hooks(module: nn.Module) -> Callable[[], None]:
-    """Take away what transformers records outputs with, which would cut graphs; return the undo."""
+    """Remove transformers' output hooks, which would break graphs; return a function to undo it."""
     hooks = module._forward_hooks
     taken = {
         key: one

@@ -1,4 +1,4 @@
-"""Attention of packed documents: each document by itself, without computing masked scores."""
+"""Attention within each document of a packed batch, without computing masked scores."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -26,8 +26,7 @@ HALF = (torch.float16, torch.bfloat16)
 WIDEST = 256
 """Dtypes and largest head width of the flash attention kernel on CUDA."""
 
-
-_ASKS_TO_SHARE = "enable_gqa" in signature(varlen_attn).parameters
+_HAS_ENABLE_GQA = "enable_gqa" in signature(varlen_attn).parameters
 
 
 class _Documents(NamedTuple):
@@ -45,11 +44,10 @@ _DOCUMENTS: ContextVar[_Documents] = ContextVar("documents of the batch")
 def attending_documents(
     config: PreTrainedConfig, places: Int[Tensor, "batch time"], windows: Sequence[int | None]
 ) -> AbstractContextManager[None]:
-    """Let the model of this config attend within each document, where that is the faster way.
+    """Select attention within documents for the forwards in this context, if it is faster.
 
-    `places` are those of positions in their documents. Masks are needed all the same: by models
-    whose attention cannot be replaced. On CUDA this waits for the device once, to read how long the
-    documents are.
+    `places` are the positions within each document. Models whose attention cannot be replaced use
+    the mask instead. On CUDA this synchronises once, to read the lengths of the documents.
     """
     if places.device.type not in ("cpu", "cuda") or config._attn_implementation != "sdpa":
         return nullcontext()
@@ -63,6 +61,7 @@ def attending_documents(
 
 @contextmanager
 def _attending(config: PreTrainedConfig, documents: _Documents) -> Iterator[None]:
+    # a context variable, because one compiled graph serves batches of any documents
     token = _DOCUMENTS.set(documents)
     try:
         with replaced(config, NAME, document_attention):
@@ -80,7 +79,7 @@ def document_attention(
     scaling: float | None = None,
     **settings: Any,
 ) -> tuple[Tensor, None]:
-    """Attend within each document: what transformers calls in each layer.
+    """Compute attention within each document; transformers calls this in each layer.
 
     Queries are (batch, heads, time, width), keys and values (batch, key heads, time, width).
     """
@@ -88,13 +87,13 @@ def document_attention(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **settings
         )
-    # the compiler makes one graph for all documents, and they are looked up when it runs
+    # one compiled graph serves all documents: the operator looks them up when it runs
     attend = _opaque if torch.compiler.is_compiling() else _attend
     return attend(query, key, value, scaling), None
 
 
 def _takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Return whether documents can be attended to one by one: on CUDA flash attention decides."""
+    """Return whether the device supports these tensors: on CUDA, whether flash attention does."""
     if query.device.type != "cuda":
         return True
     dtypes = {query.dtype, key.dtype, value.dtype}
@@ -109,7 +108,7 @@ def _takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
 def _attend(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
     """Return (batch, time, heads, width)."""
     lengths, bounds = _DOCUMENTS.get()
-    # taken apart along one axis, whose gradient is put together again once
+    # one split along one axis needs only one concatenation in the backward pass
     tokens = [values.transpose(1, 2).flatten(0, 1) for values in (query, key, value)]
     if query.device.type == "cuda":
         mixed = _flash(tokens[0], tokens[1], tokens[2], bounds, max(lengths), scaling)
@@ -128,9 +127,9 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) ->
 def _flash(
     query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, scaling: float | None
 ) -> Tensor:
-    """Attend within all documents by one kernel: (position, heads, width)."""
-    # torch 2.11 lets heads share keys without being asked to
-    is_shared = query.shape[1] != key.shape[1] and _ASKS_TO_SHARE
+    """Compute attention within all documents in one kernel: (position, heads, width)."""
+    # torch 2.11 has no enable_gqa, and shares keys without it
+    is_shared = query.shape[1] != key.shape[1] and _HAS_ENABLE_GQA
     shared: dict[str, Any] = {"enable_gqa": True} if is_shared else {}
     mixed = varlen_attn(
         query,

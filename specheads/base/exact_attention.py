@@ -1,47 +1,36 @@
-"""Attention that gives a node of a tree bit for bit what a step of its own would give it.
+"""Exact attention: each node of a tree gets bit for bit the result of decoding it alone.
 
-Sums of rounded numbers hang on their order, and a tree changes it: its nodes' keys lie behind each
-other, not behind their parents', and its queries are multiplied together. Here each node attends by
-itself, to the slots that it sees, brought together in their order. See docs/losslessness.md.
+Floating-point sums depend on their order, and a tree changes it: the keys of its nodes follow one
+another, not their parents, and all queries are multiplied at once. Here each node is computed
+separately over its visible slots, gathered in text order. See docs/losslessness.md.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from specheads.base.masks import is_special
 from specheads.core.errors import InputError
 
 WHOLE = 64
-"""Slots that are read are a multiple of it: processors add in vectors, and where these end would
-decide what is added to what. Slots that are not seen add zeros."""
+"""The number of slots read is a multiple of this. CPUs add in vectors, and the end of a vector
+would change the order of the sum. Invisible slots add zeros."""
 
 
 class _Seen(NamedTuple):
-    """What each node of each row sees."""
+    """The slots that each node of each row sees."""
 
     slots: Tensor
-    """Slots in order, those that are seen first: (row, node, extent)."""
+    """Slots in order, visible ones first: (row, node, extent)."""
     mask: Tensor
-    """Added to the scores: (row * node, 1, 1, extent)."""
+    """Additive mask: (row * node, 1, 1, extent)."""
 
 
-_SEEN: ContextVar[dict[int, tuple[Tensor, _Seen]]] = ContextVar("what nodes see, by mask")
-
-
-@contextmanager
-def one_forward() -> Iterator[None]:
-    """Let the layers of a forward share what is worked out of their masks."""
-    token = _SEEN.set({})
-    try:
-        yield
-    finally:
-        _SEEN.reset(token)
+_SEEN = WeakTensorKeyDictionary()
+"""The visible slots under each mask, for as long as that mask lives: its layers share them."""
 
 
 def exact_attention(
@@ -53,15 +42,15 @@ def exact_attention(
     scaling: float | None = None,
     **settings: Any,
 ) -> tuple[Tensor, None]:
-    """Attend from every node by itself: what transformers calls in each layer.
+    """Compute attention for each node separately; transformers calls this in each layer.
 
-    Queries are (batch, heads, node, width), keys and values (batch, key heads, slot, width). Within
-    `one_forward`.
+    Queries are (batch, heads, node, width), keys and values (batch, key heads, slot, width).
     """
     del module
     if is_special(settings):
         raise InputError(
-            "exact=true attends by plain products, and this base adds to them; leave exact out"
+            "exact=true supports plain attention only, and this base adds to its scores; "
+            "leave exact out"
         )
     (batch, heads, nodes, width), shared = query.shape, key.shape[1]
     slots, mask = _seen(attention_mask)
@@ -78,18 +67,16 @@ def exact_attention(
 
 
 def _seen(mask: Tensor) -> _Seen:
-    """Return what the nodes under a mask (batch, 1, node, slot) see, once a forward."""
-    known = _SEEN.get()
-    if id(mask) not in known:
-        # the mask is kept beside it, or another could come to lie at its address
-        known[id(mask)] = mask, _worked_out(mask[:, 0] == 0, mask.dtype)
-    return known[id(mask)][1]
+    """Return the visible slots under a mask (batch, 1, node, slot); computed once per mask."""
+    if mask not in _SEEN:
+        _SEEN[mask] = _visible_slots(mask[:, 0] == 0, mask.dtype)
+    return _SEEN[mask]
 
 
-def _worked_out(visible: Tensor, dtype: torch.dtype) -> _Seen:
+def _visible_slots(visible: Tensor, dtype: torch.dtype) -> _Seen:
     counts = visible.sum(-1)
     extent = -(-int(counts.max()) // WHOLE) * WHOLE
-    # a stable sort, so that what is seen keeps its order: that of the text
+    # a stable sort keeps visible slots in text order
     slots = (~visible).to(torch.uint8).argsort(dim=-1, stable=True)[..., :extent]
     slots = F.pad(slots, (0, extent - slots.shape[-1]))
     unseen = torch.arange(extent, device=visible.device) >= counts[..., None]
@@ -99,6 +86,6 @@ def _worked_out(visible: Tensor, dtype: torch.dtype) -> _Seen:
 
 
 def _gathered(held: Tensor, slots: Tensor) -> Tensor:
-    """Return what lies in the slots of each node: (row * node, heads, extent, width)."""
+    """Gather the keys or values of each node's slots: (row * node, heads, extent, width)."""
     rows = torch.arange(len(held), device=held.device)[:, None, None]
     return held.transpose(1, 2)[rows, slots].flatten(0, 1).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""Fingerprints of a base's weights: one for results and resuming, one that a head carries."""
+"""Fingerprints of a base's weights: an exact one for results, and one stored in each head."""
 
 import hashlib
 
@@ -11,13 +11,13 @@ from specheads.base.sharding import whole
 
 TABLE_SAMPLES = 4096
 WEIGHT_SAMPLES = 256
-"""Numbers looked at in each of the two tables, and in each other tensor."""
+"""Numbers sampled from each of the two tables, and from each other tensor."""
 
 
 def exact_fingerprint(model: nn.Module, tokenizer: PreTrainedTokenizerBase | None) -> str:
-    """Hash the weights (evenly spaced samples of each tensor) as they are, and the vocabulary.
+    """Return a hash of the weights (evenly spaced samples of each tensor) and the vocabulary.
 
-    The same weights in another dtype are others here.
+    It differs for the same weights in another dtype.
     """
     digest = hashlib.sha256()
     for name, value in sorted(model.state_dict().items()):
@@ -30,16 +30,16 @@ def exact_fingerprint(model: nn.Module, tokenizer: PreTrainedTokenizerBase | Non
 
 
 def base_fingerprint(model: nn.Module, embedding: Tensor, projection: Tensor) -> str:
-    """Return what tells a base from its fine-tuned siblings, in whatever dtype it was loaded.
+    """Return a fingerprint that distinguishes a base from fine-tuned versions of it.
 
     Samples are rounded to bfloat16 first, so float32, float64 and bfloat16 loads of one checkpoint
-    agree; a float16 load does where the checkpoint is in 16 bits. A change is seen where it moves
-    one of the samples to another bfloat16 number: 2**-8 of a weight's value moves each, and a
-    change of all weights by a share of 2**-8 / samples is likely to move one. Of a checkpoint in
-    bfloat16 every sample that changed at all is seen. Names of tensors do not count.
+    agree; a float16 load agrees if the checkpoint has 16 bits. A change is detected if it moves one
+    of the samples to another bfloat16 number. A relative change of 2**-8 moves every sample, and a
+    change of all weights by 2**-8 / samples probably moves one. In a bfloat16 checkpoint every
+    changed sample is detected. The names of tensors are ignored.
 
-    The projection is the unscaled one. What is returned is `tables_fingerprint`, a hyphen, and 16
-    hex digits of all parameters.
+    The projection is the unscaled one. The result is `tables_fingerprint`, a hyphen, and 16 hex
+    digits of all parameters.
     """
     found = {_sample(whole(value.detach()), WEIGHT_SAMPLES) for value in model.parameters()}
     weights = hashlib.sha256(b"".join(sorted(found))).hexdigest()[:16]
@@ -49,18 +49,18 @@ def base_fingerprint(model: nn.Module, embedding: Tensor, projection: Tensor) ->
 def tables_fingerprint(
     embedding: Float[Tensor, "vocab width"], projection: Float[Tensor, "vocab width"]
 ) -> str:
-    """Return the first half of `base_fingerprint`: what engines that fuse layers can compute too.
+    """Return the first half of `base_fingerprint`, which engines with fused layers can compute.
 
-    A sibling whose two tables stayed the same, as under LoRA of inner layers, is not seen by it.
+    It does not detect changes of inner layers, such as LoRA, that leave the two tables unchanged.
     """
     samples = _sample(embedding, TABLE_SAMPLES) + _sample(projection, TABLE_SAMPLES)
     return hashlib.sha256(samples).hexdigest()[:16]
 
 
 def _sample(value: Shaped[Tensor, "*any"], count: int) -> bytes:
-    """Return about `count` numbers of a tensor, rounded, behind its shape."""
+    """Return the shape of a tensor and about `count` of its numbers, rounded."""
     value = torch.atleast_1d(value.detach())
-    # an even stride would stay in a few columns of most matrices
+    # an even stride would sample only a few columns of most matrices
     stride = max(1, value.numel() // count) | 1
     places = torch.arange(0, value.numel(), stride, device=value.device)
     numbers = value[torch.unravel_index(places, value.shape)].float()

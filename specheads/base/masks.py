@@ -29,8 +29,8 @@ def tree_mask(
 ) -> Float[Tensor, "batch 1 node slot"]:
     """Return the additive mask under which each node sees the committed text and its path.
 
-    A node looks back `window` positions, itself included; None looks back to the first. Positions
-    follow the path, not the slots, so siblings share one.
+    A node sees the last `window` positions, itself included; None is all of them. Positions follow
+    the path, not the slots, so siblings have the same position.
     """
     batch, num_nodes, _ = ancestors.shape
     end, scratch = cache.extent(num_nodes), cache.scratch(num_nodes)
@@ -51,9 +51,9 @@ def tree_mask(
 def document_mask(
     document_ids: Int[Tensor, "batch time"], window: int | None, dtype: torch.dtype
 ) -> Float[Tensor, "batch 1 time time"]:
-    """Return the additive mask under which packed documents are read as if each stood alone.
+    """Return the additive mask under which each packed document sees only itself.
 
-    `window` is that of `tree_mask`. Documents lie in one piece, so that slots tell how far back.
+    `window` is that of `tree_mask`. Documents are contiguous, so slot distance is the distance.
     """
     visible = within_documents(document_ids)
     return _additive(visible if window is None else visible.triu(1 - window), dtype)
@@ -65,7 +65,7 @@ def _additive(visible: Bool[Tensor, "batch node slot"], dtype: torch.dtype) -> T
 
 
 def attention_windows(config: Any) -> dict[str, int | None]:
-    """Return how far each kind of layer looks back; refuse kinds that cannot be rolled back."""
+    """Return the window of each kind of layer; refuse kinds that cannot be rolled back."""
     window = getattr(config, "sliding_window", None)
     if not getattr(config, "use_sliding_window", True):
         window = None
@@ -80,7 +80,7 @@ def attention_windows(config: Any) -> dict[str, int | None]:
     if "local" in (getattr(config, "attention_layers", None) or []):
         raise InputError(
             f"tree verification needs windows that follow the mask; {config.model_type!r} has "
-            "attention_layers of kind local, which count slots and not positions; choose a base "
+            "attention_layers of kind local, which count slots, not positions; choose a base "
             "with global, full or sliding attention"
         )
     names = ("mamba_d_state", "state_size", "ssm_state_size", "time_step_rank", "mamba_config")
@@ -94,11 +94,11 @@ def attention_windows(config: Any) -> dict[str, int | None]:
 
 
 def context_length(config: Any) -> int:
-    """Return up to how many positions a token's place in the text always means the same.
+    """Return the longest text in which the encoding of a position does not change.
 
-    LongRoPE turns by other angles as soon as a text is longer than its original context,
-    and what was read before keeps the old ones: beyond it, text read at once and text
-    read step by step are two different distributions. So such a base is offered up to there.
+    LongRoPE uses other angles once a text exceeds its original context, and cached keys keep the
+    old ones. Beyond that length, one forward over a text and token-by-token decoding give different
+    distributions, so such a base is limited to its original context.
     """
     limits = [config.max_position_embeddings]
     rope = getattr(config, "rope_parameters", None) or {}
@@ -119,12 +119,12 @@ def refuse_attention(name: str | None) -> None:
 
 
 SPECIAL = ("softcap", "position_bias", "s_aux")
-"""What some models add to attention, and plain products do not know."""
+"""Arguments of attention that change its scores; plain attention does not support them."""
 
 
 @contextmanager
 def replaced(config: PreTrainedConfig, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Let the model of this config attend by a function, known to transformers by a name."""
+    """Temporarily replace the attention of this config's model by a function with this name."""
     AttentionInterface.register(name, function)
     before, config._attn_implementation = config._attn_implementation, name
     try:
@@ -134,5 +134,5 @@ def replaced(config: PreTrainedConfig, name: str, function: Callable[..., Any]) 
 
 
 def is_special(settings: Mapping[str, Any]) -> bool:
-    """Return whether what a model calls its attention with asks for more than plain products."""
+    """Return whether these keyword arguments of attention ask for more than plain attention."""
     return any(settings.get(name) is not None for name in SPECIAL)

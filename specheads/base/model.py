@@ -1,4 +1,4 @@
-"""The frozen base: load it, read text with it, verify trees with it, and give it back unchanged."""
+"""The frozen base: load it, read text and verify trees with it, and release it unchanged."""
 
 import weakref
 from collections.abc import Callable
@@ -26,20 +26,19 @@ from specheads.core.weight_layout import for_few_rows
 class FrozenBase(Forwards):
     """A causal language model of transformers, unmodified, in eval mode and without gradients.
 
-    `release`, or the end of a `with` block, gives the model back as it was.
+    `release`, or the end of a `with` block, restores the model.
 
     Args:
         model: Any causal LM whose attention takes a 4D mask and whose state is keys and values.
         compile: Whether trees are verified by a compiled graph: see docs/bases.md.
-        exact: Whether every node of a tree gets bit for bit what a step of its own would give it:
-            see docs/losslessness.md. On a CPU, for `attention="sdpa"`.
-        owned: Whether the model is frozen and tried first. False leaves one that was tried
-            before as it is, for its owner, who has put it in eval mode.
+        exact: Whether every node of a tree gets bit for bit the result of decoding it alone: see
+            docs/losslessness.md. Needs a CPU and `attention="sdpa"`.
+        owned: Whether the model is frozen and checked first. False is for a model that was checked
+            before and is in eval mode.
 
     Raises:
-        ValueError: The model keeps a state that cannot be rolled back, or its attention takes
-            no mask, or its logits are not a function of the final hidden state, or it is to be
-            exact where it cannot be.
+        ValueError: The state of the model cannot be rolled back, or its attention takes no mask,
+            or its logits are not a function of the final hidden state, or `exact` is not possible.
     """
 
     def __init__(
@@ -56,12 +55,11 @@ class FrozenBase(Forwards):
         super().__init__(model)
         self.tokenizer, self.name, self.revision, self.adapter = tokenizer, name, revision, ""
         self.sharding: Sharding | None = None
-        """How its layers are shared out among processes, which then read together; None: whole."""
+        """How its layers are sharded over processes; None if they are not."""
         self.place = name
-        """Folder or Hub id from which others load it: its name, but for a base in GGUF."""
-        self._give_back = lambda: None
+        """Folder or Hub id that other programs can load; differs from the name for GGUF only."""
+        self._unfreeze = _freeze(model) if owned else None
         if owned:
-            self._give_back = _freeze(model)
             try:
                 check(self)
             except ValueError:
@@ -72,14 +70,14 @@ class FrozenBase(Forwards):
         if compile and self.device.type == "cuda":
             self._graphs, self._layers = CudaGraphs(), CompiledLayers(model)
         elif compile:
-            self._run = compiled(answer)
+            self._compiled_answer = compiled(answer)
         self._spare: list[Slab] = []
         self.width: int = self.config.hidden_size
         """Width of the final hidden state."""
         self.vocab_size = self.projection.weight.shape[0]
-        """Rows of the vocabulary projection, padding rows included."""
+        """Rows of the vocabulary projection, including padding rows."""
         self.num_layers: int = self.config.num_hidden_layers
-        """Layers that keep keys and values."""
+        """Number of layers with keys and values."""
 
     @classmethod
     def load(
@@ -95,11 +93,11 @@ class FrozenBase(Forwards):
         compile: bool = False,
         exact: bool = False,
     ) -> "FrozenBase":
-        """Load a base from a folder, the Hub or a GGUF file; code of a checkpoint is never run.
+        """Load a base from a folder, the Hub or a GGUF file; code of a checkpoint never runs.
 
-        Arguments are those of `loading.load_model` and of the class, the name that of
-        `gguf.located`; `adapter` is the folder or Hub id of a LoRA adapter to merge, or empty. A
-        `Sharding` in place of a device shares it out among processes, which all call this.
+        Arguments are those of `loading.load_model` and of the class; `model` is the name that
+        `gguf.located` takes. `adapter` is the folder or Hub id of a LoRA adapter to merge, or
+        empty. A `Sharding` as device shards the base over the processes, which all call this.
         """
         loaded, tokenizer = load_model(
             str(model),
@@ -119,10 +117,10 @@ class FrozenBase(Forwards):
         return base
 
     def merge(self, adapter: str | Path) -> None:
-        """Add a LoRA adapter to the weights, for good: from here on this is another base.
+        """Merge a LoRA adapter into the weights, permanently, as `lora.merge` does.
 
-        One that it holds already is not added again. Heads that borrow the base's tensors have to
-        be bound after this. As `lora.merge`.
+        If the same adapter was merged last, nothing happens. Bind heads that borrow the base's
+        tensors after this.
         """
         if self.holds(adapter):
             return
@@ -132,17 +130,17 @@ class FrozenBase(Forwards):
         self.adapter = _placed(adapter)
 
     def holds(self, adapter: str | Path) -> bool:
-        """Return whether this adapter was the last to be merged, by whatever path it is named."""
+        """Return whether this adapter was merged last; different paths to it count as the same."""
         return self.adapter == _placed(adapter)
 
     @property
     def num_parameters(self) -> int:
-        """Its parameters, tied ones counted once."""
+        """Number of parameters; tied ones count once."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """Tokens that end a text; empty where the base names none."""
+        """Tokens that end a text; empty if the base names none."""
         ids = (self.model.generation_config or self.config).eos_token_id
         return () if ids is None else tuple(ids) if isinstance(ids, list | tuple) else (ids,)
 
@@ -153,25 +151,25 @@ class FrozenBase(Forwards):
 
     @property
     def fingerprint(self) -> str:
-        """Hash of weights and vocabulary: see fingerprint.py."""
+        """Hash of the weights and the vocabulary: see fingerprint.py."""
         return exact_fingerprint(self.model, self.tokenizer)
 
     def cache(self, batch: int, capacity: int) -> KVCache:
         """Return an empty cache of `batch` rows with `capacity` slots each."""
         self.refuse_slots(batch * capacity, "lower max_batch or max_length, or take a pool")
-        # a lone node is verified beside an absent one
+        # exact verification of one node adds an absent one
         slots = capacity + self.exact
         if not self.static:
             return KVCache(self.num_layers, batch, slots, self.device)
         slab = self._spare.pop() if self._spare else None
         slab = slab if slab is not None and slab.fits(batch, slots) else None
         cache = KVCache(self.num_layers, batch, slots, self.device, static=True, slab=slab)
-        # a run makes many caches, and what was recorded over one serves the next
+        # a run makes many caches: the next one reuses the memory and its CUDA graphs
         weakref.finalize(cache, _keep, self._spare, cache.slab).atexit = False
         return cache
 
     def pool(self, num_blocks: int, block_size: int = 16) -> BlockPool:
-        """Return blocks for paged caches, `PagedKVCache(pool, batch)`, of this base."""
+        """Return a block pool for paged caches of this base: `PagedKVCache(pool, batch)`."""
         self.refuse_slots(num_blocks * block_size, "lower num_blocks")
         return BlockPool(self.num_layers, num_blocks, block_size, self.device)
 
@@ -185,14 +183,15 @@ class FrozenBase(Forwards):
         return 2 * self.num_layers * heads * width * self.dtype.itemsize
 
     def refuse_slots(self, slots: int, remedy: str) -> None:
-        """Refuse more slots of keys and values than its device has memory for."""
+        """Refuse more slots of keys and values than fit into the memory of the device."""
         what = f"a cache of {slots:.4g} tokens"
         refuse_bytes(slots * self.slot_bytes, self.device, what, remedy)
 
     def release(self) -> None:
-        """Give the model back: modes, gradient flags and strides are as they were."""
-        self._give_back()
-        self._give_back = lambda: None
+        """Restore the model's modes, gradient flags and memory layout."""
+        if self._unfreeze is not None:
+            self._unfreeze()
+        self._unfreeze = None
 
     def __enter__(self) -> "FrozenBase":
         return self
@@ -202,17 +201,17 @@ class FrozenBase(Forwards):
 
 
 def _keep(spare: list[Slab], slab: Slab) -> None:
-    """Keep the memory of the cache that went last."""
+    """Keep the memory of the last freed cache."""
     spare[:] = [slab]
 
 
 def _placed(adapter: str | Path) -> str:
-    """Return a folder's one name, whatever it was called by; a Hub id as it is."""
+    """Return the resolved path of a folder, or a Hub id unchanged."""
     return str(Path(adapter).resolve() if adapter and Path(adapter).is_dir() else adapter)
 
 
 def _freeze(model: PreTrainedModel) -> Callable[[], None]:
-    """Put a model in eval mode, without gradients, column by column; return what undoes it."""
+    """Set eval mode, no gradients and a fast memory layout; return a function that undoes it."""
     training = {module: module.training for module in model.modules()}
     learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
     model.eval().requires_grad_(False)

@@ -1,4 +1,4 @@
-"""Keys and values in blocks: rows take them as they grow, share them, and give them back.
+"""Paged KV cache: rows allocate blocks as they grow, share them, and return them.
 
 See docs/tree_verification.md.
 """
@@ -16,18 +16,18 @@ from specheads.core.errors import InputError
 
 
 class PoolFullError(Exception):
-    """The pool has too few free blocks; nothing was taken. Release rows, or wait, and retry."""
+    """The pool has too few free blocks, and allocated none. Release rows or wait, then retry."""
 
 
 class BlockPool:
-    """Blocks of slots that any number of `PagedKVCache`s hand out, share and return.
+    """Blocks of slots for any number of `PagedKVCache`s.
 
-    Only references are counted here; who holds which block stands in the caches. A block holds
+    The pool counts references only; the caches know which row uses which block. A block contains
     its slots in all layers of the base.
 
     Args:
-        flex: Whether attention reads the blocks where they lie, by flex_attention. False gathers
-            each row's blocks first and then attends as over contiguous rows, bit for bit.
+        flex: Whether attention reads the blocks in place, by flex_attention. False gathers each
+            row's blocks first; the result is bit for bit that of contiguous rows.
 
     Source: Kwon et al. 2023, arXiv:2309.06180, section 4.
     """
@@ -43,28 +43,28 @@ class BlockPool:
     ) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
         self.device = torch.device(device)
-        # who holds a block, and which are free, are lists of the host
+        # reference counts and the free list are Python lists on the host
         refuse_bytes(64 * num_blocks, torch.device("cpu"), "a pool", "lower num_blocks")
         self.flex = flex
         self.references = [0] * num_blocks
         self.copied_blocks = 0
-        """Blocks copied so far because a fork wrote into one it shared."""
+        """Blocks copied so far because a fork wrote into a shared block."""
         self.spare = num_blocks
-        """The block behind the last, which takes padding and is nobody's."""
+        """Index of an extra block that stores padding and belongs to no row."""
         self.stores = [_Store(self) for _ in range(num_layers)]
         self._free = list(range(num_blocks - 1, -1, -1))
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody holds."""
+        """Number of free blocks."""
         return len(self._free)
 
     def blocks_for(self, slots: int) -> int:
-        """Return how many blocks hold this many slots."""
+        """Return the number of blocks for this many slots."""
         return -(-slots // self.block_size)
 
     def take(self, count: int) -> list[int]:
-        """Hand out free blocks, each held once; a PoolFullError says that there are too few."""
+        """Allocate blocks with one reference each; raise PoolFullError if too few are free."""
         if count > self.num_free:
             raise PoolFullError(
                 f"the pool must have {count} free blocks, has {self.num_free} of "
@@ -76,12 +76,12 @@ class BlockPool:
         return taken
 
     def share(self, rows: list[list[int]]) -> None:
-        """Hold the blocks of these rows once more."""
+        """Add one reference to each block of these rows."""
         for block in chain.from_iterable(rows):
             self.references[block] += 1
 
     def release(self, blocks: list[int]) -> None:
-        """Hold these blocks once less; those that nobody holds any more are free."""
+        """Remove one reference from each block; blocks without references become free."""
         for block in blocks:
             self.references[block] -= 1
             if not self.references[block]:
@@ -108,7 +108,7 @@ class _Store:
         """Return keys and values of these blocks as contiguous rows of `end` slots."""
 
         def rows(held: Tensor) -> Tensor:
-            # the very layout of contiguous rows, or matrix products would round differently
+            # the memory layout of contiguous rows, or matrix products would round differently
             heads = torch.arange(len(held), device=held.device)[:, None] * held.shape[1]
             index = (table[:, None] + heads).flatten()
             picked = held.flatten(0, 1).index_select(0, index)
@@ -119,7 +119,7 @@ class _Store:
         return rows(self.held[0]), rows(self.held[1])
 
     def all_slots(self) -> tuple[Tensor, Tensor]:
-        """Return keys and values of the whole pool as one row, where they lie."""
+        """Return keys and values of the whole pool as one row, without a copy."""
         assert self.held is not None
         return self.held[0].flatten(1, 2)[None], self.held[1].flatten(1, 2)[None]
 
@@ -137,7 +137,7 @@ class _PagedLayer(RowLayer["PagedKVCache"]):
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write the new positions into each row's blocks; return what attention reads."""
+        """Write new positions into each row's blocks; return the keys and values to read."""
         self.store.write((key_states, value_states), self.cache.scratch_slots)
         if self.cache.pool.flex:
             return self.store.all_slots()
@@ -145,12 +145,11 @@ class _PagedLayer(RowLayer["PagedKVCache"]):
 
 
 class PagedKVCache(RowCache):
-    """Rows as tables of blocks: memory follows what is used, and forks share their prefix.
+    """Rows as tables of blocks: memory follows the text, and forks share their prefix.
 
-    A row takes blocks when a forward needs them and gives them back when it commits less, is
-    dropped or forgotten. A fork holds the same blocks; the first of the two to write into
-    a shared, partly filled block copies that one. Candidates in a row's scratch copy nothing, and
-    batches over one pool are joined without copying.
+    A row allocates blocks when a forward needs them, and returns them when it commits less or is
+    removed. A fork references the same blocks; the first writer into a shared, partly filled block
+    copies it. Scratch slots need no copies, and batches over one pool join without copying.
     """
 
     def __init__(self, pool: BlockPool, batch: int) -> None:
@@ -159,12 +158,12 @@ class PagedKVCache(RowCache):
         """Each row's blocks, first slots first."""
         super().__init__([_PagedLayer(self, store) for store in pool.stores], batch, pool.device)
         self.table = torch.empty(0, 0, dtype=torch.long)
-        """(batch, blocks) of the reserved forward; shorter rows end in the spare block."""
+        """(batch, blocks) of the reserved forward; shorter rows are padded with the spare block."""
         self.scratch_slots = self.table
-        """(batch, length): where in the pool the reserved forward's positions go."""
+        """(batch, length): slots in the pool of the reserved forward's positions."""
 
     def reserve(self, length: int, counts: list[int] | None = None) -> None:
-        """Take the blocks of the next forward; after a PoolFullError no row has changed."""
+        """Allocate the blocks of the next forward; a PoolFullError leaves all rows unchanged."""
         own = [length] * len(self.blocks) if counts is None else counts
         ends = [old + new for old, new in zip(self.row_lengths, own, strict=True)]
         shared = self._shared_tails(own)
@@ -185,7 +184,7 @@ class PagedKVCache(RowCache):
         self.scratch_slots = self._in_pool(self.scratch(length))
 
     def _shared_tails(self, counts: list[int]) -> dict[int, int]:
-        """Return the partly filled blocks that rows are about to write into but do not own."""
+        """Return the partly filled, shared blocks that rows are about to write into."""
         size, references = self.pool.block_size, self.pool.references
         tails = {
             row: self.blocks[row][length // size]
@@ -195,7 +194,7 @@ class PagedKVCache(RowCache):
         return {row: block for row, block in tails.items() if references[block] > 1}
 
     def _separate(self, shared: dict[int, int], new: list[int]) -> None:
-        """Give these rows their own copy of their last block; the last holder needs none."""
+        """Give these rows their own copy of their last block; the last owner needs no copy."""
         pairs: list[tuple[int, int]] = []
         for row, block in shared.items():
             if self.pool.references[block] > 1:
@@ -210,7 +209,7 @@ class PagedKVCache(RowCache):
                     held[:, target] = held[:, source]
 
     def _in_pool(self, slots: Tensor) -> Tensor:
-        """Return where in the pool these slots (batch, length) of each row lie."""
+        """Return the pool's slots for these slots (batch, length) of each row."""
         size = self.pool.block_size
         return self.table.gather(1, slots // size) * size + slots % size
 
@@ -222,7 +221,7 @@ class PagedKVCache(RowCache):
                 flat[:, target] = flat[:, source]
 
     def commit(self, paths: list[list[int]]) -> None:
-        """Keep nodes `paths[b]` of the last forward; blocks that then hold nothing are free."""
+        """Keep nodes `paths[b]` of the last forward; free the blocks that become empty."""
         super().commit(paths)
         self._trim()
 
@@ -233,7 +232,7 @@ class PagedKVCache(RowCache):
             del row[kept:]
 
     def keep_rows(self, rows: list[int]) -> None:
-        """Forget every row but these, in this order; a row named twice shares its blocks."""
+        """Keep only these rows, in this order; a row listed twice shares its blocks."""
         self._trim()
         before = self.blocks
         self.blocks = [list(before[row]) for row in rows]
@@ -243,9 +242,11 @@ class PagedKVCache(RowCache):
         super().keep_rows(rows)
 
     def join(self, other: RowCache) -> None:
-        """Take over another batch's rows, without copying."""
+        """Append another batch's rows, without copying."""
         if not isinstance(other, PagedKVCache) or other.pool is not self.pool:
-            raise InputError("paged rows that join a batch must be over its pool; share one pool")
+            raise InputError(
+                "paged rows that join a batch must use its pool; use one pool for both"
+            )
         self._trim()
         other._trim()
         self.pool.share(other.blocks)

@@ -1,4 +1,4 @@
-"""From final hidden states to a base's logits: the one way, for everybody who takes it."""
+"""The vocabulary projection: the only code that turns final hidden states into logits."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,25 +14,25 @@ from specheads.core.weight_layout import product
 
 @dataclass(frozen=True, slots=True)
 class VocabularyProjection:
-    """What turns a base's final hidden states into its logits, as its weights are now."""
+    """Projection of a base's final hidden states to its logits, with the current weights."""
 
     weight: Float[Tensor, "drafted width"]
-    """One row a token; where an adapter is being trained, what both are together."""
+    """One row per token; includes an adapter in training."""
     bias: Float[Tensor, " drafted"] | None = None
     """Added to the products; few bases have one."""
     scale: float = 1.0
-    """Divisor of the logits (Granite). One leaves them as they are."""
+    """Divisor of the logits (Granite). One has no effect."""
     cap: float | None = None
-    """Bound that the logits are squashed into (Gemma 2). None is no bound."""
+    """Soft cap of the logits (Gemma 2). None is no cap."""
     tokens: Int[Tensor, " drafted"] | None = None
-    """Tokens that the rows stand for; None is the whole vocabulary, in order."""
+    """Tokens of the rows; None is the whole vocabulary, in order."""
 
     def __call__(self, hidden: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch drafted"]:
-        """Return the logits of final hidden states; gradients flow to those where they are on."""
+        """Return the logits of final hidden states, with gradients if enabled."""
         return self.finish(product(hidden, self.weight, self.bias))
 
     def finish(self, products: Float[Tensor, "*batch drafted"]) -> Float[Tensor, "*batch drafted"]:
-        """Scale and cap what the matrix and the bias gave, in the base's own order."""
+        """Scale and cap the output of the matrix and the bias, in the base's order."""
         logits = products if self.scale == 1.0 else products / self.scale
         return self.cap * torch.tanh(logits / self.cap) if self.cap else logits
 
@@ -46,19 +46,19 @@ class VocabularyProjection:
     @property
     @torch.no_grad()
     def scaled_weight(self) -> Float[Tensor, "drafted width"]:
-        """The matrix whose product with a hidden state is the uncapped logits: heads borrow it."""
+        """The matrix that turns a hidden state into uncapped logits; heads borrow it."""
         return self.weight if self.scale == 1.0 else self.weight / self.scale
 
 
 def projection_of(config: Any, weight: Tensor, bias: Tensor | None = None) -> VocabularyProjection:
-    """Return the projection of a base from its matrix and bias; its text settings say the rest."""
+    """Return the projection of a base from its matrix, its bias and its text config."""
     scale = float(getattr(config, "logits_scaling", None) or 1.0)
     cap = getattr(config, "final_logit_softcapping", None)
     return VocabularyProjection(weight, bias, scale, float(cap) if cap else None)
 
 
 def vocabulary_projection(model: PreTrainedModel) -> VocabularyProjection:
-    """Return the projection of a model, an adapter that is being trained included."""
+    """Return the projection of a model, including an adapter in training."""
     layer: Any = model.get_output_embeddings()
     weight, bias = lora.whole_weight(layer), getattr(layer, "bias", None)
     return projection_of(model.config.get_text_config(), weight, bias)

@@ -1,4 +1,4 @@
-"""Reading what belongs to a base: what is wrong is told by name, in one line."""
+"""Errors while reading the files of a base, in one line that names the file."""
 
 import re
 from collections.abc import Iterator
@@ -11,18 +11,18 @@ from transformers.utils import logging
 
 from specheads.core.errors import InputError
 
-ANEW = "name another, or write the folder anew with save_pretrained"
-MENDED = "mend config.json, or write both anew with save_pretrained"
+REWRITE = "name another, or write the folder again with save_pretrained"
+FIX_CONFIG = "fix config.json, or write both again with save_pretrained"
 
-BESIDE = re.compile(r"(model\.)?mtp(_layers\.\d+)?\.")
-"""Names in a module for multi-token prediction, which a base may come with and has no place for: a
-head of kind `mtp` is read from it (heads/kinds/mtp.py)."""
+MTP_MODULES = re.compile(r"(model\.)?mtp(_layers\.\d+)?\.")
+"""Tensors of a module for multi-token prediction, which a base may contain. transformers ignores
+them. A head of kind `mtp` is loaded from it: see heads/kinds/mtp.py."""
 
 
 @contextmanager
-def reading(part: str, source: str, remedy: str = ANEW) -> Iterator[None]:
-    """Tell by name which part of a base cannot be read; keep transformers' tables and bars back."""
-    # transformers' switch turns the Hub client's bars too, and not every reader has those on
+def reading(part: str, source: str, remedy: str = REWRITE) -> Iterator[None]:
+    """Name the part of a base that cannot be read; hide transformers' tables and progress bars."""
+    # transformers' switch also changes the Hub client's bars, which may be off already
     shows_bars = logging.is_progress_bar_enabled() and not are_progress_bars_disabled()
     level = logging.get_verbosity()
     logging.set_verbosity_error()
@@ -32,7 +32,7 @@ def reading(part: str, source: str, remedy: str = ANEW) -> Iterator[None]:
     except InputError:
         raise
     except Exception as error:
-        # a damaged file brings any error out of transformers, and a bare one out of tokenizers
+        # a damaged file can raise any error in transformers, and a bare Exception in tokenizers
         raise InputError(
             f"a base must be a folder or a Hub id that transformers can load, got "
             f"{source!r:.200}, whose {part} it cannot read ({reason(error)}); {remedy}"
@@ -44,25 +44,25 @@ def reading(part: str, source: str, remedy: str = ANEW) -> Iterator[None]:
 
 
 def reason(error: Exception) -> str:
-    """Return in one short line what a library says of a file."""
+    """Return a library's error message in one short line."""
     return f"{type(error).__name__}: {shorten(str(error), 160)}"
 
 
-def refuse_unwhole(source: str, told: dict[str, Any], remedy: str = MENDED) -> None:
-    """Refuse weights that are not those of the settings: what is lacking would be random."""
-    shapes = [f"{name} of {[*has]} for {[*wants]}" for name, has, wants in told["mismatched_keys"]]
-    unexpected = sorted(told["unexpected_keys"])
+def refuse_mismatch(source: str, info: dict[str, Any], remedy: str = FIX_CONFIG) -> None:
+    """Refuse weights that do not match config.json; missing ones would be initialised randomly."""
+    shapes = [f"{name} of {[*has]} for {[*wants]}" for name, has, wants in info["mismatched_keys"]]
+    unexpected = sorted(info["unexpected_keys"])
     parts = {
-        "lack": sorted(told["missing_keys"]),
-        "have too much with": [name for name in unexpected if not BESIDE.match(name)],
-        "have in another shape": sorted(shapes),
+        "missing": sorted(info["missing_keys"]),
+        "unexpected": [name for name in unexpected if not MTP_MODULES.match(name)],
+        "of another shape": sorted(shapes),
     }
     if strange := {what: names for what, names in parts.items() if names}:
-        listed = ", and ".join(
+        listed = "; ".join(
             f"{what} {', '.join(names[:2])}{f' and {len(names) - 2} more' if names[2:] else ''}"
             for what, names in strange.items()
         )
         raise InputError(
-            f"a base must be whole: beside its settings the weights of {source!r} {listed}; "
-            f"{remedy}"
+            f"the weights of a base must match its config.json, and those of {source!r} do not: "
+            f"{listed}; {remedy}"
         )

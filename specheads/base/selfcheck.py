@@ -1,4 +1,4 @@
-"""What a base shows when it is loaded: its trees and its logits are what we take them for."""
+"""Checks of a base when it is loaded: tree verification and the vocabulary projection work."""
 
 import torch
 
@@ -8,23 +8,22 @@ from specheads.core.errors import InputError
 from specheads.core.tree import TokenTree
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
-"""Largest difference of two ways to the same logits, as a share of the largest logit: 0.05 where
-the base computes in 16 bits."""
+"""Largest relative difference between two ways to compute the same logits; 0.05 for 16 bits."""
 
 
 @torch.no_grad()
 def check(base: Forwards) -> None:
-    """Read four tokens plainly, and once more among siblings in a tree: both must agree.
+    """Compare the logits of four tokens with those of the same tokens as a path of a tree.
 
     Raises:
-        ValueError: The model takes no tree, or reads a path among siblings differently, or its
-            logits are not its vocabulary projection of the final hidden state.
+        ValueError: The model does not support trees, or the logits differ, or they are not the
+            vocabulary projection of the final hidden state.
     """
     model, device, kind = base.model, base.device, base.model.config.model_type
     try:
         projection = base.projection
         path = torch.arange(1, 5, device=device) % len(projection.weight)
-        #  0 - 2 - 4 - 5     the path, with a wrong sibling beside its second and third token
+        #  0 - 2 - 4 - 5     the path, with a wrong sibling of its second and third token
         #   `- 1  `- 3
         tokens = path[torch.tensor([0, 3, 1, 0, 2, 3], device=device)][None]
         tree = TokenTree(tokens, torch.tensor([[-1, 0, 0, 2, 2, 4]], device=device))
@@ -39,39 +38,42 @@ def check(base: Forwards) -> None:
         ) from error
     if not plain.isfinite().all():
         raise InputError(
-            f"a base must say something, and the logits of {kind!r} are not finite; its weights "
-            "are damaged, or too large for its dtype: load it again, or with dtype=float32"
+            f"the logits of a base must be finite, and those of {kind!r} are not; its weights are "
+            "damaged, or too large for its dtype: load it again, or with dtype=float32"
         )
     bound = TOLERANCE.get(base.dtype, 0.05) * (1e-3 + plain.abs().max())
     if not (plain - projected).abs().max() <= bound:
         raise InputError(
             f"the logits of {kind!r} must be its vocabulary projection of the final hidden "
-            "state, and are not; teach specheads.base.projection its rule"
+            "state, and are not; add its rule to specheads.base.projection"
         )
     if not (plain - verified[[0, 2, 4, 5]]).abs().max() <= bound:
         raise InputError(
-            f"tree verification needs a base that knows tokens by mask and position; {kind!r} "
-            "reads a path among siblings differently; choose another base"
+            f"tree verification needs a base that uses only mask and position; {kind!r} gives a "
+            "path in a tree other logits; choose another base"
         )
 
 
 @torch.no_grad()
 def check_exact(base: Forwards, *, compile: bool) -> None:
-    """Have a base be exact from now on, once it has shown that it can be.
+    """Make a base exact, after a check that it can be.
 
-    A path of a tree is read again step by step: all logits must be the same, bit for bit.
+    The check decodes a path of a tree token by token: all logits must be equal, bit for bit.
 
     Raises:
-        ValueError: They are not, or it is to be compiled, or it is not on a CPU, or its attention
-            is another than sdpa.
+        ValueError: The logits differ, or the base is compiled, not on a CPU, or its attention is
+            not sdpa.
     """
     for wrong, what in (
         (compile, "is compiled: leave compile=true out"),
         (base.device.type != "cpu", f"is on {base.device}: choose device=cpu"),
-        (base.config._attn_implementation != "sdpa", "attends otherwise: choose attention=sdpa"),
+        (
+            base.config._attn_implementation != "sdpa",
+            "uses another attention: choose attention=sdpa",
+        ),
     ):
         if wrong:
-            raise InputError(f"exact=true takes a base as it is on a CPU, and this one {what}")
+            raise InputError(f"exact=true needs an uncompiled base on a CPU, and this one {what}")
     base.exact = True
     tokens = torch.arange(3, 3 + 24)[None] * 7919 % len(base.projection.weight)
     text, nodes = tokens[:, :17], tokens[:, 17:]
@@ -84,6 +86,6 @@ def check_exact(base: Forwards, *, compile: bool) -> None:
         cache.commit([[0]])
         if not torch.equal(step[:, 0], verified[:, node]):
             raise InputError(
-                f"exact=true needs products whose rows do not hang on how many there are, and in "
-                f"{base.dtype} this machine's do; try another dtype, or leave exact out"
+                f"exact=true needs matrix products that do not depend on the number of rows, and "
+                f"in {base.dtype} this machine's do; try another dtype, or leave exact out"
             )

@@ -1,4 +1,4 @@
-"""A base whose layers lie in parts in several processes, which compute it together.
+"""A base whose layers are sharded over several processes.
 
 See docs/scale.md.
 """
@@ -18,42 +18,42 @@ from transformers import PreTrainedModel
 from specheads.core.errors import InputError
 
 STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
-"""What a `base_model_tp_plan` of transformers may say of a layer's matrices here."""
+"""Supported styles in transformers' `base_model_tp_plan`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """How the layers of a base are shared out; all else of it, its tables too, is in each process.
+    """How the layers of a base are sharded; every process has a copy of everything else.
 
-    Either by parameters (FSDP2): a layer is gathered while it computes, and its processes read rows
-    of their own. Or by products (tensor parallelism): no matrix is ever whole, and its processes
-    read the same rows.
+    FSDP2 shards parameters: a layer is gathered while it computes, and each process reads its own
+    rows. Tensor parallelism shards products: no matrix is ever gathered, and all processes read the
+    same rows.
     """
 
     mesh: DeviceMesh
-    """Processes that hold one base together."""
+    """Processes that share one base."""
     device: torch.device
-    """This process's own."""
+    """Device of this process."""
     tensor_parallel: bool = False
-    """Whether products are shared out, as the model's `base_model_tp_plan` says."""
+    """Whether to use tensor parallelism, by the model's `base_model_tp_plan`."""
     reshard: bool = True
-    """Whether a layer that was gathered is given up again as soon as it has computed."""
+    """Whether a gathered layer is freed as soon as it has computed."""
     offload: OffloadPolicy = field(default_factory=OffloadPolicy)
-    """Where a process keeps its parts while they do not compute."""
+    """Where a process stores its shards between uses."""
 
     @property
     def readers(self) -> int:
-        """Processes that read the same rows."""
+        """Number of processes that read the same rows."""
         return self.mesh.size() if self.tensor_parallel else 1
 
     def apply(self, model: PreTrainedModel) -> None:
-        """Share out a model that lies whole on the CPU of each process.
+        """Shard a model that each process has loaded on its CPU.
 
-        Of a file that holds what is loaded, the processes of a machine see the same pages: no more
-        than a part of it is ever copied.
+        Processes of one machine share the pages of a memory-mapped file, so each copies only its
+        own shards.
 
         Raises:
-            ValueError: The model's layers are not known, or it has no plan that is known here.
+            ValueError: transformers does not name the model's layers, or its plan is unsupported.
         """
         if self.tensor_parallel:
             self._share_products(model)
@@ -76,10 +76,10 @@ class Sharding:
         how: Any = {"mesh": self.mesh, "offload_policy": self.offload}
         for layer in layers:
             fully_shard(layer, reshard_after_forward=self.reshard, **how)
-        # the layers' common root, which has the next one gathered while one computes
+        # sharding the root prefetches the next layer while one computes
         root, kind = model.base_model, type(model.base_model)
         fully_shard(root, ignored_params=rest, **how)
-        # transformers knows by the name of this class which hidden states it can return
+        # transformers looks up by this class's name which hidden states it can return
         root.__class__ = kind
 
     def _share_products(self, model: PreTrainedModel) -> None:
@@ -94,18 +94,18 @@ class Sharding:
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         if heads % size:
             raise InputError(
-                f"tensor parallelism shares out heads evenly, and {size} processes share "
-                f"{heads} of keys and values; set a tp_size that divides {heads}"
+                f"tensor parallelism needs as many key and value heads in each process, got "
+                f"{heads} for {size} processes; set a tp_size that divides {heads}"
             )
         styles: Any = {name: STYLES[style]() for name, style in plan.items()}
-        # each process has read the same file: nothing needs to be sent
+        # each process has read the same file, so no broadcast is needed
         parallelize_module(model.base_model, self.mesh, styles, src_data_rank=None)
 
 
 def whole(value: Tensor) -> Tensor:
-    """Return a tensor as it was before it was shared out: all its processes ask at once."""
+    """Gather a sharded tensor; all its processes must call this together."""
     if not isinstance(value, DTensor):
         return value
-    # what is kept on the CPU goes to where it is gathered
+    # offloaded shards move to the device of the gather
     there: Any = value.to(value.device_mesh.device_type)
     return there.full_tensor()

@@ -16,39 +16,44 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from specheads.base.cache import RowCache
-from specheads.base.exact_attention import exact_attention, one_forward
+from specheads.base.exact_attention import exact_attention
 from specheads.base.masks import is_special, replaced
 from specheads.base.paged import PagedKVCache
 from specheads.core.errors import InputError
 from specheads.core.opaque import opaque
 
 MOST_NODES = 64
-"""Nodes up to which copying keys costs more than a mask that is as much higher."""
+"""Largest tree for which folding query heads into nodes is faster than repeating the keys."""
 
 CALL = 256
-"""Slots of a row that are read while attention is called once more: fewer are not worth a call."""
+"""Cost of one more call of attention, in slots of one row."""
 
 ALIGNED = 16
-"""Elements between rows of a mask: the kernel of CUDA copies a mask whose rows begin elsewhere."""
+"""Row stride of a mask, in elements: the CUDA kernel copies a mask with any other stride."""
 
 _LENGTHS: ContextVar[tuple[int, ...]] = ContextVar("committed tokens of each row", default=())
-_TALL: ContextVar[dict[int, tuple[Tensor, Tensor]]] = ContextVar("masks of all heads of a group")
+_TALL = WeakTensorKeyDictionary()
+"""The repeated mask of each mask, for as long as that mask lives: its layers share it."""
 
 
 @contextmanager
 def ragged(lengths: Sequence[int]) -> Iterator[None]:
-    """Let attention know how many slots each row has before the nodes of this forward."""
-    tokens = _LENGTHS.set(tuple(lengths)), _TALL.set({})
+    """Set the number of committed tokens of each row for the attention of one forward.
+
+    A context variable, because a compiled graph serves all lengths: it may not take them as
+    arguments, and it drops attributes of its input tensors.
+    """
+    token = _LENGTHS.set(tuple(lengths))
     try:
         yield
     finally:
-        _LENGTHS.reset(tokens[0])
-        _TALL.reset(tokens[1])
+        _LENGTHS.reset(token)
 
 
 def grouped_attention(
@@ -60,12 +65,12 @@ def grouped_attention(
     scaling: float | None = None,
     **settings: Any,
 ) -> tuple[Tensor, None]:
-    """Attend from every row's nodes to its slots: what transformers calls in each layer.
+    """Compute attention from each row's nodes to its slots; transformers calls this in each layer.
 
-    Queries are (batch, heads, node, width), keys and values (batch, key heads, slot, width).
-    Heads that share keys are taken for further nodes of one head, where transformers repeats keys
-    and values once a head: so much would be copied at every step. On a processor rows are read by
-    spans, each up to its own longest row: see `spans`.
+    Queries are (batch, heads, node, width), keys and values (batch, key heads, slot, width). Query
+    heads that share keys are folded into the node axis. transformers repeats keys and values for
+    each query head instead, which copies the whole cache at every step. On a CPU, rows are read in
+    spans, each up to its longest row: see `spans`.
     """
     nodes = query.shape[2]
     if is_special(settings) or (nodes > MOST_NODES and query.device.type == "cpu"):
@@ -78,29 +83,27 @@ def grouped_attention(
 def folded(
     query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, scaling: float | None
 ) -> Tensor:
-    """Return what the nodes see (batch, node, heads, width), heads that share keys as nodes."""
+    """Return attention (batch, node, heads, width), with query heads folded into nodes."""
     (batch, heads, nodes, width), shared = query.shape, key.shape[1]
     group = heads // shared
     query = query.reshape(batch, shared, group * nodes, width)
     if query.device.type == "cpu":
-        # repeat() takes ten times as long on so small a thing, once a layer
+        # repeat() takes ten times as long on such a small tensor
         mask = torch.cat([attention_mask] * group, dim=2)
     else:
         mask = _tall(attention_mask, group)
-    # the compiler makes one graph for rows of all lengths, and they are looked up when it runs
+    # one compiled graph serves rows of all lengths: the operator looks them up when it runs
     attend = _opaque_grouped if torch.compiler.is_compiling() else _attend_grouped
     out = attend(query, key, value, mask, nodes, scaling)
     return out.reshape(batch, heads, nodes, -1).transpose(1, 2).contiguous()
 
 
 def _tall(mask: Tensor, group: int) -> Tensor:
-    """Return the mask of all heads of a group, one below the other; worked out once a forward."""
-    known, slots = _TALL.get({}), mask.shape[-1]
-    if id(mask) not in known:
-        aligned = F.pad(mask, (0, -slots % ALIGNED)).repeat(1, 1, group, 1)[..., :slots]
-        # the mask is kept beside it, or another could come to lie at its address
-        known[id(mask)] = mask, aligned
-    return known[id(mask)][1]
+    """Return the mask repeated for each query head of a group; computed once per mask."""
+    if mask not in _TALL:
+        slots = mask.shape[-1]
+        _TALL[mask] = F.pad(mask, (0, -slots % ALIGNED)).repeat(1, 1, group, 1)[..., :slots]
+    return _TALL[mask]
 
 
 def _attend_grouped(
@@ -132,7 +135,7 @@ _opaque_grouped = opaque("grouped_attention", _attend_grouped, _grouped_shape)
 
 
 def _spans(batch: int, nodes: int, end: int) -> list[tuple[slice, int]]:
-    """Return which rows are read together, and up to which slot."""
+    """Return the rows of each call of attention, and the last slot that it reads."""
     if len(lengths := _LENGTHS.get()) != batch:
         return [(slice(None), end)]
     return [(rows, longest + nodes) for rows, longest in spans(lengths)]
@@ -140,14 +143,14 @@ def _spans(batch: int, nodes: int, end: int) -> list[tuple[slice, int]]:
 
 @lru_cache(maxsize=8)
 def spans(lengths: tuple[int, ...]) -> list[tuple[slice, int]]:
-    """Return which neighbours are read together, each span up to its longest row, and that length.
+    """Split rows into spans of neighbours; return each span and the length of its longest row.
 
-    Of all ways to part the rows it is the one that reads the fewest slots, a call counting `CALL`.
+    The split reads the fewest slots of all, where each call costs `CALL` slots.
     """
-    # the least that the first so many rows take, where the last span of theirs begins, and its end
+    # for the first n rows: the lowest cost, the first row of the last span, its longest row
     least: list[tuple[int, int, int]] = [(0, 0, 0)]
     for count in range(1, len(lengths) + 1):
-        # seldom is anything better than to go on with the last span of one row less
+        # extending the last span is usually the best
         _, first, longest = least[-1]
         longest = max(longest, lengths[count - 1])
         best = (least[first][0] + CALL + (count - first) * longest, first, longest)
@@ -156,7 +159,7 @@ def spans(lengths: tuple[int, ...]) -> list[tuple[slice, int]]:
             longest = max(longest, lengths[first])
             taken = least[first][0] + CALL + (count - first) * longest
             best = min(best, (taken, first, longest))
-            # a span that began further left, cut here, would be one call more and no longer
+            # a span that begins further left costs at least as much without its call
             if taken - CALL >= best[0]:
                 break
         least.append(best)
@@ -172,7 +175,11 @@ _LAYERS: ContextVar[Iterator[Any]] = ContextVar("layers of the cache, the next t
 
 
 class DeferredCache(Cache):
-    """Stand in for a cache in compiled layers: hand new keys and values on to attention."""
+    """A cache for compiled layers: it passes new keys and values on to attention.
+
+    `deferred_attention` writes them and reads the real cache where no compiler looks. A compiled
+    layer that knew its cache would be compiled again for each layer and each length.
+    """
 
     def __init__(self) -> None:
         super().__init__(layers=[])
@@ -180,20 +187,23 @@ class DeferredCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Return what is new: `deferred_attention` writes it."""
+        """Return the new keys and values; `deferred_attention` writes them."""
         return key_states, value_states
 
 
 @contextmanager
 def deferring(cache: RowCache) -> Iterator[None]:
-    """Let `deferred_attention` write to this cache and read it, layer after layer."""
+    """Let `deferred_attention` write to and read the layers of this cache, in order.
+
+    A context variable, because any argument would make the compiler specialise on the layer.
+    """
     layers = iter(cache.layers)
     token = _LAYERS.set(layers)
     try:
         yield
         if next(layers, None) is not None:
             raise InputError(
-                "compile=true on CUDA needs a base each of whose layers attends once, in order; "
+                "compile=true on CUDA needs layers that call attention once each, in order; "
                 "leave compile=true out"
             )
     finally:
@@ -209,11 +219,11 @@ def deferred_attention(
     scaling: float | None = None,
     **settings: Any,
 ) -> tuple[Tensor, None]:
-    """Write new keys and values to the next layer's cache, then attend as `grouped_attention`."""
+    """Write new keys and values to the next layer's cache, then compute attention."""
     del module
     if is_special(settings):
         raise InputError(
-            "compile=true on CUDA attends by plain products, and this base adds to them; "
+            "compile=true on CUDA supports plain attention only, and this base adds to its scores; "
             "leave compile=true out"
         )
     return _opaque_deferred(query, key, value, attention_mask, scaling), None
@@ -238,11 +248,11 @@ _opaque_deferred = opaque("deferred_attention", _attend_deferred, _deferred_shap
 
 
 KERNELS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
-"""Kernels of attention over a cache on CUDA. cuDNN, which torch prefers on an H100, takes 20 to 40
-ms of the host to plan for each new number of slots, and that grows at every step."""
+"""Attention kernels over a cache on CUDA. torch prefers cuDNN on an H100, which spends 20 to 40 ms
+of host time on each new number of slots, and the number changes at every step."""
 
 QUERY_BLOCK = 128
-"""Nodes of one tile of the mask; flex_attention's own default."""
+"""Nodes per tile of the mask; the default of flex_attention."""
 
 
 def tree_block_mask(
@@ -251,11 +261,11 @@ def tree_block_mask(
     cache: PagedKVCache,
     window: int | None,
 ) -> BlockMask:
-    """Return the mask of `masks.tree_mask`, as the blocks of the pool that hold anything visible.
+    """Return the mask of `masks.tree_mask` as a block mask over the pool.
 
-    Blocks that every node sees whole are listed as full and cost no mask at all; only those at
-    the scratch and at a window's edge are looked at slot by slot. The memory it takes is one
-    number a row and block. Arguments are those of `tree_mask`; the cache has reserved room.
+    Blocks that are visible to every node are listed as full and need no mask. Only blocks with
+    scratch slots or the edge of a window are masked slot by slot. Memory is one number per row and
+    block. Arguments are those of `tree_mask`; the cache has reserved room.
     """
     num_nodes, size = ancestors.shape[1], cache.pool.block_size
     lengths = cache.lengths[:, None]
@@ -263,7 +273,7 @@ def tree_block_mask(
     used = (begins < lengths + num_nodes) & (cache.table != cache.pool.spare)
     full = begins + size <= lengths
     if window is not None:
-        # the root looks back furthest, and no node is deeper than the last of a chain
+        # the root sees furthest back, and no node is deeper than the last node of a chain
         used = used & (begins + size > lengths - window + 1)
         full = full & (begins > lengths + num_nodes - 1 - window)
     visible = _visible(ancestors, depths, cache, window)
@@ -277,17 +287,17 @@ def tree_block_mask(
         seq_lengths=(num_nodes, blocks * size),
         compute_q_blocks=False,
     )
-    # GPT-2 asks any mask how many dimensions it has
+    # GPT-2 reads the number of dimensions of any mask
     mask.ndim = 4  # pyright: ignore[reportAttributeAccessIssue]
     return mask
 
 
 def _listed(chosen: Tensor, table: Tensor, tiles: int, width: int) -> tuple[Tensor, Tensor]:
-    """Return for every tile how many blocks are chosen, and a row of blocks with those first."""
+    """Return the number of chosen blocks of each tile, and the blocks, chosen ones first."""
     order = (~chosen).to(torch.uint8).argsort(dim=1, stable=True)
     counts = chosen.sum(1, dtype=torch.int32)[:, None, None].expand(-1, 1, tiles)
     blocks = table.gather(1, order).int()[:, None, None].expand(-1, 1, tiles, -1)
-    # kernels expect a list that could name the whole pool
+    # kernels expect lists as long as the pool
     blocks = torch.nn.functional.pad(blocks, (0, width - blocks.shape[-1]))
     return counts.contiguous(), blocks.contiguous()
 
@@ -295,10 +305,10 @@ def _listed(chosen: Tensor, table: Tensor, tiles: int, width: int) -> tuple[Tens
 def _visible(
     ancestors: Tensor, depths: Tensor, cache: PagedKVCache, window: int | None
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """Return what tells, from row, head, node and slot of the pool, whether the node sees it."""
+    """Return the mask function: whether a node of a row sees a slot of the pool."""
     num_nodes, size, lengths = ancestors.shape[1], cache.pool.block_size, cache.lengths
     places = torch.arange(cache.table.shape[1], device=cache.device).expand_as(cache.table)
-    # where each block of the pool stands in each row; -1 where it does not
+    # index of each block of the pool within each row; -1 if the row does not have it
     place = cache.table.new_full((len(cache.table), cache.pool.num_blocks + 1), -1)
     place.scatter_(1, cache.table, places)
     place[:, cache.pool.spare] = -1
@@ -319,7 +329,7 @@ def _visible(
 
 @functools.cache
 def _kernel(device_type: str) -> Callable[..., Any]:
-    # uncompiled, it holds every score at once: right everywhere, and only for checks
+    # without the compiler it stores all scores at once: correct, and for tests only
     return torch.compile(flex_attention) if device_type == "cuda" else flex_attention
 
 
@@ -337,16 +347,16 @@ def paged_attention(
     softcap: float | None = None,
     **settings: Any,
 ) -> tuple[Tensor, None]:
-    """Attend from every row's nodes to the pool: what transformers calls in each layer.
+    """Compute attention from each row's nodes to the pool; transformers calls this in each layer.
 
     Queries are (batch, heads, node, width), keys and values (1, key heads, slots of the pool,
-    width). No `scaling` is one over the root of the width; `softcap` bounds scores, as in Gemma 2.
+    width). The default `scaling` is `width ** -0.5`. `softcap` caps the scores, as in Gemma 2.
     """
     del module
     for name in ("s_aux", "position_bias"):
         if settings.get(name) is not None:
             raise InputError(
-                f"paged attention on CUDA knows no {name!r}, which this base has; "
+                f"paged attention on CUDA does not support {name!r}, which this base needs; "
                 "use a pool with flex=False"
             )
     out = _kernel(query.device.type)(
@@ -362,7 +372,7 @@ def paged_attention(
 
 
 def reads_in_place(cache: RowCache) -> TypeGuard[PagedKVCache]:
-    """Return whether attention over this cache reads a pool's blocks where they lie."""
+    """Return whether attention reads the blocks of this cache's pool without copying them."""
     return isinstance(cache, PagedKVCache) and cache.pool.flex
 
 
@@ -370,10 +380,10 @@ def reads_in_place(cache: RowCache) -> TypeGuard[PagedKVCache]:
 def attending(
     config: PreTrainedConfig, cache: RowCache, *, exact: bool = False, deferred: bool = False
 ) -> Iterator[None]:
-    """Let the model of this config attend in the way that the cache asks for, meanwhile.
+    """Select the attention implementation for the forwards in this context.
 
-    `exact` asks for what a step of its own would give each node, bit for bit. `deferred` is for
-    compiled layers, which are given a `DeferredCache`.
+    `exact` gives each node bit for bit the result of decoding it alone. `deferred` is for compiled
+    layers, which receive a `DeferredCache`.
     """
     if deferred:
         name, function = "specheads_deferred", deferred_attention
@@ -391,7 +401,6 @@ def attending(
     with (
         replaced(config, name, function),
         ragged(cache.row_lengths),
-        one_forward(),
         kernels,
         written,
     ):

@@ -11,7 +11,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from specheads.base.loading import without_own_settings
+from specheads.base.loading import without_generation_config
 from specheads.base.model import FrozenBase
 from specheads.baselines import DraftModel, PromptLookup, Streaming
 from specheads.baselines.draft_model import refuse_vocabulary
@@ -348,7 +348,7 @@ class TransformersMethod:
         padded = [[0] * (width - len(prompt)) + prompt for prompt in prompts]
         mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
         ends = base.eos_ids if generation.stop_at_eos else ()
-        hidden = without_own_settings(base.model)
+        hidden = without_generation_config(base.model)
         with torch.random.fork_rng(), torch.inference_mode(), hidden:
             torch.manual_seed(sampling.seed)
             out: Any = base.model.generate(  # pyright: ignore[reportCallIssue]

@@ -63,7 +63,7 @@ def test_a_static_cache_makes_one_graph_of_all_lengths(monkeypatch: pytest.Monke
     # how CUDA compiles, without what only CUDA has: sizes are no symbols, a new one is a new graph
     plain, base = tiny.base("llama"), copied("llama")
     forward = torch.compile(answer, backend="eager", dynamic=False, fullgraph=True)
-    monkeypatch.setattr(base, "_run", forward)
+    monkeypatch.setattr(base, "_compiled_answer", forward)
     monkeypatch.setattr(
         base,
         "cache",
@@ -78,20 +78,21 @@ def test_a_static_cache_makes_one_graph_of_all_lengths(monkeypatch: pytest.Monke
     assert graphs() - before == 1
 
 
-class Recorder:
-    """Stands for CUDA's recording: fixed inputs and outputs, and addresses that must not change."""
+class Recorder(CudaGraphs):
+    """Replaces CUDA's recording: fixed inputs and outputs, and addresses that must not change."""
 
     def __init__(self, base: FrozenBase) -> None:
+        super().__init__()
         self.base, self.recorded, self.replayed = base, 0, 0
         self.cache: KVCache | None = None
 
-    def __call__(self, forward: Any, inputs: tuple[torch.Tensor, ...]) -> Any:
+    def record(self, forward: Any, inputs: tuple[torch.Tensor, ...]) -> Any:
         fixed = [one.clone() for one in inputs]
         self.recorded += 1
         cache, aux_layers = forward.args
         before, slab = addresses(cache), cache.slab
         outputs = forward(*fixed)
-        # whoever replays holds no cache, or its memory would serve no other
+        # a replay may not keep the cache alive, or its memory could not be reused
         del cache, forward
 
         def replay(*new: torch.Tensor) -> Any:
@@ -120,8 +121,7 @@ def addresses(cache: KVCache) -> list[int]:
 def test_recorded_forwards_say_what_eager_says(architecture: str) -> None:
     # what runs on CUDA, but for the recording itself and the compiler's kernels
     plain, base = tiny.base(architecture), copied(architecture)
-    record = Recorder(base)
-    base._graphs = CudaGraphs(record)
+    record = base._graphs = Recorder(base)
     base._layers = CompiledLayers(base.model, backend="eager")
     assert base._layers.layers
     prompts, head, before = tiny.prompts(), eagle(architecture), graphs()

@@ -137,5 +137,5 @@ def test_a_base_whose_products_hang_on_their_rows_is_refused(monkeypatch: pytest
         return found
 
     monkeypatch.setattr(FrozenBase, "verify", crowded)
-    with pytest.raises(InputError, match="do not hang on how many there are"):
+    with pytest.raises(InputError, match="do not depend on the number of rows"):
         FrozenBase(base.model, exact=True, owned=False)

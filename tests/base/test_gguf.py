@@ -178,8 +178,8 @@ def put(content: bytes) -> Callable[[Path], object]:
 
 BROKEN = {
     "absent": (lambda file: file.unlink(), "must be a file of this machine"),
-    "empty": (put(b""), r"begins with the letters GGUF, .* \(0 bytes\) does not"),
-    "another kind": (put(b"PK\3\4" * 99), "begins with the letters GGUF"),
+    "empty": (put(b""), r"must begin with the letters GGUF, .* \(0 bytes\) does not"),
+    "another kind": (put(b"PK\3\4" * 99), "must begin with the letters GGUF"),
     "nothing but letters": (put(b"GGUF"), "whose header it cannot read"),
     "noise": (put(b"GGUF\3\0\0\0" + bytes(range(256)) * 9), "whose header it cannot read"),
     "cut in its vocabulary": (cut(0.01), "whose header it cannot read"),
@@ -192,7 +192,7 @@ BROKEN = {
     "no vocabulary": (says(tokenizer__ggml__tokens=None), "whose tokenizer it cannot read"),
     "a token twice": (
         says(tokenizer__ggml__tokens=[*gguf_file.TOKENS[:-1], "h"]),
-        "tokenizer.ggml.tokens of a GGUF file must differ, and 1 stand",
+        "tokenizer.ggml.tokens of a GGUF file must be unique, and 1 are repeated",
     ),
     "unknown splitting": (
         says(tokenizer__ggml__pre="starfish"),
@@ -205,19 +205,19 @@ BROKEN = {
     ),
     "scaled positions": (
         says(llama__rope__scaling__type="yarn"),
-        "read without scaled positions, and llama.rope.scaling.type is 'yarn'",
+        "must not scale positions, and llama.rope.scaling.type is 'yarn'",
     ),
     "a tensor too much": (
         rewrite(tensors={"rope_freqs.weight": torch.ones(4)}),
-        "must be read whole, and of the .* numbers in small.gguf transformers takes",
+        "all of a base must be read, and transformers reads .* numbers in small.gguf",
     ),
     "a tensor too few": (
         rewrite(tensors={"blk.1.ffn_up.weight": None}),
-        "must be whole: .* lack model.layers.1.mlp.up_proj.weight",
+        "must match its config.json, .*: missing model.layers.1.mlp.up_proj.weight",
     ),
     "another shape": (
         rewrite(tensors={"blk.1.ffn_up.weight": torch.ones(32, 32)}),
-        "must be whole: .* have in another shape model.layers.1.mlp.up_proj.weight",
+        "must match its config.json, .*: of another shape model.layers.1.mlp.up_proj.weight",
     ),
 }
 
@@ -235,7 +235,7 @@ def test_a_disk_or_a_memory_that_is_too_small_is_refused_before_anything_is_writ
     file, cache, monkeypatch
 ):
     monkeypatch.setattr(bases.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
-    assert "must fit the disk of " in (line := refused(file))
+    assert "must fit on the disk of " in (line := refused(file))
     assert "set SPECHEADS_CACHE" in line
     monkeypatch.setattr(machine, "host_bytes", lambda: 1000)
     assert "dequantising small.gguf must fit the memory of cpu" in refused(file)

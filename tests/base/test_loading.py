@@ -23,7 +23,7 @@ from tests.base.test_model import SHIPPED
 Damage = Callable[[Path], Any]
 WEIGHTS, ADAPTER = "model.safetensors", "adapter_model.safetensors"
 DEEP = b"[" * 100_000
-WHOLE = "a base must be whole"
+WHOLE = "the weights of a base must match its config.json"
 
 
 def refused(folder: object, **settings: Any) -> str:
@@ -73,19 +73,19 @@ UP = "model.layers.1.mlp.up_proj.weight"
 @pytest.mark.parametrize(
     ("damage", "told"),
     [
-        (says(num_hidden_layers=5), r"lack model\.layers\.3\..* and 16 more;"),
-        (says(num_hidden_layers=2), r"too much with model\.layers\.2\..* and 7 more;"),
+        (says(num_hidden_layers=5), r"missing model\.layers\.3\..* and 16 more;"),
+        (says(num_hidden_layers=2), r"unexpected model\.layers\.2\..* and 7 more;"),
         (says(vocab_size=62), r"another shape lm_head\.weight of \[61, 32\] for \[62, 32\]"),
-        (tensors(lambda held: held.pop(UP)), f"lack {UP};"),
+        (tensors(lambda held: held.pop(UP)), f"missing {UP};"),
         (
             tensors(lambda held: held.update(strange=held.pop(UP))),
-            f"lack {UP}, and have too much with strange;",
+            f"missing {UP}; unexpected strange;",
         ),
         (
             tensors(lambda held: held.update({UP: held[UP][:40].clone()})),
-            rf"another shape {UP} of \[40, 32\] for \[48, 32\]; mend",
+            rf"another shape {UP} of \[40, 32\] for \[48, 32\]; fix",
         ),
-        (tensors(dict.clear), "lack .* and 28 more;"),
+        (tensors(dict.clear), "missing .* and 28 more;"),
     ],
     ids=["more layers", "fewer layers", "vocabulary", "lost", "renamed", "shape", "empty"],
 )
@@ -135,7 +135,7 @@ BROKEN: dict[str, tuple[Damage, str]] = {
     "cut weights": (cut(WEIGHTS), "weights .*SafetensorError"),
     "weights that are not numbers": (
         tensors(lambda held: held["model.norm.weight"].mul_(float("nan"))),
-        "not finite",
+        "must be finite",
     ),
     "weights of nobody": (
         lambda folder: (folder / WEIGHTS).unlink() or (folder / WEIGHTS).symlink_to("/nowhere"),
@@ -269,7 +269,7 @@ def test_a_base_that_needs_its_own_code_is_refused_without_a_question(
 ):
     ran = with_code(tmp_path, parent, damage)
     monkeypatch.setattr("sys.stdin", io.StringIO(answer))
-    with pytest.raises(InputError, match=f"code that comes with a base is never run.*{cause}"):
+    with pytest.raises(InputError, match=f"code that comes with a base never runs.*{cause}"):
         raise InputError(refused(tmp_path))
     if cause.startswith("config"):
         with pytest.raises(InputError, match=cause):

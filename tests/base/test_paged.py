@@ -305,7 +305,7 @@ def test_rows_join_a_batch_between_steps_and_decode_as_if_alone(kind):
 
 
 def test_rows_over_different_pools_or_of_different_capacity_cannot_join():
-    with pytest.raises(ValueError, match="must be over its pool"):
+    with pytest.raises(ValueError, match="must use its pool"):
         PagedKVCache(pool(), 1).join(PagedKVCache(pool(), 1))
     with pytest.raises(ValueError, match="contiguous rows of 8 slots, got 9"):
         KVCache(1, 1, 8).join(KVCache(1, 1, 9))

@@ -31,7 +31,7 @@ def have(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
 def test_a_quantised_base_is_refused_without_cuda_before_anything_is_loaded(how, monkeypatch):
     monkeypatch.setattr(loading, "located", lambda _: pytest.fail("it was looked for"))
     told = refused("package:absent_one", quantization=how)
-    assert f"a base is quantised on CUDA only, got quantization={how} on cpu" in told
+    assert f"a base can be quantised on CUDA only, got quantization={how} on cpu" in told
 
 
 def test_without_a_library_the_one_to_install_is_named(monkeypatch):

@@ -23,7 +23,7 @@ LIBRARIES = ("bitsandbytes", "torchao")
 def library(device: torch.device) -> str:
     """Return the library that quantises here; skip where there is none."""
     if device.type != "cuda":
-        pytest.skip("a base is quantised on CUDA only")
+        pytest.skip("a base can be quantised on CUDA only")
     found = next((name for name in LIBRARIES if find_spec(name)), None)
     return found or pytest.skip("needs bitsandbytes or torchao; neither is installed")
 

@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-from specheads.base.loading import without_own_settings
+from specheads.base.loading import without_generation_config
 from specheads.base.model import FrozenBase
 from specheads.core.tree import TokenTree
 from specheads.decoding.acceptance import rules
@@ -58,7 +58,7 @@ class Batches:
         chosen = LogitsProcessorList()
         if not all(ask.sampling.greedy for ask in asked):
             chosen.append(_Chosen(asked, longest + room, self.base))
-        with without_own_settings(model):
+        with without_generation_config(model):
             written = cast(Any, model).generate(
                 **inputs, generation_config=settings, logits_processor=chosen
             )
