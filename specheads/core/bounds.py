@@ -1,4 +1,4 @@
-"""What is refused before it is built: trees of too many nodes, and what no memory can hold."""
+"""Limits that are checked before allocation: tree sizes, memory, and integers."""
 
 from collections.abc import Sequence
 from operator import index
@@ -10,22 +10,22 @@ from specheads.core.errors import InputError
 from specheads.core.machine import device_bytes
 
 MAX_NODES = 4096
-"""Nodes of a tree, and of what is drafted for one. One forward reads them all, each row keeps
-their square as booleans, and beyond a few hundred a forward's time grows with every node."""
+"""Most nodes of a tree, and most drafted nodes. One forward reads them all, the mask of each row is
+their square, and beyond a few hundred nodes the time of a forward grows with each node."""
 
 
 def refuse_nodes(num_nodes: int, setting: str) -> int:
-    """Return a number of nodes, or refuse it, naming the setting that decides it."""
+    """Return a number of nodes, or refuse it and name the setting to lower."""
     if num_nodes > MAX_NODES:
         raise InputError(
-            f"a tree may have {MAX_NODES} nodes, and as many drafted for it, got {num_nodes:.4g} "
-            f"or more; lower {setting}"
+            f"a tree may have at most {MAX_NODES} nodes, and as many drafted nodes, got "
+            f"{num_nodes:.4g} or more; lower {setting}"
         )
     return num_nodes
 
 
 def level_sizes(branches: Sequence[int]) -> list[int]:
-    """Return the nodes of each level of a tree in which all nodes of one have as many children."""
+    """Return the number of nodes of each level, given the number of children at each level."""
     sizes, total = [1], 1
     for branch in branches:
         sizes.append(sizes[-1] * whole(branch, "a number of tree.branches"))
@@ -34,18 +34,18 @@ def level_sizes(branches: Sequence[int]) -> list[int]:
 
 
 def refuse_bytes(size: int, device: torch.device, what: str, remedy: str) -> None:
-    """Refuse what cannot lie in a device's memory: free memory on CUDA, all of it on a host."""
+    """Refuse an allocation larger than the free memory of CUDA or the whole memory of the host."""
     if size > (room := device_bytes(device)):
         raise InputError(
-            f"{what} must fit the memory of {device}, and takes {size / 2**30:.4g} GiB of "
+            f"{what} must fit into the memory of {device}, and needs {size / 2**30:.4g} GiB of "
             f"{room / 2**30:.4g}; {remedy}"
         )
 
 
 def whole(value: Any, name: str, least: int | None = 0) -> int:
-    """Return a whole number of Python, numpy or torch as Python's own."""
+    """Return an integer of Python, numpy or torch as an `int`; refuse anything else."""
     try:
-        # True and a tensor of truth are numbers to Python
+        # Python counts True and boolean tensors as integers
         number = None if "bool" in str(getattr(value, "dtype", type(value))) else index(value)
     except TypeError:
         number = None

@@ -1,12 +1,11 @@
-"""What the user asked for and cannot have: told apart from what we got wrong."""
+"""Errors of the user's input, as opposed to bugs."""
 
 
 class InputError(ValueError):
-    """A setting, a file or an argument is refused: one line of rule, value and remedy.
+    """A setting, file or argument is refused, in one line with rule, value and remedy.
 
-    Commands end with this line and exit code 2. Any other error that reaches them is a bug.
-    `details` is what cannot be told in a line, such as a text that was read wrongly: commands show
-    it below.
+    Commands print this line and exit with code 2. Any other error is a bug. Commands print
+    `details` below it, for information that needs more than one line.
     """
 
     def __init__(self, line: str, details: str = "") -> None:
@@ -15,12 +14,12 @@ class InputError(ValueError):
 
 
 def printable(text: str) -> str:
-    """Return a text that a terminal shows and does not obey."""
+    """Escape control characters, so that a terminal shows a text and does not execute it."""
     return "".join(
         one if one.isprintable() or one in "\n\t" else f"\\x{ord(one):02x}" for one in text
     )
 
 
 def first_line(error: BaseException) -> str:
-    """Return what an error says in one line of some length, or else its name."""
+    """Return the first line of an error's message, shortened, or the name of its class."""
     return f"{(str(error).splitlines() or [''])[0] or type(error).__name__:.200}"

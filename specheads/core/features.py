@@ -1,4 +1,4 @@
-"""What the frozen base hands to a drafter."""
+"""Features: what the frozen base gives a drafter."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,28 +11,28 @@ from torch.nn.utils.rnn import pad_sequence
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """What the frozen base computed at some positions: `hidden[:, t]` has read `tokens[:, t]`."""
+    """Outputs of the frozen base at some positions: `hidden[:, t]` has read `tokens[:, t]`."""
 
     hidden: Float[Tensor, "batch time width"]
-    """After the base's final norm, as its vocabulary projection receives it."""
+    """Final hidden states, after the base's final norm."""
 
     aux: Float[Tensor, "batch time aux"] | None = None
-    """The residual streams a head names, concatenated (EAGLE-3)."""
+    """Residual streams after the layers that a head reads, concatenated (EAGLE-3)."""
 
     tokens: Int[Tensor, "batch time"] | None = None
-    """What the base read there, for drafters that read text and not features."""
+    """Tokens at these positions, for drafters that read text instead of features."""
 
     document_ids: Int[Tensor, "batch time"] | None = None
-    """Which document of its row each position belongs to; None: each row is one text."""
+    """Index of the document of each position within its row; None: each row is one text."""
 
     def places(self) -> Int[Tensor, "row time"]:
-        """Return each position's place in its own document: of every row, or one for all."""
+        """Return the position within its document of every position; one row if all are equal."""
         if self.document_ids is not None:
             return document_places(self.document_ids)
         return torch.arange(self.hidden.shape[1], device=self.hidden.device)[None]
 
     def visible(self) -> Bool[Tensor, "row time time"]:
-        """Return what each position may attend to: its document up to itself."""
+        """Return which positions each position may attend to: its document up to itself."""
         if self.document_ids is not None:
             return within_documents(self.document_ids)
         places = self.places()
@@ -64,7 +64,7 @@ class Features:
         )
 
     def join(self, other: "Features") -> "Features":
-        """Return both batches as one, the own rows first; the shorter is padded on the right."""
+        """Concatenate two batches; shorter rows are padded on the right."""
 
         def both(own: Tensor | None, new: Tensor | None) -> Tensor | None:
             return None if own is None or new is None else stack_rows(own, new)
@@ -75,40 +75,40 @@ class Features:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """What the last step added to each row: the one thing a draft starts from."""
+    """The positions that the last step added to each row, from which a draft starts."""
 
     features: Features
-    """The base at the positions that were committed; rows are padded on the right."""
+    """Features of the committed positions; rows are padded on the right."""
 
     next_tokens: Int[Tensor, "batch time"]
-    """`next_tokens[:, t]` follows position t; the last counted one is the root, the token that the
-    base chose and has not read yet."""
+    """`next_tokens[:, t]` follows position t. The last one within `counts` is the root: the base
+    chose this token and has not read it yet."""
 
     counts: Int[Tensor, " batch"]
-    """Positions that count in each row, at least one."""
+    """Number of committed positions in each row, at least one; the rest is padding."""
 
     def root(self) -> Int[Tensor, "batch 1"]:
         """Return the token that every draft continues."""
         return self.last(self.next_tokens)
 
     def last(self, values: Shaped[Tensor, "batch time *rest"]) -> Shaped[Tensor, "batch 1 *rest"]:
-        """Return the values at the last counted position of each row."""
+        """Return the values at the last committed position of each row."""
         if values.shape[1] == 1:
             return values
         rows = torch.arange(len(values), device=values.device)
         return values[rows, self.counts - 1][:, None]
 
     def hidden(self) -> Float[Tensor, "batch 1 width"]:
-        """Return the base's hidden state at the last counted position of each row."""
+        """Return the hidden state at the last committed position of each row."""
         return self.last(self.features.hidden)
 
     def ending(self) -> "Committed":
-        """Return the last counted position of each row, alone."""
+        """Return only the last committed position of each row."""
         features = self.features.at(self.counts[:, None] - 1)
         return Committed(features, self.root(), torch.ones_like(self.counts))
 
     def then(self, later: "Committed") -> "Committed":
-        """Return both as one: what came later stands right behind each row's earlier positions."""
+        """Append later positions to the earlier ones of each row."""
         width, total = (
             self.next_tokens.shape[1],
             sum(one.next_tokens.shape[1] for one in (self, later)),
@@ -124,11 +124,11 @@ class Committed:
         )
 
     def keep(self, rows: Int[Tensor, " kept"]) -> "Committed":
-        """Return what was added to these rows."""
+        """Return these rows only."""
         return Committed(self.features.rows(rows), self.next_tokens[rows], self.counts[rows])
 
     def join(self, other: "Committed") -> "Committed":
-        """Return both batches as one, the own rows first; the shorter is padded on the right."""
+        """Concatenate two batches; shorter rows are padded on the right."""
         return Committed(
             self.features.join(other.features),
             stack_rows(self.next_tokens, other.next_tokens),
@@ -137,26 +137,26 @@ class Committed:
 
 
 def document_places(document_ids: Int[Tensor, "batch time"]) -> Int[Tensor, "batch time"]:
-    """Return how many positions of its own document stand before each position of packed rows."""
-    index = torch.arange(document_ids.shape[1], device=document_ids.device).expand_as(document_ids)
-    begins = torch.ones_like(document_ids, dtype=torch.bool)
-    begins[:, 1:] = document_ids.diff(dim=1) != 0
+    """Return the position within its document of each position of packed rows."""
+    index = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    begins = torch.ones_like(documents, dtype=torch.bool)
+    begins[:, 1:] = documents.diff(dim=1) != 0
     return index - index.where(begins, 0).cummax(1).values
 
 
 def document_lengths(places: Int[Tensor, "row time"]) -> list[int]:
-    """Return how long each document of packed rows is, row by row, by its positions' places."""
+    """Return the length of each document of packed rows, given the positions within documents."""
     begins = (places == 0).flatten().nonzero()[:, 0]
     return begins.diff(append=begins.new_tensor([places.numel()])).tolist()
 
 
 def within_documents(document_ids: Int[Tensor, "batch time"]) -> Bool[Tensor, "batch time time"]:
-    """Return which positions of packed rows each one may see: its document up to itself."""
-    return (document_ids[:, :, None] == document_ids[:, None]).tril()
+    """Return the causal mask of packed rows: each position sees its document up to itself."""
+    return (documents[:, :, None] == documents[:, None]).tril()
 
 
 def stack_rows(
     own: Shaped[Tensor, "batch time *rest"], new: Shaped[Tensor, "row path *rest"]
 ) -> Shaped[Tensor, "slot level *rest"]:
-    """Return the rows of both, the shorter ones padded on the right with zeros."""
+    """Concatenate rows; the shorter ones are padded on the right with zeros."""
     return pad_sequence([*own, *new], batch_first=True)

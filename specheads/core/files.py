@@ -1,4 +1,4 @@
-"""Files that are whole or absent, and folders that one process at a time may write."""
+"""Atomic writes, locks on folders, and untrusted JSON files."""
 
 import errno
 import fcntl
@@ -16,20 +16,19 @@ from typing import Any
 from specheads.core.errors import InputError, first_line
 
 SCRATCH = re.compile(r"\.(?P<name>.+)\.(?:[0-9a-f]{8}|(?P<old>old))")
-"""Names of what is not whole yet, or is being replaced."""
+"""Names of files that are incomplete or being replaced."""
 
 LOCK = ".lock"
 
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-"""A file system without locks says one of these."""
+"""Error codes of a file system without locks."""
 
 
 @contextmanager
 def atomic_folder(target: Path) -> Iterator[Path]:
-    """Give a folder to fill that becomes `target` at once, or never.
+    """Yield a folder that atomically becomes `target` at the end of the context.
 
-    A folder that stands at `target` already is replaced. What a killed process leaves, `sweep`
-    clears up.
+    An existing folder at `target` is replaced. `sweep` removes what a killed process leaves.
     """
     with naming_full_disk(target):
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -47,7 +46,7 @@ def atomic_folder(target: Path) -> Iterator[Path]:
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Write a file that is whole or absent."""
+    """Write a file atomically."""
     with naming_full_disk(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch = _scratch(path)
@@ -59,9 +58,9 @@ def write_atomic(path: Path, content: str | bytes) -> None:
 
 
 def sweep(folder: Path, names: str = "*") -> None:
-    """Remove what killed processes left half-written, and put back what they had set aside.
+    """Remove incomplete files of killed processes, and restore the ones that they set aside.
 
-    Only its writer may do this to a folder; `names` is a glob of the files that are its own.
+    Only the writer of a folder may call this. `names` is a glob of the files that it writes.
     """
     for item in list(folder.glob(f".{names}.*")):
         if not (found := SCRATCH.fullmatch(item.name)):
@@ -75,7 +74,7 @@ def sweep(folder: Path, names: str = "*") -> None:
 
 
 def is_ours(name: str) -> bool:
-    """Return whether a file of this name is a lock, or not whole yet."""
+    """Return whether a file of this name is a lock or incomplete."""
     return name == LOCK or SCRATCH.fullmatch(name) is not None
 
 
@@ -83,16 +82,15 @@ def is_ours(name: str) -> bool:
 def sole_writer(
     folder: Path, lock: str = LOCK, *, wait: Callable[[str], object] | None = None
 ) -> Iterator[None]:
-    """Keep other processes from writing a folder, which is made if need be, while this lasts.
+    """Lock a folder against other writers in this context; the folder is created if needed.
 
-    Where another process holds the lock, `wait` is told who, and then it is waited for.
-
-    A folder that is still empty then goes again. The lock is the system's own and ends with its
-    process: the file that a killed one leaves holds nobody up. Over NFS it counts between machines
-    where the server keeps locks; a file system that keeps none is written without.
+    If another process has the lock, `wait` is called with a description of it, and this process
+    waits. A created folder that is still empty at the end is removed. The lock is a system lock and
+    ends with its process, so the lock file of a killed process blocks nobody. Over NFS it works
+    between machines if the server supports locks; a file system without locks is used without one.
 
     Raises:
-        ValueError: Another process holds the lock and `wait` is None, or nothing can be written.
+        ValueError: Another process has the lock and `wait` is None, or the folder is not writable.
     """
     try:
         made = [one for one in (folder, *folder.parents) if not one.exists()]
@@ -101,8 +99,7 @@ def sole_writer(
         if error.errno == errno.ENOSPC:
             raise
         raise InputError(
-            f"a folder that can be written is needed, and {folder} is none ({error.strerror}); "
-            "name another"
+            f"the folder must be writable, and {folder} is not ({error.strerror}); name another"
         ) from error
     try:
         yield
@@ -115,19 +112,19 @@ def sole_writer(
 
 
 def _acquire(path: Path, wait: Callable[[str], object] | None) -> int:
-    """Return the open file of a lock that is ours now, with our number and machine in it."""
+    """Acquire a lock; return its open file, which contains our process id and host."""
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            # a link, in a folder that somebody sent, could lead to any file
+            # a symbolic link in an untrusted folder could point to any file
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         except FileNotFoundError:
-            # a holder that made the folder, and leaves it empty, takes it away
+            # another process created the folder and removed it again
             continue
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = os.read(file, 1000).decode(errors="replace").strip() or "one that just began"
+            holder = os.read(file, 1000).decode(errors="replace").strip() or "one that just started"
             if wait is None:
                 os.close(file)
                 raise InputError(
@@ -139,10 +136,10 @@ def _acquire(path: Path, wait: Callable[[str], object] | None) -> int:
         except OSError as error:
             if error.errno not in NO_LOCKS:
                 raise
-        # its holder may have removed it between our opening and locking it
+        # another process may have removed it between our open and our lock
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(file), path.stat()):
-                # on a full disk the lock counts without them
+                # on a full disk the lock works without its content
                 with suppress(OSError):
                     os.truncate(file, 0)
                     about = {"pid": os.getpid(), "host": socket.gethostname()}
@@ -153,13 +150,13 @@ def _acquire(path: Path, wait: Callable[[str], object] | None) -> int:
 
 @contextmanager
 def naming_full_disk(place: Path) -> Iterator[None]:
-    """Have a full disk told as an OSError that names the place, whoever met it first."""
+    """Raise an OSError that names the path if the disk is full, whatever the library raised."""
     try:
         yield
     except Exception as error:
         met: BaseException | None = error
         while met is not None:
-            # safetensors knows no OSError; torch raises another error over it
+            # safetensors raises no OSError, and torch wraps it
             if getattr(met, "errno", None) == errno.ENOSPC or "(os error 28)" in str(met):
                 full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(place))
                 raise full from error
@@ -176,38 +173,40 @@ MAX_SETTINGS_BYTES = 2**20
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Return a small JSON object.
+    """Return a small JSON object from an untrusted folder.
 
     Raises:
-        ValueError: The file lies elsewhere, is too large or too deep, or is no JSON object.
+        ValueError: The file is a link to another folder, too large or deep, or not a JSON object.
     """
     try:
         refuse_outside(file)
         if (size := file.stat().st_size) > MAX_SETTINGS_BYTES:
             raise InputError(
-                f"{file} must be at most {MAX_SETTINGS_BYTES} bytes of settings, it has {size}; "
-                "remove what is none"
+                f"{file} must have at most {MAX_SETTINGS_BYTES} bytes, got {size}; keep only "
+                "settings"
             )
         value = json.loads(file.read_bytes())
     except InputError:
         raise
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(
-            f"{file} is not readable JSON: {first_line(error)}; mend it, or get it anew"
+            f"{file} is not readable JSON: {first_line(error)}; fix it, or download it again"
         ) from error
     if not isinstance(value, dict):
-        raise InputError(f"{file} must be a JSON object, got a {type(value).__name__}; get it anew")
+        raise InputError(
+            f"{file} must be a JSON object, got a {type(value).__name__}; download it again"
+        )
     return value
 
 
 def refuse_outside(file: Path) -> None:
-    """Refuse a link that leads out of the folder, but for those of the Hub's own cache."""
+    """Refuse a symbolic link out of the folder, except within the cache of the Hub."""
     folder, real = file.parent.resolve(), file.resolve()
     allowed = [folder]
     if folder.parent.name == "snapshots":
         allowed.append(folder.parent.parent / "blobs")
     if not any(real.is_relative_to(place) for place in allowed):
         raise InputError(
-            f"a checkpoint's files must lie in its own folder, and {file} leads to {real}; put a "
-            "copy there where you trust it"
+            f"a checkpoint's files must be in its own folder, and {file} links to {real}; put a "
+            "copy there if you trust it"
         )

@@ -1,15 +1,15 @@
-"""Text that repeats itself: the one rule for what is measured and for what the base wrote."""
+"""Detection of repetitive text, for results and for generated text."""
 
 from collections.abc import Sequence
 
 
 def loops(tokens: Sequence[int], *, max_period: int = 16, window: int = 48) -> bool:
-    """Tell whether a text ended up repeating itself.
+    """Return whether a text ends in a repetition.
 
-    The rule: the last `window` tokens are one block of at most `max_period` tokens written over
-    and over, that is, for some period p <= max_period each of them equals the one p places
-    before it within the window. Such text is trivially easy to draft, so results give figures
-    with and without it. A text shorter than the window is never flagged.
+    The last `window` tokens must repeat one block of at most `max_period` tokens: for some period
+    p <= max_period, each token of the window equals the one p positions before it. Such text is
+    trivially easy to draft, so results have figures with and without it. A text shorter than the
+    window never counts as repetitive.
     """
     tail = tokens[-window:]
     if len(tokens) < window:

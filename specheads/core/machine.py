@@ -1,4 +1,4 @@
-"""This machine: its processor, its memory, and copies to its devices."""
+"""This machine: its CPU, its memory, and copies to its devices."""
 
 import os
 import platform
@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 MULTIPLYING = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_int8", "amx_bf16")
-"""What of a processor decides how fast it multiplies, and in which dtype; the newest last."""
+"""CPU features that decide the speed and dtype of matrix products; the newest last."""
 
 
 @cache
 def processor() -> str:
-    """Return the processor's own name, as far as the system tells it."""
+    """Return the model name of the CPU."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
     models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
@@ -25,9 +25,9 @@ def processor() -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of what computes: the GPU's, or the processor's and what it multiplies with.
+    """Return the name of the GPU, or of the CPU with its newest feature from `MULTIPLYING`.
 
-    Two generations of a processor may bear one name and differ threefold in a product.
+    Two CPU generations with one name may differ threefold in matrix products.
     """
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
@@ -35,21 +35,21 @@ def device_name(device: torch.device) -> str:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return how files and settings call a dtype: `bfloat16`."""
+    """Return the name of a dtype in files and settings: `bfloat16`."""
     return str(dtype).removeprefix("torch.")
 
 
 def instructions() -> list[str]:
-    """Return what of `MULTIPLYING` the processor has; none where the system does not tell."""
+    """Return the features in `MULTIPLYING` that the CPU has; empty if unknown."""
     info = Path("/proc/cpuinfo")
     words = set(info.read_text(encoding="utf-8").split()) if info.is_file() else set()
     return [name for name in MULTIPLYING if name in words]
 
 
 def computes_bfloat16() -> bool:
-    """Return whether the processor multiplies bfloat16 itself: emulated it is slower than float32.
+    """Return whether the CPU multiplies bfloat16 natively; emulation is slower than float32.
 
-    What counts is the instruction set, AMX comes with it, and the newest that oneDNN may use.
+    This depends on the instruction set (AMX implies it) and on oneDNN's ISA limit.
     """
     most = os.environ.get("ONEDNN_MAX_CPU_ISA", "DEFAULT").upper()
     may = most in ("ALL", "DEFAULT") or any(one in most for one in ("BF16", "FP16", "AMX", "AVX10"))
@@ -60,21 +60,21 @@ STATUS, MEMORY = Path("/proc/self/status"), Path("/proc/meminfo")
 
 
 def available_bytes(device: torch.device) -> int:
-    """Return the bytes that nobody uses now, a host's caches of files counted as unused."""
+    """Return the unused bytes; file caches of the host count as unused."""
     if device.type == "cpu" and MEMORY.is_file():
         return _named(MEMORY, "MemAvailable")
     return device_bytes(device)
 
 
 def held_bytes(device: torch.device) -> int:
-    """Return the bytes that this process holds of a device, its libraries' on a host."""
+    """Return the bytes of a device that this process uses; on a host, with its libraries."""
     if device.type == "cuda":
         return torch.cuda.memory_reserved(device)
     return _named(STATUS, "VmRSS") if STATUS.is_file() else process_peak_bytes()
 
 
 def restart_peak(device: torch.device) -> None:
-    """Have `peak_bytes` forget what was; where a system cannot, it goes on from its start."""
+    """Reset `peak_bytes`; on a system without this, the peak counts from the start."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
@@ -84,14 +84,14 @@ def restart_peak(device: torch.device) -> None:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the most bytes that this process held of a device since `restart_peak`."""
+    """Return the peak bytes of a device that this process used since `restart_peak`."""
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device)
     return _named(STATUS, "VmHWM") if STATUS.is_file() else process_peak_bytes()
 
 
 def process_peak_bytes() -> int:
-    """Return the most bytes of a host that this process ever held."""
+    """Return the peak bytes of the host that this process has used."""
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     # kibibytes on Linux, bytes on macOS
     return most if sys.platform == "darwin" else most * 1024
@@ -116,18 +116,18 @@ def _named(file: Path, name: str) -> int:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a host's tensor on a device, which goes on with its work meanwhile.
+    """Copy a tensor to a device without synchronising.
 
-    CUDA copies in the background only from pinned memory. torch keeps that until the copy is made.
+    CUDA copies asynchronously only from pinned memory; torch keeps it until the copy is done.
     """
     pinned = tensor.pin_memory() if device.type == "cuda" and not tensor.is_cuda else tensor
     return pinned.to(device, non_blocking=True)
 
 
 def device_bytes(device: torch.device) -> int:
-    """Return the bytes that may be asked for: what is free on CUDA, all memory of a host."""
+    """Return the bytes that can be allocated: free memory on CUDA, all memory of the host."""
     if device.type == "cuda":
-        # what torch holds and nobody uses is free too
+        # memory that torch has reserved but not allocated is free too
         held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + held
     return host_bytes() if device.type == "cpu" else sys.maxsize

@@ -1,4 +1,4 @@
-"""Paths that a user names: where they lead, before anything is read or written there."""
+"""Checks of paths that a user names, before anything is read or written there."""
 
 import os
 import re
@@ -7,14 +7,14 @@ from pathlib import Path
 from specheads.core.errors import InputError
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-"""What the Hugging Face Hub calls a model or a data set: USER/NAME."""
+"""Name of a model or data set on the Hugging Face Hub: USER/NAME."""
 
 
 def local_path(path: str | Path) -> Path:
-    """Return a path of this machine, ~ expanded; nothing need be there yet.
+    """Return a path with ~ expanded; it need not exist.
 
     Raises:
-        ValueError: No disk can hold it, or it may not be looked at.
+        ValueError: The path is invalid or not readable.
     """
     try:
         place = Path(path).expanduser()
@@ -29,15 +29,15 @@ def local_path(path: str | Path) -> Path:
 
 
 def writable_folder(path: str | Path) -> Path:
-    """Return a folder in which files can be made, resolved; it need not be there yet.
+    """Return the resolved path of a writable folder; it need not exist.
 
     Raises:
-        ValueError: It is a file or below one, its name is too long, or nothing may be written.
+        ValueError: It is a file or below one, its name is too long, or it is not writable.
     """
     place = local_path(path)
     try:
         place = place.resolve()
-        # what is not whole yet stands there by a longer name
+        # incomplete files have longer names
         reason = "its name is too long" if len(os.fsencode(place.name)) > 240 else ""
         nearest = next(one for one in (place, *place.parents) if one.exists())
     except (OSError, RuntimeError, ValueError) as error:
@@ -47,7 +47,7 @@ def writable_folder(path: str | Path) -> Path:
     if not nearest.is_dir():
         reason = f"{nearest} is a file"
     elif not os.access(nearest, os.W_OK | os.X_OK):
-        reason = f"nothing may be written in {nearest}"
+        reason = f"{nearest} is not writable"
     if reason:
         raise InputError(
             f"a folder to write to is needed, got {str(path)!r:.80}: {reason}; name another"
@@ -56,9 +56,9 @@ def writable_folder(path: str | Path) -> Path:
 
 
 def cache_folder() -> Path:
-    """Return where lies what can be made again: SPECHEADS_CACHE, or specheads in the user's cache.
+    """Return the cache folder: SPECHEADS_CACHE, or `specheads` in XDG_CACHE_HOME or ~/.cache.
 
-    The latter is XDG_CACHE_HOME, or ~/.cache; nothing need be there yet.
+    It need not exist.
     """
     own, general = os.environ.get("SPECHEADS_CACHE"), os.environ.get("XDG_CACHE_HOME")
     return local_path(own or Path(general or "~/.cache") / "specheads").absolute()

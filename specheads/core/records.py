@@ -1,4 +1,4 @@
-"""What was measured as JSON, and back: one way for all of it."""
+"""Results to JSON and back."""
 
 import json
 from dataclasses import MISSING, fields, is_dataclass
@@ -10,21 +10,21 @@ from specheads.core.errors import InputError
 T = TypeVar("T")
 
 OWN_FILE = {"own_file": True}
-"""Metadata of a field that stands in a file of its own, and in no other."""
+"""Metadata of a field that is stored in a separate file."""
 
 
 def to_json(value: Any) -> Any:
-    """Return what json.loads gives back: dataclasses as objects, by their fields' names."""
+    """Return the JSON value of dataclasses, with the names of their fields as keys."""
     return json.loads(dumps(value))
 
 
 def from_json(kind: type[T], value: Any, where: str = "") -> T:
-    """Return the object that `to_json` made this of; keys that it does not know are left out.
+    """Return the object of a JSON value; unknown keys are ignored.
 
-    Messages name the place within the file by `where`.
+    `where` is the path within the file, for error messages.
 
     Raises:
-        ValueError: Something is missing, or is not what it has to be.
+        ValueError: A value is missing or has the wrong type.
     """
     assert is_dataclass(kind)
     hints, given = get_type_hints(kind), {}
@@ -35,13 +35,13 @@ def from_json(kind: type[T], value: Any, where: str = "") -> T:
             given[item.name] = _field(hints[item.name], value[name], f"{where}.{name}")
         elif item.default is MISSING and item.default_factory is MISSING:
             raise InputError(
-                f"results need {where.lstrip('.')}.{name}, and the file has none; measure again"
+                f"results need {where.lstrip('.')}.{name}, and the file lacks it; measure again"
             )
     return kind(**given)
 
 
 def _expect(kind: Any, value: Any, where: str) -> None:
-    """Refuse a value of another type; a whole number is a float too, and True is no number."""
+    """Refuse a value of another type; an integer is a valid float, and a bool is not a number."""
     wanted = (int, float) if kind is float else kind
     if not isinstance(value, wanted) or (isinstance(value, bool) and kind is not bool):
         raise InputError(
@@ -51,7 +51,7 @@ def _expect(kind: Any, value: Any, where: str) -> None:
 
 
 def _field(kind: Any, value: Any, where: str) -> Any:
-    """Return one field's value, by what the field is annotated with."""
+    """Return one field's value, converted by its annotation."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
         one = next(one for one in inner if one is not NoneType)
@@ -72,7 +72,7 @@ def _field(kind: Any, value: Any, where: str) -> Any:
 
 
 def dumps(value: Any, indent: int | None = 1) -> str:
-    """Return the text of results.json, compare.json, texts.json or tuned.json."""
+    """Return a value as the text of a JSON file, such as results.json."""
 
     def named(item: Any) -> dict[str, Any]:
         return {

@@ -1,4 +1,4 @@
-"""Token trees: the one shape that draft tokens take between drafting and verification."""
+"""Token trees: draft tokens between drafting and verification."""
 
 from dataclasses import dataclass
 
@@ -9,16 +9,16 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """How a tree was drawn from the drafter's probs: what recursive rejection has to know.
+    """How a tree was sampled from the drafter's probs; recursive rejection sampling needs this.
 
-    Node order is level by level, and the children of a node stand in the order of drawing.
+    Nodes are ordered level by level, and the children of a node in the order of sampling.
     """
 
     branches: tuple[int, ...]
-    """Children of every node of each level, the root's first."""
+    """Number of children of each node, by level; the root is level 0."""
     probs: Float[Tensor, "batch level vocab"]
-    """What the first child of node i was drawn from; later ones without replacement.
-    It ends with the last node that has children."""
+    """Distribution of the first child of node i; later children are sampled without replacement.
+    The last entry is that of the last node with children."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,21 +27,21 @@ class TokenTree:
 
     Node 0 is the root: the last token the base chose itself. `parents[:, 0]` is -1 and
     `parents[:, i] < i`, so one pass from left to right meets every parent before its children.
-    A (parent, token) pair occurs once, so at most one path carries the base's own choices.
-    A later node whose parent is -1 is absent: padding, of which no rule keeps anything.
+    A (parent, token) pair occurs once, so at most one path consists of the base's own choices.
+    A later node whose parent is -1 is absent: it is padding and is never accepted.
     """
 
     tokens: Int[Tensor, "batch node"]
     parents: Int[Tensor, "batch node"]
     reach: Bool[Tensor, "batch node node"] | None = None
-    """What `ancestors` returns, where a tree policy has worked it out before (static trees)."""
+    """The result of `ancestors`, if the tree policy has computed it before (static trees)."""
     drawn: Drawn | None = None
-    """How children were drawn; None where a drafter's best guesses were taken."""
+    """How children were sampled; None if they are the drafter's most probable tokens."""
     num_copied: int = 0
-    """How many of the last nodes were copied from the text, where the others were drafted."""
+    """Number of prompt-lookup tokens; they are the last nodes."""
 
     def ancestors(self) -> Bool[Tensor, "batch node node"]:
-        """Return `out[b, i, j]`: true when j is i itself or an ancestor of i.
+        """Return `out[b, i, j]`: whether j is i or an ancestor of i.
 
         Reachability by squaring: after k rounds every path of up to 2**k edges is known, so a
         tree of n nodes takes log2(n) small products and no loop over nodes.
@@ -50,7 +50,7 @@ class TokenTree:
             return self.reach
         num_nodes = self.parents.shape[1]
         nodes = torch.arange(num_nodes, device=self.parents.device)
-        # float, because a batched product of booleans does not exist on every device
+        # float, because not every device has a batched product of booleans
         reach = (self.parents[:, :, None] == nodes).float() + torch.eye(
             num_nodes, device=self.parents.device
         )
@@ -59,24 +59,23 @@ class TokenTree:
         return reach > 0
 
     def depths(self) -> Int[Tensor, "batch node"]:
-        """Return how many edges lie between each node and the root."""
+        """Return the number of edges between the root and each node."""
         return self.ancestors().sum(-1) - 1
 
 
 def from_paths(paths: Int[Tensor, "batch path level"], num_nodes: int | None = None) -> TokenTree:
-    """Return the tree of all beginnings of some paths, each beginning once.
+    """Merge paths into a tree with one node per distinct prefix.
 
-    Nodes stand in the order in which the paths meet them, so a tree that holds too few leaves
-    out the end of the last paths. A row with fewer beginnings than the tree has nodes goes on
-    with repetitions of its root's token, one below the other: they cost nothing but room. All
-    paths of a row begin with the same root, the best path stands first, and without a number of
-    nodes the tree takes as many as the richest row needs.
+    All paths of a row start with the same root, and the best path is first. Nodes are in the order
+    of the paths, so a tree with too few nodes omits the end of the last paths. A row with fewer
+    prefixes than nodes is padded with a chain of its root's token. By default the tree has as many
+    nodes as the row with the most prefixes.
 
     Source: Cheng et al. 2024, arXiv:2403.09919, section 3.3.
     """
     batch, num_paths, length = paths.shape
     shared = (paths[:, :, None] == paths[:, None]).cumprod(-1)
-    # the first path with the same beginning; argmax takes the first of equals
+    # the first path with the same prefix; argmax returns the first of equal values
     owner = shared.transpose(2, 3).argmax(-1)
     is_first = (owner == torch.arange(num_paths, device=paths.device)[:, None]).flatten(1)
     place = (is_first.cumsum(-1) - 1).view(batch, num_paths, length)

@@ -1,4 +1,4 @@
-"""How weights lie in memory: values stay bit for bit, products of a few rows get faster.
+"""Memory layout of weights for fast products of a few rows; the values do not change.
 
 See docs/tree_verification.md and recipes/LOG.md for what was measured.
 """
@@ -16,24 +16,23 @@ from specheads.core.machine import computes_bfloat16, processor
 from specheads.core.opaque import opaque
 
 PACKED_FOR = 256
-"""Rows that packs are made for: the best of 1, 16 and 256 from 1 to 512 rows."""
+"""Number of rows that packs are optimised for: the best of 1, 16 and 256 for 1 to 512 rows."""
 
 LEAST, MOST = 2**15, 2**32
-"""Elements from which on a matrix is worth a pack, and bytes of matrices from which on a second
-copy of them would be too much."""
+"""Fewest elements of a matrix that is packed, and most bytes of matrices to store twice."""
 
 
 # no NamedTuple: torch 2.11 cannot compile one that holds functions while tests check its types
 @dataclass(frozen=True, slots=True)
 class Library:
-    """How a library packs a matrix, and multiplies by (pack, matrix, rows, bias)."""
+    """A library's functions to pack a matrix, and to multiply (pack, matrix, rows, bias)."""
 
     pack: Callable[[Tensor], Tensor]
     multiply: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
 class _Pack(NamedTuple):
-    """A packed matrix; `source` keeps the address from becoming another matrix's."""
+    """A packed matrix; `source` keeps the original alive, so that its address is not reused."""
 
     library: Library
     matrix: Tensor
@@ -72,37 +71,36 @@ def _libraries() -> dict[torch.dtype, Library]:
 
 
 PACKED_BY = _libraries()
-"""By dtype what packs its matrices, on processors of the makes where that was measured to pay."""
+"""Library that packs matrices of each dtype, on CPUs where measurements show a gain."""
 
 _PACKS: dict[int, _Pack] = {}
-"""By the address of the matrix, which whoever borrows it has too."""
+"""By the address of the matrix, which heads that borrow it share."""
 
 
 class PackedLinear(nn.Linear):
-    """A linear layer that multiplies by its matrix's pack while nobody learns."""
+    """A linear layer that uses the pack of its matrix when no gradients are needed."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the product of each row with the matrix, and the bias."""
+        """Return the product with the matrix, plus the bias."""
         return product(input, self.weight, self.bias)
 
 
 def for_few_rows(module: nn.Module) -> Callable[[], None]:
-    """Store the matrices of all linear layers on a CPU so that products of a few rows are fast.
+    """Change the layout of all linear layers on a CPU so that products of a few rows are fast.
 
-    A decode step multiplies a few rows, one a tree node, by each matrix. The libraries behind
-    torch are slow at that when the matrix lies row by row, as checkpoints have it. Large ones get
-    a second copy where a library packs them well (`PACKED_BY`): by MKL in float32 on Intel's
-    processors, by oneDNN in float32 on AMD's and in bfloat16 where the processor computes it. All
-    others are stored column by column. Shapes, values and tying are as before, so nothing else has
-    to know.
+    A decode step multiplies a few rows, one per tree node, by each matrix. torch's libraries are
+    slow at this for row-major matrices, the layout of checkpoints. Large matrices get a second,
+    packed copy (`PACKED_BY`): by MKL in float32 on Intel CPUs, by oneDNN in float32 on AMD CPUs and
+    in bfloat16 where the CPU computes it. All others become column-major. Shapes, values and tied
+    weights stay the same, so no other code is affected.
 
-    Parameters that are trained should stay as they are: a pack that is older than its matrix is
-    not used, unless the matrix was written to through `.data`. Returns what undoes it all.
+    Do not use this for trained parameters. A pack older than its matrix is ignored, except if the
+    matrix was changed through `.data`. Returns a function that undoes everything.
     """
     layers = [
         layer
         for layer in module.modules()
-        # what is shared out among processes lies as they need it
+        # sharded weights keep their layout
         if isinstance(layer, nn.Linear)
         and type(layer.weight) is nn.Parameter
         and layer.weight.device.type == "cpu"
@@ -120,8 +118,8 @@ def for_few_rows(module: nn.Module) -> Callable[[], None]:
 
 
 def column_major(layers: list[nn.Linear]) -> Callable[[], None]:
-    """Store matrices column by column; return what stores them as they were stored before."""
-    # a tied matrix is one parameter in several places, and is turned once
+    """Make matrices column-major; return a function that restores their layout."""
+    # a tied matrix is one parameter in several layers
     before = {layer.weight: layer.weight.stride() for layer in layers}
     for weight in before:
         weight.data = weight.data.t().contiguous().t()
@@ -136,7 +134,7 @@ def column_major(layers: list[nn.Linear]) -> Callable[[], None]:
 
 
 def pack(layers: list[nn.Linear]) -> Callable[[], None]:
-    """Give matrices of `PACKED_BY` a second, packed copy; return what takes it away."""
+    """Add a packed copy of each matrix of `PACKED_BY`; return a function that removes it."""
     plain = [layer for layer in layers if type(layer) is nn.Linear]
     weights = {layer.weight for layer in layers}
     for weight in weights:
@@ -159,7 +157,7 @@ def pack(layers: list[nn.Linear]) -> Callable[[], None]:
 
 
 def product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return `rows @ weight.T + bias`, by the matrix's pack where it has one and nobody learns.
+    """Return `rows @ weight.T + bias`, with the matrix's pack if no gradients are needed.
 
     Rows are (..., width), the matrix (out, width).
     """
@@ -167,7 +165,7 @@ def product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if learns or weight.device.type != "cpu":
         return F.linear(rows, weight, bias)
     if torch.compiler.is_compiling():
-        # an address is looked up when the graph runs
+        # the operator looks up the address when the graph runs
         return (_opaque if weight.dtype in PACKED_BY else F.linear)(rows, weight, bias)
     return _product(rows, weight, bias)
 
@@ -188,17 +186,17 @@ _opaque = opaque("product", _product, _shaped)
 
 
 def _pack_of(weight: Tensor) -> _Pack | None:
-    """Return the pack of this very matrix, as it is now."""
+    """Return the up-to-date pack of this matrix."""
     pack = _PACKS.get(weight.data_ptr())
     if pack is None or pack.version != weight._version:
         return None
-    # part of it, or its transpose, begins at the same address
+    # a slice or the transpose starts at the same address
     here = weight.shape, weight.stride()
     return pack if here == (pack.source.shape, pack.source.stride()) else None
 
 
 def _packable(layer: nn.Linear) -> bool:
-    # a subclass computes in a way of its own
+    # a subclass may compute something else
     return type(layer) in (nn.Linear, PackedLinear) and (
         layer.weight.dtype in PACKED_BY
         and layer.weight.numel() >= LEAST

@@ -92,7 +92,7 @@ def test_the_kernel_of_cuda_gets_all_documents_at_once(monkeypatch: pytest.Monke
         return torch.cat([attend(*own, **how)[0].transpose(0, 1) for own in columns])
 
     monkeypatch.setattr(document_attention, "varlen_attn", by_bounds)
-    extra = {"enable_gqa": True} if document_attention._ASKS_TO_SHARE else {}
+    extra = {"enable_gqa": True} if document_attention._HAS_ENABLE_GQA else {}
     lengths = [2, 3, 1, 6]
     query, key, value = (torch.randn(2, heads, 6, 4) for heads in (4, 2, 2))
     bounds = torch.tensor([0, 2, 5, 6, 12], dtype=torch.int32)

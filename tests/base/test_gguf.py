@@ -238,7 +238,7 @@ def test_a_disk_or_a_memory_that_is_too_small_is_refused_before_anything_is_writ
     assert "must fit on the disk of " in (line := refused(file))
     assert "set SPECHEADS_CACHE" in line
     monkeypatch.setattr(machine, "host_bytes", lambda: 1000)
-    assert "dequantising small.gguf must fit the memory of cpu" in refused(file)
+    assert "dequantising small.gguf must fit into the memory of cpu" in refused(file)
     assert left(cache) == []
 
 

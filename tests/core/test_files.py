@@ -120,7 +120,7 @@ def test_a_lock_that_is_a_link_is_refused_and_what_it_leads_to_stays(tmp_path: P
     (tmp_path / "run").mkdir()
     (tmp_path / "thesis").write_text("mine")
     (tmp_path / "run" / LOCK).symlink_to(tmp_path / "thesis")
-    with pytest.raises(InputError, match="can be written"):
+    with pytest.raises(InputError, match="must be writable"):
         take(tmp_path / "run")
     assert (tmp_path / "thesis").read_text() == "mine"
 

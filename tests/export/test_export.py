@@ -578,7 +578,7 @@ def test_export_matrix_in_the_docs_is_current():
         ("x" * 250, "its name is too long"),
         ("a\0b", "null byte"),
         ("loop", "Symlink loop"),
-        ("locked/new", "nothing may be written in"),
+        ("locked/new", "is not writable"),
     ],
 )
 def test_unwritable_folder_is_refused_before_any_work(

@@ -469,7 +469,7 @@ SPOILT: dict[str, tuple[Callable[..., Any], str]] = {
     "base changed": (exchange_base, "measure again"),
     "adapter": (add_adapter, "merge the adapter"),
     "weights gone": (take_weights, "a pushed head needs model.safetensors"),
-    "picture elsewhere": (link_picture, "must lie in its own folder"),
+    "picture elsewhere": (link_picture, "must be in its own folder"),
     "results cut": (cut_results, "results.json is not readable JSON"),
     "results made up": (make_up_results, "results need a dict in"),
     "no token": (log_out, "hf auth login"),

@@ -183,13 +183,13 @@ def test_links_out_of_the_folder_are_refused(folder: Path, tmp_path: Path):
     outside = tmp_path / "secret.safetensors"
     (folder / "model.safetensors").rename(outside)
     (folder / "model.safetensors").symlink_to(outside)
-    refused(folder, "must lie in its own folder")
+    refused(folder, "must be in its own folder")
     (folder / "model.safetensors").unlink()
     shutil.copy(outside, folder / "model.safetensors")
     secret = tmp_path / "secret.json"
     (folder / "config.json").rename(secret)
     (folder / "config.json").symlink_to(secret)
-    refused(folder, "must lie in its own folder")
+    refused(folder, "must be in its own folder")
 
 
 def test_links_of_the_hub_s_cache_are_followed(folder: Path, tmp_path: Path):

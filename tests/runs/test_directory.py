@@ -111,7 +111,7 @@ def test_a_provenance_that_lies_elsewhere_is_not_read(tmp_path: Path):
     run.begin("a: 1\n", {})
     run.provenance.rename(tmp_path / "secret.json")
     run.provenance.symlink_to(tmp_path / "secret.json")
-    with pytest.raises(InputError, match="lie in its own folder"):
+    with pytest.raises(InputError, match="be in its own folder"):
         run.refuse_unfinished("evaluated")
 
 

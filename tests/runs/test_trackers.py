@@ -84,7 +84,7 @@ def test_rows_are_not_read_through_a_link_that_leads_out(tmp_path: Path):
     (tmp_path / "run").mkdir()
     (tmp_path / "elsewhere").write_text('{"step": 1}\n')
     (tmp_path / "run" / "metrics.jsonl").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(InputError, match="lie in its own folder"):
+    with pytest.raises(InputError, match="be in its own folder"):
         read_metrics(tmp_path / "run" / "metrics.jsonl")
 
 
