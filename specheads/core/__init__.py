@@ -1,1 +1,1 @@
-"""The contracts everything else is written against: trees, features, drafters."""
+"""Contracts that all other code uses: trees, features and drafters."""

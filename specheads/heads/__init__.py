@@ -1,1 +1,1 @@
-"""Heads: loaded, built, filled and kept from strangers' harm; kinds/ has one file a head."""
+"""Heads: build and load them; kinds/ has one file per kind."""

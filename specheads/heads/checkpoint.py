@@ -27,26 +27,26 @@ WEIGHT_FILES = (
     "*.bin",
     "*.pt",
 )
-"""Where tensors are looked for, the first pattern with a match wins; pickles as weights only."""
+"""Weight files; the first pattern with a match is used. Pickles are read with weights_only."""
 
 INDEX_SUFFIX = ".index.json"
 
 
 CODE_KEYS = ("_target_", "auto_map", "custom_pipelines")
-"""Settings that name code. They are refused, not passed over: such a folder wants to run it."""
+"""Settings that name code. They are refused instead of ignored."""
 
 SPECULATORS = ("Eagle3", "PEagle", "DFlash", "DSpark", "MTP")
 
 HARMLESS_CODE = [{"": f"config.{kind}SpeculatorConfig"} for kind in SPECULATORS]
-"""The `auto_map` that vllm-project/speculators writes into all its folders: it names a class of
-that library, under a key that transformers never looks up."""
+"""The `auto_map` that vllm-project/speculators writes into all its folders. It names a class of
+that library under a key that transformers never reads."""
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
     """Return a checkpoint's config.json.
 
     Raises:
-        ValueError: There is none, or it is no JSON object, or too large or deep, or names code.
+        ValueError: It is missing, not a JSON object, too large or deep, or names code.
     """
     file = folder / "config.json"
     if not file.is_file():
@@ -55,18 +55,18 @@ def read_settings(folder: Path) -> dict[str, Any]:
     for name, value in _settings_within(settings):
         if name in CODE_KEYS and value not in HARMLESS_CODE:
             raise InputError(
-                f"a head's config.json may hold settings only, and {file} names code in "
-                f"{name!r}; take that out where you trust the rest"
+                f"a head's config.json may contain settings only, and {file} names code in "
+                f"{name!r}; remove that if you trust the rest"
             )
     return settings
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """Return a checkpoint's tensors, shards put together.
+    """Return a checkpoint's tensors, merged from all shards.
 
     Raises:
-        ValueError: There are none; a file lies outside the folder, is damaged, holds other
-            objects than tensors, or repeats a name; or an index names files that are not there.
+        ValueError: There are no tensors; a file is outside the folder, is damaged, contains objects
+            that are not tensors, or repeats a name; or an index names missing files.
     """
     files = next(filter(None, (_files(folder, pattern) for pattern in WEIGHT_FILES)), None)
     if files is None:
@@ -80,7 +80,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
         refuse_outside(file)
         found = _read_safetensors(file) if file.suffix == ".safetensors" else _read_pickle(file)
         if twice := sorted(set(found) & set(tensors)):
-            raise InputError(f"{twice[0]!r} stands in two files of {folder}; keep one of them")
+            raise InputError(f"{twice[0]!r} is in two files of {folder}; keep one of them")
         tensors |= found
     return tensors
 
@@ -104,12 +104,12 @@ def _settings_within(value: Any) -> Iterator[tuple[str, Any]]:
 def _check_index(index: Path) -> None:
     shards = read_json(index).get("weight_map")
     names = set(map(str, shards.values())) if isinstance(shards, dict) else {""}
-    # compared as names: a path made of one may be too long to ask for
-    beside = {file.name for file in index.parent.iterdir() if file.is_file()}
-    if strange := sorted(names - beside):
+    # compared as names: a path may be too long for the file system
+    existing = {file.name for file in index.parent.iterdir() if file.is_file()}
+    if strange := sorted(names - existing):
         raise InputError(
-            f"an index must name files beside it, and {index} names {strange[0]!r:.80}; complete "
-            "the download"
+            f"an index must name files of its folder, and {index} names {strange[0]!r:.80}; "
+            "complete the download"
         )
 
 
@@ -118,7 +118,7 @@ def _read_safetensors(file: Path) -> dict[str, Tensor]:
         return load_file(file)
     except (SafetensorError, OSError, OverflowError, RuntimeError) as error:
         raise InputError(
-            f"{file} is no whole safetensors file: {first_line(error)}; download it again"
+            f"{file} is not a complete safetensors file: {first_line(error)}; download it again"
         ) from error
 
 
@@ -128,58 +128,66 @@ def _read_pickle(file: Path) -> dict[str, Tensor]:
         found = torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise InputError(
-            f"a pickled checkpoint may hold tensors only, and {file.name} holds other objects; "
-            "convert it to safetensors where you trust it"
+            f"a pickled checkpoint may contain tensors only, and {file.name} contains other "
+            "objects; convert it to safetensors if you trust it"
         ) from error
     except Exception as error:
-        # a damaged pickle can raise whatever there is
+        # a damaged pickle can raise any error
         raise InputError(
-            f"{file} is no whole checkpoint: {first_line(error)}; download it again"
+            f"{file} is not a complete checkpoint: {first_line(error)}; download it again"
         ) from error
     if not isinstance(found, dict):
-        raise InputError(f"{file} must hold tensors by name, got a {type(found).__name__}")
+        raise InputError(
+            f"{file} must contain tensors by name, got a {type(found).__name__}; convert it to "
+            "safetensors if you trust it"
+        )
     for name, value in found.items():
         if not isinstance(name, str) or not _is_whole(value):
             raise InputError(
-                f"{file} must hold whole tensors by name, and {name!r} is none; convert it to "
-                "safetensors where you trust it"
+                f"{file} must contain complete tensors by name, and {name!r} is not one; convert "
+                "it to safetensors if you trust it"
             )
     return found
 
 
 def _refuse_compressed(file: Path) -> None:
-    """Refuse an archive that unpacks to more than it is: torch compresses nothing."""
+    """Refuse a compressed archive: torch never compresses."""
     if not zipfile.is_zipfile(file):
         return
     with zipfile.ZipFile(file) as archive:
         held = sum(entry.file_size for entry in archive.infolist())
     if held > file.stat().st_size:
         raise InputError(
-            f"{file} unpacks to {held} bytes from {file.stat().st_size}; torch.save compresses "
-            "nothing, so something else wrote it"
+            f"{file} unpacks to {held} bytes from {file.stat().st_size}, and torch.save never "
+            "compresses; download it again"
         )
 
 
 def _is_whole(value: Any) -> bool:
-    """Return whether it is a tensor with memory for each of its elements."""
+    """Return whether a value is a tensor with memory for each of its elements."""
     if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_meta:
         return False
     return value.numel() * value.element_size() <= value.untyped_storage().nbytes()
 
 
 def fill(head: Head, tensors: Mapping[str, Tensor]) -> None:
-    """Copy tensors into a head, name by name; nothing may be missing, left over or misshapen.
+    """Load tensors into a head by name; none may be missing, unexpected or of another shape.
 
-    The head may be one without memory, of the meta device: its tensors are replaced.
+    The head may be on the meta device, because its tensors are replaced.
 
     Raises:
-        ValueError: Names the first tensor that does not fit.
+        ValueError: A tensor does not fit; the message names the first one.
     """
     wanted = head.state_dict()
     if missing := sorted(set(wanted) - set(tensors)):
-        raise InputError(f"the checkpoint lacks {missing[0]!r}; it is incomplete or another kind's")
+        raise InputError(
+            f"the checkpoint lacks {missing[0]!r}: it is incomplete or of another kind; choose "
+            "another"
+        )
     if extra := sorted(set(tensors) - set(wanted)):
-        raise InputError(f"the checkpoint has {extra[0]!r}, which this head does not use")
+        raise InputError(
+            f"the checkpoint has {extra[0]!r}, which this head does not use; choose another"
+        )
     for name, value in wanted.items():
         if value.shape != tensors[name].shape:
             raise InputError(
@@ -191,7 +199,7 @@ def fill(head: Head, tensors: Mapping[str, Tensor]) -> None:
 
 
 def take_maps(head: Head, named: dict[str, Tensor]) -> None:
-    """Put the tokens a head can draft in the place of the maps d2t and t2d that say them.
+    """Replace the maps d2t and t2d by `draft_ids`, the tokens that the head can draft.
 
     Raises:
         ValueError: The maps contradict each other.
@@ -217,6 +225,6 @@ def _check_draft_ids(head: Head, ids: Tensor | None) -> None:
     inside = ids[0] >= 0 and ids[-1] < head.vocab_size
     if ids.is_floating_point() or not inside or (ids.diff() < 1).any():
         raise InputError(
-            f"tokens that can be drafted must grow within 0 and {head.vocab_size}; repair the "
+            f"draft_ids must increase and be between 0 and {head.vocab_size - 1}; repair the "
             "checkpoint's map"
         )

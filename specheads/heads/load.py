@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 
-# HTTPError is its HTTP client's, which is another library in some versions
+# HTTPError is that of its HTTP client, which differs between versions
 from huggingface_hub.errors import HTTPError  # pyright: ignore[reportPrivateImportUsage]
 from jaxtyping import Float
 from torch import Tensor
@@ -39,7 +39,7 @@ from specheads.heads.checkpoint import INDEX_SUFFIX, WEIGHT_FILES, fill, read_se
 
 
 def kinds() -> list[str]:
-    """Return the kinds of head there are: the modules of this folder."""
+    """Return the kinds of head: the modules in heads/kinds/."""
     folder = str(Path(__file__).with_name("kinds"))
     return sorted(module.name for module in pkgutil.iter_modules([folder]))
 
@@ -51,20 +51,20 @@ def _module(kind: Any) -> ModuleType:
 
 
 def configure(settings: Mapping[str, Any]) -> Any:
-    """Return the kind's own `Config` for `kind` and its settings; refuse what it does not know.
+    """Return the `Config` of `kind` for its settings.
 
     Raises:
-        ValueError: The kind is unknown, or a setting is unknown to it or unusable.
+        ValueError: The kind or a setting is unknown, or a value is invalid.
     """
     values = dict(settings)
     module = _module(values.pop("kind", None))
     known = {field.name for field in dataclasses.fields(module.Config)}
     if unknown := sorted(set(values) - known):
         raise InputError(
-            f"head {settings['kind']!r} does not know the setting {unknown[0]!r}; it has "
+            f"head {settings['kind']!r} does not have the setting {unknown[0]!r}; it has "
             f"{', '.join(sorted(known))}{new_name(repr(unknown[0]))}"
         )
-    # before a dataclass of them is made: tests hold its own annotations against the values
+    # before the dataclass is made, because tests check its annotations at runtime
     for name, hint in hints(module.Config).items():
         if name in values:
             refuse(f"head.{name}", values[name], hint)
@@ -75,8 +75,7 @@ def build(settings: Mapping[str, Any], *, width: int, vocab_size: int) -> Head:
     """Make an untrained head.
 
     Args:
-        settings: `kind` and that kind's own settings. Never code: the kind is looked up among
-            `kinds()`.
+        settings: `kind` and the settings of that kind. The kind is one of `kinds()`, never code.
         width: Width of the base's final hidden state.
         vocab_size: Rows of the base's vocabulary projection.
 
@@ -88,16 +87,16 @@ def build(settings: Mapping[str, Any], *, width: int, vocab_size: int) -> Head:
 
 
 def build_for(settings: Mapping[str, Any], base: FrozenBase, counts: Tensor | None = None) -> Head:
-    """Make an untrained head that starts from the base's own tensors, on the base's device.
+    """Make an untrained head, initialised from the base's tensors, on the base's device.
 
     Args:
         settings: As in `build`.
-        base: The base it is made for.
-        counts: How often each token stands in the training text, for a head that drafts the
-            most frequent ones only; None takes the first ones.
+        base: The base of the head.
+        counts: Number of occurrences of each token in the training text, for a head with a reduced
+            draft vocabulary; None selects the first tokens.
 
     Raises:
-        ValueError: As `build`, or it cannot be trained in the memory there is.
+        ValueError: As `build`, or the head is too large to train in the available memory.
     """
     sizes = {"width": base.width, "vocab_size": base.vocab_size}
     with planning("head settings"):
@@ -106,7 +105,7 @@ def build_for(settings: Mapping[str, Any], base: FrozenBase, counts: Tensor | No
     head = build(settings, **sizes)
     if counts is not None:
         head.choose_vocabulary(counts)
-    # heads learn in float32 whatever the base computes in: small updates vanish in bfloat16
+    # heads train in float32, because small updates vanish in bfloat16
     embedding, projection = base.embedding.float(), base.projection.scaled_weight.float()
     head.to(base.device)
     head.initialise(embedding, head.projection_rows(projection))
@@ -116,15 +115,15 @@ def build_for(settings: Mapping[str, Any], base: FrozenBase, counts: Tensor | No
 
 
 def resume_head(path: str | Path, base: FrozenBase, kind: str) -> Head:
-    """Load a head to train it further: in float32, on the base's device, bound to the base.
+    """Load a head for further training: in float32, on the base's device, bound to the base.
 
     Args:
         path: As in `load_head`.
         base: As in `build_for`.
-        kind: What it has to be.
+        kind: The expected kind.
 
     Raises:
-        ValueError: As `load_head`, or it is another kind.
+        ValueError: As `load_head`, or the head is of another kind.
     """
     head = load_head(path)
     if head.kind != kind:
@@ -137,12 +136,12 @@ def resume_head(path: str | Path, base: FrozenBase, kind: str) -> Head:
 
 
 def copy_of(head: Head) -> Head:
-    """Return a copy with its own parameters; buffers, which nobody writes, are shared."""
+    """Return a copy with its own parameters; the read-only buffers are shared."""
     return deepcopy(head, {id(buffer): buffer for buffer in head.buffers()})
 
 
 def drafter_of(head: Head, base: FrozenBase) -> Head:
-    """Return a copy that drafts of a head that may be in training, which is left as it is."""
+    """Return a copy of a head for drafting; the head itself, perhaps in training, is unchanged."""
     drafter = copy_of(head).eval().requires_grad_(False)
     fit(drafter, base, force=True)
     return drafter
@@ -155,29 +154,28 @@ def load_head(
     revision: str = "main",
     force: bool = False,
 ) -> Head:
-    """Load a trained head: ours, or a public checkpoint as its own project published it.
+    """Load a trained head: ours, or a public checkpoint in the layout of its project.
 
     Args:
-        path: Folder or Hub id. config.json tells whose layout it is.
-        base: Lends its embedding and projection to heads that borrow them, and refuses a head
-            made for another width, vocabulary or weights.
+        path: Folder or Hub id; its config.json identifies the layout.
+        base: Base to bind the head to. A head for another width, vocabulary or weights is refused.
         revision: Hub revision; ignored for a folder.
-        force: Whether a head that was trained on other weights of the same sizes is taken too.
+        force: Whether to accept a head trained on other weights of the same sizes.
 
     Raises:
-        ValueError: No config.json or no weights, an unknown layout, tensors missing, left over
-            or of the wrong shape, a head that does not fit the base, or a folder that is not to
-            be trusted: see checkpoint.py; or a tuned.json that is damaged or another head's.
+        ValueError: No config.json or weights, an unknown layout, tensors that are missing,
+            unexpected or of the wrong shape, a head that does not fit the base, an unsafe folder
+            (see checkpoint.py), or a tuned.json that is damaged or of another head.
     """
     folder = _fetch(path, revision)
     config, tensors = read_settings(folder), read_tensors(folder)
-    # no memory before sizes are known to be those of the tensors: config.json may say anything
+    # on the meta device until the sizes in config.json are checked against the tensors
     with planning(f"config.json and tensors of {folder}"):
         head = _interpret(config, tensors)
     if head is None:
         raise InputError(
-            f"{folder} is no checkpoint that one of {', '.join(kinds())} can read: its "
-            f"config.json names {config.get('architectures') or config.get('model_type')!r:.80}"
+            f"{folder} must be a checkpoint of {', '.join(kinds())}, and its config.json names "
+            f"{config.get('architectures') or config.get('model_type')!r:.80}; choose another"
         )
     if (file := folder / tuned.FILE).is_file():
         head.tuned = tuned.Tuned.read(read_json(file), str(file), head.depth)
@@ -187,7 +185,7 @@ def load_head(
 
 
 def _interpret(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | None:
-    """Return the head that a folder holds; None where its layout is nobody's."""
+    """Return the head of a checkpoint; None if no kind reads its layout."""
     if "kind" not in config:
         found = (_read_public(kind, config, tensors) for kind in kinds())
         return next((head for head in found if head is not None), None)
@@ -200,15 +198,15 @@ def _interpret(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | Non
 
 
 def fit(head: Head, base: FrozenBase, *, force: bool = False) -> None:
-    """Move a head to its base's device and lend it the base's tensors.
+    """Move a head to its base's device and bind it to the base's tensors.
 
     Args:
-        head: Head to be moved.
-        base: Base it is to draft for.
-        force: As for `load_head`.
+        head: Head to move.
+        base: Base of the head.
+        force: As in `load_head`.
 
     Raises:
-        ValueError: The head was made for another width, vocabulary or weights, or more layers.
+        ValueError: The head is for another width, vocabulary or weights, or for more layers.
     """
     known = head.base_fingerprint and not force
     refuse_misfit(head, base.embedding, _fingerprint(base) if known else "")
@@ -220,20 +218,19 @@ def fit(head: Head, base: FrozenBase, *, force: bool = False) -> None:
 def refuse_misfit(
     head: Head, embedding: Float[Tensor, "vocab width"], fingerprint: str = ""
 ) -> None:
-    """Refuse a base of other sizes or weights than those that a head was trained on.
+    """Refuse a base of other sizes or weights than those of the head's own base.
 
     Args:
-        head: Head, perhaps with the fingerprint of its base: older and public ones have none.
+        head: Head, perhaps with the fingerprint of its base; older and public ones have none.
         embedding: Input embedding of this base.
-        fingerprint: Fingerprint of this base, or its first half where no more is known; empty
-            compares sizes only.
+        fingerprint: Fingerprint of this base, or only its first half; empty compares sizes only.
 
     Raises:
-        ValueError: They differ.
+        ValueError: Sizes or weights differ.
     """
     for name, ours in zip(("width", "vocab_size"), reversed(embedding.shape), strict=True):
         theirs = getattr(head, name)
-        # zero: a public checkpoint that does not say, because it borrows what would tell
+        # zero means unknown: a public checkpoint without the tensors that have this size
         if theirs and ours != theirs:
             raise InputError(
                 f"the head was made for a base of {name} {theirs}, this base has {ours}; "
@@ -243,8 +240,8 @@ def refuse_misfit(
         made_for = head.base_fingerprint[: len(fingerprint)]
         raise InputError(
             f"a head fits the weights it was trained on: those are {made_for}, this base has "
-            f"{fingerprint}, perhaps a fine-tuned sibling's; load its own base, train it on this "
-            "one (init=), or overrule with force=true"
+            f"{fingerprint}, perhaps after fine-tuning; load its own base, train it on this one "
+            "(init=), or override with force=true"
         )
 
 
@@ -253,7 +250,7 @@ def _fingerprint(base: FrozenBase) -> str:
 
 
 def _lend(head: Head, base: FrozenBase) -> None:
-    """Show a head its base: the layers it may read and the tensors it may borrow."""
+    """Bind a head to its base: choose the layers that it reads and set borrowed tensors."""
     head.choose_aux_layers(base.num_layers)
     if max(head.aux_layers, default=0) > base.num_layers:
         raise InputError(
@@ -264,7 +261,7 @@ def _lend(head: Head, base: FrozenBase) -> None:
 
 
 def _fetch(path: str | Path, revision: str) -> Path:
-    """Return the folder; of the Hub no more than the settings and one format's weights."""
+    """Return the folder; from the Hub, download the settings and the weights in one format."""
     folder = local_path(path)
     if folder.is_dir():
         return folder
@@ -279,8 +276,8 @@ def _fetch(path: str | Path, revision: str) -> Path:
             )
         except (HTTPError, OSError, ValueError) as error:
             raise InputError(
-                f"a head must be a folder or a Hub id that can be reached, got {str(path)!r}: "
-                f"{first_line(error)}"
+                f"a head must be a folder or a reachable Hub id, got {str(path)!r}: "
+                f"{first_line(error)}; name another"
             ) from error
         folder = Path(found)
         if any(folder.glob(pattern)):
@@ -294,15 +291,15 @@ def _read_public(kind: str, config: dict[str, Any], tensors: dict[str, Tensor]) 
 
 
 TRAINING_BYTES = 16
-"""Of a parameter while it is trained: itself, its gradient and AdamW's two moments, in float32."""
+"""Bytes per trained parameter: the value, its gradient and the two moments of AdamW, in float32."""
 
 UNFIT = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""What settings raise that describe nothing."""
+"""Errors that settings of an impossible head raise."""
 
 
 @contextmanager
 def planning(what: str) -> Iterator[None]:
-    """Make heads without memory; whatever their sizes and names raise is one line."""
+    """Make heads on the meta device; report any error of their sizes and names in one line."""
     try:
         with torch.device("meta"):
             yield
@@ -310,17 +307,17 @@ def planning(what: str) -> Iterator[None]:
         raise
     except UNFIT as error:
         raise InputError(
-            f"{what} describe no head: {type(error).__name__} {first_line(error)}; mend them"
+            f"{what} do not describe a head: {type(error).__name__} {first_line(error)}; fix them"
         ) from error
 
 
 def refuse_too_large(head: Head, device: torch.device) -> None:
-    """Refuse a head that cannot be trained in the memory of a device."""
+    """Refuse a head that is too large to train in the memory of a device."""
     parameters = sum(parameter.numel() for parameter in head.parameters())
     there = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else host_bytes()
     if (needed := TRAINING_BYTES * parameters) > there:
         raise InputError(
-            f"a head must fit in memory, and one of {parameters:,} parameters takes "
+            f"a head must fit in memory, and one with {parameters:,} parameters needs "
             f"{needed / 2**30:,.1f} GiB of the {there / 2**30:,.1f} that {device} has; lower "
             "depth, num_layers or the widths under head="
         )

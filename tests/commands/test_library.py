@@ -141,7 +141,7 @@ def test_a_run_s_head_is_taken_onto_another_base_by_force_alone(
         (lambda more: specheads.evaluate(made.path, more, base=base, out=out), few),
         (lambda more: specheads.export(made.path, "vllm", tmp_path / "x", more, base=base), export),
     ):
-        with pytest.raises(ValueError, match="overrule with force=true"):
+        with pytest.raises(ValueError, match="override with force=true"):
             call(words)
         assert call([*words, "force=true"])
 

@@ -302,7 +302,7 @@ def test_private_repository_is_visible_to_its_owner_only(publish, server, monkey
     monkeypatch.setenv("HF_TOKEN", server.stranger)
     with pytest.raises(RepositoryNotFoundError):
         huggingface_hub.model_info(REPO)
-    with pytest.raises(ValueError, match="can be reached"):
+    with pytest.raises(ValueError, match="reachable Hub id"):
         specheads.load_head(REPO)
 
 
@@ -465,7 +465,7 @@ def log_out(_: RunDirectory, patch: pytest.MonkeyPatch) -> None:
 
 SPOILT: dict[str, tuple[Callable[..., Any], str]] = {
     "unfinished": (unfinish, "only a finished run can be pushed"),
-    "damaged": (cut_weights, "no whole safetensors file"),
+    "damaged": (cut_weights, "not a complete safetensors file"),
     "base changed": (exchange_base, "measure again"),
     "adapter": (add_adapter, "merge the adapter"),
     "weights gone": (take_weights, "a pushed head needs model.safetensors"),

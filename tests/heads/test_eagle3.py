@@ -266,7 +266,7 @@ def test_a_head_keeps_the_layers_it_was_trained_on(tmp_path: Path):
     ("settings", "message"),
     [
         ({"depth": 0}, "depth must be a whole number, at least 1, at most 64, got 0"),
-        ({"aux_layers": [3, 2]}, r"growing order, got \[3, 2\]"),
+        ({"aux_layers": [3, 2]}, r"increasing order, got \[3, 2\]"),
         ({"aux_layers": [-1, 2]}, r"at least 0, at most 4,096, got -1 at head.aux_layers\[0\]"),
         ({"aux_layers": [1, 2, 4]}, "after 4 layers, this base has 3"),
         ({"attention_heads": 4, "key_value_heads": 3}, "got 3, 4 and 8"),
@@ -302,7 +302,7 @@ def test_what_it_needs_of_a_base_is_asked_for_by_name():
             {"rope_scaling": {"rope_type": "longrope", "factor": 4.0}},
             "linear, llama3, yarn, got 'lo",
         ),
-        ({"rope_scaling": {"type": "linear"}}, "linear needs factor; got nothing: mend 'factor'"),
+        ({"rope_scaling": {"type": "linear"}}, "linear needs factor; got nothing: fix 'factor'"),
         ({"rope_scaling": {"type": "linear", "factor": "4"}}, "number above 0, got '4'"),
         ({"target_hidden_size": 64}, "target_hidden_size=48, this one has 64"),
     ],

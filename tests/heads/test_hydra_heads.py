@@ -171,7 +171,7 @@ def test_hydra_s_own_pickled_file_is_read(tmp_path: Path):
     ids=["architecture", "ungrounded", "earlier state"],
 )
 def test_hydra_s_other_kinds_of_head_are_refused(config: dict, tmp_path: Path):
-    with pytest.raises(ValueError, match="only 'mlp' and 'prefix-mlp' can be read"):
+    with pytest.raises(ValueError, match="must be 'mlp' or 'prefix-mlp'"):
         load_head(as_published("hydra_mlp", tmp_path, **config))
 
 

@@ -203,7 +203,7 @@ def test_modules_of_another_make_are_refused_in_one_line(tensor: str, message: s
         ({"hidden_act": "gelu"}, "hidden_act='silu', this one has 'gelu'"),
         ({"use_sliding_window": True}, "use_sliding_window=False, this one has True"),
         ({"rope_parameters": {"partial_rotary_factor": 0.25}}, "partial_rotary_factor=1"),
-        ({"num_attention_heads": 0}, "describe no head: ZeroDivisionError"),
+        ({"num_attention_heads": 0}, "do not describe a head: ZeroDivisionError"),
     ],
 )
 def test_settings_that_nothing_reads_are_refused(change: dict, message: str, tmp_path: Path):

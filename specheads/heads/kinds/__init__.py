@@ -1,1 +1,1 @@
-"""Trained drafters, one file a kind. The file's name is the kind: there is no registry."""
+"""Trained drafters, one file per kind. The name of the file is the kind; there is no registry."""

@@ -1,4 +1,4 @@
-"""DSpark: DFlash, each level corrected by the token drafted before it, and a say of how sure it is.
+"""DSpark: DFlash with a correction by the previous token, and a confidence output.
 
 Source: deepseek-ai/DeepSpec, DSpark_paper.pdf; vllm-project/speculators.
 """
@@ -21,26 +21,26 @@ class Config(BlockConfig):
     """Settings of a DSpark head; the defaults are the published ones."""
 
     markov_rank: Size = 256
-    """Width between the two thin matrices that turn the token before into a correction."""
+    """Rank of the correction by the previous token."""
 
     sample_from_anchor: bool = True
-    """Whether the anchor's own slot drafts the first level, and each slot the token after it;
-    otherwise masks draft the tokens in whose place they stand."""
+    """Whether the anchor's slot drafts the first level, and each slot the token after it. Otherwise
+    each mask drafts the token at its own position."""
 
 
 class MarkovHead(nn.Module):
-    """A bias on the logits by the token before: W2 W1[token]."""
+    """A bias of the logits, given the previous token: W2 W1[token]."""
 
     def __init__(self, vocab_size: int, drafted_size: int, rank: int) -> None:
         super().__init__()
         self.markov_w1 = nn.Embedding(vocab_size, rank)
         self.markov_w2 = nn.Linear(rank, drafted_size, bias=False)
-        # at first next to no correction
+        # starts with almost no correction
         nn.init.normal_(self.markov_w1.weight, std=0.01)
 
 
 class ConfidenceHead(nn.Module):
-    """The logit of the chance that the base accepts what a state guesses."""
+    """The logit of the probability that the base accepts the token of a state."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -48,9 +48,9 @@ class ConfidenceHead(nn.Module):
 
 
 class Head(BlockHead):
-    """A state is what stands at its level beside the embedding of the token before, [h, e].
+    """A state is [h, e]: the hidden state of its level and the embedding of the previous token.
 
-    Its logits are W h + W2 e of the base's W, so its projection is [W, W2], as the loss wants it.
+    Its logits are W h + W2 e, with the base's projection W, so its own projection is [W, W2].
     """
 
     def __init__(self, config: Config, width: int, vocab_size: int) -> None:
@@ -61,41 +61,41 @@ class Head(BlockHead):
     def answering(
         self, hidden: Float[Tensor, "batch time width"], tokens: Int[Tensor, "batch node"]
     ) -> Float[Tensor, "batch node answer"]:
-        """Return what stands at a level beside what the tokens before say of it."""
+        """Return the hidden states of a level, concatenated with those of the previous tokens."""
         before = self.markov_head.markov_w1(tokens)
         return torch.cat([hidden.expand(-1, tokens.shape[1], -1).to(before.dtype), before], dim=-1)
 
     def projection(self, level: int) -> tuple[Weight, Bias | None]:
-        """Return the base's projection beside the correction's, the same at every level."""
+        """Return the projections of the base and of the correction, concatenated."""
         del level
         corrects = self.markov_head.markov_w2.weight
         return torch.cat([self.lent().to(corrects.dtype), corrects], dim=1), None
 
     def projections(self) -> list[tuple[Weight, Bias | None]]:
-        """Return that one projection for every level, put together once."""
+        """Return the same projection for every level, concatenated once."""
         return [self.projection(0)] * self.depth
 
     def logits(
         self, state: Float[Tensor, "*batch width"], level: int
     ) -> Float[Tensor, "*batch vocab"]:
-        """Return the logits that `state` of this level stands for."""
+        """Return the logits of a state of this level."""
         del level
-        # two products, so that drafting does not put the projection together in every step
+        # two products, so that drafting does not concatenate the projection at every step
         hidden, before = state.split([self.width, self.config.markov_rank], dim=-1)
         return product(hidden, self.lent()) + self.markov_head.markov_w2(before)
 
     def confidence_logits(self, state: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch"]:
-        """Return the logit of the chance that the base accepts what this state guesses."""
+        """Return the logit of the probability that the base accepts the token of this state."""
         return self.confidence_head.proj(state)[..., 0]
 
     @torch.no_grad()
     def confidence(self, state: State) -> Float[Tensor, "batch node"]:
-        """Return how likely the base is to accept a guess after each node answered last."""
+        """Return the probability that the base accepts a token after each last node."""
         return self.confidence_logits(state.states).sigmoid()
 
 
 def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> BlockHead | None:
-    """Read a folder of DeepSpec's or of speculators, one with a Markov and a confidence head."""
+    """Read a folder of DeepSpec or speculators with a Markov and a confidence head."""
     settings = flat_settings(config)
     if settings is None or not settings.get("markov_rank"):
         return None

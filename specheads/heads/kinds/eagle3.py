@@ -24,7 +24,7 @@ from specheads.heads.layers.feedback import Branch, FeedbackLayer, branch, commi
 from specheads.heads.layers.rotary import published
 
 NUM_AUX_LAYERS = 3
-"""Low, middle and high: layers it reads where the settings name none."""
+"""Default number of layers that it reads: low, middle and high."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -32,45 +32,45 @@ class Config(AttentionConfig):
     """Settings of an EAGLE-3 head; the defaults are the published ones."""
 
     depth: Depth = 7
-    """Number of levels it drafts, and steps of its training-time test."""
+    """Number of levels it drafts, and of steps in its training-time test."""
 
     aux_layers: list[Layer] = field(default_factory=list)
-    """Base layers it reads, in growing order: k is the residual stream after k layers. Empty
-    takes 2, n // 2 and n - 3 of n, as serving engines do, and others in a base too shallow."""
+    """Base layers it reads, in increasing order: k is the residual stream after k layers. Empty
+    selects 2, n // 2 and n - 3 of n, as serving engines do, or others for a shallow base."""
 
     num_layers: Positive = 1
-    """Number of its layers: the first reads tokens beside features, others are plain Llama ones."""
+    """Number of layers: the first reads tokens and features, the others are plain Llama layers."""
 
     norm_before_residual: bool = False
-    """Whether the residual starts from the normed features, as in some checkpoints."""
+    """Whether the residual starts from the normalised features, as in some checkpoints."""
 
     norm_before_fc: bool = False
-    """Whether what it reads of the base is normed, all layers as one."""
+    """Whether the features are normalised, all layers together."""
 
     fc_norm: bool = False
-    """Whether what it reads of the base is normed, each layer by itself (EAGLE-3.1)."""
+    """Whether the features are normalised, each layer separately (EAGLE-3.1)."""
 
     norm_output: bool = False
-    """Whether a round reads the one before it behind the last norm (EAGLE-3.1)."""
+    """Whether a round reads the normalised output of the previous one (EAGLE-3.1)."""
 
     parallel: bool = False
-    """Whether it drafts all levels in one pass, each from a mask (P-EAGLE)."""
+    """Whether it drafts all levels in one pass, from masks (P-EAGLE)."""
 
     mask_token: Count = 0
-    """Token whose embedding is a mask's, where it drafts in one pass."""
+    """Token whose embedding is used for masks, with `parallel`."""
 
     own_embedding: bool = False
-    """Whether it learns an embedding of its own, which starts as the base's, as P-EAGLE's do."""
+    """Whether it trains its own embedding, initialised from the base's, as P-EAGLE does."""
 
     rope_theta: Scale = 10_000.0
     """Base of the rotary position embedding."""
 
     rope_scaling: dict[str, Any] = field(default_factory=dict)
-    """How that one is stretched to longer texts, as a Llama's config.json says it, by rope_type:
-    linear, llama3 or yarn. Empty is not at all."""
+    """Scaling of the rotary embedding for longer texts, as in a Llama's config.json, by rope_type:
+    linear, llama3 or yarn. Empty is no scaling."""
 
     epsilon: Scale = 1e-5
-    """Epsilon of its norms."""
+    """Epsilon of the norms."""
 
     def __post_init__(self) -> None:
         if isinstance(self.aux_layers, tuple):
@@ -79,21 +79,23 @@ class Config(AttentionConfig):
         # serving engines read the list as a sorted set
         if self.aux_layers != sorted(set(self.aux_layers)):
             raise InputError(
-                f"eagle3 needs aux_layers in growing order, got {self.aux_layers}; "
+                f"eagle3 needs aux_layers in increasing order, got {self.aux_layers}; "
                 "set head.aux_layers"
             )
         if self.norm_before_fc and self.fc_norm:
-            raise InputError("eagle3 norms what it reads once: leave out norm_before_fc or fc_norm")
+            raise InputError(
+                "eagle3 normalises its features once, got norm_before_fc and fc_norm; leave one out"
+            )
 
 
 class Head(EmbeddingHead):
     """Features of three layers, fused, then `depth` rounds of its layers over their own output.
 
-    Each round reads the token drafted last, and attends to the committed positions and to the
+    Each round reads the last drafted token, and attends to the committed positions and to the
     earlier rounds on its path. Training runs the same rounds from every position at once
-    (training-time test), so that each learns from what it will see.
+    (training-time test), so that each round trains on what it reads when drafting.
 
-    In parallel later rounds read masks instead, all in one pass: no level hangs on those above it.
+    With `parallel` the later rounds read masks, all in one pass: levels are independent.
     """
 
     def __init__(self, config: Config, width: int, vocab_size: int) -> None:
@@ -101,8 +103,10 @@ class Head(EmbeddingHead):
         self.depth, self.aux_layers = config.depth, tuple(config.aux_layers)
         num_aux, epsilon = len(self.aux_layers) or NUM_AUX_LAYERS, config.epsilon
         if config.mask_token >= vocab_size:
-            given = f"the vocabulary of {vocab_size}, got {config.mask_token}"
-            raise InputError(f"mask_token must lie within {given}; lower head.mask_token")
+            raise InputError(
+                f"mask_token must be below the vocabulary's size {vocab_size}, got "
+                f"{config.mask_token}; lower head.mask_token"
+            )
         self.input_norm = RMSNorm(num_aux * width, epsilon) if config.norm_before_fc else None
         norms = (RMSNorm(width, epsilon) for _ in range(num_aux * config.fc_norm))
         self.fc_norm = nn.ModuleList(norms)
@@ -113,7 +117,7 @@ class Head(EmbeddingHead):
         sizes = {"inner": config.inner_dim, "epsilon": epsilon, "shape": shape}
         early = config.norm_before_residual
         self.midlayer = FeedbackLayer(width, norm_before_residual=early, **sizes)
-        # by their place in the whole, as public checkpoints name them
+        # numbered from 1, as in public checkpoints
         further = (str(place) for place in range(1, config.num_layers))
         plain = {place: FeedbackLayer(width, **sizes, reads_tokens=False) for place in further}
         self.layers = nn.ModuleDict(plain)
@@ -123,7 +127,7 @@ class Head(EmbeddingHead):
         self.mask_hidden = nn.Parameter(torch.randn(num_aux * width)) if config.parallel else None
 
     def choose_aux_layers(self, num_layers: int) -> None:
-        """Take the published layers, or three spread out where those would be the same."""
+        """Choose the published layers, or three evenly spaced ones in a shallow base."""
         if not self.aux_layers:
             first, end = (2, 3) if num_layers >= 7 else (int(num_layers > 3), 1)
             aux_layers = (first, num_layers // 2, num_layers - end)
@@ -131,7 +135,7 @@ class Head(EmbeddingHead):
             self.aux_layers = aux_layers
 
     def initialise(self, embedding: Tensor, projection: Tensor) -> None:
-        """Start the vocabulary projection, and an embedding of its own, from the base's."""
+        """Initialise the vocabulary projection and its own embedding from the base's."""
         if self.embed_tokens is not None:
             self.embed_tokens.weight.data.copy_(embedding)
         self.lm_head.weight.data.copy_(projection)
@@ -144,7 +148,7 @@ class Head(EmbeddingHead):
     ) -> Iterator[Float[Tensor, "batch time width"]]:
         """Yield each round's state, of every position at once."""
         del anchors
-        # looked up once for all levels: where it learns, each look-up's gradient is a whole table
+        # one lookup for all levels: the gradient of each lookup is as large as the table
         fused, own = self._fuse(features.aux), self._embed(tokens)
         embedded = (own.roll(-1 - level, 1) for level in range(self.depth))
         if self.config.parallel:
@@ -154,19 +158,19 @@ class Head(EmbeddingHead):
             yield self.norm(hidden)
 
     def projection(self, level: int) -> tuple[Weight, Bias | None]:
-        """Return the projection to the tokens it can draft, the same at every level."""
+        """Return the projection to the draft vocabulary, the same at every level."""
         del level
         return self.lm_head.weight, None
 
     def memory(self, batch: int, capacity: int) -> Slots:
-        """Return room for the keys and values of committed positions."""
+        """Return empty slots for the keys and values of committed positions."""
         return Slots.empty(self.midlayer.self_attn, batch, capacity, self.config.num_layers)
 
     @torch.no_grad()
     def begin(
         self, committed: Committed, memory: Slots
     ) -> tuple[Float[Tensor, "batch 1 vocab"], State]:
-        """Commit every position's keys and values; answer from the last."""
+        """Store the keys and values of all positions; return the logits after the last."""
         hidden, tokens = self._fuse(committed.features.aux), committed.next_tokens
         if self.config.parallel:
             behind = (len(tokens), self.depth - 1)
@@ -180,7 +184,7 @@ class Head(EmbeddingHead):
     def extend(
         self, state: State, tokens: Int[Tensor, "batch node"], parents: Int[Tensor, "batch node"]
     ) -> tuple[Float[Tensor, "batch node vocab"], State]:
-        """Read each node on top of its parent's features, seeing the path that led to it."""
+        """Read each node after its parent's state, with attention to its path."""
         if self.config.parallel:
             return state[:, :1].expand(-1, tokens.shape[1], -1), state[:, 1:]
         return self._answer(branch(self._layers(), state, self._embed(tokens), parents))
@@ -195,18 +199,18 @@ class Head(EmbeddingHead):
         return [self.midlayer, *cast(Iterable[FeedbackLayer], self.layers.values())]
 
     def _embed(self, tokens: Tensor) -> Tensor:
-        """Return embeddings, in the precision of the weights."""
+        """Return embeddings in the dtype of the weights."""
         own = self.embed_tokens
         return self.embed(tokens, self.fc.weight) if own is None else own(tokens)
 
     def _fed_back(self, hidden: Tensor) -> Tensor:
-        """Return what the next round reads of a round's output."""
+        """Return the input of the next round, from the output of a round."""
         if self.mask_hidden is not None:
             return self._fuse(self.mask_hidden).expand(*hidden.shape[:2], -1)
         return self.norm(hidden) if self.config.norm_output else hidden
 
     def _fuse(self, aux: Tensor | None) -> Tensor:
-        """Return what the first round reads of the base's layers."""
+        """Return the input of the first round, from the base's layers."""
         if aux is None:
             raise InputError(
                 "eagle3 reads aux_layers, got none; read the base with aux_layers=head.aux_layers"
@@ -219,7 +223,7 @@ class Head(EmbeddingHead):
 
 
 def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | None:
-    """Read a folder of SafeAILab's EAGLE, of SpecForge or of vllm-project's speculators."""
+    """Read a folder of SafeAILab's EAGLE, SpecForge or vllm-project's speculators."""
     found = interpret(config, tensors)
     if found is None:
         return None
@@ -237,23 +241,23 @@ def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | No
 IDS = "eagle_aux_hidden_state_layer_ids"
 
 PLAIN = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
-"""Settings of public checkpoints that may differ, and whose other values nothing here reads."""
+"""Settings of public checkpoints with the only supported value of each."""
 
 SAME = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-"""Settings of the same name and meaning there and here."""
+"""Settings with the same name and meaning in public checkpoints and here."""
 
 
 def interpret(
     config: dict[str, Any], tensors: dict[str, Tensor]
 ) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
-    """Return settings and tensors as `kinds/eagle3.py` has them; None for another layout.
+    """Convert the settings and tensors of a public checkpoint; None for another layout.
 
-    They name the first layer `midlayer` or `layers.0`. An embedding that was not trained is a copy
-    of the base's, and stands under `embedding`. Sizes stand among the settings, as `width` and
-    `vocab_size`.
+    Public checkpoints name the first layer `midlayer` or `layers.0`. An embedding that was not
+    trained is a copy of the base's, and is returned as `embedding`. The settings include the sizes
+    `width` and `vocab_size`.
 
     Raises:
-        ValueError: It needs something that the head has not.
+        ValueError: The checkpoint needs something that the head does not support.
     """
     named = {name.replace("layers.0.", "midlayer."): value for name, value in tensors.items()}
     kind = config.get("speculators_model_type", "eagle3")
@@ -261,7 +265,7 @@ def interpret(
         return None
     nested = dict(config.get("eagle_config", {}))
     if IDS in nested:
-        # SpecForge, SGLang and ModelOpt, who write them there, count outputs of layers from zero
+        # SpecForge, SGLang and ModelOpt write them there, and count the outputs of layers from zero
         nested[IDS] = [layer + 1 for layer in nested[IDS]]
     settings = config.get("transformer_layer_config", {}) | nested | config
     for name, value in (PLAIN | {"target_hidden_size": settings["hidden_size"]}).items():
@@ -282,7 +286,7 @@ def interpret(
 
 
 def _own_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    # where it is not in speculators' format, our own exports say it beside the rest
+    # our own exports in other formats store it with the other settings
     proposal = settings.get("speculators_config", {}).get("proposal_methods", [settings])[0]
     drafted, depth = settings.get("draft_vocab_size") or 0, proposal.get("speculative_tokens")
     return {
@@ -308,6 +312,6 @@ def _mask_token(settings: dict[str, Any]) -> int:
     if not found:
         raise InputError(
             f"a checkpoint with mask_hidden needs one of {', '.join(names)} in config.json, got "
-            "none; add the token its masks have"
+            "none; add its mask token"
         )
     return found[0]

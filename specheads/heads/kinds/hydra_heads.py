@@ -1,4 +1,4 @@
-"""Hydra: heads that read the path drafted before them, as embeddings of the base.
+"""Hydra: heads that read the drafted path, through the base's embedding.
 
 Source: Ankner et al. 2024, arXiv:2402.05109; zankner/Hydra, hydra/model/hydra_heads.
 """
@@ -22,7 +22,7 @@ from specheads.heads.layers.embedding import EmbeddingHead
 from specheads.heads.layers.prefix import PrefixLayer
 
 BORROWED = ("input_embed_fn.weight", "embed_tokens.weight", "rotary_emb.inv_freq")
-"""Stored by the project and no part of the head: the base's embedding, twice, and a table."""
+"""Tensors of public checkpoints that are not part of the head."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -30,25 +30,25 @@ class Config:
     """Settings of Hydra heads; the defaults are the published ones of Hydra++."""
 
     depth: Depth = 4
-    """Number of levels it drafts, each by a head of its own."""
+    """Number of levels it drafts, each with its own head."""
 
     num_layers: Depth = 4
     """Number of blocks of each head: 1 is Hydra, 4 is Hydra++."""
 
     draft_tokens: Count = 0
-    """Number of tokens it can draft, the most frequent ones of the training text. Zero is all."""
+    """Size of the draft vocabulary: the most frequent tokens of the training text. Zero is all."""
 
     prefix: bool = True
-    """Whether a decoder layer of its own reads the base's states first, as in Hydra++."""
+    """Whether a decoder layer processes the base's hidden states first, as in Hydra++."""
 
     attention_heads: Width = 0
-    """Number of that layer's attention heads. Zero takes one for each 64 channels of the base."""
+    """Number of that layer's attention heads. Zero is one per 64 channels of the base."""
 
     key_value_heads: Width = 0
-    """Number of heads of keys and values. Zero takes as many as there are attention heads."""
+    """Number of key and value heads. Zero is the number of attention heads."""
 
     inner_dim: Width = 0
-    """Width of its MLP. Zero takes 8/3 of the base's, rounded up to a multiple of 16."""
+    """Width of its MLP. Zero is 8/3 of the base's width, rounded up to a multiple of 16."""
 
     rope_theta: Scale = 10_000.0
     """Base of its rotary position embedding."""
@@ -76,14 +76,14 @@ class Head(EmbeddingHead):
         self.head = nn.ModuleList(nn.Linear(width, self.drafted_size) for _ in range(self.depth))
 
     def initialise(self, embedding: Tensor, projection: Tensor) -> None:
-        """Start every head from the base's own next-token distribution, whatever it read."""
+        """Start every head from the base's next-token distribution."""
         del embedding
         for head in self.head:
             head.get_parameter("weight").data.copy_(projection)
             nn.init.zeros_(head.get_parameter("bias"))
 
     def memory(self, batch: int, capacity: int) -> Slots | None:
-        """Return room for the prefix layer's keys and values."""
+        """Return empty slots for the keys and values of the prefix layer."""
         return Slots.empty(self.prefix.self_attn, batch, capacity) if self.prefix else None
 
     def states(
@@ -101,21 +101,21 @@ class Head(EmbeddingHead):
             yield blocks(path)
 
     def projection(self, level: int) -> tuple[Weight, Bias | None]:
-        """Return the level's own vocabulary projection."""
+        """Return the vocabulary projection of a level."""
         head = self.head[level]
         return head.get_parameter("weight"), head.get_parameter("bias")
 
     def begin(
         self, committed: Committed, memory: Any
     ) -> tuple[Float[Tensor, "batch 1 vocab"], State]:
-        """Read the root on top of the base's last state."""
+        """Read the root after the base's last hidden state."""
         path = self.prefix.newest(committed, memory) if self.prefix else committed.hidden()
         return self._step(path, committed.root(), 0)
 
     def extend(
         self, state: State, tokens: Int[Tensor, "batch node"], parents: Int[Tensor, "batch node"]
     ) -> tuple[Float[Tensor, "batch node vocab"], State]:
-        """Read each node on top of its parent's path."""
+        """Read each node after its parent's path."""
         above, level = state
         return self._step(pick_parents(above, parents), tokens, level + 1)
 
@@ -127,16 +127,16 @@ class Head(EmbeddingHead):
 def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | None:
     """Read zankner's layout: `hydra_mlp`, `hydra_lm_head` and `prefix_embeding_layer` (sic).
 
-    The table of rotary frequencies tells the prefix layer's heads; config.json does not. Blocks
-    after a head's first are one and the same there, and copies here.
+    The size of the prefix layer's heads comes from its table of rotary frequencies. The blocks
+    after a head's first one share weights there, and are copies here.
     """
     if "hydra_num_heads" not in config:
         return None
     found = [config.get(name) for name in ("hydra_head_arch", "grounded_heads")]
     if found not in (["mlp", True], ["prefix-mlp", True]) or config.get("hidden_state_offset"):
         raise InputError(
-            "of Hydra's heads only 'mlp' and 'prefix-mlp' can be read, grounded and on the last "
-            f"hidden state; this one is {found[0]!r}, or not grounded, or reads an earlier state"
+            "Hydra heads must be 'mlp' or 'prefix-mlp', grounded, and read the last hidden state; "
+            f"this one is {found[0]!r}, or not grounded, or reads an earlier state; choose another"
         )
     prefix = found[0] == "prefix-mlp"
     own = Config(
@@ -156,7 +156,7 @@ def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | No
 
 def _need(tensors: dict[str, Tensor], name: str) -> Tensor:
     if name not in tensors:
-        raise InputError(f"a Hydra checkpoint needs {name!r}; this one is incomplete")
+        raise InputError(f"a Hydra checkpoint needs {name!r}; download it again")
     return tensors[name]
 
 
@@ -175,7 +175,7 @@ def _prefix_shape(tensors: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def _own_name(name: str, places: int) -> str:
-    """Name a tensor as `Head` does; a block takes `places` places there, its dropout included."""
+    """Return our name of a tensor; a block has `places` indices there, with its dropout."""
     part, head, *rest = name.split(".")
     if part == "prefix_embeding_layer":
         return f"prefix.{name.removeprefix(f'{part}.').removeprefix('layers.0.')}"

@@ -1,4 +1,4 @@
-"""Medusa: independent heads that all read the same hidden state.
+"""Medusa: independent heads that read the same hidden state.
 
 Source: Cai et al. 2024, arXiv:2401.10774, section 2.1; FasterDecoding/Medusa.
 """
@@ -26,31 +26,30 @@ class Config:
     """Settings of Medusa heads; the defaults are the published ones."""
 
     depth: Depth = 5
-    """Number of levels it drafts, each by a head of its own."""
+    """Number of levels it drafts, each with its own head."""
 
     num_layers: Layers = 1
     """Number of residual blocks of each head."""
 
     projection: Annotated[str, one_of("own", "shared", "low_rank")] = "own"
-    """Where a head's state becomes logits: own (a matrix of each head), shared (the base's, never
-    trained nor saved) or low_rank (the base's, plus the product of two thin matrices)."""
+    """Vocabulary projection: own (one matrix per head), shared (the base's, frozen and not saved)
+    or low_rank (the base's, plus a low-rank update per head)."""
 
     rank: Size = 64
-    """Width between those two thin matrices."""
+    """Rank of the update, with projection=low_rank."""
 
     draft_tokens: Count = 0
-    """Number of tokens it can draft, the most frequent ones of the training text. Zero is all."""
+    """Size of the draft vocabulary: the most frequent tokens of the training text. Zero is all."""
 
     def __post_init__(self) -> None:
         check(self, "head")
 
 
 class Head(BaseHead):
-    """`depth` heads, each some residual blocks and a vocabulary projection.
+    """`depth` heads, each with residual blocks and a vocabulary projection.
 
-    With a low rank, logits are W h + U (D h) of the base's W. States are then [h, D h] and
-    projections [W, U], one matrix as the loss wants it, and no W + U D is ever rounded to the
-    precision of the products.
+    With a low rank, the logits are W h + U (D h), with the base's projection W. States are then
+    [h, D h] and projections [W, U], so that the loss uses one matrix and W + U D is never rounded.
     """
 
     borrowed: Tensor | None
@@ -75,18 +74,18 @@ class Head(BaseHead):
             nn.init.zeros_(up.get_parameter("weight"))
 
     def initialise(self, embedding: Tensor, projection: Tensor) -> None:
-        """Start from the base's own next-token distribution: the blocks begin as identities."""
+        """Start from the base's next-token distribution: the blocks start as identities."""
         del embedding
         for head in self.head:
             head.get_parameter("weight").data.copy_(projection)
 
     def bind(self, embedding: Tensor, projection: Tensor | None = None) -> None:
-        """Borrow the base's vocabulary projection, where the heads have none of their own."""
+        """Borrow the base's vocabulary projection, unless the heads have their own."""
         if self.config.projection == "own":
             return
         projection = embedding if projection is None else projection
         if not self.vocab_size:
-            # a public checkpoint without projections does not say how many tokens there are
+            # a public checkpoint without projections does not contain the vocabulary size
             self.vocab_size = self.drafted_size = len(projection)
         self.borrowed = self.projection_rows(projection.detach())
 
@@ -96,13 +95,13 @@ class Head(BaseHead):
         tokens: Int[Tensor, "batch time"],
         anchors: Bool[Tensor, "batch time"] | None = None,
     ) -> Iterator[Float[Tensor, "batch time width"]]:
-        """Yield each head's state; none of them reads a drafted token."""
+        """Yield each head's state; no head reads a drafted token."""
         del tokens, anchors
         for level in range(self.depth):
             yield self._state(features.hidden, level)
 
     def projection(self, level: int) -> tuple[Weight, Bias | None]:
-        """Return the level's vocabulary projection; it has no bias."""
+        """Return the vocabulary projection of a level, without a bias."""
         if self.head:
             return self.head[level].get_parameter("weight"), None
         if not self.up:
@@ -112,17 +111,17 @@ class Head(BaseHead):
     def logits(
         self, state: Float[Tensor, "*batch width"], level: int
     ) -> Float[Tensor, "*batch vocab"]:
-        """Return the logits that `state` of this level stands for."""
+        """Return the logits of a state of this level."""
         if not self.up:
             return super().logits(state, level)
-        # two products, so that drafting does not put the projection together in every step
+        # two products, so that drafting does not concatenate the projection at every step
         hidden, thin = state.split([self.width, self.config.rank], dim=-1)
         return product(hidden, self._lent()) + self.up[level](thin)
 
     def begin(
         self, committed: Committed, memory: None
     ) -> tuple[Float[Tensor, "batch 1 vocab"], State]:
-        """Answer for the root from the base's last state."""
+        """Return the logits after the root, from the base's last hidden state."""
         del memory
         hidden = committed.hidden()
         return self.logits(self._state(hidden, 0), 0), (hidden, 0)
@@ -130,7 +129,7 @@ class Head(BaseHead):
     def extend(
         self, state: State, tokens: Int[Tensor, "batch node"], parents: Int[Tensor, "batch node"]
     ) -> tuple[Float[Tensor, "batch node vocab"], State]:
-        """Give every node of the level the same answer: Medusa's guesses ignore the path."""
+        """Return the same logits for every node of the level: Medusa ignores the path."""
         del parents
         hidden, level = state[0], state[1] + 1
         logits = self.logits(self._state(hidden, level), level)
@@ -142,15 +141,15 @@ class Head(BaseHead):
 
     def _lent(self) -> Tensor:
         if self.borrowed is None:
-            raise InputError("medusa shares its base's projection; load the head with its base")
+            raise InputError("medusa borrows its base's projection; load the head with its base")
         return self.borrowed
 
 
 def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | None:
     """Read FasterDecoding's layout: `{head}.{layer}.linear.*`, then `{head}.{layers}.weight`.
 
-    Its legacy heads have no projections and share the base's. Its config.json has neither width
-    nor vocabulary; the tensors do, but for the vocabulary of legacy heads.
+    Legacy heads have no projections and share the base's. The width and the vocabulary size come
+    from the tensors, because config.json has none; legacy heads have no vocabulary size.
     """
     if "medusa_num_heads" not in config:
         return None
@@ -165,7 +164,7 @@ def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | No
     )
     known = "blocks.0.0.linear.weight" if is_legacy else "head.0.weight"
     if known not in named:
-        raise InputError(f"a Medusa checkpoint needs {known!r}; this one is incomplete")
+        raise InputError(f"a Medusa checkpoint needs {known!r}; download it again")
     rows, width = named[known].shape
     head = Head(own, width=width, vocab_size=0 if is_legacy else rows)
     fill(head, named)

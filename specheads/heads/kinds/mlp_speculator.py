@@ -1,4 +1,4 @@
-"""IBM's MLP speculator: a small recurrence over the tokens drafted before.
+"""IBM's MLP speculator: a small recurrence over the drafted tokens.
 
 Source: Wertheimer et al. 2024, arXiv:2404.19124; foundation-model-stack/fms-extras. The gated
 state: `ArcticLSTMSpeculator` of snowflakedb/ArcticInference.
@@ -24,7 +24,7 @@ from specheads.heads.checkpoint import fill
 
 EPSILON = 1e-6
 GATES = ("forget", "input", "output", "cell")
-"""Parts of the gated recurrence, in the order of their rows; the last one is no gate."""
+"""Parts of the gated recurrence in the order of their rows; the last one is not a gate."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -35,27 +35,27 @@ class Config:
     """Number of levels it drafts."""
 
     inner_dim: Width = 0
-    """Width of its state. Zero takes the base's."""
+    """Width of its state. Zero is the width of the base."""
 
     state: Annotated[str, one_of("mlp", "gated")] = "mlp"
-    """How a token updates it: mlp (a layer of its own) or gated (as an LSTM does)."""
+    """Update of the state by a token: mlp (a linear layer) or gated (an LSTM)."""
 
     tie_weights: bool = True
-    """Whether all levels share embedding, projection and norm, and all but the first the
+    """Whether all levels share embedding, projection and norm, and all but the first share the
     recurrence."""
 
     scale_input: bool = True
-    """Whether the base's hidden state is brought to norm 1/sqrt(2) per channel first."""
+    """Whether the base's hidden state is scaled to an RMS of 1/sqrt(2) first."""
 
     draft_tokens: Count = 0
-    """Number of tokens it can draft, the most frequent ones of the training text. Zero is all."""
+    """Size of the draft vocabulary: the most frequent tokens of the training text. Zero is all."""
 
     def __post_init__(self) -> None:
         check(self, "head")
 
 
 class _Norm(nn.Module):
-    """Root-mean-square norm with a bias, as the published checkpoints have it."""
+    """Root-mean-square norm with a bias, as in the published checkpoints."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -69,11 +69,11 @@ class _Norm(nn.Module):
 class Head(BaseHead):
     """`depth` steps of state <- GELU(norm(a * W state + b * E token)), each with its logits.
 
-    a and b weigh old against new, so that after all levels half of the first state's energy is
-    left: a = 0.5 ** (0.5 / depth), b = sqrt((1 - a**2) * inner_dim / 2).
+    The weights a and b are such that half of the first state's energy remains after all levels:
+    a = 0.5 ** (0.5 / depth), b = sqrt((1 - a**2) * inner_dim / 2).
 
-    Gated, W has four parts that read the same token: f, i, o and c. A cell, empty at first, is
-    kept beside the state: cell <- cell * sigmoid(f) + GELU(norm(c)) * sigmoid(i), and
+    With `gated`, W has four parts f, i, o and c that read the same token, and there is a cell that
+    starts at zero: cell <- cell * sigmoid(f) + GELU(norm(c)) * sigmoid(i), and
     state <- GELU(norm(cell)) * sigmoid(o).
     """
 
@@ -102,10 +102,9 @@ class Head(BaseHead):
         self.token_weight = math.sqrt((1 - self.state_weight**2) * inner / 2)
 
     def initialise(self, embedding: Tensor, projection: Tensor) -> None:
-        """Start embedding and projection from the base's own, where the widths agree.
+        """Initialise embedding and projection from the base's, if the widths are equal.
 
-        At equal width this saves the first few hundred steps; otherwise the published random
-        initialisation stays.
+        This saves the first few hundred steps. Otherwise the published random initialisation stays.
         """
         if embedding.shape != self.emb[0].get_parameter("weight").shape:
             return
@@ -125,20 +124,20 @@ class Head(BaseHead):
         """Yield the states that read tokens[:, t + 1], then tokens[:, t + 2], and so on."""
         del anchors
         state = self._first(features.hidden)
-        # looked up once for all levels of a table: each look-up's gradient is as large as that
+        # one lookup for all levels: the gradient of each lookup is as large as the table
         looked_up = [table(tokens) for table in self.emb]
         for level in range(self.depth):
             state = self._step(state, _of(looked_up, level).roll(-1 - level, 1), level)
             yield state[..., : self.inner]
 
     def projection(self, level: int) -> tuple[Weight, Bias | None]:
-        """Return the level's vocabulary projection; it has no bias."""
+        """Return the vocabulary projection of a level, without a bias."""
         return _of(self.head, level).weight, None
 
     def begin(
         self, committed: Committed, memory: None
     ) -> tuple[Float[Tensor, "batch 1 vocab"], State]:
-        """Read the root on top of the base's last state."""
+        """Read the root after the base's last hidden state."""
         del memory
         state = self._step(self._first(committed.hidden()), self.emb[0](committed.root()), 0)
         return self.logits(state[..., : self.inner], 0), (state, 0)
@@ -146,7 +145,7 @@ class Head(BaseHead):
     def extend(
         self, state: State, tokens: Int[Tensor, "batch node"], parents: Int[Tensor, "batch node"]
     ) -> tuple[Float[Tensor, "batch node vocab"], State]:
-        """Read each node on top of its parent's state."""
+        """Read each node after its parent's state."""
         above, level = state
         read = _of(self.emb, level + 1)(tokens)
         below = self._step(pick_parents(above, parents), read, level + 1)
@@ -158,10 +157,10 @@ class Head(BaseHead):
         return F.pad(hidden, (0, self.inner)) if self.gated else hidden
 
     def _step(self, state: Tensor, read: Tensor, level: int) -> Tensor:
-        """Return the state after one more token, embedded; where it is gated, [state, cell]."""
+        """Return the state after one more embedded token; [state, cell] if gated."""
         norm = _of(self.ln, level)
-        # scaled by 1 / a against the formula, as its own project has it: the norm undoes that
-        # but for its epsilon
+        # scaled by 1 / a compared with the formula, as in the original code: the norm undoes this
+        # except for its epsilon
         scale = self.token_weight / self.state_weight
         if not self.gated:
             return F.gelu(norm(torch.add(_of(self.proj, level)(state), read, alpha=scale)))
@@ -175,15 +174,15 @@ class Head(BaseHead):
 
 
 def _of(modules: nn.ModuleList | list[Tensor], level: int) -> Any:
-    """Return what is the level's own, or the last one where later levels share it."""
+    """Return the entry of a level, or the last one, which later levels share."""
     return modules[min(level, len(modules) - 1)]
 
 
 def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | None:
     """Read an IBM accelerator or one of Snowflake's Arctic speculators.
 
-    Both say model_type mlp_speculator; Arctic's recurrent ones also name a method. Tied tensors
-    stand there once a level, as copies; they must agree.
+    Both have model_type mlp_speculator; Arctic's recurrent ones also have a method. Tied tensors
+    are stored once per level, and the copies must be equal.
     """
     if config.get("model_type") != "mlp_speculator":
         return None
@@ -201,7 +200,7 @@ def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | No
     if head.gated:
         named = _join_gates(named)
     elif method:
-        # each is the first and only one of a sequence there
+        # there, each module is the only one of a sequence
         named = {re.sub(r"^(emb|proj|ln)\.(\d+)\.0\.", r"\1.\2.", n): t for n, t in named.items()}
     if own.tie_weights:
         named = _untie(named, set(head.state_dict()))
@@ -210,21 +209,22 @@ def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | No
 
 
 def _arctic_width(config: dict[str, Any]) -> int:
-    """Return the one width of an Arctic speculator; refuse those with several, or more parts."""
+    """Return the width of an Arctic speculator; refuse several widths and unsupported methods."""
     widths = {str(config[name]) for name in ("inner_dim", "emb_dim", "proj_dim")}
     tied = config.get("tie_weights") and config.get("tie_lstm_embs")
     known = config["method"] == "sum_rnn" or (config["method"] == "sum_lstm" and tied)
     width = max(widths)
     if not known or len(widths) > 1 or not width.isdigit():
         raise InputError(
-            "of Arctic's speculators those of one width can be read, sum_rnn or sum_lstm with tied "
-            f"weights and embeddings; this one is {config['method']!r} of widths {sorted(widths)}"
+            "an Arctic speculator must have one width and be sum_rnn, or sum_lstm with tied "
+            f"weights and embeddings; this one is {config['method']!r} of widths {sorted(widths)}; "
+            "choose another"
         )
     return int(width)
 
 
 def _join_gates(named: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Stack what Arctic stores gate by gate; all gates share one embedding."""
+    """Stack the gates, which Arctic stores separately; all gates share one embedding."""
     named = {name.replace("cell_ln.", "ln."): value for name, value in named.items()}
     for part in ("emb", "proj"):
         for level in ("0", "1"):
@@ -233,17 +233,23 @@ def _join_gates(named: dict[str, Tensor]) -> dict[str, Tensor]:
             if len(gates) < len(found):
                 continue
             if part == "emb" and not all(torch.equal(gates[0], gate) for gate in gates):
-                raise InputError("tie_lstm_embs is set, but the gates' embeddings differ")
+                raise InputError(
+                    "with tie_lstm_embs the gates' embeddings must be equal, and they differ; "
+                    "download it again"
+                )
             named[f"{part}.{level}.weight"] = gates[0] if part == "emb" else torch.cat(gates)
     return named
 
 
 def _untie(named: dict[str, Tensor], wanted: set[str]) -> dict[str, Tensor]:
-    """Drop the copies of tied tensors, after checking that they are copies."""
+    """Remove the copies of tied tensors, after a check that they are equal."""
     for name in sorted(set(named) - wanted):
         part, _, rest = name.partition(".")
         suffix = rest.partition(".")[2]
         kept = f"{part}.{1 if part == 'proj' else 0}.{suffix}"
         if kept not in named or not torch.equal(named[kept], named[name]):
-            raise InputError(f"tie_weights is set, but {name!r} differs from {kept!r}")
+            raise InputError(
+                f"with tie_weights {name!r} and {kept!r} must be equal, and they differ; download "
+                "it again"
+            )
     return {name: value for name, value in named.items() if name in wanted}

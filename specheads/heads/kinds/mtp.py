@@ -30,35 +30,35 @@ class Config(AttentionConfig):
     """Settings of an MTP head; the defaults are FastMTP's depth and DeepSeek-V3's order."""
 
     depth: Depth = 3
-    """Number of levels it drafts, and rounds of its layer in training."""
+    """Number of levels it drafts, and of rounds in training."""
 
     hidden_first: bool = False
-    """Whether its projection reads the state before the token, as MiMo's, and not after it, as
-    DeepSeek-V3's and Qwen3-Next's."""
+    """Whether its projection reads [state, token], as in MiMo, instead of [token, state], as in
+    DeepSeek-V3 and Qwen3-Next."""
 
     qk_norm: bool = False
-    """Whether each head's queries and keys are normed, as Qwen3's."""
+    """Whether the queries and keys of each head are normalised, as in Qwen3."""
 
     attention_bias: bool = False
-    """Whether queries, keys and values have biases, as Qwen2's and MiMo's."""
+    """Whether queries, keys and values have biases, as in Qwen2 and MiMo."""
 
     rope_theta: Scale = 10_000.0
     """Base of the rotary position embedding."""
 
     rope_scaling: dict[str, Any] = field(default_factory=dict)
-    """How that one is stretched to longer texts, as a Llama's config.json says it, by rope_type:
-    linear, llama3 or yarn. Empty is not at all."""
+    """Scaling of the rotary embedding for longer texts, as in a Llama's config.json, by rope_type:
+    linear, llama3 or yarn. Empty is no scaling."""
 
     epsilon: Scale = 1e-6
-    """Epsilon of its norms."""
+    """Epsilon of the norms."""
 
 
 class Head(BorrowingHead):
     """The base's last hidden state and the token after it, then `depth` rounds of one layer.
 
-    Each round reads the token drafted last and the normed output of the round before, and attends
-    to the committed positions and to the earlier rounds on its path. Training runs the same rounds
-    from every position at once. The base's own projection, never trained, turns states into logits.
+    Each round reads the last drafted token and the normalised output of the previous round, and
+    attends to the committed positions and to the earlier rounds on its path. Training runs the same
+    rounds from every position at once. The frozen projection of the base turns states into logits.
     """
 
     def __init__(self, config: Config, width: int, vocab_size: int) -> None:
@@ -97,14 +97,14 @@ class Head(BorrowingHead):
             yield self.norm(hidden)
 
     def memory(self, batch: int, capacity: int) -> Slots:
-        """Return room for the keys and values of committed positions."""
+        """Return empty slots for the keys and values of committed positions."""
         return Slots.empty(self.layer.mtp_block.self_attn, batch, capacity)
 
     @torch.no_grad()
     def begin(
         self, committed: Committed, memory: Slots
     ) -> tuple[Float[Tensor, "batch 1 vocab"], State]:
-        """Commit every position's keys and values; answer from the last."""
+        """Store the keys and values of all positions; return the logits after the last."""
         hidden = self._precise(committed.features.hidden)
         embedded = self._embed(committed.next_tokens)
         return self._answer(commit([self.layer], hidden, embedded, committed, memory))
@@ -113,7 +113,7 @@ class Head(BorrowingHead):
     def extend(
         self, state: State, tokens: Int[Tensor, "batch node"], parents: Int[Tensor, "batch node"]
     ) -> tuple[Float[Tensor, "batch node vocab"], State]:
-        """Read each node on top of its parent's state, seeing the path that led to it."""
+        """Read each node after its parent's state, with attention to its path."""
         return self._answer(branch([self.layer], state, self._embed(tokens), parents))
 
     def _answer(self, found: Branch) -> tuple[Tensor, State]:
@@ -125,12 +125,12 @@ class Head(BorrowingHead):
         return self.embed(tokens, self.norm.weight)
 
     def _precise(self, hidden: Tensor) -> Tensor:
-        """Return the base's states in the precision of the weights."""
+        """Return the base's states in the dtype of the weights."""
         return hidden.to(self.norm.weight.dtype)
 
 
 def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | None:
-    """Read the MTP module of a base's own checkpoint, or a folder of speculators."""
+    """Read the MTP module of a base's checkpoint, or a folder of speculators."""
     found = interpret(config, tensors)
     if found is None:
         return None
@@ -144,7 +144,7 @@ def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | No
 PROJECTION = re.compile(
     r"(model\.layers\.\d+\.|(?:model\.)?mtp_layers\.\d+\.|mtp\.)(?:eh_proj|input_proj|fc)\.weight"
 )
-"""What every module has, behind the prefix of all its tensors."""
+"""A tensor that every module has, after the prefix of all its tensors."""
 
 PARTS = {
     "layer.enorm": ("enorm", "token_layernorm", "pre_fc_norm_embedding"),
@@ -152,12 +152,12 @@ PARTS = {
     "layer.eh_proj": ("eh_proj", "input_proj", "fc"),
     "norm": ("shared_head.norm", "final_layernorm", "norm"),
 }
-"""Our names, and those of DeepSeek-V3, of MiMo and speculators, and of Qwen3-Next."""
+"""Our names, and those of DeepSeek-V3, MiMo and speculators, and Qwen3-Next."""
 
 OURS = {f"{one}.weight": f"{ours}.weight" for ours, theirs in PARTS.items() for one in theirs}
 
 COPIES = ("embed_tokens.weight", "shared_head.head.weight")
-"""Copies of the base's own tensors, which a module may carry along."""
+"""Copies of the base's tensors that a module may contain."""
 
 PLAIN = {
     "hidden_act": "silu",
@@ -165,53 +165,53 @@ PLAIN = {
     "partial_rotary_factor": 1,
     "use_sliding_window": False,
 }
-"""Settings that may differ there, and whose other values nothing here reads."""
+"""Settings of public checkpoints with the only supported value of each."""
 
 FOREIGN = {
     "experts": re.compile(r"mlp\.(shared_)?experts?\b|mlp\.gate\."),
     "latent attention": re.compile(r"self_attn\.(q_a|q_b|kv_a|kv_b)_"),
 }
-"""Parts of modules that the head has not, by their tensors."""
+"""Unsupported parts of modules, by their tensors."""
 
 
 def interpret(
     config: dict[str, Any], tensors: dict[str, Tensor]
 ) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
-    """Return settings and tensors as `kinds/mtp.py` has them; None for a folder without a module.
+    """Convert the settings and tensors of a checkpoint; None for a folder without an MTP module.
 
-    Sizes stand among the settings, as `width` and `vocab_size`.
+    The settings include the sizes `width` and `vocab_size`.
 
     Raises:
-        ValueError: There are several modules, or it needs something that the head has not.
+        ValueError: There are several modules, or one needs something that is not supported.
     """
     prefixes = sorted(found[1] for found in map(PROJECTION.fullmatch, tensors) if found)
     if not prefixes:
         return None
     if len(prefixes) > 1:
         raise InputError(
-            f"mtp reads one module, to be applied again and again, this checkpoint has "
-            f"{len(prefixes)}: {', '.join(prefixes)[:80]}; choose another, or train head=mtp anew"
+            f"mtp reads one module and applies it repeatedly, this checkpoint has "
+            f"{len(prefixes)}: {', '.join(prefixes)[:80]}; choose another, or train head=mtp"
         )
     named = _named(tensors, prefixes[0])
     settings = config | config.get("text_config", {}) | config.get("transformer_layer_config", {})
-    said = (settings.get("rope_parameters") or {}) | settings
+    found = (settings.get("rope_parameters") or {}) | settings
     for name, value in PLAIN.items():
-        if said.get(name) not in (None, value):
+        if found.get(name) not in (None, value):
             raise InputError(
-                f"mtp reads modules with {name}={value!r}, this one has {said[name]!r:.80}; train "
-                "head=mtp anew"
+                f"mtp reads modules with {name}={value!r}, this one has {found[name]!r:.80}; train "
+                "head=mtp instead"
             )
     return _own_settings(settings, named, prefixes[0]), named
 
 
 def _named(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Return a module's tensors by our names."""
+    """Return the tensors of a module by our names."""
     own = {name[len(prefix) :]: value for name, value in tensors.items() if name.startswith(prefix)}
     for what, pattern in FOREIGN.items():
         if found := next(filter(pattern.search, sorted(own)), None):
             raise InputError(
                 f"mtp reads modules of a dense Llama layer, this one has {what} "
-                f"({prefix}{found:.80}); train head=mtp anew"
+                f"({prefix}{found:.80}); train head=mtp instead"
             )
     plain = {name.removeprefix("layers.0."): value for name, value in own.items()}
     for copy in COPIES:
@@ -227,7 +227,7 @@ def _own_settings(
     if rows[0] == 2 * columns[1]:
         raise InputError(
             f"mtp reads modules of a dense Llama layer, this one has gated attention "
-            f"({prefix}self_attn.q_proj); train head=mtp anew"
+            f"({prefix}self_attn.q_proj); train head=mtp instead"
         )
     proposals = settings.get("speculators_config", {}).get("proposal_methods", [{}])
     depth = proposals[0].get("speculative_tokens")

@@ -1,4 +1,4 @@
-"""ReDrafter: one small recurrent cell over the base's embeddings, the same at every level.
+"""ReDrafter: one small recurrent cell over the base's embeddings, shared by all levels.
 
 Source: Cheng et al. 2024, arXiv:2403.09919; apple/ml-recurrent-drafter.
 """
@@ -26,26 +26,26 @@ class Config:
     """Settings of a recurrent drafter; the defaults are the published ones."""
 
     depth: Depth = 5
-    """Number of levels it learns and drafts; its size does not depend on it."""
+    """Number of levels it trains and drafts; its size does not depend on this."""
 
     num_layers: Layers = 2
-    """Number of residual blocks before its vocabulary projection."""
+    """Number of residual blocks before the vocabulary projection."""
 
     exit_dim: Width = 0
-    """Width of blocks and projection. Zero takes twice the base's, which needs no adapter."""
+    """Width of blocks and projection. Zero is twice the base's width, which needs no adapter."""
 
     rnn: bool = True
-    """Whether a cell reads the drafted tokens; without it their embeddings are summed up."""
+    """Whether a recurrent cell reads the drafted tokens. Otherwise their embeddings are summed."""
 
     draft_tokens: Count = 0
-    """Number of tokens it can draft, the most frequent ones of the training text. Zero is all."""
+    """Size of the draft vocabulary: the most frequent tokens of the training text. Zero is all."""
 
     def __post_init__(self) -> None:
         check(self, "head")
 
 
 class Head(EmbeddingHead):
-    """state <- SiLU(W embedding + U state + b) from zero on; logits from [hidden, state]."""
+    """state <- SiLU(W embedding + U state + b), starting at zero; logits from [hidden, state]."""
 
     def __init__(self, config: Config, width: int, vocab_size: int) -> None:
         super().__init__(config, width, vocab_size)
@@ -58,13 +58,13 @@ class Head(EmbeddingHead):
         self.head = nn.Linear(exit_dim, self.drafted_size, bias=False)
 
     def initialise(self, embedding: Tensor, projection: Tensor) -> None:
-        """Start from the base's own next-token distribution, and a cell that reads embeddings.
+        """Start from the base's next-token distribution, and scale the cell to the embeddings.
 
-        An `exit_dim` below the base's width has no room for that and starts at random.
+        With an `exit_dim` below the base's width the projection starts randomly.
         """
         width = self.width
         if self.rnn_w is not None:
-            # embeddings are often small numbers: brought to unit size, the cell can use them
+            # scales the embeddings, which are often small, to unit size
             size = embedding.pow(2).mean().sqrt().item() * math.sqrt(width)
             nn.init.normal_(self.rnn_w.weight, std=1 / size)
         if self.head.in_features < width:
@@ -90,14 +90,14 @@ class Head(EmbeddingHead):
             yield self._exit(features.hidden, state)
 
     def projection(self, level: int) -> tuple[Weight, Bias | None]:
-        """Return the one vocabulary projection; it has no bias."""
+        """Return the vocabulary projection, the same at every level, without a bias."""
         del level
         return self.head.weight, None
 
     def begin(
         self, committed: Committed, memory: None
     ) -> tuple[Float[Tensor, "batch 1 vocab"], State]:
-        """Read the root from an empty state, beside the base's last hidden state."""
+        """Read the root from a zero state, next to the base's last hidden state."""
         del memory
         hidden = committed.hidden()
         state = self._read(torch.zeros_like(hidden), self.embed(committed.root(), hidden))
@@ -106,7 +106,7 @@ class Head(EmbeddingHead):
     def extend(
         self, state: State, tokens: Int[Tensor, "batch node"], parents: Int[Tensor, "batch node"]
     ) -> tuple[Float[Tensor, "batch node vocab"], State]:
-        """Read each node on top of its parent's state."""
+        """Read each node after its parent's state."""
         hidden, above = state
         below = self._read(pick_parents(above, parents), self.embed(tokens, hidden))
         return self.logits(self._exit(hidden.expand_as(below), below), 0), (hidden, below)
@@ -124,7 +124,7 @@ class Head(EmbeddingHead):
 def read_public(config: dict[str, Any], tensors: dict[str, Tensor]) -> Head | None:
     """Read Apple's layout: `rnn_*`, `input_proj`, `lm_head.{layer}.linear`, `lm_head.{layers}`.
 
-    It does not say how deep it was trained; the published five levels are taken.
+    The depth is the published five levels, because config.json has none.
     """
     if config.get("model_type") != "recurrent_drafting_drafter":
         return None

@@ -23,34 +23,34 @@ from specheads.heads.layers.embedding import BorrowingHead
 
 @dataclass(kw_only=True, slots=True)
 class BlockConfig(AttentionConfig):
-    """Settings of a head that drafts a block; the defaults are those of DeepSpec for 7 tokens."""
+    """Settings of a block head; the defaults are those of DeepSpec for 7 tokens."""
 
     depth: Depth = 7
-    """Number of levels it drafts, all of them in one forward."""
+    """Number of levels it drafts, all in one forward."""
 
     num_layers: Depth = 5
     """Number of layers."""
 
     aux_layers: list[Layer] = field(default_factory=list)
-    """Base layers it reads, in growing order: k is the residual stream after k layers. Empty takes
-    as many as num_layers, evenly from 2 to n - 2 of n, or of a shallow base 1 to n - 1."""
+    """Base layers it reads, in increasing order: k is the residual stream after k layers. Empty
+    selects num_layers ones, evenly from 2 to n - 2 of n, or 1 to n - 1 of a shallow base."""
 
     rope_theta: Scale = 1_000_000.0
     """Base of the rotary position embedding."""
 
     epsilon: Scale = 1e-6
-    """Epsilon of its norms."""
+    """Epsilon of the norms."""
 
     mask_token: Token = -1
-    """Token whose embedding stands where one is to be drafted: any that text rarely has. -1 takes
-    the vocabulary's last."""
+    """Token whose embedding is used for masks; choose one that is rare in text. -1 is the last
+    token of the vocabulary."""
 
     sample_from_anchor: bool = False
-    """Whether the anchor's own slot drafts the first level, and each slot the token after it;
-    otherwise masks draft the tokens in whose place they stand."""
+    """Whether the anchor's slot drafts the first level, and each slot the token after it. Otherwise
+    each mask drafts the token at its own position."""
 
     num_anchors: Positive = 512
-    """Positions of a sequence that a training step drafts from, drawn anew each time."""
+    """Number of positions per sequence from which a training step drafts, sampled at each step."""
 
     def __post_init__(self) -> None:
         if isinstance(self.aux_layers, tuple):
@@ -60,24 +60,24 @@ class BlockConfig(AttentionConfig):
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A block that is drafted, and how much of it was handed out."""
+    """A drafted block, and the level that was returned last."""
 
     hidden: Float[Tensor, "batch depth width"]
-    """What stands at each level, whatever is drafted on the way."""
+    """Hidden states of each level, independent of the drafted tokens."""
     level: int
-    """Level that was answered last."""
+    """Level of the last returned logits."""
     states: Float[Tensor, "batch node answer"]
-    """What answered for its nodes."""
+    """States of its nodes."""
 
 
 class BlockLayer(nn.Module):
-    """A Qwen3 layer over a block, whose attention sees the base's features as keys and values.
+    """A Qwen3 layer over a block, with the base's features as further keys and values.
 
     Args:
-        width: Width of the stream and of what is made of the features.
+        width: Width of the stream and of the fused features.
         inner: Width of the MLP, as `GatedMlp` takes it.
         shape: Heads of its attention.
-        epsilon: Epsilon of its norms.
+        epsilon: Epsilon of the norms.
     """
 
     def __init__(self, width: int, inner: int, shape: AttentionShape, epsilon: float) -> None:
@@ -97,10 +97,10 @@ class BlockLayer(nn.Module):
         """Return the stream after this layer.
 
         Args:
-            stream: Every slot of every block of a row.
-            positions: Where the slots stand in the text.
-            past: Keys and values that the attention made of the features.
-            visible: What each slot may see, of those and then of all slots; slots may be one.
+            stream: All slots of all blocks of a row.
+            positions: Positions of the slots in the text.
+            past: Keys and values of the features, from `Attention.keys_values`.
+            visible: Mask over the features and then the slots; its query axis may be one.
         """
         normed = self.input_layernorm(stream)
         seen = torch.cat([past, self.self_attn.keys_values(normed, positions)], dim=3)
@@ -109,11 +109,11 @@ class BlockLayer(nn.Module):
 
 
 class BlockHead(BorrowingHead):
-    """Fuses the base's features, and drafts a block from them and the anchor's embedding.
+    """Drafts a block from the fused features of the base and the embedding of the anchor.
 
-    The anchor is the token after the position that is drafted from: the base has chosen it and not
-    read it. Masks stand behind it; all slots of a block see one another and every position before
-    the anchor. The base's own projection, never trained, turns slots into logits.
+    The anchor is the token after the position to draft from: the base has chosen it and not read it
+    yet. Masks follow it. All slots of a block see one another and every position before the anchor.
+    The frozen projection of the base turns slots into logits.
     """
 
     def __init__(self, config: BlockConfig, width: int, vocab_size: int) -> None:
@@ -143,14 +143,14 @@ class BlockHead(BorrowingHead):
         self.norm = RMSNorm(width, config.epsilon)
 
     def choose_aux_layers(self, num_layers: int) -> None:
-        """Take as many layers as there are own ones, evenly from the second to the third last.
+        """Choose as many base layers as the head has layers, evenly from 2 to n - 2.
 
-        A base too shallow for so many gives all but the last.
+        A shallow base gives all layers but the last.
         """
         if self.aux_layers:
             return
         wanted = self.config.num_layers
-        # engines cannot hand on what leaves the last layer before the final norm
+        # engines do not export the output of the last layer before the final norm
         near, far = (2, num_layers - 2), (1, max(num_layers - 1, 1))
         first, last = near if num_layers - 4 >= wanted - 1 else far
         count = min(wanted, last - first + 1)
@@ -167,7 +167,7 @@ class BlockHead(BorrowingHead):
     def answering(
         self, hidden: Float[Tensor, "batch time width"], tokens: Int[Tensor, "batch node"]
     ) -> Float[Tensor, "batch alike answer"]:
-        """Return the states that answer after these tokens: here what stands at their level."""
+        """Return the states after these tokens: here the hidden states of their level."""
         del tokens
         return hidden
 
@@ -177,10 +177,10 @@ class BlockHead(BorrowingHead):
         tokens: Int[Tensor, "batch time"],
         anchors: Bool[Tensor, "batch time"] | None = None,
     ) -> Iterator[Float[Tensor, "batch time width"]]:
-        """Draft one block from each anchor; states elsewhere are zero."""
+        """Draft one block from each anchor; other states are zero."""
         marks = torch.ones_like(tokens, dtype=torch.bool) if anchors is None else anchors
-        # rows with fewer anchors draft from other positions too, which nobody reads
-        # shapes alone do not say how many: those from which a whole block fits
+        # rows with fewer anchors also draft from other positions, whose states are ignored
+        # the meta device has no counts: take the positions from which a whole block fits
         fitting = min(self.num_anchors, marks.shape[1] - self.depth)
         most = fitting if marks.is_meta else int(marks.sum(1).max())
         at = marks.int().argsort(dim=1, descending=True, stable=True)[:, :most].sort(1).values
@@ -201,14 +201,14 @@ class BlockHead(BorrowingHead):
             yield self.answering(found, tokens.roll(-1 - level, 1))
 
     def memory(self, batch: int, capacity: int) -> Slots:
-        """Return room for every layer's keys and values of committed positions."""
+        """Return empty slots for the keys and values of committed positions in all layers."""
         return Slots.empty(self._attentions[0], batch, capacity, len(self._attentions))
 
     @torch.no_grad()
     def begin(
         self, committed: Committed, memory: Slots
     ) -> tuple[Float[Tensor, "batch 1 vocab"], State]:
-        """Commit every position's keys and values; draft the whole block behind the root."""
+        """Store the keys and values of all positions; draft the whole block after the root."""
         fused = self._fuse(committed.features)
         places = memory.following(fused.shape[1])
         fresh = [attention.keys_values(fused, places) for attention in self._attentions]
@@ -225,7 +225,7 @@ class BlockHead(BorrowingHead):
     def extend(
         self, state: State, tokens: Int[Tensor, "batch node"], parents: Int[Tensor, "batch node"]
     ) -> tuple[Float[Tensor, "batch node vocab"], State]:
-        """Hand out the next level, to each node by its own token and by nothing above that."""
+        """Return the logits of the next level, which depend on each node's own token at most."""
         del parents
         return self._answer(state.hidden, state.level + 1, tokens)
 
@@ -241,12 +241,12 @@ class BlockHead(BorrowingHead):
 
     @property
     def _slots(self) -> Int[Tensor, " slot"]:
-        """Return the slots of a block by their distance from the anchor."""
+        """Return the distances of a block's slots from the anchor."""
         slots = self.depth + (not self.config.sample_from_anchor)
         return torch.arange(slots, device=self.fc.weight.device)
 
     def _masked(self, roots: Int[Tensor, "batch anchor"]) -> Float[Tensor, "batch anchor slot d"]:
-        """Return embeddings of blocks: each root, and masks for what is drafted behind it."""
+        """Return the embeddings of blocks: each root, followed by masks."""
         tokens = roots[..., None].expand(*roots.shape, len(self._slots))
         tokens = torch.where(self._slots == 0, tokens, self.mask_token)
         return self.embed(tokens, self.fc.weight)
@@ -263,7 +263,7 @@ class BlockHead(BorrowingHead):
 def block_mask(
     visible: Bool[Tensor, "batch anchor time"], slots: int
 ) -> Bool[Tensor, "batch query key"]:
-    """Return what slots see: what their anchor's position sees of the text, and their own block."""
+    """Return the mask of slots: the text that their anchor's position sees, and their own block."""
     blocks = torch.arange(visible.shape[1] * slots, device=visible.device) // slots
     own = (blocks[:, None] == blocks).expand(len(visible), -1, -1)
     return torch.cat([visible.repeat_interleave(slots, dim=1), own], dim=2)
@@ -277,23 +277,26 @@ PLAIN_SETTINGS = {
     "use_aux_hidden_state": True,
     "is_causal": False,
 }
-"""Settings that may differ there, and whose other values nothing here reads."""
+"""Settings of public checkpoints with the only supported value of each."""
 
 PLAIN_MARKOV = {"markov_head_type": "vanilla", "confidence_head_with_markov": True}
-"""Those of a folder with a Markov head."""
+"""The same for folders with a Markov head."""
 
 BY_DEEPSPEC = ("Qwen3DSparkModel", "LingDSparkModel", "DSparkDraftModel")
-"""Names of one network, DeepSpec's own first."""
+"""Class names of one network, DeepSpec's first."""
 
 LENT = ("lm_head.weight", "verifier_lm_head.weight", "verifier_norm.weight")
-"""Copies of the base's own tensors."""
+"""Copies of the base's tensors."""
 
 
 def flat_settings(config: dict[str, Any]) -> dict[str, Any] | None:
-    """Return all settings of such a folder in one place; None of a folder of another make.
+    """Return the flattened settings of a published folder; None for another layout.
+
+    z-lab, DeepSpec and vllm-project's speculators publish DFlash and DSpark. SGLang reads the first
+    two, and DeepSpec's by further names.
 
     Raises:
-        ValueError: One of them has a value that nothing here reads.
+        ValueError: A setting has an unsupported value.
     """
     kind = config.get("speculators_model_type", "")
     named = config.get("architectures") or []
@@ -305,7 +308,7 @@ def flat_settings(config: dict[str, Any]) -> dict[str, Any] | None:
     rope = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
     settings["rope_type"] = rope.get("rope_type", rope.get("type"))
     settings["rope_theta"] = settings.get("rope_theta") or rope.get("rope_theta")
-    # there an id is the output of a layer, counted from zero; here k is the stream after k layers
+    # their ids count layer outputs from zero; here k is the residual stream after k layers
     layers = [layer + 1 for layer in settings.get("target_layer_ids") or ()]
     settings["aux_layers"] = settings.get("aux_hidden_state_layer_ids") or layers
     settings.setdefault("sample_from_anchor", by_deepspec or kind == "dspark")
@@ -317,14 +320,14 @@ def flat_settings(config: dict[str, Any]) -> dict[str, Any] | None:
                 "choose another checkpoint"
             )
     if set(settings.get("layer_types") or ()) - {"full_attention"}:
-        raise InputError("a block head is read with full attention only; choose another checkpoint")
-    # others count a slot that drafts nothing
+        raise InputError("a block head must have full attention only; choose another checkpoint")
+    # the other formats count the anchor's slot, which drafts nothing
     settings["anchor_counts"] = not (by_deepspec or settings["sample_from_anchor"])
     return settings
 
 
 def own_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return what our `Config` calls the settings that both kinds have."""
+    """Return the settings that both kinds have, by the names of our `Config`."""
     drafted = settings.get("draft_vocab_size") or 0
     return {
         "depth": settings["block_size"] - settings["anchor_counts"],
@@ -343,7 +346,7 @@ def own_settings(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def filled(head: BlockHead, tensors: dict[str, Tensor]) -> BlockHead:
-    """Copy the tensors of such a folder into a head, which borrows those that are the base's."""
+    """Load the tensors of a published folder into a head, which borrows the base's tensors."""
     named = dict(tensors)
     embedding = named.pop("embed_tokens.weight", None)
     lent = [named.pop(name, None) for name in LENT]

@@ -1,25 +1,26 @@
-"""Parts that several kinds of head are made of."""
+"""Small modules that several kinds of head use."""
 
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 
 class RMSNorm(nn.RMSNorm):
-    """torch's own, which warns where 16-bit features meet a weight in float32; same numbers."""
+    """torch's RMSNorm for inputs of another dtype than its weight, for which torch's own warns."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Norm in the weight's dtype, and answer in the input's."""
+        """Normalise in the dtype of the weight; return the dtype of the input."""
         return super().forward(x.to(self.weight.dtype)).type_as(x)
 
 
 class ResidualBlock(nn.Module):
-    """R x + SiLU(W x + b): at first the leading channels of its input as they are.
+    """R x + SiLU(W x + b), the block of Medusa, Hydra and ReDrafter.
 
-    R is the identity except where the input is wider than the output.
+    R is the identity unless the input is wider than the output. The block is initialised to return
+    the leading channels of its input.
 
     Args:
         width: Width of the output.
-        wide: Width of the input. Zero takes the output's.
+        wide: Width of the input. Zero is the width of the output.
     """
 
     def __init__(self, width: int, wide: int = 0) -> None:
@@ -33,5 +34,5 @@ class ResidualBlock(nn.Module):
             nn.init.eye_(self.res_connection.get_parameter("weight"))
 
     def forward(self, values: Tensor) -> Tensor:
-        """Return the values with what the block has to add."""
+        """Return the output of the block."""
         return self.res_connection(values) + F.silu(self.linear(values))

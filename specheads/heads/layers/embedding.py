@@ -1,4 +1,4 @@
-"""Heads that read drafted tokens through their base's own embedding, and its projection too."""
+"""Heads that borrow the embedding, or embedding and vocabulary projection, of their base."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from specheads.core.errors import InputError
 
 
 class EmbeddingHead(Head):
-    """A head that borrows its base's input embedding: a buffer, never trained nor saved."""
+    """A head that borrows its base's input embedding as a frozen buffer that is not saved."""
 
     embedding: Tensor | None
 
@@ -22,14 +22,14 @@ class EmbeddingHead(Head):
     def bind(self, embedding: Tensor, projection: Tensor | None = None) -> None:
         """Borrow the base's input embedding."""
         del projection
-        # detached, or it would count as a parameter of this head
+        # detached, because it is not a parameter of this head
         self.embedding = embedding.detach()
 
     def embed(self, tokens: Int[Tensor, "*any"], like: Tensor) -> Float[Tensor, "*any width"]:
-        """Return the embeddings of tokens, in the dtype of `like`.
+        """Return the embeddings of tokens in the dtype of `like`.
 
         Raises:
-            ValueError: No base has lent its embedding.
+            ValueError: The head is not bound to a base.
         """
         if self.embedding is None:
             raise InputError(f"{self.kind} reads its base's embedding; load the head with its base")
@@ -37,7 +37,7 @@ class EmbeddingHead(Head):
 
 
 class BorrowingHead(EmbeddingHead):
-    """One that borrows its base's vocabulary projection besides: one never trained nor saved."""
+    """A head that also borrows its base's vocabulary projection."""
 
     borrowed: Tensor | None
 
@@ -52,13 +52,15 @@ class BorrowingHead(EmbeddingHead):
         self.borrowed = self.projection_rows(projection.detach())
 
     def lent(self) -> Weight:
-        """Return the base's projection to the tokens it can draft.
+        """Return the base's projection to the draft vocabulary.
 
         Raises:
-            ValueError: No base has lent one.
+            ValueError: The head is not bound to a base.
         """
         if self.borrowed is None:
-            raise InputError(f"{self.kind} shares its base's projection; load the head with it")
+            raise InputError(
+                f"{self.kind} borrows its base's projection; load the head with its base"
+            )
         return self.borrowed
 
     def projection(self, level: int) -> tuple[Weight, Bias | None]:

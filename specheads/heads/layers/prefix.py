@@ -1,4 +1,4 @@
-"""A Llama layer of a head's own, over the base's last hidden states: Hydra's prefix attention."""
+"""Prefix attention of Hydra: a Llama layer over the base's final hidden states."""
 
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -9,11 +9,11 @@ from specheads.heads.layers.common import RMSNorm
 
 
 class PrefixLayer(nn.Module):
-    """One layer and its norm; at first that norm alone, so that training starts from the base.
+    """One layer and its norm; initialised to the norm alone, so that training starts from the base.
 
     Args:
         width: Width of the states.
-        inner: Width of the MLP, as `GatedMlp` takes it.
+        inner: Width of the MLP, as in `GatedMlp`.
         shape: Heads of its attention.
         epsilon: Epsilon of the norms.
     """
@@ -31,16 +31,16 @@ class PrefixLayer(nn.Module):
             nn.init.zeros_(closed.weight)
 
     def forward(self, features: Features) -> Float[Tensor, "batch time width"]:
-        """Read whole texts, each position its own up to itself."""
+        """Return the states of whole texts, with causal attention."""
         places = features.places()
-        # a base in bfloat16 trains a float32 layer: its norms and sums stay in float32
+        # with a bfloat16 base, the norms and sums of a float32 layer stay in float32
         hidden = features.hidden.to(self.norm.weight.dtype)
         normed = self.input_layernorm(hidden)
         past = self.self_attn.keys_values(normed, places)
         return self._rest(hidden, normed, places, past, features.visible())
 
     def newest(self, committed: Committed, memory: Slots) -> Float[Tensor, "batch 1 width"]:
-        """Remember the counted positions; return what the last of each row becomes."""
+        """Store the committed positions; return the state of the last one of each row."""
         hidden = committed.features.hidden
         normed = self.input_layernorm(hidden)
         places = memory.following(hidden.shape[1])

@@ -1,7 +1,4 @@
-"""Rotary position embeddings, plain or stretched to longer texts as a checkpoint asks for.
-
-How frequencies are stretched is transformers' own code.
-"""
+"""Rotary position embeddings, with the scaling for longer texts of transformers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,27 +18,27 @@ REQUIRED = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL),
     "yarn": ("factor", ORIGINAL),
 }
-"""What each way of stretching needs to be told."""
+"""Required parameters of each type of scaling."""
 
 OPTIONAL = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor")
-"""What yarn can be told besides, and `truncate`."""
+"""Optional parameters of yarn, besides `truncate`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """How positions turn the channels of queries and keys."""
+    """Parameters of a rotary position embedding."""
 
     theta: float
-    """Longest wavelength is about this many positions, times two pi."""
+    """Base of the frequencies."""
     scaling: tuple[tuple[str, Any], ...] = ()
-    """How its frequencies are stretched, sorted by name; nothing leaves them."""
+    """Scaling of the frequencies, sorted by name; empty is no scaling."""
 
     @classmethod
     def of(cls, theta: float, scaling: Mapping[str, Any] | None = None) -> "Rotary":
-        """Return the embedding that a Llama's `rope_scaling` describes.
+        """Return the embedding for the `rope_scaling` of a Llama.
 
         Raises:
-            ValueError: It is of another kind, or lacks a number, or has one that is not known.
+            ValueError: Its type is unsupported, or a parameter is missing, unknown or invalid.
         """
         scaling = dict(scaling or {})
         kind = scaling.get("rope_type", "default" if not scaling else None)
@@ -58,19 +55,19 @@ class Rotary:
             raise InputError(
                 f"rope_scaling of rope_type {kind} needs {', '.join(REQUIRED[kind])}"
                 f"{' and may have ' + ', '.join(OPTIONAL) if kind == 'yarn' else ''}; got "
-                f"{', '.join(sorted(numbers)) or 'nothing'}: mend {wrong[0]!r:.80}"
+                f"{', '.join(sorted(numbers)) or 'nothing'}: fix {wrong[0]!r:.80}"
             )
         for name, value in numbers.items():
             if not (type(value) is bool if name == "truncate" else _is_scale(value)):
                 raise InputError(
-                    f"rope_scaling.{name} must be a number above 0, got {value!r:.80}; mend it"
+                    f"rope_scaling.{name} must be a number above 0, got {value!r:.80}; fix it"
                 )
         return cls(theta, tuple(sorted(scaling.items())))
 
     def turn(
         self, values: Float[Tensor, "batch path time width"], positions: Int[Tensor, "row time"]
     ) -> Float[Tensor, "batch path time width"]:
-        """Turn channels i and i + half of each head by their angle at the position."""
+        """Rotate channels i and i + half of each head by their angle at the position."""
         half = values.shape[-1] // 2
         frequencies, factor = _frequencies(
             self, values.shape[-1], values.device, torch.get_default_dtype()
@@ -82,7 +79,7 @@ class Rotary:
 
 
 def published(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `rope_theta`, where it is said, and `rope_scaling` of a Llama's config.json."""
+    """Return `rope_theta`, if present, and `rope_scaling` of a Llama's config.json."""
     rope = {**(settings.get("rope_parameters") or {}), **(settings.get("rope_scaling") or {})}
     theta = settings.get("rope_theta") or rope.get("rope_theta")
     scaling = _published_scaling(rope, settings.get("max_position_embeddings"))
@@ -90,17 +87,17 @@ def published(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _published_scaling(rope: dict[str, Any], length: int | None) -> dict[str, Any]:
-    """Return how positions are stretched: empty where they are not."""
+    """Return the scaling of positions; empty for no scaling."""
     kind = rope.get("rope_type", rope.get("type"))
     if kind in (None, "default"):
         return {}
-    said = {name: value for name, value in rope.items() if name not in ("rope_theta", "type")}
+    parameters = {name: value for name, value in rope.items() if name not in ("rope_theta", "type")}
     if kind in ("llama3", "yarn") and length:
-        said.setdefault(ORIGINAL, length)
+        parameters.setdefault(ORIGINAL, length)
     elif kind == "linear":
-        said.pop(ORIGINAL, None)
-    # what is nothing or zero is taken for absent by those who read it, and all rotate whole heads
-    kept = {name: value for name, value in said.items() if value or value is False}
+        parameters.pop(ORIGINAL, None)
+    # readers ignore parameters that are zero or null, and all of them rotate whole heads
+    kept = {name: value for name, value in parameters.items() if value or value is False}
     if kept.get("partial_rotary_factor") == 1:
         del kept["partial_rotary_factor"]
     return kept | {"rope_type": kind}
@@ -114,9 +111,9 @@ def _is_scale(value: Any) -> bool:
 def _frequencies(
     rotary: Rotary, size: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, float]:
-    """Return each pair's angle a position, in float32 as everybody has it, and a factor of both.
+    """Return the angle per position of each pair of channels, and the attention factor.
 
-    `dtype` is torch's default, which is float32 but in tests that ask for more.
+    `dtype` is torch's default dtype: float32, except in some tests.
     """
     if not rotary.scaling:
         exponents = torch.arange(0, size, 2, device=device, dtype=dtype) / size
