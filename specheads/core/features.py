@@ -138,21 +138,21 @@ class Committed:
 
 def document_places(document_ids: Int[Tensor, "batch time"]) -> Int[Tensor, "batch time"]:
     """Return the position within its document of each position of packed rows."""
-    index = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
-    begins = torch.ones_like(documents, dtype=torch.bool)
-    begins[:, 1:] = documents.diff(dim=1) != 0
+    index = torch.arange(document_ids.shape[1], device=document_ids.device).expand_as(document_ids)
+    begins = torch.ones_like(document_ids, dtype=torch.bool)
+    begins[:, 1:] = document_ids.diff(dim=1) != 0
     return index - index.where(begins, 0).cummax(1).values
 
 
 def document_lengths(places: Int[Tensor, "row time"]) -> list[int]:
-    """Return the length of each document of packed rows, given the positions within documents."""
+    """Return the length of each document of packed rows, given the positions within them."""
     begins = (places == 0).flatten().nonzero()[:, 0]
     return begins.diff(append=begins.new_tensor([places.numel()])).tolist()
 
 
 def within_documents(document_ids: Int[Tensor, "batch time"]) -> Bool[Tensor, "batch time time"]:
     """Return the causal mask of packed rows: each position sees its document up to itself."""
-    return (documents[:, :, None] == documents[:, None]).tril()
+    return (document_ids[:, :, None] == document_ids[:, None]).tril()
 
 
 def stack_rows(

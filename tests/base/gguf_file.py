@@ -53,9 +53,9 @@ def write(
     fields: dict[str, Any] | None = None,
     tensors: dict[str, Tensor | None] | None = None,
 ) -> Path:
-    """Write a base as GGUF; `fields` and `tensors` change what it says, None leaves one out.
+    """Write a base as GGUF; `fields` and `tensors` replace entries, and None omits one.
 
-    Quantised are its matrices, in Q8_0, where the rows are multiples of 32.
+    Matrices whose row length is a multiple of 32 are quantised in Q8_0.
     """
     kind, config = base.config.model_type, base.config
     sizes = {
@@ -105,7 +105,7 @@ def _add(writer: gguf.GGUFWriter, name: str, value: Any) -> None:
 
 
 def _tensors(base: PreTrainedModel) -> dict[str, Tensor]:
-    """Return a base's weights under their names in GGUF, rows ordered as llama.cpp wants them."""
+    """Return a base's weights by their GGUF names, with rows in llama.cpp's order."""
     kind = next(key for key, one in gguf.MODEL_ARCH_NAMES.items() if one == base.config.model_type)
     names = gguf.get_tensor_name_map(kind, base.config.num_hidden_layers)
     found = {}
@@ -114,7 +114,7 @@ def _tensors(base: PreTrainedModel) -> dict[str, Tensor]:
         heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
         count = heads.get(name.rpartition(".")[2]) if base.config.model_type == "llama" else None
         if count:
-            # halves of a head's rows, which transformers turns together, become neighbours
+            # pairs of rotated rows: half a head apart in transformers, adjacent in llama.cpp
             pairs = value.unflatten(0, (getattr(base.config, count), 2, -1))
             value = pairs.transpose(1, 2).flatten(0, 2)
         found[f"{names.get_name(name)}.{end}"] = value.contiguous()

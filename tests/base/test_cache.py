@@ -7,14 +7,14 @@ from specheads.base.cache import KVCache
 
 
 def written(batch: int, length: int, start: int) -> Tensor:
-    """Return keys (batch, 2 heads, length, width 1) that say row, head and place: r.h.place."""
+    """Return keys (batch, 2 heads, length, width 1) that encode row, head and place: r.h.place."""
     rows = 1000 * torch.arange(batch)[:, None, None, None]
     heads = 100 * torch.arange(2)[:, None, None]
     return (rows + heads + start + torch.arange(length)[:, None]).double()
 
 
 def write(cache: KVCache, length: int, start: int) -> tuple[Tensor, Tensor]:
-    """Write the next positions into every layer, as a base's forward does."""
+    """Write the next positions into every layer, like a forward of the base."""
     cache.reserve(length)
     keys = written(len(cache.row_lengths), length, start)
     seen = [cache.update(keys, -keys, layer) for layer in range(len(cache.layers))]
@@ -22,7 +22,7 @@ def write(cache: KVCache, length: int, start: int) -> tuple[Tensor, Tensor]:
 
 
 def held(cache: KVCache, layer: int) -> tuple[Tensor, Tensor]:
-    """Return all slots of a layer, scratch included."""
+    """Return all slots of a layer, including the scratch."""
     own = cache.layers[layer]
     assert isinstance(own, CacheLayerMixin)
     assert own.keys is not None
@@ -31,7 +31,7 @@ def held(cache: KVCache, layer: int) -> tuple[Tensor, Tensor]:
 
 
 def committed(cache: KVCache, layer: int = 0) -> list[list[int]]:
-    """Return what each row holds, without row and head."""
+    """Return the places that each row stores, without row and head."""
     keys, values = held(cache, layer)
     assert torch.equal(values, -keys)
     assert torch.equal(keys[:, 1] % 100, keys[:, 0] % 100)
@@ -41,23 +41,23 @@ def committed(cache: KVCache, layer: int = 0) -> list[list[int]]:
     ]
 
 
-def test_a_row_keeps_the_nodes_of_its_path_in_their_order():
+def test_commit_keeps_the_path_of_each_row_in_order():
     cache = KVCache(num_layers=2, batch=3, capacity=12)
     write(cache, 3, start=0)
     cache.commit([[0, 1, 2], [0], [0, 1]])
     assert committed(cache) == [[0, 1, 2], [0], [0, 1]]
-    # rows of 3, 1 and 2 tokens try a tree of five nodes, 10 to 14, and keep different paths
+    # rows of 3, 1 and 2 tokens read a tree of five nodes, 10 to 14, and keep different paths
     write(cache, 5, start=10)
     cache.commit([[0, 2, 4], [0], [0, 3]])
     for layer in range(2):
         assert committed(cache, layer) == [[0, 1, 2, 10, 12, 14], [0, 10], [0, 1, 10, 13]]
-    # what was rejected leaves no trace in what comes next
+    # rejected nodes leave no trace in the next forward
     write(cache, 1, start=20)
     cache.commit([[0], [0], [0]])
     assert committed(cache) == [[0, 1, 2, 10, 12, 14, 20], [0, 10, 20], [0, 1, 10, 13, 20]]
 
 
-def test_rows_of_one_length_and_ragged_rows_hold_the_same():
+def test_equal_and_ragged_rows_store_the_same():
     alone = KVCache(num_layers=1, batch=1, capacity=8)
     beside = KVCache(num_layers=1, batch=2, capacity=8)
     for cache, first in ((alone, [[0, 1]]), (beside, [[0, 1], [0]])):
@@ -70,7 +70,7 @@ def test_rows_of_one_length_and_ragged_rows_hold_the_same():
     assert committed(beside)[0] == committed(alone)[0] == [0, 1, 10, 12]
 
 
-def test_a_forward_looks_at_the_longest_row_and_its_own_tokens():
+def test_a_forward_reads_the_longest_row_and_its_own_tokens():
     cache = KVCache(num_layers=1, batch=2, capacity=10)
     write(cache, 4, start=0)
     cache.commit([[0, 1, 2, 3], [0]])
@@ -82,7 +82,7 @@ def test_a_forward_looks_at_the_longest_row_and_its_own_tokens():
     assert cache.get_mask_sizes(2, 0) == (6, 0)
 
 
-def test_finished_rows_leave_and_the_others_stay_as_they_were():
+def test_removing_rows_leaves_the_others_unchanged():
     cache = KVCache(num_layers=2, batch=3, capacity=6)
     write(cache, 3, start=0)
     cache.commit([[0, 1, 2], [0, 2], [0, 1]])
@@ -94,7 +94,7 @@ def test_finished_rows_leave_and_the_others_stay_as_they_were():
     assert held(cache, 0)[0][0, 0, 0, 0] == 2000
 
 
-def test_more_tokens_than_slots_are_refused_with_both_numbers():
+def test_more_tokens_than_slots_are_refused():
     cache = KVCache(num_layers=1, batch=2, capacity=5)
     write(cache, 3, start=0)
     cache.commit([[0, 1, 2], [0]])
@@ -103,7 +103,7 @@ def test_more_tokens_than_slots_are_refused_with_both_numbers():
     assert committed(cache) == [[0, 1, 2], [0]]
 
 
-def test_rows_that_close_up_and_join_are_copied_into_the_room_that_others_left():
+def test_joining_rows_reuse_the_memory_of_removed_rows():
     cache = KVCache(num_layers=2, batch=4, capacity=6)
     write(cache, 3, start=0)
     cache.commit([[0, 1, 2], [0, 2], [0, 1], [1]])
@@ -121,7 +121,7 @@ def test_rows_that_close_up_and_join_are_copied_into_the_room_that_others_left()
     write(cache, 1, start=30)
     cache.commit([[0]] * 4)
     assert committed(cache) == [[0, 1, 2, 30], [1, 30], [20, 21, 30], [20, 30]]
-    # there is no room for a fifth
+    # no room for a fifth token
     another = KVCache(num_layers=2, batch=1, capacity=6)
     write(another, 1, start=40)
     another.commit([[0]])
@@ -130,7 +130,7 @@ def test_rows_that_close_up_and_join_are_copied_into_the_room_that_others_left()
 
 
 @pytest.mark.parametrize("place", [0, 1])
-def test_rows_of_which_nothing_was_read_yet_join_and_are_joined(place: int):
+def test_empty_rows_join_and_are_joined(place: int):
     caches = [KVCache(num_layers=2, batch=batch, capacity=4) for batch in (2, 1)]
     write(caches[place], 2, start=10)
     caches[place].commit([[0, 1]] * (2 - place))
@@ -142,7 +142,7 @@ def test_rows_of_which_nothing_was_read_yet_join_and_are_joined(place: int):
         assert committed(caches[0], layer) == wanted
 
 
-def test_rows_in_another_order_and_forks_are_copied_whole():
+def test_reordered_and_forked_rows_are_copied_completely():
     cache = KVCache(num_layers=1, batch=3, capacity=4)
     write(cache, 3, start=0)
     cache.commit([[0, 1, 2], [0, 2], [1]])
@@ -152,7 +152,7 @@ def test_rows_in_another_order_and_forks_are_copied_whole():
     assert committed(cache) == [[0, 1, 2], [0, 1, 2], [0, 2]]
 
 
-def test_the_first_to_join_make_place_for_all_that_may_follow():
+def test_the_first_join_allocates_room_for_later_rows():
     cache = KVCache(num_layers=2, batch=1, capacity=4)
     cache.room = 3
     write(cache, 2, start=0)

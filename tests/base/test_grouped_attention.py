@@ -1,4 +1,4 @@
-"""Keys that heads share are read as they are, and what comes out is as if they were repeated."""
+"""Attention with shared keys equals attention with repeated keys."""
 
 import random
 from itertools import combinations, pairwise
@@ -13,7 +13,7 @@ from tests import tiny
 
 
 class Layer(nn.Module):
-    """What transformers asks of the layer that attends."""
+    """The attributes of a layer that transformers reads in attention."""
 
     is_causal = True
 
@@ -24,7 +24,7 @@ class Layer(nn.Module):
 
 @pytest.mark.parametrize("nodes", [1, 2, 5])
 @pytest.mark.parametrize("group", [1, 3])
-def test_heads_that_share_keys_attend_as_if_each_had_its_own(group, nodes):
+def test_grouped_attention_equals_repeated_keys(group, nodes):
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:
@@ -89,14 +89,14 @@ def test_rows_are_read_by_spans_up_to_the_longest_of_each(monkeypatch):
 
 
 def read_by(cuts: tuple[int, ...], lengths: list[int]) -> int:
-    """Return the slots that are read where rows are parted there, calls among them."""
+    """Return the slots read with these cuts, including the cost of calls."""
     edges = [0, *cuts, len(lengths)]
     parts = [lengths[first:last] for first, last in pairwise(edges)]
     return sum(tree_attention.CALL + len(part) * max(part) for part in parts)
 
 
-def test_rows_are_parted_so_that_the_fewest_slots_are_read():
-    """As many as every way to part them says: whatever order rows come in."""
+def test_spans_read_the_fewest_slots():
+    """The spans cost as little as the best of all possible cuts."""
     for seed in range(20):
         draw = random.Random(seed)
         lengths = [draw.choice([5, 90, 300, 1200]) + draw.randrange(40) for _ in range(8)]

@@ -1,4 +1,4 @@
-"""A base and its adapter are whole, or refused in one line: no random layers, no stray error."""
+"""A base and its adapter load completely, or are refused in one line."""
 
 import copy
 import functools
@@ -27,7 +27,7 @@ WHOLE = "the weights of a base must match its config.json"
 
 
 def refused(folder: object, **settings: Any) -> str:
-    """Return the one line with which a base is refused."""
+    """Return the error message, which is one line."""
     with pytest.raises(InputError) as caught:
         FrozenBase.load(folder, **{"device": "cpu", **settings})  # pyright: ignore[reportArgumentType]
     assert "\n" not in str(caught.value)
@@ -35,7 +35,7 @@ def refused(folder: object, **settings: Any) -> str:
 
 
 def says(file_name: str = "config.json", **changes: Any) -> Damage:
-    """Return what changes settings of a JSON file of a folder."""
+    """Return a function that changes settings in a JSON file of a folder."""
 
     def damage(folder: Path) -> None:
         file = folder / file_name
@@ -45,7 +45,7 @@ def says(file_name: str = "config.json", **changes: Any) -> Damage:
 
 
 def tensors(change: Callable[[dict[str, torch.Tensor]], Any], name: str = WEIGHTS) -> Damage:
-    """Return what changes a folder's tensors in place."""
+    """Return a function that changes a folder's tensors in place."""
 
     def damage(folder: Path) -> None:
         held = load_file(folder / name)
@@ -89,7 +89,7 @@ UP = "model.layers.1.mlp.up_proj.weight"
     ],
     ids=["more layers", "fewer layers", "vocabulary", "lost", "renamed", "shape", "empty"],
 )
-def test_weights_that_are_not_those_of_the_config_are_refused_by_name(
+def test_weights_that_do_not_match_the_config_are_refused_by_name(
     damage, told, tmp_path, caplog, capsys
 ):
     tiny.base().model.save_pretrained(tmp_path)
@@ -98,13 +98,13 @@ def test_weights_that_are_not_those_of_the_config_are_refused_by_name(
     with pytest.raises(InputError, match=f"{WHOLE}.*{told}") as caught:
         FrozenBase.load(tmp_path, device="cpu")
     assert "\n" not in str(caught.value)
-    # transformers' own table of them is held back
+    # transformers' own table of them is hidden
     assert "LOAD REPORT" not in caplog.text + capsys.readouterr().err
 
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
-def test_what_transformers_saves_is_whole_in_one_file_or_in_shards(architecture, tied, tmp_path):
+def test_bases_saved_by_transformers_load_from_one_file_or_shards(architecture, tied, tmp_path):
     model = type(tiny.base(architecture).model)(tiny.config(architecture, tie_word_embeddings=tied))
     model.save_pretrained(tmp_path, max_shard_size="20KB" if tied else "1GB")
     assert len([*tmp_path.glob("*.safetensors")]) > tied
@@ -149,7 +149,7 @@ BROKEN: dict[str, tuple[Damage, str]] = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_file_of_a_base_is_told_by_name(name, tmp_path):
+def test_a_broken_file_of_a_base_is_refused_by_name(name, tmp_path):
     damage, told = BROKEN[name]
     tiny.base().model.save_pretrained(tmp_path)
     damage(tmp_path)
@@ -174,14 +174,14 @@ INDEX = "model.safetensors.index.json"
         write(INDEX, b'{"metadata": {}, "weight_map": {"a": "../../../etc/passwd"}}'),
     ],
 )
-def test_shards_that_are_not_all_there_are_refused(damage, tmp_path):
+def test_missing_shards_are_refused(damage, tmp_path):
     tiny.base().model.save_pretrained(tmp_path, max_shard_size="20KB")
     damage(tmp_path)
     assert "whose weights it cannot read" in refused(tmp_path)
 
 
 def tokenizer(key: str, value: object = None) -> Damage:
-    """Return what changes one part of tokenizer.json, or takes it away."""
+    """Return a function that changes or removes one part of tokenizer.json."""
 
     def damage(folder: Path) -> None:
         file = folder / "tokenizer.json"
@@ -223,7 +223,7 @@ MODEL = {"AutoConfig": "code.Own", "AutoModelForCausalLM": "code.Own"}
 
 
 def with_code(folder: Path, parent: str, *damages: Damage) -> Path:
-    """Copy the shipped base, put `code.py` next to it, and return the file it would make."""
+    """Copy the shipped base with a `code.py`; return the file that the code would write."""
     for file in SHIPPED.iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
     ran = folder / "ran"
@@ -264,7 +264,7 @@ def with_code(folder: Path, parent: str, *damages: Damage) -> Path:
         ),
     ],
 )
-def test_a_base_that_needs_its_own_code_is_refused_without_a_question(
+def test_a_base_that_needs_its_own_code_is_refused_without_a_prompt(
     parent, damage, cause, answer, tmp_path, monkeypatch, capsys
 ):
     ran = with_code(tmp_path, parent, damage)
@@ -279,13 +279,13 @@ def test_a_base_that_needs_its_own_code_is_refused_without_a_question(
 
 
 @pytest.mark.parametrize("answer", ["y\n" * 9, ""])
-def test_code_of_a_base_does_not_run_where_transformers_has_its_own(
+def test_code_of_a_base_does_not_run_if_transformers_has_the_class(
     answer, tmp_path, monkeypatch, capsys
 ):
     known = says(auto_map=MODEL)
     fast = says("tokenizer_config.json", auto_map={"AutoTokenizer": ["code.Own", "code.Own"]})
     ran = with_code(tmp_path, "LlamaConfig", known, fast)
-    # transformers would take this for the model's own `generate`
+    # transformers would run this as the model's own `generate`
     (tmp_path / "custom_generate").mkdir()
     (tmp_path / "custom_generate" / "generate.py").write_text(f"open({str(ran)!r}, 'w')\n")
     monkeypatch.setattr("sys.stdin", io.StringIO(answer))
@@ -307,19 +307,19 @@ def test_code_of_a_base_does_not_run_where_transformers_has_its_own(
         ("", "got ''"),
     ],
 )
-def test_a_name_that_names_no_base_is_refused(name, told):
+def test_an_invalid_name_of_a_base_is_refused(name, told):
     with pytest.raises(InputError, match=told):
         raise InputError(refused(name))
 
 
 @pytest.mark.parametrize("device", ["gpu", "meta", "", "cpu\0", "\udc80", "a\nb"])
-def test_a_device_that_holds_no_numbers_here_is_refused(device):
+def test_an_unusable_device_is_refused(device):
     assert "device must name a torch device of this machine" in refused(SHIPPED, device=device)
 
 
 @functools.cache
 def adapter_files() -> dict[str, bytes]:
-    """Return the files of a sound adapter of the tiny base."""
+    """Return the files of a valid adapter of the tiny base."""
     import tempfile
 
     adapter = Adapter(copy.deepcopy(tiny.base().model), Joint(target_modules=["q_proj"], rank=2))
@@ -362,7 +362,7 @@ def each(change: Callable[[torch.Tensor], torch.Tensor]) -> Damage:
         adapter_says(megatron_config={"layers": 1}, megatron_core="transformers.models"),
     ],
 )
-def test_a_broken_adapter_is_refused_and_leaves_the_base_as_it_was(damage, tmp_path):
+def test_a_broken_adapter_is_refused_and_leaves_the_base_unchanged(damage, tmp_path):
     for name, content in adapter_files().items():
         (tmp_path / name).write_bytes(content)
     damage(tmp_path)
@@ -384,7 +384,7 @@ def test_a_broken_adapter_is_refused_and_leaves_the_base_as_it_was(damage, tmp_p
         (False, "DEFAULT", torch.float32),
     ],
 )
-def test_unasked_a_base_has_the_precision_that_the_processor_computes(
+def test_the_default_dtype_depends_on_the_cpu(
     has: bool, newest: str, wanted: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has, raising=False)

@@ -53,9 +53,9 @@ def test_a_node_sees_the_committed_text_and_its_path_within_the_window():
     ]
 
 
-def test_a_tree_deeper_than_the_window_forgets_by_depth_and_not_by_slot():
-    #     0        window 2: node 4, three after the root, sees itself and its parent. Node 2 is
-    #    / \       two above it; by slots it would be one further down than it is, and seen
+def test_windows_count_depth_and_not_slots():
+    #     0        window 2: node 4, at depth three, sees itself and its parent. Node 2 is two
+    #    / \       levels above it; its slot is one later than its depth, and would be visible
     #   1   2
     #       3
     #       4
@@ -81,17 +81,17 @@ def test_a_tree_deeper_than_the_window_forgets_by_depth_and_not_by_slot():
         ("gemma3", {"full_attention": None, "sliding_attention": 16}),
     ],
 )
-def test_every_kind_of_layer_looks_back_as_far_as_its_config_says(architecture, windows):
+def test_each_kind_of_layer_has_the_window_of_its_config(architecture, windows):
     assert attention_windows(tiny.config(architecture)) == windows
 
 
-def test_a_state_space_config_without_layer_kinds_is_refused_by_its_setting():
+def test_a_state_space_config_is_refused_by_its_setting():
     config = SimpleNamespace(model_type="old_mamba", state_size=16)
     with pytest.raises(ValueError, match="'old_mamba' has state_size; choose a base with"):
         attention_windows(config)
 
 
-def test_local_layers_that_count_slots_are_refused_and_global_ones_are_not():
+def test_local_layers_are_refused_and_global_ones_are_not():
     config = transformers.GPTNeoConfig(attention_types=[[["global", "local"], 1]], num_layers=2)
     with pytest.raises(ValueError, match=r"'gpt_neo' has attention_layers of kind local.*choose"):
         attention_windows(config)
@@ -99,7 +99,7 @@ def test_local_layers_that_count_slots_are_refused_and_global_ones_are_not():
     assert attention_windows(config) == {"all": None}
 
 
-def test_a_base_whose_angles_change_with_the_length_is_offered_up_to_there():
+def test_a_longrope_base_is_limited_to_its_original_context():
     rope = {"rope_type": "longrope", "original_max_position_embeddings": 16, "rope_theta": 1e4}
     longrope = SimpleNamespace(max_position_embeddings=64, rope_parameters=rope)
     assert context_length(longrope) == 16

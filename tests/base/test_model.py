@@ -20,7 +20,7 @@ SHIPPED = Path(__file__).parents[2] / "recipes" / "tiny_code" / "base"
 
 
 def assert_golden(found: Tensor, golden: Tensor) -> None:
-    """Compare within the tolerance that every golden folder states."""
+    """Compare within the tolerance of the golden folder."""
     torch.testing.assert_close(found.float(), golden, atol=1e-4, rtol=1e-4)
 
 
@@ -32,7 +32,7 @@ def golden_base(case: str, dtype: torch.dtype, attention: str) -> FrozenBase:
     )
 
 
-def test_all_seven_golden_bases_are_here():
+def test_all_seven_golden_bases_exist():
     assert len(CASES) == 7
 
 
@@ -59,8 +59,8 @@ def test_golden_numbers_are_reproduced(case, dtype, attention):
 
 
 @pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
-def test_verifying_gives_the_hidden_states_and_taps_that_reading_gives(architecture):
-    # a head is trained on what `read` returns and drafts from what `verify` returns
+def test_verify_and_read_give_the_same_features(architecture):
+    # a head trains on the features of `read` and drafts from those of `verify`
     base, prompt = tiny.base(architecture), tiny.prompts()[1]
     cache = base.cache(batch=1, capacity=len(prompt))
     front = torch.tensor([prompt[:-4]])
@@ -72,7 +72,7 @@ def test_verifying_gives_the_hidden_states_and_taps_that_reading_gives(architect
     torch.testing.assert_close(seen.logits, base.projection(read.hidden[:, -4:]))
 
 
-def test_the_parameters_of_a_base_take_no_gradient():
+def test_the_parameters_of_a_base_are_frozen():
     base = tiny.base()
     assert not any(parameter.requires_grad for parameter in base.model.parameters())
     assert not base.model.training
@@ -124,7 +124,7 @@ def test_an_unknown_attention_is_refused_before_anything_is_loaded():
         FrozenBase.load("/nowhere", attention="flash_attention_2")
 
 
-def test_logits_that_follow_another_rule_are_refused():
+def test_logits_that_are_not_the_projection_are_refused():
     model = AutoModelForCausalLM.from_config(tiny.config("granite"))
     model.lm_head.register_forward_hook(lambda *call: 2 * call[-1])
     with pytest.raises(ValueError, match="'granite' must be its vocabulary projection"):
@@ -142,13 +142,13 @@ def test_logits_that_follow_another_rule_are_refused():
         ({"model": SHIPPED, "device": "cuda:99"}, "device must name a torch device .* 'cuda:99'"),
     ],
 )
-def test_loading_what_cannot_be_loaded_says_so_in_one_line(settings, message):
+def test_loading_errors_are_one_line(settings, message):
     with pytest.raises(ValueError, match=message) as caught:
         FrozenBase.load(**settings)
     assert "\n" not in str(caught.value)
 
 
-def test_the_shipped_base_loads_and_says_what_it_is():
+def test_the_shipped_base_loads():
     base = FrozenBase.load(SHIPPED, dtype="float32", device="cpu")
     assert (base.dtype, base.device.type, base.name) == (torch.float32, "cpu", str(SHIPPED))
     assert base.tokenizer is not None
@@ -156,7 +156,7 @@ def test_the_shipped_base_loads_and_says_what_it_is():
     assert base.num_parameters > 6_000_000
 
 
-def test_the_fingerprint_tells_bases_apart_and_survives_use():
+def test_the_fingerprint_distinguishes_bases_and_survives_use():
     llama = tiny.base("llama")
     before = llama.fingerprint
     generate(llama, None, tiny.prompts(), max_new_tokens=2)
@@ -164,8 +164,8 @@ def test_the_fingerprint_tells_bases_apart_and_survives_use():
     assert before != tiny.base("mistral").fingerprint
 
 
-def test_a_base_that_tells_positions_by_slot_is_refused():
-    """ALiBi adds what depends on the key's slot, which siblings share with nobody."""
+def test_a_base_with_positions_by_slot_is_refused():
+    """ALiBi depends on the slot of the key, and siblings have different slots."""
     config = transformers.BloomConfig(vocab_size=61, hidden_size=32, n_layer=2, n_head=4)
     with pytest.raises(ValueError, match=r"'bloom'.*choose another base"):
         FrozenBase(transformers.AutoModelForCausalLM.from_config(config))
@@ -173,7 +173,7 @@ def test_a_base_that_tells_positions_by_slot_is_refused():
 
 @pytest.mark.parametrize("chunk", [1, 4, 7])
 @pytest.mark.parametrize("architecture", ["granite", "gpt2", "gemma3"])
-def test_prompts_read_in_chunks_give_what_whole_prompts_give(architecture, chunk):
+def test_chunked_prefill_equals_prefill_in_one_forward(architecture, chunk):
     base, prompts = tiny.base(architecture), tiny.prompts()
     counts = [*map(len, prompts)]
     padded = torch.tensor([prompt + [0] * (max(counts) - len(prompt)) for prompt in prompts])
@@ -195,7 +195,7 @@ def test_prompts_read_in_chunks_give_what_whole_prompts_give(architecture, chunk
         torch.testing.assert_close(features.aux[row, : len(prompt)], read.aux[0])
         plain = base.model(input_ids=torch.tensor([prompt]), use_cache=False).logits[0, -1]
         torch.testing.assert_close(logits[row], plain)
-    # what was committed goes on like the text itself
+    # decoding continues the committed text
     root = logits.argmax(-1)
     seen_next = base.verify(chain(root[:, None]), cache).logits[:, 0]
     assert root.tolist() == [said[0] for said in tiny.continuations(architecture)]
@@ -267,7 +267,7 @@ def test_a_released_model_has_the_modes_it_had():
     assert [module for module in model.modules() if not module.training] == [model.lm_head]
 
 
-def test_a_released_model_learns_where_it_learned():
+def test_a_released_model_has_its_gradient_flags():
     model = fresh().requires_grad_(True)
     model.lm_head.weight.requires_grad_(False)
     with FrozenBase(model):
@@ -276,7 +276,7 @@ def test_a_released_model_learns_where_it_learned():
     assert idle == ["lm_head.weight"]
 
 
-def test_a_released_model_lies_in_memory_as_it_lay():
+def test_a_released_model_has_its_memory_layout():
     model = AutoModelForCausalLM.from_config(tiny.config())
     model.lm_head.weight.data = model.lm_head.weight.data.t().contiguous().t()
     before, values = strides(model), copy.deepcopy(model.state_dict())
@@ -288,7 +288,7 @@ def test_a_released_model_lies_in_memory_as_it_lay():
     assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
 
 
-def test_a_refused_model_is_given_back_too():
+def test_a_refused_model_is_restored():
     config = transformers.BloomConfig(vocab_size=61, hidden_size=32, n_layer=2, n_head=4)
     model = AutoModelForCausalLM.from_config(config).train()
     before = strides(model)
@@ -299,8 +299,8 @@ def test_a_refused_model_is_given_back_too():
     assert strides(model) == before
 
 
-def test_nobody_listens_to_the_model():
-    # a model of its own: transformers hooks into one whose inner layers were asked for
+def test_no_hooks_stay_on_the_model():
+    # a separate model: transformers adds hooks for aux_layers
     base = FrozenBase(AutoModelForCausalLM.from_config(tiny.config()))
     generate(base, tiny.oracle(3), tiny.prompts(), max_new_tokens=8)
     hooks = [(one._forward_pre_hooks, one._forward_hooks) for one in base.model.modules()]
@@ -342,7 +342,7 @@ def test_a_folder_without_safetensors_is_refused_in_one_line(found, tmp_path):
     ],
     ids=["granite", "gemma2", "llama"],
 )
-def test_a_projection_scales_and_caps_as_its_base_does(config, scale, cap):
+def test_a_projection_scales_and_caps_like_its_base(config, scale, cap):
     weight, hidden = torch.randn(5, 8), torch.randn(3, 8)
     projection = projection_of(config, weight, bias := torch.randn(5))
     assert (projection.scale, projection.cap) == (scale, cap)
@@ -357,7 +357,7 @@ def test_a_projection_scales_and_caps_as_its_base_does(config, scale, cap):
     assert projection.rows(None) is projection
 
 
-def test_gradients_flow_through_a_projection_where_they_are_on():
+def test_gradients_flow_through_a_projection_if_enabled():
     hidden = torch.randn(2, 32, dtype=torch.float64, requires_grad=True)
     assert tiny.base().projection(hidden).requires_grad
     assert tiny.base().logits_of(hidden).requires_grad

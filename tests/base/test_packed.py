@@ -1,4 +1,4 @@
-"""Packed documents are read as if each stood alone, by every family of bases."""
+"""Packed documents do not see each other, in every architecture."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from tests import tiny
 from tests.packed import alone, packed, pieces, rows, texts
 
 
-def test_places_restart_and_a_document_sees_itself_up_to_each_position():
+def test_positions_restart_and_the_mask_is_causal_within_documents():
     #  a a b b b p
     documents = torch.tensor([[0, 0, 1, 1, 1, 2]])
     assert document_places(documents).tolist() == [[0, 1, 0, 1, 2, 0]]
@@ -24,7 +24,7 @@ def test_places_restart_and_a_document_sees_itself_up_to_each_position():
 
 @pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_a_base_reads_packed_documents_as_each_alone(architecture: str, attention: str):
+def test_packed_documents_have_the_features_of_each_alone(architecture: str, attention: str):
     base, documents = tiny.base(architecture, attention), texts()
     batch, single = packed(documents), alone(documents)
     found = base.read(batch.tokens, (1, 2), batch.document_ids)
@@ -34,13 +34,13 @@ def test_a_base_reads_packed_documents_as_each_alone(architecture: str, attentio
     for ours, theirs in ((found.hidden, wanted.hidden), (found.aux, wanted.aux)):
         for one, text, other in zip(pieces(ours, batch), documents, theirs, strict=True):
             torch.testing.assert_close(one, other[: len(text)], rtol=1e-10, atol=1e-10)
-    # without the mask it is another text
+    # without the mask the features differ
     blind = base.read(batch.tokens, (1, 2)).hidden
     assert (blind[:, 12:30] - found.hidden[:, 12:30]).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
-def test_what_lies_beside_a_document_and_where_changes_nothing(architecture: str):
+def test_other_documents_of_a_row_change_nothing(architecture: str):
     base, (first, second, third, *_) = tiny.base(architecture), texts()
     other = texts(seed=12)[0]
     batches = [rows([pack]) for pack in ((first, second, third), (third, other, second))]

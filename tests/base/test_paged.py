@@ -1,4 +1,4 @@
-"""Blocks are taken, shared, copied on write and given back; nothing else differs from rows."""
+"""Blocks are allocated, shared, copied on write and freed; results equal contiguous rows."""
 
 import random
 from collections import Counter
@@ -37,7 +37,7 @@ def pool(
 
 @pytest.fixture
 def plain_flex(monkeypatch):
-    """flex_attention as plain tensor code: compiling it for every shape takes a minute."""
+    """flex_attention without a compiler: compiling it for every shape takes a minute."""
     monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
 
 
@@ -47,7 +47,7 @@ def padded(prompts: list[list[int]]) -> Tensor:
 
 
 def random_tree(generator: random.Random, rows: int, num_nodes: int) -> TokenTree:
-    """Return a tree of wrong tokens; what is verified need not be accepted."""
+    """Return a tree of random tokens; verified nodes need not be accepted."""
     parents = [
         [-1] + [generator.randrange(node) for node in range(1, num_nodes)] for _ in range(rows)
     ]
@@ -57,7 +57,7 @@ def random_tree(generator: random.Random, rows: int, num_nodes: int) -> TokenTre
 
 @torch.inference_mode()
 def everything_said(base: FrozenBase, cache: RowCache) -> list[Tensor]:
-    """Read ragged prompts, then verify random trees and commit random paths; rows leave too."""
+    """Read ragged prompts, verify random trees, commit random paths and remove rows."""
     generator = random.Random(0)
     prompts = tiny.prompts()
     logits, features = base.prefill(padded(prompts), cache, [*map(len, prompts)], chunk=8)
@@ -76,13 +76,13 @@ def everything_said(base: FrozenBase, cache: RowCache) -> list[Tensor]:
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
-def test_paged_rows_say_bit_for_bit_what_contiguous_rows_say(architecture, attention):
+def test_paged_rows_equal_contiguous_rows_bit_for_bit(architecture, attention):
     base = tiny.base(architecture, attention)
     rows = everything_said(base, base.cache(3, 128))
     blocks = pool()
     paged = everything_said(base, PagedKVCache(blocks, 3))
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(paged, rows, strict=True))
-    # and again over blocks full of what others left there
+    # again, over blocks with old content
     again = everything_said(base, PagedKVCache(blocks, 3))
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(again, rows, strict=True))
 
@@ -90,7 +90,7 @@ def test_paged_rows_say_bit_for_bit_what_contiguous_rows_say(architecture, atten
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.usefixtures("plain_flex")
 @pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
-def test_attention_that_reads_blocks_in_place_says_the_same(architecture):
+def test_attention_in_place_equals_gathered_blocks(architecture):
     base = tiny.base(architecture)
     rows = everything_said(base, base.cache(3, 128))
     paged = everything_said(base, PagedKVCache(pool(flex=True), 3))
@@ -100,7 +100,7 @@ def test_attention_that_reads_blocks_in_place_says_the_same(architecture):
 
 
 @pytest.mark.parametrize("window", [None, 6])
-def test_the_blocks_listed_are_those_that_hold_something_visible(window):
+def test_the_block_mask_lists_the_visible_blocks(window):
     blocks = pool(block_size=4)
     cache = PagedKVCache(blocks, 2)
     cache.reserve(17, [17, 5])
@@ -122,7 +122,7 @@ def test_the_blocks_listed_are_those_that_hold_something_visible(window):
         )
         own = dict(zip(cache.blocks[row], slots, strict=False))
         assert {block for block, seen in own.items() if seen.any()} <= partial | full
-        # a tree less deep than a chain of its nodes may leave a block that nobody sees
+        # a tree less deep than a chain may leave a block that no node sees
         assert {block for block in full if not own[block].all()} == set()
         assert partial | full <= {block for block, seen in own.items() if seen.any()} | partial
         assert len(partial) <= 5
@@ -143,7 +143,7 @@ def test_a_base_with_attention_sinks_is_refused_in_place():
 
 
 @pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
-def test_random_trees_over_blocks_say_what_the_base_says(architecture, monkeypatch):
+def test_random_trees_over_blocks_equal_the_plain_base(architecture, monkeypatch):
     base, policy, blocks = tiny.base(architecture), RandomTrees(), pool(90)
     monkeypatch.setattr(base, "cache", lambda batch, _: PagedKVCache(blocks, batch))
     out = generate(
@@ -157,10 +157,10 @@ def test_random_trees_over_blocks_say_what_the_base_says(architecture, monkeypat
     assert blocks.copied_blocks == 0
 
 
-def test_rows_hold_the_blocks_of_what_they_committed_and_no_more():
+def test_rows_own_only_the_blocks_of_their_committed_tokens():
     blocks = pool(num_blocks=12)
     cache = PagedKVCache(blocks, 3)
-    # padding takes nothing: a prompt of one token beside one of 17 takes one block
+    # padding needs no blocks: a prompt of one token next to one of 17 needs one block
     cache.reserve(17, [17, 4, 1])
     assert [len(row) for row in cache.blocks] == [5, 1, 1]
     cache.commit([list(range(17)), list(range(4)), [0]])
@@ -177,13 +177,13 @@ def test_rows_hold_the_blocks_of_what_they_committed_and_no_more():
 
 
 class Written:
-    """A paged cache of one layer that says token by token what it holds."""
+    """A paged cache of one layer whose content can be read token by token."""
 
     def __init__(self, blocks: BlockPool, rows: int) -> None:
         self.cache, self.said = PagedKVCache(blocks, rows), [[] for _ in range(rows)]
 
     def step(self, paths: list[list[int]], num_nodes: int, first: int) -> None:
-        """Write nodes `first`, `first + 1`, ... of every row, each another number; commit paths."""
+        """Write nodes `first`, `first + 1`, ... in every row, all different; commit paths."""
         self.cache.reserve(num_nodes)
         rows = len(self.said)
         new = first + torch.arange(rows * num_nodes).view(rows, num_nodes)
@@ -207,7 +207,7 @@ class Written:
                     assert torch.equal(values, -keys)
 
 
-def test_forks_share_their_prefix_and_copy_only_the_block_they_both_write_into():
+def test_forks_copy_only_the_block_that_both_write_into():
     #  block      0        1        2             one row of ten tokens, forked in three
     #          0 1 2 3  4 5 6 7  8 9 . .
     blocks = pool()
@@ -219,12 +219,12 @@ def test_forks_share_their_prefix_and_copy_only_the_block_they_both_write_into()
     assert [blocks.references[block] for block in before] == [3, 3, 3]
     assert blocks.num_free == 64 - 3
     rows.step([[0], [0, 1], [1, 3]], 5, first=100)
-    # all three write into block 2: two get a copy of it, the last to hold it needs none
+    # all three write into block 2: two get a copy, the last one needs none
     assert blocks.copied_blocks == 2
     assert len({row[2] for row in rows.cache.blocks}) == 3
     assert {tuple(row[:2]) for row in rows.cache.blocks} == {tuple(before[:2])}
     rows.assert_held()
-    # from here on every row writes into what is its own
+    # now every row writes into its own blocks
     rows.step([[0], [2], [1]], 3, first=200)
     assert blocks.copied_blocks == 2
     rows.assert_held()
@@ -240,7 +240,7 @@ def test_a_fork_at_the_end_of_a_block_copies_nothing():
     rows.assert_held()
 
 
-def test_a_full_pool_is_told_before_anything_changes():
+def test_a_full_pool_raises_before_anything_changes():
     blocks = pool(num_blocks=5)
     rows = Written(blocks, 2)
     rows.step([[0, 1, 2], [0, 1, 2, 3]], 6, first=0)
@@ -249,7 +249,7 @@ def test_a_full_pool_is_told_before_anything_changes():
         rows.cache.reserve(14)
     assert rows.cache.blocks == held
     assert blocks.num_free == 3
-    # a row that leaves makes room for the other
+    # a removed row makes room for the other
     rows.keep([1])
     rows.step([[0, 13]], 14, first=50)
     rows.assert_held()
@@ -269,7 +269,7 @@ def test_a_full_pool_counts_the_copies_that_forks_need():
 
 
 @pytest.mark.parametrize("kind", ["contiguous", "paged"])
-def test_rows_join_a_batch_between_steps_and_decode_as_if_alone(kind):
+def test_joined_rows_decode_as_if_alone(kind):
     base, blocks = tiny.base(), pool()
 
     def cache() -> RowCache:
@@ -298,7 +298,7 @@ def test_rows_join_a_batch_between_steps_and_decode_as_if_alone(kind):
         one = TokenTree(tree.tokens[row : row + 1], tree.parents[row : row + 1])
         torch.testing.assert_close(base.verify(one, alone).logits[0], said[row])
     if isinstance(together, PagedKVCache):
-        # no block moved, nor did the pool
+        # no block and no pool moved
         assert all(row[: len(old)] == old for row, old in zip(together.blocks, tables, strict=True))
         assert blocks.stores[0].held is storage
         assert blocks.copied_blocks == 0
@@ -312,7 +312,7 @@ def test_rows_over_different_pools_or_of_different_capacity_cannot_join():
 
 
 def serve(generator: random.Random, requests: int, num_blocks: int = 40) -> BlockPool:
-    """Serve random requests over one pool: they enter, fork, decode, are cancelled and end."""
+    """Serve random requests over one pool: they start, fork, decode, are cancelled and end."""
     blocks = pool(num_blocks, generator.choice([1, 3, 4, 8]), layers=1)
     rows, waiting, number = Written(blocks, 0), requests, 0
     while waiting or rows.said:
@@ -334,7 +334,7 @@ def serve(generator: random.Random, requests: int, num_blocks: int = 40) -> Bloc
 def _serve_one_step(generator: random.Random, rows: Written, number: int) -> int:
     num_nodes = generator.randrange(1, 6)
     live = [row for row in range(len(rows.said)) if generator.random() > 0.4]
-    # a fork, now and then, of a row that goes on
+    # sometimes a fork of a row that continues
     rows.keep(live + live[:1] * (generator.random() < 0.3))
     paths = [
         sorted(generator.sample(range(num_nodes), generator.randrange(num_nodes + 1)))
@@ -352,7 +352,7 @@ def _serve_one_step(generator: random.Random, rows: Written, number: int) -> int
 
 
 def assert_counted(cache: PagedKVCache) -> None:
-    """Every block is held as often as tables name it, or free; none is lost."""
+    """Check that each block is free or has as many references as table entries."""
     named = Counter(block for row in cache.blocks for block in row)
     assert [named[block] for block in range(cache.pool.num_blocks)] == cache.pool.references
     assert cache.pool.num_free == cache.pool.references.count(0)
@@ -360,12 +360,12 @@ def assert_counted(cache: PagedKVCache) -> None:
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(0, 2**32))
-def test_after_random_requests_forks_and_cancellations_every_block_is_free(seed):
+def test_every_block_is_free_after_random_requests(seed):
     assert serve(random.Random(seed), requests=20).num_free == 40
 
 
 @pytest.mark.slow
-def test_after_a_thousand_requests_every_block_is_free():
+def test_every_block_is_free_after_a_thousand_requests():
     blocks = serve(random.Random(5), requests=1000)
     assert blocks.num_free == 40
     assert blocks.copied_blocks > 0
@@ -397,8 +397,8 @@ def test_candidates_of_one_request_never_copy_a_block(name, monkeypatch):
         out = verify(tree, cache, aux_layers)
         nodes = tree.tokens.shape[1]
         for row, (old, now) in enumerate(zip(before, cache.blocks, strict=True)):
-            # the blocks of the prefix stay where they are, and all candidates share as many more
-            # as one row of them needs
+            # the prefix keeps its blocks, and all candidates share as many more
+            # as one row needs
             assert now[: len(old)] == old
             assert len(now) == blocks.blocks_for(cache.row_lengths[row] + nodes)
             assert torch.equal(said[row], full_blocks(cache, row, whole[row]))

@@ -1,4 +1,4 @@
-"""A base in 8 or 4 bits is made by the library that is installed, on CUDA, or refused first."""
+"""A base is quantised on CUDA by the installed library, or refused before loading."""
 
 import sys
 from importlib.machinery import ModuleSpec
@@ -19,7 +19,7 @@ CUDA = torch.device("cuda")
 
 
 def have(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
-    """Make just these libraries of quantisation be there."""
+    """Simulate that only these quantisation libraries are installed."""
     monkeypatch.setattr(
         loading,
         "find_spec",
@@ -28,24 +28,24 @@ def have(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["8bit", "4bit"])
-def test_a_quantised_base_is_refused_without_cuda_before_anything_is_loaded(how, monkeypatch):
+def test_quantisation_without_cuda_is_refused_before_loading(how, monkeypatch):
     monkeypatch.setattr(loading, "located", lambda _: pytest.fail("it was looked for"))
     told = refused("package:absent_one", quantization=how)
     assert f"a base can be quantised on CUDA only, got quantization={how} on cpu" in told
 
 
-def test_without_a_library_the_one_to_install_is_named(monkeypatch):
+def test_a_missing_quantisation_library_is_named(monkeypatch):
     have(monkeypatch)
     with pytest.raises(ValueError, match="needs bitsandbytes or torchao, and neither is installed"):
         quantisation("4bit", CUDA, torch.bfloat16)
 
 
-def test_another_word_is_refused():
+def test_an_unknown_quantisation_is_refused():
     assert "quantization must be one of none, 8bit, 4bit" in refused(SHIPPED, quantization="2bit")
     assert quantisation("none", torch.device("cpu"), torch.float32) is None
 
 
-def test_bitsandbytes_goes_first_and_computes_in_the_dtype_of_the_base(monkeypatch):
+def test_bitsandbytes_is_preferred_and_computes_in_the_dtype_of_the_base(monkeypatch):
     have(monkeypatch, "bitsandbytes", "torchao")
     monkeypatch.setattr(BitsAndBytesConfig, "post_init", lambda _: None)
     four = quantisation("4bit", CUDA, torch.bfloat16)
@@ -56,7 +56,7 @@ def test_bitsandbytes_goes_first_and_computes_in_the_dtype_of_the_base(monkeypat
 
 
 @pytest.mark.parametrize(("how", "kind"), [("8bit", "Int8"), ("4bit", "Int4")])
-def test_torchao_quantises_weights_where_it_alone_is_installed(how, kind, monkeypatch):
+def test_torchao_is_used_if_only_it_is_installed(how, kind, monkeypatch):
     have(monkeypatch, "torchao")
     library: Any = ModuleType("torchao.quantization")
     library.Int8WeightOnlyConfig, library.Int4WeightOnlyConfig = lambda: "Int8", lambda: "Int4"
@@ -66,7 +66,7 @@ def test_torchao_quantises_weights_where_it_alone_is_installed(how, kind, monkey
     assert quantisation(how, CUDA, torch.bfloat16).quant_type == kind
 
 
-def test_the_configuration_reaches_transformers_with_the_device_and_nothing_is_moved_after(
+def test_quantisation_is_passed_to_transformers_with_the_device(
     monkeypatch,
 ):
     asked, wanted = {}, SimpleNamespace()

@@ -1,4 +1,4 @@
-"""A base that several threads use, and one that its owner changes meanwhile."""
+"""A base used by several threads, and a base whose model changes."""
 
 import copy
 import threading
@@ -24,7 +24,7 @@ def fresh() -> FrozenBase:
     return FrozenBase(copy.deepcopy(tiny.base().model))
 
 
-def test_threads_that_share_a_base_get_what_each_would_get_alone():
+def test_threads_that_share_a_base_get_the_results_of_each_alone():
     inside, most, base, known = 0, 0, fresh(), tiny.continuations()
 
     def enter(*_: Any) -> None:
@@ -47,12 +47,12 @@ def test_threads_that_share_a_base_get_what_each_would_get_alone():
     with ThreadPoolExecutor(2) as threads:
         said = list(threads.map(decode, [0, 1]))
     assert said == [[known[row][:20]] for row in (0, 1)]
-    # forwards of the two were never under way at once
+    # the forwards of the two never overlap
     assert most == 1
 
 
-@pytest.mark.filterwarnings("ignore")  # of torch, about its own compiler
-def test_a_compiled_base_refuses_a_second_thread_by_both_names():
+@pytest.mark.filterwarnings("ignore")  # a warning of torch about its own compiler
+def test_a_compiled_base_refuses_a_second_thread():
     base = FrozenBase(copy.deepcopy(tiny.base().model), compile=True)
     text = torch.tensor([[1, 2]])
     base.read(text)
@@ -79,7 +79,7 @@ CHANGES: dict[str, tuple[Callable[[nn.Module], Any], Callable[[nn.Module], Any],
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_model_that_its_owner_changed_is_noticed_at_the_next_use(name):
+def test_a_changed_model_is_refused_at_the_next_use(name):
     change, undo, told = CHANGES[name]
     base, prompts = fresh(), tiny.prompts()
     engine = Engine(base)

@@ -1,4 +1,4 @@
-"""Files are whole or absent, whatever kills their writer, and a folder has one writer at a time."""
+"""Writes are atomic even if the writer is killed, and a folder has one writer at a time."""
 
 import errno
 import json
@@ -30,7 +30,7 @@ with sole_writer(Path(sys.argv[1])):
 
 @pytest.fixture
 def holder(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Another process that holds the lock of `tmp_path`/run."""
+    """Another process that has the lock of `tmp_path`/run."""
     command = [sys.executable, "-c", HOLD, str(tmp_path / "run")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -44,7 +44,7 @@ def take(folder: Path) -> None:
         (folder / "mine").touch()
 
 
-def test_a_second_process_is_refused_with_the_first_one_s_pid_and_host_and_leaves_nothing(
+def test_a_second_process_is_refused_and_the_first_one_is_named(
     holder: subprocess.Popen[bytes], tmp_path: Path
 ):
     about = json.dumps({"pid": holder.pid, "host": socket.gethostname()})
@@ -54,7 +54,7 @@ def test_a_second_process_is_refused_with_the_first_one_s_pid_and_host_and_leave
     assert [file.name for file in (tmp_path / "run").iterdir()] == [LOCK]
 
 
-def test_the_lock_of_a_killed_process_holds_nobody_up(
+def test_the_lock_of_a_killed_process_blocks_nobody(
     holder: subprocess.Popen[bytes], tmp_path: Path
 ):
     holder.send_signal(signal.SIGKILL)
@@ -64,7 +64,7 @@ def test_the_lock_of_a_killed_process_holds_nobody_up(
     assert [file.name for file in (tmp_path / "run").iterdir()] == ["mine"]
 
 
-def test_two_writers_of_one_process_exclude_each_other_and_the_lock_says_whose_it_is(
+def test_two_writers_of_one_process_exclude_each_other(
     tmp_path: Path,
 ):
     with sole_writer(tmp_path):
@@ -74,14 +74,14 @@ def test_two_writers_of_one_process_exclude_each_other_and_the_lock_says_whose_i
     take(tmp_path)
 
 
-def test_who_waits_is_told_for_whom_and_comes_next_though_the_folder_goes_meanwhile(
+def test_a_waiting_writer_learns_the_owner_and_gets_the_lock_next(
     holder: subprocess.Popen[bytes], tmp_path: Path
 ):
     told = []
 
     def wait(about: str) -> None:
         told.append(json.loads(about)["pid"])
-        # the holder's folder is still empty, so it goes with the lock
+        # the owner's folder is still empty, so it is removed with the lock
         holder.communicate()
 
     with sole_writer(tmp_path / "run", wait=wait):
@@ -89,7 +89,7 @@ def test_who_waits_is_told_for_whom_and_comes_next_though_the_folder_goes_meanwh
     assert told == [holder.pid]
 
 
-def test_a_lock_that_goes_while_it_is_looked_at_is_taken_anew(tmp_path: Path, monkeypatch: Any):
+def test_a_lock_removed_during_acquisition_is_acquired_again(tmp_path: Path, monkeypatch: Any):
     fstat = os.fstat
 
     def going(file: int) -> os.stat_result:
@@ -102,21 +102,21 @@ def test_a_lock_that_goes_while_it_is_looked_at_is_taken_anew(tmp_path: Path, mo
         assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()
 
 
-def test_folders_that_were_made_for_nothing_go_again(tmp_path: Path):
+def test_created_folders_that_stay_empty_are_removed(tmp_path: Path):
     with pytest.raises(InputError, match="no"), sole_writer(tmp_path / "runs" / "mine"):
         raise InputError("no")
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["file", "file/below", "x" * 300])
-def test_a_place_that_cannot_be_a_folder_is_refused_by_name(name: str, tmp_path: Path):
+def test_a_path_that_cannot_be_a_folder_is_refused_by_name(name: str, tmp_path: Path):
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match="the folder must be writable"):
         take(tmp_path / name)
     assert [item.name for item in tmp_path.iterdir()] == ["file"]
 
 
-def test_a_lock_that_is_a_link_is_refused_and_what_it_leads_to_stays(tmp_path: Path):
+def test_a_lock_that_is_a_link_is_refused_and_its_target_is_unchanged(tmp_path: Path):
     (tmp_path / "run").mkdir()
     (tmp_path / "thesis").write_text("mine")
     (tmp_path / "run" / LOCK).symlink_to(tmp_path / "thesis")
@@ -125,7 +125,7 @@ def test_a_lock_that_is_a_link_is_refused_and_what_it_leads_to_stays(tmp_path: P
     assert (tmp_path / "thesis").read_text() == "mine"
 
 
-def test_what_killed_processes_left_is_swept_and_all_else_stays(tmp_path: Path):
+def test_sweep_removes_only_files_of_killed_processes(tmp_path: Path):
     for folder in (".head.0123abcd", ".step-3.old", "step-3", "keep.0123abcd", ".git"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "file").touch()
@@ -138,10 +138,10 @@ def test_what_killed_processes_left_is_swept_and_all_else_stays(tmp_path: Path):
     assert (tmp_path / ".git" / "file").is_file()
 
 
-def test_a_folder_set_aside_comes_back_where_its_successor_never_came(tmp_path: Path):
+def test_sweep_restores_a_folder_whose_replacement_is_missing(tmp_path: Path):
     (tmp_path / "head").mkdir()
     (tmp_path / "head" / "old").touch()
-    # killed between the two renames: nothing is cleared up
+    # killed between the two renames, without cleanup
     script = """
 import os, sys
 from pathlib import Path
@@ -171,7 +171,7 @@ class FullStream:
 
 
 @pytest.mark.parametrize("library", ["python", "torch", "safetensors"])
-def test_a_full_disk_is_told_by_its_place_whoever_writes(library: str, tmp_path: Path):
+def test_a_full_disk_error_names_the_path(library: str, tmp_path: Path):
     tensors = {"a": torch.zeros(100_000)}
 
     def fill() -> None:
@@ -188,6 +188,6 @@ def test_a_full_disk_is_told_by_its_place_whoever_writes(library: str, tmp_path:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_other_errors_pass_as_they_are(tmp_path: Path):
+def test_other_errors_are_unchanged(tmp_path: Path):
     with pytest.raises(PermissionError), naming_full_disk(tmp_path):
         raise PermissionError(errno.EACCES, "no")

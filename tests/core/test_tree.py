@@ -30,7 +30,7 @@ def lineage(parents: list[int], node: int) -> set[int]:
     return seen
 
 
-def test_a_node_sees_itself_and_those_above_it():
+def test_a_node_sees_itself_and_its_ancestors():
     #      0
     #     / \
     #    1   2
@@ -52,7 +52,7 @@ def test_a_node_sees_itself_and_those_above_it():
 
 
 @given(parent_rows())
-def test_ancestors_are_those_met_on_the_way_to_the_root(parents):
+def test_ancestors_are_the_nodes_on_the_way_to_the_root(parents):
     found = tree_of(parents).ancestors()
     for row, row_parents in zip(found, parents, strict=True):
         for node, sees in enumerate(row):
@@ -65,7 +65,7 @@ def test_a_chain_sees_everything_before():
     assert tree.ancestors().tolist() == torch.ones(2, 3, 3).tril().bool().tolist()
 
 
-def test_paths_share_their_beginnings():
+def test_paths_share_prefixes():
     #  91 92 93 95            91 ── 92 ─┬─ 93 ─┬─ 95
     #  91 92 94 96                      │      └─ 97
     #  91 92 93 97                      └─ 94 ─── 96
@@ -85,7 +85,7 @@ def rows_of_paths(draw: st.DrawFn) -> list[list[list[int]]]:
 
 
 @given(rows_of_paths(), st.integers(1, 25))
-def test_a_tree_of_paths_holds_every_beginning_once_and_the_first_ones_where_room_ends(
+def test_a_tree_of_paths_has_each_prefix_once_and_omits_the_last_ones(
     rows: list[list[list[int]]], num_nodes: int
 ):
     tree = from_paths(torch.tensor(rows), num_nodes)
@@ -96,12 +96,12 @@ def test_a_tree_of_paths_holds_every_beginning_once_and_the_first_ones_where_roo
         ours = [tuple(tree.tokens[row, line].tolist()) for line in reach[row]]
         wanted = list(dict.fromkeys(beginnings))[:num_nodes]
         assert ours[: len(wanted)] == wanted
-        # what fills the row up repeats nothing and is nobody's sibling
+        # padding repeats no path and has no siblings
         assert len(set(ours)) == num_nodes
         assert all(end[:-1] == above for above, end in itertools.pairwise(ours[len(wanted) - 1 :]))
 
 
-def test_ancestors_that_a_policy_knows_are_not_worked_out_again():
+def test_known_ancestors_are_not_computed_again():
     known = torch.tensor([[[True, False], [True, True]]])
     parents = torch.tensor([[-1, 0]])
     assert TokenTree(parents, parents, known).ancestors() is known

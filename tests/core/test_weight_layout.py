@@ -1,4 +1,4 @@
-"""Matrices lie where products are fast, and are what they were."""
+"""Matrices get a faster memory layout with equal values."""
 
 import copy
 import gc
@@ -26,7 +26,7 @@ LIBRARIES = {
 
 @pytest.fixture(params=LIBRARIES)
 def library(request, monkeypatch) -> Library:
-    """Pack float32 by each library, whatever this processor is."""
+    """Pack float32 by each library, independent of this CPU."""
     is_here, library = LIBRARIES[request.param]
     if not is_here:
         pytest.skip(f"torch without {request.param}")
@@ -41,7 +41,7 @@ def layer(library: Library) -> nn.Linear:
     return nn.Linear(256, 256)
 
 
-def test_weights_lie_by_column_and_are_the_same_bit_for_bit():
+def test_column_major_weights_are_equal_bit_for_bit():
     torch.manual_seed(0)
     first, last = nn.Linear(5, 7), nn.Linear(7, 3, bias=False)
     model = nn.Sequential(first, nn.ReLU(), last)
@@ -77,7 +77,7 @@ def test_a_packed_layer_gives_the_same_products(layer: nn.Linear, rows: int):
     assert torch.equal(layer(hidden), wanted)
 
 
-def test_a_matrix_that_is_written_to_is_not_multiplied_by_its_old_pack(layer: nn.Linear):
+def test_an_outdated_pack_is_not_used(layer: nn.Linear):
     pack([layer])
     rows = torch.randn(4, 256)
     with torch.no_grad():
@@ -85,7 +85,7 @@ def test_a_matrix_that_is_written_to_is_not_multiplied_by_its_old_pack(layer: nn
     assert torch.equal(layer(rows), F.linear(rows, layer.weight, layer.bias))
 
 
-def test_a_packed_layer_learns_as_any_other(layer: nn.Linear):
+def test_a_packed_layer_trains_like_any_other(layer: nn.Linear):
     plain, rows = copy.deepcopy(layer), torch.randn(4, 256, requires_grad=True)
     pack([layer])
     (wanted,) = torch.autograd.grad(plain(rows).square().sum(), rows)
@@ -96,13 +96,13 @@ def test_a_packed_layer_learns_as_any_other(layer: nn.Linear):
 
 
 @pytest.mark.parametrize("change", [Tensor.t, lambda matrix: matrix[:100]], ids=["turned", "part"])
-def test_what_begins_at_the_address_of_a_packed_matrix_is_not_taken_for_it(layer, change):
+def test_a_view_at_the_address_of_a_packed_matrix_does_not_use_its_pack(layer, change):
     pack([layer])
     matrix, rows = change(layer.weight.detach()), torch.randn(4, 256)
     assert torch.equal(product(rows, matrix), F.linear(rows, matrix))
 
 
-def test_who_borrows_a_packed_matrix_multiplies_by_its_pack(layer: nn.Linear, monkeypatch):
+def test_a_borrowed_matrix_uses_the_pack(layer: nn.Linear, monkeypatch):
     pack([layer])
     rows = torch.randn(4, 256)
     borrowed = layer.weight.detach()
@@ -111,7 +111,7 @@ def test_who_borrows_a_packed_matrix_multiplies_by_its_pack(layer: nn.Linear, mo
     torch.testing.assert_close(product(rows, borrowed), wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_a_copy_multiplies_by_its_own_matrix(layer: nn.Linear):
+def test_a_copy_uses_its_own_matrix(layer: nn.Linear):
     pack([layer])
     copied = copy.deepcopy(layer)
     with torch.no_grad():
@@ -120,7 +120,7 @@ def test_a_copy_multiplies_by_its_own_matrix(layer: nn.Linear):
 
 
 @pytest.mark.usefixtures("library")
-def test_packs_go_with_their_matrices():
+def test_packs_are_freed_with_their_matrices():
     before = set(weight_layout._PACKS)
     model = nn.Linear(256, 256)
     pack([model])
@@ -161,6 +161,6 @@ def test_bfloat16_is_packed_by_onednn_and_stays_within_its_rounding(rows: int, m
         assert isinstance(layer, PackedLinear)
         exact = F.linear(hidden.double(), layer.weight.double(), layer.bias.double())
         torch.testing.assert_close(layer(hidden).double(), exact, rtol=2**-7, atol=2**-9)
-        # another dtype than the matrix's is what F.linear says of it
+        # another dtype than the matrix's gives the error of F.linear
         with pytest.raises(RuntimeError):
             layer(hidden.float())

@@ -150,7 +150,7 @@ def test_flex_attention_reads_blocks_in_place(
     rows, paged, generator = base.cache(1, 64), PagedKVCache(pool, 1), random.Random(0)
     for cache in (rows, paged):
         read(base, [prompt], cache)
-    # one row and 8 nodes in every forward: each other shape is compiled anew
+    # one row and 8 nodes in every forward: each other shape needs a compilation
     for _ in range(3):
         tree = random_tree(generator, 1, 8, device)
         found, wanted = (base.verify(tree, cache) for cache in (paged, rows))

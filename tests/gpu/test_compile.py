@@ -34,7 +34,7 @@ def compiled_base(architecture: str, device: torch.device) -> FrozenBase:
     if device.type == "cuda":
         return tiny.own_base(architecture, dtype=dtype, device=device, compile=True)
     base = tiny.own_base(architecture, dtype=dtype, device=device)
-    base._run = torch.compile(answer, backend="eager", dynamic=False, fullgraph=True)
+    base._compiled_answer = torch.compile(answer, backend="eager", dynamic=False, fullgraph=True)
 
     def cache(batch: int, capacity: int) -> KVCache:
         return KVCache(base.num_layers, batch, capacity, device, static=True)

@@ -52,7 +52,7 @@ def packed_text(settings: Phase) -> PackedText:
 
 
 def counting(settings: Phase) -> Counting:
-    """Return one sentence again and again: a text on which 20 steps are enough."""
+    """Return a repeated sentence: a text on which 20 steps are enough."""
     del settings
     return Counting(tiny.VOCAB)
 

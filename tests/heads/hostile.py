@@ -1,6 +1,6 @@
-"""Heads spoilt at random, and a process that watches what loading them does.
+"""Randomly damaged heads, and a process that observes what loading them does.
 
-Run as a module it prints a JSON object: outcomes, and everything that must not have happened.
+As a module it prints a JSON object: outcomes, and everything that must not happen.
 """
 
 import json
@@ -45,7 +45,7 @@ OFFSETS = ([0, 10**15], [-1, 4], [8, 4], [0, 0], ["a", "b"], [2**63, 2**64], [0]
 
 
 class Evil:
-    """Leaves a file where it is unpickled."""
+    """Writes a file if it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -55,7 +55,7 @@ class Evil:
 
 
 def seeds(folder: Path) -> list[Path]:
-    """Make one whole head of each kind, and copy the public ones."""
+    """Make one valid head of each kind, and copy the public ones."""
     made = []
     for kind in kinds():
         head = build({"kind": kind, "depth": 2, "draft_tokens": 20}, width=48, vocab_size=211)
@@ -109,7 +109,7 @@ def spoil_bytes(folder: Path, rng: Random) -> None:
 
 
 def spoil_header(folder: Path, rng: Random) -> None:
-    """Let the table of a safetensors file say what is not so."""
+    """Falsify the header of a safetensors file."""
     file = weights(folder)
     content = file.read_bytes()
     size = struct.unpack("<Q", content[:8])[0]
@@ -194,7 +194,7 @@ def spoil_pickle(folder: Path, rng: Random, mark: Path) -> None:
 
 
 def spoil_folder(folder: Path, rng: Random, secret: Path) -> None:
-    """Put links, folders and pipes where files belong, and files where none do."""
+    """Replace files by links, folders and pipes, and add unexpected files."""
     if rng.random() < 0.5:
         file = rng.choice([folder / "config.json", weights(folder)])
         file.unlink()
@@ -216,7 +216,7 @@ def spoil_folder(folder: Path, rng: Random, secret: Path) -> None:
 
 
 def spoil(folder: Path, rng: Random, mark: Path, secret: Path) -> None:
-    """Spoil a head in one way, or in two."""
+    """Damage a head in one or two ways."""
     plain: list[Callable[[Path, Random], None]] = [spoil_settings, spoil_header, spoil_tensors]
     if rng.random() < 0.3:
         rng.choice(plain)(folder, rng)
@@ -227,7 +227,7 @@ def spoil(folder: Path, rng: Random, mark: Path, secret: Path) -> None:
     try:
         last(folder, rng)
     except (ValueError, struct.error, RuntimeError) as error:
-        # what was spoilt first cannot be spoilt again; safetensors' error is no ValueError
+        # a file may be too damaged for a second change; safetensors raises no ValueError
         del error
     except Exception as error:
         if type(error).__name__ != "SafetensorError":
@@ -235,7 +235,7 @@ def spoil(folder: Path, rng: Random, mark: Path, secret: Path) -> None:
 
 
 def outcome(folder: Path) -> str:
-    """Return what loading comes to: "head", "refused", or what went wrong."""
+    """Return the outcome of loading: "head", "refused", or an unexpected error."""
     try:
         load_head(folder)
     except InputError as error:
@@ -247,13 +247,13 @@ def outcome(folder: Path) -> str:
 
 
 def watch(folder: Path, count: int, seed: int) -> dict[str, Any]:
-    """Load spoilt heads; return outcomes, strange files opened, programs begun, and MiB taken."""
+    """Load damaged heads; return outcomes, unexpected files, started programs and MiB used."""
     rng, whole, work = Random(seed), seeds(folder / "seeds"), folder / "work" / "head"
     mark, secret = folder / "mark", folder / "secret"
     shutil.copy(weights(whole[0]), secret)
     strange: set[str] = set()
     watching = False
-    # a library may be imported late; what belongs to the machine is none of the secrets
+    # files of libraries and of the system are expected
     known = (str(work), sys.prefix, sys.base_prefix, str(GOLDEN.parents[1]), "/usr/lib", "/proc/")
 
     def hear(event: str, arguments: tuple[Any, ...]) -> None:

@@ -1,4 +1,4 @@
-"""DFlash and DSpark: their own projects' numbers, and drafts from anchors alone."""
+"""DFlash and DSpark: the numbers of their projects, and drafts from anchors only."""
 
 import itertools
 import json
@@ -37,7 +37,7 @@ def in_float64() -> Iterator[None]:
 
 
 def features(aux: Tensor) -> Features:
-    """Return what the base is to these heads: its aux alone."""
+    """Return features with aux only, the input of these heads."""
     return Features(aux[..., : aux.shape[-1] // 3], aux)
 
 
@@ -55,7 +55,7 @@ def close(found: Tensor, wanted: Tensor) -> None:
 
 
 def random(base: FrozenBase, kind: str, **settings: Any) -> BlockHead:
-    """Return a head whose every tensor is random, in float64."""
+    """Return a head with random tensors in float64."""
     torch.manual_seed(1)
     head = build_for({"kind": kind, "num_layers": 2, **settings}, base).double().eval()
     assert isinstance(head, BlockHead)
@@ -66,11 +66,11 @@ def random(base: FrozenBase, kind: str, **settings: Any) -> BlockHead:
 
 @pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("name", DEEPSPEC)
-def test_training_at_deepspec_s_anchors_gives_its_logits_and_confidences(name: str):
+def test_training_states_give_deepspec_s_logits_and_confidences(name: str):
     head, golden = case(name)
     assert isinstance(head, DEEPSPEC[name])
     tokens, counted = golden["in.tokens"], golden["out.counted"]
-    # there an anchor is the token behind the position that is drafted from here
+    # there an anchor is the token after the position to draft from
     at = golden["out.anchors"] - 1
     kept = golden["out.kept"] & (at >= 0)
     rows = torch.arange(len(at))[:, None].expand_as(at)
@@ -90,7 +90,7 @@ def test_training_at_deepspec_s_anchors_gives_its_logits_and_confidences(name: s
 
 
 @pytest.mark.parametrize("name", DEEPSPEC)
-def test_slots_see_what_deepspec_s_mask_shows_them(name: str):
+def test_the_block_mask_equals_deepspec_s(name: str):
     golden = load_file(GOLDEN / name / "expected.safetensors")
     anchors, kept, time = golden["out.anchors"], golden["out.kept"], golden["in.tokens"].shape[1]
     before = torch.arange(time) < anchors[..., None]
@@ -101,8 +101,8 @@ def test_slots_see_what_deepspec_s_mask_shows_them(name: str):
 
 @pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("name", [*DEEPSPEC, "dflash_z_lab"])
-def test_public_heads_draft_as_their_projects_do(name: str):
-    """Two drafts from one memory: of the first positions, and of all."""
+def test_public_heads_draft_like_their_projects(name: str):
+    """Draft twice from one memory: after the first positions, and after all."""
     head, golden = case(name)
     memory = head.memory(2, capacity=32)
     ends = (0, FIRST, golden["in.aux"].shape[1])
@@ -128,9 +128,7 @@ def test_public_heads_draft_as_their_projects_do(name: str):
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
 @pytest.mark.parametrize("sample_from_anchor", [False, True])
-def test_blocks_drafted_together_from_ragged_rows_are_those_of_training(
-    kind: str, sample_from_anchor: bool
-):
+def test_blocks_drafted_from_ragged_rows_equal_training_states(kind: str, sample_from_anchor: bool):
     base = tiny.base("llama")
     head = random(base, kind, depth=4, sample_from_anchor=sample_from_anchor)
     tokens = torch.randint(base.vocab_size, (3, 16), generator=torch.manual_seed(5))
@@ -142,7 +140,7 @@ def test_blocks_drafted_together_from_ragged_rows_are_those_of_training(
         head.logits(state[torch.arange(3), at], level)
         for level, state in enumerate(head.states(read, tokens, marks))
     ]
-    # what lies behind a row's last position must not be seen
+    # slots after a row's last position must not be visible
     garbage = torch.arange(11) > at[:, None]
     assert read.aux is not None
     committed = Features(read.hidden[:, :11], read.aux[:, :11].masked_fill(garbage[..., None], 9.0))
@@ -155,7 +153,7 @@ def test_blocks_drafted_together_from_ragged_rows_are_those_of_training(
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
-def test_rows_scattered_in_one_cache_draft_as_if_each_had_its_own(kind: str):
+def test_scattered_rows_draft_like_separate_rows(kind: str):
     base = tiny.base("llama")
     head = random(base, kind, depth=3)
     tokens = torch.randint(base.vocab_size, (2, 13), generator=torch.manual_seed(3))
@@ -174,7 +172,7 @@ def test_rows_scattered_in_one_cache_draft_as_if_each_had_its_own(kind: str):
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
-def test_nothing_is_computed_away_from_the_anchors(kind: str, monkeypatch: pytest.MonkeyPatch):
+def test_only_anchors_are_computed(kind: str, monkeypatch: pytest.MonkeyPatch):
     base = tiny.base("llama")
     head = random(base, kind, depth=3)
     tokens = torch.randint(base.vocab_size, (2, 16), generator=torch.manual_seed(3))
@@ -194,7 +192,7 @@ def test_nothing_is_computed_away_from_the_anchors(kind: str, monkeypatch: pytes
     assert not states[0][0, 3, : base.width].any()
 
 
-def test_dspark_s_levels_hang_on_the_token_before_and_dflash_s_do_not():
+def test_dspark_levels_depend_on_the_previous_token_and_dflash_levels_do_not():
     base = tiny.base("llama")
     tokens = torch.randint(base.vocab_size, (1, 12), generator=torch.manual_seed(3))
     for kind, hangs in (("dflash", False), ("dspark", True)):
@@ -208,8 +206,8 @@ def test_dspark_s_levels_hang_on_the_token_before_and_dflash_s_do_not():
 
 
 @pytest.mark.parametrize("sure", [-9.0, 9.0])
-def test_a_chain_stops_where_dspark_says_that_it_is_not_sure(sure: float):
-    """Its own word counts in place of its probabilities; the text is the same."""
+def test_a_chain_stops_at_low_dspark_confidence(sure: float):
+    """Its confidence replaces its probabilities; the text stays the same."""
     base = tiny.base("llama")
     head = random(base, "dspark", depth=3)
     assert isinstance(head, dspark.Head)
@@ -237,7 +235,7 @@ def test_a_chain_stops_where_dspark_says_that_it_is_not_sure(sure: float):
         (2, 1, (1,)),
     ],
 )
-def test_it_reads_layers_evenly_and_never_the_last(
+def test_aux_layers_are_evenly_spaced_and_exclude_the_last(
     num_layers: int, own: int, aux_layers: tuple[int, ...]
 ):
     head = build({"kind": "dflash", "num_layers": own}, width=16, vocab_size=11)
@@ -247,7 +245,7 @@ def test_it_reads_layers_evenly_and_never_the_last(
 
 
 @pytest.mark.parametrize("architecture", ["DSparkDraftModel", "LingDSparkModel"])
-def test_deepspec_s_network_is_read_by_sglang_s_names_for_it(architecture: str, tmp_path: Path):
+def test_deepspec_s_network_is_read_by_sglang_s_names(architecture: str, tmp_path: Path):
     shutil.copytree(GOLDEN / "dspark_deepspec", tmp_path / "out")
     file = tmp_path / "out" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": [architecture]}))
@@ -267,7 +265,7 @@ def test_deepspec_s_network_is_read_by_sglang_s_names_for_it(architecture: str, 
         ({"is_causal": True}, "is_causal=False, this one has True"),
     ],
 )
-def test_checkpoints_of_another_make_are_refused(change: dict, message: str):
+def test_unsupported_checkpoints_are_refused(change: dict, message: str):
     config = {"architectures": ["Qwen3DSparkModel"], "hidden_size": 32, "markov_rank": 5} | change
     with pytest.raises(ValueError, match=message):
         dspark.read_public(config, {})
@@ -282,12 +280,12 @@ def test_checkpoints_of_another_make_are_refused(change: dict, message: str):
         ({"num_anchors": 0}, "num_anchors must be"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(settings: dict, message: str):
+def test_invalid_settings_are_refused(settings: dict, message: str):
     with pytest.raises(ValueError, match=message):
         build_for({"kind": "dflash", **settings}, tiny.base("llama"))
 
 
-def test_what_it_needs_of_a_base_is_asked_for_by_name():
+def test_missing_inputs_of_the_base_are_named():
     head = build({"kind": "dflash"}, width=16, vocab_size=11)
     hidden, tokens = torch.zeros(1, 9, 16), torch.zeros(1, 9, dtype=torch.long)
     with pytest.raises(ValueError, match=r"aux_layers=head\.aux_layers"):

@@ -1,4 +1,4 @@
-"""What is told of a reduced draft vocabulary: its size, and how much of the text it covers."""
+"""Reports of a reduced draft vocabulary: its size and its coverage of the text."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from specheads.runs.directory import RunDirectory
 from tests.results import bare
 
 
-def test_the_coverage_that_a_run_counted_is_told_with_its_results(tmp_path: Path):
+def test_results_include_the_coverage_of_the_draft_vocabulary(tmp_path: Path):
     head = build({"kind": "medusa", "draft_tokens": 2}, width=4, vocab_size=6)
     counts = torch.tensor([0, 6, 1, 0, 3, 0])
     head.choose_vocabulary(counts)
@@ -27,7 +27,7 @@ def test_the_coverage_that_a_run_counted_is_told_with_its_results(tmp_path: Path
     assert draft_vocabulary(head, None) == DraftVocabulary(size=2, coverage=None)
 
 
-def test_a_head_that_drafts_every_token_covers_everything():
+def test_a_full_vocabulary_covers_everything():
     head = build({"kind": "medusa"}, width=4, vocab_size=6)
     assert draft_vocabulary(head, None) == DraftVocabulary(size=6, coverage=1.0)
 
@@ -42,7 +42,7 @@ def test_a_head_that_drafts_every_token_covers_everything():
     ],
     ids=["counted", "not counted", "whole", "measured before"],
 )
-def test_the_report_tells_a_reduced_vocabulary(section: dict | None, told: list[str]):
+def test_the_report_shows_a_reduced_vocabulary(section: dict | None, told: list[str]):
     results = replace(bare(), draft_vocabulary=section and from_json(DraftVocabulary, section))
     rows = [row for row in summary.summary(results) if row[0] == "draft vocabulary"]
     assert [what for _, what in rows] == told

@@ -1,4 +1,4 @@
-"""EAGLE-3: its own projects' numbers, and training that is drafting from everywhere at once."""
+"""EAGLE-3: the numbers of its projects, and training states that equal drafts."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ def loaded(folder: Path) -> eagle3.Head:
 
 
 def random(base: FrozenBase, **settings) -> eagle3.Head:
-    """Return a head whose every tensor is random, in float64."""
+    """Return a head with random tensors in float64."""
     torch.manual_seed(1)
     head = build_for({"kind": "eagle3", **settings}, base).double().eval()
     assert isinstance(head, eagle3.Head)
@@ -37,7 +37,7 @@ def random(base: FrozenBase, **settings) -> eagle3.Head:
 
 
 def features(aux: torch.Tensor) -> Features:
-    """Return what the base is to this head: its aux alone."""
+    """Return features with aux only, the input of this head."""
     return Features(aux[..., : aux.shape[-1] // 3], aux)
 
 
@@ -73,7 +73,7 @@ def test_a_public_eagle3_drafts_its_project_s_tokens(golden: dict[str, torch.Ten
     head = loaded(CHAIN)
     head.bind(golden["in.embed_tokens"])
     said = golden["out.greedy.tokens"]
-    # the last one drafted is read by nobody
+    # the last drafted token is not read
     tokens = torch.cat([golden["in.tokens"][:, 1:], said[:, :-1]], dim=1)
     logits = chain(head, golden["in.aux"], tokens)
     assert torch.equal(head.to_tokens(logits.argmax(-1)), said)
@@ -82,7 +82,7 @@ def test_a_public_eagle3_drafts_its_project_s_tokens(golden: dict[str, torch.Ten
 
 
 @pytest.mark.parametrize(("search", "top_k", "num_nodes"), [(0, 1, 5), (1, 4, 16)])
-def test_a_public_eagle3_grows_its_project_s_trees(
+def test_a_public_eagle3_drafts_its_project_s_trees(
     golden: dict[str, torch.Tensor], search: int, top_k: int, num_nodes: int
 ):
     """There a depth of 3 counts the levels after the first."""
@@ -101,7 +101,7 @@ def test_a_public_eagle3_grows_its_project_s_trees(
 def test_a_public_eagle3_reads_known_text_as_its_project_does(golden: dict[str, torch.Tensor]):
     head = loaded(CHAIN)
     head.bind(golden["in.embed_tokens"])
-    # its states read one token further than there are features
+    # its states read one token beyond the features
     aux = torch.nn.functional.pad(golden["in.aux"], (0, 0, 0, 1))
     state = next(head.states(features(aux), golden["in.tokens"]))[:, :-1]
     torch.testing.assert_close(
@@ -115,7 +115,7 @@ def test_training_time_test_gives_speculators_logits():
     wanted = golden["out.logits"]
     assert head.depth == len(wanted) == 4
     assert head.config.norm_before_residual
-    # there the token that follows a position stands at it; the first is read by nobody
+    # there tokens are shifted by one position, and the first is not read
     tokens = golden["in.input_ids"].roll(1, dims=1)
     for level, state in enumerate(head.states(features(golden["in.aux"]), tokens)):
         logits = head.logits(state, level)[:, : wanted.shape[2]]
@@ -128,7 +128,7 @@ def test_each_option_trains_on_speculators_logits(case: str):
     head, golden = loaded(GOLDEN / case).double(), load_file(GOLDEN / case / "expected.safetensors")
     tokens, wanted = golden["in.following"].roll(1, dims=1), golden["out.logits"]
     for level, state in enumerate(head.states(features(golden["in.aux"]), tokens)):
-        # the last positions read tokens that there are none of
+        # the last positions read tokens beyond the end
         known = wanted.shape[1] - level
         ours = head.logits(state, level)[0, :known]
         torch.testing.assert_close(ours, wanted[level, :known], rtol=0, atol=1e-9)
@@ -145,14 +145,14 @@ def test_p_eagle_trains_on_speculators_logits_and_drafts_them():
     assert sorted(set(depths.tolist())) == [0, 1, 2, 3]
     torch.testing.assert_close(trained[depths, anchors], wanted, rtol=0, atol=1e-9)
     for anchor in range(3, 8):
-        # whatever is said of the tokens between
+        # for any value of the tokens in between
         along = torch.cat([following[:, : anchor + 1], torch.tensor([[4, 40, 2]])], dim=1)
         drafted = chain(head, aux[:, : anchor + 1], along)[0]
         chosen = [int(((anchors == anchor) & (depths == k)).nonzero()) for k in range(4)]
         torch.testing.assert_close(drafted, wanted[chosen], rtol=0, atol=1e-9)
 
 
-def test_a_stretched_rotary_embedding_drafts_its_project_s_chain():
+def test_a_scaled_rotary_embedding_drafts_its_project_s_chain():
     head = loaded(GOLDEN / "eagle3_chain_linear").double()
     golden = load_file(GOLDEN / "eagle3_chain_linear" / "expected.safetensors")
     assert head.config.rope_scaling == {"rope_type": "linear", "factor": 4.0}
@@ -163,7 +163,7 @@ def test_a_stretched_rotary_embedding_drafts_its_project_s_chain():
 
 
 @pytest.mark.parametrize("norm_before_residual", [False, True])
-def test_training_time_test_is_drafting_from_every_position(norm_before_residual: bool):
+def test_training_states_equal_drafts_from_every_position(norm_before_residual: bool):
     """Each anchor reads its prefix at once, then drafts along the true tokens."""
     base = tiny.base("llama")
     head = random(
@@ -187,8 +187,8 @@ def test_training_time_test_is_drafting_from_every_position(norm_before_residual
         torch.testing.assert_close(drafted, at_anchor, rtol=0, atol=1e-10)
 
 
-def test_seven_rounds_from_ragged_anchors_are_what_training_saw():
-    """Rows drafted together from anchors of their own, with padding that must not be seen."""
+def test_seven_rounds_from_ragged_anchors_equal_training_states():
+    """Draft rows together, each from its own anchor, with invisible padding."""
     base = tiny.base("llama")
     head = random(base, attention_heads=4, key_value_heads=2)
     assert head.depth == 7
@@ -216,8 +216,8 @@ def test_seven_rounds_from_ragged_anchors_are_what_training_saw():
         torch.testing.assert_close(torch.stack(drafted), wanted, rtol=0, atol=1e-10)
 
 
-def test_ragged_rows_committed_bit_by_bit_draft_as_if_committed_at_once():
-    """Rows keep different numbers of positions a step, and one of them leaves the batch."""
+def test_rows_committed_in_pieces_draft_as_if_committed_at_once():
+    """Commit different numbers of positions per row, and remove one row."""
     base = tiny.base("llama")
     head = random(base, depth=3)
     tokens = torch.randint(base.vocab_size, (3, 13), generator=torch.manual_seed(3))
@@ -248,13 +248,15 @@ def test_ragged_rows_committed_bit_by_bit_draft_as_if_committed_at_once():
     ("num_layers", "aux_layers"),
     [(32, (2, 16, 29)), (7, (2, 3, 4)), (6, (1, 3, 5)), (4, (1, 2, 3)), (3, (0, 1, 2))],
 )
-def test_it_reads_three_different_layers_of_any_base(num_layers: int, aux_layers: tuple[int, ...]):
+def test_three_different_aux_layers_are_chosen_for_any_base(
+    num_layers: int, aux_layers: tuple[int, ...]
+):
     head = build({"kind": "eagle3"}, width=16, vocab_size=11)
     head.choose_aux_layers(num_layers)
     assert head.aux_layers == tuple(head.config.aux_layers) == aux_layers
 
 
-def test_a_head_keeps_the_layers_it_was_trained_on(tmp_path: Path):
+def test_a_saved_head_keeps_its_aux_layers(tmp_path: Path):
     base = tiny.base("llama", dtype=torch.float32)
     build_for({"kind": "eagle3", "aux_layers": [1, 3]}, base).save_pretrained(tmp_path)
     again = load_head(tmp_path, base)
@@ -273,7 +275,7 @@ def test_a_head_keeps_the_layers_it_was_trained_on(tmp_path: Path):
         ({"head_dim": 7}, "even number of channels"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(settings: dict, message: str):
+def test_invalid_settings_are_refused(settings: dict, message: str):
     with pytest.raises(ValueError, match=message):
         build_for({"kind": "eagle3", **settings}, tiny.base("llama"))
 
@@ -283,7 +285,7 @@ def test_a_base_too_shallow_for_three_layers_is_refused():
         build({"kind": "eagle3"}, width=16, vocab_size=11).choose_aux_layers(2)
 
 
-def test_what_it_needs_of_a_base_is_asked_for_by_name():
+def test_missing_inputs_of_the_base_are_named():
     head = build({"kind": "eagle3"}, width=16, vocab_size=11)
     hidden, tokens = torch.zeros(1, 9, 16), torch.zeros(1, 9, dtype=torch.long)
     with pytest.raises(ValueError, match=r"aux_layers=head\.aux_layers"):
@@ -307,15 +309,15 @@ def test_what_it_needs_of_a_base_is_asked_for_by_name():
         ({"target_hidden_size": 64}, "target_hidden_size=48, this one has 64"),
     ],
 )
-def test_checkpoints_of_another_make_are_refused(change: dict, message: str):
+def test_unsupported_checkpoints_are_refused(change: dict, message: str):
     config = json.loads((CHAIN / "config.json").read_text()) | change
     with pytest.raises(ValueError, match=message):
         eagle3.read_public(config, load_file(CHAIN / "model.safetensors"))
 
 
 @pytest.mark.parametrize("draft_tokens", [0, 20])
-def test_the_maps_that_are_exported_are_read_back(draft_tokens: int, tmp_path: Path):
-    """A head written as its project writes it comes back with the tokens it drafts."""
+def test_exported_vocabulary_maps_are_read_back(draft_tokens: int, tmp_path: Path):
+    """A head written in its project's layout loads with its draft vocabulary."""
     base = tiny.base("llama", dtype=torch.float32)
     counts = torch.randint(1, 100, (base.vocab_size,), generator=torch.manual_seed(2))
     settings = {"kind": "eagle3", "attention_heads": 4, "draft_tokens": draft_tokens}

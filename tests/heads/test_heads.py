@@ -1,4 +1,4 @@
-"""The contract every head fulfils; the list of heads is the folder."""
+"""The contract of every head; the folder is the list of kinds."""
 
 import dataclasses
 import importlib
@@ -67,7 +67,7 @@ def base() -> FrozenBase:
 
 
 def make(settings: dict[str, Any], base: FrozenBase) -> Head:
-    """Return an untrained head whose every tensor is random, in float64."""
+    """Return an untrained head with random tensors in float64."""
     torch.manual_seed(1)
     head = build_for({"depth": 3, **settings}, base).double().eval()
     for parameter in head.parameters():
@@ -87,12 +87,12 @@ def until(features: Features, time: int) -> Features:
     return features.at(torch.arange(time).expand(2, -1))
 
 
-def test_the_folder_holds_the_kinds_of_the_first_release():
+def test_all_eight_kinds_exist():
     assert {"medusa", "mlp_speculator"} <= set(KINDS)
 
 
 @each_case
-def test_every_parameter_learns(settings: dict, base: FrozenBase):
+def test_every_parameter_gets_a_gradient(settings: dict, base: FrozenBase):
     head = make(settings, base)
     features, tokens = read(base, head.aux_layers)
     logits = offline_logits(head, features, tokens)
@@ -113,7 +113,7 @@ def test_every_parameter_learns(settings: dict, base: FrozenBase):
 
 
 @each_case
-def test_states_at_anchors_are_those_made_everywhere(settings: dict, base: FrozenBase):
+def test_states_at_anchors_equal_states_without_anchors(settings: dict, base: FrozenBase):
     head = make(settings, base)
     features, tokens = read(base, head.aux_layers)
     anchors = torch.rand(tokens.shape, generator=torch.manual_seed(5)) < 0.3
@@ -127,8 +127,8 @@ def test_states_at_anchors_are_those_made_everywhere(settings: dict, base: Froze
 
 
 @each_case
-def test_16_bit_features_meet_weights_in_float32_without_a_warning(settings: dict):
-    # suite-wide, a warning is an error; torch says this one once a process unless asked
+def test_16_bit_features_and_float32_weights_give_no_warning(settings: dict):
+    # warnings are errors in the tests, and torch shows this one once per process
     base = tiny.base(dtype=torch.bfloat16)
     head = build_for(settings, base).train()
     assert {value.dtype for value in head.parameters()} == {torch.float32}
@@ -165,7 +165,7 @@ def test_drafting_a_chain_agrees_with_training(settings: dict, base: FrozenBase)
 
 @each_case
 def test_siblings_are_drafted_from_their_own_parent(settings: dict, base: FrozenBase):
-    """A level of several nodes gives each the logits it has when drafted alone."""
+    """Each node of a level has the logits of drafting it alone."""
     head = make(settings, base)
     features, tokens = read(base, head.aux_layers)
     count = torch.full((2,), TIME - 1)
@@ -186,7 +186,7 @@ def test_siblings_are_drafted_from_their_own_parent(settings: dict, base: Frozen
 
 
 @each_case
-def test_rows_that_join_a_batch_are_drafted_as_if_alone(settings: dict, base: FrozenBase):
+def test_joined_rows_draft_as_if_alone(settings: dict, base: FrozenBase):
     head = make(settings, base)
     features, tokens = read(base, head.aux_layers)
     lengths = (5, 9)
@@ -218,7 +218,7 @@ def test_rows_that_join_a_batch_are_drafted_as_if_alone(settings: dict, base: Fr
 
 
 @each_case
-def test_no_depth_reads_a_token_it_must_not_have_read(settings: dict, base: FrozenBase):
+def test_no_depth_reads_later_tokens(settings: dict, base: FrozenBase):
     """Depth k at position t has read tokens up to t + 1 + k: later ones change nothing."""
     head = make(settings, base)
     features, tokens = read(base, head.aux_layers)
@@ -254,7 +254,7 @@ def test_tree_decoding_reproduces_greedy(
 
 
 @each_case
-def test_what_a_head_borrows_is_a_buffer_that_moves_with_it(settings: dict, base: FrozenBase):
+def test_borrowed_tensors_are_buffers_that_move_with_the_head(settings: dict, base: FrozenBase):
     head = make(settings, base)
     attributes = [value for module in head.modules() for value in vars(module).values()]
     assert not [value for value in attributes if isinstance(value, torch.Tensor)]
@@ -268,7 +268,7 @@ def test_what_a_head_borrows_is_a_buffer_that_moves_with_it(settings: dict, base
 
 
 @pytest.mark.parametrize("settings", CASES, ids=told)
-def test_a_saved_head_comes_back_the_same(settings: dict, base: FrozenBase, tmp_path: Path):
+def test_a_saved_head_is_loaded_unchanged(settings: dict, base: FrozenBase, tmp_path: Path):
     head = make(settings, base).float()
     head.save_pretrained(tmp_path)
     again = load_head(tmp_path, tiny.base("llama", dtype=torch.float32))
@@ -279,7 +279,7 @@ def test_a_saved_head_comes_back_the_same(settings: dict, base: FrozenBase, tmp_
     for ours, theirs in zip(
         offline_logits(head, features, tokens), offline_logits(again, features, tokens), strict=True
     ):
-        # a loaded head keeps its matrices in another order, so sums may round another way
+        # a loaded head has another memory layout, so sums may round differently
         torch.testing.assert_close(ours, theirs)
 
 
@@ -382,12 +382,12 @@ def test_a_reduced_vocabulary_drafts_its_own_tokens_and_stays_lossless(
         assert set(tree.tokens[:, 1:].flatten().tolist()) <= allowed
 
 
-def test_a_head_that_drafts_one_token_comes_back(base: FrozenBase, tmp_path: Path):
+def test_a_head_with_one_draft_token_is_loaded_unchanged(base: FrozenBase, tmp_path: Path):
     build_for({"kind": "medusa", "draft_tokens": 1}, base).save_pretrained(tmp_path)
     assert load_head(tmp_path, base).drafted_size == 1
 
 
-def test_a_copy_shares_what_a_base_lends_and_nothing_that_learns(base: FrozenBase):
+def test_a_copy_shares_borrowed_tensors_and_no_parameters(base: FrozenBase):
     head = build_for({"kind": "eagle3", "depth": 2, "draft_tokens": 20}, base)
     copy = copy_of(head)
     assert dict(copy.named_buffers()) == dict(head.named_buffers())
@@ -396,7 +396,7 @@ def test_a_copy_shares_what_a_base_lends_and_nothing_that_learns(base: FrozenBas
 
 
 @each_reduced
-def test_a_reduced_vocabulary_comes_back_with_the_head(
+def test_a_reduced_vocabulary_is_saved_with_the_head(
     settings: dict, base: FrozenBase, tmp_path: Path
 ):
     counts = torch.arange(base.vocab_size)
@@ -411,7 +411,7 @@ def test_a_reduced_vocabulary_comes_back_with_the_head(
     assert t2d.nonzero()[:, 0].tolist() == again.draft_ids.tolist()
 
 
-def test_tokens_and_columns_translate_into_each_other():
+def test_tokens_and_columns_convert_both_ways():
     #  tokens   0 1 2 3 4 5       drafted  1 4 5   in columns  0 1 2
     head = build({"kind": "medusa", "draft_tokens": 3}, width=4, vocab_size=6)
     head.choose_vocabulary(torch.tensor([0, 9, 0, 0, 7, 8]))

@@ -1,4 +1,4 @@
-"""Hydra heads: the original project's numbers, and what starting and borrowing mean."""
+"""Hydra heads: the numbers of the original project, initialisation and borrowed tensors."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ def tensors_of(case: str) -> dict[str, torch.Tensor]:
 
 
 def as_published(case: str, folder: Path, **config) -> Path:
-    """Write a case as its project does, with these entries of config.json changed."""
+    """Write a case in its project's layout, with these entries of config.json changed."""
     torch.save(tensors_of(case), folder / "hydra_lm_head.pt")
     settings = json.loads((GOLDEN / case / "config.json").read_text()) | config
     (folder / "config.json").write_text(json.dumps(settings))
@@ -60,7 +60,7 @@ def test_a_public_hydra_gives_its_project_s_logits(
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["f32", "f64"])
-def test_a_public_hydra_proposes_its_project_s_tree(case: str, dtype: torch.dtype):
+def test_a_public_hydra_drafts_its_project_s_tree(case: str, dtype: torch.dtype):
     head = load_head(GOLDEN / case).to(dtype)
     golden = load_file(GOLDEN / case / "expected.safetensors")
     policy = policies.Static(json.loads((GOLDEN / case / "tree.json").read_text()))
@@ -84,8 +84,8 @@ def test_a_public_hydra_proposes_its_project_s_tree(case: str, dtype: torch.dtyp
     assert torch.equal(tree.depths()[0], buffers["out.tree.position_offsets"])
 
 
-def test_a_prefix_layer_reads_a_prompt_in_pieces_as_at_once():
-    """Ragged rows, one of which leaves: keys and values stay with their row."""
+def test_a_prefix_layer_reads_a_prompt_in_pieces():
+    """Keys and values stay with their row when another row is removed."""
     base = tiny.base("llama")
     torch.manual_seed(1)
     settings = {"kind": "hydra_heads", "attention_heads": 4, "key_value_heads": 2}
@@ -121,7 +121,7 @@ def test_tree_decoding_reproduces_greedy_without_a_prefix_layer():
     assert ours.tokens == alone.tokens
 
 
-def test_at_step_zero_hydra_says_what_the_base_says():
+def test_an_untrained_hydra_gives_the_base_s_logits():
     base = tiny.base("llama")
     head = build_for({"kind": "hydra_heads", "prefix": False}, base).double()
     tokens = torch.randint(base.vocab_size, (2, 12))
@@ -142,7 +142,7 @@ def test_with_its_embedding_columns_at_zero_hydra_ignores_the_path():
     assert all(torch.equal(one, other) for one, other in zip(ours, others, strict=True))
 
 
-def test_what_hydra_borrows_is_neither_trained_nor_saved_and_follows_the_head():
+def test_tensors_borrowed_by_hydra_are_not_trained_or_saved():
     base = tiny.base("llama")
     head = build_for({"kind": "hydra_heads"}, base)
     borrowed = base.embedding
@@ -153,7 +153,7 @@ def test_what_hydra_borrows_is_neither_trained_nor_saved_and_follows_the_head():
     assert base.embedding.dtype == torch.float64
 
 
-def test_a_head_that_was_lent_no_embedding_says_so():
+def test_an_unbound_hydra_is_an_input_error():
     head = build({"kind": "hydra_heads"}, width=8, vocab_size=11)
     with pytest.raises(ValueError, match="load the head with its base"):
         next(head.states(Features(torch.zeros(1, 7, 8)), torch.zeros(1, 7, dtype=torch.long)))
@@ -170,12 +170,12 @@ def test_hydra_s_own_pickled_file_is_read(tmp_path: Path):
     [{"hydra_head_arch": "eagle-attn"}, {"grounded_heads": False}, {"hidden_state_offset": 1}],
     ids=["architecture", "ungrounded", "earlier state"],
 )
-def test_hydra_s_other_kinds_of_head_are_refused(config: dict, tmp_path: Path):
+def test_unsupported_hydra_heads_are_refused(config: dict, tmp_path: Path):
     with pytest.raises(ValueError, match="must be 'mlp' or 'prefix-mlp'"):
         load_head(as_published("hydra_mlp", tmp_path, **config))
 
 
-def test_a_prefix_layer_of_unknown_heads_is_refused(tmp_path: Path):
+def test_a_prefix_layer_of_unknown_shape_is_refused(tmp_path: Path):
     tensors = tensors_of("hydra_prefix_mlp")
     name = "prefix_embeding_layer.layers.0.self_attn.rotary_emb.inv_freq"
     del tensors[name]

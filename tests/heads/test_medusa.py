@@ -1,4 +1,4 @@
-"""Medusa: its project's numbers, and the three places its vocabulary projection may come from."""
+"""Medusa: the numbers of its project, and its three kinds of vocabulary projection."""
 
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ def base() -> FrozenBase:
 
 
 def random(base: FrozenBase, **settings: Any) -> Head:
-    """Return a head whose every tensor is random, in float64."""
+    """Return a head with random tensors in float64."""
     torch.manual_seed(1)
     head = build_for({"kind": "medusa", "depth": 3, **settings}, base).double()
     for parameter in head.parameters():
@@ -36,7 +36,7 @@ def random(base: FrozenBase, **settings: Any) -> Head:
 
 
 def legacy(folder: Path) -> Path:
-    """Write the stored heads without their projections, as the project's legacy class does."""
+    """Write the stored heads without projections, like the project's legacy class."""
     tensors = load_file(GOLDEN / "medusa_heads" / "medusa_lm_head.safetensors")
     blocks = {name: value for name, value in tensors.items() if ".linear." in name}
     torch.save(blocks, folder / "medusa_lm_head.pt")
@@ -47,8 +47,8 @@ def legacy(folder: Path) -> Path:
 
 @pytest.mark.parametrize("projection", ["own", "shared", "low_rank"])
 @pytest.mark.parametrize("architecture", ["llama", "granite"])
-def test_at_step_zero_medusa_says_what_the_base_says(architecture: str, projection: str):
-    """Also on Granite, whose logits are scaled after the projection."""
+def test_an_untrained_medusa_gives_the_base_s_logits(architecture: str, projection: str):
+    """This includes Granite, which scales its logits after the projection."""
     base = tiny.base(architecture)
     head = build_for({"kind": "medusa", "projection": projection}, base).double()
     tokens = torch.randint(base.vocab_size, (2, TIME), generator=torch.manual_seed(0))
@@ -82,14 +82,14 @@ def test_a_public_medusa_gives_its_project_s_logits(dtype: torch.dtype, toleranc
         )
 
 
-def test_legacy_heads_answer_through_the_base_s_projection(tmp_path: Path):
+def test_legacy_heads_use_the_base_s_projection(tmp_path: Path):
     head = load_head(legacy(tmp_path))
     golden = load_file(GOLDEN / "medusa_heads" / "expected.safetensors")
     tensors = load_file(GOLDEN / "medusa_heads" / "medusa_lm_head.safetensors")
     features = Features(golden["in.hidden"])
     tokens = torch.zeros(golden["in.hidden"].shape[:2], dtype=torch.long)
     for level in range(head.depth):
-        # whichever projection is lent: that of a head gives what that head is known to say
+        # with the stored projection of a head, that head gives its stored logits
         head.bind(torch.zeros(211, 48), tensors[f"{level}.1.weight"])
         state = list(head.states(features, tokens))[level]
         wanted = golden["out64.logits"][level].float()
@@ -97,7 +97,7 @@ def test_legacy_heads_answer_through_the_base_s_projection(tmp_path: Path):
     assert head.vocab_size == 211
 
 
-def test_legacy_heads_learn_the_vocabulary_from_their_base_and_keep_it(tmp_path: Path):
+def test_legacy_heads_get_the_vocabulary_size_from_their_base(tmp_path: Path):
     (tmp_path / "theirs").mkdir()
     (tmp_path / "ours").mkdir()
     base = tiny.base("llama", dtype=torch.float32)
@@ -119,7 +119,7 @@ def _another_base() -> FrozenBase:
 
 
 @pytest.mark.parametrize("settings", BORROWERS, ids=lambda one: one["projection"])
-def test_what_medusa_borrows_is_neither_trained_nor_saved(settings: dict, base: FrozenBase):
+def test_tensors_borrowed_by_medusa_are_not_trained_or_saved(settings: dict, base: FrozenBase):
     head = build_for({"kind": "medusa", **settings}, base)
     assert head.get_buffer("borrowed").data_ptr() == base.projection.weight.data_ptr()
     assert "borrowed" not in head.state_dict()
@@ -130,10 +130,10 @@ def test_what_medusa_borrows_is_neither_trained_nor_saved(settings: dict, base: 
 @pytest.mark.parametrize(
     "settings", [{"projection": "own"}, *BORROWERS], ids=lambda one: one["projection"]
 )
-def test_the_fused_loss_learns_what_the_logits_say(
+def test_the_fused_loss_equals_the_loss_of_the_logits(
     settings: dict, draft_tokens: int, base: FrozenBase
 ):
-    """States times projections, as the loss multiplies them, against the logits of drafting."""
+    """States times projections, as in the loss, equal the logits of drafting."""
     head = random(base, draft_tokens=draft_tokens, **settings)
     tokens = torch.randint(base.vocab_size, (2, TIME), generator=torch.manual_seed(0))
     features = base.read(tokens)
@@ -153,7 +153,7 @@ def test_the_fused_loss_learns_what_the_logits_say(
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
-def test_a_low_rank_adds_two_thin_matrices_a_head():
+def test_a_low_rank_adds_two_thin_matrices_per_head():
     sizes = {"width": 8, "vocab_size": 11}
     counts = [
         sum(value.numel() for value in build(settings, **sizes).parameters())
@@ -162,14 +162,14 @@ def test_a_low_rank_adds_two_thin_matrices_a_head():
     assert counts[1] - counts[0] == 5 * 3 * (8 + 11)
 
 
-def test_medusa_without_what_it_borrows_says_so():
+def test_an_unbound_medusa_is_an_input_error():
     head = build({"kind": "medusa", "projection": "shared"}, width=8, vocab_size=11)
     with pytest.raises(ValueError, match="load the head with its base"):
         head.projection(0)
 
 
 @pytest.mark.parametrize("settings", [{"projection": "lent"}, {"rank": 0}])
-def test_projections_that_do_not_exist_are_refused(settings: dict):
+def test_unknown_projections_are_refused(settings: dict):
     with pytest.raises(
         ValueError,
         match=r"one of own, shared, low_rank, got|rank must be a whole",

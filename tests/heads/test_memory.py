@@ -1,4 +1,4 @@
-"""What drafters keep between steps: rows that stay, leave and join draft as if they were alone."""
+"""Memories of drafters: rows that are kept, removed and joined draft as if alone."""
 
 from collections.abc import Callable
 from typing import Any
@@ -43,7 +43,7 @@ BASELINES: dict[str, Callable[[], Drafter]] = {
 
 
 def drafted(drafter: Drafter, committed: Committed, memory: Any) -> Tensor:
-    """Return what is drafted below the root and below one node; of a hybrid its tree."""
+    """Return the drafts after the root and after one node; for a hybrid, its tree."""
     if isinstance(drafter, Hybrid):
         return HybridTree(policies.chain(2), 3, trim=False).grow(drafter, committed, memory).tokens
     first, state = drafter.begin(committed, memory)
@@ -52,8 +52,8 @@ def drafted(drafter: Drafter, committed: Committed, memory: Any) -> Tensor:
 
 
 def check_memory(drafter: Drafter) -> None:
-    """Let rows leave and join, in another order: each must draft what it drafts alone."""
-    # few different tokens, so that there is something to look up
+    """Remove, reorder and join rows; each must draft what it drafts alone."""
+    # few different tokens, so that prompt lookup finds matches
     tokens = torch.randint(8, (4, 14), generator=torch.manual_seed(0))
     features = tiny.base().read(tokens, drafter.aux_layers)
 
@@ -82,19 +82,19 @@ def check_memory(drafter: Drafter) -> None:
 
 
 @pytest.mark.parametrize("settings", CASES, ids=told)
-def test_rows_of_a_head_stay_leave_and_join_with_their_memory(settings: dict):
+def test_rows_of_a_head_are_kept_removed_and_joined(settings: dict):
     head = make(settings, tiny.base())
     if head.memory(1, 64) is not None:
         check_memory(head)
 
 
-def test_which_kinds_have_a_memory():
+def test_the_kinds_with_a_memory():
     kept = {case["kind"] for case in CASES if make(case, tiny.base()).memory(1, 64) is not None}
     assert kept >= {"eagle3", "hydra_heads", "dflash", "dspark"}
 
 
 @pytest.mark.parametrize("name", BASELINES)
-def test_rows_of_a_baseline_stay_leave_and_join_with_their_memory(name: str):
+def test_rows_of_a_baseline_are_kept_removed_and_joined(name: str):
     check_memory(BASELINES[name]())
 
 
@@ -106,13 +106,13 @@ WRONG = {
 
 
 @pytest.mark.parametrize("method", WRONG)
-def test_a_memory_whose_rows_stay_what_they_were_is_found_out(method: str, monkeypatch):
+def test_the_check_detects_a_memory_that_ignores_its_rows(method: str, monkeypatch):
     monkeypatch.setattr(Slots, method, WRONG[method])
     with pytest.raises((AssertionError, IndexError, RuntimeError)):
         check_memory(eagle3())
 
 
-def test_a_memory_that_cannot_join_is_none(monkeypatch):
+def test_a_memory_without_join_is_not_a_memory(monkeypatch):
     class Joinless:
         keep, scatter = Slots.keep, Slots.scatter
 
@@ -139,7 +139,7 @@ def test_an_engine_does_not_draft_from_rows_that_did_not_join(broken: str, monke
     assert {stream.finish_reason for stream in streams} == {"failed"}
 
 
-def test_keys_and_values_are_read_where_they_lie():
+def test_keys_and_values_are_not_copied():
     head = make({"kind": "eagle3", "attention_heads": 4, "key_value_heads": 2}, tiny.base())
     tokens = torch.randint(8, (3, 512))
     features = tiny.base().read(tokens, head.aux_layers)
@@ -149,5 +149,5 @@ def test_keys_and_values_are_read_where_they_lie():
     node = torch.zeros(3, 1, dtype=torch.long)
     with Ledger() as ledger:
         head.extend(state, node, node)
-    # a level makes scores and weights, and no copy of keys and values
+    # a level allocates scores and weights, and no copy of keys and values
     assert sum(ledger.peak.values()) < memory.held.nbytes / 2

@@ -1,4 +1,4 @@
-"""MLP speculators: the numbers of their projects, plain and gated."""
+"""MLP speculators: the numbers of their projects, with the mlp and the gated state."""
 
 import json
 import math
@@ -69,7 +69,7 @@ def test_an_mlp_speculator_has_the_published_number_of_parameters(
         (5, 6144, 0.933033, 19.941632),
     ],
 )
-def test_old_and_new_are_weighed_as_published(
+def test_state_and_token_weights_are_as_published(
     depth: int, inner: int, state_weight: float, token_weight: float
 ):
     with torch.device("meta"):
@@ -92,7 +92,7 @@ def test_a_public_mlp_speculator_gives_its_project_s_logits(
     head = load_head(GOLDEN / case).to(dtype)
     golden = load_file(GOLDEN / case / "expected.safetensors")
     time = golden["in.hidden"].shape[1]
-    # there inds[:, t] is the token at t + 1; the token at 0 is read by nobody
+    # there inds[:, t] is the token at t + 1; the token at 0 is not read
     tokens = F.pad(golden["in.inds"], (1, 0))
     hidden = F.pad(golden["in.hidden"], (0, 0, 0, tokens.shape[1] - time)).to(dtype)
     for level, logits in enumerate(offline_logits(head, Features(hidden), tokens)):
@@ -111,7 +111,7 @@ def test_tied_copies_that_differ_are_refused(tmp_path: Path):
 
 
 def arctic_tensors(depth: int = 3) -> dict[str, Tensor]:
-    """Return what an Arctic LSTM speculator saves: every tied tensor under each of its names."""
+    """Return the tensors of an Arctic LSTM speculator, with tied tensors under each name."""
     generator = torch.manual_seed(4)
 
     def random(*shape: int) -> Tensor:
@@ -127,7 +127,7 @@ def arctic_tensors(depth: int = 3) -> dict[str, Tensor]:
 
 
 def arctic_logits(tensors: dict[str, Tensor], hidden: Tensor, tokens: list[int]) -> list[Tensor]:
-    """Return the logits after each token, gate by gate as ArcticTraining's forward has them."""
+    """Return the logits after each token, computed gate by gate as in ArcticTraining."""
 
     def norm(values: Tensor, name: str) -> Tensor:
         scaled = values * torch.rsqrt(values.pow(2).mean() + 1e-6)
@@ -151,7 +151,7 @@ def arctic_logits(tensors: dict[str, Tensor], hidden: Tensor, tokens: list[int])
 
 
 def write(folder: Path, config: dict, tensors: dict[str, Tensor]) -> Path:
-    """Write a checkpoint as Arctic's trainer does."""
+    """Write a checkpoint in the layout of Arctic's trainer."""
     torch.save(tensors, folder / "pytorch_model.bin")
     (folder / "config.json").write_text(json.dumps(config))
     return folder
@@ -174,7 +174,7 @@ def test_a_public_arctic_lstm_speculator_follows_its_project_s_formula(prefix: s
             torch.testing.assert_close(ours[level][0, place], logits, rtol=0, atol=1e-12)
 
 
-def test_arctic_s_plain_recurrence_is_ibm_s_under_other_names(tmp_path: Path):
+def test_arctic_s_rnn_equals_ibm_s(tmp_path: Path):
     source = GOLDEN / "mlp_speculator_untied"
     tensors = load_file(source / "model.safetensors")
     config = json.loads((source / "config.json").read_text())
@@ -200,7 +200,7 @@ def test_arctic_s_plain_recurrence_is_ibm_s_under_other_names(tmp_path: Path):
     ],
     ids=["untied", "two layers", "two widths", "unknown"],
 )
-def test_arctic_s_other_speculators_are_refused(change: dict, tmp_path: Path):
+def test_unsupported_arctic_speculators_are_refused(change: dict, tmp_path: Path):
     with pytest.raises(ValueError, match="an Arctic speculator must have one width"):
         load_head(write(tmp_path, ARCTIC | change, arctic_tensors()))
 
@@ -212,7 +212,7 @@ def test_gates_whose_tied_embeddings_differ_are_refused(tmp_path: Path):
         load_head(write(tmp_path, ARCTIC, tensors))
 
 
-def test_a_gated_state_has_four_recurrences_and_one_more_norm():
+def test_a_gated_state_has_four_projections_and_one_more_norm():
     sizes = {"width": 8, "vocab_size": 11}
     plain, gated = (
         sum(
@@ -224,6 +224,6 @@ def test_a_gated_state_has_four_recurrences_and_one_more_norm():
     assert gated - plain == 2 * 3 * 8 * 8 + 2 * 8
 
 
-def test_a_state_that_does_not_exist_is_refused():
+def test_an_unknown_state_is_refused():
     with pytest.raises(ValueError, match="one of mlp, gated, got 'lstm'"):
         build({"kind": "mlp_speculator", "state": "lstm"}, width=8, vocab_size=11)

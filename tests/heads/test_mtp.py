@@ -1,4 +1,4 @@
-"""MTP: other projects' own numbers, bases' own modules, and training that is drafting."""
+"""MTP: numbers of other projects, modules of bases, and training states that equal drafts."""
 
 import itertools
 import json
@@ -58,7 +58,7 @@ def close(found: Tensor, wanted: Tensor) -> None:
 
 
 def random(base: FrozenBase, **settings) -> mtp.Head:
-    """Return a head whose every tensor is random, in float64."""
+    """Return a head with random tensors in float64."""
     torch.manual_seed(1)
     head = build_for({"kind": "mtp", **settings}, base).double().eval()
     assert isinstance(head, mtp.Head)
@@ -69,8 +69,8 @@ def random(base: FrozenBase, **settings) -> mtp.Head:
 
 @pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("name", CASES)
-def test_a_public_module_drafts_as_its_project_s_layer_does(name: str):
-    """Two drafts from one memory: of the first positions, and of all."""
+def test_a_public_module_drafts_like_its_project_s_layer(name: str):
+    """Draft twice from one memory: after the first positions, and after all."""
     head, golden = case(name)
     hidden, tokens = golden["in.hidden"], golden["in.tokens"]
     memory = head.memory(2, capacity=32)
@@ -89,11 +89,11 @@ def test_a_public_module_drafts_as_its_project_s_layer_does(name: str):
 
 @pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("name", CASES)
-def test_training_in_one_pass_gives_what_a_project_s_layer_drafts_step_by_step(name: str):
+def test_training_states_equal_step_by_step_drafts(name: str):
     head, golden = case(name)
     time = golden["in.hidden"].shape[1]
     for step, end in enumerate((FIRST, time)):
-        # what it drafted stands in the place of the text
+        # its drafts replace the text
         text = torch.cat([golden["in.tokens"][:, : end + 1], golden[f"out.drafted.{step}"]], dim=1)
         padded = torch.nn.functional.pad(golden["in.hidden"][:, :end], (0, 0, 0, 4))
         for level, state in enumerate(head.states(Features(padded), text)):
@@ -102,7 +102,7 @@ def test_training_in_one_pass_gives_what_a_project_s_layer_drafts_step_by_step(n
 
 
 @pytest.mark.usefixtures("in_float64")
-def test_the_first_round_of_training_is_speculators_own():
+def test_the_first_training_round_equals_speculators():
     head, golden = case("mtp_speculators")
     state = next(head.states(Features(golden["in.hidden"]), golden["in.tokens"][:, :-1]))
     known = golden["out.logits"]
@@ -110,7 +110,7 @@ def test_the_first_round_of_training_is_speculators_own():
     close(head.logits(state, 0)[:, : known.shape[1]], known)
 
 
-def test_decay_is_fastmtp_s_weights_of_the_levels_but_for_their_sum():
+def test_decay_equals_fastmtp_s_level_weights_up_to_scale():
     wanted = load_file(GOLDEN / "mtp_speculators" / "expected.safetensors")["out.step_weights"]
     ours = torch.tensor(depth_shares(3, 0.6, ()), dtype=wanted.dtype)
     close(ours / ours.sum(), wanted)
@@ -145,7 +145,7 @@ def edited(
     rename: Callable[[str], str] = str,
     more: dict[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """Copy a checkpoint with other names, and more tensors; return what it then has."""
+    """Copy a checkpoint with other names and more tensors; return its tensors."""
     shutil.copytree(GOLDEN / name, folder, dirs_exist_ok=True)
     whole = load_file(folder / "model.safetensors")
     whole = {rename(key): value for key, value in whole.items()} | (more or {})
@@ -153,7 +153,7 @@ def edited(
     return whole
 
 
-def test_a_module_by_qwen3_next_s_names_is_read(tmp_path: Path):
+def test_a_module_with_qwen3_next_s_names_is_read(tmp_path: Path):
     def rename(name: str) -> str:
         own = name.removeprefix("mtp_layers.0.")
         part = own.removesuffix(".weight")
@@ -170,7 +170,7 @@ def test_a_module_by_qwen3_next_s_names_is_read(tmp_path: Path):
 
 
 def test_a_base_s_own_module_is_trained_further_on_it():
-    """What `init=` does; the base is lent in place of the copies in the checkpoint."""
+    """`init=` trains the module further; the base's tensors replace the checkpoint's copies."""
     base = tiny.base("llama", dtype=torch.float32)
     head = resume_head(GOLDEN / "mtp_deepseek", base, "mtp")
     assert isinstance(head, mtp.Head)
@@ -190,7 +190,7 @@ def test_a_base_s_own_module_is_trained_further_on_it():
         ("model.layers.2.self_attn.q_proj.weight", "this one has gated attention"),
     ],
 )
-def test_modules_of_another_make_are_refused_in_one_line(tensor: str, message: str, tmp_path: Path):
+def test_unsupported_modules_are_refused_in_one_line(tensor: str, message: str, tmp_path: Path):
     edited("mtp_deepseek", tmp_path, more={tensor: torch.zeros(64, 32)})
     with pytest.raises(ValueError, match=message) as refused:
         load_head(tmp_path)
@@ -206,7 +206,7 @@ def test_modules_of_another_make_are_refused_in_one_line(tensor: str, message: s
         ({"num_attention_heads": 0}, "do not describe a head: ZeroDivisionError"),
     ],
 )
-def test_settings_that_nothing_reads_are_refused(change: dict, message: str, tmp_path: Path):
+def test_unsupported_settings_are_refused(change: dict, message: str, tmp_path: Path):
     edited("mtp_mimo", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text()) | change
     config.pop("head_dim")
@@ -215,7 +215,7 @@ def test_settings_that_nothing_reads_are_refused(change: dict, message: str, tmp
         load_head(tmp_path)
 
 
-def test_blocks_drafted_from_ragged_rows_are_those_of_training():
+def test_drafts_from_ragged_rows_equal_training_states():
     base = tiny.base("llama")
     head = random(base, depth=4, qk_norm=True)
     tokens = torch.randint(base.vocab_size, (3, 16), generator=torch.manual_seed(5))
@@ -224,7 +224,7 @@ def test_blocks_drafted_from_ragged_rows_are_those_of_training():
         head.logits(state[torch.arange(3), at], level)
         for level, state in enumerate(head.states(read, tokens))
     ]
-    # what lies behind a row's last position must not be seen
+    # slots after a row's last position must not be visible
     behind = torch.arange(11) > at[:, None]
     committed = Features(read.hidden[:, :11].masked_fill(behind[..., None], 9.0))
     logits, state = head.begin(Committed(committed, tokens[:, 1:12], at + 1), head.memory(3, 32))
@@ -234,7 +234,7 @@ def test_blocks_drafted_from_ragged_rows_are_those_of_training():
         logits, state = head.extend(state, node, torch.zeros_like(node))
 
 
-def test_rows_scattered_in_one_cache_draft_as_if_each_had_its_own():
+def test_scattered_rows_draft_like_separate_rows():
     base = tiny.base("llama")
     head = random(base)
     tokens = torch.randint(base.vocab_size, (2, 13), generator=torch.manual_seed(3))
@@ -255,7 +255,7 @@ def test_rows_scattered_in_one_cache_draft_as_if_each_had_its_own():
         lengths = lengths + count
 
 
-def test_one_layer_serves_all_levels_and_the_base_s_projection_is_not_its_own():
+def test_one_layer_serves_all_levels_and_the_projection_is_borrowed():
     base = tiny.base("llama")
     shallow, deep = (random(base, depth=depth) for depth in (1, 5))
     assert {*shallow.state_dict()} == {*deep.state_dict()}
@@ -266,8 +266,8 @@ def test_one_layer_serves_all_levels_and_the_base_s_projection_is_not_its_own():
         next(head.states(Features(torch.zeros(1, 9, 16)), torch.zeros(1, 9, dtype=torch.long)))
 
 
-def test_a_base_and_the_head_that_it_comes_with_are_read_from_one_folder(tmp_path: Path):
-    """The base passes over the module, and `init=` takes it."""
+def test_a_base_and_its_mtp_head_load_from_one_folder(tmp_path: Path):
+    """The base ignores the module, and `init=` loads it."""
     folder = tiny.saved(tmp_path)
     base = FrozenBase.load(folder, dtype="float64", device="cpu")
     shape = {"attention_heads": 4, "key_value_heads": 2, "head_dim": 8, "inner_dim": 48}

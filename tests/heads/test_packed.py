@@ -1,4 +1,4 @@
-"""No head sees from one document of a row into another."""
+"""No head sees other documents of a packed row."""
 
 from dataclasses import replace
 
@@ -15,13 +15,13 @@ from tests.packed import alone, packed, pieces, rows, texts
 
 KINDS = kinds()
 ATTENDING = ["dflash", "dspark", "eagle3", "hydra_heads", "mtp"]
-"""Kinds with attention of their own; a new one that is not told here fails the control below."""
+"""Kinds with attention of their own; a new one that is missing here fails the control below."""
 
 DEPTH = 2
 
 
 def head_of(kind: str) -> Head:
-    """Return a head whose every part does something."""
+    """Return a head in which every part has an effect."""
     head = build_for({"kind": kind, "depth": DEPTH}, tiny.base()).double()
     for parameter in head.parameters():
         parameter.data.copy_(torch.randn_like(parameter) * 0.3)
@@ -38,18 +38,18 @@ def states(head: Head, features: Features, batch: TokenBatch) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_packed_states_are_those_of_each_document_alone(kind: str):
+def test_packed_states_equal_those_of_each_document_alone(kind: str):
     head, documents = head_of(kind), texts()
     batch, single = packed(documents), alone(documents)
     features = read(head, batch)
     found, wanted = states(head, features, batch), states(head, read(head, single), single)
-    # that the head's own mask matters, and not the base's alone
+    # the head's own mask matters, not only the base's
     blind = states(head, replace(features, document_ids=None), batch)
     apart = 0.0
     for level, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
         cut = [pieces(value, batch) for value in (ours, blind[level])]
         for one, unmasked, text, other in zip(*cut, documents, theirs, strict=True):
-            # later ones read the tokens behind the document, and predict none of it
+            # later states read tokens after the document
             known = len(text) - 1 - level
             torch.testing.assert_close(one[:known], other[:known], rtol=1e-10, atol=1e-10)
             apart = max(apart, (unmasked[:known] - other[:known]).abs().max().item())
@@ -57,7 +57,7 @@ def test_packed_states_are_those_of_each_document_alone(kind: str):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_document_s_states_hang_on_no_other_document(kind: str):
+def test_states_do_not_depend_on_other_documents(kind: str):
     head, (first, second, third, *_) = head_of(kind), texts()
     other = torch.randint(tiny.VOCAB, (len(first),))
     found = []

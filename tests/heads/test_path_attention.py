@@ -29,7 +29,7 @@ def scores_of(queries: Tensor, keys: Tensor, documents: DocumentBounds) -> Tenso
 
 
 def forward(queries: Tensor, keys: Tensor, values: Tensor, documents: DocumentBounds):
-    """Stand in for the kernel's forward pass: the output and its log-sum-exp."""
+    """Replace the kernel's forward pass: return the output and its log-sum-exp."""
     scores = scores_of(queries, keys, documents)
     values = values.repeat_interleave(queries.shape[1] // values.shape[1], dim=1)
     return torch.einsum("hts,shd->thd", scores.softmax(-1), values), scores.logsumexp(-1)
@@ -44,7 +44,7 @@ def backward(
     total: Tensor,
     documents: DocumentBounds,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Stand in for the kernel's backward pass, which sees the log-sum-exp and the output only."""
+    """Replace the kernel's backward pass, which gets only the log-sum-exp and the output."""
     group = queries.shape[1] // keys.shape[1]
     weights = (scores_of(queries, keys, documents) - total[..., None]).exp()
     wide_keys, wide_values = (one.repeat_interleave(group, dim=1) for one in (keys, values))

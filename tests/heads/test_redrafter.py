@@ -1,4 +1,4 @@
-"""The recurrent drafter: the original project's numbers, its beams, and what starting means."""
+"""ReDrafter: the numbers and beams of the original project, and initialisation."""
 
 from pathlib import Path
 
@@ -34,7 +34,7 @@ def load(case: str, dtype: torch.dtype) -> tuple[Head, dict[str, torch.Tensor]]:
 
 
 def root(golden: dict[str, torch.Tensor], dtype: torch.dtype) -> tuple:
-    """Return what `begin` takes to draft from the last position of each row."""
+    """Return the input of `begin` for a draft from the last position of each row."""
     features = Features(golden["in.hidden"][:, -1:].to(dtype))
     committed = Committed(features, golden["in.tokens"][:, -1:], torch.ones(2, dtype=torch.long))
     return committed, None
@@ -59,8 +59,8 @@ def test_a_public_redrafter_gives_its_project_s_logits(
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_law_among_the_best_fifty_is_its_project_s_log_probability(case: str):
-    """There all other tokens count as -50000, which is no probability at all."""
+def test_log_probabilities_of_the_best_fifty_equal_the_project_s(case: str):
+    """The project gives all other tokens -50000, which is not a log probability."""
     head, golden = load(case, torch.float32)
     states = head.states(Features(golden["in.hidden"]), golden["in.tokens"])
     for level, (state, theirs) in enumerate(zip(states, golden["out.log_probs"], strict=False)):
@@ -75,7 +75,7 @@ def test_the_law_among_the_best_fifty_is_its_project_s_log_probability(case: str
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("search", [0, 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["f32", "f64"])
-def test_the_deepest_paths_of_a_beam_are_its_project_s_beams(
+def test_the_deepest_paths_of_a_beam_equal_the_project_s_beams(
     case: str, search: int, dtype: torch.dtype
 ):
     head, golden = load(case, dtype)
@@ -91,7 +91,7 @@ def test_the_deepest_paths_of_a_beam_are_its_project_s_beams(
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("search", [0, 1])
 @TOLERANCES
-def test_drafting_along_its_project_s_beams_gives_their_scores(
+def test_drafting_along_the_project_s_beams_gives_their_scores(
     case: str, search: int, dtype: torch.dtype, rtol: float, atol: float
 ):
     head, golden = load(case, dtype)
@@ -115,7 +115,7 @@ def test_drafting_along_its_project_s_beams_gives_their_scores(
     [("redrafter_pack", "expected", "in.beams")]
     + [(case, "packed", "out.beams") for case in CASES],
 )
-def test_beams_share_their_beginnings_as_its_project_packs_them(case: str, part: str, given: str):
+def test_beams_share_prefixes_as_the_project_packs_them(case: str, part: str, given: str):
     packed = load_file(GOLDEN / case / f"{part}.safetensors")
     beams_of = load_file(GOLDEN / case / "expected.safetensors")
     for search in range(len([name for name in packed if name.startswith("out.packed")])):
@@ -125,7 +125,7 @@ def test_beams_share_their_beginnings_as_its_project_packs_them(case: str, part:
         unpacker = packed[f"out.unpacker.{search}"]
         reach, depths = tree.ancestors(), tree.depths()
         for row, places in enumerate(unpacker):
-            # what follows a row's own beginnings is filler, there and here
+            # the nodes after a row's own prefixes are padding, there and here
             own = int(places.max()) + 1
             assert torch.equal(tree.tokens[row, :own], packed[f"out.packed.{search}"][row, :own])
             offsets = packed[f"out.position_offsets.{search}"][row, :own]
@@ -164,7 +164,7 @@ def test_its_size_does_not_depend_on_its_depth():
 
 
 @pytest.mark.parametrize("exit_dim", [0, 32, 40], ids=["twice", "equal", "wider"])
-def test_at_step_zero_redrafter_says_what_the_base_says(exit_dim: int):
+def test_an_untrained_redrafter_gives_the_base_s_logits(exit_dim: int):
     base = tiny.base("llama")
     head = build_for({"kind": "redrafter", "exit_dim": exit_dim}, base).double()
     tokens = torch.randint(base.vocab_size, (2, 12))
@@ -174,14 +174,14 @@ def test_at_step_zero_redrafter_says_what_the_base_says(exit_dim: int):
         torch.testing.assert_close(head.logits(state, level), own, rtol=1e-5, atol=1e-5)
 
 
-def test_an_exit_narrower_than_the_base_starts_at_random():
+def test_a_narrow_exit_starts_randomly():
     base = tiny.base("llama")
     head = build_for({"kind": "redrafter", "exit_dim": 8}, base)
     assert head.projection(0)[0].shape == (base.vocab_size, 8)
     assert head.projection(0)[0].std() > 0.05
 
 
-def test_what_redrafter_borrows_is_neither_trained_nor_saved_and_follows_the_head():
+def test_tensors_borrowed_by_redrafter_are_not_trained_or_saved():
     base = tiny.base("llama")
     head = build_for({"kind": "redrafter"}, base)
     borrowed = base.embedding
@@ -191,7 +191,7 @@ def test_what_redrafter_borrows_is_neither_trained_nor_saved_and_follows_the_hea
     assert head.to(torch.bfloat16).get_buffer("embedding").dtype == torch.bfloat16
 
 
-def test_a_redrafter_that_was_lent_no_embedding_says_so():
+def test_an_unbound_redrafter_is_an_input_error():
     head = build({"kind": "redrafter"}, width=8, vocab_size=11)
     with pytest.raises(ValueError, match="load the head with its base"):
         next(head.states(Features(torch.zeros(1, 7, 8)), torch.zeros(1, 7, dtype=torch.long)))
@@ -202,6 +202,6 @@ def test_a_redrafter_that_was_lent_no_embedding_says_so():
     [{"depth": 0}, {"num_layers": -1}, {"exit_dim": -1}],
     ids=lambda one: next(iter(one)),
 )
-def test_a_redrafter_of_impossible_size_is_refused(settings: dict):
+def test_a_redrafter_of_invalid_size_is_refused(settings: dict):
     with pytest.raises(ValueError, match=r"must be a whole number, at least"):
         build({"kind": "redrafter", **settings}, width=8, vocab_size=11)

@@ -1,4 +1,4 @@
-"""Checkpoints of strangers: nothing runs, nothing outside is read, nothing absurd is allocated."""
+"""Untrusted checkpoints: no code runs, no outside file is read, and no huge memory is allocated."""
 
 import json
 import os
@@ -39,7 +39,7 @@ PUBLIC = {
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Return a small head of ours, to be spoilt."""
+    """Return the folder of a small head of ours, to be damaged."""
     place = tmp_path / "head"
     build({"kind": "medusa", "depth": 2}, width=8, vocab_size=11).save_pretrained(place)
     (place / "README.md").unlink()
@@ -76,13 +76,13 @@ def refused(folder: Path, message: str) -> None:
         ({"kind": "x" * 10_000}, "head kind must be one of .{,200}$"),
     ],
 )
-def test_settings_of_a_stranger_are_refused_in_one_line(folder: Path, changes, message: str):
+def test_hostile_settings_are_refused_in_one_line(folder: Path, changes, message: str):
     settings(folder, **changes)
     refused(folder, message)
 
 
 @pytest.mark.parametrize("place", ["nested", "listed"])
-def test_code_is_found_wherever_it_is_named(folder: Path, place: str):
+def test_code_is_detected_anywhere_in_the_settings(folder: Path, place: str):
     hidden = {"_target_": "builtins.exec"}
     settings(folder, rank={"a": hidden} if place == "nested" else [[hidden]])
     refused(folder, "names code in '_target_'")
@@ -99,12 +99,12 @@ def test_code_is_found_wherever_it_is_named(folder: Path, place: str):
         (b" " * 2_000_000, "at most 1048576 bytes"),
     ],
 )
-def test_settings_that_are_no_settings_are_refused(folder: Path, text: bytes, message: str):
+def test_an_invalid_config_file_is_refused(folder: Path, text: bytes, message: str):
     (folder / "config.json").write_bytes(text)
     refused(folder, message)
 
 
-def test_public_layouts_are_held_to_the_same_limits(tmp_path: Path):
+def test_public_layouts_have_the_same_limits(tmp_path: Path):
     for case, changes in (
         ("medusa_heads", {"medusa_num_heads": 10_000}),
         ("hydra_mlp", {"hydra_num_heads": 10_000}),
@@ -124,7 +124,7 @@ def test_a_setting_that_a_public_layout_lacks_is_named(tmp_path: Path):
     refused(place, "KeyError 'emb_dim'")
 
 
-def test_a_header_that_claims_more_than_the_file_holds_is_refused(folder: Path):
+def test_a_header_larger_than_its_file_is_refused(folder: Path):
     claim = {"x": {"dtype": "F32", "shape": [10**6, 10**6], "data_offsets": [0, 4 * 10**12]}}
     header = json.dumps(claim).encode()
     content = struct.pack("<Q", len(header)) + header + bytes(8)
@@ -144,7 +144,7 @@ class _Shell:
 
 
 @pytest.mark.parametrize("name", ["model.bin", "medusa_lm_head.pt"])
-def test_a_pickle_that_would_run_something_is_refused_and_does_not_run(folder: Path, name: str):
+def test_a_pickle_with_code_is_refused_and_does_not_run(folder: Path, name: str):
     (folder / "model.safetensors").unlink()
     (folder / name).write_bytes(pickle.dumps({"weight": _Shell()}))
     refused(folder, "tensors only|not a complete checkpoint")
@@ -153,7 +153,7 @@ def test_a_pickle_that_would_run_something_is_refused_and_does_not_run(folder: P
     assert not Path("/tmp/specheads-was-here").exists()
 
 
-# of torch 2.11, which warns of any sparse tensor
+# torch 2.11 warns about any sparse tensor
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 @pytest.mark.parametrize(
     ("content", "message"),
@@ -166,13 +166,13 @@ def test_a_pickle_that_would_run_something_is_refused_and_does_not_run(folder: P
         ({"x": torch.zeros(2, device="meta")}, "'x' is not one"),
     ],
 )
-def test_a_pickle_that_holds_no_whole_tensors_is_refused(folder: Path, content, message: str):
+def test_a_pickle_without_complete_tensors_is_refused(folder: Path, content, message: str):
     (folder / "model.safetensors").unlink()
     torch.save(content, folder / "pytorch_model.bin")
     refused(folder, message)
 
 
-def test_an_archive_that_unpacks_to_more_than_it_is_is_refused(folder: Path):
+def test_a_compressed_archive_is_refused(folder: Path):
     (folder / "model.safetensors").unlink()
     with zipfile.ZipFile(folder / "model.bin", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("archive/data/0", bytes(10**7))
@@ -205,7 +205,7 @@ def test_links_of_the_hub_s_cache_are_followed(folder: Path, tmp_path: Path):
 @pytest.mark.parametrize(
     "name", ["../secret.safetensors", "/etc/passwd", "model-2.safetensors", "x" * 300]
 )
-def test_an_index_that_names_files_elsewhere_is_refused(folder: Path, name: str):
+def test_an_index_that_names_other_folders_is_refused(folder: Path, name: str):
     index = {"weight_map": {"x": name}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     (folder.parent / "secret.safetensors").write_bytes(b"x")
@@ -221,7 +221,7 @@ def test_a_tensor_in_two_files_is_refused(folder: Path):
 
 
 @pytest.mark.parametrize("ids", [[3, 2, 1], [1, 1, 2], [-1, 2, 3], [1, 2, 11]])
-def test_a_map_of_tokens_that_leads_elsewhere_is_refused(tmp_path: Path, ids: list[int]):
+def test_an_invalid_draft_vocabulary_is_refused(tmp_path: Path, ids: list[int]):
     head = build({"kind": "medusa", "draft_tokens": 3}, width=8, vocab_size=11)
     assert head.draft_ids is not None
     head.draft_ids.copy_(torch.tensor(ids))
@@ -229,7 +229,7 @@ def test_a_map_of_tokens_that_leads_elsewhere_is_refused(tmp_path: Path, ids: li
     refused(tmp_path, "must increase and be between 0 and 10")
 
 
-def test_speculators_own_auto_map_is_known_to_be_harmless():
+def test_the_auto_map_of_speculators_is_accepted():
     assert "auto_map" in read_settings(GOLDEN / "eagle3_speculators_ttt")
 
 
@@ -246,7 +246,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("seed", range(40))
-def test_a_head_that_was_spoilt_is_a_head_or_one_line(whole, seed: int, tmp_path: Path):
+def test_a_damaged_head_loads_or_is_refused_in_one_line(whole, seed: int, tmp_path: Path):
     rng, folder, secret = hostile.Random(seed), tmp_path / "head", tmp_path / "secret"
     shutil.copytree(rng.choice(whole), folder)
     shutil.copy(hostile.weights(whole[0]), secret)
@@ -256,7 +256,7 @@ def test_a_head_that_was_spoilt_is_a_head_or_one_line(whole, seed: int, tmp_path
 
 
 @pytest.mark.slow
-def test_spoilt_heads_run_nothing_read_nothing_outside_and_take_little(tmp_path: Path):
+def test_damaged_heads_run_no_code_and_stay_within_folder_and_memory(tmp_path: Path):
     arguments = [sys.executable, "-m", "tests.heads.hostile", str(tmp_path), "1500", "0"]
     done = subprocess.run(
         arguments, cwd=GOLDEN.parents[1], capture_output=True, text=True, check=True
@@ -271,7 +271,7 @@ def test_spoilt_heads_run_nothing_read_nothing_outside_and_take_little(tmp_path:
     ("case", "name"),
     [("hydra_mlp", "x"), ("hydra_mlp", "hydra_lm_head.c.0.weight"), ("medusa_heads", "x")],
 )
-def test_a_tensor_of_a_strange_name_is_refused(case: str, name: str, tmp_path: Path):
+def test_an_unknown_tensor_is_refused(case: str, name: str, tmp_path: Path):
     place = shutil.copytree(GOLDEN / case, tmp_path / "head")
     (place / "expected.safetensors").unlink(missing_ok=True)
     tensors = load_file(hostile.weights(place))
@@ -280,7 +280,7 @@ def test_a_tensor_of_a_strange_name_is_refused(case: str, name: str, tmp_path: P
     refused(place, "do not describe a head|does not use|lacks")
 
 
-def test_a_misshapen_tensor_that_tells_sizes_is_refused(tmp_path: Path):
+def test_a_tensor_of_the_wrong_shape_is_refused(tmp_path: Path):
     place = shutil.copytree(GOLDEN / "medusa_heads", tmp_path / "head")
     (place / "expected.safetensors").unlink(missing_ok=True)
     flat = {name: one.reshape(-1) for name, one in load_file(hostile.weights(place)).items()}
@@ -289,7 +289,7 @@ def test_a_misshapen_tensor_that_tells_sizes_is_refused(tmp_path: Path):
 
 
 @pytest.mark.parametrize("path", ["x" * 300, "~nobodyatall/head", "a/b/c", "a\0b"])
-def test_a_head_that_cannot_be_named_is_refused(path: str):
+def test_an_invalid_path_of_a_head_is_refused(path: str):
     with pytest.raises(
         ValueError, match=r"a path must be|must be a folder or a reachable Hub id"
     ) as told:
@@ -297,7 +297,7 @@ def test_a_head_that_cannot_be_named_is_refused(path: str):
     assert "\n" not in str(told.value)
 
 
-def test_a_head_that_no_memory_holds_is_refused_before_any_is_taken(base: FrozenBase):
+def test_a_head_too_large_for_the_memory_is_refused_before_allocation(base: FrozenBase):
     with pytest.raises(
         ValueError, match=r"must fit in memory, and one with [\d,]+ parameters needs"
     ):
@@ -306,7 +306,7 @@ def test_a_head_that_no_memory_holds_is_refused_before_any_is_taken(base: Frozen
         build_for({"kind": "mlp_speculator", "inner_dim": 2**62}, base)
 
 
-# public checkpoints, as their projects publish them, are heads like ours
+# public checkpoints work like our own heads
 
 
 @pytest.fixture(scope="module")
@@ -327,13 +327,13 @@ def test_a_public_checkpoint_is_evaluated_and_trained_like_ours(case: str, base:
     assert all(value.grad is not None for value in head.parameters())
 
 
-def test_a_head_of_another_kind_is_no_start(base: FrozenBase):
+def test_resuming_a_head_of_another_kind_is_refused(base: FrozenBase):
     with pytest.raises(ValueError, match="is a head of kind redrafter: set head=redrafter"):
         resume_head(GOLDEN / "redrafter_rnn", base, "medusa")
 
 
 def test_layer_ids_in_eagle_config_count_outputs_from_zero(tmp_path: Path):
-    """As SpecForge and SGLang have them; those at the top level are vLLM's and count streams."""
+    """SpecForge and SGLang store them there; vLLM's, at the top level, count streams."""
     place = shutil.copytree(GOLDEN / "eagle3_chain", tmp_path / "head")
     config = json.loads((place / "config.json").read_text())
     ids = "eagle_aux_hidden_state_layer_ids"
