@@ -230,7 +230,7 @@ def test_padding_is_written_to_the_null_slot(prepared, tmp_path, monkeypatch):
     first = BLOCK * int(table[0, 0])
     memory = runner.drafter._memory
     assert isinstance(memory, Slots)
-    remembered = memory.held[0, :, :, first : first + BLOCK]
+    remembered = memory.kv_cache[0, :, :, first : first + BLOCK]
     before = remembered.clone()
     drafts = forward(runner, texts, [(8, 4, 3, 13), (3, 1, 0, 5)])
     assert drafts == [drafted(head, text) for text in texts]

@@ -272,7 +272,7 @@ def test_a_saved_head_keeps_its_aux_layers(tmp_path: Path):
         ({"aux_layers": [-1, 2]}, r"at least 0, at most 4,096, got -1 at head.aux_layers\[0\]"),
         ({"aux_layers": [1, 2, 4]}, "after 4 layers, this base has 3"),
         ({"attention_heads": 4, "key_value_heads": 3}, "got 3, 4 and 8"),
-        ({"head_dim": 7}, "even number of channels"),
+        ({"head_dim": 7}, "an even head_dim"),
     ],
 )
 def test_invalid_settings_are_refused(settings: dict, message: str):

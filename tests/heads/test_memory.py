@@ -100,7 +100,9 @@ def test_rows_of_a_baseline_are_kept_removed_and_joined(name: str):
 
 WRONG = {
     "join": lambda own, _: own,
-    "keep": lambda own, rows: Slots(own.held[: len(rows)], own.lengths[: len(rows)], own.extent),
+    "keep": lambda own, rows: Slots(
+        own.kv_cache[: len(rows)], own.lengths[: len(rows)], own.extent
+    ),
 }
 """Memories that pass for one, and whose rows silently stay what they were."""
 
@@ -150,4 +152,4 @@ def test_keys_and_values_are_not_copied():
     with Ledger() as ledger:
         head.extend(state, node, node)
     # a level allocates scores and weights, and no copy of keys and values
-    assert sum(ledger.peak.values()) < memory.held.nbytes / 2
+    assert sum(ledger.peak.values()) < memory.kv_cache.nbytes / 2

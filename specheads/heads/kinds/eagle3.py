@@ -16,8 +16,7 @@ from specheads.config.ranges import Count, Depth, Layer, Positive, Scale
 from specheads.core.drafter import Bias, Committed, Features, State, Weight
 from specheads.core.errors import InputError
 from specheads.heads.checkpoint import fill, take_maps
-from specheads.heads.layers.attention import AttentionShape, Slots
-from specheads.heads.layers.attention_config import AttentionConfig
+from specheads.heads.layers.attention import AttentionConfig, AttentionShape, Slots
 from specheads.heads.layers.common import RMSNorm
 from specheads.heads.layers.embedding import EmbeddingHead
 from specheads.heads.layers.feedback import Branch, FeedbackLayer, branch, commit, rounds

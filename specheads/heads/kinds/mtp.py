@@ -17,8 +17,7 @@ from specheads.config.ranges import Depth, Scale
 from specheads.core.drafter import Committed, Features, State
 from specheads.core.errors import InputError
 from specheads.heads.checkpoint import fill
-from specheads.heads.layers.attention import AttentionShape, Slots
-from specheads.heads.layers.attention_config import AttentionConfig
+from specheads.heads.layers.attention import AttentionConfig, AttentionShape, Slots
 from specheads.heads.layers.common import RMSNorm
 from specheads.heads.layers.embedding import BorrowingHead
 from specheads.heads.layers.feedback import Branch, ProjectedLayer, branch, commit, rounds

@@ -1,8 +1,8 @@
-"""Attention for heads that have some: committed positions, and a path of one's own beside them.
+"""Attention of heads over committed positions and over the path of each query.
 
-Every query sees slots that all share, as far as it may, and then the path that led to it. In
-training the slots are a text and a path is what was drafted from one position of it; in drafting
-the slots are what was committed and a path is a branch of the tree. So both are one formula.
+Each query sees the slots that its mask allows, which are common to all queries, and its own path.
+In training the slots are a text and a path is the draft from one position. In drafting the slots
+are the committed positions and a path is a branch of the tree. Both use the same formula.
 """
 
 import math
@@ -16,39 +16,64 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
+from specheads.config import check
+from specheads.config.ranges import Count, Width
 from specheads.core.errors import InputError
 from specheads.heads.layers.common import RMSNorm
 from specheads.heads.layers.path_attention import DocumentBounds, path_attention
 from specheads.heads.layers.rotary import Rotary
 
 
+@dataclass(kw_only=True, slots=True)
+class AttentionConfig:
+    """Sizes of a head's layers, and its draft vocabulary."""
+
+    attention_heads: Width = 0
+    """Number of attention heads. Zero is one per 64 channels of the base."""
+
+    key_value_heads: Width = 0
+    """Number of key and value heads. Zero is the number of attention heads."""
+
+    head_dim: Width = 0
+    """Number of channels per attention head. Zero is the base's width divided by the heads."""
+
+    inner_dim: Width = 0
+    """Width of its MLPs. Zero is 8/3 of the base's width, rounded up to a multiple of 16."""
+
+    draft_tokens: Count = 0
+    """Size of the draft vocabulary: the most frequent tokens of the training text. Zero is all."""
+
+    def __post_init__(self) -> None:
+        check(self, "head")
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Heads of an attention.
+    """Number and size of attention heads.
 
     Raises:
-        ValueError: The heads do not divide, or cannot be rotated.
+        ValueError: The heads do not divide, or their size is odd.
     """
 
     num_heads: int
     """Number of attention heads."""
-    num_shared: int
-    """Number of heads of keys and values, each for several attention heads."""
+    num_key_value_heads: int
+    """Number of key and value heads, each shared by several attention heads."""
     head_dim: int
-    """Number of channels of a head."""
+    """Number of channels per head."""
     rotary: Rotary
-    """What positions do to queries and keys."""
+    """Rotary position embedding of queries and keys."""
     norm_epsilon: float | None = None
-    """Epsilon of norms over each head's queries and keys, as Qwen3 has them. None: no norms."""
+    """Epsilon of norms over the queries and keys of each head, as in Qwen3. None: no norms."""
     bias: bool = False
-    """Whether queries, keys and values have biases, as Qwen2's."""
+    """Whether queries, keys and values have biases, as in Qwen2."""
 
     @classmethod
     def of(
         cls,
         width: int,
         num_heads: int,
-        num_shared: int,
+        num_key_value_heads: int,
         head_dim: int = 0,
         *,
         theta: float,
@@ -56,35 +81,44 @@ class AttentionShape:
         norm_epsilon: float | None = None,
         bias: bool = False,
     ) -> "AttentionShape":
-        """Return the shape that settings name; where they say zero, one that fits the width."""
+        """Return the shape of some settings, where zero selects a default for the width."""
         num_heads = num_heads or max(1, width // 64)
         size, rotary = head_dim or width // num_heads, Rotary.of(theta, scaling)
-        return cls(num_heads, num_shared or num_heads, size, rotary, norm_epsilon, bias)
+        return cls(num_heads, num_key_value_heads or num_heads, size, rotary, norm_epsilon, bias)
 
     def __post_init__(self) -> None:
-        if self.num_heads % self.num_shared or self.head_dim % 2:
+        if self.num_heads % self.num_key_value_heads or self.head_dim % 2:
             raise InputError(
-                "attention needs key and value heads that divide its heads, and an even number "
-                f"of channels a head, got {self.num_shared}, {self.num_heads} and {self.head_dim}"
+                "attention needs key_value_heads that divide attention_heads and an even head_dim, "
+                f"got {self.num_key_value_heads}, {self.num_heads} and {self.head_dim}; set them "
+                "under head="
             )
 
 
 class Attention(nn.Module):
-    """Rotary attention with grouped keys and values, and names as Llama has them.
+    """Rotary attention with grouped keys and values, and parameter names of Llama.
 
     Args:
-        input_width: Width of what it reads.
-        width: Width of what it returns.
+        input_width: Width of the input.
+        width: Width of the output.
         shape: Number and width of its heads.
     """
 
     def __init__(self, input_width: int, width: int, shape: AttentionShape) -> None:
         super().__init__()
-        num_heads, num_shared, head_dim = shape.num_heads, shape.num_shared, shape.head_dim
-        self.num_shared, self.head_dim, self.rotary = num_shared, head_dim, shape.rotary
+        num_heads, num_key_value_heads, head_dim = (
+            shape.num_heads,
+            shape.num_key_value_heads,
+            shape.head_dim,
+        )
+        self.num_key_value_heads, self.head_dim, self.rotary = (
+            num_key_value_heads,
+            head_dim,
+            shape.rotary,
+        )
         self.q_proj = nn.Linear(input_width, num_heads * head_dim, bias=shape.bias)
-        self.k_proj = nn.Linear(input_width, num_shared * head_dim, bias=shape.bias)
-        self.v_proj = nn.Linear(input_width, num_shared * head_dim, bias=shape.bias)
+        self.k_proj = nn.Linear(input_width, num_key_value_heads * head_dim, bias=shape.bias)
+        self.v_proj = nn.Linear(input_width, num_key_value_heads * head_dim, bias=shape.bias)
         self.o_proj = nn.Linear(num_heads * head_dim, width, bias=False)
         epsilon = shape.norm_epsilon
         self.q_norm, self.k_norm = (
@@ -92,7 +126,7 @@ class Attention(nn.Module):
         )
 
     def keys_values(self, inputs: Tensor, positions: Int[Tensor, "batch time"]) -> Tensor:
-        """Return what may be attended to: (batch, shared head, 2, time, head_dim)."""
+        """Return keys and values: (batch, key head, 2, time, head_dim)."""
         keys = self.rotary.turn(self.k_norm(self._split(self.k_proj(inputs))), positions)
         return torch.stack([keys, self._split(self.v_proj(inputs))], dim=2)
 
@@ -105,17 +139,18 @@ class Attention(nn.Module):
         path: Tensor | None = None,
         documents: Sequence[int] | DocumentBounds = (),
     ) -> Tensor:
-        """Attend to the visible slots and to the path, itself included, as if they were one.
+        """Compute attention over the visible slots and the path, under one softmax.
 
         Args:
             inputs: (batch, time, input_width).
             positions: Positions of the inputs; only differences matter.
-            past: (batch, shared head, 2, slot, head_dim), from `keys_values`.
-            visible: (batch, time, slot); batch and time may be one. Not read with `documents`.
-            path: (batch, shared head, 2, time, level, head_dim): each position's own, if any.
-            documents: The documents of packed rows, where slots are positions and each position
-                sees those of its document up to itself. Lengths have each document computed alone,
-                bounds all of them by flash attention. Empty computes every pair of positions.
+            past: (batch, key head, 2, slot, head_dim), from `keys_values`.
+            visible: (batch, time, slot); batch and time may be one. Ignored with `documents`.
+            path: (batch, key head, 2, time, level, head_dim): the path of each position, itself
+                included, if any.
+            documents: Documents of packed rows, if slots are positions and attention is causal
+                within documents. With lengths each document is computed separately, with bounds all
+                of them by flash attention. Empty computes every pair of positions.
         """
         queries = self.rotary.turn(self.q_norm(self._split(self.q_proj(inputs))), positions)
         if path is None:
@@ -135,17 +170,17 @@ class Attention(nn.Module):
 
 
 def _attend(queries: Tensor, past: Tensor, mask: Tensor) -> Tensor:
-    """Return torch's attention over the slots that a mask leaves visible."""
+    """Return torch's attention over the visible slots."""
     shared = queries.shape[1] != past.shape[1]
     if shared and past.device.type != "cpu":
-        # no fused kernel on CUDA takes a mask and fewer key heads; the plain one holds every weight
+        # no fused kernel on CUDA supports a mask with fewer key heads, and the plain one is large
         past, shared = past.repeat_interleave(queries.shape[1] // past.shape[1], dim=1), False
     keys, values = past.unbind(2)
     return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=shared)
 
 
 def _sparing(mix: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """Mix, and make the weights again in the backward pass: those of all levels would not fit."""
+    """Run `mix`, and recompute its weights in the backward pass to save memory."""
     if not torch.is_grad_enabled():
         return mix(*inputs)
     mixed = checkpoint(mix, *inputs, use_reentrant=False)
@@ -154,8 +189,8 @@ def _sparing(mix: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
 
 
 def _mix_documents(queries: Tensor, past: Tensor, path: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Mix as `_mix` does, each document by itself: few weights at once, and none for nothing."""
-    # taken apart along one axis, whose gradient is put together again once
+    """Run `_mix` for each document separately, without the scores between documents."""
+    # one split along one axis needs only one concatenation in the backward pass
     columns = [
         values.movedim(axis, 1).flatten(0, 1).split(lengths)
         for values, axis in ((queries, 2), (past, 3), (path, 3))
@@ -165,7 +200,7 @@ def _mix_documents(queries: Tensor, past: Tensor, path: Tensor, lengths: Sequenc
 
 
 def _mix_document(queries: Tensor, past: Tensor, path: Tensor) -> Tensor:
-    """Mix one document, time first: (time, head, head_dim)."""
+    """Run `_mix` for one document with the time axis first: (time, head, head_dim)."""
     queries, past, path = queries[None].movedim(1, 2), past[None].movedim(1, 3), path[None]
     visible = torch.ones(1, *queries.shape[2:3] * 2, dtype=torch.bool).tril()
     return _mix(queries, past, visible, path.movedim(1, 3))[0].transpose(0, 1)
@@ -184,11 +219,11 @@ def _mix(queries: Tensor, past: Tensor, visible: Tensor, path: Tensor) -> Tensor
 
 
 class GatedMlp(nn.Module):
-    """down(SiLU(gate x) * up x), with names as Llama has them.
+    """down(SiLU(gate x) * up x), with parameter names of Llama.
 
     Args:
         width: Width of the stream.
-        inner: Width between. Zero takes 8/3 of the stream's, rounded up to a multiple of 16.
+        inner: Inner width. Zero is 8/3 of the stream's width, rounded up to a multiple of 16.
     """
 
     def __init__(self, width: int, inner: int) -> None:
@@ -199,82 +234,84 @@ class GatedMlp(nn.Module):
         self.down_proj = nn.Linear(inner, width, bias=False)
 
     def forward(self, values: Tensor) -> Tensor:
-        """Return what is to be added to the residual stream."""
+        """Return the update of the residual stream."""
         return self.down_proj(F.silu(self.gate_proj(values)) * self.up_proj(values))
 
 
 @dataclass(slots=True)
 class Slots:
-    """Keys and values of committed positions; what lies beyond a row's length is never seen."""
+    """KV cache of a head: committed positions of each row; later slots are never visible."""
 
-    held: Tensor
-    """(batch, shared head, 2, capacity, head_dim): products read one layer's where they lie."""
+    kv_cache: Tensor
+    """(batch, key head, 2, capacity, head_dim): the slices of one layer are read without a copy."""
     lengths: Int[Tensor, " batch"]
     """Committed positions of each row."""
     extent: int = 0
-    """Slots that any row may use, known without asking the device."""
+    """Upper bound of the slots in use, known without synchronising."""
     places: Int[Tensor, "batch slot"] | None = None
-    """Where each position lies in the only row of `held`; None is a row of its own, in order."""
+    """Slot of each position in the only row of `kv_cache`; None: each row has its own slots."""
 
     @classmethod
     def empty(cls, attention: Attention, batch: int, capacity: int, layers: int = 1) -> "Slots":
-        """Return rows without positions, in the precision and place of their attention.
+        """Return rows without positions, in the dtype and on the device of their attention.
 
-        Several layers of one shape lie beside one another, along the axis of shared heads.
+        Several layers of one shape are concatenated along the axis of key heads.
         """
         weight = attention.k_proj.weight
-        shape = (batch, layers * attention.num_shared, 2, capacity, attention.head_dim)
+        shape = (batch, layers * attention.num_key_value_heads, 2, capacity, attention.head_dim)
         return cls(weight.new_zeros(shape), torch.zeros(batch, dtype=torch.long).to(weight.device))
 
     def append(self, fresh: Tensor, count: Int[Tensor, " batch"]) -> None:
-        """Write the new positions behind each row's old ones; `count` of them stay."""
+        """Write new positions after each row's old ones; the first `count` of them are kept."""
         self.write(fresh, self.advance(fresh.shape[3], count))
 
     def advance(self, time: int, count: Int[Tensor, " batch"]) -> Int[Tensor, "row time"]:
-        """Return the next `time` positions of each row, of which `count` are its own from now."""
+        """Return the next `time` positions of each row, and keep the first `count` of them."""
         positions = self.following(time)
         if self.places is None:
-            self.extent = min(self.extent + time, self.held.shape[3])
+            self.extent = min(self.extent + time, self.kv_cache.shape[3])
         self.lengths = self.lengths + count
         return positions
 
     def write(self, fresh: Tensor, positions: Int[Tensor, "row time"], layer: int = 0) -> None:
-        """Keep keys and values of these positions: those of one layer, or of all that there are."""
+        """Write keys and values at these positions, for one layer or for all layers at once."""
         rows, slots = torch.arange(len(fresh), device=positions.device)[:, None], positions
         if self.places is not None:
             rows, slots = 0 * rows, self.places.gather(1, positions)
         else:
-            # a row near its end may stand beside one that has more to read, and be padded to it
-            slots = slots.clamp(max=self.held.shape[3] - 1)
+            # padding of a row near its capacity may exceed it
+            slots = slots.clamp(max=self.kv_cache.shape[3] - 1)
         heads = fresh.shape[1]
-        held = self.held[:, layer * heads : (layer + 1) * heads]
-        held[rows, :, :, slots] = fresh.permute(0, 3, 1, 2, 4)
+        layer_cache = self.kv_cache[:, layer * heads : (layer + 1) * heads]
+        layer_cache[rows, :, :, slots] = fresh.permute(0, 3, 1, 2, 4)
 
     def following(self, time: int) -> Int[Tensor, "row time"]:
         """Return the next `time` positions of each row."""
         return self.lengths[:, None] + torch.arange(time, device=self.lengths.device)
 
     def past(self, upto: Int[Tensor, "row time"] | None = None) -> tuple[Tensor, Tensor]:
-        """Return the slots in use, and which of them are seen: (batch, time, slot).
+        """Return the slots in use, and a mask of the visible ones: (batch, time, slot).
 
-        They are those up to a position each; None is the newest of each row.
+        The slots up to `upto` are visible; None is the newest position of each row.
         """
         upto = self.lengths[:, None] - 1 if upto is None else upto
         visible = torch.arange(self.extent, device=upto.device) <= upto[..., None]
         if self.places is not None:
-            return self.held[0][:, :, self.places].permute(2, 0, 1, 3, 4), visible
-        return self.held[:, :, :, : self.extent], visible
+            return self.kv_cache[0][:, :, self.places].permute(2, 0, 1, 3, 4), visible
+        return self.kv_cache[:, :, :, : self.extent], visible
 
     def scatter(self, places: Tensor, lengths: Tensor) -> "Slots":
-        """Return rows that lie anywhere in the only row of this: see `Memory.scatter`."""
-        return Slots(self.held, lengths, places.shape[1], places)
+        """Return rows with slots anywhere in the only row of this: see `Memory.scatter`."""
+        return Slots(self.kv_cache, lengths, places.shape[1], places)
 
     def keep(self, rows: Int[Tensor, " kept"]) -> "Slots":
-        """Return these rows alone, and ask the device how many slots they use."""
+        """Return these rows; this synchronises to read the number of slots in use."""
         lengths = self.lengths[rows]
-        return Slots(self.held[rows], lengths, int(lengths.max()))
+        return Slots(self.kv_cache[rows], lengths, int(lengths.max()))
 
     def join(self, other: "Slots") -> "Slots":
-        """Return the rows of both, which have the same capacity."""
+        """Return the rows of both; they must have the same capacity."""
         lengths = torch.cat([self.lengths, other.lengths])
-        return Slots(torch.cat([self.held, other.held]), lengths, max(self.extent, other.extent))
+        return Slots(
+            torch.cat([self.kv_cache, other.kv_cache]), lengths, max(self.extent, other.extent)
+        )

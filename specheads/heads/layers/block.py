@@ -15,8 +15,13 @@ from specheads.config.ranges import Depth, Layer, Positive, Scale, Token
 from specheads.core.drafter import Committed, Features, State
 from specheads.core.errors import InputError
 from specheads.heads.checkpoint import fill, take_maps
-from specheads.heads.layers.attention import Attention, AttentionShape, GatedMlp, Slots
-from specheads.heads.layers.attention_config import AttentionConfig
+from specheads.heads.layers.attention import (
+    Attention,
+    AttentionConfig,
+    AttentionShape,
+    GatedMlp,
+    Slots,
+)
 from specheads.heads.layers.common import RMSNorm
 from specheads.heads.layers.embedding import BorrowingHead
 
@@ -213,11 +218,13 @@ class BlockHead(BorrowingHead):
         places = memory.following(fused.shape[1])
         fresh = [attention.keys_values(fused, places) for attention in self._attentions]
         memory.append(torch.cat(fresh, dim=1), committed.counts)
-        held, visible = memory.past()
+        keys_values, visible = memory.past()
         stream = self._masked(committed.root())[:, 0]
         positions = memory.lengths[:, None] + self._slots
         visible = nn.functional.pad(visible, (0, stream.shape[1]), value=True)
-        for layer, past in zip(self.layers, held.chunk(len(self.layers), dim=1), strict=True):
+        for layer, past in zip(
+            self.layers, keys_values.chunk(len(self.layers), dim=1), strict=True
+        ):
             stream = layer(stream, positions, past, visible)
         return self._answer(self.norm(stream)[:, -self.depth :], 0, committed.root())
 

@@ -1,8 +1,8 @@
-"""Layers that read their own output, and one more token each time: what EAGLE-3 and MTP draft with.
+"""Layers of EAGLE-3 and MTP: each round reads the output of the previous one and one more token.
 
-The first reads the token beside the stream, any further ones are a Llama's own. Each attends to the
-first round of all positions so far, which the base has read, and to the later rounds of its own
-path alone, which the base has not.
+The first layer reads the token and the stream; further layers are plain Llama layers. Each layer
+attends to the first round of all earlier positions, which the base has read, and to the later
+rounds of its own path, which the base has not read.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,12 +22,12 @@ from specheads.heads.layers.path_attention import DocumentBounds, takes
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """Where a draft stands: the nodes of a level, and what each has seen on its way."""
+    """State of a draft: the nodes of a level, and the keys and values of their paths."""
 
     hidden: Float[Tensor, "batch node width"]
-    """The last layer's output at the nodes."""
+    """Output of the last layer at the nodes."""
     paths: tuple[Tensor, ...]
-    """Keys and values of drafted tokens, (batch, shared head, 2, node, level, head_dim) a layer."""
+    """Keys and values of drafted tokens, per layer: (batch, key head, 2, node, level, head_dim)."""
     memory: Slots
 
 
@@ -35,16 +35,16 @@ Reading = tuple[Tensor, Tensor, Tensor]
 
 
 class FeedbackLayer(nn.Module):
-    """A Llama layer, over a stream and beside it the token that a round reads.
+    """A Llama layer over the stream and the embedding of the token that a round reads.
 
     Args:
         width: Width of the stream and of the embeddings.
-        inner: Width of the MLP, as `GatedMlp` takes it.
+        inner: Width of the MLP, as in `GatedMlp`.
         epsilon: Epsilon of the norms.
         shape: Heads of its attention.
-        norm_before_residual: Whether the residual starts from the normed stream.
-        reads_tokens: Whether its attention reads the token's embedding beside the stream; one that
-            does not is a Llama layer and nothing else.
+        norm_before_residual: Whether the residual starts from the normalised stream.
+        reads_tokens: Whether its attention reads the token's embedding; otherwise it is a plain
+            Llama layer.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class FeedbackLayer(nn.Module):
         self.mlp = GatedMlp(width, inner)
 
     def read(self, hidden: Tensor, embedded: Tensor, positions: Tensor) -> Reading:
-        """Return the stream to be added to, what attention reads, and its keys and values."""
+        """Return the residual stream, the input of attention, and its keys and values."""
         if self.hidden_norm is None:
             inputs = self.input_layernorm(hidden)
         else:
@@ -81,22 +81,22 @@ class FeedbackLayer(nn.Module):
         return self.self_attn
 
     def forward(self, stream: Tensor, inputs: Tensor, *attended: Any) -> Tensor:
-        """Return the stream after this layer; `attended` is what `Attention` takes."""
+        """Return the stream after this layer; `attended` are further arguments of `Attention`."""
         stream = stream + self.self_attn(inputs, *attended)
         return stream + self.mlp(self.post_attention_layernorm(stream))
 
 
 class ProjectedLayer(nn.Module):
-    """A Llama layer over one stream, into which the token and the stream before are projected.
+    """A Llama layer over a projection of the token's embedding and the previous stream.
 
-    Names are DeepSeek-V3's.
+    Parameter names are those of DeepSeek-V3.
 
     Args:
         width: Width of the stream and of the embeddings.
-        inner: Width of the MLP, as `GatedMlp` takes it.
+        inner: Width of the MLP, as in `GatedMlp`.
         epsilon: Epsilon of the norms.
         shape: Heads of its attention.
-        hidden_first: Whether the projection reads the stream before the token.
+        hidden_first: Whether the projection reads [stream, token] instead of [token, stream].
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class ProjectedLayer(nn.Module):
         )
 
     def read(self, hidden: Tensor, embedded: Tensor, positions: Tensor) -> Reading:
-        """Return the stream to be added to, what attention reads, and its keys and values."""
+        """Return the residual stream, the input of attention, and its keys and values."""
         parts = [self.enorm(embedded), self.hnorm(hidden)]
         stream = self.eh_proj(torch.cat(parts[::-1] if self.hidden_first else parts, dim=-1))
         return self.mtp_block.read(stream, embedded, positions)
@@ -122,7 +122,7 @@ class ProjectedLayer(nn.Module):
         return self.mtp_block.attention
 
     def forward(self, stream: Tensor, inputs: Tensor, *attended: Any) -> Tensor:
-        """Return the stream after this layer; `attended` is what `Attention` takes."""
+        """Return the stream after this layer; `attended` are further arguments of `Attention`."""
         return self.mtp_block(stream, inputs, *attended)
 
 
@@ -136,21 +136,21 @@ def rounds(
     features: Features,
     fed_back: Callable[[Tensor], Tensor],
 ) -> Iterator[Float[Tensor, "batch time width"]]:
-    """Yield each round's output, of every position at once: drafting from each of them.
+    """Yield the output of each round at all positions, as if drafting from each of them.
 
     Args:
-        layers: The first reads tokens.
-        hidden: What the first round reads of the base.
-        embedded: Embeddings of the tokens that a round reads, (batch, time, width) each.
-        features: Which say where the positions stand in their texts, and what each may see.
-        fed_back: What the next round reads of a round's output.
+        layers: Layers of the head; the first one reads tokens.
+        hidden: Input of the first round, from the base.
+        embedded: Embeddings of the tokens of each round, (batch, time, width) each.
+        features: Features with the positions and the documents.
+        fed_back: Returns the input of the next round, given the output of a round.
     """
     pasts: list[Tensor] = []
     paths: list[Tensor] = []
     visible, documents = None, ()
     places = features.places()
     rows = places.expand(len(hidden), -1)
-    # many small products are fast on a processor, and slow to launch elsewhere
+    # many small products are fast on a CPU, and slow to launch on a GPU
     if hidden.device.type == "cpu":
         documents = document_lengths(rows)
     elif takes(hidden, layers[0].attention.head_dim):
@@ -177,10 +177,10 @@ def commit(
     committed: Committed,
     memory: Slots,
 ) -> Branch:
-    """Remember what the base has read; return the first round at the last counted position.
+    """Store the committed positions; return the first round at the last one of each row.
 
-    Where `hidden` has more positions than were committed, these follow each row's last one, and are
-    gone through with it: a round of several nodes, each seeing those before it.
+    If `hidden` has more positions than were committed, the additional ones follow each row's last
+    one and are computed with it, with causal attention among them.
     """
     time = committed.next_tokens.shape[1]
     read = memory.advance(time, committed.counts)
@@ -190,7 +190,7 @@ def commit(
     paths: list[Tensor] = []
 
     def last(values: Tensor) -> Tensor:
-        """Return the values at the last counted position, and at those that follow it."""
+        """Return the values at the last committed position and at those that follow it."""
         return torch.cat([committed.last(values[:, :time]), values[:, time:]], dim=1)
 
     for place, layer in enumerate(layers):
@@ -214,7 +214,7 @@ def branch(
     embedded: Float[Tensor, "batch node width"],
     parents: Int[Tensor, "batch node"],
 ) -> Branch:
-    """Go one round further, from each node's parent in the level above."""
+    """Compute the next round, from each node's parent in the previous level."""
     hidden, paths = pick_parents(above.hidden, parents), []
     level = above.paths[0].shape[4] + 1
     positions = (above.memory.lengths[:, None] - 1 + level).expand_as(parents)
@@ -229,5 +229,5 @@ def branch(
 
 
 def _no_path(fresh: Tensor) -> Tensor:
-    """Return paths of length zero."""
+    """Return empty paths."""
     return fresh[..., None, :][..., :0, :]
