@@ -138,7 +138,9 @@ def test_a_base_with_attention_sinks_is_refused_in_place():
     cache.reserve(2)
     mask = tree_block_mask(tree.ancestors(), tree.depths(), cache, None)
     query = torch.zeros(1, 1, 2, 4)
-    with pytest.raises(ValueError, match="no 's_aux', which this base has; use a pool with flex"):
+    with pytest.raises(
+        ValueError, match="does not support 's_aux', which this base needs; use a pool with flex"
+    ):
         paged_attention(base.model, query, query, query, mask, s_aux=torch.zeros(1))
 
 

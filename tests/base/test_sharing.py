@@ -68,7 +68,7 @@ def test_a_compiled_base_refuses_a_second_thread():
     other.start()
     other.join()
     base.read(text)
-    assert "serves one thread, 'MainThread', and 'second' asks it too" in str(failed[0])
+    assert "serves one thread, 'MainThread', and 'second' uses it too" in str(failed[0])
 
 
 CHANGES: dict[str, tuple[Callable[[nn.Module], Any], Callable[[nn.Module], Any], str]] = {
