@@ -1,7 +1,7 @@
-"""What every test gets: no network, no screen, one thread, a fixed seed, and checked types.
+"""Settings of every test: no network, no display, one thread, a fixed seed, and type checks.
 
-Shapes are checked in functions that name any, and plain types in others, many of whose calls are
-too small for that: but not in decoding, which refuses by itself what users may give it.
+jaxtyping checks functions with shapes in their annotations, and beartype checks the others.
+beartype skips `specheads.decoding`, which validates the arguments of users itself.
 """
 
 import os
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# read by these libraries when they are imported, so before any of them is
+# these libraries read them when they are imported
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("MPLBACKEND", "Agg")
@@ -41,12 +41,12 @@ PLAIN = BeartypeConf(
 
 
 def checked(*, typechecker: Any) -> Callable[[Any], Any]:
-    """Stand in for `jaxtyped`, which takes its time over functions without any shape, too."""
+    """Replace `jaxtyped`, which is slow for functions without shapes too."""
 
     def check(made: Any) -> Any:
         function = getattr(made, "__func__", None) or getattr(made, "fget", None) or made
         if "<locals>" in function.__qualname__:
-            # a compiler recognises a closure by its code, and a wrapper has new code in each call
+            # the compiler identifies a closure by its code, and a wrapper has new code in each call
             return made
         if isinstance(made, type) or "jaxtyping." in repr(function.__annotations__):
             return jaxtyped(typechecker=typechecker)(made)
@@ -55,18 +55,18 @@ def checked(*, typechecker: Any) -> Callable[[Any], Any]:
     return check
 
 
-# what its hook puts on all that a module holds
+# the import hook applies this to everything in a module
 jaxtyping.jaxtyped = checked
 beartype_package("specheads", conf=PLAIN)
 install_import_hook(SHAPED, "beartype.beartype")
 
-# a shell starts what runs in the background deaf to Ctrl-C, and so would be what tests start
+# a shell makes background jobs ignore Ctrl-C, and processes started by tests would inherit that
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# the models are tiny: a second thread costs more than it brings, and sums would vary with it
+# the models are tiny: a second thread is slower, and changes the order of sums
 torch.set_num_threads(1)
 
-# no clock decides over a test, and the same examples are drawn on every machine
+# no deadlines, and the same examples on every machine
 hypothesis.settings.register_profile("specheads", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("specheads")
 
@@ -92,7 +92,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 @pytest.fixture(scope="session", autouse=True)
 def _cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    # also of the processes that tests start
+    # in the environment, for the processes that tests start
     os.environ["SPECHEADS_CACHE"] = str(tmp_path_factory.mktemp("cache"))
 
 

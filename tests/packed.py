@@ -1,4 +1,4 @@
-"""The same documents packed, alone, and in other places of a row."""
+"""The same documents packed and alone."""
 
 from collections.abc import Sequence
 
@@ -19,12 +19,12 @@ def texts(seed: int = 11, lengths: Sequence[int] = LENGTHS) -> list[Tensor]:
 
 
 def counted_in(text: Tensor) -> Tensor:
-    """Return which tokens of a document count: all but each fifth."""
+    """Return the loss mask of a document: all tokens but every fifth."""
     return torch.arange(len(text)) % 5 != 4
 
 
 def rows(packs: Sequence[Sequence[Tensor]], length: int = 40) -> TokenBatch:
-    """Return one row for each pack of documents, padded to a length."""
+    """Return one row per pack of documents, padded to a length."""
     tokens = torch.full((len(packs), length), 3)
     loss_mask = torch.zeros_like(tokens, dtype=torch.bool)
     document_ids = torch.zeros_like(tokens)
@@ -51,7 +51,7 @@ def alone(documents: Sequence[Tensor]) -> TokenBatch:
 
 
 def pieces(values: Tensor, batch: TokenBatch) -> list[Tensor]:
-    """Cut what was computed of a packed batch into that of each document, padding left out."""
+    """Split values of a packed batch into those of each document, without the padding."""
     assert batch.document_ids is not None
     return [
         value[own == number]

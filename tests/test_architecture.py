@@ -1,4 +1,4 @@
-"""The house: folders are floors, imports go up no stairs and round no corner."""
+"""Import rules: folders are layers, imports go to the same or a lower layer, without cycles."""
 
 import ast
 import sys
@@ -23,7 +23,7 @@ FLOORS = (
     ("export",),
     ("commands",),
 )
-"""Lowest first: a folder imports from its own floor and from those below."""
+"""Lowest first: a folder imports from its own layer and from lower ones."""
 
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 LIBRARIES = {
@@ -35,16 +35,16 @@ LIBRARIES = {
     "wandb": {"runs.trackers"},
     "httpx2": {"training.distill.server"},
 }
-"""Where an outside library may be known: a folder or a module."""
+"""Folders or modules that may import a library."""
 
-# __init__ and __main__ stand above the floors: the public names and the command line
+# __init__ and __main__ are above all layers: the public names and the command line
 FILES = [
     path for path in sorted(PACKAGE.rglob("*.py")) if path.parent != PACKAGE or path.stem[0] != "_"
 ]
 
 
 def name(path: Path) -> str:
-    """Return a module's name below the package; a folder's own is that of the folder."""
+    """Return the name of a module within the package; an __init__ has that of its folder."""
     parts = path.relative_to(PACKAGE).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -59,9 +59,9 @@ def parsed(path: Path) -> ast.Module:
 
 
 def imported(path: Path) -> Iterator[str]:
-    """Yield what a module imports, also by name through import_module, also late, also for types.
+    """Yield the imports of a module, including late ones, type-only ones and import_module.
 
-    Of a name that is put together the known beginning is yielded, with a star behind it.
+    A name in an f-string is yielded as its constant prefix and a star.
     """
     for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
@@ -85,7 +85,7 @@ def beginning(argument: ast.expr) -> str:
 
 
 def inside(path: Path) -> set[str]:
-    """Return the modules of the package that a module imports."""
+    """Return the modules of the package that one module imports."""
     found = set()
     for full in imported(path):
         if not full.startswith("specheads."):
@@ -93,7 +93,7 @@ def inside(path: Path) -> set[str]:
         inner = full.removeprefix("specheads.")
         if inner.endswith("*"):
             found |= {other for other in MODULES if other.startswith(inner[:-1])}
-        # of `from specheads.a.b import c` either a.b.c or a.b is the module
+        # in `from specheads.a.b import c` either a.b.c or a.b is the module
         elif inner in MODULES:
             found.add(inner)
         elif (outer := inner.rpartition(".")[0]) in MODULES:
@@ -103,7 +103,7 @@ def inside(path: Path) -> set[str]:
 
 @cache
 def graph() -> dict[str, set[str]]:
-    """Return the modules of the package that each imports."""
+    """Return the import graph of the package."""
     return {module: inside(path) for module, path in MODULES.items()}
 
 
@@ -112,7 +112,7 @@ def room(module: str) -> str:
 
 
 def cycle(imports: dict[str, set[str]]) -> list[str]:
-    """Return one cycle of a graph; empty where it has none."""
+    """Return one cycle of a graph, or an empty list."""
     done: set[str] = set()
 
     def visit(node: str, way: list[str]) -> list[str]:
@@ -129,13 +129,13 @@ def cycle(imports: dict[str, set[str]]) -> list[str]:
     return next((found for node in sorted(imports) if (found := visit(node, []))), [])
 
 
-def test_the_top_level_is_the_floors_and_at_most_twelve_names():
+def test_the_package_has_at_most_twelve_known_folders():
     rooms = {module.partition(".")[0] for module in MODULES}
     assert rooms == set(FLOOR)
     assert len(rooms) <= 12
 
 
-def test_every_module_imports_only_its_own_floor_and_those_below():
+def test_modules_import_only_their_own_layer_and_lower_ones():
     pairs = [(module, other) for module in MODULES for other in graph()[module]]
     assert [pair for pair in pairs if FLOOR[room(pair[1])] > FLOOR[room(pair[0])]] == []
 
@@ -153,12 +153,12 @@ def test_modules_form_no_cycle():
     assert cycle(graph()) == []
 
 
-def test_cycles_are_seen_also_through_names():
+def test_cycles_are_detected_through_names_too():
     assert cycle({"a": {"b"}, "b": {"c"}, "c": {"a"}}) == ["a", "b", "c", "a"]
     assert "heads.kinds.medusa" in graph()["heads.load"]
 
 
-def test_outside_libraries_stay_in_their_rooms():
+def test_libraries_are_imported_only_where_allowed():
     strangers = [
         (module, library)
         for module, path in MODULES.items()
@@ -169,17 +169,17 @@ def test_outside_libraries_stay_in_their_rooms():
     assert strangers == []
 
 
-def test_the_lowest_floor_knows_torch_and_nothing_heavier():
+def test_the_lowest_layer_imports_torch_and_nothing_heavier():
     known = {"specheads", "torch", "jaxtyping", "huggingface_hub", *sys.stdlib_module_names}
     core = [path for module, path in MODULES.items() if room(module) == "core"]
     assert {full.partition(".")[0] for path in core for full in imported(path)} <= known
 
 
-def test_no_head_imports_another():
+def test_heads_do_not_import_each_other():
     assert [(kind, other) for kind in KINDS for other in graph()[kind] if other in KINDS] == []
 
 
-def test_shapes_and_plain_types_are_checked_while_tests_run():
+def test_shapes_and_types_are_checked_in_tests():
     probs, uniforms = torch.full((2, 3, 4), 0.25), torch.rand(2, 5)
     with pytest.raises(TypeCheckError, match="uniforms"):
         draw(probs, uniforms)

@@ -1,4 +1,4 @@
-"""Bases of three layers built from config objects, and what they say one token at a time."""
+"""Random bases of three layers, and their greedy continuations."""
 
 import functools
 from dataclasses import dataclass
@@ -16,10 +16,10 @@ from specheads.measure.oracle import Oracle
 CPU = torch.device("cpu")
 VOCAB = 61
 NEW_TOKENS = 40
-"""Length of a reference continuation: with any prompt it ends well past the sliding windows."""
+"""Length of a reference continuation; it exceeds the sliding windows."""
 
 PROMPT_LENGTHS = (5, 21, 11)
-"""Three ragged rows, one longer than the sliding windows (12 and 16) from the start."""
+"""Three ragged rows, one longer than the sliding windows (12 and 16)."""
 
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -48,14 +48,14 @@ _GEMMA3 = {
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How one tiny base is built; seed and sharpness are picked so that its text is varied."""
+    """Settings of one tiny base; seed and sharpness give varied text."""
 
     config: type[PreTrainedConfig]
     settings: dict[str, Any]
     seed: int
     sharpness: float = 9.0
-    """Factor on every matrix: random weights as initialised say one token for ever, and such a
-    base would forgive a mask that shows it the wrong tokens."""
+    """Factor on every matrix. With the default initialisation a base repeats one token, and would
+    not detect a wrong mask."""
 
 
 RECIPES = {
@@ -75,7 +75,7 @@ WINDOWED = ("mistral", "gemma3")
 
 
 def config(architecture: str = "llama", **changes: Any) -> PreTrainedConfig:
-    """Return the config of a tiny base, with these settings instead of its own."""
+    """Return the config of a tiny base, with some settings changed."""
     recipe = RECIPES[architecture]
     return recipe.config(**(recipe.settings | changes))
 
@@ -90,8 +90,7 @@ def base(
 ) -> FrozenBase:
     """Return a random base: the same weights for every attention, dtype and device.
 
-    Cached and shared by the whole session, which a frozen base must bear. `changes` are settings
-    of its config.
+    It is cached and shared by all tests. `changes` are settings of its config.
     """
     return own_base(architecture, attention, dtype, device, **changes)
 
@@ -105,9 +104,9 @@ def own_base(
     compile: bool = False,
     **changes: Any,
 ) -> FrozenBase:
-    """Return a base like that of `base` which nobody shares, for tests that change or compile."""
+    """Return a base like `base` that is not shared, for tests that change or compile it."""
     recipe = RECIPES[architecture]
-    # weights are drawn on the CPU, so that they are the same on every device
+    # sampled on the CPU, so that the weights are equal on every device
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
         model = AutoModelForCausalLM.from_config(
@@ -157,9 +156,9 @@ def continuations(
     device: torch.device = CPU,
     **changes: Any,
 ) -> list[list[int]]:
-    """Return what the base says after each prompt, one whole forward of the plain model a token.
+    """Return the greedy continuation of each prompt, by one full forward per token.
 
-    No cache and no mask of ours: this is what every other way of decoding is held against.
+    It uses no cache and no mask of ours: all other decoding is compared with it.
     """
     model = base(architecture, "eager", dtype, device, **changes).model
     return [_continue(model, prompt) for prompt in prompts()]
@@ -178,6 +177,6 @@ def oracle(
     depth: int, architecture: str = "llama", *, rate: float = 1.0, device: torch.device = CPU
 ) -> Oracle:
     """Return the drafter that knows the reference continuations, on a device."""
-    said = zip(prompts(), continuations(architecture), strict=True)
-    texts = [prompt + continuation for prompt, continuation in said]
+    pairs = zip(prompts(), continuations(architecture), strict=True)
+    texts = [prompt + continuation for prompt, continuation in pairs]
     return Oracle(texts, depth, VOCAB, rate=rate, device=device)

@@ -1,11 +1,11 @@
-"""Make the golden tensors of DFlash and DSpark with their own projects' code.
+"""Make the golden tensors of DFlash and DSpark with the code of their projects.
 
     git clone https://github.com/deepseek-ai/DeepSpec && git clone https://github.com/z-lab/dflash
     python tests/golden/make_blocks.py DeepSpec dflash
 
-Written with DeepSpec at afdfa7c, z-lab/dflash at 44947fb and transformers 5. Their code runs
-as it is, but that its float32 means float64: norms, rotary embeddings and confidences round to
-float32 whatever the model's precision, and what is compared here must not.
+Written with DeepSpec at afdfa7c, z-lab/dflash at 44947fb and transformers 5. Their code is
+unchanged, except that its float32 is float64: norms, rotary embeddings and confidences round to
+float32 in any model precision, and the comparison needs more.
 """
 
 import argparse
@@ -44,7 +44,7 @@ LAYERS = {"target_layer_ids": [1, 3, 4], "num_target_layers": 8}
 
 
 def bare(root: Path, *packages: str) -> None:
-    """Know packages by their folders alone: their own `__init__` imports what is not needed."""
+    """Import packages without their `__init__`, which imports unneeded libraries."""
     for name in packages:
         module = ModuleType(name)
         module.__path__ = [str(root / name.replace(".", "/"))]
@@ -52,12 +52,12 @@ def bare(root: Path, *packages: str) -> None:
 
 
 def made(config: dict[str, Any]) -> Any:
-    """Return a configuration as the projects' models take it."""
+    """Return a configuration for the projects' models."""
     return Qwen3Config(**config | {"attn_implementation": "eager"})
 
 
 def random_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Draw every weight anew, as float32 can hold it; return them under their public names."""
+    """Sample every weight as a float32 value; return them by their public names."""
     named = model.state_dict().items()
     weights = {name: (0.3 * torch.randn(value.shape)).to(SINGLE) for name, value in named}
     model.load_state_dict(weights)
@@ -75,7 +75,7 @@ def save(name: str, config: dict[str, Any], weights: Any, expected: dict[str, An
 
 
 def draft(model: Any, embed: Any, aux: torch.Tensor, roots: torch.Tensor, slots: int) -> Any:
-    """Return what stands in a block's slots after two steps of a cache: of FIRST, then of all."""
+    """Return the tokens of a block's slots for a cache of FIRST positions, then of all."""
     cache, found = DynamicCache(), []
     for start, end, root in ((0, FIRST, roots[:, 0]), (FIRST, TIME, roots[:, 1])):
         tokens = torch.full((BATCH, slots), MASK)
@@ -100,7 +100,7 @@ MASK = 60
 
 
 def deepspec(root: Path, name: str, rank: int) -> None:
-    """Write what DeepSpec's model says in training, at anchors it drew, and in drafting."""
+    """Write the outputs of DeepSpec's model in training, at sampled anchors, and in drafting."""
     packages = ("deepspec", "deepspec.modeling", "deepspec.utils", "deepspec.modeling.dspark")
     bare(root, *packages, "deepspec.modeling.dspark.qwen3")
     common: Any = importlib.import_module("deepspec.modeling.dspark.common")
@@ -151,7 +151,7 @@ def deepspec(root: Path, name: str, rank: int) -> None:
 
 
 def z_lab(root: Path, name: str) -> None:
-    """Write what z-lab's model says in drafting; its training is not published."""
+    """Write the outputs of z-lab's model in drafting; its training is not published."""
     bare(root, "dflash")
     modeling: Any = importlib.import_module("dflash.model")
     config = SHAPE | {

@@ -1,12 +1,12 @@
-"""Make the golden numbers of EAGLE-3's options from the projects' own code; run by hand.
+"""Make the golden numbers of EAGLE-3's options with the code of the projects; run by hand.
 
     pip download --no-deps speculators==0.9.0 hs-connectors==0.9.0     unpack both into FOLDER
     git show cb7e084:eagle/model/cnets.py of SafeAILab/EAGLE           and put these
-    (and utils_c.py, choices.py, configs.py beside it)                 into FOLDER/eagle/model
+    (and utils_c.py, choices.py, configs.py next to it)                into FOLDER/eagle/model
     python tests/golden/make_eagle3.py FOLDER
 
-All is computed in float64: where the originals ask for float32 in norms and softmax they get
-float64. Their rotary angles stay in float32, as ours do.
+Everything is computed in float64, including norms and softmax, for which the originals use float32.
+Their rotary angles stay in float32, like ours.
 """
 
 # pyright: reportMissingImports=false
@@ -57,7 +57,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @contextmanager
 def in_float64() -> Iterator[None]:
-    """Give float64 to whoever asks for float32 by that name."""
+    """Replace float32 by float64 in a module of the projects."""
     plain, torch.float32 = torch.float32, torch.float64
     try:
         yield
@@ -78,7 +78,7 @@ def write(name: str, tensors: dict[str, Tensor], expected: dict[str, Tensor]) ->
 
 
 def speculators(name: str, layer: dict[str, Any], options: dict[str, Any]) -> None:
-    """Write a case of vllm-project/speculators: its folder, and logits of all its depths."""
+    """Write a case of vllm-project/speculators: its folder, and the logits of all depths."""
     from speculators.config import SpeculatorsConfig, VerifierConfig
     from speculators.losses import resolve_loss_config
     from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig

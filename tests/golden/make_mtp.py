@@ -1,14 +1,13 @@
-"""Make the golden numbers of MTP modules with other projects' own code; run by hand.
+"""Make the golden numbers of MTP modules with the code of other projects; run by hand.
 
     pip download --no-deps speculators==0.9.0 hs-connectors==0.9.0     unpack both into FOLDER
     modeling_mimo.py of XiaomiMiMo/MiMo-7B-RL                          into FOLDER/mimo
     python tests/golden/make_mtp.py FOLDER
 
-Written with transformers 5.23, whose own MtpLayer is the third. Each layer drafts as engines have
-it draft: what was committed goes through it once into a cache, then each token that was drafted,
-on the state before. Of MiMo's file nothing but MiMoMTPLayers is run; its own imports of the
-configuration beside it can be taken out. All is computed in float64, where the originals ask for
-float32.
+Written with transformers 5.23, whose MtpLayer is the third. Each layer drafts as in an engine: the
+committed tokens go through it once into a cache, then each drafted token with the previous state.
+Only MiMoMTPLayers of MiMo's file is run; its import of the configuration can be removed. Everything
+is computed in float64, where the originals use float32.
 """
 
 # pyright: reportMissingImports=false
@@ -54,13 +53,13 @@ Layer = Callable[..., Tensor]
 
 
 def randomise(module: torch.nn.Module) -> None:
-    """Draw every weight anew, as float32 can hold it."""
+    """Sample every weight as a float32 value."""
     for value in module.parameters():
         value.data.copy_((torch.randn(value.shape) * 0.3 + (value.ndim == 1)).to(SINGLE))
 
 
 def inputs() -> dict[str, Tensor]:
-    """Return a base's states, the tokens it read and one more, and what it lends."""
+    """Return a base's states, its tokens and one more, and the tensors to borrow."""
     size, width = SHAPE["vocab_size"], SHAPE["hidden_size"]
     return {
         "in.hidden": torch.randn(BATCH, TIME, width),
@@ -71,7 +70,7 @@ def inputs() -> dict[str, Tensor]:
 
 
 def draft(layer: Layer, given: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return what a layer drafts greedily after the first positions, and after all of them."""
+    """Return the greedy drafts of a layer after the first positions, and after all of them."""
     cache, found = DynamicCache(), dict[str, Tensor]()
     tokens, embedding = given["in.tokens"], given["in.embedding"]
     for step, (start, end) in enumerate(((0, FIRST), (FIRST, TIME))):
@@ -151,7 +150,7 @@ def speculators() -> None:
 
 
 def mimo() -> None:
-    """Write a module as MiMo's checkpoints have it, beside a layer of their base."""
+    """Write a module in MiMo's layout, next to a layer of the base."""
     from mimo.modeling_mimo import MiMoMTPLayers
 
     torch.manual_seed(4)
@@ -174,7 +173,7 @@ def mimo() -> None:
 
 
 def deepseek() -> None:
-    """Write a module by DeepSeek-V3's names, of a dense layer; its code is transformers' own."""
+    """Write a module with DeepSeek-V3's names and a dense layer, by transformers' code."""
     torch.manual_seed(5)
     rope = {"rope_theta": 20000.0, "rope_type": "default"}
     config = LlamaConfig(**SHAPE, **EAGER, rope_parameters=rope)
