@@ -259,12 +259,54 @@ def test_borrowed_tensors_are_buffers_that_move_with_the_head(settings: dict, ba
     attributes = [value for module in head.modules() for value in vars(module).values()]
     assert not [value for value in attributes if isinstance(value, torch.Tensor)]
     borrowed = dict(head.named_buffers()).keys() - head.state_dict().keys()
-    assert not borrowed & dict(head.named_parameters()).keys()
+    lent = {base.embedding.data_ptr(), base.projection.weight.data_ptr()}
+    assert {head.get_buffer(name).data_ptr() for name in borrowed} <= lent
+    assert not {value.data_ptr() for value in head.parameters()} & lent
     if settings["kind"] not in ("medusa", "mlp_speculator"):
         assert head.get_buffer("embedding").data_ptr() == base.embedding.data_ptr()
+    if settings.get("projection") in ("shared", "low_rank"):
+        assert head.get_buffer("borrowed").data_ptr() == base.projection.weight.data_ptr()
     head.to(torch.bfloat16)
     assert {head.get_buffer(name).dtype for name in borrowed} <= {torch.bfloat16}
     assert base.embedding.dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"kind": "hydra_heads"},
+        {"kind": "redrafter"},
+        {"kind": "mtp"},
+        {"kind": "medusa", "projection": "shared"},
+    ],
+    ids=told,
+)
+def test_an_unbound_head_is_an_input_error(settings: dict):
+    head = build(settings, width=8, vocab_size=11)
+    features, tokens = Features(torch.zeros(1, 7, 8)), torch.zeros(1, 7, dtype=torch.long)
+    with pytest.raises(ValueError, match="load the head with its base"):
+        _ = [*head.states(features, tokens), head.projection(0)]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "granite"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"kind": "hydra_heads", "prefix": False},
+        *({"kind": "medusa", "projection": one} for one in ("own", "shared", "low_rank")),
+        *({"kind": "redrafter", "exit_dim": one} for one in (0, 32, 40)),
+    ],
+    ids=told,
+)
+def test_an_untrained_head_gives_the_logits_of_the_base(settings: dict, architecture: str):
+    """This includes Granite, which scales its logits after the projection."""
+    base = tiny.base(architecture)
+    head = build_for(settings, base).double()
+    features, tokens = read(base)
+    own = base.projection(features.hidden)
+    for level, logits in enumerate(offline_logits(head, features, tokens)):
+        # the head starts from float32 copies of the base's tensors
+        torch.testing.assert_close(logits, own[:, : TIME - 2 - level], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("settings", CASES, ids=told)

@@ -11,7 +11,7 @@ from specheads.core.drafter import Features
 from specheads.core.features import Committed
 from specheads.decoding.generate import generate
 from specheads.decoding.trees import policies
-from specheads.heads.load import build, build_for, load_head
+from specheads.heads.load import build_for, load_head
 from specheads.measure.offline import offline_logits
 from tests import tiny
 
@@ -121,16 +121,6 @@ def test_tree_decoding_reproduces_greedy_without_a_prefix_layer():
     assert ours.tokens == alone.tokens
 
 
-def test_an_untrained_hydra_gives_the_base_s_logits():
-    base = tiny.base("llama")
-    head = build_for({"kind": "hydra_heads", "prefix": False}, base).double()
-    tokens = torch.randint(base.vocab_size, (2, 12))
-    features = base.read(tokens)
-    own = base.projection(features.hidden)
-    for level, logits in enumerate(offline_logits(head, features, tokens)):
-        torch.testing.assert_close(logits, own[:, : 10 - level], rtol=1e-5, atol=1e-5)
-
-
 def test_with_its_embedding_columns_at_zero_hydra_ignores_the_path():
     base = tiny.base("llama")
     head = build_for({"kind": "hydra_heads"}, base).double()
@@ -140,23 +130,6 @@ def test_with_its_embedding_columns_at_zero_hydra_ignores_the_path():
     ours = offline_logits(head, features, tokens)
     others = offline_logits(head, features, (tokens + 1) % base.vocab_size)
     assert all(torch.equal(one, other) for one, other in zip(ours, others, strict=True))
-
-
-def test_tensors_borrowed_by_hydra_are_not_trained_or_saved():
-    base = tiny.base("llama")
-    head = build_for({"kind": "hydra_heads"}, base)
-    borrowed = base.embedding
-    assert head.get_buffer("embedding").data_ptr() == borrowed.data_ptr()
-    assert "embedding" not in head.state_dict()
-    assert all(value.data_ptr() != borrowed.data_ptr() for value in head.parameters())
-    assert head.to(torch.bfloat16).get_buffer("embedding").dtype == torch.bfloat16
-    assert base.embedding.dtype == torch.float64
-
-
-def test_an_unbound_hydra_is_an_input_error():
-    head = build({"kind": "hydra_heads"}, width=8, vocab_size=11)
-    with pytest.raises(ValueError, match="load the head with its base"):
-        next(head.states(Features(torch.zeros(1, 7, 8)), torch.zeros(1, 7, dtype=torch.long)))
 
 
 def test_hydra_s_own_pickled_file_is_read(tmp_path: Path):

@@ -163,38 +163,11 @@ def test_its_size_does_not_depend_on_its_depth():
     assert torch.equal(first, states[0])
 
 
-@pytest.mark.parametrize("exit_dim", [0, 32, 40], ids=["twice", "equal", "wider"])
-def test_an_untrained_redrafter_gives_the_base_s_logits(exit_dim: int):
-    base = tiny.base("llama")
-    head = build_for({"kind": "redrafter", "exit_dim": exit_dim}, base).double()
-    tokens = torch.randint(base.vocab_size, (2, 12))
-    features = base.read(tokens)
-    own = base.projection(features.hidden)
-    for level, state in enumerate(head.states(features, tokens)):
-        torch.testing.assert_close(head.logits(state, level), own, rtol=1e-5, atol=1e-5)
-
-
 def test_a_narrow_exit_starts_randomly():
     base = tiny.base("llama")
     head = build_for({"kind": "redrafter", "exit_dim": 8}, base)
     assert head.projection(0)[0].shape == (base.vocab_size, 8)
     assert head.projection(0)[0].std() > 0.05
-
-
-def test_tensors_borrowed_by_redrafter_are_not_trained_or_saved():
-    base = tiny.base("llama")
-    head = build_for({"kind": "redrafter"}, base)
-    borrowed = base.embedding
-    assert head.get_buffer("embedding").data_ptr() == borrowed.data_ptr()
-    assert "embedding" not in head.state_dict()
-    assert all(value.data_ptr() != borrowed.data_ptr() for value in head.parameters())
-    assert head.to(torch.bfloat16).get_buffer("embedding").dtype == torch.bfloat16
-
-
-def test_an_unbound_redrafter_is_an_input_error():
-    head = build({"kind": "redrafter"}, width=8, vocab_size=11)
-    with pytest.raises(ValueError, match="load the head with its base"):
-        next(head.states(Features(torch.zeros(1, 7, 8)), torch.zeros(1, 7, dtype=torch.long)))
 
 
 @pytest.mark.parametrize(
