@@ -25,7 +25,7 @@ from specheads.data.chat import ASKED, Template
 from specheads.data.masks import added_ids
 from specheads.decoding.acceptance.sampling import Sampling
 from specheads.runs.progress import progress
-from specheads.training.distill.engine import Ask
+from specheads.training.distill.engines import GenerationRequest
 from specheads.training.distill.engines.local import Local
 
 FEWEST_WORDS = 3
@@ -74,12 +74,16 @@ def questions(base: FrozenBase, options: argparse.Namespace) -> Iterator[str]:
     opening, room = user_opening(base), options.new_tokens
     special, numbers = added_ids(base.tokenizer), count()
 
-    def pull() -> Ask | None:
+    def pull() -> GenerationRequest | None:
         number = next(numbers)
         sampling = Sampling(
             temperature=options.temperature, top_p=options.top_p, seed=options.seed + number
         )
-        return Ask(number, opening, room, sampling) if number < ATTEMPTS * options.num else None
+        return (
+            GenerationRequest(number, opening, room, sampling)
+            if number < ATTEMPTS * options.num
+            else None
+        )
 
     seen: set[str] = set()
     writer = Local(base, None, options.batch, len(opening) + room)

@@ -1,4 +1,4 @@
-"""What a training step must compute, and how fast this machine multiplies."""
+"""FLOPs of a training step, and the FLOP/s of this machine."""
 
 import statistics
 import time
@@ -17,37 +17,37 @@ from specheads.data.packing import TokenBatch
 from specheads.training.losses.depth_loss import LABELS_ONLY
 
 SIDES = {"cuda": 8192, "cpu": 1024}
-"""Rows and columns of the product that a machine's rate is measured by: large enough for its full
-rate, beside which the time to start a product is nothing. All take a part of a second."""
+"""Size of the square matrices that measure the machine FLOP/s, large enough for the full rate.
+All products together take less than a second."""
 
 PRODUCTS = 12
-"""Products timed; the rate is that of their median."""
+"""Number of timed products; the median counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepFlops:
-    """Floating-point operations that one optimizer step cannot do without, two a multiplication.
+    """Floating-point operations of one optimizer step, two per multiplication.
 
-    Those of matrix products: norms, softmaxes and optimizers are left out.
+    Only matrix products count: no norms, softmaxes and optimizers.
     """
 
     base: float
-    """One forward over every token, without logits; attention within documents only."""
+    """One forward over every token without logits, with attention within documents."""
     head: float
     """Forward and backward of the head's own layers."""
     loss: float
-    """Vocabulary products of the labels: the base's once, each depth's forward and backward."""
+    """Vocabulary projections: the base's forward, and each depth's forward and backward."""
 
     @property
     def total(self) -> float:
-        """All of them."""
+        """Sum of all parts."""
         return self.base + self.head + self.loss
 
 
 def step_flops(base: FrozenBase, head: Head, batch: TokenBatch, phase: Phase) -> StepFlops:
-    """Return what a step of a frozen base costs on a batch, all of whose labels count.
+    """Return the FLOPs of a step with a frozen base on a batch, where all labels count.
 
-    Layers of experts count as if each token went through all of them.
+    Mixture-of-experts layers count as if each token used every expert.
     """
     document_ids = batch.document_ids
     if document_ids is None:
@@ -71,11 +71,11 @@ def step_flops(base: FrozenBase, head: Head, batch: TokenBatch, phase: Phase) ->
 
 
 def _multiplied(layer: nn.Module) -> int:
-    """Return the numbers of a layer's own matrices; tables are looked up, and not multiplied."""
+    """Return the number of elements of a layer's own matrices, except embeddings."""
     if isinstance(layer, nn.Embedding):
         return 0
     if isinstance(layer, nn.Linear):
-        # a quantised weight has another shape than the product
+        # the shape of a quantised weight differs from that of the product
         return layer.in_features * layer.out_features
     return sum(one.numel() for one in layer.parameters(recurse=False) if one.ndim > 1)
 
@@ -83,7 +83,7 @@ def _multiplied(layer: nn.Module) -> int:
 def _states_flops(
     head: Head, base: FrozenBase, batch: TokenBatch, document_ids: torch.Tensor
 ) -> int:
-    """Return what the forward of a head's own layers costs, counted while it runs."""
+    """Run a head's own layers and return the FLOPs of their forward."""
     width = base.width
     aux = len(head.aux_layers) * width
     shape, device = batch.tokens.shape, base.device
@@ -104,7 +104,7 @@ def _states_flops(
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Return how many floating-point operations a second this machine does in large products."""
+    """Measure the FLOP/s of this machine in large matrix products."""
     side = SIDES.get(device.type, SIDES["cuda"])
     left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     times = []

@@ -1,4 +1,4 @@
-"""What the frozen base says of each batch, kept on disk, so that a second training need not ask.
+"""Features of a frozen base on disk, so that a second training does not recompute them.
 
 See docs/train.md.
 """
@@ -27,11 +27,11 @@ GIB = 2**30
 
 
 class FeatureCache:
-    """Reads batches with a frozen base, each of them once for all runs that share the folder.
+    """Computes the features of each batch once for all runs that share the folder.
 
-    A batch is known by its tokens and documents, and a folder by what else decides the features:
-    weights, precision, kind of device and attention, and the layers read. So the same features come
-    back, bit for bit. A file appears whole or not at all; a damaged one is told and made anew.
+    The key of a batch is its tokens and documents. The key of a folder is everything else that
+    affects the features: weights, dtype, device type, attention and layers. Features are the same
+    bit for bit. Files are written atomically; a damaged file is reported and recomputed.
     """
 
     def __init__(
@@ -39,9 +39,9 @@ class FeatureCache:
         folder: Path,
         base: FrozenBase,
         aux_layers: tuple[int, ...],
-        tell: Callable[[str], object],
+        announce: Callable[[str], object],
     ) -> None:
-        self.base, self.aux_layers, self.tell = base, aux_layers, tell
+        self.base, self.aux_layers, self.announce = base, aux_layers, announce
         decisive = [
             base.fingerprint, str(base.dtype), base.device.type,
             base.config._attn_implementation, list(aux_layers),
@@ -49,7 +49,7 @@ class FeatureCache:
         self.folder = folder / hashlib.sha256(json.dumps(decisive).encode()).hexdigest()[:32]
 
     def read(self, batch: TokenBatch) -> Features:
-        """Return the features of a batch, from disk where they are there."""
+        """Return the features of a batch, from disk if they are there."""
         file = self.folder / f"{_name(batch)}.safetensors"
         found = self._load(file) if file.is_file() else None
         if found is None:
@@ -69,7 +69,7 @@ class FeatureCache:
                 return load(content[_SEAL:])
         except SafetensorError:
             pass
-        self.tell(f"{file} is damaged and is made anew")
+        self.announce(f"{file} is damaged and will be recomputed")
         return None
 
 
@@ -77,7 +77,7 @@ _SEAL = hashlib.sha256().digest_size
 
 
 def _seal(content: bytes) -> bytes:
-    """Put the hash of a file's content before it."""
+    """Prepend the hash of a file's content."""
     return hashlib.sha256(content).digest() + content
 
 
@@ -92,13 +92,13 @@ def feature_cache(
     settings: Train,
     base: FrozenBase,
     aux_layers: tuple[int, ...],
-    tell: Callable[[str], object],
+    announce: Callable[[str], object],
 ) -> FeatureCache | None:
-    """Return the cache that settings ask for, None without one; it may grow as large as confirmed.
+    """Return the feature cache of the settings, None without one.
 
     Raises:
-        ValueError: It would be larger than was confirmed or than the disk has room for, or a phase
-            trains the base, which then says something else in each step.
+        ValueError: It may exceed `feature_cache.gib` or the free disk space, or a phase trains the
+            base, whose features then change in each step.
     """
     wanted: Settings = settings.feature_cache
     if not wanted.gib:
@@ -106,31 +106,31 @@ def feature_cache(
     phases = settings.schedule.phases
     if joint := [name for name, phase in phases.items() if phase.joint]:
         raise InputError(
-            f"a feature cache keeps what a frozen base says, and phase {joint[0]!r} trains the "
-            "base; set feature_cache.gib=0"
+            f"a feature cache needs a frozen base, but phase {joint[0]!r} trains the base; set "
+            "feature_cache.gib=0"
         )
     size = cache_bytes(settings, base, len(aux_layers))
     folder = writable_folder(wanted.folder)
     if size > wanted.gib * GIB:
         raise InputError(
-            f"a feature cache must be confirmed at its size: this one takes up to {size / GIB:.2f} "
-            f"GiB, and feature_cache.gib={wanted.gib:g}; raise it, or set it to 0"
+            f"feature_cache.gib must cover the whole cache: this one takes up to {size / GIB:.2f} "
+            f"GiB, but feature_cache.gib={wanted.gib:g}; raise it, or set it to 0"
         )
-    cache = FeatureCache(folder, base, aux_layers, tell)
-    # taken for this run's own: a second training on the same text needs no more room
+    cache = FeatureCache(folder, base, aux_layers, announce)
+    # existing files count as this run's: a second training on the same text needs no more space
     there = sum(file.stat().st_size for file in cache.folder.glob("*.safetensors"))
     nearest = next(one for one in (folder, *folder.parents) if one.exists())
     if size - there > (free := shutil.disk_usage(nearest).free):
         raise InputError(
-            f"a feature cache needs room on its disk: this one takes up to {size / GIB:.2f} GiB, "
-            f"and {folder} has {free / GIB:.2f} free; set another feature_cache.folder, or "
+            f"a feature cache needs disk space: this one takes up to {size / GIB:.2f} GiB, but "
+            f"{folder} has {free / GIB:.2f} GiB free; set another feature_cache.folder, or "
             "feature_cache.gib=0"
         )
     return cache
 
 
 def cache_bytes(settings: Train, base: FrozenBase, num_aux: int) -> int:
-    """Return what the features of all rows of a run take."""
+    """Return the bytes of the features of all rows of a run."""
     phases = settings.schedule.phases.values()
     data, context = settings.data, base.max_length
     rows = [(phase.steps * phase.batch_size, row_tokens(phase, data, context)) for phase in phases]

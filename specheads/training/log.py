@@ -1,7 +1,10 @@
-"""What training tells while it runs: rows of metrics, and numbers beside the bar."""
+"""Metrics of training: rows of metrics.jsonl, speed, and the numbers on the progress bar."""
 
 import math
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from functools import cache
 from typing import Any
 
 import torch
@@ -9,15 +12,112 @@ from rich.progress import Progress
 from torch import Tensor
 
 from specheads.core.errors import InputError
+from specheads.core.machine import peak_gib
+from specheads.data.packing import TokenBatch
 from specheads.runs.trackers import Tracker
-from specheads.training.meter import Meter
+from specheads.training.cost import matmul_rate, step_flops
 from specheads.training.schedule import PlacedPhase, Progressed
+from specheads.training.teacher import Teacher
+
+
+class Meter:
+    """Measures the time of a phase and adds it to the run's training seconds.
+
+    Time between `row` and `go_on` does not count: validation is not training. Utilisation is that
+    of this process; `autocast` is the head's mixed precision.
+    """
+
+    def __init__(
+        self,
+        at: Progressed,
+        phase: PlacedPhase,
+        teacher: Teacher,
+        autocast: Callable[..., AbstractContextManager[Any]],
+    ) -> None:
+        self.at, self.phase, self.teacher, self.autocast = at, phase, teacher, autocast
+        self.use = 0.0
+        """Seconds that a step's matrix products take at full speed; zero if not known yet."""
+        self.go_on()
+
+    def waiting(
+        self, batches: Iterable[tuple[TokenBatch, dict[str, Any]]]
+    ) -> Iterator[tuple[TokenBatch, dict[str, Any]]]:
+        """Yield the same batches and measure the time spent waiting for them."""
+        source = iter(batches)
+        while True:
+            began = time.perf_counter()
+            try:
+                item = next(source)
+            except StopIteration:
+                return
+            self.waited += time.perf_counter() - began
+            if not self.use and self._is_known():
+                self._estimate(item[0])
+            yield item
+
+    def _is_known(self) -> bool:
+        """Return whether the base's FLOPs are known: it is frozen and reads every batch."""
+        return self.phase.settings.joint is None and self.teacher.cache is None
+
+    def _estimate(self, batch: TokenBatch) -> None:
+        """Estimate the seconds of a step's matrix products at full speed."""
+        base, head, settings = self.teacher.base, self.teacher.head, self.phase.settings
+        self.pause()
+        with _undrawn(base.device), self.autocast():
+            # in the same parts as the step, so that it needs no more memory
+            parts = batch.parts(settings.accumulation_steps)
+            flops = sum(step_flops(base, head, part, settings).total for part in parts)
+        self.use = flops / _matmul_rate(base.device, base.dtype)
+        self.read = time.perf_counter()
+
+    def step(self, tokens: int) -> None:
+        """Count one step with this number of tokens over all processes."""
+        self.steps += 1
+        self.tokens += tokens
+        self.pause()
+
+    def pause(self) -> None:
+        """Add the time since the last reading."""
+        now = time.perf_counter()
+        self.at.seconds += now - self.read
+        self.read = now
+
+    def row(self) -> dict[str, float]:
+        """Return the metrics since the last row, under the names of metrics.jsonl."""
+        self.pause()
+        seconds = self.at.seconds - self.since
+        figures = {
+            "tokens_per_second": self.tokens / seconds,
+            "hours": self.at.seconds / 3600,
+            "data_wait_share": min(self.waited / seconds, 1.0),
+            "peak_gib": peak_gib(self.teacher.base.device),
+        }
+        if self.use:
+            figures["mfu"] = self.use * self.steps / seconds
+        return figures
+
+    def go_on(self) -> None:
+        """Start a new row; the time since the last one does not count."""
+        self.steps, self.tokens, self.waited = 0, 0, 0.0
+        self.since, self.read = self.at.seconds, time.perf_counter()
+
+
+@cache
+def _matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the machine's FLOP/s, measured once per process."""
+    with _undrawn(device):
+        return matmul_rate(device, dtype)
+
+
+def _undrawn(device: torch.device) -> AbstractContextManager[None]:
+    """Restore the random states at the end of the context."""
+    return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
 
 class PhaseLog:
-    """Tells of one phase: a row every few steps, and its line of the display.
+    """Logs one phase: a row of metrics every few steps, and a progress bar.
 
-    Figures are summed up on the device, and over processes when they are read, once a row.
+    Metrics are summed on the device, and over processes once per row.
     """
 
     def __init__(
@@ -43,9 +143,9 @@ class PhaseLog:
         tokens: int,
         held_out: Callable[[], Mapping[str, float]] | None = None,
     ) -> None:
-        """Tell of one more step: its figures, which are summed over processes, and its tokens.
+        """Log one step: its metrics (this process's share) and its number of tokens.
 
-        `held_out` measures on held-out text, in steps after which that is done: they get a row.
+        `held_out` runs the validation that is due after this step; such a step always gets a row.
         """
         for name, value in values.items():
             self.sums[name] = self.sums[name] + value if name in self.sums else value
@@ -56,8 +156,8 @@ class PhaseLog:
             self._clear()
         self.display.update(self.task, completed=self.at.step - self.phase.first)
 
-    def tell(self, line: str) -> None:
-        """Tell people something, on the main process."""
+    def print(self, line: str) -> None:
+        """Print a line on the main process."""
         if self.tracker is not None:
             self.display.console.print(line, markup=False, soft_wrap=True)
 
@@ -67,15 +167,14 @@ class PhaseLog:
         self.meter.go_on()
 
     def _write(self, held_out: Callable[[], Mapping[str, float]] | None) -> None:
-        """Tell what happened since the last row."""
+        """Write a row with the means since the last one."""
         means = self.total(torch.stack(list(self.sums.values())) / self.steps).tolist()
         at = self.at
         row: dict[str, Any] = {"step": at.step, "phase": self.phase.name, "tokens": at.tokens}
         row |= zip(self.sums, means, strict=True)
         if not math.isfinite(row["loss"]):
             raise InputError(
-                f"training needs a finite loss, got {row['loss']} at step {at.step}; lower "
-                "learning_rate"
+                f"the loss must be finite, got {row['loss']} at step {at.step}; lower learning_rate"
             )
         row |= self.meter.row()
         rates = self.phase.rates(at.step - 1)
@@ -98,7 +197,7 @@ class PhaseLog:
 
 
 def _brief(measured: Mapping[str, float]) -> str:
-    """Return what is shown beside the bar of a measurement on held-out text."""
+    """Return the validation metrics for the progress bar."""
     shown = {"loss": "held out", "tokens_per_forward": "tokens/forward"}
     figures = {name: measured.get(f"validation/{name}") for name in shown}
     return "".join(

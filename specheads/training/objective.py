@@ -1,19 +1,25 @@
-"""A head and its loss as one module: which state of which position predicts which label."""
+"""A head and its loss as one module; it selects the state and the label of each depth."""
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.profiler import record_function
+from torch.utils.checkpoint import checkpoint
 
 from specheads.config import Phase
 from specheads.core.drafter import Features, Head
 from specheads.core.features import document_places
 from specheads.core.machine import to_device
+from specheads.heads.layers.block import BlockLayer
+from specheads.heads.layers.common import ResidualBlock
+from specheads.heads.layers.feedback import FeedbackLayer
+from specheads.heads.layers.prefix import PrefixLayer
 from specheads.training.losses.confidence import confidence_loss
 from specheads.training.losses.depth_loss import (
     LABELS_ONLY,
@@ -22,11 +28,10 @@ from specheads.training.losses.depth_loss import (
     depth_loss,
     depth_shares,
 )
-from specheads.training.recompute import recomputed
 
 FULL_ROWS = 128
-"""Scored rows are a multiple of it, filled up with rows that no loss counts: each step has another
-number of labels, and what oneDNN works out for one size it keeps, megabytes for a vocabulary."""
+"""The number of rows is padded to a multiple of this. Each step has another number of labels, and
+oneDNN caches megabytes per size; padded rows count in no loss."""
 
 
 class Objective(nn.Module):
@@ -45,10 +50,10 @@ class Objective(nn.Module):
         phase: Phase,
         counts: Int[Tensor, " level"] | None = None,
     ) -> DepthLoss:
-        """Return the loss of every depth over the labels that `scored` marks.
+        """Return the loss of every depth over the labels in `scored`.
 
-        `in_chains` those are first labels of whole chains, each drafted from one position. The
-        means are over as many labels as `counts` says, by `label_counts`; None: over these.
+        With `in_chains`, `scored` marks the first label of each chain. `counts` (see
+        `label_counts`) are the denominators of the means; None counts the labels of this batch.
         """
         depth, chains = self.head.depth, in_chains(self.head, phase)
         if counts is None:
@@ -56,10 +61,10 @@ class Objective(nn.Module):
         scored = early_enough(scored, features.document_ids, depth)
         drafted = self.head.to_drafted(tokens)
         scored &= chains | (drafted >= 0)
-        # no label is so early that its position would be rolled round the beginning
+        # `early_enough` excludes the labels whose position would wrap around
         ahead = [2] if chains else range(2, depth + 2)
         anchors = torch.stack([scored.roll(-places, dims=1) for places in ahead]).any(0)
-        # the number of rows is a shape: a GPU is waited for here, once a step
+        # the number of rows is a shape: this synchronises with a GPU once a step
         rows, labels = scored.nonzero(as_tuple=True)
         at = [labels + level if chains else labels for level in range(depth)]
         wanted = [_filled(drafted[rows, each], -1) for each in at]
@@ -77,7 +82,7 @@ class Objective(nn.Module):
         ]
         with record_function("loss"):
             loss = self._loss(states, targets, logits_of, phase)
-        # a label that cannot be drafted is a draft that the base will not accept
+        # a label outside the draft vocabulary counts as rejected
         share = counts[:depth] / counts[depth].clamp(min=1)
         return replace(loss, agreement=loss.agreement * share)
 
@@ -88,7 +93,7 @@ class Objective(nn.Module):
         logits_of: Callable[[Tensor], Tensor],
         phase: Phase,
     ) -> DepthLoss:
-        """Return the loss of all depths, whose targets are their own or the same for all."""
+        """Return the loss of all depths, with one target for all or one for each."""
         projections = self.head.projections()
         loss = depth_loss(
             states,
@@ -111,7 +116,7 @@ class Objective(nn.Module):
 
 
 def _filled(rows: Tensor, value: int | None = None) -> Tensor:
-    """Return rows, and as many more of this value, or else like the first, as make them full."""
+    """Pad rows to a multiple of `FULL_ROWS` with `value`, or with the first row."""
     spare = -len(rows) % FULL_ROWS
     if value is not None:
         return F.pad(rows, (0, spare), value=value)
@@ -119,7 +124,7 @@ def _filled(rows: Tensor, value: int | None = None) -> Tensor:
 
 
 def _as_products(state: Tensor) -> Tensor:
-    """Return a state in the precision of autocast's products; a norm may have left it wider."""
+    """Cast a state to autocast's dtype; a norm may have returned float32."""
     kind = state.device.type
     if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return state
@@ -127,12 +132,12 @@ def _as_products(state: Tensor) -> Tensor:
 
 
 def in_chains(head: Head, phase: Phase) -> bool:
-    """Tell whether labels are those of whole drafts: all levels' from one position."""
+    """Return whether all depths of a draft are labelled from one position."""
     return phase.weighting == "dpace" or head.num_anchors > 0
 
 
 def figures(loss: DepthLoss) -> dict[str, Tensor]:
-    """Return what is logged of a head's loss, under the names of metrics.jsonl."""
+    """Return the metrics of a head's loss, under the names of metrics.jsonl."""
     by_depth, agreement = loss.by_depth.unbind(), loss.agreement.unbind()
     return (
         {"loss": loss.total.detach()}
@@ -148,13 +153,13 @@ def label_counts(
     scored: Bool[Tensor, "batch time"],
     phase: Phase,
 ) -> Int[Tensor, " level"]:
-    """Return how many labels each depth is to draft, how many there are, and how many of the base.
+    """Return the number of labels per depth, the number of labels, and that of the base's own loss.
 
-    They are what the means of a loss are over: the depths' own, their agreement, the base's own.
+    They are the denominators of the depth losses, of the agreement and of the base's own loss.
     """
     labels = early_enough(scored, document_ids, head.depth)
     drafted = head.to_drafted(tokens) >= 0
-    # a chain is whole: what is rolled round the end begins none
+    # chains are complete, so values that wrap around the end are not used
     ahead = range(head.depth) if in_chains(head, phase) else [0] * head.depth
     of_depths = [(labels & drafted.roll(-places, dims=1)).sum() for places in ahead]
     return torch.stack([*of_depths, labels.sum(), own_labels(scored, document_ids).sum()])
@@ -163,7 +168,7 @@ def label_counts(
 def early_enough(
     scored: Bool[Tensor, "batch time"], document_ids: Int[Tensor, "batch time"] | None, depth: int
 ) -> Bool[Tensor, "batch time"]:
-    """Leave out a text's first labels: no position of it is early enough for the deepest head."""
+    """Exclude the first labels of a text, which the deepest level has no position for."""
     if document_ids is None:
         return scored & (torch.arange(scored.shape[1], device=scored.device) > depth)
     return scored & (document_places(document_ids) > depth)
@@ -172,7 +177,24 @@ def early_enough(
 def own_labels(
     scored: Bool[Tensor, "batch time"], document_ids: Int[Tensor, "batch time"] | None
 ) -> Bool[Tensor, "batch path"]:
-    """Return at which positions the base's own next token is scored: not where it begins a text."""
+    """Return the positions whose next token counts in the base's own loss."""
     return (
         scored[:, 1:] if document_ids is None else scored[:, 1:] & (document_ids.diff(dim=1) == 0)
     )
+
+
+LAYERS = BlockLayer, FeedbackLayer, PrefixLayer, ResidualBlock
+"""Recomputed layers: only their inputs are stored."""
+
+
+@contextmanager
+def recomputed(head: Head) -> Iterator[None]:
+    """Checkpoint the activations of layers called inside the context; gradients are the same."""
+    layers = [layer for layer in head.modules() if isinstance(layer, LAYERS)]
+    for layer in layers:
+        vars(layer)["forward"] = partial(checkpoint, layer.forward, use_reentrant=False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del vars(layer)["forward"]

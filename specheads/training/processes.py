@@ -1,4 +1,4 @@
-"""What several processes of one run do together, and how accelerate's configuration asks for it."""
+"""Several processes of one run: accelerate's configuration, sharding and collective calls."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -27,48 +27,47 @@ from specheads.training.repeatable import fix_workspace
 T = TypeVar("T")
 
 SHARDS, PARALLEL = "ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG"
-"""Variables by which the launcher says that a configuration shares out a model."""
+"""Variables by which the launcher requests a sharded model."""
 
 
 def accelerator_of_environment(dtype: str = "auto") -> Accelerator:
-    """Return what joins the processes of a run, as the launcher was configured.
+    """Return the accelerator of this run, as the launcher configured it.
 
-    A sharded model is the base: see `load_base`. The head is whole in each process. What the
-    launcher says of mixed precision counts unless it is "no", which it says unasked too: then a
-    head computes in bfloat16 where the machine does, and no `dtype` of the base says otherwise.
+    Sharding applies to the base: see `load_base`. Each process has the whole head. The launcher's
+    mixed precision applies unless it is "no", which is also its default: then the head trains in
+    bfloat16 if the machine supports it and `dtype` is not float32 or float64.
 
     Raises:
         ValueError: The configuration names an engine or a precision that is not supported.
     """
     if _is_set("ACCELERATE_USE_DEEPSPEED") or _is_set("ACCELERATE_USE_MEGATRON_LM"):
         raise InputError(
-            "a base is sharded by FSDP2 or by tensor parallelism, and accelerate is configured "
-            "for DeepSpeed or Megatron; use configs/accelerate/fsdp2.yaml, which does what ZeRO-3 "
-            "does"
+            "a base is sharded with FSDP2 or tensor parallelism, but accelerate is configured for "
+            "DeepSpeed or Megatron; use configs/accelerate/fsdp2.yaml instead of ZeRO-3"
         )
-    asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    if asked not in ("no", "bf16"):
-        # of fp16 the gradients of a mean over many rows are zeros before any scaler sees them
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if precision not in ("no", "bf16"):
+        # in fp16 the gradients of a mean over many rows underflow before a scaler sees them
         raise InputError(
-            "a head learns in bfloat16 or float32, and accelerate is configured for "
-            f"mixed_precision={asked}; set it to bf16, or to no"
+            "a head trains in bfloat16 or float32, but accelerate is configured for "
+            f"mixed_precision={precision}; set it to bf16 or no"
         )
     fix_workspace()
     with _whole():
         return Accelerator(
-            # unasked, accelerate joins processes on GPUs only: two on CPUs would each train alone
+            # by default accelerate connects processes on GPUs only
             cpu=not torch.accelerator.is_available(),
-            mixed_precision=asked if asked != "no" else _precision(dtype),
-            # what a head borrows from the base is a buffer, the same everywhere already
+            mixed_precision=precision if precision != "no" else _precision(dtype),
+            # buffers of a head come from the base and are equal on all processes
             kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
         )
 
 
 def load_base(settings: Base, accelerator: Accelerator) -> FrozenBase:
-    """Load a base, by itself onto this process's own device, or a part of it as accelerate says.
+    """Load a base onto this process's device, or this process's shard of it.
 
     Raises:
-        ValueError: As `FrozenBase.load`, or the processes cannot share it as they are configured.
+        ValueError: As `FrozenBase.load`, or the sharding does not fit the processes.
     """
     choices = asdict(settings)
     if settings.device == "auto":
@@ -76,14 +75,14 @@ def load_base(settings: Base, accelerator: Accelerator) -> FrozenBase:
     with _whole():
         base = FrozenBase.load(**choices)
     compiler: Any = accelerator.state.dynamo_plugin
-    # a layer that is gathered while it computes is no part of a graph
+    # torch.compile does not support layers that are gathered while they compute
     if compiler.backend != DynamoBackend.NO and base.sharding is None:
         base.compile_reads(**compiler.to_kwargs())
     return base
 
 
 def readers(sharding: Sharding | None, accelerator: Accelerator) -> dict[str, int]:
-    """Return which rows a process reads: `rank` of `world_size` nearly equal shares of them."""
+    """Return this process's share of the rows: `rank` of `world_size` nearly equal shares."""
     size = sharding.readers if sharding else 1
     return {
         "rank": accelerator.process_index // size,
@@ -92,29 +91,29 @@ def readers(sharding: Sharding | None, accelerator: Accelerator) -> dict[str, in
 
 
 def sharding_of(settings: Base, accelerator: Accelerator) -> Sharding | None:
-    """Return how processes share out a base; None where each has its own, as where it is placed.
+    """Return the sharding of a base; None if each process has all of it.
 
     Raises:
-        ValueError: As `load_base`, of processes.
+        ValueError: The sharding does not fit the processes.
     """
     sharding = _sharding(accelerator) if settings.device == "auto" else None
     if sharding and settings.quantization != "none":
         raise InputError(
-            "a sharded base has plain weights, got base.quantization="
-            f"{settings.quantization}; leave it out, or use configs/accelerate/ddp_8gpu.yaml"
+            "a sharded base does not support quantization, got base.quantization="
+            f"{settings.quantization}; set it to none, or use configs/accelerate/ddp_8gpu.yaml"
         )
     return sharding
 
 
 def _sharding(accelerator: Accelerator) -> Sharding | None:
-    """Return how accelerate's configuration has the base shared out; None: not at all."""
+    """Return the sharding in accelerate's configuration, or None."""
     try:
         parallel: Any = ParallelismConfig()
         plugin: Any = FullyShardedDataParallelPlugin() if _is_set(SHARDS) else None
     except (ImportError, ValueError) as error:
         raise InputError(
-            f"accelerate's configuration must be one that it takes itself, and it says: {error}; "
-            "begin with one of configs/accelerate"
+            f"accelerate's configuration must be valid, but accelerate refused it: {error}; "
+            "start from one of configs/accelerate"
         ) from error
     processes = accelerator.num_processes
     tensor, shard = parallel.tp_size, parallel.dp_shard_size
@@ -122,20 +121,20 @@ def _sharding(accelerator: Accelerator) -> Sharding | None:
         return None
     if plugin and plugin.fsdp_version != 2:
         raise InputError(
-            f"a base is sharded by FSDP2, and accelerate is configured for fsdp_version="
-            f"{plugin.fsdp_version}; set it to 2, as configs/accelerate/fsdp2.yaml does"
+            f"a base is sharded with FSDP2, but accelerate is configured for fsdp_version="
+            f"{plugin.fsdp_version}; set it to 2, as in configs/accelerate/fsdp2.yaml"
         )
     if (plugin and tensor > 1) or parallel.cp_size > 1 or parallel.sp_size > 1:
         raise InputError(
-            "a base is shared out by parameters (FSDP2) or by products (tp_size), and accelerate "
-            "is configured for both, or for parts of sequences; choose one of "
-            "configs/accelerate/fsdp2.yaml and tensor_parallel.yaml"
+            "a base supports either FSDP2 or tensor parallelism (tp_size), but accelerate is "
+            "configured for both, or for context or sequence parallelism; use "
+            "configs/accelerate/fsdp2.yaml or tensor_parallel.yaml"
         )
     size = tensor if tensor > 1 else shard if shard > 1 else processes
     if processes % size:
         raise InputError(
-            f"a base is shared out among equal groups of processes, and {processes} processes "
-            f"make no groups of {size}; set num_processes to a multiple of it"
+            f"a base is sharded over equal groups of processes, but {processes} processes cannot "
+            f"form groups of {size}; set num_processes to a multiple of {size}"
         )
     shape, kind = (processes // size, size), accelerator.device.type
     mesh = init_device_mesh(kind, shape, mesh_dim_names=("replica", "part"))["part"]
@@ -152,12 +151,15 @@ def _is_set(name: str) -> bool:
 
 @contextmanager
 def _whole() -> Iterator[None]:
-    """Hide a sharding: accelerate would shard the head, and transformers load nothing for it."""
-    said = {name: os.environ.pop(name) for name in (SHARDS, PARALLEL) if name in os.environ}
+    """Hide the sharding variables, by which accelerate would shard the head.
+
+    transformers would not load the weights either.
+    """
+    hidden = {name: os.environ.pop(name) for name in (SHARDS, PARALLEL) if name in os.environ}
     try:
         yield
     finally:
-        os.environ.update(said)
+        os.environ.update(hidden)
 
 
 def _precision(dtype: str) -> str:
@@ -170,33 +172,33 @@ def _precision(dtype: str) -> str:
 
 @contextmanager
 def naming_lost() -> Iterator[None]:
-    """Say in a line that another process of the run ended, where it is missed.
+    """Turn the error after another process ended into one line.
 
-    Over gloo that is seen at once. With NCCL the launcher sees it and ends the others; without one
-    they would wait for NCCL's own timeout, ten minutes.
+    gloo reports a lost process at once. With NCCL the launcher ends the others; without a launcher
+    they wait for NCCL's timeout of ten minutes.
     """
     try:
         yield
-    # a base that is tried with the others' parts tells what it misses in words of its own
+    # loading a sharded base reports a lost process with another message
     except (RuntimeError, InputError) as error:
         if "by peer" not in str(error):
             raise
         raise InputError(
-            "a run needs all its processes, and another one of them ended (it or its machine may "
-            "say why); start them again, and the same command goes on"
+            "a run needs all its processes, but another one ended (see its own output for the "
+            "reason); run the same command again to resume"
         ) from error
 
 
-def together(act: Callable[[], T]) -> list[T]:
-    """Act on every process and return what each of them got; where one is refused, all are."""
-    got: list[T] = []
+def on_all_processes(function: Callable[[], T]) -> list[T]:
+    """Call a function on every process; return all results or raise the first InputError."""
+    result: list[T] = []
     refused: tuple[str, str] | None = None
     try:
-        got = [act()]
+        result = [function()]
     except InputError as error:
         refused = str(error), error.details
-    told = gather_object([(got, refused)])
-    for _, refused in told:
+    gathered = gather_object([(result, refused)])
+    for _, refused in gathered:
         if refused:
             raise InputError(*refused)
-    return [one for got, _ in told for one in got]
+    return [one for result, _ in gathered for one in result]

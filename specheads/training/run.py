@@ -30,15 +30,15 @@ from specheads.training.processes import (
     accelerator_of_environment,
     load_base,
     naming_lost,
+    on_all_processes,
     readers,
-    together,
 )
 from specheads.training.schedule import adapter_settings, refuse_misfit
-from specheads.training.texts import Texts
+from specheads.training.texts import PhaseTexts
 from specheads.training.validation import HeldOut
 
 Announce = Callable[[str], None]
-"""Takes a line for people."""
+"""Prints one line of progress."""
 
 
 def quiet(line: str) -> None:
@@ -48,24 +48,24 @@ def quiet(line: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What training leaves."""
+    """Result of training."""
 
     run: RunDirectory
     head: Head
     base: FrozenBase
-    """As it was loaded, without the adapter that may have been trained."""
+    """The base as loaded, without a trained adapter."""
     is_main: bool
-    """Whether this process, of several, is the one that writes and announces."""
+    """Whether this process writes files and prints."""
 
 
 @naming_lost()
 def run(
     settings: Train, config_text: str, base: FrozenBase | None = None, announce: Announce = quiet
 ) -> Trained:
-    """Run every phase; an unfinished run of the same name goes on where it stopped.
+    """Run every phase; resume an unfinished run of the same name.
 
-    Settings that could only fail later are refused at once. `config_text` is the same settings as
-    YAML; `base` is what they name, where it is loaded already.
+    Settings that would fail later raise before anything is written. `config_text` is the settings
+    as YAML. `base` is the base of the settings, if it is already loaded.
     """
     accelerator = accelerator_of_environment(settings.base.dtype)
     made = RunDirectory(Path(settings.run_dir))
@@ -74,7 +74,7 @@ def run(
         base = load_base(settings.base, accelerator)
     _refuse_unfit(settings, base, depth, readers(base.sharding, accelerator)["world_size"])
     _refuse_sharded(settings, base, made.text)
-    texts = Texts(settings, base, made, accelerator, announce)
+    texts = PhaseTexts(settings, base, made, accelerator, announce)
     torch.manual_seed(settings.seed)
     is_main = accelerator.is_main_process
     identity: dict[str, Any] = {"base_fingerprint": texts.fingerprint}
@@ -85,12 +85,12 @@ def run(
             held.enter_context(sole_writer(made.path))
 
         def begin() -> None:
-            # the others belong to the one that holds the lock
+            # one lock covers all processes of the run
             if is_main:
                 lock()
                 made.begin(config_text, identity)
 
-        head, counts = _start(settings, base, texts, lambda: together(begin))
+        head, counts = _start(settings, base, texts, lambda: on_all_processes(begin))
         texts.head = head
         features = feature_cache(settings, base, head.aux_layers, announce)
         held_out = texts.held_out(settings.validation)
@@ -99,10 +99,10 @@ def run(
                 share = head.coverage(counts)
                 identity["draft_vocabulary"] = {"size": head.drafted_size, "coverage": share}
                 announce(f"{head.drafted_size} draft tokens cover {share:.1%} of the text")
-            # a launcher may start fewer than it was asked for, and say nothing
+            # a launcher may start fewer processes than requested without a message
             number = accelerator.num_processes
             announce(f"training with {number} process{'es' if number > 1 else ''}")
-        together(begin)
+        on_all_processes(begin)
         _train(settings, base, head, texts, features, accelerator, held_out)
         if is_main:
             if settings.validation.keep == "best":
@@ -112,9 +112,9 @@ def run(
 
 
 def _start(
-    settings: Train, base: FrozenBase, texts: Texts, begin: Callable[[], object]
+    settings: Train, base: FrozenBase, texts: PhaseTexts, begin: Callable[[], object]
 ) -> tuple[Head, Tensor | None]:
-    """Return the head training begins with, and token counts where it drafts only some tokens."""
+    """Return the initial head, and token counts if it has a reduced draft vocabulary."""
     if settings.init:
         head = resume_head(settings.init, base, settings.head["kind"])
         return head, None if head.draft_ids is None else texts.count_tokens(begin)
@@ -126,7 +126,7 @@ def _train(
     settings: Train,
     base: FrozenBase,
     head: Head,
-    texts: Texts,
+    texts: PhaseTexts,
     features: FeatureCache | None,
     accelerator: Accelerator,
     held_out: HeldOut | None,
@@ -154,10 +154,9 @@ def _train(
 
 
 def _refuse_unusable(settings: Train) -> int:
-    """Refuse what is wrong whatever the base is, before it is loaded; return the head's depth."""
+    """Check settings that do not need the loaded base; return the depth of the head."""
     depth: int = configure(settings.head).depth
     if settings.init:
-        # that head's own settings count
         depth = load_head(settings.init).depth
     refuse_missing(settings.tracker.kind)
     refuse_unreadable(settings.data)
@@ -167,18 +166,19 @@ def _refuse_unusable(settings: Train) -> int:
 
 
 def _refuse_sharded(settings: Train, base: FrozenBase, text: Path) -> None:
-    """Refuse what processes that share a base would not do at the same time, or could not."""
+    """Raise for settings that a sharded base does not support."""
     if base.sharding is None:
         return
     if settings.feature_cache.gib:
         raise InputError(
-            "a sharded base reads with all its processes at once, and a feature cache has each "
-            "read what it lacks; set feature_cache.gib=0, or use configs/accelerate/ddp_8gpu.yaml"
+            "a sharded base needs all its processes for each batch, but with a feature cache each "
+            "process reads other batches; set feature_cache.gib=0, or use "
+            "configs/accelerate/ddp_8gpu.yaml"
         )
     if adapter_settings(settings.schedule):
         raise InputError(
-            "a base that learns must be whole in each process, and accelerate is configured to "
-            "shard it; use configs/accelerate/ddp_8gpu.yaml, or leave joint out"
+            "joint training needs the whole base in each process, but accelerate is configured to "
+            "shard it; use configs/accelerate/ddp_8gpu.yaml, or remove joint"
         )
     for phase in settings.schedule.phases.values():
         if phase.distill:
@@ -186,13 +186,13 @@ def _refuse_sharded(settings: Train, base: FrozenBase, text: Path) -> None:
 
 
 def _refuse_unfit(settings: Train, base: FrozenBase, depth: int, processes: int) -> None:
-    """Refuse settings that do not fit the base, before anything is written."""
+    """Raise for settings that do not fit the base, before anything is written."""
     if base.tokenizer is None:
-        raise InputError(f"training reads text: the base {base.name} needs a tokenizer")
+        raise InputError(f"training needs a tokenizer, but the base {base.name} has none; add one")
     if len(base.tokenizer) > base.vocab_size:
         raise InputError(
-            f"the tokenizer must be the base's own: it has {len(base.tokenizer)} tokens, the base "
-            f"{base.vocab_size}; load the tokenizer the base was trained with"
+            f"the tokenizer must belong to the base: it has {len(base.tokenizer)} tokens, the base "
+            f"{base.vocab_size}; use the tokenizer that the base was trained with"
         )
     for name, phase in settings.schedule.phases.items():
         refuse_misfit(name, phase, base.max_length, depth, processes)

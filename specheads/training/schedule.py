@@ -1,4 +1,4 @@
-"""The shape of a schedule: phases in their places, learning rates, optimizers, refusals.
+"""Phases of a schedule: their steps, learning rates, batch sizes, optimizers and checks.
 
 See docs/train.md.
 """
@@ -24,51 +24,51 @@ from specheads.training.objective import in_chains
 MOST_WARMUP_STEPS = 2000
 
 CONVERSATIONS = {"chat", "stdlib_instructions"}
-"""Sources in which somebody asks: see docs/data.md."""
+"""Sources of conversations: see docs/data.md."""
 
 
 @dataclass(slots=True)
 class Progressed:
-    """Where training stands; what a checkpoint's state.json holds."""
+    """Training progress, stored as a checkpoint's state.json."""
 
     step: int = 0
-    """Optimizer steps done, over all phases."""
+    """Optimizer steps so far, over all phases."""
     tokens: int = 0
     """Tokens read by the base, over all processes."""
     cursor: dict[str, Any] | None = None
-    """Place in the current phase's text, the same for all processes."""
+    """Position in the text of the current phase, the same on all processes."""
     seconds: float = 0.0
-    """Time spent training, without measuring on held-out text and without what the base writes."""
+    """Training time without validation and without text generation."""
     scored_on: str = ""
-    """Which held-out prompts, continued how far, gave the scores."""
+    """Identifies the held-out prompts and the number of new tokens of the scores."""
     highest: float = 0.0
-    """Most tokens per forward in the current phase; zero before one is measured."""
+    """Highest tokens per forward in the current phase; zero before the first validation."""
     unrisen: int = 0
-    """Measurements since then."""
+    """Validations since the highest score."""
 
     def end_phase(self) -> None:
-        """Forget what was of one phase only."""
+        """Reset the state of the phase."""
         self.cursor, self.highest, self.unrisen = None, 0.0, 0
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedPhase:
-    """One phase of a schedule, and where it stands among the steps of the run."""
+    """One phase of a schedule with its first step in the run."""
 
     name: str
     settings: Phase
     first: int
-    """Step of the run at which it begins."""
+    """First step, counted over the run."""
     peaks: dict[str, float]
     """Peak learning rate of each role."""
 
     @property
     def end(self) -> int:
-        """Step of the run at which the next phase begins."""
+        """First step of the next phase, counted over the run."""
         return self.first + self.settings.steps
 
     def elapsed(self, step: int) -> float:
-        """Return how much of the phase lies before a step: 0 at its first, 1 at its last."""
+        """Return the position of a step in the phase: 0 at the first, 1 at the last."""
         return (step - self.first) / max(self.settings.steps - 1, 1)
 
     def batch_size_at(self, step: int) -> int:
@@ -81,18 +81,18 @@ class PlacedPhase:
         return {role: share * peak for role, peak in self.peaks.items()}
 
     def head_weight(self, step: int) -> float:
-        """Return the weight of the head's loss beside the base's own at a step."""
+        """Return the weight of the head's loss relative to the base's own loss at a step."""
         assert self.settings.joint
         return head_weight(self.settings.joint, self.elapsed(step))
 
     def scored(
         self, batch: TokenBatch, head: Head, seed: int | None = None
     ) -> Bool[Tensor, "batch time"]:
-        """Return which labels the losses of one step cover, of all that the text counts.
+        """Return the mask of labels that count in the losses of one step.
 
-        What is drawn of a sample follows from the step's seed and its own number. Without a seed
-        all that could be drawn are covered; of a head that learns from anchors the same ones each
-        time, since what it costs grows with them.
+        It is a random part of the loss mask, drawn per sample from the step's seed and the sample's
+        number. Without a seed all labels count; a head with `num_anchors` then gets the same
+        anchors each time, because its cost grows with them.
         """
         loss_mask, share, most = batch.loss_mask, self.settings.scored_share, head.num_anchors
         if in_chains(head, self.settings):
@@ -117,24 +117,23 @@ class PlacedPhase:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one process reads at once in one step: its share, or a part of that."""
+    """Part of a step that one process computes at once."""
 
     phase: PlacedPhase
     number: int
     """Step of the run."""
     seed: int
-    """Drawn from the run's seed and number."""
+    """Derived from the run's seed and `number`."""
     batch: TokenBatch
     """On the base's device."""
     scored: Bool[Tensor, "batch time"]
-    """Labels that the losses cover."""
+    """Labels that count in the losses."""
     counts: Int[Tensor, " level"]
-    """Over how many labels the means are, those of all processes and parts together: see
-    `objective.label_counts`."""
+    """Number of labels of each mean, over all processes and parts: see `objective.label_counts`."""
 
 
 def placed(schedule: Schedule) -> list[PlacedPhase]:
-    """Return the phases of a schedule, each in its place."""
+    """Return the phases of a schedule with their first steps."""
     found: list[PlacedPhase] = []
     for name, settings in schedule.phases.items():
         first = found[-1].end if found else 0
@@ -151,13 +150,13 @@ def batch_size(step: int, phase: Phase) -> int:
 
 
 def batch_sizes(phase: Phase) -> list[int]:
-    """Return the sequences of a phase's first steps, of which the last one's stay."""
+    """Return the batch sizes of a phase's first steps; the last one holds for the rest."""
     rising = round(phase.steps * phase.batch_ramp_share) if phase.first_batch_share < 1.0 else 0
     return [batch_size(step, phase) for step in range(rising + 1)]
 
 
 def row_tokens(phase: Phase, data: Data, context: int) -> int:
-    """Return the tokens of a phase's rows, at most; a conversation may fill the context."""
+    """Return the maximum row length of a phase; a conversation may fill the context."""
     if phase.sequence_length or phase.distill is None:
         return phase.sequence_length
     sources = {one.source for one in data.sources.values() if one.weight} | {data.source}
@@ -165,15 +164,15 @@ def row_tokens(phase: Phase, data: Data, context: int) -> int:
 
 
 def text_tokens(distill: Distill) -> int:
-    """Return the tokens of a text that the base goes on with, at most."""
+    """Return the maximum length of a continued text."""
     return distill.prompt_tokens + distill.new_tokens
 
 
 def learning_rate_share(step: int, phase: Phase) -> float:
-    """Return the learning rate of a phase's step as a share of its peak.
+    """Return the learning rate of a step as a share of the phase's peak.
 
-    A parabolic warm-up under a cosine that ends at `final_share`: the smaller of both counts.
-    Every phase warms up again.
+    It is the minimum of a parabolic warm-up and a cosine that ends at `final_share`. Every phase
+    warms up again.
 
     Source: Wertheimer et al. 2024, arXiv:2404.19124; fms-fsdp, speculator/train_speculator.py.
     """
@@ -186,10 +185,9 @@ def learning_rate_share(step: int, phase: Phase) -> float:
 def roles(
     head: Head, schedule: Schedule, adapter: Sequence[torch.nn.Parameter] = ()
 ) -> dict[str, list[torch.nn.Parameter]]:
-    """Return what is learned, by whose learning rate it has: see `peak_rates`.
+    """Return the trained parameters by role, which selects their learning rate: see `peak_rates`.
 
-    Hidden matrices are two-dimensional and have no vocabulary axis; orthogonalised updates
-    suit them and not tables of rows per token.
+    Role `hidden` has the matrices without a vocabulary axis, which Muon updates.
     """
     trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
     hidden = [
@@ -209,8 +207,7 @@ def optimizers(
 ) -> list[torch.optim.Optimizer]:
     """Return AdamW for all parameters, or Muon for the hidden matrices and AdamW for the rest.
 
-    What joint phases train of the base, its adapter, has an AdamW of its own. A group's `role`
-    says whose learning rate it has.
+    The adapter of joint phases has its own AdamW. The `role` of a group selects its learning rate.
 
     Source: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon.
     """
@@ -240,7 +237,7 @@ def peak_rates(phase: Phase, schedule: Schedule) -> dict[str, float]:
 
 
 def head_weight(joint: Joint, elapsed: float) -> float:
-    """Return the weight of the head's loss beside the base's own, at this share of a phase.
+    """Return the weight of the head's loss relative to the base's own, at this share of a phase.
 
     Source: arXiv:2401.10774, section 2.3.2, for the sine.
     """
@@ -248,25 +245,25 @@ def head_weight(joint: Joint, elapsed: float) -> float:
 
 
 def adapter_settings(schedule: Schedule) -> Joint | None:
-    """Return the settings of the one adapter that all joint phases train, None without any."""
+    """Return the settings of the adapter, the same for all joint phases; None without one."""
     return next((phase.joint for phase in schedule.phases.values() if phase.joint), None)
 
 
 def refuse_misfit(name: str, phase: Phase, context: int, depth: int, processes: int = 1) -> None:
-    """Refuse a phase whose text does not fit the base's context, the head's levels, or us all."""
+    """Raise if a phase does not fit the base's context, the head's depth or the processes."""
     if (first := batch_size(0, phase)) < processes * phase.accumulation_steps:
-        begins = "" if first == phase.batch_size else f", which begins with {first}"
+        begins = "" if first == phase.batch_size else f", which starts at {first}"
         raise InputError(
-            f"phase {name!r} needs a sequence for each process and part of a step, and "
-            f"{processes} processes with accumulation_steps={phase.accumulation_steps} share out "
+            f"phase {name!r} needs a sequence for each process and accumulation step, but "
+            f"{processes} processes with accumulation_steps={phase.accumulation_steps} share "
             f"batch_size={phase.batch_size}{begins}; raise it, or start fewer processes"
         )
     text = text_tokens(phase.distill) if phase.distill else phase.sequence_length
     row = phase.sequence_length or text
     if max(text, row) > context:
         raise InputError(
-            f"phase {name!r} reads {max(text, row)} tokens at once, the base's context holds "
-            f"{context}; shorten sequence_length, or prompt_tokens and new_tokens"
+            f"phase {name!r} has sequences of {max(text, row)} tokens, but the base's context is "
+            f"{context}; lower sequence_length, or prompt_tokens and new_tokens"
         )
     if min(text, row) < depth + 2:
         raise InputError(
@@ -275,6 +272,6 @@ def refuse_misfit(name: str, phase: Phase, context: int, depth: int, processes: 
         )
     if len(phase.depth_weights) not in (0, depth):
         raise InputError(
-            f"phase {name!r} needs one of depth_weights for each of the head's {depth} depths, got "
-            f"{len(phase.depth_weights)}"
+            f"phase {name!r} needs depth_weights for each of the head's {depth} depths, got "
+            f"{len(phase.depth_weights)}; give one weight per depth"
         )

@@ -1,4 +1,4 @@
-"""One optimizer step: what a process reads of it, its gradients, and what takes them."""
+"""One optimizer step: batch parts, gradients and optimizer update."""
 
 import warnings
 from contextlib import nullcontext
@@ -23,7 +23,7 @@ from specheads.training.teacher import Teacher
 
 
 class Stepper:
-    """A head with its loss and its optimizers, as several processes hold them."""
+    """Takes optimizer steps for a head, on one or several processes."""
 
     def __init__(
         self, teacher: Teacher, schedule: Schedule, accelerator: Accelerator, seed: int
@@ -36,29 +36,26 @@ class Stepper:
             for optimizer in schedules.optimizers(self.head, schedule, teacher.parameters)
         ]
         with warnings.catch_warnings():
-            # accelerate passes on what newer torch calls by another name
+            # accelerate uses an argument name that newer torch deprecates
             warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
-            # the head stays where its base is, which may be on the CPU of a machine with a GPU
+            # the head stays on its base's device, which may be the CPU of a machine with a GPU
             self.objective = accelerator.prepare_model(
                 Objective(self.head.train()), device_placement=False
             )
 
     def step(self, batch: TokenBatch, phase: PlacedPhase, number: int) -> dict[str, Tensor]:
-        """Make one optimizer step, of this number in the run.
-
-        Returns what is logged of it, as far as it is read here.
-        """
+        """Take the optimizer step with this number; return this process's share of its metrics."""
         values: dict[str, Tensor] = {}
         device = self.teacher.base.device
         steps = self._parts(batch, phase, number)
         for step in steps:
-            torch.manual_seed(derive(step.seed, step.batch.first_sample))  # of dropout in heads
-            # gradients are shared out once, with those of the last part
+            torch.manual_seed(derive(step.seed, step.batch.first_sample))  # for dropout in heads
+            # gradients are all-reduced once, in the last part
             last = step is steps[-1]
             sharing = nullcontext() if last else self.accelerator.no_sync(self.objective)
             with sharing, without_cudnn_attention(device):
                 loss, found = self.teacher.losses(step, self.objective)
-                # accelerate takes the mean over processes, and these are parts of one sum
+                # accelerate averages over processes, but these losses are parts of one sum
                 with record_function("backward"), repeatable(device):
                     self.accelerator.backward(loss * self.shares)
             for name, value in found.items():
@@ -68,7 +65,7 @@ class Stepper:
         return values
 
     def _parts(self, batch: TokenBatch, phase: PlacedPhase, number: int) -> list[Step]:
-        """Return what this process reads of a step's batch, part by part."""
+        """Return this process's parts of a step's batch."""
         device = self.teacher.base.device
         seed = derive(self.seed, number)
         parts = [
@@ -83,9 +80,9 @@ class Stepper:
         return [Step(phase, number, seed, part, scored, counts) for part, scored in parts]
 
     def _update(self, rates: dict[str, float]) -> None:
-        """Have the optimizers take the gradients at hand."""
+        """Clip the gradients and apply the optimizers."""
         learned = self.teacher.parameters
-        # those of the head accelerate averages itself
+        # accelerate averages the head's gradients itself
         if gradients := [value.grad for value in learned if value.grad is not None]:
             mean = self.total(parameters_to_vector(gradients)) / self.shares
             vector_to_parameters(mean, gradients)
@@ -97,7 +94,7 @@ class Stepper:
             optimizer.zero_grad()
 
     def total(self, values: Tensor) -> Tensor:
-        """Return the sum over all processes, where several read the same rows that of one."""
+        """Return the sum over processes; those that read the same rows count once."""
         total = self.accelerator.reduce(values, reduction="sum")
         assert isinstance(total, Tensor)
         copies = self.accelerator.num_processes // self.shares

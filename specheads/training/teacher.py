@@ -1,4 +1,4 @@
-"""What a head learns from: a base that is frozen, or one that learns beside it (Medusa-2).
+"""The base as a teacher: frozen, or trained jointly with the head (Medusa-2).
 
 See docs/train.md. Source: Cai et al. 2024, arXiv:2401.10774, section 2.2.2.
 """
@@ -27,76 +27,76 @@ from specheads.training.objective import figures, own_labels
 from specheads.training.schedule import PlacedPhase, Step
 
 HeadLoss = Callable[..., DepthLoss]
-"""`Objective.forward`, maybe within what shares out its gradients."""
+"""`Objective.forward`, possibly wrapped in DDP."""
 
 
 class FrozenTeacher:
-    """A base that stays as it is: it reads the text, and its logits are what a head learns."""
+    """A base that does not change: its logits are the targets of the head."""
 
     def __init__(self, base: FrozenBase, head: Head, cache: FeatureCache | None = None) -> None:
         self.base, self.head, self.cache = base, head, cache
         self.parameters: list[nn.Parameter] = []
-        """What the teacher itself learns."""
+        """Trained parameters of the teacher."""
         self.adapter: Adapter | None = None
 
     def begin(self, phase: PlacedPhase | None = None) -> None:
-        """Take up the base as it is now: what the head learns, and what it borrows."""
+        """Bind the head to the base's current embedding and projection."""
         del phase
         projection = self.base.projection
         self.logits_of = projection.rows(self.head.draft_ids)
         self.head.bind(self.base.embedding, projection.scaled_weight)
 
     def losses(self, step: Step, head_loss: HeadLoss) -> tuple[Tensor, dict[str, Tensor]]:
-        """Read the text; return the loss to descend, and what to log."""
+        """Read the batch; return the loss and the metrics to log."""
         with record_function("base"):
             features = self.read(step.batch)
         loss = self.loss_of_head(step, head_loss, features)
         return loss.total, figures(loss)
 
     def loss_of_head(self, step: Step, head_loss: HeadLoss, features: Features) -> DepthLoss:
-        """Return the loss of the head on what the base computed."""
+        """Return the loss of the head on features of the base."""
         tokens, settings = step.batch.tokens, step.phase.settings
         return head_loss(features, tokens, step.scored, self.logits_of, settings, step.counts)
 
     def read(self, batch: TokenBatch) -> Features:
-        """Return what the base says of a batch, as it is now and without gradients."""
+        """Return the base's features of a batch, without gradients."""
         if self.cache is not None:
             return self.cache.read(batch)
         return self.base.read(batch.tokens, self.head.aux_layers, batch.document_ids)
 
     def as_loaded(self) -> AbstractContextManager[None]:
-        """Have the base compute, for as long as this lasts, as if it had learned nothing."""
+        """Disable the adapter inside the context."""
         return nullcontext()
 
     def at_rest(self) -> "AbstractContextManager[FrozenTeacher]":
-        """Give the base as it is now, which learns nothing for as long as this lasts."""
+        """Yield a frozen teacher with the current weights."""
         return nullcontext(self)
 
     def weights(self) -> dict[str, Tensor]:
-        """Return what the teacher has learned, for a checkpoint."""
+        """Return the adapter weights, for a checkpoint."""
         return {}
 
     def load(self, weights: dict[str, Tensor]) -> None:
-        """Take up what `weights` returned."""
+        """Load the result of `weights`."""
 
     def save(self, folder: Path, phase: PlacedPhase) -> None:
-        """Keep what the teacher has learned by the end of a phase."""
+        """Save the adapter at the end of a joint phase."""
 
     def leave(self) -> None:
-        """Leave the base as it was before training."""
+        """Restore the base as it was before training."""
 
 
 class JointTeacher:
-    """A base with an adapter that learns in joint phases, beside the head.
+    """A base with an adapter that is trained together with the head in joint phases.
 
-    In other phases it is a frozen teacher: the base with what the adapter has learned so far.
-    `seed` draws the adapter's first factors.
+    In other phases it is a frozen teacher that includes the adapter. `seed` initialises the
+    adapter.
     """
 
     def __init__(self, base: FrozenBase, head: Head, joint: Joint, seed: int) -> None:
         self.frozen, self.cache = FrozenTeacher(base, head), None
         self.base, self.head = base, head
-        # taken before the adapter is in: what the frozen weights say
+        # the projection without the adapter
         self._original_logits_of = base.projection
         self.adapter = Adapter(base.model, joint, seed)
         self.parameters = self.adapter.parameters
@@ -104,12 +104,12 @@ class JointTeacher:
         self.weights, self.load = self.adapter.weights, self.adapter.load
 
     def begin(self, phase: PlacedPhase) -> None:
-        """Take up a phase, in which the adapter learns or only computes."""
+        """Train or freeze the adapter, as the phase requires."""
         self.adapter.learn(phase.settings.joint is not None)
         self.frozen.begin()
 
     def losses(self, step: Step, head_loss: HeadLoss) -> tuple[Tensor, dict[str, Tensor]]:
-        """Read the text; return the base's own loss plus the weighted one of the head."""
+        """Read the batch; return the base's own loss plus the weighted loss of the head."""
         joint = step.phase.settings.joint
         if joint is None:
             return self.frozen.losses(step, head_loss)
@@ -123,7 +123,7 @@ class JointTeacher:
 
     @contextmanager
     def at_rest(self) -> Iterator[FrozenTeacher]:
-        """Give the base as it is now, adapter and all, which learns nothing meanwhile."""
+        """Yield a frozen teacher with the current adapter."""
         learning = self.adapter.learning
         self.adapter.learn(False)
         try:
@@ -133,7 +133,7 @@ class JointTeacher:
             self.adapter.learn(learning)
 
     def save(self, folder: Path, phase: PlacedPhase) -> None:
-        """Keep the adapter as it is at the end of a joint phase."""
+        """Save the adapter at the end of a joint phase."""
         if phase.settings.joint:
             with atomic_folder(folder) as place:
                 self.adapter.save(place)
@@ -143,9 +143,9 @@ class JointTeacher:
     ) -> tuple[Features, Float[Tensor, ""]]:
         """Return features with gradients, and the base's own loss in nats, summed over labels.
 
-        The loss is the text's surprise, or the KL divergence to the base without its adapter. It
-        covers the scored labels, of which a text's first token is never one. Dropout follows from
-        the seed and the numbers of samples and positions.
+        The loss is the cross-entropy of the text, or the KL divergence to the base without the
+        adapter. It covers the scored labels except the first token of a text. Dropout depends on
+        the seed, the sample number and the position only.
         """
         tokens, document_ids = batch.tokens, batch.document_ids
         samples = torch.arange(batch.samples.start, batch.samples.stop, device=tokens.device)
@@ -153,7 +153,7 @@ class JointTeacher:
         rows, places = own_labels(scored, document_ids).nonzero(as_tuple=True)
         aims = tokens[rows, places + 1]
         if joint.target == "base":
-            # before the forward with gradients: switching off and on touches what they flow to
+            # before the forward with gradients, which toggling the adapter would disturb
             with self.as_loaded():
                 aims = self.base.read(tokens, document_ids=document_ids).hidden[rows, places]
         self.adapter.draw_by(keys)
@@ -162,7 +162,7 @@ class JointTeacher:
         return features, chunked_loss(self._row_loss, states, aims, keys[rows, places])
 
     def _row_loss(self, hidden: Tensor, aims: Tensor, keys: Tensor) -> Tensor:
-        """Return the summed loss of states that aim at labels, or at the original's states."""
+        """Return the summed loss towards labels, or towards the original base's hidden states."""
         self.adapter.draw_by(keys)
         logits = self.base.logits_of(hidden)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -178,9 +178,9 @@ Teacher = FrozenTeacher | JointTeacher
 def teacher_of(
     base: FrozenBase, head: Head, joint: Joint | None, seed: int, cache: FeatureCache | None = None
 ) -> Teacher:
-    """Return the teacher that a schedule asks for: one that learns if any phase is joint.
+    """Return a `JointTeacher` if any phase is joint, else a `FrozenTeacher`.
 
-    Only what a frozen base says can come from a cache.
+    Only a frozen base can use a feature cache.
     """
     return JointTeacher(base, head, joint, seed) if joint else FrozenTeacher(base, head, cache)
 
@@ -188,11 +188,10 @@ def teacher_of(
 def chunked_loss(
     row_loss: Callable[..., Tensor], *columns: Shaped[Tensor, "row ..."], chunk_rows: int = 512
 ) -> Float[Tensor, ""]:
-    """Return the sum over rows of a loss that sums over the rows of the columns it is given.
+    """Return the sum of `row_loss` over chunks of rows.
 
-    A chunk's logits are made anew for its gradients, so that no more than one chunk's are ever
-    held. Unlike `losses.depth_loss` this keeps no gradient of a whole projection matrix: the
-    base's own is frozen.
+    The backward pass recomputes a chunk's logits, so at most one chunk's logits are in memory.
+    Unlike `losses.depth_loss` it keeps no gradient of the projection, which is frozen.
     """
     chunks = zip(*(column.split(chunk_rows) for column in columns), strict=True)
     sums = [checkpoint(row_loss, *chunk, use_reentrant=False) for chunk in chunks]

@@ -1,4 +1,4 @@
-"""Each phase's text: the corpus, or what the base writes when the phase begins; text held out."""
+"""Text of each phase: the corpus, or text that the base generates; and held-out text."""
 
 import math
 from collections.abc import Callable
@@ -24,11 +24,9 @@ from specheads.data.prompts import held_out as prompts_of_split
 from specheads.data.tokenise import UnansweredError, tokenised
 from specheads.runs.directory import RunDirectory
 from specheads.runs.progress import progress
-from specheads.training.distill.asks import Prompts
-from specheads.training.distill.prompts import identity_of, prompts_of
-from specheads.training.distill.run import Job
+from specheads.training.distill.prompts import PromptSource, identity_of, prompt_source
+from specheads.training.distill.run import Job, write_folder
 from specheads.training.distill.shards import read_text
-from specheads.training.distill.together import write_together
 from specheads.training.processes import readers
 from specheads.training.schedule import batch_sizes, row_tokens, text_tokens
 from specheads.training.validation import HeldOut
@@ -36,14 +34,14 @@ from specheads.training.validation import HeldOut
 T = TypeVar("T")
 
 COUNTED_TOKENS = 2**19
-"""Tokens of the corpus that a reduced draft vocabulary is counted on."""
+"""Tokens of the corpus that select a reduced draft vocabulary."""
 
 
-class Texts:
-    """Gives each phase its text.
+class PhaseTexts:
+    """Returns the text of each phase.
 
-    Every phase's corpus is packed once at first, so that one too short is refused before anything
-    is written.
+    It packs every phase's corpus once at the start, so that a corpus that is too short raises
+    before anything is written.
     """
 
     def __init__(
@@ -57,67 +55,66 @@ class Texts:
         assert base.tokenizer is not None
         self.settings, self.base, self.tokenizer = settings, base, base.tokenizer
         self.run, self.accelerator, self.announce = run, accelerator, announce
-        # of the weights alone: while an adapter is trained, the model has more of them
+        # before training adds an adapter to the model
         self.fingerprint = base.fingerprint
         self.share = readers(base.sharding, accelerator)
         self.head: Head | None = None
-        """The one that is trained, which may draft while the base writes."""
-        self._prompts: dict[tuple[int, int], Prompts] = {}
+        """The trained head, which may draft while the base generates text."""
+        self._prompts: dict[tuple[int, int], PromptSource] = {}
         for phase in settings.schedule.phases.values():
             if phase.distill is None:
                 self.corpus(phase)
-        self._refuse_useless()
+        self._check_generated()
 
     @cached_property
     def documents(self) -> Documents:
-        """What the corpus phases read."""
+        """Documents of the corpus phases."""
         return self._corpus("train")
 
     def corpus(self, phase: Phase) -> PackedText:
         """Return a phase's corpus."""
         return self._packed(self.documents, phase)
 
-    def prompts(self, distill: Distill) -> Prompts:
-        """Return what the base is asked."""
+    def prompts(self, distill: Distill) -> PromptSource:
+        """Return the prompt source of a phase."""
         lengths = distill.prompt_tokens, distill.new_tokens
         if lengths not in self._prompts:
-            self._prompts[lengths] = prompts_of(
+            self._prompts[lengths] = prompt_source(
                 self.settings.data, self.base, distill, self.settings.seed
             )
         return self._prompts[lengths]
 
     def count_tokens(self, begin: Callable[[], object]) -> Tensor:
-        """Return how often each token of the vocabulary is a label in some of the text.
+        """Return how often each token of the vocabulary is a label in a sample of the text.
 
-        That is the corpus, or where it has prompts only what the base answers to them, which it
-        writes now: `begin` opens the run for that.
+        If the corpus has prompts only, the base generates its answers now; `begin` opens the run
+        directory for that.
         """
         try:
             text = self.documents
         except UnansweredError:
             begin()
             text = self._answers()
-        # every process counts the same text, so that all agree
+        # every process counts the same text
         order = np.random.default_rng(self.settings.seed).permutation(len(text))
         some = order[: int(np.searchsorted(np.cumsum(text.lengths[order]), COUNTED_TOKENS)) + 1]
         labels = [text.tokens(number)[text.loss_mask(number)] for number in map(int, some)]
         return torch.from_numpy(np.bincount(np.concatenate(labels), minlength=self.base.vocab_size))
 
     def _answers(self) -> Documents:
-        """Return what the base writes in the first phase: no corpus phase would have text."""
+        """Return the generated text of the first phase; the corpus has prompts only."""
         first = next(phase.distill for phase in self.settings.schedule.phases.values())
         assert first is not None
         with progress(shown=self.accelerator.is_main_process) as bar:
-            return self._written(first, bar, lambda: None)
+            return self._generated(first, bar, lambda: None)
 
     def held_out(self, settings: Validation) -> HeldOut | None:
-        """Return text of the corpus's validation split, this process's share of it.
+        """Return this process's share of the validation split: rows for the loss, and prompts.
 
-        Of its rows the loss is measured, and its prompts are continued. What the split has too
-        little text for is left out, and told.
+        If the split is too short for one of them, that one is skipped with a message.
 
         Raises:
-            ValueError: The settings judge heads by prompts, and there are none.
+            ValueError: The settings need prompts to score heads, and there are none.
         """
         rows = settings.rows and self._if_any("validation", lambda: self._rows(settings.rows))
         found = settings.prompts and self._if_any(
@@ -125,8 +122,8 @@ class Texts:
         )
         if not found and (settings.patience or settings.keep == "best"):
             raise InputError(
-                "validation.patience and keep=best judge heads on the corpus's validation split, "
-                "and it has no prompts; lower validation.prompt_tokens, or leave them out"
+                "validation.patience and keep=best need prompts in the corpus's validation split, "
+                "but it has none; lower validation.prompt_tokens, or remove these settings"
             )
         if not rows and not found:
             return None
@@ -141,20 +138,21 @@ class Texts:
         )
 
     def _if_any(self, what: str, find: Callable[[], T]) -> T | None:
-        """Return what is found in held-out text; tell where there is too little for it."""
+        """Return the result of `find`; print a message if the held-out text is too short."""
         try:
             return find()
         except InputError as error:
-            why = "held out are questions alone" if isinstance(error, UnansweredError) else error
+            no_answers = "the held-out text has questions without answers"
+            why = no_answers if isinstance(error, UnansweredError) else error
             if self.accelerator.is_main_process:
                 self.announce(f"no {what}: {why}")
             return None
 
     def _rows(self, count: int) -> list[TokenBatch]:
-        """Return this process's share of so many rows of held-out text.
+        """Return this process's share of `count` rows of held-out text, in batches.
 
-        They are packed by best fit, as long as the first corpus phase's (or else as what the base
-        writes), and at most as many are read at once.
+        Rows are packed by best fit, with the sequence length of the first corpus phase, or else of
+        the generated text.
         """
         phases = self.settings.schedule.phases.values()
         first = next((phase for phase in phases if phase.distill is None), next(iter(phases)))
@@ -173,7 +171,7 @@ class Texts:
         size = max(1, first.batch_size // (world_size * first.accumulation_steps))
         batches = [text.batch(mine[at : at + size]) for at in range(0, len(mine), size)]
         if self.base.sharding:
-            # its processes read as often as one another, and some of them what counts nothing
+            # processes of a sharded base need equally many batches: add empty ones
             most = math.ceil(math.ceil(len(rows) / world_size) / size)
             row = text.batch(rows[:1])
             idle = replace(row, loss_mask=torch.zeros_like(row.loss_mask))
@@ -181,9 +179,9 @@ class Texts:
         return batches
 
     def _held_prompts(self, settings: Validation) -> tuple[list[list[int]], str]:
-        """Return this process's share of the held-out prompts, and what tells all from others."""
+        """Return this process's share of the held-out prompts, and the identity of all prompts."""
         if self.base.sharding:
-            raise InputError("a base that processes share out reads, and does not decode")
+            raise InputError("a sharded base does not decode; use an unsharded base")
         data, length = self.settings.data, settings.prompt_tokens
         seed, number = self.settings.seed, settings.prompts
         found = prompts_of_split(data, "validation", self.tokenizer, length, number, seed)
@@ -195,21 +193,21 @@ class Texts:
         return [fitting[number].tokens for number in mine], identity
 
     def open(self, phase: Phase, bar: Progress, halt: Callable[[], None]) -> BatchStream:
-        """Return the phase's text, writing it first where the base is its author.
+        """Return the phase's text; generate it first in a distilled phase.
 
-        `halt` is called on all processes together, and raises where writing is to stop.
+        All processes call `halt` together; it raises to stop the generation.
         """
         if phase.distill is None:
             text = self.corpus(phase)
         else:
-            text = self._packed(self._written(phase.distill, bar, halt), phase)
+            text = self._packed(self._generated(phase.distill, bar, halt), phase)
         if self.accelerator.is_main_process:
             bar.console.print(f"packing: {text.waste}", markup=False, soft_wrap=True)
         return text
 
-    def _written(self, distill: Distill, bar: Progress, halt: Callable[[], None]) -> Documents:
+    def _generated(self, distill: Distill, bar: Progress, halt: Callable[[], None]) -> Documents:
         job = self._job(distill)
-        write_together(job, bar, halt)
+        write_folder(job, bar, halt)
         return read_text(job.folder, distill.num_samples)
 
     def _job(self, distill: Distill) -> Job:
@@ -222,28 +220,29 @@ class Texts:
             identity=identity_of(self.settings.data, self.base, self.fingerprint, prompts),
             seed=self.settings.seed,
             head=self.head,
-            # each writes texts of its own, also where several read the same rows
+            # each process generates its own texts, even if several share a base
             rank=self.accelerator.process_index,
             world_size=self.accelerator.num_processes,
         )
 
-    def _refuse_useless(self) -> None:
-        """Refuse text that the base would write, and that its phase could not be trained on."""
+    def _check_generated(self) -> None:
+        """Raise for generated text that its phase could not be trained on."""
         claims: dict[Path, tuple[str, dict[str, Any]]] = {}
         for name, phase in self.settings.schedule.phases.items():
             if phase.distill is None:
                 continue
             job = self._job(phase.distill)
-            talks, most = job.prompts.conversations, text_tokens(phase.distill)
-            _refuse_too_few(name, phase, self.base.max_length if talks else most)
+            most = text_tokens(phase.distill)
+            is_chat = job.prompts.conversations
+            _refuse_too_few(name, phase, self.base.max_length if is_chat else most)
             claim = job.claim()
             first, before = claims.setdefault(job.folder, (name, claim))
             for setting, value in claim.items():
                 if value != before[setting]:
                     raise InputError(
-                        f"phases that share a folder of text have it written alike, and {first!r} "
-                        f"has distill.{setting}={before[setting]}, {name!r} {value}; give one a "
-                        "distill.folder of its own"
+                        f"phases that share a text folder need equal settings, but {first!r} has "
+                        f"distill.{setting}={before[setting]} and {name!r} {value}; give one of "
+                        "them its own distill.folder"
                     )
 
     def _packed(self, documents: Documents, phase: Phase) -> PackedText:
@@ -267,9 +266,9 @@ class Texts:
 
 
 def _refuse_too_few(name: str, phase: Phase, text: int) -> None:
-    """Refuse texts that do not fill a batch even where each has as many tokens as it may have.
+    """Raise if the generated texts do not fill a batch even at their maximum length.
 
-    A conversation is taken for one text, whatever a chat template makes of it.
+    A conversation counts as one text.
     """
     assert phase.distill is not None
     texts = phase.distill.num_samples
@@ -282,7 +281,7 @@ def _refuse_too_few(name: str, phase: Phase, text: int) -> None:
     }[phase.packing]
     if rows < phase.batch_size:
         raise InputError(
-            f"phase {name!r} needs as many rows as batch_size={phase.batch_size}, and "
-            f"distill.num_samples={texts} texts of at most {text} tokens fill {rows} of "
+            f"phase {name!r} needs at least batch_size={phase.batch_size} rows, but "
+            f"distill.num_samples={texts} texts of at most {text} tokens fill {rows} rows of "
             f"{row}; raise num_samples, or lower batch_size or sequence_length"
         )

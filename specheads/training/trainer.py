@@ -1,11 +1,13 @@
-"""The one training loop over phases. accelerate lives here and nowhere below."""
+"""The training loop over all phases of a schedule."""
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -23,14 +25,11 @@ from specheads.runs.progress import progress
 from specheads.runs.trackers import Tracker
 from specheads.training import schedule as schedules
 from specheads.training.feature_cache import FeatureCache
-from specheads.training.log import PhaseLog
-from specheads.training.meter import Meter
-from specheads.training.prefetch import prefetched
+from specheads.training.log import Meter, PhaseLog
 from specheads.training.schedule import PlacedPhase, Progressed
 from specheads.training.step import Stepper
 from specheads.training.teacher import Teacher, teacher_of
-from specheads.training.validation import HeldOut
-from specheads.training.watching import Watch
+from specheads.training.validation import HeldOut, Watch
 
 
 def train(
@@ -49,20 +48,21 @@ def train(
     held_out: HeldOut | None = None,
     cache: FeatureCache | None = None,
 ) -> None:
-    """Train a head through every phase, going on from the newest checkpoint.
+    """Train a head through every phase; resume from the newest checkpoint.
 
-    The head is trained in place, and saved in the run directory after each phase. The weights of
-    the base are never changed: what joint phases teach it is saved as an adapter beside the head,
-    and taken out of the base at the end. `open_text` gives a phase its text when it begins, and may
-    write it then; now and again, on all processes alike, it calls what it is given, which raises
-    KeyboardInterrupt once one of them was interrupted. `tracker` is None on all processes but the
-    main one. With `checkpoint_every` zero there are checkpoints at phase ends only. On `held_out`
-    text the head is measured now and then, and not trained; a phase may end early by it. With a
-    `cache` a frozen base reads each batch once.
+    The head is trained in place and saved in the run directory after each phase. The base's weights
+    never change: joint phases train an adapter, which is saved next to the head and removed from
+    the base at the end.
 
-    An interrupt (SIGINT, SIGTERM) of any process ends the step at hand, or where there are several
-    the one after it, writes a checkpoint and raises KeyboardInterrupt on all of them; a second one
-    does what it did before.
+    `open_text` returns the text of a phase when the phase starts, and may generate it first. Its
+    last argument is a function that all processes call together from time to time, and that raises
+    KeyboardInterrupt after an interrupt. `tracker` is None on all processes except the main one.
+    `checkpoint_every` zero writes checkpoints at the end of phases only. The score on `held_out`
+    may end a phase early. With a `cache` a frozen base reads each batch once.
+
+    The first interrupt (SIGINT or SIGTERM) of any process finishes the current step, writes a
+    checkpoint and raises KeyboardInterrupt on all processes. With several processes they finish one
+    more step. A second interrupt has its default effect.
     """
     teacher = teacher_of(base, head, schedules.adapter_settings(schedule), seed, cache)
     try:
@@ -75,7 +75,7 @@ def train(
             for phase in schedules.placed(schedule):
                 if trainer.at.step >= phase.end:
                     continue
-                # what the base writes for a phase, it writes as it was loaded
+                # the base generates text without the adapter
                 with teacher.as_loaded():
                     text = open_text(phase.settings, display, trainer.halt)
                 meter = Meter(trainer.at, phase, teacher, accelerator.autocast)
@@ -86,7 +86,7 @@ def train(
 
 
 class _Trainer:
-    """What the loop holds on to; `train` is its only user."""
+    """State of the training loop."""
 
     def __init__(
         self,
@@ -103,8 +103,8 @@ class _Trainer:
         self.optimizers, self.total = self.stepper.optimizers, self.stepper.total
         self.at = Progressed()
         self.stop = False
-        self.asked = torch.zeros((), device=accelerator.device)
-        """How many processes had been asked to stop at the end of the step before."""
+        self.stops_before = torch.zeros((), device=accelerator.device)
+        """Number of processes with a stop request at the end of the previous step."""
 
     def run_phase(
         self,
@@ -114,7 +114,7 @@ class _Trainer:
         checkpoint_every: int,
         watch: Watch,
     ) -> None:
-        """Train from wherever the phase stands to its end."""
+        """Train from the current step to the end of the phase."""
         self.teacher.begin(phase)
         with closing(prefetched(self._batches(text))) as batches:
             for batch, cursor in log.meter.waiting(batches):
@@ -124,8 +124,8 @@ class _Trainer:
                 self.at.tokens += tokens
                 log.step(values, tokens, watch.due(phase))
                 if why := watch.ends(phase):
-                    log.tell(why)
-                    # the next phase begins at its own step, whenever this one ends
+                    log.print(why)
+                    # the next phase starts at its planned step, even if this one ends early
                     self.at.step = phase.end
                 if self.at.step == phase.end:
                     break
@@ -136,7 +136,7 @@ class _Trainer:
                     raise KeyboardInterrupt
         self.at.end_phase()
         if self.accelerator.is_main_process:
-            # kept, so that phases can be compared
+            # so that phases can be compared later
             with atomic_folder(self.run.phases / phase.name) as folder:
                 self.head.save_pretrained(folder)
             self.teacher.save(self.run.adapter, phase)
@@ -144,52 +144,52 @@ class _Trainer:
         self.halt()
 
     def watch(self, held_out: HeldOut | None) -> Watch:
-        """Return what measures on held-out text from here on."""
-        # wrapped for several processes it waits for the others at each batch, who may have none
+        """Return the validation of this run."""
+        # DDP's wrapper synchronises at each batch, and processes may have different numbers of them
         alone = self.accelerator.unwrap_model(self.stepper.objective)
         is_main = self.accelerator.is_main_process
         return Watch(held_out, self.teacher, alone, self.run, self.at, self.total, is_main)
 
     def _batches(self, text: BatchStream) -> Iterator[tuple[TokenBatch, dict[str, Any]]]:
-        """Yield what follows in a text, where a GPU can fetch it from while it computes."""
+        """Yield the remaining batches of a text, in pinned memory for a GPU."""
         for batch, cursor in text.batches(self.at.cursor):
             yield batch.pinned() if self.teacher.base.device.type == "cuda" else batch, cursor
 
     def save(self) -> None:
-        """Write a checkpoint on the main process; every process waits for it."""
+        """Write a checkpoint on the main process; the others wait."""
         if self.accelerator.is_main_process:
             optimizer = {"optimizers": [one.state_dict() for one in self.optimizers]}
             learned = self.teacher.weights()
-            held = checkpoint.Checkpoint(
+            state = checkpoint.Checkpoint(
                 asdict(self.at), self.head.state_dict(), optimizer, learned
             )
-            checkpoint.save(self.run.checkpoints, held, self.kept)
+            checkpoint.save(self.run.checkpoints, state, self.kept)
         self.accelerator.wait_for_everyone()
 
-    def resume(self, tell: Callable[[str], object]) -> None:
-        """Go on from the newest whole checkpoint, if there is one; tell of damaged ones."""
+    def resume(self, announce: Callable[[str], object]) -> None:
+        """Load the newest intact checkpoint, if any; report damaged ones to `announce`."""
         is_main = self.accelerator.is_main_process
-        found = checkpoint.newest(self.run.checkpoints, tell if is_main else lambda _: None)
+        found = checkpoint.newest(self.run.checkpoints, announce if is_main else lambda _: None)
         if found is None:
             return
         try:
-            self._take_up(found)
+            self._load(found)
         except InputError:
             raise
-        # its checksums hold, so it is as it was written
+        # the checksums match, so another run wrote the file
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise InputError(
-                f"a run goes on from its own checkpoints, and {self.run.checkpoints} holds others; "
-                "remove the folder to train anew"
+                f"a run resumes from its own checkpoints, but {self.run.checkpoints} has those of "
+                "another run; remove the folder to retrain"
             ) from error
 
-    def _take_up(self, found: checkpoint.Checkpoint) -> None:
+    def _load(self, found: checkpoint.Checkpoint) -> None:
         state, weights, saved, adapter = found
         if "cursors" in state:
             raise InputError(
-                "a run goes on at a sample of its text, and this one was stopped by an earlier "
-                "version, at a place of its own in each process; finish it with that version, or "
-                f"remove {self.run.checkpoints} to train anew"
+                "a checkpoint must have one text position for all processes, but an earlier "
+                "version wrote one per process; finish the run with that version, or remove "
+                f"{self.run.checkpoints} to retrain"
             )
         self.at = Progressed(**state)
         self.head.load_state_dict(weights)
@@ -199,8 +199,8 @@ class _Trainer:
 
     @contextmanager
     def on_interrupt(self) -> Iterator[None]:
-        """Turn a first SIGINT or SIGTERM into a request to stop, for as long as this lasts."""
-        # only the main thread gets signals
+        """Turn the first SIGINT or SIGTERM inside the context into a stop request."""
+        # only the main thread receives signals
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -209,34 +209,57 @@ class _Trainer:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-        def hear(*_: Any) -> None:
+        def request_stop(*_: Any) -> None:
             self.stop = True
             restore()
 
-        # known before one is replaced: an interrupt may come between the two
+        # read both handlers first: an interrupt may come after the first replacement
         before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             for number in before:
-                signal.signal(number, hear)
+                signal.signal(number, request_stop)
             yield
         finally:
             restore()
 
     def halt(self) -> None:
-        """Leave once any process was asked to: all together, or the others would wait for it."""
-        if self._asking() > 0:
+        """Raise KeyboardInterrupt on all processes if any of them has a stop request."""
+        if self._stop_requests() > 0:
             raise KeyboardInterrupt
 
     def _stops(self) -> bool:
-        """Return whether any process was asked to stop: of several, when this was last called.
+        """Return whether any process has a stop request.
 
-        A device need not be waited for to know that, as it must be to know what they ask now.
+        With several processes the answer is that of the previous call, which is already there:
+        reading the current one would synchronise with the device.
         """
         if self.accelerator.num_processes == 1:
             return self.stop
-        before, self.asked = self.asked, self._asking()
+        before, self.stops_before = self.stops_before, self._stop_requests()
         return bool(before > 0)
 
-    def _asking(self) -> Tensor:
-        """Return how many processes are asked to stop now, for whoever waits to read it."""
-        return self.total(torch.full_like(self.asked, self.stop))
+    def _stop_requests(self) -> Tensor:
+        """All-reduce the stop flag. Reading the result synchronises."""
+        return self.total(torch.full_like(self.stops_before, self.stop))
+
+
+Item = TypeVar("Item")
+
+AHEAD = 2
+"""Prefetched items: one ready, and one in preparation."""
+
+
+def prefetched(items: Iterator[Item], ahead: int = AHEAD) -> Generator[Item, None, None]:
+    """Yield the same items; a thread prepares at most `ahead` of them in advance.
+
+    An exception in the thread is raised in place of its item. Closing waits for the current item.
+    """
+    over = object()
+    worker = ThreadPoolExecutor(1, "text")
+    try:
+        waiting = deque(worker.submit(next, items, over) for _ in range(ahead))
+        while (item := waiting.popleft().result()) is not over:
+            waiting.append(worker.submit(next, items, over))
+            yield item  # pyright: ignore[reportReturnType]
+    finally:
+        worker.shutdown(cancel_futures=True)

@@ -13,7 +13,7 @@ from specheads.commands import _compose
 from specheads.config import Train
 from specheads.core.errors import InputError
 from specheads.runs.settings import RESUMABLE, first_difference, parse, read_settings
-from specheads.training.distill.run import SAYS_NOTHING
+from specheads.training.distill.run import NEUTRAL_SETTINGS
 
 BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40))
 HOSTILE = {
@@ -109,7 +109,7 @@ def test_a_run_s_own_settings_come_back_typed(tmp_path: Path):
 
 
 def test_what_says_nothing_of_a_text_may_change_before_it_is_whole():
-    free = {f"schedule.phases.*.distill.{name}" for name in SAYS_NOTHING - {"num_samples"}}
+    free = {f"schedule.phases.*.distill.{name}" for name in NEUTRAL_SETTINGS - {"num_samples"}}
     assert {name for name in RESUMABLE if ".distill." in name} == free
     before = {"schedule": {"phases": {"a": {"distill": {"retries": 5, "new_tokens": 8}}}}}
     now = {"schedule": {"phases": {"a": {"distill": {"retries": 9, "new_tokens": 9}}}}}

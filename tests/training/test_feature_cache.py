@@ -75,7 +75,7 @@ def test_a_damaged_file_is_named_and_made_anew(damage: str, tmp_path: Path):
     file.write_bytes({"cut": whole[:-9], "flipped": bytes(flipped), "empty": b""}[damage])
     again = tmp_path / "again", trained(tmp_path / "again", cache)
     assert_same_run(first, again)
-    assert told == [f"{file} is damaged and is made anew"]
+    assert told == [f"{file} is damaged and will be recomputed"]
     assert file.read_bytes() == whole
 
 
@@ -113,7 +113,7 @@ def test_a_size_that_was_not_confirmed_is_refused_with_the_size(tmp_path: Path):
     size = (1000 * 2 + 16) * 128 * 4 * 32 * 4 / 2**30
     assert f"{size:.2f}" == "0.12"
     arguments = BASE, (1, 2, 3), print
-    with pytest.raises(InputError, match=r"takes up to 0\.12 GiB, and feature_cache\.gib=0\.1;"):
+    with pytest.raises(InputError, match=r"takes up to 0\.12 GiB, but feature_cache\.gib=0\.1;"):
         feature_cache(settings(tmp_path, 0.1), *arguments)
     assert feature_cache(settings(tmp_path, 0.13), *arguments) is not None
     assert feature_cache(settings(tmp_path, 0.0), *arguments) is None
@@ -123,7 +123,9 @@ def test_a_size_that_was_not_confirmed_is_refused_with_the_size(tmp_path: Path):
 def test_a_disk_without_room_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     full = shutil.disk_usage(tmp_path)._replace(free=2**20)
     monkeypatch.setattr(module.shutil, "disk_usage", lambda _: full)
-    with pytest.raises(InputError, match=r"up to 0\.12 GiB, and .* has 0\.00 free; set another"):
+    with pytest.raises(
+        InputError, match=r"up to 0\.12 GiB, but .* has 0\.00 GiB free; set another"
+    ):
         feature_cache(settings(tmp_path / "new", 1.0), BASE, (1, 2, 3), print)
 
 

@@ -387,7 +387,7 @@ def test_a_setting_no_loss_has_is_refused(settings: dict[str, Any], message: str
 def test_a_loss_by_the_base_s_distribution_is_refused_without_it():
     (states, projections, targets), _ = _problem()
     blind = Targets(targets.labels, targets.base_hidden, None)
-    with pytest.raises(ValueError, match="kl reads the base's distribution"):
+    with pytest.raises(ValueError, match="kl needs the base's distribution"):
         depth_loss(states, projections, blind, kind="kl")
 
 

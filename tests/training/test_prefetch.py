@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from specheads.training.prefetch import prefetched
+from specheads.training.trainer import prefetched
 
 
 class Made:

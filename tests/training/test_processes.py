@@ -134,7 +134,7 @@ class Pair:
         assert ended[rank][0] == -signal.SIGKILL
         code, said = ended[1 - rank]
         assert code == 2, said
-        assert "error: a run needs all its processes, and another one of them ended" in said
+        assert "error: a run needs all its processes, but another one ended" in said
         assert "Traceback" not in said
 
 

@@ -112,8 +112,8 @@ def test_a_process_that_is_killed_is_missed_by_one_that_shares_its_base(rank: in
     ("said", "refused"),
     [
         ({"FSDP_VERSION": "1"}, "fsdp_version=1; set it to 2"),
-        ({"PARALLELISM_CONFIG_TP_SIZE": "2"}, "choose one of"),
-        ({"PARALLELISM_CONFIG_DP_SHARD_SIZE": "4"}, "6 processes make no groups of 4"),
+        ({"PARALLELISM_CONFIG_TP_SIZE": "2"}, "either FSDP2 or tensor parallelism"),
+        ({"PARALLELISM_CONFIG_DP_SHARD_SIZE": "4"}, "6 processes cannot form groups of 4"),
         ({"PARALLELISM_CONFIG_DP_SHARD_SIZE": "0"}, "dp_shard_size must be at least 1"),
     ],
 )

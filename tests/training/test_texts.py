@@ -17,7 +17,7 @@ from specheads.data.documents import Documents
 from specheads.data.packing import PackedText
 from specheads.runs.directory import RunDirectory
 from specheads.training.schedule import row_tokens
-from specheads.training.texts import Texts, _refuse_too_few
+from specheads.training.texts import PhaseTexts, _refuse_too_few
 
 DISTILL = Distill(num_samples=16, prompt_tokens=32, new_tokens=32)
 
@@ -28,7 +28,7 @@ def distilled(**changes: Any) -> Phase:
 
 
 @pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> Texts:
+def texts(tmp_path_factory: pytest.TempPathFactory) -> PhaseTexts:
     """Texts of the smoke recipe, of a small corpus."""
     folder = tmp_path_factory.mktemp("texts")
     for number in range(12):
@@ -37,7 +37,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Texts:
     small = ["recipe=smoke", "data=files", f"data.path={folder}", "schedule.phases.corpus.steps=1"]
     settings = _compose.settings_of("train", small)
     base = FrozenBase.load(data_dir("recipes") / "tiny_code" / "base", device="cpu")
-    return Texts(settings, base, RunDirectory(folder), Accelerator(cpu=True), lambda _: None)
+    return PhaseTexts(settings, base, RunDirectory(folder), Accelerator(cpu=True), lambda _: None)
 
 
 @pytest.mark.parametrize(
@@ -57,49 +57,51 @@ def test_text_that_cannot_fill_a_batch_is_refused_before_it_is_written(packing: 
     rows = text.rows_per_epoch
     phase = distilled(sequence_length=length, packing=packing, batch_size=rows)
     _refuse_too_few("a", phase, 64)
-    told = rf"={rows + 1}, and .*16 texts of at most 64 tokens fill {rows} of {length or 64}; "
+    told = rf"={rows + 1} rows, but .*16 texts of at most 64 tokens fill {rows} rows of {length or 64}; "
     with pytest.raises(InputError, match=told):
         _refuse_too_few("a", replace(phase, batch_size=rows + 1), 64)
 
 
 @pytest.fixture
-def phases(texts: Texts, monkeypatch: pytest.MonkeyPatch) -> dict[str, Phase]:
+def phases(texts: PhaseTexts, monkeypatch: pytest.MonkeyPatch) -> dict[str, Phase]:
     """Phases of the texts, to be changed."""
     found = {"a": distilled()}
     monkeypatch.setattr(texts.settings.schedule, "phases", found)
     return found
 
 
-def test_every_distilled_phase_is_looked_at(texts: Texts, phases: dict[str, Phase]):
+def test_every_distilled_phase_is_looked_at(texts: PhaseTexts, phases: dict[str, Phase]):
     phases["b"] = distilled(batch_size=17)
-    with pytest.raises(InputError, match=r"phase 'b' needs as many rows as batch_size=17"):
-        texts._refuse_useless()
+    with pytest.raises(InputError, match=r"phase 'b' needs at least batch_size=17 rows"):
+        texts._check_generated()
 
 
 def test_a_conversation_is_one_row_where_rows_are_as_long_as_it(
-    texts: Texts, phases: dict[str, Phase], monkeypatch: pytest.MonkeyPatch
+    texts: PhaseTexts, phases: dict[str, Phase], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(texts.prompts(DISTILL), "conversations", True, raising=False)
     phases["b"] = distilled(batch_size=17, sequence_length=64)
-    texts._refuse_useless()
+    texts._check_generated()
     phases["b"] = distilled(batch_size=17)
-    with pytest.raises(InputError, match=r"16 texts of at most \d+ tokens fill 16 of"):
-        texts._refuse_useless()
+    with pytest.raises(InputError, match=r"16 texts of at most \d+ tokens fill 16 rows of"):
+        texts._check_generated()
 
 
 def test_phases_that_write_other_text_into_one_folder_are_refused(
-    texts: Texts, phases: dict[str, Phase]
+    texts: PhaseTexts, phases: dict[str, Phase]
 ):
     phases["b"] = distilled(distill=replace(DISTILL, temperature=0.5))
-    with pytest.raises(InputError, match=r"'a' has distill.temperature=1.0, 'b' 0.5; give one a"):
-        texts._refuse_useless()
+    with pytest.raises(
+        InputError, match=r"'a' has distill.temperature=1.0 and 'b' 0.5; give one of"
+    ):
+        texts._check_generated()
     for same in ({"temperature": 0.5, "folder": "other"}, {"num_samples": 20, "batch_size": 1}):
         phases["b"] = distilled(distill=replace(DISTILL, **same))
-        texts._refuse_useless()
+        texts._check_generated()
 
 
 def test_processes_that_read_the_same_rows_write_texts_of_their_own(
-    texts: Texts, monkeypatch: pytest.MonkeyPatch
+    texts: PhaseTexts, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(texts, "share", {"rank": 0, "world_size": 1})
     monkeypatch.setattr(Accelerator, "process_index", 1)

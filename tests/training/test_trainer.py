@@ -22,7 +22,7 @@ from specheads.runs.trackers import Tracker, read_metrics
 from specheads.training import objective, trainer
 from specheads.training.losses.depth_loss import whole_chains
 from specheads.training.objective import Objective
-from specheads.training.processes import together
+from specheads.training.processes import on_all_processes
 from specheads.training.schedule import (
     PlacedPhase,
     batch_sizes,
@@ -249,12 +249,12 @@ OVERLONG = {
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"sequence_length": 999}, "context holds 128"),
+        ({"sequence_length": 999}, "context is 128"),
         ({"sequence_length": 3}, "at least 4 tokens to train 2 depths, got 3"),
         ({"depth_weights": [1.0]}, "each of the head's 2 depths, got 1"),
-        (OVERLONG, "reads 999 tokens at once, the base's context holds 128"),
-        ({"accumulation_steps": 2}, "2 processes with accumulation_steps=2 share out batch_size=2"),
-        ({"batch_size": 8, "first_batch_share": 0.1}, "batch_size=8, which begins with 1; raise"),
+        (OVERLONG, "sequences of 999 tokens, but the base's context is 128"),
+        ({"accumulation_steps": 2}, "2 processes with accumulation_steps=2 share batch_size=2"),
+        ({"batch_size": 8, "first_batch_share": 0.1}, "batch_size=8, which starts at 1; raise"),
     ],
 )
 def test_a_phase_that_does_not_fit_base_or_head_is_refused_at_once(changes: dict, message: str):
@@ -347,14 +347,14 @@ def test_a_place_in_the_text_of_an_earlier_version_is_refused(tmp_path: Path):
     assert held is not None
     old = {"step": 6, "tokens": 192, "cursors": [{"turn": 0, "lanes": []}]}
     checkpoint.save(run.checkpoints, held._replace(state=old))
-    with pytest.raises(InputError, match=r"stopped by an earlier version.*train anew") as told:
+    with pytest.raises(InputError, match=r"an earlier version.*to retrain") as told:
         run_training(tmp_path, Schedule(phases={"corpus": phase(steps=9)}))
     assert "\n" not in str(told.value)
 
 
 def test_a_checkpoint_of_other_optimizers_is_refused(tmp_path: Path):
     run_training(tmp_path, Schedule(phases={"corpus": phase()}, muon_learning_rate=0.02))
-    with pytest.raises(InputError, match="goes on from its own checkpoints"):
+    with pytest.raises(InputError, match="resumes from its own checkpoints"):
         run_training(tmp_path, Schedule(phases={"corpus": phase(steps=9)}))
 
 
@@ -363,5 +363,5 @@ def test_what_a_process_is_refused_for_keeps_what_stands_below_its_line():
         raise InputError("a rule, a value; a remedy", "the text\n")
 
     with pytest.raises(InputError, match="a rule, a value; a remedy") as caught:
-        together(refuse)
+        on_all_processes(refuse)
     assert caught.value.details == "the text\n"

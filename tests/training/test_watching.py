@@ -24,10 +24,10 @@ from specheads.measure.generation import GenerationSettings, decode_prompts
 from specheads.runs import checkpoint
 from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import read_metrics
-from specheads.training import meter, trainer, watching
+from specheads.training import log, trainer, validation
 from specheads.training.cost import StepFlops
 from specheads.training.step import Stepper
-from specheads.training.texts import Texts
+from specheads.training.texts import PhaseTexts
 from specheads.training.validation import HeldOut
 from tests import tiny
 from tests.training import test_joint
@@ -47,7 +47,7 @@ def served(base: FrozenBase, folder: Path) -> float:
 
 def scores(folder: Path) -> dict[int, float]:
     rows = read_metrics(folder / "metrics.jsonl")
-    return {row["step"]: row[watching.SCORE] for row in rows if watching.SCORE in row}
+    return {row["step"]: row[validation.SCORE] for row in rows if validation.SCORE in row}
 
 
 def best(folder: Path) -> dict[str, Any]:
@@ -95,12 +95,12 @@ def by_weights(monkeypatch: pytest.MonkeyPatch) -> None:
         weights = torch.cat([value.flatten() for value in teacher.head.parameters()])
         return 1.0 + int(weights.double().sum().abs().item() * 1e7) % 1000 / 1000
 
-    monkeypatch.setattr(watching, "tokens_per_forward", score)
+    monkeypatch.setattr(validation, "tokens_per_forward", score)
 
 
 def scripted(monkeypatch: pytest.MonkeyPatch, *values: float) -> None:
     left = iter(values)
-    monkeypatch.setattr(watching, "tokens_per_forward", lambda *_: next(left))
+    monkeypatch.setattr(validation, "tokens_per_forward", lambda *_: next(left))
 
 
 def two_phases(**changes: Any) -> Schedule:
@@ -117,8 +117,8 @@ def test_a_phase_that_gets_no_better_ends_and_the_next_begins_at_its_own_step(
     assert list(scores(tmp_path)) == [1, 2, 3, 4, 11, 12, 13, 14, 15]
     assert best(tmp_path)["step"] == 2
     assert best(tmp_path)["phase"] == "corpus"
-    line = "phase 'corpus' ends after 4 of 10 steps: in 2 measurements tokens per forward"
-    assert f"{line} did not rise above 1.500" in capfd.readouterr().err
+    line = "phase 'corpus' ends after 4 of 10 steps: tokens per forward did not rise above 1.500"
+    assert line in capfd.readouterr().err
     run = RunDirectory(tmp_path)
     assert {path.name for path in run.checkpoints.iterdir()} == {"step-10", "step-20"}
     assert {path.name for path in run.phases.iterdir()} == {"corpus", "distilled"}
@@ -208,7 +208,7 @@ def test_prompts_are_of_text_that_is_neither_trained_on_nor_evaluated_on(tmp_pat
     settings = _compose.settings_of("train", ["recipe=smoke"])
     base, told = FrozenBase.load(**asdict(settings.base)), []
     assert base.tokenizer is not None
-    texts = Texts(settings, base, RunDirectory(tmp_path), Accelerator(cpu=True), told.append)
+    texts = PhaseTexts(settings, base, RunDirectory(tmp_path), Accelerator(cpu=True), told.append)
     held = texts.held_out(settings.validation)
     assert held is not None
     assert held.prompts
@@ -225,7 +225,7 @@ def test_prompts_are_of_text_that_is_neither_trained_on_nor_evaluated_on(tmp_pat
     assert plain.prompts is None
     assert ["no prompts to decode: no document" in line for line in told] == [True]
     settings.validation.patience = 1
-    with pytest.raises(InputError, match=r"judge heads.*lower validation\.prompt_tokens"):
+    with pytest.raises(InputError, match=r"need prompts.*lower validation\.prompt_tokens"):
         texts.held_out(settings.validation)
 
 
@@ -233,13 +233,13 @@ def test_time_goes_on_after_a_stop_and_stands_still_while_measuring(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     clock = [0.0]
-    monkeypatch.setattr("specheads.training.meter.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("specheads.training.log.time.perf_counter", lambda: clock[0])
 
     def slow_score(*_: Any) -> float:
         clock[0] += 3600.0
         return 1.0
 
-    monkeypatch.setattr(watching, "tokens_per_forward", slow_score)
+    monkeypatch.setattr(validation, "tokens_per_forward", slow_score)
     step = Stepper.step
 
     def slow_step(self: Any, *arguments: Any) -> Any:
@@ -265,8 +265,8 @@ def test_waiting_for_text_is_told_as_a_share_of_the_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     clock = [0.0]
-    monkeypatch.setattr("specheads.training.meter.time.perf_counter", lambda: clock[0])
-    monkeypatch.setattr(meter, "_matmul_rate", lambda *_: 5e5)
+    monkeypatch.setattr("specheads.training.log.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr(log, "_matmul_rate", lambda *_: 5e5)
     read: list[int] = []
 
     def flops(base: Any, head: Any, batch: TokenBatch, settings: Any) -> StepFlops:
@@ -274,7 +274,7 @@ def test_waiting_for_text_is_told_as_a_share_of_the_time(
         read.append(len(batch.tokens))
         return StepFlops(5e5, 3e5, 2e5)
 
-    monkeypatch.setattr(meter, "step_flops", flops)
+    monkeypatch.setattr(log, "step_flops", flops)
     step, batches = Stepper.step, trainer.prefetched
 
     def slow_step(self: Any, *arguments: Any) -> Any:

@@ -1,1 +1,1 @@
-"""Text that the base writes itself: what is asked, who answers, what is kept."""
+"""Self-distilled text: prompts, text engines, filters and shards."""

@@ -1,4 +1,4 @@
-"""What came of having the base write: how much was kept, what was dropped and why, and samples."""
+"""Report on self-distilled text: kept and dropped texts, lengths and samples."""
 
 import json
 from collections import Counter
@@ -15,35 +15,35 @@ from specheads.training.distill.shards import read_shards
 NUM_BINS = 10
 NUM_SAMPLES = 5
 BAR = 40
-"""Characters of the longest bar."""
+"""Characters of the longest bar of the histogram."""
 
 SHOWN = 1200
-"""Characters of a sample, at most."""
+"""Maximum characters of a sample."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a folder of self-distilled text holds."""
+    """Statistics of a folder of self-distilled text."""
 
     asked: int
-    """Texts asked for."""
+    """Requested texts."""
     kept: int
     dropped: dict[str, int]
-    """Texts of which nothing was kept, by what was wrong with the first answer."""
+    """Texts without a kept answer, by the fault of the first answer."""
     cut: dict[str, int]
-    """Kept texts that end early, by what was wrong with the answer after."""
+    """FinishedText texts that end early, by the fault of the next answer."""
     turns: int
-    """Answers kept."""
+    """FinishedText answers."""
     tokens: int
-    """Tokens kept that the base wrote."""
+    """Generated tokens of the kept texts."""
     read_tokens: int
-    """Tokens kept that it read."""
+    """Prompt tokens of the kept texts."""
     tokens_per_second: float | None
-    """Tokens the base wrote a second, when text was last written; None where that is not known."""
+    """Generated tokens per second of the last call that generated text; None if not known."""
     lengths: list[tuple[int, int, int]]
-    """Histogram: from so many tokens written, below so many, texts."""
+    """Histogram of generated tokens: lower bound, upper bound (exclusive), texts."""
     samples: list[tuple[int, str]]
-    """Number and text of some, spread over all."""
+    """Number and text of some samples, spread over the folder."""
 
 
 def report_of(
@@ -52,7 +52,7 @@ def report_of(
     decode: Callable[[list[int]], str],
     tokens_per_second: float | None = None,
 ) -> Report:
-    """Read the texts of a folder and return what is to be told of them."""
+    """Return the report on the texts of a folder."""
     dropped, cut = Counter[str](), Counter[str]()
     kept: set[int] = set()
     written: list[int] = []
@@ -92,19 +92,19 @@ def write_report(folder: Path, report: Report) -> None:
 
 
 def as_markdown(report: Report) -> str:
-    """Return the report for people."""
+    """Return the report as Markdown."""
     speed = report.tokens_per_second
     lines = [
-        "# Text that the base wrote",
+        "# Self-distilled text",
         "",
-        f"- asked for: {report.asked:,} texts",
+        f"- requested: {report.asked:,} texts",
         f"- kept: {report.kept:,} texts with {report.turns:,} answers",
-        f"- dropped: {_told(report.dropped)}",
-        f"- cut short: {_told(report.cut)}",
-        f"- tokens: {report.tokens:,} written and {report.read_tokens:,} read",
+        f"- dropped: {_counts(report.dropped)}",
+        f"- truncated: {_counts(report.cut)}",
+        f"- tokens: {report.tokens:,} generated, {report.read_tokens:,} of prompts",
         f"- speed: {f'{speed:,.0f} tokens/s' if speed else 'not measured'}",
         "",
-        "## Tokens written for a text",
+        "## Generated tokens per text",
         "",
         "```",
         *_bars(report.lengths),
@@ -117,7 +117,7 @@ def as_markdown(report: Report) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _told(counts: dict[str, int]) -> str:
+def _counts(counts: dict[str, int]) -> str:
     found = ", ".join(f"{count:,} {reason}" for reason, count in counts.items())
     return f"{sum(counts.values()):,} ({found})" if found else "none"
 

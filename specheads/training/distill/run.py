@@ -1,89 +1,104 @@
-"""The loop that has the base write: what is missing is asked, what is answered is kept."""
+"""Generation of self-distilled text: requests for missing texts, and shards of finished ones."""
 
 import time
 from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
+from rich.progress import Progress
+
 from specheads.base.model import FrozenBase
 from specheads.config import Distill
-from specheads.config.schedule import FAULTS
+from specheads.config.commands import Distill as DistillCommand
+from specheads.config.schedule import FAULTS, distilled
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.core.files import sole_writer
 from specheads.core.machine import dtype_name
-from specheads.decoding.acceptance.sampling import Sampling
+from specheads.core.paths import writable_folder
+from specheads.data.sources import refuse_unreadable
+from specheads.decoding.acceptance.sampling import Sampling, each_prompt
+from specheads.decoding.generate import generate
+from specheads.heads.load import drafter_of, load_head
+from specheads.runs.progress import progress
 from specheads.training.distill import engines
-from specheads.training.distill.asks import Prompts
-from specheads.training.distill.engine import Answer, Ask, Engine, Writing
+from specheads.training.distill.engines import Answer, EngineOptions, GenerationRequest, TextEngine
+from specheads.training.distill.prompts import PromptSource, decoder, identity_of, prompt_source
+from specheads.training.distill.report import Report, report_of, write_report
 from specheads.training.distill.shards import Shards, claim_folder, is_claimed, is_complete
-from specheads.training.distill.texts import Rules, Text
+from specheads.training.distill.texts import GeneratedText, GenerationRules
+from specheads.training.processes import (
+    accelerator_of_environment,
+    load_base,
+    naming_lost,
+    on_all_processes,
+)
 
-ELSEWHERE = ("vllm", "openai")
-"""Engines with weights of their own: here the base only says what it is."""
+EXTERNAL_ENGINES = ("vllm", "openai")
+"""Engines that load the weights themselves."""
 
 TICK_SECONDS = 0.25
-"""How often the loop comes up for air, once answers have come."""
+"""Interval of progress updates."""
 
-SAYS_NOTHING = {
+NEUTRAL_SETTINGS = {
     *("folder", "num_samples", "engine", "batch_size", "use_head"),
     *("url", "served_as", "api_key_env", "timeout_seconds", "retries"),
 }
-"""Settings that do not decide what a text says: each is drawn from a seed of its own."""
+"""Settings that do not change the text: each answer has its own seed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What is to be written, by whom, and where it is kept."""
+    """GeneratedText to generate, and its folder."""
 
     base: FrozenBase
-    """Author; tells what ends a text and how long it may be."""
-    prompts: Prompts
-    """What is asked."""
+    """The base; determines the end tokens and the maximum length."""
+    prompts: PromptSource
+    """Source of the prompts."""
     settings: Distill
-    """How it is answered, and what is kept."""
+    """Settings of generation and filters."""
     folder: Path
-    """Folder of the text, made if need be."""
+    """Folder of the text, created if necessary."""
     identity: dict[str, Any]
-    """What else decides the text, by name: see `prompts.identity_of`."""
+    """What else determines the text: see `prompts.identity_of`."""
     seed: int = 0
     """Seed of the answers."""
     head: Head | None = None
-    """Drafter, for an engine that can use one."""
+    """Drafter of the local engine."""
     rank: int = 0
     """Number of this process."""
     world_size: int = 1
     """Number of processes that share the work."""
 
     def claim(self) -> dict[str, Any]:
-        """Return all that decides the text, by name."""
+        """Return everything that determines the text, by name."""
         decisive = asdict(self.settings)
-        for name in SAYS_NOTHING:
+        for name in NEUTRAL_SETTINGS:
             del decisive[name]
         return self.identity | decisive | {"seed": self.seed}
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
-    """How far a process is."""
+class WriterProgress:
+    """Progress of one process."""
 
     texts: int
-    """Its texts that are done, those of earlier calls and dropped ones included."""
+    """Finished texts, including dropped ones and those of earlier calls."""
     dropped: int
     """Texts dropped in this call."""
     tokens: int
-    """Tokens that the base wrote for it in this call."""
+    """Tokens generated in this call."""
     seconds: float
-    """Since the engine was there."""
+    """Seconds since the engine was ready."""
 
 
-def engine_for(job: Job) -> Engine:
-    """Make the engine that settings name."""
+def engine_for(job: Job) -> TextEngine:
+    """Build the engine of the settings."""
     settings, base = job.settings, job.base
-    how = Writing(
+    options = EngineOptions(
         model=settings.served_as or base.name,
         base=base,
         head=job.head,
@@ -95,71 +110,71 @@ def engine_for(job: Job) -> Engine:
         max_length=job.prompts.longest,
         dtype=dtype_name(base.dtype),
     )
-    return engines.build(settings.engine, how)
+    return engines.build(settings.engine, options)
 
 
 def refuse_sharded(base: FrozenBase, settings: Distill, folder: Path) -> None:
-    """Refuse to have a sharded base write: its processes would wait for those that are done."""
-    if base.sharding is None or settings.engine in ELSEWHERE:
+    """Raise for a sharded base, whose processes would have to decode in lockstep."""
+    if base.sharding is None or settings.engine in EXTERNAL_ENGINES:
         return
     if not is_complete(folder, settings.shard_size, settings.num_samples):
         raise InputError(
-            "a sharded base reads with all its processes at once, and each writes texts of its "
-            f"own; set distill.engine to one of {', '.join(ELSEWHERE)}, or have the text written "
-            "first by specheads distill, unsharded, and name its folder as distill.folder"
+            "a sharded base cannot generate text, got distill.engine="
+            f"{settings.engine}; use one of {', '.join(EXTERNAL_ENGINES)}, or generate text with "
+            "an unsharded specheads distill and set distill.folder to its folder"
         )
 
 
 def write_text(
-    job: Job, make: Callable[[Job], Engine] = engine_for
-) -> Generator[Written, None, None]:
-    """Have the base write what a folder lacks; tell now and then how far it is.
+    job: Job, make: Callable[[Job], TextEngine] = engine_for
+) -> Generator[WriterProgress, None, None]:
+    """Generate the missing texts of a folder; yield the progress from time to time.
 
-    `make` makes the engine, where there is anything to be written.
+    `make` builds the engine, only if texts are missing.
 
     Raises:
-        ValueError: The folder holds text that something else decided, or damaged text, or it is
-            being written or cannot be.
+        ValueError: The folder has text of other settings or damaged text, is locked by another run,
+            or is not writable.
     """
     claim, size, total = job.claim(), job.settings.shard_size, job.settings.num_samples
     if is_claimed(job.folder, claim) and is_complete(job.folder, size, total):
         return
-    # one lock a process: those of a run write side by side, a second run finds the same ones held
+    # one lock per rank: the processes of a run write together, a second run finds the lock taken
     with sole_writer(job.folder, f".lock-{job.rank}"):
         claim_folder(job.folder, claim)
         share = {"rank": job.rank, "world_size": job.world_size}
         with closing(Shards(job.folder, size, total, **share)) as shards:
-            asking = _Asking(shards, _rules(job))
-            yield asking.written(0, 0.0)
+            scheduler = _Scheduler(shards, _rules(job))
+            yield scheduler.written(0, 0.0)
             if shards.num_done < shards.num_texts:
-                yield from _answered(make(job), asking)
+                yield from _answered(make(job), scheduler)
                 assert shards.num_done == shards.num_texts
 
 
-def _answered(engine: Engine, asking: "_Asking") -> Generator[Written, None, None]:
+def _answered(engine: TextEngine, scheduler: "_Scheduler") -> Generator[WriterProgress, None, None]:
     began = told = time.monotonic()
     tokens = 0
-    with closing(cast(Generator[Answer, None, None], engine.answers(asking.pull))) as answers:
+    with closing(cast(Generator[Answer, None, None], engine.answers(scheduler.pull))) as answers:
         for answer in answers:
-            asking.take(answer)
+            scheduler.take(answer)
             tokens += len(answer.tokens)
             if time.monotonic() - told >= TICK_SECONDS:
-                yield asking.written(tokens, time.monotonic() - began)
+                yield scheduler.written(tokens, time.monotonic() - began)
                 told = time.monotonic()
-    yield asking.written(tokens, time.monotonic() - began)
+    yield scheduler.written(tokens, time.monotonic() - began)
 
 
-def _rules(job: Job) -> Rules:
-    settings, base, talks = job.settings, job.base, job.prompts.conversations
-    drop = settings.drop if settings.drop is not None else FAULTS if talks else ()
-    return Rules(
+def _rules(job: Job) -> GenerationRules:
+    settings, base, is_chat = job.settings, job.base, job.prompts.conversations
+    drop = settings.drop if settings.drop is not None else FAULTS if is_chat else ()
+    return GenerationRules(
         prompts=job.prompts,
         sampling=sampling_of(job),
         new_tokens=settings.new_tokens,
         max_turns=settings.max_turns,
         max_length=base.max_length,
-        # continued text is as long as was asked for: that is no fault of it
-        drop=tuple(one for one in drop if talks or one != "truncated"),
+        # continuations always stop at the limit
+        drop=tuple(one for one in drop if is_chat or one != "truncated"),
         min_tokens=settings.min_tokens,
         eos_ids=base.eos_ids,
         decode=decoder(base),
@@ -167,7 +182,7 @@ def _rules(job: Job) -> Rules:
 
 
 def sampling_of(job: Job) -> Sampling:
-    """Return how the base's tokens are chosen."""
+    """Return the sampling settings of a job."""
     settings = job.settings
     return Sampling(
         temperature=settings.temperature,
@@ -177,55 +192,188 @@ def sampling_of(job: Job) -> Sampling:
     )
 
 
-def decoder(base: FrozenBase) -> Callable[[list[int]], str]:
-    """Return what gives the text of token ids, without special tokens."""
-    tokenizer = base.tokenizer
-    if tokenizer is None:
-        # nothing that a base without a tokenizer writes looks empty
-        return lambda ids: " ".join(map(str, ids))
-    return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True))
+class _Scheduler:
+    """Selects the next request: the next turn of an answered text, else a new text."""
 
-
-class _Asking:
-    """What is asked next: a text's next turn once its answer has come, else a new text."""
-
-    def __init__(self, shards: Shards, rules: Rules) -> None:
+    def __init__(self, shards: Shards, rules: GenerationRules) -> None:
         self._shards, self._rules = shards, rules
         self._numbers = shards.missing()
-        self._asked: dict[int, Text] = {}
-        self._ready: deque[Text] = deque()
+        self._asked: dict[int, GeneratedText] = {}
+        self._ready: deque[GeneratedText] = deque()
         self._num_dropped = 0
 
-    def pull(self) -> Ask | None:
-        """Return what is asked next; None where nothing is until another answer has come."""
+    def pull(self) -> GenerationRequest | None:
+        """Return the next request; None if there is none before another answer."""
         while not self._ready:
             number = next(self._numbers, None)
             if number is None:
                 return None
-            text = Text(number, self._rules)
+            text = GeneratedText(number, self._rules)
             for answer in self._shards.answers(number):
                 text.take(answer)
             self._go_on(text)
         text = self._ready.popleft()
-        ask = text.ask()
-        self._asked[ask.number] = text
-        return ask
+        request = text.request()
+        self._asked[request.number] = text
+        return request
 
     def take(self, answer: Answer) -> None:
-        """Keep an answer, and go on from it."""
+        """Store an answer and prepare the next turn."""
         text = self._asked.pop(answer.number)
         self._shards.note(answer)
         text.take(answer)
         self._go_on(text)
 
-    def written(self, tokens: int, seconds: float) -> Written:
-        """Return how far this process is, with so many tokens written in so many seconds."""
-        return Written(self._shards.num_done, self._num_dropped, tokens, seconds)
+    def written(self, tokens: int, seconds: float) -> WriterProgress:
+        """Return the progress of this process."""
+        return WriterProgress(self._shards.num_done, self._num_dropped, tokens, seconds)
 
-    def _go_on(self, text: Text) -> None:
+    def _go_on(self, text: GeneratedText) -> None:
         if text.is_done:
             kept = text.kept()
             self._num_dropped += not kept.pieces
             self._shards.finish(kept)
         else:
             self._ready.append(text)
+
+
+TRIAL_TOKENS = 32
+"""New tokens per text in the trial."""
+
+
+def with_drafter(job: Job) -> Job:
+    """Return the job with or without a drafter, whichever is faster; the text is the same.
+
+    `use_head=auto` times both on the first tokens of one batch. The drafter is a copy of the head.
+    """
+    settings, head = job.settings, job.head
+    wanted = settings.use_head.lower()
+    if head is None or wanted == "false" or settings.engine != "local":
+        return replace(job, head=None)
+    drafter = drafter_of(head, job.base)
+    faster = wanted == "true" or _is_faster(job, drafter)
+    return replace(job, head=drafter if faster else None)
+
+
+def _is_faster(job: Job, head: Head) -> bool:
+    most = max(1, job.base.max_length - TRIAL_TOKENS)
+    firsts = (job.prompts.first(number)[:most] for number in range(job.settings.batch_size))
+    prompts = [tokens for tokens in firsts if tokens]
+    if not prompts:
+        return False
+
+    def rate(drafter: Head | None) -> float:
+        began = time.perf_counter()
+        sampling = each_prompt(sampling_of(job), len(prompts))
+        new = min(TRIAL_TOKENS, job.settings.new_tokens)
+        out = generate(job.base, drafter, prompts, max_new_tokens=new, sampling=sampling)
+        return sum(map(len, out.tokens)) / (time.perf_counter() - began)
+
+    for drafter in (None, head):
+        # warm-up
+        rate(drafter)
+    return rate(head) > rate(None)
+
+
+def write_folder(job: Job, bar: Progress, halt: Callable[[], None]) -> Report | None:
+    """Generate the missing texts of a folder on all processes, and write the report.
+
+    Args:
+        job: Text to generate.
+        bar: Progress display.
+        halt: Called on all processes together from time to time; it raises to stop the generation.
+
+    Returns:
+        The report on the first process, None on the others.
+    """
+    task = bar.add_task("generated text", total=job.settings.num_samples, numbers="")
+    latest: dict[int, WriterProgress] = {}
+    with closing(write_text(job, _engine)) as writer:
+
+        def go_on() -> WriterProgress | None:
+            return next(writer, None)
+
+        # processes that have finished their share wait for the others
+        while True:
+            gathered = on_all_processes(go_on)
+            if not any(gathered):
+                break
+            latest |= {rank: one for rank, one in enumerate(gathered) if one}
+            speed = _speed(latest)
+            dropped = sum(one.dropped for one in latest.values())
+            bar.update(
+                task,
+                completed=sum(one.texts for one in latest.values()),
+                numbers=f"{speed or 0:,.0f} tokens/s  {dropped:,} dropped",
+            )
+            halt()
+    # complete folders yield no progress
+    bar.update(task, completed=job.settings.num_samples)
+    if job.rank:
+        return None
+    speed = _speed(latest)
+    report = report_of(job.folder, job.settings.num_samples, decoder(job.base), speed)
+    if speed or not (job.folder / "report.md").is_file():
+        write_report(job.folder, report)
+    return report
+
+
+def _speed(latest: dict[int, WriterProgress]) -> float | None:
+    """Return the tokens per second of all processes; None if nothing was generated."""
+    seconds = max((one.seconds for one in latest.values()), default=0.0)
+    return sum(one.tokens for one in latest.values()) / seconds if seconds else None
+
+
+def _engine(job: Job) -> TextEngine:
+    return engine_for(with_drafter(job))
+
+
+@naming_lost()
+def write_recipe(
+    settings: DistillCommand, base: FrozenBase | None = None, head: Head | None = None
+) -> Report | None:
+    """Generate the text of a recipe's distilled phase without training.
+
+    Returns the report on the first process, None on the others.
+
+    Raises:
+        ValueError: As `write_text`, or settings are invalid.
+    """
+    distill = _distill_settings(settings, head)
+    refuse_unreadable(settings.data)
+    folder = writable_folder(settings.out)
+    accelerator = accelerator_of_environment()
+    if base is None:
+        is_here = distill.engine not in EXTERNAL_ENGINES
+        named = settings.base if is_here else replace(settings.base, device="cpu")
+        base = load_base(named, accelerator)
+        refuse_sharded(base, distill, folder)
+    if head is None and settings.head_path:
+        head = load_head(settings.head_path, base)
+    prompts = prompt_source(settings.data, base, distill, settings.seed)
+    job = Job(
+        base=base,
+        prompts=prompts,
+        settings=distill,
+        folder=folder,
+        identity=identity_of(settings.data, base, base.fingerprint, prompts),
+        seed=settings.seed,
+        head=head,
+        rank=accelerator.process_index,
+        world_size=accelerator.num_processes,
+    )
+    with progress(shown=accelerator.is_main_process) as bar:
+        return write_folder(job, bar, lambda: None)
+
+
+def _distill_settings(settings: DistillCommand, head: Head | None) -> Distill:
+    """Return the settings of the distilled phase, after checks."""
+    found = distilled(settings.schedule)
+    if not settings.out:
+        raise InputError("an output folder is needed, got none; add out=FOLDER")
+    drafts = bool(settings.head_path) or head is not None
+    if drafts and found.engine != "local":
+        raise InputError(
+            f"a head can draft with engine=local only, got engine={found.engine}; remove one"
+        )
+    return replace(found, use_head="true") if drafts else found

@@ -1,4 +1,4 @@
-"""Requests to a server that stalls, fails and closes: each sent until it is wholly answered."""
+"""HTTP requests to a completions server, with timeouts and retries."""
 
 import asyncio
 import os
@@ -19,41 +19,42 @@ from specheads.core.errors import InputError, first_line
 Read = TypeVar("Read")
 
 PASSING = (408, 409, 425, 429, 500, 502, 503, 504)
-"""Statuses that may be others when the same is asked again."""
+"""HTTP statuses that are retried."""
 
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.5, 300.0
-"""Before the second attempt, doubled before each further one; and the most before any."""
+"""Wait before the second attempt, doubled for each further one, and its maximum."""
 
 
 class PassingError(Exception):
-    """An attempt failed in a way that another may not."""
+    """An attempt failed, and a retry may succeed."""
 
     def __init__(self, what: str, wait_seconds: float = 0.0) -> None:
         super().__init__(what)
         self.wait_seconds = wait_seconds
-        """What the server asked to wait."""
+        """Wait that the server requested."""
 
 
 class Server:
-    """Where requests go, with what key, how long they are waited for and how often repeated.
+    """URL, API key, timeout and retries of a server.
 
     Raises:
-        ValueError: The address is none, or the key is none that a request can carry.
+        ValueError: The URL is invalid, or the key is not printable ASCII.
     """
 
     def __init__(self, url: str, key_env: str, timeout_seconds: float, retries: int) -> None:
         self.url, self.key_env, self._key = _address(url), key_env, _key(key_env)
         self.timeout_seconds, self.retries = timeout_seconds, retries
-        # an address may carry a password, or a token in its query
+        # a URL may contain a password, or a token in its query
         self.shown = str(self.url.copy_with(username=None, password=None, query=None))
 
     @contextmanager
     def connected(
         self, connections: int
     ) -> Iterator[tuple[httpx2.AsyncClient, asyncio.AbstractEventLoop]]:
-        """Give a client and the loop it lives in, in a thread of its own; then let go of all.
+        """Yield a client and its event loop in a separate thread; close both at the end.
 
-        Waits and retries go on there while the caller is busy, and a notebook's own loop is let be.
+        Requests and retries continue while the caller is busy, and a notebook's own event loop is
+        not used.
         """
         client = self._client(connections)
         loop = asyncio.new_event_loop()
@@ -76,8 +77,8 @@ class Server:
             )
         except (ImportError, ValueError, httpx2.InvalidURL) as error:
             raise InputError(
-                f"a proxy that the environment names must be of use, and {first_line(error)}; "
-                "unset ALL_PROXY, HTTP_PROXY and HTTPS_PROXY, or name the server in NO_PROXY"
+                f"the proxy in the environment must be valid, but {first_line(error)}; unset "
+                "ALL_PROXY, HTTP_PROXY and HTTPS_PROXY, or add the server to NO_PROXY"
             ) from error
 
     async def answer(
@@ -87,11 +88,11 @@ class Server:
         request: dict[str, Any],
         read: Callable[[Any], Read],
     ) -> Read:
-        """Return what `read` makes of the reply to a request, waiting longer between attempts.
+        """Return `read(reply)` for a request; retry with exponential backoff.
 
         Raises:
-            ValueError: The server refuses it, or did not answer in all attempts; or `read` raises
-                one. A `PassingError` of `read` is an attempt that failed.
+            ValueError: The server refuses the request, all attempts failed, or `read` raises one. A
+                `PassingError` of `read` is a failed attempt.
         """
         for attempt in count():
             try:
@@ -99,9 +100,9 @@ class Server:
             except PassingError as error:
                 if attempt == self.retries:
                     raise InputError(
-                        f"a server must answer within {attempt + 1} attempts, and {self.shown} did "
-                        f"not: {error}; see to it and start again, which goes on where this "
-                        "stopped, or raise retries or timeout_seconds"
+                        f"a server must answer within {attempt + 1} attempts, but {self.shown} did "
+                        f"not: {error}; fix the server and run the command again to resume, or "
+                        "raise retries or timeout_seconds"
                     ) from error
                 await asyncio.sleep(_wait_seconds(attempt, error.wait_seconds))
         raise AssertionError("the last attempt returns or raises")
@@ -109,7 +110,7 @@ class Server:
     async def _post(self, client: httpx2.AsyncClient, path: str, request: dict[str, Any]) -> Any:
         limit, url = self.timeout_seconds, self.url.copy_with(path=self.url.path + path)
         try:
-            # for all of the answer: a server may send its first bytes at once and then stall
+            # for the whole answer: a server may send the first bytes and then stall
             async with asyncio.timeout(limit):
                 reply = await client.post(url, json=request)
             if reply.status_code == 200:
@@ -117,32 +118,32 @@ class Server:
         except TimeoutError as error:
             raise PassingError(f"no answer within {limit:g} seconds") from error
         except (httpx2.TransportError, httpx2.DecodingError, ValueError, RecursionError) as error:
-            what = f"{type(error).__name__} {self.told(str(error))}"
-            raise PassingError(f"no whole answer, {what}") from error
-        what = f"status {reply.status_code}, {self.told(reply.text)}"
+            what = f"{type(error).__name__} {self.quote(str(error))}"
+            raise PassingError(f"no complete answer, {what}") from error
+        what = f"status {reply.status_code}, {self.quote(reply.text)}"
         if reply.status_code in PASSING:
             raise PassingError(what, _seconds(reply.headers.get("Retry-After", "")))
         raise InputError(
-            f"a server must take what it is asked, and {self.shown} refused: {what}; "
+            f"a server must accept the request, but {self.shown} refused it: {what}; "
             f"{self._remedy(reply.status_code)}"
         )
 
     def _remedy(self, status: int) -> str:
         if status in (401, 403):
-            variable = self.key_env or "that api_key_env names"
-            return f"put its key into the environment variable {variable}"
+            variable = self.key_env or "of api_key_env"
+            return f"set the environment variable {variable} to the server's key"
         if 300 <= status < 400 or status in (404, 405):
-            return "give its url up to /v1, and the model the name that the server has for it"
-        return "lower max_length to its context, or leave out the sampling that it does not know"
+            return "give its url up to /v1, and set served_as to the model's name at the server"
+        return "lower max_length to its context, or remove sampling settings it does not support"
 
-    def told(self, text: str) -> str:
-        """Return what a server said, in one short line and without the key."""
+    def quote(self, text: str) -> str:
+        """Return a server's message as one short line without the key."""
         text = text.replace(self._key, "***") if self._key else text
-        return f"{' '.join(text.split()) or 'without a word':.200}"
+        return f"{' '.join(text.split()) or 'no message':.200}"
 
 
 async def _let_go(client: httpx2.AsyncClient) -> None:
-    """End every request; the server sees its connection close, and stops writing."""
+    """Cancel every request and close the connections, so that the server stops generating."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
     for task in others:
         task.cancel()
@@ -157,7 +158,7 @@ def _address(url: str) -> httpx2.URL:
         address = httpx2.URL("")
     known = address.scheme in ("http", "https") and address.host
     if not known or (address.port or 0) >= 2**16:
-        # a password may stand before the host, and a token after the path
+        # do not print a password or a token
         given = url.rpartition("@")[2].partition("?")[0]
         raise InputError(
             "a server's url must begin with http:// or https:// and name a host, got "
@@ -167,26 +168,23 @@ def _address(url: str) -> httpx2.URL:
 
 
 def _key(variable: str) -> str:
-    """Return the key in an environment variable; its value is told to nobody but the server."""
+    """Return the key in an environment variable; no message may contain it."""
     key = os.environ.get(variable, "").strip() if variable else ""
     if not key.isascii() or not key.isprintable():
         raise InputError(
-            f"a key must be of printable ASCII, and the one in {variable} is not; set it anew"
+            f"an API key must be printable ASCII, but the one in {variable} is not; set it again"
         )
     return key
 
 
 def _wait_seconds(attempt: int, wished: float) -> float:
-    """Return how long to wait after an attempt, the first being zero: at least as wished.
-
-    Requests that failed together do not come back together.
-    """
+    """Return the wait after an attempt (from zero), at least `wished` seconds, with jitter."""
     own = FIRST_WAIT_SECONDS * 2**attempt * random.uniform(0.5, 1.0)
     return min(wished + own, LONGEST_WAIT_SECONDS)
 
 
 def _seconds(retry_after: str) -> float:
-    """Return a Retry-After header, seconds or a date, in seconds from now; zero for neither."""
+    """Return the seconds of a Retry-After header (a number or a date); zero if invalid."""
     try:
         seconds = float(retry_after)
     except ValueError:

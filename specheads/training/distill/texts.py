@@ -1,66 +1,96 @@
-"""One text while the base writes it: what is asked next, and what of it is kept."""
+"""One self-distilled text: its requests, its kept answers, and the filter of faults."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from specheads.core.loops import loops
 from specheads.decoding.acceptance.noise import derive
 from specheads.decoding.acceptance.sampling import Sampling
-from specheads.training.distill.asks import Prompts
-from specheads.training.distill.engine import Answer, Ask
-from specheads.training.distill.quality import fault
+from specheads.training.distill.engines import Answer, GenerationRequest
+from specheads.training.distill.prompts import PromptSource
+
+LONG_PERIOD, LONG_WINDOW = 64, 192
+"""A paragraph repeated three times is a loop too; three repeated short words are not."""
+
+
+def fault(
+    answer: Answer,
+    drop: Sequence[str],
+    min_tokens: int,
+    eos_ids: Sequence[int],
+    decode: Callable[[list[int]], str],
+) -> str:
+    """Return the first fault in `drop` that an answer has, or an empty string.
+
+    Args:
+        answer: The answer.
+        drop: Faults that count: loop, empty, truncated.
+        min_tokens: An answer with fewer tokens is empty; so is one of whitespace only.
+        eos_ids: End-of-text tokens, which do not count.
+        decode: Decodes token ids without special tokens.
+    """
+    tokens = answer.tokens
+    while tokens and tokens[-1] in eos_ids:
+        tokens = tokens[:-1]
+    found = {
+        "empty": lambda: len(tokens) < min_tokens or not decode(tokens).strip(),
+        "loop": lambda: loops(tokens) or loops(tokens, max_period=LONG_PERIOD, window=LONG_WINDOW),
+        "truncated": lambda: answer.finish == "length",
+    }
+    return next((name for name, holds in found.items() if name in drop and holds()), "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rules:
-    """What holds for every text."""
+class GenerationRules:
+    """GenerationRules for all texts."""
 
-    prompts: Prompts
+    prompts: PromptSource
     sampling: Sampling
-    """How tokens are chosen; each answer gets a seed of its own that follows from this one."""
+    """Sampling settings; the seed of each answer is derived from this one."""
     new_tokens: int
-    """Most tokens of an answer."""
+    """Maximum tokens of an answer."""
     max_turns: int
-    """Most answers; zero is all that are asked for."""
+    """Maximum number of answers; zero is no limit."""
     max_length: int
-    """Most tokens that the base reads."""
+    """Maximum tokens of a text."""
     drop: tuple[str, ...]
-    """Faults for which an answer is not kept."""
+    """Faults that drop an answer."""
     min_tokens: int
     eos_ids: tuple[int, ...]
     decode: Callable[[list[int]], str]
-    """Gives the text of token ids, without special tokens."""
+    """Decodes token ids without special tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What the base read and wrote, up to the end of an answer."""
+    """PromptSource and answers up to the end of an answer."""
 
     tokens: list[int]
     counted: list[int]
-    """One where the base wrote the token, zero where it was read."""
+    """Loss mask: one for generated tokens, zero for prompt tokens."""
     turns: int
-    """Answers counted, at least one."""
+    """Number of answers that count, at least one."""
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """What is kept of a text that is done."""
+class FinishedText:
+    """Result of a finished text."""
 
     number: int
     pieces: list[Piece]
-    """One, unless the chat template changes what was said before, as one that strips earlier
-    thoughts; then each as the base read it when it wrote. None drops the text."""
+    """One, unless the chat template changes earlier turns (for example by removing reasoning); then
+    one per version that the base read. Empty: the text is dropped."""
     fault: str
-    """Why the next answer was not kept or not asked for; empty where the text came to its end."""
+    """Reason why the next answer is missing; empty if the text is complete."""
 
 
-class Text:
-    """A text that is being written, by the number of what is asked.
+class GeneratedText:
+    """A text in progress.
 
-    An answer with a fault is cut off and ends the text: what would be said next replies to it.
+    An answer with a fault is dropped and ends the text, because the next turn replies to it.
     """
 
-    def __init__(self, number: int, rules: Rules) -> None:
+    def __init__(self, number: int, rules: GenerationRules) -> None:
         self._number, self._rules = number, rules
         self._tokens: list[int] = []
         self._counted: list[int] = []
@@ -68,18 +98,20 @@ class Text:
         self._pieces: list[Piece] = []
         self._fault, self._goes_on = "", False
         self.is_done = False
-        """Whether nothing is asked any more."""
+        """Whether the text needs no further answer."""
         self._read(rules.prompts.first(number))
 
-    def ask(self) -> Ask:
-        """Return what the base is to answer next."""
+    def request(self) -> GenerationRequest:
+        """Return the next request."""
         rules = self._rules
         seed = derive(derive(rules.sampling.seed, self._number), len(self._answers))
         room = min(rules.new_tokens, rules.max_length - len(self._tokens))
-        return Ask(self._number, self._tokens, room, replace(rules.sampling, seed=seed))
+        return GenerationRequest(
+            self._number, self._tokens, room, replace(rules.sampling, seed=seed)
+        )
 
     def take(self, answer: Answer) -> None:
-        """Go on from an answer."""
+        """Add an answer and prepare the next turn."""
         rules = self._rules
         self._fault = fault(answer, rules.drop, rules.min_tokens, rules.eos_ids, rules.decode)
         self.is_done = True
@@ -90,18 +122,18 @@ class Text:
         self._counted = self._counted + [1] * len(answer.tokens)
         turns = 1 + (self._pieces.pop().turns if self._goes_on else 0)
         self._pieces.append(Piece(self._tokens, self._counted, turns))
-        # what was not ended cannot be replied to
+        # only a complete answer can have a reply
         if answer.finish == "eos" and len(self._answers) != rules.max_turns:
-            said = rules.prompts.following(self._number, self._tokens, self._answers)
-            if said is not None:
-                self._read(said)
+            following = rules.prompts.following(self._number, self._tokens, self._answers)
+            if following is not None:
+                self._read(following)
 
-    def kept(self) -> Kept:
-        """Return what is kept of a text that is done."""
-        return Kept(self._number, self._pieces, self._fault)
+    def kept(self) -> FinishedText:
+        """Return the result of a finished text."""
+        return FinishedText(self._number, self._pieces, self._fault)
 
     def _read(self, tokens: list[int]) -> None:
-        """Take up what is said to the base, unless nothing is or the context has no room."""
+        """Set the next prompt; end the text if it is empty or does not fit the context."""
         if not tokens or len(tokens) >= self._rules.max_length:
             self._fault, self.is_done = "context" if tokens else "unasked", True
             return

@@ -1,1 +1,1 @@
-"""Losses of drafted depths, fused with the vocabulary projection; see docs/losses.md."""
+"""Losses of all depths, fused with the vocabulary projection; see docs/losses.md."""

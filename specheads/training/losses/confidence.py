@@ -1,4 +1,4 @@
-"""What teaches a head to say how sure it is: the rate at which the base would accept its guesses.
+"""Loss of a confidence head, which predicts the acceptance rate of its own drafts.
 
 Source: deepseek-ai/DeepSpec, deepspec/modeling/dspark/loss.py.
 """
@@ -13,24 +13,25 @@ from torch.nn import functional as F  # noqa: N812
 from specheads.training.losses.depth_loss import Targets, rows_of
 
 CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**26}
-"""Logits that are held at once, of the draft and of the base alike."""
+"""Logits in memory at once, of the draft and of the base each."""
 
 
 def confidence_loss(
-    said: Sequence[Float[Tensor, " row"]],
+    predicted: Sequence[Float[Tensor, " row"]],
     states: Sequence[Float[Tensor, "row width"]],
     projections: Sequence[tuple[Tensor, Tensor | None]],
     targets: Sequence[Targets],
     logits_of: Callable[[Tensor], Tensor],
 ) -> Float[Tensor, " depth"]:
-    """Return each depth's binary cross-entropy between what was said and what would be accepted.
+    """Return the binary cross-entropy per depth between the predicted and the true acceptance rate.
 
-    That is the overlap of the two distributions, one minus their total variation distance: the rate
-    of acceptance in exact sampling. It carries no gradient, so that the least loss is had by who
-    says it right. Rows without a label are left out.
+    The true rate is the overlap of draft and base distribution, one minus their total variation
+    distance. It carries no gradient. Rows without a label are excluded.
     """
     losses = []
-    for logits, state, projection, target in zip(said, states, projections, targets, strict=True):
+    for logits, state, projection, target in zip(
+        predicted, states, projections, targets, strict=True
+    ):
         drafted = target.labels >= 0
         rates = acceptance_rates(state, projection, target.base_hidden, logits_of)
         found = F.binary_cross_entropy_with_logits(logits.to(rates.dtype), rates, reduction="none")
@@ -46,7 +47,7 @@ def acceptance_rates(
     base_hidden: Float[Tensor, "row base"],
     logits_of: Callable[[Tensor], Tensor],
 ) -> Float[Tensor, " row"]:
-    """Return the sum over tokens of the lesser of the draft's and the base's probability."""
+    """Return the sum over tokens of the minimum of draft and base probability."""
     weight, bias = (None if one is None else one.to(states.dtype) for one in projection)
     assert weight is not None
     precision = torch.promote_types(states.dtype, torch.float32)

@@ -1,9 +1,8 @@
-"""Hard-label cross-entropy by liger-kernel's fused Triton kernels, where they fit.
+"""Hard-label cross-entropy with liger-kernel's fused Triton kernels (extra `cuda`).
 
-The optional extra `cuda` brings them. They score one projection at a time against one label a
-row, so they serve cross-entropy on the text's labels. The base's distribution they would need
-whole, (row, vocab), as `LigerFusedLinearKLDivFunction` reads it; and depths that share a
-projection would each return a gradient of its size. Those go the chunked way of depth_loss.py.
+The kernels support one projection per depth and one label per row. Other losses, and depths that
+share a projection, use the chunked loss of depth_loss.py: liger-kernel would need the base's whole
+distribution of shape (row, vocab), and one gradient of the projection per depth.
 """
 
 from collections.abc import Sequence
@@ -24,7 +23,7 @@ def fits(
     states: Sequence[Float[Tensor, "row width"]],
     projections: Sequence[tuple[Tensor, Tensor | None]],
 ) -> bool:
-    """Return whether liger-kernel is there and computes this loss in no more memory than ours."""
+    """Return whether liger-kernel is installed and supports this loss without more memory."""
     weights = [weight for weight, _ in projections]
     return (
         kind == "cross_entropy"
@@ -43,15 +42,15 @@ def cross_entropy(
     labels: Int[Tensor, " row"],
     rows: Int[Tensor, ""],
 ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
-    """Return the mean surprise in nats, and the share of rows whose likeliest token is the label.
+    """Return the mean cross-entropy in nats, and the share of rows whose argmax is the label.
 
-    Both are over so many `rows`, of which these may be some. A label of -1 leaves its row out.
+    `rows` is the denominator of both. A label of -1 excludes its row.
     """
     ops: Any = import_module("liger_kernel.ops")
     rows = rows.clamp(min=1)
-    # by position, as torch requires: no class weights, ignored label, no z loss, no smoothing,
-    # a sum, no soft cap, no z loss returned, gradients in the weight's precision, no scaling by
-    # the token, the accuracy returned
+    # positional arguments, as torch requires: no class weights, ignored label, no z loss, no
+    # smoothing, sum, no soft cap, no returned z loss, gradients in the weight's dtype, no scaling
+    # by token, returned accuracy
     found = ops.LigerFusedLinearCrossEntropyFunction.apply(
         state, weight, labels, bias, None, LEFT_OUT, 0.0, 0.0, "sum", None, False, None, False, True
     )

@@ -1,8 +1,8 @@
-"""The loss of one drafted position and its slope, in closed form and in place.
+"""The losses: one function each, with its gradient in closed form.
 
-p is the base's distribution and q the draft's. Each kind reads a block of rows of log q and
-overwrites it with the gradient by the draft's logits, so that a block costs one buffer and no
-graph.
+p is the base's distribution and q the draft's. Each function reads a block of rows of log q and
+overwrites it with the gradient with respect to the draft's logits. A block needs one buffer and no
+autograd graph.
 """
 
 import math
@@ -14,38 +14,37 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 RULED_OUT = -1e4
-"""Nats in place of a minus infinity in log p, so that a token the base rules out costs much and
-not infinitely much; no finite logit in use comes near."""
+"""Replaces minus infinity in log p, so that a token with p = 0 has a finite loss. Finite logits in
+use are far from it."""
 
 TRUST = 3.0
-"""How fast `lk_hybrid` leaves KL for total variation as acceptance grows: the paper's eta."""
+"""Rate at which `lk_hybrid` moves from KL to total variation as acceptance grows (eta)."""
 
 
 @dataclass(frozen=True, slots=True)
 class BaseRows:
-    """What a block of rows is to predict."""
+    """Targets of a block of rows."""
 
     labels: Int[Tensor, " row"]
-    """The text's own token."""
+    """The token of the text."""
     best: Int[Tensor, " row"]
-    """The base's likeliest token; the label where the base's distribution is unknown."""
+    """The base's argmax; the label if the base's distribution is unknown."""
     values: Float[Tensor, "row vocab"] | None = None
-    """p, or log p: as the kind reads it."""
+    """p or log p, as the loss requires."""
     entropy: Float[Tensor, " row"] | None = None
-    """Entropy of p in nats, where the kind reads it."""
+    """Entropy of p in nats, if the loss requires it."""
 
 
 LogProbs = Float[Tensor, "row vocab"]
 Losses = Float[Tensor, " row"]
 RowLoss = Callable[[LogProbs, BaseRows], Losses]
-"""(log q, what the base says) -> one loss a row; log q holds the slopes afterwards."""
+"""(log q, targets) -> loss per row; afterwards log q holds the gradient."""
 
 
 def exponentials(logarithms: Tensor) -> Tensor:
-    """Return what these are the logarithms of, in their place.
+    """Exponentiate in place.
 
-    On a CPU what would be less than an ordinary number is zero: rounded as such numbers are, it
-    would take MKL twenty times as long.
+    On a CPU subnormal results become zero: MKL takes twenty times as long for them.
     """
     if logarithms.device.type != "cpu":
         return logarithms.exp_()
@@ -67,17 +66,17 @@ def _surprise(log_draft: Tensor, tokens: Tensor) -> Tensor:
 
 
 def cross_entropy(log_draft: LogProbs, base: BaseRows) -> Losses:
-    """Return the surprise of the text's own next token, in nats."""
+    """Return the cross-entropy of the text's token, in nats."""
     return _surprise(log_draft, base.labels)
 
 
 def argmax_cross_entropy(log_draft: LogProbs, base: BaseRows) -> Losses:
-    """Return the surprise of the token the base itself would choose at temperature zero."""
+    """Return the cross-entropy of the base's argmax, in nats."""
     return _surprise(log_draft, base.best)
 
 
 def soft_cross_entropy(log_draft: LogProbs, base: BaseRows) -> Losses:
-    """Return the cross-entropy to the base's whole distribution: its KL divergence plus a constant.
+    """Return the cross-entropy to the base's distribution: KL(p || q) plus the entropy of p.
 
     Source: Ankner et al. 2024, arXiv:2402.05109, the teacher loss of Hydra++.
     """
@@ -88,13 +87,13 @@ def soft_cross_entropy(log_draft: LogProbs, base: BaseRows) -> Losses:
 
 
 def kl(log_draft: LogProbs, base: BaseRows) -> Losses:
-    """Return KL(p || q) in nats: zero where the draft has the base's distribution."""
+    """Return KL(p || q) in nats."""
     assert base.entropy is not None
     return soft_cross_entropy(log_draft, base) - base.entropy
 
 
 def reverse_kl(log_draft: LogProbs, base: BaseRows) -> Losses:
-    """Return KL(q || p) in nats, which costs a draft mass where the base has none."""
+    """Return KL(q || p) in nats, which penalises draft mass where p is small."""
     gap = log_draft - _values(base)
     draft_probs = exponentials(log_draft)
     loss = (draft_probs * gap).sum(-1)
@@ -103,10 +102,9 @@ def reverse_kl(log_draft: LogProbs, base: BaseRows) -> Losses:
 
 
 def _missed(draft_probs: Tensor, base_probs: Tensor) -> tuple[Tensor, Tensor]:
-    """Return 1 - acceptance of each row and its slopes.
+    """Return 1 - acceptance of each row and its gradient.
 
-    Acceptance grows with q only where q < p; a softmax takes from every token what it gives
-    to one.
+    Acceptance depends on q only where q < p; the gradient includes that of the softmax.
     """
     short = draft_probs < base_probs
     missed = 1.0 - torch.minimum(draft_probs, base_probs).sum(-1)
@@ -116,9 +114,9 @@ def _missed(draft_probs: Tensor, base_probs: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def total_variation(log_draft: LogProbs, base: BaseRows) -> Losses:
-    """Return the total variation distance, one minus the rate of acceptance in exact sampling.
+    """Return the total variation distance: one minus the acceptance rate of rejection sampling.
 
-    Its slope vanishes where the draft has no mass on what the base would say.
+    Its gradient vanishes where q is zero on the tokens that p prefers.
     """
     missed, slope = _missed(exponentials(log_draft), _values(base))
     log_draft.copy_(slope)
@@ -126,9 +124,9 @@ def total_variation(log_draft: LogProbs, base: BaseRows) -> Losses:
 
 
 def cross_entropy_l1(log_draft: LogProbs, base: BaseRows) -> Losses:
-    """Return 0.1 of the surprise of the text's token and 0.9 of the sum over tokens of |p - q|.
+    """Return 0.1 times the cross-entropy of the text's token plus 0.9 times the L1 distance.
 
-    That sum is twice the total variation distance.
+    The L1 distance of p and q is twice their total variation distance.
 
     Source: deepseek-ai/DeepSpec, the loss of DSpark in config/dspark.
     """
@@ -141,10 +139,10 @@ def cross_entropy_l1(log_draft: LogProbs, base: BaseRows) -> Losses:
 
 
 def lk(log_draft: LogProbs, base: BaseRows) -> Losses:
-    """Return minus the logarithm of the rate of acceptance, in nats.
+    """Return minus the logarithm of the acceptance rate, in nats.
 
-    Its slope is total variation's over the acceptance. All is in logarithms, for acceptance
-    may be less than the least number.
+    Its gradient is that of total variation divided by the acceptance. It is computed in logarithms,
+    because the acceptance may underflow.
 
     Source: Samarin et al. 2026, arXiv:2602.23881.
     """
@@ -160,8 +158,8 @@ def lk(log_draft: LogProbs, base: BaseRows) -> Losses:
 def lk_hybrid(log_draft: LogProbs, base: BaseRows) -> Losses:
     """Return lambda KL(p || q) + (1 - lambda) TV(p, q) with lambda = exp(-3 acceptance).
 
-    KL leads while the draft is far off and total variation has no slope; total variation leads
-    once drafts are accepted. Lambda is a row's own and carries no gradient.
+    KL dominates while acceptance is low and the gradient of total variation vanishes; total
+    variation dominates later. Lambda is per row and carries no gradient.
 
     Source: Samarin et al. 2026, arXiv:2602.23881, the hybrid objective with eta = 3.
     """
@@ -175,13 +173,13 @@ def lk_hybrid(log_draft: LogProbs, base: BaseRows) -> Losses:
 
 
 LABELS_ONLY = ("cross_entropy",)
-"""Kinds that need no distribution of the base."""
+"""Losses that need labels only, not the base's distribution."""
 
 NO_PROBS = (*LABELS_ONLY, "argmax_cross_entropy")
 LOG_PROBS = ("reverse_kl", "lk")
-"""Kinds that read log p; those in neither read p."""
+"""Losses that need log p; those in neither tuple need p."""
 ENTROPY = ("kl", "lk_hybrid")
-"""Kinds that read p's entropy beside it."""
+"""Losses that also need the entropy of p."""
 
 KINDS: dict[str, RowLoss] = {
     loss.__name__: loss
@@ -190,13 +188,13 @@ KINDS: dict[str, RowLoss] = {
         cross_entropy_l1, lk, lk_hybrid,
     )
 }  # fmt: skip
-"""Losses by the name that configurations give them."""
+"""All losses by name, as in `schedule.phases.NAME.loss`."""
 
 
 def best_of(rows: Float[Tensor, "row vocab"]) -> Int[Tensor, " row"]:
-    """Return the place of each row's largest value, the first one of several.
+    """Return the argmax of each row, the first one of equals.
 
-    On a CPU by numpy, which takes a tenth of torch's time for it.
+    On a CPU numpy takes a tenth of torch's time.
     """
     if rows.device.type == "cpu" and rows.dtype in (torch.float32, torch.float64):
         return torch.from_numpy(rows.detach().numpy().argmax(-1))
@@ -206,7 +204,7 @@ def best_of(rows: Float[Tensor, "row vocab"]) -> Int[Tensor, " row"]:
 def read_base(
     kind: str, labels: Int[Tensor, " row"], base_logits: Float[Tensor, "row vocab"] | None
 ) -> BaseRows:
-    """Return what a kind of loss needs of the base's logits, which are left as they are."""
+    """Return the targets of a loss from the base's logits, which are not changed."""
     if base_logits is None:
         return BaseRows(labels, labels)
     best = best_of(base_logits)

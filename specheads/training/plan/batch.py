@@ -20,13 +20,13 @@ from specheads.training.processes import load_base, readers
 from specheads.training.schedule import PlacedPhase, placed
 
 MARGIN = {"cpu": 0.15, "cuda": 0.25}
-"""Share of the memory that is left alone: what the estimate may be wrong by, and fragments."""
+"""Share of the memory that stays free, for errors of the estimate and fragmentation."""
 
 MOST_ROWS = 4096
-"""Sequences of one process, at most."""
+"""Maximum sequences of one process."""
 
 PATIENCE = 30.0
-"""Seconds of a step beyond which no larger one is tried."""
+"""Maximum seconds of a tried step."""
 
 
 @dataclass(slots=True)
@@ -80,7 +80,7 @@ def settle_batches(
     tell: Callable[[str], object],
     base: FrozenBase | None = None,
 ) -> FrozenBase | None:
-    """Replace every `auto` by a number: that of the run that goes on, or the largest that fits.
+    """Replace every `auto` by a number: that of the resumed run, or the largest that fits.
 
     Returns the base, if one was given or had to be loaded.
 
@@ -105,12 +105,12 @@ def settle_batches(
 
 
 def unsettled(settings: Train) -> list[str]:
-    """Return the names of the phases whose batch is yet to be found."""
+    """Return the names of the phases with `batch_size=auto`."""
     return [name for name, one in settings.schedule.phases.items() if one.batch_size == AUTO]
 
 
 def _before(settings: Train, names: list[str]) -> dict[str, int]:
-    """Return the sizes with which a run began."""
+    """Return the batch sizes in the config of an existing run."""
     file = RunDirectory(Path(settings.run_dir)).config
     if not file.is_file():
         return {}
@@ -137,26 +137,26 @@ def _largest(trial: Trial, name: str) -> int:
 
 
 def memory_kind(device: torch.device) -> str:
-    """Return whose kind of memory a device has: what is no CPU has an allocator like CUDA's."""
+    """Return the kind of memory of a device: cpu, or cuda for every other device."""
     return "cpu" if device.type == "cpu" else "cuda"
 
 
 def room_of(device: torch.device) -> int:
-    """Return the bytes that this process may hold of a device, those that it holds included."""
+    """Return the bytes that this process can use on a device, including those it uses now."""
     sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if device.type == "cpu" else 1
-    # what torch holds of a GPU and nobody uses counts as free there already
+    # unused memory in torch's CUDA allocator already counts as available
     held = held_bytes(device) if device.type == "cpu" else torch.cuda.memory_allocated(device)
     return available_bytes(device) // sharing + held
 
 
 def largest(needed: Callable[[int], int], room: int, least: int = 1) -> int:
-    """Return the most rows whose need is no more than the room; zero where the least is."""
+    """Return the largest number of rows that needs at most `room` bytes; zero if none fits."""
     if needed(least) > room:
         return 0
     fits, too_many = least, 2 * least
     while too_many <= MOST_ROWS and needed(too_many) <= room:
         fits, too_many = too_many, 2 * too_many
-    # within a sixteenth: the estimate is no better than that
+    # within a sixteenth, the accuracy of the estimate
     while too_many - fits > max(1, fits // 16):
         middle = (fits + too_many) // 2
         fits, too_many = (middle, too_many) if needed(middle) <= room else (fits, middle)

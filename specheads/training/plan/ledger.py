@@ -1,4 +1,4 @@
-"""The bytes that torch asks for during a step, by who asked: on a real device, or on none."""
+"""Peak bytes of torch tensors in a step, by part: on a real device or on the meta device."""
 
 import sys
 from collections import Counter
@@ -24,16 +24,15 @@ WHO = (
     ("torch/optim/", "optimizer's own work"),
     ("specheads/training/muon", "optimizer's own work"),
 )
-"""Parts, by the files that ask for memory: the first of these that is being run decides."""
+"""Parts by file: the first entry that is in the call stack of an allocation."""
 
 OTHERS = "backward and others"
 
 
 class Ledger(TorchDispatchMode):
-    """Keeps account, while it is entered, of the storages that are made and not gone.
+    """Tracks the storages that are alive inside the context.
 
-    On the meta device, where tensors have shapes and no content, what depends on content is given
-    `rows` for what a mask selects, and ones for values.
+    On the meta device tensors have no content: a mask selects `rows` elements, and values are one.
     """
 
     def __init__(self, rows: int = 0) -> None:
@@ -44,13 +43,13 @@ class Ledger(TorchDispatchMode):
         self._at_most: list[_Held] = []
 
     def belongs(self, tensor: Tensor, part: str) -> None:
-        """Say whose a tensor is, also in the account of the peak."""
+        """Assign a tensor to a part, also in the peak."""
         if held := self._held.get(_key(tensor)):
             held.part = part
 
     @property
     def peak(self) -> dict[str, int]:
-        """Bytes of each part when all were the most."""
+        """Bytes of each part at the peak."""
         found: Counter[str] = Counter()
         for held in self._at_most:
             found[held.part] += held.bytes
@@ -59,7 +58,7 @@ class Ledger(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run an operation; note what is new in what it returns."""
+        """Run an operation and record new storages in its result."""
         del types
         given = _stored((args, kwargs))
         is_meta = bool(given) and given[0].is_meta
@@ -70,7 +69,7 @@ class Ledger(TorchDispatchMode):
             return 1.0 if given[0].is_floating_point() else 1
         else:
             out = func(*args, **(kwargs or {}))
-        # views, and what is worked on in place, share a storage with what was given
+        # views and in-place results share a storage with the arguments
         known = {_key(one) for one in given}
         for one in _stored(out):
             if (key := _key(one)) not in known and key not in self._held:
@@ -89,15 +88,15 @@ class Ledger(TorchDispatchMode):
 
 
 class FusedAttention(TorchFunctionMode):
-    """Has torch's attention hold on the meta device what its fused kernels hold on others.
+    """Makes attention on the meta device allocate as the fused kernels do.
 
-    There it would take the plain way, which holds the weight of every pair of positions.
+    Otherwise it would use the math kernel, which stores the whole attention matrix.
     """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run a function of torch."""
+        """Run a torch function."""
         del types
         is_attention = func is F.scaled_dot_product_attention and args[0].is_meta
         return (_fused if is_attention else func)(*args, **(kwargs or {}))
@@ -118,7 +117,7 @@ def _fused(
         key, value = (one.repeat_interleave(group, dim=1) for one in (key, value))
     bias = None
     if attn_mask is not None:
-        # kernels add it, whatever it was
+        # kernels add it as a bias
         bias = attn_mask.to(query.dtype).expand(*query.shape[:-1], key.shape[-2])
     learns = torch.is_grad_enabled() and query.requires_grad
     attend = torch.ops.aten._scaled_dot_product_efficient_attention
@@ -127,7 +126,7 @@ def _fused(
 
 @dataclass(slots=True)
 class _Held:
-    """A storage that is alive, or was at the peak."""
+    """A storage that is alive, or was alive at the peak."""
 
     storage: StorageWeakRef
     bytes: int
@@ -135,7 +134,7 @@ class _Held:
 
 
 def _stored(values: Any) -> list[Tensor]:
-    """Return the tensors among some values; those of other libraries have no storage of torch's."""
+    """Return the tensors among some values that have a torch storage."""
     tensors = [one for one in tree_leaves(values) if isinstance(one, Tensor)]
     return [one for one in tensors if torch._C._has_storage(one)]
 
@@ -145,7 +144,7 @@ def _key(tensor: Tensor) -> int:
 
 
 def _who(frame: FrameType | None) -> str:
-    """Return whose code is being run."""
+    """Return the part of the running code."""
     found = len(WHO)
     while frame is not None:
         name = frame.f_code.co_filename.replace("\\", "/")

@@ -1,4 +1,4 @@
-"""Real steps on made-up tokens, for their memory and time: nothing is written."""
+"""Real steps on random tokens, to measure memory and time. Nothing is written to disk."""
 
 import time
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from specheads.core.machine import peak_bytes, restart_peak, synchronise
 from specheads.decoding.acceptance.sampling import Sampling
 from specheads.heads.load import build_for, drafter_of, resume_head
 from specheads.training import schedule as schedules
-from specheads.training.distill.engine import Ask
+from specheads.training.distill.engines import GenerationRequest
 from specheads.training.distill.engines.local import REFILL, Local
 from specheads.training.plan import shapes
 from specheads.training.plan.ledger import Ledger
@@ -27,49 +27,49 @@ from specheads.training.step import Stepper
 from specheads.training.teacher import teacher_of
 
 LIBRARIES = "Python and libraries"
-REST = "freed and kept, packed weights, and others"
-"""What a process holds beyond the tensors of torch."""
+REST = "allocator cache, packed weights, and others"
+"""Memory of a process beyond torch tensors."""
 
 FIXED = (
     *(LIBRARIES, shapes.BASE_WEIGHTS, shapes.HEAD_WEIGHTS, shapes.OPTIMIZER, shapes.GRADIENTS),
     *("loss", REST),
 )
-"""Parts that hardly grow with the rows: a loss has its chunks."""
+"""Parts that hardly depend on the rows; the loss works in chunks."""
 
 LEAST_STEPS, MOST_STEPS, SECONDS = 3, 20, 10.0
-"""Steps that are timed: as many as take so many seconds, within these bounds."""
+"""Number of timed steps: as many as take `SECONDS`, within these bounds."""
 
 SHORT, LONG = 8, 40
-"""Tokens that texts get in the two trials, from which the time of a whole text follows."""
+"""New tokens per text in two trials, to extrapolate the time of a whole text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """What a step took here."""
+    """Measured memory and time of a step."""
 
     memory: Parts
     seconds: float
 
     @property
     def total(self) -> int:
-        """Bytes of all parts together."""
+        """Bytes of all parts."""
         return sum(self.memory.values())
 
     @property
     def growing(self) -> int:
-        """Bytes that twice the rows would take once more."""
+        """Bytes that grow in proportion to the rows."""
         return sum(size for part, size in self.memory.items() if part not in FIXED)
 
 
 class Trial:
-    """A training of a base that is here, without text and files."""
+    """A training without text and files, on a loaded base."""
 
     def __init__(
         self, settings: Train, base: FrozenBase, accelerator: Accelerator, libraries: int
     ) -> None:
         self.settings, self.base, self.accelerator = settings, base, accelerator
         self.libraries = libraries if base.device.type == "cpu" else 0
-        """Bytes that this process held before it had a base."""
+        """Bytes of this process before the base was loaded."""
         self.head = (
             resume_head(settings.init, base, settings.head["kind"])
             if settings.init
@@ -82,9 +82,9 @@ class Trial:
         self.learned = [one for one in learned if one.requires_grad]
 
     def step(self, phase: PlacedPhase, rows: int, *, timed: bool = True) -> Tried:
-        """Take steps of so many rows of this process: for their memory, and maybe for their time.
+        """Measure steps with `rows` rows on this process: memory, and time if `timed`.
 
-        The first one warms up, and the second one's tensors are put down to those who ask for them.
+        The first step warms up; the ledger records the second one.
         """
         self.teacher.begin(phase)
         restart_peak(self.base.device)
@@ -106,7 +106,7 @@ class Trial:
 
     @contextmanager
     def _gradients(self, ledger: Ledger) -> Iterator[None]:
-        """Have gradients put down as such, whoever asked for them."""
+        """Assign gradients to their own part."""
 
         def own(parameter: torch.Tensor) -> None:
             assert parameter.grad is not None
@@ -120,12 +120,12 @@ class Trial:
                 hook.remove()
 
     def write(self, distill: Distill) -> Parts:
-        """Have the base write a short batch of text, with a drafter if it may have one."""
+        """Measure the memory of generating a short batch of text, with a drafter if allowed."""
         drafter, number = None, min(distill.batch_size, distill.num_samples)
         restart_peak(self.base.device)
         with self.teacher.as_loaded(), torch.no_grad():
             if distill.use_head.lower() == "auto":
-                # both ways are tried then, before the faster one is taken
+                # a run times both ways as well
                 self._texts(distill, number, SHORT)
             if distill.use_head.lower() != "false":
                 drafter = drafter_of(self.head, self.base)
@@ -137,7 +137,7 @@ class Trial:
             return self._parts(parts)
 
     def writing_seconds(self, distill: Distill) -> float:
-        """Return the seconds of all text of a phase, by two short batches without drafts."""
+        """Return the seconds to generate a phase's text, from two short batches without drafts."""
         number = min(distill.batch_size, distill.num_samples)
         first, last = (min(size, distill.new_tokens) for size in (SHORT, LONG))
         with self.teacher.as_loaded(), torch.no_grad():
@@ -155,20 +155,22 @@ class Trial:
         drafter: Head | None = None,
         joining: int = 0,
     ) -> float:
-        """Have texts written, and return the seconds of it; as many join as end half-way."""
+        """Generate texts and return the seconds; `joining` texts end half-way and others join."""
         chosen = Sampling(temperature=distill.temperature, top_k=distill.top_k, top_p=distill.top_p)
         prompt = [at % self.base.vocab_size for at in range(distill.prompt_tokens)]
         new_tokens = min(new_tokens, distill.new_tokens)
         lengths = [max(1, new_tokens // 2)] * joining + [new_tokens] * number
-        asks = iter([Ask(at, prompt, length, chosen) for at, length in enumerate(lengths)])
+        requests = iter(
+            [GenerationRequest(at, prompt, length, chosen) for at, length in enumerate(lengths)]
+        )
         engine = Local(self.base, drafter, number, text_tokens(distill))
         began = time.perf_counter()
-        for _ in engine.answers(lambda: next(asks, None)):
+        for _ in engine.answers(lambda: next(requests, None)):
             pass
         return time.perf_counter() - began
 
     def _parts(self, found: Parts) -> Parts:
-        """Return what is held all the time beside what was asked for, up to the peak."""
+        """Add weights, optimizer state, libraries and the remaining process memory to `found`."""
         states = [held for one in self.stepper.optimizers for held in one.state.values()]
         moments = [value for held in states for value in held.values()]
         head = [*self.head.parameters(), *self.head.buffers()]
@@ -183,10 +185,10 @@ class Trial:
         return {part: size for part, size in (parts | {REST: rest}).items() if size > 0}
 
     def leave(self) -> None:
-        """Leave the base as it was."""
+        """Restore the base."""
         self.teacher.leave()
 
 
 def agreed(value: float) -> float:
-    """Return the largest of all processes: they take the same number of steps."""
+    """Return the maximum over all processes."""
     return max(gather_object([value]))

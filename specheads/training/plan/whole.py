@@ -1,4 +1,4 @@
-"""The plan of a run: memory of each device by part, tokens, disk, hours, and what to change."""
+"""The plan of a run: memory by part, tokens, disk, hours, and changes if it does not fit."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,8 +11,7 @@ from specheads.core.errors import InputError
 from specheads.core.machine import held_bytes
 from specheads.training.feature_cache import cache_bytes
 from specheads.training.plan.batch import climb, largest, room_of, settle_batches, unsettled
-from specheads.training.plan.place import Target, target_of
-from specheads.training.plan.shapes import Parts, Shapes
+from specheads.training.plan.shapes import Parts, Shapes, Target, target_of
 from specheads.training.plan.trial import Trial
 from specheads.training.processes import load_base, readers, sharding_of
 from specheads.training.schedule import (
@@ -25,7 +24,7 @@ from specheads.training.schedule import (
 )
 
 TOKEN_BYTES = 5
-"""Of a token of text: a number of 32 bits, and whether it counts."""
+"""Bytes of a token of text: an int32 and its loss mask."""
 
 EXTENDED = "more for all sequences, extended linearly"
 
@@ -36,80 +35,80 @@ LEVERS = (
     "head.draft_tokens (a smaller projection: less of weights, gradients, moments and loss)",
     "a smaller base",
 )
-"""What is left where one sequence is too much."""
+"""Changes if not even one sequence fits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Something a run does, and what a device holds of each part when that is the most."""
+    """One stage of a run and its peak memory by part."""
 
     name: str
     memory: Parts
 
     @property
     def total(self) -> int:
-        """Bytes of all parts together."""
+        """Bytes of all parts."""
         return sum(self.memory.values())
 
 
 @dataclass(frozen=True, slots=True)
 class PhasePlan:
-    """What a phase reads and takes."""
+    """Tokens and time of a phase."""
 
     name: str
     steps: int
     batch_size: int
     tokens: int
     hours: float | None = None
-    """Of its steps; None where they were not timed."""
+    """Hours of its steps; None if they were not timed."""
     writing_hours: float | None = None
-    """Of the text that the base writes for it, without drafts."""
+    """Hours to generate its text, without drafts."""
 
 
 @dataclass(slots=True)
 class Plan:
-    """What a run will take."""
+    """Memory, disk and time of a run."""
 
     device: str
     processes: int
     shares: int
-    """Parts in which they read the sequences of a step; several may read the same ones."""
+    """Shares of the sequences of a step; several processes may read the same share."""
     room: int | None
-    """Bytes that the device has for it; None where it is not here."""
+    """Bytes available on the device; None if this machine does not have it."""
     stages: list[Stage]
     phases: list[PhasePlan]
     disk: Parts
-    """Bytes on disk at most."""
+    """Maximum bytes on disk."""
     notes: list[str] = field(default_factory=list)
     changes: list[str] = field(default_factory=list)
-    """What to set where it does not fit."""
+    """Settings to change if it does not fit."""
 
     @property
     def peak(self) -> Stage:
-        """The stage that holds most."""
+        """The stage with the highest peak."""
         return max(self.stages, key=lambda stage: stage.total)
 
     @property
     def fits(self) -> bool | None:
-        """Whether all of it has room; None where nobody knows."""
+        """Whether the run fits; None if not known."""
         return None if self.room is None else self.peak.total <= self.room and not self.changes
 
     @property
     def hours(self) -> float | None:
-        """Hours of all phases, text included; None where one was not timed."""
+        """Hours of all phases including text; None if one was not timed."""
         if any(one.hours is None for one in self.phases):
             return None
         return sum((one.hours or 0.0) + (one.writing_hours or 0.0) for one in self.phases)
 
 
 def plan(settings: Train, accelerator: Accelerator) -> Plan:
-    """Return what a run would take; nothing is written or downloaded but the base's config.json.
+    """Return the plan of a run. Nothing is written; only the base's config.json is downloaded.
 
-    Memory and hours come from a few real steps on the device. Where it or the base's weights are
-    not at hand, or what is held all the time does not fit, memory is computed from shapes.
+    Memory and hours come from a few real steps. Without the device or the base's weights, or if the
+    weights do not fit, memory is computed from shapes and there are no hours.
 
     Raises:
-        ValueError: Settings that no run could have.
+        ValueError: The settings are invalid.
     """
     libraries = held_bytes(torch.device("cpu"))
     target = target_of(settings.base, accelerator)
@@ -122,8 +121,8 @@ def plan(settings: Train, accelerator: Accelerator) -> Plan:
         settle_batches(settings, accelerator, notes.append, base)
     elif names := unsettled(settings):
         raise InputError(
-            f"batch_size=auto is found by trying, and phase {names[0]!r} cannot be tried: {why}; "
-            "say a number"
+            f"batch_size=auto needs real steps, but phase {names[0]!r} cannot run: {why}; set a "
+            "number"
         )
     processes, phases = accelerator.num_processes, placed(settings.schedule)
     sharding = base.sharding if base else sharding_of(settings.base, accelerator)
@@ -146,7 +145,7 @@ def plan(settings: Train, accelerator: Accelerator) -> Plan:
 
 
 def _unmeasured(target: Target, shapes: Shapes, room: int | None) -> str:
-    """Return why nothing can be tried here; empty where it can."""
+    """Return the reason why no steps can run here, or an empty string."""
     weights = sum(shapes.weights().values())
     if not target.is_here:
         return f"this machine has no {target.device}"
@@ -172,7 +171,7 @@ def _compute(found: Plan, shapes: Shapes, phase: PlacedPhase) -> None:
 
 
 def _try(found: Plan, shapes: Shapes, trial: Trial, phases: list[PlacedPhase]) -> None:
-    """Fill a plan by real steps, of as many sequences as fit."""
+    """Plan all phases with real steps, with as many sequences as fit."""
     assert found.room is not None
     for phase in phases:
         distill = phase.settings.distill
@@ -199,19 +198,19 @@ def _try(found: Plan, shapes: Shapes, trial: Trial, phases: list[PlacedPhase]) -
                 f"linearly to {rows}"
             )
         seconds = tried.seconds * rows / most
-        # afterwards, for it leaves memory behind that a run does not
+        # last, because it leaves more memory behind than a run does
         writing = trial.writing_seconds(here) if here else 0.0
         found.phases.append(_phase_plan(phase, shapes, seconds, writing))
         found.changes += _changes(found, phase, climbed.needed, shapes.gradients)
     if any(one.writing_hours for one in found.phases):
         found.notes.append(
-            "text is timed without drafts, and there is memory for them where a head may draft; "
-            "one that drafts well writes faster"
+            "hours of generated text are without drafts, memory is with drafts; a good head is "
+            "faster"
         )
 
 
 def _rows(phase: PlacedPhase, found: Plan) -> int:
-    """Return the sequences of a step that one process reads, at most."""
+    """Return the maximum sequences of one process in a step."""
     return -(-phase.settings.batch_size // found.shares)
 
 
@@ -221,7 +220,7 @@ def _phase_plan(
     seconds: float | None = None,
     writing: float | None = None,
 ) -> PhasePlan:
-    """Return what a phase reads, and takes by the seconds of its largest step."""
+    """Return the plan of a phase from the seconds of its largest step."""
     settings = phase.settings
     sequences = sum(batch_size(step, settings) for step in range(settings.steps))
     steps = sequences / settings.batch_size
@@ -238,11 +237,11 @@ def _phase_plan(
 def _changes(
     found: Plan, phase: PlacedPhase, needed: Callable[[int], int], gradients: int
 ) -> list[str]:
-    """Return settings with which a phase fits; none where it does, or nobody knows."""
+    """Return changes that make a phase fit; empty if it fits or is not known."""
     rows, parts = _rows(phase, found), phase.settings.accumulation_steps
     if found.room is None or needed(rows) <= found.room:
         return []
-    # of several parts all but the first find gradients
+    # all parts except the first run next to gradients
     fitting = min(largest(needed, found.room - gradients, parts), rows) // parts
     if not fitting:
         return _levers(phase)
@@ -264,9 +263,9 @@ def _disk(settings: Train, shapes: Shapes) -> Parts:
         one.distill.num_samples * text_tokens(one.distill) for one in phases if one.distill
     )
     found = {
-        f"checkpoints ({kept}, and one that is written)": (kept + 1) * (head + shapes.moments),
+        f"checkpoints ({kept}, and one in progress)": (kept + 1) * (head + shapes.moments),
         "heads (after each phase, the best, and the last)": (len(phases) + 2) * head,
-        "text by the base, at most": tokens * TOKEN_BYTES,
+        "generated text, at most": tokens * TOKEN_BYTES,
     }
     if settings.feature_cache.gib:
         found["feature cache"] = cache_bytes(settings, shapes.base, len(shapes.head.aux_layers))

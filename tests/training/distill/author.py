@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from specheads.config import Distill
-from specheads.training.distill.engine import Engine
+from specheads.training.distill.engines import TextEngine
 from specheads.training.distill.engines.local import Local
 from specheads.training.distill.run import Job, write_text
 from tests.training.distill.pens import Talks, job
@@ -14,7 +14,7 @@ from tests.training.distill.pens import Talks, job
 SETTINGS = Distill(num_samples=24, new_tokens=12, batch_size=4, shard_size=4, temperature=0.9)
 
 
-def local(asked: Job) -> Engine:
+def local(asked: Job) -> TextEngine:
     return Local(asked.base, asked.head, asked.settings.batch_size)
 
 

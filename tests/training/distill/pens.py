@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from specheads.config import Distill
-from specheads.training.distill.engine import Answer, Ask
+from specheads.training.distill.engines import Answer, GenerationRequest
 from specheads.training.distill.run import Job, write_text
 from tests import tiny
 
@@ -43,9 +43,9 @@ class Pen:
     stop_after: int = -1
     faults: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     """Answers by number and turn, in place of its own."""
-    asked: list[Ask] = field(default_factory=list)
+    asked: list[GenerationRequest] = field(default_factory=list)
 
-    def answers(self, pull: Callable[[], Ask | None]) -> Iterator[Answer]:
+    def answers(self, pull: Callable[[], GenerationRequest | None]) -> Iterator[Answer]:
         chance, flying = random.Random(self.seed), []
         while True:
             while len(flying) < 3 and (ask := pull()):

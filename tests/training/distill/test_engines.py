@@ -22,8 +22,14 @@ from specheads.core.errors import InputError
 from specheads.decoding.acceptance.sampling import Sampling
 from specheads.decoding.generate import generate
 from specheads.training.distill import server as requests
-from specheads.training.distill.engine import Answer, Ask, Engine, Writing
-from specheads.training.distill.engines import openai, transformers
+from specheads.training.distill.engines import (
+    Answer,
+    EngineOptions,
+    GenerationRequest,
+    TextEngine,
+    openai,
+    transformers,
+)
 from tests import tiny
 from tests.training.distill.completions_server import (
     PASSING,
@@ -37,7 +43,7 @@ TINY_CODE = Path(__file__).parents[3] / "recipes" / "tiny_code" / "base"
 KEY = "sk-secret-0123"
 
 
-def write(engine: Engine, asks: Iterable[Ask]) -> dict[int, Answer]:
+def write(engine: TextEngine, asks: Iterable[GenerationRequest]) -> dict[int, Answer]:
     """Have all asks answered; return the answers by number, each of which came once."""
     waiting = iter(asks)
     answers = list(engine.answers(lambda: next(waiting, None)))
@@ -45,16 +51,21 @@ def write(engine: Engine, asks: Iterable[Ask]) -> dict[int, Answer]:
     return {answer.number: answer for answer in answers}
 
 
-def asks(count: int, new_tokens: int = 6, sampling: Sampling | None = None) -> list[Ask]:
+def asks(
+    count: int, new_tokens: int = 6, sampling: Sampling | None = None
+) -> list[GenerationRequest]:
     return [
-        Ask(number, [1 + number % 60, 2, 3 + number // 60], new_tokens, sampling or Sampling())
+        GenerationRequest(
+            number, [1 + number % 60, 2, 3 + number // 60], new_tokens, sampling or Sampling()
+        )
         for number in range(count)
     ]
 
 
-def ragged(new_tokens: int = tiny.NEW_TOKENS) -> list[Ask]:
+def ragged(new_tokens: int = tiny.NEW_TOKENS) -> list[GenerationRequest]:
     return [
-        Ask(number, prompt, new_tokens, Sampling()) for number, prompt in enumerate(tiny.prompts())
+        GenerationRequest(number, prompt, new_tokens, Sampling())
+        for number, prompt in enumerate(tiny.prompts())
     ]
 
 
@@ -76,7 +87,7 @@ SETTINGS = (
 )
 def test_transformers_writes_what_the_base_says_of_ragged_prompts(architecture, batch_size):
     engine = transformers.build(
-        Writing(model="", base=tiny.base(architecture), batch_size=batch_size)
+        EngineOptions(model="", base=tiny.base(architecture), batch_size=batch_size)
     )
     answers = write(engine, ragged())
     assert [answers[number].tokens for number in range(3)] == tiny.continuations(architecture)
@@ -88,10 +99,10 @@ def test_transformers_draws_what_our_own_engine_draws_whatever_the_batch(batch_s
     base, prompts = tiny.base(dtype=torch.float32), tiny.prompts() * 2
     wanted = generate(base, None, prompts, max_new_tokens=20, sampling=SETTINGS).tokens
     asked = [
-        Ask(number, prompt, 20, sampling)
+        GenerationRequest(number, prompt, 20, sampling)
         for number, (prompt, sampling) in enumerate(zip(prompts, SETTINGS, strict=True))
     ]
-    engine = transformers.build(Writing(model="", base=base, batch_size=batch_size))
+    engine = transformers.build(EngineOptions(model="", base=base, batch_size=batch_size))
     answers = write(engine, asked)
     assert [answers[number].tokens for number in range(6)] == wanted
 
@@ -106,7 +117,7 @@ def ending(place: int) -> tuple[FrozenBase, list[list[int]]]:
 
 def test_transformers_ends_a_text_with_the_token_that_ends_it():
     base, said = ending(9)
-    answers = write(transformers.build(Writing(model="", base=base)), ragged())
+    answers = write(transformers.build(EngineOptions(model="", base=base)), ragged())
     for number, text in enumerate(said):
         end = next((at for at, token in enumerate(text) if token in base.eos_ids), None)
         cut = text if end is None else text[: end + 1]
@@ -117,11 +128,13 @@ def test_transformers_ends_a_text_with_the_token_that_ends_it():
 def test_transformers_keeps_each_text_to_its_own_limit_and_to_the_context():
     said, prompts = tiny.continuations(), tiny.prompts()
     asked = [
-        Ask(0, prompts[0], 3, Sampling()),
-        Ask(1, prompts[1], 40, Sampling()),
-        Ask(2, [1] * 30, 4, Sampling()),
+        GenerationRequest(0, prompts[0], 3, Sampling()),
+        GenerationRequest(1, prompts[1], 40, Sampling()),
+        GenerationRequest(2, [1] * 30, 4, Sampling()),
     ]
-    answers = write(transformers.build(Writing(model="", base=tiny.base(), max_length=30)), asked)
+    answers = write(
+        transformers.build(EngineOptions(model="", base=tiny.base(), max_length=30)), asked
+    )
     assert answers[0] == Answer(0, said[0][:3], "length")
     assert answers[1] == Answer(1, said[1][:9], "length")
     assert answers[2] == Answer(2, [], "length")
@@ -134,7 +147,7 @@ def test_transformers_leaves_the_model_as_it_was_and_hears_nothing_of_its_own_se
     with FrozenBase(model) as base:
         strides = [parameter.stride() for parameter in model.parameters()]
         state = torch.random.get_rng_state()
-        answers = write(transformers.build(Writing(model="", base=base)), ragged())
+        answers = write(transformers.build(EngineOptions(model="", base=base)), ragged())
         assert [answers[number].tokens for number in range(3)] == tiny.continuations()
         assert model.generation_config is own
         assert [parameter.stride() for parameter in model.parameters()] == strides
@@ -152,13 +165,13 @@ class Turns:
         self.ready = [(number, 0, [number + 1]) for number in range(count)]
         self.turns, self.asked = turns, {}
 
-    def pull(self) -> Ask | None:
+    def pull(self) -> GenerationRequest | None:
         if not self.ready:
             return None
         number, turn, text = self.ready.pop()
         name = number * self.turns + turn
         self.asked[name] = (number, turn, text)
-        return Ask(name, text, 2, Sampling())
+        return GenerationRequest(name, text, 2, Sampling())
 
     def take(self, answer: Answer) -> None:
         number, turn, text = self.asked.pop(answer.number)
@@ -180,13 +193,13 @@ def _hurry(monkeypatch):
 
 def asking(service: Completions, **settings: Any) -> openai.Completions:
     how = {"base": tiny.base(), "url": service.url, "timeout_seconds": 5.0} | settings
-    return openai.build(Writing(model="served", **how))
+    return openai.build(EngineOptions(model="served", **how))
 
 
 @pytest.mark.parametrize("name", ["transformers", "openai"])
 def test_what_is_asked_next_may_follow_from_an_answer(name, service):
     turns = Turns(5, 3)
-    how = Writing(model="m", base=tiny.base(), batch_size=2, url=service.url)
+    how = EngineOptions(model="m", base=tiny.base(), batch_size=2, url=service.url)
     engine = import_module(f"specheads.training.distill.engines.{name}").build(how)
     answers = 0
     for answer in engine.answers(turns.pull):
@@ -224,7 +237,10 @@ def test_a_server_is_asked_for_everything_that_decides_the_text(service):
     sampling = Sampling(
         temperature=0.5, top_k=7, top_p=0.9, min_p=0.1, repetition_penalty=1.1, seed=2**62 + 1
     )
-    write(asking(service), [Ask(4, [1, 2], 9, sampling), Ask(5, [1, 3], 9, Sampling())])
+    write(
+        asking(service),
+        [GenerationRequest(4, [1, 2], 9, sampling), GenerationRequest(5, [1, 3], 9, Sampling())],
+    )
     first, second = sorted(service.requests, key=lambda request: request["prompt"])
     assert first == {
         "model": "served",
@@ -280,7 +296,7 @@ def test_waits_double_from_attempt_to_attempt(monkeypatch):
         ("400", "lower max_length"),
         ("401", "environment variable OURS"),
         ("403", "environment variable OURS"),
-        ("404", "the name that the server has"),
+        ("404", "model's name at the server"),
         ("307", "url up to /v1"),
         ("422", "lower max_length"),
     ],
@@ -320,7 +336,10 @@ def test_a_server_that_never_answers_ends_it_with_one_line_after_what_it_did_ans
 def test_a_server_that_is_not_there_is_told_by_its_address_and_without_what_is_secret_in_it():
     address = "http://ada:hunter2@127.0.0.1:9/v1?token=hunter2"
     with pytest.raises(InputError, match=r"http://127\.0\.0\.1:9/v1 did not") as error:
-        write(openai.build(Writing(model="m", base=tiny.base(), url=address, retries=1)), asks(1))
+        write(
+            openai.build(EngineOptions(model="m", base=tiny.base(), url=address, retries=1)),
+            asks(1),
+        )
     assert "hunter2" not in str(error.value)
 
 
@@ -332,7 +351,9 @@ def test_an_unset_key_is_not_sent(service, monkeypatch):
 
 def test_a_key_that_no_header_can_carry_is_refused_by_its_name(monkeypatch):
     monkeypatch.setenv("OURS", f"{KEY}\nX-Evil: 1")
-    how = Writing(model="m", base=tiny.base(), url="http://127.0.0.1:9/v1", api_key_env="OURS")
+    how = EngineOptions(
+        model="m", base=tiny.base(), url="http://127.0.0.1:9/v1", api_key_env="OURS"
+    )
     with pytest.raises(InputError, match="the one in OURS") as error:
         openai.build(how)
     assert KEY not in str(error.value)
@@ -351,13 +372,13 @@ def test_a_key_that_no_header_can_carry_is_refused_by_its_name(monkeypatch):
 )
 def test_an_address_that_is_none_is_refused_before_anything_is_asked(url):
     with pytest.raises(InputError, match="a server's url must begin") as error:
-        openai.build(Writing(model="m", base=tiny.base(), url=url))
+        openai.build(EngineOptions(model="m", base=tiny.base(), url=url))
     assert "hunter2" not in str(error.value)
 
 
 def test_a_proxy_that_cannot_be_used_is_told_with_its_remedy(service, monkeypatch):
     monkeypatch.setenv("ALL_PROXY", "gopher://127.0.0.1:9")
-    with pytest.raises(InputError, match="or name the server in NO_PROXY"):
+    with pytest.raises(InputError, match="or add the server to NO_PROXY"):
         write(asking(service), asks(1))
 
 
@@ -463,12 +484,15 @@ def test_a_server_of_another_vocabulary_is_refused(service):
 
 def test_a_text_without_a_tokenizer_is_refused(service):
     service.reply = lambda _request: spoken()
-    with pytest.raises(InputError, match="no tokenizer for it"):
+    with pytest.raises(InputError, match="has no tokenizer"):
         write(asking(service), asks(1))
 
 
 def test_a_server_is_asked_for_what_the_context_has_room_for(service):
-    asked = [Ask(0, [1] * 8, 6, Sampling()), Ask(1, [1] * 10, 6, Sampling())]
+    asked = [
+        GenerationRequest(0, [1] * 8, 6, Sampling()),
+        GenerationRequest(1, [1] * 10, 6, Sampling()),
+    ]
     answers = write(asking(service, max_length=10), asked)
     assert [len(answers[number].tokens) for number in range(2)] == [2, 0]
     assert [request["max_tokens"] for request in service.requests] == [2]
@@ -481,4 +505,4 @@ def test_vllm_that_is_not_installed_is_told_with_its_remedy(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
     vllm = import_module("specheads.training.distill.engines.vllm")
     with pytest.raises(InputError, match=r"pip install specheads\[vllm\]"):
-        vllm.build(Writing(model="m", base=tiny.base()))
+        vllm.build(EngineOptions(model="m", base=tiny.base()))

@@ -9,8 +9,7 @@ import pytest
 from specheads.decoding.acceptance.sampling import Sampling
 from specheads.decoding.generate import generate
 from specheads.heads.load import build_for
-from specheads.training.distill.engine import Ask
-from specheads.training.distill.engines import local
+from specheads.training.distill.engines import GenerationRequest, local
 from specheads.training.distill.engines.local import Local
 from specheads.training.distill.run import write_text
 from tests import tiny
@@ -59,9 +58,9 @@ def test_neither_batch_nor_head_nor_memory_changes_a_text(
 
 def test_an_answer_is_what_generate_says_with_the_same_seed(tmp_path: Path):
     asked = job(tmp_path, settings=replace(author.SETTINGS, num_samples=8, drop=[]))
-    pulled: list[Ask | None] = []
+    pulled: list[GenerationRequest | None] = []
 
-    def keep(ask: Ask) -> Ask:
+    def keep(ask: GenerationRequest) -> GenerationRequest:
         pulled.append(ask)
         return ask
 
@@ -88,7 +87,8 @@ def test_a_text_that_does_not_fit_a_pool_beside_others_waits_and_closing_gives_a
     monkeypatch.setattr(local, "COMMON_TOKENS", 4)
     engine = Local(tiny.base(), None, 4)
     asks = [
-        Ask(number, [1, 2, 3], 20, Sampling(temperature=1.0, seed=number)) for number in range(6)
+        GenerationRequest(number, [1, 2, 3], 20, Sampling(temperature=1.0, seed=number))
+        for number in range(6)
     ]
     answers = engine.answers(lambda: asks.pop(0) if asks else None)
     first = next(answers)

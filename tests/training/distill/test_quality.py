@@ -2,8 +2,8 @@
 
 import pytest
 
-from specheads.training.distill.engine import Answer
-from specheads.training.distill.quality import fault
+from specheads.training.distill.engines import Answer
+from specheads.training.distill.texts import fault
 
 ALL = ("loop", "empty", "truncated")
 PARAGRAPH = list(range(100, 160))

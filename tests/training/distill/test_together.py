@@ -8,8 +8,8 @@ from accelerate import Accelerator
 
 from specheads.core.errors import InputError
 from specheads.runs.progress import progress
-from specheads.training.distill.together import write_together
-from specheads.training.processes import together
+from specheads.training.distill.run import write_folder
+from specheads.training.processes import on_all_processes
 from tests.training.distill import author
 from tests.training.distill.pens import Talks, job, shards
 from tests.training.in_processes import forked
@@ -25,7 +25,7 @@ def write(folder: Path, num_samples: int) -> None:
         world_size=accelerator.num_processes,
     )
     with progress(shown=False) as bar:
-        report = write_together(asked, bar, lambda: None)
+        report = write_folder(asked, bar, lambda: None)
     assert (report is None) == (accelerator.process_index > 0)
 
 
@@ -47,7 +47,7 @@ def refused_in_one() -> None:
             raise InputError("a rule, a value; a remedy")
 
     with pytest.raises(InputError, match="a rule, a value; a remedy"):
-        together(refuse)
+        on_all_processes(refuse)
 
 
 def test_what_one_process_is_refused_for_is_refused_to_all():

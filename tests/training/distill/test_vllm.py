@@ -18,8 +18,7 @@ from specheads.base.model import FrozenBase
 from specheads.core.errors import InputError
 from specheads.decoding.acceptance.sampling import Sampling
 from specheads.decoding.generate import generate
-from specheads.training.distill.engine import Ask, Engine, Writing
-from specheads.training.distill.engines import openai
+from specheads.training.distill.engines import EngineOptions, GenerationRequest, TextEngine, openai
 
 pytestmark = pytest.mark.vllm
 
@@ -51,19 +50,19 @@ def base() -> FrozenBase:
     return FrozenBase.load(BASE, dtype="float32", device="cpu")
 
 
-def asks(sampling: Sampling, new_tokens: int = NEW_TOKENS) -> list[Ask]:
+def asks(sampling: Sampling, new_tokens: int = NEW_TOKENS) -> list[GenerationRequest]:
     """Nine ragged prompts, the last one as long as the context."""
     tokenizer = base().tokenizer
     assert tokenizer is not None
     ids = tokenizer((ROOT / "specheads" / "decoding" / "engine.py").read_text()[:4000])["input_ids"]
     prompts = [ids[50 * at : 50 * at + 10 + 5 * at] for at in range(8)]
     return [
-        Ask(number, prompt, new_tokens, sampling.of_prompt(number))
+        GenerationRequest(number, prompt, new_tokens, sampling.of_prompt(number))
         for number, prompt in enumerate([*prompts, ids[:256]])
     ]
 
 
-def write(engine: Engine, asked: list[Ask]) -> list[dict[str, Any]]:
+def write(engine: TextEngine, asked: list[GenerationRequest]) -> list[dict[str, Any]]:
     """What is answered, by number, as it is to be: each number once."""
     waiting = iter(asked)
     answers = sorted(engine.answers(lambda: next(waiting, None)), key=lambda answer: answer.number)
@@ -92,7 +91,7 @@ def main() -> None:
     vllm.LLM = lambda **settings: whole(enforce_eager=True, **settings)  # pyright: ignore
     # named as a package is: what vLLM can read is where the base was found
     name = "package:tiny"
-    how = Writing(model=name, base=base(), batch_size=3, dtype="float32", max_length=256)
+    how = EngineOptions(model=name, base=base(), batch_size=3, dtype="float32", max_length=256)
     engine = ours.build(how)
     out: dict[str, Any] = {"greedy": write(engine, asks(Sampling()))}
     drawn = asks(Sampling(temperature=1.0, top_p=0.9, seed=4))
@@ -104,7 +103,7 @@ def main() -> None:
     begun.close()
     out["again"] = write(engine, drawn)
     try:
-        write(engine, [Ask(7, [5, 6], 4, Sampling(temperature=3.0))])
+        write(engine, [GenerationRequest(7, [5, 6], 4, Sampling(temperature=3.0))])
     except InputError as error:
         out["refused"] = str(error)
     sys.stdout.write(f"\n{json.dumps(out)}\n")
@@ -163,27 +162,30 @@ def how(url, monkeypatch):
 
 
 def test_a_real_server_gives_the_token_ids_that_the_base_says(how):
-    engine = openai.build(Writing(**how, max_length=256))
+    engine = openai.build(EngineOptions(**how, max_length=256))
     assert write(engine, asks(Sampling())) == expected()
 
 
 def test_a_real_server_draws_by_each_texts_own_seed(how):
     drawn = asks(Sampling(temperature=1.0, top_k=50, min_p=0.02, seed=4))
-    first = write(openai.build(Writing(**how, max_length=256)), drawn)
-    assert write(openai.build(Writing(**how | {"batch_size": 2}, max_length=256)), drawn) == first
+    first = write(openai.build(EngineOptions(**how, max_length=256)), drawn)
+    assert (
+        write(openai.build(EngineOptions(**how | {"batch_size": 2}, max_length=256)), drawn)
+        == first
+    )
     assert first != expected()
 
 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"model": "other"}, "status 404.*the name that the server has"),
+        ({"model": "other"}, "status 404.*model's name at the server"),
         ({"api_key_env": ""}, "status 401.*environment variable"),
         ({"max_length": 4096}, "status 400.*lower max_length"),
     ],
 )
 def test_a_real_server_that_refuses_is_told_in_one_line(how, changed, message):
     with pytest.raises(InputError, match=message) as error:
-        write(openai.build(Writing(**how | changed)), asks(Sampling()))
+        write(openai.build(EngineOptions(**how | changed)), asks(Sampling()))
     assert KEY not in str(error.value)
     assert "\n" not in str(error.value)

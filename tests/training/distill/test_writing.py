@@ -159,7 +159,7 @@ def test_damaged_text_is_refused_or_mended_and_never_read(name: str, damage: str
         told = str(error)
         shutil.rmtree(folder)
         write(folder)
-    assert not told or "damaged or missing; remove" in told or "that wrote it only" in told
+    assert not told or "damaged or missing; remove" in told or "that generated it" in told
     assert shards(folder) == before
 
 
@@ -232,7 +232,7 @@ def test_text_of_another_base_corpus_or_setting_is_refused_by_name(
 ):
     write(tmp_path)
     name = request.node.callspec.id
-    with pytest.raises(InputError, match=f"that wrote it only: .* was written with {name} "):
+    with pytest.raises(InputError, match=f"that generated it: .* was generated with {name} "):
         write(tmp_path, **changes)
 
 
@@ -245,14 +245,14 @@ def test_how_fast_text_is_written_and_where_it_lies_says_nothing_of_it(tmp_path:
 @pytest.mark.parametrize("name", ["progress-0.json", "shard-0-00000.parquet"])
 def test_text_of_an_earlier_version_is_refused_in_one_line(name: str, tmp_path: Path):
     (tmp_path / name).write_text("{}")
-    with pytest.raises(InputError, match="an earlier one; remove it or choose another folder"):
+    with pytest.raises(InputError, match="an earlier version; remove it or choose another folder"):
         write(tmp_path)
 
 
 def test_text_that_is_not_all_there_is_not_learned_from(tmp_path: Path):
     with pytest.raises(KeyboardInterrupt):
         write(tmp_path, Pen(stop_after=12))
-    with pytest.raises(InputError, match="lacks some of its 10 texts"):
+    with pytest.raises(InputError, match="lacks some of 10 texts"):
         read_text(tmp_path, 10)
 
 
@@ -287,7 +287,7 @@ def test_a_bad_answer_ends_the_text_before_it_and_is_counted(tmp_path: Path):
 def test_where_all_was_dropped_there_is_nothing_to_learn_from(tmp_path: Path):
     faults = {(number, 0): [1, 2] for number in range(10)}
     write(tmp_path, Pen(faults=faults), settings=replace(SETTINGS, drop=["truncated"]))
-    with pytest.raises(InputError, match=r"all 10 texts of .* were dropped"):
+    with pytest.raises(InputError, match=r"all 10 texts in .* were dropped"):
         read_text(tmp_path, 10)
 
 

@@ -21,8 +21,7 @@ from specheads.training.losses import depth_loss
 from specheads.training.plan import batch, whole
 from specheads.training.plan.batch import climb, largest, settle_batches
 from specheads.training.plan.ledger import Ledger
-from specheads.training.plan.place import target_of
-from specheads.training.plan.shapes import GRADIENTS, OPTIMIZER, Shapes
+from specheads.training.plan.shapes import GRADIENTS, OPTIMIZER, Shapes, target_of
 from specheads.training.plan.trial import LIBRARIES, REST, Trial, Tried
 from specheads.training.plan.whole import Plan, plan
 from specheads.training.processes import accelerator_of_environment

@@ -1,4 +1,4 @@
-"""This package's own decoding: continuous batching, drafting with a head where there is one."""
+"""Text engine of this package: continuous batching, with an optional drafter."""
 
 from collections.abc import Callable, Iterator
 
@@ -7,34 +7,32 @@ from specheads.base.paged import BlockPool
 from specheads.core.drafter import Head
 from specheads.decoding.engine import Engine
 from specheads.decoding.request import Request, Stream
-from specheads.training.distill.engine import Answer, Ask, Writing
+from specheads.training.distill.engines import Answer, EngineOptions, GenerationRequest
 
 REFILL = 8
-"""New texts wait until this share of the batch is free (an eighth): reading their prompts together
-costs little more than reading one."""
+"""New texts wait until an eighth of the batch is free, because a joint prefill is cheaper."""
 
 COMMON_TOKENS = 1024
-"""Tokens a text for which there is room where their lengths are not known: a row of its own on a
-processor, as much of a pool elsewhere."""
+"""Tokens reserved per text of unknown length: as a row on a CPU, in the pool on a GPU."""
 
 
-def build(how: Writing) -> "Local":
-    """Return an engine around the base that is loaded."""
-    return Local(how.base, how.head, how.batch_size, how.max_length)
+def build(options: EngineOptions) -> "Local":
+    """Return an engine with the loaded base."""
+    return Local(options.base, options.head, options.batch_size, options.max_length)
 
 
 class Local:
-    """Has the base write here.
+    """Generates text with the loaded base.
 
-    What it writes follows from each ask alone, up to ties in rounding: neither the batch nor the
-    head decides it, since acceptance is `match`.
+    A text depends on its request only, up to ties in rounding: acceptance is `match`, so neither
+    batch nor head changes it.
 
     Args:
-        base: Author.
+        base: The base.
         head: Drafter; None decodes with the base alone.
         batch_size: Texts decoded together.
-        max_length: Tokens of the longest text, for which every row then has room; zero where they
-            are not known. Texts that may grow beyond their row take blocks of a pool.
+        max_length: Maximum tokens of a text, which sets the row length; zero if not known. Longer
+            texts use blocks of a pool.
     """
 
     def __init__(
@@ -44,22 +42,24 @@ class Local:
         common = COMMON_TOKENS if base.device.type == "cpu" else 0
         self._row_tokens = min(max_length or common, base.max_length)
 
-    def answers(self, pull: Callable[[], Ask | None]) -> Iterator[Answer]:
-        """Yield answers as they come, until nothing is asked and nothing in flight."""
+    def answers(self, pull: Callable[[], GenerationRequest | None]) -> Iterator[Answer]:
+        """Yield answers, as `TextEngine.answers`."""
         engines: dict[bool, Engine] = {}
-        running: dict[Stream, Ask] = {}
+        running: dict[Stream, GenerationRequest] = {}
         refill = max(1, self._batch_size // REFILL)
         try:
             while True:
                 if not running or self._batch_size - len(running) >= refill:
-                    while len(running) < self._batch_size and (ask := pull()) is not None:
-                        pooled = len(ask.tokens) + ask.new_tokens > self._row_tokens
+                    while len(running) < self._batch_size and (request := pull()) is not None:
+                        pooled = len(request.tokens) + request.new_tokens > self._row_tokens
                         if pooled not in engines:
                             engines[pooled] = self._engine(pooled)
-                        request = Request(
-                            prompt=ask.tokens, max_new_tokens=ask.new_tokens, sampling=ask.sampling
+                        own = Request(
+                            prompt=request.tokens,
+                            max_new_tokens=request.new_tokens,
+                            sampling=request.sampling,
                         )
-                        running[engines[pooled].submit(request)] = ask
+                        running[engines[pooled].submit(own)] = request
                 if not running:
                     return
                 for engine in engines.values():
@@ -73,7 +73,7 @@ class Local:
                 stream.cancel()
 
     def _engine(self, pooled: bool) -> Engine:
-        """Return an engine of rows, or of blocks for what is longer than a row."""
+        """Return an engine with rows, or with a pool for longer texts."""
         return Engine(
             self._base,
             self._head,
@@ -83,7 +83,7 @@ class Local:
         )
 
     def _pool(self) -> BlockPool:
-        """Return room for a batch of common texts, or for one that is as long as it may be."""
+        """Return a pool for a batch of common texts, or for one of maximum length."""
         common = min(self._base.max_length, COMMON_TOKENS)
         slots = max(self._batch_size * common, self._base.max_length) + 4096
         return self._base.pool(-(-slots // 16))

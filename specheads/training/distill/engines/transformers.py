@@ -1,4 +1,4 @@
-"""transformers' own `generate`, a batch at a time: what any other engine is measured against."""
+"""Text engine with transformers' `generate`, one batch at a time: the reference engine."""
 
 from collections.abc import Callable, Generator
 from typing import Any, cast
@@ -13,41 +13,50 @@ from specheads.base.model import FrozenBase
 from specheads.core.tree import TokenTree
 from specheads.decoding.acceptance import rules
 from specheads.decoding.acceptance.sampling import Rows
-from specheads.training.distill.engine import Answer, Ask, Writing
+from specheads.training.distill.engines import Answer, EngineOptions, GenerationRequest
 
 
 class Batches:
-    """Has a base write in batches; the next begins when the longest text of one has ended.
+    """Generates in batches; the next one starts when the longest text of the batch has ended.
 
-    Tokens are chosen as our own engine chooses them, each text by its own seed: what is written
-    does not depend on the batch, up to ties in rounding. Not for several threads.
+    Sampling is that of the local engine with a seed per text, so the text does not depend on the
+    batch, up to ties in rounding. Not thread-safe.
     """
 
     def __init__(self, base: FrozenBase, batch_size: int, max_length: int) -> None:
         self.base, self.batch_size, self.max_length = base, batch_size, max_length
 
-    def answers(self, pull: Callable[[], Ask | None]) -> Generator[Answer, None, None]:
-        """Yield answers, as `Engine.answers`; a text without room for a token is empty."""
-        while asked := self._asked(pull):
-            yield from (Answer(ask.number, [], "length") for ask in asked if self._room(ask) <= 0)
-            if fitting := [ask for ask in asked if self._room(ask) > 0]:
+    def answers(
+        self, pull: Callable[[], GenerationRequest | None]
+    ) -> Generator[Answer, None, None]:
+        """Yield answers, as `TextEngine.answers`; a text without room for a token is empty."""
+        while requests := self._next_batch(pull):
+            yield from (
+                Answer(request.number, [], "length")
+                for request in requests
+                if self._room(request) <= 0
+            )
+            if fitting := [request for request in requests if self._room(request) > 0]:
                 yield from self._write(fitting)
 
-    def _asked(self, pull: Callable[[], Ask | None]) -> list[Ask]:
-        asked: list[Ask] = []
-        while len(asked) < self.batch_size and (ask := pull()) is not None:
-            asked.append(ask)
-        return asked
+    def _next_batch(self, pull: Callable[[], GenerationRequest | None]) -> list[GenerationRequest]:
+        requests: list[GenerationRequest] = []
+        while len(requests) < self.batch_size and (request := pull()) is not None:
+            requests.append(request)
+        return requests
 
-    def _room(self, ask: Ask) -> int:
-        return min(ask.new_tokens, self.max_length - len(ask.tokens))
+    def _room(self, request: GenerationRequest) -> int:
+        return min(request.new_tokens, self.max_length - len(request.tokens))
 
     @torch.inference_mode()
-    def _write(self, asked: list[Ask]) -> list[Answer]:
-        """Return what the base writes after each, cut at its limit and after its end."""
+    def _write(self, requests: list[GenerationRequest]) -> list[Answer]:
+        """Return the answers, truncated at the limit and after the end token."""
         model, ends = self.base.model, self.base.eos_ids
-        longest, room = max(len(ask.tokens) for ask in asked), max(map(self._room, asked))
-        tokens, mask = _padded(asked, longest)
+        longest, room = (
+            max(len(request.tokens) for request in requests),
+            max(map(self._room, requests)),
+        )
+        tokens, mask = _padded(requests, longest)
         inputs = {"input_ids": tokens.to(model.device), "attention_mask": mask.to(model.device)}
         settings = GenerationConfig(
             max_new_tokens=room,
@@ -56,40 +65,41 @@ class Batches:
             pad_token_id=ends[0] if ends else None,
         )
         chosen = LogitsProcessorList()
-        if not all(ask.sampling.greedy for ask in asked):
-            chosen.append(_Chosen(asked, longest + room, self.base))
+        if not all(request.sampling.greedy for request in requests):
+            chosen.append(_Chosen(requests, longest + room, self.base))
         with without_generation_config(model):
             written = cast(Any, model).generate(
                 **inputs, generation_config=settings, logits_processor=chosen
             )
         rows = written[:, longest:].tolist()
         return [
-            _answer(ask, row[: self._room(ask)], ends) for ask, row in zip(asked, rows, strict=True)
+            _answer(request, row[: self._room(request)], ends)
+            for request, row in zip(requests, rows, strict=True)
         ]
 
 
-def build(how: Writing) -> Batches:
-    """Return an engine over the base that is loaded already, which it does not change."""
-    context = how.base.max_length
-    return Batches(how.base, how.batch_size, min(how.max_length or context, context))
+def build(options: EngineOptions) -> Batches:
+    """Return an engine with the loaded base, which it does not change."""
+    context = options.base.max_length
+    return Batches(options.base, options.batch_size, min(options.max_length or context, context))
 
 
 class _Chosen(LogitsProcessor):
-    """Leaves each row the one token that our own loop would choose there.
+    """Masks all tokens except the one that the local engine would sample.
 
-    transformers draws from one generator for a whole batch, and has one setting for all rows.
+    transformers has one random generator and one setting for a whole batch.
     """
 
-    def __init__(self, asked: list[Ask], capacity: int, base: FrozenBase) -> None:
-        text = torch.zeros(len(asked), capacity, dtype=torch.long)
-        for row, ask in enumerate(asked):
-            text[row, : len(ask.tokens)] = torch.tensor(ask.tokens)
-        lengths = torch.tensor([len(ask.tokens) for ask in asked])
+    def __init__(self, requests: list[GenerationRequest], capacity: int, base: FrozenBase) -> None:
+        text = torch.zeros(len(requests), capacity, dtype=torch.long)
+        for row, request in enumerate(requests):
+            text[row, : len(request.tokens)] = torch.tensor(request.tokens)
+        lengths = torch.tensor([len(request.tokens) for request in requests])
         last = text.gather(1, lengths[:, None] - 1).to(base.device)
-        # the last token of the prompt stays the root: `rows` knows the text after it
+        # the last prompt token is the root
         self.root = TokenTree(last, torch.full_like(last, -1))
         self.rows = Rows(
-            [ask.sampling for ask in asked],
+            [request.sampling for request in requests],
             (lengths - 1).to(base.device),
             text.to(base.device),
             base.vocab_size,
@@ -99,7 +109,7 @@ class _Chosen(LogitsProcessor):
     def __call__(
         self, input_ids: Int[Tensor, "batch time"], scores: Float[Tensor, "batch vocab"]
     ) -> Float[Tensor, "batch vocab"]:
-        """Return scores of which one a row is not minus infinity."""
+        """Return scores with one finite value per row."""
         del input_ids
         ancestors = self.root.ancestors()
         token = rules.match(self.root, scores[:, None], ancestors, self.rows).bonus[:, None]
@@ -108,17 +118,17 @@ class _Chosen(LogitsProcessor):
 
 
 def _padded(
-    asked: list[Ask], longest: int
+    requests: list[GenerationRequest], longest: int
 ) -> tuple[Int[Tensor, "batch time"], Int[Tensor, "batch time"]]:
-    """Return the texts and what to attend to, padded on the left."""
-    missing = [longest - len(ask.tokens) for ask in asked]
-    rows = [[0] * gap + ask.tokens for gap, ask in zip(missing, asked, strict=True)]
+    """Return the left-padded texts and their attention mask."""
+    missing = [longest - len(request.tokens) for request in requests]
+    rows = [[0] * gap + request.tokens for gap, request in zip(missing, requests, strict=True)]
     places = torch.arange(longest)
     return torch.tensor(rows), (places >= torch.tensor(missing)[:, None]).long()
 
 
-def _answer(ask: Ask, tokens: list[int], ends: tuple[int, ...]) -> Answer:
+def _answer(request: GenerationRequest, tokens: list[int], ends: tuple[int, ...]) -> Answer:
     end = next((place for place, token in enumerate(tokens) if token in ends), None)
     if end is None:
-        return Answer(ask.number, tokens, "length")
-    return Answer(ask.number, tokens[: end + 1], "eos")
+        return Answer(request.number, tokens, "length")
+    return Answer(request.number, tokens[: end + 1], "eos")

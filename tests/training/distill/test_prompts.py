@@ -5,7 +5,7 @@ import pytest
 
 from specheads.core.errors import InputError
 from specheads.data.documents import Documents
-from specheads.training.distill.asks import Continuations, Conversations
+from specheads.training.distill.prompts import Continuations, Conversations
 
 END = 0
 
@@ -26,7 +26,7 @@ def test_prompts_spread_over_a_document_and_never_hold_its_end():
 def test_a_short_document_is_one_prompt_and_an_empty_one_none():
     asked = Continuations(documents([5, END], [END], [6, 7, END]), prompt_tokens=4, new_tokens=4)
     assert sorted(asked.first(number) for number in range(2)) == [[5], [6, 7]]
-    with pytest.raises(InputError, match="none of 1 has them"):
+    with pytest.raises(InputError, match="none of 1 documents"):
         Continuations(documents([END]), prompt_tokens=4, new_tokens=4)
 
 
@@ -93,5 +93,5 @@ def test_a_conversation_is_left_where_a_tool_answers():
 
 def test_where_nobody_asks_nothing_is_asked():
     assert Conversations([{"messages": [say("system", "s")]}], Letters(), str).first(0) == []
-    with pytest.raises(InputError, match="need one at least"):
+    with pytest.raises(InputError, match="at least one conversation"):
         Conversations([], Letters(), str)
