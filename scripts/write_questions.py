@@ -25,7 +25,7 @@ from specheads.data.chat import ASKED, Template
 from specheads.data.masks import added_ids
 from specheads.decoding.acceptance.sampling import Sampling
 from specheads.runs.progress import progress
-from specheads.training.distill.engines import GenerationRequest
+from specheads.training.distill.engine import GenerationRequest
 from specheads.training.distill.engines.local import Local
 
 FEWEST_WORDS = 3

@@ -57,7 +57,8 @@ def test_text_that_cannot_fill_a_batch_is_refused_before_it_is_written(packing: 
     rows = text.rows_per_epoch
     phase = distilled(sequence_length=length, packing=packing, batch_size=rows)
     _refuse_too_few("a", phase, 64)
-    told = rf"={rows + 1} rows, but .*16 texts of at most 64 tokens fill {rows} rows of {length or 64}; "
+    fill = f"fill {rows} rows of {length or 64}; "
+    told = rf"={rows + 1} rows, but .*16 texts of at most 64 tokens {fill}"
     with pytest.raises(InputError, match=told):
         _refuse_too_few("a", replace(phase, batch_size=rows + 1), 64)
 

@@ -24,8 +24,13 @@ from specheads.decoding.acceptance.sampling import Sampling, each_prompt
 from specheads.decoding.generate import generate
 from specheads.heads.load import drafter_of, load_head
 from specheads.runs.progress import progress
-from specheads.training.distill import engines
-from specheads.training.distill.engines import Answer, EngineOptions, GenerationRequest, TextEngine
+from specheads.training.distill.engine import (
+    Answer,
+    EngineOptions,
+    GenerationRequest,
+    TextEngine,
+)
+from specheads.training.distill.engines import build
 from specheads.training.distill.prompts import PromptSource, decoder, identity_of, prompt_source
 from specheads.training.distill.report import Report, report_of, write_report
 from specheads.training.distill.shards import Shards, claim_folder, is_claimed, is_complete
@@ -110,7 +115,7 @@ def engine_for(job: Job) -> TextEngine:
         max_length=job.prompts.longest,
         dtype=dtype_name(base.dtype),
     )
-    return engines.build(settings.engine, options)
+    return build(settings.engine, options)
 
 
 def refuse_sharded(base: FrozenBase, settings: Distill, folder: Path) -> None:

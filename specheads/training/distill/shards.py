@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from specheads.core.errors import InputError
 from specheads.core.files import SCRATCH, naming_full_disk, sole_writer, sweep, write_atomic
 from specheads.data.documents import Documents
-from specheads.training.distill.engines import Answer
+from specheads.training.distill.engine import Answer
 from specheads.training.distill.texts import FinishedText, Piece
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from specheads.core.loops import loops
 from specheads.decoding.acceptance.noise import derive
 from specheads.decoding.acceptance.sampling import Sampling
-from specheads.training.distill.engines import Answer, GenerationRequest
+from specheads.training.distill.engine import Answer, GenerationRequest
 from specheads.training.distill.prompts import PromptSource
 
 LONG_PERIOD, LONG_WINDOW = 64, 192

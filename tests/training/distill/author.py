@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from specheads.config import Distill
-from specheads.training.distill.engines import TextEngine
+from specheads.training.distill.engine import TextEngine
 from specheads.training.distill.engines.local import Local
 from specheads.training.distill.run import Job, write_text
 from tests.training.distill.pens import Talks, job

@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from specheads.config import Distill
-from specheads.training.distill.engines import Answer, GenerationRequest
+from specheads.training.distill.engine import Answer, GenerationRequest
 from specheads.training.distill.run import Job, write_text
 from tests import tiny
 

@@ -22,14 +22,8 @@ from specheads.core.errors import InputError
 from specheads.decoding.acceptance.sampling import Sampling
 from specheads.decoding.generate import generate
 from specheads.training.distill import server as requests
-from specheads.training.distill.engines import (
-    Answer,
-    EngineOptions,
-    GenerationRequest,
-    TextEngine,
-    openai,
-    transformers,
-)
+from specheads.training.distill.engine import Answer, EngineOptions, GenerationRequest, TextEngine
+from specheads.training.distill.engines import openai, transformers
 from tests import tiny
 from tests.training.distill.completions_server import (
     PASSING,

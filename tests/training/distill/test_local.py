@@ -9,7 +9,8 @@ import pytest
 from specheads.decoding.acceptance.sampling import Sampling
 from specheads.decoding.generate import generate
 from specheads.heads.load import build_for
-from specheads.training.distill.engines import GenerationRequest, local
+from specheads.training.distill.engine import GenerationRequest
+from specheads.training.distill.engines import local
 from specheads.training.distill.engines.local import Local
 from specheads.training.distill.run import write_text
 from tests import tiny

@@ -2,7 +2,7 @@
 
 import pytest
 
-from specheads.training.distill.engines import Answer
+from specheads.training.distill.engine import Answer
 from specheads.training.distill.texts import fault
 
 ALL = ("loop", "empty", "truncated")

@@ -18,7 +18,8 @@ from specheads.base.model import FrozenBase
 from specheads.core.errors import InputError
 from specheads.decoding.acceptance.sampling import Sampling
 from specheads.decoding.generate import generate
-from specheads.training.distill.engines import EngineOptions, GenerationRequest, TextEngine, openai
+from specheads.training.distill.engine import EngineOptions, GenerationRequest, TextEngine
+from specheads.training.distill.engines import openai
 
 pytestmark = pytest.mark.vllm
 

@@ -7,7 +7,7 @@ from specheads.base.paged import BlockPool
 from specheads.core.drafter import Head
 from specheads.decoding.engine import Engine
 from specheads.decoding.request import Request, Stream
-from specheads.training.distill.engines import Answer, EngineOptions, GenerationRequest
+from specheads.training.distill.engine import Answer, EngineOptions, GenerationRequest
 
 REFILL = 8
 """New texts wait until an eighth of the batch is free, because a joint prefill is cheaper."""

@@ -13,7 +13,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from specheads.core.errors import InputError
-from specheads.training.distill.engines import Answer, EngineOptions, GenerationRequest
+from specheads.training.distill.engine import Answer, EngineOptions, GenerationRequest
 from specheads.training.distill.server import PassingError, Server
 
 

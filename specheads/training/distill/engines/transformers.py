@@ -13,7 +13,7 @@ from specheads.base.model import FrozenBase
 from specheads.core.tree import TokenTree
 from specheads.decoding.acceptance import rules
 from specheads.decoding.acceptance.sampling import Rows
-from specheads.training.distill.engines import Answer, EngineOptions, GenerationRequest
+from specheads.training.distill.engine import Answer, EngineOptions, GenerationRequest
 
 
 class Batches:

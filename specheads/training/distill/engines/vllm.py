@@ -7,7 +7,7 @@ from weakref import finalize
 
 from specheads.core.errors import InputError, first_line
 from specheads.decoding.acceptance.sampling import Sampling
-from specheads.training.distill.engines import Answer, EngineOptions, GenerationRequest
+from specheads.training.distill.engine import Answer, EngineOptions, GenerationRequest
 
 
 class Offline:
