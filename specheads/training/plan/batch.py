@@ -2,11 +2,12 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import find_executable_batch_size
 
 from specheads.base.model import FrozenBase
 from specheads.config import Train
@@ -15,7 +16,8 @@ from specheads.core.errors import InputError
 from specheads.core.machine import available_bytes, held_bytes
 from specheads.runs.directory import RunDirectory
 from specheads.runs.settings import read_settings
-from specheads.training.plan.trial import REST, Trial, Tried, agreed
+from specheads.training.plan.shapes import Shapes, target_of
+from specheads.training.plan.trial import Trial, Tried, agreed
 from specheads.training.processes import load_base, readers
 from specheads.training.schedule import PlacedPhase, placed
 
@@ -25,53 +27,54 @@ MARGIN = {"cpu": 0.15, "cuda": 0.25}
 MOST_ROWS = 4096
 """Maximum sequences of one process."""
 
-PATIENCE = 30.0
-"""Maximum seconds of a tried step."""
+MOST_SECONDS = 30.0
+"""Maximum seconds of a step."""
 
 
-@dataclass(slots=True)
-class Climb:
-    """Steps of more and more rows."""
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """The largest step of a phase that fits."""
 
-    tried: dict[int, Tried] = field(default_factory=dict)
-    """By the rows of one process, fewest first."""
+    rows: int
+    """Sequences of one process."""
+    tried: Tried
+    row_bytes: int
+    """Memory of one more sequence, from shapes."""
 
     def needed(self, rows: int) -> int:
-        """Return the bytes of a step, extended linearly beyond the largest that was tried."""
-        if rows in self.tried:
-            return self.tried[rows].total
-        (few, least), (many, most) = [(1, None), *self.tried.items()][-2:]
-        slope = (_tensors(most) - _tensors(least)) / (many - few) if least else _tensors(most)
-        return most.total + int(slope * (rows - many))
+        """Return the bytes of a step with other `rows`, extended linearly."""
+        return self.tried.total + self.row_bytes * (rows - self.rows)
 
 
-def _tensors(tried: Tried) -> int:
-    # what a C library keeps has no slope to speak of
-    return tried.total - tried.memory.get(REST, 0)
+def largest_step(
+    trial: Trial, shapes: Shapes, phase: PlacedPhase, room: int, most: int, *, timed: bool
+) -> Fit | None:
+    """Return the largest step with at most `most` rows that fits; None if there is no memory.
 
-
-def climb(trial: Trial, phase: PlacedPhase, room: int, most: int, *, timed: bool) -> Climb:
-    """Try a phase's step with more and more rows: so many at most, and as long as it fits.
-
-    The last step is `timed` if it has them all.
+    The smallest step is measured; shapes tell how many more rows may fit. accelerate lowers that
+    number until a real step fits. A step that reaches `most` is timed if `timed`.
     """
-    found, least = Climb(), phase.settings.accumulation_steps
-    rows = min(least, most)
-    while rows:
-        try:
-            found.tried[rows] = trial.step(phase, rows, timed=timed and rows == most)
-        except torch.OutOfMemoryError:
-            break
-        tried = found.tried[rows]
-        # a line takes two points
-        bound = 2 * rows if tried.total + tried.growing <= room else rows
-        if len(found.tried) > 1:
-            bound = min(4 * rows, largest(found.needed, room))
-        more = int(-agreed(-float(min(bound, most))))
-        if more <= rows + rows // 16 or tried.seconds > PATIENCE:
-            break
-        rows = more
-    return found
+    least = min(phase.settings.accumulation_steps, most)
+    try:
+        first = Fit(
+            least, trial.step(phase, least, timed=timed and least == most), shapes.row_bytes(phase)
+        )
+    except torch.OutOfMemoryError:
+        return None
+    fitting = least + max(0, room - first.tried.total) // first.row_bytes
+    in_time = int(least * MOST_SECONDS / max(first.tried.seconds, 1e-6))
+    start = int(-agreed(-float(min(fitting, in_time, most))))
+
+    @find_executable_batch_size(starting_batch_size=start)
+    def attempt(rows: int) -> Fit:
+        if rows <= least:
+            return first
+        tried = trial.step(phase, rows, timed=timed and rows == most)
+        if agreed(float(tried.total)) > room:
+            raise torch.OutOfMemoryError("the step runs out of memory.")
+        return Fit(rows, tried, first.row_bytes)
+
+    return attempt() if start > least else first  # pyright: ignore[reportCallIssue]
 
 
 def settle_batches(
@@ -94,7 +97,8 @@ def settle_batches(
         base = base or load_base(settings.base, accelerator)
         trial = Trial(settings, base, accelerator, held_bytes(torch.device("cpu")))
         try:
-            sizes = {name: _largest(trial, name) for name in names}
+            shapes = Shapes(settings, target_of(settings.base, accelerator))
+            sizes = {name: _largest(trial, shapes, name) for name in names}
         finally:
             trial.leave()
     for name, size in sizes.items():
@@ -119,21 +123,19 @@ def _before(settings: Train, names: list[str]) -> dict[str, int]:
     return found if all(type(size) is int for size in found.values()) else {}
 
 
-def _largest(trial: Trial, name: str) -> int:
+def _largest(trial: Trial, shapes: Shapes, name: str) -> int:
     """Return the largest batch of a phase, over all processes."""
     device = trial.base.device
     phase = next(one for one in placed(trial.settings.schedule) if one.name == name)
     room = int((1 - MARGIN[memory_kind(device)]) * room_of(device))
-    least = phase.settings.accumulation_steps
-    found = climb(trial, phase, room, MOST_ROWS, timed=False)
-    # of several processes the one with the least room decides for all
-    rows = int(-agreed(-float(largest(found.needed, room, least)))) if found.tried else 0
-    if not rows:
+    found = largest_step(trial, shapes, phase, room, MOST_ROWS, timed=False)
+    if found is None or agreed(float(found.tried.total)) > room:
+        least = phase.settings.accumulation_steps
         raise InputError(
-            f"phase {name!r} must fit {room / 2**30:.3g} GiB, and {least} sequences do not; raise "
-            "accumulation_steps, or shorten sequence_length"
+            f"phase {name!r} must fit {room / 2**30:.3g} GiB, but {least} sequences do not; raise "
+            "accumulation_steps, or lower sequence_length"
         )
-    return rows * readers(trial.base.sharding, trial.accelerator)["world_size"]
+    return found.rows * readers(trial.base.sharding, trial.accelerator)["world_size"]
 
 
 def memory_kind(device: torch.device) -> str:
@@ -142,22 +144,11 @@ def memory_kind(device: torch.device) -> str:
 
 
 def room_of(device: torch.device) -> int:
-    """Return the bytes that this process can use on a device, including those it uses now."""
+    """Return the bytes that a process can use on its device, including those it uses now.
+
+    The process with the least memory decides for all.
+    """
     sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if device.type == "cpu" else 1
     # unused memory in torch's CUDA allocator already counts as available
     held = held_bytes(device) if device.type == "cpu" else torch.cuda.memory_allocated(device)
-    return available_bytes(device) // sharing + held
-
-
-def largest(needed: Callable[[int], int], room: int, least: int = 1) -> int:
-    """Return the largest number of rows that needs at most `room` bytes; zero if none fits."""
-    if needed(least) > room:
-        return 0
-    fits, too_many = least, 2 * least
-    while too_many <= MOST_ROWS and needed(too_many) <= room:
-        fits, too_many = too_many, 2 * too_many
-    # within a sixteenth, the accuracy of the estimate
-    while too_many - fits > max(1, fits // 16):
-        middle = (fits + too_many) // 2
-        fits, too_many = (middle, too_many) if needed(middle) <= room else (fits, middle)
-    return min(fits, MOST_ROWS)
+    return int(-agreed(-float(available_bytes(device) // sharing + held)))

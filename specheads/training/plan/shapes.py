@@ -90,6 +90,9 @@ LEARNED_BYTES = 4
 DOCUMENTS = 3
 """Assumed documents per row of best-fit packing."""
 
+MANY_ROWS = 64, 128
+"""Two step sizes whose difference gives the memory per row."""
+
 Parts = dict[str, int]
 """Bytes of each part."""
 
@@ -173,6 +176,11 @@ class Shapes:
         found = ledger.peak
         found[GRADIENTS] = found.get(GRADIENTS, 0) * LEARNED_BYTES // self.base.dtype.itemsize
         return self.weights() | found
+
+    def row_bytes(self, phase: PlacedPhase) -> int:
+        """Return the memory of one more row, in steps so large that the loss works in chunks."""
+        few, many = (sum(self.step(phase, rows).values()) for rows in MANY_ROWS)
+        return max(1, (many - few) // (MANY_ROWS[1] - MANY_ROWS[0]))
 
     def write(self, distill: Distill) -> Parts:
         """Return the peak of text generation, with a drafter if the settings allow one."""

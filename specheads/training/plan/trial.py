@@ -17,7 +17,7 @@ from specheads.core.machine import peak_bytes, restart_peak, synchronise
 from specheads.decoding.acceptance.sampling import Sampling
 from specheads.heads.load import build_for, drafter_of, resume_head
 from specheads.training import schedule as schedules
-from specheads.training.distill.engines import GenerationRequest
+from specheads.training.distill.engine import GenerationRequest
 from specheads.training.distill.engines.local import REFILL, Local
 from specheads.training.plan import shapes
 from specheads.training.plan.ledger import Ledger
@@ -29,12 +29,6 @@ from specheads.training.teacher import teacher_of
 LIBRARIES = "Python and libraries"
 REST = "allocator cache, packed weights, and others"
 """Memory of a process beyond torch tensors."""
-
-FIXED = (
-    *(LIBRARIES, shapes.BASE_WEIGHTS, shapes.HEAD_WEIGHTS, shapes.OPTIMIZER, shapes.GRADIENTS),
-    *("loss", REST),
-)
-"""Parts that hardly depend on the rows; the loss works in chunks."""
 
 LEAST_STEPS, MOST_STEPS, SECONDS = 3, 20, 10.0
 """Number of timed steps: as many as take `SECONDS`, within these bounds."""
@@ -54,11 +48,6 @@ class Tried:
     def total(self) -> int:
         """Bytes of all parts."""
         return sum(self.memory.values())
-
-    @property
-    def growing(self) -> int:
-        """Bytes that grow in proportion to the rows."""
-        return sum(size for part, size in self.memory.items() if part not in FIXED)
 
 
 class Trial:

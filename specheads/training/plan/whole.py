@@ -1,6 +1,6 @@
 """The plan of a run: memory by part, tokens, disk, hours, and changes if it does not fit."""
 
-from collections.abc import Callable
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -10,7 +10,7 @@ from specheads.config import Train
 from specheads.core.errors import InputError
 from specheads.core.machine import held_bytes
 from specheads.training.feature_cache import cache_bytes
-from specheads.training.plan.batch import climb, largest, room_of, settle_batches, unsettled
+from specheads.training.plan.batch import largest_step, room_of, settle_batches, unsettled
 from specheads.training.plan.shapes import Parts, Shapes, Target, target_of
 from specheads.training.plan.trial import Trial
 from specheads.training.processes import load_base, readers, sharding_of
@@ -162,12 +162,9 @@ def _compute(found: Plan, shapes: Shapes, phase: PlacedPhase) -> None:
     if distill and distill.engine == "local":
         found.stages.append(Stage(f"{phase.name}: text", shapes.write(distill)))
 
-    def needed(rows: int) -> int:
-        return sum(shapes.step(phase, rows).values())
-
     found.stages.append(Stage(phase.name, shapes.step(phase, _rows(phase, found))))
     found.phases.append(_phase_plan(phase, shapes))
-    found.changes += _changes(found, phase, needed, shapes.gradients)
+    found.changes += _changes(found, phase, shapes)
 
 
 def _try(found: Plan, shapes: Shapes, trial: Trial, phases: list[PlacedPhase]) -> None:
@@ -179,8 +176,8 @@ def _try(found: Plan, shapes: Shapes, trial: Trial, phases: list[PlacedPhase]) -
         if here:
             found.stages.append(Stage(f"{phase.name}: text", trial.write(here)))
         rows = _rows(phase, found)
-        climbed = climb(trial, phase, found.room, rows, timed=True)
-        if not climbed.tried:
+        fit = largest_step(trial, shapes, phase, found.room, rows, timed=True)
+        if fit is None:
             found.notes.append(
                 f"phase {phase.name!r}: there was no memory for the first step that was tried; "
                 "what it holds is computed from shapes"
@@ -189,19 +186,19 @@ def _try(found: Plan, shapes: Shapes, trial: Trial, phases: list[PlacedPhase]) -
             found.phases.append(_phase_plan(phase, shapes))
             found.changes += _levers(phase)
             continue
-        most, tried = list(climbed.tried.items())[-1]
-        more = climbed.needed(rows) - tried.total
-        found.stages.append(Stage(phase.name, tried.memory | ({EXTENDED: more} if more else {})))
+        more = fit.needed(rows) - fit.tried.total
+        memory = fit.tried.memory | ({EXTENDED: more} if more else {})
+        found.stages.append(Stage(phase.name, memory))
         if more:
             found.notes.append(
-                f"phase {phase.name!r}: steps of up to {most} sequences were tried, and extended "
+                f"phase {phase.name!r}: a step of {fit.rows} sequences was measured and extended "
                 f"linearly to {rows}"
             )
-        seconds = tried.seconds * rows / most
+        seconds = fit.tried.seconds * rows / fit.rows
         # last, because it leaves more memory behind than a run does
         writing = trial.writing_seconds(here) if here else 0.0
         found.phases.append(_phase_plan(phase, shapes, seconds, writing))
-        found.changes += _changes(found, phase, climbed.needed, shapes.gradients)
+        found.changes += _changes(found, phase, shapes)
     if any(one.writing_hours for one in found.phases):
         found.notes.append(
             "hours of generated text are without drafts, memory is with drafts; a good head is "
@@ -234,16 +231,16 @@ def _phase_plan(
     )
 
 
-def _changes(
-    found: Plan, phase: PlacedPhase, needed: Callable[[int], int], gradients: int
-) -> list[str]:
-    """Return changes that make a phase fit; empty if it fits or is not known."""
+def _changes(found: Plan, phase: PlacedPhase, shapes: Shapes) -> list[str]:
+    """Return changes that make the last stage fit; empty if it fits or is not known."""
     rows, parts = _rows(phase, found), phase.settings.accumulation_steps
-    if found.room is None or needed(rows) <= found.room:
+    excess = found.stages[-1].total - (found.room or 0)
+    if found.room is None or excess <= 0:
         return []
     # all parts except the first run next to gradients
-    fitting = min(largest(needed, found.room - gradients, parts), rows) // parts
-    if not fitting:
+    too_many = math.ceil((excess + shapes.gradients) / shapes.row_bytes(phase))
+    fitting = (rows - too_many) // parts
+    if fitting < 1:
         return _levers(phase)
     setting = f"schedule.phases.{phase.name}"
     return [

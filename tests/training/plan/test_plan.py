@@ -19,13 +19,13 @@ from specheads.heads.load import build_for, kinds
 from specheads.training import processes
 from specheads.training.losses import depth_loss
 from specheads.training.plan import batch, whole
-from specheads.training.plan.batch import climb, largest, settle_batches
+from specheads.training.plan.batch import largest_step, settle_batches
 from specheads.training.plan.ledger import Ledger
 from specheads.training.plan.shapes import GRADIENTS, OPTIMIZER, Shapes, target_of
 from specheads.training.plan.trial import LIBRARIES, REST, Trial, Tried
 from specheads.training.plan.whole import Plan, plan
 from specheads.training.processes import accelerator_of_environment
-from specheads.training.schedule import placed
+from specheads.training.schedule import PlacedPhase, placed
 from tests import tiny
 
 ALONE = "~schedule.phases.distilled"
@@ -57,11 +57,16 @@ def planned(folder: Path, *overrides: str) -> Plan:
     return plan(settings_of(folder, *overrides), ACCELERATOR)
 
 
+Trying = tuple[Trial, Shapes, PlacedPhase]
+
+
 @pytest.fixture
-def climbing(folder: Path) -> Iterator[Trial]:
+def trying(folder: Path) -> Iterator[Trying]:
+    """A trial, its shapes and its phase."""
     settings = settings_of(folder, ALONE, "head=medusa")
     trial = Trial(settings, FrozenBase.load(str(folder), dtype="float32"), ACCELERATOR, 0)
-    yield trial
+    (phase,) = placed(settings.schedule)
+    yield trial, Shapes(settings, target_of(settings.base, ACCELERATOR)), phase
     trial.leave()
 
 
@@ -130,35 +135,53 @@ def test_a_batch_that_grows_reads_fewer_tokens(folder: Path):
     assert 10 * 4 * 64 < phase.tokens < 10 * 8 * 64
 
 
-def test_more_rows_take_more_and_parts_of_them_less(climbing: Trial):
-    (phase,) = placed(climbing.settings.schedule)
-    found = climb(climbing, phase, 10**12, 10, timed=False)
-    assert list(found.tried) == [1, 2, 8, 10]
-    sizes = [one.total - one.memory.get(REST, 0) for one in found.tried.values()]
-    assert sizes == sorted(set(sizes))
-    assert found.needed(64) > found.needed(10)
+def test_the_largest_step_is_measured_and_extended(trying: Trying):
+    trial, shapes, phase = trying
+    found = largest_step(trial, shapes, phase, 10**12, 10, timed=False)
+    assert found is not None
+    assert found.rows == 10
+    assert found.needed(10) == found.tried.total
+    assert found.needed(64) > found.needed(20) > found.needed(10)
 
 
-def test_no_step_is_tried_that_would_not_fit(climbing: Trial, monkeypatch: pytest.MonkeyPatch):
-    # tensors alone: what libraries keep of former tests moves by more than rows this small take
-    monkeypatch.setattr("specheads.training.plan.trial.peak_bytes", lambda _: 0)
-    (phase,) = placed(climbing.settings.schedule)
-    small = climb(climbing, phase, 10**12, 2, timed=False)
-    found = climb(climbing, phase, small.needed(5), 1000, timed=False)
-    assert 4 <= max(found.tried) <= 6
-
-
-@pytest.mark.parametrize(("room", "tried"), [(150, [1, 2, 4]), (119, [1]), (120, [1, 2])])
-def test_twice_the_first_rows_are_not_tried_where_they_would_not_fit(
-    room: int, tried: list[int], climbing: Trial, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("room", "wrong_by", "rows"), [(150, 0, 5), (139, 0, 4), (109, 0, 1), (10, 0, 1), (150, 8, 3)]
+)
+def test_the_largest_step_fits_the_memory(
+    room: int, wrong_by: int, rows: int, trying: Trying, monkeypatch: pytest.MonkeyPatch
 ):
+    """Shapes say 10 bytes per row; a real step may need more of them."""
+    trial, shapes, phase = trying
+    taken: list[int] = []
+
     def step(phase: Any, rows: int, *, timed: bool) -> Tried:
         del phase, timed
-        return Tried({"base weights": 90, "loss": 10, "activations of the head": 10 * rows}, 0.0)
+        taken.append(rows)
+        return Tried({"base weights": 100, "others": (rows - 1) * (10 + wrong_by)}, 0.0)
 
-    monkeypatch.setattr(climbing, "step", step)
-    (phase,) = placed(climbing.settings.schedule)
-    assert list(climb(climbing, phase, room, 4, timed=False).tried) == tried
+    monkeypatch.setattr(trial, "step", step)
+    monkeypatch.setattr(shapes, "row_bytes", lambda _: 10)
+    found = largest_step(trial, shapes, phase, room, 5, timed=False)
+    assert found is not None
+    assert found.rows == rows
+    assert max(taken) <= 5
+
+
+def test_a_step_that_runs_out_of_memory_is_made_smaller(
+    trying: Trying, monkeypatch: pytest.MonkeyPatch
+):
+    trial, shapes, phase = trying
+
+    def step(phase: Any, rows: int, *, timed: bool) -> Tried:
+        del phase, timed
+        if rows > 50:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return Tried({"others": rows}, 0.0)
+
+    monkeypatch.setattr(trial, "step", step)
+    found = largest_step(trial, shapes, phase, 10**12, 100, timed=False)
+    assert found is not None
+    assert 45 <= found.rows <= 50
 
 
 def test_where_not_even_one_sequence_fits_the_plan_says_what_is_left(
@@ -257,12 +280,6 @@ def test_weights_that_are_too_large_are_not_loaded(folder: Path, monkeypatch: py
     assert found.fits is False
     assert "do not fit" in found.notes[0]
     assert any("a smaller base" in change for change in found.changes)
-
-
-def test_the_largest_number_that_fits_is_found_within_a_sixteenth():
-    assert largest(lambda rows: 10 + 3 * rows, 310) in range(94, 101)
-    assert largest(lambda rows: 10 + 3 * rows, 13) == 1
-    assert largest(lambda rows: 10 + 3 * rows, 12) == 0
 
 
 def test_an_automatic_batch_is_a_number_that_fits_and_is_told(
