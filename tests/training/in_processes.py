@@ -40,7 +40,7 @@ from tests import tiny
 from tests.packed import counted_in, texts
 
 FORK = multiprocessing.get_context("fork")
-# of a process that computed no gradient: torch built for CUDA lets no child of one that did
+# fork before computing gradients: torch with CUDA does not support it afterwards
 CLEAN = multiprocessing.get_context("forkserver")
 CLEAN.set_forkserver_preload(["tests.conftest", "tests.training.in_processes"])
 
@@ -55,15 +55,15 @@ SHARED_OUT: dict[str, dict[str, str]] = {
         "ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_TP_SIZE": "2",
     },
 }  # fmt: skip
-"""What the launcher says of configurations that share out the base."""
+"""Variables of the launcher for configurations with a sharded base."""
 
 
 class StopError(Exception):
-    """Ends a process as a power cut would."""
+    """Simulates a power cut."""
 
 
 def documents() -> Documents:
-    """Return documents of uneven lengths, of which parts count."""
+    """Return documents of different lengths with partial loss masks."""
     found = texts(lengths=(9, 22, 6, 15, 12, 7, 31, 18, 5, 26) * 4)
     return Documents(
         pa.table(
@@ -79,17 +79,17 @@ def documents() -> Documents:
 
 @functools.cache
 def folder_of_base() -> str:
-    """Return where the tiny llama lies, for processes that load a part of it each."""
+    """Return the folder of the tiny llama, for processes that load a shard each."""
     folder = tempfile.mkdtemp()
     tiny.base("llama").model.save_pretrained(folder)
     return folder
 
 
 def joined(shared_out: str) -> tuple[Accelerator, FrozenBase]:
-    """Return what joins the processes, and the base in float64 as each of them has it."""
+    """Return the accelerator and this process's part of the base in float64."""
     if not shared_out:
         return Accelerator(cpu=True), tiny.base("llama")
-    # before processes are joined: of those, transformers lets the first alone write
+    # before the process group exists: in one, transformers writes on the first process only
     settings = Base(model=folder_of_base(), dtype="float64")
     os.environ |= SHARED_OUT[shared_out]
     accelerator = accelerator_of_environment(settings.dtype)
@@ -109,7 +109,7 @@ def train(
     choices: dict[str, Any] | None = None,
     **settings: Any,
 ) -> None:
-    """Train a head in float64, telling of each step; `cut` changes what a process reads."""
+    """Train a head in float64 and log each step; `cut` changes the batches of a process."""
     accelerator, base = joined(shared_out)
     torch.manual_seed(0)
     made = {"kind": kind, "depth": 2, "draft_tokens": drafted}
@@ -143,7 +143,7 @@ def train(
 
 
 def forked(count: int, act: Callable[..., None], *arguments: Any) -> list[int | None]:
-    """Act in so many processes of one run; return how each ended."""
+    """Call a function in several processes of one run; return the exit codes."""
     ranks = started(count, act, *arguments)
     for process in ranks:
         process.join()
@@ -153,7 +153,7 @@ def forked(count: int, act: Callable[..., None], *arguments: Any) -> list[int | 
 def started(
     count: int, act: Callable[..., None], *arguments: Any, by: Any = CLEAN
 ) -> list[BaseProcess]:
-    """Act in so many processes of one run, and do not wait for them.
+    """Call a function in several processes of one run, without waiting.
 
     Those of `FORK` have the files that are open here.
     """
@@ -175,7 +175,7 @@ def _act_as(rank: int, count: int, port: int, act: Callable[..., None], argument
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         os.environ |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
-    # what the tests before made of it in this process
+    # caches of earlier tests in this process
     AcceleratorState._reset_state(reset_partial_state=True)
     torch.set_num_threads(1)
     act(*arguments)
@@ -184,7 +184,7 @@ def _act_as(rank: int, count: int, port: int, act: Callable[..., None], argument
 
 
 class Failing:
-    """Text whose third batch cannot be made."""
+    """Text whose third batch raises."""
 
     def __init__(self, text: BatchStream) -> None:
         self.text = text
@@ -199,7 +199,7 @@ class Failing:
 
 
 def at_step(number: int, act: Callable[[], object]) -> None:
-    """Have this process act before a step, a moment that prefetching cannot move."""
+    """Call a function on this process before a step, independent of prefetching."""
     whole: Any = Stepper
     step = whole.step
 

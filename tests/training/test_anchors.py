@@ -1,4 +1,4 @@
-"""Heads that learn from anchors: which are drawn, what the loss is over, and what is said of it."""
+"""Heads with anchors: sampling of anchors, loss and confidence."""
 
 import torch
 from torch.nn import functional as F  # noqa: N812
@@ -36,7 +36,7 @@ def batch_of(first_sample: int = 0, rows: int = 3) -> TokenBatch:
     return TokenBatch(batch.tokens[part], batch.loss_mask[part], None, first_sample)
 
 
-def test_a_step_draws_so_many_whole_drafts_of_each_row_however_it_is_divided():
+def test_anchors_per_row_do_not_depend_on_parts():
     head = head_of("dflash")
     (place,) = placed(Schedule(phases={"corpus": phase()}))
     batch = batch_of()
@@ -45,18 +45,18 @@ def test_a_step_draws_so_many_whole_drafts_of_each_row_however_it_is_divided():
     assert not (drawn & ~whole_chains(batch.loss_mask, DEPTH)).any()
     assert torch.equal(place.scored(batch_of(1, 2), head, seed=5), drawn[1:])
     assert not torch.equal(place.scored(batch, head, seed=6), drawn)
-    # held-out text is measured at the same anchors each time
+    # validation uses the same anchors each time
     assert torch.equal(place.scored(batch, head), place.scored(batch, head))
 
 
-def test_the_loss_is_that_of_the_drawn_drafts_with_its_weights():
+def test_loss_covers_drawn_drafts_with_weights():
     base, head, batch = tiny.base(), head_of("dflash"), batch_of()
     settings = phase(loss="cross_entropy", decay=0.7788)
     (place,) = placed(Schedule(phases={"corpus": settings}))
     features = base.read(batch.tokens, head.aux_layers)
     scored = place.scored(batch, head, seed=5)
     loss = Objective(head)(features, batch.tokens, scored, base.logits_of, settings)
-    # the first labels of a text are left to those who could be drafted at every depth
+    # the first labels of a text count if every depth can draft them
     rows, first = (scored & (torch.arange(TIME) > DEPTH)).nonzero(as_tuple=True)
     assert len(rows) > 8
     logits = offline_logits(head, features, batch.tokens)
@@ -69,7 +69,7 @@ def test_the_loss_is_that_of_the_drawn_drafts_with_its_weights():
     torch.testing.assert_close(loss.total, wanted)
 
 
-def test_dspark_s_loss_adds_how_wrong_its_word_is():
+def test_dspark_loss_includes_the_confidence_loss():
     base, head, batch = tiny.base(), head_of("dspark"), batch_of()
     settings = phase(loss="cross_entropy_l1", decay=0.7788)
     (place,) = placed(Schedule(phases={"corpus": settings}))
@@ -97,7 +97,7 @@ def test_dspark_s_loss_adds_how_wrong_its_word_is():
     assert slope.abs().max() > 0
 
 
-def test_nobody_says_it_better_than_who_says_the_rate_itself():
+def test_confidence_loss_is_least_at_the_acceptance_rate():
     torch.manual_seed(0)
     state, weight = torch.randn(6, 5), torch.randn(11, 5)
     targets = Targets(torch.tensor([0, 3, -1, 2, 1, 4]), torch.randn(6, 5), None)
@@ -108,13 +108,13 @@ def test_nobody_says_it_better_than_who_says_the_rate_itself():
     at_best = confidence_loss([rates.logit()], *call)
     for other in (0.1, -0.1):
         assert (confidence_loss([rates.logit() + other], *call) > at_best).all()
-    # a row without a label counts for nothing
+    # a row without a label does not count
     off = rates.logit()
     off[2] = 50.0
     torch.testing.assert_close(confidence_loss([off], *call), at_best)
 
 
-def test_features_without_documents_and_with_one_each_are_drafted_alike():
+def test_no_documents_equals_one_document_per_row():
     base, head, batch = tiny.base(), head_of("dspark"), batch_of()
     read = base.read(batch.tokens, head.aux_layers)
     marked = Features(read.hidden, read.aux, read.tokens, torch.zeros_like(batch.tokens))

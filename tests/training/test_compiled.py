@@ -1,4 +1,4 @@
-"""Base and head that accelerate has compiled train what they train as they are written."""
+"""Compiled base and head train as without compilation."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,9 +21,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 @pytest.fixture(autouse=True)
 def nothing_compiled() -> Iterator[None]:
-    # no compiler sees through the checks of types that tests run with
+    # the compiler does not support the type checks of tests
     jaxtyping.config.update("jaxtyping_disable", True)
-    # what the tests before made of it in this process
+    # caches of earlier tests in this process
     AcceleratorState._reset_state(reset_partial_state=True)
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -31,7 +31,7 @@ def nothing_compiled() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def test_a_compiled_head_and_base_have_the_losses_of_others(
+def test_compiled_head_and_base_have_the_same_losses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     asked = {"steps": 2, "shared_out": "none"}
@@ -45,7 +45,7 @@ def test_a_compiled_head_and_base_have_the_losses_of_others(
         assert ours == pytest.approx(theirs, rel=0, abs=1e-9)
 
 
-def test_a_base_reads_by_a_graph_where_accelerate_compiles(monkeypatch: pytest.MonkeyPatch):
+def test_base_is_compiled_when_accelerate_compiles(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "AOT_EAGER")
     torch._dynamo.utils.counters.clear()
     base = load_base(Base(model=folder_of_base(), dtype="float64"), Accelerator(cpu=True))

@@ -1,4 +1,4 @@
-"""What a step costs: counted by hand for small shapes, and by torch while it runs."""
+"""FLOPs of a step: by hand for small shapes, and as counted by torch."""
 
 import pytest
 import torch
@@ -16,9 +16,9 @@ def phase(**settings) -> Phase:
     return Phase(text="corpus", steps=1, batch_size=2, sequence_length=40, **settings)
 
 
-# gpt2's layers are no linear ones
+# gpt2 uses Conv1D layers
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
-def test_the_base_costs_what_torch_counts_but_for_attention_that_is_masked_away(architecture: str):
+def test_base_flops_equal_torchs_except_masked_attention(architecture: str):
     base, batch = tiny.base(architecture, attention="eager"), alone(texts())
     head = build_for({"kind": "medusa", "depth": 2}, base, None)
     with FlopCounterMode(display=False) as counter:
@@ -32,7 +32,7 @@ def test_the_base_costs_what_torch_counts_but_for_attention_that_is_masked_away(
     assert found == pytest.approx(counter.get_total_flops() - square + causal, rel=1e-4)
 
 
-def test_matrices_of_many_experts_count_and_tables_do_not():
+def test_expert_matrices_count_and_embeddings_do_not():
     experts, table, quantised = nn.Module(), nn.Embedding(9, 4), nn.Linear(6, 4)
     experts.gate_up, experts.bias = nn.Parameter(torch.ones(3, 4, 5)), nn.Parameter(torch.ones(3))
     quantised.weight = nn.Parameter(torch.ones(12, 1))
@@ -40,7 +40,7 @@ def test_matrices_of_many_experts_count_and_tables_do_not():
     assert [_multiplied(one) for one in layers] == [60, 0, 24, 0, 0]
 
 
-def test_documents_cost_less_than_one_long_text():
+def test_documents_need_fewer_flops_than_one_text():
     base, batch = tiny.base(), packed(texts())
     head = build_for({"kind": "medusa", "depth": 2}, base, None)
     short, long = (
@@ -51,7 +51,7 @@ def test_documents_cost_less_than_one_long_text():
 
 
 @pytest.mark.parametrize("loss", ["cross_entropy", "soft_cross_entropy"])
-def test_the_vocabulary_costs_its_labels(loss: str):
+def test_vocabulary_flops_depend_on_labels(loss: str):
     base, batch = tiny.base(), packed(texts())
     made = {"kind": "mlp_speculator", "depth": 2, "inner_dim": 24}
     head = build_for(made, base, None)
@@ -63,13 +63,13 @@ def test_the_vocabulary_costs_its_labels(loss: str):
 
 
 @pytest.mark.parametrize("kind", kinds())
-def test_every_kind_has_layers_that_cost_something(kind: str):
+def test_all_kinds_have_flops(kind: str):
     base = tiny.base()
     head = build_for({"kind": kind, "depth": 3}, base, None)
     assert step_flops(base, head, packed(texts()), phase()).head > 0
 
 
-def test_a_head_that_learns_from_anchors_costs_by_their_number():
+def test_anchor_heads_flops_depend_on_anchors():
     base, batch = tiny.base(), packed(texts())
     few, many = (
         step_flops(
@@ -84,5 +84,5 @@ def test_a_head_that_learns_from_anchors_costs_by_their_number():
     assert few.head < many.head < 2 * few.head  # keys and values of the text are the same
 
 
-def test_a_machine_multiplies_at_some_rate():
+def test_matmul_rate_is_positive():
     assert matmul_rate(torch.device("cpu"), torch.float32) > 1e6

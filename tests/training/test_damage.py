@@ -1,4 +1,4 @@
-"""Whatever happens to its disk, a run ends in the same head, bit for bit, or says why it cannot."""
+"""After damage to its disk a run gives the same head bit for bit, or an error message."""
 
 import errno
 import io
@@ -31,7 +31,7 @@ SCHEDULE = Schedule(phases={"corpus": phase(), "distilled": phase(steps=5, score
 
 
 def killed_at(step: int, folder: Path) -> None:
-    """Train until a step and no further, as a power cut would have it."""
+    """Train until a step and stop as in a power cut."""
     with pytest.MonkeyPatch.context() as patch:
         whole = Stepper.step
 
@@ -46,10 +46,10 @@ def killed_at(step: int, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("step", [5, 10], ids=["phase one", "phase two"])
-def test_a_random_byte_of_a_checkpoint_may_be_anything(
+def test_checkpoint_survives_any_changed_byte(
     step: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    """Fifty bytes a phase, of the newest checkpoint or the one before it."""
+    """Change fifty bytes per phase, in the newest or the previous checkpoint."""
     chance = random.Random(step)
     whole = run_training(tmp_path / "whole", SCHEDULE).state_dict()
     killed_at(step, tmp_path / "killed")
@@ -74,7 +74,7 @@ def test_a_random_byte_of_a_checkpoint_may_be_anything(
 
 
 class Disk:
-    """Takes so many writes into a folder, and leaves half of the next one."""
+    """Allows a number of writes, and truncates the next one."""
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
         self.folder, self.writes, self.room = str(folder), 0, -1
@@ -117,7 +117,7 @@ class Disk:
 
 
 def session(folder: Path) -> Head:
-    """Do what the command does to a run's folder, from its lock to its end."""
+    """Perform the file operations of a command in a run directory."""
     run, base = RunDirectory(folder), tiny.base("llama", dtype=torch.float32)
     prompts = Counting(base.vocab_size)
     settings = Distill(num_samples=8, new_tokens=8, shard_size=2)
@@ -138,9 +138,7 @@ def session(folder: Path) -> Head:
     return head
 
 
-def test_a_full_disk_at_any_moment_is_named_and_the_run_goes_on_once_there_is_room(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_full_disk_is_reported_and_the_run_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     disk = Disk(tmp_path, monkeypatch)
     whole = session(tmp_path / "whole").state_dict()
     moments = random.Random(0).sample(range(disk.writes), 20)

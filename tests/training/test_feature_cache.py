@@ -1,4 +1,4 @@
-"""A feature cache: the same training to the bit, without the base; damage is told and mended."""
+"""Feature cache: the same training bit for bit without the base; damaged files are recomputed."""
 
 import shutil
 from pathlib import Path
@@ -46,13 +46,13 @@ def assert_same_run(one: tuple[Path, Head], other: tuple[Path, Head]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["mlp_speculator", "eagle3"])
-def test_training_from_the_cache_is_the_same_to_the_bit_and_asks_the_base_nothing(
+def test_cached_training_is_bitwise_equal_without_base_forwards(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     plain = tmp_path / "plain", trained(tmp_path / "plain", None, kind)
     cache, _ = cached(tmp_path / "features", kind)
     first = tmp_path / "first", trained(tmp_path / "first", cache, kind)
-    # six batches, and one that is held out
+    # six training batches and one validation batch
     assert len(list(cache.folder.iterdir())) == 7
 
     def asked(*_: Any, **__: Any) -> None:
@@ -65,7 +65,7 @@ def test_training_from_the_cache_is_the_same_to_the_bit_and_asks_the_base_nothin
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "empty"])
-def test_a_damaged_file_is_named_and_made_anew(damage: str, tmp_path: Path):
+def test_damaged_cache_file_is_recomputed(damage: str, tmp_path: Path):
     cache, told = cached(tmp_path / "features")
     first = tmp_path / "first", trained(tmp_path / "first", cache)
     file = sorted(cache.folder.iterdir())[2]
@@ -79,7 +79,7 @@ def test_a_damaged_file_is_named_and_made_anew(damage: str, tmp_path: Path):
     assert file.read_bytes() == whole
 
 
-def test_other_weights_layers_and_precisions_have_folders_of_their_own(tmp_path: Path):
+def test_other_weights_layers_and_dtypes_have_separate_folders(tmp_path: Path):
     folders = {
         FeatureCache(tmp_path, base, layers, print).folder
         for base, layers in (
@@ -108,7 +108,7 @@ def settings(folder: Path, gib: float, **changes: Any) -> Train:
     )
 
 
-def test_a_size_that_was_not_confirmed_is_refused_with_the_size(tmp_path: Path):
+def test_too_large_cache_is_refused_with_its_size(tmp_path: Path):
     #  (1000 steps x 2 rows + 16 rows held out) x 128 x (1 + 3) x 32 x 4 bytes
     size = (1000 * 2 + 16) * 128 * 4 * 32 * 4 / 2**30
     assert f"{size:.2f}" == "0.12"
@@ -120,7 +120,7 @@ def test_a_size_that_was_not_confirmed_is_refused_with_the_size(tmp_path: Path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_disk_without_room_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_cache_on_a_full_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     full = shutil.disk_usage(tmp_path)._replace(free=2**20)
     monkeypatch.setattr(module.shutil, "disk_usage", lambda _: full)
     with pytest.raises(
@@ -129,6 +129,6 @@ def test_a_disk_without_room_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
         feature_cache(settings(tmp_path / "new", 1.0), BASE, (1, 2, 3), print)
 
 
-def test_a_base_that_learns_is_not_cached(tmp_path: Path):
+def test_joint_training_with_cache_is_refused(tmp_path: Path):
     with pytest.raises(InputError, match="phase 'corpus' trains the base; set feature_cache"):
         feature_cache(settings(tmp_path, 9.0, joint=Joint()), BASE, (), print)

@@ -1,4 +1,4 @@
-"""Joint training: the frozen weights stay, LoRA learns, and what is served is what was trained."""
+"""Joint training: frozen weights do not change, LoRA is trained, and exports equal the base."""
 
 import copy
 import json
@@ -42,7 +42,7 @@ TEXT = torch.arange(24).view(2, 12) % 7
 
 
 def fresh_base(architecture: str = "llama", dtype: torch.dtype = torch.float64) -> FrozenBase:
-    """Return a base of its own: merging changes it, and the cached ones are everybody's."""
+    """Return a new base, because merging changes it."""
     return FrozenBase(copy.deepcopy(tiny.base(architecture, dtype=dtype).model))
 
 
@@ -63,7 +63,7 @@ def joint(**changes: Any) -> Joint:
 
 
 class Moving:
-    """Text that moves on by one token a batch."""
+    """Text that shifts by one token per batch."""
 
     def batches(
         self, cursor: dict[str, Any] | None = None
@@ -110,7 +110,7 @@ def said(base: FrozenBase) -> Tensor:
 
 @pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
 @pytest.mark.parametrize("target", ["text", "base"])
-def test_joint_training_leaves_the_frozen_weights_bitwise_as_they_are(
+def test_joint_training_does_not_change_frozen_weights(
     architecture: str, target: str, tmp_path: Path
 ):
     base = fresh_base(architecture, torch.float32)
@@ -136,7 +136,7 @@ def randomise(adapter: Adapter) -> None:
 
 
 @pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
-def test_switched_off_it_is_the_original_and_merged_it_is_the_adapted_base(
+def test_disabled_adapter_is_the_original_and_merged_one_the_adapted_base(
     architecture: str, tmp_path: Path
 ):
     base = fresh_base(architecture)
@@ -163,7 +163,7 @@ def test_switched_off_it_is_the_original_and_merged_it_is_the_adapted_base(
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
-def test_peft_loads_the_saved_adapter_without_us(tmp_path: Path):
+def test_peft_loads_the_saved_adapter(tmp_path: Path):
     base = fresh_base(dtype=torch.float32)
     plain = copy.deepcopy(base.model)
     _, run = run_training(tmp_path, base, {"joint": phase(joint=joint())})
@@ -184,7 +184,7 @@ def tied_base() -> FrozenBase:
     return FrozenBase(model)
 
 
-def test_a_projection_tied_to_the_embedding_is_left_out_and_stays_tied(tmp_path: Path):
+def test_tied_projection_gets_no_adapter_and_stays_tied(tmp_path: Path):
     base = tied_base()
     assert "lm_head" in targets(fresh_base().model)
     assert "lm_head" not in targets(base.model)
@@ -200,7 +200,7 @@ def test_a_projection_tied_to_the_embedding_is_left_out_and_stays_tied(tmp_path:
     assert torch.equal(base.embedding, embedding)
 
 
-def test_layers_are_named_by_their_ends():
+def test_target_modules_match_name_suffixes():
     model = fresh_base().model
     assert targets(model, ["q_proj", "layers.0.mlp.up_proj"]) == [
         "model.layers.0.self_attn.q_proj",
@@ -212,14 +212,14 @@ def test_layers_are_named_by_their_ends():
         targets(model, ["q_proj", "c_attn"])
 
 
-def test_a_quantised_base_is_refused():
+def test_quantised_base_is_refused():
     model = fresh_base().model
     model.config.quantization_config = {"quant_method": "gptq"}  # pyright: ignore
     with pytest.raises(ValueError, match="load an unquantised base"):
         targets(model)
 
 
-def test_what_is_no_adapter_is_refused_in_one_line(tmp_path: Path):
+def test_invalid_adapter_is_refused_in_one_line(tmp_path: Path):
     base = fresh_base()
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"needs adapter_model\.safetensors, and it has none"):
@@ -238,11 +238,11 @@ def test_what_is_no_adapter_is_refused_in_one_line(tmp_path: Path):
     [("constant", 0.0, 0.2), ("sine", 0.0, 0.0), ("sine", 0.5, 0.2 * math.sqrt(0.5)),
      ("sine", 1.0, 0.2)],
 )  # fmt: skip
-def test_the_head_s_weight_rises_from_zero_or_stands(ramp: str, place: float, weight: float):
+def test_head_weight_is_a_sine_ramp_or_constant(ramp: str, place: float, weight: float):
     assert head_weight(Joint(ramp=ramp), place) == pytest.approx(weight, abs=1e-12)
 
 
-def test_the_log_has_the_ramp_s_ends_and_both_learning_rates(tmp_path: Path):
+def test_log_has_head_weight_and_both_learning_rates(tmp_path: Path):
     settings = joint(ramp="sine", head_weight=0.3, learning_rate=5e-3)
     phases = {"joint": phase(final_share=1.0, joint=settings)}
     _, run = run_training(tmp_path, fresh_base(dtype=torch.float32), phases)
@@ -256,7 +256,7 @@ def test_the_log_has_the_ramp_s_ends_and_both_learning_rates(tmp_path: Path):
         assert row["loss"] == pytest.approx(total, rel=1e-5)
 
 
-def test_base_and_head_have_learning_rates_of_their_own():
+def test_base_and_head_have_separate_learning_rates():
     base = fresh_base()
     adapter = Adapter(base.model, joint())
     head = build_for({"kind": "medusa", "depth": 2}, base)
@@ -271,7 +271,7 @@ def test_base_and_head_have_learning_rates_of_their_own():
 
 
 @pytest.mark.parametrize("kind", kinds())
-def test_every_part_of_the_adapter_and_of_the_head_learns(kind: str, tmp_path: Path):
+def test_all_parameters_of_adapter_and_head_are_trained(kind: str, tmp_path: Path):
     base = fresh_base(dtype=torch.float32)
     # A moves from the second step on: until then B is zero
     head, run = run_training(tmp_path, base, {"joint": phase(joint=joint())}, kind=kind)
@@ -286,7 +286,7 @@ def test_every_part_of_the_adapter_and_of_the_head_learns(kind: str, tmp_path: P
         assert not torch.equal(value, head.get_parameter(name)), name
 
 
-def test_a_phase_of_the_head_alone_leaves_the_adapter_untouched(tmp_path: Path):
+def test_phase_without_joint_does_not_change_the_adapter(tmp_path: Path):
     base = fresh_base(dtype=torch.float32)
     heads_only, both = phase(), phase(joint=joint())
     _, first = run_training(tmp_path / "first", base, {"heads": heads_only, "joint": both})
@@ -303,14 +303,14 @@ def test_a_phase_of_the_head_alone_leaves_the_adapter_untouched(tmp_path: Path):
 
 
 class StopError(Exception):
-    """Ends a run as a power cut would."""
+    """Simulates a power cut."""
 
 
 @pytest.mark.parametrize("target", ["text", "base"])
-def test_stopping_and_going_on_equals_never_stopping(
+def test_resumed_training_equals_uninterrupted_training(
     target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Bitwise, with dropout and positions drawn anew in each step."""
+    """Bitwise, with random dropout and label masks in each step."""
     base = fresh_base(dtype=torch.float32)
     phases = {
         "heads": phase(scored_share=0.7),
@@ -342,7 +342,7 @@ def joint_teacher(base: FrozenBase) -> tuple[JointTeacher, Adapter]:
     return teacher, teacher.adapter
 
 
-def test_what_fails_while_the_base_rests_leaves_it_learning():
+def test_error_at_rest_restores_adapter_training():
     base = fresh_base()
     teacher, adapter = joint_teacher(base)
     randomise(adapter)
@@ -357,7 +357,7 @@ def test_what_fails_while_the_base_rests_leaves_it_learning():
 
 
 @pytest.mark.parametrize("architecture", ["llama", "granite", "gpt2"])
-def test_the_base_s_own_loss_is_that_of_all_its_logits_at_once(architecture: str):
+def test_base_loss_equals_the_loss_of_all_logits(architecture: str):
     base = fresh_base(architecture)
     teacher, adapter = joint_teacher(base)
     scored = torch.rand(TEXT.shape, generator=torch.manual_seed(3)) < 0.6
@@ -379,7 +379,7 @@ def test_the_base_s_own_loss_is_that_of_all_its_logits_at_once(architecture: str
 
 
 @pytest.mark.parametrize("chunk_rows", [1, 4, 100])
-def test_chunks_change_neither_the_loss_nor_its_gradient(chunk_rows: int):
+def test_chunks_do_not_change_loss_and_gradient(chunk_rows: int):
     hidden = torch.randn(9, 5, dtype=torch.float64, requires_grad=True)
     aims = torch.arange(9) % 5
 
@@ -395,7 +395,7 @@ def test_chunks_change_neither_the_loss_nor_its_gradient(chunk_rows: int):
     torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-13)
 
 
-def test_a_base_that_learns_itself_has_nothing_to_learn_at_first():
+def test_target_base_has_zero_loss_and_gradient_at_first():
     base = fresh_base()
     teacher, adapter = joint_teacher(base)
     adapter.learn(True)
@@ -406,7 +406,7 @@ def test_a_base_that_learns_itself_has_nothing_to_learn_at_first():
     assert max(gradient.abs().max().item() for gradient in gradients) < 1e-12
 
 
-def test_the_head_learns_the_distribution_of_the_base_as_it_is_now():
+def test_head_learns_the_adapted_base_distribution():
     base = fresh_base()
     adapter = Adapter(base.model, joint())
     randomise(adapter)
@@ -423,7 +423,7 @@ def test_the_head_learns_the_distribution_of_the_base_as_it_is_now():
     )
 
 
-def test_the_run_says_that_its_head_belongs_to_base_and_adapter(tmp_path: Path):
+def test_run_records_base_and_adapter_of_the_head(tmp_path: Path):
     base = fresh_base(dtype=torch.float32)
     run = RunDirectory(tmp_path)
     run.begin("a: 1\n", {"base_fingerprint": "f"})
@@ -459,7 +459,7 @@ def specheads(monkeypatch: pytest.MonkeyPatch, command: str, *arguments: str) ->
 
 
 def small_corpus(folder: Path) -> Path:
-    """Write texts enough for every split; the standard library would take longer to read."""
+    """Write enough texts for every split, faster than reading the standard library."""
     texts = (f"def add_{i}(x):\n    return x + {i}\n" * 80 for i in range(300))
     file = folder / "texts.jsonl"
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -467,10 +467,10 @@ def small_corpus(folder: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_the_command_line_trains_both_and_measures_what_became_of_the_base(
+def test_command_trains_both_and_measures_base_quality(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ):
-    """And measures the same again, of the run and of its head on base and adapter."""
+    """Evaluation of the run equals that of its head with base and adapter."""
     run = RunDirectory(tmp_path / "run")
     left_over = ["~schedule.phases.corpus", "~schedule.phases.distilled"]
     specheads(

@@ -1,4 +1,4 @@
-"""liger-kernel serves hard labels on CUDA, and gives what the chunked loss gives."""
+"""liger-kernel computes hard labels on CUDA and equals the chunked loss."""
 
 import sys
 from importlib.machinery import ModuleSpec
@@ -28,7 +28,7 @@ def _problem(device: str, dtype: torch.dtype, *, tied: bool = False) -> tuple[An
 
 
 class _Fake:
-    """What liger-kernel 0.8.5's function takes and gives, by position, made of plain torch."""
+    """Plain torch version of liger-kernel 0.8.5's function."""
 
     calls = 0
 
@@ -69,13 +69,13 @@ def _agree(problem: Any, leaves: list[Tensor], monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.usefixtures("_installed")
-def test_hard_labels_go_through_liger_where_it_is_installed(monkeypatch: pytest.MonkeyPatch):
+def test_hard_labels_use_liger_if_installed(monkeypatch: pytest.MonkeyPatch):
     _agree(*_problem("cpu", torch.float32), monkeypatch, 1e-5)
     assert _Fake.calls == DEPTH
 
 
 @pytest.mark.usefixtures("_installed")
-def test_what_liger_does_not_fit_is_not_given_to_it():
+def test_unsupported_losses_do_not_use_liger():
     tied, _ = _problem("cpu", torch.float32, tied=True)
     depth_loss(*tied, kind="cross_entropy")
     untied, _ = _problem("cpu", torch.float32)
@@ -90,6 +90,6 @@ def test_what_liger_does_not_fit_is_not_given_to_it():
     assert _Fake.calls == 0
 
 
-def test_without_liger_or_cuda_the_chunked_loss_does_all():
+def test_chunked_loss_without_liger_or_cuda():
     (states, projections, _), _ = _problem("cpu", torch.float32)
     assert not liger.fits("cross_entropy", states, projections)

@@ -1,4 +1,4 @@
-"""The fused loss is the dense one: its values and slopes, in pieces and for every kind."""
+"""The fused loss equals the dense loss: values and gradients, for every loss."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -23,7 +23,7 @@ from specheads.training.losses.row_losses import exponentials
 ROWS, VOCAB, WIDTH, DEPTH = 23, 31, 6, 3
 KINDS = sorted(KINDS)
 OF_THE_BASE = [kind for kind in KINDS if kind == "soft_cross_entropy" or "cross" not in kind]
-"""Those that read nothing but the base's distribution."""
+"""Losses that need the base's distribution only."""
 Problem = tuple[list[Tensor], list[tuple[Tensor, Tensor | None]], Targets]
 
 
@@ -47,7 +47,7 @@ def _targets(num_rows: int) -> Targets:
 
 
 def _dense_rows(kind: str, logits: Tensor, base_logits: Tensor, labels: Tensor) -> Tensor:
-    """Return a loss for each row, from the formulas, differentiable by autograd."""
+    """Return the loss per row from the formula, with autograd."""
     log_draft, log_base = logits.log_softmax(-1), base_logits.log_softmax(-1)
     draft, base = log_draft.exp(), log_base.exp()
     divergence = (base * (log_base - log_draft)).sum(-1)
@@ -105,7 +105,7 @@ def _dense(
 
 def _assert_same(fused: Tensor, dense: Tensor, leaves: list[Tensor]) -> None:
     torch.testing.assert_close(fused, dense, rtol=1e-12, atol=1e-12)
-    # times three: what comes from above must reach every gradient
+    # times three: the upstream gradient must reach every gradient
     ours = torch.autograd.grad(3 * fused, leaves)
     theirs = torch.autograd.grad(3 * dense, leaves, allow_unused=True)
     for leaf, one, other in zip(leaves, ours, theirs, strict=True):
@@ -131,7 +131,7 @@ def test_blocks_smaller_than_a_chunk_change_nothing(kind: str, monkeypatch: pyte
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("chunk_rows", [1, 9, 100])
-def test_dpace_weighs_each_row_by_its_own_drafts(kind: str, chunk_rows: int):
+def test_dpace_weights_depend_on_each_row(kind: str, chunk_rows: int):
     problem, leaves = _problem()
     targets = [problem[2], _targets(ROWS), _targets(ROWS)]
     fused = depth_loss(*problem[:2], targets, kind=kind, weighting="dpace", chunk_rows=chunk_rows)
@@ -148,7 +148,7 @@ def test_dpace_weighs_each_row_by_its_own_drafts(kind: str, chunk_rows: int):
     chunk_rows=st.integers(1, ROWS + 2),
     dpace=st.booleans(),
 )
-def test_rows_left_out_at_a_depth_count_for_nothing_there(
+def test_excluded_rows_do_not_count(
     kind: str, weights: list[float], masks: list[list[bool]], chunk_rows: int, dpace: bool
 ):
     problem, leaves = _problem()
@@ -172,9 +172,7 @@ def test_rows_left_out_at_a_depth_count_for_nothing_there(
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("weighting", WEIGHTINGS)
 @pytest.mark.parametrize("num_rows", [0, 5])
-def test_a_batch_with_nothing_to_score_gives_zero_and_no_gradient(
-    kind: str, weighting: str, num_rows: int
-):
+def test_batch_without_labels_has_zero_loss_and_gradient(kind: str, weighting: str, num_rows: int):
     (states, projections, targets), leaves = _problem(num_rows)
     none = Targets(
         torch.full((num_rows,), -1, dtype=torch.long), targets.base_hidden, targets.project
@@ -186,7 +184,7 @@ def test_a_batch_with_nothing_to_score_gives_zero_and_no_gradient(
         assert not gradient.any()
 
 
-def test_a_retained_graph_gives_its_gradients_twice_and_a_freed_one_refuses():
+def test_second_backward_needs_retain_graph():
     problem, leaves = _problem()
     total = depth_loss(*problem).total
     first = torch.autograd.grad(total, leaves, retain_graph=True)
@@ -206,7 +204,7 @@ def test_a_frozen_projection_gets_no_gradient():
     assert projections[0][0].grad is None
 
 
-def test_logits_that_the_projection_only_lends_are_left_as_they_are():
+def test_logits_of_the_projection_are_not_modified():
     problem, _ = _problem()
     hidden = torch.randn(ROWS, VOCAB, dtype=torch.float64)
     before = hidden.clone()
@@ -216,7 +214,7 @@ def test_logits_that_the_projection_only_lends_are_left_as_they_are():
         assert torch.equal(hidden, before), kind
 
 
-def test_agreement_is_the_share_of_rows_where_draft_and_base_choose_alike():
+def test_agreement_is_the_share_of_equal_argmax():
     #  base chooses  0 1 2 2      the draft says 0 1 2 0 at depth 0: three of four
     eye = torch.eye(3)
     base_hidden = eye[[0, 1, 2, 2]]
@@ -229,7 +227,7 @@ def test_agreement_is_the_share_of_rows_where_draft_and_base_choose_alike():
 def _one_row(
     kind: str, draft: list[float], base: list[float], dtype: torch.dtype = torch.float64
 ) -> tuple[float, Tensor]:
-    """Return the loss and its slope by the logits, for given logits of one row; label 0."""
+    """Return the loss and its gradient for given logits of one row with label 0."""
     logits = torch.tensor([draft], dtype=dtype, requires_grad=True)
     targets = Targets(torch.tensor([0]), torch.tensor([base], dtype=dtype), lambda rows: rows)
     eye = torch.eye(len(draft), dtype=dtype)
@@ -257,13 +255,13 @@ def _log(*probs: float) -> list[float]:
         ("lk_hybrid", 0.24191448769409912),
     ],
 )
-def test_three_tokens_give_the_losses_one_works_out_by_hand(kind: str, value: float):
+def test_losses_of_three_tokens_by_hand(kind: str, value: float):
     found, _ = _one_row(kind, _log(0.25, 0.25, 0.5), _log(0.5, 0.25, 0.25))
     assert found == pytest.approx(value, abs=1e-10)
 
 
 @pytest.mark.parametrize("kind", OF_THE_BASE)
-def test_the_base_s_own_distribution_is_the_least_any_draft_can_reach(kind: str):
+def test_losses_are_least_at_the_base_distribution(kind: str):
     base = _log(0.5, 0.3, 0.2)
     at_best, slope = _one_row(kind, base, base)
     torch.testing.assert_close(slope, torch.zeros_like(slope), rtol=0, atol=1e-12)
@@ -273,7 +271,7 @@ def test_the_base_s_own_distribution_is_the_least_any_draft_can_reach(kind: str)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_descent_raises_what_the_draft_has_too_little_of(kind: str):
+def test_descent_raises_too_small_probabilities(kind: str):
     _, slope = _one_row(kind, _log(0.1, 0.3, 0.6), _log(0.7, 0.2, 0.1))
     assert slope[0] < 0 < slope[2]
     assert slope.sum().item() == pytest.approx(0.0, abs=1e-12)
@@ -299,7 +297,7 @@ def test_total_variation_is_one_minus_the_rate_of_acceptance(draft: list[float],
     [[0.0, 900.0, 0.0], [-torch.inf, 3.0, 0.0], [-torch.inf, 3.0, -torch.inf]],
     ids=["disjoint", "one ruled out", "one left"],
 )
-def test_distributions_that_share_nothing_give_finite_losses_and_slopes(
+def test_disjoint_distributions_have_finite_losses_and_gradients(
     kind: str, dtype: torch.dtype, base: list[float]
 ):
     value, slope = _one_row(kind, [900.0, -900.0, 0.0], base, dtype)
@@ -307,7 +305,7 @@ def test_distributions_that_share_nothing_give_finite_losses_and_slopes(
     assert slope.isfinite().all()
 
 
-def test_where_the_distributions_share_almost_nothing_lk_still_pulls_and_total_variation_does_not():
+def test_lk_has_a_gradient_where_total_variation_vanishes():
     draft, base = [200.0, 0.0, 0.0], [0.0, 200.0, 0.0]
     assert _one_row("total_variation", draft, base, torch.float32)[1].abs().max() == 0
     value, slope = _one_row("lk", draft, base, torch.float32)
@@ -315,13 +313,13 @@ def test_where_the_distributions_share_almost_nothing_lk_still_pulls_and_total_v
     assert slope[1].item() == pytest.approx(-1 / 3, abs=1e-4)
 
 
-def test_dpace_weighs_a_depth_by_the_chains_that_pass_through_it():
+def test_dpace_weights_by_hand():
     #  confidence 1, 0, 1 is smoothed to 1, 1/2, 1: chains reach 1, 1/2, 1/2
     weights = dpace_weights(torch.tensor([[1.0], [0.0], [1.0]]))
     assert weights[:, 0].tolist() == [2.0, 1.0, 0.5]
 
 
-def test_no_more_than_a_chunk_of_logits_is_ever_alive(monkeypatch: pytest.MonkeyPatch):
+def test_at_most_one_chunk_of_logits_is_alive(monkeypatch: pytest.MonkeyPatch):
     sizes = []
     linear = F.linear
 
@@ -378,13 +376,13 @@ def test_products_in_bfloat16_keep_losses_and_shared_gradients_in_float32():
         ({"depth_weights": [1.0]}, "one weight for each of 3 depths, got 1"),
     ],
 )
-def test_a_setting_no_loss_has_is_refused(settings: dict[str, Any], message: str):
+def test_unknown_loss_settings_are_refused(settings: dict[str, Any], message: str):
     problem, _ = _problem()
     with pytest.raises(ValueError, match=message):
         depth_loss(*problem, **settings)
 
 
-def test_a_loss_by_the_base_s_distribution_is_refused_without_it():
+def test_loss_without_base_distribution_is_refused():
     (states, projections, targets), _ = _problem()
     blind = Targets(targets.labels, targets.base_hidden, None)
     with pytest.raises(ValueError, match="kl needs the base's distribution"):
@@ -392,7 +390,7 @@ def test_a_loss_by_the_base_s_distribution_is_refused_without_it():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_exponentials_are_zero_where_they_would_be_no_ordinary_numbers(dtype: torch.dtype):
+def test_exponentials_flush_subnormals_to_zero(dtype: torch.dtype):
     given = torch.tensor([-torch.inf, -800.0, -100.0, -80.0, -1.5, 0.0, torch.nan], dtype=dtype)
     wanted = given.exp()
     wanted[wanted < torch.finfo(dtype).tiny] = 0.0

@@ -15,7 +15,7 @@ def test_orthogonalising_brings_every_singular_value_near_one():
         assert values.max() < 1.3
 
 
-def test_on_a_cpu_it_walks_where_torchs_muon_walks_to_bfloat16_precision():
+def test_float32_muon_equals_torchs_within_bfloat16_rounding():
     ours, theirs = nn.Parameter(torch.randn(24, 16)), nn.Parameter(torch.empty(24, 16))
     theirs.data.copy_(ours.data)
     start = ours.detach().clone()
@@ -32,7 +32,7 @@ def test_on_a_cpu_it_walks_where_torchs_muon_walks_to_bfloat16_precision():
     assert (ours - theirs).norm() < 0.02 * moved
 
 
-def test_where_a_processor_computes_bfloat16_it_is_torchs_own_step(
+def test_muon_equals_torchs_on_bfloat16_cpus(
     monkeypatch: pytest.MonkeyPatch,
 ):
     ours, theirs = nn.Parameter(torch.randn(24, 16)), nn.Parameter(torch.empty(24, 16))

@@ -1,4 +1,4 @@
-"""Packed and unpacked training are the same training: one loss on the same documents."""
+"""Packed and unpacked training have the same loss on the same documents."""
 
 import copy
 
@@ -52,7 +52,7 @@ def same(found: DepthLoss, wanted: DepthLoss, within: float = 1e-6) -> bool:
 
 @pytest.mark.parametrize("kind", kinds())
 @pytest.mark.parametrize("weighting", ["geometric", "dpace"])
-def test_every_kind_has_the_same_loss_packed_and_alone(kind: str, weighting: str):
+def test_packed_loss_equals_separate_loss_for_every_kind(kind: str, weighting: str):
     head, documents = head_of(kind), texts()
     settings = phase(weighting=weighting)
     found, slopes = loss_of(head, packed(documents), settings)
@@ -60,7 +60,7 @@ def test_every_kind_has_the_same_loss_packed_and_alone(kind: str, weighting: str
     assert same(found, wanted)
     for ours, other in zip(slopes, theirs, strict=True):
         torch.testing.assert_close(ours, other, rtol=1e-6, atol=1e-8)
-    # the same rows without a mask are other documents
+    # the same rows without document ids have another loss
     batch = packed(documents)
     blind, _ = loss_of(head, TokenBatch(batch.tokens, batch.loss_mask), settings)
     assert not same(blind, wanted, within=1e-3)
@@ -68,7 +68,7 @@ def test_every_kind_has_the_same_loss_packed_and_alone(kind: str, weighting: str
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("weighting", ["geometric", "dpace"])
-def test_every_loss_is_the_same_packed_and_alone(loss: str, weighting: str):
+def test_packed_loss_equals_separate_loss_for_every_loss(loss: str, weighting: str):
     head, documents = head_of("eagle3"), texts()
     settings = phase(loss=loss, weighting=weighting)
     found, wanted = (
@@ -77,7 +77,7 @@ def test_every_loss_is_the_same_packed_and_alone(loss: str, weighting: str):
     assert same(found, wanted)
 
 
-def test_a_chain_lies_in_one_document():
+def test_chains_do_not_cross_documents():
     #  a a a b b b      with depth 2 no chain begins at a document's end
     scored = torch.ones(1, 6, dtype=torch.bool)
     documents = torch.tensor([[0, 0, 0, 1, 1, 1]])
@@ -87,7 +87,7 @@ def test_a_chain_lies_in_one_document():
 
 
 @pytest.mark.parametrize("target", ["text", "base"])
-def test_a_base_that_learns_has_the_same_loss_packed_and_alone(target: str):
+def test_packed_joint_loss_equals_separate_loss(target: str):
     base = FrozenBase(copy.deepcopy(tiny.base().model))
     joint = Joint(rank=2, dropout=0.0, target=target)
     teacher = JointTeacher(base, head_of("medusa"), joint, seed=0)

@@ -1,4 +1,4 @@
-"""Prefetching changes when items are made, and nothing else."""
+"""Prefetching changes only the time at which items are prepared."""
 
 import threading
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from specheads.training.trainer import prefetched
 
 
 class Made:
-    """Numbers, and how many of them were made, by whom."""
+    """Counts prepared numbers and records their thread."""
 
     def __init__(self, fail_at: int = -1) -> None:
         self.count, self.fail_at, self.closed = 0, fail_at, False
@@ -31,7 +31,7 @@ class Made:
             assert self.changed.wait_for(lambda: self.count >= count, timeout=60)
 
 
-def test_items_come_in_order_from_another_thread_and_few_in_advance():
+def test_items_are_prefetched_in_order():
     made = Made()
     items = prefetched(made.numbers(), ahead=2)
     assert [next(items) for _ in range(5)] == [0, 1, 2, 3, 4]
@@ -47,7 +47,7 @@ def test_a_finite_stream_ends():
     assert list(prefetched(iter(""))) == []
 
 
-def test_what_goes_wrong_is_raised_where_its_item_would_have_come():
+def test_error_is_raised_in_place_of_its_item():
     items = prefetched(Made(fail_at=3).numbers())
     assert [next(items) for _ in range(3)] == [0, 1, 2]
     with pytest.raises(ValueError, match="text is at its end"):

@@ -1,4 +1,4 @@
-"""Several processes train one head, and a launcher shows what we say and nothing of its own."""
+"""Several processes train one head; a launcher shows our messages only."""
 
 import os
 import signal
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.slow
 
 
 def python(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a module as a user would, without GPUs, in the checkout."""
+    """Run a module in the checkout without GPUs."""
     return subprocess.run(
         [sys.executable, "-m", *arguments],
         cwd=REPOSITORY,
@@ -43,7 +43,7 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_two_processes_train_the_head_that_one_trains(tmp_path: Path):
+def test_two_processes_train_the_same_head_as_one(tmp_path: Path):
     for folder, launcher in (("two", (*TORCHRUN, "-m")), ("one", ())):
         found = python(*launcher, IN_PROCESSES, str(tmp_path / folder), "train")
         assert found.returncode == 0, found.stderr
@@ -53,11 +53,11 @@ def test_two_processes_train_the_head_that_one_trains(tmp_path: Path):
     )
     for name, value in first.items():
         assert torch.equal(value, second[name]), name
-        # sums in another order
+        # another order of summation
         torch.testing.assert_close(value, alone[name], rtol=0, atol=1e-8)
 
 
-def test_an_error_in_one_process_ends_them_all(tmp_path: Path):
+def test_error_in_one_process_ends_all(tmp_path: Path):
     found = python(*TORCHRUN, "-m", IN_PROCESSES, str(tmp_path), "fail-1")
     assert found.returncode == 1
     assert "ValueError: text is at its end" in found.stderr
@@ -65,16 +65,14 @@ def test_an_error_in_one_process_ends_them_all(tmp_path: Path):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_signal_that_one_process_gets_stops_all_of_them_at_one_checkpoint(
-    rank: int, tmp_path: Path
-):
+def test_signal_to_one_process_stops_all_at_one_checkpoint(rank: int, tmp_path: Path):
     found = python(*TORCHRUN, "-m", IN_PROCESSES, str(tmp_path), f"stop-{rank}")
     assert found.returncode == 1
     assert "KeyboardInterrupt" in found.stderr
     assert [folder.name for folder in (tmp_path / "checkpoints").iterdir()] == ["step-4"]
 
 
-def test_one_process_goes_on_where_two_were_stopped(tmp_path: Path):
+def test_one_process_resumes_a_run_of_two(tmp_path: Path):
     stopped = python(*TORCHRUN, "-m", IN_PROCESSES, str(tmp_path / "run"), "stop-1")
     assert "KeyboardInterrupt" in stopped.stderr
     for folder in ("run", "whole"):
@@ -86,7 +84,7 @@ def test_one_process_goes_on_where_two_were_stopped(tmp_path: Path):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_launcher_names_a_process_that_was_killed_and_ends_the_others(rank: int, tmp_path: Path):
+def test_launcher_reports_a_killed_process_and_ends_the_others(rank: int, tmp_path: Path):
     found = python(*TORCHRUN, "-m", IN_PROCESSES, str(tmp_path), f"kill-{rank}")
     assert found.returncode == 1
     assert "Signal 9 (SIGKILL)" in found.stderr
@@ -94,7 +92,7 @@ def test_a_launcher_names_a_process_that_was_killed_and_ends_the_others(rank: in
 
 
 class Pair:
-    """Two processes of one run, which no launcher watches."""
+    """Two processes of one run without a launcher."""
 
     def __init__(self, count: int, *arguments: str, **environment: str) -> None:
         with socket.socket() as free:
@@ -151,7 +149,7 @@ LONG_TEXT = (
     ("count", "rank", "number"),
     [(2, 0, signal.SIGTERM), (2, 1, signal.SIGINT), (1, 0, signal.SIGTERM)],
 )
-def test_a_signal_while_the_base_writes_stops_all_processes_and_leaves_whole_shards(
+def test_signal_during_generation_stops_all_and_leaves_complete_shards(
     count: int, rank: int, number: signal.Signals, tmp_path: Path
 ):
     run = tmp_path / "run"
@@ -167,9 +165,7 @@ def test_a_signal_while_the_base_writes_stops_all_processes_and_leaves_whole_sha
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("steps", [1, 100_000], ids=["while the base writes", "while one trains"])
-def test_a_process_that_is_killed_is_missed_by_the_others_without_a_launcher(
-    rank: int, steps: int, tmp_path: Path
-):
+def test_killed_process_is_reported_without_a_launcher(rank: int, steps: int, tmp_path: Path):
     run = tmp_path / "run"
     pair = Pair(
         2, "train.py", *LONG_TEXT, f"schedule.phases.corpus.steps={steps}", f"run_dir={run}"
@@ -178,7 +174,7 @@ def test_a_process_that_is_killed_is_missed_by_the_others_without_a_launcher(
     pair.kill(rank)
 
 
-def test_a_second_run_of_a_folder_is_refused_by_all_its_processes_and_disturbs_nothing(
+def test_second_run_of_a_folder_is_refused_on_all_processes(
     tmp_path: Path,
 ):
     run = tmp_path / "run"
@@ -204,7 +200,7 @@ def test_a_signal_after_training_leaves_a_finished_run(tmp_path: Path):
     assert not (run / "report").exists()
 
 
-def test_the_smoke_recipe_in_two_processes_shares_out_its_text_and_says_how_many_they_are(
+def test_smoke_recipe_in_two_processes_shares_the_text(
     tmp_path: Path,
 ):
     run = tmp_path / "run"
@@ -221,7 +217,7 @@ def test_the_smoke_recipe_in_two_processes_shares_out_its_text_and_says_how_many
 
 
 def test_accelerate_launch_shows_one_line_for_a_mistake(tmp_path: Path):
-    """With --quiet no traceback follows; accelerate itself turns every exit code into 1."""
+    """--quiet suppresses the traceback; accelerate turns every exit code into 1."""
     found = python(
         "accelerate.commands.launch", "--quiet", "--num_processes", "1", "--num_machines", "1",
         "--mixed_precision", "no", "--dynamo_backend", "no",

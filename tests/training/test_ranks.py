@@ -1,4 +1,4 @@
-"""However many processes train, and in however many parts, the losses are those of one."""
+"""Losses do not depend on the number of processes and parts."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +13,7 @@ from tests.training.in_processes import StopError, at_step, forked, train
 
 
 def told(folder: Path) -> list[dict[str, float]]:
-    """Return what was logged of each step, but for what a clock says."""
+    """Return the log of each step without timings."""
     rows = read_metrics(folder / "metrics.jsonl")
     others = ("phase", "tokens_per_second", "hours", "data_wait_share", "peak_gib", "mfu")
     return [{name: row[name] for name in row if name not in others} for row in rows]
@@ -30,7 +30,7 @@ def same_losses(
     of: Sequence[str] = tuple(kinds()),
     **settings: Any,
 ) -> None:
-    """Hold runs against the first one, for kinds of heads.
+    """Compare runs with the first one, for several kinds.
 
     A run is a number of processes and of accumulation steps, and how the base is shared out.
     """
@@ -53,9 +53,7 @@ def test_two_processes_have_the_losses_of_one(tmp_path: Path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["text", "base"])
-def test_a_base_that_learns_drops_out_the_same_in_any_number_of_processes(
-    target: str, tmp_path: Path
-):
+def test_adapter_dropout_does_not_depend_on_processes(target: str, tmp_path: Path):
     joint = Joint(rank=2, dropout=0.3, target=target, learning_rate=1e-2)
     runs = (1, 1), (2, 1), (4, 1), (2, 3)
     same_losses(tmp_path, *runs, of=["medusa", "eagle3"], steps=50, joint=joint)
@@ -63,18 +61,14 @@ def test_a_base_that_learns_drops_out_the_same_in_any_number_of_processes(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 5])
-def test_held_out_text_is_measured_alike_where_a_process_has_less_of_it_or_none(
-    rows: int, tmp_path: Path
-):
+def test_validation_with_unequal_shares_is_the_same(rows: int, tmp_path: Path):
     same_losses(tmp_path, (1, 1), (2, 1), (4, 1), steps=4, drafted=40, held_out=rows)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("held_out", [0, 5])
-def test_any_number_of_processes_sees_one_score_and_ends_the_phase_at_one_step(
-    held_out: int, tmp_path: Path
-):
-    """Of three prompts, so that one of four processes has none."""
+def test_early_stopping_does_not_depend_on_processes(held_out: int, tmp_path: Path):
+    """Three prompts: one of four processes has none."""
     of, watched = ["mlp_speculator", "eagle3"], {"every": 1, "patience": 3}
     asked = {"steps": 40, "held_out": held_out, "watched": watched}
     for count in (1, 2, 4):
@@ -99,19 +93,19 @@ def test_any_number_of_processes_sees_one_score_and_ends_the_phase_at_one_step(
     ],
     ids=["cross entropy", "dpace, some tokens, muon"],
 )
-def test_fifty_steps_have_one_loss_in_any_number_of_processes_and_parts(
+def test_fifty_steps_have_the_same_loss_with_any_processes_and_parts(
     settings: dict[str, Any], tmp_path: Path
 ):
-    """Of six rows a step, so that four processes have unequal shares."""
+    """Six rows per step: four processes have unequal shares."""
     same_losses(tmp_path, (1, 1), (2, 1), (4, 1), (1, 3), (2, 2), steps=50, **settings)
 
 
 RAMP = {"batch_size": 16, "first_batch_share": 0.3, "batch_ramp_share": 0.8}
-"""From five rows a step to sixteen."""
+"""Batch sizes from five to sixteen."""
 
 
 @pytest.mark.slow
-def test_a_batch_that_grows_has_one_loss_in_any_number_of_processes_and_parts(tmp_path: Path):
+def test_growing_batch_has_the_same_loss_with_any_processes_and_parts(tmp_path: Path):
     same_losses(tmp_path, (1, 1), (2, 1), (4, 1), (2, 2), steps=50, **RAMP)
     rows = told(tmp_path / "2-1" / "medusa")
     assert [row["batch_size"] for row in rows[::10]] == [5, 8, 10, 13, 16]
@@ -121,7 +115,7 @@ def test_a_batch_that_grows_has_one_loss_in_any_number_of_processes_and_parts(tm
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, RAMP], ids=["", "while the batch grows"])
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 4)])
-def test_another_number_of_processes_goes_on_with_the_same_losses(
+def test_resume_with_other_processes_has_the_same_losses(
     before: int, after: int, settings: dict[str, Any], tmp_path: Path
 ):
     whole, parts = tmp_path / "whole", tmp_path / "parts"

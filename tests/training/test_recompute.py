@@ -1,4 +1,4 @@
-"""Layers of a head that compute twice give the gradients of those that keep what they computed."""
+"""Recomputed layers have the same gradients with fewer stored activations."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from tests import tiny
 
 
 def learned(head: Head, activation_checkpointing: bool) -> tuple[dict[str, Tensor], int]:
-    """Return the gradients of one loss, and bytes of activations that were kept for them."""
+    """Return the gradients of a loss and the bytes of stored activations."""
     base = tiny.base("llama")
     tokens = torch.arange(60).reshape(2, 30) % tiny.VOCAB
     phase = Phase(text="corpus", activation_checkpointing=activation_checkpointing)

@@ -1,4 +1,4 @@
-"""Processes that share a base out among them train what one trains that has it whole."""
+"""Training with a sharded base equals training with a whole base."""
 
 import subprocess
 import sys
@@ -32,7 +32,7 @@ from tests.training.test_ranks import each, same_losses, stopped_at, told
 CONFIGS = sorted((REPOSITORY / "configs" / "accelerate").glob("*.yaml"))
 
 
-def test_two_processes_that_share_a_base_have_the_losses_of_one(tmp_path: Path):
+def test_two_processes_with_sharded_base_have_the_losses_of_one(tmp_path: Path):
     same_losses(tmp_path, (1, 1), (2, 2, "fsdp2"), of=["eagle3"], steps=3)
 
 
@@ -46,19 +46,19 @@ def known_again(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["fsdp2", "tensor"])
-def test_a_base_that_is_shared_out_is_the_same_base(how: str):
+def test_sharded_base_has_the_same_outputs(how: str):
     assert forked(2, known_again, how) == [0, 0]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["fsdp2", "tensor"])
-def test_fifty_steps_have_one_loss_however_a_base_is_shared_out(how: str, tmp_path: Path):
-    """Of six rows a step, so that four processes have unequal shares."""
+def test_fifty_steps_have_the_same_loss_with_any_sharding(how: str, tmp_path: Path):
+    """Six rows per step: four processes have unequal shares."""
     same_losses(tmp_path, (1, 1), (2, 1, how), (4, 1, how), (2, 2, how), steps=50)
 
 
 @pytest.mark.slow
-def test_groups_of_processes_hold_a_base_each(tmp_path: Path):
+def test_each_group_of_processes_has_a_base(tmp_path: Path):
     same_losses(tmp_path, (1, 1), (4, 1, "replicas"), steps=4)
 
 
@@ -68,7 +68,7 @@ def test_groups_of_processes_hold_a_base_each(tmp_path: Path):
     [((1, ""), (2, "fsdp2")), ((2, "fsdp2"), (1, "")), ((2, "fsdp2"), (2, ""))],
     ids=lambda run: f"{run[0]}{run[1]}",
 )
-def test_a_run_goes_on_however_its_base_is_shared_out(
+def test_run_resumes_with_another_sharding(
     before: tuple[int, str], after: tuple[int, str], tmp_path: Path
 ):
     of, whole, parts = ["eagle3", "mlp_speculator"], tmp_path / "whole", tmp_path / "parts"
@@ -87,7 +87,7 @@ def test_a_run_goes_on_however_its_base_is_shared_out(
 
 
 @pytest.mark.slow
-def test_a_launcher_names_a_process_that_was_killed_beside_one_that_shares_its_base(
+def test_launcher_reports_a_killed_process_of_a_sharded_base(
     tmp_path: Path,
 ):
     found = python(*TORCHRUN, "-m", IN_PROCESSES, str(tmp_path), "kill-1", "fsdp2")
@@ -98,7 +98,7 @@ def test_a_launcher_names_a_process_that_was_killed_beside_one_that_shares_its_b
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_process_that_is_killed_is_missed_by_one_that_shares_its_base(rank: int, tmp_path: Path):
+def test_killed_process_is_reported_with_a_sharded_base(rank: int, tmp_path: Path):
     pair = Pair(
         *(2, "train.py", "recipe=smoke", "~schedule.phases.distilled", "evaluate_after=false"),
         *("schedule.phases.corpus.steps=100000", f"run_dir={tmp_path / 'run'}"),
@@ -117,7 +117,7 @@ def test_a_process_that_is_killed_is_missed_by_one_that_shares_its_base(rank: in
         ({"PARALLELISM_CONFIG_DP_SHARD_SIZE": "0"}, "dp_shard_size must be at least 1"),
     ],
 )
-def test_processes_that_cannot_share_a_base_are_refused_before_it_is_loaded(
+def test_invalid_sharding_is_refused_before_loading(
     said: dict[str, str], refused: str, monkeypatch: pytest.MonkeyPatch
 ):
     joined = Accelerator(cpu=True)
@@ -138,7 +138,7 @@ def test_processes_that_cannot_share_a_base_are_refused_before_it_is_loaded(
         ),
     ],
 )
-def test_what_is_not_supported_is_refused_with_what_is(
+def test_unsupported_configuration_is_refused_with_remedy(
     name: str, value: str, told: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv(name, value)
@@ -147,7 +147,7 @@ def test_what_is_not_supported_is_refused_with_what_is(
 
 
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
-def test_accelerate_takes_each_configuration_and_its_sizes_agree(file: Path):
+def test_accelerate_configs_are_valid(file: Path):
     found: Any = load_config_from_file(str(file))
     sizes = found.parallelism_config.values()
     grouped = torch.tensor([1, *sizes]).prod().item()
@@ -157,14 +157,14 @@ def test_accelerate_takes_each_configuration_and_its_sizes_agree(file: Path):
 
 @cache
 def launched(place: Path, name: str, *choices: str) -> subprocess.CompletedProcess[str]:
-    """Start two processes as a user would, with one of our configurations."""
+    """Start two processes with one of our configurations."""
     return subprocess.run(
         [
             *(sys.executable, "-m", "accelerate.commands.launch", "--quiet"),
             *("--config_file", f"configs/accelerate/{name}.yaml"),
             *("--num_processes", "2", "--mixed_precision", "no", *choices),
             *("train.py", "recipe=smoke", "~schedule.phases.distilled", "log_every=1"),
-            # of which one process has three and the other two
+            # one process has three, the other two
             *("validation.rows=5", "validation.every=2", f"run_dir={place / name}"),
         ],
         cwd=REPOSITORY,
@@ -180,7 +180,7 @@ def launched(place: Path, name: str, *choices: str) -> subprocess.CompletedProce
     ("name", "choices"),
     [("fsdp2", ()), ("tensor_parallel", ("--parallelism_config_tp_size", "2"))],
 )
-def test_the_launcher_starts_processes_that_share_a_base(
+def test_launcher_starts_processes_with_a_sharded_base(
     name: str, choices: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
 ):
     place = tmp_path_factory.getbasetemp() / "launched"

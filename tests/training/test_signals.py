@@ -26,7 +26,7 @@ LONG = "schedule.phases.corpus.steps=100000"
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("launcher", [TORCHRUN, ACCELERATE], ids=["torchrun", "accelerate"])
-def test_a_signal_to_a_launcher_leaves_one_checkpoint_and_the_same_command_goes_on(
+def test_signal_to_a_launcher_leaves_a_checkpoint_to_resume(
     launcher: tuple[str, ...], number: signal.Signals, tmp_path: Path
 ):
     run, words = tmp_path / "run", [sys.executable, "-m", *launcher, "train.py", *LONG_TEXT]
@@ -55,14 +55,14 @@ def test_a_signal_to_a_launcher_leaves_one_checkpoint_and_the_same_command_goes_
         before = step
 
 
-def test_a_second_signal_ends_a_process_that_waits_for_another(tmp_path: Path):
+def test_second_signal_ends_a_waiting_process(tmp_path: Path):
     pair = Pair(2, "train.py", *LONG_TEXT, LONG, f"run_dir={tmp_path / 'run'}")
     pair.wait_for(tmp_path / "run", "metrics.jsonl")
     first, other = pair.processes
     other.send_signal(signal.SIGSTOP)
     try:
         first.send_signal(signal.SIGTERM)
-        # what it was at is over by now, unless it waits
+        # the current work has finished by now, unless it waits
         time.sleep(1)
         assert first.poll() is None
         first.send_signal(signal.SIGTERM)
@@ -73,9 +73,7 @@ def test_a_second_signal_ends_a_process_that_waits_for_another(tmp_path: Path):
 
 
 @pytest.mark.parametrize("moment", ["text/shard-00000.*", "head/config.json"])
-def test_a_second_signal_leaves_at_once_while_the_base_writes_and_in_evaluation(
-    moment: str, tmp_path: Path
-):
+def test_second_signal_ends_generation_and_evaluation_at_once(moment: str, tmp_path: Path):
     run, long = tmp_path / "run", moment.startswith("text")
     words = [*LONG_TEXT, "evaluation.num_prompts=400"]
     if not long:
@@ -90,7 +88,7 @@ def test_a_second_signal_leaves_at_once_while_the_base_writes_and_in_evaluation(
     assert code == 130, said
     assert "interrupted again: it left at once" in said
     assert RunDirectory(run).finished is not long
-    # the same command goes on, or says that the run is finished
+    # the same command resumes, or reports a finished run
     again = Pair(1, "train.py", *words, "schedule.phases.distilled.steps=1", f"run_dir={run}")
     if long:
         again.wait_for(run, "text/shard-00001.*")
@@ -99,9 +97,7 @@ def test_a_second_signal_leaves_at_once_while_the_base_writes_and_in_evaluation(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_one_signal_in_evaluation_leaves_with_the_code_of_an_interrupt(
-    number: signal.Signals, tmp_path: Path
-):
+def test_signal_in_evaluation_exits_with_the_interrupt_code(number: signal.Signals, tmp_path: Path):
     run = tmp_path / "run"
     words = [*LONG_TEXT, "schedule.phases.distilled.distill.num_samples=4", "evaluate_after=true"]
     pair = Pair(1, "train.py", *words, "evaluation.num_prompts=400", f"run_dir={run}")

@@ -1,4 +1,4 @@
-"""A training step asks the device once, for the number of scored rows, and otherwise never waits.
+"""A training step synchronises once, for the number of scored rows.
 
 See tests/decoding/test_synchronisation.py for how the device "meta" shows that.
 """
@@ -29,7 +29,7 @@ META = torch.device("meta")
 
 
 class Waits(TorchDispatchMode):
-    """Notes what a GPU would be waited for: values that are asked for, and copies from the host."""
+    """Records synchronisations of a GPU: reads of values, and copies from the host."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ def uploaded(tensor: Tensor, device: torch.device) -> Tensor:
 
 @pytest.mark.parametrize("weighting", ["geometric", "dpace"])
 @pytest.mark.parametrize("kind", kinds())
-def test_training_step_waits_for_the_device_once(
+def test_training_step_synchronises_once(
     kind: str, weighting: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(objectives, machine.to_device.__name__, uploaded)
@@ -75,7 +75,7 @@ def test_training_step_waits_for_the_device_once(
     phase = PlacedPhase("corpus", settings, 0, {"head": 1e-3, "hidden": 0.0, "base": 0.0})
     tokens = torch.zeros(2, 32, dtype=torch.long, device=META)
     counted = torch.ones(2, 32, dtype=torch.bool, device=META)
-    # of rows without documents transformers asks itself whether they are packed
+    # without document ids transformers checks whether rows are packed
     documents = torch.zeros_like(tokens)
     with Waits() as waits:
         counts = label_counts(head, tokens, documents, counted, settings)

@@ -1,4 +1,4 @@
-"""What a phase could not be trained on is refused before anything is trained or written."""
+"""Text that does not fit a phase is refused before anything is written."""
 
 from dataclasses import replace
 from typing import Any
@@ -48,7 +48,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> PhaseTexts:
         *(("none", length) for length in (128, 33)),
     ],
 )
-def test_text_that_cannot_fill_a_batch_is_refused_before_it_is_written(packing: str, length: int):
+def test_too_little_generated_text_is_refused_first(packing: str, length: int):
     numbers = [np.arange(64)] * 16
     full = Documents(
         pa.table({"tokens": pa.array(numbers, pa.list_(pa.int32())), "loss_mask": [[1] * 64] * 16})
@@ -65,19 +65,19 @@ def test_text_that_cannot_fill_a_batch_is_refused_before_it_is_written(packing: 
 
 @pytest.fixture
 def phases(texts: PhaseTexts, monkeypatch: pytest.MonkeyPatch) -> dict[str, Phase]:
-    """Phases of the texts, to be changed."""
+    """Phases that a test can change."""
     found = {"a": distilled()}
     monkeypatch.setattr(texts.settings.schedule, "phases", found)
     return found
 
 
-def test_every_distilled_phase_is_looked_at(texts: PhaseTexts, phases: dict[str, Phase]):
+def test_every_distilled_phase_is_checked(texts: PhaseTexts, phases: dict[str, Phase]):
     phases["b"] = distilled(batch_size=17)
     with pytest.raises(InputError, match=r"phase 'b' needs at least batch_size=17 rows"):
         texts._check_generated()
 
 
-def test_a_conversation_is_one_row_where_rows_are_as_long_as_it(
+def test_conversation_counts_as_one_row(
     texts: PhaseTexts, phases: dict[str, Phase], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(texts.prompts(DISTILL), "conversations", True, raising=False)
@@ -88,7 +88,7 @@ def test_a_conversation_is_one_row_where_rows_are_as_long_as_it(
         texts._check_generated()
 
 
-def test_phases_that_write_other_text_into_one_folder_are_refused(
+def test_phases_with_different_text_in_one_folder_are_refused(
     texts: PhaseTexts, phases: dict[str, Phase]
 ):
     phases["b"] = distilled(distill=replace(DISTILL, temperature=0.5))
@@ -101,7 +101,7 @@ def test_phases_that_write_other_text_into_one_folder_are_refused(
         texts._check_generated()
 
 
-def test_processes_that_read_the_same_rows_write_texts_of_their_own(
+def test_processes_with_the_same_rows_generate_different_texts(
     texts: PhaseTexts, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(texts, "share", {"rank": 0, "world_size": 1})
@@ -125,5 +125,5 @@ CHAT = WeightedSource(source="chat", path="x")
     ],
     ids=str,
 )
-def test_a_conversation_may_be_as_long_as_the_context(data: Data, length: int, longest: int):
+def test_conversation_may_fill_the_context(data: Data, length: int, longest: int):
     assert row_tokens(distilled(sequence_length=length), data, 4096) == longest

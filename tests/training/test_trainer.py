@@ -1,4 +1,4 @@
-"""Training: the schedule's shape, the frozen base, resuming to the bit, stopping cleanly."""
+"""Training: the schedule, the frozen base, bitwise resume and interrupts."""
 
 import os
 import signal
@@ -51,7 +51,7 @@ def phase(**changes: Any) -> Phase:
 
 
 class Counting:
-    """Text that repeats one sentence, from a cursor that is the number of batches read."""
+    """Text that repeats one sentence; its cursor is the number of batches."""
 
     def __init__(self, vocab_size: int) -> None:
         self.sentence = torch.randperm(vocab_size, generator=torch.manual_seed(5))[:11]
@@ -103,23 +103,23 @@ def run_training(
 @pytest.mark.parametrize(
     ("step", "share"), [(0, 0.0), (375, 0.75), (750, 0.994460), (7500, 0.55), (15000, 0.1)]
 )
-def test_the_first_phase_has_ibm_s_published_learning_rates(step: int, share: float):
+def test_first_phase_has_ibms_learning_rates(step: int, share: float):
     corpus = phase(steps=15000, final_share=0.1)
     assert learning_rate_share(step, corpus) == pytest.approx(share, abs=1e-5)
 
 
-def test_the_second_phase_warms_up_again_and_ends_at_a_hundredth_of_the_first():
+def test_second_phase_warms_up_and_decays():
     second = phase(steps=6000, learning_rate=1e-4, final_share=0.1)
     rates = [learning_rate_share(step, second) * 1e-4 for step in (0, 300, 6000)]
     assert rates == pytest.approx([0.0, 1e-4 * 0.99446, 1e-5], abs=1e-8)
 
 
-def test_warm_up_is_never_longer_than_two_thousand_steps():
+def test_warmup_is_at_most_2000_steps():
     long = phase(steps=100_000, final_share=1.0)
     assert learning_rate_share(1999, long) < learning_rate_share(2000, long) == 1.0
 
 
-def test_a_batch_grows_linearly_over_its_share_of_the_phase_and_stays():
+def test_batch_ramp_is_linear():
     growing = {"steps": 20, "batch_size": 64, "first_batch_share": 0.25}
     half = PlacedPhase("corpus", phase(**growing), first=100, peaks={})
     sizes = [half.batch_size_at(step) for step in range(100, 120)]
@@ -131,7 +131,7 @@ def test_a_batch_grows_linearly_over_its_share_of_the_phase_and_stays():
 
 
 @pytest.mark.parametrize("kind", kinds())
-def test_the_base_stays_as_it_is_and_every_parameter_of_the_head_moves(kind: str, tmp_path: Path):
+def test_base_is_frozen_and_all_head_parameters_change(kind: str, tmp_path: Path):
     base = tiny.base("llama", dtype=torch.float32)
     before = {name: value.clone() for name, value in base.model.state_dict().items()}
     torch.manual_seed(0)
@@ -147,7 +147,7 @@ def test_the_base_stays_as_it_is_and_every_parameter_of_the_head_moves(kind: str
 def test_training_lowers_the_loss_and_raises_agreement(tmp_path: Path):
     run_training(tmp_path, Schedule(phases={"corpus": phase(steps=60)}))
     rows = read_metrics(RunDirectory(tmp_path).metrics)
-    # the base's own entropy is the floor, and a random base's is high
+    # the minimum is the base's entropy, which is high for a random base
     assert rows[-1]["loss"] < rows[0]["loss"] - 0.5
     assert rows[-1]["accept/depth_0"] > rows[0]["accept/depth_0"] + 0.2
     assert set(rows[0]) == {
@@ -159,14 +159,14 @@ def test_training_lowers_the_loss_and_raises_agreement(tmp_path: Path):
 
 
 class StopError(Exception):
-    """Ends a run as a power cut would."""
+    """Simulates a power cut."""
 
 
 @pytest.mark.parametrize("muon", [0.0, 0.02], ids=["adamw", "muon"])
-def test_stopping_and_going_on_equals_never_stopping(
+def test_resumed_training_equals_uninterrupted_training(
     muon: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Bitwise, over a phase border, with positions drawn anew in each step."""
+    """Bitwise, across phases, with random label masks in each step."""
     schedule = Schedule(
         phases={
             "corpus": phase(scored_share=0.6),
@@ -176,7 +176,7 @@ def test_stopping_and_going_on_equals_never_stopping(
     )
     whole = run_training(tmp_path / "whole", schedule)
     for crash_at in (4, 9):
-        # killed without warning: only what the last checkpoint holds survives
+        # killed without warning: only the last checkpoint survives
         step = Stepper.step
 
         def crash(self, batch, phase, number, at=crash_at, step=step):
@@ -195,13 +195,13 @@ def test_stopping_and_going_on_equals_never_stopping(
     def losses(folder: Path) -> list[tuple[int, float]]:
         return [(row["step"], row["loss"]) for row in read_metrics(folder / "metrics.jsonl")]
 
-    # a row that began before a stop holds only the steps since
+    # a row that started before a stop has only the steps since then
     assert [step for step, _ in losses(tmp_path / "parts")] == [2, 4, 6, 8, 10, 11]
     assert losses(tmp_path / "parts")[-1] == losses(tmp_path / "whole")[-1]
 
 
 @pytest.mark.parametrize("at", [2, 5], ids=["in a phase", "in its last step"])
-def test_an_interrupt_leaves_a_checkpoint_to_go_on_from(
+def test_interrupt_leaves_a_checkpoint_to_resume(
     at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     schedule = Schedule(phases={"corpus": phase(), "distilled": phase()})
@@ -224,7 +224,7 @@ def test_an_interrupt_leaves_a_checkpoint_to_go_on_from(
     assert last_step(run) == 12
 
 
-def test_a_loss_that_is_not_finite_stops_training_with_a_remedy(tmp_path: Path):
+def test_infinite_loss_stops_training_with_remedy(tmp_path: Path):
     with pytest.raises(ValueError, match="lower learning_rate"):
         run_training(tmp_path, Schedule(phases={"corpus": phase(learning_rate=1e30)}))
 
@@ -257,12 +257,12 @@ OVERLONG = {
         ({"batch_size": 8, "first_batch_share": 0.1}, "batch_size=8, which starts at 1; raise"),
     ],
 )
-def test_a_phase_that_does_not_fit_base_or_head_is_refused_at_once(changes: dict, message: str):
+def test_misfit_phase_is_refused(changes: dict, message: str):
     with pytest.raises(InputError, match=message):
         refuse_misfit("corpus", phase(**changes), context=128, depth=2, processes=2)
 
 
-def test_a_label_that_cannot_be_drafted_is_not_trained_on_and_counts_as_not_accepted():
+def test_label_outside_the_draft_vocabulary_counts_as_rejected():
     #  labels   0 1 2 3 0 1 2 3      draftable: 1 and 3, so half of the rows
     base = tiny.base("llama", dtype=torch.float32)
     counts = torch.zeros(base.vocab_size, dtype=torch.long)
@@ -281,9 +281,7 @@ def test_a_label_that_cannot_be_drafted_is_not_trained_on_and_counts_as_not_acce
 
 
 @pytest.mark.parametrize("kind", kinds())
-def test_vocabulary_products_are_autocasts_whatever_a_head_s_last_norm_left(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_projection_runs_in_autocast_dtype(kind: str, monkeypatch: pytest.MonkeyPatch):
     base = tiny.base("llama", dtype=torch.float32)
     head = build_for({"kind": kind, "depth": 2}, base)
     tokens = torch.randint(tiny.VOCAB, (2, 16))
@@ -305,7 +303,7 @@ def test_vocabulary_products_are_autocasts_whatever_a_head_s_last_norm_left(
 
 @pytest.mark.parametrize("kind", ["mlp_speculator", "eagle3"])
 @pytest.mark.parametrize("weighting", ["geometric", "dpace"])
-def test_states_away_from_the_anchors_may_be_anything(
+def test_states_outside_anchors_do_not_matter(
     kind: str, weighting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     settings = phase(scored_share=0.6, weighting=weighting, loss="cross_entropy")
@@ -315,7 +313,7 @@ def test_states_away_from_the_anchors_may_be_anything(
 
     def partial(self, features, tokens, anchors=None):
         if anchors is None:
-            # what a step costs is counted with all of them
+            # FLOPs are counted with all of them
             yield from states(self, features, tokens)
             return
         left_out.append((~anchors).sum().item())
@@ -331,7 +329,7 @@ def test_states_away_from_the_anchors_may_be_anything(
     assert rows[0]["loss"] == rows[1]["loss"]
 
 
-def test_dpace_scores_whole_chains_each_drafted_from_one_position(tmp_path: Path):
+def test_dpace_scores_complete_chains(tmp_path: Path):
     scored = torch.tensor([[False, True, True, True, False, True]])
     assert whole_chains(scored, 2).tolist() == [[False, True, True, False, False, False]]
     chains = Schedule(phases={"corpus": phase(weighting="dpace", loss="cross_entropy", steps=60)})
@@ -340,7 +338,7 @@ def test_dpace_scores_whole_chains_each_drafted_from_one_position(tmp_path: Path
     assert rows[-1]["loss/depth_1"] < 0.7 * rows[0]["loss/depth_1"]
 
 
-def test_a_place_in_the_text_of_an_earlier_version_is_refused(tmp_path: Path):
+def test_text_position_of_an_earlier_version_is_refused(tmp_path: Path):
     run_training(tmp_path, Schedule(phases={"corpus": phase()}))
     run = RunDirectory(tmp_path)
     held = checkpoint.newest(run.checkpoints)
@@ -358,7 +356,7 @@ def test_a_checkpoint_of_other_optimizers_is_refused(tmp_path: Path):
         run_training(tmp_path, Schedule(phases={"corpus": phase(steps=9)}))
 
 
-def test_what_a_process_is_refused_for_keeps_what_stands_below_its_line():
+def test_error_keeps_its_details_across_processes():
     def refuse() -> None:
         raise InputError("a rule, a value; a remedy", "the text\n")
 

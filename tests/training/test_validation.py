@@ -1,4 +1,4 @@
-"""Validation: what it says is the objective's own, and training does not notice it."""
+"""Validation equals the objective and does not change training."""
 
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ def measured(batches: list[TokenBatch], settings: Phase, kind: str = "eagle3") -
 
 
 @pytest.mark.parametrize("weighting", ["geometric", "dpace"])
-def test_rows_weigh_alike_however_they_are_batched_and_packed(weighting: str):
+def test_validation_does_not_depend_on_batches_and_packing(weighting: str):
     settings = phase(weighting=weighting, scored_share=0.1)
     documents = texts()
     whole = measured([packed(documents)], settings)
@@ -73,11 +73,9 @@ def trained(folder: Path, kind: str, held: HeldOut | None, **changes: Any) -> He
 
 
 @pytest.mark.parametrize("kind", kinds())
-def test_training_ends_in_the_same_head_bit_for_bit_with_validation_and_without(
-    kind: str, tmp_path: Path
-):
+def test_validation_does_not_change_training(kind: str, tmp_path: Path):
     plain = trained(tmp_path / "plain", kind, None).state_dict()
-    # (Python's own draws are no measure: the checks of types that tests run with make some)
+    # (not Python's random state: the type checks of tests use it)
     state, drawn = torch.get_rng_state(), str(np.random.get_state())
     watched = trained(tmp_path / "watched", kind, held_out()).state_dict()
     assert torch.equal(torch.get_rng_state(), state)
@@ -93,7 +91,7 @@ def test_training_ends_in_the_same_head_bit_for_bit_with_validation_and_without(
     assert [row["loss"] for row in rows if "loss" in row] == [row["loss"] for row in plain_rows]
 
 
-def test_an_adapter_that_learns_rests_while_it_is_measured():
+def test_adapter_is_frozen_during_validation():
     base = fresh_base()
     joint = Joint(rank=2, dropout=0.5)
     head = build_for({"kind": "medusa", "depth": DEPTH}, base).double()

@@ -1,4 +1,4 @@
-"""What a watched head scores is what it serves; the best is kept, and a phase may end by it."""
+"""The score of a head equals its evaluation; the best head is saved; a phase may end early."""
 
 import json
 from collections.abc import Callable
@@ -37,7 +37,7 @@ PROMPTS = HeldOut(None, every=1, prompts=tiny.prompts(), new_tokens=16, identity
 
 
 def served(base: FrozenBase, folder: Path) -> float:
-    """Return what the head in a folder gives on the same prompts, loaded as anybody would."""
+    """Return the tokens per forward of a saved head on the same prompts."""
     head = load_head(folder, base)
     how = GenerationSettings(max_new_tokens=PROMPTS.new_tokens, batch_size=3)
     return rate(
@@ -55,7 +55,7 @@ def best(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", kinds())
-def test_the_best_head_is_kept_and_serves_what_it_scored(kind: str, tmp_path: Path):
+def test_best_head_is_saved_with_its_score(kind: str, tmp_path: Path):
     schedule = Schedule(phases={"corpus": phase(steps=8, learning_rate=3e-2)})
     run_training(tmp_path, schedule, kind=kind, held_out=replace(PROMPTS, every=2))
     found, told = scores(tmp_path), best(tmp_path)
@@ -68,7 +68,7 @@ def test_the_best_head_is_kept_and_serves_what_it_scored(kind: str, tmp_path: Pa
     assert served(base, tmp_path / "best") == told["tokens_per_forward"]
 
 
-def test_a_base_that_learns_is_kept_with_its_best_head(tmp_path: Path):
+def test_adapter_is_saved_with_the_best_head(tmp_path: Path):
     base = test_joint.fresh_base(dtype=torch.float32)
     phases = {
         "joint": test_joint.phase(joint=Joint(rank=2, learning_rate=5e-2)),
@@ -88,7 +88,7 @@ def test_a_base_that_learns_is_kept_with_its_best_head(tmp_path: Path):
 
 
 def by_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have scores go up and down, as nothing but the weights decide."""
+    """Make scores depend on the weights in a scripted way."""
 
     def score(prompts: object, new_tokens: object, teacher: Any, total: object) -> float:
         del prompts, new_tokens, total
@@ -107,10 +107,10 @@ def two_phases(**changes: Any) -> Schedule:
     return Schedule(phases={"corpus": phase(**changes), "distilled": phase(**changes)})
 
 
-def test_a_phase_that_gets_no_better_ends_and_the_next_begins_at_its_own_step(
+def test_phase_ends_early_and_the_next_starts_at_its_planned_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
-    #          corpus: the third is not more than 1.5, nor is the fourth    distilled: a new start
+    #          corpus: third and fourth are at most 1.5    distilled: starts again
     scripted(monkeypatch, *(1.2, 1.5, 1.5, 1.4), *(1.1, 1.2, 1.3, 1.25, 1.3))
     schedule = two_phases(steps=10)
     run_training(tmp_path, schedule, held_out=replace(PROMPTS, patience=2))
@@ -128,7 +128,7 @@ def test_a_phase_that_gets_no_better_ends_and_the_next_begins_at_its_own_step(
 def crashing(
     monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, at: int, after: bool
 ) -> Callable[[], int]:
-    """Have a call of a function, counted over all of them, end as a power cut would."""
+    """Make the n-th call of a function fail as in a power cut."""
     act, calls = getattr(owner, name), []
 
     def acting(*arguments: Any) -> Any:
@@ -154,7 +154,7 @@ WAYS: dict[str, tuple[Any, str, bool]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_stops_at_any_moment_change_neither_the_best_head_nor_where_phases_end(
+def test_resume_keeps_best_head_and_phase_ends(
     way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     by_weights(monkeypatch)
@@ -179,7 +179,7 @@ def test_stops_at_any_moment_change_neither_the_best_head_nor_where_phases_end(
     assert isinstance(head, Head)
 
 
-def test_scores_on_other_prompts_count_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_scores_on_other_prompts_are_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     scripted(monkeypatch, 1.9, 1.8, 1.2, 1.3)
     schedule = Schedule(phases={"corpus": phase(steps=4)})
     with monkeypatch.context() as patch:
@@ -195,7 +195,7 @@ def test_the_best_head_can_become_the_head_of_the_run(tmp_path: Path):
     schedule = Schedule(phases={"corpus": phase(steps=8)})
     head = run_training(tmp_path, schedule, held_out=PROMPTS)
     run = RunDirectory(tmp_path)
-    # as if the last one were worse
+    # make the last score worse
     with torch.no_grad():
         for value in head.parameters():
             value.zero_()
@@ -204,7 +204,7 @@ def test_the_best_head_can_become_the_head_of_the_run(tmp_path: Path):
         assert torch.equal(head.state_dict()[name], value), name
 
 
-def test_prompts_are_of_text_that_is_neither_trained_on_nor_evaluated_on(tmp_path: Path):
+def test_validation_prompts_are_separate_from_training_and_evaluation(tmp_path: Path):
     settings = _compose.settings_of("train", ["recipe=smoke"])
     base, told = FrozenBase.load(**asdict(settings.base)), []
     assert base.tokenizer is not None
@@ -218,7 +218,7 @@ def test_prompts_are_of_text_that_is_neither_trained_on_nor_evaluated_on(tmp_pat
         documents = tokenised(settings.data, split, base.tokenizer, settings.seed)
         words = [" ".join(map(str, documents.tokens(one))) for one in range(len(documents))]
         assert all(any(prompt in text for text in words) == holds for prompt in prompts), split
-    # too short a split is told, and refused only where heads are to be judged by it
+    # a short split gives a message, and an error only if settings need its score
     settings.validation.prompt_tokens = 100_000
     plain = texts.held_out(settings.validation)
     assert plain is not None
@@ -229,9 +229,7 @@ def test_prompts_are_of_text_that_is_neither_trained_on_nor_evaluated_on(tmp_pat
         texts.held_out(settings.validation)
 
 
-def test_time_goes_on_after_a_stop_and_stands_still_while_measuring(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_seconds_resume_and_exclude_validation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     clock = [0.0]
     monkeypatch.setattr("specheads.training.log.time.perf_counter", lambda: clock[0])
 
@@ -261,9 +259,7 @@ def test_time_goes_on_after_a_stop_and_stands_still_while_measuring(
     assert [row["data_wait_share"] for row in rows] == [0.0] * 3
 
 
-def test_waiting_for_text_is_told_as_a_share_of_the_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_data_wait_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     clock = [0.0]
     monkeypatch.setattr("specheads.training.log.time.perf_counter", lambda: clock[0])
     monkeypatch.setattr(log, "_matmul_rate", lambda *_: 5e5)
@@ -294,7 +290,7 @@ def test_waiting_for_text_is_told_as_a_share_of_the_time(
     assert rows[-1]["hours"] == pytest.approx(16 / 3600)
     assert all(0.01 < row["peak_gib"] < 1000 for row in rows)
     assert [row["mfu"] for row in rows] == [0.5, 0.5]
-    # what a step reads in parts is counted in those
+    # parts count separately
     halves = phase(steps=4, accumulation_steps=2)
     run_training(tmp_path / "halves", Schedule(phases={"corpus": halves}))
     assert read == [2, 1, 1]

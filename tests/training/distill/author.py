@@ -1,4 +1,4 @@
-"""Has a tiny base write a folder of text with our own engine; forked by test_kills.py."""
+"""Generates a folder of text with a tiny base and the local engine; forked by test_kills.py."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,7 @@ def local(asked: Job) -> TextEngine:
 
 def main(folder: Path, rank: int = 0, world_size: int = 1) -> None:
     torch.set_num_threads(1)
-    # the tiny base never ends a text itself: every answer is as long as it may be, and kept
+    # the tiny base never ends a text: every answer has maximum length and is kept
     asked = job(folder, settings=replace(SETTINGS, drop=[]), prompts=Talks())
     for _ in write_text(replace(asked, rank=rank, world_size=world_size), local):
         pass

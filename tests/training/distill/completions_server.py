@@ -1,4 +1,4 @@
-"""A server of completions on the loopback: real HTTP, planned faults, and a count of everything."""
+"""Completions server on the loopback: real HTTP, scripted faults, and counters."""
 
 import json
 import socket
@@ -25,11 +25,11 @@ PASSING = (
     "garbage",
     "none",
 )
-"""Faults after which the same request may well be answered."""
+"""Faults that a retry can fix."""
 
 
 def continuation(prompt: list[int], count: int) -> list[int]:
-    """What this server's model writes."""
+    """Return the tokens of this server's model."""
     return [(sum(prompt) + 7 * place) % VOCAB for place in range(count)]
 
 
@@ -40,14 +40,14 @@ def completion(request: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass
 class Completions:
-    """What it was asked, and what it does: `fault` is called with the prompt and the attempt."""
+    """State of the server; `fault` is called with the prompt and the attempt."""
 
     fault: Callable[[list[int], int], str | None] = lambda _prompt, _attempt: None
     reply: Callable[[dict[str, Any]], Any] = completion
     headers: dict[str, str] = field(default_factory=dict)
-    """Sent beside any status but 200."""
+    """Headers of every status except 200."""
     seconds: float = 0.0
-    """It takes for an answer."""
+    """Seconds per answer."""
     url: str = ""
     requests: list[dict[str, Any]] = field(default_factory=list)
     keys: list[str | None] = field(default_factory=list)
@@ -107,7 +107,7 @@ class Handler(BaseHTTPRequestHandler):
         if fault == "stall":
             self.until_closed()
         elif fault == "reset":
-            # closing sends a reset, where it would have sent what is left and an end
+            # closing then sends a reset
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self.connection.close()
         else:

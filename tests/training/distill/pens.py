@@ -1,4 +1,4 @@
-"""Stand-ins for what is asked and who answers, whose tokens say where they came from."""
+"""Fake prompts and a fake engine whose tokens identify their origin."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ END = 60
 
 @dataclass
 class Talks:
-    """Number n is asked n % 3 + 1 times; each time its number is said, and how often it was."""
+    """Text n has n % 3 + 1 turns; each turn has the number of the text and of the turn."""
 
     conversations: bool = True
     longest: int = 0
@@ -37,12 +37,12 @@ class Talks:
 
 @dataclass
 class Pen:
-    """Answers in any order: what is asked last, how many turns there were, and its own seed."""
+    """Answers in random order with the last prompt tokens and the seed."""
 
     seed: int = 0
     stop_after: int = -1
     faults: dict[tuple[int, int], list[int]] = field(default_factory=dict)
-    """Answers by number and turn, in place of its own."""
+    """Answers by number and turn that replace the default."""
     asked: list[GenerationRequest] = field(default_factory=list)
 
     def answers(self, pull: Callable[[], GenerationRequest | None]) -> Iterator[Answer]:
@@ -71,7 +71,7 @@ def job(folder: Path, **changes: Any) -> Job:
 
 
 def write(folder: Path, pen: Pen | None = None, **changes: Any) -> list[int]:
-    """Write a folder's text; return how many texts were done each time it told."""
+    """Generate a folder's text; return the numbers of finished texts."""
     answering = pen or Pen()
     told = write_text(job(folder, **changes), lambda _: answering)
     return [written.texts for written in told]

@@ -1,4 +1,4 @@
-"""transformers and servers write what they are asked, each text once, whatever happens."""
+"""Text engines of transformers and servers: each text once, in spite of faults."""
 
 import copy
 import random
@@ -38,7 +38,7 @@ KEY = "sk-secret-0123"
 
 
 def write(engine: TextEngine, asks: Iterable[GenerationRequest]) -> dict[int, Answer]:
-    """Have all asks answered; return the answers by number, each of which came once."""
+    """Answer all requests; return the answers by number, each once."""
     waiting = iter(asks)
     answers = list(engine.answers(lambda: next(waiting, None)))
     assert len({answer.number for answer in answers}) == len(answers)
@@ -79,7 +79,7 @@ SETTINGS = (
 @pytest.mark.parametrize(
     ("architecture", "batch_size"), [("llama", 1), ("llama", 8), ("gpt2", 2), ("mistral", 2)]
 )
-def test_transformers_writes_what_the_base_says_of_ragged_prompts(architecture, batch_size):
+def test_transformers_continues_ragged_prompts(architecture, batch_size):
     engine = transformers.build(
         EngineOptions(model="", base=tiny.base(architecture), batch_size=batch_size)
     )
@@ -89,7 +89,7 @@ def test_transformers_writes_what_the_base_says_of_ragged_prompts(architecture, 
 
 
 @pytest.mark.parametrize("batch_size", [4, 6])
-def test_transformers_draws_what_our_own_engine_draws_whatever_the_batch(batch_size):
+def test_transformers_samples_as_the_local_engine(batch_size):
     base, prompts = tiny.base(dtype=torch.float32), tiny.prompts() * 2
     wanted = generate(base, None, prompts, max_new_tokens=20, sampling=SETTINGS).tokens
     asked = [
@@ -102,14 +102,14 @@ def test_transformers_draws_what_our_own_engine_draws_whatever_the_batch(batch_s
 
 
 def ending(place: int) -> tuple[FrozenBase, list[list[int]]]:
-    """A base that ends its first text there, and what it says."""
+    """Return a base that ends its first text there, and its continuations."""
     said = tiny.continuations()
     model = copy.deepcopy(tiny.base().model)
     model.generation_config = GenerationConfig(eos_token_id=[said[0][place], tiny.VOCAB - 1])
     return FrozenBase(model), said
 
 
-def test_transformers_ends_a_text_with_the_token_that_ends_it():
+def test_transformers_keeps_the_end_token():
     base, said = ending(9)
     answers = write(transformers.build(EngineOptions(model="", base=base)), ragged())
     for number, text in enumerate(said):
@@ -119,7 +119,7 @@ def test_transformers_ends_a_text_with_the_token_that_ends_it():
     assert answers[0].finish == "eos"
 
 
-def test_transformers_keeps_each_text_to_its_own_limit_and_to_the_context():
+def test_transformers_applies_each_limit_and_the_context():
     said, prompts = tiny.continuations(), tiny.prompts()
     asked = [
         GenerationRequest(0, prompts[0], 3, Sampling()),
@@ -134,7 +134,7 @@ def test_transformers_keeps_each_text_to_its_own_limit_and_to_the_context():
     assert answers[2] == Answer(2, [], "length")
 
 
-def test_transformers_leaves_the_model_as_it_was_and_hears_nothing_of_its_own_settings():
+def test_transformers_ignores_the_models_generation_config():
     model = copy.deepcopy(tiny.base().model)
     own = GenerationConfig(do_sample=True, top_k=1, repetition_penalty=5.0, suppress_tokens=[3, 4])
     model.generation_config = own
@@ -153,7 +153,7 @@ def test_transformers_leaves_the_model_as_it_was_and_hears_nothing_of_its_own_se
 
 
 class Turns:
-    """Conversations of so many turns: a next one is asked when the one before was answered."""
+    """Conversations whose next turn follows the previous answer."""
 
     def __init__(self, count: int, turns: int) -> None:
         self.ready = [(number, 0, [number + 1]) for number in range(count)]
@@ -191,7 +191,7 @@ def asking(service: Completions, **settings: Any) -> openai.Completions:
 
 
 @pytest.mark.parametrize("name", ["transformers", "openai"])
-def test_what_is_asked_next_may_follow_from_an_answer(name, service):
+def test_next_request_may_depend_on_an_answer(name, service):
     turns = Turns(5, 3)
     how = EngineOptions(model="m", base=tiny.base(), batch_size=2, url=service.url)
     engine = import_module(f"specheads.training.distill.engines.{name}").build(how)
@@ -206,7 +206,7 @@ def test_what_is_asked_next_may_follow_from_an_answer(name, service):
 # servers
 
 
-def test_a_server_that_fails_in_every_way_loses_nothing_and_doubles_nothing(service):
+def test_server_faults_lose_and_duplicate_nothing(service):
     rng, asked = random.Random(3), asks(60)
     plans = {
         tuple(ask.tokens): [rng.choice(PASSING) for _ in range(rng.randrange(3))] for ask in asked
@@ -221,13 +221,13 @@ def test_a_server_that_fails_in_every_way_loses_nothing_and_doubles_nothing(serv
 
 
 @pytest.mark.parametrize("batch_size", [1, 5])
-def test_as_many_texts_are_in_flight_as_was_said_and_no_more(service, batch_size):
+def test_requests_in_flight_equal_batch_size(service, batch_size):
     service.seconds = 0.05
     write(asking(service, batch_size=batch_size), asks(20))
     assert service.peak == batch_size
 
 
-def test_a_server_is_asked_for_everything_that_decides_the_text(service):
+def test_request_has_all_sampling_parameters(service):
     sampling = Sampling(
         temperature=0.5, top_k=7, top_p=0.9, min_p=0.1, repetition_penalty=1.1, seed=2**62 + 1
     )
@@ -260,7 +260,7 @@ def test_a_server_is_asked_for_everything_that_decides_the_text(service):
     assert (second["temperature"], second["top_k"], second["top_p"]) == (0.0, -1, 1.0)
 
 
-def test_a_server_that_says_when_to_come_back_is_left_alone_until_then(service):
+def test_retry_after_is_respected(service):
     service.headers = {"Retry-After": "1"}
     service.fault = lambda _prompt, attempt: None if attempt else "429"
     write(asking(service), asks(1))
@@ -268,7 +268,7 @@ def test_a_server_that_says_when_to_come_back_is_left_alone_until_then(service):
     assert second - first >= 1
 
 
-def test_a_time_to_come_back_is_seconds_or_a_date():
+def test_retry_after_is_seconds_or_a_date():
     soon = format_datetime(datetime.now(UTC) + timedelta(seconds=90), usegmt=True)
     assert requests._seconds("2.5") == 2.5
     assert 85 < requests._seconds(soon) <= 90
@@ -276,7 +276,7 @@ def test_a_time_to_come_back_is_seconds_or_a_date():
     assert requests._wait_seconds(0, 1e9) == requests.LONGEST_WAIT_SECONDS
 
 
-def test_waits_double_from_attempt_to_attempt(monkeypatch):
+def test_waits_double_per_attempt(monkeypatch):
     monkeypatch.setattr(requests, "FIRST_WAIT_SECONDS", 0.5)
     for attempt, least in enumerate([0.25, 0.5, 1.0, 2.0]):
         waits = {requests._wait_seconds(attempt, 0.0) for _ in range(50)}
@@ -295,9 +295,7 @@ def test_waits_double_from_attempt_to_attempt(monkeypatch):
         ("422", "lower max_length"),
     ],
 )
-def test_a_refusal_is_one_line_at_once_with_its_remedy_and_without_the_key(
-    service, monkeypatch, status, remedy
-):
+def test_refusal_is_one_line_without_the_key(service, monkeypatch, status, remedy):
     monkeypatch.setenv("OURS", f" {KEY}\n")
     service.fault = lambda _prompt, _attempt: status
     with pytest.raises(InputError, match=remedy) as error:
@@ -310,9 +308,7 @@ def test_a_refusal_is_one_line_at_once_with_its_remedy_and_without_the_key(
 
 
 @pytest.mark.parametrize("fault", PASSING)
-def test_a_server_that_never_answers_ends_it_with_one_line_after_what_it_did_answer(
-    service, fault, monkeypatch
-):
+def test_server_without_answer_is_one_line_after_other_answers(service, fault, monkeypatch):
     monkeypatch.setenv("OURS", KEY)
     bad = asks(3)[2]
     service.fault = lambda prompt, _attempt: fault if prompt == bad.tokens else None
@@ -327,7 +323,7 @@ def test_a_server_that_never_answers_ends_it_with_one_line_after_what_it_did_ans
     assert "\n" not in str(error.value)
 
 
-def test_a_server_that_is_not_there_is_told_by_its_address_and_without_what_is_secret_in_it():
+def test_missing_server_is_named_without_secrets():
     address = "http://ada:hunter2@127.0.0.1:9/v1?token=hunter2"
     with pytest.raises(InputError, match=r"http://127\.0\.0\.1:9/v1 did not") as error:
         write(
@@ -343,7 +339,7 @@ def test_an_unset_key_is_not_sent(service, monkeypatch):
     assert service.keys == [None]
 
 
-def test_a_key_that_no_header_can_carry_is_refused_by_its_name(monkeypatch):
+def test_invalid_key_is_refused_by_variable_name(monkeypatch):
     monkeypatch.setenv("OURS", f"{KEY}\nX-Evil: 1")
     how = EngineOptions(
         model="m", base=tiny.base(), url="http://127.0.0.1:9/v1", api_key_env="OURS"
@@ -364,19 +360,19 @@ def test_a_key_that_no_header_can_carry_is_refused_by_its_name(monkeypatch):
         "http://x:99999",
     ],
 )
-def test_an_address_that_is_none_is_refused_before_anything_is_asked(url):
+def test_invalid_url_is_refused_first(url):
     with pytest.raises(InputError, match="a server's url must begin") as error:
         openai.build(EngineOptions(model="m", base=tiny.base(), url=url))
     assert "hunter2" not in str(error.value)
 
 
-def test_a_proxy_that_cannot_be_used_is_told_with_its_remedy(service, monkeypatch):
+def test_invalid_proxy_is_refused_with_remedy(service, monkeypatch):
     monkeypatch.setenv("ALL_PROXY", "gopher://127.0.0.1:9")
     with pytest.raises(InputError, match="or add the server to NO_PROXY"):
         write(asking(service), asks(1))
 
 
-def test_closing_lets_go_of_what_is_in_flight_at_once(service):
+def test_closing_cancels_requests_in_flight(service):
     service.fault = lambda prompt, _attempt: "stall" if prompt[0] > 1 else None
     engine, waiting = asking(service, batch_size=4, timeout_seconds=600.0), iter(asks(9))
     answers = engine.answers(lambda: next(waiting, None))
@@ -384,7 +380,7 @@ def test_closing_lets_go_of_what_is_in_flight_at_once(service):
     while service.now < 3:
         time.sleep(0.01)
     answers.close()
-    # the server's handlers end when the other side hangs up, and not before
+    # the server's handlers end when the client closes the connection
     while service.now:
         time.sleep(0.01)
     assert "requests" not in {thread.name for thread in threading.enumerate()}
@@ -415,22 +411,22 @@ def test_text_without_token_ids_is_tokenised_once(service):
 @pytest.mark.parametrize(
     ("choice", "tokens", "finish"),
     [
-        # vLLM: the end is there, and named where it is not the model's first
+        # vLLM includes the end token, and names it if it is not the model's first
         ({"token_ids": [5, 6, 0], "stop_reason": None}, [5, 6, 0], "eos"),
         ({"token_ids": [5, 6, 9], "stop_reason": 9}, [5, 6, 9], "eos"),
-        # SGLang names it, whether it is there or not
+        # SGLang names it, included or not
         ({"token_ids": [5, 6], "matched_stop": 9}, [5, 6, 9], "eos"),
         ({"token_ids": [5, 6, 9], "matched_stop": 9}, [5, 6, 9], "eos"),
         ({"token_ids": [5, 6]}, [5, 6, 0], "eos"),
         ({"token_ids": []}, [0], "eos"),
         ({"token_ids": [], "finish_reason": "length"}, [], "length"),
         ({"token_ids": [5, 6, 0], "finish_reason": "length"}, [5, 6, 0], "length"),
-        # no room is left for the end
+        # no space for the end token
         ({"token_ids": [5] * 6}, [5] * 6, "length"),
         ({"text": ""}, [0], "eos"),
     ],
 )
-def test_an_answer_ends_with_the_token_that_ended_it_once(service, choice, tokens, finish):
+def test_answer_has_one_end_token(service, choice, tokens, finish):
     service.reply = lambda _request: spoken(**choice)
     assert write(asking(service, base=tiny_code()), asks(1))[0] == Answer(0, tokens, finish)
     assert service.requests[0]["stop_token_ids"] == [0]
@@ -452,7 +448,7 @@ def test_an_answer_ends_with_the_token_that_ended_it_once(service, choice, token
         {"choices": [spoken()["choices"][0]] * 2},
     ],
 )
-def test_a_reply_that_is_no_whole_completion_is_asked_for_again(service, reply):
+def test_invalid_reply_is_retried(service, reply):
     service.reply = lambda request: completion(request) if len(service.requests) > 1 else reply
     assert write(asking(service), asks(1))[0].tokens == continuation(asks(1)[0].tokens, 6)
     assert len(service.requests) == 2
@@ -461,7 +457,7 @@ def test_a_reply_that_is_no_whole_completion_is_asked_for_again(service, reply):
 @pytest.mark.parametrize(
     "changed", [{"prompt_token_ids": [0, 1, 2, 3]}, {"prompt_token_ids": [1, 2, 4]}]
 )
-def test_a_server_that_reads_another_prompt_is_refused(service, changed):
+def test_server_with_another_prompt_is_refused(service, changed):
     service.reply = lambda _request: spoken(token_ids=[5], **changed)
     with pytest.raises(InputError, match=r"read \d in place of the 3"):
         write(asking(service), asks(1))
@@ -470,7 +466,7 @@ def test_a_server_that_reads_another_prompt_is_refused(service, changed):
         write(asking(service), asks(1))
 
 
-def test_a_server_of_another_vocabulary_is_refused(service):
+def test_server_with_another_vocabulary_is_refused(service):
     service.reply = lambda _request: spoken(token_ids=[5, tiny.VOCAB])
     with pytest.raises(InputError, match="token 61 of a vocabulary of 61"):
         write(asking(service, base=tiny.base()), asks(1))
@@ -482,7 +478,7 @@ def test_a_text_without_a_tokenizer_is_refused(service):
         write(asking(service), asks(1))
 
 
-def test_a_server_is_asked_for_what_the_context_has_room_for(service):
+def test_max_tokens_is_limited_by_the_context(service):
     asked = [
         GenerationRequest(0, [1] * 8, 6, Sampling()),
         GenerationRequest(1, [1] * 10, 6, Sampling()),
@@ -492,10 +488,10 @@ def test_a_server_is_asked_for_what_the_context_has_room_for(service):
     assert [request["max_tokens"] for request in service.requests] == [2]
 
 
-# vLLM, where there is none
+# vLLM is not installed
 
 
-def test_vllm_that_is_not_installed_is_told_with_its_remedy(monkeypatch):
+def test_missing_vllm_is_refused_with_remedy(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
     vllm = import_module("specheads.training.distill.engines.vllm")
     with pytest.raises(InputError, match=r"pip install specheads\[vllm\]"):

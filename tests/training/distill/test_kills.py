@@ -1,4 +1,4 @@
-"""A set of text is the same, bit for bit, however often its author was killed."""
+"""Generated text is the same bit for bit after kills."""
 
 import multiprocessing
 import random
@@ -21,7 +21,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_two_kills_change_nothing(whole: Path, tmp_path: Path):
+def test_two_kills_do_not_change_the_text(whole: Path, tmp_path: Path):
     for num_shards in (1, 3):
         process = FORK.Process(target=author.main, args=(tmp_path,))
         process.start()
@@ -36,7 +36,7 @@ def test_two_kills_change_nothing(whole: Path, tmp_path: Path):
     assert not list(tmp_path.glob("open-*"))
 
 
-def test_two_processes_at_once_write_what_one_does(whole: Path, tmp_path: Path):
+def test_two_processes_generate_the_text_of_one(whole: Path, tmp_path: Path):
     pair = [FORK.Process(target=author.main, args=(tmp_path, rank, 2)) for rank in range(2)]
     for process in pair:
         process.start()
@@ -47,8 +47,8 @@ def test_two_processes_at_once_write_what_one_does(whole: Path, tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_twenty_kills_at_random_moments_change_nothing(whole: Path, tmp_path: Path):
-    """Each is killed at a moment drawn over a tenth of what all of it takes."""
+def test_twenty_random_kills_do_not_change_the_text(whole: Path, tmp_path: Path):
+    """Each process is killed at a random moment within a tenth of the total time."""
     began = time.monotonic()
     author.main(tmp_path / "timed")
     seconds, chance, codes = time.monotonic() - began, random.Random(0), []

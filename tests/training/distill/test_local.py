@@ -1,4 +1,4 @@
-"""Our own engine as an author: the same text at any batch, with a head or without."""
+"""The local engine: the same text with any batch, with or without a head."""
 
 from collections.abc import Generator
 from dataclasses import replace
@@ -21,7 +21,7 @@ HEAD = {"kind": "mlp_speculator", "depth": 3, "inner_dim": 16}
 
 
 class Uneven(Talks):
-    """The same, in openings of two, four and six tokens."""
+    """The same with prompts of two, four and six tokens."""
 
     def first(self, number: int) -> list[int]:
         return super().first(number) * (1 + number % 3)
@@ -36,7 +36,7 @@ def write(folder: Path, batch_size: int = 4, head=None, max_length: int = 0, **c
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_neither_batch_nor_head_nor_memory_changes_a_text(
+def test_text_does_not_depend_on_batch_head_and_memory(
     temperature: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     head = build_for(HEAD, tiny.base()).double().eval()
@@ -57,7 +57,7 @@ def test_neither_batch_nor_head_nor_memory_changes_a_text(
         assert shards(tmp_path / name) == shards(tmp_path / "one"), name
 
 
-def test_an_answer_is_what_generate_says_with_the_same_seed(tmp_path: Path):
+def test_answer_equals_generate_with_the_same_seed(tmp_path: Path):
     asked = job(tmp_path, settings=replace(author.SETTINGS, num_samples=8, drop=[]))
     pulled: list[GenerationRequest | None] = []
 
@@ -82,7 +82,7 @@ def test_an_answer_is_what_generate_says_with_the_same_seed(tmp_path: Path):
     assert row["tokens"][2:14] == said.tokens[0]
 
 
-def test_a_text_that_does_not_fit_a_pool_beside_others_waits_and_closing_gives_all_back(
+def test_text_waits_for_a_full_pool_and_closing_frees_it(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(local, "COMMON_TOKENS", 4)

@@ -1,4 +1,4 @@
-"""What is asked follows from its number: windows of documents, turns of conversations."""
+"""Prompts by number: windows of documents, turns of conversations."""
 
 import pyarrow as pa
 import pytest
@@ -14,23 +14,23 @@ def documents(*texts: list[int]) -> Documents:
     return Documents(pa.table({"tokens": pa.array(texts, pa.list_(pa.int32()))}))
 
 
-def test_prompts_spread_over_a_document_and_never_hold_its_end():
+def test_prompts_spread_over_a_document_without_its_end():
     #  document  1 2 3 4 5 6 7 8 9 0     windows of 2 + 3: 1 2, then 6 7
     asked = Continuations(documents([*range(1, 10), END]), prompt_tokens=2, new_tokens=3)
     assert sorted(asked.first(number) for number in range(2)) == [[1, 2], [6, 7]]
-    # a second round begins a prompt further on, where there is room
+    # a second lap shifts by the prompt length, if there is space
     assert sorted(asked.first(number) for number in range(2, 4)) == [[3, 4], [8, 9]]
     assert asked.following(0, [1, 2, 3], [[3]]) is None
 
 
-def test_a_short_document_is_one_prompt_and_an_empty_one_none():
+def test_short_document_is_one_prompt_and_an_empty_one_none():
     asked = Continuations(documents([5, END], [END], [6, 7, END]), prompt_tokens=4, new_tokens=4)
     assert sorted(asked.first(number) for number in range(2)) == [[5], [6, 7]]
     with pytest.raises(InputError, match="none of 1 documents"):
         Continuations(documents([END]), prompt_tokens=4, new_tokens=4)
 
 
-def test_another_letter_of_the_documents_is_another_fingerprint():
+def test_fingerprint_depends_on_every_token():
     def of(*texts: list[int]) -> str:
         return Continuations(documents(*texts), prompt_tokens=1, new_tokens=1).fingerprint
 
@@ -39,7 +39,7 @@ def test_another_letter_of_the_documents_is_another_fingerprint():
 
 
 class Letters:
-    """A template of one letter a role, whose tokens are characters."""
+    """A template with one letter per role, whose tokens are characters."""
 
     fingerprint = "letters"
 
@@ -59,7 +59,7 @@ def say(role: str, content: str) -> dict[str, str]:
 
 
 def spoken(messages: list[dict[str, str]], answers: int) -> list[str]:
-    """Return what the base reads before each answer, its own answers being A, B, C."""
+    """Return the prompts of all turns; the base's answers are A, B, C."""
     decode = lambda ids: "".join(map(chr, ids))  # noqa: E731
     asked = Conversations([{"messages": messages}], Letters(), decode)
     tokens, said, given = asked.first(0), [], []
@@ -73,7 +73,7 @@ def spoken(messages: list[dict[str, str]], answers: int) -> list[str]:
     return said
 
 
-def test_all_user_turns_are_asked_in_order_behind_the_bases_own_answers():
+def test_user_turns_follow_the_bases_own_answers():
     messages = [
         say("system", "s"), say("user", "1"), say("assistant", "theirs"), say("user", "2"),
         say("assistant", "theirs"), say("user", "3"), say("assistant", "last"),
@@ -81,17 +81,17 @@ def test_all_user_turns_are_asked_in_order_behind_the_bases_own_answers():
     assert spoken(messages, 9) == ["ssu1a", "ssu1aAu2a", "ssu1aAu2aBu3a"]
 
 
-def test_a_last_turn_without_an_answer_is_asked_and_a_greeting_is_not():
+def test_last_turn_is_a_prompt_and_a_greeting_is_not():
     messages = [say("system", "s"), say("assistant", "hi"), say("user", "1")]
     assert spoken(messages, 9) == ["ssu1a"]
 
 
-def test_a_conversation_is_left_where_a_tool_answers():
+def test_conversation_ends_before_a_tool_message():
     messages = [say("user", "1"), say("assistant", "call"), say("tool", "9"), say("user", "2")]
     assert spoken(messages, 9) == ["u1a"]
 
 
-def test_where_nobody_asks_nothing_is_asked():
+def test_conversation_without_user_has_no_prompt():
     assert Conversations([{"messages": [say("system", "s")]}], Letters(), str).first(0) == []
     with pytest.raises(InputError, match="at least one conversation"):
         Conversations([], Letters(), str)

@@ -1,4 +1,4 @@
-"""Loops, empty and truncated answers: what counts as one, and what does not."""
+"""Faults of answers: loops, empty and truncated answers."""
 
 import pytest
 
@@ -32,7 +32,7 @@ def test_faults_are_found_whatever_ended_the_answer(tokens, finish, found):
     assert fault(Answer(0, tokens, finish), (), 1, (2,), decode) == ""
 
 
-def test_an_answer_shorter_than_wanted_is_empty():
+def test_answer_below_min_tokens_is_empty():
     answer = Answer(0, [7, 8, 2], "eos")
     assert fault(answer, ALL, 3, (2,), str) == "empty"
     assert fault(answer, ALL, 2, (2,), str) == ""

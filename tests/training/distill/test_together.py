@@ -1,4 +1,4 @@
-"""Processes that write together: unequal shares hold nobody up, and a refusal reaches all."""
+"""Several processes: unequal shares, and an error that reaches all."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -30,9 +30,7 @@ def write(folder: Path, num_samples: int) -> None:
 
 
 @pytest.mark.parametrize("num_samples", [4, 20], ids=["one shard", "five shards"])
-def test_a_process_with_less_to_write_or_nothing_waits_for_the_other(
-    num_samples: int, tmp_path: Path
-):
+def test_process_with_less_text_waits_for_the_other(num_samples: int, tmp_path: Path):
     for name, count in (("one", 1), ("two", 2)):
         assert forked(count, write, tmp_path / name, num_samples) == [0] * count
     assert len(shards(tmp_path / "one")) == num_samples // author.SETTINGS.shard_size
@@ -50,5 +48,5 @@ def refused_in_one() -> None:
         on_all_processes(refuse)
 
 
-def test_what_one_process_is_refused_for_is_refused_to_all():
+def test_error_on_one_process_is_raised_on_all():
     assert forked(3, refused_in_one) == [0, 0, 0]

@@ -1,4 +1,4 @@
-"""Real vLLM writes what the base says, in this process's own and behind its server: `make vllm`."""
+"""Real vLLM, offline and as a server, generates the base's text: `make vllm`."""
 
 import json
 import os
@@ -35,7 +35,7 @@ QUIET = {
     "VLLM_NO_USAGE_STATS": "1",
 }
 
-# where heads are served there may be none of these, and nothing may miss them
+# these packages may be missing
 ABSENT = ("accelerate", "datasets", "hydra", "matplotlib", "omegaconf", "wandb")
 START = f"""
 import sys
@@ -64,7 +64,7 @@ def asks(sampling: Sampling, new_tokens: int = NEW_TOKENS) -> list[GenerationReq
 
 
 def write(engine: TextEngine, asked: list[GenerationRequest]) -> list[dict[str, Any]]:
-    """What is answered, by number, as it is to be: each number once."""
+    """Return the expected answers by number, each once."""
     waiting = iter(asked)
     answers = sorted(engine.answers(lambda: next(waiting, None)), key=lambda answer: answer.number)
     assert [answer.number for answer in answers] == [ask.number for ask in asked]
@@ -82,22 +82,22 @@ def expected() -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Write with vLLM offline, in a process of its own; the answer is the last line."""
+    """Generate with vLLM offline in a separate process; the answer is its last line."""
     import vllm  # pyright: ignore[reportMissingImports]
 
     from specheads.training.distill.engines import vllm as ours
 
-    # compiling for a base this small takes longer than everything else together
+    # compiling takes longer than everything else for this small base
     whole = vllm.LLM  # pyright: ignore[reportAttributeAccessIssue]
     vllm.LLM = lambda **settings: whole(enforce_eager=True, **settings)  # pyright: ignore
-    # named as a package is: what vLLM can read is where the base was found
+    # as for a package: vLLM reads the folder of the base
     name = "package:tiny"
     how = EngineOptions(model=name, base=base(), batch_size=3, dtype="float32", max_length=256)
     engine = ours.build(how)
     out: dict[str, Any] = {"greedy": write(engine, asks(Sampling()))}
     drawn = asks(Sampling(temperature=1.0, top_p=0.9, seed=4))
     out["drawn"], engine.batch_size = write(engine, drawn), 2
-    # let go of some in mid-flight, and ask again
+    # cancel some requests in flight and send them again
     waiting = iter(drawn)
     begun = engine.answers(lambda: next(waiting, None))
     next(begun)
@@ -110,7 +110,7 @@ def main() -> None:
     sys.stdout.write(f"\n{json.dumps(out)}\n")
 
 
-def test_vllm_offline_writes_what_the_base_says_and_draws_by_each_texts_own_seed():
+def test_vllm_offline_equals_the_base_and_samples_by_seed():
     done = subprocess.run(
         [sys.executable, "-c", START],
         cwd=ROOT,
@@ -130,12 +130,12 @@ def test_vllm_offline_writes_what_the_base_says_and_draws_by_each_texts_own_seed
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory):
-    """The address of a real server of the tiny base that wants a key."""
+    """Return the URL of a real server of the tiny base that requires a key."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     log = tmp_path_factory.mktemp("serve") / "log"
-    # not `vllm serve`, which the CPU build cannot start: it looks for a package by its other name
+    # not `vllm serve`, which looks for a package that the CPU build does not have
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(BASE)]
     command += ["--served-model-name", "tiny", "--dtype", "float32", "--max-model-len", "256"]
     command += ["--enforce-eager", "--host", "127.0.0.1", "--port", str(port), "--api-key", KEY]
@@ -162,12 +162,12 @@ def how(url, monkeypatch):
     return {"model": "tiny", "base": base(), "url": url, "api_key_env": "OURS", "batch_size": 4}
 
 
-def test_a_real_server_gives_the_token_ids_that_the_base_says(how):
+def test_real_server_returns_the_bases_token_ids(how):
     engine = openai.build(EngineOptions(**how, max_length=256))
     assert write(engine, asks(Sampling())) == expected()
 
 
-def test_a_real_server_draws_by_each_texts_own_seed(how):
+def test_real_server_samples_by_seed(how):
     drawn = asks(Sampling(temperature=1.0, top_k=50, min_p=0.02, seed=4))
     first = write(openai.build(EngineOptions(**how, max_length=256)), drawn)
     assert (
@@ -185,7 +185,7 @@ def test_a_real_server_draws_by_each_texts_own_seed(how):
         ({"max_length": 4096}, "status 400.*lower max_length"),
     ],
 )
-def test_a_real_server_that_refuses_is_told_in_one_line(how, changed, message):
+def test_refusal_of_a_real_server_is_one_line(how, changed, message):
     with pytest.raises(InputError, match=message) as error:
         write(openai.build(EngineOptions(**how | changed)), asks(Sampling()))
     assert KEY not in str(error.value)

@@ -1,4 +1,4 @@
-"""Self-distilled text: written once, the same whoever wrote it and however often it stopped."""
+"""Self-distilled text does not depend on processes and stops."""
 
 import json
 import shutil
@@ -21,7 +21,7 @@ from tests.training.distill.pens import END, SETTINGS, Pen, Talks, job, rows, sh
 NUM_ANSWERS = sum(number % 3 + 1 for number in range(10))
 
 
-def test_every_turn_is_asked_behind_the_bases_own_answers_and_only_these_count(tmp_path: Path):
+def test_turns_follow_the_bases_answers_which_alone_count(tmp_path: Path):
     write(tmp_path)
     found = rows(tmp_path)
     assert [row["number"] for row in found] == list(range(10))
@@ -33,7 +33,7 @@ def test_every_turn_is_asked_behind_the_bases_own_answers_and_only_these_count(t
     assert tokens[4] != tokens[10], "each turn has a seed of its own"
 
 
-def test_shards_hold_their_numbers_whatever_the_order_of_answers(tmp_path: Path):
+def test_shards_do_not_depend_on_the_order_of_answers(tmp_path: Path):
     for seed in range(5):
         write(tmp_path / str(seed), Pen(seed))
     assert sorted(shards(tmp_path / "0")) == [f"shard-0000{one}.parquet" for one in range(3)]
@@ -41,7 +41,7 @@ def test_shards_hold_their_numbers_whatever_the_order_of_answers(tmp_path: Path)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 7])
-def test_any_number_of_processes_writes_the_same_set(world_size: int, tmp_path: Path):
+def test_text_does_not_depend_on_processes(world_size: int, tmp_path: Path):
     write(tmp_path / "alone")
     for rank in range(world_size):
         write(tmp_path / "shared", Pen(rank), rank=rank, world_size=world_size)
@@ -49,7 +49,7 @@ def test_any_number_of_processes_writes_the_same_set(world_size: int, tmp_path: 
 
 
 @pytest.mark.parametrize("answers", range(NUM_ANSWERS))
-def test_a_stop_loses_what_was_in_flight_and_nothing_else(answers: int, tmp_path: Path):
+def test_stop_loses_only_requests_in_flight(answers: int, tmp_path: Path):
     write(tmp_path / "whole")
     folder = tmp_path / "parts"
     with pytest.raises(KeyboardInterrupt):
@@ -61,7 +61,7 @@ def test_a_stop_loses_what_was_in_flight_and_nothing_else(answers: int, tmp_path
     assert not [*folder.glob("open-*"), *folder.glob(".*")]
 
 
-def test_one_process_goes_on_where_several_were_stopped(tmp_path: Path):
+def test_one_process_resumes_the_text_of_several(tmp_path: Path):
     write(tmp_path / "whole")
     for rank in range(2):
         with pytest.raises(KeyboardInterrupt):
@@ -72,7 +72,7 @@ def test_one_process_goes_on_where_several_were_stopped(tmp_path: Path):
     assert shards(tmp_path / "parts") == shards(tmp_path / "whole")
 
 
-def test_more_texts_asked_for_later_come_to_those_that_are_there(tmp_path: Path):
+def test_raised_num_samples_keeps_existing_texts(tmp_path: Path):
     more = replace(SETTINGS, num_samples=15)
     write(tmp_path / "whole", settings=more)
     write(tmp_path / "parts")
@@ -85,7 +85,7 @@ def test_more_texts_asked_for_later_come_to_those_that_are_there(tmp_path: Path)
 
 
 @pytest.mark.parametrize("answers", range(4))
-def test_a_stop_while_more_is_written_loses_nothing_either(answers: int, tmp_path: Path):
+def test_stop_after_raised_num_samples_loses_nothing(answers: int, tmp_path: Path):
     more = replace(SETTINGS, num_samples=12)
     write(tmp_path / "whole", settings=more)
     write(tmp_path / "parts")
@@ -96,7 +96,7 @@ def test_a_stop_while_more_is_written_loses_nothing_either(answers: int, tmp_pat
 
 
 @pytest.mark.parametrize("kept", ["journal and shard", "journal alone"])
-def test_a_kill_between_a_seal_and_the_end_of_its_journal_is_mended(kept: str, tmp_path: Path):
+def test_kill_between_seal_and_shard_is_repaired(kept: str, tmp_path: Path):
     write(tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):
         write(tmp_path / "parts", Pen(stop_after=NUM_ANSWERS - 1))
@@ -112,7 +112,7 @@ def test_a_kill_between_a_seal_and_the_end_of_its_journal_is_mended(kept: str, t
 
 
 @pytest.mark.parametrize("lost", [1, 5, 20])
-def test_a_torn_last_line_of_a_journal_is_asked_again(lost: int, tmp_path: Path):
+def test_truncated_last_line_of_a_journal_is_generated_again(lost: int, tmp_path: Path):
     write(tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):
         write(tmp_path / "parts", Pen(stop_after=2))
@@ -146,7 +146,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("name", ["shard-00001.parquet", "sealed-0.jsonl", "fingerprint.json"])
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_text_is_refused_or_mended_and_never_read(name: str, damage: str, tmp_path: Path):
+def test_damaged_text_is_refused_or_repaired(name: str, damage: str, tmp_path: Path):
     folder = tmp_path / "text"
     write(folder)
     before = shards(folder)
@@ -164,14 +164,14 @@ def test_damaged_text_is_refused_or_mended_and_never_read(name: str, damage: str
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "gone"])
-def test_a_damaged_shard_is_named_by_whoever_reads_it(damage: str, tmp_path: Path):
+def test_damaged_shard_is_refused_by_name(damage: str, tmp_path: Path):
     write(tmp_path)
     DAMAGES[damage](tmp_path / "shard-00001.parquet")
     with pytest.raises(InputError, match=r"shard-00001\.parquet is damaged or missing"):
         read_text(tmp_path, 10)
 
 
-def test_a_journal_that_is_damaged_within_is_refused(tmp_path: Path):
+def test_damaged_journal_is_refused(tmp_path: Path):
     with pytest.raises(KeyboardInterrupt):
         write(tmp_path, Pen(stop_after=4))
     flip(next(tmp_path.glob("open-*")))
@@ -179,7 +179,7 @@ def test_a_journal_that_is_damaged_within_is_refused(tmp_path: Path):
         write(tmp_path)
 
 
-def test_text_that_is_being_written_has_one_writer_and_is_read_by_all_once_it_is_there(
+def test_text_has_one_writer_and_many_readers(
     tmp_path: Path,
 ):
     first = write_text(job(tmp_path), lambda _: Pen())
@@ -194,7 +194,7 @@ def test_text_that_is_being_written_has_one_writer_and_is_read_by_all_once_it_is
         assert write(tmp_path) == []
 
 
-def test_what_killed_writers_left_half_written_is_swept_by_its_own_process(tmp_path: Path):
+def test_scratch_files_are_removed_by_their_own_process(tmp_path: Path):
     (tmp_path / ".shard-00000.parquet.0123abcd").touch()
     (tmp_path / ".shard-00001.parquet.0123abcd").touch()
     (tmp_path / ".fingerprint.json.0123abcd").touch()
@@ -202,7 +202,7 @@ def test_what_killed_writers_left_half_written_is_swept_by_its_own_process(tmp_p
     assert [file.name for file in tmp_path.glob(".*")] == [".shard-00001.parquet.0123abcd"]
 
 
-def test_what_another_process_is_just_writing_of_whose_text_it_is_is_not_swept(tmp_path: Path):
+def test_claim_of_another_process_is_not_removed(tmp_path: Path):
     scratch = tmp_path / ".fingerprint.json.0123abcd"
     first = Thread(target=write, args=(tmp_path,), kwargs={"world_size": 2})
     with sole_writer(tmp_path, CLAIM_LOCK):
@@ -227,7 +227,7 @@ def test_what_another_process_is_just_writing_of_whose_text_it_is_is_not_swept(t
     ],
     ids=["base", "seed", "new_tokens", "shard_size", "drop", "documents"],
 )
-def test_text_of_another_base_corpus_or_setting_is_refused_by_name(
+def test_text_of_other_settings_is_refused_by_name(
     changes: dict[str, Any], tmp_path: Path, request: pytest.FixtureRequest
 ):
     write(tmp_path)
@@ -236,32 +236,32 @@ def test_text_of_another_base_corpus_or_setting_is_refused_by_name(
         write(tmp_path, **changes)
 
 
-def test_how_fast_text_is_written_and_where_it_lies_says_nothing_of_it(tmp_path: Path):
+def test_speed_settings_do_not_change_the_claim(tmp_path: Path):
     write(tmp_path)
     other = replace(SETTINGS, batch_size=1, engine="vllm", folder="there", use_head="true")
     assert write(tmp_path, settings=other) == []
 
 
 @pytest.mark.parametrize("name", ["progress-0.json", "shard-0-00000.parquet"])
-def test_text_of_an_earlier_version_is_refused_in_one_line(name: str, tmp_path: Path):
+def test_text_of_an_earlier_version_is_refused(name: str, tmp_path: Path):
     (tmp_path / name).write_text("{}")
     with pytest.raises(InputError, match="an earlier version; remove it or choose another folder"):
         write(tmp_path)
 
 
-def test_text_that_is_not_all_there_is_not_learned_from(tmp_path: Path):
+def test_incomplete_text_is_refused(tmp_path: Path):
     with pytest.raises(KeyboardInterrupt):
         write(tmp_path, Pen(stop_after=12))
     with pytest.raises(InputError, match="lacks some of 10 texts"):
         read_text(tmp_path, 10)
 
 
-def test_a_conversation_ends_where_the_context_does(tmp_path: Path):
+def test_conversation_ends_at_the_context_limit(tmp_path: Path):
     class Long(Talks):
         def first(self, number: int) -> list[int]:
             return [number % 50] * (number * 20) + [number, 0]
 
-    # the tiny base reads 128 tokens: number 6 has room for two, number 7 for none
+    # the context has 128 tokens: number 6 has space for two turns, number 7 for none
     settings = Distill(num_samples=8, new_tokens=6, shard_size=8, drop=[])
     write(tmp_path, pen := Pen(), prompts=Long(), settings=settings)
     found = rows(tmp_path)
@@ -270,7 +270,7 @@ def test_a_conversation_ends_where_the_context_does(tmp_path: Path):
     assert max(len(row["tokens"]) for row in found) <= 128
 
 
-def test_a_bad_answer_ends_the_text_before_it_and_is_counted(tmp_path: Path):
+def test_faulty_answer_ends_the_text_and_is_counted(tmp_path: Path):
     bad = {(0, 0): [END], (1, 1): [5] * 60, (2, 2): [1, 2, 3]}
     settings = replace(SETTINGS, drop=["loop", "empty", "truncated"], min_tokens=2)
     write(tmp_path, Pen(faults=bad), settings=settings)
@@ -284,14 +284,14 @@ def test_a_bad_answer_ends_the_text_before_it_and_is_counted(tmp_path: Path):
     assert sum(count for _, _, count in told.lengths) == 9
 
 
-def test_where_all_was_dropped_there_is_nothing_to_learn_from(tmp_path: Path):
+def test_fully_dropped_text_is_refused(tmp_path: Path):
     faults = {(number, 0): [1, 2] for number in range(10)}
     write(tmp_path, Pen(faults=faults), settings=replace(SETTINGS, drop=["truncated"]))
     with pytest.raises(InputError, match=r"all 10 texts in .* were dropped"):
         read_text(tmp_path, 10)
 
 
-def test_a_template_that_changes_what_was_said_leaves_each_answer_behind_what_was_read(
+def test_template_that_changes_earlier_turns_gives_several_pieces(
     tmp_path: Path,
 ):
     class Forgetful(Talks):
@@ -309,7 +309,7 @@ def test_a_template_that_changes_what_was_said_leaves_each_answer_behind_what_wa
     assert second["counted"] == [0, 0, 0, 0, 1, 1, 1, 1]
 
 
-def test_answers_are_kept_as_they_come(tmp_path: Path):
+def test_answers_are_stored_at_once(tmp_path: Path):
     with pytest.raises(KeyboardInterrupt):
         write(tmp_path, Pen(stop_after=2))
     lines = [line for file in tmp_path.glob("open-*") for line in file.read_text().splitlines()]

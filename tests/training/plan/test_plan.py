@@ -1,4 +1,4 @@
-"""What a plan says, and the batch that is taken by itself."""
+"""The plan of a run, and batch_size=auto."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _brief(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Time no more than one step: what is tested is not how long it takes."""
+    """Time one step only."""
     monkeypatch.setattr("specheads.training.plan.trial.LEAST_STEPS", 1)
     monkeypatch.setattr("specheads.training.plan.trial.MOST_STEPS", 1)
 
@@ -70,7 +70,7 @@ def trying(folder: Path) -> Iterator[Trying]:
     trial.leave()
 
 
-def test_a_ledger_holds_what_lives_at_the_worst_moment_and_views_nothing():
+def test_ledger_has_storages_at_the_peak_and_no_views():
     kept = torch.ones(1000)
     with Ledger() as ledger:
         views = kept[:500].add_(1), kept.reshape(10, 100)
@@ -81,7 +81,7 @@ def test_a_ledger_holds_what_lives_at_the_worst_moment_and_views_nothing():
     del views, second
 
 
-def test_a_ledger_gives_shapes_what_depends_on_content():
+def test_ledger_replaces_content_on_the_meta_device():
     with Ledger(rows=7) as ledger:
         mask = torch.empty(4, 5, dtype=torch.bool, device="meta")
         rows, places = mask.nonzero(as_tuple=True)
@@ -91,12 +91,12 @@ def test_a_ledger_gives_shapes_what_depends_on_content():
 
 
 @pytest.mark.parametrize("kind", kinds())
-def test_shapes_alone_say_what_real_steps_hold(
+def test_memory_from_shapes_equals_real_steps(
     kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
     for table in (depth_loss.CHUNK_LOGITS, depth_loss.BLOCK_LOGITS):
         monkeypatch.setitem(table, "cpu", table["cuda"])
-    # packed documents are read one by one on a processor, and with masks elsewhere
+    # a CPU reads packed documents one by one, other devices use masks
     plain = ("schedule.muon_learning_rate=0", "schedule.phases.corpus.packing=none")
     settings = settings_of(folder, f"head={kind}", *plain)
     (phase, _), target = placed(settings.schedule), target_of(settings.base, ACCELERATOR)
@@ -108,12 +108,12 @@ def test_shapes_alone_say_what_real_steps_hold(
     for part in ("base weights", "head weights", OPTIMIZER):
         assert computed[part] == pytest.approx(real[part], rel=0.01)
     real.pop(REST, 0)
-    # where it has no content torch's own attention keeps the weights that its kernels do not
+    # on the meta device dflash's attention stores weights that the kernels do not
     most = 1.3 if kind == "dflash" else 1.15
     assert 0.85 * sum(real.values()) <= sum(computed.values()) <= most * sum(real.values())
 
 
-def test_a_plan_has_every_part_and_says_where_it_comes_from(folder: Path):
+def test_plan_has_all_parts(folder: Path):
     found = planned(folder)
     assert [stage.name for stage in found.stages] == ["corpus", "distilled: text", "distilled"]
     corpus = found.stages[0].memory
@@ -129,7 +129,7 @@ def test_a_plan_has_every_part_and_says_where_it_comes_from(folder: Path):
     assert all(size > 0 for size in found.disk.values())
 
 
-def test_a_batch_that_grows_reads_fewer_tokens(folder: Path):
+def test_growing_batch_reads_fewer_tokens(folder: Path):
     ramp = ("schedule.phases.corpus.first_batch_share=0.5", "schedule.phases.corpus.batch_size=8")
     (phase,) = planned(folder, ALONE, *ramp).phases
     assert 10 * 4 * 64 < phase.tokens < 10 * 8 * 64
@@ -184,9 +184,7 @@ def test_a_step_that_runs_out_of_memory_is_made_smaller(
     assert 45 <= found.rows <= 50
 
 
-def test_where_not_even_one_sequence_fits_the_plan_says_what_is_left(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_plan_suggests_changes_if_no_sequence_fits(folder: Path, monkeypatch: pytest.MonkeyPatch):
     def too_much(*_: Any, **__: Any) -> Tried:
         raise torch.OutOfMemoryError
 
@@ -198,7 +196,7 @@ def test_where_not_even_one_sequence_fits_the_plan_says_what_is_left(
     assert "no memory for the first step" in found.notes[-1]
 
 
-def test_processes_that_read_the_same_rows_are_one(folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_processes_with_the_same_rows_count_once(folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Accelerator, "num_processes", 2)
     monkeypatch.setattr(Trial, "step", lambda *_, **__: Tried({"loss": 1}, 0.0))
     one = ("schedule.phases.corpus.batch_size=1", ALONE, "head=medusa")
@@ -212,7 +210,7 @@ def test_processes_that_read_the_same_rows_are_one(folder: Path, monkeypatch: py
     assert planned(folder, *one, "schedule.phases.corpus.batch_size=auto").phases[0].batch_size == 2
 
 
-def test_so_are_those_of_tensor_parallelism_where_nothing_is_loaded(
+def test_tensor_parallel_processes_count_once_without_loading(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(Accelerator, "num_processes", 2)
@@ -224,12 +222,12 @@ def test_so_are_those_of_tensor_parallelism_where_nothing_is_loaded(
     one = ("schedule.phases.corpus.batch_size=1", ALONE, "head=medusa")
     found = planned(folder, *one)
     assert (found.processes, found.shares) == (2, 1)
-    # a base that is placed by hand is whole in each process
+    # with an explicit device each process has the whole base
     with pytest.raises(InputError, match="2 processes with"):
         planned(folder, *one, "base.device=cuda:7")
 
 
-def test_a_head_that_is_trained_further_is_planned_as_it_is(
+def test_plan_uses_the_settings_of_an_initial_head(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(Trial, "step", lambda *_, **__: Tried({"loss": 1}, 0.0))
@@ -249,9 +247,7 @@ def test_a_head_that_is_trained_further_is_planned_as_it_is(
             )
 
 
-def test_where_it_does_not_fit_the_plan_says_what_does(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_plan_suggests_settings_that_fit(folder: Path, monkeypatch: pytest.MonkeyPatch):
     room = held_bytes(torch.device("cpu")) + 2**26
     monkeypatch.setattr(whole, "room_of", lambda _: room)
     many = ("schedule.phases.corpus.batch_size=2000", "head=medusa", ALONE)
@@ -263,7 +259,7 @@ def test_where_it_does_not_fit_the_plan_says_what_does(
     assert "extended linearly" in found.notes[-1]
 
 
-def test_a_device_that_is_not_here_is_planned_by_shapes(folder: Path):
+def test_missing_device_is_planned_from_shapes(folder: Path):
     found = planned(folder, "base.device=cuda:7")
     assert found.room is None
     assert found.fits is None
@@ -274,7 +270,7 @@ def test_a_device_that_is_not_here_is_planned_by_shapes(folder: Path):
         planned(folder, "base.device=cuda:7", "schedule.phases.corpus.batch_size=auto")
 
 
-def test_weights_that_are_too_large_are_not_loaded(folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_too_large_weights_are_not_loaded(folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(whole, "room_of", lambda _: 2**10)
     found = planned(folder, ALONE)
     assert found.fits is False
@@ -282,9 +278,7 @@ def test_weights_that_are_too_large_are_not_loaded(folder: Path, monkeypatch: py
     assert any("a smaller base" in change for change in found.changes)
 
 
-def test_an_automatic_batch_is_a_number_that_fits_and_is_told(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_auto_batch_fits_and_is_printed(folder: Path, monkeypatch: pytest.MonkeyPatch):
     room = held_bytes(torch.device("cpu")) + 2**26
     monkeypatch.setattr(batch, "room_of", lambda _: int(room / 0.85))
     auto = ("schedule.phases.corpus.batch_size=auto", ALONE, "head=medusa")
@@ -299,7 +293,7 @@ def test_an_automatic_batch_is_a_number_that_fits_and_is_told(
         settle_batches(settings_of(folder, *auto), ACCELERATOR, told.append)
 
 
-def test_a_run_that_goes_on_keeps_the_batch_it_began_with(folder: Path, tmp_path: Path):
+def test_resumed_run_keeps_its_auto_batch(folder: Path, tmp_path: Path):
     run = f"run_dir={tmp_path}"
     settings: Any = settings_of(folder, "schedule.phases.corpus.batch_size=3", run)
     (tmp_path / "config.yaml").write_text(_compose.as_yaml(settings))
