@@ -50,7 +50,7 @@ from specheads.training.plan.batch import unsettled
 from specheads.training.processes import accelerator_of_environment, load_base
 from specheads.training.run import quiet
 from specheads.training.schedule import placed
-from specheads.training.texts import Texts
+from specheads.training.texts import PhaseTexts
 
 MOST_APART = 0.01
 """Nats between the base and what speculators takes it to say; bfloat16 is a tenth of that."""
@@ -62,7 +62,7 @@ class Source:
 
     settings: Train
     base: FrozenBase
-    texts: Texts
+    texts: PhaseTexts
     head: Head
     """The run's own, for the tokens that it drafts and its depth."""
     dtype: torch.dtype
@@ -140,7 +140,7 @@ def opened(place: Path) -> Source:
     base = load_base(settings.base, accelerator)
     if not hasattr(base.model.base_model, "norm"):
         raise InputError(f"speculators reads a base's model.norm, and {base.name} has none")
-    texts = Texts(settings, base, run, accelerator, quiet)
+    texts = PhaseTexts(settings, base, run, accelerator, quiet)
     is_trained, counts = run.head.is_dir(), None
     if settings.head.get("draft_tokens") and not is_trained:
         counts = texts.count_tokens(lambda: None)
@@ -159,8 +159,10 @@ def lessons(source: Source, bar: Progress) -> Iterator[tuple[TokenBatch, Tensor]
         chains = in_chains(head, phase.settings)
         text = source.texts.open(phase.settings, bar, lambda: None)
         for number, (batch, _) in zip(range(phase.first, phase.end), text.batches(), strict=False):
-            scored = batch.loss_mask if chains else phase.scored(batch, head, derive(seed, number))
-            yield batch, early_enough(scored, batch.document_ids, head.depth)
+            loss_mask = batch.loss_mask
+            if not chains:
+                loss_mask = phase.loss_mask(batch, head, derive(seed, number))
+            yield batch, early_enough(loss_mask, batch.document_ids, head.depth)
 
 
 def collated(source: Source, batch: TokenBatch, labels: Tensor) -> Iterator[dict[str, Any]]:

@@ -45,29 +45,29 @@ class Objective(nn.Module):
         self,
         features: Features,
         tokens: Tensor,
-        scored: Bool[Tensor, "batch time"],
+        loss_mask: Bool[Tensor, "batch time"],
         logits_of: Callable[[Tensor], Tensor],
         phase: Phase,
         counts: Int[Tensor, " level"] | None = None,
     ) -> DepthLoss:
-        """Return the loss of every depth over the labels in `scored`.
+        """Return the loss of every depth over the labels in `loss_mask`.
 
-        With `in_chains`, `scored` marks the first label of each chain. `counts` (see
+        With `in_chains`, `loss_mask` marks the first label of each chain. `counts` (see
         `label_counts`) are the denominators of the means; None counts the labels of this batch.
         """
         depth, chains = self.head.depth, in_chains(self.head, phase)
         if counts is None:
-            counts = label_counts(self.head, tokens, features.document_ids, scored, phase)
-        scored = early_enough(scored, features.document_ids, depth)
+            counts = label_counts(self.head, tokens, features.document_ids, loss_mask, phase)
+        loss_mask = early_enough(loss_mask, features.document_ids, depth)
         drafted = self.head.to_drafted(tokens)
-        scored &= chains | (drafted >= 0)
+        loss_mask &= chains | (drafted >= 0)
         # `early_enough` excludes the labels whose position would wrap around
         ahead = [2] if chains else range(2, depth + 2)
-        anchors = torch.stack([scored.roll(-places, dims=1) for places in ahead]).any(0)
+        anchors = torch.stack([loss_mask.roll(-places, dims=1) for places in ahead]).any(0)
         # the number of rows is a shape: this synchronises with a GPU once a step
-        rows, labels = scored.nonzero(as_tuple=True)
+        rows, labels = loss_mask.nonzero(as_tuple=True)
         at = [labels + level if chains else labels for level in range(depth)]
-        wanted = [_filled(drafted[rows, each], -1) for each in at]
+        targets_at = [_filled(drafted[rows, each], -1) for each in at]
         rows, at = _filled(rows), [_filled(each) for each in at]
         sparing = recomputed(self.head) if phase.activation_checkpointing else nullcontext()
         with record_function("head"), sparing:
@@ -77,8 +77,10 @@ class Objective(nn.Module):
             ]
         project = None if phase.loss in LABELS_ONLY else logits_of
         targets = [
-            Targets(said, features.hidden[rows, each - 1].detach(), project, count)
-            for said, each, count in zip(wanted, at[: depth if chains else 1], counts, strict=False)
+            Targets(one, features.hidden[rows, each - 1].detach(), project, count)
+            for one, each, count in zip(
+                targets_at, at[: depth if chains else 1], counts, strict=False
+            )
         ]
         with record_function("loss"):
             loss = self._loss(states, targets, logits_of, phase)
@@ -105,11 +107,11 @@ class Objective(nn.Module):
             weighting=phase.weighting,
         )
         every = [self.head.confidence_logits(state) for state in states]
-        said = [logits for logits in every if logits is not None]
-        if not said:
+        confidence = [logits for logits in every if logits is not None]
+        if not confidence:
             return loss
         each = targets * (len(states) // len(targets))
-        by_depth = confidence_loss(said, states, projections, each, logits_of)
+        by_depth = confidence_loss(confidence, states, projections, each, logits_of)
         weights = depth_shares(len(states), phase.decay, phase.depth_weights)
         shares = to_device(torch.tensor(weights, dtype=by_depth.dtype), by_depth.device)
         return replace(loss, total=loss.total + (by_depth * shares).sum())
@@ -150,36 +152,40 @@ def label_counts(
     head: Head,
     tokens: Int[Tensor, "batch time"],
     document_ids: Int[Tensor, "batch time"] | None,
-    scored: Bool[Tensor, "batch time"],
+    loss_mask: Bool[Tensor, "batch time"],
     phase: Phase,
 ) -> Int[Tensor, " level"]:
     """Return the number of labels per depth, the number of labels, and that of the base's own loss.
 
     They are the denominators of the depth losses, of the agreement and of the base's own loss.
     """
-    labels = early_enough(scored, document_ids, head.depth)
+    labels = early_enough(loss_mask, document_ids, head.depth)
     drafted = head.to_drafted(tokens) >= 0
     # chains are complete, so values that wrap around the end are not used
     ahead = range(head.depth) if in_chains(head, phase) else [0] * head.depth
     of_depths = [(labels & drafted.roll(-places, dims=1)).sum() for places in ahead]
-    return torch.stack([*of_depths, labels.sum(), own_labels(scored, document_ids).sum()])
+    return torch.stack([*of_depths, labels.sum(), own_labels(loss_mask, document_ids).sum()])
 
 
 def early_enough(
-    scored: Bool[Tensor, "batch time"], document_ids: Int[Tensor, "batch time"] | None, depth: int
+    loss_mask: Bool[Tensor, "batch time"],
+    document_ids: Int[Tensor, "batch time"] | None,
+    depth: int,
 ) -> Bool[Tensor, "batch time"]:
     """Exclude the first labels of a text, which the deepest level has no position for."""
     if document_ids is None:
-        return scored & (torch.arange(scored.shape[1], device=scored.device) > depth)
-    return scored & (document_places(document_ids) > depth)
+        return loss_mask & (torch.arange(loss_mask.shape[1], device=loss_mask.device) > depth)
+    return loss_mask & (document_places(document_ids) > depth)
 
 
 def own_labels(
-    scored: Bool[Tensor, "batch time"], document_ids: Int[Tensor, "batch time"] | None
+    loss_mask: Bool[Tensor, "batch time"], document_ids: Int[Tensor, "batch time"] | None
 ) -> Bool[Tensor, "batch path"]:
     """Return the positions whose next token counts in the base's own loss."""
     return (
-        scored[:, 1:] if document_ids is None else scored[:, 1:] & (document_ids.diff(dim=1) == 0)
+        loss_mask[:, 1:]
+        if document_ids is None
+        else loss_mask[:, 1:] & (document_ids.diff(dim=1) == 0)
     )
 
 

@@ -85,7 +85,7 @@ class PlacedPhase:
         assert self.settings.joint
         return head_weight(self.settings.joint, self.elapsed(step))
 
-    def scored(
+    def loss_mask(
         self, batch: TokenBatch, head: Head, seed: int | None = None
     ) -> Bool[Tensor, "batch time"]:
         """Return the mask of labels that count in the losses of one step.
@@ -126,7 +126,7 @@ class Step:
     """Derived from the run's seed and `number`."""
     batch: TokenBatch
     """On the base's device."""
-    scored: Bool[Tensor, "batch time"]
+    loss_mask: Bool[Tensor, "batch time"]
     """Labels that count in the losses."""
     counts: Int[Tensor, " level"]
     """Number of labels of each mean, over all processes and parts: see `objective.label_counts`."""

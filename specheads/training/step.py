@@ -69,15 +69,15 @@ class Stepper:
         device = self.teacher.base.device
         seed = derive(self.seed, number)
         parts = [
-            (part.to(device), to_device(phase.scored(part, self.head, seed), device))
+            (part.to(device), to_device(phase.loss_mask(part, self.head, seed), device))
             for part in batch.parts(phase.settings.accumulation_steps)
         ]
         counts = [
-            label_counts(self.head, part.tokens, part.document_ids, scored, phase.settings)
-            for part, scored in parts
+            label_counts(self.head, part.tokens, part.document_ids, loss_mask, phase.settings)
+            for part, loss_mask in parts
         ]
         counts = self.total(torch.stack(counts).sum(0))
-        return [Step(phase, number, seed, part, scored, counts) for part, scored in parts]
+        return [Step(phase, number, seed, part, loss_mask, counts) for part, loss_mask in parts]
 
     def _update(self, rates: dict[str, float]) -> None:
         """Clip the gradients and apply the optimizers."""

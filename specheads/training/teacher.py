@@ -56,7 +56,7 @@ class FrozenTeacher:
     def loss_of_head(self, step: Step, head_loss: HeadLoss, features: Features) -> DepthLoss:
         """Return the loss of the head on features of the base."""
         tokens, settings = step.batch.tokens, step.phase.settings
-        return head_loss(features, tokens, step.scored, self.logits_of, settings, step.counts)
+        return head_loss(features, tokens, step.loss_mask, self.logits_of, settings, step.counts)
 
     def read(self, batch: TokenBatch) -> Features:
         """Return the base's features of a batch, without gradients."""
@@ -100,8 +100,6 @@ class JointTeacher:
         self._original_logits_of = base.projection
         self.adapter = Adapter(base.model, joint, seed)
         self.parameters = self.adapter.parameters
-        self.as_loaded, self.leave = self.adapter.off, self.adapter.remove
-        self.weights, self.load = self.adapter.weights, self.adapter.load
 
     def begin(self, phase: PlacedPhase) -> None:
         """Train or freeze the adapter, as the phase requires."""
@@ -113,13 +111,17 @@ class JointTeacher:
         joint = step.phase.settings.joint
         if joint is None:
             return self.frozen.losses(step, head_loss)
-        features, own = self.learn(step.batch, step.scored, joint, step.seed)
+        features, own = self.learn(step.batch, step.loss_mask, joint, step.seed)
         own = own / step.counts[-1].clamp(min=1)
         self.frozen.begin()
         loss = self.frozen.loss_of_head(step, head_loss, features)
         total = own + step.phase.head_weight(step.number) * loss.total
         values = {"loss": total, "loss/base": own}
         return total, figures(loss) | {name: value.detach() for name, value in values.items()}
+
+    def as_loaded(self) -> AbstractContextManager[None]:
+        """Disable the adapter inside the context."""
+        return self.adapter.off()
 
     @contextmanager
     def at_rest(self) -> Iterator[FrozenTeacher]:
@@ -132,6 +134,18 @@ class JointTeacher:
         finally:
             self.adapter.learn(learning)
 
+    def weights(self) -> dict[str, Tensor]:
+        """Return the adapter weights, for a checkpoint."""
+        return self.adapter.weights()
+
+    def load(self, weights: dict[str, Tensor]) -> None:
+        """Load the result of `weights`."""
+        self.adapter.load(weights)
+
+    def leave(self) -> None:
+        """Remove the adapter from the base."""
+        self.adapter.remove()
+
     def save(self, folder: Path, phase: PlacedPhase) -> None:
         """Save the adapter at the end of a joint phase."""
         if phase.settings.joint:
@@ -139,18 +153,18 @@ class JointTeacher:
                 self.adapter.save(place)
 
     def learn(
-        self, batch: TokenBatch, scored: Bool[Tensor, "batch time"], joint: Joint, seed: int = 0
+        self, batch: TokenBatch, loss_mask: Bool[Tensor, "batch time"], joint: Joint, seed: int = 0
     ) -> tuple[Features, Float[Tensor, ""]]:
         """Return features with gradients, and the base's own loss in nats, summed over labels.
 
         The loss is the cross-entropy of the text, or the KL divergence to the base without the
-        adapter. It covers the scored labels except the first token of a text. Dropout depends on
-        the seed, the sample number and the position only.
+        adapter. It covers the labels of `loss_mask` except the first token of a text. Dropout
+        depends on the seed, the sample number and the position only.
         """
         tokens, document_ids = batch.tokens, batch.document_ids
         samples = torch.arange(batch.samples.start, batch.samples.stop, device=tokens.device)
         keys = bits(seed, samples[:, None], torch.arange(tokens.shape[1], device=tokens.device))
-        rows, places = own_labels(scored, document_ids).nonzero(as_tuple=True)
+        rows, places = own_labels(loss_mask, document_ids).nonzero(as_tuple=True)
         aims = tokens[rows, places + 1]
         if joint.target == "base":
             # before the forward with gradients, which toggling the adapter would disturb

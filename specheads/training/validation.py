@@ -60,15 +60,15 @@ def validate(
     """
     depth, settings, device = teacher.head.depth, phase.settings, teacher.base.device
     batches = [batch.to(device) for batch in held_out.batches or []]
-    scored = [phase.scored(batch, teacher.head) for batch in batches]
+    masks = [phase.loss_mask(batch, teacher.head) for batch in batches]
     counts = torch.zeros(depth + 2, dtype=torch.long, device=device)
-    for batch, labels in zip(batches, scored, strict=True):
-        counts += label_counts(teacher.head, batch.tokens, batch.document_ids, labels, settings)
+    for batch, loss_mask in zip(batches, masks, strict=True):
+        counts += label_counts(teacher.head, batch.tokens, batch.document_ids, loss_mask, settings)
     precision = torch.promote_types(teacher.base.dtype, torch.float32)
     counts, sums = total(counts), torch.zeros(2 * depth + 1, dtype=precision, device=device)
     with teacher.at_rest() as frozen:
-        for batch, labels in zip(batches, scored, strict=True):
-            seen = frozen.read(batch), batch.tokens, labels
+        for batch, loss_mask in zip(batches, masks, strict=True):
+            seen = frozen.read(batch), batch.tokens, loss_mask
             loss = objective(*seen, frozen.logits_of, settings, counts)
             sums += torch.cat([loss.total[None], loss.by_depth, loss.agreement])
     values = total(sums).where(counts[depth] > 0, math.nan).tolist()

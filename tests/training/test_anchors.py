@@ -40,13 +40,13 @@ def test_anchors_per_row_do_not_depend_on_parts():
     head = head_of("dflash")
     (place,) = placed(Schedule(phases={"corpus": phase()}))
     batch = batch_of()
-    drawn = place.scored(batch, head, seed=5)
+    drawn = place.loss_mask(batch, head, seed=5)
     assert drawn.sum(1).tolist() == [MOST] * 3
     assert not (drawn & ~whole_chains(batch.loss_mask, DEPTH)).any()
-    assert torch.equal(place.scored(batch_of(1, 2), head, seed=5), drawn[1:])
-    assert not torch.equal(place.scored(batch, head, seed=6), drawn)
+    assert torch.equal(place.loss_mask(batch_of(1, 2), head, seed=5), drawn[1:])
+    assert not torch.equal(place.loss_mask(batch, head, seed=6), drawn)
     # validation uses the same anchors each time
-    assert torch.equal(place.scored(batch, head), place.scored(batch, head))
+    assert torch.equal(place.loss_mask(batch, head), place.loss_mask(batch, head))
 
 
 def test_loss_covers_drawn_drafts_with_weights():
@@ -54,10 +54,10 @@ def test_loss_covers_drawn_drafts_with_weights():
     settings = phase(loss="cross_entropy", decay=0.7788)
     (place,) = placed(Schedule(phases={"corpus": settings}))
     features = base.read(batch.tokens, head.aux_layers)
-    scored = place.scored(batch, head, seed=5)
-    loss = Objective(head)(features, batch.tokens, scored, base.logits_of, settings)
+    loss_mask = place.loss_mask(batch, head, seed=5)
+    loss = Objective(head)(features, batch.tokens, loss_mask, base.logits_of, settings)
     # the first labels of a text count if every depth can draft them
-    rows, first = (scored & (torch.arange(TIME) > DEPTH)).nonzero(as_tuple=True)
+    rows, first = (loss_mask & (torch.arange(TIME) > DEPTH)).nonzero(as_tuple=True)
     assert len(rows) > 8
     logits = offline_logits(head, features, batch.tokens)
     each = [
@@ -74,10 +74,10 @@ def test_dspark_loss_includes_the_confidence_loss():
     settings = phase(loss="cross_entropy_l1", decay=0.7788)
     (place,) = placed(Schedule(phases={"corpus": settings}))
     features = base.read(batch.tokens, head.aux_layers)
-    scored = place.scored(batch, head, seed=5)
-    call = features, batch.tokens, scored, base.logits_of, settings
+    loss_mask = place.loss_mask(batch, head, seed=5)
+    call = features, batch.tokens, loss_mask, base.logits_of, settings
     loss = Objective(head)(*call)
-    rows, first = (scored & (torch.arange(TIME) > DEPTH)).nonzero(as_tuple=True)
+    rows, first = (loss_mask & (torch.arange(TIME) > DEPTH)).nonzero(as_tuple=True)
     wanted = torch.zeros(())
     for level, state in enumerate(head.states(features, batch.tokens)):
         state = state[rows, first - 2]

@@ -360,18 +360,18 @@ def test_error_at_rest_restores_adapter_training():
 def test_base_loss_equals_the_loss_of_all_logits(architecture: str):
     base = fresh_base(architecture)
     teacher, adapter = joint_teacher(base)
-    scored = torch.rand(TEXT.shape, generator=torch.manual_seed(3)) < 0.6
+    loss_mask = torch.rand(TEXT.shape, generator=torch.manual_seed(3)) < 0.6
     for target in ("text", "base"):
         with adapter.off(), torch.no_grad():
-            original = base.model(input_ids=TEXT, use_cache=False).logits[:, :-1][scored[:, 1:]]
+            original = base.model(input_ids=TEXT, use_cache=False).logits[:, :-1][loss_mask[:, 1:]]
         randomise(adapter)
         adapter.learn(True)
-        logits = base.model(input_ids=TEXT, use_cache=False).logits[:, :-1][scored[:, 1:]]
-        whole = F.cross_entropy(logits, TEXT[:, 1:][scored[:, 1:]], reduction="sum")
+        logits = base.model(input_ids=TEXT, use_cache=False).logits[:, :-1][loss_mask[:, 1:]]
+        whole = F.cross_entropy(logits, TEXT[:, 1:][loss_mask[:, 1:]], reduction="sum")
         if target == "base":
             ours, theirs = logits.log_softmax(-1), original.log_softmax(-1)
             whole = (theirs.exp() * (theirs - ours)).sum()
-        loss = teacher.learn(everything(TEXT), scored, joint(target=target))[1]
+        loss = teacher.learn(everything(TEXT), loss_mask, joint(target=target))[1]
         torch.testing.assert_close(loss, whole, rtol=1e-12, atol=1e-12)
         wanted = torch.autograd.grad(whole, adapter.parameters)
         found = torch.autograd.grad(loss, adapter.parameters)
@@ -399,8 +399,8 @@ def test_target_base_has_zero_loss_and_gradient_at_first():
     base = fresh_base()
     teacher, adapter = joint_teacher(base)
     adapter.learn(True)
-    scored = torch.ones_like(TEXT, dtype=torch.bool)
-    loss = teacher.learn(everything(TEXT), scored, joint(target="base"))[1]
+    loss_mask = torch.ones_like(TEXT, dtype=torch.bool)
+    loss = teacher.learn(everything(TEXT), loss_mask, joint(target="base"))[1]
     assert loss.item() == 0.0
     gradients = torch.autograd.grad(loss, adapter.parameters)
     assert max(gradient.abs().max().item() for gradient in gradients) < 1e-12

@@ -38,8 +38,8 @@ def loss_of(head: Head, batch: TokenBatch, settings: Phase) -> tuple[DepthLoss, 
     base = tiny.base()
     (place,) = placed(Schedule(phases={"corpus": settings}))
     features = base.read(batch.tokens, head.aux_layers, batch.document_ids)
-    scored = place.scored(batch, head)
-    loss = Objective(head)(features, batch.tokens, scored, base.logits_of, settings)
+    loss_mask = place.loss_mask(batch, head)
+    loss = Objective(head)(features, batch.tokens, loss_mask, base.logits_of, settings)
     learned = [value for value in head.parameters() if value.requires_grad]
     found = torch.autograd.grad(loss.total, learned, allow_unused=True)
     return loss, [value for value in found if value is not None]
@@ -79,11 +79,11 @@ def test_packed_loss_equals_separate_loss_for_every_loss(loss: str, weighting: s
 
 def test_chains_do_not_cross_documents():
     #  a a a b b b      with depth 2 no chain begins at a document's end
-    scored = torch.ones(1, 6, dtype=torch.bool)
+    loss_mask = torch.ones(1, 6, dtype=torch.bool)
     documents = torch.tensor([[0, 0, 0, 1, 1, 1]])
-    assert whole_chains(scored, 2, documents).int().tolist() == [[1, 1, 0, 1, 1, 0]]
-    assert whole_chains(scored, 2).int().tolist() == [[1, 1, 1, 1, 1, 0]]
-    assert torch.equal(whole_chains(scored, 1, documents), scored)
+    assert whole_chains(loss_mask, 2, documents).int().tolist() == [[1, 1, 0, 1, 1, 0]]
+    assert whole_chains(loss_mask, 2).int().tolist() == [[1, 1, 1, 1, 1, 0]]
+    assert torch.equal(whole_chains(loss_mask, 1, documents), loss_mask)
 
 
 @pytest.mark.parametrize("target", ["text", "base"])

@@ -24,10 +24,10 @@ def learned(head: Head, activation_checkpointing: bool) -> tuple[dict[str, Tenso
         return value
 
     head.zero_grad()
-    scored = whole_chains(torch.ones_like(tokens, dtype=torch.bool), head.depth)
+    loss_mask = whole_chains(torch.ones_like(tokens, dtype=torch.bool), head.depth)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
         features = base.read(tokens, head.aux_layers)
-        loss = Objective(head)(features, tokens, scored, base.projection, phase)
+        loss = Objective(head)(features, tokens, loss_mask, base.projection, phase)
         total = sum(kept.values())
         loss.total.backward()
     found = {name: value.grad for name, value in head.named_parameters()}

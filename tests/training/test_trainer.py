@@ -269,13 +269,13 @@ def test_label_outside_the_draft_vocabulary_counts_as_rejected():
     counts[[1, 3]] = 1
     head = build_for({"kind": "mlp_speculator", "depth": 1, "draft_tokens": 2}, base, counts)
     tokens = (torch.arange(16) % 4)[None]
-    scored = torch.zeros_like(tokens, dtype=torch.bool)
-    scored[:, 4:12] = True
+    loss_mask = torch.zeros_like(tokens, dtype=torch.bool)
+    loss_mask[:, 4:12] = True
     learner = Objective(head)
     features = base.read(tokens)
     logits_of = base.projection.rows(head.draft_ids)
-    whole = learner(features, tokens, scored, logits_of, phase())
-    part = learner(features, tokens, scored & (tokens % 2 == 1), logits_of, phase())
+    whole = learner(features, tokens, loss_mask, logits_of, phase())
+    part = learner(features, tokens, loss_mask & (tokens % 2 == 1), logits_of, phase())
     assert torch.equal(whole.total, part.total)
     assert torch.equal(whole.agreement, part.agreement / 2)
 
@@ -294,9 +294,9 @@ def test_projection_runs_in_autocast_dtype(kind: str, monkeypatch: pytest.Monkey
         return true_loss(states, *rest, **settings)
 
     monkeypatch.setattr(objective, "depth_loss", noting)
-    scored = whole_chains(torch.ones_like(tokens, dtype=torch.bool), 2)
+    loss_mask = whole_chains(torch.ones_like(tokens, dtype=torch.bool), 2)
     with torch.autocast("cpu", torch.bfloat16):
-        loss = Objective(head)(features, tokens, scored, base.logits_of, phase())
+        loss = Objective(head)(features, tokens, loss_mask, base.logits_of, phase())
     assert seen == [torch.bfloat16] * 2
     assert loss.total.dtype == torch.float32
 
@@ -330,8 +330,8 @@ def test_states_outside_anchors_do_not_matter(
 
 
 def test_dpace_scores_complete_chains(tmp_path: Path):
-    scored = torch.tensor([[False, True, True, True, False, True]])
-    assert whole_chains(scored, 2).tolist() == [[False, True, True, False, False, False]]
+    loss_mask = torch.tensor([[False, True, True, True, False, True]])
+    assert whole_chains(loss_mask, 2).tolist() == [[False, True, True, False, False, False]]
     chains = Schedule(phases={"corpus": phase(weighting="dpace", loss="cross_entropy", steps=60)})
     run_training(tmp_path, chains)
     rows = read_metrics(RunDirectory(tmp_path).metrics)

@@ -57,7 +57,7 @@ NEUTRAL_SETTINGS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """GeneratedText to generate, and its folder."""
+    """Text to generate, and its folder."""
 
     base: FrozenBase
     """The base; determines the end tokens and the maximum length."""

@@ -137,15 +137,15 @@ def dpace_weights(confidence: Float[Tensor, "depth row"]) -> Float[Tensor, "dept
 
 
 def whole_chains(
-    scored: Bool[Tensor, "batch time"],
+    loss_mask: Bool[Tensor, "batch time"],
     depth: int,
     document_ids: Int[Tensor, "batch time"] | None = None,
 ) -> Bool[Tensor, "batch time"]:
-    """Return the labels that start a chain of `depth` scored labels in one document.
+    """Return the labels that start a chain of `depth` labels in one document.
 
     `document_ids` None: each row is one document.
     """
-    whole = F.pad(scored, (0, depth - 1)).unfold(-1, depth, 1).all(-1)
+    whole = F.pad(loss_mask, (0, depth - 1)).unfold(-1, depth, 1).all(-1)
     if document_ids is None:
         return whole
     last = document_ids.new_full((len(document_ids), depth - 1), -1)

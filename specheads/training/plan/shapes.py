@@ -161,13 +161,15 @@ class Shapes:
         length = row_tokens(settings, self.settings.data, self.base.max_length)
         parts = settings.accumulation_steps
         batch = made_up(-(-rows // parts), length, settings, self.head).to(torch.device("meta"))
-        scored = torch.empty_like(batch.loss_mask)
+        loss_mask = batch.loss_mask
         learned = [*self.head.parameters(), *self.teacher.parameters]
-        with FusedAttention(), Ledger(int(scored.numel() * settings.scored_share)) as ledger:
+        with FusedAttention(), Ledger(int(loss_mask.numel() * settings.scored_share)) as ledger:
             # with several parts the second one runs next to the gradients of the first
             for _ in range(min(parts, 2)):
-                counts = label_counts(self.head, batch.tokens, batch.document_ids, scored, settings)
-                step = Step(phase, phase.first, 0, batch, scored, counts)
+                counts = label_counts(
+                    self.head, batch.tokens, batch.document_ids, loss_mask, settings
+                )
+                step = Step(phase, phase.first, 0, batch, loss_mask, counts)
                 self.teacher.losses(step, self.objective)[0].backward()
         for one in learned:
             if one.grad is not None:
