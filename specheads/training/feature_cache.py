@@ -1,4 +1,4 @@
-"""Features of a frozen base on disk, so that a second training does not recompute them.
+"""Features of a frozen base on disk, for reuse by later trainings.
 
 See docs/train.md.
 """

@@ -114,7 +114,7 @@ class PhaseTexts:
         If the split is too short for one of them, that one is skipped with a message.
 
         Raises:
-            ValueError: The settings need prompts to score heads, and there are none.
+            ValueError: The settings need prompts to score heads, but the split has too little text.
         """
         rows = settings.rows and self._if_any("validation", lambda: self._rows(settings.rows))
         found = settings.prompts and self._if_any(

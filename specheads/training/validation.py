@@ -104,7 +104,7 @@ class Watch:
         self.best = self._best()
 
     def due(self, phase: PlacedPhase) -> Callable[[], dict[str, float]] | None:
-        """Return the validation to run after this step, None if there is none."""
+        """Return the validation to run after this step, or None."""
         if self.held_out is None or not self.held_out.due(self.at.step, phase):
             return None
         return partial(self._measure, self.held_out, phase)

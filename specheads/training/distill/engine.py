@@ -43,8 +43,8 @@ class TextEngine(Protocol):
     def answers(self, pull: Callable[[], GenerationRequest | None]) -> Iterator[Answer]:
         """Yield answers in any order, until no request is left and none is in flight.
 
-        `pull` returns the next request when there is room for one, or None if there is none at the
-        moment: the next request may depend on an answer that is yielded first. Closing the iterator
+        `pull` returns the next request, or None if no request is ready: the next request may depend
+        on an answer that is yielded first. Closing the iterator
         cancels the requests in flight.
         """
         ...

@@ -208,7 +208,7 @@ class _Scheduler:
         self._num_dropped = 0
 
     def pull(self) -> GenerationRequest | None:
-        """Return the next request; None if there is none before another answer."""
+        """Return the next request; None if it depends on a pending answer."""
         while not self._ready:
             number = next(self._numbers, None)
             if number is None:

@@ -143,7 +143,7 @@ class Server:
 
 
 async def _let_go(client: httpx2.AsyncClient) -> None:
-    """Cancel every request and close the connections, so that the server stops generating."""
+    """Cancel every request and close the connections, which stops the server."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
     for task in others:
         task.cancel()

@@ -1,7 +1,7 @@
 """Loss of all depths, fused with the vocabulary projection.
 
-It projects one chunk of rows at a time and computes its loss and gradients, so neither logits of
-shape (depth, row, vocab) nor (row, vocab) are ever in memory. The base's distribution is projected
+It projects one chunk of rows at a time and computes its loss and gradients, so logits of
+shape (depth, row, vocab) or (row, vocab) are never in memory. The base's distribution is projected
 from its hidden states in the same chunk, once for all depths that share it. See docs/losses.md.
 """
 

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 RULED_OUT = -1e4
-"""Replaces minus infinity in log p, so that a token with p = 0 has a finite loss. Finite logits in
+"""Replaces minus infinity in log p, for a finite loss at p = 0. Finite logits in
 use are far from it."""
 
 TRUST = 3.0

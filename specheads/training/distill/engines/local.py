@@ -24,8 +24,8 @@ def build(options: EngineOptions) -> "Local":
 class Local:
     """Generates text with the loaded base.
 
-    A text depends on its request only, up to ties in rounding: acceptance is `match`, so neither
-    batch nor head changes it.
+    A text depends on its request only, up to ties in rounding: acceptance is `match`, so it
+    does not depend on batch and head.
 
     Args:
         base: The base.
