@@ -123,9 +123,11 @@ class RowCache(Cache, ABC):
 
 
 def upload(values: list[Any], device: torch.device) -> Tensor:
-    """Return integers as a tensor on the device, without synchronising."""
-    tensor = torch.tensor(values, dtype=torch.long)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    """Return whole numbers on the device, without waiting for what it is doing."""
+    if device.type != "cuda":
+        return torch.tensor(values, dtype=torch.long)
+    pinned = torch.tensor(values, dtype=torch.long, pin_memory=True)
+    return pinned.to(device, non_blocking=True)
 
 
 def _whole(slots: int) -> int:

@@ -22,6 +22,48 @@ class Drawn:
 
 
 @dataclass(frozen=True, slots=True)
+class TreeShape:
+    """What all trees of one shape have in common, computed once and kept on one device.
+
+    Every node is present, and node 0 is its own parent here.
+    """
+
+    parents: Int[Tensor, " node"]
+    reach: Bool[Tensor, "1 node node"]
+    """`TokenTree.ancestors`."""
+    above: Bool[Tensor, "1 node node"]
+    """The same without the root."""
+    nodes: Int[Tensor, " node"]
+    """The number of each node."""
+    walks: Int[Tensor, "node level"]
+    """For each node, the nodes from the root down to it: how many they are, and then which."""
+    parent_list: list[int]
+    """`TokenTree.parents` on the host."""
+
+    @classmethod
+    def of(cls, parents: list[int], device: torch.device) -> "TreeShape":
+        """Return the shape of a tree whose nodes have these parents, the root's being -1."""
+        paths: list[list[int]] = []
+        for node, parent in enumerate(parents):
+            paths.append([*(paths[parent] if parent >= 0 else ()), node])
+        width = max(map(len, paths))
+        # what lies beyond the end of a path is never read
+        walks = [[len(path), *path, *([path[-1]] * (width - len(path)))] for path in paths]
+        tensor = torch.tensor(parents)[None]
+        reach = TokenTree(tensor, tensor).ancestors()
+        above = reach.clone()
+        above[..., 0] = False
+        return cls(
+            tensor[0].clamp(min=0).to(device),
+            reach.to(device),
+            above.to(device),
+            torch.arange(len(parents)).to(device),
+            torch.tensor(walks).to(device),
+            parents,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class TokenTree:
     """A batch of token trees, one per row, in topological order.
 
@@ -34,11 +76,13 @@ class TokenTree:
     tokens: Int[Tensor, "batch node"]
     parents: Int[Tensor, "batch node"]
     reach: Bool[Tensor, "batch node node"] | None = None
-    """The result of `ancestors`, if the tree policy has computed it before (static trees)."""
+    """What `ancestors` returns, if the tree policy has computed it."""
     drawn: Drawn | None = None
     """How children were sampled; None if they are the drafter's most probable tokens."""
     num_copied: int = 0
-    """Number of prompt-lookup tokens; they are the last nodes."""
+    """How many of the last nodes were copied from the text, where the others were drafted."""
+    shape: TreeShape | None = None
+    """The shape of a tree that has the same in every step, with all nodes present."""
 
     def ancestors(self) -> Bool[Tensor, "batch node node"]:
         """Return `out[b, i, j]`: whether j is i or an ancestor of i.
@@ -46,6 +90,8 @@ class TokenTree:
         Reachability by squaring: after k rounds every path of up to 2**k edges is known, so a
         tree of n nodes takes log2(n) small products and no loop over nodes.
         """
+        if self.shape is not None:
+            return self.shape.reach.expand(len(self.tokens), -1, -1)
         if self.reach is not None:
             return self.reach
         num_nodes = self.parents.shape[1]

@@ -128,8 +128,7 @@ def step(
     verified = base.verify(grown, state.cache, drafter.aux_layers if drafter else ())
     verdict = acceptance(grown, verified.logits, verified.ancestors, state.rows)
     read = _read(grown, verdict)
-    times = Times(began, drafted, time.perf_counter())
-    steps = [_step(*row, grown, times) for row in zip(state.numbers, read, strict=True)]
+    steps = _steps(state.numbers, read, grown, Times(began, drafted, time.perf_counter()))
     state.cache.commit([taken.path for taken in steps])
     _advance(state, verified, verdict, steps)
     if unread is not None:
@@ -153,17 +152,24 @@ def _now(base: FrozenBase, *, wait: bool) -> float:
 
 def _read(tree: TokenTree, verdict: Verdict) -> list[list[int]]:
     """Bring verdict and tree to the host: the one synchronisation of a step."""
-    counts, bonus = verdict.count[:, None], verdict.bonus[:, None]
-    return torch.cat([counts, bonus, verdict.path, tree.tokens, tree.parents], dim=1).tolist()
+    parts = [verdict.count[:, None], verdict.bonus[:, None], tree.tokens, verdict.path]
+    if tree.shape is None:
+        parts.append(tree.parents)
+    return torch.cat(parts, dim=1).tolist()
 
 
-def _step(number: int, row: list[int], tree: TokenTree, times: Times) -> Step:
-    """Return the step of one row: accepted nodes, bonus, path (padded), tokens and parents."""
-    count, bonus, *rest = row
-    nodes = tree.tokens.shape[1]
-    path, drafted, parents = rest[:count], rest[-2 * nodes : -nodes], rest[-nodes:]
-    tokens = [*(drafted[node] for node in path[1:]), bonus]
-    return Step(number, tokens, path, drafted, parents, times, tree.num_copied)
+def _steps(numbers: list[int], read: list[list[int]], tree: TokenTree, times: Times) -> list[Step]:
+    """Return the step of each row, from what `_read` brought."""
+    first = 2 + tree.tokens.shape[1]
+    known = None if tree.shape is None else tree.shape.parent_list
+    steps = []
+    for number, row in zip(numbers, read, strict=True):
+        drafted, path = row[2:first], row[first : first + row[0]]
+        tokens = [drafted[node] for node in path[1:]]
+        tokens.append(row[1])
+        parents = row[2 - first :] if known is None else known
+        steps.append(Step(number, tokens, path, drafted, parents, times, tree.num_copied))
+    return steps
 
 
 def _advance(state: State, verified: Verification, verdict: Verdict, steps: list[Step]) -> None:

@@ -82,8 +82,8 @@ def verdict_of_nobody(tree: Any, verdict: Any) -> list[list[int]]:
     del verdict
     num_nodes = tree.tokens.shape[1]
     last = [0] if num_nodes == 1 else [0, num_nodes - 1]
-    nodes = [5] * num_nodes + [-1] * num_nodes
-    return [[1, 5, 0, *nodes], [len(last), 5, *last, *nodes]]
+    nodes, parents = [5] * num_nodes, [-1] * num_nodes
+    return [[1, 5, *nodes, 0, *parents], [len(last), 5, *nodes, *last, *parents]]
 
 
 @pytest.fixture(scope="module")

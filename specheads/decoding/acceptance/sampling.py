@@ -112,6 +112,8 @@ class Rows:
     """Whether every row is."""
     draws: bool = field(init=False)
     """Whether any row draws: has a temperature above zero."""
+    penalised: bool = field(init=False)
+    """Whether any row has a repetition penalty."""
     drawing: Bool[Tensor, " batch"] = field(init=False)
     """Which rows draw."""
     seeds: Int[Tensor, " batch"] = field(init=False)
@@ -123,6 +125,7 @@ class Rows:
         device = self.lengths.device
         self.dtype = torch.promote_types(self.dtype, torch.float32)
         self.greedy = all(one.greedy for one in self.sampling)
+        self.penalised = any(one.repetition_penalty != 1 for one in self.sampling)
         drawing = [one.temperature > 0 for one in self.sampling]
         self.draws, self.drawing = any(drawing), torch.tensor(drawing, device=device)
         self.seeds = torch.tensor([one.seed for one in self.sampling], device=device)
@@ -160,11 +163,12 @@ class Rows:
 
         The new root stands at `lengths`.
         """
-        if any(one.repetition_penalty != 1 for one in self.sampling):
+        if self.penalised:
             offsets = torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
             self.text.scatter_(1, self.lengths[:, None] + offsets, tokens)
         self.lengths = lengths
-        self._noise.advance(counts)
+        if self.draws:
+            self._noise.advance(counts)
 
     def scores(
         self, logits: Float[Tensor, "batch node vocab"], paths: Int[Tensor, "batch node path"]

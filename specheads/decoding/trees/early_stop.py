@@ -52,8 +52,9 @@ class Stop:
         estimate: Estimate | None = None,
     ) -> None:
         self.drafter, self.confidence, self.estimate = drafter, confidence, estimate
-        self.alive = torch.ones(batch, 1, dtype=torch.bool, device=device)
-        self.present = [self.alive]
+        if confidence:
+            self.alive = torch.ones(batch, 1, dtype=torch.bool, device=device)
+            self.present = [self.alive]
 
     def level(
         self,
@@ -61,9 +62,9 @@ class Stop:
         state: State,
         drafted: Int[Tensor, "batch node"],
         parents: Int[Tensor, " node"],
-        inner: Tensor | slice,
+        inner: Tensor | None,
     ) -> None:
-        """Look at one level: its nodes' columns of the logits, and which of them are read next.
+        """Look at one level: its nodes' columns of the logits, and which are read next (None: all).
 
         Logits and state are what the drafter answered for the level above.
         """
@@ -79,7 +80,8 @@ class Stop:
             else:
                 chances = chosen.exp()
             self.present.append(present)
-            self.alive = (present & (chances >= self.confidence))[:, inner]
+            alive = present & (chances >= self.confidence)
+            self.alive = alive if inner is None else alive[:, inner]
 
     def everywhere(self) -> bool:
         """Tell whether no path of any row goes on."""

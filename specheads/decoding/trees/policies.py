@@ -18,7 +18,7 @@ from specheads.decoding.acceptance.sampling import Rows
 from specheads.decoding.progress import Progress
 from specheads.decoding.trees.coupling import coupled
 from specheads.decoding.trees.early_stop import Estimate, Stop
-from specheads.decoding.trees.static_shape import Shape
+from specheads.decoding.trees.static_shape import StaticShape
 
 
 class TreePolicy(ABC):
@@ -99,12 +99,12 @@ class Static(TreePolicy):
         self.num_guesses = 1 + max((path[-1] for path in ordered), default=0)
         answers = Counter(len(path) for path in {path[:-1] for path in ordered})
         self.num_answers = max(answers.values(), default=1)
-        self._shapes: dict[torch.device, Shape] = {}
+        self._shapes: dict[torch.device, StaticShape] = {}
 
-    def shape(self, device: torch.device) -> Shape:
+    def shape(self, device: torch.device) -> StaticShape:
         """Return what follows from the paths, copied to a device when it is first asked for."""
         if device not in self._shapes:
-            self._shapes[device] = Shape.of(self.paths, device)
+            self._shapes[device] = StaticShape.of(self.paths, device)
         return self._shapes[device]
 
     def grow(
@@ -120,12 +120,12 @@ class Static(TreePolicy):
         drafted = [root]
         stop = Stop(drafter, self.confidence, batch, root.device, self.estimate)
         for index, level in enumerate(shape.levels):
-            best = _best(logits, level.width)[:, level.parents, level.ranks]
+            best = level.guessed(_best(logits, level.width))
             drafted.append(drafter.to_tokens(best))
             stop.level(logits, state, best, level.parents, level.inner)
             if index + 1 == self.depth or stop.everywhere():
                 break
-            inner = drafted[-1][:, level.inner]
+            inner = level.read(drafted[-1])
             logits, state = drafter.extend(state, inner, level.inner_parents.expand(batch, -1))
         return self.shaped(drafted, stop)
 
@@ -133,12 +133,13 @@ class Static(TreePolicy):
         """Return the tree, as far as it was drafted, from the tokens of its levels."""
         tokens = torch.cat(drafted, dim=1)
         batch, size = tokens.shape
-        shape = self.shape(tokens.device)
-        parents = shape.parents[:size].expand(batch, -1)
-        if stop.confidence:
-            # whether an absent node is among the ancestors of another does not matter
-            parents = parents.masked_fill(~torch.cat(stop.present, dim=1), -1)
-        return TokenTree(tokens, parents, shape.reach[:, :size, :size].expand(batch, -1, -1))
+        static = self.shape(tokens.device)
+        parents = static.parents[:size].expand(batch, -1)
+        if not stop.confidence:
+            return TokenTree(tokens, parents, shape=static.shape)
+        # whether an absent node is among the ancestors of another does not matter
+        parents = parents.masked_fill(~torch.cat(stop.present, dim=1), -1)
+        return TokenTree(tokens, parents, static.shape.reach[:, :size, :size].expand(batch, -1, -1))
 
 
 class BestFirst(TreePolicy):

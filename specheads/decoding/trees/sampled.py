@@ -67,7 +67,7 @@ class Sampled(TreePolicy):
             drawn = _drawn(rows, logits, probs[-1], level, width).flatten(1)
             drafted.append(drawn)
             parents = torch.arange(logits.shape[1], device=drawn.device).repeat_interleave(width)
-            stop.level(logits, state, drawn, parents, slice(None))
+            stop.level(logits, state, drawn, parents, None)
             if level + 1 == self.depth or stop.everywhere():
                 break
             paths = torch.cat([paths[:, parents], drawn[..., None]], dim=-1)

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Int
 from torch import Tensor
 
-from specheads.core.tree import TokenTree
+from specheads.core.tree import TreeShape
 
 Path = tuple[int, ...]
 
@@ -18,34 +18,43 @@ class Level(NamedTuple):
 
     parents: Int[Tensor, " node"]
     """Each node's parent, counted among the nodes of the level above that were read."""
-    ranks: Int[Tensor, " node"]
-    """Which of its parent's guesses each node is."""
-    inner: Int[Tensor, " node"]
-    """The nodes that are read."""
+    guesses: Int[Tensor, " node"] | None
+    """Place of each node among the guesses of all parents; None if every guess is a node."""
+    inner: Int[Tensor, " node"] | None
+    """The nodes that are read; None is all."""
     inner_parents: Int[Tensor, " node"]
     """Parents of the nodes that are read."""
     width: int
     """Guesses that are asked for."""
 
+    def guessed(self, best: Int[Tensor, "batch level width"]) -> Int[Tensor, "batch node"]:
+        """Return the guess of each node, from the best guesses of each parent."""
+        flat = best.flatten(1)
+        return flat if self.guesses is None else flat.index_select(1, self.guesses)
+
+    def read(self, drafted: Int[Tensor, "batch node"]) -> Int[Tensor, "batch inner"]:
+        """Return the tokens of the nodes that are read."""
+        return drafted if self.inner is None else drafted.index_select(1, self.inner)
+
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class StaticShape:
     """A static tree without its tokens, all of it on one device: a step uploads none of it."""
 
+    shape: TreeShape
     parents: Int[Tensor, " node"]
-    reach: Bool[Tensor, "1 node node"]
-    """Who has whom above: `TokenTree.ancestors`."""
+    """As `TokenTree.parents`."""
     levels: list[Level]
 
     @classmethod
-    def of(cls, paths: Sequence[Path], device: torch.device) -> "Shape":
+    def of(cls, paths: Sequence[Path], device: torch.device) -> "StaticShape":
         """Return the shape of rank paths that are sorted by length and closed under prefixes."""
         known = {(): 0} | {path: node for node, path in enumerate(paths, start=1)}
-        parents = torch.tensor([-1] + [known[path[:-1]] for path in paths]).to(device)
+        parents = [-1] + [known[path[:-1]] for path in paths]
         depth = max(map(len, paths), default=0)
         return cls(
-            parents,
-            TokenTree(parents[None], parents[None]).ancestors(),
+            TreeShape.of(parents, device),
+            torch.tensor(parents).to(device),
             [_level(paths, length, device) for length in range(1, depth + 1)],
         )
 
@@ -56,7 +65,15 @@ def _level(paths: Sequence[Path], length: int, device: torch.device) -> Level:
     here = [path for path in paths if len(path) == length]
     read = {path: place for place, path in enumerate(above or [()])}
     inner = [place for place, path in enumerate(here) if path in has_children]
-    parents = torch.tensor([read[path[:-1]] for path in here]).to(device)
+    parents = [read[path[:-1]] for path in here]
+    width = 1 + max(path[-1] for path in here)
+    guesses = [parent * width + path[-1] for parent, path in zip(parents, here, strict=True)]
+    places = torch.tensor(parents).to(device)
     index = torch.tensor(inner, dtype=torch.long).to(device)
-    ranks = torch.tensor([path[-1] for path in here]).to(device)
-    return Level(parents, ranks, index, parents[index], 1 + max(path[-1] for path in here))
+    return Level(
+        places,
+        None if guesses == list(range(len(read) * width)) else torch.tensor(guesses).to(device),
+        None if len(inner) == len(here) else index,
+        places[index],
+        width,
+    )
