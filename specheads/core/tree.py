@@ -35,6 +35,8 @@ class TreeShape:
     """The same without the root."""
     nodes: Int[Tensor, " node"]
     """The number of each node."""
+    depths: Int[Tensor, " node"]
+    """`TokenTree.depths`."""
     walks: Int[Tensor, "node level"]
     """For each node, the nodes from the root down to it: how many they are, and then which."""
     parent_list: list[int]
@@ -58,6 +60,7 @@ class TreeShape:
             reach.to(device),
             above.to(device),
             torch.arange(len(parents)).to(device),
+            torch.tensor([len(path) - 1 for path in paths]).to(device),
             torch.tensor(walks).to(device),
             parents,
         )
@@ -105,7 +108,9 @@ class TokenTree:
         return reach > 0
 
     def depths(self) -> Int[Tensor, "batch node"]:
-        """Return the number of edges between the root and each node."""
+        """Return how many edges lie between each node and the root."""
+        if self.shape is not None:
+            return self.shape.depths.expand_as(self.tokens)
         return self.ancestors().sum(-1) - 1
 
 

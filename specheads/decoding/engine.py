@@ -190,6 +190,8 @@ class Engine:
 
     def _admit(self) -> None:
         """Read the prompts of those who are next and fit."""
+        if not self._waiting:
+            return
         served, newcomers = self.running, []
         for stream in self._waiting:
             if len(served) + len(newcomers) == self.max_batch:
@@ -197,7 +199,7 @@ class Engine:
             if not self._has_blocks([*served, *newcomers, stream]):
                 break
             newcomers.append(stream)
-        if self._waiting and not served and not newcomers:
+        if not served and not newcomers:
             raise PoolFullError("others hold the pool's blocks; give an engine its own pool")
         for places in alike([len(stream.request.prompt) for stream in newcomers]):
             self._start([newcomers[place] for place in places])

@@ -19,19 +19,22 @@ _FIRST = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _SECOND = -7723592293110705685  # 0x94D049BB133111EB
 
 
-def bits(*keys: Int64[Tensor, "..."] | int) -> Int64[Tensor, "..."]:
+def bits(
+    *keys: Int64[Tensor, "..."] | int, state: Int64[Tensor, "..."] | None = None
+) -> Int64[Tensor, "..."]:
     """Return 64 random bits for each combination of keys, which broadcast.
 
     Each key is mixed in by one step of SplitMix64. Whoever needs numbers of several kinds for
-    the same keys gives each kind a key of its own.
+    the same keys gives each kind a key of its own. `state` is what this returned for earlier keys.
 
     Source: Steele, Lea and Flood 2014, Fast splittable pseudorandom number generators.
     """
-    device = next((key.device for key in keys if isinstance(key, Tensor)), None)
-    state = torch.zeros((), dtype=torch.int64, device=device)
+    if state is None:
+        device = next((key.device for key in keys if isinstance(key, Tensor)), None)
+        state = torch.zeros((), dtype=torch.int64, device=device)
     for key in keys:
         # products and sums wrap round, as the algorithm wants them to
-        state = _mix(state + key + _STEP)
+        state = _mix(state + (key + _STEP))
     return state
 
 

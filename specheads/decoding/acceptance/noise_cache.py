@@ -39,27 +39,28 @@ class NoiseCache:
     ) -> None:
         self.seeds, self.drawing = seeds, drawing
         self.vocab_size, self.dtype = vocab_size, dtype
+        self._seeded = noise.bits(seeds)
         self._values: Float[Tensor, "batch slot vocab"] | None = None
+        self._rows = torch.arange(len(drawing), device=seeds.device)[:, None]
         self._known = [0] * len(drawing)
         """Positions after each root that lie in the ring, known without asking the device."""
 
     def after(
         self,
         lengths: Int[Tensor, " batch"],
-        depths: Int[Tensor, "batch node"],
+        depths: Int[Tensor, "batch node"] | int,
         num_positions: int,
     ) -> Float[Tensor, "batch node vocab"]:
         """Return the noise at the position after each node.
 
         Args:
             lengths: Position of each row's root.
-            depths: How many edges each node lies below the root.
+            depths: How many edges each node lies below the root; a number is one node a row.
             num_positions: Positions after the root that are, or soon will be, asked for.
         """
         values = self._filled(lengths, num_positions)
-        batch, slots, _ = values.shape
-        rows = torch.arange(batch, device=lengths.device)[:, None]
-        places = rows * slots + (lengths[:, None] + 1 + depths) % slots
+        slots = values.shape[1]
+        places = self._rows * slots + (lengths[:, None] + (depths + 1)) % slots
         return values.flatten(0, 1).index_select(0, places.flatten()).unflatten(0, places.shape)
 
     def draw(
@@ -77,7 +78,8 @@ class NoiseCache:
         scores = scores.to(self.dtype)
         if self._values is not None or not in_blocks(scores):
             return likeliest(self.after(lengths, depths, num_positions).add_(scores))
-        keys = noise.bits(self.seeds[:, None], lengths[:, None] + 1 + depths, noise.TOKEN)
+        after = lengths[:, None] + (depths + 1)
+        keys = noise.bits(after, noise.TOKEN, state=self._seeded[:, None])
         drawn = gumbel_max(scores.flatten(0, 1), keys.flatten()).view_as(keys)
         if all(self.drawing):
             return drawn
@@ -91,16 +93,16 @@ class NoiseCache:
             self._known = [0] * len(self.drawing)
         slots = self._values.shape[1]
         missing = [
-            [row, ahead]
+            [row, ahead + 1, row * slots]
             for row, (known, draws) in enumerate(zip(self._known, self.drawing, strict=True))
             for ahead in range(known, num_positions)
             if draws
         ]
         if missing:
-            rows, ahead = upload(missing, lengths.device).unbind(-1)
-            positions = lengths[rows] + 1 + ahead
-            keys = noise.bits(self.seeds[rows], positions, noise.TOKEN)
-            places = rows * slots + positions % slots
+            rows, ahead, first = upload(missing, lengths.device).unbind(-1)
+            positions = lengths[rows] + ahead
+            keys = noise.bits(positions, noise.TOKEN, state=self._seeded[rows])
+            places = first + positions % slots
             size = max(1, BLOCK.get(lengths.device.type, MOST) // self.vocab_size)
             flat = self._values.flatten(0, 1)
             for some, where in zip(keys.split(size), places.split(size), strict=True):

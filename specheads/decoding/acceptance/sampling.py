@@ -112,6 +112,8 @@ class Rows:
     """Whether every row is."""
     draws: bool = field(init=False)
     """Whether any row draws: has a temperature above zero."""
+    all_draw: bool = field(init=False)
+    """Whether every row draws."""
     penalised: bool = field(init=False)
     """Whether any row has a repetition penalty."""
     drawing: Bool[Tensor, " batch"] = field(init=False)
@@ -127,7 +129,8 @@ class Rows:
         self.greedy = all(one.greedy for one in self.sampling)
         self.penalised = any(one.repetition_penalty != 1 for one in self.sampling)
         drawing = [one.temperature > 0 for one in self.sampling]
-        self.draws, self.drawing = any(drawing), torch.tensor(drawing, device=device)
+        self.draws, self.all_draw = any(drawing), all(drawing)
+        self.drawing = torch.tensor(drawing, device=device)
         self.seeds = torch.tensor([one.seed for one in self.sampling], device=device)
         self._noise = NoiseCache(self.seeds, drawing, self.vocab_size, self.dtype)
         places: dict[Sampling, list[int]] = {}
@@ -196,7 +199,7 @@ class Rows:
         """
         scores = self.scores(logits, paths)
         probs = scores.softmax(-1)
-        if all(one.temperature > 0 for one in self.sampling):
+        if self.all_draw:
             return probs
         best = torch.zeros_like(probs).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
         return torch.where(self.drawing[:, None, None], probs, best)
@@ -208,7 +211,7 @@ class Rows:
         ancestors: Bool[Tensor, "batch node node"],
     ) -> Float[Tensor, "batch node vocab"]:
         """Return the base's distribution after each node of a tree."""
-        return self.probs(logits, _paths(tree, ancestors))
+        return self.probs(logits, self._paths(tree, ancestors))
 
     def choose(
         self,
@@ -221,20 +224,18 @@ class Rows:
         It is the largest of the scores with the position's noise added, which is a draw from
         their distribution; at temperature zero there is no noise.
         """
-        scores = self.scores(logits, _paths(tree, ancestors))
+        scores = self.scores(logits, self._paths(tree, ancestors))
         if not self.draws:
             return likeliest(scores)
         deepest = tree.tokens.shape[1] - 1
         deepest = deepest if self.depth is None else min(deepest, self.depth)
-        depths = ancestors.sum(-1) - 1
-        return self._noise.draw(scores, self.lengths, depths, deepest + 1)
+        return self._noise.draw(scores, self.lengths, tree.depths(), deepest + 1)
 
     def level_noise(self, level: int) -> Float[Tensor, "batch 1 vocab"]:
         """Return the noise of the tokens after the nodes `level` edges below the root."""
         # what is drafted is verified: that takes the noise after the last level too
         soon = level if self.depth is None else max(level, self.depth)
-        depths = torch.full_like(self.lengths, level)[:, None]
-        return self._noise.after(self.lengths, depths, soon + 1)
+        return self._noise.after(self.lengths, level, soon + 1)
 
     def uniforms(self, ancestors: Bool[Tensor, "batch node node"]) -> Float64[Tensor, "batch node"]:
         """Return the number that draws what rejection leaves over after each node."""
@@ -249,10 +250,15 @@ class Rows:
         """Return the position after each node."""
         return self.lengths[:, None] + ancestors.sum(-1)
 
+    def _paths(self, tree: TokenTree, ancestors: Tensor) -> Int[Tensor, "batch node path"]:
+        """Return the tokens from the root to each node, the root's in place of those not above it.
 
-def _paths(tree: TokenTree, ancestors: Tensor) -> Int[Tensor, "batch node path"]:
-    """Return the tokens from the root to each node, the root's in place of those not above it."""
-    return torch.where(ancestors, tree.tokens[:, None], tree.tokens[:, :1, None])
+        Only a repetition penalty reads them: without one, just the root's tokens.
+        """
+        root = tree.tokens[:, :1, None]
+        if not self.penalised:
+            return root.expand(-1, tree.tokens.shape[1], -1)
+        return torch.where(ancestors, tree.tokens[:, None], root)
 
 
 def _group_scores(

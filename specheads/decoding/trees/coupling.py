@@ -58,8 +58,12 @@ class Coupled(Drafter):
         """Read one level of nodes; return logits for the token after each."""
         state, paths = state
         logits, state = self.drafter.extend(state, tokens, parents)
-        above = paths.take_along_dim(parents[..., None], dim=1)
-        paths = torch.cat([above, tokens[..., None]], dim=-1)
+        if self.rows.penalised:
+            above = paths.take_along_dim(parents[..., None], dim=1)
+            paths = torch.cat([above, tokens[..., None]], dim=-1)
+        else:
+            # only a repetition penalty reads the tokens; others need the length of the paths
+            paths = paths[:, :1, :1].expand(-1, tokens.shape[1], paths.shape[-1] + 1)
         return with_noise(self.drafter, logits, paths, self.rows), (state, paths)
 
 
@@ -80,6 +84,8 @@ def with_noise(
         columns = drafter.to_tokens(torch.arange(logits.shape[-1], device=logits.device))
         wide = over_vocabulary(drafter, logits, rows.vocab_size)
         noisy = (rows.scores(wide, paths) + noise)[..., columns]
+    if rows.all_draw:
+        return noisy
     return torch.where(rows.drawing[:, None, None], noisy, logits)
 
 
