@@ -21,7 +21,7 @@ _BYTES = {letter: byte for byte, letter in bytes_to_unicode().items()}
 """The byte that each letter of a byte-level vocabulary stands for."""
 
 
-class Text:
+class TextStream:
     """A text that is being written, and where it stops.
 
     A character may be cut by a token boundary, and so may a stop string. So the newest text may
@@ -107,7 +107,7 @@ def token_text(tokenizer: PreTrainedTokenizerBase, before: Sequence[int], token:
     A character in pieces comes with its last piece. A token that adds nothing, such as the other
     pieces and special tokens, is told by name: `⟨\xe2\x82⟩`, `⟨<|endoftext|>⟩`.
     """
-    text = Text(tokenizer, list(before))
+    text = TextStream(tokenizer, list(before))
     text.push(token)
     return text.written or f"⟨{_name(tokenizer, token)}⟩"
 

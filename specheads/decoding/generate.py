@@ -9,16 +9,15 @@ from specheads.base.paged import BlockPool
 from specheads.core.bounds import whole
 from specheads.core.drafter import Drafter
 from specheads.core.errors import InputError
-from specheads.decoding.acceptance import rules
-from specheads.decoding.acceptance.sampling import Sampling, each_prompt
+from specheads.decoding import accept
 from specheads.decoding.engine import Engine
-from specheads.decoding.loop import Step
-from specheads.decoding.prompts import read_prompts
-from specheads.decoding.request import Request
+from specheads.decoding.loop import DecodingStep
+from specheads.decoding.request import Request, read_prompts
+from specheads.decoding.sampling import Sampling, each_prompt
 from specheads.decoding.trees import policies
 
 Prompts = Any
-"""A list of prompts, or a two-dimensional tensor: see `decoding.prompts`."""
+"""A list of prompts, or a two-dimensional tensor: see `decoding.request`."""
 
 
 @dataclass(slots=True)
@@ -29,7 +28,7 @@ class Decoding:
     """The new tokens, cut at the limit and after the first end-of-text token."""
     forwards: list[int]
     """Base forwards each prompt took, prefill excluded."""
-    steps: list[list[Step]] = field(default_factory=list)
+    steps: list[list[DecodingStep]] = field(default_factory=list)
     """The same forwards one by one: what each drafted, accepted and took."""
 
 
@@ -41,7 +40,7 @@ def generate(
     max_new_tokens: int = 64,
     sampling: Sampling | Sequence[Sampling] | None = None,
     tree: policies.TreePolicy | None = None,
-    acceptance: str | rules.AcceptanceRule = "match",
+    acceptance: str | accept.AcceptanceRule = "match",
     stop_at_eos: bool = True,
     max_batch: int | None = None,
     pool: BlockPool | None = None,
@@ -64,7 +63,7 @@ def generate(
         tree: How drafts grow; None is what `specheads tune` chose for the head, where it was
             measured on such a machine (not to draft may be best), or a chain as deep as the head.
         acceptance: What is kept of a verified tree: "match", "rejection", "typical", or a function
-            like those in `specheads.decoding.acceptance.rules`.
+            like those in `specheads.decoding.accept`.
         stop_at_eos: Whether the base's end-of-text token ends a row.
         max_batch: Rows decoded together; further prompts wait until one is done. None is all.
         pool: Where keys and values lie, `base.pool(num_blocks)`; where it is full, prompts wait.

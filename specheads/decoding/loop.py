@@ -4,7 +4,9 @@ Rows come and go between steps; see docs/serve.md.
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 from torch.nn.functional import pad
@@ -18,14 +20,14 @@ from specheads.core.drafter import Drafter, Memory
 from specheads.core.features import Committed
 from specheads.core.machine import synchronise
 from specheads.core.tree import TokenTree
-from specheads.decoding.acceptance import rules
-from specheads.decoding.acceptance.accept import Verdict
-from specheads.decoding.acceptance.sampling import GREEDY, Rows, Sampling
+from specheads.decoding import accept
+from specheads.decoding.accept import Verdict
+from specheads.decoding.sampling import GREEDY, Sampling, SamplingState
 from specheads.decoding.trees.policies import TreePolicy, root_only
 
 
 @dataclass(frozen=True, slots=True)
-class Times:
+class StepTimes:
     """When a step of the whole batch was where, in seconds of `time.perf_counter`."""
 
     began: float
@@ -36,7 +38,7 @@ class Times:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class DecodingStep:
     """What one forward of the base gave one row, on the host."""
 
     row: int
@@ -49,10 +51,10 @@ class Step:
     """Token of each node of the tree, the root first."""
     parents: list[int]
     """Parent of each node, -1 for the root and for nodes that are padding."""
-    times: Times = field(compare=False)
+    times: StepTimes = field(compare=False)
     """Times of the step, shared by the rows of a batch. Equal steps may differ in them."""
     num_copied: int = 0
-    """How many of the tree's last nodes were copied, not drafted: see `decoding.origins`."""
+    """How many of the tree's last nodes were copied, not drafted: see `decoding.loop`."""
 
     @property
     def drafted_beyond(self) -> bool:
@@ -61,14 +63,14 @@ class Step:
 
 
 @dataclass(slots=True)
-class State:
+class DecodingState:
     """What the loop carries from one step to the next, for the rows still decoding."""
 
     cache: RowCache
     committed: Committed
     """What was committed since the drafter read last: of a step, or of several without a draft."""
     memory: Memory | None
-    rows: Rows
+    rows: SamplingState
     """What acceptance rules and tree policies may know of the rows."""
     numbers: list[int]
     """What each row is called in its steps."""
@@ -85,7 +87,7 @@ class State:
             self.memory = self.memory.keep(index)
 
     @torch.inference_mode()
-    def join(self, other: "State") -> None:
+    def join(self, other: "DecodingState") -> None:
         """Take over another state's rows, behind the own ones; the other is used up."""
         self.cache.join(other.cache)
         self.committed = self.committed.join(other.committed)
@@ -100,19 +102,19 @@ def step(
     base: FrozenBase,
     drafter: Drafter | None,
     tree: TreePolicy,
-    acceptance: rules.AcceptanceRule,
-    state: State,
+    acceptance: accept.AcceptanceRule,
+    state: DecodingState,
     *,
     timed: bool = False,
-) -> list[Step]:
+) -> list[DecodingStep]:
     """Decode one step for every row and advance `state`; no drafter decodes with the base alone.
 
     A tree without levels drafts nothing, and one of copied text alone asks no head. What such steps
     commit waits for a drafter with a memory, until it drafts again or there is as much as it reads
     at once.
 
-    `timed` waits for the device before and after drafting, so that `Times.drafted` is true there
-    too; that costs a synchronisation or two.
+    `timed` waits for the device before and after drafting, so that `StepTimes.drafted` is true on a
+    GPU too. It costs one or two synchronisations.
     """
     began = _now(base, wait=timed)
     state.rows.depth = tree.depth
@@ -128,7 +130,7 @@ def step(
     verified = base.verify(grown, state.cache, drafter.aux_layers if drafter else ())
     verdict = acceptance(grown, verified.logits, verified.ancestors, state.rows)
     read = _read(grown, verdict)
-    steps = _steps(state.numbers, read, grown, Times(began, drafted, time.perf_counter()))
+    steps = _steps(state.numbers, read, grown, StepTimes(began, drafted, time.perf_counter()))
     state.cache.commit([taken.path for taken in steps])
     _advance(state, verified, verdict, steps)
     if unread is not None:
@@ -136,7 +138,7 @@ def step(
     return steps
 
 
-def _unread(drafter: Drafter, state: State) -> Committed | None:
+def _unread(drafter: Drafter, state: DecodingState) -> Committed | None:
     """Return what a step without own drafts leaves unread; of much, nothing."""
     if state.committed.next_tokens.shape[1] < drafter.most_unread:
         return state.committed
@@ -158,7 +160,9 @@ def _read(tree: TokenTree, verdict: Verdict) -> list[list[int]]:
     return torch.cat(parts, dim=1).tolist()
 
 
-def _steps(numbers: list[int], read: list[list[int]], tree: TokenTree, times: Times) -> list[Step]:
+def _steps(
+    numbers: list[int], read: list[list[int]], tree: TokenTree, times: StepTimes
+) -> list[DecodingStep]:
     """Return the step of each row, from what `_read` brought."""
     first = 2 + tree.tokens.shape[1]
     known = None if tree.shape is None else tree.shape.parent_list
@@ -168,11 +172,13 @@ def _steps(numbers: list[int], read: list[list[int]], tree: TokenTree, times: Ti
         tokens = [drafted[node] for node in path[1:]]
         tokens.append(row[1])
         parents = row[2 - first :] if known is None else known
-        steps.append(Step(number, tokens, path, drafted, parents, times, tree.num_copied))
+        steps.append(DecodingStep(number, tokens, path, drafted, parents, times, tree.num_copied))
     return steps
 
 
-def _advance(state: State, verified: Verification, verdict: Verdict, steps: list[Step]) -> None:
+def _advance(
+    state: DecodingState, verified: Verification, verdict: Verdict, steps: list[DecodingStep]
+) -> None:
     width = max(len(taken.path) for taken in steps)
     padded = [taken.tokens + taken.tokens[-1:] * (width - len(taken.tokens)) for taken in steps]
     state.committed = Committed(
@@ -195,7 +201,7 @@ def start(
     numbers: list[int] | None = None,
     *,
     coupled: bool = True,
-) -> tuple[State, list[int]]:
+) -> tuple[DecodingState, list[int]]:
     """Read the prompts, the drafter too; return the loop's state and each row's first token.
 
     A row holds at most `capacity` tokens, the nodes of a last tree included. By default
@@ -215,7 +221,7 @@ def start(
     logits, features = base.prefill(padded, cache, lengths, aux_layers)
     counts = torch.tensor(lengths, device=base.device)
     text = pad(padded, (0, capacity - padded.shape[1]))
-    rows = Rows(
+    rows = SamplingState(
         sampling or [GREEDY] * batch,
         counts - 1,
         text,
@@ -226,12 +232,13 @@ def start(
     following = padded.roll(-1, dims=1)
     root = root_only(Committed(features, padded, counts))
     # there is no draft to judge yet: every rule begins with a token of the base's own
-    first = rules.match(root, logits[:, None], root.ancestors(), rows).bonus
+    first = accept.match_rule(root, logits[:, None], root.ancestors(), rows).bonus
     rows.advance(first[:, None], counts, [1] * batch)
     following[torch.arange(batch, device=base.device), counts - 1] = first
     with without_cudnn_attention(base.device):
         unread = _last_unread(drafter, Committed(features, following, counts), memory, min(lengths))
-    return State(cache, unread, memory, rows, numbers or list(range(batch))), first.tolist()
+    state = DecodingState(cache, unread, memory, rows, numbers or list(range(batch)))
+    return state, first.tolist()
 
 
 def _last_unread(
@@ -246,3 +253,36 @@ def _last_unread(
             return prompts
         drafter.read(replace(prompts, counts=prompts.counts - 1), memory)
     return prompts.ending()
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """How one token came."""
+
+    kind: Literal["base", "drafted", "copied"]
+    depth: int
+    """Edges below the tree's root; zero for the base's own."""
+
+    def __str__(self) -> str:
+        """Return it in words."""
+        return "the base's own" if self.kind == "base" else f"{self.kind} at depth {self.depth}"
+
+
+BASE_ORIGIN = Origin("base", 0)
+
+
+def node_origins(parents: Sequence[int], num_copied: int) -> list[Origin]:
+    """Return the origin of each node of a tree; the root is the base's own token."""
+    first_copied = len(parents) - num_copied
+    origins = [BASE_ORIGIN]
+    for node, parent in enumerate(parents[1:], start=1):
+        kind = "copied" if node >= first_copied else "drafted"
+        # a node without a parent is padding, and never part of a text
+        origins.append(Origin(kind, origins[parent].depth + 1 if parent >= 0 else 0))
+    return origins
+
+
+def step_origins(step: DecodingStep) -> list[Origin]:
+    """Return how each of `step.tokens` came: the last is the base's own."""
+    origins = node_origins(step.parents, step.num_copied)
+    return [*(origins[node] for node in step.path[1:]), BASE_ORIGIN]

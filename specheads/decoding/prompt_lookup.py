@@ -1,6 +1,10 @@
 """Prompt lookup: what followed the last few tokens when they stood in the text before."""
 
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
+from operator import eq
 
 import torch
 from jaxtyping import Float, Int
@@ -16,7 +20,7 @@ MAX_NGRAM, MIN_NGRAM = 3, 1
 
 
 @dataclass(slots=True)
-class Text:
+class LookupText:
     """Prompt and new text of each row; what lies beyond a row's root is never looked at."""
 
     tokens: Int[Tensor, "batch slot"]
@@ -35,16 +39,16 @@ class Text:
         self.lengths = self.lengths + counts
         self.extent += new.shape[1] - 1
 
-    def keep(self, rows: Int[Tensor, " kept"]) -> "Text":
+    def keep(self, rows: Int[Tensor, " kept"]) -> "LookupText":
         """Return the texts of these rows, and ask the device how long they are."""
         lengths = self.lengths[rows]
-        return Text(self.tokens[rows], lengths, int(lengths.max()))
+        return LookupText(self.tokens[rows], lengths, int(lengths.max()))
 
-    def join(self, other: "Text") -> "Text":
+    def join(self, other: "LookupText") -> "LookupText":
         """Return the texts of both batches' rows."""
         lengths = torch.cat([self.lengths, other.lengths])
         tokens = torch.cat([self.tokens, other.tokens])
-        return Text(tokens, lengths, max(self.extent, other.extent))
+        return LookupText(tokens, lengths, max(self.extent, other.extent))
 
     scatter = refuse_scattering
 
@@ -90,30 +94,30 @@ class PromptLookup(Drafter):
         self.vocab_size, self.drafted_size, self.depth = vocab_size, vocab_size, depth
         self.max_ngram, self.min_ngram, self.device = max_ngram, min_ngram, device
 
-    def memory(self, batch: int, capacity: int) -> Text:
+    def memory(self, batch: int, capacity: int) -> LookupText:
         """Return empty texts of at most `capacity` tokens."""
         # a row's padding may reach past its own capacity, by what one step commits at most
         tokens = torch.zeros(batch, 2 * capacity + 1, dtype=torch.long, device=self.device)
-        return Text(tokens, torch.zeros_like(tokens[:, 0]))
+        return LookupText(tokens, torch.zeros_like(tokens[:, 0]))
 
-    def copy(self, committed: Committed, memory: Text) -> Int[Tensor, "batch copied"]:
+    def copy(self, committed: Committed, memory: LookupText) -> Int[Tensor, "batch copied"]:
         """Read what was committed; return the copied continuation, -1 where there is none."""
         memory.append(committed)
         # the slots in use, roots included
         text = memory.tokens[:, : memory.extent + 1]
         return continuation(text, memory.lengths, self.depth, self.max_ngram, self.min_ngram)
 
-    def peek(self, committed: Committed, memory: Text) -> Int[Tensor, "batch copied"]:
+    def peek(self, committed: Committed, memory: LookupText) -> Int[Tensor, "batch copied"]:
         """Return what `copy` does, and remember nothing: what was committed comes again."""
         # what is written lies beyond the memory's own end
         return self.copy(committed, replace(memory))
 
-    def read(self, committed: Committed, memory: Text) -> None:
+    def read(self, committed: Committed, memory: LookupText) -> None:
         """Remember what was committed."""
         memory.append(committed)
 
     def begin(
-        self, committed: Committed, memory: Text
+        self, committed: Committed, memory: LookupText
     ) -> tuple[Float[Tensor, "batch 1 vocab"], _Place]:
         """Read what was committed; all mass is on the first copied token, if any."""
         copied = self.copy(committed, memory)
@@ -167,3 +171,48 @@ def continuation(
     places = best + 1 + torch.arange(copied, device=text.device)
     following = text.gather(1, places.clamp(max=num_slots - 1))
     return torch.where(found & (places <= last), following, -1)
+
+
+class LookupIndex:
+    """A text as it grows, and where its last tokens stood in it before.
+
+    It finds what `prompt_lookup.continuation` finds in the same text, in a time that does not grow
+    with it.
+    """
+
+    def __init__(
+        self, tokens: Sequence[int], *, max_ngram: int = MAX_NGRAM, min_ngram: int = MIN_NGRAM
+    ) -> None:
+        self.min_ngram, self._text = min_ngram, list[int]()
+        # of 1, 2, ... tokens in a row, the places of their last, but for the end of the text
+        self._ends: list[dict[tuple[int, ...], list[int]]] = [{} for _ in range(max_ngram)]
+        self.extend(tokens)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Take in what follows."""
+        for token in tokens:
+            last = len(self._text) - 1
+            for length, ends in enumerate(self._ends, start=1):
+                if length <= len(self._text):
+                    ends.setdefault(tuple(self._text[-length:]), []).append(last)
+            self._text.append(token)
+
+    def find(self, copied: int) -> tuple[int, list[int]]:
+        """Return how many of the last tokens stood together before, and what followed them there.
+
+        Of several places the most recent with so many tokens behind it, or else the one with most.
+        Where there is none it is zero, and nothing.
+        """
+        for length in range(len(self._ends), self.min_ngram - 1, -1):
+            if length > len(self._text):
+                continue
+            if ends := self._ends[length - 1].get(tuple(self._text[-length:])):
+                whole = bisect_right(ends, len(self._text) - 1 - copied)
+                begin = ends[max(whole - 1, 0)] + 1
+                return length, self._text[begin : begin + copied]
+        return 0, []
+
+
+def common_prefix_length(copied: Iterable[int], said: Iterable[int]) -> int:
+    """Return how many leading tokens of both are the same."""
+    return sum(takewhile(bool, map(eq, copied, said)))

@@ -1,17 +1,71 @@
 """Requests, and what comes back of each while it is being decoded."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from specheads.base.model import FrozenBase
 from specheads.core.bounds import whole
 from specheads.core.errors import InputError
-from specheads.decoding.acceptance.sampling import GREEDY, Sampling
-from specheads.decoding.detokenize import Text
-from specheads.decoding.loop import Step
-from specheads.decoding.prompts import token_ids
+from specheads.decoding.detokenize import TextStream
+from specheads.decoding.loop import DecodingStep
+from specheads.decoding.sampling import GREEDY, Sampling
+
+
+def token_ids(given: Any, name: str) -> list[int]:
+    """Return token ids in a row as plain numbers; `name` says which row is refused."""
+    ids = _listed(given, name, "base.tokenizer(text).input_ids")
+    for place, one in enumerate(ids):
+        if type(one) is not int or one < 0:
+            if getattr(one, "ndim", None) or (isinstance(one, Sequence) and not _is_text(one)):
+                raise InputError(
+                    f"{name} must be one list of token ids, got a list at place {place}; give "
+                    "several prompts to generate, or a request for each"
+                )
+            ids[place] = whole(one, f"token {place} of {name}")
+    return ids
+
+
+def read_prompts(base: FrozenBase, given: Any) -> list[list[int]]:
+    """Return prompts as lists of token ids that the base knows; the first wrong one is told."""
+    rows = _listed(given, "prompts", "[base.tokenizer(text).input_ids]")
+    if rows and not _is_text(rows[0]) and not hasattr(rows[0], "__len__"):
+        raise InputError(
+            f"prompts must be a list of prompts, got one with {rows[0]!r:.80} in place of a list; "
+            "for a single prompt of token ids give [prompt]"
+        )
+    prompts = [token_ids(row, f"prompt {number}") for number, row in enumerate(rows)]
+    for number, prompt in enumerate(prompts):
+        refuse_unknown(base, prompt, f"prompt {number}")
+    return prompts
+
+
+def refuse_unknown(base: FrozenBase, ids: list[int], name: str) -> None:
+    """Refuse token ids beyond the vocabulary: nothing is embedded for them."""
+    size = len(base.embedding)
+    if ids and max(ids) >= size:
+        place = next(place for place, one in enumerate(ids) if one >= size)
+        raise InputError(
+            f"token ids must lie within the base's vocabulary of {size}, got {ids[place]} at place "
+            f"{place} of {name}; use this base's own tokenizer"
+        )
+
+
+def _is_text(given: Any) -> bool:
+    return isinstance(given, str | bytes | bytearray)
+
+
+def _listed(given: Any, name: str, remedy: str) -> list[Any]:
+    if hasattr(given, "tolist"):
+        given = given.tolist()
+    if _is_text(given) or not isinstance(given, Sequence):
+        raise InputError(
+            f"{name} must be a list of token ids, got {type(given).__name__} {given!r:.60}; "
+            f"tokenise text first: {remedy}"
+        )
+    return list(given)
+
 
 FinishReason = Literal["eos", "stop", "length", "context", "cancelled", "failed"]
 """An end-of-text token, a stop string, the request's own limit, a full context, `cancel`, and a
@@ -89,14 +143,14 @@ class Stream:
         leave: Callable[["Stream"], None],
     ) -> None:
         self.request, self.number, self.num_blocks = request, number, num_blocks
-        self.steps: list[Step] = []
+        self.steps: list[DecodingStep] = []
         """Its forwards of the base, prefill excluded."""
         self.finish_reason: FinishReason | None = None
         """None while tokens may follow."""
         self._limit, self._advance, self._leave = limit, advance, leave
         self._eos = base.eos_ids if request.eos_ids is None else request.eos_ids
         self._tokenizer = base.tokenizer
-        self._text: Text | None = None
+        self._text: TextStream | None = None
         self._tokens: list[int] = []
         self._yielded = 0, 0
         self._limit_reason: FinishReason = (
@@ -176,12 +230,12 @@ class Stream:
         text = self._read()
         return "" if text is None else text.written[first : text.settled()[1]]
 
-    def _read(self) -> Text | None:
+    def _read(self) -> TextStream | None:
         """Return the text of all tokens, but for one that ends it."""
         if self._tokenizer is None:
             return None
         if self._text is None:
-            self._text = Text(self._tokenizer, self.request.prompt, self.request.stop)
+            self._text = TextStream(self._tokenizer, self.request.prompt, self.request.stop)
         end = len(self._tokens) - (self.finish_reason == "eos")
         for token in self._tokens[self._text.num_tokens : end]:
             self._text.push(token)

@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from specheads.core.tree import Drawn, TokenTree, chain
-from specheads.decoding.acceptance import accept, noise
-from specheads.decoding.acceptance.accept import Verdict, draw, greedy, match, rejection, typical
+from specheads.decoding import accept, noise
+from specheads.decoding.accept import Verdict, draw, greedy, match, rejection, typical
 from specheads.decoding.trees.policies import Static
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -651,11 +651,11 @@ def test_typical_acceptance_keeps_what_its_threshold_says_and_nothing_lossless()
     assert variation(law, P) == pytest.approx(0.7)
 
 
-@pytest.mark.parametrize("vocab", [5, accept.BLOCK, 3 * accept.BLOCK])
+@pytest.mark.parametrize("vocab", [5, noise.BLOCK, 3 * noise.BLOCK])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_likeliest_token_is_the_first_of_the_largest(vocab, dtype):
     logits = torch.randn(40, 2, vocab, generator=torch.Generator().manual_seed(0)).to(dtype)
     # few different numbers, so that most rows have ties, within blocks and across them
     ties = (2 * logits).round()
     for rows in (logits, ties, torch.full_like(logits, -torch.inf), logits[:, :, ::1][:, :0]):
-        assert torch.equal(accept.likeliest(rows), rows.argmax(-1))
+        assert torch.equal(noise.likeliest(rows), rows.argmax(-1))

@@ -9,17 +9,17 @@ import pytest
 import torch
 
 from specheads.base.paged import BlockPool
-from specheads.baselines import DraftModel, PromptLookup, Streaming
-from specheads.core import machine
+from specheads.core import bounds
 from specheads.core.bounds import MAX_NODES
 from specheads.core.errors import InputError
+from specheads.decoding.draft_model import DraftModel
 from specheads.decoding.engine import Engine
 from specheads.decoding.generate import generate
+from specheads.decoding.prompt_lookup import PromptLookup
 from specheads.decoding.request import Request
+from specheads.decoding.streaming import Streaming
 from specheads.decoding.trees.hybrid import Hybrid, HybridTree, Lookup
-from specheads.decoding.trees.policies import Beam, BestFirst, Static, chain
-from specheads.decoding.trees.product import Product
-from specheads.decoding.trees.sampled import Sampled
+from specheads.decoding.trees.policies import Beam, BestFirst, Product, Sampled, Static, chain
 from specheads.heads.load import build_for
 from tests import tiny
 

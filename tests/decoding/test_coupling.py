@@ -12,15 +12,14 @@ from torch import Tensor
 from specheads.core.drafter import Drafter
 from specheads.core.features import Committed, Features
 from specheads.core.tree import TokenTree
-from specheads.decoding.acceptance import noise, rules
-from specheads.decoding.acceptance.sampling import GREEDY, Rows, Sampling
+from specheads.decoding import accept, noise
+from specheads.decoding.coupling import coupled
 from specheads.decoding.generate import generate
 from specheads.decoding.prompt_lookup import PromptLookup
+from specheads.decoding.sampling import GREEDY, Sampling, SamplingState
 from specheads.decoding.trees import policies
-from specheads.decoding.trees.coupling import coupled
 from specheads.decoding.trees.hybrid import Hybrid, HybridTree
-from specheads.decoding.trees.product import Product
-from specheads.decoding.trees.sampled import Sampled
+from specheads.decoding.trees.policies import Product, Sampled
 from tests import tiny
 from tests.decoding.markov import Markov
 
@@ -57,15 +56,15 @@ class Bigrams(Markov):
         super().__init__(table + blur * error, depth)
 
 
-def many(count: int, vocab: int, chosen: Sampling = DRAWN, **how: bool) -> Rows:
+def many(count: int, vocab: int, chosen: Sampling = DRAWN, **how: bool) -> SamplingState:
     """Return rows of one text and a seed each."""
     each = [chosen.of_prompt(place) for place in range(count)]
     places = torch.full((count,), 4)
     text = torch.zeros(count, 8, dtype=torch.long)
-    return Rows(each, places, text, vocab, dtype=torch.float64, **how)
+    return SamplingState(each, places, text, vocab, dtype=torch.float64, **how)
 
 
-def grown(policy: policies.TreePolicy, drafter: Drafter, rows: Rows) -> TokenTree:
+def grown(policy: policies.TreePolicy, drafter: Drafter, rows: SamplingState) -> TokenTree:
     batch = len(rows.sampling)
     committed = Committed(
         Features(torch.zeros(batch, 1, 1)),
@@ -75,7 +74,7 @@ def grown(policy: policies.TreePolicy, drafter: Drafter, rows: Rows) -> TokenTre
     return policy.grow(drafter, committed, None, rows)
 
 
-def chosen(rows: Rows, tree: TokenTree, logits: Tensor) -> Tensor:
+def chosen(rows: SamplingState, tree: TokenTree, logits: Tensor) -> Tensor:
     """Return what the base says after each node, whose logits are the same everywhere."""
     return rows.choose(tree, logits.expand(*tree.tokens.shape, -1), tree.ancestors())
 
@@ -199,7 +198,7 @@ def test_greedy_and_uncoupled_rows_draft_as_they_did():
 
 def test_greedy_rows_beside_drawing_ones_keep_their_drafts():
     drafter = Laws(planted(1, 1.0, 9)[1], 2)
-    mixed = Rows(
+    mixed = SamplingState(
         [GREEDY, DRAWN, Sampling(repetition_penalty=2.0)],
         torch.full((3,), 4),
         torch.zeros(3, 8, dtype=torch.long),
@@ -301,8 +300,10 @@ def test_the_text_is_the_base_alones_with_and_without_the_noise(name, batch, pag
 def forwards(monkeypatch: pytest.MonkeyPatch | None = None, *, seen: bool = True) -> int:
     """Return the forwards that many texts take, with drafts that see the noise of a wrong place."""
     if monkeypatch is not None:
-        right = Rows.level_noise
-        monkeypatch.setattr(Rows, "level_noise", lambda rows, level: right(rows, level + 1))
+        right = SamplingState.level_noise
+        monkeypatch.setattr(
+            SamplingState, "level_noise", lambda rows, level: right(rows, level + 1)
+        )
     each = [Sampling(temperature=1.0, seed=3).of_prompt(place) for place in range(60)]
     out = generate(
         tiny.base(),
@@ -327,11 +328,11 @@ def test_noise_of_a_wrong_position_changes_no_text_and_helps_nobody(monkeypatch)
 # --- noise that is kept --------------------------------------------------------------------------
 
 
-def noise_of(rows: Rows, levels: int) -> list[Tensor]:
+def noise_of(rows: SamplingState, levels: int) -> list[Tensor]:
     return [rows.level_noise(level)[:, 0] for level in range(levels)]
 
 
-def expected(rows: Rows, levels: int) -> list[Tensor]:
+def expected(rows: SamplingState, levels: int) -> list[Tensor]:
     """Return the noise as it follows from seeds and positions, without anything kept."""
     seeds = torch.tensor([one.seed for one in rows.sampling])
     drawing = torch.tensor([one.temperature > 0 for one in rows.sampling])[:, None]
@@ -341,7 +342,7 @@ def expected(rows: Rows, levels: int) -> list[Tensor]:
     ]
 
 
-def assert_right(rows: Rows, levels: int) -> None:
+def assert_right(rows: SamplingState, levels: int) -> None:
     for found, wanted in zip(noise_of(rows, levels), expected(rows, levels), strict=True):
         assert torch.equal(found, wanted)
 
@@ -397,7 +398,7 @@ def test_the_rule_reads_noise_at_the_depth_of_each_node_without_being_told_the_t
     parents = torch.tensor([-1, 0, 0, 1]).expand(30, -1)
     tree = TokenTree(torch.tensor([0, 1, 2, 3]).expand(30, -1), parents)
     logits = base.expand(30, 4, -1)
-    found = rules.match(tree, logits, tree.ancestors(), rows)
+    found = accept.match_rule(tree, logits, tree.ancestors(), rows)
     drawn = [(base + one).argmax(-1) for one in expected(rows, 3)]
     said = rows.choose(tree, logits, tree.ancestors())
     assert torch.equal(said, torch.stack([drawn[0], drawn[1], drawn[1], drawn[2]], dim=1))

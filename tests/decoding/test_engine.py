@@ -12,18 +12,20 @@ from hypothesis import strategies as st
 
 from specheads.base.model import FrozenBase
 from specheads.base.paged import BlockPool, PoolFullError
-from specheads.baselines import DraftModel, PromptLookup, Streaming
 from specheads.core.drafter import Drafter
 from specheads.decoding import loop
-from specheads.decoding.acceptance.rules import match
-from specheads.decoding.acceptance.sampling import Sampling
+from specheads.decoding.accept import match_rule
+from specheads.decoding.draft_model import DraftModel
 from specheads.decoding.engine import Engine
 from specheads.decoding.generate import Decoding, generate
-from specheads.decoding.loop import Step
+from specheads.decoding.loop import DecodingStep
+from specheads.decoding.prompt_lookup import PromptLookup
 from specheads.decoding.request import Piece, Request, Stream
+from specheads.decoding.sampling import Sampling
+from specheads.decoding.streaming import Streaming
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import Hybrid, HybridTree, Lookup
-from specheads.decoding.trees.sampled import Sampled
+from specheads.decoding.trees.policies import Sampled
 from specheads.heads.load import build_for, fit
 from specheads.measure.oracle import TextPositions
 from tests import tiny
@@ -34,7 +36,7 @@ NEW = 14
 TREE = policies.Static([(0,), (1,), (0, 0)])
 
 
-def what(step: Step) -> tuple[list[int], ...]:
+def what(step: DecodingStep) -> tuple[list[int], ...]:
     """Return what a step gave, whoever was decoded beside it."""
     return step.tokens, step.path
 
@@ -164,7 +166,7 @@ def test_a_prompt_of_one_token_leaves_those_beside_it_their_drafts(name):
 
     def steps(chosen: list[list[int]]) -> list[Any]:
         state, _ = loop.start(tiny.base(), drafter, chosen, 60)
-        taken = [loop.step(tiny.base(), drafter, tree, match, state) for _ in range(4)]
+        taken = [loop.step(tiny.base(), drafter, tree, match_rule, state) for _ in range(4)]
         # padding has no parent
         nodes = [[[*zip(one.drafted, one.parents, strict=True)] for one in row] for row in taken]
         return [

@@ -11,8 +11,8 @@ import specheads.base.forward
 from specheads.core.drafter import Drafter
 from specheads.core.features import Committed
 from specheads.core.tree import TokenTree
-from specheads.decoding.acceptance.sampling import Rows
 from specheads.decoding.generate import Decoding, generate
+from specheads.decoding.sampling import SamplingState
 from specheads.decoding.trees.policies import TreePolicy
 from specheads.measure.oracle import TextPositions
 from tests import tiny
@@ -35,7 +35,7 @@ class RandomTrees(TreePolicy):
         drafter: Drafter,
         committed: Committed,
         memory: Any,
-        rows: Rows | None = None,
+        rows: SamplingState | None = None,
     ) -> TokenTree:
         del rows
         assert isinstance(drafter, tiny.Oracle)

@@ -12,24 +12,27 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from specheads.baselines import DraftModel, PromptLookup, Streaming
 from specheads.core.drafter import Drafter
 from specheads.core.features import Committed, Features
-from specheads.decoding.acceptance.sampling import Sampling
 from specheads.decoding.cost import ForwardCost, StepCost
+from specheads.decoding.draft_model import DraftModel
 from specheads.decoding.engine import Engine
 from specheads.decoding.generate import generate
-from specheads.decoding.goodput import Goodput, cut
-from specheads.decoding.payoff import (
-    Acceptance,
+from specheads.decoding.goodput import (
     Draft,
-    Known,
+    Goodput,
+    MovingRates,
+    RequestRates,
     best_draft,
     chains,
+    cut,
     expected_tokens,
     step_tokens,
 )
+from specheads.decoding.prompt_lookup import PromptLookup
 from specheads.decoding.request import Request, Stream
+from specheads.decoding.sampling import Sampling
+from specheads.decoding.streaming import Streaming
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.early_stop import Estimate
 from specheads.decoding.trees.hybrid import Hybrid, HybridTree, Lookup
@@ -69,7 +72,7 @@ def goodput(cost: StepCost, group: list[Any], depth: int) -> float:
 
 
 def rows(batch: int, rate: float, context: int = 1000, depth: int = 8) -> list[Any]:
-    return [(Standing(context), Known([Acceptance([rate] * depth)])) for _ in range(batch)]
+    return [(Standing(context), RequestRates([MovingRates([rate] * depth)])) for _ in range(batch)]
 
 
 TOY = linear(12e-3, 6e-5, 2e-8)
@@ -153,13 +156,13 @@ def test_larger_batches_draft_less_deep_where_a_drafted_token_costs_more_of_the_
 
 @given(cost=COSTS, batch=st.integers(1, 300), rates=st.lists(RATE, min_size=3, max_size=3))
 def test_no_other_depth_has_a_higher_goodput(cost, batch, rates):
-    group = [(Standing(100), Known([Acceptance(rates)])) for _ in range(batch)]
+    group = [(Standing(100), RequestRates([MovingRates(rates)])) for _ in range(batch)]
     found = goodput(cost, group, best_depth(cost, CHAIN[:4], group))
     assert found == pytest.approx(max(goodput(cost, group, one) for one in range(4)))
 
 
 def test_a_request_that_takes_one_more_token_is_not_drafted_for():
-    known = Known([Acceptance([0.9] * 8)])
+    known = RequestRates([MovingRates([0.9] * 8)])
     assert best_depth(TOY, CHAIN, [(Standing(10, room=1), known)]) == 0
     assert best_depth(TOY, CHAIN, [(Standing(10, room=4), known)]) == 3
 
@@ -168,8 +171,8 @@ WIDE = Draft(2, 6, tree=1)
 """A tree of six nodes beside chains."""
 
 
-def known(rate: float, wide: float, depth: int = 2) -> Known:
-    return Known([Acceptance([rate] * depth), Acceptance([wide] * depth)])
+def known(rate: float, wide: float, depth: int = 2) -> RequestRates:
+    return RequestRates([MovingRates([rate] * depth), MovingRates([wide] * depth)])
 
 
 def test_a_wide_tree_is_drafted_for_few_and_a_chain_for_many():
@@ -200,7 +203,7 @@ def test_expected_tokens_add_up_the_chances_of_every_depth():
 
 
 def test_averages_follow_what_is_accepted_and_return_where_nothing_is_seen():
-    known = Acceptance([0.5, 0.5, 0.5])
+    known = MovingRates([0.5, 0.5, 0.5])
     for _ in range(200):
         known.note(1, refused=True)
     assert known.rates[0] > 0.99
@@ -210,7 +213,7 @@ def test_averages_follow_what_is_accepted_and_return_where_nothing_is_seen():
         known.note(0, refused=False)
     assert known.rates == pytest.approx([0.5, 0.5, 0.5], abs=0.02)
     with pytest.raises(ValueError, match=r"rates must lie in \[0, 1\], got \[1.5\]"):
-        Acceptance([1.5])
+        MovingRates([1.5])
 
 
 def test_a_cut_tree_keeps_the_paths_that_are_short_enough():

@@ -6,16 +6,23 @@ from typing import Any
 
 import pytest
 
-from specheads.baselines import PromptLookup
 from specheads.core.features import Committed
-from specheads.decoding.acceptance.sampling import Rows
 from specheads.decoding.cost import StepCost
 from specheads.decoding.engine import Engine
-from specheads.decoding.goodput import Goodput, seen
-from specheads.decoding.loop import Step, Times
-from specheads.decoding.matches import Matches
-from specheads.decoding.payoff import Acceptance, Draft, Known, best_draft, chains, step_tokens
+from specheads.decoding.goodput import (
+    Draft,
+    Goodput,
+    MovingRates,
+    RequestRates,
+    best_draft,
+    chains,
+    seen,
+    step_tokens,
+)
+from specheads.decoding.loop import DecodingStep, StepTimes
+from specheads.decoding.prompt_lookup import LookupIndex, PromptLookup
 from specheads.decoding.request import Request
+from specheads.decoding.sampling import SamplingState
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import Hybrid, HybridTree, join_copied
 from tests import tiny
@@ -36,7 +43,7 @@ first may be wrong."""
 def choose(cost: StepCost, batch: int, rate: float, matched: int = 2) -> Draft:
     known = []
     for _ in range(batch):
-        one = Known([Acceptance([rate])], [*map(Acceptance, COPIED)])
+        one = RequestRates([MovingRates([rate])], [*map(MovingRates, COPIED)])
         one.look(matched)
         known.append((Standing(100), one))
     drafts = chains(1, [1, 3])
@@ -79,7 +86,7 @@ def test_copied_nodes_are_verified_and_not_drafted():
 
 
 def test_tokens_of_both_are_those_of_either_and_as_many_as_there_is_room_for():
-    known = Known([Acceptance([0.5, 0.5])], [Acceptance([0.4, 0.5, 0.5])])
+    known = RequestRates([MovingRates([0.5, 0.5])], [MovingRates([0.4, 0.5, 0.5])])
 
     def tokens(draft: Draft, room: int) -> float:
         return step_tokens([draft], [(Standing(100, room), known)])[0]
@@ -96,9 +103,9 @@ def test_tokens_of_both_are_those_of_either_and_as_many_as_there_is_room_for():
     assert tokens(Draft(2, 3, 3), 1) == tokens(Draft(2, 3, 3), 0) == 1.0
 
 
-def step(path: list[int], parents: list[int], num_copied: int) -> Step:
+def step(path: list[int], parents: list[int], num_copied: int) -> DecodingStep:
     numbers = list(range(len(parents)))
-    return Step(0, path, path, numbers, parents, Times(0.0, 0.0, 0.0), num_copied)
+    return DecodingStep(0, path, path, numbers, parents, StepTimes(0.0, 0.0, 0.0), num_copied)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +138,7 @@ def test_a_level_that_was_not_drafted_is_as_wrong_as_one_that_was():
 
 
 def test_averages_follow_what_could_be_copied_after_as_many_tokens():
-    known = Known([Acceptance([0.5])], [Acceptance([0.6, 0.5]), Acceptance([0.8, 0.5])])
+    known = RequestRates([MovingRates([0.5])], [MovingRates([0.6, 0.5]), MovingRates([0.8, 0.5])])
     known.look(2)
     known.note((1, False), (0, True))
     # there was something to copy, and it was wrong
@@ -169,11 +176,11 @@ def test_goodput_learns_how_often_copied_text_is_right_whether_it_copies_or_not(
     stream = engine.submit(Request(prompt=prompt, max_new_tokens=30, eos_ids=()))
     engine.run()
     assert any(step.num_copied for step in stream.steps) == copies
-    expected = [Acceptance(one) for one in rates]
+    expected = [MovingRates(one) for one in rates]
     text = stream.all_tokens[: len(prompt) + 1]
     # what the last step told is not asked for
     for said in [step.tokens for step in stream.steps[:-1]]:
-        matched, copied = Matches(text).find(policy.copied)
+        matched, copied = LookupIndex(text).find(policy.copied)
         right = sum(takewhile(bool, map(eq, copied, said)))
         if matched:
             refused = right < min(len(copied), len(said))
@@ -208,7 +215,7 @@ class Eager(HybridTree):
         return 1
 
     def grow(
-        self, drafter: Any, committed: Committed, memory: Any, rows: Rows | None = None
+        self, drafter: Any, committed: Committed, memory: Any, rows: SamplingState | None = None
     ) -> Any:
         drafter.head.read(committed, memory.head)
         copied = drafter.lookup.copy(committed, memory.text)

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from specheads.core.tree import TokenTree
-from specheads.decoding.acceptance import noise
-from specheads.decoding.acceptance.gumbel_max import gumbel_max
-from specheads.decoding.acceptance.sampling import GREEDY, Rows, Sampling
+from specheads.decoding import noise
+from specheads.decoding.noise import gumbel_max
+from specheads.decoding.sampling import GREEDY, Sampling, SamplingState
 
 VOCAB = 49_152
 """That of SmolLM2."""
@@ -38,10 +38,10 @@ def plain(scores: Tensor, keys: Tensor) -> Tensor:
     return (scores + noise.gumbel(keys, scores.shape[-1], scores.dtype)).argmax(-1)
 
 
-def row_per_setting(settings: list[Sampling], vocab: int, dtype: torch.dtype) -> Rows:
+def row_per_setting(settings: list[Sampling], vocab: int, dtype: torch.dtype) -> SamplingState:
     count = len(settings)
     text = torch.zeros(count, 8, dtype=torch.long)
-    return Rows(settings, torch.arange(count) % 5, text, vocab, dtype=dtype)
+    return SamplingState(settings, torch.arange(count) % 5, text, vocab, dtype=dtype)
 
 
 def family(count: int) -> TokenTree:

@@ -4,8 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specheads.decoding.matches import Matches
-from specheads.decoding.prompt_lookup import continuation
+from specheads.decoding.prompt_lookup import LookupIndex, continuation
 
 TEXT = st.lists(st.integers(0, 3), min_size=1, max_size=40)
 
@@ -21,7 +20,7 @@ def test_matches_find_what_prompt_lookup_copies_however_a_text_came(
     text: list[int], told: int, copied: int, most: int
 ):
     for least in range(1, most + 1):
-        found = Matches(text[:told], max_ngram=most, min_ngram=least)
+        found = LookupIndex(text[:told], max_ngram=most, min_ngram=least)
         found.extend(text[told:])
         matched, following = found.find(copied)
         assert following == on_device(text, copied, most, least)
@@ -34,14 +33,14 @@ def test_matches_find_what_prompt_lookup_copies_however_a_text_came(
 
 def test_the_most_recent_place_with_enough_behind_it_is_copied_or_else_the_one_with_most():
     # 7 8 stands at 0, 4 and 8; at the end for the fourth time
-    found = Matches([7, 8, 1, 2, 7, 8, 3, 4, 7, 8, 5, 7, 8])
+    found = LookupIndex([7, 8, 1, 2, 7, 8, 3, 4, 7, 8, 5, 7, 8])
     assert found.find(3) == (2, [5, 7, 8])
     assert found.find(4) == (2, [3, 4, 7, 8])
     assert found.find(20) == (2, [1, 2, 7, 8, 3, 4, 7, 8, 5, 7, 8])
 
 
 def test_where_nothing_stood_before_nothing_is_found():
-    assert Matches([]).find(3) == (0, [])
-    assert Matches([1, 2, 3]).find(3) == (0, [])
-    assert Matches([1, 2, 1], min_ngram=2).find(3) == (0, [])
-    assert Matches([1, 2, 1]).find(3) == (1, [2, 1])
+    assert LookupIndex([]).find(3) == (0, [])
+    assert LookupIndex([1, 2, 3]).find(3) == (0, [])
+    assert LookupIndex([1, 2, 1], min_ngram=2).find(3) == (0, [])
+    assert LookupIndex([1, 2, 1]).find(3) == (1, [2, 1])

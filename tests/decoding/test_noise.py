@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from specheads.decoding.acceptance import noise
+from specheads.core.seeds import derive_seed
+from specheads.decoding import noise
 
 
 def test_the_first_numbers_are_those_of_splitmix64():
@@ -120,9 +121,9 @@ def test_float32_tells_the_largest_noise_apart_as_float64_does():
 
 @pytest.mark.parametrize("seed", [0, 5, 2**63 - 1])
 def test_prompts_get_seeds_of_their_own(seed):
-    seeds = [noise.derive(seed, index) for index in range(1000)]
+    seeds = [derive_seed(seed, index) for index in range(1000)]
     assert len({*seeds}) == 1000
     assert all(0 <= one < 2**63 for one in seeds)
     assert seeds[7] == int(noise.bits(torch.tensor(seed), 7)) % 2**63
     # runs with neighbouring seeds share no prompt's noise
-    assert not {*seeds} & {noise.derive((seed + 1) % 2**63, index) for index in range(1000)}
+    assert not {*seeds} & {derive_seed((seed + 1) % 2**63, index) for index in range(1000)}

@@ -6,19 +6,25 @@ from typing import Any
 
 import pytest
 
-from specheads.baselines import PromptLookup
 from specheads.core.drafter import Drafter
 from specheads.core.features import Committed
 from specheads.core.tree import TokenTree
-from specheads.decoding.acceptance.sampling import Rows
 from specheads.decoding.generate import generate
-from specheads.decoding.loop import Step, Times
-from specheads.decoding.origins import BASE, Origin, node_origins, step_origins
+from specheads.decoding.loop import (
+    BASE_ORIGIN,
+    DecodingStep,
+    Origin,
+    StepTimes,
+    node_origins,
+    step_origins,
+)
+from specheads.decoding.prompt_lookup import PromptLookup
+from specheads.decoding.sampling import SamplingState
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import Hybrid, HybridTree, Lookup
 from tests import tiny
 
-NEVER = Times(0.0, 0.0, 0.0)
+NEVER = StepTimes(0.0, 0.0, 0.0)
 
 
 def test_depths_are_edges_below_the_root_and_the_last_nodes_are_copied():
@@ -28,14 +34,14 @@ def test_depths_are_edges_below_the_root_and_the_last_nodes_are_copied():
     #        5
     origins = node_origins([-1, 0, 0, 1, 1, 4, -1], num_copied=3)
     assert origins[:6] == [
-        BASE,
+        BASE_ORIGIN,
         Origin("drafted", 1),
         Origin("drafted", 1),
         Origin("drafted", 2),
         Origin("copied", 2),
         Origin("copied", 3),
     ]
-    step = Step(
+    step = DecodingStep(
         0, [11, 14, 15, 9], [0, 1, 4, 5], [0, *range(11, 17)], [-1, 0, 0, 1, 1, 4, -1], NEVER, 3
     )
     assert list(map(str, step_origins(step))) == [
@@ -43,9 +49,9 @@ def test_depths_are_edges_below_the_root_and_the_last_nodes_are_copied():
     ]  # fmt: skip
 
 
-def told(steps: list[Step]) -> list[str]:
+def told(steps: list[DecodingStep]) -> list[str]:
     """Return how each token of a text came; the base's own is the first, with the prompt."""
-    return [str(origin) for origin in [BASE, *chain.from_iterable(map(step_origins, steps))]]
+    return [str(origin) for origin in [BASE_ORIGIN, *chain.from_iterable(map(step_origins, steps))]]
 
 
 class LastCopied(policies.TreePolicy):
@@ -54,7 +60,7 @@ class LastCopied(policies.TreePolicy):
     name, num_nodes, depth = "last copied", 5, 4
 
     def grow(
-        self, drafter: Drafter, committed: Committed, memory: Any, rows: Rows | None = None
+        self, drafter: Drafter, committed: Committed, memory: Any, rows: SamplingState | None = None
     ) -> TokenTree:
         grown = policies.chain(4).grow(drafter, committed, memory, rows)
         return replace(grown, num_copied=2)
@@ -90,4 +96,4 @@ def test_a_hybrid_says_which_nodes_were_copied(trim: bool):
 def test_the_base_alone_gives_nothing_but_its_own():
     found = generate(tiny.base(), None, tiny.prompts(), max_new_tokens=6)
     for tokens, steps in zip(found.tokens, found.steps, strict=True):
-        assert told(steps) == [str(BASE)] * len(tokens)
+        assert told(steps) == [str(BASE_ORIGIN)] * len(tokens)

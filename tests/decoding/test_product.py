@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from specheads.core.drafter import Features
 from specheads.core.features import Committed
 from specheads.decoding.generate import generate
-from specheads.decoding.trees.product import Product
+from specheads.decoding.trees.policies import Product
 from specheads.heads.load import build_for, load_head
 from tests import tiny
 from tests.decoding.test_policies import Walker, grow, paths_of

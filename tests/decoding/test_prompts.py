@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from specheads.core.errors import InputError
-from specheads.decoding.acceptance.sampling import Sampling
 from specheads.decoding.engine import Engine
 from specheads.decoding.generate import generate
 from specheads.decoding.request import Request
+from specheads.decoding.sampling import Sampling
 from tests import tiny
 
 PROMPT = [5, 0, 60, 7]

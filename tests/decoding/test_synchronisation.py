@@ -20,13 +20,12 @@ from specheads.base.model import FrozenBase
 from specheads.base.paged import BlockPool, PagedKVCache
 from specheads.core.drafter import Drafter
 from specheads.decoding import loop
-from specheads.decoding.acceptance.rules import RULES, acceptance_rule
-from specheads.decoding.acceptance.sampling import Sampling
+from specheads.decoding.accept import RULES, acceptance_rule
 from specheads.decoding.prompt_lookup import PromptLookup
+from specheads.decoding.sampling import Sampling
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import Hybrid, HybridTree
-from specheads.decoding.trees.product import Product
-from specheads.decoding.trees.sampled import Sampled
+from specheads.decoding.trees.policies import Product, Sampled
 from specheads.heads.load import Head, build_for, kinds
 from tests import tiny
 

@@ -10,15 +10,15 @@ import torch
 
 from specheads.core.errors import InputError
 from specheads.core.records import to_json
-from specheads.decoding.acceptance.sampling import Sampling, each_prompt
 from specheads.decoding.cost import StepCost
 from specheads.decoding.engine import Engine
 from specheads.decoding.generate import Decoding, generate
 from specheads.decoding.request import Request
+from specheads.decoding.sampling import Sampling, each_prompt
 from specheads.decoding.trees import policies
-from specheads.decoding.trees.adaptive import Adaptive
 from specheads.decoding.trees.early_stop import Estimate
 from specheads.decoding.trees.hybrid import HybridTree
+from specheads.decoding.trees.tuned import Adaptive
 from specheads.heads.load import build_for, drafter_of, load_head, resume_head
 from tests import tiny
 from tests.tuned import FORWARD, NEGATIVE, tree, tuned

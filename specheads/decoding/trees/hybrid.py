@@ -13,9 +13,9 @@ from specheads.core.drafter import Drafter, Memory, State, refuse_scattering
 from specheads.core.errors import InputError
 from specheads.core.features import Committed
 from specheads.core.tree import TokenTree
-from specheads.decoding.acceptance.accept import kept
-from specheads.decoding.acceptance.sampling import Rows
-from specheads.decoding.prompt_lookup import PromptLookup, Text
+from specheads.decoding.accept import kept
+from specheads.decoding.prompt_lookup import LookupText, PromptLookup
+from specheads.decoding.sampling import SamplingState
 from specheads.decoding.trees.policies import TreePolicy, root_only
 
 
@@ -70,7 +70,7 @@ class Lookup(TreePolicy):
         self.name, self.depth = "lookup", depth
 
     def grow(
-        self, drafter: Drafter, committed: Committed, memory: Any, rows: Rows | None = None
+        self, drafter: Drafter, committed: Committed, memory: Any, rows: SamplingState | None = None
     ) -> TokenTree:
         """Copy, and nothing else."""
         del rows
@@ -80,23 +80,23 @@ class Lookup(TreePolicy):
 
 
 @dataclass(frozen=True, slots=True)
-class Both:
+class HybridMemory:
     """The memories of a head and of prompt lookup."""
 
     head: Memory | None
-    text: Text
+    text: LookupText
 
-    def keep(self, rows: Int[Tensor, " kept"]) -> "Both":
+    def keep(self, rows: Int[Tensor, " kept"]) -> "HybridMemory":
         """Return the memories of these rows."""
         head = None if self.head is None else self.head.keep(rows)
-        return Both(head, self.text.keep(rows))
+        return HybridMemory(head, self.text.keep(rows))
 
-    def join(self, other: "Both") -> "Both":
+    def join(self, other: "HybridMemory") -> "HybridMemory":
         """Return the memories of both batches' rows."""
         head = self.head
         if head is not None and other.head is not None:
             head = head.join(other.head)
-        return Both(head, self.text.join(other.text))
+        return HybridMemory(head, self.text.join(other.text))
 
     scatter = refuse_scattering
 
@@ -110,16 +110,16 @@ class Hybrid(Drafter):
         self.drafted_size = head.drafted_size
         self.most_unread = min(head.most_unread, lookup.most_unread)
 
-    def memory(self, batch: int, capacity: int) -> Both:
+    def memory(self, batch: int, capacity: int) -> HybridMemory:
         """Return the memories of both."""
-        return Both(self.head.memory(batch, capacity), self.lookup.memory(batch, capacity))
+        return HybridMemory(self.head.memory(batch, capacity), self.lookup.memory(batch, capacity))
 
     def begin(self, committed: Committed, memory: Any) -> NoReturn:
         """Refuse to draft level by level: two proposals are one tree only when both are whole."""
         del committed, memory
         raise InputError("a hybrid drafts whole trees: decode it with tree=HybridTree(...)")
 
-    def read(self, committed: Committed, memory: Both) -> None:
+    def read(self, committed: Committed, memory: HybridMemory) -> None:
         """Have both remember what was committed."""
         self.head.read(committed, memory.head)
         self.lookup.read(committed, memory.text)
@@ -159,7 +159,7 @@ class HybridTree(TreePolicy):
         return self.inner.own_depth
 
     def grow(
-        self, drafter: Drafter, committed: Committed, memory: Any, rows: Rows | None = None
+        self, drafter: Drafter, committed: Committed, memory: Any, rows: SamplingState | None = None
     ) -> TokenTree:
         """Draft with the head, copy, and join the two."""
         assert isinstance(drafter, Hybrid)

@@ -4,8 +4,7 @@ from specheads.config import Tree
 from specheads.config.parts import TREES
 from specheads.core.errors import InputError
 from specheads.decoding.trees import policies
-from specheads.decoding.trees.product import Product
-from specheads.decoding.trees.sampled import Sampled
+from specheads.decoding.trees.policies import Product, Sampled
 
 
 def fixed_policy(settings: Tree, head_depth: int) -> policies.TreePolicy | None:

@@ -1,24 +1,125 @@
 """Tree policies: how a drafter's guesses become a token tree."""
 
+import itertools
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from specheads.core.bounds import refuse_nodes, whole
+from specheads.core.bounds import level_sizes, refuse_nodes, whole
 from specheads.core.drafter import Drafter
 from specheads.core.errors import InputError
 from specheads.core.features import Committed
-from specheads.core.tree import TokenTree
-from specheads.decoding.acceptance.accept import likeliest
-from specheads.decoding.acceptance.sampling import Rows
-from specheads.decoding.progress import Progress
-from specheads.decoding.trees.coupling import coupled
+from specheads.core.tree import Drawn, TokenTree, TreeShape, from_paths
+from specheads.decoding import noise
+from specheads.decoding.coupling import coupled, over_vocabulary
+from specheads.decoding.noise import likeliest
+from specheads.decoding.sampling import SamplingState
 from specheads.decoding.trees.early_stop import Estimate, Stop
-from specheads.decoding.trees.static_shape import StaticShape
+
+
+@runtime_checkable
+class RequestLength(Protocol):
+    """A request that a step is to be taken for."""
+
+    @property
+    def length(self) -> int:
+        """Tokens of its text so far, prompt included."""
+        ...
+
+    @property
+    def room(self) -> int:
+        """New tokens that it still takes."""
+        ...
+
+
+@runtime_checkable
+class RequestProgress(RequestLength, Protocol):
+    """A request and what was decoded of it."""
+
+    @property
+    def all_tokens(self) -> list[int]:
+        """Its text so far."""
+        ...
+
+    @property
+    def steps(self) -> Sequence[Any]:
+        """Its `loop.Step`s so far."""
+        ...
+
+
+Path = tuple[int, ...]
+
+
+class Level(NamedTuple):
+    """One level of a static tree; only nodes with children are read by the drafter."""
+
+    parents: Int[Tensor, " node"]
+    """Each node's parent, counted among the nodes of the level above that were read."""
+    guesses: Int[Tensor, " node"] | None
+    """Place of each node among the guesses of all parents; None if every guess is a node."""
+    inner: Int[Tensor, " node"] | None
+    """The nodes that are read; None is all."""
+    inner_parents: Int[Tensor, " node"]
+    """Parents of the nodes that are read."""
+    width: int
+    """Guesses that are asked for."""
+
+    def guessed(self, best: Int[Tensor, "batch level width"]) -> Int[Tensor, "batch node"]:
+        """Return the guess of each node, from the best guesses of each parent."""
+        flat = best.flatten(1)
+        return flat if self.guesses is None else flat.index_select(1, self.guesses)
+
+    def read(self, drafted: Int[Tensor, "batch node"]) -> Int[Tensor, "batch inner"]:
+        """Return the tokens of the nodes that are read."""
+        return drafted if self.inner is None else drafted.index_select(1, self.inner)
+
+
+@dataclass(frozen=True, slots=True)
+class StaticShape:
+    """A static tree without its tokens, all of it on one device: a step uploads none of it."""
+
+    shape: TreeShape
+    parents: Int[Tensor, " node"]
+    """As `TokenTree.parents`."""
+    levels: list[Level]
+
+    @classmethod
+    def of(cls, paths: Sequence[Path], device: torch.device) -> "StaticShape":
+        """Return the shape of rank paths that are sorted by length and closed under prefixes."""
+        known = {(): 0} | {path: node for node, path in enumerate(paths, start=1)}
+        parents = [-1] + [known[path[:-1]] for path in paths]
+        depth = max(map(len, paths), default=0)
+        return cls(
+            TreeShape.of(parents, device),
+            torch.tensor(parents).to(device),
+            [_level(paths, length, device) for length in range(1, depth + 1)],
+        )
+
+
+def _level(paths: Sequence[Path], length: int, device: torch.device) -> Level:
+    has_children = {path[:-1] for path in paths}
+    above = [path for path in paths if len(path) == length - 1 and path in has_children]
+    here = [path for path in paths if len(path) == length]
+    read = {path: place for place, path in enumerate(above or [()])}
+    inner = [place for place, path in enumerate(here) if path in has_children]
+    parents = [read[path[:-1]] for path in here]
+    width = 1 + max(path[-1] for path in here)
+    guesses = [parent * width + path[-1] for parent, path in zip(parents, here, strict=True)]
+    places = torch.tensor(parents).to(device)
+    index = torch.tensor(inner, dtype=torch.long).to(device)
+    return Level(
+        places,
+        None if guesses == list(range(len(read) * width)) else torch.tensor(guesses).to(device),
+        None if len(inner) == len(here) else index,
+        places[index],
+        width,
+    )
 
 
 class TreePolicy(ABC):
@@ -44,7 +145,7 @@ class TreePolicy(ABC):
         """
         return self.depth
 
-    def of_step(self, requests: Sequence[Progress]) -> "TreePolicy":
+    def of_step(self, requests: Sequence[RequestProgress]) -> "TreePolicy":
         """Return the policy of these requests' coming step: here always itself.
 
         None is larger, deeper or wider than this.
@@ -54,7 +155,7 @@ class TreePolicy(ABC):
 
     @abstractmethod
     def grow(
-        self, drafter: Drafter, committed: Committed, memory: Any, rows: Rows | None = None
+        self, drafter: Drafter, committed: Committed, memory: Any, rows: SamplingState | None = None
     ) -> TokenTree:
         """Draft one tree a row; `rows` say what each asks for, and know the noise it draws with."""
 
@@ -108,7 +209,7 @@ class Static(TreePolicy):
         return self._shapes[device]
 
     def grow(
-        self, drafter: Drafter, committed: Committed, memory: Any, rows: Rows | None = None
+        self, drafter: Drafter, committed: Committed, memory: Any, rows: SamplingState | None = None
     ) -> TokenTree:
         """Draft `num_nodes - 1` tokens by their ranks."""
         if not self.depth:
@@ -167,7 +268,7 @@ class BestFirst(TreePolicy):
         self.num_guesses, self.num_answers = branch, beam
 
     def grow(
-        self, drafter: Drafter, committed: Committed, memory: Any, rows: Rows | None = None
+        self, drafter: Drafter, committed: Committed, memory: Any, rows: SamplingState | None = None
     ) -> TokenTree:
         """Draft level by level, then keep the best nodes of all levels."""
         drafter = coupled(drafter, rows)
@@ -227,7 +328,7 @@ class Beam(TreePolicy):
         self.num_guesses = self.num_answers = width
 
     def grow(
-        self, drafter: Drafter, committed: Committed, memory: Any, rows: Rows | None = None
+        self, drafter: Drafter, committed: Committed, memory: Any, rows: SamplingState | None = None
     ) -> TokenTree:
         """Draft `width` tokens a level, those that end the likeliest paths."""
         drafter = coupled(drafter, rows)
@@ -275,3 +376,127 @@ def chain(depth: int, confidence: float = 0.0) -> Static:
 
 NOTHING = Static([], name="none")
 """No draft at all: the base alone, in the same loop."""
+
+
+class Product(TreePolicy):
+    """The best complete paths among all products of the best guesses of each level.
+
+    Every node of a level is continued, so the drafter reads the whole product. Paths enter the
+    tree by their probability, whole as long as there is room, and share what they share: n
+    paths of depth k are in it for sure when it has 1 + n * k nodes, and often with fewer.
+
+    `branches` are the guesses at each node of a level, first level first; `num_nodes` counts the
+    root too, and is at most the nodes of the product.
+
+    Source: Wertheimer et al. 2024, arXiv:2404.19124; `generate_suffixes` of
+    foundation-model-stack/fms-extras, which counts candidates where this counts nodes.
+    """
+
+    def __init__(self, branches: Sequence[int], num_nodes: int) -> None:
+        levels = level_sizes(branches)
+        most = sum(levels)
+        if min(branches, default=0) < 1 or not 2 <= num_nodes <= most:
+            raise InputError(
+                f"a product tree needs at least 1 branch for each level and 2 to {most} nodes, got "
+                f"{list(branches)} and {num_nodes}; set tree.branches, tree.num_nodes"
+            )
+        self.name = "product"
+        self.branches, self.num_nodes, self.depth = tuple(branches), num_nodes, len(branches)
+        self.num_guesses, self.num_answers = max(branches), max(levels[:-1])
+
+    def grow(
+        self, drafter: Drafter, committed: Committed, memory: Any, rows: SamplingState | None = None
+    ) -> TokenTree:
+        """Draft the whole product, then keep the beginnings of its best paths."""
+        drafter = coupled(drafter, rows)
+        logits, state = drafter.begin(committed, memory)
+        paths = committed.root()[..., None]
+        score = torch.zeros(paths.shape[:2], dtype=logits.dtype, device=logits.device)
+        for level, branch in enumerate(self.branches):
+            best, guesses = logits.log_softmax(-1).topk(branch, dim=-1)
+            score = (score[..., None] + best).flatten(1)
+            above = torch.arange(paths.shape[1], device=paths.device).repeat_interleave(branch)
+            drafted = drafter.to_tokens(guesses).flatten(1)
+            paths = torch.cat([paths[:, above], drafted[..., None]], dim=-1)
+            if level + 1 < self.depth:
+                logits, state = drafter.extend(state, drafted, above.expand_as(drafted))
+        # each path brings a node of its own at least, so no more of them can matter
+        order = score.topk(min(self.num_nodes, score.shape[1]), dim=1).indices
+        return from_paths(paths.take_along_dim(order[..., None], dim=1), self.num_nodes)
+
+
+_NO_CHANCE = -2000.0
+"""Stands for the logarithm of zero: below that of any float, noise included, and not infinite,
+so that noise still orders tokens without a chance."""
+
+
+class Sampled(TreePolicy):
+    """Tokens drawn from the drafter's own distribution, without replacement: what rejection tests.
+
+    `branches` are the children of every node of a level, the root's first; `(1, 1, 1)` is the
+    chain of speculative sampling. Drafter's and base's probs are made from their logits alike.
+    Rows at temperature zero get the drafter's best guesses. `confidence` is that of `Static`.
+
+    Source: Leviathan et al. 2023, arXiv:2211.17192; Chen et al. 2024, arXiv:2402.12374.
+    """
+
+    def __init__(self, branches: Sequence[int], confidence: float = 0.0) -> None:
+        if not branches or min(branches) < 1:
+            raise InputError(
+                f"a sampled tree needs a level, and a child a node at least, got {branches}"
+            )
+        level_sizes(branches)
+        self.name, self.branches, self.confidence = "sampled", tuple(branches), confidence
+        paths = [
+            path
+            for depth in range(1, len(branches) + 1)
+            for path in itertools.product(*map(range, branches[:depth]))
+        ]
+        self._static = Static(paths, confidence=confidence)
+        self.num_nodes, self.depth = self._static.num_nodes, self._static.depth
+        self.num_guesses, self.num_answers = max(branches), self._static.num_answers
+
+    def grow(
+        self, drafter: Drafter, committed: Committed, memory: Any, rows: SamplingState | None = None
+    ) -> TokenTree:
+        """Draw level by level."""
+        assert rows is not None
+        logits, state = drafter.begin(committed, memory)
+        drafted, probs = [committed.root()], []
+        paths = drafted[0][..., None]
+        batch, device = len(paths), paths.device
+        stop = Stop(drafter, self.confidence, batch, device)
+        for level, width in enumerate(self.branches):
+            logits = over_vocabulary(drafter, logits, rows.vocab_size)
+            probs.append(rows.probs(logits, paths))
+            drawn = _drawn(rows, logits, probs[-1], level, width).flatten(1)
+            drafted.append(drawn)
+            parents = torch.arange(logits.shape[1], device=drawn.device).repeat_interleave(width)
+            stop.level(logits, state, drawn, parents, None)
+            if level + 1 == self.depth or stop.everywhere():
+                break
+            paths = torch.cat([paths[:, parents], drawn[..., None]], dim=-1)
+            logits, state = drafter.extend(state, drawn, parents.expand(batch, -1))
+        how = Drawn(self.branches[: len(probs)], torch.cat(probs, dim=1))
+        return replace(self._static.shaped(drafted, stop), drawn=how)
+
+
+def _drawn(
+    rows: SamplingState,
+    logits: Float[Tensor, "batch node vocab"],
+    probs: Float[Tensor, "batch node vocab"],
+    level: int,
+    count: int,
+) -> Int[Tensor, "batch node path"]:
+    """Return tokens drawn without replacement after each node, in the order of drawing.
+
+    Nodes are those of one level, `level` edges below the root. A greedy row gets the likeliest
+    tokens instead. Where too few have a chance, those without follow in random order.
+    """
+    order = logits.double().log_softmax(-1)
+    if rows.draws:
+        keys = noise.bits(rows.seeds, rows.lengths + level + 1, noise.DRAFT)
+        random = noise.gumbel(keys[:, None], logits.shape[-1])
+        order = torch.where(rows.drawing[:, None, None], random, order)
+    chance = probs.double().log().clamp(min=_NO_CHANCE)
+    return (chance + order).topk(count, dim=-1).indices

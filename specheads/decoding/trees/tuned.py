@@ -10,14 +10,79 @@ from typing import Any
 
 import torch
 
+from specheads.core.drafter import Drafter
 from specheads.core.errors import InputError
+from specheads.core.features import Committed
 from specheads.core.machine import device_name, dtype_name
 from specheads.core.records import from_json
+from specheads.core.tree import TokenTree
 from specheads.decoding.cost import StepCost
+from specheads.decoding.sampling import SamplingState
 from specheads.decoding.trees import policies
-from specheads.decoding.trees.adaptive import Adaptive, Place, nearest
 from specheads.decoding.trees.early_stop import Estimate
 from specheads.decoding.trees.hybrid import HybridTree, own_tree
+from specheads.decoding.trees.policies import RequestProgress
+
+Place = tuple[int, int]
+"""A batch and a context, in tokens of a row."""
+
+
+def nearest(places: Sequence[Place], batch: int, context: int | float) -> int:
+    """Return which place lies nearest to a batch, and then to a context, by their ratios."""
+
+    def far(place: int) -> tuple[float, float]:
+        near, deep = (
+            abs(math.log(max(one, 1) / max(other, 1)))
+            for one, other in zip(places[place], (batch, context), strict=True)
+        )
+        return near, deep
+
+    return min(range(len(places)), key=far)
+
+
+class Adaptive(policies.TreePolicy):
+    """The tuned tree that is nearest to the batch and the context of each step.
+
+    Source: Chen et al. 2024, arXiv:2402.12374, whose trees follow the machine; the context as well
+    in Together AI's adaptive Sequoia, 2024.
+
+    Args:
+        trees: Those to choose from.
+        places: The batch and context that each was chosen for.
+    """
+
+    def __init__(self, trees: Sequence[policies.TreePolicy], places: Sequence[Place]) -> None:
+        self.name, self.trees, self.places = "tuned", trees, places
+        self.num_nodes = max(one.num_nodes for one in trees)
+        self.depth = max(one.depth for one in trees)
+        self.num_guesses = max(one.num_guesses for one in trees)
+        self.num_answers = max(one.num_answers for one in trees)
+        self.copied = max(one.copied for one in trees)
+
+    @property
+    def own_depth(self) -> int:
+        """Levels of the deepest of the head's own trees."""
+        return max(one.own_depth for one in self.trees)
+
+    def of_step(self, requests: Sequence[RequestProgress]) -> policies.TreePolicy:
+        """Return the nearest tree."""
+        return self._nearest([one.length for one in requests])
+
+    def _nearest(self, lengths: Sequence[int]) -> policies.TreePolicy:
+        context = sum(lengths) / len(lengths)
+        return self.trees[nearest(self.places, len(lengths), context)]
+
+    def grow(
+        self, drafter: Drafter, committed: Committed, memory: Any, rows: SamplingState | None = None
+    ) -> TokenTree:
+        """Draft as is best now, for whoever steps without an engine."""
+        assert rows is not None
+        policy = self._nearest(rows.lengths.tolist())
+        if not policy.depth:
+            # a later step may draft again, from all that was committed until then
+            drafter.read(committed, memory)
+        return policy.grow(drafter, committed, memory, rows)
+
 
 SCHEMA = 1
 
@@ -78,7 +143,7 @@ class MatchRates:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Acceptance:
+class AcceptanceRates:
     """How often guesses are right."""
 
     per_depth: list[float]
@@ -89,7 +154,7 @@ class Acceptance:
     """Of what prompt lookup copies after one, two, ... tokens that stood in the text before. Empty
     where it was not measured."""
 
-    def alone(self) -> "Acceptance":
+    def alone(self) -> "AcceptanceRates":
         """Return that of the head's own guesses."""
         return replace(self, matches=[])
 
@@ -174,7 +239,7 @@ class Tuned:
     """Fingerprint of the base."""
     cost: StepCost
     cost_error: CostError
-    acceptance: Acceptance
+    acceptance: AcceptanceRates
     trees: list[TunedTree]
     tried: list[Tried] = field(default_factory=list)
     new_tokens: int = 0

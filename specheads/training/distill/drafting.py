@@ -4,8 +4,8 @@ import time
 from dataclasses import replace
 
 from specheads.core.drafter import Head
-from specheads.decoding.acceptance.sampling import each_prompt
 from specheads.decoding.generate import generate
+from specheads.decoding.sampling import each_prompt
 from specheads.heads.load import drafter_of
 from specheads.training.distill.run import Job, sampling_of
 

@@ -15,7 +15,7 @@ from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.core.files import sole_writer
 from specheads.core.machine import dtype_name
-from specheads.decoding.acceptance.sampling import Sampling
+from specheads.decoding.sampling import Sampling
 from specheads.training.distill import engines
 from specheads.training.distill.asks import Prompts
 from specheads.training.distill.engine import Answer, Ask, Engine, Writing

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from specheads.decoding.acceptance.noise import derive
-from specheads.decoding.acceptance.sampling import Sampling
+from specheads.core.seeds import derive_seed
+from specheads.decoding.sampling import Sampling
 from specheads.training.distill.asks import Prompts
 from specheads.training.distill.engine import Answer, Ask
 from specheads.training.distill.quality import fault
@@ -74,7 +74,7 @@ class Text:
     def ask(self) -> Ask:
         """Return what the base is to answer next."""
         rules = self._rules
-        seed = derive(derive(rules.sampling.seed, self._number), len(self._answers))
+        seed = derive_seed(derive_seed(rules.sampling.seed, self._number), len(self._answers))
         room = min(rules.new_tokens, rules.max_length - len(self._tokens))
         return Ask(self._number, self._tokens, room, replace(rules.sampling, seed=seed))
 

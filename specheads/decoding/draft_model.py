@@ -15,17 +15,17 @@ from specheads.core.tree import TokenTree
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class DraftModelCache:
     """What the draft model has read of each row's text: a cache of its own."""
 
     cache: KVCache
 
-    def keep(self, rows: Int[Tensor, " kept"]) -> "Read":
+    def keep(self, rows: Int[Tensor, " kept"]) -> "DraftModelCache":
         """Return the cache of these rows."""
         self.cache.keep_rows(rows.tolist())
         return self
 
-    def join(self, other: "Read") -> "Read":
+    def join(self, other: "DraftModelCache") -> "DraftModelCache":
         """Return the cache of both batches' rows."""
         self.cache.join(other.cache)
         return self
@@ -72,12 +72,12 @@ class DraftModel(Drafter):
         # either projection may have padding rows, which stand for no token
         self.vocab_size = self.drafted_size = min(model.vocab_size, base.vocab_size)
 
-    def memory(self, batch: int, capacity: int) -> Read:
+    def memory(self, batch: int, capacity: int) -> DraftModelCache:
         """Return an empty cache of the draft model."""
-        return Read(self.model.cache(batch, capacity + self.max_nodes))
+        return DraftModelCache(self.model.cache(batch, capacity + self.max_nodes))
 
     def begin(
-        self, committed: Committed, memory: Read
+        self, committed: Committed, memory: DraftModelCache
     ) -> tuple[Float[Tensor, "batch 1 vocab"], _Draft]:
         """Read what was committed since, the root included, in one forward."""
         read, tokens, cache = committed.features.tokens, committed.next_tokens, memory.cache

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from specheads.core.drafter import Drafter, State
 from specheads.core.features import Committed
-from specheads.decoding.acceptance.sampling import Rows
+from specheads.decoding.sampling import SamplingState
 
 
-def coupled(drafter: Drafter, rows: Rows | None) -> Drafter:
+def coupled(drafter: Drafter, rows: SamplingState | None) -> Drafter:
     """Return the drafter as it guesses when it sees the noise of the rows' own draws.
 
     It is the drafter itself where nothing is drawn, or where the rows are not coupled.
@@ -35,7 +35,7 @@ class Coupled(Drafter):
     Source: Daliri, Musco and Suresh 2024, arXiv:2408.07978.
     """
 
-    def __init__(self, drafter: Drafter, rows: Rows) -> None:
+    def __init__(self, drafter: Drafter, rows: SamplingState) -> None:
         self.drafter, self.rows = drafter, rows
         self.depth, self.aux_layers = drafter.depth, drafter.aux_layers
         self.drafted_size = drafter.drafted_size
@@ -71,7 +71,7 @@ def with_noise(
     drafter: Drafter,
     logits: Float[Tensor, "batch node drafted"],
     paths: Int[Tensor, "batch node path"],
-    rows: Rows,
+    rows: SamplingState,
 ) -> Float[Tensor, "batch node drafted"]:
     """Return what a drafter's logits after nodes of one level are to those who see the noise.
 

@@ -13,14 +13,14 @@ from transformers import AutoModelForCausalLM
 
 from specheads.base.cache import KVCache
 from specheads.base.model import FrozenBase
-from specheads.baselines import DraftModel, PromptLookup, Streaming
-from specheads.baselines.streaming import WindowCache
 from specheads.core.drafter import Drafter
 from specheads.core.features import Committed
 from specheads.core.tree import TokenTree, chain
-from specheads.decoding.acceptance.sampling import Sampling
+from specheads.decoding.draft_model import DraftModel
 from specheads.decoding.generate import generate
-from specheads.decoding.prompt_lookup import continuation
+from specheads.decoding.prompt_lookup import PromptLookup, continuation
+from specheads.decoding.sampling import Sampling
+from specheads.decoding.streaming import Streaming, WindowCache
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import Hybrid, HybridTree, Lookup, join_copied
 from tests import tiny

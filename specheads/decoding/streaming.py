@@ -6,11 +6,11 @@ from torch import Tensor
 
 from specheads.base.cache import KVCache, RowCache, upload
 from specheads.base.model import FrozenBase
-from specheads.baselines.draft_model import DraftModel, Read
 from specheads.core.drafter import State
 from specheads.core.errors import InputError
 from specheads.core.features import Committed
 from specheads.core.tree import chain
+from specheads.decoding.draft_model import DraftModel, DraftModelCache
 
 
 class WindowCache(KVCache):
@@ -100,14 +100,16 @@ class Streaming(DraftModel):
         # of more than the window it would take a row for a new one, and skip what lies before
         self.most_unread = min(self.most_unread, window)
 
-    def memory(self, batch: int, capacity: int) -> Read:
+    def memory(self, batch: int, capacity: int) -> DraftModelCache:
         """Return an empty window, however long the text will be."""
         del capacity
         sinks, window, scratch = self.sinks, self.window, self.max_nodes
-        return Read(WindowCache(self.model, batch, sinks=sinks, window=window, scratch=scratch))
+        return DraftModelCache(
+            WindowCache(self.model, batch, sinks=sinks, window=window, scratch=scratch)
+        )
 
     def begin(
-        self, committed: Committed, memory: Read
+        self, committed: Committed, memory: DraftModelCache
     ) -> tuple[Float[Tensor, "batch 1 vocab"], State]:
         """Read what was committed; of a long prompt what the window can hold."""
         features, tokens, counts = committed.features, committed.next_tokens, committed.counts

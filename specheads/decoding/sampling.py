@@ -24,10 +24,10 @@ from transformers import (
 
 from specheads.core.bounds import whole
 from specheads.core.errors import InputError
+from specheads.core.seeds import derive_seed
 from specheads.core.tree import TokenTree
-from specheads.decoding.acceptance import noise
-from specheads.decoding.acceptance.accept import likeliest
-from specheads.decoding.acceptance.noise_cache import NoiseCache
+from specheads.decoding import noise
+from specheads.decoding.noise import NoiseCache, likeliest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,14 +83,14 @@ class Sampling:
 
     def of_prompt(self, index: int) -> "Sampling":
         """Return these settings with a seed of its own for the `index`-th of many prompts."""
-        return replace(self, seed=noise.derive(self.seed, index))
+        return replace(self, seed=derive_seed(self.seed, index))
 
 
 GREEDY = Sampling()
 
 
 @dataclass(slots=True)
-class Rows:
+class SamplingState:
     """What acceptance rules and tree policies may know of a batch: settings, places, texts."""
 
     sampling: list[Sampling]
@@ -140,7 +140,7 @@ class Rows:
             (settings, torch.tensor(rows, device=device)) for settings, rows in places.items()
         ]
 
-    def keep(self, rows: list[int]) -> "Rows":
+    def keep(self, rows: list[int]) -> "SamplingState":
         """Return what is known of these rows: finished requests leave the batch."""
         index = torch.tensor(rows, device=self.lengths.device)
         sampling = [self.sampling[row] for row in rows]
@@ -148,7 +148,7 @@ class Rows:
         kept._noise = self._noise.keep(rows, index)
         return kept
 
-    def join(self, other: "Rows") -> "Rows":
+    def join(self, other: "SamplingState") -> "SamplingState":
         """Return what is known of both batches' rows: new requests join, with texts as wide."""
         lengths = torch.cat([self.lengths, other.lengths])
         text = torch.cat([self.text, other.text])

@@ -4,16 +4,17 @@ Whatever is random comes in as uniform numbers, so a rule can be integrated over
 tests/decoding/test_accept.py does. See docs/losslessness.md.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from specheads.core.errors import InputError
 from specheads.core.tree import TokenTree
-
-BLOCK = 128
-"""Numbers of a row that are compared at once; most vocabularies are a multiple of it."""
+from specheads.decoding.noise import likeliest
+from specheads.decoding.sampling import SamplingState
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,25 +65,6 @@ def greedy(
 ) -> Verdict:
     """Keep what the base itself would choose at temperature zero: lossless."""
     return match(tree, likeliest(logits), ancestors)
-
-
-def likeliest(logits: Float[Tensor, "*batch vocab"]) -> Int[Tensor, "*batch"]:
-    """Return the index of the largest number of each row, the first of equals.
-
-    On a processor torch's argmax compares one number at a time, and amax many: so the largest is
-    looked for among blocks first, in a third of the time or less.
-    """
-    if not in_blocks(logits):
-        return logits.argmax(-1)
-    blocks = logits.unflatten(-1, (-1, BLOCK))
-    at = blocks.amax(-1).argmax(-1)
-    inside = blocks.gather(-2, at[..., None, None].expand(*at.shape, 1, BLOCK))
-    return at * BLOCK + inside[..., 0, :].argmax(-1)
-
-
-def in_blocks(logits: Float[Tensor, "*batch vocab"]) -> bool:
-    """Return whether rows are searched block by block: on a processor, if they are whole blocks."""
-    return logits.device.type == "cpu" and logits.shape[-1] % BLOCK == 0
 
 
 def draw(
@@ -222,3 +204,61 @@ def _in_order(taken: Bool[Tensor, "batch node"]) -> Int[Tensor, "batch node"]:
 
 def _last(path: Tensor, count: Tensor) -> Int[Tensor, "batch 1"]:
     return path.gather(1, count[:, None] - 1)
+
+
+AcceptanceRule = Callable[
+    [TokenTree, Float[Tensor, "batch node vocab"], Bool[Tensor, "batch node node"], SamplingState],
+    Verdict,
+]
+"""What is kept of a verified tree: called with it, the base's logits, its ancestors, the rows."""
+
+
+def match_rule(tree: TokenTree, logits: Tensor, ancestors: Tensor, rows: SamplingState) -> Verdict:
+    """Draw one token after every node and keep the path that agrees: lossless for any tree.
+
+    Nodes of one depth share their noise, with which the base alone would draw at that position:
+    so this emits what the base alone emits, token for token, also where drafts have seen the noise.
+    """
+    if rows.greedy:
+        return greedy(tree, logits, ancestors)
+    return match(tree, rows.choose(tree, logits, ancestors), ancestors)
+
+
+def rejection_rule(
+    tree: TokenTree, logits: Tensor, ancestors: Tensor, rows: SamplingState
+) -> Verdict:
+    """Test drawn nodes against what their siblings left over: lossless in distribution only.
+
+    A tree of best guesses was not drawn from anything. Its children are tested with a draft
+    probability of one each, as EAGLE does: child c is kept with the base's probability of c, of
+    what remains after its siblings. That is to draw from the base and see who agrees, so `match`.
+    """
+    if rows.greedy or tree.drawn is None:
+        return match_rule(tree, logits, ancestors, rows)
+    base_probs = rows.tree_probs(tree, logits, ancestors)
+    return rejection(tree, base_probs, rows.coins(ancestors), rows.uniforms(ancestors))
+
+
+def typical_rule(
+    tree: TokenTree, logits: Tensor, ancestors: Tensor, rows: SamplingState
+) -> Verdict:
+    """Keep what the base finds likely enough: LOSSY above temperature zero."""
+    if rows.greedy:
+        return match_rule(tree, logits, ancestors, rows)
+    return typical(tree, rows.tree_probs(tree, logits, ancestors), ancestors)
+
+
+RULES: dict[str, AcceptanceRule] = {
+    "match": match_rule,
+    "rejection": rejection_rule,
+    "typical": typical_rule,
+}
+LOSSY = ("typical",)
+"""Rules whose output does not have the distribution that was asked for."""
+
+
+def acceptance_rule(name: str) -> AcceptanceRule:
+    """Return the rule of this name."""
+    if name not in RULES:
+        raise InputError(f"rule must be one of {', '.join(RULES)}, got {name!r}")
+    return RULES[name]
