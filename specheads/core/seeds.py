@@ -1,4 +1,4 @@
-"""Seeds that follow from other seeds."""
+"""Derive seeds from other seeds."""
 
 STEP = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed number: the golden ratio's bits
 FIRST = -4658895280553007687  # 0xBF58476D1CE4E5B9
@@ -7,10 +7,10 @@ SECOND = -7723592293110705685  # 0x94D049BB133111EB
 
 
 def derive_seed(seed: int, index: int) -> int:
-    """Return a seed of its own for the `index`-th of many requests made with one seed.
+    """Return the seed of the `index`-th of many requests with one seed.
 
-    It is `bits(seed, index)` without its sign, in whole numbers of Python: many prompts would
-    wait long for as many little tensors.
+    It is `decoding.noise.bits(seed, index)` without the sign, computed with Python integers:
+    tensors of one number would take long for many prompts.
     """
     state = 0
     for key in (seed, index):

@@ -1,7 +1,7 @@
-"""Random numbers as pure functions of integers: no generator, no state, the same everywhere.
+"""Sampling noise as a pure function of integers, without a generator or state.
 
-What a request draws follows from its own seed and the place in its text, and so neither from
-its neighbours in the batch nor from how many tokens a step happened to accept.
+The samples of a request depend on its seed and on positions in its text only. They do not depend on
+other rows of the batch or on the number of tokens that a step accepts.
 """
 
 import functools
@@ -14,14 +14,14 @@ from specheads.base.cache import upload
 from specheads.core.seeds import FIRST, SECOND, STEP
 
 BLOCK = 128
-"""Numbers of a row that are compared at once; most vocabularies are a multiple of it."""
+"""Numbers of a row that are compared at once; most vocabularies are a multiple."""
 
 
 def likeliest(logits: Float[Tensor, "*batch vocab"]) -> Int[Tensor, "*batch"]:
     """Return the index of the largest number of each row, the first of equals.
 
-    On a processor torch's argmax compares one number at a time, and amax many: so the largest is
-    looked for among blocks first, in a third of the time or less.
+    On a CPU torch's argmax compares one number at a time and amax many. Finding the block of the
+    largest number first takes at most a third of the time.
     """
     if not in_blocks(logits):
         return logits.argmax(-1)
@@ -32,13 +32,13 @@ def likeliest(logits: Float[Tensor, "*batch vocab"]) -> Int[Tensor, "*batch"]:
 
 
 def in_blocks(logits: Float[Tensor, "*batch vocab"]) -> bool:
-    """Return whether rows are searched block by block: on a processor, if they are whole blocks."""
+    """Return whether rows are searched block by block: on a CPU, if they are whole blocks."""
     return logits.device.type == "cpu" and logits.shape[-1] % BLOCK == 0
 
 
 TOKEN, BONUS, COIN, DRAFT = range(4)
-"""Kinds of noise, the third key of each: of the token at a position, and for drafts that are drawn
-and tested the token after the last one kept, a node's test, and the draft itself."""
+"""Kinds of noise, which are the last key: the token at a position, and, for sampled drafts, the
+token after the last accepted one, the test of a node, and the draft itself."""
 
 
 def bits(
@@ -46,8 +46,8 @@ def bits(
 ) -> Int64[Tensor, "..."]:
     """Return 64 random bits for each combination of keys, which broadcast.
 
-    Each key is mixed in by one step of SplitMix64. Whoever needs numbers of several kinds for
-    the same keys gives each kind a key of its own. `state` is what this returned for earlier keys.
+    Each key is mixed in by one step of SplitMix64. Numbers of several kinds for the same keys need
+    one more key for the kind. `state` is the result for earlier keys.
 
     Source: Steele, Lea and Flood 2014, Fast splittable pseudorandom number generators.
     """
@@ -55,27 +55,28 @@ def bits(
         device = next((key.device for key in keys if isinstance(key, Tensor)), None)
         state = torch.zeros((), dtype=torch.int64, device=device)
     for key in keys:
-        # products and sums wrap round, as the algorithm wants them to
+        # products and sums overflow, as the algorithm requires
         state = _mix(state + (key + STEP))
     return state
 
 
 def uniform(*keys: Int64[Tensor, "..."] | int) -> Float64[Tensor, "..."]:
-    """Return a uniform number for each combination of keys: above zero and below one."""
+    """Return a uniform number in (0, 1) for each combination of keys."""
     return (_unsigned_shift(bits(*keys), 12).double() + 0.5) * 2.0**-52
 
 
 def gumbel(
     keys: Int64[Tensor, "*batch"], size: int, dtype: torch.dtype = torch.float64
 ) -> Float[Tensor, "*batch vocab"]:
-    """Return Gumbel noise for each of `size` tokens under each key, which is itself random bits.
+    """Return Gumbel noise for each of `size` tokens under each key; keys are random bits.
 
-    The largest of log-probabilities with this added is a draw from their distribution, and the
-    largest k in order are k draws without replacement (Kool et al. 2019, arXiv:1903.06059).
+    The argmax of log-probabilities plus this noise is a sample of their distribution, and the
+    largest k in order are k samples without replacement (Kool et al. 2019, arXiv:1903.06059).
 
-    A key costs one product a token: it and every token's constant are random odd numbers, so their
-    product modulo 2**64 is as random, and its upper bits depend on all of both. Large noise comes
-    from small products, which floats tell apart down to 2**-63: rare tokens have their chance.
+    Each token costs one product: the key and the token's constant are random odd numbers, so their
+    product modulo 2**64 is random too, and its upper bits depend on all bits of both. Large noise
+    comes from small products, which floats can distinguish down to 2**-63, so that rare tokens can
+    be sampled.
 
     Source: Dietzfelbinger et al. 1997, A reliable randomized algorithm for the closest-pair
     problem, for the product; Daliri et al. 2024, arXiv:2408.07978, for noise shared with drafts.
@@ -86,24 +87,24 @@ def gumbel(
 def products(
     keys: Int64[Tensor, "*batch"], constants: Int64[Tensor, "*#batch vocab"], dtype: torch.dtype
 ) -> Float[Tensor, "*batch vocab"]:
-    """Return the size of each key's products with these tokens' constants.
+    """Return the absolute product of each key with each token's constant.
 
-    The smaller a product, the larger the noise that it stands for.
+    A smaller product gives larger noise.
     """
-    # an odd number is never zero, and so noise is finite
+    # an odd number is never zero, so the noise is finite
     return ((keys | 1)[..., None] * constants).to(dtype).abs_()
 
 
 def of_products(products: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
-    """Return the noise that products stand for, in their place."""
-    # the factor keeps the share below one: noise is finite at this end too
+    """Return the noise of these products, in place."""
+    # the factor keeps the uniform number below one, and the noise finite
     below_one = 1 - torch.finfo(products.dtype).eps / 2
     return products.mul_(-(2.0**-63) * below_one).log1p_().neg_().log_().neg_()
 
 
 @functools.lru_cache(maxsize=8)
 def constants(size: int, device: torch.device) -> Int64[Tensor, " vocab"]:
-    """Return a random odd number for each token, the same whatever the size."""
+    """Return a random odd number for each token; it does not depend on the size."""
     return bits(torch.arange(size, device=device)) | 1
 
 
@@ -114,39 +115,39 @@ def _mix(value: Tensor) -> Tensor:
 
 
 def _unsigned_shift(value: Tensor, places: int) -> Tensor:
-    # torch shifts signed numbers and drags the sign along
+    # torch's right shift keeps the sign
     return (value >> places) & ((1 << (64 - places)) - 1)
 
 
 CACHED = 2**17
-"""Numbers that are made at once: as many as stay in a processor's cache between operations."""
+"""Numbers computed at once, so that they stay in the CPU's cache between operations."""
 
 LIKELY = 8
-"""Blocks of a row whose sums are computed first: the best of them rules out most of the others."""
+"""Blocks of a row whose sums are computed first; the best one excludes most other blocks."""
 
 _SLACK = 1024
-"""Roundings by which noise may be off: two logarithms of numbers below 64 are off by less."""
+"""Bound on the error of the noise in roundings; two logarithms of numbers below 64 have less."""
 
 
 def gumbel_max(
     scores: Float[Tensor, "node vocab"], keys: Int64[Tensor, " node"]
 ) -> Int[Tensor, " node"]:
-    """Return the token whose score and noise together are the largest, the first of equals.
+    """Return the token with the largest sum of score and noise, the first of equals.
 
-    It is `likeliest(scores + gumbel(keys))`, for a vocabulary of whole blocks: of tokens that
-    cannot win only the product is made, and the two logarithms, most of the cost, are not.
+    The result is `likeliest(scores + gumbel(keys))` for a vocabulary of whole blocks. Tokens that
+    cannot win need only the product, and not the two logarithms, which are most of the cost.
 
-    No sum of a block exceeds its bound, the block's best score plus the noise of its smallest
-    product: noise falls as the product grows, to within the rounding that `_SLACK` allows for,
-    and floats keep their order when they are added. So a block whose bound is below a sum found
-    elsewhere holds neither the largest nor its equal.
+    The bound of a block is its best score plus the noise of its smallest product. No sum of the
+    block exceeds it: noise decreases with the product, up to the rounding covered by `_SLACK`, and
+    addition of floats is monotonic. A block whose bound is below a known sum cannot have the
+    maximum.
     """
     dtype, count = scores.dtype, scores.shape[-1] // BLOCK
     tokens = constants(scores.shape[-1], scores.device)
     blocks, odd = scores.reshape(-1, BLOCK), tokens.view(count, BLOCK)
 
     def sums(nodes: Tensor, places: Tensor) -> Float[Tensor, "any vocab"]:
-        """Return the sums of one block of each of these nodes."""
+        """Return the sums of one block for each of these nodes."""
         found = products(keys[nodes], odd.index_select(0, places), dtype)
         return of_products(found).add_(blocks.index_select(0, nodes * count + places))
 
@@ -156,7 +157,7 @@ def gumbel_max(
     nodes = torch.arange(len(keys), device=keys.device)
     first = sums(nodes.repeat_interleave(likely.shape[1]), likely.flatten())
     reached = first.view(len(keys), -1).amax(-1, keepdim=True)
-    # said so that what is not a number counts as the largest, as it does for argmax
+    # negated, so that NaN counts as the largest, as in argmax
     able = ~(bounds < reached)
     best = torch.full_like(bounds, -torch.inf)
     best[able] = sums(*able.nonzero(as_tuple=True)).amax(-1)
@@ -176,24 +177,24 @@ def _smallest(
 
 
 CHUNK = {"cpu": 2**16}
-"""Numbers that are made at once: on a processor as many as stay in its cache between operations."""
+"""Numbers computed at once on a CPU, so that they stay in its cache between operations."""
 
 DEVICE_CHUNK = 2**22
-"""The same on other devices, which bounds the memory that it takes on the way."""
+"""The same on other devices, to limit temporary memory."""
 
 
 class NoiseCache:
-    """Gumbel noise for each token at the positions after each row's root.
+    """Gumbel noise of each token at the positions after each row's root.
 
-    A row's noise follows from its seed and the position alone; rows that draw nothing have zeros,
-    at no cost. A ring of slots holds position i at i modulo their number, so that what is ahead
-    stays where it is while roots advance.
+    A row's noise depends on its seed and the position only. Greedy rows have zeros, at no cost.
+    Position i is in slot i modulo the number of slots, so that noise stays in place while roots
+    advance.
 
     Args:
         seeds: Seed of each row.
-        drawing: Whether each row draws.
-        vocab_size: Tokens that noise is for.
-        dtype: What it is computed in.
+        drawing: Whether each row samples.
+        vocab_size: Number of tokens.
+        dtype: Dtype of the noise.
     """
 
     def __init__(
@@ -209,7 +210,7 @@ class NoiseCache:
         self._values: Float[Tensor, "batch slot vocab"] | None = None
         self._rows = torch.arange(len(drawing), device=seeds.device)[:, None]
         self._known = [0] * len(drawing)
-        """Positions after each root that lie in the ring, known without asking the device."""
+        """Number of positions after each root whose noise is in the ring, known on the host."""
 
     def after(
         self,
@@ -221,8 +222,8 @@ class NoiseCache:
 
         Args:
             lengths: Position of each row's root.
-            depths: How many edges each node lies below the root; a number is one node a row.
-            num_positions: Positions after the root that are, or soon will be, asked for.
+            depths: Depth of each node below the root; a number is one node per row.
+            num_positions: Positions after the root that this step needs.
         """
         values = self._filled(lengths, num_positions)
         slots = values.shape[1]
@@ -236,10 +237,10 @@ class NoiseCache:
         depths: Int[Tensor, "batch node"],
         num_positions: int,
     ) -> Int[Tensor, "batch node"]:
-        """Return the token whose score and noise together are the largest after each node.
+        """Return the token with the largest sum of score and noise after each node.
 
-        The other arguments are those of `after`. Where drafts have asked for noise it is at hand;
-        where none has, only tokens that can win need it.
+        The other arguments are those of `after`. If drafts have not computed the noise, it is
+        computed only for tokens that can win.
         """
         scores = scores.to(self.dtype)
         if self._values is not None or not in_blocks(scores):
@@ -252,7 +253,7 @@ class NoiseCache:
         return torch.where(torch.tensor(self.drawing)[:, None], drawn, likeliest(scores))
 
     def _filled(self, lengths: Tensor, num_positions: int) -> Float[Tensor, "batch slot vocab"]:
-        """Return the ring with at least so many positions after each root in it."""
+        """Return the ring with the noise of `num_positions` positions after each root."""
         if self._values is None or self._values.shape[1] < num_positions:
             shape = len(self.drawing), num_positions, self.vocab_size
             self._values = torch.zeros(shape, dtype=self.dtype, device=lengths.device)
@@ -277,13 +278,13 @@ class NoiseCache:
         return self._values
 
     def advance(self, counts: list[int]) -> None:
-        """Let go of the first positions after each root: so many were committed."""
+        """Drop the noise of committed positions, `counts[b]` in row b."""
         self._known = [
             max(known - count, 0) for known, count in zip(self._known, counts, strict=True)
         ]
 
     def keep(self, rows: list[int], index: Int[Tensor, " kept"]) -> "NoiseCache":
-        """Return the noise of these rows, whose numbers lie on the device too."""
+        """Return the noise of these rows, given on the host and on the device."""
         kept = NoiseCache(
             self.seeds[index], [self.drawing[row] for row in rows], self.vocab_size, self.dtype
         )
@@ -293,7 +294,7 @@ class NoiseCache:
         return kept
 
     def join(self, other: "NoiseCache") -> "NoiseCache":
-        """Return the noise of both; it is made anew where their rings differ in size."""
+        """Return the noise of both; it is recomputed if their rings differ in size."""
         joined = NoiseCache(
             torch.cat([self.seeds, other.seeds]),
             self.drawing + other.drawing,

@@ -139,8 +139,8 @@ def test_the_size_of_a_cache_is_known_before_it_is_made(architecture):
         (lambda base: DraftModel(base, 2, base, max_nodes=10**12).memory(1, 8), "lower max_batch"),
     ],
 )
-def test_what_no_memory_holds_is_refused_by_its_size(make, told, built):
-    with pytest.raises(InputError, match=rf"must fit into the memory of cpu, and needs .*{told}"):
+def test_too_large_allocations_are_refused_by_size(make, told, built):
+    with pytest.raises(InputError, match=rf"must fit the memory of cpu, and takes .*{told}"):
         make(tiny.base())
     assert built() < 10 * 2**20
 

@@ -69,7 +69,7 @@ def test_a_character_in_pieces_is_written_when_it_is_whole():
     assert (text.written, text.settled()) == ("a€", (4, 2))
 
 
-def test_a_character_that_is_never_finished_is_told_at_the_end():
+def test_an_incomplete_character_is_written_at_the_end():
     text = written(ids(b"a", b"\xf0\x9f\x98"))
     assert text.settled() == (1, 1)
     text.close()
@@ -82,7 +82,7 @@ def test_a_character_that_the_prompt_began_belongs_to_the_text():
     assert text.written == "€"
 
 
-def test_what_may_begin_a_stop_string_waits():
+def test_text_that_may_begin_a_stop_string_waits():
     #  x y c     the stop strings are "cd" and "yc!"
     text = written(ids(b"x", b"y", b"c"), ("cd", "yc!"))
     assert text.settled() == (1, 1)

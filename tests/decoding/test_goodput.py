@@ -1,4 +1,4 @@
-"""The depth with most tokens a second: SmartSpec's and MagicDec's figures, and in an engine."""
+"""The depth with the most tokens per second: SmartSpec's and MagicDec's figures, and an engine."""
 
 import functools
 import math
@@ -62,7 +62,7 @@ def best_depth(cost: StepCost, drafts: Sequence[Draft], group: list[Any]) -> int
 
 
 def goodput(cost: StepCost, group: list[Any], depth: int) -> float:
-    """Return the tokens of all over the seconds of their step, counted anew."""
+    """Return the tokens of all rows over the seconds of their step, computed independently."""
     context = sum(row.length for row, _ in group) / len(group)
     tokens = sum(
         1 + sum(math.prod(known.own[0].rates[:k]) for k in range(1, depth + 1))
@@ -168,7 +168,7 @@ def test_a_request_that_takes_one_more_token_is_not_drafted_for():
 
 
 WIDE = Draft(2, 6, tree=1)
-"""A tree of six nodes beside chains."""
+"""A tree of six nodes in addition to chains."""
 
 
 def known(rate: float, wide: float, depth: int = 2) -> RequestRates:
@@ -184,7 +184,7 @@ def test_a_wide_tree_is_drafted_for_few_and_a_chain_for_many():
     assert drafts[best_draft(cost, drafts, 8 * group)] == Draft(1, 2)
 
 
-def test_only_the_tree_that_was_drafted_is_judged_anew():
+def test_only_the_rates_of_the_drafted_tree_are_updated():
     one = known(0.4, 0.8)
     one.last = WIDE
     one.note((0, True))
@@ -202,7 +202,7 @@ def test_expected_tokens_add_up_the_chances_of_every_depth():
     assert expected_tokens([]) == [1.0]
 
 
-def test_averages_follow_what_is_accepted_and_return_where_nothing_is_seen():
+def test_averages_follow_acceptance_and_return_to_the_seed_without_observations():
     known = MovingRates([0.5, 0.5, 0.5])
     for _ in range(200):
         known.note(1, refused=True)
@@ -212,7 +212,7 @@ def test_averages_follow_what_is_accepted_and_return_where_nothing_is_seen():
     for _ in range(400):
         known.note(0, refused=False)
     assert known.rates == pytest.approx([0.5, 0.5, 0.5], abs=0.02)
-    with pytest.raises(ValueError, match=r"rates must lie in \[0, 1\], got \[1.5\]"):
+    with pytest.raises(ValueError, match=r"rates must be in \[0, 1\], got \[1.5\]"):
         MovingRates([1.5])
 
 
@@ -351,7 +351,7 @@ def test_drafts_after_steps_without_any_are_those_of_a_drafter_that_read_them_al
         assert out.tokens == tiny.continuations()
         return [[step.drafted for step in steps] for steps in out.steps]
 
-    # of a draft whose tokens are all refused a step says one token, as one without a draft does
+    # a step whose drafts are all refused gives one token, as a step without a draft does
     never = Refused(drafter)
     lazy = drafted(policies.NOTHING)
     eager = drafted(never)
@@ -359,7 +359,7 @@ def test_drafts_after_steps_without_any_are_those_of_a_drafter_that_read_them_al
 
 
 class Refused(policies.TreePolicy):
-    """A chain of one, drafted as the drafter does and with a token put in that nobody says."""
+    """A chain of one node with a token that is always refused."""
 
     def __init__(self, drafter: Drafter) -> None:
         self.name, self.num_nodes, self.depth = "refused", 2, 1
@@ -370,7 +370,7 @@ class Refused(policies.TreePolicy):
         return type(tree)(tree.tokens, tree.parents.clone().fill_(-1), None)
 
 
-def test_what_comes_later_stands_behind_each_rows_own_end():
+def test_later_tokens_follow_each_row_s_own_end():
     #  row 0  a b .   then  d     ->  a b d .
     #  row 1  a b c   then  d     ->  a b c d
     def made(tokens: list[list[int]], counts: list[int]) -> Committed:

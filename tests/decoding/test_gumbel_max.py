@@ -123,7 +123,7 @@ def test_few_tokens_get_noise(monkeypatch):
 
 @pytest.mark.parametrize("vocab", [256, 61])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_what_drafts_have_looked_at_and_who_stands_beside_changes_no_draw(vocab, dtype):
+def test_samples_do_not_depend_on_drafts_or_on_other_rows(vocab, dtype):
     settings = [Sampling(temperature=1.0, seed=place) for place in range(6)]
     settings[2] = GREEDY
     tree = family(6)

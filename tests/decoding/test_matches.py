@@ -1,4 +1,4 @@
-"""What is known on the host of copied text is what prompt lookup copies on the device."""
+"""The lookup index on the host finds what prompt lookup copies on the device."""
 
 import torch
 from hypothesis import given
@@ -16,7 +16,7 @@ def on_device(text: list[int], copied: int, most: int, least: int) -> list[int]:
 
 
 @given(text=TEXT, told=st.integers(0, 40), copied=st.integers(1, 8), most=st.integers(1, 4))
-def test_matches_find_what_prompt_lookup_copies_however_a_text_came(
+def test_the_index_finds_what_prompt_lookup_copies(
     text: list[int], told: int, copied: int, most: int
 ):
     for least in range(1, most + 1):
@@ -24,15 +24,15 @@ def test_matches_find_what_prompt_lookup_copies_however_a_text_came(
         found.extend(text[told:])
         matched, following = found.find(copied)
         assert following == on_device(text, copied, most, least)
-        # as many stand before and no more: fewer than that are asked for just as well
+        # exactly as many tokens come before; asking for fewer gives the same
         if matched:
             assert following == on_device(text, copied, most, matched)
         if matched < most:
             assert not on_device(text, copied, most, max(matched + 1, least))
 
 
-def test_the_most_recent_place_with_enough_behind_it_is_copied_or_else_the_one_with_most():
-    # 7 8 stands at 0, 4 and 8; at the end for the fourth time
+def test_the_most_recent_full_continuation_is_copied_else_the_longest():
+    # 7 8 occurs at 0, 4 and 8, and for the fourth time at the end
     found = LookupIndex([7, 8, 1, 2, 7, 8, 3, 4, 7, 8, 5, 7, 8])
     assert found.find(3) == (2, [5, 7, 8])
     assert found.find(4) == (2, [3, 4, 7, 8])

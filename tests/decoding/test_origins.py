@@ -1,4 +1,4 @@
-"""How each token came is told by the steps alone, and tokens that were copied are told apart."""
+"""The steps give the origin of each token, and distinguish copied from drafted tokens."""
 
 from dataclasses import replace
 from itertools import chain
@@ -50,12 +50,12 @@ def test_depths_are_edges_below_the_root_and_the_last_nodes_are_copied():
 
 
 def told(steps: list[DecodingStep]) -> list[str]:
-    """Return how each token of a text came; the base's own is the first, with the prompt."""
+    """Return the origin of each token of a text; the first one, from the prefill, is the base's."""
     return [str(origin) for origin in [BASE_ORIGIN, *chain.from_iterable(map(step_origins, steps))]]
 
 
 class LastCopied(policies.TreePolicy):
-    """A chain of four whose last two are said to be copied."""
+    """A chain of four whose last two nodes count as copied."""
 
     name, num_nodes, depth = "last copied", 5, 4
 
@@ -66,8 +66,8 @@ class LastCopied(policies.TreePolicy):
         return replace(grown, num_copied=2)
 
 
-def test_a_text_is_told_token_by_token():
-    # the oracle is always right: four drafts a step, and the base's own behind them
+def test_each_token_of_a_text_has_its_origin():
+    # the oracle is always right: each step has four drafts and then the base's own token
     found = generate(
         tiny.base(), tiny.oracle(4), tiny.prompts(), max_new_tokens=23, tree=LastCopied()
     )
@@ -79,7 +79,7 @@ def test_a_text_is_told_token_by_token():
 
 
 @pytest.mark.parametrize("trim", [False, True])
-def test_a_hybrid_says_which_nodes_were_copied(trim: bool):
+def test_a_hybrid_marks_copied_nodes(trim: bool):
     base, prompt = tiny.base(), tiny.prompts()[0] * 3
     lookup = PromptLookup(tiny.VOCAB, 8, device=base.device)
     both = Hybrid(tiny.oracle(2), lookup)

@@ -123,7 +123,7 @@ def test_the_base_alone_draws_by_the_noise_of_each_position(name):
         text.append(token)
 
 
-def test_a_request_draws_the_same_whatever_stands_beside_it():
+def test_a_request_s_samples_do_not_depend_on_other_rows():
     chosen = [SETTINGS["plain"].of_prompt(place) for place in range(7)]
     together = generate(tiny.base(), None, ragged(), max_new_tokens=10, sampling=chosen)
     for row in (0, 4, 6):
@@ -243,7 +243,7 @@ def _uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @plain_flex
 @pytest.mark.parametrize(("architecture", "shape", "cache", "batch"), SOME)
-def test_sample_and_match_says_what_the_base_alone_says(architecture, shape, cache, batch):
+def test_sample_and_match_gives_the_base_s_samples(architecture, shape, cache, batch):
     assert_sample_and_match_is_exact(architecture, shape, cache, batch)
 
 
@@ -252,7 +252,7 @@ def test_sample_and_match_says_what_the_base_alone_says(architecture, shape, cac
 @pytest.mark.parametrize(
     ("architecture", "shape", "cache", "batch"), [one for one in EVERYTHING if one not in SOME]
 )
-def test_sample_and_match_says_what_the_base_alone_says_with_any_tree_in_any_cache(
+def test_sample_and_match_gives_the_base_s_samples_with_any_tree_and_cache(
     architecture, shape, cache, batch
 ):
     assert_sample_and_match_is_exact(architecture, shape, cache, batch)

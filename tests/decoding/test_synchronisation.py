@@ -1,8 +1,8 @@
-"""A step asks the device once, for what was accepted, and otherwise never waits for it.
+"""A step synchronises with the device once, to read the accepted tokens.
 
-Tensors on the device "meta" have shapes and no values: whoever asks one for its value raises, and
-so whatever a step does on CUDA without waiting, it can do there. Copies from the host are watched,
-because torch waits for those too; `cache.upload` is the way that does not.
+Tensors on the device "meta" have shapes but no values, and reading a value raises. A step that does
+not wait on CUDA can therefore run there. Copies from the host are recorded, because torch waits for
+them too; only `cache.upload` does not wait.
 """
 
 import copy
@@ -108,7 +108,7 @@ def base(meta: FrozenBase, monkeypatch: pytest.MonkeyPatch) -> FrozenBase:
 def waits(
     base: FrozenBase, drafter: Drafter | None, policy: policies.TreePolicy, **how: Any
 ) -> list[tuple[str, str]]:
-    """Return what a step brought from the host, after a first one that may prepare itself."""
+    """Return the copies from the host in a step, after a first step that may prepare itself."""
     settings, acceptance = (
         LAWS[how.get("law", "greedy")],
         acceptance_rule(how.get("acceptance", "match")),

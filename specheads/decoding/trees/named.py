@@ -8,7 +8,7 @@ from specheads.decoding.trees.policies import Product, Sampled
 
 
 def fixed_policy(settings: Tree, head_depth: int) -> policies.TreePolicy | None:
-    """Return the tree policy that was asked for; None where it is to be picked by measurement."""
+    """Return the tree policy of these settings; None for a tuned tree."""
     depth = settings.depth or head_depth
     branches = settings.branches or [1] * depth
     match settings.kind:

@@ -1,4 +1,4 @@
-"""Tree policies: how a drafter's guesses become a token tree."""
+"""Tree policies: grow a token tree from a drafter's guesses."""
 
 import itertools
 from abc import ABC, abstractmethod
@@ -25,22 +25,22 @@ from specheads.decoding.trees.early_stop import Estimate, Stop
 
 @runtime_checkable
 class RequestLength(Protocol):
-    """A request that a step is to be taken for."""
+    """The length of a request, as far as a tree policy needs it."""
 
     @property
     def length(self) -> int:
-        """Tokens of its text so far, prompt included."""
+        """Tokens of its text so far, with the prompt."""
         ...
 
     @property
     def room(self) -> int:
-        """New tokens that it still takes."""
+        """Largest number of further tokens."""
         ...
 
 
 @runtime_checkable
 class RequestProgress(RequestLength, Protocol):
-    """A request and what was decoded of it."""
+    """A request with its text and steps so far."""
 
     @property
     def all_tokens(self) -> list[int]:
@@ -49,7 +49,7 @@ class RequestProgress(RequestLength, Protocol):
 
     @property
     def steps(self) -> Sequence[Any]:
-        """Its `loop.Step`s so far."""
+        """Its decoding steps so far."""
         ...
 
 
@@ -57,18 +57,18 @@ Path = tuple[int, ...]
 
 
 class Level(NamedTuple):
-    """One level of a static tree; only nodes with children are read by the drafter."""
+    """One level of a static tree; the drafter reads only nodes with children."""
 
     parents: Int[Tensor, " node"]
-    """Each node's parent, counted among the nodes of the level above that were read."""
+    """Each node's parent, as an index into the nodes of the level above that were read."""
     guesses: Int[Tensor, " node"] | None
-    """Place of each node among the guesses of all parents; None if every guess is a node."""
+    """Index of each node into the guesses of all parents; None if every guess is a node."""
     inner: Int[Tensor, " node"] | None
     """The nodes that are read; None is all."""
     inner_parents: Int[Tensor, " node"]
     """Parents of the nodes that are read."""
     width: int
-    """Guesses that are asked for."""
+    """Guesses taken after each parent."""
 
     def guessed(self, best: Int[Tensor, "batch level width"]) -> Int[Tensor, "batch node"]:
         """Return the guess of each node, from the best guesses of each parent."""
@@ -82,7 +82,7 @@ class Level(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StaticShape:
-    """A static tree without its tokens, all of it on one device: a step uploads none of it."""
+    """A static tree without its tokens, on one device: a step uploads nothing."""
 
     shape: TreeShape
     parents: Int[Tensor, " node"]
@@ -123,32 +123,32 @@ def _level(paths: Sequence[Path], length: int, device: torch.device) -> Level:
 
 
 class TreePolicy(ABC):
-    """Grows one tree a row from a drafter, level by level."""
+    """Grows one tree per row with a drafter, level by level."""
 
     name: str
     num_nodes: int
-    """Nodes of every tree, root included."""
+    """Nodes of every tree, with the root."""
     depth: int
     """Levels below the root."""
     num_guesses: int = 1
-    """Guesses taken of one answer of the drafter, at most."""
+    """Most guesses taken after one node."""
     num_answers: int = 1
-    """Nodes of one level that the drafter answers for, at most."""
+    """Most nodes of one level that the drafter reads."""
     copied: int = 0
-    """Tokens that prompt lookup is asked for beside the drafter; zero needs none: see `hybrid`."""
+    """Tokens copied by prompt lookup in addition to drafted ones; zero is none: see `hybrid`."""
 
     @property
     def own_depth(self) -> int:
-        """Levels that the drafter drafts itself, copied text aside; of none it reads nothing.
+        """Levels that the drafter drafts, without copied text; with zero levels it reads nothing.
 
-        What such a step commits waits for it: see `loop.step`.
+        It reads the tokens of such a step later: see `loop.step`.
         """
         return self.depth
 
     def of_step(self, requests: Sequence[RequestProgress]) -> "TreePolicy":
-        """Return the policy of these requests' coming step: here always itself.
+        """Return the policy for the next step of these requests; the default is this one.
 
-        None is larger, deeper or wider than this.
+        It must not be larger, deeper or wider than this one.
         """
         del requests
         return self
@@ -157,17 +157,17 @@ class TreePolicy(ABC):
     def grow(
         self, drafter: Drafter, committed: Committed, memory: Any, rows: SamplingState | None = None
     ) -> TokenTree:
-        """Draft one tree a row; `rows` say what each asks for, and know the noise it draws with."""
+        """Draft one tree per row; `rows` has their sampling settings and noise."""
 
 
 class Static(TreePolicy):
-    """The same shape in every step: each path names the ranks of the guesses along it.
+    """The same shape in every step: each path gives the ranks of the guesses along it.
 
     `((0,), (1,), (0, 0))` drafts the two best next tokens and the best token after the first.
 
-    Paths are distinct and closed under prefixes. A token that the drafter gives a probability
-    below `confidence` is verified and nothing is drafted below it; zero drafts every path to its
-    end. With an `estimate` that is held against the confidence. Reports call the tree `name`.
+    Paths must be distinct and closed under prefixes. Drafting stops below a token whose probability
+    under the drafter, or whose `estimate`, is less than `confidence`; the token itself is verified.
+    Zero never stops. Reports call the tree `name`.
 
     Source: Cai et al. 2024, arXiv:2401.10774, section 2.3.3; Mamou et al. 2024,
     arXiv:2405.04304, for stopping.
@@ -203,7 +203,7 @@ class Static(TreePolicy):
         self._shapes: dict[torch.device, StaticShape] = {}
 
     def shape(self, device: torch.device) -> StaticShape:
-        """Return what follows from the paths, copied to a device when it is first asked for."""
+        """Return the shape on a device; it is copied there once."""
         if device not in self._shapes:
             self._shapes[device] = StaticShape.of(self.paths, device)
         return self._shapes[device]
@@ -231,24 +231,24 @@ class Static(TreePolicy):
         return self.shaped(drafted, stop)
 
     def shaped(self, drafted: list[Tensor], stop: Stop) -> TokenTree:
-        """Return the tree, as far as it was drafted, from the tokens of its levels."""
+        """Return the tree of the drafted levels from their tokens."""
         tokens = torch.cat(drafted, dim=1)
         batch, size = tokens.shape
         static = self.shape(tokens.device)
         parents = static.parents[:size].expand(batch, -1)
         if not stop.confidence:
             return TokenTree(tokens, parents, shape=static.shape)
-        # whether an absent node is among the ancestors of another does not matter
+        # an absent node may be an ancestor of another absent node, which has no effect
         parents = parents.masked_fill(~torch.cat(stop.present, dim=1), -1)
         return TokenTree(tokens, parents, static.shape.reach[:, :size, :size].expand(batch, -1, -1))
 
 
 class BestFirst(TreePolicy):
-    """The nodes the drafter itself believes in most, under a budget: EAGLE-2 and OPT-Tree.
+    """The likeliest nodes under the drafter, as in EAGLE-2 and OPT-Tree.
 
-    A node's score is the probability of its path. Each level expands the `beam` best nodes
-    drafted so far at that depth into `branch` children each; of all of them the best
-    `num_nodes - 1` stay. Scores only shrink along a path, so what stays is a tree.
+    The score of a node is the probability of its path. Each level expands the `beam` best nodes of
+    the level above into `branch` children each, and the best `num_nodes - 1` nodes of all levels
+    are kept. Scores decrease along a path, so the kept nodes are a tree.
 
     Source: Li et al. 2024, arXiv:2406.16858, section 4; Wang et al. 2024, arXiv:2406.17276.
     """
@@ -290,7 +290,7 @@ class BestFirst(TreePolicy):
                 inner = drafted[-1].gather(1, kept)
                 logits, state = drafter.extend(state, inner, kept // self.branch)
             first += total.shape[1]
-        # ties go to the shallower node, which stands first: a stable sort keeps the set a tree
+        # a stable sort prefers the shallower of equal nodes: the kept nodes are a tree
         order = torch.cat(scores, dim=1).argsort(dim=1, descending=True, stable=True)
         kept = order[:, : self.num_nodes - 1].sort(dim=1).values
         tokens = torch.cat(drafted, dim=1).gather(1, kept)
@@ -304,13 +304,12 @@ class BestFirst(TreePolicy):
 
 
 class Beam(TreePolicy):
-    """The `width` best paths of every length, each level continuing those of the level above.
+    """Beam search: the `width` best paths of every length, as in ReDrafter.
 
-    What ReDrafter drafts with. Every path that was ever among the best stays in the tree, also
-    one that nothing continued, so that all trees have the same size; the original keeps only
-    the beginnings of the last level's paths.
+    Every path of every level stays in the tree, even if no later path continues it, so that all
+    trees have the same size. The original keeps only the prefixes of the last level's paths.
 
-    Only the `top` guesses count at each node, and probabilities are those among them.
+    Only the `top` guesses after each node are used, and probabilities are normalised over them.
 
     Source: Cheng et al. 2024, arXiv:2403.09919, section 3.2; `recurrent_drafting` of
     apple/ml-recurrent-drafter for `top`.
@@ -330,7 +329,7 @@ class Beam(TreePolicy):
     def grow(
         self, drafter: Drafter, committed: Committed, memory: Any, rows: SamplingState | None = None
     ) -> TokenTree:
-        """Draft `width` tokens a level, those that end the likeliest paths."""
+        """Draft the last tokens of the `width` likeliest paths of each level."""
         drafter = coupled(drafter, rows)
         root = committed.root()
         logits, state = drafter.begin(committed, memory)
@@ -355,38 +354,38 @@ def _rank(rank: int) -> int:
 
 
 def root_only(committed: Committed) -> TokenTree:
-    """Return the tree without a draft: the base alone, in the same loop."""
+    """Return the tree without a draft, which decodes with the base alone."""
     root = committed.root()
     alone = torch.ones_like(root, dtype=torch.bool)[..., None]
     return TokenTree(root, torch.full_like(root, -1), alone)
 
 
 def _best(logits: Tensor, width: int) -> Tensor:
-    """Return the `width` best tokens, best first; argmax is much cheaper than a sort of one."""
+    """Return the `width` best tokens, best first; for one, argmax is much cheaper than topk."""
     if width == 1:
         return likeliest(logits)[..., None]
     return logits.topk(width, dim=-1).indices
 
 
 def chain(depth: int, confidence: float = 0.0) -> Static:
-    """Return the policy that drafts one token a level, until it doubts one (see `Static`)."""
+    """Return the policy that drafts one token per level; for `confidence` see `Static`."""
     refuse_nodes(depth + 1, "tree.depth")
     return Static([(0,) * length for length in range(1, depth + 1)], "chain", confidence)
 
 
 NOTHING = Static([], name="none")
-"""No draft at all: the base alone, in the same loop."""
+"""No draft: the base alone, in the same loop."""
 
 
 class Product(TreePolicy):
-    """The best complete paths among all products of the best guesses of each level.
+    """The likeliest complete paths among all products of each level's best guesses.
 
-    Every node of a level is continued, so the drafter reads the whole product. Paths enter the
-    tree by their probability, whole as long as there is room, and share what they share: n
-    paths of depth k are in it for sure when it has 1 + n * k nodes, and often with fewer.
+    The drafter reads the whole product, because every node of a level is continued. Complete paths
+    are added by probability until the tree is full. Paths share their common nodes: 1 + n * k nodes
+    are always enough for n paths of depth k.
 
-    `branches` are the guesses at each node of a level, first level first; `num_nodes` counts the
-    root too, and is at most the nodes of the product.
+    `branches` is the number of guesses after each node of a level, from the first level on.
+    `num_nodes` includes the root and is at most the size of the product.
 
     Source: Wertheimer et al. 2024, arXiv:2404.19124; `generate_suffixes` of
     foundation-model-stack/fms-extras, which counts candidates where this counts nodes.
@@ -407,7 +406,7 @@ class Product(TreePolicy):
     def grow(
         self, drafter: Drafter, committed: Committed, memory: Any, rows: SamplingState | None = None
     ) -> TokenTree:
-        """Draft the whole product, then keep the beginnings of its best paths."""
+        """Draft the whole product, then keep the prefixes of its best paths."""
         drafter = coupled(drafter, rows)
         logits, state = drafter.begin(committed, memory)
         paths = committed.root()[..., None]
@@ -420,22 +419,22 @@ class Product(TreePolicy):
             paths = torch.cat([paths[:, above], drafted[..., None]], dim=-1)
             if level + 1 < self.depth:
                 logits, state = drafter.extend(state, drafted, above.expand_as(drafted))
-        # each path brings a node of its own at least, so no more of them can matter
+        # each path adds at least one node, so more paths cannot change the tree
         order = score.topk(min(self.num_nodes, score.shape[1]), dim=1).indices
         return from_paths(paths.take_along_dim(order[..., None], dim=1), self.num_nodes)
 
 
 _NO_CHANCE = -2000.0
-"""Stands for the logarithm of zero: below that of any float, noise included, and not infinite,
-so that noise still orders tokens without a chance."""
+"""Replaces the logarithm of zero: less than any log-probability with noise, but finite, and so
+noise still orders tokens of probability zero."""
 
 
 class Sampled(TreePolicy):
-    """Tokens drawn from the drafter's own distribution, without replacement: what rejection tests.
+    """Tokens sampled from the drafter's distribution without replacement, for `rejection`.
 
-    `branches` are the children of every node of a level, the root's first; `(1, 1, 1)` is the
-    chain of speculative sampling. Drafter's and base's probs are made from their logits alike.
-    Rows at temperature zero get the drafter's best guesses. `confidence` is that of `Static`.
+    `branches` is the number of children of every node of a level, from the root on; `(1, 1, 1)` is
+    the chain of speculative sampling. The same sampling settings apply to drafter and base. Rows at
+    temperature zero get the drafter's best guesses. For `confidence` see `Static`.
 
     Source: Leviathan et al. 2023, arXiv:2211.17192; Chen et al. 2024, arXiv:2402.12374.
     """
@@ -459,7 +458,7 @@ class Sampled(TreePolicy):
     def grow(
         self, drafter: Drafter, committed: Committed, memory: Any, rows: SamplingState | None = None
     ) -> TokenTree:
-        """Draw level by level."""
+        """Sample level by level."""
         assert rows is not None
         logits, state = drafter.begin(committed, memory)
         drafted, probs = [committed.root()], []
@@ -488,10 +487,10 @@ def _drawn(
     level: int,
     count: int,
 ) -> Int[Tensor, "batch node path"]:
-    """Return tokens drawn without replacement after each node, in the order of drawing.
+    """Return tokens sampled without replacement after each node at depth `level`, in order.
 
-    Nodes are those of one level, `level` edges below the root. A greedy row gets the likeliest
-    tokens instead. Where too few have a chance, those without follow in random order.
+    A greedy row gets the likeliest tokens instead. If too few tokens have a probability above zero,
+    others follow in random order.
     """
     order = logits.double().log_softmax(-1)
     if rows.draws:
