@@ -59,7 +59,7 @@ def test_further_training_drops_the_head_s_tuned_trees(tmp_path):
         ({"trees": [to_json(tree(batch=0))]}, "must be at least 1"),
         ({"trees": [to_json(tree(copied=-1))]}, "copied tokens in tuned.json must be at least 0"),
         ({"trees": [to_json(tree(copied=10**6))]}, "copied_tokens"),
-        ({"trees": [to_json(tree(kind="none", copied=4))]}, "copied tokens with a tree that drafts nothing"),
+        ({"trees": [to_json(tree(kind="none", copied=4))]}, "with a tree that drafts nothing"),
         ({"trees": [to_json(tree(rates=[1.5]))]}, "acceptance in tuned.json must be .* at most 1"),
         ({"trees": [to_json(tree(rates=[0.5, 0.5]))]}, "rate for each of 1 levels .*, got 2"),
         ({"cost": {}}, "need .*cost.verify"),
