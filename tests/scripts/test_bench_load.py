@@ -106,7 +106,7 @@ class Punctual(Engine):
 
     def _drafted(self, rows: list[Any]) -> Draft:
         if isinstance(self.policy, Goodput):
-            return self.policy._told[rows[0]].known.last
+            return self.policy._observed[rows[0]].known.last
         return Draft(self.policy.depth, self.policy.num_nodes)
 
 
