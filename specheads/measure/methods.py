@@ -13,7 +13,6 @@ from transformers.generation.streamers import BaseStreamer
 
 from specheads.base.loading import without_generation_config
 from specheads.base.model import FrozenBase
-from specheads.base.own_settings import without_own_settings
 from specheads.config import Compare
 from specheads.config.measuring import DRAFTERS, OF_DRAFT_MODEL, OF_TRANSFORMERS
 from specheads.core.drafter import Drafter, Head

@@ -11,8 +11,8 @@ from torch.profiler import record_function
 
 from specheads.config import Schedule
 from specheads.core.attention import without_cudnn_attention
+from specheads.core.machine import to_device
 from specheads.core.seeds import derive_seed
-from specheads.core.transfer import to_device
 from specheads.data.packing import TokenBatch
 from specheads.training import schedule as schedules
 from specheads.training.objective import Objective, label_counts

@@ -15,6 +15,7 @@ from specheads.base.forward import Verification
 from specheads.base.masks import tree_mask
 from specheads.base.model import FrozenBase
 from specheads.base.paged import BlockPool, PagedKVCache, PoolFullError
+from specheads.base.tree_attention import paged_attention, tree_block_mask
 from specheads.core.drafter import Drafter
 from specheads.core.tree import TokenTree
 from specheads.decoding.engine import Engine

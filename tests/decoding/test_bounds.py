@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from specheads.base.paged import BlockPool
-from specheads.core import bounds
+from specheads.core import machine
 from specheads.core.bounds import MAX_NODES
 from specheads.core.errors import InputError
 from specheads.decoding.draft_model import DraftModel

@@ -13,7 +13,7 @@ from accelerate.utils import gather_object
 from specheads.base.model import FrozenBase
 from specheads.config import Distill, Train
 from specheads.core.drafter import Head
-from specheads.core.machine import synchronise
+from specheads.core.machine import peak_bytes, restart_peak, synchronise
 from specheads.decoding.sampling import Sampling
 from specheads.heads.load import build_for, drafter_of, resume_head
 from specheads.training import schedule as schedules

@@ -5,9 +5,8 @@ from importlib import import_module
 from typing import Any
 from weakref import finalize
 
-from specheads.core.errors import InputError
+from specheads.core.errors import InputError, first_line
 from specheads.decoding.sampling import Sampling
-from specheads.heads.untrusted import first_line
 from specheads.training.distill.engine import Answer, Ask, Writing
 
 
