@@ -140,7 +140,7 @@ def test_the_size_of_a_cache_is_known_before_it_is_made(architecture):
     ],
 )
 def test_too_large_allocations_are_refused_by_size(make, told, built):
-    with pytest.raises(InputError, match=rf"must fit the memory of cpu, and takes .*{told}"):
+    with pytest.raises(InputError, match=rf"must fit into the memory of cpu, and needs .*{told}"):
         make(tiny.base())
     assert built() < 10 * 2**20
 
