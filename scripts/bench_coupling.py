@@ -25,7 +25,7 @@ from specheads.commands import _compose
 from specheads.config import Train
 from specheads.core.drafter import Head
 from specheads.core.records import to_json
-from specheads.decoding.acceptance.sampling import Sampling
+from specheads.decoding.sampling import Sampling
 from specheads.decoding.trees import policies
 from specheads.heads.load import load_head
 from specheads.measure.counts import paired_gain, rate

@@ -33,16 +33,15 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
 from specheads.base.model import FrozenBase
-from specheads.baselines.streaming import Streaming
 from specheads.core.drafter import Drafter
 from specheads.core.machine import dtype_name, synchronise
 from specheads.core.records import to_json
 from specheads.core.tree import TokenTree
-from specheads.decoding import loop
-from specheads.decoding.acceptance import rules
-from specheads.decoding.acceptance.sampling import Rows, Sampling
+from specheads.decoding import accept, loop
 from specheads.decoding.generate import Decoding, generate
 from specheads.decoding.prompt_lookup import PromptLookup
+from specheads.decoding.sampling import Sampling, SamplingState
+from specheads.decoding.streaming import Streaming
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import Hybrid, HybridTree, Lookup
 from specheads.heads.load import load_head
@@ -394,7 +393,7 @@ def stepper(
     room = len(prompt) + 2 * nodes + 2 * (WARM_UP + STEPS * turns)
     sampling = [Sampling(temperature=temperature).of_prompt(row) for row in range(rows)]
     state, _ = loop.start(base, drafter, [prompt] * rows, room, sampling)
-    return lambda: loop.step(base, drafter, policy, rules.match, state)
+    return lambda: loop.step(base, drafter, policy, accept.match_rule, state)
 
 
 def _tree(nodes: int) -> policies.Static:
@@ -517,7 +516,7 @@ def _chooser(
     tokens = torch.zeros(size, 1, dtype=torch.long, device=base.device)
     tree = TokenTree(tokens, tokens - 1)
     sampling = [Sampling(temperature=temperature).of_prompt(row) for row in range(size)]
-    rows = Rows(sampling, tokens[:, 0], tokens, logits.shape[-1], dtype=logits.dtype)
+    rows = SamplingState(sampling, tokens[:, 0], tokens, logits.shape[-1], dtype=logits.dtype)
 
     def choose() -> None:
         rows.choose(tree, logits, tree.ancestors())

@@ -35,8 +35,8 @@ from transformers import AutoModelForCausalLM
 from specheads.base.model import FrozenBase
 from specheads.core.machine import dtype_name
 from specheads.core.records import to_json
-from specheads.decoding.acceptance.sampling import Sampling
 from specheads.decoding.generate import generate
+from specheads.decoding.sampling import Sampling
 from specheads.decoding.trees.policies import chain
 from specheads.heads.load import load_head
 from specheads.measure.counts import bootstrap_interval

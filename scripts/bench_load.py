@@ -52,8 +52,7 @@ from specheads.core.records import to_json
 from specheads.decoding import loop
 from specheads.decoding.engine import Engine
 from specheads.decoding.generate import generate
-from specheads.decoding.goodput import Goodput
-from specheads.decoding.payoff import Draft, chains
+from specheads.decoding.goodput import Draft, Goodput, chains
 from specheads.decoding.prompt_lookup import PromptLookup
 from specheads.decoding.request import Request, Stream
 from specheads.decoding.trees import policies

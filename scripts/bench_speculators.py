@@ -39,8 +39,8 @@ from specheads.core.errors import InputError
 from specheads.core.features import Features, document_lengths
 from specheads.core.files import atomic_folder
 from specheads.core.machine import dtype_name
+from specheads.core.seeds import derive_seed
 from specheads.data.packing import TokenBatch
-from specheads.decoding.acceptance.noise import derive
 from specheads.heads.load import build, build_for, load_head
 from specheads.runs.directory import RunDirectory, as_json
 from specheads.runs.progress import progress
@@ -161,7 +161,7 @@ def lessons(source: Source, bar: Progress) -> Iterator[tuple[TokenBatch, Tensor]
         for number, (batch, _) in zip(range(phase.first, phase.end), text.batches(), strict=False):
             loss_mask = batch.loss_mask
             if not chains:
-                loss_mask = phase.loss_mask(batch, head, derive(seed, number))
+                loss_mask = phase.loss_mask(batch, head, derive_seed(seed, number))
             yield batch, early_enough(loss_mask, batch.document_ids, head.depth)
 
 

@@ -529,7 +529,7 @@ def planted_rule(base: Any) -> Any:
     """
     import torch
 
-    from specheads.decoding.acceptance.accept import Verdict
+    from specheads.decoding.accept import Verdict
 
     generator = torch.Generator(base.device).manual_seed(0)
 
@@ -574,8 +574,7 @@ def milliseconds_per_level(by_depth: Sequence[float]) -> float:
 
 def draft_milliseconds(report: Report, base: Any, drafter: Any, depth: int) -> float:
     """Return the median time of drafting a chain, the device's work included."""
-    from specheads.decoding import loop
-    from specheads.decoding.acceptance import rules
+    from specheads.decoding import accept, loop
     from specheads.decoding.trees import policies
 
     turns, tree = report.sizes.turns, policies.chain(depth)
@@ -584,7 +583,7 @@ def draft_milliseconds(report: Report, base: Any, drafter: Any, depth: int) -> f
     state, _ = loop.start(base, drafter, [prompt], room)
     seconds = []
     for _ in range(3 + turns):
-        (step,) = loop.step(base, drafter, tree, rules.match, state, timed=True)
+        (step,) = loop.step(base, drafter, tree, accept.match_rule, state, timed=True)
         seconds.append(step.times.drafted - step.times.began)
     return 1e3 * statistics.median(seconds[3:])
 

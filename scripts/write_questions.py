@@ -23,7 +23,7 @@ from specheads.core.files import write_atomic
 from specheads.core.paths import writable_folder
 from specheads.data.chat import ASKED, Template
 from specheads.data.masks import added_ids
-from specheads.decoding.acceptance.sampling import Sampling
+from specheads.decoding.sampling import Sampling
 from specheads.runs.progress import progress
 from specheads.training.distill.engine import GenerationRequest
 from specheads.training.distill.engines.local import Local

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from specheads.commands._tuning import tune
     from specheads.core.drafter import Committed, Drafter, Features, Head, Memory
     from specheads.core.tree import TokenTree
-    from specheads.decoding.acceptance.sampling import Sampling
     from specheads.decoding.engine import Engine
     from specheads.decoding.generate import Decoding, generate
     from specheads.decoding.request import Request, Stream
+    from specheads.decoding.sampling import Sampling
     from specheads.export.custom_generate import custom_generate
     from specheads.heads.load import load_head
     from specheads.measure.offline import offline_logits
@@ -60,7 +60,7 @@ _PUBLIC = {
     "commands._tuning": ["tune"],
     "core.drafter": ["Committed", "Drafter", "Features", "Head", "Memory"],
     "core.tree": ["TokenTree"],
-    "decoding.acceptance.sampling": ["Sampling"],
+    "decoding.sampling": ["Sampling"],
     "decoding.engine": ["Engine"],
     "decoding.generate": ["Decoding", "generate"],
     "decoding.request": ["Request", "Stream"],

@@ -12,14 +12,14 @@ import torch
 from jaxtyping import TypeCheckError
 
 from specheads.core.paths import local_path
-from specheads.decoding.acceptance.accept import draw
+from specheads.decoding.accept import draw
 
 PACKAGE = Path(__file__).parents[1] / "specheads"
 FLOORS = (
     ("config", "core"),
     ("base", "data"),
     ("heads", "decoding", "runs"),
-    ("baselines", "training", "measure"),
+    ("training", "measure"),
     ("export",),
     ("commands",),
 )

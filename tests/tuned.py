@@ -7,7 +7,7 @@ import torch
 
 from specheads.decoding.cost import ForwardCost, StepCost
 from specheads.decoding.trees.tuned import (
-    Acceptance,
+    AcceptanceRates,
     CostError,
     Machine,
     MatchRates,
@@ -32,6 +32,6 @@ def tuned(*trees: TunedTree, machine: Machine | None = None) -> Tuned:
         base="",
         cost=StepCost(verify=FORWARD, draft=FORWARD),
         cost_error=CostError(points=9, median=0.01, largest=0.05, held_out=0.06),
-        acceptance=Acceptance(per_depth=[0.5, 0.4]),
+        acceptance=AcceptanceRates(per_depth=[0.5, 0.4]),
         trees=list(trees) or [tree()],
     )

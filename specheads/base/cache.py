@@ -87,14 +87,18 @@ class RowCache(Cache, ABC):
         The paths are on the host, because the engine reads them once per step anyway.
         """
         if any(path != list(range(len(path))) for path in paths):
-            width = max(map(len, paths))
-            # shorter paths repeat their last node, into slots that stay scratch
-            padded = [path + (path[-1:] or [0]) * (width - len(path)) for path in paths]
-            source = self.lengths[:, None] + upload(padded, self.device)
-            self._copy(self.scratch(width), source)
+            self._move(paths)
         self._set_lengths(
             [old + len(path) for old, path in zip(self.row_lengths, paths, strict=True)]
         )
+
+    def _move(self, paths: list[list[int]]) -> None:
+        """Copy nodes `paths[b]` of the last forward to the first slots of each row's scratch."""
+        width = max(map(len, paths))
+        # rows that keep fewer repeat their last node into slots that stay scratch
+        padded = [path + (path[-1:] or [0]) * (width - len(path)) for path in paths]
+        source = self.lengths[:, None] + upload(padded, self.device)
+        self._copy(self.scratch(width), source)
 
     @abstractmethod
     def _copy(self, target: Tensor, source: Tensor) -> None:
@@ -119,9 +123,11 @@ class RowCache(Cache, ABC):
 
 
 def upload(values: list[Any], device: torch.device) -> Tensor:
-    """Return integers as a tensor on the device, without synchronising."""
-    tensor = torch.tensor(values, dtype=torch.long)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    """Return whole numbers on the device, without waiting for what it is doing."""
+    if device.type != "cuda":
+        return torch.tensor(values, dtype=torch.long)
+    pinned = torch.tensor(values, dtype=torch.long, pin_memory=True)
+    return pinned.to(device, non_blocking=True)
 
 
 def _whole(slots: int) -> int:
@@ -164,8 +170,8 @@ class RowLayer(CacheLayerMixin, Generic[C]):
 
 class _Layer(RowLayer["KVCache"]):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate on the first forward, when the shapes are known."""
-        if self.cache.static and (views := self.cache.slab.views(self, key_states, value_states)):
+        """Allocate on the first forward, when head counts and widths are known."""
+        if views := self.cache.slab.views(self, key_states, value_states):
             self.keys, self.values = views
             self.is_initialized = True
             return
@@ -233,9 +239,12 @@ class _Layer(RowLayer["KVCache"]):
             self.keys[: len(rows)], self.values[: len(rows)] = keys, values
         else:
             self.keys, self.values = keys, values
+            self.cache.slab.forget()
 
     def _enlarge(self, rows: int) -> None:
-        """Move to new tensors with this number of rows."""
+        """Move to new tensors with place for so many rows: every layer at once if it can be."""
+        if self.cache.slab.enlarge(rows, self.cache.longest):
+            return
         held, end = self.held(), self.cache.longest
         self._allocate([(one, (rows, *one.shape[1:])) for one in held])
         assert self.keys is not None
@@ -277,7 +286,7 @@ class Slab:
         """CUDA graphs recorded over this memory: see `compile.CudaGraphs`."""
         self.whole: Tensor | None = None
         """Keys and values of all layers as one tensor (2 * layer, batch, heads, slot, width), so
-        that a static cache commits with one copy; None if each layer has its own."""
+        that a cache commits with one copy; None: each layer has its own."""
 
     def views(self, layer: "_Layer", keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return a layer's part of `whole`; None if its keys or values have another shape."""
@@ -299,6 +308,21 @@ class Slab:
                 self.whole = None
                 return None
             return whole[place], whole[place + 1]
+
+    def enlarge(self, rows: int, end: int) -> bool:
+        """Move all layers to memory for more rows; return False if each layer has its own.
+
+        Only the first `end` slots of each row are copied.
+        """
+        if (old := self.whole) is None:
+            return False
+        with torch.inference_mode(mode=False):
+            self.whole = old.new_zeros(len(old), rows, *old.shape[2:])
+            self.whole[:, : old.shape[1], :, :end] = old[:, :, :, :end]
+        for place, layer in enumerate(self.layers):
+            layer.keys, layer.values = self.whole[2 * place], self.whole[2 * place + 1]
+        self.graphs.clear()
+        return True
 
     def forget(self) -> None:
         """Discard the recorded graphs after memory moved."""
@@ -367,19 +391,29 @@ class KVCache(RowCache):
             self._places = places
         return self._places
 
-    def _copy(self, target: Tensor, source: Tensor) -> None:
-        if self.slab.whole is not None:
-            rows = torch.arange(len(target), device=self.device)[:, None]
-            whole = self.slab.whole
-            whole[:, rows, :, target] = whole[:, rows, :, source]
+    def _move(self, paths: list[list[int]]) -> None:
+        if (whole := self.slab.whole) is None or whole.device.type != "cpu":
+            super()._move(paths)
             return
-        for layer in self._own_layers:
-            for held in layer.held():
-                if len(held) == 1:
-                    # a single row needs no row index, and copies faster without it
-                    held.index_copy_(2, target[0], held.index_select(2, source[0]))
-                else:
-                    held[_rows(held), :, target] = held[_rows(held), :, source]
+        # a processor copies one slot of all layers after the other in a twentieth of the time
+        # that an index of slots takes; paths ascend, so that no node is overwritten before its turn
+        for row, (length, path) in enumerate(zip(self.row_lengths, paths, strict=True)):
+            for place, node in enumerate(path):
+                if node != place:
+                    whole[:, row, :, length + place] = whole[:, row, :, length + node]
+
+    def _copy(self, target: Tensor, source: Tensor) -> None:
+        if (whole := self.slab.whole) is not None:
+            tensors = [whole[:, : len(target)]]
+        else:
+            tensors = [held[None] for layer in self._own_layers for held in layer.held()]
+        rows = torch.arange(len(target), device=self.device)[:, None]
+        for held in tensors:
+            if len(target) == 1:
+                # one row needs no index of rows, and is copied in less time without
+                held.index_copy_(3, target[0], held.index_select(3, source[0]))
+            else:
+                held[:, rows, :, target] = held[:, rows, :, source]
 
     def keep_rows(self, rows: list[int]) -> None:
         """Keep only these rows, in this order; a row listed twice is copied.

@@ -33,7 +33,12 @@ def tree_mask(
     the path, not the slots, so siblings have the same position.
     """
     batch, num_nodes, _ = ancestors.shape
-    end, scratch = cache.extent(num_nodes), cache.scratch(num_nodes)
+    end = cache.extent(num_nodes)
+    if cache.shared_length is not None and window is None:
+        blocked = torch.zeros(batch, num_nodes, end, dtype=dtype, device=ancestors.device)
+        blocked[..., cache.shared_length :].masked_fill_(~ancestors, torch.finfo(dtype).min)
+        return blocked[:, None]
+    scratch = cache.scratch(num_nodes)
     if cache.shared_length is not None:
         committed = ancestors.new_ones(batch, num_nodes, cache.shared_length)
         visible = torch.cat([committed, ancestors], dim=-1)

@@ -12,11 +12,11 @@ from specheads.core.errors import InputError
 from specheads.data.chat import Template
 from specheads.data.conversations import Message
 from specheads.data.encode import token_ids
-from specheads.decoding.acceptance.sampling import Sampling
-from specheads.decoding.detokenize import Text
+from specheads.decoding.detokenize import TextStream
 from specheads.decoding.engine import Engine
-from specheads.decoding.origins import BASE, Origin, step_origins
+from specheads.decoding.loop import BASE_ORIGIN, Origin, step_origins
 from specheads.decoding.request import Request
+from specheads.decoding.sampling import Sampling
 from specheads.decoding.trees.policies import TreePolicy
 
 Painted = list[tuple[str, Origin]]
@@ -86,7 +86,7 @@ class Answer:
         )
         self.stream = self._engine.submit(request)
         assert self.base.tokenizer is not None
-        self._text, self._origins = Text(self.base.tokenizer, self.prompt), [BASE]
+        self._text, self._origins = TextStream(self.base.tokenizer, self.prompt), [BASE_ORIGIN]
 
     @property
     def is_over(self) -> bool:
@@ -121,7 +121,7 @@ class Answer:
         if self.is_over:
             before = len(text.written)
             text.close()
-            new.append((text.written[before:], BASE))
+            new.append((text.written[before:], BASE_ORIGIN))
         return [(piece, origin) for piece, origin in new if piece]
 
     @property

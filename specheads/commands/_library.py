@@ -33,8 +33,8 @@ from specheads.measure.results import Results
 from specheads.runs.directory import RunDirectory
 from specheads.runs.trackers import read_metrics
 from specheads.training import run as training
-from specheads.training.distill.run import write_recipe
 from specheads.training.distill.report import Report
+from specheads.training.distill.run import write_recipe
 from specheads.training.plan.batch import settle_batches, unsettled
 from specheads.training.processes import accelerator_of_environment
 

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from specheads.commands._dialogue import Answer, Painted
 from specheads.core.errors import printable
-from specheads.decoding.origins import Origin
+from specheads.decoding.loop import Origin
 
 DRAFTED = ("#7cc48d", "#4fb06b", "#2e9f55", "#1f8a6d", "#1a7f86")
 """Colours of drafted tokens by depth; the last is of all deeper ones."""

@@ -20,8 +20,8 @@ from specheads.commands._painting import has_colour, legend, lit, plain, tail, t
 from specheads.config import Chat
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError, printable
-from specheads.decoding.acceptance.sampling import Sampling
-from specheads.decoding.fitting import default_tree
+from specheads.decoding.engine import default_tree
+from specheads.decoding.sampling import Sampling
 from specheads.decoding.trees.named import fixed_policy
 
 WIDE = 80

@@ -95,8 +95,8 @@ class Committed:
         """Return the values at the last committed position of each row."""
         if values.shape[1] == 1:
             return values
-        rows = torch.arange(len(values), device=values.device)
-        return values[rows, self.counts - 1][:, None]
+        index = (self.counts - 1).view(-1, *[1] * (values.ndim - 1))
+        return values.gather(1, index.expand(-1, 1, *values.shape[2:]))
 
     def hidden(self) -> Float[Tensor, "batch 1 width"]:
         """Return the hidden state at the last committed position of each row."""

@@ -1,4 +1,4 @@
-"""Token trees: draft tokens between drafting and verification."""
+"""Token trees: the data structure between drafting and verification."""
 
 from dataclasses import dataclass
 
@@ -9,43 +9,92 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """How a tree was sampled from the drafter's probs; recursive rejection sampling needs this.
+    """How a tree was sampled from the drafter's probs, for recursive rejection.
 
     Nodes are ordered level by level, and the children of a node in the order of sampling.
     """
 
     branches: tuple[int, ...]
-    """Number of children of each node, by level; the root is level 0."""
+    """Number of children of every node of each level, from the root on."""
     probs: Float[Tensor, "batch level vocab"]
     """Distribution of the first child of node i; later children are sampled without replacement.
     The last entry is that of the last node with children."""
 
 
 @dataclass(frozen=True, slots=True)
+class TreeShape:
+    """Constants of all trees of one shape, on one device.
+
+    Every node is present, and node 0 is its own parent here.
+    """
+
+    parents: Int[Tensor, " node"]
+    reach: Bool[Tensor, "1 node node"]
+    """`TokenTree.ancestors`."""
+    above: Bool[Tensor, "1 node node"]
+    """The same without the root."""
+    nodes: Int[Tensor, " node"]
+    """The number of each node."""
+    depths: Int[Tensor, " node"]
+    """`TokenTree.depths`."""
+    walks: Int[Tensor, "node level"]
+    """For each node, the length of its path from the root, and then the nodes of that path."""
+    parent_list: list[int]
+    """`TokenTree.parents` on the host."""
+
+    @classmethod
+    def of(cls, parents: list[int], device: torch.device) -> "TreeShape":
+        """Return the shape of a tree whose nodes have these parents, the root's being -1."""
+        paths: list[list[int]] = []
+        for node, parent in enumerate(parents):
+            paths.append([*(paths[parent] if parent >= 0 else ()), node])
+        width = max(map(len, paths))
+        # entries after the end of a path are never read
+        walks = [[len(path), *path, *([path[-1]] * (width - len(path)))] for path in paths]
+        tensor = torch.tensor(parents)[None]
+        reach = TokenTree(tensor, tensor).ancestors()
+        above = reach.clone()
+        above[..., 0] = False
+        return cls(
+            tensor[0].clamp(min=0).to(device),
+            reach.to(device),
+            above.to(device),
+            torch.arange(len(parents)).to(device),
+            torch.tensor([len(path) - 1 for path in paths]).to(device),
+            torch.tensor(walks).to(device),
+            parents,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class TokenTree:
     """A batch of token trees, one per row, in topological order.
 
-    Node 0 is the root: the last token the base chose itself. `parents[:, 0]` is -1 and
-    `parents[:, i] < i`, so one pass from left to right meets every parent before its children.
-    A (parent, token) pair occurs once, so at most one path consists of the base's own choices.
-    A later node whose parent is -1 is absent: it is padding and is never accepted.
+    Node 0 is the root: the last token that the base chose itself. `parents[:, 0]` is -1 and
+    `parents[:, i] < i`, so every parent comes before its children. A (parent, token) pair occurs
+    once, so at most one path has the base's own choices. A later node whose parent is -1 is absent:
+    it is padding, and no rule accepts it.
     """
 
     tokens: Int[Tensor, "batch node"]
     parents: Int[Tensor, "batch node"]
     reach: Bool[Tensor, "batch node node"] | None = None
-    """The result of `ancestors`, if the tree policy has computed it before (static trees)."""
+    """What `ancestors` returns, if the tree policy has computed it."""
     drawn: Drawn | None = None
-    """How children were sampled; None if they are the drafter's most probable tokens."""
+    """How children were sampled; None for a drafter's best guesses."""
     num_copied: int = 0
-    """Number of prompt-lookup tokens; they are the last nodes."""
+    """How many of the last nodes were copied from the text; the others were drafted."""
+    shape: TreeShape | None = None
+    """Shape of a tree that is the same in every step, with all nodes present."""
 
     def ancestors(self) -> Bool[Tensor, "batch node node"]:
-        """Return `out[b, i, j]`: whether j is i or an ancestor of i.
+        """Return `out[b, i, j]`: true if j is i itself or an ancestor of i.
 
-        Reachability by squaring: after k rounds every path of up to 2**k edges is known, so a
-        tree of n nodes takes log2(n) small products and no loop over nodes.
+        It is computed by squaring: k rounds find every path of up to 2**k edges, so a tree of n
+        nodes takes log2(n) small products and no loop over nodes.
         """
+        if self.shape is not None:
+            return self.shape.reach.expand(len(self.tokens), -1, -1)
         if self.reach is not None:
             return self.reach
         num_nodes = self.parents.shape[1]
@@ -59,17 +108,19 @@ class TokenTree:
         return reach > 0
 
     def depths(self) -> Int[Tensor, "batch node"]:
-        """Return the number of edges between the root and each node."""
+        """Return the number of edges between each node and the root."""
+        if self.shape is not None:
+            return self.shape.depths.expand_as(self.tokens)
         return self.ancestors().sum(-1) - 1
 
 
 def from_paths(paths: Int[Tensor, "batch path level"], num_nodes: int | None = None) -> TokenTree:
-    """Merge paths into a tree with one node per distinct prefix.
+    """Return the tree of all prefixes of some paths, each prefix once.
 
-    All paths of a row start with the same root, and the best path is first. Nodes are in the order
-    of the paths, so a tree with too few nodes omits the end of the last paths. A row with fewer
-    prefixes than nodes is padded with a chain of its root's token. By default the tree has as many
-    nodes as the row with the most prefixes.
+    Nodes are in the order of the paths, so a tree with too few nodes leaves out the end of the last
+    paths. A row with fewer prefixes than nodes is padded with a chain of its root's token. All
+    paths of a row begin with the same root, and the best path is the first. By default the tree has
+    as many nodes as the largest row needs.
 
     Source: Cheng et al. 2024, arXiv:2403.09919, section 3.3.
     """

@@ -1,4 +1,4 @@
-"""From tokens to text, one token at a time, and what of both is certain already."""
+"""Detokenise one token at a time, and tell final text from text that may still change."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -8,25 +8,24 @@ from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 _CONTEXT = 5
-"""Tokens decoded before a new one: its text may depend on what it follows, and it may hold the
-end of a character that begins up to three tokens earlier."""
+"""Tokens decoded before a new one: its text may depend on the tokens before it, and a character may
+begin up to three tokens earlier."""
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
-"""What decoders give for bytes that are no character, or none yet."""
+"""What decoders return for bytes that are not a complete character."""
 
 _MOST_BROKEN = 3
-"""Number of these that an incomplete character can be decoded to: one a byte."""
+"""How many of them an incomplete character can be decoded to: one for each byte."""
 
 _BYTES = {letter: byte for byte, letter in bytes_to_unicode().items()}
-"""The byte that each letter of a byte-level vocabulary stands for."""
+"""The byte for each letter of a byte-level vocabulary."""
 
 
-class Text:
-    """A text that is being written, and where it stops.
+class TextStream:
+    """Generated text that grows token by token, and ends before the first stop string.
 
-    A character may be cut by a token boundary, and so may a stop string. So the newest text may
-    have to wait, or to be taken back: not what `settled` counts. The prompt, which it
-    continues, is no part of it, and it ends before the first stop string that is complete.
+    A token boundary can split a character or a stop string, so the newest text may have to wait or
+    be removed again. `settled` counts what is final. The prompt is not part of the text.
     """
 
     def __init__(
@@ -35,19 +34,19 @@ class Text:
         self.tokenizer, self.stop = tokenizer, stop
         self.written, self.is_over = "", False
         self._longest = max(map(len, stop), default=0)
-        # where the text of each token ends at least
+        # the smallest length at which the text of each token is complete
         self._ends: list[int] = []
         self._window = prompt[-_CONTEXT:]
-        # characters of the window that were written, or belong to the prompt
+        # characters of the window that were written or are part of the prompt
         self._shown = len(self._decode(self._window)[0])
 
     @property
     def num_tokens(self) -> int:
-        """Tokens read."""
+        """Number of tokens read."""
         return len(self._ends)
 
     def push(self, token: int) -> None:
-        """Read one token more, which may bring no text, or some, or the end; then no other may."""
+        """Read one token. Do not call this after the text has ended."""
         self._window.append(token)
         whole, held = self._decode(self._window)
         new = whole[self._shown :]
@@ -57,26 +56,26 @@ class Text:
         if len(self._window) > 2 * _CONTEXT:
             recent = self._window[-_CONTEXT:]
             whole, waiting = self._decode(recent)
-            # not where it would cut what waits
+            # do not split an incomplete character
             if waiting == held:
                 self._window, self._shown = recent, len(whole)
 
     def close(self) -> None:
-        """End the text: nothing waits any more."""
+        """End the text and write what was waiting."""
         if not self.is_over:
             self._write(self._decode(self._window)[1])
             self.is_over = True
 
     def settled(self) -> tuple[int, int]:
-        """Return how many tokens and characters stand, whatever follows.
+        """Return how many tokens and characters are final, whatever follows.
 
-        A token stands once all of its text does.
+        A token is final once all of its text is.
         """
         length = len(self.written) - (0 if self.is_over else self._may_stop())
         return bisect_right(self._ends, length), length
 
     def _decode(self, tokens: list[int]) -> tuple[str, str]:
-        """Return their text, and apart from it what may be an incomplete character."""
+        """Return the text of tokens, and separately what may be an incomplete character."""
         text = self.tokenizer.decode(
             tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
@@ -85,7 +84,7 @@ class Text:
         return whole[: len(whole) - held], whole[len(whole) - held :]
 
     def _write(self, new: str) -> None:
-        # a stop string that ends in the new text may have begun in the old
+        # a stop string may begin in the old text and end in the new text
         first = max(len(self.written) - self._longest + 1, 0)
         self.written += new
         found = [self.written.find(stop, first) for stop in self.stop]
@@ -94,7 +93,7 @@ class Text:
             self.is_over = True
 
     def _may_stop(self) -> int:
-        """Return how many of the last characters may be the beginning of a stop string."""
+        """Return how many of the last characters could begin a stop string."""
         for length in range(min(self._longest - 1, len(self.written)), 0, -1):
             if any(stop.startswith(self.written[-length:]) for stop in self.stop):
                 return length
@@ -102,22 +101,22 @@ class Text:
 
 
 def token_text(tokenizer: PreTrainedTokenizerBase, before: Sequence[int], token: int) -> str:
-    r"""Return what one token adds to the text before it, for people to look at.
+    r"""Return the text that one token adds, for display.
 
-    A character in pieces comes with its last piece. A token that adds nothing, such as the other
-    pieces and special tokens, is told by name: `⟨\xe2\x82⟩`, `⟨<|endoftext|>⟩`.
+    The last token of a split character adds that character. A token that adds no text, such as the
+    other parts and special tokens, gets its name: `⟨\xe2\x82⟩`, `⟨<|endoftext|>⟩`.
     """
-    text = Text(tokenizer, list(before))
+    text = TextStream(tokenizer, list(before))
     text.push(token)
     return text.written or f"⟨{_name(tokenizer, token)}⟩"
 
 
 def _name(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
-    """Return what the vocabulary calls a token, byte by byte where it is no text."""
+    """Return a token's name in the vocabulary, with bytes escaped if they are not text."""
     name = str(tokenizer.convert_ids_to_tokens(token))
     try:
         raw = bytes(_BYTES[letter] for letter in name)
     except KeyError:
-        # no name of a byte-level vocabulary
+        # not a byte-level vocabulary
         return name
     return raw.decode(errors="backslashreplace")

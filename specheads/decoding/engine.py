@@ -12,48 +12,125 @@ from dataclasses import dataclass
 from specheads.base.cache import RowCache
 from specheads.base.model import FrozenBase
 from specheads.base.paged import BlockPool, PagedKVCache, PoolFullError
-from specheads.core.bounds import whole
+from specheads.core.bounds import device_bytes, refuse_bytes, whole
 from specheads.core.drafter import Drafter, Head
 from specheads.core.errors import InputError
-from specheads.core.machine import device_bytes
-from specheads.decoding.acceptance import rules
-from specheads.decoding.fitting import drafted_by, refuse_elsewhere, refuse_larger
-from specheads.decoding.loop import State, start, step
-from specheads.decoding.prompts import refuse_unknown
-from specheads.decoding.request import Request, Stream, alike
+from specheads.decoding import accept
+from specheads.decoding.loop import DecodingState, start, step
+from specheads.decoding.request import Request, Stream, alike, refuse_unknown
 from specheads.decoding.trees import policies
+from specheads.decoding.trees.hybrid import Hybrid, beside_lookup
+from specheads.decoding.trees.tuned import Tuned
+
+
+def refuse_elsewhere(head: Head, base: FrozenBase) -> None:
+    """Refuse a head whose device or dtype differs from its base's."""
+    parameter = next(head.parameters(), None)
+    if parameter is not None and (parameter.dtype, parameter.device) != (base.dtype, base.device):
+        raise InputError(
+            f"a head decodes in its base's dtype and on its device, got {parameter.dtype} on "
+            f"{parameter.device} for a base in {base.dtype} on {base.device}; load it with "
+            "load_head(path, base)"
+        )
+
+
+def default_tree(drafter: Drafter, base: FrozenBase) -> policies.TreePolicy:
+    """Return the head's tuned trees if they were measured on the same device type, else a chain.
+
+    "Do not draft" is only used on the same device name and dtype: drafting may pay on another one.
+    """
+    tuned = drafter.tuned if isinstance(drafter, Head) else None
+    if isinstance(tuned, Tuned) and tuned.machine.device == base.device.type:
+        policy = tuned.policy()
+        if policy.depth or tuned.fits(base.device, base.dtype):
+            return policy
+    return policies.chain(drafter.depth)
+
+
+def drafted_by(
+    drafter: Drafter | None, tree: policies.TreePolicy | None, base: FrozenBase
+) -> tuple[Drafter | None, policies.TreePolicy]:
+    """Return the drafter and the tree policy; refuse a tree that the drafter cannot draft.
+
+    A tree with copied text adds prompt lookup to the drafter. A tree that drafts nothing, the best
+    one for some tuned heads, needs no drafter, so that none has to store the text.
+    """
+    if drafter is None:
+        return None, policies.NOTHING
+    policy = default_tree(drafter, base) if tree is None else tree
+    if not isinstance(policy, policies.TreePolicy):
+        raise InputError(f"a tree is a TreePolicy, such as policies.chain(3), got {tree!r:.80}")
+    if not policy.depth:
+        return None, policy
+    drafter = beside_lookup(drafter, policy, base)
+    held = [(policy.depth, drafter)]
+    if policy.copied and isinstance(drafter, Hybrid):
+        held.append((policy.own_depth, drafter.head))
+    for levels, by in held:
+        if levels > by.depth:
+            raise InputError(
+                f"the tree has {levels} levels but the head drafts {by.depth}; "
+                "choose a shallower tree"
+            )
+    if 0 < drafter.drafted_size < policy.num_guesses:
+        raise InputError(
+            f"the tree takes {policy.num_guesses} guesses after a node, and the drafter knows "
+            f"{drafter.drafted_size} tokens; lower its ranks or branches"
+        )
+    return drafter, policy
+
+
+def refuse_larger(
+    base: FrozenBase,
+    drafter: Drafter | None,
+    tree: policies.TreePolicy,
+    batch: int,
+    length: int,
+    slots: int,
+) -> None:
+    """Refuse a batch whose step and cache do not fit into the device's memory."""
+    nodes, number = tree.num_nodes, base.dtype.itemsize
+    # mask, logits and ancestors of each node, and one level of the drafter's logits
+    step = nodes * ((length + nodes) * number + base.vocab_size * number + nodes)
+    step += tree.num_answers * (drafter.drafted_size if drafter else 0) * number
+    refuse_bytes(
+        batch * step + slots * base.slot_bytes,
+        base.device,
+        f"a batch of {batch:.4g} rows of {length:.4g} tokens with trees of {nodes} nodes",
+        "lower max_batch, max_length (or max_new_tokens) or the tree's nodes, or take a pool",
+    )
 
 
 @dataclass(slots=True)
 class _Batch:
     """Rows that are decoded together."""
 
-    state: State
+    state: DecodingState
     streams: list[Stream]
 
 
 class Engine:
-    """Decodes any number of requests, some at a time, each as if it were alone.
+    """Decodes any number of requests in batches; each gets the output it would get alone.
 
-    Not for several threads: whoever steps it, or iterates over a stream, drives it for all.
+    It is not thread-safe: `step`, and iterating over a stream, decode for all requests.
 
-    Base, drafter, tree and acceptance are as for `generate`. A head's tuned trees follow batch and
-    context from step to step.
+    Base, drafter, tree and acceptance are as in `generate`. A head's tuned trees follow the batch
+    and the context of each step.
 
     Args:
-        max_batch: Rows decoded together; further requests wait. Contiguous rows are fewer where
-            memory holds no more.
-        max_length: Longest text, prompt and new tokens together; None is the base's context.
-            Contiguous rows and a drafter's memory are as long from the start.
-        pool: Where keys and values lie, this engine's own; None is contiguous rows. A request is
-            admitted once the pool can hold all that it may come to need, and waits until then.
-        coupled: Whether drafts see the noise that the base draws with: see `generate`.
-        timed: Whether steps wait for the device so that their times are true: see `loop.step`.
+        max_batch: Rows decoded together; further requests wait. Without a pool it is lowered to
+            what fits into memory.
+        max_length: Limit of prompt and new tokens together; None is the base's context length.
+            Without a pool every row, and the drafter's memory, has this length from the start.
+        pool: Blocks for keys and values, for this engine only; None uses contiguous rows. A request
+            waits until the pool has all blocks that it may need.
+        coupled: Whether drafts see the noise that the base samples with: see `generate`.
+        timed: Whether steps synchronise so that their times are exact: see `loop.step`.
 
     Raises:
-        ValueError: The tree is deeper or wider than the drafter drafts, a setting is out of range,
-            what a step needs exceeds the memory, or a head computes in another dtype or on another
-            device than the base.
+        ValueError: The tree is deeper or wider than the drafter can draft, a setting is out of
+            range, a step does not fit into memory, or the head's dtype or device differs from the
+            base's.
     """
 
     def __init__(
@@ -62,7 +139,7 @@ class Engine:
         drafter: Drafter | None = None,
         *,
         tree: policies.TreePolicy | None = None,
-        acceptance: str | rules.AcceptanceRule = "match",
+        acceptance: str | accept.AcceptanceRule = "match",
         max_batch: int = 16,
         max_length: int | None = None,
         pool: BlockPool | None = None,
@@ -74,23 +151,23 @@ class Engine:
             refuse_elsewhere(drafter, base)
         self.base, self.max_batch, self.pool = base, max_batch, pool
         self.acceptance = (
-            rules.acceptance_rule(acceptance) if isinstance(acceptance, str) else acceptance
+            accept.acceptance_rule(acceptance) if isinstance(acceptance, str) else acceptance
         )
         self.drafter, self.tree = drafted_by(drafter, tree, base)
         self.timed = timed
-        # what draws nothing keeps the likeliest guesses, not those that noise favours
-        self.coupled = coupled and self.acceptance is not rules.typical
+        # typical acceptance samples nothing: it wants the likeliest guesses
+        self.coupled = coupled and self.acceptance is not accept.typical_rule
         context = base.max_length
         asked = context if max_length is None else whole(max_length, "max_length")
         self.max_length = min(asked, context)
-        # a row may overshoot its limit by one draft, and the tree of its last step needs slots too
+        # a row may exceed its limit by one draft, and its last step needs slots for a tree
         self._capacity = self.max_length + 2 * self.tree.num_nodes
-        # rows as long as the whole context are counted as they come: seldom are there as many
+        # without a max_length, rows are checked one by one: the batch is seldom full
         rows = 1 if max_length is None else max_batch
         slots = 0 if pool is not None else rows * self._capacity
         refuse_larger(base, self.drafter, self.tree, rows, self.max_length, slots)
         if pool is None:
-            # rows that join are copied: for a moment memory holds all of them twice
+            # rows that join are copied: memory briefly has all of them twice
             fitting = device_bytes(base.device) / (2 * self._capacity * base.slot_bytes)
             self.max_batch = max(1, int(min(max_batch, fitting)))
         self._numbers = itertools.count()
@@ -99,22 +176,22 @@ class Engine:
 
     @property
     def running(self) -> list[Stream]:
-        """Requests that are being decoded."""
+        """Requests in the batch, in order of submission."""
         streams = self._batch.streams if self._batch else []
         return sorted(streams, key=lambda stream: stream.number)
 
     @property
     def waiting(self) -> list[Stream]:
-        """Requests that are not yet, first come first."""
+        """Requests that wait, in order of submission."""
         return list(self._waiting)
 
     def submit(self, request: Request) -> Stream:
-        """Put a request at the end of the queue; it is decoded by the steps that follow.
+        """Append a request to the queue.
 
         Raises:
-            ValueError: It can never be decoded: its prompt is longer than the context or has ids
-                beyond the vocabulary, it needs more blocks than the pool has, or it names stop
-                strings to a base without a tokenizer. The engine is as it was.
+            ValueError: The request can never be decoded: its prompt exceeds the context or has ids
+                outside the vocabulary, it needs more blocks than the pool has, or it has stop
+                strings and the base has no tokenizer. The engine does not change.
         """
         if not isinstance(request, Request):
             raise InputError(f"submit takes a Request(prompt=...), got {request!r:.80}")
@@ -127,7 +204,7 @@ class Engine:
             )
         if request.stop and self.base.tokenizer is None:
             raise InputError(
-                f"stop strings need a base with a tokenizer, and {self.base.name!r} has none; "
+                f"stop strings need a tokenizer, got a base without one: {self.base.name!r}; "
                 "name eos_ids instead"
             )
         limit = min(request.max_new_tokens, self.max_length - length)
@@ -146,7 +223,7 @@ class Engine:
         return stream
 
     def _blocks(self, length: int) -> int:
-        """Return how many blocks a text of this length needs, the tree of its last step too."""
+        """Return the blocks for a text of this length and the tree of its last step."""
         if self.pool is None:
             return 0
         needed = self.pool.blocks_for(length + self.tree.num_nodes)
@@ -159,15 +236,15 @@ class Engine:
         return needed
 
     def run(self) -> None:
-        """Decode until no request is left."""
+        """Decode until all requests are done."""
         while self.step():
             pass
 
     def step(self) -> bool:
-        """Admit who fits, decode one step for everybody; return whether any request is left.
+        """Admit waiting requests and decode one step; return whether any request is left.
 
-        What base, drafter or tokenizer raise goes to the caller; the requests it was raised for
-        end as failed and give back what they hold, and the others go on with the next step.
+        An error of base, drafter or tokenizer is raised here. The requests of that step end as
+        failed and release their memory; the others continue with the next step.
         """
         self._admit()
         if (batch := self._batch) is not None:
@@ -181,7 +258,7 @@ class Engine:
         return bool(self._batch or self._waiting)
 
     def cancel(self, stream: Stream) -> None:
-        """Let go of a request, whether it is waiting or running; nothing where it is done."""
+        """Cancel a waiting or running request and release its memory; ignore one that is done."""
         if stream.finish_reason is None:
             stream.finish_reason = "cancelled"
             if stream in self._waiting:
@@ -189,7 +266,9 @@ class Engine:
             self._let_go()
 
     def _admit(self) -> None:
-        """Read the prompts of those who are next and fit."""
+        """Move waiting requests that fit into the batch."""
+        if not self._waiting:
+            return
         served, newcomers = self.running, []
         for stream in self._waiting:
             if len(served) + len(newcomers) == self.max_batch:
@@ -197,14 +276,14 @@ class Engine:
             if not self._has_blocks([*served, *newcomers, stream]):
                 break
             newcomers.append(stream)
-        if self._waiting and not served and not newcomers:
+        if not served and not newcomers:
             raise PoolFullError("others hold the pool's blocks; give an engine its own pool")
         for places in alike([len(stream.request.prompt) for stream in newcomers]):
             self._start([newcomers[place] for place in places])
         self._let_go()
 
     def _start(self, streams: list[Stream]) -> None:
-        """Read the prompts of these, who were waiting, and give each its first token."""
+        """Read the prompts of these waiting requests and decode their first tokens."""
         for stream in streams:
             self._waiting.remove(stream)
         prompts = [stream.request.prompt for stream in streams]
@@ -228,16 +307,16 @@ class Engine:
         self._join(_Batch(state, streams))
 
     def _cache(self, batch: int) -> RowCache:
-        """Return an empty cache of so many newcomers."""
+        """Return an empty cache with `batch` rows."""
         if self.pool is not None:
             return PagedKVCache(self.pool, batch)
         cache = self.base.cache(batch, self._capacity)
-        # or every batch that joins would copy all that are there
+        # otherwise every join would copy all rows
         cache.room = self.max_batch
         return cache
 
     def _join(self, newcomers: _Batch) -> None:
-        """Decode these rows with the others from now on."""
+        """Add these rows to the batch."""
         if (batch := self._batch) is None:
             self._batch = newcomers
             return
@@ -247,10 +326,9 @@ class Engine:
 
     @contextmanager
     def _failing(self, streams: list[Stream], cache: RowCache | None = None) -> Iterator[None]:
-        """End these requests, and give back what they hold, where what is done for them raises.
+        """If the block raises, end these requests as failed and release their memory.
 
-        A step that was not taken to its end cannot be taken again: the drafter may have read
-        what was committed already.
+        A failed step cannot be repeated: the drafter may already have read the committed tokens.
         """
         try:
             yield
@@ -263,7 +341,7 @@ class Engine:
             raise
 
     def _has_blocks(self, served: list[Stream]) -> bool:
-        """Return whether the pool has what all of these may come to need."""
+        """Return whether the pool has enough blocks for all of these."""
         if self.pool is None:
             return True
         cache = self._batch.state.cache if self._batch else None
@@ -271,7 +349,7 @@ class Engine:
         return sum(stream.num_blocks for stream in served) <= self.pool.num_free + held
 
     def _let_go(self) -> None:
-        """Forget the rows that are done; give back what they held."""
+        """Drop finished rows and release their memory."""
         if (batch := self._batch) is None:
             return
         kept = [row for row, one in enumerate(batch.streams) if one.finish_reason is None]
@@ -286,7 +364,7 @@ class Engine:
 
 
 def _closed_up(rows: list[int]) -> list[int]:
-    """Return rows in the order in which as few as can be move: the last take the places left."""
+    """Return rows in an order that moves the fewest: the last rows fill the gaps."""
     stay = set(rows)
     last = iter([row for row in rows if row >= len(rows)])
     return [place if place in stay else next(last) for place in range(len(rows))]

@@ -1,4 +1,4 @@
-"""Decoding of whole prompts: the engine, submitted to once and run to its end."""
+"""Decode a list of prompts to their end."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,73 +9,69 @@ from specheads.base.paged import BlockPool
 from specheads.core.bounds import whole
 from specheads.core.drafter import Drafter
 from specheads.core.errors import InputError
-from specheads.decoding.acceptance import rules
-from specheads.decoding.acceptance.sampling import Sampling, each_prompt
+from specheads.decoding import accept
 from specheads.decoding.engine import Engine
-from specheads.decoding.loop import Step
-from specheads.decoding.prompts import read_prompts
-from specheads.decoding.request import Request
+from specheads.decoding.loop import DecodingStep
+from specheads.decoding.request import Request, read_prompts
+from specheads.decoding.sampling import Sampling, each_prompt
 from specheads.decoding.trees import policies
-
-Prompts = Any
-"""A list of prompts, or a two-dimensional tensor: see `decoding.prompts`."""
 
 
 @dataclass(slots=True)
 class Decoding:
-    """What `generate` returns; every list has one entry a prompt."""
+    """Result of `generate`; every list has one entry per prompt."""
 
     tokens: list[list[int]]
-    """The new tokens, cut at the limit and after the first end-of-text token."""
+    """New tokens, up to the limit or the first end-of-text token."""
     forwards: list[int]
-    """Base forwards each prompt took, prefill excluded."""
-    steps: list[list[Step]] = field(default_factory=list)
-    """The same forwards one by one: what each drafted, accepted and took."""
+    """Number of base forwards per prompt, without the prefill."""
+    steps: list[list[DecodingStep]] = field(default_factory=list)
+    """These forwards one by one: drafted and accepted nodes and times."""
 
 
 def generate(
     base: FrozenBase,
     head: Drafter | None,
-    prompts: Prompts,
+    prompts: Any,
     *,
     max_new_tokens: int = 64,
     sampling: Sampling | Sequence[Sampling] | None = None,
     tree: policies.TreePolicy | None = None,
-    acceptance: str | rules.AcceptanceRule = "match",
+    acceptance: str | accept.AcceptanceRule = "match",
     stop_at_eos: bool = True,
     max_batch: int | None = None,
     pool: BlockPool | None = None,
     coupled: bool = True,
     timed: bool = False,
 ) -> Decoding:
-    """Decode prompts, several tokens a forward where the head's guesses are right.
+    """Decode prompts with speculative decoding: several tokens per base forward.
 
     With the rule `match` the output is that of the base alone, token for token, at every
-    temperature (up to ties in rounding: see docs/losslessness.md); with `rejection` it has the
-    same distribution; with `typical` it has not, above temperature zero.
+    temperature (except for ties in rounding: see docs/losslessness.md). With `rejection` it has the
+    same distribution. With `typical` above temperature zero it does not.
 
     Args:
-        base: The model that decides.
-        head: The drafter that guesses; None decodes with the base alone, in the same loop.
-        prompts: Token ids of each, a list or a tensor; none may be empty.
-        max_new_tokens: Limit for each prompt.
-        sampling: How tokens are chosen, for all prompts or for each; None is greedily. One object
-            gives each prompt a seed of its own that follows from its.
-        tree: How drafts grow; None is what `specheads tune` chose for the head, where it was
-            measured on such a machine (not to draft may be best), or a chain as deep as the head.
-        acceptance: What is kept of a verified tree: "match", "rejection", "typical", or a function
-            like those in `specheads.decoding.acceptance.rules`.
+        base: The model whose output is decoded.
+        head: The drafter; None decodes with the base alone, in the same loop.
+        prompts: Token ids of every prompt, as lists or a two-dimensional tensor; none is empty.
+        max_new_tokens: Limit of each prompt.
+        sampling: Sampling of all prompts or a list with one per prompt; None is greedy. From one
+            object each prompt gets its own seed.
+        tree: Tree policy. None uses the tree that `specheads tune` chose for the head on such a
+            machine, which may be not to draft, or else a chain as deep as the head.
+        acceptance: Acceptance rule: "match", "rejection", "typical", or a function like those in
+            `specheads.decoding.accept`.
         stop_at_eos: Whether the base's end-of-text token ends a row.
-        max_batch: Rows decoded together; further prompts wait until one is done. None is all.
-        pool: Where keys and values lie, `base.pool(num_blocks)`; where it is full, prompts wait.
-            None is contiguous rows.
-        coupled: Whether drafts see the noise that the base draws with, which follows from seed and
-            position. Above temperature zero more guesses are right then; the output is the same.
-        timed: Whether steps wait for the device so that their times are true there too.
+        max_batch: Rows decoded together; further prompts wait. None is all.
+        pool: Blocks for keys and values, from `base.pool(num_blocks)`; if it is full, prompts wait.
+            None uses contiguous rows.
+        coupled: Whether drafts see the noise that the base samples with, which depends on seed and
+            position. More drafts are accepted above temperature zero; the output is the same.
+        timed: Whether steps synchronise so that their times are exact.
 
     Raises:
-        ValueError: A prompt is empty or no token ids, or prompt and new tokens exceed the context,
-            the pool or the memory, or a setting lies outside its range.
+        ValueError: A prompt is empty or not token ids, or prompt and new tokens exceed the context,
+            the pool or the memory, or a setting is out of range.
     """
     prompts = read_prompts(base, prompts)
     each = each_prompt(sampling, len(prompts))
@@ -101,7 +97,7 @@ def generate(
     try:
         engine.run()
     finally:
-        # whatever was raised, the pool gets everything back; where all is done, this is nothing
+        # after an error the pool gets its blocks back; this does nothing if all are done
         for stream in streams:
             stream.cancel()
     return Decoding(
@@ -112,7 +108,7 @@ def generate(
 
 
 def refuse_unfit(base: FrozenBase, prompts: list[list[int]], max_new_tokens: int) -> None:
-    """Refuse empty prompts, and those for whose new tokens the context has no room."""
+    """Refuse empty prompts, and prompts whose new tokens exceed the context."""
     if empty := [place for place, prompt in enumerate(prompts) if not prompt]:
         raise InputError(f"a prompt needs at least one token; prompt {empty[0]} has none")
     longest = max(map(len, prompts), default=0)

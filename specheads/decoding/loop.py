@@ -4,7 +4,9 @@ Rows come and go between steps; see docs/serve.md.
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 from torch.nn.functional import pad
@@ -18,64 +20,64 @@ from specheads.core.drafter import Drafter, Memory
 from specheads.core.features import Committed
 from specheads.core.machine import synchronise
 from specheads.core.tree import TokenTree
-from specheads.decoding.acceptance import rules
-from specheads.decoding.acceptance.accept import Verdict
-from specheads.decoding.acceptance.sampling import GREEDY, Rows, Sampling
+from specheads.decoding import accept
+from specheads.decoding.accept import Verdict
+from specheads.decoding.sampling import GREEDY, Sampling, SamplingState
 from specheads.decoding.trees.policies import TreePolicy, root_only
 
 
 @dataclass(frozen=True, slots=True)
-class Times:
-    """When a step of the whole batch was where, in seconds of `time.perf_counter`."""
+class StepTimes:
+    """Times of a step of the whole batch, in seconds of `time.perf_counter`."""
 
     began: float
     drafted: float
-    """When the draft was there; with CUDA when it was ordered, unless the step was timed."""
+    """End of drafting; with CUDA the end of its launches, unless the step was timed."""
     ended: float
-    """When the verdict was on the host."""
+    """When the verdict was read on the host."""
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """What one forward of the base gave one row, on the host."""
+class DecodingStep:
+    """Result of one base forward for one row, on the host."""
 
     row: int
-    """Number of the row, as its state was started with it: rows come and go, numbers stay."""
+    """Number of the row, which stays the same when other rows join or leave."""
     tokens: list[int]
-    """What it added, the bonus last; more than was asked for at the very end."""
+    """New tokens, the bonus last; the last step may exceed the limit."""
     path: list[int]
-    """Accepted nodes, root included: `len(path) == len(tokens)`."""
+    """Accepted nodes with the root: `len(path) == len(tokens)`."""
     drafted: list[int]
     """Token of each node of the tree, the root first."""
     parents: list[int]
-    """Parent of each node, -1 for the root and for nodes that are padding."""
-    times: Times = field(compare=False)
+    """Parent of each node, -1 for the root and for padding; steps may share the list."""
+    times: StepTimes = field(compare=False)
     """Times of the step, shared by the rows of a batch. Equal steps may differ in them."""
     num_copied: int = 0
-    """How many of the tree's last nodes were copied, not drafted: see `decoding.origins`."""
+    """How many of the tree's last nodes were copied by prompt lookup."""
 
     @property
     def drafted_beyond(self) -> bool:
-        """Whether a draft followed the last accepted node, and was refused."""
+        """Whether a node below the last accepted one was refused."""
         return self.path[-1] in self.parents
 
 
 @dataclass(slots=True)
-class State:
-    """What the loop carries from one step to the next, for the rows still decoding."""
+class DecodingState:
+    """State of the running rows between two steps."""
 
     cache: RowCache
     committed: Committed
-    """What was committed since the drafter read last: of a step, or of several without a draft."""
+    """Tokens committed since the drafter read last, in one step or several."""
     memory: Memory | None
-    rows: Rows
-    """What acceptance rules and tree policies may know of the rows."""
+    rows: SamplingState
+    """Sampling settings, positions and noise of the rows."""
     numbers: list[int]
-    """What each row is called in its steps."""
+    """Number of each row in its steps."""
 
     @torch.inference_mode()
     def keep(self, rows: list[int]) -> None:
-        """Forget every row but these, at least one, in this order."""
+        """Keep only these rows, at least one, in this order."""
         index = upload(rows, self.committed.counts.device)
         self.cache.keep_rows(rows)
         self.committed = self.committed.keep(index)
@@ -85,8 +87,8 @@ class State:
             self.memory = self.memory.keep(index)
 
     @torch.inference_mode()
-    def join(self, other: "State") -> None:
-        """Take over another state's rows, behind the own ones; the other is used up."""
+    def join(self, other: "DecodingState") -> None:
+        """Append another state's rows; the other state must not be used again."""
         self.cache.join(other.cache)
         self.committed = self.committed.join(other.committed)
         self.rows = self.rows.join(other.rows)
@@ -100,19 +102,19 @@ def step(
     base: FrozenBase,
     drafter: Drafter | None,
     tree: TreePolicy,
-    acceptance: rules.AcceptanceRule,
-    state: State,
+    acceptance: accept.AcceptanceRule,
+    state: DecodingState,
     *,
     timed: bool = False,
-) -> list[Step]:
-    """Decode one step for every row and advance `state`; no drafter decodes with the base alone.
+) -> list[DecodingStep]:
+    """Decode one step for every row and advance `state`; without a drafter, with the base alone.
 
-    A tree without levels drafts nothing, and one of copied text alone asks no head. What such steps
-    commit waits for a drafter with a memory, until it drafts again or there is as much as it reads
-    at once.
+    A tree without levels drafts nothing, and a tree of copied text does not use the head. A drafter
+    with a memory reads the tokens of such steps when it drafts again, or when there are as many as
+    it reads at once.
 
-    `timed` waits for the device before and after drafting, so that `Times.drafted` is true there
-    too; that costs a synchronisation or two.
+    `timed` waits for the device before and after drafting, so that `StepTimes.drafted` is true on a
+    GPU too. It costs one or two synchronisations.
     """
     began = _now(base, wait=timed)
     state.rows.depth = tree.depth
@@ -128,8 +130,7 @@ def step(
     verified = base.verify(grown, state.cache, drafter.aux_layers if drafter else ())
     verdict = acceptance(grown, verified.logits, verified.ancestors, state.rows)
     read = _read(grown, verdict)
-    times = Times(began, drafted, time.perf_counter())
-    steps = [_step(*row, grown, times) for row in zip(state.numbers, read, strict=True)]
+    steps = _steps(state.numbers, read, grown, StepTimes(began, drafted, time.perf_counter()))
     state.cache.commit([taken.path for taken in steps])
     _advance(state, verified, verdict, steps)
     if unread is not None:
@@ -137,8 +138,8 @@ def step(
     return steps
 
 
-def _unread(drafter: Drafter, state: State) -> Committed | None:
-    """Return what a step without own drafts leaves unread; of much, nothing."""
+def _unread(drafter: Drafter, state: DecodingState) -> Committed | None:
+    """Return the tokens that the drafter has not read; let it read them if there are many."""
     if state.committed.next_tokens.shape[1] < drafter.most_unread:
         return state.committed
     drafter.read(state.committed, state.memory)
@@ -152,21 +153,32 @@ def _now(base: FrozenBase, *, wait: bool) -> float:
 
 
 def _read(tree: TokenTree, verdict: Verdict) -> list[list[int]]:
-    """Bring verdict and tree to the host: the one synchronisation of a step."""
-    counts, bonus = verdict.count[:, None], verdict.bonus[:, None]
-    return torch.cat([counts, bonus, verdict.path, tree.tokens, tree.parents], dim=1).tolist()
+    """Copy verdict and tree to the host: the only synchronisation of a step."""
+    parts = [verdict.count[:, None], verdict.bonus[:, None], tree.tokens, verdict.path]
+    if tree.shape is None:
+        parts.append(tree.parents)
+    return torch.cat(parts, dim=1).tolist()
 
 
-def _step(number: int, row: list[int], tree: TokenTree, times: Times) -> Step:
-    """Return the step of one row: accepted nodes, bonus, path (padded), tokens and parents."""
-    count, bonus, *rest = row
-    nodes = tree.tokens.shape[1]
-    path, drafted, parents = rest[:count], rest[-2 * nodes : -nodes], rest[-nodes:]
-    tokens = [*(drafted[node] for node in path[1:]), bonus]
-    return Step(number, tokens, path, drafted, parents, times, tree.num_copied)
+def _steps(
+    numbers: list[int], read: list[list[int]], tree: TokenTree, times: StepTimes
+) -> list[DecodingStep]:
+    """Return the step of each row from the values that `_read` returned."""
+    first = 2 + tree.tokens.shape[1]
+    known = None if tree.shape is None else tree.shape.parent_list
+    steps = []
+    for number, row in zip(numbers, read, strict=True):
+        drafted, path = row[2:first], row[first : first + row[0]]
+        tokens = [drafted[node] for node in path[1:]]
+        tokens.append(row[1])
+        parents = row[2 - first :] if known is None else known
+        steps.append(DecodingStep(number, tokens, path, drafted, parents, times, tree.num_copied))
+    return steps
 
 
-def _advance(state: State, verified: Verification, verdict: Verdict, steps: list[Step]) -> None:
+def _advance(
+    state: DecodingState, verified: Verification, verdict: Verdict, steps: list[DecodingStep]
+) -> None:
     width = max(len(taken.path) for taken in steps)
     padded = [taken.tokens + taken.tokens[-1:] * (width - len(taken.tokens)) for taken in steps]
     state.committed = Committed(
@@ -189,12 +201,12 @@ def start(
     numbers: list[int] | None = None,
     *,
     coupled: bool = True,
-) -> tuple[State, list[int]]:
-    """Read the prompts, the drafter too; return the loop's state and each row's first token.
+) -> tuple[DecodingState, list[int]]:
+    """Read the prompts with base and drafter; return the state and each row's first token.
 
-    A row holds at most `capacity` tokens, the nodes of a last tree included. By default
-    rows are greedy, their cache contiguous, and their steps numbered as the prompts are.
-    `coupled` lets drafts see the noise that the base draws with.
+    A row has at most `capacity` tokens, with the nodes of its last tree. By default rows are
+    greedy, their cache is contiguous, and they have the numbers of their prompts. `coupled` lets
+    drafts see the noise that the base samples with.
 
     Raises:
         PoolFullError: The cache's pool cannot hold the prompts.
@@ -209,7 +221,7 @@ def start(
     logits, features = base.prefill(padded, cache, lengths, aux_layers)
     counts = torch.tensor(lengths, device=base.device)
     text = pad(padded, (0, capacity - padded.shape[1]))
-    rows = Rows(
+    rows = SamplingState(
         sampling or [GREEDY] * batch,
         counts - 1,
         text,
@@ -219,24 +231,58 @@ def start(
     )
     following = padded.roll(-1, dims=1)
     root = root_only(Committed(features, padded, counts))
-    # there is no draft to judge yet: every rule begins with a token of the base's own
-    first = rules.match(root, logits[:, None], root.ancestors(), rows).bonus
+    # there is no draft yet: under every rule the first token is the base's own
+    first = accept.match_rule(root, logits[:, None], root.ancestors(), rows).bonus
     rows.advance(first[:, None], counts, [1] * batch)
     following[torch.arange(batch, device=base.device), counts - 1] = first
     with without_cudnn_attention(base.device):
         unread = _last_unread(drafter, Committed(features, following, counts), memory, min(lengths))
-    return State(cache, unread, memory, rows, numbers or list(range(batch))), first.tolist()
+    state = DecodingState(cache, unread, memory, rows, numbers or list(range(batch)))
+    return state, first.tolist()
 
 
 def _last_unread(
     drafter: Drafter | None, prompts: Committed, memory: Memory | None, shortest: int
 ) -> Committed:
-    """Have the drafter read all but the last position of prompts, and return that one.
+    """Let the drafter read all but the last position of the prompts, and return the last one.
 
-    So rows that join are no wider than others. Where a prompt is a single token nothing is read.
+    Rows that join are then not wider than others. With a prompt of one token nothing is read.
     """
     if drafter is not None and memory is not None:
         if shortest == 1:
             return prompts
         drafter.read(replace(prompts, counts=prompts.counts - 1), memory)
     return prompts.ending()
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Origin of one token."""
+
+    kind: Literal["base", "drafted", "copied"]
+    depth: int
+    """Depth in the tree; zero for the base's own tokens."""
+
+    def __str__(self) -> str:
+        """Return a short description."""
+        return "the base's own" if self.kind == "base" else f"{self.kind} at depth {self.depth}"
+
+
+BASE_ORIGIN = Origin("base", 0)
+
+
+def node_origins(parents: Sequence[int], num_copied: int) -> list[Origin]:
+    """Return the origin of each node of a tree; the root is the base's own token."""
+    first_copied = len(parents) - num_copied
+    origins = [BASE_ORIGIN]
+    for node, parent in enumerate(parents[1:], start=1):
+        kind = "copied" if node >= first_copied else "drafted"
+        # a node without a parent is padding and never accepted
+        origins.append(Origin(kind, origins[parent].depth + 1 if parent >= 0 else 0))
+    return origins
+
+
+def step_origins(step: DecodingStep) -> list[Origin]:
+    """Return the origin of each of `step.tokens`; the last one is the base's own."""
+    origins = node_origins(step.parents, step.num_copied)
+    return [*(origins[node] for node in step.path[1:]), BASE_ORIGIN]

@@ -1,6 +1,10 @@
-"""Prompt lookup: what followed the last few tokens when they stood in the text before."""
+"""Prompt lookup: copy what followed the last few tokens at an earlier place in the text."""
 
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
+from operator import eq
 
 import torch
 from jaxtyping import Float, Int
@@ -12,21 +16,21 @@ from specheads.core.errors import InputError
 from specheads.core.features import Committed
 
 MAX_NGRAM, MIN_NGRAM = 3, 1
-"""Most and fewest tokens that must stand in the text before, unless others are asked for."""
+"""Default length of the longest and of the shortest suffix that is looked for."""
 
 
 @dataclass(slots=True)
-class Text:
-    """Prompt and new text of each row; what lies beyond a row's root is never looked at."""
+class LookupText:
+    """Prompt and new text of each row; slots after a row's root are never read."""
 
     tokens: Int[Tensor, "batch slot"]
     lengths: Int[Tensor, " batch"]
-    """Tokens that the base has read; the root stands right behind them."""
+    """Tokens that the base has read; the root follows them."""
     extent: int = 0
-    """Slots that any row may use, known without asking the device."""
+    """Slots that any row may use, known on the host."""
 
     def append(self, committed: Committed) -> None:
-        """Write what was committed behind what stands there, and the root behind that."""
+        """Append the committed tokens and the root to each row's text."""
         read, root, counts = committed.features.tokens, committed.root(), committed.counts
         assert read is not None
         new = torch.cat([read, root], dim=1).scatter(1, counts[:, None], root)
@@ -35,23 +39,23 @@ class Text:
         self.lengths = self.lengths + counts
         self.extent += new.shape[1] - 1
 
-    def keep(self, rows: Int[Tensor, " kept"]) -> "Text":
-        """Return the texts of these rows, and ask the device how long they are."""
+    def keep(self, rows: Int[Tensor, " kept"]) -> "LookupText":
+        """Return the texts of these rows. Reading their lengths synchronises."""
         lengths = self.lengths[rows]
-        return Text(self.tokens[rows], lengths, int(lengths.max()))
+        return LookupText(self.tokens[rows], lengths, int(lengths.max()))
 
-    def join(self, other: "Text") -> "Text":
+    def join(self, other: "LookupText") -> "LookupText":
         """Return the texts of both batches' rows."""
         lengths = torch.cat([self.lengths, other.lengths])
         tokens = torch.cat([self.tokens, other.tokens])
-        return Text(tokens, lengths, max(self.extent, other.extent))
+        return LookupText(tokens, lengths, max(self.extent, other.extent))
 
     scatter = refuse_scattering
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a draft stands: nodes that copy the text so far, and what would come next."""
+    """State of a draft: which nodes copy the text so far, and which token comes next."""
 
     continuation: Int[Tensor, "batch copied"]
     copying: Tensor
@@ -62,14 +66,14 @@ class _Place:
 class PromptLookup(Drafter):
     """Copies what followed the same tokens earlier in prompt and new text.
 
-    The longest suffix of at most `max_ngram` tokens that stands earlier in the text decides,
-    and of several such places the most recent that is followed by enough text. Where none does,
-    the tree policy `hybrid.Lookup` drafts nothing; any other drafts something always, and gets
-    equal logits for all tokens. Suffixes have `min_ngram` tokens at least, `depth` are copied at
-    most, and the texts lie on the base's device.
+    It looks for the longest suffix of `min_ngram` to `max_ngram` tokens that occurs earlier in the
+    text, and copies up to `depth` tokens from there. If there are several places, it prefers the
+    most recent one that is followed by enough text. Without a match the tree policy `hybrid.Lookup`
+    drafts nothing; other policies always draft, and get equal logits for all tokens. The texts are
+    kept on the base's device.
 
-    Source: Saxena 2023, apoorvumang/prompt-lookup-decoding, whose longest suffix is 3 tokens as
-    here; transformers' is 2. Both copy from the first place, not from the most recent.
+    Source: Saxena 2023, apoorvumang/prompt-lookup-decoding. The longest suffix has 3 tokens there
+    and here, and 2 in transformers. Both copy from the first place, not from the most recent one.
     """
 
     def __init__(
@@ -90,32 +94,32 @@ class PromptLookup(Drafter):
         self.vocab_size, self.drafted_size, self.depth = vocab_size, vocab_size, depth
         self.max_ngram, self.min_ngram, self.device = max_ngram, min_ngram, device
 
-    def memory(self, batch: int, capacity: int) -> Text:
+    def memory(self, batch: int, capacity: int) -> LookupText:
         """Return empty texts of at most `capacity` tokens."""
-        # a row's padding may reach past its own capacity, by what one step commits at most
+        # padding may go past a row's own capacity, at most by the tokens of one step
         tokens = torch.zeros(batch, 2 * capacity + 1, dtype=torch.long, device=self.device)
-        return Text(tokens, torch.zeros_like(tokens[:, 0]))
+        return LookupText(tokens, torch.zeros_like(tokens[:, 0]))
 
-    def copy(self, committed: Committed, memory: Text) -> Int[Tensor, "batch copied"]:
-        """Read what was committed; return the copied continuation, -1 where there is none."""
+    def copy(self, committed: Committed, memory: LookupText) -> Int[Tensor, "batch copied"]:
+        """Read the committed tokens; return the copied continuation, padded with -1."""
         memory.append(committed)
         # the slots in use, roots included
         text = memory.tokens[:, : memory.extent + 1]
         return continuation(text, memory.lengths, self.depth, self.max_ngram, self.min_ngram)
 
-    def peek(self, committed: Committed, memory: Text) -> Int[Tensor, "batch copied"]:
-        """Return what `copy` does, and remember nothing: what was committed comes again."""
-        # what is written lies beyond the memory's own end
+    def peek(self, committed: Committed, memory: LookupText) -> Int[Tensor, "batch copied"]:
+        """Return what `copy` returns, without storing the tokens: they will come again."""
+        # the new tokens are written after the end of the stored text
         return self.copy(committed, replace(memory))
 
-    def read(self, committed: Committed, memory: Text) -> None:
-        """Remember what was committed."""
+    def read(self, committed: Committed, memory: LookupText) -> None:
+        """Store the committed tokens."""
         memory.append(committed)
 
     def begin(
-        self, committed: Committed, memory: Text
+        self, committed: Committed, memory: LookupText
     ) -> tuple[Float[Tensor, "batch 1 vocab"], _Place]:
-        """Read what was committed; all mass is on the first copied token, if any."""
+        """Read the committed tokens; all mass is on the first copied token, if any."""
         copied = self.copy(committed, memory)
         everywhere = torch.ones_like(copied[:, :1], dtype=torch.bool)
         return self._next(_Place(copied, everywhere, 0))
@@ -123,7 +127,7 @@ class PromptLookup(Drafter):
     def extend(
         self, state: _Place, tokens: Int[Tensor, "batch node"], parents: Int[Tensor, "batch node"]
     ) -> tuple[Float[Tensor, "batch node vocab"], _Place]:
-        """Go on copying below the nodes that are copies themselves."""
+        """Continue copying below the nodes that are copies themselves."""
         agrees = tokens == state.continuation[:, state.level, None]
         copying = state.copying.gather(1, parents) & agrees
         return self._next(_Place(state.continuation, copying, state.level + 1))
@@ -132,7 +136,7 @@ class PromptLookup(Drafter):
         following = place.continuation[:, place.level, None].expand_as(place.copying)
         known = (place.copying & (following >= 0))[..., None]
         one_hot = torch.nn.functional.one_hot(following.clamp(min=0), self.vocab_size)
-        # the logarithm of one token's certainty, or of nothing known
+        # one token is certain, or all are equally likely
         return torch.where(known, one_hot, 1).float().log(), place
 
 
@@ -143,11 +147,11 @@ def continuation(
     max_ngram: int,
     min_ngram: int = 1,
 ) -> Int[Tensor, "batch copied"]:
-    """Return what followed the text's longest suffix where it stood before, -1 beyond the end.
+    """Return what followed an earlier occurrence of the text's longest suffix, padded with -1.
 
-    All places of all rows are compared at once. Of places that agree in as many tokens, one with
-    a whole continuation behind it is better, and of those the most recent. Row b of the text
-    holds `lengths[b] + 1` tokens; where its last `min_ngram` stand nowhere else, all is -1.
+    All places of all rows are compared at once. Between places that match equally many tokens,
+    prefer one with a full continuation, then the most recent one. Row b of the text has
+    `lengths[b] + 1` tokens. If its last `min_ngram` tokens occur nowhere else, all values are -1.
     """
     num_slots = text.shape[1]
     slots = torch.arange(num_slots, device=text.device)
@@ -167,3 +171,47 @@ def continuation(
     places = best + 1 + torch.arange(copied, device=text.device)
     following = text.gather(1, places.clamp(max=num_slots - 1))
     return torch.where(found & (places <= last), following, -1)
+
+
+class LookupIndex:
+    """The n-grams of one growing text, on the host.
+
+    It finds the same as `continuation`, in constant time.
+    """
+
+    def __init__(
+        self, tokens: Sequence[int], *, max_ngram: int = MAX_NGRAM, min_ngram: int = MIN_NGRAM
+    ) -> None:
+        self.min_ngram, self._text = min_ngram, list[int]()
+        # for n-grams of 1, 2, ... tokens: the places of their last tokens, except the text's end
+        self._ends: list[dict[tuple[int, ...], list[int]]] = [{} for _ in range(max_ngram)]
+        self.extend(tokens)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append tokens to the text."""
+        for token in tokens:
+            last = len(self._text) - 1
+            for length, ends in enumerate(self._ends, start=1):
+                if length <= len(self._text):
+                    ends.setdefault(tuple(self._text[-length:]), []).append(last)
+            self._text.append(token)
+
+    def find(self, copied: int) -> tuple[int, list[int]]:
+        """Return the length of the longest suffix that occurs earlier, and what followed it there.
+
+        Prefer the most recent match with a full continuation, else the longest continuation.
+        Without a match, return zero and an empty list.
+        """
+        for length in range(len(self._ends), self.min_ngram - 1, -1):
+            if length > len(self._text):
+                continue
+            if ends := self._ends[length - 1].get(tuple(self._text[-length:])):
+                whole = bisect_right(ends, len(self._text) - 1 - copied)
+                begin = ends[max(whole - 1, 0)] + 1
+                return length, self._text[begin : begin + copied]
+        return 0, []
+
+
+def common_prefix_length(copied: Iterable[int], decoded: Iterable[int]) -> int:
+    """Return how many leading tokens are equal."""
+    return sum(takewhile(bool, map(eq, copied, decoded)))

@@ -42,11 +42,11 @@ from specheads.base.model import FrozenBase
 from specheads.base.selfcheck import check
 from specheads.core.drafter import Drafter, Head
 from specheads.core.errors import InputError
-from specheads.decoding.acceptance import rules
-from specheads.decoding.acceptance.sampling import Sampling, each_prompt
+from specheads.decoding import accept
 from specheads.decoding.engine import Engine
 from specheads.decoding.generate import refuse_unfit
 from specheads.decoding.request import Request, Stream
+from specheads.decoding.sampling import Sampling, each_prompt
 from specheads.decoding.trees import policies
 from specheads.heads.load import fit, load_head
 
@@ -60,7 +60,7 @@ def custom_generate(
     head: Drafter,
     *,
     tree: policies.TreePolicy | None = None,
-    acceptance: str | rules.AcceptanceRule = "match",
+    acceptance: str | accept.AcceptanceRule = "match",
     coupled: bool = True,
     force: bool = False,
 ) -> Callable[..., Generated]:

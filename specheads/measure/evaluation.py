@@ -14,7 +14,7 @@ from specheads.core.files import read_json
 from specheads.core.machine import dtype_name
 from specheads.core.records import from_json
 from specheads.data.prompts import PromptSet, load_prompts
-from specheads.decoding.acceptance.rules import LOSSY, acceptance_rule
+from specheads.decoding.accept import LOSSY, acceptance_rule
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import HybridTree, own_tree
 from specheads.decoding.trees.named import fixed_policy

@@ -12,7 +12,7 @@ from specheads.base.model import FrozenBase
 from specheads.core.bounds import refuse_bytes
 from specheads.core.errors import InputError
 from specheads.core.machine import dtype_name
-from specheads.decoding.acceptance.sampling import GREEDY, Rows, Sampling, each_prompt
+from specheads.decoding.sampling import GREEDY, Sampling, SamplingState, each_prompt
 from specheads.measure.results import IDENTICAL, TIED, WRONG, Lossless
 
 SLACK = 4
@@ -115,7 +115,7 @@ def _scores(
     uncut = replace(sampling, top_k=0, top_p=1.0, min_p=0.0)
     tokens = torch.tensor([text], device=logits.device)
     length = torch.tensor([len(text) - 1], device=logits.device)
-    rows = Rows([uncut], length, tokens, len(logits), dtype=logits.dtype)
+    rows = SamplingState([uncut], length, tokens, len(logits), dtype=logits.dtype)
     scores = rows.scores(logits[None, None], tokens[:, None, -1:])
     return (scores + rows.level_noise(0) if rows.draws else scores)[0, 0]
 

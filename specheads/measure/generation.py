@@ -9,10 +9,10 @@ from specheads.base.model import FrozenBase
 from specheads.config import Compare, Evaluate, Evaluation, Train
 from specheads.core.drafter import Drafter
 from specheads.data.prompts import Prompt
-from specheads.decoding.acceptance.sampling import GREEDY, Sampling, each_prompt
 from specheads.decoding.detokenize import token_text
 from specheads.decoding.generate import Decoding, generate
-from specheads.decoding.loop import Step
+from specheads.decoding.loop import DecodingStep
+from specheads.decoding.sampling import GREEDY, Sampling, each_prompt
 from specheads.decoding.trees import policies
 from specheads.measure.counts import DepthCounts
 from specheads.measure.results import DecodedText, DecodedTexts, TextStep
@@ -36,7 +36,7 @@ class GenerationSettings:
     sampling: Sampling = GREEDY
     """How the base samples; every prompt has a seed of its own."""
     acceptance: str = "match"
-    """Acceptance rule: a name in `specheads.decoding.acceptance.rules.RULES`."""
+    """Acceptance rule: a name in `specheads.decoding.accept.RULES`."""
     coupled: bool = True
     """Whether drafts see the noise that the base samples with."""
     batch_size: int = 1
@@ -129,7 +129,7 @@ def decode_prompts(
     return decoded
 
 
-def _count(steps: list[Step], length: int, depth: int, source: str) -> DepthCounts:
+def _count(steps: list[DecodingStep], length: int, depth: int, source: str) -> DepthCounts:
     """Count one prompt's forwards; see `DepthCounts` for drafts after the end of the text."""
     counts = DepthCounts.zeros(depth, source)
     room = length - 1
@@ -163,7 +163,7 @@ def decode_texts(
 
 
 def _decoded_text(
-    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, tokens: list[int], steps: list[Step]
+    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, tokens: list[int], steps: list[DecodingStep]
 ) -> DecodedText:
     before, shown = [*prompt.tokens, tokens[0]], []
     for step in steps:
@@ -178,7 +178,9 @@ def _decoded_text(
     )
 
 
-def _text_step(tokenizer: PreTrainedTokenizerBase, before: list[int], step: Step) -> TextStep:
+def _text_step(
+    tokenizer: PreTrainedTokenizerBase, before: list[int], step: DecodingStep
+) -> TextStep:
     """Return a step with the text of each node, decoded after the text of its ancestors."""
     paths: list[list[int]] = []
     for token, parent in zip(step.drafted, step.parents, strict=True):

@@ -13,17 +13,18 @@ from transformers.generation.streamers import BaseStreamer
 
 from specheads.base.loading import without_generation_config
 from specheads.base.model import FrozenBase
-from specheads.baselines import DraftModel, PromptLookup, Streaming
-from specheads.baselines.draft_model import refuse_vocabulary
 from specheads.config import Compare
 from specheads.config.measuring import DRAFTERS, OF_DRAFT_MODEL, OF_TRANSFORMERS
 from specheads.core.drafter import Drafter, Head
 from specheads.core.errors import InputError
 from specheads.core.machine import dtype_name, synchronise
-from specheads.decoding.acceptance.sampling import Sampling, each_prompt
+from specheads.decoding.draft_model import DraftModel, refuse_vocabulary
+from specheads.decoding.prompt_lookup import PromptLookup
+from specheads.decoding.sampling import Sampling, each_prompt
+from specheads.decoding.streaming import Streaming
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import Hybrid, HybridTree, Lookup, own_tree
-from specheads.decoding.trees.sampled import Sampled
+from specheads.decoding.trees.policies import Sampled
 from specheads.heads.load import drafter_of
 from specheads.measure.counts import DepthCounts, paired_gain, rate
 from specheads.measure.generation import (

@@ -19,11 +19,10 @@ from torch import Tensor
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Features, Head
 from specheads.core.errors import InputError
-from specheads.decoding.acceptance.sampling import GREEDY, Rows, Sampling, each_prompt
-from specheads.decoding.matches import Matches, agreed
-from specheads.decoding.prompt_lookup import PromptLookup
+from specheads.decoding.coupling import with_noise
+from specheads.decoding.prompt_lookup import LookupIndex, PromptLookup, common_prefix_length
+from specheads.decoding.sampling import GREEDY, Sampling, SamplingState, each_prompt
 from specheads.decoding.trees import policies
-from specheads.decoding.trees.coupling import with_noise
 from specheads.decoding.trees.hybrid import HybridTree, lookup_for, own_tree
 from specheads.measure.counts import DepthCounts, conditional_acceptance, rate
 from specheads.measure.generation import GenerationSettings
@@ -132,7 +131,9 @@ def _ranks(
     if drawn is not None:
         # the drafted path equals the text, so the token before a label can serve as the root
         each = text.expand(len(before), -1)
-        rows = Rows([drawn] * len(before), before, each, head.vocab_size, dtype=logits.dtype)
+        rows = SamplingState(
+            [drawn] * len(before), before, each, head.vocab_size, dtype=logits.dtype
+        )
         logits = with_noise(head, logits[:, None], text[0, before][:, None, None], rows)[:, 0]
     labels = text[0, before + 1]
     guesses = logits.topk(min(width, logits.shape[-1]), dim=-1).indices
@@ -211,12 +212,12 @@ class Copied:
 
 def copied(lookup: PromptLookup, prompt: list[int], continuation: list[int], size: int) -> Copied:
     """Return what prompt lookup proposes at each root of a stored text: see `guess_ranks`."""
-    text = Matches(prompt, max_ngram=lookup.max_ngram, min_ngram=lookup.min_ngram)
+    text = LookupIndex(prompt, max_ngram=lookup.max_ngram, min_ngram=lookup.min_ngram)
     found = Copied([], [], [], size)
     for place in range(len(continuation) - 1):
         text.extend(continuation[place : place + 1])
         matched, guessed = text.find(lookup.depth)
-        found.right.append(agreed(guessed, islice(continuation, place + 1, None)))
+        found.right.append(common_prefix_length(guessed, islice(continuation, place + 1, None)))
         found.length.append(len(guessed))
         found.matched.append(matched)
     return found

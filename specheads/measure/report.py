@@ -24,7 +24,7 @@ from specheads.core.errors import InputError
 from specheads.core.files import write_atomic
 from specheads.core.paths import local_path, writable_folder
 from specheads.core.records import dumps, to_json
-from specheads.decoding.origins import BASE, Origin, node_origins
+from specheads.decoding.loop import BASE_ORIGIN, Origin, node_origins
 from specheads.measure.plots import BLUE, GREY, ORANGE, SHADES, TEXT, figures, png
 from specheads.measure.results import DecodedText, Interval, Results, TextStep
 from specheads.measure.summary import (
@@ -308,11 +308,11 @@ SIGNS = str.maketrans({"\n": "↵", "\t": "⇥", " ": "␣"})
 
 def _tokens(text: DecodedText) -> Iterator[tuple[str, int, Origin]]:
     """Yield each new token with the number of its step and its origin."""
-    found = [(text.first, 0, BASE)]
+    found = [(text.first, 0, BASE_ORIGIN)]
     for number, step in enumerate(text.steps, start=1):
         origins = node_origins(step.parents, step.num_copied)
         found += [(step.tokens[node], number, origins[node]) for node in step.path[1:]]
-        found.append((step.bonus, number, BASE))
+        found.append((step.bonus, number, BASE_ORIGIN))
     yield from found[: text.num_tokens]
 
 

@@ -16,8 +16,7 @@ from specheads.core.errors import InputError
 from specheads.core.files import read_json, write_atomic
 from specheads.core.paths import local_path, writable_folder
 from specheads.core.records import dumps
-from specheads.decoding.goodput import Goodput
-from specheads.decoding.payoff import chains
+from specheads.decoding.goodput import Goodput, chains
 from specheads.decoding.trees.tuned import FILE, Tuned
 from specheads.heads.layers.block import BlockHead
 from specheads.measure import simulate_requests

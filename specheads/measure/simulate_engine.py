@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from specheads.core.errors import InputError
 from specheads.decoding.cost import Cost
-from specheads.decoding.payoff import Acceptance, Draft, Known, best_draft
+from specheads.decoding.goodput import Draft, MovingRates, RequestRates, best_draft
 from specheads.decoding.request import alike
 from specheads.measure.simulate_requests import (
     NO_COPIES,
@@ -40,9 +40,9 @@ class System:
     copied: Sequence[Sequence[float]] = ()
     """Conditional acceptance of copied tokens by length of the n-gram: see `Known.copied`."""
 
-    def known(self) -> Known:
+    def known(self) -> RequestRates:
         """Return the estimates for a new request."""
-        return Known([*map(Acceptance, self.rates)], [*map(Acceptance, self.copied)])
+        return RequestRates([*map(MovingRates, self.rates)], [*map(MovingRates, self.copied)])
 
 
 @dataclass(slots=True)
@@ -54,7 +54,7 @@ class Served:
     """For each tree, how many drafts are right after each new token."""
     copied: Sequence[Copy]
     """Prompt-lookup tokens after each new token."""
-    known: Known | None
+    known: RequestRates | None
     """Estimates for goodput; None for a fixed draft."""
     first: float = 0.0
     """Time of the first token."""

@@ -12,7 +12,7 @@ from specheads.base.model import FrozenBase
 from specheads.core.drafter import Drafter
 from specheads.core.errors import InputError
 from specheads.core.machine import peak_gib, synchronise
-from specheads.decoding.acceptance.sampling import GREEDY
+from specheads.decoding.sampling import GREEDY
 from specheads.decoding.trees import policies
 from specheads.measure.counts import bootstrap_interval
 from specheads.measure.generation import (

@@ -16,7 +16,7 @@ from specheads.decoding.cost import StepCost
 from specheads.decoding.prompt_lookup import PromptLookup
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.named import fixed_policy
-from specheads.decoding.trees.tuned import Acceptance, CostError, Machine, Tuned
+from specheads.decoding.trees.tuned import AcceptanceRates, CostError, Machine, Tuned
 from specheads.measure.counts import DepthCounts
 from specheads.measure.generation import (
     EvaluationConfig,
@@ -120,7 +120,7 @@ def choose(
         base=base.fingerprint,
         cost=cost,
         cost_error=error,
-        acceptance=Acceptance(
+        acceptance=AcceptanceRates(
             per_depth=_chain_rates([rows for one in texts for rows in one.ranks], head.depth),
             by_context=[path_rates(one.ranks, one.context) for one in texts],
             matches=match_rates(

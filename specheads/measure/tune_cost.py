@@ -13,8 +13,7 @@ from specheads.base.model import FrozenBase
 from specheads.core.drafter import Drafter
 from specheads.core.errors import InputError
 from specheads.core.machine import synchronise
-from specheads.decoding import loop
-from specheads.decoding.acceptance import rules
+from specheads.decoding import accept, loop
 from specheads.decoding.cost import ForwardCost, StepCost
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import beside_lookup
@@ -103,7 +102,7 @@ def time_steps(
     each = min((base.max_length - longest - 2 * deepest - 2) // burst, rounds)
     beyond = (each + 1) * burst + widest
     times: list[list[tuple[float, float]]] = [[] for _ in methods]
-    states: list[loop.State] = []
+    states: list[loop.DecodingState] = []
     for turn in bar(range(rounds), "step times", generation.progress):
         if turn % each == 0:
             started = zip(methods, prompts, lengths, strict=True)
@@ -145,18 +144,18 @@ def _start(
     prompts: list[list[int]],
     capacity: int,
     generation: GenerationSettings,
-) -> loop.State:
+) -> loop.DecodingState:
     sampling = [generation.sampling] * len(prompts)
     return loop.start(base, drafter, prompts, capacity, sampling, coupled=generation.coupled)[0]
 
 
 def _time_step(
-    base: FrozenBase, drafter: Drafter | None, tree: policies.TreePolicy, state: loop.State
+    base: FrozenBase, drafter: Drafter | None, tree: policies.TreePolicy, state: loop.DecodingState
 ) -> tuple[float, float]:
     """Return the seconds of one step, and those of its draft."""
     synchronise(base.device)
     began = time.perf_counter()
-    taken = loop.step(base, drafter, tree, rules.match, state, timed=True)
+    taken = loop.step(base, drafter, tree, accept.match_rule, state, timed=True)
     synchronise(base.device)
     return time.perf_counter() - began, taken[0].times.drafted - began
 

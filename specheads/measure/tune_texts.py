@@ -12,7 +12,7 @@ from specheads.config import Data
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.data.prompts import Prompt, held_out
-from specheads.decoding.acceptance.sampling import each_prompt
+from specheads.decoding.sampling import each_prompt
 from specheads.measure.counts import number_sources
 from specheads.measure.generation import GenerationSettings, write_alone
 from specheads.measure.offline import guess_ranks

@@ -15,8 +15,8 @@ from torch import Tensor
 from specheads.config import Data, Distill, Joint, Phase, Schedule
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
+from specheads.core.seeds import derive_seed
 from specheads.data.packing import TokenBatch
-from specheads.decoding.acceptance.noise import derive
 from specheads.training.losses.depth_loss import whole_chains
 from specheads.training.muon import Muon
 from specheads.training.objective import in_chains
@@ -101,7 +101,7 @@ class PlacedPhase:
             share, seed = 1.0, 0
         if share == 1.0 and not 0 < most < loss_mask.shape[1]:
             return loss_mask
-        seeds = [derive(seed, sample) for sample in batch.samples]
+        seeds = [derive_seed(seed, sample) for sample in batch.samples]
         drawn = torch.stack(
             [
                 torch.rand(loss_mask.shape[1], generator=torch.Generator().manual_seed(one))

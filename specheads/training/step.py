@@ -12,8 +12,8 @@ from torch.profiler import record_function
 from specheads.config import Schedule
 from specheads.core.attention import without_cudnn_attention
 from specheads.core.machine import to_device
+from specheads.core.seeds import derive_seed
 from specheads.data.packing import TokenBatch
-from specheads.decoding.acceptance.noise import derive
 from specheads.training import schedule as schedules
 from specheads.training.objective import Objective, label_counts
 from specheads.training.processes import readers
@@ -49,7 +49,9 @@ class Stepper:
         device = self.teacher.base.device
         steps = self._parts(batch, phase, number)
         for step in steps:
-            torch.manual_seed(derive(step.seed, step.batch.first_sample))  # for dropout in heads
+            torch.manual_seed(
+                derive_seed(step.seed, step.batch.first_sample)
+            )  # for dropout in heads
             # gradients are all-reduced once, in the last part
             last = step is steps[-1]
             sharing = nullcontext() if last else self.accelerator.no_sync(self.objective)
@@ -67,7 +69,7 @@ class Stepper:
     def _parts(self, batch: TokenBatch, phase: PlacedPhase, number: int) -> list[Step]:
         """Return this process's parts of a step's batch."""
         device = self.teacher.base.device
-        seed = derive(self.seed, number)
+        seed = derive_seed(self.seed, number)
         parts = [
             (part.to(device), to_device(phase.loss_mask(part, self.head, seed), device))
             for part in batch.parts(phase.settings.accumulation_steps)

@@ -159,12 +159,13 @@ def test_a_cache_reuses_the_memory_of_the_last_one() -> None:
     assert base.cache(4, 100).slab is not slab
 
 
+@pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("rows", [1, 2])
-def test_a_static_cache_commits_like_separate_layers(rows: int) -> None:
+def test_layers_in_one_tensor_commit_as_layers_one_by_one(rows: int, static: bool) -> None:
     torch.manual_seed(0)
-    static, plain = KVCache(2, rows, 20, static=True), KVCache(2, rows, 20)
+    joint, apart = KVCache(2, rows, 20, static=static), KVCache(2, rows, 20)
     new = [torch.randn(2, rows, 3, 7, 4) for _ in range(4)]
-    for cache in (static, plain):
+    for cache in (joint, apart):
         cache.reserve(7)
         for layer, (keys, values) in enumerate(new[:2]):
             cache.update(keys, values, layer)
@@ -172,22 +173,46 @@ def test_a_static_cache_commits_like_separate_layers(rows: int) -> None:
         cache.reserve(7)
         for layer, (keys, values) in enumerate(new[2:]):
             cache.update(keys, values, layer)
+        if cache is apart:
+            cache.slab.whole = None
         cache.commit([[0, 2, 5], [1, 6]][:rows])
-    assert static.slab.whole is not None
-    for own, other in zip(static.slab.layers, plain.slab.layers, strict=True):
+    assert joint.slab.whole is not None
+    for own, other in zip(joint.slab.layers, apart.slab.layers, strict=True):
         for one, two in zip(own.held(), other.held(), strict=True):
-            for row, length in enumerate(plain.row_lengths):
+            for row, length in enumerate(apart.row_lengths):
                 assert torch.equal(one[row, :, :length], two[row, :, :length])
-    # rows that need new memory leave the common tensor, and commit layer by layer
-    for cache in (static, plain):
+    # rows that are copied to new memory leave the one tensor, and commit one by one
+    for cache in (joint, apart):
         cache.keep_rows([0] * (rows + 1))
-    assert static.slab.whole is None
+    assert joint.slab.whole is None
     assert torch.equal(
-        static.slab.layers[1].held()[0][:, :, :6], plain.slab.layers[1].held()[0][:, :, :6]
+        joint.slab.layers[1].held()[0][:, :, :6], apart.slab.layers[1].held()[0][:, :, :6]
     )
 
 
-def test_a_static_cache_reads_multiples_of_the_extent_within_its_capacity() -> None:
+def test_rows_that_join_move_to_one_tensor_again() -> None:
+    caches = [KVCache(2, 1, 20), KVCache(2, 2, 20)]
+    for cache in caches:
+        cache.reserve(3)
+        for layer in range(2):
+            states = torch.randn(len(cache.row_lengths), 3, 3, 4)
+            cache.update(states, -states, layer)
+        cache.commit([[0, 1, 2]] * len(cache.row_lengths))
+    cache, other = caches
+    parts = [[one.held()[0][:, :, :3].clone() for one in both.slab.layers] for both in caches]
+    cache.room = 4
+    cache.join(other)
+    assert cache.slab.whole is not None
+    for place, layer in enumerate(cache.slab.layers):
+        assert layer.keys is not None
+        assert layer.keys.data_ptr() == cache.slab.whole[2 * place].data_ptr()
+        keys, values = layer.held()
+        assert torch.equal(keys[:, :, :3], torch.cat([one[place] for one in parts]))
+        assert torch.equal(values[:, :, :3], -keys[:, :, :3])
+    assert cache.slab.whole.shape[1] == 4
+
+
+def test_a_static_cache_looks_at_whole_pieces_and_never_past_its_end() -> None:
     cache = KVCache(1, 2, EXTENT + 10, static=True)
     assert [cache.extent(length) for length in (1, EXTENT)] == [EXTENT, EXTENT]
     assert cache.extent(EXTENT + 1) == cache.capacity == 2 * EXTENT

@@ -12,8 +12,8 @@ from specheads.base.model import FrozenBase
 from specheads.base.paged import PagedKVCache
 from specheads.core.errors import InputError
 from specheads.core.tree import TokenTree
-from specheads.decoding.acceptance.sampling import Sampling
 from specheads.decoding.generate import generate
+from specheads.decoding.sampling import Sampling
 from specheads.decoding.trees import policies
 from specheads.measure.oracle import Oracle
 from tests import tiny

@@ -16,15 +16,14 @@ from specheads.base.masks import tree_mask
 from specheads.base.model import FrozenBase
 from specheads.base.paged import BlockPool, PagedKVCache, PoolFullError
 from specheads.base.tree_attention import paged_attention, tree_block_mask
-from specheads.baselines import PromptLookup
 from specheads.core.drafter import Drafter
 from specheads.core.tree import TokenTree
 from specheads.decoding.engine import Engine
 from specheads.decoding.generate import generate
+from specheads.decoding.prompt_lookup import PromptLookup
 from specheads.decoding.request import Request
 from specheads.decoding.trees.hybrid import Hybrid, HybridTree
-from specheads.decoding.trees.policies import Beam, BestFirst, chain
-from specheads.decoding.trees.sampled import Sampled
+from specheads.decoding.trees.policies import Beam, BestFirst, Sampled, chain
 from tests import tiny
 from tests.decoding.test_exact import RandomTrees
 

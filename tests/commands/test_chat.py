@@ -17,9 +17,9 @@ from specheads.commands._dialogue import Answer, Dialogue
 from specheads.commands._painting import legend, lit, shares, style
 from specheads.config import data_dir
 from specheads.core.errors import InputError
-from specheads.decoding.acceptance.sampling import GREEDY
 from specheads.decoding.generate import generate
-from specheads.decoding.origins import BASE, Origin
+from specheads.decoding.loop import BASE_ORIGIN, Origin
+from specheads.decoding.sampling import GREEDY
 from specheads.decoding.trees.policies import chain
 from specheads.heads.load import build_for
 from specheads.measure.oracle import Oracle
@@ -69,26 +69,26 @@ def test_an_answer_is_the_base_s_own_text_with_the_origin_of_each_token(base: Fr
     assert len(answer.origins) == 24
     # the prompt's reading gives one, then three drafts and one of the base's own a step
     drafts = [Origin("drafted", depth) for depth in (1, 2, 3)]
-    assert answer.origins == [BASE, *[*drafts, BASE] * 5, *drafts]
+    assert answer.origins == [BASE_ORIGIN, *[*drafts, BASE_ORIGIN] * 5, *drafts]
     assert answer.tokens_per_forward == pytest.approx(23 / 6)
     assert answer.tokens_per_second > 0
 
 
 def test_a_base_alone_gives_every_token_itself(base: FrozenBase):
     answer = answered(base, rate=None)
-    assert set(answer.origins) == {BASE}
+    assert set(answer.origins) == {BASE_ORIGIN}
     assert answer.tokens_per_forward == 1.0
 
 
 def test_depths_look_different_with_and_without_colours():
     looks = [style(Origin("drafted", depth)) for depth in range(1, 6)]
-    assert len({*looks, style(BASE), style(Origin("copied", 1))}) == 7
+    assert len({*looks, style(BASE_ORIGIN), style(Origin("copied", 1))}) == 7
     assert style(Origin("drafted", 9)) == looks[-1]
-    shown = lit([("a\x1b[31m", BASE), ("b", Origin("drafted", 2))])
+    shown = lit([("a\x1b[31m", BASE_ORIGIN), ("b", Origin("drafted", 2))])
     assert shown.plain == "a\\x1b[31mb"
     assert str(shown.spans[-1].style) == looks[1]
     assert "drafted at depth 5+" in legend(7).plain
-    origins = [BASE, Origin("drafted", 1), Origin("drafted", 1), Origin("copied", 4)]
+    origins = [BASE_ORIGIN, Origin("drafted", 1), Origin("drafted", 1), Origin("copied", 4)]
     assert shares(origins) == "the base's own 25%, drafted at depth 1 50%, copied at depth 4 25%"
 
 

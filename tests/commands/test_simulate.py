@@ -10,7 +10,7 @@ import specheads
 from specheads.commands._call import call
 from specheads.core.records import dumps
 from specheads.decoding.cost import ForwardCost, StepCost
-from specheads.decoding.trees.tuned import Acceptance, MatchRates
+from specheads.decoding.trees.tuned import AcceptanceRates, MatchRates
 from specheads.measure.results import read
 from specheads.measure.simulate import LoadResults
 from tests.tuned import tree, tuned
@@ -21,7 +21,7 @@ TUNED = replace(
         verify=ForwardCost(fixed=0.01, token=0.001, context=1e-7),
         draft=ForwardCost(fixed=0.001, token=0.0001, context=0.0),
     ),
-    acceptance=Acceptance(per_depth=[0.8, 0.7]),
+    acceptance=AcceptanceRates(per_depth=[0.8, 0.7]),
 )
 SMALL = ["num_requests=60", "new_tokens=12"]
 LLAMA = ["hardware.parameters=8e9", "hardware.draft_parameters=1e9", "acceptance=[0.8,0.7]"]
@@ -56,7 +56,7 @@ def test_loads_are_simulated_shown_and_written(head: Path, capsys: Any):
 
 def test_goodput_copies_too_where_that_was_tuned(head: Path):
     matches = [MatchRates(share=0.4, rates=[0.9, 0.9])] * 2
-    copied = Acceptance(per_depth=[0.8, 0.7], matches=matches)
+    copied = AcceptanceRates(per_depth=[0.8, 0.7], matches=matches)
     found = replace(TUNED, acceptance=copied, trees=[tree(copied=2)])
     (head / "tuned.json").write_text(dumps(found))
     load = specheads.simulate(overrides=[f"head={head}", "rates=[1]", *SMALL])

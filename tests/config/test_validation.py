@@ -11,7 +11,7 @@ from specheads.config.parts import Data, Evaluation, Tree, WeightedSource
 from specheads.config.schedule import LOSSES, Distill, Joint, Phase, Schedule, Validation
 from specheads.config.validation import hints, words
 from specheads.core.errors import InputError
-from specheads.decoding.acceptance.rules import RULES
+from specheads.decoding.accept import RULES
 from specheads.training.losses.depth_loss import KINDS, WEIGHTINGS
 
 COMMANDS = (Train, Evaluate, Compare, Export, Push)

@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from specheads.core.tree import Drawn, TokenTree, chain
-from specheads.decoding.acceptance import accept, noise
-from specheads.decoding.acceptance.accept import Verdict, draw, greedy, match, rejection, typical
+from specheads.decoding import accept, noise
+from specheads.decoding.accept import Verdict, draw, greedy, match, rejection, typical
 from specheads.decoding.trees.policies import Static
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -45,10 +45,10 @@ def walk(tokens: list[int], parents: list[int], chosen: list[int]) -> tuple[list
 
 
 def test_the_path_the_base_would_have_taken_is_kept():
-    #          0:a           after the root the base says c: node 2,
+    #          0:a           after the root the base chooses c: node 2,
     #         /   \          after that e: node 4,
-    #      1:b     2:c       after that f, which nobody drafted: the bonus.
-    #       |     /   \      node 3 is what the base says after node 1,
+    #      1:b     2:c       after that f, which was not drafted: the bonus.
+    #       |     /   \      node 3 is the base's choice after node 1,
     #      3:d  4:e   5:d    but node 1 is not on its path
     tree = TokenTree(torch.tensor([[0, 1, 2, 3, 4, 3]]), torch.tensor([[-1, 0, 0, 1, 2, 2]]))
     verdict = greedy(tree, saying([[2, 3, 4, 9, 5, 9]]))
@@ -73,7 +73,7 @@ def test_the_root_alone_is_always_accepted():
 
 @st.composite
 def judged_trees(draw: st.DrawFn) -> list[tuple[list[int], list[int], list[int]]]:
-    """Rows of (tokens, parents, what the base says after each node), three words only."""
+    """Rows of (tokens, parents, the base's token after each node) with three tokens."""
     num_nodes = draw(st.integers(1, 12))
     rows = []
     for _ in range(draw(st.integers(1, 3))):
@@ -145,7 +145,7 @@ def laws(vocab: int, depth: int, seed: int, zeros: float = 0.0) -> Laws:
 
 
 def drawn(law: torch.Tensor, width: int) -> list[tuple[Prefix, float]]:
-    """Every way to draw without replacement; of a law that has run out, any token alike."""
+    """Every way to sample without replacement; without tokens left, all are equally likely."""
     ways = []
     for tokens in itertools.permutations(range(len(law)), width):
         left, probability = law.clone(), 1.0
@@ -246,7 +246,7 @@ Judged = tuple[Verdict, torch.Tensor]
 
 
 def by_rejection(one: Grown, base: Laws, shared: bool = False) -> Judged:
-    """Integrate over one coin a node, and one number for the draw at the end of the path.
+    """Integrate over one coin per node, and one number for the sample after the path.
 
     `shared` has all children of a node tested with one coin, which is wrong.
     """
@@ -460,7 +460,7 @@ def test_the_check_catches_dropping_a_doubted_token_unverified():
 
 
 def test_the_check_catches_best_guesses_that_pass_for_drawn_ones():
-    # what a beam's two best tokens give when they are tested as if they were samples
+    # the result of testing a beam's two best tokens as if they were samples
     pretended = list(grown(after_any(Q), (2,), lambda *_: [((2, 0), 1.0)]))
     law = emitted(by_rejection, pretended, after_any(P), 1)
     torch.testing.assert_close(law, torch.tensor([0.7, 0.0, 0.3, 0.0]))
@@ -567,7 +567,7 @@ def test_at_temperature_zero_rejection_is_matching_whatever_the_coins():
             assert int(verdict.bonus[row]) == int(wanted.bonus[0])
 
 
-# --- beside other people's code ------------------------------------------------------------------
+# --- compared with other code ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", range(20))
@@ -636,7 +636,7 @@ def test_medusas_own_code_finds_the_same_tokens_typical(case, name, temperature)
         assert accepted[row, :count].tolist() == expected[expected >= 0].tolist()
 
 
-def test_typical_acceptance_keeps_what_its_threshold_says_and_nothing_lossless():
+def test_typical_acceptance_keeps_tokens_above_its_threshold_and_is_lossy():
     base = after_any(P)
     entropy = float(torch.special.entr(P).sum())
     assert entropy == pytest.approx(1.142120, abs=1e-6)
@@ -651,11 +651,11 @@ def test_typical_acceptance_keeps_what_its_threshold_says_and_nothing_lossless()
     assert variation(law, P) == pytest.approx(0.7)
 
 
-@pytest.mark.parametrize("vocab", [5, accept.BLOCK, 3 * accept.BLOCK])
+@pytest.mark.parametrize("vocab", [5, noise.BLOCK, 3 * noise.BLOCK])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_likeliest_token_is_the_first_of_the_largest(vocab, dtype):
     logits = torch.randn(40, 2, vocab, generator=torch.Generator().manual_seed(0)).to(dtype)
     # few different numbers, so that most rows have ties, within blocks and across them
     ties = (2 * logits).round()
     for rows in (logits, ties, torch.full_like(logits, -torch.inf), logits[:, :, ::1][:, :0]):
-        assert torch.equal(accept.likeliest(rows), rows.argmax(-1))
+        assert torch.equal(noise.likeliest(rows), rows.argmax(-1))

@@ -9,17 +9,17 @@ import pytest
 import torch
 
 from specheads.base.paged import BlockPool
-from specheads.baselines import DraftModel, PromptLookup, Streaming
 from specheads.core import machine
 from specheads.core.bounds import MAX_NODES
 from specheads.core.errors import InputError
+from specheads.decoding.draft_model import DraftModel
 from specheads.decoding.engine import Engine
 from specheads.decoding.generate import generate
+from specheads.decoding.prompt_lookup import PromptLookup
 from specheads.decoding.request import Request
+from specheads.decoding.streaming import Streaming
 from specheads.decoding.trees.hybrid import Hybrid, HybridTree, Lookup
-from specheads.decoding.trees.policies import Beam, BestFirst, Static, chain
-from specheads.decoding.trees.product import Product
-from specheads.decoding.trees.sampled import Sampled
+from specheads.decoding.trees.policies import Beam, BestFirst, Product, Sampled, Static, chain
 from specheads.heads.load import build_for
 from tests import tiny
 
@@ -139,7 +139,7 @@ def test_the_size_of_a_cache_is_known_before_it_is_made(architecture):
         (lambda base: DraftModel(base, 2, base, max_nodes=10**12).memory(1, 8), "lower max_batch"),
     ],
 )
-def test_what_no_memory_holds_is_refused_by_its_size(make, told, built):
+def test_too_large_allocations_are_refused_by_size(make, told, built):
     with pytest.raises(InputError, match=rf"must fit into the memory of cpu, and needs .*{told}"):
         make(tiny.base())
     assert built() < 10 * 2**20

@@ -1,4 +1,4 @@
-"""Drafts that see the base's own noise: right more often, and the text stays what it is."""
+"""Drafts that see the base's noise are accepted more often, and the text stays the same."""
 
 import functools
 import itertools
@@ -12,15 +12,14 @@ from torch import Tensor
 from specheads.core.drafter import Drafter
 from specheads.core.features import Committed, Features
 from specheads.core.tree import TokenTree
-from specheads.decoding.acceptance import noise, rules
-from specheads.decoding.acceptance.sampling import GREEDY, Rows, Sampling
+from specheads.decoding import accept, noise
+from specheads.decoding.coupling import coupled
 from specheads.decoding.generate import generate
 from specheads.decoding.prompt_lookup import PromptLookup
+from specheads.decoding.sampling import GREEDY, Sampling, SamplingState
 from specheads.decoding.trees import policies
-from specheads.decoding.trees.coupling import coupled
 from specheads.decoding.trees.hybrid import Hybrid, HybridTree
-from specheads.decoding.trees.product import Product
-from specheads.decoding.trees.sampled import Sampled
+from specheads.decoding.trees.policies import Product, Sampled
 from tests import tiny
 from tests.decoding.markov import Markov
 
@@ -28,7 +27,7 @@ DRAWN = Sampling(temperature=1.0)
 
 
 class Laws(Drafter):
-    """Says the same logits at every node; the k-th column stands for token `first + k`."""
+    """Gives the same logits at every node; the k-th column is token `first + k`."""
 
     def __init__(self, logits: Tensor, depth: int = 1, first: int = 0) -> None:
         self.logits, self.depth, self.first = logits, depth, first
@@ -46,7 +45,7 @@ class Laws(Drafter):
 
 
 class Bigrams(Markov):
-    """Guesses what follows a token as the base would if it had read nothing else, blurred."""
+    """Guesses the next token as the base would after a single token, with noise."""
 
     def __init__(self, architecture: str, depth: int, blur: float) -> None:
         generator = torch.Generator().manual_seed(5)
@@ -57,15 +56,15 @@ class Bigrams(Markov):
         super().__init__(table + blur * error, depth)
 
 
-def many(count: int, vocab: int, chosen: Sampling = DRAWN, **how: bool) -> Rows:
+def many(count: int, vocab: int, chosen: Sampling = DRAWN, **how: bool) -> SamplingState:
     """Return rows of one text and a seed each."""
     each = [chosen.of_prompt(place) for place in range(count)]
     places = torch.full((count,), 4)
     text = torch.zeros(count, 8, dtype=torch.long)
-    return Rows(each, places, text, vocab, dtype=torch.float64, **how)
+    return SamplingState(each, places, text, vocab, dtype=torch.float64, **how)
 
 
-def grown(policy: policies.TreePolicy, drafter: Drafter, rows: Rows) -> TokenTree:
+def grown(policy: policies.TreePolicy, drafter: Drafter, rows: SamplingState) -> TokenTree:
     batch = len(rows.sampling)
     committed = Committed(
         Features(torch.zeros(batch, 1, 1)),
@@ -75,8 +74,8 @@ def grown(policy: policies.TreePolicy, drafter: Drafter, rows: Rows) -> TokenTre
     return policy.grow(drafter, committed, None, rows)
 
 
-def chosen(rows: Rows, tree: TokenTree, logits: Tensor) -> Tensor:
-    """Return what the base says after each node, whose logits are the same everywhere."""
+def chosen(rows: SamplingState, tree: TokenTree, logits: Tensor) -> Tensor:
+    """Return the base's token after each node; logits are the same everywhere."""
     return rows.choose(tree, logits.expand(*tree.tokens.shape, -1), tree.ancestors())
 
 
@@ -106,7 +105,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("seed", "spread", "vocab"), PAIRS)
-def test_a_coupled_guess_is_right_as_often_as_the_coupling_says(seed, spread, vocab):
+def test_a_coupled_guess_is_right_at_the_computed_rate(seed, spread, vocab):
     base, draft = planted(seed, spread, vocab)
     count = 8_000
     rows = many(count, vocab)
@@ -118,7 +117,7 @@ def test_a_coupled_guess_is_right_as_often_as_the_coupling_says(seed, spread, vo
     distance = float((base.exp() - draft.exp()).abs().sum() / 2)
     least, most = (1 - distance) / (1 + distance), 1 - distance
     assert least - 1e-12 <= wanted <= most + 1e-12
-    # the best guess of a drafter that is as good as the base is still but one token
+    # the best guess of a perfect drafter is still one token
     assert agreement(base, base) == pytest.approx(1.0)
 
 
@@ -157,7 +156,7 @@ def test_noise_of_a_wrong_position_helps_no_more_than_a_draw_of_its_own():
     assert agreement(base, draft) > independent + 0.2
 
 
-def test_a_drafter_of_few_tokens_gets_the_noise_of_the_tokens_it_stands_for():
+def test_a_drafter_with_few_tokens_gets_their_noise():
     base = planted(4, 0.0, 20)[0]
     rows = many(5_000, 20)
     part = Laws(base[6:14], first=6)
@@ -197,9 +196,9 @@ def test_greedy_and_uncoupled_rows_draft_as_they_did():
     assert coupled(drafter, many(3, 9)) is not drafter
 
 
-def test_greedy_rows_beside_drawing_ones_keep_their_drafts():
+def test_greedy_rows_next_to_sampling_rows_keep_their_drafts():
     drafter = Laws(planted(1, 1.0, 9)[1], 2)
-    mixed = Rows(
+    mixed = SamplingState(
         [GREEDY, DRAWN, Sampling(repetition_penalty=2.0)],
         torch.full((3,), 4),
         torch.zeros(3, 8, dtype=torch.long),
@@ -220,7 +219,7 @@ def test_a_sampled_tree_is_drawn_without_the_noise():
 
 
 def test_doubt_is_about_the_chance_given_the_noise():
-    # of two tokens alike to the drafter, the noise mostly says which one it will be
+    # the noise mostly decides between two tokens that are equally likely to the drafter
     rows, drafter = many(2_000, 2), Laws(torch.zeros(2, dtype=torch.float64), 2)
     tree = grown(policies.chain(2, confidence=0.9), drafter, rows)
     sure = tree.parents[:, 2] >= 0
@@ -289,7 +288,7 @@ def decoded(
     ("batch", "paged"), [pytest.param(1, False, marks=pytest.mark.slow), (2, True), (5, False)]
 )
 def test_the_text_is_the_base_alones_with_and_without_the_noise(name, batch, paged):
-    # two rows at a time: requests enter and leave beside others
+    # two rows at a time: requests join and leave a running batch
     head = Bigrams("llama", 3, 1.0)
     drafter = Hybrid(head, PromptLookup(tiny.VOCAB, 3)) if name == "hybrid" else head
     for seed, seen in ((1, True), (2, False)):
@@ -299,10 +298,12 @@ def test_the_text_is_the_base_alones_with_and_without_the_noise(name, batch, pag
 
 
 def forwards(monkeypatch: pytest.MonkeyPatch | None = None, *, seen: bool = True) -> int:
-    """Return the forwards that many texts take, with drafts that see the noise of a wrong place."""
+    """Return the forwards of many texts, with drafts that see the noise of a wrong position."""
     if monkeypatch is not None:
-        right = Rows.level_noise
-        monkeypatch.setattr(Rows, "level_noise", lambda rows, level: right(rows, level + 1))
+        right = SamplingState.level_noise
+        monkeypatch.setattr(
+            SamplingState, "level_noise", lambda rows, level: right(rows, level + 1)
+        )
     each = [Sampling(temperature=1.0, seed=3).of_prompt(place) for place in range(60)]
     out = generate(
         tiny.base(),
@@ -316,7 +317,7 @@ def forwards(monkeypatch: pytest.MonkeyPatch | None = None, *, seen: bool = True
     return sum(out.forwards)
 
 
-def test_noise_of_a_wrong_position_changes_no_text_and_helps_nobody(monkeypatch):
+def test_noise_of_a_wrong_position_changes_no_text_and_does_not_help(monkeypatch):
     with_noise, without = forwards(), forwards(seen=False)
     assert with_noise < 0.95 * without
     wrong = forwards(monkeypatch)
@@ -327,11 +328,11 @@ def test_noise_of_a_wrong_position_changes_no_text_and_helps_nobody(monkeypatch)
 # --- noise that is kept --------------------------------------------------------------------------
 
 
-def noise_of(rows: Rows, levels: int) -> list[Tensor]:
+def noise_of(rows: SamplingState, levels: int) -> list[Tensor]:
     return [rows.level_noise(level)[:, 0] for level in range(levels)]
 
 
-def expected(rows: Rows, levels: int) -> list[Tensor]:
+def expected(rows: SamplingState, levels: int) -> list[Tensor]:
     """Return the noise as it follows from seeds and positions, without anything kept."""
     seeds = torch.tensor([one.seed for one in rows.sampling])
     drawing = torch.tensor([one.temperature > 0 for one in rows.sampling])[:, None]
@@ -341,7 +342,7 @@ def expected(rows: Rows, levels: int) -> list[Tensor]:
     ]
 
 
-def assert_right(rows: Rows, levels: int) -> None:
+def assert_right(rows: SamplingState, levels: int) -> None:
     for found, wanted in zip(noise_of(rows, levels), expected(rows, levels), strict=True):
         assert torch.equal(found, wanted)
 
@@ -389,7 +390,7 @@ def test_noise_of_a_position_is_made_once(monkeypatch):
     assert len(out.tokens) == 3
 
 
-def test_the_rule_reads_noise_at_the_depth_of_each_node_without_being_told_the_trees_depth():
+def test_the_rule_reads_noise_at_the_depth_of_each_node_without_a_known_tree_depth():
     base = planted(3, 0.0, 11)[0]
     rows = many(30, 11)
     #  0 - 1 - 3    two children of the root, and one below the first
@@ -397,7 +398,7 @@ def test_the_rule_reads_noise_at_the_depth_of_each_node_without_being_told_the_t
     parents = torch.tensor([-1, 0, 0, 1]).expand(30, -1)
     tree = TokenTree(torch.tensor([0, 1, 2, 3]).expand(30, -1), parents)
     logits = base.expand(30, 4, -1)
-    found = rules.match(tree, logits, tree.ancestors(), rows)
+    found = accept.match_rule(tree, logits, tree.ancestors(), rows)
     drawn = [(base + one).argmax(-1) for one in expected(rows, 3)]
     said = rows.choose(tree, logits, tree.ancestors())
     assert torch.equal(said, torch.stack([drawn[0], drawn[1], drawn[1], drawn[2]], dim=1))

@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from specheads.decoding.detokenize import Text, token_text
+from specheads.decoding.detokenize import TextStream, token_text
 from tests import tiny
 
 PIECES = [
@@ -35,8 +35,8 @@ def ids(*pieces: bytes) -> list[int]:
     return [PIECES.index(piece) for piece in pieces]
 
 
-def written(tokens: list[int], stop: tuple[str, ...] = ()) -> Text:
-    text = Text(tokenizer(), ids(b"x"), stop)
+def written(tokens: list[int], stop: tuple[str, ...] = ()) -> TextStream:
+    text = TextStream(tokenizer(), ids(b"x"), stop)
     for token in tokens:
         if not text.is_over:
             text.push(token)
@@ -51,7 +51,7 @@ def test_the_vocabulary_is_the_tiny_bases_own():
 def test_any_tokens_are_written_as_they_are_decoded_together(seed):
     generator = random.Random(seed)
     tokens = [generator.randrange(END) for _ in range(60)]
-    text = Text(tokenizer(), ids(b"x"))
+    text = TextStream(tokenizer(), ids(b"x"))
     for token in tokens:
         _, before = text.settled()
         stands = text.written[:before]
@@ -69,7 +69,7 @@ def test_a_character_in_pieces_is_written_when_it_is_whole():
     assert (text.written, text.settled()) == ("a€", (4, 2))
 
 
-def test_a_character_that_is_never_finished_is_told_at_the_end():
+def test_an_incomplete_character_is_written_at_the_end():
     text = written(ids(b"a", b"\xf0\x9f\x98"))
     assert text.settled() == (1, 1)
     text.close()
@@ -77,12 +77,12 @@ def test_a_character_that_is_never_finished_is_told_at_the_end():
 
 
 def test_a_character_that_the_prompt_began_belongs_to_the_text():
-    text = Text(tokenizer(), ids(b"x", b"\xe2\x82"))
+    text = TextStream(tokenizer(), ids(b"x", b"\xe2\x82"))
     text.push(*ids(b"\xac"))
     assert text.written == "€"
 
 
-def test_what_may_begin_a_stop_string_waits():
+def test_text_that_may_begin_a_stop_string_waits():
     #  x y c     the stop strings are "cd" and "yc!"
     text = written(ids(b"x", b"y", b"c"), ("cd", "yc!"))
     assert text.settled() == (1, 1)

@@ -1,4 +1,4 @@
-"""Requests that come, go and stop when they like say what each would say alone."""
+"""Requests that join and leave a batch at any time get the text that each would get alone."""
 
 import functools
 import random
@@ -12,18 +12,20 @@ from hypothesis import strategies as st
 
 from specheads.base.model import FrozenBase
 from specheads.base.paged import BlockPool, PoolFullError
-from specheads.baselines import DraftModel, PromptLookup, Streaming
 from specheads.core.drafter import Drafter
 from specheads.decoding import loop
-from specheads.decoding.acceptance.rules import match
-from specheads.decoding.acceptance.sampling import Sampling
+from specheads.decoding.accept import match_rule
+from specheads.decoding.draft_model import DraftModel
 from specheads.decoding.engine import Engine
 from specheads.decoding.generate import Decoding, generate
-from specheads.decoding.loop import Step
+from specheads.decoding.loop import DecodingStep
+from specheads.decoding.prompt_lookup import PromptLookup
 from specheads.decoding.request import Piece, Request, Stream
+from specheads.decoding.sampling import Sampling
+from specheads.decoding.streaming import Streaming
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import Hybrid, HybridTree, Lookup
-from specheads.decoding.trees.sampled import Sampled
+from specheads.decoding.trees.policies import Sampled
 from specheads.heads.load import build_for, fit
 from specheads.measure.oracle import TextPositions
 from tests import tiny
@@ -34,8 +36,8 @@ NEW = 14
 TREE = policies.Static([(0,), (1,), (0, 0)])
 
 
-def what(step: Step) -> tuple[list[int], ...]:
-    """Return what a step gave, whoever was decoded beside it."""
+def what(step: DecodingStep) -> tuple[list[int], ...]:
+    """Return the result of a step, which must not depend on the other rows."""
     return step.tokens, step.path
 
 
@@ -85,7 +87,7 @@ def requests(number: int) -> list[Request]:
 
 @functools.cache
 def alone(name: str) -> list[Decoding]:
-    """Return what each of six requests gets when nobody stands beside it."""
+    """Return what each of six requests gets when it is decoded alone."""
     drafter, tree = ARMS[name]()
     return [
         generate(
@@ -101,7 +103,7 @@ def alone(name: str) -> list[Decoding]:
 
 
 def ask(engine: Engine, **wanted: Any) -> Stream:
-    """Submit the first tiny prompt, or what is wanted instead."""
+    """Submit the first tiny prompt, or another request."""
     return engine.submit(Request(**{"prompt": tiny.prompts()[0], "max_new_tokens": NEW} | wanted))
 
 
@@ -158,13 +160,13 @@ def test_newcomers_take_their_step_with_the_others():
 
 
 @pytest.mark.parametrize("name", ARMS)
-def test_a_prompt_of_one_token_leaves_those_beside_it_their_drafts(name):
+def test_a_prompt_of_one_token_keeps_the_drafts_of_other_rows(name):
     drafter, tree = ARMS[name]()
     tree, prompts = tree or policies.NOTHING, [[5], [7], tiny.prompts()[0]]
 
     def steps(chosen: list[list[int]]) -> list[Any]:
         state, _ = loop.start(tiny.base(), drafter, chosen, 60)
-        taken = [loop.step(tiny.base(), drafter, tree, match, state) for _ in range(4)]
+        taken = [loop.step(tiny.base(), drafter, tree, match_rule, state) for _ in range(4)]
         # padding has no parent
         nodes = [[[*zip(one.drafted, one.parents, strict=True)] for one in row] for row in taken]
         return [
@@ -214,7 +216,7 @@ def test_a_full_pool_makes_requests_wait_and_serves_them_in_order():
     engine.step()
     assert engine.running == streams[:2]
     assert engine.waiting == streams[2:]
-    # memory follows what is used: six tokens a row are committed, and two blocks are held
+    # memory follows use: six tokens per row are committed, and two blocks are in use
     assert engine.pool is not None
     assert engine.pool.num_free == 12 - 2 * 2
     engine.run()
@@ -231,7 +233,7 @@ def test_the_longest_promise_is_kept_where_the_pool_is_just_large_enough():
         ask(Engine(tiny.base(), tiny.oracle(4), pool=blocks(5)))
 
 
-def test_a_pool_that_others_hold_is_told_and_not_waited_for():
+def test_a_pool_in_use_by_others_is_refused():
     pool = blocks(8)
     pool.take(4)
     engine = Engine(tiny.base(), pool=pool)
@@ -262,7 +264,7 @@ def test_cancelling_frees_blocks_at_once_wherever_the_request_is():
 
 
 class Visit(NamedTuple):
-    """A request, when it comes and what happens then."""
+    """A request, when it is submitted, and the event then."""
 
     prompt: int
     limit: int
@@ -354,12 +356,12 @@ def test_after_a_thousand_requests_of_one_engine_after_another_every_block_is_fr
     serve(**served)
 
 
-# --- what raises -------------------------------------------------------------------------------
+# --- errors ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "paged"])
 @pytest.mark.parametrize("place", ["_cache", "prefill", "verify", "begin", "join", "keep"])
-def test_what_raises_ends_the_rows_it_was_raised_for_and_no_others(place, paged, monkeypatch):
+def test_an_error_ends_only_the_rows_of_its_step(place, paged, monkeypatch):
     drafter, pool = tiny.oracle(2), blocks(24) if paged else None
     engine = Engine(tiny.base(), drafter, max_batch=2, max_length=40, pool=pool)
     limits = (4, 14, 9, 12, 6, 14)
@@ -390,7 +392,7 @@ def test_what_raises_ends_the_rows_it_was_raised_for_and_no_others(place, paged,
         assert not any(pool.references)
 
 
-def test_a_call_that_raises_gives_its_pool_back_to_whoever_lent_it(monkeypatch):
+def test_a_call_that_raises_releases_its_blocks(monkeypatch):
     pool, calls, verify = blocks(), [], tiny.base().verify
 
     def raising(*arguments: Any) -> Any:
@@ -444,10 +446,10 @@ def test_a_full_context_ends_the_row():
         ({"prompt": [1] * 129}, "129 tokens exceed 128; shorten it"),
         ({"max_new_tokens": -1}, "at least 0, got -1"),
         ({"stop": ("",)}, "at least one character"),
-        ({"stop": ("a",)}, "need a base with a tokenizer, and 'tiny-llama' has none"),
+        ({"stop": ("a",)}, "need a tokenizer, got a base without one: 'tiny-llama'"),
     ],
 )
-def test_what_can_never_be_decoded_is_refused_when_it_is_submitted(wanted, message):
+def test_impossible_requests_are_refused_at_submission(wanted, message):
     engine = Engine(tiny.base())
     with pytest.raises(ValueError, match=message):
         ask(engine, **wanted)
@@ -513,7 +515,7 @@ def test_a_stop_string_ends_the_text_right_before_it(depth, stop, base):
     assert said[: len(stream.tokens)] == stream.tokens
     assert engine.pool is not None
     assert engine.pool.num_free == 40
-    # what might have begun a stop string and did not is said in the end
+    # text that could have begun a stop string is written at the end
     other = ask(engine, max_new_tokens=30, stop=(stop[:-1] + "?never",))
     assert joined(list(other)) == (said[:30], text.text)
     assert other.finish_reason == "length"
@@ -522,7 +524,9 @@ def test_a_stop_string_ends_the_text_right_before_it(depth, stop, base):
 def test_a_head_in_another_dtype_is_refused_before_torch_fails():
     base = tiny.base(dtype=torch.bfloat16)
     head = build_for({"kind": "medusa", "depth": 2}, base).eval()
-    with pytest.raises(ValueError, match=r"float32 on cpu beside .*bfloat16.*load_head") as caught:
+    with pytest.raises(
+        ValueError, match=r"float32 on cpu for a base in .*bfloat16.*load_head"
+    ) as caught:
         Engine(base, head)
     assert "\n" not in str(caught.value)
     fit(head, base)

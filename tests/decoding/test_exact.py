@@ -1,4 +1,4 @@
-"""Tree decoding says, token for token, what the base alone says one token at a time."""
+"""Tree decoding gives, token for token, the text that the base alone decodes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +11,8 @@ import specheads.base.forward
 from specheads.core.drafter import Drafter
 from specheads.core.features import Committed
 from specheads.core.tree import TokenTree
-from specheads.decoding.acceptance.sampling import Rows
 from specheads.decoding.generate import Decoding, generate
+from specheads.decoding.sampling import SamplingState
 from specheads.decoding.trees.policies import TreePolicy
 from specheads.measure.oracle import TextPositions
 from tests import tiny
@@ -21,8 +21,8 @@ from tests import tiny
 class RandomTrees(TreePolicy):
     """Another random tree for every row and step, about half its tokens right.
 
-    Parents are uniform over the nodes before, so siblings, cousins and dead branches stand
-    between the nodes of the path that is accepted.
+    Parents are uniform over the nodes before, so the nodes of the accepted path are
+    mixed with siblings, cousins and dead branches.
     """
 
     def __init__(self, num_nodes: int = 14, share_right: float = 0.6) -> None:
@@ -35,7 +35,7 @@ class RandomTrees(TreePolicy):
         drafter: Drafter,
         committed: Committed,
         memory: Any,
-        rows: Rows | None = None,
+        rows: SamplingState | None = None,
     ) -> TokenTree:
         del rows
         assert isinstance(drafter, tiny.Oracle)
@@ -96,7 +96,7 @@ def change_mask(
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
-def test_random_trees_on_ragged_rows_say_what_the_base_says(architecture, attention):
+def test_random_trees_on_ragged_rows_decode_the_base_s_text(architecture, attention):
     out = decode(architecture, attention)
     assert out.tokens == tiny.continuations(architecture)
     # the check is empty unless branching trees are accepted beyond their roots

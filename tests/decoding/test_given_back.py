@@ -1,4 +1,4 @@
-"""What decoding holds is given back when it ends, and not when Python looks for cycles."""
+"""Decoding frees its tensors when it ends, not when Python collects cycles."""
 
 import gc
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ NAMES = [
 
 @pytest.fixture(autouse=True)
 def uncollected() -> Iterator[None]:
-    """Have nothing freed but what nobody refers to, and look at nothing that was there before."""
+    """Disable the collection of cycles, and ignore objects that existed before."""
     gc.disable()
     gc.freeze()
     yield
@@ -35,7 +35,7 @@ def left_by(act: Callable[[], object]) -> int:
     """Return how many tensors are alive afterwards that were not before, once all is warm."""
     act()
     gc.collect()
-    # what is there now is looked at no more
+    # ignore the objects that exist now
     gc.freeze()
     act()
     # asking an object for its class wakes some that warn
@@ -43,7 +43,7 @@ def left_by(act: Callable[[], object]) -> int:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_texts_leave_no_tensor_behind(name: str):
+def test_texts_free_all_tensors(name: str):
     drafter, (tree, *_) = DRAFTERS[name]() if name else (None, (policies.NOTHING,))
     how = {"max_new_tokens": 12, "stop_at_eos": False}
     assert left_by(lambda: generate(tiny.base(), drafter, tiny.prompts(), tree=tree, **how)) == 0
@@ -51,7 +51,7 @@ def test_texts_leave_no_tensor_behind(name: str):
 
 @pytest.mark.parametrize("pooled", [False, True])
 @pytest.mark.parametrize("name", NAMES)
-def test_requests_that_come_and_go_leave_no_tensor_behind(name: str, pooled: bool):
+def test_requests_that_join_and_leave_free_all_tensors(name: str, pooled: bool):
     drafter, (tree, *_) = DRAFTERS[name]() if name else (None, (policies.NOTHING,))
     pool: BlockPool | None = tiny.base().pool(40) if pooled else None
     engine = Engine(tiny.base(), drafter, tree=tree, max_batch=3, max_length=60, pool=pool)

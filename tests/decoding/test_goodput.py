@@ -1,4 +1,4 @@
-"""The depth with most tokens a second: SmartSpec's and MagicDec's figures, and in an engine."""
+"""The depth with the most tokens per second: SmartSpec's and MagicDec's figures, and an engine."""
 
 import functools
 import math
@@ -12,24 +12,27 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from specheads.baselines import DraftModel, PromptLookup, Streaming
 from specheads.core.drafter import Drafter
 from specheads.core.features import Committed, Features
-from specheads.decoding.acceptance.sampling import Sampling
 from specheads.decoding.cost import ForwardCost, StepCost
+from specheads.decoding.draft_model import DraftModel
 from specheads.decoding.engine import Engine
 from specheads.decoding.generate import generate
-from specheads.decoding.goodput import Goodput, cut
-from specheads.decoding.payoff import (
-    Acceptance,
+from specheads.decoding.goodput import (
     Draft,
-    Known,
+    Goodput,
+    MovingRates,
+    RequestRates,
     best_draft,
     chains,
+    cut,
     expected_tokens,
     step_tokens,
 )
+from specheads.decoding.prompt_lookup import PromptLookup
 from specheads.decoding.request import Request, Stream
+from specheads.decoding.sampling import Sampling
+from specheads.decoding.streaming import Streaming
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.early_stop import Estimate
 from specheads.decoding.trees.hybrid import Hybrid, HybridTree, Lookup
@@ -59,7 +62,7 @@ def best_depth(cost: StepCost, drafts: Sequence[Draft], group: list[Any]) -> int
 
 
 def goodput(cost: StepCost, group: list[Any], depth: int) -> float:
-    """Return the tokens of all over the seconds of their step, counted anew."""
+    """Return the tokens of all rows over the seconds of their step, computed independently."""
     context = sum(row.length for row, _ in group) / len(group)
     tokens = sum(
         1 + sum(math.prod(known.own[0].rates[:k]) for k in range(1, depth + 1))
@@ -69,7 +72,7 @@ def goodput(cost: StepCost, group: list[Any], depth: int) -> float:
 
 
 def rows(batch: int, rate: float, context: int = 1000, depth: int = 8) -> list[Any]:
-    return [(Standing(context), Known([Acceptance([rate] * depth)])) for _ in range(batch)]
+    return [(Standing(context), RequestRates([MovingRates([rate] * depth)])) for _ in range(batch)]
 
 
 TOY = linear(12e-3, 6e-5, 2e-8)
@@ -153,23 +156,23 @@ def test_larger_batches_draft_less_deep_where_a_drafted_token_costs_more_of_the_
 
 @given(cost=COSTS, batch=st.integers(1, 300), rates=st.lists(RATE, min_size=3, max_size=3))
 def test_no_other_depth_has_a_higher_goodput(cost, batch, rates):
-    group = [(Standing(100), Known([Acceptance(rates)])) for _ in range(batch)]
+    group = [(Standing(100), RequestRates([MovingRates(rates)])) for _ in range(batch)]
     found = goodput(cost, group, best_depth(cost, CHAIN[:4], group))
     assert found == pytest.approx(max(goodput(cost, group, one) for one in range(4)))
 
 
 def test_a_request_that_takes_one_more_token_is_not_drafted_for():
-    known = Known([Acceptance([0.9] * 8)])
+    known = RequestRates([MovingRates([0.9] * 8)])
     assert best_depth(TOY, CHAIN, [(Standing(10, room=1), known)]) == 0
     assert best_depth(TOY, CHAIN, [(Standing(10, room=4), known)]) == 3
 
 
 WIDE = Draft(2, 6, tree=1)
-"""A tree of six nodes beside chains."""
+"""A tree of six nodes in addition to chains."""
 
 
-def known(rate: float, wide: float, depth: int = 2) -> Known:
-    return Known([Acceptance([rate] * depth), Acceptance([wide] * depth)])
+def known(rate: float, wide: float, depth: int = 2) -> RequestRates:
+    return RequestRates([MovingRates([rate] * depth), MovingRates([wide] * depth)])
 
 
 def test_a_wide_tree_is_drafted_for_few_and_a_chain_for_many():
@@ -181,7 +184,7 @@ def test_a_wide_tree_is_drafted_for_few_and_a_chain_for_many():
     assert drafts[best_draft(cost, drafts, 8 * group)] == Draft(1, 2)
 
 
-def test_only_the_tree_that_was_drafted_is_judged_anew():
+def test_only_the_rates_of_the_drafted_tree_are_updated():
     one = known(0.4, 0.8)
     one.last = WIDE
     one.note((0, True))
@@ -199,8 +202,8 @@ def test_expected_tokens_add_up_the_chances_of_every_depth():
     assert expected_tokens([]) == [1.0]
 
 
-def test_averages_follow_what_is_accepted_and_return_where_nothing_is_seen():
-    known = Acceptance([0.5, 0.5, 0.5])
+def test_averages_follow_acceptance_and_return_to_the_seed_without_observations():
+    known = MovingRates([0.5, 0.5, 0.5])
     for _ in range(200):
         known.note(1, refused=True)
     assert known.rates[0] > 0.99
@@ -209,8 +212,8 @@ def test_averages_follow_what_is_accepted_and_return_where_nothing_is_seen():
     for _ in range(400):
         known.note(0, refused=False)
     assert known.rates == pytest.approx([0.5, 0.5, 0.5], abs=0.02)
-    with pytest.raises(ValueError, match=r"rates must lie in \[0, 1\], got \[1.5\]"):
-        Acceptance([1.5])
+    with pytest.raises(ValueError, match=r"rates must be in \[0, 1\], got \[1.5\]"):
+        MovingRates([1.5])
 
 
 def test_a_cut_tree_keeps_the_paths_that_are_short_enough():
@@ -348,7 +351,7 @@ def test_drafts_after_steps_without_any_are_those_of_a_drafter_that_read_them_al
         assert out.tokens == tiny.continuations()
         return [[step.drafted for step in steps] for steps in out.steps]
 
-    # of a draft whose tokens are all refused a step says one token, as one without a draft does
+    # a step whose drafts are all refused gives one token, as a step without a draft does
     never = Refused(drafter)
     lazy = drafted(policies.NOTHING)
     eager = drafted(never)
@@ -356,7 +359,7 @@ def test_drafts_after_steps_without_any_are_those_of_a_drafter_that_read_them_al
 
 
 class Refused(policies.TreePolicy):
-    """A chain of one, drafted as the drafter does and with a token put in that nobody says."""
+    """A chain of one node with a token that is always refused."""
 
     def __init__(self, drafter: Drafter) -> None:
         self.name, self.num_nodes, self.depth = "refused", 2, 1
@@ -367,7 +370,7 @@ class Refused(policies.TreePolicy):
         return type(tree)(tree.tokens, tree.parents.clone().fill_(-1), None)
 
 
-def test_what_comes_later_stands_behind_each_rows_own_end():
+def test_later_tokens_follow_each_row_s_own_end():
     #  row 0  a b .   then  d     ->  a b d .
     #  row 1  a b c   then  d     ->  a b c d
     def made(tokens: list[list[int]], counts: list[int]) -> Committed:

@@ -1,4 +1,4 @@
-"""Copied text among what goodput chooses: beside the head's own drafts, alone, or not at all."""
+"""Goodput chooses copied text together with drafts, alone, or not at all."""
 
 from itertools import takewhile
 from operator import eq
@@ -6,16 +6,23 @@ from typing import Any
 
 import pytest
 
-from specheads.baselines import PromptLookup
 from specheads.core.features import Committed
-from specheads.decoding.acceptance.sampling import Rows
 from specheads.decoding.cost import StepCost
 from specheads.decoding.engine import Engine
-from specheads.decoding.goodput import Goodput, seen
-from specheads.decoding.loop import Step, Times
-from specheads.decoding.matches import Matches
-from specheads.decoding.payoff import Acceptance, Draft, Known, best_draft, chains, step_tokens
+from specheads.decoding.goodput import (
+    Draft,
+    Goodput,
+    MovingRates,
+    RequestRates,
+    best_draft,
+    chains,
+    seen,
+    step_tokens,
+)
+from specheads.decoding.loop import DecodingStep, StepTimes
+from specheads.decoding.prompt_lookup import LookupIndex, PromptLookup
 from specheads.decoding.request import Request
+from specheads.decoding.sampling import SamplingState
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import Hybrid, HybridTree, join_copied
 from tests import tiny
@@ -36,7 +43,7 @@ first may be wrong."""
 def choose(cost: StepCost, batch: int, rate: float, matched: int = 2) -> Draft:
     known = []
     for _ in range(batch):
-        one = Known([Acceptance([rate])], [*map(Acceptance, COPIED)])
+        one = RequestRates([MovingRates([rate])], [*map(MovingRates, COPIED)])
         one.look(matched)
         known.append((Standing(100), one))
     drafts = chains(1, [1, 3])
@@ -62,7 +69,7 @@ def test_as_much_is_copied_as_pays_after_so_many_tokens_that_stood_before():
     cost = linear(1.0, 0.2, 0.0)
     assert choose(cost, 1, 0.0, matched=1) == Draft(0, 1, 1)
     assert choose(cost, 1, 0.0, matched=2) == Draft(0, 1, 3)
-    # what stood in it longer than was measured counts as the longest
+    # a match longer than the longest measured one counts as that one
     assert choose(cost, 1, 0.0, matched=9) == Draft(0, 1, 3)
 
 
@@ -79,7 +86,7 @@ def test_copied_nodes_are_verified_and_not_drafted():
 
 
 def test_tokens_of_both_are_those_of_either_and_as_many_as_there_is_room_for():
-    known = Known([Acceptance([0.5, 0.5])], [Acceptance([0.4, 0.5, 0.5])])
+    known = RequestRates([MovingRates([0.5, 0.5])], [MovingRates([0.4, 0.5, 0.5])])
 
     def tokens(draft: Draft, room: int) -> float:
         return step_tokens([draft], [(Standing(100, room), known)])[0]
@@ -96,9 +103,9 @@ def test_tokens_of_both_are_those_of_either_and_as_many_as_there_is_room_for():
     assert tokens(Draft(2, 3, 3), 1) == tokens(Draft(2, 3, 3), 0) == 1.0
 
 
-def step(path: list[int], parents: list[int], num_copied: int) -> Step:
+def step(path: list[int], parents: list[int], num_copied: int) -> DecodingStep:
     numbers = list(range(len(parents)))
-    return Step(0, path, path, numbers, parents, Times(0.0, 0.0, 0.0), num_copied)
+    return DecodingStep(0, path, path, numbers, parents, StepTimes(0.0, 0.0, 0.0), num_copied)
 
 
 @pytest.mark.parametrize(
@@ -109,14 +116,14 @@ def step(path: list[int], parents: list[int], num_copied: int) -> Step:
         ([0, 1, 3, 4], [1, 3], (1, True)),
         ([0, 1, 2], [1, 3], (2, False)),
         ([0], [1, 3], (0, True)),
-        # nothing of the head's own is copied, of a tree that is not trimmed one node is no copy
+        # the head's own nodes are not copied; one node of an untrimmed tree is not copied either
         ([0, 3], [0, -1], (0, True)),
         # nothing to copy, trimmed or not
         ([0, 1], [], (1, True)),
         ([0, 1, 2], [-1, -1], (2, False)),
     ],
 )
-def test_a_step_tells_what_was_right_of_the_heads_own(
+def test_a_step_gives_the_accepted_levels_of_the_head_s_own_tree(
     path: list[int], copied: list[int], own: tuple[int, bool]
 ):
     taken = step(path, [-1, 0, 1, *copied], len(copied))
@@ -130,8 +137,8 @@ def test_a_level_that_was_not_drafted_is_as_wrong_as_one_that_was():
     assert seen(step([0, 1, 3], [-1, 0, 0, 1], 0), Draft(2, 4)) == (2, False)
 
 
-def test_averages_follow_what_could_be_copied_after_as_many_tokens():
-    known = Known([Acceptance([0.5])], [Acceptance([0.6, 0.5]), Acceptance([0.8, 0.5])])
+def test_averages_follow_copied_text_by_length_of_the_match():
+    known = RequestRates([MovingRates([0.5])], [MovingRates([0.6, 0.5]), MovingRates([0.8, 0.5])])
     known.look(2)
     known.note((1, False), (0, True))
     # there was something to copy, and it was wrong
@@ -149,7 +156,7 @@ def test_averages_follow_what_could_be_copied_after_as_many_tokens():
 
 
 class Recorded(Goodput):
-    """Goodput that remembers what it chose."""
+    """Goodput that records its choices."""
 
     def of_step(self, requests: Any) -> Any:
         chosen = super().of_step(requests)
@@ -169,18 +176,18 @@ def test_goodput_learns_how_often_copied_text_is_right_whether_it_copies_or_not(
     stream = engine.submit(Request(prompt=prompt, max_new_tokens=30, eos_ids=()))
     engine.run()
     assert any(step.num_copied for step in stream.steps) == copies
-    expected = [Acceptance(one) for one in rates]
+    expected = [MovingRates(one) for one in rates]
     text = stream.all_tokens[: len(prompt) + 1]
-    # what the last step told is not asked for
+    # the observations of the last step are not needed
     for said in [step.tokens for step in stream.steps[:-1]]:
-        matched, copied = Matches(text).find(policy.copied)
+        matched, copied = LookupIndex(text).find(policy.copied)
         right = sum(takewhile(bool, map(eq, copied, said)))
         if matched:
             refused = right < min(len(copied), len(said))
             expected[matched - 1].note(right, refused=refused)
         text = text + said
     assert text == stream.all_tokens[: len(text)]
-    known = policy._told[stream].known
+    known = policy._observed[stream].known
     assert [one.rates for one in known.copied] == [one.rates for one in expected]
     assert known.copied[2].rates != rates[2]
 
@@ -208,7 +215,7 @@ class Eager(HybridTree):
         return 1
 
     def grow(
-        self, drafter: Any, committed: Committed, memory: Any, rows: Rows | None = None
+        self, drafter: Any, committed: Committed, memory: Any, rows: SamplingState | None = None
     ) -> Any:
         drafter.head.read(committed, memory.head)
         copied = drafter.lookup.copy(committed, memory.text)
@@ -302,7 +309,7 @@ def test_text_is_the_bases_own_with_wide_trees_and_copied_text_in_turns():
     assert {one.name for one in policy.chosen} >= {"best_first+lookup", "chain+lookup"}
 
 
-def test_what_goodput_cannot_cut_or_judge_is_refused():
+def test_trees_without_rates_or_that_cannot_be_cut_are_refused():
     chain = policies.chain(1)
     with pytest.raises(ValueError, match="cuts chains and static trees, got best_first"):
         Goodput(FREE, [0.5, 0.5], HybridTree(policies.BestFirst(3, 2), 2), copied=[[0.5] * 2])

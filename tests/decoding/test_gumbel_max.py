@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from specheads.core.tree import TokenTree
-from specheads.decoding.acceptance import noise
-from specheads.decoding.acceptance.gumbel_max import gumbel_max
-from specheads.decoding.acceptance.sampling import GREEDY, Rows, Sampling
+from specheads.decoding import noise
+from specheads.decoding.noise import gumbel_max
+from specheads.decoding.sampling import GREEDY, Sampling, SamplingState
 
 VOCAB = 49_152
 """That of SmolLM2."""
@@ -38,10 +38,10 @@ def plain(scores: Tensor, keys: Tensor) -> Tensor:
     return (scores + noise.gumbel(keys, scores.shape[-1], scores.dtype)).argmax(-1)
 
 
-def row_per_setting(settings: list[Sampling], vocab: int, dtype: torch.dtype) -> Rows:
+def row_per_setting(settings: list[Sampling], vocab: int, dtype: torch.dtype) -> SamplingState:
     count = len(settings)
     text = torch.zeros(count, 8, dtype=torch.long)
-    return Rows(settings, torch.arange(count) % 5, text, vocab, dtype=dtype)
+    return SamplingState(settings, torch.arange(count) % 5, text, vocab, dtype=dtype)
 
 
 def family(count: int) -> TokenTree:
@@ -123,7 +123,7 @@ def test_few_tokens_get_noise(monkeypatch):
 
 @pytest.mark.parametrize("vocab", [256, 61])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_what_drafts_have_looked_at_and_who_stands_beside_changes_no_draw(vocab, dtype):
+def test_samples_do_not_depend_on_drafts_or_on_other_rows(vocab, dtype):
     settings = [Sampling(temperature=1.0, seed=place) for place in range(6)]
     settings[2] = GREEDY
     tree = family(6)

@@ -1,11 +1,10 @@
-"""What is known on the host of copied text is what prompt lookup copies on the device."""
+"""The lookup index on the host finds what prompt lookup copies on the device."""
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specheads.decoding.matches import Matches
-from specheads.decoding.prompt_lookup import continuation
+from specheads.decoding.prompt_lookup import LookupIndex, continuation
 
 TEXT = st.lists(st.integers(0, 3), min_size=1, max_size=40)
 
@@ -17,31 +16,31 @@ def on_device(text: list[int], copied: int, most: int, least: int) -> list[int]:
 
 
 @given(text=TEXT, told=st.integers(0, 40), copied=st.integers(1, 8), most=st.integers(1, 4))
-def test_matches_find_what_prompt_lookup_copies_however_a_text_came(
+def test_the_index_finds_what_prompt_lookup_copies(
     text: list[int], told: int, copied: int, most: int
 ):
     for least in range(1, most + 1):
-        found = Matches(text[:told], max_ngram=most, min_ngram=least)
+        found = LookupIndex(text[:told], max_ngram=most, min_ngram=least)
         found.extend(text[told:])
         matched, following = found.find(copied)
         assert following == on_device(text, copied, most, least)
-        # as many stand before and no more: fewer than that are asked for just as well
+        # exactly as many tokens come before; asking for fewer gives the same
         if matched:
             assert following == on_device(text, copied, most, matched)
         if matched < most:
             assert not on_device(text, copied, most, max(matched + 1, least))
 
 
-def test_the_most_recent_place_with_enough_behind_it_is_copied_or_else_the_one_with_most():
-    # 7 8 stands at 0, 4 and 8; at the end for the fourth time
-    found = Matches([7, 8, 1, 2, 7, 8, 3, 4, 7, 8, 5, 7, 8])
+def test_the_most_recent_full_continuation_is_copied_else_the_longest():
+    # 7 8 occurs at 0, 4 and 8, and for the fourth time at the end
+    found = LookupIndex([7, 8, 1, 2, 7, 8, 3, 4, 7, 8, 5, 7, 8])
     assert found.find(3) == (2, [5, 7, 8])
     assert found.find(4) == (2, [3, 4, 7, 8])
     assert found.find(20) == (2, [1, 2, 7, 8, 3, 4, 7, 8, 5, 7, 8])
 
 
 def test_where_nothing_stood_before_nothing_is_found():
-    assert Matches([]).find(3) == (0, [])
-    assert Matches([1, 2, 3]).find(3) == (0, [])
-    assert Matches([1, 2, 1], min_ngram=2).find(3) == (0, [])
-    assert Matches([1, 2, 1]).find(3) == (1, [2, 1])
+    assert LookupIndex([]).find(3) == (0, [])
+    assert LookupIndex([1, 2, 3]).find(3) == (0, [])
+    assert LookupIndex([1, 2, 1], min_ngram=2).find(3) == (0, [])
+    assert LookupIndex([1, 2, 1]).find(3) == (1, [2, 1])

@@ -92,7 +92,7 @@ def widths(policy: TreePolicy) -> list[int]:
     return [policy.width] * policy.depth
 
 
-def test_all_published_trees_are_told_here():
+def test_all_published_trees_are_listed():
     own = {"beam", "best_first", "chain", "product", "sampled", "static", "tuned"}
     files = {file.stem for file in config.data_dir("configs").joinpath("tree").glob("*.yaml")}
     assert files - own == {*PUBLISHED}

@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from specheads.decoding.acceptance import noise
+from specheads.core.seeds import derive_seed
+from specheads.decoding import noise
 
 
 def test_the_first_numbers_are_those_of_splitmix64():
@@ -34,7 +35,7 @@ def test_numbers_are_uniform_and_those_of_neighbouring_keys_unrelated():
 
 
 def chi_square(counts: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return how far counts are from what is expected, in standard deviations."""
+    """Return the deviation of counts from their expectation, in standard deviations."""
     free = counts.numel() - 1
     found = float(((counts - expected) ** 2 / expected).sum())
     return ((found / free) ** (1 / 3) - 1 + 2 / (9 * free)) / (2 / (9 * free)) ** 0.5
@@ -85,7 +86,7 @@ def test_noise_of_two_positions_is_unrelated_over_a_vocabulary():
     related = standard @ standard.T / size
     related.fill_diagonal_(0.0)
     assert related.abs().max() < 6 / size**0.5
-    # nor are the largest, which decide: the hundred best of any two positions seldom meet
+    # the largest values are independent too: the best hundred of two positions rarely overlap
     best = torch.zeros_like(table).scatter_(-1, table.topk(100, dim=-1).indices, 1.0)
     shared = best @ best.T
     shared.fill_diagonal_(0.0)
@@ -114,15 +115,15 @@ def test_float32_tells_the_largest_noise_apart_as_float64_does():
     # the smallest noise is coarse, and no token is chosen for it
     high = double > 0
     torch.testing.assert_close(single.double()[high], double[high], atol=1e-6, rtol=1e-6)
-    # what stands for a token does not depend on how many there are
+    # a token's noise does not depend on the number of tokens
     assert torch.equal(noise.gumbel(keys, 61), noise.gumbel(keys, 49_152)[:, :61])
 
 
 @pytest.mark.parametrize("seed", [0, 5, 2**63 - 1])
 def test_prompts_get_seeds_of_their_own(seed):
-    seeds = [noise.derive(seed, index) for index in range(1000)]
+    seeds = [derive_seed(seed, index) for index in range(1000)]
     assert len({*seeds}) == 1000
     assert all(0 <= one < 2**63 for one in seeds)
     assert seeds[7] == int(noise.bits(torch.tensor(seed), 7)) % 2**63
     # runs with neighbouring seeds share no prompt's noise
-    assert not {*seeds} & {noise.derive((seed + 1) % 2**63, index) for index in range(1000)}
+    assert not {*seeds} & {derive_seed((seed + 1) % 2**63, index) for index in range(1000)}

@@ -1,4 +1,4 @@
-"""How each token came is told by the steps alone, and tokens that were copied are told apart."""
+"""The steps give the origin of each token, and distinguish copied from drafted tokens."""
 
 from dataclasses import replace
 from itertools import chain
@@ -6,19 +6,25 @@ from typing import Any
 
 import pytest
 
-from specheads.baselines import PromptLookup
 from specheads.core.drafter import Drafter
 from specheads.core.features import Committed
 from specheads.core.tree import TokenTree
-from specheads.decoding.acceptance.sampling import Rows
 from specheads.decoding.generate import generate
-from specheads.decoding.loop import Step, Times
-from specheads.decoding.origins import BASE, Origin, node_origins, step_origins
+from specheads.decoding.loop import (
+    BASE_ORIGIN,
+    DecodingStep,
+    Origin,
+    StepTimes,
+    node_origins,
+    step_origins,
+)
+from specheads.decoding.prompt_lookup import PromptLookup
+from specheads.decoding.sampling import SamplingState
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import Hybrid, HybridTree, Lookup
 from tests import tiny
 
-NEVER = Times(0.0, 0.0, 0.0)
+NEVER = StepTimes(0.0, 0.0, 0.0)
 
 
 def test_depths_are_edges_below_the_root_and_the_last_nodes_are_copied():
@@ -28,14 +34,14 @@ def test_depths_are_edges_below_the_root_and_the_last_nodes_are_copied():
     #        5
     origins = node_origins([-1, 0, 0, 1, 1, 4, -1], num_copied=3)
     assert origins[:6] == [
-        BASE,
+        BASE_ORIGIN,
         Origin("drafted", 1),
         Origin("drafted", 1),
         Origin("drafted", 2),
         Origin("copied", 2),
         Origin("copied", 3),
     ]
-    step = Step(
+    step = DecodingStep(
         0, [11, 14, 15, 9], [0, 1, 4, 5], [0, *range(11, 17)], [-1, 0, 0, 1, 1, 4, -1], NEVER, 3
     )
     assert list(map(str, step_origins(step))) == [
@@ -43,25 +49,25 @@ def test_depths_are_edges_below_the_root_and_the_last_nodes_are_copied():
     ]  # fmt: skip
 
 
-def told(steps: list[Step]) -> list[str]:
-    """Return how each token of a text came; the base's own is the first, with the prompt."""
-    return [str(origin) for origin in [BASE, *chain.from_iterable(map(step_origins, steps))]]
+def told(steps: list[DecodingStep]) -> list[str]:
+    """Return the origin of each token of a text; the first one, from the prefill, is the base's."""
+    return [str(origin) for origin in [BASE_ORIGIN, *chain.from_iterable(map(step_origins, steps))]]
 
 
 class LastCopied(policies.TreePolicy):
-    """A chain of four whose last two are said to be copied."""
+    """A chain of four whose last two nodes count as copied."""
 
     name, num_nodes, depth = "last copied", 5, 4
 
     def grow(
-        self, drafter: Drafter, committed: Committed, memory: Any, rows: Rows | None = None
+        self, drafter: Drafter, committed: Committed, memory: Any, rows: SamplingState | None = None
     ) -> TokenTree:
         grown = policies.chain(4).grow(drafter, committed, memory, rows)
         return replace(grown, num_copied=2)
 
 
-def test_a_text_is_told_token_by_token():
-    # the oracle is always right: four drafts a step, and the base's own behind them
+def test_each_token_of_a_text_has_its_origin():
+    # the oracle is always right: each step has four drafts and then the base's own token
     found = generate(
         tiny.base(), tiny.oracle(4), tiny.prompts(), max_new_tokens=23, tree=LastCopied()
     )
@@ -73,7 +79,7 @@ def test_a_text_is_told_token_by_token():
 
 
 @pytest.mark.parametrize("trim", [False, True])
-def test_a_hybrid_says_which_nodes_were_copied(trim: bool):
+def test_a_hybrid_marks_copied_nodes(trim: bool):
     base, prompt = tiny.base(), tiny.prompts()[0] * 3
     lookup = PromptLookup(tiny.VOCAB, 8, device=base.device)
     both = Hybrid(tiny.oracle(2), lookup)
@@ -90,4 +96,4 @@ def test_a_hybrid_says_which_nodes_were_copied(trim: bool):
 def test_the_base_alone_gives_nothing_but_its_own():
     found = generate(tiny.base(), None, tiny.prompts(), max_new_tokens=6)
     for tokens, steps in zip(found.tokens, found.steps, strict=True):
-        assert told(steps) == [str(BASE)] * len(tokens)
+        assert told(steps) == [str(BASE_ORIGIN)] * len(tokens)

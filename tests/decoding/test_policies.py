@@ -19,7 +19,7 @@ MEDUSA_TREES = ("medusa_tree_mc_sim_7b_63", "medusa_tree_vicuna_7b_stage2")
 
 
 class Levels(Drafter):
-    """Says the same at every node of a level, as Medusa's heads do: (batch, level, vocab)."""
+    """Gives the same logits at every node of a level, as Medusa does: (batch, level, vocab)."""
 
     def __init__(self, logits: Tensor) -> None:
         self.logits, self.depth = logits, logits.shape[1]
@@ -51,7 +51,7 @@ class Walker(Drafter):
         return self._at(torch.zeros(len(committed.counts), 1, dtype=torch.long))
 
     def extend(self, state, tokens, parents):
-        # heap numbering: child `token` of place p stands at p * vocab + token + 1
+        # heap numbering: child `token` of place p has the number p * vocab + token + 1
         return self._at(state.gather(1, parents) * self.vocab + tokens + 1)
 
     def path_probs(self, row: int = 0) -> dict[tuple[int, ...], float]:
@@ -197,10 +197,10 @@ def best_tree(num_nodes: int, depth: int, rates: tuple[float, ...]) -> float:
         (64, 10, 4.420118),
     ],
 )  # fmt: skip
-def test_best_first_is_worth_what_the_best_tree_of_known_rates_is(num_nodes, levels, worth):
+def test_best_first_equals_the_best_tree_of_known_rates(num_nodes, levels, worth):
     rates = (0.6, 0.2, 0.1, 0.05)
     assert best_tree(num_nodes, levels, rates) == pytest.approx(worth, abs=1e-6)
-    # what is left is less than the last child's, and no guess that is drafted
+    # the remaining probability is below the last child's and is not drafted
     known = torch.tensor([*rates, *[0.05 / 4] * 4]).double().log()
     drafter = Levels(known.expand(1, levels - 1, -1))
     tree = grow(BestFirst(num_nodes, levels - 1, beam=64, branch=4), drafter, [0])
@@ -237,7 +237,7 @@ def test_best_first_has_exactly_the_nodes_asked_for_in_topological_order(num_nod
 
 def test_ties_go_to_the_shallower_node():
     # a drafter that is certain gives every node of its chain probability one, all the others
-    # zero: of the chain 2 2 2 the first two must stay, or the third would be an orphan
+    # zero: the first two nodes of the chain 2 2 2 must stay, or the third would be an orphan
     certain = torch.full((1, 3, 4), -torch.inf)
     certain[..., 2] = 0.0
     tree = grow(BestFirst(3, depth=3, beam=2, branch=2), Levels(certain), [0])

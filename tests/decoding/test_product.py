@@ -1,4 +1,4 @@
-"""Growing as the MLP speculator's own project does: its search, its scores, its flattening."""
+"""The product tree grows as in the MLP speculator's own project."""
 
 import itertools
 import math
@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from specheads.core.drafter import Features
 from specheads.core.features import Committed
 from specheads.decoding.generate import generate
-from specheads.decoding.trees.product import Product
+from specheads.decoding.trees.policies import Product
 from specheads.heads.load import build_for, load_head
 from tests import tiny
 from tests.decoding.test_policies import Walker, grow, paths_of
@@ -51,7 +51,7 @@ def test_the_tree_is_its_project_s_candidates_flattened(
             tree = policy.grow(head, *begun)
         ours = paths_of(tree, row)
         assert set(ours) == wanted
-        # best first: leaves stand in the order of its scores
+        # best first: leaves are in the order of its scores
         assert [list(path) for path in ours if len(path) == len(widths)] == candidates
         flat += policy.num_nodes
     # there both rows are flattened into one

@@ -1,4 +1,4 @@
-"""Prompts are checked where they enter: what can be read is taken, what cannot is told by place."""
+"""Prompts are checked on entry: sequences of integers are accepted, others are refused."""
 
 import array
 from collections import UserDict, deque
@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from specheads.core.errors import InputError
-from specheads.decoding.acceptance.sampling import Sampling
 from specheads.decoding.engine import Engine
 from specheads.decoding.generate import generate
 from specheads.decoding.request import Request
+from specheads.decoding.sampling import Sampling
 from tests import tiny
 
 PROMPT = [5, 0, 60, 7]
@@ -23,7 +23,7 @@ PROMPT = [5, 0, 60, 7]
 
 @pytest.fixture(autouse=True)
 def _as_users_run_it() -> Iterator[None]:
-    """Leave out the checks of annotations, which stand before ours and under pytest only."""
+    """Skip the checks of annotations, which run before ours and under pytest only."""
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
@@ -84,8 +84,8 @@ def test_prompts_of_one_length_are_taken_in_one_array(kind):
         ([[1, None]], "token 1 of prompt 0 must be a whole number, got None"),
         ([[1, "2"]], "token 1 of prompt 0 must be a whole number, got '2'"),
         ([PROMPT, [1, 2, -3]], "token 2 of prompt 1 must be at least 0, got -3"),
-        ([PROMPT, [1, 61]], "vocabulary of 61, got 61 at place 1 of prompt 1; use .* tokenizer"),
-        ([[10**30]], "vocabulary of 61, got 10{30} at place 0 of prompt 0"),
+        ([PROMPT, [1, 61]], "vocabulary size 61, got 61 at place 1 of prompt 1; use .* tokenizer"),
+        ([[10**30]], "vocabulary size 61, got 10{30} at place 0 of prompt 0"),
         (None, "prompts must be a list of token ids, got NoneType"),
         ([None], "prompts must be a list of prompts, got one with None"),
         ({"input_ids": [PROMPT]}, "prompts must be .* got dict"),
@@ -96,7 +96,7 @@ def test_prompts_of_one_length_are_taken_in_one_array(kind):
         (7, "prompts must be .* got int 7"),
     ],
 )
-def test_what_is_no_prompt_is_refused_by_number_place_and_value(prompts, told):
+def test_invalid_prompts_are_refused_by_number_place_and_value(prompts, told):
     with pytest.raises(InputError, match=told) as caught:
         answer(prompts)
     assert "\n" not in str(caught.value)

@@ -17,12 +17,11 @@ from specheads.base.paged import BlockPool
 from specheads.core.drafter import Drafter, Features
 from specheads.core.features import Committed
 from specheads.core.tree import TokenTree
-from specheads.decoding.acceptance import accept, noise, rules
-from specheads.decoding.acceptance.sampling import GREEDY, Rows, Sampling
+from specheads.decoding import accept, noise
 from specheads.decoding.generate import Decoding, generate
+from specheads.decoding.sampling import GREEDY, Sampling, SamplingState
 from specheads.decoding.trees import policies
-from specheads.decoding.trees.product import Product
-from specheads.decoding.trees.sampled import Sampled
+from specheads.decoding.trees.policies import Product, Sampled
 from specheads.measure.oracle import Oracle
 from tests import tiny
 from tests.decoding.markov import Markov
@@ -41,9 +40,9 @@ def ragged() -> list[list[int]]:
     return [prompt[:length] for prompt in tiny.prompts() for length in (5, 3, 9)][:7]
 
 
-def rows(settings: list[Sampling], texts: Tensor, vocab: int = tiny.VOCAB) -> Rows:
+def rows(settings: list[Sampling], texts: Tensor, vocab: int = tiny.VOCAB) -> SamplingState:
     lengths = torch.full((len(settings),), texts.shape[1] - 1)
-    return Rows(settings, lengths, texts, vocab)
+    return SamplingState(settings, lengths, texts, vocab)
 
 
 @pytest.mark.parametrize("name", ["plain", "cut", "penalty"])
@@ -124,7 +123,7 @@ def test_the_base_alone_draws_by_the_noise_of_each_position(name):
         text.append(token)
 
 
-def test_a_request_draws_the_same_whatever_stands_beside_it():
+def test_a_request_s_samples_do_not_depend_on_other_rows():
     chosen = [SETTINGS["plain"].of_prompt(place) for place in range(7)]
     together = generate(tiny.base(), None, ragged(), max_new_tokens=10, sampling=chosen)
     for row in (0, 4, 6):
@@ -206,7 +205,7 @@ def match(
     shape: str,
     cache: str,
     batch: int,
-    acceptance: str | rules.AcceptanceRule = "match",
+    acceptance: str | accept.AcceptanceRule = "match",
 ) -> tuple[Decoding, Decoding]:
     """Return what a drafter that knows most of the text helps to say, and what the base says."""
     base, policy, prompts = tiny.base(architecture), SHAPES[shape](), ragged()[:batch]
@@ -244,7 +243,7 @@ def _uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @plain_flex
 @pytest.mark.parametrize(("architecture", "shape", "cache", "batch"), SOME)
-def test_sample_and_match_says_what_the_base_alone_says(architecture, shape, cache, batch):
+def test_sample_and_match_gives_the_base_s_samples(architecture, shape, cache, batch):
     assert_sample_and_match_is_exact(architecture, shape, cache, batch)
 
 
@@ -253,7 +252,7 @@ def test_sample_and_match_says_what_the_base_alone_says(architecture, shape, cac
 @pytest.mark.parametrize(
     ("architecture", "shape", "cache", "batch"), [one for one in EVERYTHING if one not in SOME]
 )
-def test_sample_and_match_says_what_the_base_alone_says_with_any_tree_in_any_cache(
+def test_sample_and_match_gives_the_base_s_samples_with_any_tree_and_cache(
     architecture, shape, cache, batch
 ):
     assert_sample_and_match_is_exact(architecture, shape, cache, batch)
@@ -266,7 +265,7 @@ def test_the_cases_by_default_meet_every_pair_with_a_cache():
 
 
 def a_draw_for_each_node(
-    tree: TokenTree, logits: Tensor, ancestors: Tensor, rows: Rows
+    tree: TokenTree, logits: Tensor, ancestors: Tensor, rows: SamplingState
 ) -> accept.Verdict:
     """Draw after every node with a number of its own: the law is right, the tokens are others."""
     nodes = torch.arange(tree.tokens.shape[1])
@@ -406,7 +405,7 @@ NEAR, FAR = guesser(2, 1.0), guesser(24, 2.0)
 
 
 def chi_square(
-    acceptance: str | rules.AcceptanceRule,
+    acceptance: str | accept.AcceptanceRule,
     tree: policies.TreePolicy,
     drafter: Drafter,
     batches: int = 1,
@@ -465,7 +464,9 @@ def test_the_count_catches_typical_acceptance():
 
 
 def test_the_count_catches_a_coin_that_siblings_share():
-    def sharing(tree: TokenTree, logits: Tensor, ancestors: Tensor, rows: Rows) -> accept.Verdict:
+    def sharing(
+        tree: TokenTree, logits: Tensor, ancestors: Tensor, rows: SamplingState
+    ) -> accept.Verdict:
         coins = rows.coins(ancestors).gather(1, tree.parents.clamp(min=0))
         numbers = rows.uniforms(ancestors)
         return accept.rejection(tree, rows.tree_probs(tree, logits, ancestors), coins, numbers)
@@ -476,7 +477,11 @@ def test_the_count_catches_a_coin_that_siblings_share():
 def test_the_count_catches_a_token_dropped_for_its_own_doubt():
     class Dropping(Sampled):
         def grow(
-            self, drafter: Drafter, committed: Committed, memory: Any, rows: Rows | None = None
+            self,
+            drafter: Drafter,
+            committed: Committed,
+            memory: Any,
+            rows: SamplingState | None = None,
         ) -> TokenTree:
             tree = super().grow(drafter, committed, memory, rows)
             assert tree.drawn is not None

@@ -1,8 +1,8 @@
-"""A step asks the device once, for what was accepted, and otherwise never waits for it.
+"""A step synchronises with the device once, to read the accepted tokens.
 
-Tensors on the device "meta" have shapes and no values: whoever asks one for its value raises, and
-so whatever a step does on CUDA without waiting, it can do there. Copies from the host are watched,
-because torch waits for those too; `cache.upload` is the way that does not.
+Tensors on the device "meta" have shapes but no values, and reading a value raises. A step that does
+not wait on CUDA can therefore run there. Copies from the host are recorded, because torch waits for
+them too; only `cache.upload` does not wait.
 """
 
 import copy
@@ -20,13 +20,12 @@ from specheads.base.model import FrozenBase
 from specheads.base.paged import BlockPool, PagedKVCache
 from specheads.core.drafter import Drafter
 from specheads.decoding import loop
-from specheads.decoding.acceptance.rules import RULES, acceptance_rule
-from specheads.decoding.acceptance.sampling import Sampling
+from specheads.decoding.accept import RULES, acceptance_rule
 from specheads.decoding.prompt_lookup import PromptLookup
+from specheads.decoding.sampling import Sampling
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import Hybrid, HybridTree
-from specheads.decoding.trees.product import Product
-from specheads.decoding.trees.sampled import Sampled
+from specheads.decoding.trees.policies import Product, Sampled
 from specheads.heads.load import Head, build_for, kinds
 from tests import tiny
 
@@ -82,8 +81,8 @@ def verdict_of_nobody(tree: Any, verdict: Any) -> list[list[int]]:
     del verdict
     num_nodes = tree.tokens.shape[1]
     last = [0] if num_nodes == 1 else [0, num_nodes - 1]
-    nodes = [5] * num_nodes + [-1] * num_nodes
-    return [[1, 5, 0, *nodes], [len(last), 5, *last, *nodes]]
+    nodes, parents = [5] * num_nodes, [-1] * num_nodes
+    return [[1, 5, *nodes, 0, *parents], [len(last), 5, *nodes, *last, *parents]]
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +108,7 @@ def base(meta: FrozenBase, monkeypatch: pytest.MonkeyPatch) -> FrozenBase:
 def waits(
     base: FrozenBase, drafter: Drafter | None, policy: policies.TreePolicy, **how: Any
 ) -> list[tuple[str, str]]:
-    """Return what a step brought from the host, after a first one that may prepare itself."""
+    """Return the copies from the host in a step, after a first step that may prepare itself."""
     settings, acceptance = (
         LAWS[how.get("law", "greedy")],
         acceptance_rule(how.get("acceptance", "match")),

@@ -1,4 +1,4 @@
-"""tuned.json: read whole or refused in a line, and what decoding takes from it by default."""
+"""tuned.json: read completely or refused in one line, and the default tree it gives."""
 
 import json
 from dataclasses import replace
@@ -10,15 +10,15 @@ import torch
 
 from specheads.core.errors import InputError
 from specheads.core.records import to_json
-from specheads.decoding.acceptance.sampling import Sampling, each_prompt
 from specheads.decoding.cost import StepCost
 from specheads.decoding.engine import Engine
 from specheads.decoding.generate import Decoding, generate
 from specheads.decoding.request import Request
+from specheads.decoding.sampling import Sampling, each_prompt
 from specheads.decoding.trees import policies
-from specheads.decoding.trees.adaptive import Adaptive
 from specheads.decoding.trees.early_stop import Estimate
 from specheads.decoding.trees.hybrid import HybridTree
+from specheads.decoding.trees.tuned import Adaptive
 from specheads.heads.load import build_for, drafter_of, load_head, resume_head
 from tests import tiny
 from tests.tuned import FORWARD, NEGATIVE, tree, tuned
@@ -44,7 +44,7 @@ def test_a_head_without_the_file_has_none(tmp_path):
     assert load_head(tmp_path, tiny.base()).tuned is None
 
 
-def test_training_further_forgets_what_was_measured_of_the_head_before(tmp_path):
+def test_further_training_drops_the_head_s_tuned_trees(tmp_path):
     assert resume_head(folder(tmp_path), tiny.base(), "eagle3").tuned is None
 
 
@@ -59,7 +59,7 @@ def test_training_further_forgets_what_was_measured_of_the_head_before(tmp_path)
         ({"trees": [to_json(tree(batch=0))]}, "must be at least 1"),
         ({"trees": [to_json(tree(copied=-1))]}, "copied tokens in tuned.json must be at least 0"),
         ({"trees": [to_json(tree(copied=10**6))]}, "copied_tokens"),
-        ({"trees": [to_json(tree(kind="none", copied=4))]}, "beside a tree that drafts nothing"),
+        ({"trees": [to_json(tree(kind="none", copied=4))]}, "with a tree that drafts nothing"),
         ({"trees": [to_json(tree(rates=[1.5]))]}, "acceptance in tuned.json must be .* at most 1"),
         ({"trees": [to_json(tree(rates=[0.5, 0.5]))]}, "rate for each of 1 levels .*, got 2"),
         ({"cost": {}}, "need .*cost.verify"),
@@ -69,7 +69,7 @@ def test_training_further_forgets_what_was_measured_of_the_head_before(tmp_path)
         ({"acceptance": {"per_depth": [float("nan")]}}, "acceptance in tuned.json must be"),
     ],
 )  # fmt: skip
-def test_a_file_that_is_damaged_or_of_another_head_is_refused_in_one_line(tmp_path, content, told):
+def test_a_damaged_file_or_one_of_another_head_is_refused_in_one_line(tmp_path, content, told):
     with pytest.raises(InputError, match=told) as caught:
         load_head(folder(tmp_path, **content), tiny.base())
     assert "delete" in str(caught.value)
@@ -97,11 +97,11 @@ def test_decoding_takes_the_tuned_tree_and_any_that_is_named(tmp_path):
         ({"name": "abacus"}, "static", "tuned"),
         ({"dtype": "float16"}, "static", "tuned"),
         ({"device": "cuda"}, "static", "chain"),
-        # what does not pay there may pay here
+        # drafting that does not pay there may pay here
         ({"name": "abacus"}, "none", "chain"),
     ],
 )
-def test_what_was_tuned_elsewhere_is_the_better_guess_on_such_a_device(
+def test_trees_tuned_on_another_machine_are_used_on_the_same_device_type(
     tmp_path, other: dict[str, str], kind: str, wanted: str
 ):
     base = tiny.base()
@@ -110,7 +110,7 @@ def test_what_was_tuned_elsewhere_is_the_better_guess_on_such_a_device(
     assert Engine(base, head).tree.name == wanted
 
 
-def test_no_speculation_drafts_nothing_and_says_what_the_base_says(tmp_path):
+def test_no_speculation_drafts_nothing_and_decodes_the_base_s_text(tmp_path):
     base = tiny.base()
     head = load_head(folder(tmp_path), base)
     head.tuned = tuned(tree(kind="none"))
@@ -133,7 +133,7 @@ def test_trees_follow_batch_and_context_while_decoding():
     always = generate(base, head, [[1, 2, 3]], max_new_tokens=40, tree=policies.Static(wide))
     late, known = drafts(out), drafts(always)
     assert late.keys() & known.keys()
-    # whatever was drafted before, the same place of the text gets the same draft
+    # the same position of the text always gets the same draft
     assert all(known[place] == late[place] for place in late.keys() & known.keys())
 
 
@@ -170,7 +170,7 @@ def test_a_tuned_tree_with_copied_text_is_drafted_and_changes_no_text(
 
 
 def test_copied_text_and_plain_trees_follow_each_other_while_decoding():
-    """And what is copied later may stand where nothing was copied, or drafted, before."""
+    """Copied text may come after text of steps without any draft."""
     base = tiny.base()
     head = drafter_of(build_for({"kind": "eagle3", "depth": 2}, base), base)
     alone = generate(base, None, TWICE[:1], max_new_tokens=50).tokens
@@ -194,7 +194,7 @@ def test_an_inner_tree_deeper_than_the_head_is_refused_in_a_hybrid_too():
 
 
 def drafts(out: Decoding) -> dict[int, list[int]]:
-    """Return what was drafted, by the place in the text where it was."""
+    """Return the drafts by their position in the text."""
     place, found = 0, {}
     for step in out.steps[0]:
         if len(step.drafted) > 1:

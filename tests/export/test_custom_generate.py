@@ -30,7 +30,7 @@ from transformers.dynamic_module_utils import check_python_requirements
 from transformers.generation.streamers import BaseStreamer
 
 import specheads
-from specheads.decoding.acceptance.sampling import Sampling
+from specheads.decoding.sampling import Sampling
 from specheads.decoding.trees import policies
 from specheads.export import custom_generate as plugin
 from specheads.export.custom_generate import hub_files

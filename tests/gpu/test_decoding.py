@@ -9,16 +9,15 @@ import torch
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Drafter
 from specheads.decoding import loop
-from specheads.decoding.acceptance.rules import acceptance_rule
-from specheads.decoding.acceptance.sampling import Sampling
+from specheads.decoding.accept import acceptance_rule
 from specheads.decoding.engine import Engine
 from specheads.decoding.generate import Decoding, generate
 from specheads.decoding.prompt_lookup import PromptLookup
 from specheads.decoding.request import Request
+from specheads.decoding.sampling import Sampling
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import Hybrid, HybridTree
-from specheads.decoding.trees.product import Product
-from specheads.decoding.trees.sampled import Sampled
+from specheads.decoding.trees.policies import Product, Sampled
 from specheads.heads.load import build_for, kinds
 from tests import tiny
 from tests.gpu import trained

@@ -7,11 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from specheads.baselines import DraftModel, PromptLookup, Streaming
 from specheads.core.drafter import Drafter, Memory
 from specheads.core.features import Committed
+from specheads.decoding.draft_model import DraftModel
 from specheads.decoding.engine import Engine
+from specheads.decoding.prompt_lookup import PromptLookup
 from specheads.decoding.request import Request
+from specheads.decoding.streaming import Streaming
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import Hybrid, HybridTree
 from specheads.heads.layers.attention import Slots

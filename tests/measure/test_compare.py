@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from transformers import GenerationConfig
 
-from specheads.baselines import PromptLookup
 from specheads.commands._call import call
 from specheads.config import Base, Compare, Data, Evaluation, Tree
-from specheads.decoding.acceptance.sampling import Sampling
 from specheads.decoding.generate import generate
+from specheads.decoding.prompt_lookup import PromptLookup
+from specheads.decoding.sampling import Sampling
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import Hybrid, HybridTree, Lookup
 from specheads.heads.load import build_for

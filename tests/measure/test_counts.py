@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from specheads.core.loops import loops
-from specheads.decoding.payoff import expected_tokens
+from specheads.decoding.goodput import expected_tokens
 from specheads.measure.counts import (
     DepthCounts,
     bootstrap_interval,

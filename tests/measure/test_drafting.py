@@ -1,8 +1,8 @@
 """Coupled drafts, uncoupled drafts and rejection, compared."""
 
-from specheads.decoding.acceptance.sampling import Sampling
+from specheads.decoding.sampling import Sampling
 from specheads.decoding.trees import policies
-from specheads.decoding.trees.sampled import Sampled
+from specheads.decoding.trees.policies import Sampled
 from specheads.measure.compare import compare_methods
 from specheads.measure.generation import GenerationSettings, decode_prompts, write_alone
 from specheads.measure.methods import measure_drafting, sampling_methods

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from specheads.core.drafter import Head
-from specheads.decoding.acceptance.sampling import Sampling, each_prompt
+from specheads.decoding.sampling import Sampling, each_prompt
 from specheads.decoding.trees import policies
 from specheads.heads.load import build_for, kinds
 from specheads.measure.counts import DepthCounts

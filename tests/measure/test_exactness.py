@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from specheads.base.model import FrozenBase
-from specheads.decoding.acceptance.sampling import Sampling
+from specheads.decoding.sampling import Sampling
 from specheads.decoding.trees import policies
 from specheads.measure.exactness import compare_texts, in_float32
 from specheads.measure.generation import GenerationSettings, write_alone

@@ -16,7 +16,7 @@ from torch import Tensor
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Features, Head
 from specheads.core.records import to_json
-from specheads.decoding.acceptance.sampling import Sampling
+from specheads.decoding.sampling import Sampling
 from specheads.decoding.trees import policies
 from specheads.measure import generation, offline, online, plots, report, speed, summary
 from specheads.measure.counts import DepthCounts

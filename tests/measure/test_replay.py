@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from specheads.base.model import FrozenBase
-from specheads.baselines import PromptLookup
 from specheads.core.drafter import Drafter, Head
-from specheads.decoding.acceptance.sampling import Rows, Sampling, each_prompt
+from specheads.decoding.coupling import over_vocabulary
+from specheads.decoding.prompt_lookup import PromptLookup
+from specheads.decoding.sampling import Sampling, SamplingState, each_prompt
 from specheads.decoding.trees import policies
-from specheads.decoding.trees.coupling import over_vocabulary
 from specheads.decoding.trees.hybrid import Hybrid, HybridTree, Lookup
-from specheads.decoding.trees.sampled import Sampled
+from specheads.decoding.trees.policies import Sampled
 from specheads.heads.load import build_for, kinds
 from specheads.measure.compare import compare_methods
 from specheads.measure.counts import DepthCounts, paired_gain
@@ -158,7 +158,7 @@ def drawn_ranks(
         num_known = num_roots - level
         before = torch.arange(first + 1 + level, text.shape[1] - 1, device=base.device)
         each = text.expand(num_known, -1)
-        rows = Rows([sampling] * num_known, before, each, base.vocab_size)
+        rows = SamplingState([sampling] * num_known, before, each, base.vocab_size)
         logits = head.logits(state[0, first : first + num_known], level)[:, None]
         paths, wanted = text[0, before][:, None, None], text[0, before + 1][:, None]
         draft = rows.probs(over_vocabulary(head, logits, base.vocab_size), paths)[:, 0]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from specheads.decoding.cost import ForwardCost, StepCost
-from specheads.decoding.payoff import Draft, chains
+from specheads.decoding.goodput import Draft, chains
 from specheads.decoding.trees.tuned import MatchRates
 from specheads.heads.load import build_for
 from specheads.measure.simulate import LoadResults, Sizes, draw, summarise, table

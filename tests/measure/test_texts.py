@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 import pytest
 
 from specheads.core.records import to_json
-from specheads.decoding.origins import node_origins
+from specheads.decoding.loop import node_origins
 from specheads.measure import report
 from specheads.measure.generation import NUM_TEXTS, GenerationSettings, decode_texts
 from specheads.measure.report import headlines, visible, wilson

@@ -14,10 +14,10 @@ import torch
 from specheads.base.model import FrozenBase
 from specheads.commands._compose import settings_of
 from specheads.core.errors import InputError
-from specheads.decoding.acceptance.sampling import Sampling
 from specheads.decoding.cost import ForwardCost, StepCost
 from specheads.decoding.generate import generate
-from specheads.decoding.payoff import expected_tokens
+from specheads.decoding.goodput import expected_tokens
+from specheads.decoding.sampling import Sampling
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.early_stop import Estimate
 from specheads.decoding.trees.tuned import Machine, MatchRates, Tried, TunedTree

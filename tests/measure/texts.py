@@ -4,9 +4,9 @@ import functools
 from dataclasses import replace
 
 from specheads.base.model import FrozenBase
-from specheads.baselines import PromptLookup
 from specheads.data.prompts import Prompt
 from specheads.decoding.generate import generate
+from specheads.decoding.prompt_lookup import PromptLookup
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import Hybrid, HybridTree
 from specheads.measure.generation import GenerationSettings, decode_texts

@@ -10,11 +10,10 @@ import pytest
 from specheads.decoding.cost import ForwardCost, StepCost
 from specheads.decoding.engine import Engine
 from specheads.decoding.generate import generate
-from specheads.decoding.goodput import Goodput
-from specheads.decoding.payoff import Draft
+from specheads.decoding.goodput import Draft, Goodput
 from specheads.decoding.request import Request
 from specheads.decoding.trees import policies
-from specheads.decoding.trees.tuned import Acceptance
+from specheads.decoding.trees.tuned import AcceptanceRates
 from specheads.measure.counts import DepthCounts
 from specheads.measure.offline import Copied, guess_ranks, replay
 from specheads.measure.simulate_requests import Arrival, Copy
@@ -26,7 +25,7 @@ from tests.tuned import FORWARD, MATCH, tree, tuned
 def test_arms_are_chains_copied_text_and_both_and_goodput_of_either(script: ModuleType):
     plain = tuned(tree(copied=4))
     assert script.arms(plain) == [0, 1, 2, "tuned", "goodput"]
-    copying = replace(plain, acceptance=Acceptance(per_depth=[0.5], matches=[MATCH] * 3))
+    copying = replace(plain, acceptance=AcceptanceRates(per_depth=[0.5], matches=[MATCH] * 3))
     assert script.copied_tokens(copying) == 4
     assert script.copied_tokens(tuned()) == 4
     names = [0, 1, "lookup", "1+lookup", "tuned", "goodput", "goodput+lookup"]
@@ -107,7 +106,7 @@ class Punctual(Engine):
 
     def _drafted(self, rows: list[Any]) -> Draft:
         if isinstance(self.policy, Goodput):
-            return self.policy._told[rows[0]].known.last
+            return self.policy._observed[rows[0]].known.last
         return Draft(self.policy.depth, self.policy.num_nodes)
 
 
@@ -125,7 +124,7 @@ def test_the_simulator_serves_what_an_engine_does_whose_steps_take_what_costs_sa
     base, head = tiny.base(), Habit(2.0, depth=2)
     prompts = [[*one[:6], *one[:6]] for one in tiny.prompts()]
     wide = tree(paths=[[0], [1], [0, 0]], num_nodes=4, depth=2, rates=[0.6, 0.5])
-    acceptance = Acceptance(per_depth=[0.5, 0.4], matches=[MATCH] * 3)
+    acceptance = AcceptanceRates(per_depth=[0.5, 0.4], matches=[MATCH] * 3)
     measured = replace(tuned(wide), acceptance=acceptance, cost=COST)
     options = SimpleNamespace(
         new_tokens=14,

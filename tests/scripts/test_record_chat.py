@@ -17,9 +17,9 @@ from specheads.base.model import FrozenBase
 from specheads.commands import chat
 from specheads.commands._dialogue import Answer, Dialogue
 from specheads.commands._painting import style
-from specheads.decoding.acceptance.sampling import GREEDY
 from specheads.decoding.generate import generate
-from specheads.decoding.origins import BASE
+from specheads.decoding.loop import BASE_ORIGIN
+from specheads.decoding.sampling import GREEDY
 from specheads.decoding.trees.policies import chain
 from specheads.heads.load import build_for
 from specheads.measure.oracle import Oracle
@@ -106,10 +106,10 @@ def test_an_answer_is_drawn_with_every_token_in_the_colour_of_how_it_came(
     assert squeezed(answer.text) in squeezed(rows(picture))
     assert "24 tokens, " in rows(picture)
     assert {origin.kind for origin in answer.origins} == {"base", "drafted"}
-    looks = {origin: style(origin) for origin in set(answer.origins) - {BASE}}
+    looks = {origin: style(origin) for origin in set(answer.origins) - {BASE_ORIGIN}}
     assert all(look.split()[0] in drawn for look in looks.values())
     # what was drafted stands there in its colour and nothing else does
-    drafted = [piece for piece, origin in answer.painted if origin != BASE]
+    drafted = [piece for piece, origin in answer.painted if origin != BASE_ORIGIN]
     shown = [run.text for run in runs if run.style.color and run.style.color.name in drawn]
     assert squeezed("".join(shown)) == squeezed("".join(drafted))
 

@@ -1,4 +1,4 @@
-"""When to stop drafting: below a token that the drafter itself doubts."""
+"""Stop drafting below a token with low confidence."""
 
 from dataclasses import dataclass
 
@@ -11,36 +11,35 @@ from specheads.core.drafter import Drafter, State
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """The chance that a drafted token is right, learned from traces: a logistic regression.
+    """Probability that a drafted token is accepted: a logistic regression on traces.
 
-    Source: Mamou et al. 2024, arXiv:2405.04304 (DISCO), for what it looks at; theirs is a small
-    network.
+    Source: Mamou et al. 2024, arXiv:2405.04304 (DISCO), for its inputs; DISCO uses a small network.
     """
 
     bias: float
     log_prob: float
-    """Weight of the logarithm of the probability that the drafter gives the token."""
+    """Weight of the token's log-probability under the drafter."""
     entropy: float
     """Weight of the entropy of the drafter's distribution, in nats."""
     level: float
     """Weight of the number of drafted tokens above it."""
 
     def __call__(self, log_probs: Tensor, entropies: Tensor, level: int) -> Tensor:
-        """Return the chance, element by element."""
+        """Return the probability, element by element."""
         weighed = self.log_prob * log_probs + self.entropy * entropies
         return (self.bias + self.level * level + weighed).sigmoid()
 
 
 class Stop:
-    """Which paths go on: nothing is drafted below a token the drafter doubts.
+    """Which paths are continued: nothing is drafted below a token of low confidence.
 
-    The doubted token itself stays and is verified: to drop it for what it is would change the
-    distribution of the output (docs/losslessness.md). Asking whether any path goes on at all saves
-    calls of the drafter, and costs a synchronisation a level on CUDA.
+    The token itself is still verified: dropping it would change the output's distribution
+    (docs/losslessness.md). Checking whether any path continues saves calls of the drafter and costs
+    one synchronisation per level on CUDA.
 
-    What is held against the confidence is the token's own probability, or an estimate from it. A
-    drafter that says how likely the base is to accept its guess is believed: so likely is its best
-    guess, and others are as much less as their probability is.
+    The confidence is compared with the token's probability or with the estimate. A drafter with its
+    own estimate of acceptance uses that for its best guess; other guesses get it in proportion to
+    their probability.
     """
 
     def __init__(
@@ -52,8 +51,9 @@ class Stop:
         estimate: Estimate | None = None,
     ) -> None:
         self.drafter, self.confidence, self.estimate = drafter, confidence, estimate
-        self.alive = torch.ones(batch, 1, dtype=torch.bool, device=device)
-        self.present = [self.alive]
+        if confidence:
+            self.alive = torch.ones(batch, 1, dtype=torch.bool, device=device)
+            self.present = [self.alive]
 
     def level(
         self,
@@ -61,11 +61,16 @@ class Stop:
         state: State,
         drafted: Int[Tensor, "batch node"],
         parents: Int[Tensor, " node"],
-        inner: Tensor | slice,
+        inner: Tensor | None,
     ) -> None:
-        """Look at one level: its nodes' columns of the logits, and which of them are read next.
+        """Update the paths with one level.
 
-        Logits and state are what the drafter answered for the level above.
+        Args:
+            logits: The drafter's logits for the level above.
+            state: The drafter's state after the level above.
+            drafted: Columns of the logits of this level's nodes.
+            parents: Parent of each node.
+            inner: Nodes that the drafter reads next; None is all.
         """
         if self.confidence:
             present = self.alive[:, parents]
@@ -79,13 +84,14 @@ class Stop:
             else:
                 chances = chosen.exp()
             self.present.append(present)
-            self.alive = (present & (chances >= self.confidence))[:, inner]
+            alive = present & (chances >= self.confidence)
+            self.alive = alive if inner is None else alive[:, inner]
 
     def everywhere(self) -> bool:
-        """Tell whether no path of any row goes on."""
+        """Return whether all paths of all rows have stopped."""
         return bool(self.confidence) and not self.alive.any()
 
 
 def entropy(log_probs: Float[Tensor, "*any vocab"]) -> Float[Tensor, "*any"]:
-    """Return the entropy of distributions, in nats; what has no chance adds nothing."""
+    """Return the entropy of distributions in nats; probabilities of zero add nothing."""
     return torch.special.entr(log_probs.exp()).sum(-1)

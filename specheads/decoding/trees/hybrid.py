@@ -1,4 +1,4 @@
-"""Trees with copied text in them: prompt lookup alone, and joined with a head's own tree."""
+"""Trees with copied text: prompt lookup alone, or joined with a head's own tree."""
 
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -13,21 +13,21 @@ from specheads.core.drafter import Drafter, Memory, State, refuse_scattering
 from specheads.core.errors import InputError
 from specheads.core.features import Committed
 from specheads.core.tree import TokenTree
-from specheads.decoding.acceptance.accept import kept
-from specheads.decoding.acceptance.sampling import Rows
-from specheads.decoding.prompt_lookup import PromptLookup, Text
+from specheads.decoding.accept import kept
+from specheads.decoding.prompt_lookup import LookupText, PromptLookup
+from specheads.decoding.sampling import SamplingState
 from specheads.decoding.trees.policies import TreePolicy, root_only
 
 
 def join_copied(
     tree: TokenTree, copied: Int[Tensor, "batch copied"], size: int, *, trim: bool = False
 ) -> TokenTree:
-    """Return the tree with a path of copied tokens in it, sharing the nodes it already has.
+    """Return the tree with a path of copied tokens added, sharing the tree's own nodes.
 
-    The path begins where the tree's own nodes cease to agree with it, so a (parent, token) pair
-    still occurs once: what both propose counts as drafted. Copied tokens are -1 from where there
-    are none. New nodes, `size` in every row, are absent where the path does not need them; with
-    `trim` only as many are added as the longest path needs, which asks the device.
+    New nodes begin where the tree's nodes differ from the path, so a (parent, token) pair still
+    occurs once, and tokens that both propose count as drafted. Copied tokens are padded with -1.
+    Every row gets `size` new nodes; those that its path does not need are absent. With `trim` only
+    as many are added as the longest path needs, which synchronises.
     """
     batch, num_nodes = tree.tokens.shape
     device, length = copied.device, copied.shape[1]
@@ -35,7 +35,7 @@ def join_copied(
     depths = ancestors.sum(-1) - 1
     right = tree.tokens == copied.gather(1, (depths - 1).clamp(0, length - 1))
     shared = kept(tree, right & (depths <= length), ancestors)
-    # the shared nodes are one path, so the deepest of them is its end
+    # the shared nodes are one path, so the deepest node is its end
     end = (shared * depths).argmax(-1, keepdim=True)
     places = shared.sum(-1, keepdim=True) - 1 + torch.arange(size, device=device)
     tokens = copied.gather(1, places.clamp(max=length - 1))
@@ -45,7 +45,7 @@ def join_copied(
         tokens, present = tokens[:, :size], present[:, :size]
     below = torch.arange(num_nodes, num_nodes + size, device=device).expand(batch, -1)
     parents = torch.cat([end, below], dim=1)[:, :size].masked_fill(~present, -1)
-    # each new node sees what the end sees, and the new nodes down to itself
+    # each new node sees the ancestors of the end, and the new nodes down to itself
     seen = ancestors.gather(1, end[..., None].expand(-1, -1, num_nodes)).expand(-1, size, -1)
     own = torch.ones(size, size, dtype=torch.bool, device=device).tril().expand(batch, -1, -1)
     unseen = ancestors.new_zeros(batch, num_nodes, size)
@@ -59,10 +59,10 @@ def join_copied(
 
 
 class Lookup(TreePolicy):
-    """The chain that prompt lookup copies, as long as the longest of the batch.
+    """A chain of copied tokens, as long as the longest match of the batch.
 
-    Where no row has a match the tree is the root alone, and a step costs what the base costs. It
-    copies `depth` tokens at most, no more than the drafter's own limit.
+    Without any match the tree is the root alone, and a step costs as much as the base's. It copies
+    at most `depth` tokens, and at most the drafter's own limit.
     """
 
     def __init__(self, depth: int) -> None:
@@ -70,9 +70,9 @@ class Lookup(TreePolicy):
         self.name, self.depth = "lookup", depth
 
     def grow(
-        self, drafter: Drafter, committed: Committed, memory: Any, rows: Rows | None = None
+        self, drafter: Drafter, committed: Committed, memory: Any, rows: SamplingState | None = None
     ) -> TokenTree:
-        """Copy, and nothing else."""
+        """Copy a chain of tokens."""
         del rows
         assert isinstance(drafter, PromptLookup)
         copied = drafter.copy(committed, memory)
@@ -80,29 +80,29 @@ class Lookup(TreePolicy):
 
 
 @dataclass(frozen=True, slots=True)
-class Both:
+class HybridMemory:
     """The memories of a head and of prompt lookup."""
 
     head: Memory | None
-    text: Text
+    text: LookupText
 
-    def keep(self, rows: Int[Tensor, " kept"]) -> "Both":
+    def keep(self, rows: Int[Tensor, " kept"]) -> "HybridMemory":
         """Return the memories of these rows."""
         head = None if self.head is None else self.head.keep(rows)
-        return Both(head, self.text.keep(rows))
+        return HybridMemory(head, self.text.keep(rows))
 
-    def join(self, other: "Both") -> "Both":
+    def join(self, other: "HybridMemory") -> "HybridMemory":
         """Return the memories of both batches' rows."""
         head = self.head
         if head is not None and other.head is not None:
             head = head.join(other.head)
-        return Both(head, self.text.join(other.text))
+        return HybridMemory(head, self.text.join(other.text))
 
     scatter = refuse_scattering
 
 
 class Hybrid(Drafter):
-    """A head and prompt lookup side by side; `HybridTree` makes one tree of what both propose."""
+    """A head and prompt lookup together; `HybridTree` joins their drafts into one tree."""
 
     def __init__(self, head: Drafter, lookup: PromptLookup) -> None:
         self.head, self.lookup = head, lookup
@@ -110,17 +110,17 @@ class Hybrid(Drafter):
         self.drafted_size = head.drafted_size
         self.most_unread = min(head.most_unread, lookup.most_unread)
 
-    def memory(self, batch: int, capacity: int) -> Both:
+    def memory(self, batch: int, capacity: int) -> HybridMemory:
         """Return the memories of both."""
-        return Both(self.head.memory(batch, capacity), self.lookup.memory(batch, capacity))
+        return HybridMemory(self.head.memory(batch, capacity), self.lookup.memory(batch, capacity))
 
     def begin(self, committed: Committed, memory: Any) -> NoReturn:
-        """Refuse to draft level by level: two proposals are one tree only when both are whole."""
+        """Refuse to draft level by level: only complete drafts can be joined."""
         del committed, memory
         raise InputError("a hybrid drafts whole trees: decode it with tree=HybridTree(...)")
 
-    def read(self, committed: Committed, memory: Both) -> None:
-        """Have both remember what was committed."""
+    def read(self, committed: Committed, memory: HybridMemory) -> None:
+        """Let both read the committed tokens."""
         self.head.read(committed, memory.head)
         self.lookup.read(committed, memory.text)
 
@@ -133,13 +133,13 @@ class Hybrid(Drafter):
 
 
 class HybridTree(TreePolicy):
-    """A head's own tree with copied text in it, so that one forward tries both.
+    """A head's own tree joined with copied text, so that one forward verifies both.
 
-    The head's tree grows as `inner` says. Of the `size` nodes added for copied tokens, those that
-    the head guesses too need none, and leave room for more; with a size of zero the text is only
-    remembered. Where `inner` drafts nothing there is copied text alone, and the head reads nothing.
-    With `trim` a step leaves out added nodes that no row of the batch needs: it saves time where a
-    forward's time grows with its nodes, and costs a static shape. None trims on a processor.
+    `inner` grows the head's tree, and up to `size` nodes are added for copied tokens. A copied
+    token that the head drafts too needs no node and leaves room for another one. With a size of
+    zero the text is only stored. If `inner` drafts nothing, the tree is copied text alone, and the
+    head reads nothing. `trim` leaves out added nodes that no row needs, which saves time if a
+    forward's time grows with its nodes but gives up a static shape. None trims on a CPU.
 
     Source: Saxena 2023, prompt lookup, for what is copied; the union of drafts of several
     sources in one verified tree is that of Miao et al. 2023, SpecInfer, arXiv:2305.09781.
@@ -149,7 +149,7 @@ class HybridTree(TreePolicy):
         self.name = f"{inner.name}+lookup"
         self.inner, self.size, self.trim = inner, size, trim
         self.num_nodes = refuse_nodes(inner.num_nodes + size, "copied_tokens")
-        # tokens that the inner tree holds leave room for as many more
+        # copied tokens that the inner tree contains leave room for as many more
         self.depth = self.copied = inner.depth + size
         self.num_guesses, self.num_answers = inner.num_guesses, inner.num_answers
 
@@ -159,7 +159,7 @@ class HybridTree(TreePolicy):
         return self.inner.own_depth
 
     def grow(
-        self, drafter: Drafter, committed: Committed, memory: Any, rows: Rows | None = None
+        self, drafter: Drafter, committed: Committed, memory: Any, rows: SamplingState | None = None
     ) -> TokenTree:
         """Draft with the head, copy, and join the two."""
         assert isinstance(drafter, Hybrid)
@@ -167,7 +167,7 @@ class HybridTree(TreePolicy):
             drafter.lookup.read(committed, memory.text)
             return self.inner.grow(drafter.head, committed, memory.head, rows)
         lookup = drafter.lookup
-        # what the head does not read now comes again, for both
+        # tokens that the head does not read now will come again, for both
         copy = lookup.copy if self.own_depth else lookup.peek
         copied = copy(committed, memory.text)
         tree = self.inner.grow(drafter.head, committed, memory.head, rows)
@@ -176,17 +176,17 @@ class HybridTree(TreePolicy):
 
 
 def own_tree(tree: TreePolicy) -> TreePolicy:
-    """Return how a drafter's own guesses grow, without copied text."""
+    """Return the policy of the drafter's own tree, without copied text."""
     return tree.inner if isinstance(tree, HybridTree) else tree
 
 
 def lookup_for(tree: TreePolicy, base: FrozenBase) -> PromptLookup:
-    """Return the prompt lookup that a tree with copied text asks for."""
+    """Return the prompt lookup for a tree with copied text."""
     return PromptLookup(base.vocab_size, tree.copied, device=base.device)
 
 
 def beside_lookup(drafter: Drafter, tree: TreePolicy, base: FrozenBase) -> Drafter:
-    """Return the drafter of a tree: with prompt lookup beside it where the tree has copied text."""
+    """Return the drafter, together with prompt lookup if the tree has copied text."""
     if not tree.copied or isinstance(drafter, Hybrid):
         return drafter
     return Hybrid(drafter, lookup_for(tree, base))

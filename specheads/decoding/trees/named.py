@@ -4,12 +4,11 @@ from specheads.config import Tree
 from specheads.config.parts import TREES
 from specheads.core.errors import InputError
 from specheads.decoding.trees import policies
-from specheads.decoding.trees.product import Product
-from specheads.decoding.trees.sampled import Sampled
+from specheads.decoding.trees.policies import Product, Sampled
 
 
 def fixed_policy(settings: Tree, head_depth: int) -> policies.TreePolicy | None:
-    """Return the tree policy that was asked for; None where it is to be picked by measurement."""
+    """Return the tree policy of these settings; None for a tuned tree."""
     depth = settings.depth or head_depth
     branches = settings.branches or [1] * depth
     match settings.kind:

@@ -1,72 +1,173 @@
-"""Tree policies: how a drafter's guesses become a token tree."""
+"""Tree policies: grow a token tree from a drafter's guesses."""
 
+import itertools
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from specheads.core.bounds import refuse_nodes, whole
+from specheads.core.bounds import level_sizes, refuse_nodes, whole
 from specheads.core.drafter import Drafter
 from specheads.core.errors import InputError
 from specheads.core.features import Committed
-from specheads.core.tree import TokenTree
-from specheads.decoding.acceptance.accept import likeliest
-from specheads.decoding.acceptance.sampling import Rows
-from specheads.decoding.progress import Progress
-from specheads.decoding.trees.coupling import coupled
+from specheads.core.tree import Drawn, TokenTree, TreeShape, from_paths
+from specheads.decoding import noise
+from specheads.decoding.coupling import coupled, over_vocabulary
+from specheads.decoding.noise import likeliest
+from specheads.decoding.sampling import SamplingState
 from specheads.decoding.trees.early_stop import Estimate, Stop
-from specheads.decoding.trees.static_shape import Shape
+
+
+@runtime_checkable
+class RequestLength(Protocol):
+    """The length of a request, as far as a tree policy needs it."""
+
+    @property
+    def length(self) -> int:
+        """Tokens of its text so far, with the prompt."""
+        ...
+
+    @property
+    def room(self) -> int:
+        """Largest number of further tokens."""
+        ...
+
+
+@runtime_checkable
+class RequestProgress(RequestLength, Protocol):
+    """A request with its text and steps so far."""
+
+    @property
+    def all_tokens(self) -> list[int]:
+        """Its text so far."""
+        ...
+
+    @property
+    def steps(self) -> Sequence[Any]:
+        """Its decoding steps so far."""
+        ...
+
+
+Path = tuple[int, ...]
+
+
+class Level(NamedTuple):
+    """One level of a static tree; the drafter reads only nodes with children."""
+
+    parents: Int[Tensor, " node"]
+    """Each node's parent, as an index into the nodes of the level above that were read."""
+    guesses: Int[Tensor, " node"] | None
+    """Index of each node into the guesses of all parents; None if every guess is a node."""
+    inner: Int[Tensor, " node"] | None
+    """The nodes that are read; None is all."""
+    inner_parents: Int[Tensor, " node"]
+    """Parents of the nodes that are read."""
+    width: int
+    """Guesses taken after each parent."""
+
+    def guessed(self, best: Int[Tensor, "batch level width"]) -> Int[Tensor, "batch node"]:
+        """Return the guess of each node, from the best guesses of each parent."""
+        flat = best.flatten(1)
+        return flat if self.guesses is None else flat.index_select(1, self.guesses)
+
+    def read(self, drafted: Int[Tensor, "batch node"]) -> Int[Tensor, "batch inner"]:
+        """Return the tokens of the nodes that are read."""
+        return drafted if self.inner is None else drafted.index_select(1, self.inner)
+
+
+@dataclass(frozen=True, slots=True)
+class StaticShape:
+    """A static tree without its tokens, on one device: a step uploads nothing."""
+
+    shape: TreeShape
+    parents: Int[Tensor, " node"]
+    """As `TokenTree.parents`."""
+    levels: list[Level]
+
+    @classmethod
+    def of(cls, paths: Sequence[Path], device: torch.device) -> "StaticShape":
+        """Return the shape of rank paths that are sorted by length and closed under prefixes."""
+        known = {(): 0} | {path: node for node, path in enumerate(paths, start=1)}
+        parents = [-1] + [known[path[:-1]] for path in paths]
+        depth = max(map(len, paths), default=0)
+        return cls(
+            TreeShape.of(parents, device),
+            torch.tensor(parents).to(device),
+            [_level(paths, length, device) for length in range(1, depth + 1)],
+        )
+
+
+def _level(paths: Sequence[Path], length: int, device: torch.device) -> Level:
+    has_children = {path[:-1] for path in paths}
+    above = [path for path in paths if len(path) == length - 1 and path in has_children]
+    here = [path for path in paths if len(path) == length]
+    read = {path: place for place, path in enumerate(above or [()])}
+    inner = [place for place, path in enumerate(here) if path in has_children]
+    parents = [read[path[:-1]] for path in here]
+    width = 1 + max(path[-1] for path in here)
+    guesses = [parent * width + path[-1] for parent, path in zip(parents, here, strict=True)]
+    places = torch.tensor(parents).to(device)
+    index = torch.tensor(inner, dtype=torch.long).to(device)
+    return Level(
+        places,
+        None if guesses == list(range(len(read) * width)) else torch.tensor(guesses).to(device),
+        None if len(inner) == len(here) else index,
+        places[index],
+        width,
+    )
 
 
 class TreePolicy(ABC):
-    """Grows one tree a row from a drafter, level by level."""
+    """Grows one tree per row with a drafter, level by level."""
 
     name: str
     num_nodes: int
-    """Nodes of every tree, root included."""
+    """Nodes of every tree, with the root."""
     depth: int
     """Levels below the root."""
     num_guesses: int = 1
-    """Guesses taken of one answer of the drafter, at most."""
+    """Most guesses taken after one node."""
     num_answers: int = 1
-    """Nodes of one level that the drafter answers for, at most."""
+    """Most nodes of one level that the drafter reads."""
     copied: int = 0
-    """Tokens that prompt lookup is asked for beside the drafter; zero needs none: see `hybrid`."""
+    """Tokens copied by prompt lookup in addition to drafted ones; zero is none: see `hybrid`."""
 
     @property
     def own_depth(self) -> int:
-        """Levels that the drafter drafts itself, copied text aside; of none it reads nothing.
+        """Levels that the drafter drafts, without copied text; with zero levels it reads nothing.
 
-        What such a step commits waits for it: see `loop.step`.
+        It reads the tokens of such a step later: see `loop.step`.
         """
         return self.depth
 
-    def of_step(self, requests: Sequence[Progress]) -> "TreePolicy":
-        """Return the policy of these requests' coming step: here always itself.
+    def of_step(self, requests: Sequence[RequestProgress]) -> "TreePolicy":
+        """Return the policy for the next step of these requests; the default is this one.
 
-        None is larger, deeper or wider than this.
+        It must not be larger, deeper or wider than this one.
         """
         del requests
         return self
 
     @abstractmethod
     def grow(
-        self, drafter: Drafter, committed: Committed, memory: Any, rows: Rows | None = None
+        self, drafter: Drafter, committed: Committed, memory: Any, rows: SamplingState | None = None
     ) -> TokenTree:
-        """Draft one tree a row; `rows` say what each asks for, and know the noise it draws with."""
+        """Draft one tree per row; `rows` has their sampling settings and noise."""
 
 
 class Static(TreePolicy):
-    """The same shape in every step: each path names the ranks of the guesses along it.
+    """The same shape in every step: each path gives the ranks of the guesses along it.
 
     `((0,), (1,), (0, 0))` drafts the two best next tokens and the best token after the first.
 
-    Paths are distinct and closed under prefixes. A token that the drafter gives a probability
-    below `confidence` is verified and nothing is drafted below it; zero drafts every path to its
-    end. With an `estimate` that is held against the confidence. Reports call the tree `name`.
+    Paths must be distinct and closed under prefixes. Drafting stops below a token whose probability
+    under the drafter, or whose `estimate`, is less than `confidence`; the token itself is verified.
+    Zero never stops. Reports call the tree `name`.
 
     Source: Cai et al. 2024, arXiv:2401.10774, section 2.3.3; Mamou et al. 2024,
     arXiv:2405.04304, for stopping.
@@ -99,16 +200,16 @@ class Static(TreePolicy):
         self.num_guesses = 1 + max((path[-1] for path in ordered), default=0)
         answers = Counter(len(path) for path in {path[:-1] for path in ordered})
         self.num_answers = max(answers.values(), default=1)
-        self._shapes: dict[torch.device, Shape] = {}
+        self._shapes: dict[torch.device, StaticShape] = {}
 
-    def shape(self, device: torch.device) -> Shape:
-        """Return what follows from the paths, copied to a device when it is first asked for."""
+    def shape(self, device: torch.device) -> StaticShape:
+        """Return the shape on a device; it is copied there once."""
         if device not in self._shapes:
-            self._shapes[device] = Shape.of(self.paths, device)
+            self._shapes[device] = StaticShape.of(self.paths, device)
         return self._shapes[device]
 
     def grow(
-        self, drafter: Drafter, committed: Committed, memory: Any, rows: Rows | None = None
+        self, drafter: Drafter, committed: Committed, memory: Any, rows: SamplingState | None = None
     ) -> TokenTree:
         """Draft `num_nodes - 1` tokens by their ranks."""
         if not self.depth:
@@ -120,33 +221,34 @@ class Static(TreePolicy):
         drafted = [root]
         stop = Stop(drafter, self.confidence, batch, root.device, self.estimate)
         for index, level in enumerate(shape.levels):
-            best = _best(logits, level.width)[:, level.parents, level.ranks]
+            best = level.guessed(_best(logits, level.width))
             drafted.append(drafter.to_tokens(best))
             stop.level(logits, state, best, level.parents, level.inner)
             if index + 1 == self.depth or stop.everywhere():
                 break
-            inner = drafted[-1][:, level.inner]
+            inner = level.read(drafted[-1])
             logits, state = drafter.extend(state, inner, level.inner_parents.expand(batch, -1))
         return self.shaped(drafted, stop)
 
     def shaped(self, drafted: list[Tensor], stop: Stop) -> TokenTree:
-        """Return the tree, as far as it was drafted, from the tokens of its levels."""
+        """Return the tree of the drafted levels from their tokens."""
         tokens = torch.cat(drafted, dim=1)
         batch, size = tokens.shape
-        shape = self.shape(tokens.device)
-        parents = shape.parents[:size].expand(batch, -1)
-        if stop.confidence:
-            # whether an absent node is among the ancestors of another does not matter
-            parents = parents.masked_fill(~torch.cat(stop.present, dim=1), -1)
-        return TokenTree(tokens, parents, shape.reach[:, :size, :size].expand(batch, -1, -1))
+        static = self.shape(tokens.device)
+        parents = static.parents[:size].expand(batch, -1)
+        if not stop.confidence:
+            return TokenTree(tokens, parents, shape=static.shape)
+        # an absent node may be an ancestor of another absent node, which has no effect
+        parents = parents.masked_fill(~torch.cat(stop.present, dim=1), -1)
+        return TokenTree(tokens, parents, static.shape.reach[:, :size, :size].expand(batch, -1, -1))
 
 
 class BestFirst(TreePolicy):
-    """The nodes the drafter itself believes in most, under a budget: EAGLE-2 and OPT-Tree.
+    """The likeliest nodes under the drafter, as in EAGLE-2 and OPT-Tree.
 
-    A node's score is the probability of its path. Each level expands the `beam` best nodes
-    drafted so far at that depth into `branch` children each; of all of them the best
-    `num_nodes - 1` stay. Scores only shrink along a path, so what stays is a tree.
+    The score of a node is the probability of its path. Each level expands the `beam` best nodes of
+    the level above into `branch` children each, and the best `num_nodes - 1` nodes of all levels
+    are kept. Scores decrease along a path, so the kept nodes are a tree.
 
     Source: Li et al. 2024, arXiv:2406.16858, section 4; Wang et al. 2024, arXiv:2406.17276.
     """
@@ -166,7 +268,7 @@ class BestFirst(TreePolicy):
         self.num_guesses, self.num_answers = branch, beam
 
     def grow(
-        self, drafter: Drafter, committed: Committed, memory: Any, rows: Rows | None = None
+        self, drafter: Drafter, committed: Committed, memory: Any, rows: SamplingState | None = None
     ) -> TokenTree:
         """Draft level by level, then keep the best nodes of all levels."""
         drafter = coupled(drafter, rows)
@@ -188,7 +290,7 @@ class BestFirst(TreePolicy):
                 inner = drafted[-1].gather(1, kept)
                 logits, state = drafter.extend(state, inner, kept // self.branch)
             first += total.shape[1]
-        # ties go to the shallower node, which stands first: a stable sort keeps the set a tree
+        # a stable sort prefers the shallower of equal nodes: the kept nodes are a tree
         order = torch.cat(scores, dim=1).argsort(dim=1, descending=True, stable=True)
         kept = order[:, : self.num_nodes - 1].sort(dim=1).values
         tokens = torch.cat(drafted, dim=1).gather(1, kept)
@@ -202,13 +304,12 @@ class BestFirst(TreePolicy):
 
 
 class Beam(TreePolicy):
-    """The `width` best paths of every length, each level continuing those of the level above.
+    """Beam search: the `width` best paths of every length, as in ReDrafter.
 
-    What ReDrafter drafts with. Every path that was ever among the best stays in the tree, also
-    one that nothing continued, so that all trees have the same size; the original keeps only
-    the beginnings of the last level's paths.
+    Every path of every level stays in the tree, even if no later path continues it, so that all
+    trees have the same size. The original keeps only the prefixes of the last level's paths.
 
-    Only the `top` guesses count at each node, and probabilities are those among them.
+    Only the `top` guesses after each node are used, and probabilities are normalised over them.
 
     Source: Cheng et al. 2024, arXiv:2403.09919, section 3.2; `recurrent_drafting` of
     apple/ml-recurrent-drafter for `top`.
@@ -226,9 +327,9 @@ class Beam(TreePolicy):
         self.num_guesses = self.num_answers = width
 
     def grow(
-        self, drafter: Drafter, committed: Committed, memory: Any, rows: Rows | None = None
+        self, drafter: Drafter, committed: Committed, memory: Any, rows: SamplingState | None = None
     ) -> TokenTree:
-        """Draft `width` tokens a level, those that end the likeliest paths."""
+        """Draft the last tokens of the `width` likeliest paths of each level."""
         drafter = coupled(drafter, rows)
         root = committed.root()
         logits, state = drafter.begin(committed, memory)
@@ -253,24 +354,148 @@ def _rank(rank: int) -> int:
 
 
 def root_only(committed: Committed) -> TokenTree:
-    """Return the tree without a draft: the base alone, in the same loop."""
+    """Return the tree without a draft, which decodes with the base alone."""
     root = committed.root()
     alone = torch.ones_like(root, dtype=torch.bool)[..., None]
     return TokenTree(root, torch.full_like(root, -1), alone)
 
 
 def _best(logits: Tensor, width: int) -> Tensor:
-    """Return the `width` best tokens, best first; argmax is much cheaper than a sort of one."""
+    """Return the `width` best tokens, best first; for one, argmax is much cheaper than topk."""
     if width == 1:
         return likeliest(logits)[..., None]
     return logits.topk(width, dim=-1).indices
 
 
 def chain(depth: int, confidence: float = 0.0) -> Static:
-    """Return the policy that drafts one token a level, until it doubts one (see `Static`)."""
+    """Return the policy that drafts one token per level; for `confidence` see `Static`."""
     refuse_nodes(depth + 1, "tree.depth")
     return Static([(0,) * length for length in range(1, depth + 1)], "chain", confidence)
 
 
 NOTHING = Static([], name="none")
-"""No draft at all: the base alone, in the same loop."""
+"""No draft: the base alone, in the same loop."""
+
+
+class Product(TreePolicy):
+    """The likeliest complete paths among all products of each level's best guesses.
+
+    The drafter reads the whole product, because every node of a level is continued. Complete paths
+    are added by probability until the tree is full. Paths share their common nodes: 1 + n * k nodes
+    are always enough for n paths of depth k.
+
+    `branches` is the number of guesses after each node of a level, from the first level on.
+    `num_nodes` includes the root and is at most the size of the product.
+
+    Source: Wertheimer et al. 2024, arXiv:2404.19124; `generate_suffixes` of
+    foundation-model-stack/fms-extras, which counts candidates where this counts nodes.
+    """
+
+    def __init__(self, branches: Sequence[int], num_nodes: int) -> None:
+        levels = level_sizes(branches)
+        most = sum(levels)
+        if min(branches, default=0) < 1 or not 2 <= num_nodes <= most:
+            raise InputError(
+                f"a product tree needs at least 1 branch for each level and 2 to {most} nodes, got "
+                f"{list(branches)} and {num_nodes}; set tree.branches, tree.num_nodes"
+            )
+        self.name = "product"
+        self.branches, self.num_nodes, self.depth = tuple(branches), num_nodes, len(branches)
+        self.num_guesses, self.num_answers = max(branches), max(levels[:-1])
+
+    def grow(
+        self, drafter: Drafter, committed: Committed, memory: Any, rows: SamplingState | None = None
+    ) -> TokenTree:
+        """Draft the whole product, then keep the prefixes of its best paths."""
+        drafter = coupled(drafter, rows)
+        logits, state = drafter.begin(committed, memory)
+        paths = committed.root()[..., None]
+        score = torch.zeros(paths.shape[:2], dtype=logits.dtype, device=logits.device)
+        for level, branch in enumerate(self.branches):
+            best, guesses = logits.log_softmax(-1).topk(branch, dim=-1)
+            score = (score[..., None] + best).flatten(1)
+            above = torch.arange(paths.shape[1], device=paths.device).repeat_interleave(branch)
+            drafted = drafter.to_tokens(guesses).flatten(1)
+            paths = torch.cat([paths[:, above], drafted[..., None]], dim=-1)
+            if level + 1 < self.depth:
+                logits, state = drafter.extend(state, drafted, above.expand_as(drafted))
+        # each path adds at least one node, so more paths cannot change the tree
+        order = score.topk(min(self.num_nodes, score.shape[1]), dim=1).indices
+        return from_paths(paths.take_along_dim(order[..., None], dim=1), self.num_nodes)
+
+
+_NO_CHANCE = -2000.0
+"""Replaces the logarithm of zero: less than any log-probability with noise, but finite, and so
+noise still orders tokens of probability zero."""
+
+
+class Sampled(TreePolicy):
+    """Tokens sampled from the drafter's distribution without replacement, for `rejection`.
+
+    `branches` is the number of children of every node of a level, from the root on; `(1, 1, 1)` is
+    the chain of speculative sampling. The same sampling settings apply to drafter and base. Rows at
+    temperature zero get the drafter's best guesses. For `confidence` see `Static`.
+
+    Source: Leviathan et al. 2023, arXiv:2211.17192; Chen et al. 2024, arXiv:2402.12374.
+    """
+
+    def __init__(self, branches: Sequence[int], confidence: float = 0.0) -> None:
+        if not branches or min(branches) < 1:
+            raise InputError(
+                f"a sampled tree needs a level, and a child a node at least, got {branches}"
+            )
+        level_sizes(branches)
+        self.name, self.branches, self.confidence = "sampled", tuple(branches), confidence
+        paths = [
+            path
+            for depth in range(1, len(branches) + 1)
+            for path in itertools.product(*map(range, branches[:depth]))
+        ]
+        self._static = Static(paths, confidence=confidence)
+        self.num_nodes, self.depth = self._static.num_nodes, self._static.depth
+        self.num_guesses, self.num_answers = max(branches), self._static.num_answers
+
+    def grow(
+        self, drafter: Drafter, committed: Committed, memory: Any, rows: SamplingState | None = None
+    ) -> TokenTree:
+        """Sample level by level."""
+        assert rows is not None
+        logits, state = drafter.begin(committed, memory)
+        drafted, probs = [committed.root()], []
+        paths = drafted[0][..., None]
+        batch, device = len(paths), paths.device
+        stop = Stop(drafter, self.confidence, batch, device)
+        for level, width in enumerate(self.branches):
+            logits = over_vocabulary(drafter, logits, rows.vocab_size)
+            probs.append(rows.probs(logits, paths))
+            drawn = _drawn(rows, logits, probs[-1], level, width).flatten(1)
+            drafted.append(drawn)
+            parents = torch.arange(logits.shape[1], device=drawn.device).repeat_interleave(width)
+            stop.level(logits, state, drawn, parents, None)
+            if level + 1 == self.depth or stop.everywhere():
+                break
+            paths = torch.cat([paths[:, parents], drawn[..., None]], dim=-1)
+            logits, state = drafter.extend(state, drawn, parents.expand(batch, -1))
+        how = Drawn(self.branches[: len(probs)], torch.cat(probs, dim=1))
+        return replace(self._static.shaped(drafted, stop), drawn=how)
+
+
+def _drawn(
+    rows: SamplingState,
+    logits: Float[Tensor, "batch node vocab"],
+    probs: Float[Tensor, "batch node vocab"],
+    level: int,
+    count: int,
+) -> Int[Tensor, "batch node path"]:
+    """Return tokens sampled without replacement after each node at depth `level`, in order.
+
+    A greedy row gets the likeliest tokens instead. If too few tokens have a probability above zero,
+    others follow in random order.
+    """
+    order = logits.double().log_softmax(-1)
+    if rows.draws:
+        keys = noise.bits(rows.seeds, rows.lengths + level + 1, noise.DRAFT)
+        random = noise.gumbel(keys[:, None], logits.shape[-1])
+        order = torch.where(rows.drawing[:, None, None], random, order)
+    chance = probs.double().log().clamp(min=_NO_CHANCE)
+    return (chance + order).topk(count, dim=-1).indices

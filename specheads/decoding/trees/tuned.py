@@ -1,4 +1,4 @@
-"""What `specheads tune` measured of a head on a machine, and the tree it chose: tuned.json.
+"""tuned.json: what `specheads tune` measured on a machine, and the trees it chose.
 
 See docs/tune.md.
 """
@@ -10,14 +10,79 @@ from typing import Any
 
 import torch
 
+from specheads.core.drafter import Drafter
 from specheads.core.errors import InputError
+from specheads.core.features import Committed
 from specheads.core.machine import device_name, dtype_name
 from specheads.core.records import from_json
+from specheads.core.tree import TokenTree
 from specheads.decoding.cost import StepCost
+from specheads.decoding.sampling import SamplingState
 from specheads.decoding.trees import policies
-from specheads.decoding.trees.adaptive import Adaptive, Place, nearest
 from specheads.decoding.trees.early_stop import Estimate
 from specheads.decoding.trees.hybrid import HybridTree, own_tree
+from specheads.decoding.trees.policies import RequestProgress
+
+Place = tuple[int, int]
+"""A batch and a context length in tokens per row."""
+
+
+def nearest(places: Sequence[Place], batch: int, context: int | float) -> int:
+    """Return the index of the place with the nearest batch, then context, by ratio."""
+
+    def far(place: int) -> tuple[float, float]:
+        near, deep = (
+            abs(math.log(max(one, 1) / max(other, 1)))
+            for one, other in zip(places[place], (batch, context), strict=True)
+        )
+        return near, deep
+
+    return min(range(len(places)), key=far)
+
+
+class Adaptive(policies.TreePolicy):
+    """Uses the tuned tree nearest to the batch and context of each step.
+
+    Source: Chen et al. 2024, arXiv:2402.12374, for trees that depend on the machine; Together AI's
+    adaptive Sequoia, 2024, for trees that depend on the context.
+
+    Args:
+        trees: Trees to choose from.
+        places: The batch and context that each tree was chosen for.
+    """
+
+    def __init__(self, trees: Sequence[policies.TreePolicy], places: Sequence[Place]) -> None:
+        self.name, self.trees, self.places = "tuned", trees, places
+        self.num_nodes = max(one.num_nodes for one in trees)
+        self.depth = max(one.depth for one in trees)
+        self.num_guesses = max(one.num_guesses for one in trees)
+        self.num_answers = max(one.num_answers for one in trees)
+        self.copied = max(one.copied for one in trees)
+
+    @property
+    def own_depth(self) -> int:
+        """Levels of the deepest of the head's own trees."""
+        return max(one.own_depth for one in self.trees)
+
+    def of_step(self, requests: Sequence[RequestProgress]) -> policies.TreePolicy:
+        """Return the nearest tree."""
+        return self._nearest([one.length for one in requests])
+
+    def _nearest(self, lengths: Sequence[int]) -> policies.TreePolicy:
+        context = sum(lengths) / len(lengths)
+        return self.trees[nearest(self.places, len(lengths), context)]
+
+    def grow(
+        self, drafter: Drafter, committed: Committed, memory: Any, rows: SamplingState | None = None
+    ) -> TokenTree:
+        """Draft with the nearest tree, for steps without an engine."""
+        assert rows is not None
+        policy = self._nearest(rows.lengths.tolist())
+        if not policy.depth:
+            # a later step may draft again, and needs the tokens committed until then
+            drafter.read(committed, memory)
+        return policy.grow(drafter, committed, memory, rows)
+
 
 SCHEMA = 1
 
@@ -27,16 +92,16 @@ FILE = "tuned.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Where times were measured."""
+    """The machine on which times were measured."""
 
     device: str
     name: str
-    """The GPU's, or the processor's."""
+    """Name of the GPU or CPU."""
     dtype: str
 
     @classmethod
     def of(cls, device: torch.device, dtype: torch.dtype) -> "Machine":
-        """Return what a base computes on, and in."""
+        """Return the machine of a device and a dtype."""
         return cls(
             device=device.type,
             name=device_name(device),
@@ -46,59 +111,58 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostError:
-    """How far the fitted costs lie from times that were measured, as shares of these."""
+    """Relative errors of the fitted costs."""
 
     points: int
     median: float
     largest: float
     held_out: float
-    """Largest of points that were left out of the fit they are held against."""
+    """Largest error at points that were left out of the fit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PathRates:
-    """How often the base's own text follows each rank path, after prompts of some length."""
+    """How often the base's text follows each rank path, at one context length."""
 
     context: int
     places: int
-    """Places of the text that were drafted from."""
+    """Number of positions that were drafted from."""
     paths: dict[str, float]
-    """Share of the places whose next tokens are those of the path: "0.1" is the best guess and
-    then the second best."""
+    """Fraction of positions whose next tokens follow the path: "0.1" is the best guess and then the
+    second best."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatchRates:
-    """How often prompt lookup finds so many tokens before, and is right then."""
+    """How often prompt lookup finds a match of one length, and is right then."""
 
     share: float
-    """Of the steps, those in which no more tokens than these stood in the text before."""
+    """Fraction of steps whose longest match has this length."""
     rates: list[float]
-    """Conditional rate of each copied token."""
+    """Conditional acceptance rate of each copied token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Acceptance:
-    """How often guesses are right."""
+class AcceptanceRates:
+    """Measured acceptance rates."""
 
     per_depth: list[float]
-    """Conditional rate of the best guess at each depth, every guess above it being right: in the
-    steps of a chain as deep as the head."""
+    """Conditional acceptance rate of the best guess at each depth, in steps of a chain as deep as
+    the head."""
     by_context: list[PathRates] = field(default_factory=list)
     matches: list[MatchRates] = field(default_factory=list)
-    """Of what prompt lookup copies after one, two, ... tokens that stood in the text before. Empty
-    where it was not measured."""
+    """Rates of prompt lookup after a match of one, two, ... tokens. Empty if not measured."""
 
-    def alone(self) -> "Acceptance":
-        """Return that of the head's own guesses."""
+    def alone(self) -> "AcceptanceRates":
+        """Return the rates of the head alone, without copied text."""
         return replace(self, matches=[])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TunedTree:
-    """The best way to draft at a batch and a context; `kind` none is not to.
+    """The best tree at a batch and a context; kind "none" does not draft.
 
-    What is said of the tree is said of the head's own, to which copied text is joined.
+    All fields except `copied` describe the head's own tree, without copied text.
     """
 
     batch: int
@@ -106,27 +170,26 @@ class TunedTree:
     tokens_per_forward: float
     predicted_speedup: float
     interval: list[float] = field(default_factory=list)
-    """95 % interval of that over the texts that judged it, as of `Tried`."""
+    """95 % interval of the speed-up, as in `Tried`."""
     kind: str
     """none, static or best_first."""
     paths: list[list[int]] = field(default_factory=list)
-    """Rank paths of a static tree, a chain among them."""
+    """Rank paths of a static tree or chain."""
     confidence: float = 0.0
-    """As of `policies.Static`."""
+    """As in `policies.Static`."""
     stop: Estimate | None = None
-    """What the confidence is held against; None is the head's own probability."""
+    """Estimate that is compared with the confidence; None is the head's probability."""
     num_nodes: int = 1
     depth: int = 0
     beam: int = 0
     branch: int = 0
     copied: int = 0
-    """Nodes for text that prompt lookup copies: see `HybridTree`."""
+    """Nodes for copied text: see `HybridTree`."""
     rates: list[float] = field(default_factory=list)
-    """How often each level was right where the one above was, drafted there or not. Empty where it
-    was not measured."""
+    """Conditional acceptance rate of each level, drafted or not. Empty if not measured."""
 
     def policy(self) -> policies.TreePolicy:
-        """Return how drafts grow."""
+        """Return the tree policy."""
         own = self._own()
         return HybridTree(own, self.copied) if self.copied else own
 
@@ -145,7 +208,7 @@ class TunedTree:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tried:
-    """One way to draft that was timed for real."""
+    """A tree whose decoding was timed."""
 
     batch: int
     context: int
@@ -153,20 +216,20 @@ class Tried:
     num_nodes: int
     depth: int
     tokens_per_forward: float
-    """On text that the trees were not grown from."""
+    """Measured on text that was not used to choose the trees."""
     step_overhead: float
-    """Time of a step over that of the base alone."""
+    """Time of a step divided by that of the base alone."""
     speedup: float
     interval: list[float] = field(default_factory=list)
-    """95 % interval of the speed-up, texts drawn anew. Empty where it was not measured."""
+    """95 % bootstrap interval of the speed-up over texts. Empty if not measured."""
     fitted: float | None = None
-    """Speed-up by the fitted costs; none where the number of nodes differs from step to step."""
+    """Speed-up predicted by the fitted costs; None if the number of nodes varies."""
     chosen: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuned:
-    """tuned.json."""
+    """Contents of tuned.json."""
 
     schema: int = SCHEMA
     machine: Machine
@@ -174,21 +237,21 @@ class Tuned:
     """Fingerprint of the base."""
     cost: StepCost
     cost_error: CostError
-    acceptance: Acceptance
+    acceptance: AcceptanceRates
     trees: list[TunedTree]
     tried: list[Tried] = field(default_factory=list)
     new_tokens: int = 0
-    """Tokens by which the texts went on that all this was measured on: longer ones repeat
-    themselves more. 0 where it was not recorded."""
+    """New tokens per text in the measurements; longer texts repeat themselves more. 0 if not
+    recorded."""
 
     @classmethod
     def read(cls, value: Mapping[str, Any], where: str, depth: int | None = None) -> "Tuned":
-        """Return what a file holds, for a head that drafts so many levels; None: any number.
+        """Return the contents of a file, for a head of this depth; None accepts any depth.
 
         Raises:
-            ValueError: It is of another schema or head, or damaged.
+            ValueError: The file has another schema, is damaged, or is for another head.
         """
-        remedy = f"delete {where}, and measure anew with specheads tune"
+        remedy = f"delete {where}, and measure again with specheads tune"
         if value.get("schema") != SCHEMA:
             raise InputError(
                 f"tuned.json must be of schema {SCHEMA}, got {value.get('schema')!r:.40}; {remedy}"
@@ -226,7 +289,7 @@ class Tuned:
                 )
             if tree.copied and not own.depth:
                 raise InputError(
-                    f"tuned.json has {tree.copied} copied tokens beside a tree that drafts nothing"
+                    f"tuned.json has {tree.copied} copied tokens with a tree that drafts nothing"
                 )
             deepest = own.depth
             if depth is not None and deepest > depth:
@@ -235,10 +298,7 @@ class Tuned:
                 )
 
     def branching(self) -> list[TunedTree]:
-        """Return the trees that are no chains and draft as much in every step, each once.
-
-        None whose rates were not measured.
-        """
+        """Return the distinct branching trees of fixed size whose rates were measured."""
         found: list[TunedTree] = []
         for tree in self.trees:
             wide = tree.num_nodes > tree.depth + 1 and not tree.confidence
@@ -248,24 +308,24 @@ class Tuned:
         return found
 
     def fits(self, device: torch.device, dtype: torch.dtype) -> bool:
-        """Return whether its times were measured on a machine like this one."""
+        """Return whether its times were measured on such a machine."""
         return self.machine == Machine.of(device, dtype)
 
     def best(self, batch: int, context: int | float) -> TunedTree:
-        """Return the tree that was chosen nearest to a batch and a context, by their ratios."""
+        """Return the tree of the nearest batch and context, by ratio."""
         return self.trees[nearest(self._places(), batch, context)]
 
     def _places(self) -> list[Place]:
         return [(one.batch, one.context) for one in self.trees]
 
     def policy(self) -> policies.TreePolicy:
-        """Return how drafts grow, in each step as batch and context have it then."""
+        """Return the tree policy, which follows batch and context in each step."""
         grown = [tree.policy() for tree in self.trees]
         first = self.trees[0]
         if all(_same_shape(tree, first) for tree in self.trees):
             return grown[0]
         if any(tree.copied for tree in self.trees):
-            # what is copied in some steps stands in the text of all
+            # prompt lookup must store the text of every step, also of those that copy nothing
             grown = [HybridTree(one, 0) if one.depth and not one.copied else one for one in grown]
         return Adaptive(grown, self._places())
 

@@ -6,7 +6,7 @@ from typing import Literal, Protocol, runtime_checkable
 
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
-from specheads.decoding.acceptance.sampling import Sampling
+from specheads.decoding.sampling import Sampling
 
 Finish = Literal["eos", "length"]
 

@@ -20,8 +20,8 @@ from specheads.core.files import sole_writer
 from specheads.core.machine import dtype_name
 from specheads.core.paths import writable_folder
 from specheads.data.sources import refuse_unreadable
-from specheads.decoding.acceptance.sampling import Sampling, each_prompt
 from specheads.decoding.generate import generate
+from specheads.decoding.sampling import Sampling, each_prompt
 from specheads.heads.load import drafter_of, load_head
 from specheads.runs.progress import progress
 from specheads.training.distill.engine import (

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from specheads.core.loops import loops
-from specheads.decoding.acceptance.noise import derive
-from specheads.decoding.acceptance.sampling import Sampling
+from specheads.core.seeds import derive_seed
+from specheads.decoding.sampling import Sampling
 from specheads.training.distill.engine import Answer, GenerationRequest
 from specheads.training.distill.prompts import PromptSource
 
@@ -104,7 +104,7 @@ class GeneratedText:
     def request(self) -> GenerationRequest:
         """Return the next request."""
         rules = self._rules
-        seed = derive(derive(rules.sampling.seed, self._number), len(self._answers))
+        seed = derive_seed(derive_seed(rules.sampling.seed, self._number), len(self._answers))
         room = min(rules.new_tokens, rules.max_length - len(self._tokens))
         return GenerationRequest(
             self._number, self._tokens, room, replace(rules.sampling, seed=seed)

@@ -14,7 +14,7 @@ from specheads.base.model import FrozenBase
 from specheads.config import Distill, Train
 from specheads.core.drafter import Head
 from specheads.core.machine import peak_bytes, restart_peak, synchronise
-from specheads.decoding.acceptance.sampling import Sampling
+from specheads.decoding.sampling import Sampling
 from specheads.heads.load import build_for, drafter_of, resume_head
 from specheads.training import schedule as schedules
 from specheads.training.distill.engine import GenerationRequest

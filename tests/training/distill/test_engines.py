@@ -19,8 +19,8 @@ from transformers import GenerationConfig
 
 from specheads.base.model import FrozenBase
 from specheads.core.errors import InputError
-from specheads.decoding.acceptance.sampling import Sampling
 from specheads.decoding.generate import generate
+from specheads.decoding.sampling import Sampling
 from specheads.training.distill import server as requests
 from specheads.training.distill.engine import Answer, EngineOptions, GenerationRequest, TextEngine
 from specheads.training.distill.engines import openai, transformers

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from specheads.decoding.acceptance.sampling import Sampling
 from specheads.decoding.generate import generate
+from specheads.decoding.sampling import Sampling
 from specheads.heads.load import build_for
 from specheads.training.distill.engine import GenerationRequest
 from specheads.training.distill.engines import local

@@ -16,8 +16,8 @@ import pytest
 
 from specheads.base.model import FrozenBase
 from specheads.core.errors import InputError
-from specheads.decoding.acceptance.sampling import Sampling
 from specheads.decoding.generate import generate
+from specheads.decoding.sampling import Sampling
 from specheads.training.distill.engine import EngineOptions, GenerationRequest, TextEngine
 from specheads.training.distill.engines import openai
 

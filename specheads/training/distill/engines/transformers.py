@@ -11,8 +11,8 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from specheads.base.loading import without_generation_config
 from specheads.base.model import FrozenBase
 from specheads.core.tree import TokenTree
-from specheads.decoding.acceptance import rules
-from specheads.decoding.acceptance.sampling import Rows
+from specheads.decoding import accept
+from specheads.decoding.sampling import SamplingState
 from specheads.training.distill.engine import Answer, EngineOptions, GenerationRequest
 
 
@@ -98,7 +98,7 @@ class _Chosen(LogitsProcessor):
         last = text.gather(1, lengths[:, None] - 1).to(base.device)
         # the last prompt token is the root
         self.root = TokenTree(last, torch.full_like(last, -1))
-        self.rows = Rows(
+        self.rows = SamplingState(
             [request.sampling for request in requests],
             (lengths - 1).to(base.device),
             text.to(base.device),
@@ -112,7 +112,7 @@ class _Chosen(LogitsProcessor):
         """Return scores with one finite value per row."""
         del input_ids
         ancestors = self.root.ancestors()
-        token = rules.match(self.root, scores[:, None], ancestors, self.rows).bonus[:, None]
+        token = accept.match_rule(self.root, scores[:, None], ancestors, self.rows).bonus[:, None]
         self.rows.advance(token, self.rows.lengths + 1, [1] * len(token))
         return torch.full_like(scores, -torch.inf).scatter_(1, token, 0.0)
 

@@ -6,7 +6,7 @@ from typing import Any
 from weakref import finalize
 
 from specheads.core.errors import InputError, first_line
-from specheads.decoding.acceptance.sampling import Sampling
+from specheads.decoding.sampling import Sampling
 from specheads.training.distill.engine import Answer, EngineOptions, GenerationRequest
 
 

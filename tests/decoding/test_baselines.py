@@ -1,4 +1,4 @@
-"""Drafters without training: what they draft, and that they never change what is said."""
+"""Drafters without training: their drafts, and that the decoded text stays the same."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,14 +13,14 @@ from transformers import AutoModelForCausalLM
 
 from specheads.base.cache import KVCache
 from specheads.base.model import FrozenBase
-from specheads.baselines import DraftModel, PromptLookup, Streaming
-from specheads.baselines.streaming import WindowCache
 from specheads.core.drafter import Drafter
 from specheads.core.features import Committed
 from specheads.core.tree import TokenTree, chain
-from specheads.decoding.acceptance.sampling import Sampling
+from specheads.decoding.draft_model import DraftModel
 from specheads.decoding.generate import generate
-from specheads.decoding.prompt_lookup import continuation
+from specheads.decoding.prompt_lookup import PromptLookup, continuation
+from specheads.decoding.sampling import Sampling
+from specheads.decoding.streaming import Streaming, WindowCache
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import Hybrid, HybridTree, Lookup, join_copied
 from tests import tiny
@@ -71,7 +71,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("architecture", "name"), CASES)
-def test_every_baseline_says_what_the_base_says(architecture, name):
+def test_every_baseline_decodes_the_base_s_text(architecture, name):
     drafter, policy = arm(name, architecture)
     out = generate(tiny.base(architecture), drafter, tiny.prompts(), max_new_tokens=14, tree=policy)
     assert out.tokens == [said[:14] for said in tiny.continuations(architecture)]
@@ -79,7 +79,7 @@ def test_every_baseline_says_what_the_base_says(architecture, name):
 
 @pytest.mark.parametrize("name", ARMS)
 @pytest.mark.parametrize("architecture", ["gemma3"])
-def test_samples_are_those_of_the_base_alone_whoever_drafts(architecture, name):
+def test_samples_are_those_of_the_base_alone_with_every_drafter(architecture, name):
     base = tiny.base(architecture)
     settings: dict[str, Any] = {"max_new_tokens": 10, "sampling": Sampling(temperature=0.8, seed=5)}
     drafter, policy = arm(name, architecture)
@@ -109,7 +109,7 @@ def followed(text: Sequence[int], copied: int = 3, max_ngram: int = 2) -> list[i
     return [token for token in found[0].tolist() if token >= 0]
 
 
-def test_lookup_copies_what_followed_the_longest_match():
+def test_lookup_copies_the_tokens_after_the_longest_match():
     #  1 2 7 8 9 5 2 4 4 1 2     both "2"s match one token, only the first matches "1 2"
     assert followed([1, 2, 7, 8, 9, 5, 2, 4, 4, 1, 2]) == [7, 8, 9]
 
@@ -139,7 +139,7 @@ def naive(text: list[int], copied: int, max_ngram: int) -> list[int]:
 @given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=14), min_size=1, max_size=4))
 def test_lookup_of_ragged_rows_equals_a_search_by_loops(rows: list[list[int]]):
     width = max(map(len, rows))
-    # what lies beyond a row's end is never looked at, whatever it is
+    # tokens after a row's end are never read
     text = torch.tensor([row + [1] * (width - len(row)) for row in rows])
     lengths = torch.tensor([len(row) - 1 for row in rows])
     found = continuation(text, lengths, 4, 3)
@@ -147,12 +147,12 @@ def test_lookup_of_ragged_rows_equals_a_search_by_loops(rows: list[list[int]]):
         drafted = [token for token in copied if token >= 0]
         assert drafted == naive(row, 4, 3)
         assert copied == drafted + [-1] * (4 - len(drafted))
-        # a draft is empty exactly where the last token stands nowhere else, and else a substring
+        # a draft is empty if the last token occurs nowhere else, and a substring otherwise
         assert bool(drafted) == (row[-1] in row[:-1])
         assert any(row[place : place + len(drafted)] == drafted for place in range(len(row)))
 
 
-def test_a_lookup_tree_is_no_larger_than_what_was_found(monkeypatch):
+def test_a_lookup_tree_is_no_larger_than_its_match(monkeypatch):
     base, policy, widths = tiny.base(), Lookup(6), []
     grown = policy.grow
 
@@ -238,7 +238,7 @@ def test_a_draft_model_of_another_vocabulary_is_refused_in_one_line():
 
 
 @pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
-def test_a_window_as_long_as_the_context_drafts_what_the_base_says(architecture):
+def test_a_window_as_long_as_the_context_drafts_the_base_s_text(architecture):
     base = tiny.base(architecture)
     drafter = Streaming(base, 3, window=base.max_length)
     out = generate(base, drafter, tiny.prompts(), max_new_tokens=tiny.NEW_TOKENS)
@@ -304,7 +304,7 @@ def test_the_window_keeps_sinks_and_the_last_tokens_and_never_grows():
     assert cache.row_lengths == [7]
     assert cache.positions.tolist() == [21]
     assert cache.slot_positions(7).tolist() == [[0, 1, 16, 17, 18, 19, 20]]
-    # values of the first layer depend on the token alone, so they tell which tokens are kept
+    # values of the first layer depend on the token alone, so they identify the kept tokens
     kept, all_values = cache._own_layers[0].held()[1], whole._own_layers[0].held()[1]
     torch.testing.assert_close(kept[:, :, :7], all_values[:, :, [0, 1, 16, 17, 18, 19, 20]])
 
@@ -334,7 +334,7 @@ def test_rows_of_windows_join():
     assert cache.positions.tolist() == [4]
 
 
-def test_a_window_shorter_than_what_is_copied_at_once_reads_all_of_it():
+def test_a_window_shorter_than_the_copied_text_reads_all_of_it():
     both = Hybrid(Streaming(tiny.base(), 2, sinks=2, window=4), lookup(12))
     prompts = [[7, 3, 11, 5, 2, 9, 7, 3, 11] * 3, [4, 8] * 5]
     how: dict[str, Any] = {"max_new_tokens": 60}
@@ -363,7 +363,7 @@ def first_rows(tree: TokenTree, count: int) -> TokenTree:
 def test_a_graft_shares_the_nodes_that_the_tree_has_already():
     #        0                row 0 copies 5 7 8: the tree holds 5 7, and 8 is new below it
     #      5   6              row 1 copies 6 9: the tree holds 6
-    #      7                  row 2 copies nothing, row 3 what the tree does not begin with
+    #      7                  row 2 copies nothing, row 3 copies a path that the tree does not have
     tree = static_tree([[0, 5, 6, 7]] * 4, [-1, 0, 0, 1])
     copied = torch.tensor([[5, 7, 8], [6, 9, -1], [-1, -1, -1], [1, 2, 3]])
     out = join_copied(tree, copied, 2)
@@ -429,15 +429,15 @@ def paths(tokens: list[int], parents: list[int]) -> list[tuple[int, ...]]:
     return list(found.values())
 
 
-def test_a_hybrid_takes_what_either_part_knows():
-    # the oracle knows a text that says its prompt once more; lookup finds what it does not draft
+def test_a_hybrid_accepts_tokens_of_both_parts():
+    # the oracle knows a text that repeats its prompt; lookup finds tokens it does not draft
     base = tiny.base()
     prompt = tiny.prompts()[0] + tiny.continuations()[0]
     settings: dict[str, Any] = {"max_new_tokens": 20}
     said = generate(base, None, [prompt], **settings).tokens[0]
     oracle = tiny.Oracle([prompt + said], 2, tiny.VOCAB)
     head = generate(base, oracle, [prompt], **settings).forwards[0]
-    # a prompt that holds the answer is what lookup is good at
+    # lookup is good at a prompt that contains the answer
     rich = [*said, *prompt[: -len(said)], *prompt[-len(said) :]]
     out = generate(base, None, [rich], **settings).tokens[0]
     both = Hybrid(tiny.Oracle([rich + out], 2, tiny.VOCAB), lookup(8))

@@ -1,7 +1,7 @@
-"""From logits to the distribution a request asks for, and the random numbers it draws with.
+"""Sampling settings of requests: from logits to probabilities and samples.
 
-Probs are those of transformers' own logits processors, for base and drafter alike, and what a
-request draws depends on its own seed and on places in its text alone. See docs/losslessness.md.
+Base and drafter use transformers' own logits processors. The samples of a request depend on its
+seed and on positions in its text only. See docs/losslessness.md.
 """
 
 from collections.abc import Sequence
@@ -24,34 +24,34 @@ from transformers import (
 
 from specheads.core.bounds import whole
 from specheads.core.errors import InputError
+from specheads.core.seeds import derive_seed
 from specheads.core.tree import TokenTree
-from specheads.decoding.acceptance import noise
-from specheads.decoding.acceptance.accept import likeliest
-from specheads.decoding.acceptance.noise_cache import NoiseCache
+from specheads.decoding import noise
+from specheads.decoding.noise import NoiseCache, likeliest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How one request wants its tokens chosen; as it stands, greedily."""
+    """How the tokens of a request are chosen; the default is greedy."""
 
     temperature: float = 0.0
-    """Divides logits, at least 1e-30. Zero is greedy, whatever `top_k`, `top_p` and `min_p` say."""
+    """Divides logits, at least 1e-30; zero is greedy and ignores `top_k`, `top_p` and `min_p`."""
 
     top_k: int = 0
-    """Tokens drawn from, the likeliest ones. Zero draws from all."""
+    """Sample from this many likeliest tokens. Zero is all."""
 
     top_p: float = 1.0
-    """Probability that the tokens drawn from reach together, likeliest first. One is all."""
+    """Sample from the likeliest tokens that reach this total probability. One is all."""
 
     min_p: float = 0.0
-    """Probability that a token needs, as a share of the likeliest one's. Zero is none."""
+    """Smallest probability of a token, relative to the likeliest one's. Zero is off."""
 
     repetition_penalty: float = 1.0
-    """Divides positive logits, and multiplies negative ones, of tokens already in the text, the
-    prompt included. One is none."""
+    """Divides positive logits, and multiplies negative ones, of tokens that are already in the
+    prompt or the text. One is off."""
 
     seed: int = 0
-    """Seed of the draws."""
+    """Seed of the samples."""
 
     def __post_init__(self) -> None:
         for name in ("top_k", "seed"):
@@ -61,7 +61,7 @@ class Sampling:
             if isinstance(value, bool) or not isinstance(value, Real) or not isfinite(value):
                 raise InputError(f"{name} must be a finite number, got {value!r:.80}")
         for name, allowed, holds in (
-            # a float32 has no room for logits over less
+            # logits divided by less overflow in float32
             (
                 "temperature",
                 "0 (greedy) or at least 1e-30",
@@ -78,42 +78,46 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        """Whether the base's likeliest token is what it wants, and nothing else."""
+        """Whether it always takes the base's likeliest token."""
         return self.temperature == 0 and self.repetition_penalty == 1
 
     def of_prompt(self, index: int) -> "Sampling":
-        """Return these settings with a seed of its own for the `index`-th of many prompts."""
-        return replace(self, seed=noise.derive(self.seed, index))
+        """Return these settings with the seed of the `index`-th prompt."""
+        return replace(self, seed=derive_seed(self.seed, index))
 
 
 GREEDY = Sampling()
 
 
 @dataclass(slots=True)
-class Rows:
-    """What acceptance rules and tree policies may know of a batch: settings, places, texts."""
+class SamplingState:
+    """Sampling settings, positions, texts and noise of a batch's rows."""
 
     sampling: list[Sampling]
     lengths: Int[Tensor, " batch"]
-    """Position of each row's root: how many tokens were committed before it."""
+    """Position of each row's root, which is the number of committed tokens before it."""
     text: Int[Tensor, "batch time"]
-    """Each row's tokens, the root at `lengths` the last that counts; wide enough for all that
-    is to come, and kept up where a repetition penalty asks for it."""
+    """Tokens of each row up to the root at `lengths`, with room for all new tokens. It is updated
+    only for a repetition penalty."""
     vocab_size: int
     """Columns of the base's logits."""
     dtype: torch.dtype = torch.float32
-    """That of the base's logits. Draws are computed in it, and in float32 at least."""
+    """Dtype of the base's logits. Samples are computed in it, or in float32 if that is wider."""
     coupled: bool = True
-    """Whether drafts see the noise that the base draws with: see `trees.coupling`."""
+    """Whether drafts see the noise that the base draws with: see `decoding.coupling`."""
     depth: int | None = None
-    """Levels of the trees to come, at most; None is as many as they have nodes. The noise of that
-    many positions is looked up at once."""
+    """Most levels of the next trees; None is the number of nodes. Noise is computed for this
+    many positions at once."""
     greedy: bool = field(init=False)
-    """Whether every row is."""
+    """Whether every row is greedy."""
     draws: bool = field(init=False)
-    """Whether any row draws: has a temperature above zero."""
+    """Whether any row samples, at a temperature above zero."""
+    all_draw: bool = field(init=False)
+    """Whether every row samples."""
+    penalised: bool = field(init=False)
+    """Whether any row has a repetition penalty."""
     drawing: Bool[Tensor, " batch"] = field(init=False)
-    """Which rows draw."""
+    """Which rows sample."""
     seeds: Int[Tensor, " batch"] = field(init=False)
     """Seed of each row."""
     _groups: list[tuple[Sampling, Tensor]] = field(init=False)
@@ -123,8 +127,10 @@ class Rows:
         device = self.lengths.device
         self.dtype = torch.promote_types(self.dtype, torch.float32)
         self.greedy = all(one.greedy for one in self.sampling)
+        self.penalised = any(one.repetition_penalty != 1 for one in self.sampling)
         drawing = [one.temperature > 0 for one in self.sampling]
-        self.draws, self.drawing = any(drawing), torch.tensor(drawing, device=device)
+        self.draws, self.all_draw = any(drawing), all(drawing)
+        self.drawing = torch.tensor(drawing, device=device)
         self.seeds = torch.tensor([one.seed for one in self.sampling], device=device)
         self._noise = NoiseCache(self.seeds, drawing, self.vocab_size, self.dtype)
         places: dict[Sampling, list[int]] = {}
@@ -134,16 +140,16 @@ class Rows:
             (settings, torch.tensor(rows, device=device)) for settings, rows in places.items()
         ]
 
-    def keep(self, rows: list[int]) -> "Rows":
-        """Return what is known of these rows: finished requests leave the batch."""
+    def keep(self, rows: list[int]) -> "SamplingState":
+        """Return the state of these rows."""
         index = torch.tensor(rows, device=self.lengths.device)
         sampling = [self.sampling[row] for row in rows]
         kept = replace(self, sampling=sampling, lengths=self.lengths[index], text=self.text[index])
         kept._noise = self._noise.keep(rows, index)
         return kept
 
-    def join(self, other: "Rows") -> "Rows":
-        """Return what is known of both batches' rows: new requests join, with texts as wide."""
+    def join(self, other: "SamplingState") -> "SamplingState":
+        """Return the state of both batches' rows; their texts must have the same width."""
         lengths = torch.cat([self.lengths, other.lengths])
         text = torch.cat([self.text, other.text])
         joined = replace(self, sampling=self.sampling + other.sampling, lengths=lengths, text=text)
@@ -156,23 +162,21 @@ class Rows:
         lengths: Int[Tensor, " batch"],
         counts: list[int],
     ) -> None:
-        """Note what a step added after the root: tokens, padding last, and how many they are.
-
-        The new root stands at `lengths`.
-        """
-        if any(one.repetition_penalty != 1 for one in self.sampling):
+        """Append `counts[b]` of `tokens[b]` to each row, and move the roots to `lengths`."""
+        if self.penalised:
             offsets = torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
             self.text.scatter_(1, self.lengths[:, None] + offsets, tokens)
         self.lengths = lengths
-        self._noise.advance(counts)
+        if self.draws:
+            self._noise.advance(counts)
 
     def scores(
         self, logits: Float[Tensor, "batch node vocab"], paths: Int[Tensor, "batch node path"]
     ) -> Float[Tensor, "batch node vocab"]:
-        """Return the logits of what each row asks for, from a base's or drafter's after each node.
+        """Apply each row's sampling settings to logits after each node.
 
-        Logits cover the base's vocabulary. Paths lead from the root to each node, and any token
-        of them may stand twice. At temperature zero the largest score is all that counts.
+        Logits cover the base's vocabulary. Paths are the tokens from the root to each node, in any
+        order, and may repeat tokens. At temperature zero only the largest score has a meaning.
         """
         scores = logits if logits.dtype == torch.float64 else logits.float()
         if len(self._groups) == 1:
@@ -186,13 +190,13 @@ class Rows:
     def probs(
         self, logits: Float[Tensor, "batch node vocab"], paths: Int[Tensor, "batch node path"]
     ) -> Float[Tensor, "batch node vocab"]:
-        """Return the distribution of what each row asks for: see `scores`.
+        """Return the distribution that each row samples from: see `scores`.
 
-        At temperature zero one token has it all.
+        At temperature zero one token has probability one.
         """
         scores = self.scores(logits, paths)
         probs = scores.softmax(-1)
-        if all(one.temperature > 0 for one in self.sampling):
+        if self.all_draw:
             return probs
         best = torch.zeros_like(probs).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
         return torch.where(self.drawing[:, None, None], probs, best)
@@ -204,7 +208,7 @@ class Rows:
         ancestors: Bool[Tensor, "batch node node"],
     ) -> Float[Tensor, "batch node vocab"]:
         """Return the base's distribution after each node of a tree."""
-        return self.probs(logits, _paths(tree, ancestors))
+        return self.probs(logits, self._paths(tree, ancestors))
 
     def choose(
         self,
@@ -212,32 +216,30 @@ class Rows:
         logits: Float[Tensor, "batch node vocab"],
         ancestors: Bool[Tensor, "batch node node"],
     ) -> Int[Tensor, "batch node"]:
-        """Return the token that the base alone would say after each node of a tree.
+        """Return the token that the base alone would choose after each node of a tree.
 
-        It is the largest of the scores with the position's noise added, which is a draw from
-        their distribution; at temperature zero there is no noise.
+        It is the argmax of the scores plus the position's noise, which is a sample of their
+        distribution; at temperature zero there is no noise.
         """
-        scores = self.scores(logits, _paths(tree, ancestors))
+        scores = self.scores(logits, self._paths(tree, ancestors))
         if not self.draws:
             return likeliest(scores)
         deepest = tree.tokens.shape[1] - 1
         deepest = deepest if self.depth is None else min(deepest, self.depth)
-        depths = ancestors.sum(-1) - 1
-        return self._noise.draw(scores, self.lengths, depths, deepest + 1)
+        return self._noise.draw(scores, self.lengths, tree.depths(), deepest + 1)
 
     def level_noise(self, level: int) -> Float[Tensor, "batch 1 vocab"]:
-        """Return the noise of the tokens after the nodes `level` edges below the root."""
-        # what is drafted is verified: that takes the noise after the last level too
+        """Return the noise of the tokens after the nodes at depth `level`."""
+        # verification needs the noise after the last level too
         soon = level if self.depth is None else max(level, self.depth)
-        depths = torch.full_like(self.lengths, level)[:, None]
-        return self._noise.after(self.lengths, depths, soon + 1)
+        return self._noise.after(self.lengths, level, soon + 1)
 
     def uniforms(self, ancestors: Bool[Tensor, "batch node node"]) -> Float64[Tensor, "batch node"]:
-        """Return the number that draws what rejection leaves over after each node."""
+        """Return the uniform number that samples the token after each node in `rejection`."""
         return noise.uniform(self.seeds[:, None], self._after(ancestors), noise.BONUS)
 
     def coins(self, ancestors: Bool[Tensor, "batch node node"]) -> Float64[Tensor, "batch node"]:
-        """Return the number that decides the test of each node."""
+        """Return the uniform number that decides the test of each node."""
         nodes = torch.arange(ancestors.shape[1], device=ancestors.device)
         return noise.uniform(self.seeds[:, None], self._after(ancestors) - 1, noise.COIN, nodes)
 
@@ -245,16 +247,21 @@ class Rows:
         """Return the position after each node."""
         return self.lengths[:, None] + ancestors.sum(-1)
 
+    def _paths(self, tree: TokenTree, ancestors: Tensor) -> Int[Tensor, "batch node path"]:
+        """Return the tokens from the root to each node, with the root's token as padding.
 
-def _paths(tree: TokenTree, ancestors: Tensor) -> Int[Tensor, "batch node path"]:
-    """Return the tokens from the root to each node, the root's in place of those not above it."""
-    return torch.where(ancestors, tree.tokens[:, None], tree.tokens[:, :1, None])
+        Only a repetition penalty reads them; without one, return the root's token.
+        """
+        root = tree.tokens[:, :1, None]
+        if not self.penalised:
+            return root.expand(-1, tree.tokens.shape[1], -1)
+        return torch.where(ancestors, tree.tokens[:, None], root)
 
 
 def _group_scores(
     settings: Sampling, scores: Tensor, paths: Tensor, text: Tensor, lengths: Tensor
 ) -> Tensor:
-    """Return the scores of rows with the same settings: what transformers would apply, in order."""
+    """Apply the logits processors of transformers to rows with the same settings."""
     shape, flat, read = scores.shape, scores.flatten(0, 1), paths.flatten(0, 1)
     processors = LogitsProcessorList()
     if settings.repetition_penalty != 1:
@@ -276,9 +283,9 @@ def _group_scores(
 
 
 def each_prompt(sampling: Sampling | Sequence[Sampling] | None, count: int) -> list[Sampling]:
-    """Return how each of `count` prompts is sampled; None is greedily.
+    """Return the sampling of each of `count` prompts; None is greedy.
 
-    What is given for all gives each prompt a seed of its own; a list's seeds are taken as they are.
+    Settings for all prompts give each prompt its own seed; those in a list keep their seeds.
     """
     if sampling is None or isinstance(sampling, Sampling):
         return [(sampling or GREEDY).of_prompt(index) for index in range(count)]

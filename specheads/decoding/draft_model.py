@@ -1,4 +1,4 @@
-"""A smaller language model of the same vocabulary as the drafter."""
+"""Draft with a smaller language model that has the same vocabulary."""
 
 from dataclasses import dataclass
 
@@ -15,18 +15,18 @@ from specheads.core.tree import TokenTree
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
-    """What the draft model has read of each row's text: a cache of its own."""
+class DraftModelCache:
+    """The draft model's own KV cache."""
 
     cache: KVCache
 
-    def keep(self, rows: Int[Tensor, " kept"]) -> "Read":
+    def keep(self, rows: Int[Tensor, " kept"]) -> "DraftModelCache":
         """Return the cache of these rows."""
         self.cache.keep_rows(rows.tolist())
         return self
 
-    def join(self, other: "Read") -> "Read":
-        """Return the cache of both batches' rows."""
+    def join(self, other: "DraftModelCache") -> "DraftModelCache":
+        """Return the cache with the rows of both batches."""
         self.cache.join(other.cache)
         return self
 
@@ -35,22 +35,21 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class _Draft:
-    """What has been drafted so far."""
+    """State of a draft."""
 
     cache: KVCache
     tree: TokenTree | None
-    """All levels that the model has read; the children of the root, which it keeps, are roots."""
+    """All levels that the model has read, without the root, which is committed."""
     above: int
-    """The first node of the level read last."""
+    """First node of the level read last."""
 
 
 class DraftModel(Drafter):
-    """Drafts with another causal LM, which keeps keys and values of its own.
+    """Drafts with another causal LM, which has its own KV cache.
 
-    What was committed is read once and kept, the root included; the nodes of a draft are read
-    into the cache's scratch, at most `max_nodes`, and forgotten with the next draft. Each level is
-    one forward over all nodes so far, so that a tree needs nothing that a chain does not. Of what
-    was committed one forward reads at most `chunk` tokens.
+    Committed tokens, with the root, are read once and kept, at most `chunk` tokens per forward. The
+    nodes of a draft, at most `max_nodes`, are read into the cache's scratch and dropped with the
+    next draft. Each level is one forward over all nodes so far, for a tree as for a chain.
 
     Source: Leviathan et al. 2023, arXiv:2211.17192; Chen et al. 2023, arXiv:2302.01318.
     """
@@ -69,20 +68,20 @@ class DraftModel(Drafter):
         refuse_vocabulary(model, base)
         self.model, self.depth = model, depth
         self.max_nodes, self.chunk = max_nodes, chunk
-        # either projection may have padding rows, which stand for no token
+        # both projections may have padding rows without a token
         self.vocab_size = self.drafted_size = min(model.vocab_size, base.vocab_size)
 
-    def memory(self, batch: int, capacity: int) -> Read:
+    def memory(self, batch: int, capacity: int) -> DraftModelCache:
         """Return an empty cache of the draft model."""
-        return Read(self.model.cache(batch, capacity + self.max_nodes))
+        return DraftModelCache(self.model.cache(batch, capacity + self.max_nodes))
 
     def begin(
-        self, committed: Committed, memory: Read
+        self, committed: Committed, memory: DraftModelCache
     ) -> tuple[Float[Tensor, "batch 1 vocab"], _Draft]:
-        """Read what was committed since, the root included, in one forward."""
+        """Read the committed tokens and the root in one forward."""
         read, tokens, cache = committed.features.tokens, committed.next_tokens, memory.cache
         assert read is not None
-        # the root of the last draft has been read; only a new row's first token has not
+        # the root of the last draft has been read; only a new row starts at its first token
         text = torch.cat([read[:, :1], tokens], dim=1)
         is_new = [length == 0 for length in cache.row_lengths]
         first = 1 - upload(is_new, tokens.device)
@@ -109,7 +108,7 @@ class DraftModel(Drafter):
 
 
 def refuse_vocabulary(model: FrozenBase, base: FrozenBase) -> None:
-    """Refuse other tokens than the base's; without a tokenizer only their number is known."""
+    """Refuse a vocabulary that differs from the base's; without tokenizers compare the sizes."""
     if model.tokenizer is None or base.tokenizer is None:
         equal = model.vocab_size == base.vocab_size
     else:

@@ -1,27 +1,29 @@
-"""Acceptance rules: pure functions from a verified tree to what is kept of it.
+"""Acceptance rules: pure functions from a verified tree to the accepted path.
 
-Whatever is random comes in as uniform numbers, so a rule can be integrated over them exactly;
-tests/decoding/test_accept.py does. See docs/losslessness.md.
+Random numbers are arguments, so tests/decoding/test_accept.py can integrate a rule over them
+exactly. The functions whose names end in `_rule` get them from a batch's `SamplingState`. See
+docs/losslessness.md.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from specheads.core.errors import InputError
 from specheads.core.tree import TokenTree
-
-BLOCK = 128
-"""Numbers of a row that are compared at once; most vocabularies are a multiple of it."""
+from specheads.decoding.noise import likeliest
+from specheads.decoding.sampling import SamplingState
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the base accepts of a tree, per row.
+    """Accepted path of each row.
 
-    `path[b, :count[b]]` are the accepted nodes from the root down, the root included; entries
-    beyond `count[b]` are nodes without meaning. `bonus` is the base's own next token.
+    `path[b, :count[b]]` are the accepted nodes, starting with the root; the entries after
+    `count[b]` are arbitrary nodes. `bonus` is the base's own next token.
     """
 
     path: Int[Tensor, "batch path"]
@@ -36,12 +38,19 @@ def match(
 ) -> Verdict:
     """Keep the longest path on which every token is the one chosen after its parent.
 
-    With draws from the base's distribution as `chosen`, made without regard to the tree, this is
-    sample and match: each emitted token is such a draw, so the rule is lossless for any tree. The
-    root is always kept.
+    If `chosen` are samples of the base's distribution that do not depend on the tree, this is
+    sample and match: every emitted token is such a sample, so the rule is lossless for any tree.
+    The root is always kept.
     """
     if tree.tokens.shape[1] == 1:
         return Verdict(torch.zeros_like(chosen), torch.ones_like(chosen[:, 0]), chosen[:, 0])
+    if (shape := tree.shape) is not None:
+        wrong = chosen.gather(1, shape.parents.expand_as(chosen)) != tree.tokens
+        refused = (shape.above & wrong[:, None]).any(-1)
+        # the kept nodes are one path, and parents come before children: the last one is its end
+        end = shape.nodes.masked_fill(refused, 0).amax(-1)
+        walk = shape.walks.index_select(0, end)
+        return Verdict(walk[:, 1:], walk[:, 0], chosen.gather(1, end[:, None])[:, 0])
     ancestors = tree.ancestors() if ancestors is None else ancestors
     right = chosen.gather(1, tree.parents.clamp(min=0)) == tree.tokens
     nodes = kept(tree, right, ancestors)
@@ -55,34 +64,15 @@ def greedy(
     logits: Float[Tensor, "batch node vocab"],
     ancestors: Bool[Tensor, "batch node node"] | None = None,
 ) -> Verdict:
-    """Keep what the base itself would choose at temperature zero: lossless."""
+    """Keep the base's own choice at temperature zero: lossless."""
     return match(tree, likeliest(logits), ancestors)
-
-
-def likeliest(logits: Float[Tensor, "*batch vocab"]) -> Int[Tensor, "*batch"]:
-    """Return the index of the largest number of each row, the first of equals.
-
-    On a processor torch's argmax compares one number at a time, and amax many: so the largest is
-    looked for among blocks first, in a third of the time or less.
-    """
-    if not in_blocks(logits):
-        return logits.argmax(-1)
-    blocks = logits.unflatten(-1, (-1, BLOCK))
-    at = blocks.amax(-1).argmax(-1)
-    inside = blocks.gather(-2, at[..., None, None].expand(*at.shape, 1, BLOCK))
-    return at * BLOCK + inside[..., 0, :].argmax(-1)
-
-
-def in_blocks(logits: Float[Tensor, "*batch vocab"]) -> bool:
-    """Return whether rows are searched block by block: on a processor, if they are whole blocks."""
-    return logits.device.type == "cpu" and logits.shape[-1] % BLOCK == 0
 
 
 def draw(
     probs: Float[Tensor, "*batch vocab"], uniforms: Float[Tensor, "*batch"]
 ) -> Int[Tensor, "*batch"]:
     """Return the token at which each distribution's cumulative sum passes its uniform number."""
-    # in float64, so that a sum over a large vocabulary neither drifts nor ends below the number
+    # float64: the sum over a large vocabulary must not drift or end below the uniform number
     sums = probs.cumsum(-1, dtype=torch.float64)
     wanted = uniforms.double()[..., None] * sums[..., -1:]
     return torch.searchsorted(sums, wanted, right=True)[..., 0]
@@ -94,13 +84,14 @@ def rejection(
     coins: Float[Tensor, "batch node"],
     uniforms: Float[Tensor, "batch node"],
 ) -> Verdict:
-    """Test drawn nodes one after the other, each against what its rejected siblings left over.
+    """Test sampled nodes one by one, each against the remainder of its rejected siblings.
 
-    On a chain this is speculative sampling: a token x drawn from q, the draft's distribution, is
-    kept with probability min(1, p(x) / q(x)), p the base's, and otherwise another is drawn from
-    max(0, p - q). With siblings, drawn without replacement, the next one meets that remainder as
-    p and q without x. Lossless, and one child is accepted with the largest probability that any
-    lossless rule can have, 1 - TV. Coins test the nodes; uniforms draw the token after the last.
+    On a chain this is speculative sampling: a token x sampled from the draft's distribution q is
+    kept with probability min(1, p(x) / q(x)), where p is the base's distribution; otherwise another
+    token is sampled from max(0, p - q). The next sibling, sampled without replacement, is tested
+    with that remainder as p and with q without x. The rule is lossless, and accepts one child with
+    the largest probability of any lossless rule, 1 - TV. `coins` test the nodes; `uniforms` sample
+    the token after the last one.
 
     Source: Leviathan et al. 2023, arXiv:2211.17192, algorithm 1; Chen et al. 2024,
     arXiv:2402.12374, algorithm 2 (Sequoia).
@@ -114,17 +105,17 @@ def walk(
     base_probs: Float[Tensor, "batch node vocab"],
     coins: Float[Tensor, "batch node"],
 ) -> tuple[Int[Tensor, "batch path"], Int[Tensor, " batch"], Float[Tensor, "batch vocab"]]:
-    """Return the path that rejection keeps, its nodes, and the probs of the token after it."""
+    """Return the path that rejection keeps, its length, and the probs of the next token."""
     assert tree.drawn is not None
     rows = torch.arange(len(base_probs), device=base_probs.device)
     probs, alive = base_probs[:, 0], torch.ones_like(rows, dtype=torch.bool)
-    # a node is known by its place in its level; the level begins at node `above`
+    # `place` is the node's index in its level, which begins at node `above`
     place, above, size = torch.zeros_like(rows), 0, 1
     path, count = [place], torch.ones_like(rows)
     for width in tree.drawn.branches:
         below = above + size
         children = below + place[:, None] * width + torch.arange(width, device=rows.device)
-        # drafting stops below a node or does not: its children are all there, or all absent
+        # early stopping leaves out all children of a node or none
         tested = alive & (tree.parents[rows, children[:, 0]] >= 0)
         rank, remainder = _first_accepted(
             tree.tokens.gather(1, children),
@@ -133,7 +124,7 @@ def walk(
             tree.drawn.probs[rows, above + place],
         )
         alive = tested & (rank >= 0)
-        # rows that have ended walk on along first nodes, and nothing of it is read
+        # finished rows continue with node 0 of each level; the result is not read
         place = torch.where(alive, place * width + rank, 0)
         after = torch.where(tested[:, None], remainder, probs)
         probs = torch.where(alive[:, None], base_probs[rows, below + place], after)
@@ -144,23 +135,23 @@ def walk(
 
 
 def _first_accepted(tokens: Tensor, coins: Tensor, probs: Tensor, draft: Tensor) -> tuple:
-    """Return which sibling is accepted first, -1 for none, and the probs that remain if none is."""
+    """Return the first accepted sibling, or -1, and the probs that remain if none is accepted."""
     rank = torch.full_like(tokens[:, 0], -1)
     untried = torch.ones_like(draft, dtype=torch.bool)
     for sibling in range(tokens.shape[1]):
         token = tokens[:, sibling, None]
         accepted = coins[:, sibling, None] * draft.gather(1, token) < probs.gather(1, token)
         rank = torch.where((rank < 0) & accepted[:, 0], sibling, rank)
-        # equal probs leave nothing over but rounding: then no test fails and this is not read
+        # equal probs leave only rounding errors: then no test fails and this is not read
         probs = _normalised((probs - draft).clamp(min=0), probs)
         untried.scatter_(1, token, False)
-        # a draft that has run out of tokens goes on with any of those it gave no chance
+        # a draft without tokens left continues with the tokens of probability zero
         draft = _normalised(draft * untried, _normalised(untried.to(draft.dtype), draft))
     return rank, probs
 
 
 def _normalised(weights: Tensor, otherwise: Tensor) -> Tensor:
-    """Return weights as probabilities, and where all of them are zero other ones."""
+    """Return normalised weights, or `otherwise` if all weights are zero."""
     total = weights.sum(-1, keepdim=True)
     return torch.where(total > 0, weights / total, otherwise)
 
@@ -173,12 +164,12 @@ def typical(
     epsilon: float = 0.09,
     delta: float = 0.3,
 ) -> Verdict:
-    """Keep the longest path of tokens that the base finds likely enough: LOSSY.
+    """Keep the longest path of tokens that are likely enough under the base: LOSSY.
 
-    A token is likely enough above min(epsilon, delta * exp(-H)), H the entropy in nats of the
-    base's distribution there; exp(-H) is a token's probability where all are equally likely. What
-    is emitted no longer has that distribution, but at temperature zero. Of paths of equal length
-    the likeliest is kept, and the base's best token follows it.
+    A token is likely enough if its probability is above min(epsilon, delta * exp(-H)). H is the
+    entropy of the base's distribution in nats; exp(-H) is the probability of a token if all are
+    equally likely. Above temperature zero the output does not have the base's distribution. The
+    likeliest of equally long paths is kept, and the base's best token follows it.
 
     Source: Cai et al. 2024, arXiv:2401.10774, section 2.3.1; ties as in its authors' code.
     """
@@ -189,7 +180,7 @@ def typical(
     rows = torch.arange(len(parents), device=parents.device)[:, None]
     probs = base_probs[rows, parents, tree.tokens]
     nodes = kept(tree, probs > enough.gather(1, parents), ancestors)
-    # below a rejected node everything is rejected, so of kept nodes these sums are finite
+    # all nodes below a rejected one are rejected, so the sums of kept nodes are finite
     scores = probs.log().masked_fill(~nodes, 0.0)
     scores[:, 0] = 0.0
     scores = (ancestors.to(scores.dtype) @ scores[..., None])[..., 0]
@@ -202,16 +193,74 @@ def typical(
 
 
 def kept(tree: TokenTree, right: Tensor, ancestors: Tensor) -> Bool[Tensor, "batch node"]:
-    """Return which nodes are present and right with all above them; the root always is."""
+    """Return which nodes are present and right, with all their ancestors; the root always is."""
     wrong = ~right | (tree.parents < 0)
     wrong[:, 0] = False
     return ~(ancestors & wrong[:, None]).any(-1)
 
 
 def _in_order(taken: Bool[Tensor, "batch node"]) -> Int[Tensor, "batch node"]:
-    """Return each row's nodes, those of its path first and in their order."""
+    """Return each row's nodes with those of its path first, in order."""
     return (~taken).to(torch.uint8).argsort(dim=-1, stable=True)
 
 
 def _last(path: Tensor, count: Tensor) -> Int[Tensor, "batch 1"]:
     return path.gather(1, count[:, None] - 1)
+
+
+AcceptanceRule = Callable[
+    [TokenTree, Float[Tensor, "batch node vocab"], Bool[Tensor, "batch node node"], SamplingState],
+    Verdict,
+]
+"""Arguments: the verified tree, the base's logits, the ancestors of its nodes, and the rows."""
+
+
+def match_rule(tree: TokenTree, logits: Tensor, ancestors: Tensor, rows: SamplingState) -> Verdict:
+    """Sample one token after every node and keep the path that agrees: lossless for any tree.
+
+    Nodes of one depth share the noise that the base alone would sample with at that position. So
+    the output is that of the base alone, token for token, even if drafts have seen the noise.
+    """
+    if rows.greedy:
+        return greedy(tree, logits, ancestors)
+    return match(tree, rows.choose(tree, logits, ancestors), ancestors)
+
+
+def rejection_rule(
+    tree: TokenTree, logits: Tensor, ancestors: Tensor, rows: SamplingState
+) -> Verdict:
+    """Test sampled nodes with `rejection`: lossless in distribution only.
+
+    The nodes of other trees were not sampled. EAGLE tests such children with a draft probability of
+    one: child c is kept with the base's probability of c among what remains after its siblings.
+    That is the same as sampling from the base and comparing, so `match_rule` is used.
+    """
+    if rows.greedy or tree.drawn is None:
+        return match_rule(tree, logits, ancestors, rows)
+    base_probs = rows.tree_probs(tree, logits, ancestors)
+    return rejection(tree, base_probs, rows.coins(ancestors), rows.uniforms(ancestors))
+
+
+def typical_rule(
+    tree: TokenTree, logits: Tensor, ancestors: Tensor, rows: SamplingState
+) -> Verdict:
+    """Keep tokens that are likely enough under the base: LOSSY above temperature zero."""
+    if rows.greedy:
+        return match_rule(tree, logits, ancestors, rows)
+    return typical(tree, rows.tree_probs(tree, logits, ancestors), ancestors)
+
+
+RULES: dict[str, AcceptanceRule] = {
+    "match": match_rule,
+    "rejection": rejection_rule,
+    "typical": typical_rule,
+}
+LOSSY = ("typical",)
+"""Rules whose output does not have the base's distribution."""
+
+
+def acceptance_rule(name: str) -> AcceptanceRule:
+    """Return the acceptance rule with this name."""
+    if name not in RULES:
+        raise InputError(f"rule must be one of {', '.join(RULES)}, got {name!r}")
+    return RULES[name]

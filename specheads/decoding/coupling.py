@@ -1,4 +1,4 @@
-"""Drafting with the noise that the base draws with: what it will say is then easier to guess."""
+"""Draft with the noise that the base samples with, so that more drafts are accepted."""
 
 from typing import Any
 
@@ -8,13 +8,13 @@ from torch import Tensor
 
 from specheads.core.drafter import Drafter, State
 from specheads.core.features import Committed
-from specheads.decoding.acceptance.sampling import Rows
+from specheads.decoding.sampling import SamplingState
 
 
-def coupled(drafter: Drafter, rows: Rows | None) -> Drafter:
-    """Return the drafter as it guesses when it sees the noise of the rows' own draws.
+def coupled(drafter: Drafter, rows: SamplingState | None) -> Drafter:
+    """Return the drafter with the noise of the rows added to its logits.
 
-    It is the drafter itself where nothing is drawn, or where the rows are not coupled.
+    It is the drafter itself if no row samples, or if the rows are not coupled.
     """
     if rows is None or not rows.draws or not rows.coupled:
         return drafter
@@ -22,44 +22,48 @@ def coupled(drafter: Drafter, rows: Rows | None) -> Drafter:
 
 
 class Coupled(Drafter):
-    """Adds each position's noise to what the drafter makes of it.
+    """Adds the noise of each position to a drafter's logits.
 
-    Its logits are the drafter's, with temperature, cuts and penalties as each row asks for them,
-    plus the noise with which the base will draw there. The largest is what the base says if the
-    drafter is right, and often where it is not: with p the base's distribution and q the drafter's,
-    they agree with the probability sum over x of 1 / sum over y of max(p(y) / p(x), q(y) / q(x)),
-    at least (1 - TV) / (1 + TV), TV their total variation distance. Softmax of the logits is the
-    chance of each token given the noise if the drafter errs by Gumbel noise of its own. Rows at
-    temperature zero keep their logits. What is said is the same for any drafter.
+    The logits get each row's temperature, cuts and penalties, and then the noise that the base
+    samples with at that position. The argmax is the base's token if the drafter is right, and often
+    if it is not. With p the base's distribution and q the drafter's, they agree with the
+    probability sum over x of 1 / sum over y of max(p(y) / p(x), q(y) / q(x)), which is at least
+    (1 - TV) / (1 + TV), where TV is the total variation distance. The softmax of the logits is the
+    probability of each token given the noise, if the drafter's errors are Gumbel noise. Rows at
+    temperature zero keep their logits. The decoded text is the same for every drafter.
 
     Source: Daliri, Musco and Suresh 2024, arXiv:2408.07978.
     """
 
-    def __init__(self, drafter: Drafter, rows: Rows) -> None:
+    def __init__(self, drafter: Drafter, rows: SamplingState) -> None:
         self.drafter, self.rows = drafter, rows
         self.depth, self.aux_layers = drafter.depth, drafter.aux_layers
         self.drafted_size = drafter.drafted_size
 
     def to_tokens(self, drafted: Int[Tensor, "*any"]) -> Int[Tensor, "*any"]:
-        """Return the tokens that these columns of its logits stand for."""
+        """Return the tokens of these columns of its logits."""
         return self.drafter.to_tokens(drafted)
 
     def confidence(self, state: State) -> Float[Tensor, "batch node"] | None:
-        """Return how likely the base is to accept a guess, as one says it who sees no noise."""
+        """Return the drafter's own estimate of acceptance, which does not use the noise."""
         return self.drafter.confidence(state[0])
 
     def begin(self, committed: Committed, memory: Any) -> tuple[Tensor, State]:
-        """Read what was committed; return logits for the token after the root."""
+        """Read the committed tokens; return logits for the token after the root."""
         logits, state = self.drafter.begin(committed, memory)
         paths = committed.root()[..., None]
         return with_noise(self.drafter, logits, paths, self.rows), (state, paths)
 
     def extend(self, state: State, tokens: Tensor, parents: Tensor) -> tuple[Tensor, State]:
-        """Read one level of nodes; return logits for the token after each."""
+        """Read one level of nodes; return logits for the token after each node."""
         state, paths = state
         logits, state = self.drafter.extend(state, tokens, parents)
-        above = paths.take_along_dim(parents[..., None], dim=1)
-        paths = torch.cat([above, tokens[..., None]], dim=-1)
+        if self.rows.penalised:
+            above = paths.take_along_dim(parents[..., None], dim=1)
+            paths = torch.cat([above, tokens[..., None]], dim=-1)
+        else:
+            # only a repetition penalty reads the tokens; others need the length of the paths
+            paths = paths[:, :1, :1].expand(-1, tokens.shape[1], paths.shape[-1] + 1)
         return with_noise(self.drafter, logits, paths, self.rows), (state, paths)
 
 
@@ -67,11 +71,11 @@ def with_noise(
     drafter: Drafter,
     logits: Float[Tensor, "batch node drafted"],
     paths: Int[Tensor, "batch node path"],
-    rows: Rows,
+    rows: SamplingState,
 ) -> Float[Tensor, "batch node drafted"]:
-    """Return what a drafter's logits after nodes of one level are to those who see the noise.
+    """Return a drafter's logits after the nodes of one level with the noise added.
 
-    Paths lead from the root to each node. Rows that draw nothing keep their logits.
+    `paths` are the tokens from the root to each node. Greedy rows keep their logits.
     """
     noise = rows.level_noise(paths.shape[-1] - 1)
     if logits.shape[-1] == rows.vocab_size:
@@ -80,11 +84,13 @@ def with_noise(
         columns = drafter.to_tokens(torch.arange(logits.shape[-1], device=logits.device))
         wide = over_vocabulary(drafter, logits, rows.vocab_size)
         noisy = (rows.scores(wide, paths) + noise)[..., columns]
+    if rows.all_draw:
+        return noisy
     return torch.where(rows.drawing[:, None, None], noisy, logits)
 
 
 def over_vocabulary(drafter: Drafter, logits: Tensor, vocab_size: int) -> Tensor:
-    """Return logits over the base's vocabulary; what cannot be drafted has no chance."""
+    """Return logits over the base's vocabulary; tokens that cannot be drafted get -inf."""
     if logits.shape[-1] == vocab_size:
         return logits
     columns = torch.arange(logits.shape[-1], device=logits.device)

@@ -1,4 +1,4 @@
-"""Self-speculation: the base drafts for itself, seeing the text's first tokens and its last."""
+"""Self-speculation: the base drafts for itself with attention sinks and a recent window."""
 
 import torch
 from jaxtyping import Float, Int
@@ -6,18 +6,18 @@ from torch import Tensor
 
 from specheads.base.cache import KVCache, RowCache, upload
 from specheads.base.model import FrozenBase
-from specheads.baselines.draft_model import DraftModel, Read
 from specheads.core.drafter import State
 from specheads.core.errors import InputError
 from specheads.core.features import Committed
 from specheads.core.tree import chain
+from specheads.decoding.draft_model import DraftModel, DraftModelCache
 
 
 class WindowCache(KVCache):
-    """A cache that keeps a text's first tokens and its most recent ones.
+    """A KV cache that keeps a text's first tokens (sinks) and its most recent ones (window).
 
-    Keys keep the place in the text at which they were read, so any kind of position encoding
-    will do, and a window as long as the text is the text. One forward has `scratch` slots.
+    Keys keep their position in the full text, so it works with every position encoding. A window as
+    long as the text drops nothing. One forward has `scratch` slots.
     """
 
     def __init__(
@@ -31,20 +31,20 @@ class WindowCache(KVCache):
 
     @property
     def positions(self) -> Tensor:
-        """Where in the text each row's next token stands: (batch)."""
+        """Position of each row's next token in the full text: (batch)."""
         return self.lengths + self.dropped
 
     def slot_positions(self, end: int) -> Tensor:
-        """Return where in the text each committed slot's token stands: (batch, end)."""
+        """Return the position in the full text of each slot's token: (batch, end)."""
         slots = torch.arange(end, device=self.device)
         return slots + (slots >= self.sinks) * self.dropped[:, None]
 
     def skip(self, count: Int[Tensor, " batch"]) -> None:
-        """Leave out the next `count[b]` tokens of each row's text; the sinks must stand."""
+        """Skip the next `count[b]` tokens of each row's text; the sinks must be committed."""
         self.dropped = self.dropped + count
 
     def commit(self, paths: list[list[int]]) -> None:
-        """Keep nodes `paths[b]` of the last forward, and let go of what leaves the window."""
+        """Commit nodes `paths[b]` of the last forward, and drop what leaves the window."""
         super().commit(paths)
         most = self.sinks + self.window
         excess = [max(length - most, 0) for length in self.row_lengths]
@@ -57,12 +57,12 @@ class WindowCache(KVCache):
         self._set_lengths([min(length, most) for length in self.row_lengths])
 
     def keep_rows(self, rows: list[int]) -> None:
-        """Forget every row but these, in this order."""
+        """Keep only these rows, in this order."""
         super().keep_rows(rows)
         self.dropped = self.dropped[upload(rows, self.device)]
 
     def join(self, other: RowCache) -> None:
-        """Take over another cache's rows; both are copied into new, larger tensors."""
+        """Append another cache's rows; both are copied to new, larger tensors."""
         assert isinstance(other, WindowCache)
         dropped = torch.cat([self.dropped, other.dropped])
         super().join(other)
@@ -72,13 +72,14 @@ class WindowCache(KVCache):
 class Streaming(DraftModel):
     """The base as its own draft model, over attention sinks and a window of recent text.
 
-    Neither its cache nor the time of a draft grows with the context. Of a long prompt it reads
-    the sinks, at least one, and the window only, and from then on every token that is committed.
-    With a window as long as the context the draft is the base. `max_nodes` bounds the nodes of a
-    draft and the tokens of one forward.
+    The size of its cache and the time of a draft do not grow with the context. It reads only the
+    sinks (at least one) and the window of a long prompt, and then every committed token. With a
+    window as long as the context the drafts are the base's own tokens. `max_nodes` limits the nodes
+    of a draft and the tokens of one forward.
 
     Source: Sadhukhan et al. 2024, MagicDec, arXiv:2408.11049; Xiao et al. 2023, StreamingLLM,
-    arXiv:2309.17453, who number positions within the cache where we keep those of the text.
+    arXiv:2309.17453. StreamingLLM numbers positions within the cache; here they are those of the
+    text.
     """
 
     def __init__(
@@ -97,19 +98,21 @@ class Streaming(DraftModel):
             )
         super().__init__(base, depth, base, max_nodes=max_nodes, chunk=max_nodes)
         self.sinks, self.window = sinks, window
-        # of more than the window it would take a row for a new one, and skip what lies before
+        # with more unread positions than the window it would take the row for a new one
         self.most_unread = min(self.most_unread, window)
 
-    def memory(self, batch: int, capacity: int) -> Read:
-        """Return an empty window, however long the text will be."""
+    def memory(self, batch: int, capacity: int) -> DraftModelCache:
+        """Return an empty window; its size does not depend on the capacity."""
         del capacity
         sinks, window, scratch = self.sinks, self.window, self.max_nodes
-        return Read(WindowCache(self.model, batch, sinks=sinks, window=window, scratch=scratch))
+        return DraftModelCache(
+            WindowCache(self.model, batch, sinks=sinks, window=window, scratch=scratch)
+        )
 
     def begin(
-        self, committed: Committed, memory: Read
+        self, committed: Committed, memory: DraftModelCache
     ) -> tuple[Float[Tensor, "batch 1 vocab"], State]:
-        """Read what was committed; of a long prompt what the window can hold."""
+        """Read the committed tokens; only the end of a long prompt that fits the window."""
         features, tokens, counts = committed.features, committed.next_tokens, committed.counts
         assert isinstance(memory.cache, WindowCache)
         if tokens.shape[1] > self.window:
@@ -128,12 +131,12 @@ class Streaming(DraftModel):
         counts: Int[Tensor, " batch"],
         cache: WindowCache,
     ) -> Int[Tensor, " batch"]:
-        """Read each new row's sinks, and skip to its window; return the position before that."""
+        """Read each new row's sinks, skip to its window, return the position before that."""
         is_new = upload([length == 0 for length in cache.row_lengths], counts.device)
         first = counts.clamp(max=self.sinks) * is_new
         self.model.verify(chain(read[:, : self.sinks]), cache)
         cache.commit([list(range(length)) for length in first.tolist()])
-        # the root stands behind the last position, and belongs to the window
+        # the root follows the last position, and is part of the window
         skipped = (counts + 1 - first - self.window).clamp(min=0) * is_new
         cache.skip(skipped)
         return (first + skipped - 1).clamp(min=0)

@@ -1,1 +1,0 @@
-"""What is kept of a verified tree, and the random numbers it takes."""
