@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from specheads.core.errors import InputError
-from specheads.core.files import LOCK
+from specheads.core.files import LOCK, atomic_folder, write_atomic
 from specheads.core.machine import instructions
 from specheads.heads.load import build
-from specheads.runs.directory import RunDirectory, atomic_folder, write_atomic
+from specheads.runs.directory import RunDirectory
 from specheads.runs.provenance import Hardware, provenance
 
 
