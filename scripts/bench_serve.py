@@ -32,8 +32,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from bench_llama_cpp import BUILT, Server, convert
-from bench_vllm import Engine
+from serving_engines import BUILT, LlamaServer, VllmEngine, convert
 
 from specheads.base.gguf import file_of
 from specheads.base.model import FrozenBase
@@ -241,7 +240,7 @@ def first_turns(base: FrozenBase, name: str, source: str, options: argparse.Name
 
 def _started(
     base: FrozenBase, head: Head, sets: Mapping[str, PromptSet], options: argparse.Namespace
-) -> dict[int, Engine] | dict[int, Server]:
+) -> dict[int, VllmEngine] | dict[int, LlamaServer]:
     """Export the head and start every engine."""
     prompts = [found.prompts[0].tokens for found in sets.values()]
     # the gate needs text, and not that it makes sense
@@ -257,7 +256,7 @@ def _started(
 
 def _vllm(
     base: FrozenBase, lines: Sequence[str], room: int, options: argparse.Namespace
-) -> dict[int, Engine]:
+) -> dict[int, VllmEngine]:
     """Start vLLM alone and with each chain; an export is read before this returns."""
     told: dict[str, Any] = {
         "model": base.place,
@@ -270,18 +269,18 @@ def _vllm(
         "seed": 0,
     }
     settings, environment = served_by(lines[0])
-    engines: dict[int, Engine] = {}
+    engines: dict[int, VllmEngine] = {}
     for depth in (ALONE, *options.depths):
         drafts = {"speculative_config": settings | {"num_speculative_tokens": depth}}
         arguments = told | (drafts if depth != ALONE else {})
         resources = options.threads, options.cache_gib
-        engines[depth] = Engine(options.vllm_python, arguments, *resources, environment)
+        engines[depth] = VllmEngine(options.vllm_python, arguments, *resources, environment)
     return engines
 
 
 def _llama_cpp(
     _: FrozenBase, lines: Sequence[str], room: int, options: argparse.Namespace
-) -> dict[int, Server]:
+) -> dict[int, LlamaServer]:
     """Convert an export and start llama.cpp's server alone and with each chain."""
     conversion, serving = (shlex.split(line) for line in lines)
     convert(conversion[2:], options.outtype, built=options.llama_cpp)
@@ -289,11 +288,11 @@ def _llama_cpp(
     told = [*("--threads", threads, "--threads-batch", threads, "--cache-ram", "0")]
     told += ["--parallel", str(slots), "--ctx-size", str(room * slots)]
     base, count = ["-m", str(options.gguf)], serving.index("--spec-draft-n-max") + 1
-    engines: dict[int, Server] = {}
+    engines: dict[int, LlamaServer] = {}
     for depth in (ALONE, *options.depths):
         drafts = [*serving[serving.index("-md") : count], str(depth), *serving[count + 1 :]]
         log = options.out or Path("serve.json")
-        engines[depth] = server = Server(
+        engines[depth] = server = LlamaServer(
             [*base, *(drafts if depth != ALONE else []), *told],
             log.with_name(f"{log.stem}.{depth}.log"),
             options.llama_cpp,
@@ -340,7 +339,7 @@ def _served(
 
 
 def _measure(
-    engines: Mapping[int, Engine] | Mapping[int, Server],
+    engines: Mapping[int, VllmEngine] | Mapping[int, LlamaServer],
     prompts: list[list[int]],
     batch: int,
     label: str,

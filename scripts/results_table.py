@@ -14,7 +14,7 @@ Only the text between `<!-- NAME -->` and `<!-- /NAME -->` is written:
                         ablations     ablations.json of `scripts/bench_heads.py --ablate`
     recipes/README.md   results       results.json of every recipe
                         heads         heads.json of scripts/bench_heads.py
-                        coupling      coupling.json of scripts/bench_coupling.py
+                        coupling      coupling.json, recorded on 2026-11-22
     recipes/gpu         gpu           *.json of scripts/gpu.py
     README.md           results       the quickstart, the published head, and the same head in vLLM
 """
