@@ -19,8 +19,8 @@ ROOT = Path(__file__).parents[2]
 KINDS = ROOT / "specheads" / "heads" / "kinds"
 
 BRIEF = {
-    validation.words(ranges.Text): "text",
-    validation.words(ranges.Place): "a path or an id",
+    validation.words(ranges.PrintableText): "text",
+    validation.words(ranges.PathOrId): "a path or an id",
 }
 """Rules of which a user need not think before one is broken."""
 
@@ -138,12 +138,8 @@ def _default(value: ast.expr) -> str:
 
 def _words(annotation: ast.expr) -> str:
     """Return what a setting may be, of an annotation that was not run."""
-    text = ast.unparse(annotation)
-    calls = [one for one in ast.walk(annotation) if isinstance(one, ast.Call)]
-    if calls and ast.unparse(calls[0].func) == "one_of":
-        return ranges.one_of(*(ast.literal_eval(one) for one in calls[0].args)).words
-    hint = getattr(ranges, text, None) or {"bool": bool}.get(text)
-    return _rule(hint) if hint else text
+    # the annotations of heads use the names of ranges.py and typing only
+    return _rule(eval(ast.unparse(annotation), vars(ranges) | {"Any": Any}))
 
 
 def _rule(hint: Any) -> str:

@@ -5,14 +5,14 @@ from typing import Annotated, Any
 
 from specheads.config.parts import Base, Data, Evaluation, Tracker, Tree
 from specheads.config.ranges import (
-    Count,
-    Name,
-    Part,
-    Place,
-    Positive,
+    FolderName,
+    NonNegativeInt,
+    PathOrId,
+    PositiveInt,
+    PositiveProbability,
+    PrintableText,
     Seed,
     Temperature,
-    Text,
     one_of,
 )
 from specheads.config.schedule import FeatureCache, Schedule, Validation
@@ -22,10 +22,10 @@ from specheads.config.schedule import FeatureCache, Schedule, Validation
 class Train:
     """`specheads train`."""
 
-    name: Name
+    name: FolderName
     """Name of the run."""
 
-    run_dir: Place = "runs/${name}"
+    run_dir: PathOrId = "runs/${name}"
     """Where it lies."""
 
     seed: Seed = 0
@@ -35,7 +35,7 @@ class Train:
     head: dict[str, Any]
     """`kind` and that kind's own settings."""
 
-    init: Place = ""
+    init: PathOrId = ""
     """Folder or Hub id of a head of that kind, ours or public, to start from; its own settings
     count then, and not those of `head`. Empty starts anew."""
 
@@ -47,13 +47,13 @@ class Train:
     validation: Validation = field(default_factory=Validation)
     feature_cache: FeatureCache = field(default_factory=FeatureCache)
 
-    log_every: Positive = 10
+    log_every: PositiveInt = 10
     """Steps between two lines of metrics.jsonl."""
 
-    checkpoint_every: Count = 0
+    checkpoint_every: NonNegativeInt = 0
     """Steps between two checkpoints. Zero writes them at the end of each phase only."""
 
-    checkpoints_kept: Positive = 2
+    checkpoints_kept: PositiveInt = 2
     """Newest checkpoints that are kept: should the last be damaged, there is one before it."""
 
     evaluate_after: bool = True
@@ -63,7 +63,7 @@ class Train:
     """Print the resolved settings and a plan of what they take: memory, tokens, disk, hours; then
     stop."""
 
-    preview: Count = 0
+    preview: NonNegativeInt = 0
     """Documents shown with the tokens that the loss counts; then it stops. Zero trains."""
 
 
@@ -74,17 +74,17 @@ class Distill(Train):
     Base and data count, and how the first distilled phase has text written.
     """
 
-    out: Place = ""
+    out: PathOrId = ""
     """Folder of the text: made, or gone on with."""
 
-    head_path: Place = ""
+    head_path: PathOrId = ""
     """Folder or Hub id of a head to draft with, which changes the text in nothing; `head=` on the
     command line. Empty is none."""
 
     dry_run: bool = False
     """Print the resolved settings and how much would be written where; then stop."""
 
-    preview: Count = 0
+    preview: NonNegativeInt = 0
     """Texts shown that are such as the base would be asked; then it stops. Zero writes."""
 
 
@@ -92,10 +92,10 @@ class Distill(Train):
 class Chat:
     """`specheads chat`."""
 
-    run: Place = ""
+    run: PathOrId = ""
     """A finished run's directory; or name head and base."""
 
-    head_path: Place = ""
+    head_path: PathOrId = ""
     """Folder or Hub id of a head; `head=` on the command line."""
 
     base: Base
@@ -105,19 +105,19 @@ class Chat:
     force: bool = False
     """Take a head that was trained on other weights than the base's, a fine-tuned sibling's."""
 
-    system: Text = ""
+    system: PrintableText = ""
     """What the base is told before all else. Empty is nothing."""
 
-    max_new_tokens: Positive = 512
+    max_new_tokens: PositiveInt = 512
     """Tokens of an answer, at most."""
 
     temperature: Temperature = 0.0
     """Zero is greedy; above it tokens are sampled."""
 
-    top_k: Count = 0
+    top_k: NonNegativeInt = 0
     """Tokens sampled from, the likeliest ones. Zero samples from all."""
 
-    top_p: Part = 1.0
+    top_p: PositiveProbability = 1.0
     """Probability that the tokens sampled from reach together, likeliest first. One is all."""
 
     seed: Seed = 0
@@ -131,10 +131,10 @@ class Chat:
 class Export:
     """`specheads export`."""
 
-    run: Place = ""
+    run: PathOrId = ""
     """A run directory; or name head and base."""
 
-    head_path: Place = ""
+    head_path: PathOrId = ""
     """Folder or Hub id of a head; `head=` on the command line."""
 
     base: Base
@@ -143,23 +143,23 @@ class Export:
     force: bool = False
     """Take a head that was trained on other weights than the base's, a fine-tuned sibling's."""
 
-    engine: Text = ""
+    engine: PrintableText = ""
     """Whose layout: a module of specheads/export/layouts."""
 
-    out: Place = ""
+    out: PathOrId = ""
     """The new folder."""
 
-    prompts: Place = ""
+    prompts: PathOrId = ""
     """On which head and export must draft alike: a name or a .jsonl file. Empty is the run's own,
     or python_stdlib."""
 
-    num_prompts: Positive = 8
+    num_prompts: PositiveInt = 8
     """Prompts used."""
 
-    prompt_tokens: Positive = 64
+    prompt_tokens: PositiveInt = 64
     """Tokens of each, at most."""
 
-    new_tokens: Positive = 64
+    new_tokens: PositiveInt = 64
     """Tokens that the base says after each."""
 
 
@@ -167,10 +167,10 @@ class Export:
 class Push:
     """`specheads push`. Tokens are huggingface_hub's own matter: there is no setting for them."""
 
-    run: Place = ""
+    run: PathOrId = ""
     """A finished run's directory."""
 
-    repo: Text = ""
+    repo: PrintableText = ""
     """USER/NAME on the Hub; made where it is missing."""
 
     private: bool | None = None
@@ -179,13 +179,13 @@ class Push:
     gated: Annotated[str, one_of("", "false", "False", "auto", "manual")] = ""
     """Whether others have to ask for the files: false, auto or manual. Empty leaves it as it is."""
 
-    base_repo: Text = ""
+    base_repo: PrintableText = ""
     """Hub id under which others find the base. Empty is what the run loaded, where that is one."""
 
-    licence: Text = "unknown"
+    licence: PrintableText = "unknown"
     """Licence of the head, as the Hub writes it, such as apache-2.0."""
 
-    data_licence: Text = ""
+    data_licence: PrintableText = ""
     """Licence of the training text. Empty is what is known of the corpus."""
 
     dry_run: bool = False

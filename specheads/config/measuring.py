@@ -5,20 +5,20 @@ from typing import Annotated
 
 from specheads.config.parts import Base, Data, Evaluation, Hardware, Tree
 from specheads.config.ranges import (
-    Count,
+    AtLeastTwo,
     Depth,
-    Levels,
-    Nodes,
-    Place,
-    Positive,
-    Prompts,
+    DepthOrZero,
+    NonEmpty,
+    NonNegativeInt,
+    NumNodes,
+    PathOrId,
+    PositiveFloat,
+    PositiveInt,
+    Probability,
     Rule,
-    Scale,
     Seed,
-    Share,
-    Some,
     Temperature,
-    TreeNodes,
+    TreeSize,
     Weight,
     one_of,
 )
@@ -33,10 +33,10 @@ OF_DRAFT_MODEL = ("draft_model", "transformers_assisted")
 class Evaluate:
     """`specheads evaluate`."""
 
-    run: Place = ""
+    run: PathOrId = ""
     """A run directory; or name head and base."""
 
-    head_path: Place = ""
+    head_path: PathOrId = ""
     """Folder or Hub id of a head; `head=` on the command line."""
 
     base: Base
@@ -44,13 +44,13 @@ class Evaluate:
     """Whose validation text a tuned tree is picked on, for a head without a run."""
     tree: Tree
     evaluation: Evaluation
-    out: Place = ""
+    out: PathOrId = ""
     """Where the report goes. Empty is the run's own report/."""
 
     force: bool = False
     """Take a head that was trained on other weights than the base's, a fine-tuned sibling's."""
 
-    record: Place = ""
+    record: PathOrId = ""
     """A recipe folder, or one in it (of a further prompt set), whose results.json is replaced."""
 
     seed: Seed = 0
@@ -61,10 +61,10 @@ class Evaluate:
 class Compare:
     """`specheads compare`."""
 
-    run: Place = ""
+    run: PathOrId = ""
     """A finished run's directory."""
 
-    heads: list[Place] = field(default_factory=list)
+    heads: list[PathOrId] = field(default_factory=list)
     """More heads of the same base, of any kinds and widths: finished runs, or folders or Hub ids
     of heads. What is measured is as the first run among them has it."""
 
@@ -83,25 +83,25 @@ class Compare:
     """Whether heads draft in all three ways above temperature zero: with the base's noise, without
     it, and by rejection. Else only as evaluation.coupled has it."""
 
-    batch_sizes: list[Positive] = field(default_factory=list)
+    batch_sizes: list[PositiveInt] = field(default_factory=list)
     """Batches in which all of them are measured. Empty is evaluation.batch_size."""
 
-    draft_model: Place = ""
+    draft_model: PathOrId = ""
     """Folder or Hub id of a smaller model that shares the base's vocabulary. Empty is none."""
 
     draft_depth: Depth = 4
     """Tokens that streaming and draft_model draft: a chain."""
 
-    copied_tokens: Nodes = 10
+    copied_tokens: NumNodes = 10
     """Tokens that prompt lookup copies at most, alone and in the hybrid's tree."""
 
-    max_ngram: Positive = 3
+    max_ngram: PositiveInt = 3
     """Longest suffix that prompt lookup looks for."""
 
-    sinks: Count = 4
+    sinks: NonNegativeInt = 4
     """First tokens of a text that streaming sees."""
 
-    window: Positive = 60
+    window: PositiveInt = 60
     """Recent tokens that streaming sees; as many as the context make its draft the base's own."""
 
     data: Data
@@ -109,7 +109,7 @@ class Compare:
     tree: Tree
     """The head's, alone and in the hybrid."""
     evaluation: Evaluation
-    out: Place = ""
+    out: PathOrId = ""
     """Where compare.json goes. Empty is the run's own report/."""
 
     seed: Seed = 0
@@ -120,31 +120,31 @@ class Compare:
 class Tune:
     """`specheads tune`."""
 
-    run: Place = ""
+    run: PathOrId = ""
     """A finished run's directory; or name head and base."""
 
-    head_path: Place = ""
+    head_path: PathOrId = ""
     """Folder of a head, into which tuned.json goes; `head=` on the command line."""
 
     base: Base
     data: Data
     """Whose validation text acceptance is measured on, for a head without a run."""
 
-    max_nodes: TreeNodes = 64
+    max_nodes: TreeSize = 64
     """Nodes of the largest tree that the head drafts, root included; copied text adds 4 or 10."""
 
-    batch_sizes: Annotated[list[Positive], Some] = field(default_factory=lambda: [1, 4])
+    batch_sizes: Annotated[list[PositiveInt], NonEmpty] = field(default_factory=lambda: [1, 4])
     """Rows decoded together, for each of which a tree is chosen."""
 
-    contexts: list[Positive] = field(default_factory=list)
+    contexts: list[PositiveInt] = field(default_factory=list)
     """Tokens of the text so far, for each of which a tree is chosen. Empty is 64 and 512, as far as
     the base holds them."""
 
-    num_prompts: Prompts = 48
+    num_prompts: AtLeastTwo = 48
     """Validation prompts for each context: those of every other file or conversation grow the
     trees, the rest judge them."""
 
-    new_tokens: Prompts = 64
+    new_tokens: AtLeastTwo = 64
     """Tokens that the base writes after each."""
 
     force: bool = False
@@ -158,49 +158,49 @@ class Tune:
 class Simulate:
     """`specheads simulate`."""
 
-    run: Place = ""
+    run: PathOrId = ""
     """A run directory whose head was tuned; or name head."""
 
-    head_path: Place = ""
+    head_path: PathOrId = ""
     """Folder of a head; `head=` on the command line."""
 
     hardware: Hardware
 
-    rates: list[Scale] = field(default_factory=list)
+    rates: list[PositiveFloat] = field(default_factory=list)
     """Loads in requests a second, each simulated by itself. Empty is five, from a quarter of what
     the base alone can serve to more than that."""
 
-    parts: Annotated[list[Weight], Rule("one of them above 0", any)] = field(
+    parts: Annotated[list[Weight], Rule(any, "one of them above 0")] = field(
         default_factory=lambda: [1.0]
     )
     """Factors of the rate in successive parts of time, all of one length: [0.2,2,0.2] rises and
     falls."""
 
-    arrivals: Place = ""
+    arrivals: PathOrId = ""
     """A recorded load in place of rates: a .jsonl file of seconds, prompt_tokens, new_tokens."""
 
-    acceptance: list[Share] = field(default_factory=list)
+    acceptance: list[Probability] = field(default_factory=list)
     """Conditional acceptance by depth. Empty takes what `specheads tune` measured."""
 
-    accepted: Place = ""
+    accepted: PathOrId = ""
     """A .jsonl file of recorded accepted lengths, one text a line. Empty draws from the rates."""
 
-    num_requests: Positive = 2000
+    num_requests: PositiveInt = 2000
     """Requests of each rate."""
 
-    prompt_tokens: Positive = 64
+    prompt_tokens: PositiveInt = 64
     """Tokens of each prompt, of loads that were not recorded."""
 
-    new_tokens: Positive = 128
+    new_tokens: PositiveInt = 128
     """Tokens that each request takes, of loads that were not recorded."""
 
-    max_batch: Positive = 16
+    max_batch: PositiveInt = 16
     """Rows decoded together."""
 
-    depths: list[Levels] = field(default_factory=list)
+    depths: list[DepthOrZero] = field(default_factory=list)
     """Fixed depths beside goodput. Empty is zero, the base alone, and all levels."""
 
-    out: Place = ""
+    out: PathOrId = ""
     """Where load.json and load.png go. Empty is the run's own report/, or the head's folder."""
 
     seed: Seed = 0

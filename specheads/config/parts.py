@@ -3,23 +3,23 @@
 from dataclasses import dataclass, field
 from typing import Annotated
 
+from annotated_types import Ge, Le
+
 from specheads.config.ranges import (
-    Amount,
-    Below1,
-    Count,
-    Levels,
-    Nodes,
-    Part,
-    Pattern,
-    Place,
-    Positive,
-    Rank,
-    Share,
+    DepthOrZero,
+    GlobPattern,
+    NonNegativeFloat,
+    NonNegativeInt,
+    NumNodes,
+    PathOrId,
+    PositiveInt,
+    PositiveProbability,
+    PrintableText,
+    Probability,
+    ProbabilityBelowOne,
     Temperature,
-    Text,
+    TokenRank,
     Weight,
-    at_least,
-    at_most,
     one_of,
 )
 
@@ -34,17 +34,17 @@ TREES = ("tuned", "chain", "static", "best_first", "beam", "product", "sampled")
 class Base:
     """Which model is frozen."""
 
-    model: Place
+    model: PathOrId
     """Folder or Hub id (safetensors only, and no code of its own is run), FILE.gguf, or
     package:NAME for the GGUF file inside a Python package."""
 
-    revision: Text = "main"
+    revision: PrintableText = "main"
     """Hub revision; ignored for a folder."""
 
     dtype: Annotated[str, one_of("auto", "float32", "float64", "bfloat16", "float16")] = "auto"
     """Precision of its weights; auto is bfloat16 where the device computes it, and else float32."""
 
-    device: Text = "auto"
+    device: PrintableText = "auto"
     """Torch device; auto is CUDA where there is one."""
 
     attention: Annotated[str, one_of("sdpa", "eager")] = "sdpa"
@@ -53,7 +53,7 @@ class Base:
     quantization: Annotated[str, one_of("none", "8bit", "4bit")] = "none"
     """none, 8bit or 4bit: bitsandbytes or torchao quantise its weights while loading; CUDA only."""
 
-    adapter: Place = ""
+    adapter: PathOrId = ""
     """Folder or Hub id of a LoRA adapter that is merged into it. Empty is none."""
 
     compile: bool = False
@@ -71,22 +71,22 @@ class Source:
     source: Annotated[str, one_of(*SOURCES)]
     """Kind of source; docs/data.md says what each reads."""
 
-    path: Place = ""
+    path: PathOrId = ""
     """Folder, file, glob or Hub id; empty for what the interpreter brings."""
 
-    config: Text = ""
+    config: PrintableText = ""
     """Configuration of a Hub data set; empty for its default."""
 
-    column: Text = "text"
+    column: PrintableText = "text"
     """Column that holds the text; conversations have columns of their own."""
 
-    revision: Text = "main"
+    revision: PrintableText = "main"
     """Revision of a Hub data set."""
 
-    patterns: list[Pattern] = field(default_factory=list)
+    patterns: list[GlobPattern] = field(default_factory=list)
     """Globs that choose among a folder's or a Hub data set's files. Empty takes all."""
 
-    max_documents: Count = 0
+    max_documents: NonNegativeInt = 0
     """Documents taken, before they are split. Zero takes all."""
 
     streaming: bool = False
@@ -117,35 +117,35 @@ class Data(Source):
 class Evaluation:
     """What is measured after training, and by `specheads evaluate`."""
 
-    prompts: Place = "python_stdlib"
+    prompts: PathOrId = "python_stdlib"
     """A name, or a .jsonl file."""
 
-    num_prompts: Positive = 40
+    num_prompts: PositiveInt = 40
     """Prompts used."""
 
-    prompt_tokens: Positive = 64
+    prompt_tokens: PositiveInt = 64
     """Tokens of each prompt cut from code; other prompts keep their own length."""
 
     all_turns: bool = False
     """Whether every turn of a row with `turns` is a prompt, behind the earlier ones and without
     answers in between, and not the first alone."""
 
-    max_new_tokens: Positive = 128
+    max_new_tokens: PositiveInt = 128
     """Tokens decoded for each."""
 
     temperature: Temperature = 0.0
     """Zero is greedy; above it tokens are sampled, each prompt's with a seed of its own."""
 
-    top_k: Count = 0
+    top_k: NonNegativeInt = 0
     """Tokens sampled from, the likeliest ones. Zero samples from all."""
 
-    top_p: Part = 1.0
+    top_p: PositiveProbability = 1.0
     """Probability that the tokens sampled from reach together, likeliest first. One is all."""
 
-    min_p: Share = 0.0
+    min_p: Probability = 0.0
     """Probability that a token needs, as a share of the likeliest one's. Zero is none."""
 
-    repetition_penalty: Annotated[float, at_least(0.01), at_most(100)] = 1.0
+    repetition_penalty: Annotated[float, Ge(0.01), Le(100)] = 1.0
     """Penalty on tokens already in the text. One is none."""
 
     acceptance: Annotated[str, one_of("match", "rejection", "typical")] = "match"
@@ -156,22 +156,22 @@ class Evaluation:
     """Whether drafts see the noise that the base draws with above temperature zero: more guesses
     are right then, and the text is the same."""
 
-    batch_size: Positive = 1
+    batch_size: PositiveInt = 1
     """Prompts decoded at once."""
 
     mode: Annotated[str, one_of("offline", "online", "all")] = "all"
     """offline (replay only), online (decoding only), or all (with speed)."""
 
-    repeats: Positive = 2
+    repeats: PositiveInt = 2
     """How often speed is measured on each prompt, alternating with the base alone."""
 
-    speed_prompts: Positive = 16
+    speed_prompts: PositiveInt = 16
     """Prompts that speed is measured on."""
 
-    tune_prompts: Positive = 24
+    tune_prompts: PositiveInt = 24
     """Validation prompts on which a tuned tree is picked."""
 
-    quality_windows: Positive = 64
+    quality_windows: PositiveInt = 64
     """Windows of validation text on which the base's own quality is measured without and with the
     adapter that joint training gave it."""
 
@@ -184,26 +184,26 @@ class Tree:
     """tuned (by `specheads tune`, or picked by a short measurement), chain, static, best_first,
     beam, product or sampled."""
 
-    depth: Levels = 0
+    depth: DepthOrZero = 0
     """Levels. Zero takes the head's own."""
 
-    num_nodes: Nodes = 8
+    num_nodes: NumNodes = 8
     """Nodes of a best-first or product tree, root included."""
 
-    beam: Nodes = 4
+    beam: NumNodes = 4
     """Nodes that a best-first tree or a beam continues per level."""
 
-    branch: Nodes = 4
+    branch: NumNodes = 4
     """Children of each in a best-first tree."""
 
-    branches: list[Nodes] = field(default_factory=list)
+    branches: list[NumNodes] = field(default_factory=list)
     """Children of every node of a product or sampled tree, level by level. Empty is one each."""
 
-    confidence: Below1 = 0.0
+    confidence: ProbabilityBelowOne = 0.0
     """Where the head gives a token less than this probability, a chain, static or sampled tree goes
     no further below it; the token itself is verified. Zero never stops."""
 
-    paths: list[list[Rank]] = field(default_factory=list)
+    paths: list[list[TokenRank]] = field(default_factory=list)
     """Rank paths of a static tree."""
 
 
@@ -211,33 +211,33 @@ class Tree:
 class Hardware:
     """Where times of a simulation come from: measured, or computed for a machine that is named."""
 
-    name: Text = "measured"
+    name: PrintableText = "measured"
     """Name of the machine. `measured` takes the times that `specheads tune` measured."""
 
-    bandwidth: Amount = 0.0
+    bandwidth: NonNegativeFloat = 0.0
     """Bytes a second between memory and processor. Zero with measured times only."""
 
-    flops: Amount = 0.0
+    flops: NonNegativeFloat = 0.0
     """Floating-point operations a second, dense, in the weights' precision. Zero as above."""
 
-    parameters: Amount = 0.0
+    parameters: NonNegativeFloat = 0.0
     """Parameters of the base. Zero takes those of the run's base."""
 
-    draft_parameters: Amount = 0.0
+    draft_parameters: NonNegativeFloat = 0.0
     """Parameters that drafting one level takes. Zero takes those of the run's head."""
 
-    weight_bytes: Positive = 2
+    weight_bytes: PositiveInt = 2
     """Bytes of a parameter, and of a number in the key-value cache."""
 
-    position_bytes: Count = 0
+    position_bytes: NonNegativeInt = 0
     """Bytes of keys and values of one position of the base, in all layers. Zero takes those of the
     run's base."""
 
-    draft_position_bytes: Count = 0
+    draft_position_bytes: NonNegativeInt = 0
     """The same of what drafts. Zero attends to nothing; a base that drafts for itself has its
     own."""
 
-    window: Count = 0
+    window: NonNegativeInt = 0
     """Positions of a row that what drafts attends to, at most (MagicDec). Zero is all."""
 
 
@@ -249,6 +249,6 @@ class Tracker:
     """jsonl (nothing else), wandb, trackio or tensorboard. One that fails is told and left, and
     training goes on."""
 
-    project: Text = "specheads"
+    project: PrintableText = "specheads"
     """Project of wandb (offline where no key is set) or trackio. tensorboard writes into the run
     directory."""

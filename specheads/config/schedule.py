@@ -4,24 +4,23 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from specheads.config.ranges import (
-    MOST,
-    Batch,
-    Below1,
-    Count,
-    Length,
+    AtLeastTwo,
+    BatchSize,
+    NonEmpty,
+    NonNegativeFloat,
+    NonNegativeInt,
     Pair,
-    Part,
-    Place,
-    Positive,
-    Scale,
-    Share,
-    Size,
-    Some,
+    PathOrId,
+    PositiveFloat,
+    PositiveInt,
+    PositiveProbability,
+    PrintableText,
+    Probability,
+    ProbabilityBelowOne,
+    SequenceLength,
     Temperature,
-    Text,
     Weight,
-    at_least,
-    at_most,
+    Width,
     one_of,
 )
 from specheads.core.errors import InputError
@@ -43,25 +42,25 @@ class Distill:
     Which of the two follows from the training data.
     """
 
-    num_samples: Positive
+    num_samples: PositiveInt
     """Texts asked for: conversations, or continuations."""
 
-    prompt_tokens: Positive = 64
+    prompt_tokens: PositiveInt = 64
     """Tokens of plain text that each continues; they are read and not counted."""
 
-    new_tokens: Positive = 256
+    new_tokens: PositiveInt = 256
     """Tokens the base writes at most in an answer or a continuation; the loss covers these only."""
 
-    max_turns: Count = 0
+    max_turns: NonNegativeInt = 0
     """Answers in a conversation, at most. Zero asks every turn that it has."""
 
     temperature: Temperature = 1.0
     """Sampling temperature of the base. Zero is greedy: the text a greedy server would see."""
 
-    top_k: Count = 0
+    top_k: NonNegativeInt = 0
     """Tokens sampled from, the likeliest ones. Zero samples from all."""
 
-    top_p: Part = 1.0
+    top_p: PositiveProbability = 1.0
     """Probability that the tokens sampled from reach together, likeliest first. One is all."""
 
     drop: list[Annotated[str, one_of(*FAULTS)]] | None = None
@@ -69,39 +68,39 @@ class Distill:
     limit before the base had ended it, for conversations only). None is all of these in
     conversations, and nothing of continued text."""
 
-    min_tokens: Positive = 1
+    min_tokens: PositiveInt = 1
     """Tokens that an answer needs in order not to be empty, its end not counted."""
 
     engine: Annotated[str, one_of(*ENGINES)] = "local"
     """Who has the base write: local (this package's own decoding), transformers, vllm, or openai (a
     server that speaks that protocol)."""
 
-    batch_size: Positive = 64
+    batch_size: PositiveInt = 64
     """Texts in flight at once; of a server, requests."""
 
     use_head: Annotated[str, one_of("auto", "true", "True", "false", "False")] = "auto"
     """Whether engine=local drafts with the head trained so far, which changes the text in nothing:
     true, false, or auto (whichever writes faster in a short trial)."""
 
-    url: Text = ""
+    url: PrintableText = ""
     """Address of the server of engine=openai, such as http://127.0.0.1:8000/v1."""
 
-    served_as: Text = ""
+    served_as: PrintableText = ""
     """The base's name at that server. Empty is base.model."""
 
-    api_key_env: Text = "OPENAI_API_KEY"
+    api_key_env: PrintableText = "OPENAI_API_KEY"
     """Environment variable that holds the server's key; where it is not set, none is sent."""
 
-    timeout_seconds: Scale = 120.0
+    timeout_seconds: PositiveFloat = 120.0
     """Longest wait for one answer of a server."""
 
-    retries: Count = 5
+    retries: NonNegativeInt = 5
     """Times that a server is asked again, ever later. Zero gives up at once."""
 
-    shard_size: Positive = 64
+    shard_size: PositiveInt = 64
     """Texts in one file, which appears once all are there; processes share the work by files."""
 
-    folder: Place = ""
+    folder: PathOrId = ""
     """Where the text is kept, so that several runs can share it; phases whose text is written in
     other ways need one each. Empty is the run's own text/."""
 
@@ -113,20 +112,20 @@ class Joint:
     Source: Cai et al. 2024, arXiv:2401.10774.
     """
 
-    rank: Size = 32
+    rank: Width = 32
     """Rank of what is added to each matrix."""
 
-    alpha: Scale = 16.0
+    alpha: PositiveFloat = 16.0
     """What is added is scaled by alpha / rank."""
 
-    dropout: Below1 = 0.05
+    dropout: ProbabilityBelowOne = 0.05
     """Share of each adapted layer's inputs that what is added does not see, in training."""
 
-    target_modules: list[Text] = field(default_factory=list)
+    target_modules: list[PrintableText] = field(default_factory=list)
     """Ends of linear layers' names, such as q_proj. Empty is all, the vocabulary projection
     included unless it is tied to the embedding."""
 
-    learning_rate: Share = 5e-4
+    learning_rate: Probability = 5e-4
     """The base's, at its peak; the head's is the phase's."""
 
     head_weight: Weight = 0.2
@@ -147,21 +146,21 @@ class Phase:
     text: Annotated[str, one_of("corpus", "distilled")] = ""
     """corpus, or distilled: text the base wrote itself."""
 
-    steps: Positive = 0
+    steps: PositiveInt = 0
     """Optimizer steps, at least one."""
 
-    batch_size: Batch = 0
+    batch_size: BatchSize = 0
     """Sequences of one step, over all processes: their number does not change what is trained. The
     largest, where it grows. auto takes as many as fit the memory there is, and writes the number
     into config.yaml."""
 
-    first_batch_share: Part = 1.0
+    first_batch_share: PositiveProbability = 1.0
     """Batch of the first step, as a share of batch_size. Below one it grows linearly from there."""
 
-    batch_ramp_share: Share = 0.5
+    batch_ramp_share: Probability = 0.5
     """Share of the steps over which the batch grows to batch_size, where it begins smaller."""
 
-    accumulation_steps: Positive = 1
+    accumulation_steps: PositiveInt = 1
     """Parts in which each process reads its share of a step's sequences, one after the other: less
     memory, the same gradients."""
 
@@ -169,7 +168,7 @@ class Phase:
     """Whether the head's layers compute once more for their gradients instead of keeping what those
     need: less memory, the same gradients. A mlp_speculator has no such layers."""
 
-    sequence_length: Length = 0
+    sequence_length: SequenceLength = 0
     """Tokens of a sequence. Zero takes the distilled text's own length; a conversation's is bounded
     by nothing but the base's context."""
 
@@ -177,13 +176,13 @@ class Phase:
     """How documents become sequences: best_fit (several in one, each by itself), stream (end to
     end, cut, each seeing those before it), or none (one in each, padded or cut)."""
 
-    learning_rate: Share = 1e-3
+    learning_rate: Probability = 1e-3
     """At its peak."""
 
-    final_share: Share = 0.1
+    final_share: Probability = 0.1
     """Learning rate at the end, as a share of the peak."""
 
-    warmup_share: Share = 0.05
+    warmup_share: Probability = 0.05
     """Share of the steps that warm up, at most 2000 of them."""
 
     loss: Annotated[str, one_of(*LOSSES)] = "soft_cross_entropy"
@@ -199,7 +198,7 @@ class Phase:
     """geometric (by decay or depth_weights, the same for every position), or dpace (each chain by
     how far its own drafts are likely to reach)."""
 
-    scored_share: Part = 1.0
+    scored_share: PositiveProbability = 1.0
     """Share of the counted positions that the loss covers, drawn anew in each step. The base's
     forward is cheap beside the vocabulary products, so scoring fewer positions of more text
     learns faster in the same time."""
@@ -223,23 +222,23 @@ class Validation:
     See docs/train.md.
     """
 
-    every: Count = 0
+    every: NonNegativeInt = 0
     """Steps between two measurements. Zero measures at the end of each phase only."""
 
-    rows: Count = 16
+    rows: NonNegativeInt = 16
     """Sequences whose loss is measured, the same each time. Zero measures none."""
 
-    prompts: Count = 8
+    prompts: NonNegativeInt = 8
     """Held-out texts that the base continues with the head as it is then, for tokens per forward;
     the head with the most is kept in best/. Zero decodes none."""
 
-    prompt_tokens: Positive = 64
+    prompt_tokens: PositiveInt = 64
     """Tokens of each that is cut from text; what users say keeps its own length."""
 
-    new_tokens: Annotated[int, at_least(2), at_most(MOST)] = 64
+    new_tokens: AtLeastTwo = 64
     """Tokens decoded after each."""
 
-    patience: Count = 0
+    patience: NonNegativeInt = 0
     """Measurements in a row without more tokens per forward than before in the phase, after which
     it ends and the next begins; needs every. Zero never ends one early."""
 
@@ -251,11 +250,11 @@ class Validation:
 class FeatureCache:
     """Hidden states of the frozen base, kept on disk for later trainings on the same text."""
 
-    gib: Annotated[float, at_least(0)] = 0.0
+    gib: NonNegativeFloat = 0.0
     """GiB that those of one run may take; a run that needs more is refused and told how many. Zero
     keeps none, and has the base read every batch."""
 
-    folder: Place = "runs/features"
+    folder: PathOrId = "runs/features"
     """Where they lie; several runs may share it."""
 
 
@@ -263,19 +262,19 @@ class FeatureCache:
 class Schedule:
     """The phases, by name, in order."""
 
-    phases: Annotated[dict[str, Phase], Some]
+    phases: Annotated[dict[str, Phase], NonEmpty]
 
-    betas: Annotated[list[Below1], Pair] = field(default_factory=lambda: [0.9, 0.95])
+    betas: Annotated[list[ProbabilityBelowOne], Pair] = field(default_factory=lambda: [0.9, 0.95])
     """Decay rates of AdamW's two moments."""
 
-    weight_decay: Share = 0.0
+    weight_decay: Probability = 0.0
     """Decoupled weight decay of AdamW and Muon."""
 
-    muon_learning_rate: Share = 0.0
+    muon_learning_rate: Probability = 0.0
     """Peak for the hidden matrices, by Muon; it follows the phases' shape. Zero trains them with
     AdamW like all else."""
 
-    clip_norm: Scale = 1.0
+    clip_norm: PositiveFloat = 1.0
     """Largest norm of all gradients together."""
 
 

@@ -1,23 +1,32 @@
-"""The one validation: settings are held against what is declared beside them, before anything runs.
+"""Validation of settings: types and ranges by pydantic, and rules between settings.
 
-What only the base, the head or a file can tell (contexts, vocabularies, depths) is told by whoever
-has loaded it.
+Facts that only the base, the head or a file can tell (contexts, vocabularies, depths) are checked
+by the code that loads them.
 """
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
+from annotated_types import Ge, Gt, Le, Len, Lt, MinLen
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
 from specheads.config.measuring import Simulate
 from specheads.config.parts import NO_PATH, Data, Source, Tree
-from specheads.config.ranges import Name, Rule
+from specheads.config.ranges import MAX_INT, FolderName, Rule
 from specheads.config.schedule import Phase, Schedule, Validation
 from specheads.core.errors import InputError
 
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+BOUNDS = {
+    Ge: ("at least", "ge"),
+    Gt: ("above", "gt"),
+    Le: ("at most", "le"),
+    Lt: ("below", "lt"),
+}
+STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 
 
 def check(settings: Any, where: str = "") -> None:
@@ -60,39 +69,40 @@ def _together(settings: Any, where: str) -> None:
         _simulate(settings)
 
 
-def refuse(place: str, value: Any, hint: Any, default: Any = MISSING) -> None:
-    """Refuse one value for a setting, by its full name, that is not what its hint declares."""
-    if admits(hint, value):
-        return
-    # of a list, what is wrong in it
-    wrong, inside = value, ""
-    if isinstance(value, list) and (one := get_args(_parts(hint)[0])):
-        places = [number for number, item in enumerate(value) if not admits(one[0], item)]
-        if places:
-            wrong, inside = value[places[0]], f" at {place}[{places[0]}]"
-    usable = default is not MISSING and admits(hint, default)
-    remedy = f"its default is {default!r}" if usable else f"set {place}"
-    text = repr(wrong)
-    shown = text if len(text) <= 60 else f"{text[:57]}..."
-    raise InputError(f"{place} must be {words(hint)}, got {shown}{inside}; {remedy}")
+def refuse(name: str, value: Any, hint: Any, default: Any = MISSING) -> None:
+    """Refuse a value that its hint does not allow, by the setting's full name."""
+    try:
+        _validator(hint)(value)
+    except ValidationError as error:
+        # the position in a list, if one item is wrong
+        index = next((part for part in error.errors()[0]["loc"] if isinstance(part, int)), None)
+        wrong, inside = (value, "") if index is None else (value[index], f" at {name}[{index}]")
+        usable = default is not MISSING and allows(hint, default)
+        remedy = f"its default is {default!r}" if usable else f"set {name}"
+        text = repr(wrong)
+        shown = text if len(text) <= 60 else f"{text[:57]}..."
+        raise InputError(f"{name} must be {words(hint)}, got {shown}{inside}; {remedy}") from None
 
 
-def admits(hint: Any, value: Any) -> bool:
-    """Return whether a value is of the type that a hint declares, and keeps its rules."""
-    plain, rules = _parts(hint)
-    origin, inner = get_origin(plain), get_args(plain)
-    if origin is UnionType:
-        return any(admits(one, value) for one in inner)
-    if origin is list:
-        fits = isinstance(value, list) and all(admits(inner[0], one) for one in value)
-    elif origin is dict:
-        fits = isinstance(value, dict) and all(admits(inner[1], one) for one in value.values())
-    elif plain is float:
-        fits = type(value) in (int, float) and math.isfinite(value)
-    else:
-        # True is an int to Python, and none to us
-        fits = plain is Any or type(value) is plain
-    return fits and all(rule.holds(value) for rule in rules)
+def allows(hint: Any, value: Any) -> bool:
+    """Return whether a value has the type of a hint and keeps its rules."""
+    try:
+        _validator(hint)(value)
+    except ValidationError:
+        return False
+    return True
+
+
+@cache
+def _validator(hint: Any) -> Callable[[Any], Any]:
+    # a hint of settings is checked setting by setting
+    return TypeAdapter(hint, config=None if _holds_settings(hint) else STRICT).validate_python
+
+
+def _holds_settings(hint: Any) -> bool:
+    # rules are dataclasses too, but instances
+    is_settings = isinstance(hint, type) and is_dataclass(hint)
+    return is_settings or any(map(_holds_settings, get_args(hint)))
 
 
 def words(hint: Any) -> str:
@@ -107,7 +117,19 @@ def words(hint: Any) -> str:
         kind = f"a list, each {words(inner[0])}"
     else:
         kind = KINDS.get(plain, "a group of settings")
-    return ", ".join([kind, *(rule.words for rule in rules if rule.words)])
+    return ", ".join([kind, *filter(None, map(_described, rules))])
+
+
+def _described(rule: Any) -> str:
+    if isinstance(rule, Rule):
+        return rule.words
+    if isinstance(rule, MinLen):
+        return "not empty"
+    if isinstance(rule, Len):
+        return f"{rule.min_length} of them"
+    text, name = BOUNDS[type(rule)]
+    bound = getattr(rule, name)
+    return "" if bound == MAX_INT else f"{text} {bound:,}"
 
 
 @cache
@@ -116,8 +138,8 @@ def hints(kind: type) -> dict[str, Any]:
     return get_type_hints(kind, include_extras=True)
 
 
-def _parts(hint: Any) -> tuple[Any, tuple[Rule, ...]]:
-    """Return a hint's type, and the rules beside it."""
+def _parts(hint: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Return a hint's type and its rules."""
     return (hint.__origin__, hint.__metadata__) if get_origin(hint) is Annotated else (hint, ())
 
 
@@ -139,7 +161,7 @@ def _phases(phases: Mapping[str, Phase]) -> None:
         )
     for name in phases:
         # the head of each phase is kept in a folder called as the phase
-        refuse("the name of a phase", name, Name)
+        refuse("the name of a phase", name, FolderName)
 
 
 def _phase(where: str, phase: Phase) -> None:

@@ -62,7 +62,8 @@ def usual(hint: Any) -> strategies.SearchStrategy[str]:
     rules = hint.__metadata__ if get_origin(hint) is Annotated else ()
     plain = hint.__origin__ if rules else hint
     if plain is int or plain is float:
-        ends = {rule.bound for rule in rules if rule.bound is not None}
+        bounds = [getattr(rule, name, None) for rule in rules for name in ("ge", "gt", "le", "lt")]
+        ends = {end for end in bounds if end is not None}
         around = {end + step for end in ends for step in (-1, 0, 1)} | {1, 2, 3, 8}
         if plain is float:
             around |= {end + step for end in ends for step in (-1e-3, 1e-3)} | {0.5}
@@ -70,7 +71,7 @@ def usual(hint: Any) -> strategies.SearchStrategy[str]:
     if get_origin(plain) is list:
         one = usual(get_args(plain)[0])
         return strategies.lists(one, max_size=3).map(lambda found: f"[{','.join(found)}]")
-    if plain is str and rules and rules[0].words.startswith("one of "):
+    if plain is str and rules and getattr(rules[0], "words", "").startswith("one of "):
         return strategies.sampled_from(rules[0].words.removeprefix("one of ").split(", "))
     return strategies.sampled_from(["true", "false", "none", "plain"])
 

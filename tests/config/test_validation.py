@@ -42,9 +42,9 @@ def test_every_number_and_text_has_its_range_beside_it(kind: type):
 def test_what_a_setting_may_be_is_what_there_is():
     assert tuple(KINDS) == LOSSES
     known = hints(Phase)["weighting"].__metadata__[0]
-    assert all(known.holds(name) for name in WEIGHTINGS)
+    assert all(known.func(name) for name in WEIGHTINGS)
     known = hints(Evaluation)["acceptance"].__metadata__[0]
-    assert all(known.holds(name) for name in RULES)
+    assert all(known.func(name) for name in RULES)
 
 
 @pytest.mark.parametrize(
@@ -175,10 +175,10 @@ def test_a_refusal_shows_no_more_of_a_value_than_fits_a_line():
 @pytest.mark.parametrize(
     ("hint", "told"),
     [
-        (ranges.Positive, "a whole number, at least 1"),
-        (ranges.Share, "a number, at least 0, at most 1"),
+        (ranges.PositiveInt, "a whole number, at least 1"),
+        (ranges.Probability, "a number, at least 0, at most 1"),
         (ranges.Temperature, "a number, 0 or at least 0.001, at most 100"),
-        (list[ranges.Rank], "a list, each a whole number, at least 0, at most 4,095"),
+        (list[ranges.TokenRank], "a list, each a whole number, at least 0, at most 4,095"),
         (bool | None, "true or false or none"),
     ],
 )
