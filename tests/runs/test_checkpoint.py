@@ -92,7 +92,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(damage: str, 
     assert newest(tmp_path, told) == 3
     assert len(told) == 1
     assert "step-4 (" in told[0]
-    assert told[0].endswith("going on from step-3")
+    assert told[0].endswith("resuming from step-3")
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

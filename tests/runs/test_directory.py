@@ -55,9 +55,9 @@ def test_an_unfinished_run_goes_on_with_its_own_settings_and_base_only(tmp_path:
     run = RunDirectory(tmp_path / "run")
     run.begin("a: 1\n", {"base_fingerprint": "f"})
     run.begin("a: 1\n", {"base_fingerprint": "f"})
-    with pytest.raises(ValueError, match="own settings only: a was 1, now 2; choose another name="):
+    with pytest.raises(ValueError, match="own settings: a was 1, now 2; choose another name="):
         run.begin("a: 2\n", {"base_fingerprint": "f"})
-    with pytest.raises(ValueError, match="same base fingerprint only: it was f, now it is g"):
+    with pytest.raises(ValueError, match="same base fingerprint: it was f, now g"):
         run.begin("a: 1\n", {"base_fingerprint": "g"})
 
 
@@ -142,7 +142,7 @@ def test_what_a_killed_run_left_half_written_goes_and_what_it_set_aside_comes_ba
 
 def test_a_folder_with_other_files_is_left_alone(tmp_path: Path):
     (tmp_path / "thesis.tex").write_text("mine")
-    with pytest.raises(ValueError, match="a folder of its own"):
+    with pytest.raises(ValueError, match="needs its own folder"):
         RunDirectory(tmp_path).begin("a: 1\n", {})
     assert [file.name for file in tmp_path.iterdir()] == ["thesis.tex"]
 

@@ -75,7 +75,7 @@ def test_a_line_that_is_no_row_is_refused_by_its_number_and_left_as_it_is(
 ):
     path, content = tmp_path / "metrics.jsonl", b'{"step": 1}\n' + line + b'\n{"step": 4}\n'
     path.write_bytes(content)
-    with pytest.raises(InputError, match="and line 2 is none; take it out"):
+    with pytest.raises(InputError, match="and line 2 is not; remove it"):
         tracker(tmp_path).resume(4)
     assert path.read_bytes() == content
 
@@ -169,7 +169,7 @@ def test_a_tracker_that_is_lost_is_told_once_and_the_rows_go_on(
     found.close()
     assert read_metrics(tmp_path / "metrics.jsonl") == ROWS
     assert reached == (WHOLE[: WHOLE.index(moment) + 1] if moment else WHOLE)
-    lost = f"trackio is lost (ConnectionError: the network is gone); {found.metrics} goes on"
+    lost = f"trackio failed (ConnectionError: the network is gone); rows go to {found.metrics} only"
     assert told == ([lost] if moment else [])
 
 
