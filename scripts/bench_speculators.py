@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from specheads.base.model import FrozenBase
-from specheads.commands import _compose
+from specheads.commands._library import read_run
 from specheads.config import Train
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
@@ -133,7 +133,7 @@ def opened(place: Path) -> Source:
     run = RunDirectory(place)
     if not run.config.is_file():
         raise InputError(f"--run must be a run's folder, and {place} has no config.yaml; name one")
-    settings: Train = _compose.read_run(run.config, Train)
+    settings: Train = read_run(run.config, Train)
     if unsettled(settings) or any(one.joint for one in settings.schedule.phases.values()):
         raise InputError(f"choose a run without joint phase or batch_size=auto: {place} has one")
     accelerator = accelerator_of_environment(settings.base.dtype)

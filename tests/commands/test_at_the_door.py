@@ -103,7 +103,7 @@ def test_of_a_choice_that_there_is_not_the_line_says_which_there_are(
     assert there
     said = refused(f"{group}={value}")
     rule = f"{group} must be one of {', '.join(there)}"
-    assert said == f"error: {rule}, and there is no '{group}/{value}'\n"
+    assert said == f"error: {rule}, got '{group}/{value}'\n"
 
 
 @pytest.mark.parametrize("command", ["train", "distill"])

@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from specheads.__main__ import commands
-from specheads.commands import _call, _compose, _help
+from specheads.commands import _call, _help, commands
 from specheads.commands._call import call
+from specheads.config import compose
 from specheads.core.errors import InputError
 
 Called = Callable[[BaseException | None], tuple[int, str]]
@@ -99,7 +99,7 @@ def test_what_goes_well_says_nothing(raising: Called):
     assert raising(None) == (0, "")
 
 
-@pytest.mark.parametrize("command", sorted(_help._compose.SCHEMAS))
+@pytest.mark.parametrize("command", sorted(compose.SCHEMAS))
 def test_help_shows_every_setting_with_type_default_and_a_line_each(command: str, capsys: Any):
     call(command, ["--help"])
     shown = capsys.readouterr().out
@@ -107,14 +107,14 @@ def test_help_shows_every_setting_with_type_default_and_a_line_each(command: str
     assert usage.startswith(f"usage: specheads {command} ")
     assert about == commands()[command]
     assert f"`specheads {command}`." not in shown
-    lines = _help._settings(_help._compose.SCHEMAS[command], command)
+    lines = _help._settings(compose.SCHEMAS[command], command)
     for name, rule, default, about in lines:
         assert rule
         assert about, name
         assert f"  {name}: {rule}{f' [{default}]' if default else ''}\n      {about[:40]}" in shown
 
 
-@pytest.mark.parametrize("command", sorted(_help._compose.SCHEMAS))
+@pytest.mark.parametrize("command", sorted(compose.SCHEMAS))
 def test_the_examples_of_a_command_s_help_compose(command: str, capsys: Any):
     call(command, ["--help"])
     shown = capsys.readouterr().out.partition("\nexamples\n")[2].partition("\n\n")[0]
@@ -122,7 +122,7 @@ def test_the_examples_of_a_command_s_help_compose(command: str, capsys: Any):
     assert len(examples) >= 2
     for program, name, *overrides in examples:
         assert (program, name) == ("specheads", command)
-        _compose.settings_of(command, overrides)
+        compose.settings_of(command, overrides)
 
 
 def test_help_of_training_knows_every_kind_of_head_without_a_recipe(capsys: Any):

@@ -250,22 +250,27 @@ def test_an_interrupted_command_goes_on_and_ends_where_an_undisturbed_one_does(
 MISTAKES = {
     "a setting's old name": (
         ["recipe=smoke", "evaluation.rule=typical"],
-        "rule is called acceptance now",
+        "rule is now acceptance",
     ),
     "a head's setting by its old name": (
         ["recipe=smoke", "head=eagle3", "head.taps=[1,2]"],
-        "taps is called aux_layers now",
+        "taps is now aux_layers",
     ),
     "no recipe": ([], "name a recipe"),
     "unknown recipe": (["recipe=nope"], "there is no recipe 'nope'"),
     "unknown key": (
         ["recipe=smoke", "stepz=3"],
-        "a setting must be one that --help lists, and there is no 'stepz'; leave it out, or mend",
+        "a setting must be one that --help lists, got 'stepz'; correct its name or leave it out",
     ),
     "unknown nested key": (
         ["recipe=smoke", "schedule.phases.corpus.stepz=3"],
-        "there is no 'schedule.phases.corpus.stepz'; leave it out",
+        "got 'schedule.phases.corpus.stepz'; correct its name",
     ),
+    "removed setting": (
+        ["recipe=smoke", "evaluation.quality_windows=8"],
+        "got 'evaluation.quality_windows'; correct its name or leave it out",
+    ),
+    "setting added with a plus": (["recipe=smoke", "+stepz=3"], "got 'stepz'; correct its name"),
     "wrong type": (["recipe=smoke", "seed=abc"], "seed"),
     "unknown head": (["recipe=smoke", "head=nope"], "head/nope"),
     "unknown kind": (["recipe=smoke", "head.kind=os.system"], "head kind must be one of"),
@@ -345,12 +350,12 @@ def test_export_writes_a_folder_and_the_line_that_serves_it(
     finished: tuple[Path, str], here: Callable[..., None], capsys: Any
 ):
     cwd = finished[0]
-    here("export", "run=runs/smoke", "engine=vllm", "out=served", "num_prompts=2", "new_tokens=16")
+    here("export", "run=runs/smoke", "engine=vllm", "out=served")
     (line,) = capsys.readouterr().out.splitlines()
     assert "vllm serve" in line
     assert str(cwd / "served") in line
     record = json.loads((cwd / "served" / "specheads.json").read_text())
-    assert record["parity"]["texts"] == 2
+    assert record["parity"]["texts"] == 8
     assert specheads.load_head(cwd / "served").kind == "mlp_speculator"
 
 

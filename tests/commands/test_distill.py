@@ -137,7 +137,7 @@ def test_a_dry_run_says_how_much_would_be_written_and_takes_short_names(capsys: 
         ([], "text needs a folder: add out=FOLDER"),
         (["out=text", "engine=pen"], "must be one of local, transformers, vllm, openai"),
         (["out=file/text"], "a folder to write to is needed"),
-        (["out=text", "schedule=corpus_only", "~schedule.phases.distilled"], "one has none"),
+        (["out=text", "schedule=corpus_only", "~schedule.phases.distilled"], "a distilled phase"),
         (["out=text", "head=there", "engine=vllm"], "a head drafts for engine=local"),
         (["out=text", "head=nowhere/head"], "nowhere/head"),
         (["out=text", "data=jsonl", "data.path=nothing.jsonl"], "nothing.jsonl"),

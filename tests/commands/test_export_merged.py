@@ -25,8 +25,8 @@ def test_an_export_of_joint_training_holds_its_merged_base(tmp_path: Path):
     place = data_dir("recipes") / "tiny_code" / "base"
     words = [*JOINT, *SMALL, f"run_dir={tmp_path / 'run'}", "tree=chain"]
     made = specheads.train("smoke", words)
-    few, out = ["num_prompts=1", "new_tokens=8"], tmp_path / "served"
-    exported = specheads.export(made.path, "vllm", out, few)
+    out = tmp_path / "served"
+    exported = specheads.export(made.path, "vllm", out)
     # the command line that serves it names the base that was written
     assert f"vllm serve {out / 'base'} " in exported.serve[0]
     merged = specheads.FrozenBase.load(out / "base", device="cpu")
@@ -39,7 +39,7 @@ def test_an_export_of_joint_training_holds_its_merged_base(tmp_path: Path):
     said = specheads.generate(merged, head, prompts, max_new_tokens=12)
     assert said.tokens == specheads.generate(adapted, None, prompts, max_new_tokens=12).tokens
     # exported once more in the same place, by names alone
-    again = [f"head_path={made.head}", f"base.model={place}", f"base.adapter={made.adapter}", *few]
+    again = [f"head_path={made.head}", f"base.model={place}", f"base.adapter={made.adapter}"]
     lines = specheads.export("", "vllm", out, again).serve
     assert lines == exported.serve
     assert (out / "base" / "tokenizer.json").is_file()

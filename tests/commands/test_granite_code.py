@@ -136,8 +136,7 @@ def test_its_head_is_exported_for_every_engine_that_serves_it(
     engine: str, trained: RunDirectory, base: Path, python: Run, tmp_path: Path
 ):
     out = tmp_path / engine
-    words = f"run={trained.path}", f"engine={engine}", f"out={out}", "num_prompts=2"
-    said = python("specheads", "export", *words, "new_tokens=16")
+    said = python("specheads", "export", f"run={trained.path}", f"engine={engine}", f"out={out}")
     assert str(base) in said.stdout if engine == "vllm" else str(out) in said.stdout
     loaded = specheads.FrozenBase.load(base, dtype="float32", device="cpu")
     ours, theirs = specheads.load_head(trained.head, loaded), specheads.load_head(out, loaded)

@@ -9,7 +9,7 @@ from multiprocessing.synchronize import Event
 
 import pytest
 
-from specheads.commands._interrupt import INTERRUPTED, SIGNALS, interruptible
+from specheads.commands._call import INTERRUPTED, SIGNALS, interruptible
 
 FORK = multiprocessing.get_context("fork")
 

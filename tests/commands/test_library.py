@@ -118,8 +118,7 @@ def test_a_head_is_compared_exported_and_listed_from_python(
     compared = specheads.compare(overrides=asked, base=base, head=head)
     assert list(compared.drafters) == ["head", "prompt_lookup"]
     assert compared.drafters["head"].lossless.identical == 2
-    few = ["num_prompts=1", "new_tokens=8"]
-    exported = specheads.export(made.path, "vllm", tmp_path / "served", few, base=base)
+    exported = specheads.export(made.path, "vllm", tmp_path / "served", base=base)
     assert (exported.folder / "specheads.json").is_file()
     assert "vllm serve" in exported.serve[0]
     listed = specheads.push(made.path, "ada/head", dry_run=True)
@@ -136,10 +135,9 @@ def test_a_run_s_head_is_taken_onto_another_base_by_force_alone(
     known = json.loads(file.read_text())
     file.write_text(json.dumps(known | {"base_fingerprint": "0" * 16 + "-" + "0" * 16}))
     few, out = ["tree=chain", "mode=offline", *SMALL], tmp_path / "out"
-    export = ["num_prompts=1", "new_tokens=8"]
     for call, words in (
         (lambda more: specheads.evaluate(made.path, more, base=base, out=out), few),
-        (lambda more: specheads.export(made.path, "vllm", tmp_path / "x", more, base=base), export),
+        (lambda more: specheads.export(made.path, "vllm", tmp_path / "x", more, base=base), []),
     ):
         with pytest.raises(ValueError, match="override with force=true"):
             call(words)
@@ -153,7 +151,7 @@ def test_a_run_s_head_is_taken_onto_another_base_by_force_alone(
         (lambda: specheads.train("smoke", ["stepz=3"]), "stepz"),
         (lambda: specheads.evaluate("nowhere"), "nowhere has none"),
         (lambda: specheads.evaluate(), "name what to evaluate"),
-        (lambda: specheads.evaluate("a", ["head=b"]), "got run=a and head=b; name one"),
+        (lambda: specheads.evaluate("a", ["head=b"]), "got run=a and head=b; leave one out"),
         *(
             (lambda call=call: call("a", head=Mock(spec=Head)), "got run=a and a head; give one")
             for call in (specheads.evaluate, specheads.compare, specheads.tune)

@@ -15,11 +15,12 @@ from typing import Annotated, Any, get_args, get_origin
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies
 
-from specheads.commands import _call, _compose
+from specheads.commands import _call
+from specheads.config import compose
 from specheads.config.validation import hints
 from specheads.heads.kinds.mlp_speculator import Config
 
-COMMANDS = tuple(_compose.SCHEMAS)
+COMMANDS = tuple(compose.SCHEMAS)
 
 SMALL = [
     *("recipe=smoke", "schedule.phases.corpus.steps=2", "schedule.phases.distilled.steps=1"),
@@ -114,7 +115,7 @@ class Caller:
 
 def override_sets(command: str) -> strategies.SearchStrategy[list[str]]:
     """Draw one to four overrides: in range, out of it, of another type, unknown, missing, odd."""
-    known = list(leaves(_compose.SCHEMAS[command]))
+    known = list(leaves(compose.SCHEMAS[command]))
     names = strategies.sampled_from([name for name, _ in known])
     groups = strategies.sampled_from(["base", "head", "data", "tree", "schedule", "tracker"])
     unknown = strategies.sampled_from(["evaluation.x", "+evaluation.x", "++x", "x"])
@@ -175,13 +176,13 @@ def test_overrides_drawn_from_the_schema_are_taken_or_refused_in_one_line(
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_setting_refuses_what_is_no_number_and_no_text(command: str, caller: Caller):
     """Draw nothing: each setting in turn, with what none can be."""
-    for name, _ in leaves(_compose.SCHEMAS[command]):
+    for name, _ in leaves(compose.SCHEMAS[command]):
         assert refused_at_once(caller, command, [f"{name}={{a:1}}"]) or name.startswith("head.")
 
 
 RUNNABLE = [
     (name, hint)
-    for name, hint in leaves(_compose.SCHEMAS["train"])
+    for name, hint in leaves(compose.SCHEMAS["train"])
     if name.split(".")[0] in ("head", "schedule", "tree", "evaluation", "seed", "log_every")
     and name not in ("evaluation.prompts", "evaluation.acceptance", "evaluation.mode")
     and not name.endswith(("folder", "target_modules", "learning_rate", "joint", "clip_norm"))

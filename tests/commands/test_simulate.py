@@ -96,7 +96,7 @@ def test_computed_times_are_called_computed_wherever_they_are_shown(tmp_path: Pa
     call("simulate", ["hardware=h100", f"out={tmp_path}", *LLAMA, *SMALL])
     shown = " ".join(capsys.readouterr().out.split())
     assert "times computed for H100" in shown
-    assert "no machine took them" in shown
+    assert "not measured" in shown
     load = read(LoadResults, tmp_path / "load.json")
     assert load is not None
     assert load.computed
@@ -114,8 +114,8 @@ def test_computed_times_are_called_computed_wherever_they_are_shown(tmp_path: Pa
         (["head={head}", "acceptance=[1.5]"], "at most 1"),
         (["head={head}", "parts=[0]"], "one of them above 0"),
         (["head={head}", "parts=[]"], "one of them above 0"),
-        (["head={head}", "arrivals=a.jsonl", "rates=[2]"], "in place of rates, .* leave one"),
-        (["head={head}", "accepted=a.jsonl", "acceptance=[0.5]"], "in place of acceptance"),
+        (["head={head}", "arrivals=a.jsonl", "rates=[2]"], "replaces rates, .* leave one"),
+        (["head={head}", "accepted=a.jsonl", "acceptance=[0.5]"], "replaces acceptance"),
     ],
 )
 def test_a_mistake_is_one_line(asked: list[str], message: str, head: Path):

@@ -3,30 +3,30 @@
 from pathlib import Path
 from typing import Any
 
+import hydra
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from specheads import config
-from specheads.commands import _compose
+from specheads.config import compose
 from specheads.core.errors import InputError
 from specheads.heads.load import build
 from specheads.training.schedule import refuse_misfit
 
-RECIPES = _compose.recipes()
+RECIPES = compose.recipes()
 HEADINGS = ["What", "Command", "Cost", "Results", "Not measured", "Changes"]
 
 
 @pytest.fixture(autouse=True)
 def _registered() -> None:
-    _compose.register()
+    compose.register()
 
 
 def composed(command: str, *overrides: str) -> Any:
     folder = str(config.data_dir("configs"))
-    with initialize_config_dir(version_base="1.3", config_dir=folder):
-        return OmegaConf.to_object(compose(command, list(overrides)))
+    with hydra.initialize_config_dir(version_base="1.3", config_dir=folder):
+        return OmegaConf.to_object(hydra.compose(command, list(overrides)))
 
 
 def test_the_recipes_of_the_first_release_are_there():
@@ -101,17 +101,17 @@ def test_the_command_line_beats_the_recipe():
 def test_a_phase_takes_settings_of_a_group_that_it_lacked():
     corpus = "schedule.phases.corpus"
     words = [f"{corpus}.joint.rank=8", f"{corpus}.joint={{alpha: 3}}", "run_dir=~/a b"]
-    settings = _compose.settings_of("train", ["recipe=smoke", *words])
+    settings = compose.settings_of("train", ["recipe=smoke", *words])
     joint: Any = settings.schedule.phases["corpus"].joint
     assert (joint.rank, joint.alpha, joint.dropout) == (8, 3.0, 0.05)
     assert settings.run_dir == str(Path.home() / "a b")
 
 
 def test_flags_of_hydra_show_and_a_mistake_in_python_is_the_rule_that_it_breaks(capsys: Any):
-    assert _compose.from_command_line("train", ["recipe=smoke", "--cfg", "job"]) == []
+    assert compose.from_command_line("train", ["recipe=smoke", "--cfg", "job"]) == []
     assert "name: smoke" in capsys.readouterr().out
     with pytest.raises(InputError, match=r"^seed must be a whole number"):
-        _compose.settings_of("train", ["recipe=smoke", "seed=-1"])
+        compose.settings_of("train", ["recipe=smoke", "seed=-1"])
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_flags_of_hydra_show_and_a_mistake_in_python_is_the_rule_that_it_breaks(
     ],
 )
 def test_short_names_and_the_home_folder_are_written_out(command: str, given: str, full: str):
-    assert _compose.lengthen(command, [given]) == [full.replace("HOME", str(Path.home()))]
+    assert compose.lengthen(command, [given]) == [full.replace("HOME", str(Path.home()))]
 
 
 def test_a_user_s_own_folder_of_recipes_is_searched_too(
@@ -137,10 +137,10 @@ def test_a_user_s_own_folder_of_recipes_is_searched_too(
         "# My own.\ndefaults:\n  - override /head: medusa\nname: mine\n"
     )
     monkeypatch.setenv("SPECHEADS_RECIPES", str(tmp_path))
-    _compose.register()
+    compose.register()
     settings = composed("train", "recipe=mine")
     assert (settings.name, settings.head["kind"]) == ("mine", "medusa")
-    assert "  mine           My own." in _compose.list_recipes()
+    assert "  mine           My own." in compose.list_recipes()
 
 
 @pytest.mark.parametrize(
@@ -153,8 +153,8 @@ def test_a_recipe_that_cannot_be_read_is_named(
     (tmp_path / "mine" / "recipe.yaml").write_bytes(written)
     monkeypatch.setenv("SPECHEADS_RECIPES", str(tmp_path))
     if is_one:
-        _compose.register()
-        assert "  mine" in _compose.list_recipes()
+        compose.register()
+        assert "  mine" in compose.list_recipes()
     else:
-        with pytest.raises(InputError, match=r"must be a file of YAML, and .*mine.recipe\.yaml is"):
-            _compose.register()
+        with pytest.raises(InputError, match=r"a YAML file, and .*mine.recipe\.yaml is not"):
+            compose.register()

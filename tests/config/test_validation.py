@@ -61,16 +61,16 @@ def test_what_a_setting_may_be_is_what_there_is():
         ({"text": "books"}, "text must be one of corpus, distilled, got 'books'"),
         ({"text": "distilled"}, "with distill settings"),
         ({"weighting": "flat"}, "weighting must be one of geometric, dpace"),
-        ({"weighting": "dpace", "decay": 0.8}, "two ways, by decay=0.8"),
-        ({"depth_weights": [1.0, 0.5], "decay": 0.8}, "two ways, by decay=0.8"),
-        ({"weighting": "dpace", "depth_weights": [1.0, 0.5]}, "two ways, by weighting=dpace"),
+        ({"weighting": "dpace", "decay": 0.8}, "in one way, got decay=0.8"),
+        ({"depth_weights": [1.0, 0.5], "decay": 0.8}, "in one way, got decay=0.8"),
+        ({"weighting": "dpace", "depth_weights": [1.0, 0.5]}, "in one way, got weighting=dpace"),
         ({"depth_weights": [1.0, -0.5]}, r"got -0.5 at schedule.phases.a.depth_weights\[1\]"),
         ({"depth_weights": [0.0, 0.0]}, "not all 0"),
         ({"distill": Distill(num_samples=0), "text": "distilled"}, "num_samples must be"),
         ({"distill": Distill(num_samples=9, top_k=-1), "text": "distilled"}, "top_k must be"),
         (
             {"distill": Distill(num_samples=9, prompt_tokens=16), "text": "distilled"},
-            "needs a longer sequence_length, got 16",
+            "sequence_length above distill.prompt_tokens=16, got 16",
         ),
         ({"joint": joint(ramp="linear")}, "joint.ramp must be one of constant, sine"),
         ({"joint": joint(target="labels")}, "joint.target must be one of text, base"),
@@ -101,7 +101,7 @@ def test_a_phase_that_could_only_fail_later_is_refused_by_its_full_name(
         ),
         (
             Schedule(phases={"a": phase(joint=joint()), "b": phase(joint=joint(rank=3))}),
-            "joint.rank must be the same in each, got [32, 3]",
+            "need the same joint.rank, got [32, 3]",
         ),
     ],
     ids=str,
@@ -114,7 +114,7 @@ def test_a_schedule_that_makes_no_sense_is_refused(schedule: Schedule, message: 
 
 def test_patience_needs_measurements_to_count():
     check(Validation(patience=2, every=10), "validation")
-    with pytest.raises(InputError, match=r"validation\.every=0 has none but at its end; set"):
+    with pytest.raises(InputError, match=r"within a phase, got validation\.every=0"):
         check(Validation(patience=2), "validation")
 
 
@@ -157,7 +157,7 @@ def test_what_a_mixture_would_not_heed_is_refused_with_where_to_say_it(said: dic
     sources = {"a": WeightedSource(source="python_stdlib")}
     check(Data(source="mixture", sources=sources), "data")
     name = next(iter(said))
-    with pytest.raises(InputError, match=rf"got data\.{name}=.* for the whole; leave it at"):
+    with pytest.raises(InputError, match=rf"got data\.{name}=.* for the whole; leave it out"):
         check(Data(source="mixture", sources=sources, **said), "data")
 
 

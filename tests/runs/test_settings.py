@@ -9,27 +9,27 @@ from hypothesis import example, given
 from hypothesis import settings as tried
 from hypothesis import strategies as st
 
-from specheads.commands import _compose
-from specheads.config import Train
+from specheads.commands._library import read_run
+from specheads.config import Train, compose
 from specheads.core.errors import InputError
 from specheads.runs.settings import RESUMABLE, first_difference, parse, read_settings
 from specheads.training.distill.run import SAYS_NOTHING
 
 BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40))
 HOSTILE = {
-    "a variable of the environment": ("name: ${oc.env:SECRET}\n", "is to be looked up"),
-    "one in a list": ("head: {sizes: [1, 'a${oc.env:SECRET}']}\n", "is to be looked up"),
-    "one in a name": ("${oc.env:SECRET}: 1\n", "is to be looked up"),
+    "a variable of the environment": ("name: ${oc.env:SECRET}\n", "interpolations are refused"),
+    "one in a list": ("head: {sizes: [1, 'a${oc.env:SECRET}']}\n", "interpolations are refused"),
+    "one in a name": ("${oc.env:SECRET}: 1\n", "interpolations are refused"),
     "an alias bomb": (BOMB, "line 1 has one"),
     "an anchor": ("name: &a x\nrun_dir: *a\n", "line 1 has one"),
     "a tag": ("name: x\nseed: !!python/object/apply:os.system [id]\n", "line 2 has one"),
     "a tag of its own": ("name: !env SECRET\n", "line 1 has one"),
-    "depth": ("a: " + "[" * 500_000, "20 deep"),
-    "depth by indents": ("".join(f"{' ' * n}a:\n" for n in range(300)), "20 deep"),
-    "a list": ("- name\n", "settings have names, got a list"),
-    "nothing": ("", "settings have names, got a NoneType"),
-    "names that are numbers": ("1: 2\n", "settings have names"),
-    "one behind an escape": ('name: "\\x24{oc.env:SECRET}"\n', "is to be looked up"),
+    "depth": ("a: " + "[" * 500_000, "at most 20 levels deep"),
+    "depth by indents": ("".join(f"{' ' * n}a:\n" for n in range(300)), "at most 20 levels deep"),
+    "a list": ("- name\n", "must be a mapping of names, got a list"),
+    "nothing": ("", "must be a mapping of names, got a NoneType"),
+    "names that are numbers": ("1: 2\n", "must be a mapping of names"),
+    "one behind an escape": ('name: "\\x24{oc.env:SECRET}"\n', "interpolations are refused"),
     "names that are lists": ("? [a]\n: 2\n", "is not a run's settings"),
     "two documents": ("name: x\n---\nname: y\n", "is not a run's settings"),
     "no YAML": ("name: [x\n", "is not a run's settings"),
@@ -47,7 +47,7 @@ def test_a_hostile_config_is_refused_in_one_line(
     text, told = HOSTILE[what]
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(InputError) as refused:
-        _compose.read_run(tmp_path / "config.yaml", Train)
+        read_run(tmp_path / "config.yaml", Train)
     assert told in str(refused.value)
     assert "hunter2" not in str(refused.value)
     assert str(tmp_path / "config.yaml") in str(refused.value)
@@ -93,7 +93,7 @@ class Small:
 @given(name=TEXT.filter(lambda text: "${" not in text and text != "???"))
 def test_what_we_write_ourselves_is_read_as_it_was(name: str):
     settings = Small(name, {"kind": name, "list": [name, 1e-5, 3, None, True, {"deep": name}]})
-    assert parse(_compose.as_yaml(settings)) == asdict(settings)
+    assert parse(compose.as_yaml(settings)) == asdict(settings)
 
 
 for one in STRANGE:
@@ -103,9 +103,9 @@ for one in STRANGE:
 
 
 def test_a_run_s_own_settings_come_back_typed(tmp_path: Path):
-    smoke = _compose.settings_of("train", ["recipe=smoke"])
-    (tmp_path / "config.yaml").write_text(_compose.as_yaml(smoke), encoding="utf-8")
-    assert _compose.read_run(tmp_path / "config.yaml", Train) == smoke
+    smoke = compose.settings_of("train", ["recipe=smoke"])
+    (tmp_path / "config.yaml").write_text(compose.as_yaml(smoke), encoding="utf-8")
+    assert read_run(tmp_path / "config.yaml", Train) == smoke
 
 
 def test_what_says_nothing_of_a_text_may_change_before_it_is_whole():

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from specheads.commands import _compose
+from specheads.config import compose
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.decoding.generate import generate
@@ -45,8 +45,8 @@ def begun(folder: Path, *overrides: str, architecture: str = "llama") -> Path:
         *("schedule.phases.distilled.sequence_length=150", "log_every=4", *overrides),
     ]
     (folder / "run").mkdir()
-    settings = _compose.settings_of("train", asked)
-    (folder / "run" / "config.yaml").write_text(_compose.as_yaml(settings))
+    settings = compose.settings_of("train", asked)
+    (folder / "run" / "config.yaml").write_text(compose.as_yaml(settings))
     return folder / "run"
 
 

@@ -6,7 +6,8 @@ import tempfile
 from pathlib import Path
 
 from specheads import config
-from specheads.commands import _compose, _library
+from specheads.commands import _library
+from specheads.config import compose
 from specheads.training.plan import trial
 from specheads.training.plan.whole import plan
 from specheads.training.processes import accelerator_of_environment
@@ -31,6 +32,6 @@ def measured(settings: config.Train) -> int:
 
 if __name__ == "__main__":
     what, *overrides = sys.argv[1:]
-    settings = _compose.settings_of("train", [*overrides, *SHORT])
+    settings = compose.settings_of("train", [*overrides, *SHORT])
     found = {"planned": planned, "measured": measured}[what](settings)
     sys.stdout.write(f"{json.dumps(found)}\n")
