@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 from specheads import config
-from specheads.commands import _library
+from specheads.commands.train import train
 from specheads.config import compose
 from specheads.training.plan import trial
 from specheads.training.plan.whole import plan
@@ -25,7 +25,7 @@ def measured(settings: config.Train) -> int:
     """Train, and return the most bytes of this process that were ever in memory at once."""
     with tempfile.TemporaryDirectory() as folder:
         settings.run_dir = f"{folder}/run"
-        _library.train(settings=settings)
+        train(settings=settings)
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
