@@ -24,7 +24,7 @@ def run(settings: Distill, _: Sequence[str]) -> None:
 
         _dry_run.show_prompts(settings, _dry_run.corpus_tokenizer(settings))
         return
-    # imported late, so that a dry run does not load torch
+    # imported late: a dry run should not load torch
     from rich.console import Console
 
     from specheads.commands._library import distill

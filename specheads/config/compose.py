@@ -84,7 +84,7 @@ def register() -> None:
     """Register schemas, recipes and the `recipes:` resolver with Hydra.
 
     Hydra names a group after its folder. Each `recipes/*/recipe.yaml` is registered in the group
-    `recipe`, so that a recipe can be a folder and still be chosen by `recipe=`.
+    `recipe` under the name of its folder.
     """
     found = recipes()
     _register(tuple((name, path, path.stat().st_mtime_ns) for name, path in found.items()))

@@ -169,7 +169,7 @@ class PromptLength:
 
 @dataclass(kw_only=True)
 class Evaluation(PromptLength, Sampling):
-    """What is measured after training and by `specheads evaluate`."""
+    """Measurements after training and by `specheads evaluate`."""
 
     prompts: PathOrId = "python_stdlib"
     """Name of a prompt set, or a .jsonl file."""

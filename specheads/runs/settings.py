@@ -44,7 +44,7 @@ def read_settings(file: Path) -> dict[str, Any]:
     """
     if not file.is_file():
         raise InputError(
-            f"a run directory needs a {file.name}, and {file.parent} has none; name another folder"
+            f"a run directory needs a {file.name}, got {file.parent} without it; name another"
         )
     refuse_outside(file)
     if (size := file.stat().st_size) > MAX_SETTINGS_BYTES:

@@ -43,7 +43,7 @@ class Tracker:
         self.metrics, self.kind, self.project, self.name = metrics, kind, project, name
         self._tell = tell
         self.other: GeneralTracker | None = None
-        """The tracker of accelerate; None if there is none, or after an error."""
+        """The tracker of accelerate; None without a tracker, or after an error."""
 
     def resume(self, step: int) -> None:
         """Drop the rows after this step, from which training resumes, and start the tracker."""

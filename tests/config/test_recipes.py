@@ -1,4 +1,4 @@
-"""Every recipe, found by its folder, is a whole: it composes, builds its head, has a card."""
+"""Every recipe composes, builds its head, and has a card."""
 
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ def composed(command: str, *overrides: str) -> Any:
         return OmegaConf.to_object(hydra.compose(command, list(overrides)))
 
 
-def test_the_recipes_of_the_first_release_are_there():
+def test_recipes_of_the_first_release_exist():
     assert {"smoke", "tiny_code", "granite_code"} <= set(RECIPES)
 
 
@@ -39,7 +39,7 @@ def test_a_recipe_composes_and_builds_its_head(name: str):
     assert isinstance(settings, config.Train)
     assert settings.name == name
     if settings.data.source == "chat":
-        # whose conversations, only their owner knows
+        # the recipe leaves the path to the user
         settings.data.path = "mine.jsonl"
     config.check(settings)
     with torch.device("meta"):
@@ -61,7 +61,7 @@ def test_every_part_composes_alone(group: str):
     assert parts
     needed = {"path": "data.path=x", "paths": "tree.paths=[[0]]"}
     for part in parts:
-        # what a part marks as to be given, the test gives
+        # give the settings that a part requires
         asked = [
             override
             for key, override in needed.items()
@@ -72,10 +72,10 @@ def test_every_part_composes_alone(group: str):
 
 
 GPUS = 8
-"""On which IBM's script starts its trainer; the sizes of its batches are those of one."""
+"""GPUs of IBM's script, whose batch sizes are per GPU."""
 
 
-def test_granite_code_is_what_ibm_s_script_starts():
+def test_granite_code_has_the_numbers_of_ibm_s_script():
     """fms-fsdp 5a296af, scripts/train_speculator.sh and fms_fsdp/config/training.py."""
     schedule = composed("train", "recipe=granite_code").schedule
     corpus, distilled = schedule.phases["corpus"], schedule.phases["distilled"]
@@ -98,7 +98,7 @@ def test_the_command_line_beats_the_recipe():
     assert settings.schedule.phases["corpus"].steps == 7
 
 
-def test_a_phase_takes_settings_of_a_group_that_it_lacked():
+def test_phase_accepts_settings_of_an_optional_group():
     corpus = "schedule.phases.corpus"
     words = [f"{corpus}.joint.rank=8", f"{corpus}.joint={{alpha: 3}}", "run_dir=~/a b"]
     settings = compose.settings_of("train", ["recipe=smoke", *words])
@@ -107,7 +107,7 @@ def test_a_phase_takes_settings_of_a_group_that_it_lacked():
     assert settings.run_dir == str(Path.home() / "a b")
 
 
-def test_flags_of_hydra_show_and_a_mistake_in_python_is_the_rule_that_it_breaks(capsys: Any):
+def test_hydra_flags_print_settings_and_python_mistakes_raise(capsys: Any):
     assert compose.from_command_line("train", ["recipe=smoke", "--cfg", "job"]) == []
     assert "name: smoke" in capsys.readouterr().out
     with pytest.raises(InputError, match=r"^seed must be a whole number"):
@@ -129,9 +129,7 @@ def test_short_names_and_the_home_folder_are_written_out(command: str, given: st
     assert compose.lengthen(command, [given]) == [full.replace("HOME", str(Path.home()))]
 
 
-def test_a_user_s_own_folder_of_recipes_is_searched_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_recipes_are_found_in_specheads_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "recipe.yaml").write_text(
         "# My own.\ndefaults:\n  - override /head: medusa\nname: mine\n"
@@ -146,7 +144,7 @@ def test_a_user_s_own_folder_of_recipes_is_searched_too(
 @pytest.mark.parametrize(
     ("written", "is_one"), [(b"", True), (b"a: [", False), (b"a: \xe9", False)]
 )
-def test_a_recipe_that_cannot_be_read_is_named(
+def test_unreadable_recipe_is_refused_by_path(
     written: bytes, is_one: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     (tmp_path / "mine").mkdir()

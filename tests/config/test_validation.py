@@ -1,4 +1,4 @@
-"""Every setting is held against what is declared beside it, wherever it comes from."""
+"""Types, ranges and contradictions of settings."""
 
 import inspect
 from dataclasses import fields
@@ -33,13 +33,13 @@ def joint(**changes: Any) -> Joint:
 
 
 @pytest.mark.parametrize("kind", [*COMMANDS, *PARTS], ids=lambda kind: kind.__name__)
-def test_every_number_and_text_has_its_range_beside_it(kind: type):
+def test_every_number_and_text_declares_its_range(kind: type):
     for item in fields(kind):
         bare = hints(kind)[item.name] in (int, float, str, list[str], list[int], list[float])
-        assert not bare, f"{kind.__name__}.{item.name}: say what it may be, see ranges.py"
+        assert not bare, f"{kind.__name__}.{item.name}: declare its range, see ranges.py"
 
 
-def test_what_a_setting_may_be_is_what_there_is():
+def test_choices_are_those_of_the_code():
     assert tuple(KINDS) == LOSSES
     known = hints(Phase)["weighting"].__metadata__[0]
     assert all(known.func(name) for name in WEIGHTINGS)
@@ -79,9 +79,7 @@ def test_what_a_setting_may_be_is_what_there_is():
         ({"joint": joint(head_weight=-0.1)}, "joint.head_weight must be a number, at least 0"),
     ],
 )
-def test_a_phase_that_could_only_fail_later_is_refused_by_its_full_name(
-    changes: dict[str, Any], message: str
-):
+def test_invalid_phase_is_refused_by_full_name(changes: dict[str, Any], message: str):
     with pytest.raises(InputError, match=message) as refused:
         check(Schedule(phases={"a": phase(**changes)}), "schedule")
     assert "schedule.phases.a" in str(refused.value)
@@ -106,7 +104,7 @@ def test_a_phase_that_could_only_fail_later_is_refused_by_its_full_name(
     ],
     ids=str,
 )
-def test_a_schedule_that_makes_no_sense_is_refused(schedule: Schedule, message: str):
+def test_invalid_schedule_is_refused(schedule: Schedule, message: str):
     with pytest.raises(InputError) as refused:
         check(schedule, "schedule")
     assert message in str(refused.value)
@@ -135,7 +133,7 @@ def test_patience_needs_measurements_to_count():
     ],
     ids=str,
 )
-def test_a_corpus_that_nothing_can_be_is_refused(settings: Data, message: str):
+def test_invalid_data_is_refused(settings: Data, message: str):
     with pytest.raises(InputError) as refused:
         check(settings, "data")
     assert message in str(refused.value)
@@ -153,7 +151,7 @@ def test_a_corpus_that_nothing_can_be_is_refused(settings: Data, message: str):
         {"config": "full"},
     ],
 )
-def test_what_a_mixture_would_not_heed_is_refused_with_where_to_say_it(said: dict[str, Any]):
+def test_settings_that_a_mixture_ignores_are_refused(said: dict[str, Any]):
     sources = {"a": WeightedSource(source="python_stdlib")}
     check(Data(source="mixture", sources=sources), "data")
     name = next(iter(said))
@@ -166,7 +164,7 @@ def test_a_static_tree_needs_paths():
         check(Tree(kind="static"), "tree")
 
 
-def test_a_refusal_shows_no_more_of_a_value_than_fits_a_line():
+def test_message_truncates_a_long_value():
     with pytest.raises(InputError) as refused:
         check(Data(source="x" * 1000), "data")
     assert len(str(refused.value)) < 200
@@ -182,5 +180,5 @@ def test_a_refusal_shows_no_more_of_a_value_than_fits_a_line():
         (bool | None, "true or false or none"),
     ],
 )
-def test_what_a_setting_may_be_is_told_in_words(hint: Any, told: str):
+def test_range_is_described_in_words(hint: Any, told: str):
     assert words(hint) == told

@@ -1,4 +1,4 @@
-"""A stranger's config.yaml is values and nothing else; our own always comes back."""
+"""config.yaml: hostile files are refused, and our own files are read back."""
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -40,7 +40,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("what", HOSTILE)
-def test_a_hostile_config_is_refused_in_one_line(
+def test_hostile_config_is_refused_in_one_line(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("SECRET", "hunter2")
@@ -54,7 +54,7 @@ def test_a_hostile_config_is_refused_in_one_line(
     assert len(str(refused.value).splitlines()) == 1
 
 
-def test_bytes_that_are_no_text_a_link_that_leads_out_and_no_file_are_refused(tmp_path: Path):
+def test_missing_undecodable_and_linked_files_are_refused(tmp_path: Path):
     run = tmp_path / "run"
     run.mkdir()
     with pytest.raises(InputError, match=r"needs a config\.yaml"):
@@ -82,7 +82,7 @@ STRANGE = (
 
 @dataclass
 class Small:
-    """What differs in form among our settings."""
+    """Settings of each form."""
 
     name: str
     head: dict[str, Any]
@@ -91,24 +91,22 @@ class Small:
 
 @tried(max_examples=100, deadline=None)
 @given(name=TEXT.filter(lambda text: "${" not in text and text != "???"))
-def test_what_we_write_ourselves_is_read_as_it_was(name: str):
+def test_written_settings_are_read_back(name: str):
     settings = Small(name, {"kind": name, "list": [name, 1e-5, 3, None, True, {"deep": name}]})
     assert parse(compose.as_yaml(settings)) == asdict(settings)
 
 
 for one in STRANGE:
-    test_what_we_write_ourselves_is_read_as_it_was = example(name=one)(
-        test_what_we_write_ourselves_is_read_as_it_was
-    )
+    test_written_settings_are_read_back = example(name=one)(test_written_settings_are_read_back)
 
 
-def test_a_run_s_own_settings_come_back_typed(tmp_path: Path):
+def test_settings_of_a_run_are_read_back_typed(tmp_path: Path):
     smoke = compose.settings_of("train", ["recipe=smoke"])
     (tmp_path / "config.yaml").write_text(compose.as_yaml(smoke), encoding="utf-8")
     assert read_run(tmp_path / "config.yaml", Train) == smoke
 
 
-def test_what_says_nothing_of_a_text_may_change_before_it_is_whole():
+def test_settings_that_do_not_change_the_text_may_change_on_resume():
     free = {f"schedule.phases.*.distill.{name}" for name in SAYS_NOTHING - {"num_samples"}}
     assert {name for name in RESUMABLE if ".distill." in name} == free
     before = {"schedule": {"phases": {"a": {"distill": {"retries": 5, "new_tokens": 8}}}}}
@@ -126,6 +124,6 @@ def test_what_says_nothing_of_a_text_may_change_before_it_is_whole():
         ("name: n\nbase: {dtype: auto}\n", ("a", 1, None)),
     ],
 )
-def test_only_what_decides_the_training_makes_a_difference(now: str, found: object):
+def test_first_difference_is_a_setting_that_changes_training(now: str, found: object):
     before = parse("a: 1\nevaluation: {prompts: y}\nname: n\nbase: {device: cuda, dtype: auto}\n")
     assert first_difference(before, parse(now)) == found

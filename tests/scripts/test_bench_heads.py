@@ -1,4 +1,4 @@
-"""The bench of all kinds: what it reads out of a run, and (slow) a whole small one."""
+"""The bench of all kinds: its reading of a run, and (slow) one small run."""
 
 import json
 import os

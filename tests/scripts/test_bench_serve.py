@@ -1,4 +1,4 @@
-"""The bench of real vLLM, all but vLLM: what is asked, who takes turns, what is made of answers.
+"""bench_serve.py without vLLM: its jobs, the order of turns, and the numbers of a row.
 
 tests/export/test_vllm.py runs it with vLLM itself.
 """

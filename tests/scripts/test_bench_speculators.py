@@ -76,7 +76,7 @@ def test_it_trains_the_logits_that_our_head_of_the_same_weights_trains(
     assert (head.kind, head.depth, head.aux_layers) == ("eagle3", 3, (2, 4, 5))
     assert head.drafted_size == (draft_tokens or base.vocab_size)
     batch, labels = last_of(script, source)
-    # documents stand side by side, of which answers count
+    # documents are next to each other; the loss covers answers
     assert 0 < int(labels.sum()) <= int(batch.loss_mask.sum()) < batch.tokens.numel() // 2
     assert int(batch.document_ids.max()) == 2
 
