@@ -48,7 +48,7 @@ def test_a_signal_to_a_launcher_leaves_one_checkpoint_and_the_same_command_goes_
         process.send_signal(number)
         said = process.communicate()[0]
         assert process.returncode != 0
-        assert said.count("interrupted; an unfinished run goes on") == 2, said
+        assert said.count("interrupted; run the same command to resume") == 2, said
         assert not list(run.rglob(".*"))
         step = max(int(one.name.removeprefix("step-")) for one in run.glob("checkpoints/step-*"))
         assert step > before
@@ -69,7 +69,7 @@ def test_a_second_signal_ends_a_process_that_waits_for_another(tmp_path: Path):
         assert first.wait() == 130
     finally:
         other.kill()
-    assert "interrupted again: it left at once" in pair.leave()[0][1]
+    assert "interrupted again: stopped at once" in pair.leave()[0][1]
 
 
 @pytest.mark.parametrize("moment", ["text/shard-00000.*", "head/config.json"])
@@ -88,7 +88,7 @@ def test_a_second_signal_leaves_at_once_while_the_base_writes_and_in_evaluation(
         os.kill(pair.processes[0].pid, number)
     ((code, said),) = pair.leave()
     assert code == 130, said
-    assert "interrupted again: it left at once" in said
+    assert "interrupted again: stopped at once" in said
     assert RunDirectory(run).finished is not long
     # the same command goes on, or says that the run is finished
     again = Pair(1, "train.py", *words, "schedule.phases.distilled.steps=1", f"run_dir={run}")
