@@ -378,7 +378,7 @@ def finish(run: Run) -> None:
 
 @contextmanager
 def interruptible() -> Iterator[threading.Event]:
-    """Turn Ctrl-C and SIGTERM into an event, so that a step is never cut in two."""
+    """Turn Ctrl-C and SIGTERM into an event that training checks between steps."""
     stop = threading.Event()
     numbers = (signal.SIGINT, signal.SIGTERM)
     before = [signal.signal(number, lambda *_: stop.set()) for number in numbers]

@@ -185,7 +185,7 @@ def test_what_cannot_be_is_told_in_a_line(
     assert told(tmp_path, tmp_path / "out").startswith("error: speculators must be installed")
     monkeypatch.setattr(script, "find_spec", str)
     assert told(tmp_path, tmp_path) == (
-        f"error: --out must be a new folder, and {tmp_path} is there; remove it\n"
+        f"error: --out must be a new folder, and {tmp_path} exists; remove it\n"
     )
     assert "has no config.yaml; name one" in told(tmp_path, tmp_path / "out")
 
