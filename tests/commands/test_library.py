@@ -149,7 +149,7 @@ def test_head_of_other_weights_needs_force(
     [
         (lambda: specheads.train("nope"), "there is no recipe 'nope'"),
         (lambda: specheads.train("smoke", ["stepz=3"]), "stepz"),
-        (lambda: specheads.evaluate("nowhere"), "nowhere has none"),
+        (lambda: specheads.evaluate("nowhere"), "needs a config.yaml, got nowhere"),
         (lambda: specheads.evaluate(), "name what to evaluate"),
         (lambda: specheads.evaluate("a", ["head=b"]), "got run=a and head=b; leave one out"),
         *(
