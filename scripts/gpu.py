@@ -789,14 +789,14 @@ def planned_gib(base: Any, bench: Any) -> float:
     """Return the peak memory in GiB that `dry_run` plans for such a step, from shapes alone."""
     from dataclasses import asdict
 
-    from specheads.commands import _compose
+    from specheads.config import compose
     from specheads.training.plan.whole import plan
 
     rows, length = bench.batch.tokens.shape
     head = {name: value for name, value in asdict(bench.head.config).items() if value != {}}
     with tempfile.TemporaryDirectory() as folder:
         base.config.save_pretrained(folder)
-        settings = _compose.settings_of(
+        settings = compose.settings_of(
             "train",
             [
                 *("recipe=smoke", f"head={bench.head.kind}", "~schedule.phases.distilled"),

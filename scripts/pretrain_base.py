@@ -30,13 +30,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from transformers.utils import logging as transformers_logging
 
 from specheads.config import Data
+from specheads.core.files import atomic_folder, write_atomic
 from specheads.data.bpe import train_tokenizer
 from specheads.data.files import JSONL, PARQUET
 from specheads.data.packing import PackedText
 from specheads.data.sources import read
 from specheads.data.tokenise import tokenised
 from specheads.runs import checkpoint
-from specheads.runs.directory import RunDirectory, atomic_folder, write_atomic
+from specheads.runs.directory import RunDirectory
 from specheads.runs.progress import progress
 from specheads.training.muon import Muon
 
@@ -377,7 +378,7 @@ def finish(run: Run) -> None:
 
 @contextmanager
 def interruptible() -> Iterator[threading.Event]:
-    """Turn Ctrl-C and SIGTERM into an event, so that a step is never cut in two."""
+    """Turn Ctrl-C and SIGTERM into an event that training checks between steps."""
     stop = threading.Event()
     numbers = (signal.SIGINT, signal.SIGTERM)
     before = [signal.signal(number, lambda *_: stop.set()) for number in numbers]

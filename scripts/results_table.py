@@ -14,7 +14,7 @@ Only the text between `<!-- NAME -->` and `<!-- /NAME -->` is written:
                         ablations     ablations.json of `scripts/bench_heads.py --ablate`
     recipes/README.md   results       results.json of every recipe
                         heads         heads.json of scripts/bench_heads.py
-                        coupling      coupling.json of scripts/bench_coupling.py
+                        coupling      coupling.json, recorded on 2026-11-22
     recipes/gpu         gpu           *.json of scripts/gpu.py
     README.md           results       the quickstart, the published head, and the same head in vLLM
 """
@@ -26,7 +26,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hydra import compose, initialize_config_dir
+import hydra
 from tables import (
     NOT_YET,
     Rows,
@@ -45,8 +45,7 @@ from tables import (
     ways,
 )
 
-from specheads.commands import _compose
-from specheads.config import data_dir
+from specheads.config import compose, data_dir
 from specheads.core.records import from_json
 from specheads.measure.results import Results, read
 from specheads.runs.provenance import Provenance
@@ -194,10 +193,10 @@ def _card(text: str, recipe: str) -> str:
 
 def _planned(name: str) -> tuple[str, str]:
     """Return base and head of a recipe that was never run, from its settings."""
-    _compose.register()
+    compose.register()
     folder = str(data_dir("configs"))
-    with initialize_config_dir(version_base="1.3", config_dir=folder):
-        settings = compose("train", [f"recipe={name}"])
+    with hydra.initialize_config_dir(version_base="1.3", config_dir=folder):
+        settings = hydra.compose("train", [f"recipe={name}"])
     return base_name(settings.base.model), f"`{settings.head.kind}`"
 
 

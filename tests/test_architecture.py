@@ -27,8 +27,9 @@ FLOORS = (
 
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 LIBRARIES = {
-    "hydra": {"commands"},
-    "omegaconf": {"commands"},
+    "hydra": {"config.compose"},
+    "omegaconf": {"config.compose"},
+    "pydantic": {"config.validation"},
     "accelerate": {"commands", "training", "runs.trackers"},
     "peft": {"base.lora"},
     "jinja2": {"measure.report"},

@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import hydra
 import pytest
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from specheads import config
 from specheads.__main__ import commands
 from specheads.base.model import FrozenBase
-from specheads.commands import _compose
+from specheads.config import compose
 from specheads.heads.load import build_for, configure
 
 ROOT = Path(__file__).parents[1]
@@ -81,15 +81,15 @@ def test_a_command_is_one_of_ours_and_composes(call: tuple[str, ...]):
         # the page only names the command
         return
     if name in ("train", "distill"):
-        (settings,) = _compose.from_command_line(name, _compose.lengthen(name, given))
+        (settings,) = compose.from_command_line(name, compose.lengthen(name, given))
         assert settings.schedule.phases
     else:
-        _compose.register()
+        compose.register()
         folder = str(config.data_dir("configs"))
-        with initialize_config_dir(version_base="1.3", config_dir=folder):
-            composed = compose(name, _compose.lengthen(name, given))
+        with hydra.initialize_config_dir(version_base="1.3", config_dir=folder):
+            composed = hydra.compose(name, compose.lengthen(name, given))
         settings: Any = OmegaConf.to_object(composed)
-        assert isinstance(settings, _compose.SCHEMAS[name])
+        assert isinstance(settings, compose.SCHEMAS[name])
         several = getattr(settings, "heads", ())
         # a simulation with computed times needs no head
         alone = getattr(settings, "out", "") and (name == "simulate" or settings.head_path)
@@ -101,10 +101,10 @@ TRAININGS = [call for call in CALLS if call[0] == "train" and call[1:]]
 
 @pytest.mark.parametrize("call", TRAININGS, ids=" ".join)
 def test_a_command_s_head_takes_its_settings(call: tuple[str, ...]):
-    _compose.register()
+    compose.register()
     folder = str(config.data_dir("configs"))
-    with initialize_config_dir(version_base="1.3", config_dir=folder):
-        settings: Any = OmegaConf.to_object(compose("train", list(concrete(call)[1:])))
+    with hydra.initialize_config_dir(version_base="1.3", config_dir=folder):
+        settings: Any = OmegaConf.to_object(hydra.compose("train", list(concrete(call)[1:])))
     assert configure(settings.head).depth >= 1
 
 

@@ -1,1 +1,36 @@
-"""Commands of `specheads`: one module each, with a `main` that Hydra configures."""
+"""Commands of `specheads`: each module whose name has no underscore is one, with a `run`."""
+
+import ast
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+
+
+def commands() -> dict[str, str]:
+    """Return the first docstring line of every command, by name."""
+    return {path.stem: described(path.stem)[0] for path in sorted(FOLDER.glob("[!_]*.py"))}
+
+
+def described(command: str) -> list[str]:
+    """Return the docstring of a command by lines: its purpose, an empty line, and examples.
+
+    Modules are parsed, not imported: a list of commands should not load torch and Hydra.
+    """
+    text = FOLDER.joinpath(f"{command}.py").read_text(encoding="utf-8")
+    return (ast.get_docstring(ast.parse(text)) or "").split("\n")
+
+
+def usage() -> str:
+    """Return the help text: how to call specheads, and the purpose of each command."""
+    known = commands()
+    width = max(map(len, known), default=0)
+    lines = [f"  {name:{width}}  {about}" for name, about in known.items()]
+    return "\n".join(
+        [
+            "usage: specheads <command> [group=choice] [key=value] ...",
+            "",
+            *lines,
+            "",
+            "specheads <command> --help shows the settings of a command.\n",
+        ]
+    )

@@ -1,114 +1,117 @@
-"""One call of a command: compose and check its settings, run it, and tell what went wrong."""
+"""One call of a command: compose its settings, run it, and report errors and interrupts."""
 
 import errno
 import os
 import shutil
+import signal
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from hydra.errors import HydraException
-from omegaconf.errors import OmegaConfBaseException
-
-from specheads.commands import _compose, _help
-from specheads.commands._interrupt import INTERRUPTED, interruptible
+from specheads.commands import _help
+from specheads.config import compose
 from specheads.core.errors import InputError, printable
 
-MISTAKES = (InputError, HydraException, OmegaConfBaseException)
-
 NO_ROOM = ("No space left on device", "PytorchStreamWriter failed writing", "Disk quota exceeded")
-"""What libraries say of a full disk: not all raise an OSError."""
-
-MOST_DETAILS = 8000
-"""Characters shown below an error's line."""
+"""Messages of libraries for a full disk; not all of them raise an OSError."""
 
 NO_MEMORY = ("out of memory", "can't allocate memory", "Unable to allocate")
 
+MAX_DETAILS = 8000
+"""Characters printed below the line of an error."""
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+INTERRUPTED = 130
+
 
 def call(name: str, arguments: Sequence[str]) -> None:
-    """Run a command; without torch until its settings are known to be good.
+    """Run a command; torch is not loaded before the settings are valid.
 
-    What the user caused leaves one line on standard error and exit code 2, an interrupt 130. What
-    we caused leaves one line and exit code 1, and its traceback in a file that the line names.
+    A mistake of the user prints one line on standard error with exit code 2, an interrupt exits
+    with 130. A bug prints one line with exit code 1; the line names a file with the traceback.
     """
     settings: list[Any] = []
     try:
         if {"-h", "--help"} & set(arguments):
             sys.stdout.write(_help.settings(name))
             return
-        overrides = _compose.lengthen(name, arguments)
-        settings = _compose.from_command_line(name, overrides)
+        overrides = compose.lengthen(name, arguments)
+        settings = compose.from_command_line(name, overrides)
         run = import_module(f"specheads.commands.{name}").run
         with interruptible():
             for one in settings:
                 run(one, overrides)
     except KeyboardInterrupt:
-        told = "an unfinished run goes on with the same command"
-        sys.stderr.write(f"interrupted; {told}, a finished one with specheads evaluate run=DIR\n")
+        sys.stderr.write(
+            "interrupted; run the same command to resume, or specheads evaluate run=DIR for a "
+            "finished run\n"
+        )
         sys.exit(INTERRUPTED)
     except BrokenPipeError:
-        # whoever read our output has enough; Python would complain once more when it flushes
+        # the reader of our output closed it; Python would complain again when it flushes
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except Exception as error:
-        if line := _users(error, settings):
+        if line := _mistake(error, settings):
             sys.stderr.write(printable(line + _details(error)))
             sys.exit(2)
-        sys.stderr.write(printable(_ours(error)))
+        sys.stderr.write(printable(_bug(error)))
         sys.exit(1)
 
 
-def _users(error: Exception, settings: Sequence[Any]) -> str:
-    """Return what the user can mend, in one line; empty where it is nothing of theirs."""
-    if isinstance(error, MISTAKES):
-        return _compose.message(error)
+def _mistake(error: Exception, settings: Sequence[Any]) -> str:
+    """Return one line about an error that the user can fix; empty for any other error."""
+    if isinstance(error, compose.MISTAKES):
+        return compose.message(error)
     chain = list(_chain(error))
     texts = [str(one) for one in chain]
     if any(words in text for text in texts for words in NO_ROOM):
         place, free = _fullest(settings)
         return (
-            f"error: the disk is full: {place} lies on one with {free:,} bytes left; make room, "
-            "and the same command goes on\n"
+            f"error: the disk is full: {place} has {free:,} bytes left; free some space and run "
+            "the same command to resume\n"
         )
     if isinstance(error, MemoryError) or any(word in text for text in texts for word in NO_MEMORY):
         return (
-            f"error: memory must hold the work, and ran out: {_line(error)}; lower batch_size, "
-            "sequence_length or the tree's nodes, or take a smaller base\n"
+            f"error: memory must hold the work, and ran out: {_first_line(error)}; lower "
+            "batch_size, sequence_length or the tree's nodes, or use a smaller base\n"
         )
     for one in chain:
         if isinstance(one, OSError) and one.filename and one.errno in errno.errorcode:
             return (
-                f"error: a file must be there and be ours to use: {one.strerror}, "
-                f"{str(one.filename)[:200]!r}; check its name and its rights\n"
+                f"error: a file must exist and be accessible: {one.strerror}, "
+                f"{str(one.filename)[:200]!r}; check its name and its permissions\n"
             )
     return ""
 
 
 def _details(error: Exception) -> str:
-    """Return what an error shows below its line."""
-    told = error.details.rstrip("\n") if isinstance(error, InputError) else ""
-    if len(told) > MOST_DETAILS:
-        half = MOST_DETAILS // 2
-        told = f"{told[:half]}\n[{len(told) - 2 * half:,} characters left out]\n{told[-half:]}"
-    return told and f"{told}\n"
+    """Return the text to print below the line of an error."""
+    text = error.details.rstrip("\n") if isinstance(error, InputError) else ""
+    if len(text) > MAX_DETAILS:
+        half = MAX_DETAILS // 2
+        text = f"{text[:half]}\n[{len(text) - 2 * half:,} characters left out]\n{text[-half:]}"
+    return text and f"{text}\n"
 
 
-def _ours(error: Exception) -> str:
-    told = "".join(traceback.format_exception(error))
+def _bug(error: Exception) -> str:
+    report = "".join(traceback.format_exception(error))
     try:
         with tempfile.NamedTemporaryFile(
             "w", prefix="specheads-", suffix=".txt", delete=False, encoding="utf-8"
         ) as file:
-            file.write(told)
+            file.write(report)
     except OSError:
-        return told
+        return report
     return (
-        f"error: a bug of specheads: {type(error).__name__}: {_line(error)}; its traceback is in "
-        f"{file.name}, please report it\n"
+        f"error: a bug of specheads: {type(error).__name__}: {_first_line(error)}; please report "
+        f"it with its traceback in {file.name}\n"
     )
 
 
@@ -118,18 +121,64 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def _line(error: Exception) -> str:
-    return (str(error).splitlines() or ["no more is known"])[0][:300]
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or ["no message"])[0][:300]
 
 
 def _fullest(settings: Sequence[Any]) -> tuple[Path, int]:
-    """Return which place that the command writes to has the least room, and its free bytes."""
-    said = [getattr(one, name, "") for one in settings for name in ("run_dir", "out", "run")]
-    places = [Path(place) for place in (*said, tempfile.gettempdir(), ".") if place]
-    # what is not made yet lies on the disk of the folder above
-    there = [
+    """Return the folder with the least free space that the command writes to, and its bytes."""
+    named = [getattr(one, name, "") for one in settings for name in ("run_dir", "out", "run")]
+    places = [Path(place) for place in (*named, tempfile.gettempdir(), ".") if place]
+    # a folder that does not exist yet will be on the disk of its parent
+    existing = [
         next(one for one in (place, *place.absolute().parents) if one.exists()) for place in places
     ]
-    free = [shutil.disk_usage(place).free for place in there]
+    free = [shutil.disk_usage(place).free for place in existing]
     least = min(range(len(free)), key=free.__getitem__)
-    return there[least].absolute(), free[least]
+    return existing[least].absolute(), free[least]
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Raise KeyboardInterrupt at SIGTERM too, unless another handler takes the first signal.
+
+    Python's handlers wait while the main thread is in a matrix product or waits for another
+    process. A second signal is therefore read by a thread, which ends the process at once. Nothing
+    is half-written then, because a run survives a kill at any moment.
+    """
+    # only the main thread receives signals
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    threading.Thread(target=_watch, args=(reader,), name="interrupt", daemon=True).start()
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    watched = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(watched)
+        signal.signal(signal.SIGTERM, before)
+        os.close(writer)
+
+
+def _watch(reader: int) -> None:
+    """Count signals, whose numbers arrive in a pipe, and exit at the second one."""
+    count = 0
+    with open(reader, "rb", buffering=0) as numbers:
+        while number := numbers.read(1):
+            count += number[0] in SIGNALS
+            if count > 1:
+                os.write(2, b"interrupted again: stopped at once\n")
+                os._exit(INTERRUPTED)
+
+
+def _forget() -> None:
+    """Restore signals in a forked process: a pool ends its workers by SIGTERM."""
+    if signal.getsignal(signal.SIGTERM) is signal.default_int_handler:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.set_wakeup_fd(-1)
+
+
+os.register_at_fork(after_in_child=_forget)

@@ -1,24 +1,139 @@
-"""Hold heads against each other, what needs no training, and transformers' own generation.
+"""Compare heads with each other and with methods that need no training, in turns.
 
 specheads compare run=runs/smollm2
 specheads compare 'heads=[runs/a,runs/b]' 'temperatures=[0,1]' 'batch_sizes=[1,4]'
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 from rich.console import Console
 
-from specheads.commands import _comparing
-from specheads.commands._compared import comparison_folder
+from specheads.base.model import FrozenBase
+from specheads.commands._library import Prompts, head_of, load_base, own, prompt_set, settings_for
 from specheads.config import Compare
-from specheads.measure.compare import tables
+from specheads.core.drafter import Head
+from specheads.core.errors import InputError
+from specheads.core.paths import writable_folder
+from specheads.heads.load import load_head
+from specheads.measure.compare import compare_heads, tables, write_comparison
+from specheads.measure.generation import EvaluationConfig
+from specheads.measure.methods import chosen
+from specheads.measure.results import Comparison
+from specheads.runs.directory import RunDirectory
 
 
 def run(settings: Compare, overrides: Sequence[str]) -> None:
     """Compare heads of one base with each other and with the baselines."""
-    comparison = _comparing.compare(settings=settings, overrides=overrides)
+    comparison = compare(settings=settings, overrides=overrides)
     console = Console()
     for table in tables(comparison):
         console.print(table)
-    path = comparison_folder(settings) / "compare.json"
+    path = output_folder(settings) / "compare.json"
     console.print(f"comparison: {path}", soft_wrap=True, markup=False)
+
+
+def compare(
+    run: str | Path = "",
+    overrides: Sequence[str] = (),
+    *,
+    settings: Compare | None = None,
+    base: FrozenBase | None = None,
+    head: Head | None = None,
+    heads: Mapping[str, Head] | None = None,
+    prompts: Prompts = None,
+    out: str | Path = "",
+) -> Comparison:
+    """Compare heads of one base with each other and with methods that need no training.
+
+    Args:
+        run: Directory of the run.
+        overrides: As on the command line: `["drafters=[head,hybrid]"]`, `["heads=[DIR,DIR]"]`.
+        settings: Typed settings.
+        base: The loaded base; needed with loaded heads.
+        head: A loaded head, called `head`.
+        heads: Several loaded heads by name.
+        prompts: Token ids, a name or a .jsonl file.
+        out: Folder of compare.json. Without it that is the report of the first run.
+    """
+    given = heads or ({"head": head} if head else {})
+    first = next(iter(given.values()), None)
+    settings, words = settings_for(Compare, settings, overrides, first, run=run, out=out)
+    chosen(settings)
+    if settings.out:
+        writable_folder(settings.out)
+    evaluated: EvaluationConfig = settings
+    if not given:
+        folder = output_folder(settings)
+        if named := _first_run(settings):
+            _, evaluated = own(replace(settings, run=named), words)
+        base, given = _load(settings, evaluated, base)
+    elif base is None:
+        raise InputError("name what to compare: run=DIR, or heads=[DIR,DIR]")
+    else:
+        folder = Path(settings.out) if settings.out else None
+    comparison = compare_heads(base, given, settings, evaluated, prompt_set(prompts, evaluated))
+    if folder:
+        write_comparison(folder, comparison)
+    return comparison
+
+
+def output_folder(settings: Compare) -> Path:
+    """Return the folder of compare.json: `out`, or the report of the first run."""
+    if settings.out:
+        return Path(settings.out)
+    if first := _first_run(settings):
+        return RunDirectory(Path(first)).report
+    raise InputError("heads without a run need out=FOLDER for compare.json")
+
+
+def _first_run(settings: Compare) -> str:
+    """Return the first run that the settings name; empty if they name only heads."""
+    # run= must be a run, and is checked later
+    return settings.run or next((place for place in _places(settings) if _run_at(place)), "")
+
+
+def _load(
+    settings: Compare, evaluated: EvaluationConfig, base: FrozenBase | None
+) -> tuple[FrozenBase, dict[str, Head]]:
+    """Return the base, and the heads of the settings by name."""
+    places = _places(settings)
+    runs = {place: run for place in places if (run := _run_at(place))}
+    for run in runs.values():
+        run.refuse_unfinished("compared")
+        if run.adapter.is_dir() and len(places) > 1:
+            raise InputError(
+                f"heads are compared on one base, and {run.path} trained its base with an adapter; "
+                "compare it alone, with run=DIR"
+            )
+    base = base or load_base(evaluated)
+    heads = [
+        head_of(runs[place], base, force=False) if place in runs else load_head(place, base)
+        for place in places
+    ]
+    return base, dict(zip(_names(places), heads, strict=True))
+
+
+def _places(settings: Compare) -> list[str]:
+    places = [*([settings.run] if settings.run else []), *settings.heads]
+    if not places:
+        raise InputError("name what to compare: run=DIR, or heads=[DIR,DIR]")
+    return places
+
+
+def _run_at(place: str) -> RunDirectory | None:
+    run = RunDirectory(Path(place))
+    return run if run.config.is_file() else None
+
+
+def _names(places: Sequence[str]) -> list[str]:
+    """Return the last parts of the folder names, numbered if they repeat; one alone is `head`."""
+    if len(places) == 1:
+        return ["head"]
+    paths = [Path(place) for place in places]
+    names = [path.parent.name if path.name == "head" else path.name for path in paths]
+    return [
+        name if names.count(name) == 1 else f"{name}_{names[: index + 1].count(name)}"
+        for index, name in enumerate(names)
+    ]

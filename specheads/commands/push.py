@@ -1,4 +1,4 @@
-"""Publish a run's head on the Hugging Face Hub, with its card, in one commit.
+"""Publish the head of a run on the Hugging Face Hub, with its card, in one commit.
 
 specheads push run=runs/smollm2 repo=USER/NAME dry_run=true
 specheads push run=runs/smollm2 repo=USER/NAME
@@ -6,27 +6,70 @@ specheads push run=runs/smollm2 repo=USER/NAME
 
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
 
 from huggingface_hub.utils import disable_progress_bars
+from huggingface_hub.utils import logging as hub_logging
 from rich.console import Console
 
-from specheads.commands import _library
-from specheads.config import Push
+from specheads.commands._library import read_run, settings_for
+from specheads.config import Push, Train
+from specheads.core.errors import InputError
+from specheads.core.paths import HUB_ID
+from specheads.export import hub
+from specheads.runs.directory import RunDirectory
+
+GATES: dict[str, hub.Gate | None] = {"": None, "false": False, "auto": "auto", "manual": "manual"}
+"""Values of `gated=`."""
 
 
 def run(settings: Push, _: Sequence[str]) -> None:
-    """Push a run."""
-    # the client's bars would stand before our line where the upload breaks off
+    """Push a run, and print its address, or the files of a dry run."""
+    # progress bars would be printed before our error line
     disable_progress_bars()
-    push_run(settings)
-
-
-def push_run(settings: Push) -> None:
-    """Push a run, and print where to, or what would be uploaded."""
-    pushed = _library.push(settings=settings)
+    pushed = push(settings=settings)
     if settings.dry_run:
         lines = [f"{size:>15,}  {path}\n" for path, size in pushed.files.items()]
         total = f"{sum(pushed.files.values()):>15,}  bytes in all\n"
         sys.stdout.write("".join([*lines, total]))
     else:
         Console().print(f"pushed: {pushed.address}", soft_wrap=True, markup=False)
+
+
+def push(
+    run: str | Path = "",
+    repo: str = "",
+    overrides: Sequence[str] = (),
+    *,
+    settings: Push | None = None,
+    dry_run: bool = False,
+) -> hub.Pushed:
+    """Publish the head of a run on the Hugging Face Hub, with its card, in one commit.
+
+    Args:
+        run: Directory of the run.
+        repo: USER/NAME; created if it does not exist.
+        overrides: As on the command line: `["licence=mit", "private=true"]`.
+        settings: Typed settings.
+        dry_run: Only return the files that would be uploaded.
+    """
+    # it would log every retry, with addresses that allow anybody to upload
+    hub_logging.set_verbosity_error()
+    settings, _ = settings_for(Push, settings, overrides, run=run, repo=repo, dry_run=dry_run)
+    if not settings.run:
+        raise InputError("name what to push: run=DIR")
+    if not HUB_ID.fullmatch(settings.repo):
+        raise InputError(f"name where to push, as repo=USER/NAME; got {settings.repo!r}")
+    made = RunDirectory(Path(settings.run))
+    return hub.push_run(
+        made,
+        asdict(read_run(made.config, Train)),
+        settings.repo,
+        private=settings.private,
+        gated=GATES[settings.gated.lower()],
+        base_repo=settings.base_repo,
+        licence=settings.licence,
+        data_licence=settings.data_licence,
+        dry_run=settings.dry_run,
+    )

@@ -1,7 +1,6 @@
-"""Every setting, with its unit and what its zero means. Hydra fills these; nothing else does."""
+"""Every setting, declared once, with its type, range and unit. Hydra composes them."""
 
-from specheads.config.commands import Chat, Export, Push, Train
-from specheads.config.measuring import Compare, Evaluate, Simulate, Tune
+from specheads.config.commands import Chat, Compare, Evaluate, Export, Push, Simulate, Train, Tune
 from specheads.config.parts import Base, Data, Evaluation, Hardware, Tracker, Tree
 from specheads.config.places import data_dir, new_name, recipe_dirs
 from specheads.config.schedule import Distill, FeatureCache, Joint, Phase, Schedule, Validation

@@ -1,192 +1,240 @@
-"""Settings of the commands that make something. Hydra fills these; nothing else does."""
+"""Settings of each command. Hydra composes them, and nothing else does."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from specheads.config.parts import Base, Data, Evaluation, Tracker, Tree
+from specheads.config.parts import (
+    Hardware,
+    HasBase,
+    HasData,
+    HasDryRun,
+    HasEvaluation,
+    HasHead,
+    HasOut,
+    HasRun,
+    HasSeed,
+    HasTree,
+    HeadOnBase,
+    PromptLength,
+    Sampling,
+    Tracker,
+)
 from specheads.config.ranges import (
-    Count,
-    Name,
-    Part,
-    Place,
-    Positive,
-    Seed,
+    AtLeastTwo,
+    Depth,
+    DepthOrZero,
+    FolderName,
+    NonEmpty,
+    NonNegativeInt,
+    PathOrId,
+    PositiveFloat,
+    PositiveInt,
+    PrintableText,
+    Probability,
+    Rule,
     Temperature,
-    Text,
+    TreeSize,
+    Weight,
     one_of,
 )
 from specheads.config.schedule import FeatureCache, Schedule, Validation
 
+OF_TRANSFORMERS = ("transformers", "transformers_lookup", "transformers_assisted")
+DRAFTERS = ("head", "prompt_lookup", "hybrid", "streaming", "draft_model", *OF_TRANSFORMERS)
+OF_DRAFT_MODEL = ("draft_model", "transformers_assisted")
+"""Drafters that need a draft model."""
 
-@dataclass(kw_only=True, slots=True)
-class Train:
+
+@dataclass(kw_only=True)
+class Train(HasDryRun, HasSeed, HasEvaluation, HasData, HasBase):
     """`specheads train`."""
 
-    name: Name
+    name: FolderName
     """Name of the run."""
 
-    run_dir: Place = "runs/${name}"
-    """Where it lies."""
+    run_dir: PathOrId = "runs/${name}"
+    """Output directory of the run."""
 
-    seed: Seed = 0
-    """Seed of initialisation, shuffling and sampling."""
-
-    base: Base
     head: dict[str, Any]
-    """`kind` and that kind's own settings."""
+    """`kind` of the head and the settings of that kind."""
 
-    init: Place = ""
-    """Folder or Hub id of a head of that kind, ours or public, to start from; its own settings
-    count then, and not those of `head`. Empty starts anew."""
+    init: PathOrId = ""
+    """Folder or Hub id of a head of the same kind to start from, ours or public. Its settings
+    replace those of `head`. Empty starts from random weights."""
 
-    data: Data
     schedule: Schedule
-    tree: Tree
     tracker: Tracker
-    evaluation: Evaluation
     validation: Validation = field(default_factory=Validation)
     feature_cache: FeatureCache = field(default_factory=FeatureCache)
 
-    log_every: Positive = 10
+    log_every: PositiveInt = 10
     """Steps between two lines of metrics.jsonl."""
 
-    checkpoint_every: Count = 0
-    """Steps between two checkpoints. Zero writes them at the end of each phase only."""
-
-    checkpoints_kept: Positive = 2
-    """Newest checkpoints that are kept: should the last be damaged, there is one before it."""
+    checkpoint_every: NonNegativeInt = 0
+    """Steps between two checkpoints. Zero writes one at the end of each phase only."""
 
     evaluate_after: bool = True
-    """Whether evaluate follows."""
+    """Evaluate the head after training."""
 
-    dry_run: bool = False
-    """Print the resolved settings and a plan of what they take: memory, tokens, disk, hours; then
-    stop."""
-
-    preview: Count = 0
-    """Documents shown with the tokens that the loss counts; then it stops. Zero trains."""
+    preview: NonNegativeInt = 0
+    """Print this many examples of the training text with its loss mask, or of the prompts if the
+    base generates the text, and stop. Zero trains."""
 
 
-@dataclass(kw_only=True, slots=True)
-class Distill(Train):
-    """`specheads distill`. A recipe is taken as it is, so that every setting of training is known.
+@dataclass(kw_only=True)
+class Distill(HasHead, HasOut, Train):
+    """`specheads distill`.
 
-    Base and data count, and how the first distilled phase has text written.
+    Takes a recipe as `train` does. Only the base, the data and the settings of the first distilled
+    phase matter. `out` is the folder of the text; the head only drafts and does not change it.
     """
 
-    out: Place = ""
-    """Folder of the text: made, or gone on with."""
 
-    head_path: Place = ""
-    """Folder or Hub id of a head to draft with, which changes the text in nothing; `head=` on the
-    command line. Empty is none."""
+@dataclass(kw_only=True)
+class Chat(HasSeed, Sampling, HasTree, HeadOnBase):
+    """`specheads chat`. tree=tuned uses the tree that was tuned for the head, or a chain."""
 
-    dry_run: bool = False
-    """Print the resolved settings and how much would be written where; then stop."""
+    system: PrintableText = ""
+    """System prompt. Empty is none."""
 
-    preview: Count = 0
-    """Texts shown that are such as the base would be asked; then it stops. Zero writes."""
-
-
-@dataclass(kw_only=True, slots=True)
-class Chat:
-    """`specheads chat`."""
-
-    run: Place = ""
-    """A finished run's directory; or name head and base."""
-
-    head_path: Place = ""
-    """Folder or Hub id of a head; `head=` on the command line."""
-
-    base: Base
-    tree: Tree
-    """tuned is the tree that lies beside the head, or a chain."""
-
-    force: bool = False
-    """Take a head that was trained on other weights than the base's, a fine-tuned sibling's."""
-
-    system: Text = ""
-    """What the base is told before all else. Empty is nothing."""
-
-    max_new_tokens: Positive = 512
-    """Tokens of an answer, at most."""
-
-    temperature: Temperature = 0.0
-    """Zero is greedy; above it tokens are sampled."""
-
-    top_k: Count = 0
-    """Tokens sampled from, the likeliest ones. Zero samples from all."""
-
-    top_p: Part = 1.0
-    """Probability that the tokens sampled from reach together, likeliest first. One is all."""
-
-    seed: Seed = 0
-    """Seed of sampling; each answer has its own, which follows from it."""
+    max_new_tokens: PositiveInt = 512
+    """Largest number of tokens of an answer."""
 
     side_by_side: bool = False
-    """Have the base answer alone too, next to it."""
+    """Show the answer of the base alone next to it."""
 
 
-@dataclass(kw_only=True, slots=True)
-class Export:
-    """`specheads export`."""
+@dataclass(kw_only=True)
+class Export(HasOut, HeadOnBase):
+    """`specheads export`. The name of the base is what the engine will load: prefer a Hub id."""
 
-    run: Place = ""
-    """A run directory; or name head and base."""
+    engine: PrintableText = ""
+    """Engine: a module of specheads/export/layouts."""
 
-    head_path: Place = ""
-    """Folder or Hub id of a head; `head=` on the command line."""
-
-    base: Base
-    """Base of a head without a run. Its name is what an engine will load: a Hub id travels best."""
-
-    force: bool = False
-    """Take a head that was trained on other weights than the base's, a fine-tuned sibling's."""
-
-    engine: Text = ""
-    """Whose layout: a module of specheads/export/layouts."""
-
-    out: Place = ""
-    """The new folder."""
-
-    prompts: Place = ""
-    """On which head and export must draft alike: a name or a .jsonl file. Empty is the run's own,
-    or python_stdlib."""
-
-    num_prompts: Positive = 8
-    """Prompts used."""
-
-    prompt_tokens: Positive = 64
-    """Tokens of each, at most."""
-
-    new_tokens: Positive = 64
-    """Tokens that the base says after each."""
+    prompts: PathOrId = ""
+    """Name of a prompt set or a .jsonl file on which the head and its export must draft alike.
+    Empty is the run's own prompts, or python_stdlib."""
 
 
-@dataclass(kw_only=True, slots=True)
-class Push:
-    """`specheads push`. Tokens are huggingface_hub's own matter: there is no setting for them."""
+@dataclass(kw_only=True)
+class Push(HasDryRun, HasRun):
+    """`specheads push`. huggingface_hub reads the access token: there is no setting for it."""
 
-    run: Place = ""
-    """A finished run's directory."""
-
-    repo: Text = ""
-    """USER/NAME on the Hub; made where it is missing."""
+    repo: PrintableText = ""
+    """USER/NAME on the Hub; created if it does not exist."""
 
     private: bool | None = None
-    """Whether only its owner sees it. None leaves a repository as it is, and makes a public one."""
+    """Make the repository private. None keeps an existing one and makes a new one public."""
 
     gated: Annotated[str, one_of("", "false", "False", "auto", "manual")] = ""
-    """Whether others have to ask for the files: false, auto or manual. Empty leaves it as it is."""
+    """Whether users must request access: false, auto or manual. Empty keeps the present state."""
 
-    base_repo: Text = ""
-    """Hub id under which others find the base. Empty is what the run loaded, where that is one."""
+    base_repo: PrintableText = ""
+    """Hub id of the base. Empty is the base of the run, if it is a Hub id."""
 
-    licence: Text = "unknown"
-    """Licence of the head, as the Hub writes it, such as apache-2.0."""
+    licence: PrintableText = "unknown"
+    """Licence of the head as the Hub writes it, such as apache-2.0."""
 
-    data_licence: Text = ""
-    """Licence of the training text. Empty is what is known of the corpus."""
+    data_licence: PrintableText = ""
+    """Licence of the training text. Empty is the known licence of the corpus."""
 
-    dry_run: bool = False
-    """List what would be uploaded, and stop."""
+
+@dataclass(kw_only=True)
+class Evaluate(HasSeed, HasOut, HasEvaluation, HasData, HeadOnBase):
+    """`specheads evaluate`."""
+
+    record: PathOrId = ""
+    """Recipe folder, or a folder of another prompt set in it, whose results.json is replaced."""
+
+
+@dataclass(kw_only=True)
+class Compare(HasSeed, HasOut, HasEvaluation, HasData, HasBase, HasRun):
+    """`specheads compare`. The tree is that of the head, alone and in the hybrid."""
+
+    heads: list[PathOrId] = field(default_factory=list)
+    """More heads of the same base, of any kind and width: finished runs, or folders or Hub ids of
+    heads. The first run among them gives the settings of the measurement."""
+
+    drafters: list[Annotated[str, one_of(*DRAFTERS)]] = field(default_factory=list)
+    """Methods to compare: head, prompt_lookup, hybrid, streaming, draft_model, transformers (the
+    base in its own generate), transformers_lookup and transformers_assisted. Empty is all; those
+    with a draft model need draft_model."""
+
+    temperatures: list[Temperature] = field(default_factory=list)
+    """Temperatures to measure. Empty is evaluation.temperature."""
+
+    other_ways: bool = True
+    """Above temperature zero, measure heads in three ways: with the base's noise, without it, and
+    with rejection sampling. False measures evaluation.coupled only."""
+
+    batch_sizes: list[PositiveInt] = field(default_factory=list)
+    """Batch sizes to measure. Empty is evaluation.batch_size."""
+
+    draft_model: PathOrId = ""
+    """Folder or Hub id of a smaller model with the base's vocabulary. Empty is none."""
+
+    draft_depth: Depth = 4
+    """Tokens that streaming and draft_model draft, as a chain."""
+
+    window: PositiveInt = 60
+    """Recent tokens that streaming attends to."""
+
+
+@dataclass(kw_only=True)
+class Tune(HasSeed, HasData, HeadOnBase):
+    """`specheads tune`. tuned.json is written into the folder of the head."""
+
+    max_nodes: TreeSize = 64
+    """Largest number of nodes that the head drafts, root included. Prompt lookup adds 4 or 10."""
+
+    batch_sizes: Annotated[list[PositiveInt], NonEmpty] = field(default_factory=lambda: [1, 4])
+    """Batch sizes; a tree is chosen for each."""
+
+    contexts: list[PositiveInt] = field(default_factory=list)
+    """Context lengths in tokens; a tree is chosen for each. Empty is 64 and 512, if they fit the
+    base's context."""
+
+    num_prompts: AtLeastTwo = 48
+    """Validation prompts for each context length. Half of them grow the trees, the other half
+    measures them."""
+
+    new_tokens: AtLeastTwo = 64
+    """Tokens that the base generates after each prompt."""
+
+
+@dataclass(kw_only=True)
+class Simulate(PromptLength, HasSeed, HasOut, HasHead, HasRun):
+    """`specheads simulate`. Needs a tuned head, or computed times and acceptance."""
+
+    hardware: Hardware
+
+    rates: list[PositiveFloat] = field(default_factory=list)
+    """Loads in requests per second, simulated one by one. Empty is five loads around the capacity
+    of the base alone."""
+
+    parts: Annotated[list[Weight], Rule(any, "one of them above 0")] = field(
+        default_factory=lambda: [1.0]
+    )
+    """Factors of the rate in consecutive periods of equal length: [0.2,2,0.2] rises and falls."""
+
+    arrivals: PathOrId = ""
+    """Recorded load, in place of rates: a .jsonl file of seconds, prompt_tokens, new_tokens."""
+
+    acceptance: list[Probability] = field(default_factory=list)
+    """Conditional acceptance rate by depth. Empty uses the rates that `specheads tune` measured."""
+
+    accepted: PathOrId = ""
+    """A .jsonl file of recorded accepted lengths, one text a line. Empty samples from the rates."""
+
+    num_requests: PositiveInt = 2000
+    """Requests for each load."""
+
+    new_tokens: PositiveInt = 128
+    """New tokens of each request, unless the load was recorded."""
+
+    max_batch: PositiveInt = 16
+    """Largest batch size."""
+
+    depths: list[DepthOrZero] = field(default_factory=list)
+    """Fixed draft depths to simulate next to goodput. Empty is zero, the base alone, and the
+    head's depth."""

@@ -1,25 +1,26 @@
-"""Settings that several commands share, each with its unit and what its zero means."""
+"""Settings that several commands share. Each setting is declared once, with its unit."""
 
 from dataclasses import dataclass, field
 from typing import Annotated
 
+from annotated_types import Ge, Le
+
 from specheads.config.ranges import (
-    Amount,
-    Below1,
-    Count,
-    Levels,
-    Nodes,
-    Part,
-    Pattern,
-    Place,
-    Positive,
-    Rank,
-    Share,
+    DepthOrZero,
+    GlobPattern,
+    NonNegativeFloat,
+    NonNegativeInt,
+    NumNodes,
+    PathOrId,
+    PositiveInt,
+    PositiveProbability,
+    PrintableText,
+    Probability,
+    ProbabilityBelowOne,
+    Seed,
     Temperature,
-    Text,
+    TokenRank,
     Weight,
-    at_least,
-    at_most,
     one_of,
 )
 
@@ -30,225 +31,307 @@ NO_PATH = ("python_stdlib", "stdlib_instructions")
 TREES = ("tuned", "chain", "static", "best_first", "beam", "product", "sampled")
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(kw_only=True)
 class Base:
-    """Which model is frozen."""
+    """The frozen base."""
 
-    model: Place
-    """Folder or Hub id (safetensors only, and no code of its own is run), FILE.gguf, or
-    package:NAME for the GGUF file inside a Python package."""
+    model: PathOrId
+    """Folder, Hub id, FILE.gguf, or package:NAME for the GGUF file of a Python package. Weights
+    must be safetensors or GGUF; code of a checkpoint never runs."""
 
-    revision: Text = "main"
+    revision: PrintableText = "main"
     """Hub revision; ignored for a folder."""
 
     dtype: Annotated[str, one_of("auto", "float32", "float64", "bfloat16", "float16")] = "auto"
-    """Precision of its weights; auto is bfloat16 where the device computes it, and else float32."""
+    """Precision of the weights. auto is bfloat16 if the device computes in it, else float32."""
 
-    device: Text = "auto"
-    """Torch device; auto is CUDA where there is one."""
+    device: PrintableText = "auto"
+    """Torch device. auto is CUDA if there is a GPU, else the CPU."""
 
     attention: Annotated[str, one_of("sdpa", "eager")] = "sdpa"
-    """sdpa or eager: what takes an arbitrary mask."""
+    """Attention implementation of transformers; both take tree masks."""
 
     quantization: Annotated[str, one_of("none", "8bit", "4bit")] = "none"
-    """none, 8bit or 4bit: bitsandbytes or torchao quantise its weights while loading; CUDA only."""
+    """none, 8bit or 4bit: quantise the weights with bitsandbytes or torchao. CUDA only."""
 
-    adapter: Place = ""
-    """Folder or Hub id of a LoRA adapter that is merged into it. Empty is none."""
+    adapter: PathOrId = ""
+    """Folder or Hub id of a LoRA adapter to merge into the base. Empty merges none."""
 
     compile: bool = False
-    """Verify trees with compiled graphs: faster steps, after minutes of compiling at first."""
+    """Verify trees with compiled graphs: faster steps, but the first ones compile for minutes."""
 
     exact: bool = False
-    """Give every node of a tree bit for bit what a step of its own would give it, so that text is
-    the base's own in bfloat16 too: slower steps, on a CPU only."""
+    """Compute every tree node bit for bit as a step of its own, so that text in bfloat16 equals
+    the base's too. Slower, and CPU only."""
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(kw_only=True)
 class Source:
-    """Where documents come from."""
+    """A source of documents."""
 
     source: Annotated[str, one_of(*SOURCES)]
-    """Kind of source; docs/data.md says what each reads."""
+    """Kind of source; docs/data.md describes each."""
 
-    path: Place = ""
-    """Folder, file, glob or Hub id; empty for what the interpreter brings."""
+    path: PathOrId = ""
+    """Folder, file, glob or Hub id. Empty for the sources that come with Python."""
 
-    config: Text = ""
-    """Configuration of a Hub data set; empty for its default."""
+    config: PrintableText = ""
+    """Configuration of a Hub data set. Empty is its default."""
 
-    column: Text = "text"
-    """Column that holds the text; conversations have columns of their own."""
+    column: PrintableText = "text"
+    """Column that holds the text; ignored for conversations."""
 
-    revision: Text = "main"
+    revision: PrintableText = "main"
     """Revision of a Hub data set."""
 
-    patterns: list[Pattern] = field(default_factory=list)
-    """Globs that choose among a folder's or a Hub data set's files. Empty takes all."""
+    patterns: list[GlobPattern] = field(default_factory=list)
+    """Globs that select files of a folder or a Hub data set. Empty selects all."""
 
-    max_documents: Count = 0
-    """Documents taken, before they are split. Zero takes all."""
+    max_documents: NonNegativeInt = 0
+    """Documents to use, counted before the split. Zero uses all."""
 
     streaming: bool = False
-    """Take the first max_documents as they come, and read no further; else they are drawn from
-    all."""
+    """Read the first max_documents only, instead of a random choice of all."""
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(kw_only=True)
 class WeightedSource(Source):
     """One source of a mixture."""
 
     weight: Weight = 1.0
-    """Share of the mixture's tokens, relative to the others'. Zero leaves the source out."""
+    """Share of the mixture's tokens, relative to the other sources. Zero leaves the source out."""
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(kw_only=True)
 class Data(Source):
-    """Which text is the corpus."""
+    """The training text."""
 
     source: Annotated[str, one_of(*SOURCES, "mixture")]
-    """Kind of source, or mixture; docs/data.md says what each reads."""
+    """Kind of source, or mixture; docs/data.md describes each."""
 
     sources: dict[str, WeightedSource] = field(default_factory=dict)
-    """Sources of a mixture, by names of your own."""
+    """Sources of a mixture, by names of your choice."""
 
 
-@dataclass(kw_only=True, slots=True)
-class Evaluation:
-    """What is measured after training, and by `specheads evaluate`."""
+@dataclass(kw_only=True)
+class Tree:
+    """The draft tree."""
 
-    prompts: Place = "python_stdlib"
-    """A name, or a .jsonl file."""
+    kind: Annotated[str, one_of(*TREES)] = "tuned"
+    """tuned (chosen by `specheads tune`, or by a short measurement), chain, static, best_first,
+    beam, product or sampled."""
 
-    num_prompts: Positive = 40
-    """Prompts used."""
+    depth: DepthOrZero = 0
+    """Levels of the tree. Zero is the head's depth."""
 
-    prompt_tokens: Positive = 64
-    """Tokens of each prompt cut from code; other prompts keep their own length."""
+    num_nodes: NumNodes = 8
+    """Nodes of a best-first or product tree, root included."""
 
-    all_turns: bool = False
-    """Whether every turn of a row with `turns` is a prompt, behind the earlier ones and without
-    answers in between, and not the first alone."""
+    beam: NumNodes = 4
+    """Nodes that a best-first tree or a beam expands at each level."""
 
-    max_new_tokens: Positive = 128
-    """Tokens decoded for each."""
+    branch: NumNodes = 4
+    """Children of each expanded node of a best-first tree."""
+
+    branches: list[NumNodes] = field(default_factory=list)
+    """Children of every node of a product or sampled tree, level by level. Empty is one each."""
+
+    confidence: ProbabilityBelowOne = 0.0
+    """A chain, static or sampled tree does not grow below a token with a lower probability; the
+    token itself is verified. Zero always grows."""
+
+    paths: list[list[TokenRank]] = field(default_factory=list)
+    """Nodes of a static tree, each as the path of token ranks from the root."""
+
+
+@dataclass(kw_only=True)
+class Sampling:
+    """Settings of sampling."""
 
     temperature: Temperature = 0.0
-    """Zero is greedy; above it tokens are sampled, each prompt's with a seed of its own."""
+    """Sampling temperature. Zero is greedy decoding."""
 
-    top_k: Count = 0
-    """Tokens sampled from, the likeliest ones. Zero samples from all."""
+    top_k: NonNegativeInt = 0
+    """Sample from the k most probable tokens. Zero samples from all."""
 
-    top_p: Part = 1.0
-    """Probability that the tokens sampled from reach together, likeliest first. One is all."""
+    top_p: PositiveProbability = 1.0
+    """Sample from the most probable tokens that together reach this probability. One samples from
+    all."""
 
-    min_p: Share = 0.0
-    """Probability that a token needs, as a share of the likeliest one's. Zero is none."""
 
-    repetition_penalty: Annotated[float, at_least(0.01), at_most(100)] = 1.0
-    """Penalty on tokens already in the text. One is none."""
+@dataclass(kw_only=True)
+class PromptLength:
+    """Length of prompts."""
+
+    prompt_tokens: PositiveInt = 64
+    """Tokens of a prompt that is cut from plain text. Questions keep their own length."""
+
+
+@dataclass(kw_only=True)
+class Evaluation(PromptLength, Sampling):
+    """Measurements after training and by `specheads evaluate`."""
+
+    prompts: PathOrId = "python_stdlib"
+    """Name of a prompt set, or a .jsonl file."""
+
+    num_prompts: PositiveInt = 40
+    """Prompts to decode."""
+
+    all_turns: bool = False
+    """A row with `turns` gives one prompt, its first turn. With true every turn becomes a prompt
+    that follows the earlier turns, without answers in between."""
+
+    max_new_tokens: PositiveInt = 128
+    """Largest number of new tokens for each prompt."""
+
+    min_p: Probability = 0.0
+    """Leave out tokens less probable than this share of the most probable one. Zero leaves out
+    none."""
+
+    repetition_penalty: Annotated[float, Ge(0.01), Le(100)] = 1.0
+    """Penalty on tokens that are already in the text. One is none."""
 
     acceptance: Annotated[str, one_of("match", "rejection", "typical")] = "match"
-    """What is kept of a tree: match (the base's own tokens, at every temperature), rejection (its
-    distribution; for sampled trees), or typical (neither, above temperature zero)."""
+    """Acceptance rule: match (the base's own tokens, at every temperature), rejection (the base's
+    distribution; for sampled trees) or typical (lossy, above temperature zero)."""
 
     coupled: bool = True
-    """Whether drafts see the noise that the base draws with above temperature zero: more guesses
-    are right then, and the text is the same."""
+    """Draft with the noise that the base samples with, above temperature zero: more drafts are
+    accepted and the text is the same."""
 
-    batch_size: Positive = 1
+    batch_size: PositiveInt = 1
     """Prompts decoded at once."""
 
     mode: Annotated[str, one_of("offline", "online", "all")] = "all"
     """offline (replay only), online (decoding only), or all (with speed)."""
 
-    repeats: Positive = 2
-    """How often speed is measured on each prompt, alternating with the base alone."""
+    repeats: PositiveInt = 2
+    """Timed runs of each prompt, in turns with the base alone."""
 
-    speed_prompts: Positive = 16
-    """Prompts that speed is measured on."""
+    speed_prompts: PositiveInt = 16
+    """Prompts to time."""
 
-    tune_prompts: Positive = 24
-    """Validation prompts on which a tuned tree is picked."""
-
-    quality_windows: Positive = 64
-    """Windows of validation text on which the base's own quality is measured without and with the
-    adapter that joint training gave it."""
+    tune_prompts: PositiveInt = 24
+    """Validation prompts on which a tuned tree is chosen."""
 
 
-@dataclass(kw_only=True, slots=True)
-class Tree:
-    """How drafts grow."""
-
-    kind: Annotated[str, one_of(*TREES)] = "tuned"
-    """tuned (by `specheads tune`, or picked by a short measurement), chain, static, best_first,
-    beam, product or sampled."""
-
-    depth: Levels = 0
-    """Levels. Zero takes the head's own."""
-
-    num_nodes: Nodes = 8
-    """Nodes of a best-first or product tree, root included."""
-
-    beam: Nodes = 4
-    """Nodes that a best-first tree or a beam continues per level."""
-
-    branch: Nodes = 4
-    """Children of each in a best-first tree."""
-
-    branches: list[Nodes] = field(default_factory=list)
-    """Children of every node of a product or sampled tree, level by level. Empty is one each."""
-
-    confidence: Below1 = 0.0
-    """Where the head gives a token less than this probability, a chain, static or sampled tree goes
-    no further below it; the token itself is verified. Zero never stops."""
-
-    paths: list[list[Rank]] = field(default_factory=list)
-    """Rank paths of a static tree."""
-
-
-@dataclass(kw_only=True, slots=True)
+@dataclass(kw_only=True)
 class Hardware:
-    """Where times of a simulation come from: measured, or computed for a machine that is named."""
+    """Source of a simulation's times: measured, or computed for a named machine."""
 
-    name: Text = "measured"
-    """Name of the machine. `measured` takes the times that `specheads tune` measured."""
+    name: PrintableText = "measured"
+    """Name of the machine. `measured` uses the times that `specheads tune` measured."""
 
-    bandwidth: Amount = 0.0
-    """Bytes a second between memory and processor. Zero with measured times only."""
+    bandwidth: NonNegativeFloat = 0.0
+    """Memory bandwidth in bytes per second. Zero with measured times only."""
 
-    flops: Amount = 0.0
-    """Floating-point operations a second, dense, in the weights' precision. Zero as above."""
+    flops: NonNegativeFloat = 0.0
+    """Dense floating-point operations per second in the precision of the weights. Zero with
+    measured times only."""
 
-    parameters: Amount = 0.0
-    """Parameters of the base. Zero takes those of the run's base."""
+    parameters: NonNegativeFloat = 0.0
+    """Parameters of the base. Zero uses those of the run's base."""
 
-    draft_parameters: Amount = 0.0
-    """Parameters that drafting one level takes. Zero takes those of the run's head."""
+    draft_parameters: NonNegativeFloat = 0.0
+    """Parameters that drafting one level reads. Zero uses those of the run's head."""
 
-    weight_bytes: Positive = 2
-    """Bytes of a parameter, and of a number in the key-value cache."""
+    position_bytes: NonNegativeInt = 0
+    """Bytes of keys and values of one position of the base, over all layers. Zero uses those of
+    the run's base."""
 
-    position_bytes: Count = 0
-    """Bytes of keys and values of one position of the base, in all layers. Zero takes those of the
-    run's base."""
+    draft_position_bytes: NonNegativeInt = 0
+    """Bytes of keys and values of one position of the drafter. Zero for a drafter without a
+    cache."""
 
-    draft_position_bytes: Count = 0
-    """The same of what drafts. Zero attends to nothing; a base that drafts for itself has its
-    own."""
-
-    window: Count = 0
-    """Positions of a row that what drafts attends to, at most (MagicDec). Zero is all."""
+    window: NonNegativeInt = 0
+    """Longest context that the drafter attends to (MagicDec). Zero is unlimited."""
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(kw_only=True)
 class Tracker:
-    """Where numbers go besides metrics.jsonl."""
+    """Experiment tracker, in addition to metrics.jsonl."""
 
     kind: Annotated[str, one_of("jsonl", "wandb", "trackio", "tensorboard")] = "jsonl"
-    """jsonl (nothing else), wandb, trackio or tensorboard. One that fails is told and left, and
-    training goes on."""
+    """jsonl (no tracker), wandb, trackio or tensorboard. If the tracker fails, training logs it
+    and continues."""
 
-    project: Text = "specheads"
-    """Project of wandb (offline where no key is set) or trackio. tensorboard writes into the run
+    project: PrintableText = "specheads"
+    """Project of wandb (offline if no key is set) or trackio. tensorboard writes into the run
     directory."""
+
+
+@dataclass(kw_only=True)
+class HasRun:
+    """A run."""
+
+    run: PathOrId = ""
+    """Directory of a finished run; or name head and base."""
+
+
+@dataclass(kw_only=True)
+class HasHead:
+    """A head."""
+
+    head_path: PathOrId = ""
+    """Folder or Hub id of a head; `head=` on the command line."""
+
+
+@dataclass(kw_only=True)
+class HasBase:
+    """A base."""
+
+    base: Base
+
+
+@dataclass(kw_only=True)
+class HasData:
+    """Text; for a head without a run its validation split is used."""
+
+    data: Data
+
+
+@dataclass(kw_only=True)
+class HasTree:
+    """A draft tree."""
+
+    tree: Tree
+
+
+@dataclass(kw_only=True)
+class HasEvaluation(HasTree):
+    """An evaluation."""
+
+    evaluation: Evaluation
+
+
+@dataclass(kw_only=True)
+class HasOut:
+    """An output folder."""
+
+    out: PathOrId = ""
+    """Output folder. Empty is the run's own report/, if there is a run."""
+
+
+@dataclass(kw_only=True)
+class HasSeed:
+    """A seed."""
+
+    seed: Seed = 0
+    """Seed of all random choices. A run keeps its own unless this is given."""
+
+
+@dataclass(kw_only=True)
+class HasDryRun:
+    """A dry run."""
+
+    dry_run: bool = False
+    """Print what would be done (settings, plan, files), and stop."""
+
+
+@dataclass(kw_only=True)
+class HeadOnBase(HasBase, HasHead, HasRun):
+    """The head of a run, or any head and its base."""
+
+    force: bool = False
+    """Accept a head that was trained on other weights than the base's, such as a fine-tuned
+    sibling's."""

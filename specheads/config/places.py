@@ -1,28 +1,27 @@
-"""Where configurations and recipes lie: in a checkout, in a wheel, and with the user."""
+"""Locations of configurations and recipes: in a checkout, in a wheel, and in the user's folders."""
 
 import os
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1]
 
+RENAMED = {"rule": "acceptance", "taps": "aux_layers"}
+"""Old and new names of renamed settings."""
+
 
 def data_dir(name: str) -> Path:
-    """Return `configs` or `recipes`: inside the wheel, else next to the package."""
+    """Return the folder `configs` or `recipes`: in the wheel, else next to the package."""
     packaged = PACKAGE / "_data" / name
     return packaged if packaged.is_dir() else PACKAGE.parent / name
 
 
-RENAMED = {"rule": "acceptance", "taps": "aux_layers"}
-"""Settings that are called something else now, for whoever still says the old name."""
+def recipe_dirs() -> list[Path]:
+    """Return the folders of recipes: ours, then those of SPECHEADS_RECIPES."""
+    extra = os.environ.get("SPECHEADS_RECIPES", "").split(os.pathsep)
+    return [data_dir("recipes"), *(Path(folder) for folder in extra if folder)]
 
 
 def new_name(text: str) -> str:
-    """Return a hint where a message quotes a setting that was renamed; empty where none was."""
+    """Return a hint if a message quotes a renamed setting, else an empty text."""
     quoted = (old for old in RENAMED if f".{old}'" in text or f"'{old}'" in text)
-    return "".join(f"; {old} is called {RENAMED[old]} now" for old in quoted)
-
-
-def recipe_dirs() -> list[Path]:
-    """Return the folders that hold recipes: ours, then those of SPECHEADS_RECIPES."""
-    extra = os.environ.get("SPECHEADS_RECIPES", "").split(os.pathsep)
-    return [data_dir("recipes"), *(Path(folder) for folder in extra if folder)]
+    return "".join(f"; {old} is now {RENAMED[old]}" for old in quoted)

@@ -1,118 +1,95 @@
-"""What a setting may hold, to be declared beside it: types with their ranges, and rules of its own.
+"""Types of settings with their ranges, for pydantic to check.
 
-All are `Annotated`; validation.py holds values against them. Decoding reads heads' settings too, so
-nothing but Python is needed here.
+Heads use them for their own settings too, so this module imports nothing heavy.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-MOST = 2**31 - 1
-"""Largest number of anything that is counted."""
+from annotated_types import Ge, Gt, Le, Len, Lt, MinLen, Predicate
 
-LONGEST_NAME = 255
-"""Most bytes of a file's name that common file systems take."""
+MAX_INT = 2**31 - 1
+"""Largest value of any count; messages leave this limit out."""
+
+MAX_NAME_BYTES = 255
+"""Longest file name that common file systems take."""
+
+AUTO = "auto"
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
-    """A rule in words, and the test of it."""
+class Rule(Predicate):
+    """A predicate with its description, such as `one of corpus, distilled`."""
 
-    words: str
-    holds: Callable[[Any], bool]
-    bound: int | float | None = None
-    """Where a range ends, for whoever wants to try both sides."""
-
-
-def at_least(least: int | float) -> Rule:
-    """Return the rule that a number is this or more."""
-    return Rule(f"at least {least:,}", lambda value: value >= least, least)
-
-
-def above(least: int | float) -> Rule:
-    """Return the rule that a number is more than this."""
-    return Rule(f"above {least:,}", lambda value: value > least, least)
-
-
-def at_most(most: int | float) -> Rule:
-    """Return the rule that a number is this or less."""
-    # what nobody reaches need not be told
-    words = "" if most == MOST else f"at most {most:,}"
-    return Rule(words, lambda value: value <= most, most)
-
-
-def below(most: int | float) -> Rule:
-    """Return the rule that a number is less than this."""
-    return Rule(f"below {most:,}", lambda value: value < most, most)
+    words: str = ""
 
 
 def one_of(*names: str) -> Rule:
-    """Return the rule that a text is one of these."""
-    shown = ", ".join(name or "''" for name in names)
-    return Rule(f"one of {shown}", names.__contains__)
+    """Return the rule that a text is one of these names."""
+    return Rule(frozenset(names).__contains__, f"one of {', '.join(n or repr('') for n in names)}")
 
 
-def _is_text(value: str) -> bool:
-    # lone surrogates stand for bytes that were no text
+def _is_printable(value: str) -> bool:
+    # lone surrogates are bytes that could not be decoded
     encodable = not any("\ud800" <= letter <= "\udfff" for letter in value)
     return encodable and len(value) <= 4096 and value.isprintable()
 
 
-def _is_place(value: str) -> bool:
+def _is_path(value: str) -> bool:
     parts = value.replace("\\", "/").split("/")
-    return _is_text(value) and all(len(part.encode()) <= LONGEST_NAME for part in parts)
+    return _is_printable(value) and all(len(part.encode()) <= MAX_NAME_BYTES for part in parts)
 
 
 def _is_pattern(value: str) -> bool:
     parts = value.split("/")
-    return _is_place(value) and value != "" and "" not in parts[:1] and ".." not in parts
+    return _is_path(value) and value != "" and "" not in parts[:1] and ".." not in parts
 
 
-def _is_name(value: str) -> bool:
-    return _is_place(value) and value.strip() not in ("", ".", "..") and "/" not in value
+def _is_folder_name(value: str) -> bool:
+    return _is_path(value) and value.strip() not in ("", ".", "..") and "/" not in value
 
 
-Count = Annotated[int, at_least(0), at_most(MOST)]
-Positive = Annotated[int, at_least(1), at_most(MOST)]
-Seed = Annotated[int, at_least(0), at_most(2**32 - 1)]
-Depth = Annotated[int, at_least(1), at_most(64)]
-Layers = Annotated[int, at_least(0), at_most(64)]
-Levels = Annotated[int, at_least(0), at_most(64)]
-Length = Annotated[
-    int, Rule("0 or at least 2", lambda length: length == 0 or length > 1), at_most(MOST)
+def _is_batch_size(value: Any) -> bool:
+    return value == AUTO or (type(value) is int and 1 <= value <= MAX_INT)
+
+
+NonNegativeInt = Annotated[int, Ge(0), Le(MAX_INT)]
+PositiveInt = Annotated[int, Ge(1), Le(MAX_INT)]
+AtLeastTwo = Annotated[int, Ge(2), Le(MAX_INT)]
+Seed = Annotated[int, Ge(0), Le(2**32 - 1)]
+Depth = Annotated[int, Ge(1), Le(64)]
+DepthOrZero = Annotated[int, Ge(0), Le(64)]
+SequenceLength = Annotated[
+    int, Rule(lambda length: length == 0 or length > 1, "0 or at least 2"), Le(MAX_INT)
 ]
-Size = Annotated[int, at_least(1), at_most(2**20)]
-Width = Annotated[int, at_least(0), at_most(2**20)]
-Layer = Annotated[int, at_least(0), at_most(4096)]
-Nodes = Annotated[int, at_least(1), at_most(4096)]
-Token = Annotated[int, at_least(-1), at_most(MOST)]
-TreeNodes = Annotated[int, at_least(2), at_most(4096)]
-Prompts = Annotated[int, at_least(2), at_most(MOST)]
-Rank = Annotated[int, at_least(0), at_most(4095)]
-Share = Annotated[float, at_least(0), at_most(1)]
-Below1 = Annotated[float, at_least(0), below(1)]
-Part = Annotated[float, above(0), at_most(1)]
-Weight = Annotated[float, at_least(0), at_most(1000)]
-Amount = Annotated[float, at_least(0), at_most(1e21)]
-Scale = Annotated[float, above(0), at_most(1e9)]
-Text = Annotated[str, Rule("text, printable and at most 4096 characters", _is_text)]
-Place = Annotated[
-    str, Rule(f"a path or an id, its parts of at most {LONGEST_NAME} bytes", _is_place)
-]
-Pattern = Annotated[Text, Rule("a pattern below the folder: relative, and without ..", _is_pattern)]
+Width = Annotated[int, Ge(1), Le(2**20)]
+WidthOrZero = Annotated[int, Ge(0), Le(2**20)]
+LayerIndex = Annotated[int, Ge(0), Le(4096)]
+NumNodes = Annotated[int, Ge(1), Le(4096)]
+TreeSize = Annotated[int, Ge(2), Le(4096)]
+TokenId = Annotated[int, Ge(-1), Le(MAX_INT)]
+TokenRank = Annotated[int, Ge(0), Le(4095)]
+
+Probability = Annotated[float, Ge(0), Le(1)]
+ProbabilityBelowOne = Annotated[float, Ge(0), Lt(1)]
+PositiveProbability = Annotated[float, Gt(0), Le(1)]
+Weight = Annotated[float, Ge(0), Le(1000)]
+NonNegativeFloat = Annotated[float, Ge(0), Le(1e21)]
+PositiveFloat = Annotated[float, Gt(0), Le(1e9)]
 Temperature = Annotated[
-    float, Rule("0 or at least 0.001", lambda value: value == 0 or value >= 0.001), at_most(100)
+    float, Rule(lambda value: value == 0 or value >= 0.001, "0 or at least 0.001"), Le(100)
 ]
-Name = Annotated[str, Rule("a name that a folder can have, without /", _is_name)]
-AUTO = "auto"
-Batch = Annotated[
-    Any,
-    Rule(
-        f"a whole number, at least 1, or {AUTO}",
-        lambda value: value == AUTO or (type(value) is int and 1 <= value <= MOST),
-    ),
+
+PrintableText = Annotated[str, Rule(_is_printable, "text, printable and at most 4096 characters")]
+PathOrId = Annotated[
+    str, Rule(_is_path, f"a path or an id, its parts of at most {MAX_NAME_BYTES} bytes")
 ]
-"""A number to everybody who reads it: `auto` is replaced before anybody does."""
-Pair = Rule("2 of them", lambda value: len(value) == 2)
-Some = Rule("not empty", bool)
+GlobPattern = Annotated[
+    str, Rule(_is_pattern, "a pattern below the folder: relative, and without ..")
+]
+FolderName = Annotated[str, Rule(_is_folder_name, "a name that a folder can have, without /")]
+BatchSize = Annotated[Any, Rule(_is_batch_size, f"a whole number, at least 1, or {AUTO}")]
+"""An integer to every reader: `auto` is replaced before anything reads it."""
+
+Pair = Len(2, 2)
+NonEmpty = MinLen(1)

@@ -1,27 +1,27 @@
-"""Settings of training: phases, and how the base writes text for one."""
+"""Settings of training: the phases, generated text, joint training and validation."""
 
 from dataclasses import dataclass, field
 from typing import Annotated
 
+from specheads.config.parts import PromptLength, Sampling
 from specheads.config.ranges import (
-    MOST,
-    Batch,
-    Below1,
-    Count,
-    Length,
+    AtLeastTwo,
+    BatchSize,
+    NonEmpty,
+    NonNegativeFloat,
+    NonNegativeInt,
     Pair,
-    Part,
-    Place,
-    Positive,
-    Scale,
-    Share,
-    Size,
-    Some,
+    PathOrId,
+    PositiveFloat,
+    PositiveInt,
+    PositiveProbability,
+    PrintableText,
+    Probability,
+    ProbabilityBelowOne,
+    SequenceLength,
     Temperature,
-    Text,
     Weight,
-    at_least,
-    at_most,
+    Width,
     one_of,
 )
 from specheads.core.errors import InputError
@@ -33,262 +33,243 @@ LOSSES = (
 
 ENGINES = ("local", "transformers", "vllm", "openai")
 FAULTS = ("loop", "empty", "truncated")
-"""What may be wrong with an answer that the base wrote."""
+"""Reasons to drop a generated answer."""
 
 
-@dataclass(kw_only=True, slots=True)
-class Distill:
-    """Text the frozen base writes itself: its answers in conversations, or continuations of text.
+@dataclass(kw_only=True)
+class Distill(PromptLength, Sampling):
+    """Text that the frozen base generates: answers in conversations, or continuations of text.
 
-    Which of the two follows from the training data.
+    The training data decides which of the two.
     """
 
-    num_samples: Positive
-    """Texts asked for: conversations, or continuations."""
+    num_samples: PositiveInt
+    """Texts to generate: conversations or continuations."""
 
-    prompt_tokens: Positive = 64
-    """Tokens of plain text that each continues; they are read and not counted."""
+    new_tokens: PositiveInt = 256
+    """Largest number of tokens of an answer or a continuation. The loss covers these tokens."""
 
-    new_tokens: Positive = 256
-    """Tokens the base writes at most in an answer or a continuation; the loss covers these only."""
-
-    max_turns: Count = 0
-    """Answers in a conversation, at most. Zero asks every turn that it has."""
+    max_turns: NonNegativeInt = 0
+    """Largest number of answers in a conversation. Zero answers every turn."""
 
     temperature: Temperature = 1.0
-    """Sampling temperature of the base. Zero is greedy: the text a greedy server would see."""
-
-    top_k: Count = 0
-    """Tokens sampled from, the likeliest ones. Zero samples from all."""
-
-    top_p: Part = 1.0
-    """Probability that the tokens sampled from reach together, likeliest first. One is all."""
+    """Sampling temperature. Zero is greedy: the text that a greedy server would produce."""
 
     drop: list[Annotated[str, one_of(*FAULTS)]] | None = None
-    """Answers that are not kept: loop (ends up repeating itself), empty, truncated (stopped by a
-    limit before the base had ended it, for conversations only). None is all of these in
-    conversations, and nothing of continued text."""
+    """Answers to drop: loop (ends in a repetition), empty, truncated (stopped by a limit, in
+    conversations only). None drops all three in conversations, and nothing of continued text."""
 
-    min_tokens: Positive = 1
-    """Tokens that an answer needs in order not to be empty, its end not counted."""
+    min_tokens: PositiveInt = 1
+    """An answer with fewer tokens is empty; its end token does not count."""
 
     engine: Annotated[str, one_of(*ENGINES)] = "local"
-    """Who has the base write: local (this package's own decoding), transformers, vllm, or openai (a
-    server that speaks that protocol)."""
+    """Engine that generates: local (this package), transformers, vllm, or openai (a server with
+    that protocol)."""
 
-    batch_size: Positive = 64
-    """Texts in flight at once; of a server, requests."""
+    batch_size: PositiveInt = 64
+    """Texts generated at once, or open requests of a server."""
 
     use_head: Annotated[str, one_of("auto", "true", "True", "false", "False")] = "auto"
-    """Whether engine=local drafts with the head trained so far, which changes the text in nothing:
-    true, false, or auto (whichever writes faster in a short trial)."""
+    """Whether engine=local drafts with the head trained so far, which does not change the text:
+    true, false, or auto (the faster of the two in a short trial)."""
 
-    url: Text = ""
-    """Address of the server of engine=openai, such as http://127.0.0.1:8000/v1."""
+    url: PrintableText = ""
+    """Address of the server for engine=openai, such as http://127.0.0.1:8000/v1."""
 
-    served_as: Text = ""
-    """The base's name at that server. Empty is base.model."""
+    served_as: PrintableText = ""
+    """Name of the base at that server. Empty is base.model."""
 
-    api_key_env: Text = "OPENAI_API_KEY"
-    """Environment variable that holds the server's key; where it is not set, none is sent."""
+    api_key_env: PrintableText = "OPENAI_API_KEY"
+    """Environment variable with the server's key. If it is not set, no key is sent."""
 
-    timeout_seconds: Scale = 120.0
+    timeout_seconds: PositiveFloat = 120.0
     """Longest wait for one answer of a server."""
 
-    retries: Count = 5
-    """Times that a server is asked again, ever later. Zero gives up at once."""
+    retries: NonNegativeInt = 5
+    """Retries of a failed request, with growing waits. Zero does not retry."""
 
-    shard_size: Positive = 64
-    """Texts in one file, which appears once all are there; processes share the work by files."""
+    shard_size: PositiveInt = 64
+    """Texts in one file. A file appears when it is complete; processes share the work by files."""
 
-    folder: Place = ""
-    """Where the text is kept, so that several runs can share it; phases whose text is written in
-    other ways need one each. Empty is the run's own text/."""
+    folder: PathOrId = ""
+    """Folder of the text, which several runs can share. Phases with other settings of the text
+    need folders of their own. Empty is text/ in the run directory."""
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(kw_only=True)
 class Joint:
-    """The base learns along with the head, by LoRA. The defaults are Medusa-2's for Vicuna.
+    """Train the base together with the head, by LoRA. The defaults are Medusa-2's for Vicuna.
 
     Source: Cai et al. 2024, arXiv:2401.10774.
     """
 
-    rank: Size = 32
-    """Rank of what is added to each matrix."""
+    rank: Width = 32
+    """LoRA rank."""
 
-    alpha: Scale = 16.0
-    """What is added is scaled by alpha / rank."""
+    alpha: PositiveFloat = 16.0
+    """LoRA alpha; the update is scaled by alpha / rank."""
 
-    dropout: Below1 = 0.05
-    """Share of each adapted layer's inputs that what is added does not see, in training."""
+    dropout: ProbabilityBelowOne = 0.05
+    """LoRA dropout probability."""
 
-    target_modules: list[Text] = field(default_factory=list)
-    """Ends of linear layers' names, such as q_proj. Empty is all, the vocabulary projection
-    included unless it is tied to the embedding."""
+    target_modules: list[PrintableText] = field(default_factory=list)
+    """Suffixes of the names of adapted linear layers, such as q_proj. Empty is all of them, and
+    the vocabulary projection unless it is tied to the embedding."""
 
-    learning_rate: Share = 5e-4
-    """The base's, at its peak; the head's is the phase's."""
+    learning_rate: Probability = 5e-4
+    """Peak learning rate of the base. The phase has that of the head."""
 
     head_weight: Weight = 0.2
-    """Weight of the head's loss beside the base's own: lambda0 of the paper."""
+    """Weight of the head's loss relative to the base's loss: lambda0 of the paper."""
 
     ramp: Annotated[str, one_of("constant", "sine")] = "constant"
-    """constant, or sine: from zero in the phase's first step to head_weight in its last."""
+    """constant, or sine: the weight grows from zero to head_weight during the phase."""
 
     target: Annotated[str, one_of("text", "base")] = "text"
-    """What the base learns: text (the surprise of the counted tokens), or base (KL divergence to
-    itself without the adapter, so that it keeps its distribution)."""
+    """Loss of the base: text (cross-entropy of the tokens in the loss mask), or base (KL
+    divergence to the base without the adapter, which keeps its distribution)."""
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(kw_only=True)
 class Phase:
-    """One stretch of training: where its text comes from, how long, how fast."""
+    """One phase of training."""
 
     text: Annotated[str, one_of("corpus", "distilled")] = ""
-    """corpus, or distilled: text the base wrote itself."""
+    """corpus, or distilled: text that the base generated."""
 
-    steps: Positive = 0
-    """Optimizer steps, at least one."""
+    steps: PositiveInt = 0
+    """Optimizer steps."""
 
-    batch_size: Batch = 0
-    """Sequences of one step, over all processes: their number does not change what is trained. The
-    largest, where it grows. auto takes as many as fit the memory there is, and writes the number
-    into config.yaml."""
+    batch_size: BatchSize = 0
+    """Sequences of one step over all processes, so the number of processes does not change the
+    result. auto finds the largest that fits in memory and writes it into config.yaml."""
 
-    first_batch_share: Part = 1.0
-    """Batch of the first step, as a share of batch_size. Below one it grows linearly from there."""
+    first_batch_share: PositiveProbability = 1.0
+    """Batch of the first step as a share of batch_size. Below one the batch grows linearly from
+    there."""
 
-    batch_ramp_share: Share = 0.5
-    """Share of the steps over which the batch grows to batch_size, where it begins smaller."""
+    batch_ramp_share: Probability = 0.5
+    """Share of the steps over which the batch grows."""
 
-    accumulation_steps: Positive = 1
-    """Parts in which each process reads its share of a step's sequences, one after the other: less
-    memory, the same gradients."""
+    accumulation_steps: PositiveInt = 1
+    """Micro-batches in which each process computes its share of a step: less memory, the same
+    gradients."""
 
     activation_checkpointing: bool = False
-    """Whether the head's layers compute once more for their gradients instead of keeping what those
-    need: less memory, the same gradients. A mlp_speculator has no such layers."""
+    """Recompute the activations of the head's layers in the backward pass: less memory, the same
+    gradients. A mlp_speculator has no such layers."""
 
-    sequence_length: Length = 0
-    """Tokens of a sequence. Zero takes the distilled text's own length; a conversation's is bounded
-    by nothing but the base's context."""
+    sequence_length: SequenceLength = 0
+    """Tokens of a sequence. Zero uses the length of the generated text; conversations are then
+    limited by the base's context only."""
 
     packing: Annotated[str, one_of("best_fit", "stream", "none")] = "best_fit"
-    """How documents become sequences: best_fit (several in one, each by itself), stream (end to
-    end, cut, each seeing those before it), or none (one in each, padded or cut)."""
+    """How documents become sequences: best_fit (several in one, with document masks), stream
+    (concatenated and cut, each attends to those before it), or none (one document, padded or
+    truncated)."""
 
-    learning_rate: Share = 1e-3
-    """At its peak."""
+    learning_rate: Probability = 1e-3
+    """Peak learning rate."""
 
-    final_share: Share = 0.1
-    """Learning rate at the end, as a share of the peak."""
+    final_share: Probability = 0.1
+    """Last learning rate as a share of the peak."""
 
-    warmup_share: Share = 0.05
-    """Share of the steps that warm up, at most 2000 of them."""
+    warmup_share: Probability = 0.05
+    """Share of the steps that warm up, at most 2000 steps."""
 
     loss: Annotated[str, one_of(*LOSSES)] = "soft_cross_entropy"
-    """Which loss: see docs/losses.md."""
+    """Loss; docs/losses.md describes each."""
 
     decay: Weight = 1.0
     """Weight of each depth's loss relative to the depth before."""
 
     depth_weights: list[Weight] = field(default_factory=list)
-    """Weight of each depth's loss, one a depth, in place of decay. Empty leaves it to decay."""
+    """Weight of the loss of each depth, in place of decay. Empty uses decay."""
 
     weighting: Annotated[str, one_of("geometric", "dpace")] = "geometric"
-    """geometric (by decay or depth_weights, the same for every position), or dpace (each chain by
-    how far its own drafts are likely to reach)."""
+    """geometric (decay or depth_weights, the same at every position), or dpace (each chain by the
+    expected length of its own drafts)."""
 
-    scored_share: Part = 1.0
-    """Share of the counted positions that the loss covers, drawn anew in each step. The base's
-    forward is cheap beside the vocabulary products, so scoring fewer positions of more text
-    learns faster in the same time."""
+    scored_share: PositiveProbability = 1.0
+    """Share of the positions in the loss mask that each step draws for the loss. The base's
+    forward costs little compared with the vocabulary projections, so fewer positions of more text
+    train faster."""
 
     answers_only: bool = True
-    """Whether the loss covers only what the base wrote, or in conversations the answers. False
-    covers what was read before them too: a loss that follows the base's own probabilities learns
-    there as well, more from each token that the base reads."""
+    """Limit the loss mask to generated text, or to the answers in conversations. False includes
+    the prompts."""
 
     distill: Distill | None = None
-    """How distilled text is written; only for text=distilled."""
+    """How the base generates the text; only with text=distilled."""
 
     joint: Joint | None = None
-    """How the base learns along with the head. None trains the head alone."""
+    """How the base is trained together with the head. None trains the head only."""
 
 
-@dataclass(kw_only=True, slots=True)
-class Validation:
-    """Text held out of the corpus, on which a head is measured while it is trained.
+@dataclass(kw_only=True)
+class Validation(PromptLength):
+    """Measurements on held-out text during training. See docs/train.md."""
 
-    See docs/train.md.
-    """
-
-    every: Count = 0
+    every: NonNegativeInt = 0
     """Steps between two measurements. Zero measures at the end of each phase only."""
 
-    rows: Count = 16
-    """Sequences whose loss is measured, the same each time. Zero measures none."""
+    rows: NonNegativeInt = 16
+    """Sequences for the validation loss, the same each time. Zero skips it."""
 
-    prompts: Count = 8
-    """Held-out texts that the base continues with the head as it is then, for tokens per forward;
-    the head with the most is kept in best/. Zero decodes none."""
+    prompts: NonNegativeInt = 8
+    """Held-out prompts to decode, for tokens per forward; the head with the most is kept in best/.
+    Zero skips it."""
 
-    prompt_tokens: Positive = 64
-    """Tokens of each that is cut from text; what users say keeps its own length."""
+    new_tokens: AtLeastTwo = 64
+    """New tokens for each prompt."""
 
-    new_tokens: Annotated[int, at_least(2), at_most(MOST)] = 64
-    """Tokens decoded after each."""
-
-    patience: Count = 0
-    """Measurements in a row without more tokens per forward than before in the phase, after which
-    it ends and the next begins; needs every. Zero never ends one early."""
+    patience: NonNegativeInt = 0
+    """End a phase after this many measurements in a row without more tokens per forward; needs
+    every. Zero never ends a phase early."""
 
     keep: Annotated[str, one_of("last", "best")] = "last"
-    """Which head becomes head/: the last one, or the best one."""
+    """Which head becomes head/: the last or the best."""
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(kw_only=True)
 class FeatureCache:
-    """Hidden states of the frozen base, kept on disk for later trainings on the same text."""
+    """Hidden states of the frozen base on disk, for later runs on the same text."""
 
-    gib: Annotated[float, at_least(0)] = 0.0
-    """GiB that those of one run may take; a run that needs more is refused and told how many. Zero
-    keeps none, and has the base read every batch."""
+    gib: NonNegativeFloat = 0.0
+    """Largest size of one run's cache in GiB; a run that needs more is refused. Zero disables the
+    cache."""
 
-    folder: Place = "runs/features"
-    """Where they lie; several runs may share it."""
+    folder: PathOrId = "runs/features"
+    """Folder of the cache; several runs may share it."""
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(kw_only=True)
 class Schedule:
-    """The phases, by name, in order."""
+    """Phases, optimizer and clipping."""
 
-    phases: Annotated[dict[str, Phase], Some]
+    phases: Annotated[dict[str, Phase], NonEmpty]
 
-    betas: Annotated[list[Below1], Pair] = field(default_factory=lambda: [0.9, 0.95])
-    """Decay rates of AdamW's two moments."""
+    betas: Annotated[list[ProbabilityBelowOne], Pair] = field(default_factory=lambda: [0.9, 0.95])
+    """Betas of AdamW."""
 
-    weight_decay: Share = 0.0
+    weight_decay: Probability = 0.0
     """Decoupled weight decay of AdamW and Muon."""
 
-    muon_learning_rate: Share = 0.0
-    """Peak for the hidden matrices, by Muon; it follows the phases' shape. Zero trains them with
-    AdamW like all else."""
+    muon_learning_rate: Probability = 0.0
+    """Peak learning rate of Muon for the hidden matrices; it follows the schedule of the phase.
+    Zero trains them with AdamW."""
 
-    clip_norm: Scale = 1.0
-    """Largest norm of all gradients together."""
+    clip_norm: PositiveFloat = 1.0
+    """Largest norm of the gradients of a step."""
 
 
 def distilled(schedule: Schedule) -> Distill:
-    """Return how the base writes the text of the first distilled phase.
+    """Return the settings of the first distilled phase.
 
     Raises:
-        InputError: There is no such phase.
+        InputError: No phase is distilled.
     """
     found = (phase.distill for phase in schedule.phases.values() if phase.distill)
     if first := next(found, None):
         return first
-    raise InputError(
-        "distill writes the text of a recipe's distilled phase, and this one has none; add "
-        "schedule=two_phase"
-    )
+    raise InputError("distill needs a recipe with a distilled phase; add schedule=two_phase")

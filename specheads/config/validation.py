@@ -1,98 +1,119 @@
-"""The one validation: settings are held against what is declared beside them, before anything runs.
+"""Validation of settings: types and ranges by pydantic, and rules between settings.
 
-What only the base, the head or a file can tell (contexts, vocabularies, depths) is told by whoever
-has loaded it.
+Facts that only the base, the head or a file can tell (contexts, vocabularies, depths) are checked
+by the code that loads them.
 """
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
-from specheads.config.measuring import Simulate
+from annotated_types import Ge, Gt, Le, Len, Lt, MinLen
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from specheads.config.commands import Simulate
 from specheads.config.parts import NO_PATH, Data, Source, Tree
-from specheads.config.ranges import Name, Rule
+from specheads.config.ranges import MAX_INT, FolderName, Rule
 from specheads.config.schedule import Phase, Schedule, Validation
 from specheads.core.errors import InputError
 
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+BOUNDS = {
+    Ge: ("at least", "ge"),
+    Gt: ("above", "gt"),
+    Le: ("at most", "le"),
+    Lt: ("below", "lt"),
+}
+STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 
 
 def check(settings: Any, where: str = "") -> None:
-    """Refuse settings of which one is not what is declared beside it, or that do not go together.
+    """Refuse settings with a wrong type, out of range, unknown, or in contradiction.
 
     Args:
-        settings: A dataclass of settings, with whatever is below it.
-        where: Full name of what they are, such as `schedule`; empty for a command's own.
+        settings: A dataclass of settings, which may contain others.
+        where: Full name of the settings, such as `schedule`; empty for those of a command.
 
     Raises:
-        InputError: A setting is of another type or out of its range, or they contradict.
+        InputError: A setting cannot be used.
     """
     if isinstance(settings, Schedule):
-        _phases(settings.phases)
+        _check_phases(settings.phases)
     known = hints(type(settings))
+    # Hydra's +name=value adds an attribute
+    for name in getattr(settings, "__dict__", {}):
+        if name not in known:
+            raise InputError(unknown(f"{where}.{name}".lstrip(".")))
     for item in fields(settings):
-        value, place = getattr(settings, item.name), f"{where}.{item.name}".lstrip(".")
+        value, name = getattr(settings, item.name), f"{where}.{item.name}".lstrip(".")
         default = item.default if item.default_factory is MISSING else item.default_factory()
-        refuse(place, value, known[item.name], default)
-        for name, section in _sections(place, value):
-            check(section, name)
-    _together(settings, where)
+        refuse(name, value, known[item.name], default)
+        for inner_name, section in _sections(name, value):
+            check(section, inner_name)
+    _check_together(settings, where)
 
 
-def _together(settings: Any, where: str) -> None:
-    """Refuse settings of which each by itself may be what it is, and all of them may not."""
+def unknown(name: str) -> str:
+    """Return the message for a setting that does not exist."""
+    return (
+        f"a setting must be one that --help lists, got {name!r}; correct its name or leave it out"
+    )
+
+
+def _check_together(settings: Any, where: str) -> None:
+    """Refuse settings that contradict each other."""
     if run := getattr(settings, "run", ""):
-        _one_head(run, getattr(settings, "head_path", ""))
+        _check_one_head(run, getattr(settings, "head_path", ""))
     if isinstance(settings, Phase):
-        _phase(where, settings)
+        _check_phase(where, settings)
     elif isinstance(settings, Schedule):
-        _one_adapter(settings.phases)
+        _check_one_adapter(settings.phases)
     elif isinstance(settings, Tree) and settings.kind == "static" and not settings.paths:
-        raise InputError(f"a static tree needs {where}.paths, got none; give some, as [[0],[1]]")
+        raise InputError(f"a static tree needs {where}.paths, got none; set it, as in [[0],[1]]")
     elif isinstance(settings, Source):
-        _source(where, settings)
+        _check_source(where, settings)
     elif isinstance(settings, Validation):
-        _validation(where, settings)
+        _check_validation(where, settings)
     elif isinstance(settings, Simulate):
-        _simulate(settings)
+        _check_simulate(settings)
 
 
-def refuse(place: str, value: Any, hint: Any, default: Any = MISSING) -> None:
-    """Refuse one value for a setting, by its full name, that is not what its hint declares."""
-    if admits(hint, value):
-        return
-    # of a list, what is wrong in it
-    wrong, inside = value, ""
-    if isinstance(value, list) and (one := get_args(_parts(hint)[0])):
-        places = [number for number, item in enumerate(value) if not admits(one[0], item)]
-        if places:
-            wrong, inside = value[places[0]], f" at {place}[{places[0]}]"
-    usable = default is not MISSING and admits(hint, default)
-    remedy = f"its default is {default!r}" if usable else f"set {place}"
-    text = repr(wrong)
-    shown = text if len(text) <= 60 else f"{text[:57]}..."
-    raise InputError(f"{place} must be {words(hint)}, got {shown}{inside}; {remedy}")
+def refuse(name: str, value: Any, hint: Any, default: Any = MISSING) -> None:
+    """Refuse a value that its hint does not allow, by the setting's full name."""
+    try:
+        _validator(hint)(value)
+    except ValidationError as error:
+        # the position in a list, if one item is wrong
+        index = next((part for part in error.errors()[0]["loc"] if isinstance(part, int)), None)
+        wrong, inside = (value, "") if index is None else (value[index], f" at {name}[{index}]")
+        usable = default is not MISSING and allows(hint, default)
+        remedy = f"its default is {default!r}" if usable else f"set {name}"
+        text = repr(wrong)
+        shown = text if len(text) <= 60 else f"{text[:57]}..."
+        raise InputError(f"{name} must be {words(hint)}, got {shown}{inside}; {remedy}") from None
 
 
-def admits(hint: Any, value: Any) -> bool:
-    """Return whether a value is of the type that a hint declares, and keeps its rules."""
-    plain, rules = _parts(hint)
-    origin, inner = get_origin(plain), get_args(plain)
-    if origin is UnionType:
-        return any(admits(one, value) for one in inner)
-    if origin is list:
-        fits = isinstance(value, list) and all(admits(inner[0], one) for one in value)
-    elif origin is dict:
-        fits = isinstance(value, dict) and all(admits(inner[1], one) for one in value.values())
-    elif plain is float:
-        fits = type(value) in (int, float) and math.isfinite(value)
-    else:
-        # True is an int to Python, and none to us
-        fits = plain is Any or type(value) is plain
-    return fits and all(rule.holds(value) for rule in rules)
+def allows(hint: Any, value: Any) -> bool:
+    """Return whether a value has the type of a hint and keeps its rules."""
+    try:
+        _validator(hint)(value)
+    except ValidationError:
+        return False
+    return True
+
+
+@cache
+def _validator(hint: Any) -> Callable[[Any], Any]:
+    # a hint of settings is checked setting by setting
+    return TypeAdapter(hint, config=None if _holds_settings(hint) else STRICT).validate_python
+
+
+def _holds_settings(hint: Any) -> bool:
+    # rules are dataclasses too, but instances
+    is_settings = isinstance(hint, type) and is_dataclass(hint)
+    return is_settings or any(map(_holds_settings, get_args(hint)))
 
 
 def words(hint: Any) -> str:
@@ -107,130 +128,141 @@ def words(hint: Any) -> str:
         kind = f"a list, each {words(inner[0])}"
     else:
         kind = KINDS.get(plain, "a group of settings")
-    return ", ".join([kind, *(rule.words for rule in rules if rule.words)])
+    return ", ".join([kind, *filter(None, map(_described, rules))])
+
+
+def _described(rule: Any) -> str:
+    if isinstance(rule, Rule):
+        return rule.words
+    if isinstance(rule, MinLen):
+        return "not empty"
+    if isinstance(rule, Len):
+        return f"{rule.min_length} of them"
+    text, name = BOUNDS[type(rule)]
+    bound = getattr(rule, name)
+    return "" if bound == MAX_INT else f"{text} {bound:,}"
 
 
 @cache
 def hints(kind: type) -> dict[str, Any]:
-    """Return what each setting of a dataclass may be, with its rules."""
+    """Return the type hint of each setting of a dataclass, with its rules."""
     return get_type_hints(kind, include_extras=True)
 
 
-def _parts(hint: Any) -> tuple[Any, tuple[Rule, ...]]:
-    """Return a hint's type, and the rules beside it."""
+def _parts(hint: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Return the type and the rules of a hint."""
     return (hint.__origin__, hint.__metadata__) if get_origin(hint) is Annotated else (hint, ())
 
 
-def _sections(place: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the dataclasses that a setting holds, each by its full name."""
+def _sections(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the dataclasses in a setting, each with its full name."""
     if is_dataclass(value):
-        yield place, value
+        yield name, value
     elif isinstance(value, Mapping):
-        yield from ((f"{place}.{key}", one) for key, one in value.items() if is_dataclass(one))
+        yield from ((f"{name}.{key}", one) for key, one in value.items() if is_dataclass(one))
 
 
-def _phases(phases: Mapping[str, Phase]) -> None:
+def _check_phases(phases: Mapping[str, Phase]) -> None:
     """Refuse settings for phases that the schedule does not have."""
-    if strangers := [name for name, phase in phases.items() if not phase.text]:
-        remedy = " ".join(f"~schedule.phases.{name}" for name in strangers)
+    if extra := [name for name, phase in phases.items() if not phase.text]:
+        remedy = " ".join(f"~schedule.phases.{name}" for name in extra)
         raise InputError(
-            f"the schedule has no phase {strangers[0]!r} and the recipe changes it: it was made "
-            f"for another schedule; add {remedy}"
+            f"the recipe changes the phase {extra[0]!r}, which the schedule does not have; add "
+            f"{remedy}"
         )
     for name in phases:
-        # the head of each phase is kept in a folder called as the phase
-        refuse("the name of a phase", name, Name)
+        # the head of each phase is stored in a folder of this name
+        refuse("the name of a phase", name, FolderName)
 
 
-def _phase(where: str, phase: Phase) -> None:
+def _check_phase(where: str, phase: Phase) -> None:
     distill = phase.distill
     if phase.text != ("distilled" if distill else "corpus"):
         raise InputError(
             f"{where} needs text=corpus, or text=distilled with distill settings, got "
-            f"text={phase.text!r}"
+            f"text={phase.text!r}; change one"
         )
     if distill is None and not phase.sequence_length:
-        raise InputError(f"{where} reads a corpus and needs sequence_length of at least 2, got 0")
+        raise InputError(
+            f"{where} reads a corpus and needs sequence_length of at least 2, got 0; set it"
+        )
     if distill and 0 < phase.sequence_length <= distill.prompt_tokens:
         raise InputError(
-            f"{where} learns what the base wrote, behind distill.prompt_tokens="
-            f"{distill.prompt_tokens}, and needs a longer sequence_length, got "
-            f"{phase.sequence_length}; zero takes the text's own"
+            f"{where} needs sequence_length above distill.prompt_tokens={distill.prompt_tokens}, "
+            f"got {phase.sequence_length}; raise it, or set 0 for the length of the text"
         )
     plain = {"decay": 1.0, "weighting": "geometric", "depth_weights": []}
-    ways = [setting for setting, value in plain.items() if getattr(phase, setting) != value]
-    if len(ways) > 1:
-        told = " and by ".join(f"{setting}={getattr(phase, setting)}" for setting in ways)
-        raise InputError(f"{where} weighs depths in two ways, by {told}; leave one of them out")
+    changed = [setting for setting, value in plain.items() if getattr(phase, setting) != value]
+    if len(changed) > 1:
+        shown = " and ".join(f"{setting}={getattr(phase, setting)}" for setting in changed)
+        raise InputError(f"{where} weights depths in one way, got {shown}; leave one out")
     if not any(phase.depth_weights or [1.0]):
         raise InputError(
             f"{where} needs depth_weights that are not all 0, got {phase.depth_weights}; raise one"
         )
 
 
-def _source(where: str, source: Source) -> None:
+def _check_source(where: str, source: Source) -> None:
     sources = source.sources if isinstance(source, Data) else {}
     if source.source != "mixture" and sources:
         raise InputError(
-            f"{where}.sources are a mixture's, got {where}.source={source.source}; say "
-            f"{where}.source=mixture, or leave them out"
+            f"{where}.sources needs {where}.source=mixture, got {where}.source={source.source}; "
+            "change it, or leave sources out"
         )
     if source.source == "mixture":
         if not any(one.weight for one in sources.values()):
             raise InputError(
-                f"a mixture needs {where}.sources of which one has a weight above 0, got "
-                f"{', '.join(sources) or 'none'}; give one"
+                f"a mixture needs one of {where}.sources with a weight above 0, got "
+                f"{', '.join(sources) or 'none'}; add one"
             )
         plain = Source(source="mixture")
         names = [one.name for one in fields(Source)]
         if idle := [name for name in names if getattr(source, name) != getattr(plain, name)]:
             raise InputError(
-                f"a mixture is read as each of {where}.sources says, got {where}.{idle[0]}="
-                f"{getattr(source, idle[0])!r:.80} for the whole; leave it at "
-                f"{getattr(plain, idle[0])!r}, or say it of a source"
+                f"a mixture reads each source with its own settings, got {where}.{idle[0]}="
+                f"{getattr(source, idle[0])!r:.80} for the whole; leave it out, or set it for a "
+                "source"
             )
     elif source.source not in NO_PATH and not source.path:
-        raise InputError(f"{where}.source={source.source} needs {where}.path, got none; give it")
+        raise InputError(f"{where}.source={source.source} needs {where}.path, got none; set it")
     if source.streaming and not source.max_documents:
-        raise InputError(
-            f"{where}.streaming takes the first {where}.max_documents and stops, got 0; give it"
-        )
+        raise InputError(f"{where}.streaming needs {where}.max_documents above 0, got 0; set it")
 
 
-def _validation(where: str, settings: Validation) -> None:
-    judged = settings.patience or settings.keep == "best"
-    if judged and not settings.prompts:
+def _check_validation(where: str, settings: Validation) -> None:
+    decodes = settings.patience or settings.keep == "best"
+    if decodes and not settings.prompts:
         raise InputError(
-            f"{where}.patience and keep=best judge heads by decoding, got {where}.prompts=0; "
-            "raise it, or leave them out"
+            f"{where}.patience and keep=best need prompts to decode, got {where}.prompts=0; raise "
+            "it, or leave them out"
         )
     if settings.patience and not settings.every:
         raise InputError(
-            f"{where}.patience={settings.patience} counts measurements within a phase, and "
-            f"{where}.every=0 has none but at its end; set {where}.every"
+            f"{where}.patience={settings.patience} needs measurements within a phase, got "
+            f"{where}.every=0; raise it"
         )
 
 
-def _simulate(settings: Simulate) -> None:
-    for recorded, drawn in (("arrivals", "rates"), ("accepted", "acceptance")):
-        if getattr(settings, recorded) and (said := getattr(settings, drawn)):
+def _check_simulate(settings: Simulate) -> None:
+    for recorded, sampled in (("arrivals", "rates"), ("accepted", "acceptance")):
+        if getattr(settings, recorded) and (other := getattr(settings, sampled)):
             raise InputError(
-                f"{recorded}={getattr(settings, recorded)} is replayed in place of {drawn}, got "
-                f"{drawn}={said} too; leave one of them out"
+                f"{recorded}={getattr(settings, recorded)} replaces {sampled}, got "
+                f"{sampled}={other} too; leave one out"
             )
 
 
-def _one_head(run: str, head: str) -> None:
+def _check_one_head(run: str, head: str) -> None:
     if head:
-        raise InputError(f"a run has a head of its own, got run={run} and head={head}; name one")
+        raise InputError(f"a run has its own head, got run={run} and head={head}; leave one out")
 
 
-def _one_adapter(phases: Mapping[str, Phase]) -> None:
+def _check_one_adapter(phases: Mapping[str, Phase]) -> None:
     joint = [phase.joint for phase in phases.values() if phase.joint]
     for setting in ("rank", "alpha", "dropout", "target_modules"):
         values = [getattr(one, setting) for one in joint]
         if any(value != values[0] for value in values):
             raise InputError(
-                f"all joint phases train one adapter: joint.{setting} must be the same in each, "
-                f"got {values}"
+                f"all joint phases train one adapter and need the same joint.{setting}, got "
+                f"{values}; make them equal"
             )

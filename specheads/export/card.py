@@ -15,7 +15,7 @@ from specheads.base.gguf import PACKAGE, is_package
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
-from specheads.core.files import read_json
+from specheads.core.files import read_json, write_atomic
 from specheads.core.paths import HUB_ID
 from specheads.core.records import from_json
 from specheads.data.prompts import ON_HUB
@@ -23,7 +23,7 @@ from specheads.export.custom_generate import three_lines
 from specheads.export.layouts import engine_module, engines, objection
 from specheads.measure.results import Results
 from specheads.measure.summary import depth_rows, summary, verdict
-from specheads.runs.directory import RunDirectory, write_atomic
+from specheads.runs.directory import RunDirectory
 from specheads.runs.provenance import portable
 from specheads.runs.trackers import read_metrics
 

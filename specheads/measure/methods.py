@@ -14,7 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 from specheads.base.loading import without_generation_config
 from specheads.base.model import FrozenBase
 from specheads.config import Compare
-from specheads.config.measuring import DRAFTERS, OF_DRAFT_MODEL, OF_TRANSFORMERS
+from specheads.config.commands import DRAFTERS, OF_DRAFT_MODEL, OF_TRANSFORMERS
 from specheads.core.drafter import Drafter, Head
 from specheads.core.errors import InputError
 from specheads.core.machine import dtype_name, synchronise
@@ -33,7 +33,7 @@ from specheads.measure.generation import (
     GenerationSettings,
     decode_prompts,
 )
-from specheads.measure.results import Drafting
+from specheads.measure.results import COPIED_TOKENS, MAX_NGRAM, SINKS, Drafting
 from specheads.measure.speed import DraftMethod, Method, Timing
 from specheads.measure.tune import choose_tree
 
@@ -192,29 +192,27 @@ class MethodFactory:
         return {f"{called}_{name}": other for name, other in others.items()}
 
     def _lookup(self, copied: int) -> PromptLookup:
-        base, max_ngram = self.base, self.settings.max_ngram
-        return PromptLookup(base.vocab_size, copied, max_ngram=max_ngram, device=base.device)
+        base = self.base
+        return PromptLookup(base.vocab_size, copied, max_ngram=MAX_NGRAM, device=base.device)
 
     def _hybrid(self, head: Head, tree: policies.TreePolicy) -> DraftMethod:
-        copied = self.settings.copied_tokens
         # tokens that the head's tree contains leave room for as many more copied ones
-        both = Hybrid(head, self._lookup(copied + tree.depth))
-        return DraftMethod(both, HybridTree(tree, copied))
+        both = Hybrid(head, self._lookup(COPIED_TOKENS + tree.depth))
+        return DraftMethod(both, HybridTree(tree, COPIED_TOKENS))
 
     def _untrained(self, name: str) -> DraftMethod:
         settings, depth = self.settings, self.settings.draft_depth
         if name == "prompt_lookup":
-            copied = settings.copied_tokens
-            return DraftMethod(self._lookup(copied), Lookup(copied))
+            return DraftMethod(self._lookup(COPIED_TOKENS), Lookup(COPIED_TOKENS))
         if name == "streaming":
-            own = Streaming(self.base, depth, sinks=settings.sinks, window=settings.window)
+            own = Streaming(self.base, depth, sinks=SINKS, window=settings.window)
             return DraftMethod(own, policies.chain(depth))
         assert self.model is not None
         return DraftMethod(DraftModel(self.model, depth, self.base), policies.chain(depth))
 
     def _transformers(self, name: str) -> "TransformersMethod":
         if name == "transformers_lookup":
-            return TransformersMethod(prompt_lookup_num_tokens=self.settings.copied_tokens)
+            return TransformersMethod(prompt_lookup_num_tokens=COPIED_TOKENS)
         if name == "transformers_assisted":
             assert self.model is not None
             return TransformersMethod(assistant_model=self.model.model)

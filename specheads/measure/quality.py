@@ -17,6 +17,9 @@ from specheads.measure.counts import bootstrap_interval
 from specheads.measure.results import BaseQuality, QualityChange, TextQuality
 from specheads.runs.progress import bar
 
+NUM_WINDOWS = 64
+"""Windows of validation text on which quality is measured."""
+
 
 @dataclass(frozen=True, slots=True)
 class Quality:
@@ -45,7 +48,7 @@ class Quality:
 def quality_windows(settings: Train, base: FrozenBase) -> list[list[int]]:
     """Return windows of validation text, at most 512 tokens each."""
     assert base.tokenizer is not None
-    most = settings.evaluation.quality_windows
+    most = NUM_WINDOWS
     try:
         documents = tokenised(settings.data, "validation", base.tokenizer, settings.seed)
     except UnansweredError:
@@ -63,10 +66,7 @@ def quality_windows(settings: Train, base: FrozenBase) -> list[list[int]]:
             return found
         # every document is shorter
         length //= 2
-    raise InputError(
-        "the base's quality needs validation text, got none; raise "
-        "evaluation.quality_windows above 0, or give longer documents"
-    )
+    raise InputError("the base's quality needs validation text, got none; give longer documents")
 
 
 @torch.no_grad()

@@ -37,6 +37,9 @@ MEASURED = "measured"
 SHARES = 0.25, 0.5, 0.75, 0.95, 1.2
 """Default loads, relative to the highest load that the base alone can serve."""
 
+WEIGHT_BYTES = 2
+"""Bytes of a parameter and of a cached number, for computed times: bfloat16."""
+
 
 # --- load.json ---------------------------------------------------------------------------------
 
@@ -332,7 +335,7 @@ def _computed(hardware: Hardware, known: Sizes, depth: int) -> ComputedCost:
             "computed times need a base and what drafts; name run=DIR, or give "
             "hardware.parameters and hardware.draft_parameters"
         )
-    size = hardware.weight_bytes
+    size = WEIGHT_BYTES
     return ComputedCost(
         machine=Roofline(bandwidth=hardware.bandwidth, flops=hardware.flops),
         base=ForwardSize(

@@ -1,1 +1,1 @@
-"""The run directory: checkpoints, provenance, and where numbers go."""
+"""The run directory: checkpoints, provenance, metrics and progress."""

@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or absent: checksums say which, and the newest whole one counts."""
+"""Checkpoints with checksums; the newest valid one counts."""
 
 import hashlib
 import json
@@ -18,36 +18,39 @@ from specheads.runs.directory import as_json
 
 SUMS = "checksums.json"
 
+KEPT = 2
+"""Newest checkpoints that are kept: if the last is damaged, the one before it is used."""
+
 
 class Checkpoint(NamedTuple):
-    """What a checkpoint holds."""
+    """The content of a checkpoint."""
 
     state: dict[str, Any]
-    """JSON-able; holds at least `step`."""
+    """JSON values; `step` is required."""
     weights: dict[str, Tensor]
     """Tensors of the head."""
     optimizer: dict[str, Any]
     """State dicts of tensors and plain values."""
     adapter: dict[str, Tensor]
-    """Tensors of the base's adapter; empty where no phase trains the base."""
+    """Tensors of the base's adapter; empty if no phase trains the base."""
 
 
-def save(folder: Path, held: Checkpoint, kept: int = 2) -> None:
-    """Write a checkpoint as `step-N` into a folder, and remove those that count no more.
+def save(folder: Path, content: Checkpoint, kept: int = KEPT) -> None:
+    """Write a checkpoint as `step-N` into a folder, and remove others.
 
-    These are all but the newest `kept`, at least one, and those of later steps: training goes on
-    from before them only where they are damaged.
+    The newest `kept` are kept. Those of later steps are removed too: training resumes from before
+    them only if they are damaged.
     """
-    target = folder / f"step-{held.state['step']}"
+    target = folder / f"step-{content.state['step']}"
     with atomic_folder(target) as scratch:
-        for name, tensors in (("head", held.weights), ("adapter", held.adapter)):
+        for name, tensors in (("head", content.weights), ("adapter", content.adapter)):
             if tensors:
                 whole = {key: value.contiguous() for key, value in tensors.items()}
                 save_file(whole, scratch / f"{name}.safetensors")
-        # through a stream of ours, so that a full disk is told as such
+        # torch.save to our own stream raises the OSError of a full disk
         with (scratch / "optimizer.pt").open("wb") as stream:
-            torch.save(held.optimizer, stream)
-        (scratch / "state.json").write_text(as_json(held.state), encoding="utf-8")
+            torch.save(content.optimizer, stream)
+        (scratch / "state.json").write_text(as_json(content.state), encoding="utf-8")
         sums = {file.name: _sha256(file) for file in sorted(scratch.iterdir())}
         (scratch / SUMS).write_text(as_json(sums), encoding="utf-8")
     steps = _steps(folder)
@@ -55,29 +58,29 @@ def save(folder: Path, held: Checkpoint, kept: int = 2) -> None:
         shutil.rmtree(other)
 
 
-def newest(folder: Path, tell: Callable[[str], object] = warnings.warn) -> Checkpoint | None:
-    """Return the newest checkpoint of a folder that is whole, None where there is none at all.
+def newest(folder: Path, log: Callable[[str], object] = warnings.warn) -> Checkpoint | None:
+    """Return the newest valid checkpoint of a folder; None if the folder has no checkpoint.
 
-    Damaged ones after it are named in a line for people.
+    Damaged checkpoints after it are logged in one line.
 
     Raises:
-        ValueError: There are some, and none is whole.
+        InputError: There are checkpoints, and all of them are damaged.
     """
     damaged: list[str] = []
     for found in reversed(_steps(folder)):
         try:
-            held = _read(found)
+            content = _read(found)
         except ValueError as error:
             damaged.append(f"{found.name} ({error})")
             continue
         if damaged:
-            told = f"damaged checkpoints in {folder}: {', '.join(damaged)}"
-            tell(f"{told}; going on from {found.name}")
-        return held
+            names = ", ".join(damaged)
+            log(f"damaged checkpoints in {folder}: {names}; resuming from {found.name}")
+        return content
     if damaged:
         raise InputError(
-            f"a run goes on from a whole checkpoint, and those in {folder} are damaged: "
-            f"{', '.join(damaged)}; put back what was written, or remove the folder to train anew"
+            f"a run resumes from a valid checkpoint, and those in {folder} are damaged: "
+            f"{', '.join(damaged)}; restore one, or remove the folder to train from the start"
         )
     return None
 
@@ -86,7 +89,7 @@ def _read(folder: Path) -> Checkpoint:
     """Return a checkpoint.
 
     Raises:
-        ValueError: It is not what was written; in a few words.
+        ValueError: It is damaged; the message is a few words.
     """
     try:
         sums = json.loads((folder / SUMS).read_text(encoding="utf-8"))
@@ -94,27 +97,29 @@ def _read(folder: Path) -> Checkpoint:
         sums = None
     if not isinstance(sums, dict):
         raise ValueError(f"no readable {SUMS}")
-    there = {item.name for item in folder.iterdir()} - {SUMS}
-    if strangers := there ^ set(sums):
-        raise ValueError(f"{min(strangers)} is {'too much' if there - set(sums) else 'missing'}")
+    present = {item.name for item in folder.iterdir()} - {SUMS}
+    if missing := set(sums) - present:
+        raise ValueError(f"{min(missing)} is missing")
+    if extra := present - set(sums):
+        raise ValueError(f"{min(extra)} does not belong to it")
     for name, expected in sums.items():
         if not (folder / name).is_file() or _sha256(folder / name) != expected:
-            raise ValueError(f"{name} is not what was written")
+            raise ValueError(f"{name} has another checksum")
     try:
         adapter = folder / "adapter.safetensors"
-        held = Checkpoint(
+        content = Checkpoint(
             json.loads((folder / "state.json").read_text(encoding="utf-8")),
             load_file(folder / "head.safetensors"),
             torch.load(folder / "optimizer.pt", weights_only=True, map_location="cpu"),
             load_file(adapter) if adapter.is_file() else {},
         )
-        whole = held.state["step"] == int(folder.name.removeprefix("step-"))
-    # whoever made the checksums, too: files that cannot be read raise whatever there is
+        matches = content.state["step"] == int(folder.name.removeprefix("step-"))
+    # files that another program wrote can raise any error
     except Exception as error:
         raise ValueError("another program wrote it") from error
-    if not whole:
+    if not matches:
         raise ValueError("state.json is of another step")
-    return held
+    return content
 
 
 def _steps(folder: Path) -> list[Path]:

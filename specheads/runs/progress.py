@@ -1,4 +1,4 @@
-"""How far long work is: a bar on a terminal, elsewhere a line every half minute; on stderr."""
+"""Progress on standard error: a bar on a terminal, elsewhere a line every 30 seconds."""
 
 import threading
 from collections.abc import Iterator, Sequence
@@ -17,12 +17,12 @@ def progress(
     line_seconds: float = 30.0,
     console: Any = None,
 ) -> Iterator[Any]:
-    """Give rich's Progress, whose tasks have a field `numbers`, and show it while this lasts.
+    """Yield rich's Progress and show it; its tasks need a field `numbers`.
 
-    Lines come from a thread, so that even one long piece of work cannot keep them back. Of several
-    processes only the main one should show anything; a transient bar is wiped away at the end.
+    A thread prints the lines, so that one long task cannot delay them. Only the main process
+    should show progress. A transient bar disappears at the end.
     """
-    # decoding alone does without rich
+    # decoding works without rich
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -36,32 +36,32 @@ def progress(
         console=console,
         transient=transient,
         disable=not (shown and console.is_terminal),
-        # a large base takes longer for one step than rich's half minute
+        # a step of a large base can take longer than rich's 30 seconds
         speed_estimate_period=600,
     )
     over = threading.Event()
 
-    def tell() -> None:
+    def write_lines() -> None:
         while not over.wait(line_seconds):
             for task in display.tasks:
                 if not task.finished:
                     console.file.write(f"{line(task)}\n")
             console.file.flush()
 
-    teller = threading.Thread(target=tell, name="progress", daemon=True)
+    writer = threading.Thread(target=write_lines, name="progress", daemon=True)
     if shown and not console.is_terminal:
-        teller.start()
+        writer.start()
     try:
         with display:
             yield display
     finally:
         over.set()
-        if teller.ident is not None:
-            teller.join()
+        if writer.ident is not None:
+            writer.join()
 
 
 def line(task: Any) -> str:
-    """Return what a bar shows as one line: done and total, rate, time left, numbers."""
+    """Return the content of a bar as one line: done, total, rate, time left, numbers."""
     parts = [f"{task.description} {task.completed:.0f}/{task.total or 0:.0f}"]
     if task.speed:
         parts.append(f"{task.speed:.3g}/s")
@@ -71,7 +71,7 @@ def line(task: Any) -> str:
 
 
 def bar(items: Sequence[Item], label: str, shown: bool) -> Iterator[Item]:
-    """Yield the items and show how many are done."""
+    """Yield the items and show progress."""
     with progress(shown=shown, transient=True) as display:
         task = display.add_task(label, total=len(items), numbers="")
         for item in items:

@@ -1,4 +1,4 @@
-"""What made a result: command, versions, commit, machine."""
+"""Provenance of a result: command, versions, commit, machine."""
 
 import os
 import platform
@@ -35,17 +35,17 @@ class Hardware:
     threads: int | None = None
     gpu: str | None = None
     instructions: list[str] = field(default_factory=list)
-    """What the processor multiplies with, the newest last; empty in earlier results."""
+    """Matrix instructions of the processor, newest last; empty in older results."""
 
     def __str__(self) -> str:
-        """Return the GPU, or the processor, its threads and what it multiplies with."""
+        """Return the GPU, or the processor, its threads and its newest instructions."""
         words = [self.processor, f"{self.threads or '?'} threads", *self.instructions[-1:]]
         return self.gpu or ", ".join(words)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Git:
-    """The commit of specheads, and whether there were changes since."""
+    """The commit of specheads, and whether the checkout has other changes."""
 
     commit: str
     dirty: bool
@@ -53,7 +53,7 @@ class Git:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Provenance:
-    """What made a result. Holds no secrets, and no absolute path."""
+    """Provenance of a result, without secrets and absolute paths."""
 
     command: list[str] = field(default_factory=list)
     versions: dict[str, str | None] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class Provenance:
 
 
 def provenance() -> Provenance:
-    """Return what made a result: command, versions, commit, machine."""
+    """Return the provenance of this process."""
     versions: dict[str, str | None] = dict.fromkeys(PACKAGES)
     for name in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
@@ -83,17 +83,17 @@ def provenance() -> Provenance:
 
 
 def nearby(text: str) -> str:
-    """Return a path, or an override that holds some, as seen from the checkout or from here.
+    """Return a text with paths relative to the checkout or the working folder.
 
-    What lies elsewhere is cut to its last part.
+    Other absolute paths are cut to their last part.
     """
     return portable(text, (Path.cwd(), data_dir("recipes").parent))
 
 
 def portable(value: Any, roots: Sequence[Path] = ()) -> Any:
-    """Return a JSON value in which absolute paths are cut to their last part.
+    """Return a JSON value with absolute paths cut to their last part, also in `key=path`.
 
-    A text may be an override (`key=path`). A path below one of the roots keeps what follows it.
+    A path below one of the roots becomes relative to it.
     """
     if isinstance(value, Mapping):
         return {name: portable(one, roots) for name, one in value.items()}
@@ -116,16 +116,16 @@ def _cut(path: str, roots: Sequence[Path]) -> str:
 
 
 def _git() -> Git | None:
-    """Return the commit of our own checkout; None in one of somebody who installed this there."""
+    """Return the commit of our own checkout; None if the package is not in one."""
     root = Path(__file__).resolve().parents[2]
 
-    def ask(*words: str) -> str:
+    def git(*words: str) -> str:
         command = ["git", "-C", str(root), *words]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        if Path(ask("rev-parse", "--show-toplevel")) != root:
+        if Path(git("rev-parse", "--show-toplevel")) != root:
             return None
-        return Git(commit=ask("rev-parse", "HEAD"), dirty=bool(ask("status", "--porcelain")))
+        return Git(commit=git("rev-parse", "HEAD"), dirty=bool(git("status", "--porcelain")))
     except (OSError, subprocess.CalledProcessError):
         return None

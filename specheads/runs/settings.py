@@ -1,4 +1,4 @@
-"""Read a run's settings as plain values: nothing in them is looked up, expanded or called."""
+"""Read the config.yaml of a run as plain values, without interpolations, tags and aliases."""
 
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -10,11 +10,11 @@ from specheads.core.errors import InputError
 from specheads.core.files import MAX_SETTINGS_BYTES, refuse_outside
 
 MAX_DEPTH = 20
-"""Levels of nesting read; our own settings have six."""
+"""Deepest nesting that is read; our own settings have six levels."""
 
 RESUMABLE = (
     "name", "run_dir", "tree", "tracker", "evaluation", "evaluate_after", "log_every",
-    "checkpoint_every", "checkpoints_kept", "validation", "feature_cache", "base.device",
+    "checkpoint_every", "validation", "feature_cache", "base.device",
     "base.compile", "base.exact", "dry_run", "schedule.phases.*.accumulation_steps",
     "schedule.phases.*.activation_checkpointing", "schedule.phases.*.distill.folder",
     "schedule.phases.*.distill.engine", "schedule.phases.*.distill.batch_size",
@@ -22,11 +22,11 @@ RESUMABLE = (
     "schedule.phases.*.distill.served_as", "schedule.phases.*.distill.api_key_env",
     "schedule.phases.*.distill.timeout_seconds", "schedule.phases.*.distill.retries",
 )  # fmt: skip
-"""What does not decide what training computes, and may change between stop and resume."""
+"""Settings that do not change what training computes, and may change when a run resumes."""
 
 
 class _Loader(yaml.SafeLoader):
-    """Loads scalars as OmegaConf writes them, which knows no dates."""
+    """Loads scalars as OmegaConf writes them, without dates."""
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -36,14 +36,16 @@ _Loader.yaml_implicit_resolvers = {
 
 
 def read_settings(file: Path) -> dict[str, Any]:
-    """Return the settings of a run that anybody may have written.
+    """Return the settings of a run, whose file is not trusted.
 
     Raises:
-        ValueError: The file lies elsewhere, is too large or deep, is no YAML mapping, or has tags,
-            aliases or interpolations.
+        InputError: The file links out of its folder, is too large or too deep, is not a YAML
+            mapping, or has tags, aliases or interpolations.
     """
     if not file.is_file():
-        raise InputError(f"a run directory needs a {file.name}; {file.parent} has none")
+        raise InputError(
+            f"a run directory needs a {file.name}, got {file.parent} without it; name another"
+        )
     refuse_outside(file)
     if (size := file.stat().st_size) > MAX_SETTINGS_BYTES:
         raise InputError(
@@ -53,9 +55,9 @@ def read_settings(file: Path) -> dict[str, Any]:
     try:
         return parse(file.read_text(encoding="utf-8"))
     except (ValueError, yaml.YAMLError) as error:
-        told = " ".join(str(error).split())
+        reason = " ".join(str(error).split())
         raise InputError(
-            f"{file} is not a run's settings: {told}; put back the file that training wrote"
+            f"{file} is not a run's settings: {reason}; restore the file that training wrote"
         ) from error
 
 
@@ -63,31 +65,29 @@ def parse(text: str) -> dict[str, Any]:
     """Return settings from YAML of mappings, lists and scalars.
 
     Raises:
-        ValueError: There is something else in it.
-        YAMLError: It is not YAML.
+        ValueError: The text has other elements.
+        YAMLError: The text is not YAML.
     """
     depth = 0
-    # events come one by one: nothing is built yet, and nothing recurses
+    # events are read one by one, without recursion, before any object is built
     for event in yaml.parse(text, Loader=_Loader):
         if getattr(event, "anchor", None) or getattr(event, "tag", None):
             place = event.start_mark.line + 1
-            raise ValueError(f"tags, anchors and aliases are not read, and line {place} has one")
+            raise ValueError(f"tags, anchors and aliases are refused, and line {place} has one")
         if "${" in getattr(event, "value", ""):
-            raise ValueError(
-                f"values are read as they stand, and {event.value!r} is to be looked up"
-            )
+            raise ValueError(f"interpolations are refused, got {event.value!r}")
         depth += isinstance(event, yaml.CollectionStartEvent)
         depth -= isinstance(event, yaml.CollectionEndEvent)
         if depth > MAX_DEPTH:
-            raise ValueError(f"settings are nested {MAX_DEPTH} deep at most")
+            raise ValueError(f"settings must be at most {MAX_DEPTH} levels deep")
     value = yaml.load(text, Loader=_Loader)
     if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
-        raise ValueError(f"settings have names, got a {type(value).__name__}")
+        raise ValueError(f"settings must be a mapping of names, got a {type(value).__name__}")
     return value
 
 
 def first_difference(before: Any, now: Any, name: str = "") -> tuple[str, Any, Any] | None:
-    """Return name and both values of the first setting that may not change on resume."""
+    """Return the name and both values of the first change that a resume does not allow."""
     if before == now or any(fnmatchcase(name, pattern) for pattern in RESUMABLE):
         return None
     if not (isinstance(before, dict) and isinstance(now, dict)):

@@ -1,4 +1,4 @@
-"""Where numbers go: metrics.jsonl always, an experiment tracker when one is chosen."""
+"""Metrics: metrics.jsonl, and an experiment tracker if one is chosen."""
 
 import json
 import os
@@ -19,16 +19,16 @@ def refuse_missing(kind: str) -> None:
     """Refuse a tracker whose package is not installed."""
     if kind != "jsonl" and LoggerType(kind) not in get_available_trackers():
         raise InputError(
-            f"tracker.kind={kind} needs the package {kind}, and it is not installed; pip install "
+            f"tracker.kind={kind} needs the package {kind}, which is not installed; pip install "
             f"{kind}, or set tracker.kind=jsonl"
         )
 
 
 class Tracker:
-    """Writes each row to `metrics` and, when chosen, to one of accelerate's trackers.
+    """Writes each row to `metrics`, and to one of accelerate's trackers if one is chosen.
 
-    `project` and `name` are those at the tracker. What a tracker raises never stops anything: it
-    is told in one line, and from then on the rows go to `metrics` only.
+    `project` and `name` are those of the tracker. An error of the tracker is logged in one line,
+    and from then on the rows go to `metrics` only.
     """
 
     def __init__(
@@ -41,35 +41,32 @@ class Tracker:
         tell: Callable[[str], object] = warnings.warn,
     ) -> None:
         self.metrics, self.kind, self.project, self.name = metrics, kind, project, name
-        self.tell = tell
+        self._tell = tell
         self.other: GeneralTracker | None = None
-        """accelerate's, while it is there."""
+        """The tracker of accelerate; None without a tracker, or after an error."""
 
     def resume(self, step: int) -> None:
-        """Drop the rows of steps after this one, from which training goes on and writes anew.
-
-        A tracker begins here, too.
-        """
+        """Drop the rows after this step, from which training resumes, and start the tracker."""
         kept = [row for row in read_metrics(self.metrics) if row["step"] <= step]
         write_atomic(self.metrics, "".join(json.dumps(row) + "\n" for row in kept))
         if self.kind != "jsonl":
             self._try(lambda: self._begin(step))
 
     def log(self, row: dict[str, Any]) -> None:
-        """Write one row; it holds at least `step`."""
+        """Write one row; `step` is required."""
         with (
             naming_full_disk(self.metrics),
             self.metrics.open("a", encoding="utf-8") as stream,
         ):
             stream.write(json.dumps(row) + "\n")
         if (other := self.other) is not None:
-            # a text for each row would be all that TensorBoard's page of texts shows
+            # TensorBoard would fill its page of texts
             texts = self.kind != "tensorboard"
-            told = {name: one for name, one in row.items() if texts or not isinstance(one, str)}
-            self._try(lambda: other.log(told, step=row["step"]))
+            values = {name: one for name, one in row.items() if texts or not isinstance(one, str)}
+            self._try(lambda: other.log(values, step=row["step"]))
 
     def close(self) -> None:
-        """Tell the tracker that the run is over."""
+        """Close the tracker."""
         if (other := self.other) is not None:
             self._try(other.finish)
 
@@ -85,31 +82,31 @@ class Tracker:
         if self.kind == "wandb":
             import wandb
 
-            # without a key wandb would stop and ask for one: offline keeps the numbers for later
+            # without a key wandb would ask for one: offline keeps the numbers for later
             has_key = bool(os.environ.get("WANDB_API_KEY")) or wandb.api.api_key is not None
             mode = None if has_key else "offline"
             chosen |= {"id": self.name, "dir": str(folder), "mode": mode}
-            # what waits for a network that is gone would keep a finished run from ending
+            # a finished run must not wait forever for a lost network
             os.environ.setdefault("WANDB_FINISH_TIMEOUT", "600")
             os.environ.setdefault("WANDB_FINISH_TIMEOUT_RAISES", "true")
         return make(self.project, **chosen)
 
     def _try(self, act: Callable[[], object]) -> None:
-        """Act on the tracker; let go of one that fails."""
+        """Act on the tracker; drop it if it fails."""
         try:
             act()
-        # other people's code, which talks to other machines: it may raise whatever there is
+        # the tracker's code uses the network and can raise any error
         except Exception as error:
             self.other = None
             why = shorten(f"{type(error).__name__}: {error}", 200)
-            self.tell(f"{self.kind} is lost ({why}); {self.metrics} goes on")
+            self._tell(f"{self.kind} failed ({why}); rows go to {self.metrics} only")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a metrics.jsonl, leaving out a last one cut short by a crash.
+    """Return the rows of a metrics.jsonl, without a last line that a crash cut short.
 
     Raises:
-        ValueError: The file lies elsewhere, or a line before the last is no row.
+        InputError: The file links out of its folder, or a line before the last is not a row.
     """
     if not path.is_file():
         return []
@@ -122,10 +119,10 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             row = None
         if isinstance(row, dict) and type(row.get("step")) is int:
             rows.append(row)
-        # the last one has no end of line: it is empty, or half a row
+        # the last line has no line end: it is empty or incomplete
         elif number < len(lines):
             raise InputError(
-                f"each line of {path} must be an object with a step, and line {number} is none; "
-                "take it out"
+                f"each line of {path} must be an object with a step, and line {number} is not; "
+                "remove it"
             )
     return rows

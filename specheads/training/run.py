@@ -147,7 +147,6 @@ def _train(
             seed=settings.seed,
             log_every=settings.log_every,
             checkpoint_every=settings.checkpoint_every,
-            checkpoints_kept=settings.checkpoints_kept,
             held_out=held_out,
             cache=features,
         )

@@ -18,9 +18,9 @@ from specheads.base.lora import Adapter
 from specheads.base.model import FrozenBase
 from specheads.config import Joint
 from specheads.core.drafter import Features, Head
+from specheads.core.files import atomic_folder
 from specheads.data.packing import TokenBatch
 from specheads.decoding.noise import bits
-from specheads.runs.directory import atomic_folder
 from specheads.training.feature_cache import FeatureCache
 from specheads.training.losses.depth_loss import DepthLoss
 from specheads.training.objective import figures, own_labels

@@ -18,9 +18,10 @@ from specheads.base.model import FrozenBase
 from specheads.config import Phase, Schedule
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
+from specheads.core.files import atomic_folder
 from specheads.data.packing import BatchStream, TokenBatch
 from specheads.runs import checkpoint
-from specheads.runs.directory import RunDirectory, atomic_folder
+from specheads.runs.directory import RunDirectory
 from specheads.runs.progress import progress
 from specheads.runs.trackers import Tracker
 from specheads.training import schedule as schedules

@@ -1,4 +1,4 @@
-"""Broken bases, corpora and prompts, as users bring them; made where they are asked for."""
+"""Broken bases, corpora and prompts for tests."""
 
 import json
 import shutil
@@ -58,11 +58,11 @@ BASES: dict[str, tuple[Damage, str]] = {
     "no tokenizer": (lambda at: [one.unlink() for one in at.glob("tokenizer*")], "tokenizer"),
     "tokenizer cut short": (lambda at: _cut(at / "tokenizer.json", 100), "tokenizer"),
 }
-"""What is done to a whole base, and what the refusal must name."""
+"""Damages of a complete base, and the word that each message must contain."""
 
 
 def base(folder: Path, damage: str) -> Path:
-    """Make a copy of the shipped base with this damage."""
+    """Copy the shipped base with this damage; return the folder."""
     target = folder / "base"
     shutil.copytree(BASE, target)
     BASES[damage][0](target)

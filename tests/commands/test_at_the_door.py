@@ -1,4 +1,4 @@
-"""What users got wrong on their first evening: one line each, exit code 2, and no file."""
+"""Common mistakes: one line each, exit code 2, and no file."""
 
 from pathlib import Path
 from typing import Any
@@ -60,7 +60,7 @@ PROMPTS = [
 
 @pytest.fixture
 def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):
-    """Return what trains with these overrides, and returns the one line that refuses it."""
+    """Return a function that trains with overrides and returns the error line."""
     work = tmp_path / "work"
     work.mkdir()
     monkeypatch.chdir(work)
@@ -79,13 +79,13 @@ def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):
 
 
 @pytest.mark.parametrize("overrides", [*SETTINGS, *TREES])
-def test_a_setting_that_cannot_be_is_refused_by_name(overrides: str, refused: Any):
+def test_invalid_setting_is_refused_by_name(overrides: str, refused: Any):
     said = refused(*overrides.split())
     name = overrides.split()[-1].partition("=")[0]
     assert name.rpartition(".")[2] in said or "'static'" in said or "paths" in said
 
 
-def test_one_call_is_one_run(refused: Any):
+def test_multirun_is_refused(refused: Any):
     for asked in ("-m", "++hydra.mode=MULTIRUN"):
         told = f"a call is one run, got {asked.lstrip('+')}; call the command once for each"
         assert told in refused(asked, "seed=1,2")
@@ -96,14 +96,12 @@ def test_one_call_is_one_run(refused: Any):
 
 @pytest.mark.parametrize("group", ["base", "data", "head", "schedule", "tracker", "tree"])
 @pytest.mark.parametrize("value", ["oak", "no/such/folder"])
-def test_of_a_choice_that_there_is_not_the_line_says_which_there_are(
-    group: str, value: str, refused: Any
-):
+def test_unknown_choice_lists_valid_choices(group: str, value: str, refused: Any):
     there = sorted(file.stem for file in (CONFIGS / group).glob("*.yaml"))
     assert there
     said = refused(f"{group}={value}")
     rule = f"{group} must be one of {', '.join(there)}"
-    assert said == f"error: {rule}, and there is no '{group}/{value}'\n"
+    assert said == f"error: {rule}, got '{group}/{value}'\n"
 
 
 @pytest.mark.parametrize("command", ["train", "distill"])
@@ -111,7 +109,7 @@ def test_of_a_choice_that_there_is_not_the_line_says_which_there_are(
     ("content", "told"),
     [("", "is not there"), ('{"text": 3}\n', "must hold text"), ("no json\n", "line 1 of")],
 )
-def test_a_file_without_a_first_row_is_refused_before_the_base_is_loaded(
+def test_unreadable_first_row_is_refused_before_the_base_is_loaded(
     command: str, content: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: Any,
 ):  # fmt: skip
@@ -119,7 +117,7 @@ def test_a_file_without_a_first_row_is_refused_before_the_base_is_loaded(
     if content:
         Path("mine.jsonl").write_text(content)
     asked = [
-        # there is no such base either
+        # this base does not exist either
         "recipe=smoke", "base.model=no/such/folder", "data=mixture", "data.max_documents=0",
         "data.sources={a:{source:python_stdlib},b:{source:jsonl,path:mine.jsonl}}",
         *(["out=text"] if command == "distill" else []),
@@ -133,19 +131,17 @@ def test_a_file_without_a_first_row_is_refused_before_the_base_is_loaded(
     assert "mine.jsonl" in said
 
 
-def test_a_folder_that_is_no_recipe_s_is_refused_before_anything_is_measured(
-    tmp_path: Path, capsys: Any
-):
+def test_record_needs_a_recipe_folder(tmp_path: Path, capsys: Any):
     with pytest.raises(SystemExit) as left:
         call("evaluate", ["run=no/such/run", f"record={tmp_path}"])
     assert left.value.code == 2
     assert "record needs a recipe's folder" in capsys.readouterr().err
 
 
-# the readers' own tests are quick; here each reads the base and the text before it
+# slow: each case loads the base first; the readers have fast tests of their own
 @pytest.mark.slow
 @pytest.mark.parametrize("overrides", [*CORPORA, *PROMPTS])
-def test_a_broken_file_is_refused_by_name(overrides: str, refused: Any, tmp_path: Path):
+def test_broken_file_is_refused_by_name(overrides: str, refused: Any, tmp_path: Path):
     broken.files(tmp_path)
     said = refused(*overrides.format(at=tmp_path).split())
     assert Path(overrides.rpartition("=")[2]).name in said
@@ -154,6 +150,6 @@ def test_a_broken_file_is_refused_by_name(overrides: str, refused: Any, tmp_path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("damage", broken.BASES)
-def test_a_base_that_is_not_whole_is_refused(damage: str, refused: Any, tmp_path: Path):
+def test_damaged_base_is_refused(damage: str, refused: Any, tmp_path: Path):
     said = refused(f"base.model={broken.base(tmp_path, damage)}")
     assert broken.BASES[damage][1] in said

@@ -1,4 +1,4 @@
-"""Files of conversations that are none, as users bring them: one line each, and nothing left."""
+"""Broken files of conversations: one line each, and no file is left."""
 
 import gzip
 import json
@@ -28,7 +28,7 @@ def talk(*messages: Any) -> bytes:
 
 
 GOOD = b"".join(talk({"role": "user", "content": f"Hi {n}?"}, ANSWERED) for n in range(60))
-"""More than enough to train on: what is wrong stands behind it."""
+"""Enough conversations to train on; the fault follows them."""
 
 FILES: dict[str, tuple[bytes, str]] = {
     "no JSON": (GOOD + b"{not json}\n", "line 61 of talks.jsonl is none: it is no JSON from"),
@@ -71,17 +71,17 @@ FILES: dict[str, tuple[bytes, str]] = {
         GOOD + b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}\n",
         "line 61 of talks.jsonl is none: it is nested too deep",
     ),
-    # what a terminal obeys, and line breaks that only some readers know
+    # control characters, and line breaks that only some readers know
     "keys for a terminal": (GOOD + b'{"\\u001b[2J\\u2028\\n": 1}\n', "has \\x1b[2J; fix"),
 }
-"""What stands in talks.jsonl, and what the line must say of it."""
+"""Content of talks.jsonl, and text that the message must contain."""
 
 COMMANDS = {
     "train": ("train", "evaluate_after=false"),
     "preview": ("train", "preview=3"),
     "distill": ("distill", "out=text"),
 }
-# they read as train does, and that all of them do is tried once in a while
+# all of them read like train; the others are slow tests
 EACH = [
     "train",
     *(pytest.param(name, marks=pytest.mark.slow) for name in COMMANDS if name != "train"),
@@ -90,7 +90,7 @@ EACH = [
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a base that takes conversations."""
+    """Return a base with a chat template."""
     folder = tmp_path_factory.mktemp("bases") / "chat"
     shutil.copytree(BASE, folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
@@ -99,7 +99,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def loaded(base: Path) -> FrozenBase:
-    """Return that base, loaded once for all files."""
+    """Return the loaded base."""
     return FrozenBase.load(base, device="cpu")
 
 
@@ -107,7 +107,7 @@ def loaded(base: Path) -> FrozenBase:
 def refused(
     base: Path, loaded: FrozenBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> Callable[..., str]:
-    """Return what runs a command on a path; it returns the only line, and finds nothing new."""
+    """Return a function that runs a command on a path and returns its error line."""
     monkeypatch.setattr("specheads.training.run.load_base", lambda *_: loaded)
     work, cache = tmp_path / "work", tmp_path / "cache"
     work.mkdir()
@@ -137,14 +137,14 @@ def refused(
 
 @pytest.mark.parametrize("how", EACH)
 @pytest.mark.parametrize("name", FILES)
-def test_a_broken_file_gets_one_line_and_leaves_nothing(how: str, name: str, refused: Any):
+def test_broken_file_gets_one_line_and_leaves_nothing(how: str, name: str, refused: Any):
     content, told = FILES[name]
     Path("talks.jsonl").write_bytes(content)
     assert told in refused(how)
 
 
 @pytest.mark.parametrize("how", EACH)
-def test_a_line_of_100_mb_gets_one_line(how: str, refused: Any):
+def test_line_of_100_mb_gets_one_line(how: str, refused: Any):
     with Path("talks.jsonl").open("wb") as stream:
         stream.write(GOOD + b'{"messages": [{"role": "user", "content": "')
         for _ in range(100):
@@ -154,7 +154,7 @@ def test_a_line_of_100_mb_gets_one_line(how: str, refused: Any):
 
 
 @pytest.mark.parametrize("how", ["train", "preview"])
-def test_a_conversation_that_nobody_answers_is_one_for_the_base_to_answer(how: str, refused: Any):
+def test_corpus_without_answers_needs_a_distilled_phase(how: str, refused: Any):
     Path("talks.jsonl").write_bytes(GOOD + talk(ASKED))
     said = refused(how)
     assert "line 61 of talks.jsonl has no answer; have the base answer it" in said
@@ -180,7 +180,7 @@ def test_a_conversation_that_nobody_answers_is_one_for_the_base_to_answer(how: s
         ("table.parquet", "cannot read 'table.parquet' as parquet"),
     ],
 )
-def test_a_path_without_conversations_is_told(how: str, path: str, told: str, refused: Any):
+def test_path_without_conversations_is_refused(how: str, path: str, told: str, refused: Any):
     for folder in ("nothing", "folder.jsonl", "some"):
         Path(folder).mkdir()
     Path("nothing/readme.md").write_text("no rows", encoding="utf-8")

@@ -1,10 +1,15 @@
-"""What a call of a command leaves: its exit code, one line, and a traceback only where we erred."""
+"""One call of a command: exit codes, messages, signals and help."""
 
 import errno
+import multiprocessing
+import os
 import shlex
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,9 +18,9 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from specheads.__main__ import commands
-from specheads.commands import _call, _compose, _help
-from specheads.commands._call import call
+from specheads.commands import _call, _help, commands
+from specheads.commands._call import INTERRUPTED, SIGNALS, call, interruptible
+from specheads.config import compose
 from specheads.core.errors import InputError
 
 Called = Callable[[BaseException | None], tuple[int, str]]
@@ -23,7 +28,7 @@ Called = Callable[[BaseException | None], tuple[int, str]]
 
 @pytest.fixture
 def raising(monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path) -> Called:
-    """Return what calls a command that raises this, and returns exit code and error lines."""
+    """Return a function that calls a command with this error, and returns exit code and stderr."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
     def run(error: BaseException | None) -> tuple[int, str]:
@@ -66,7 +71,7 @@ def caused(error: Exception, cause: Exception) -> Exception:
     ],
     ids=lambda one: type(one).__name__ if isinstance(one, Exception) else None,
 )
-def test_what_the_user_can_mend_is_one_line_and_exit_code_2(
+def test_mistake_is_one_line_with_exit_code_2(
     raising: Called, error: Exception, told: str, tmp_path: Path
 ):
     code, said = raising(error)
@@ -79,7 +84,7 @@ def test_what_the_user_can_mend_is_one_line_and_exit_code_2(
 @pytest.mark.parametrize(
     "error", [ValueError("range() arg 3 must not be zero"), KeyError("x"), AssertionError()]
 )
-def test_what_we_caused_is_one_line_that_names_where_the_traceback_is(
+def test_bug_is_one_line_that_names_the_traceback_file(
     raising: Called, error: Exception, tmp_path: Path
 ):
     code, said = raising(error)
@@ -91,48 +96,48 @@ def test_what_we_caused_is_one_line_that_names_where_the_traceback_is(
     assert "in body" in written.read_text(encoding="utf-8")
 
 
-def test_an_interrupt_is_130(raising: Called):
+def test_interrupt_exits_with_130(raising: Called):
     assert raising(KeyboardInterrupt())[0] == 130
 
 
-def test_what_goes_well_says_nothing(raising: Called):
+def test_success_prints_nothing(raising: Called):
     assert raising(None) == (0, "")
 
 
-@pytest.mark.parametrize("command", sorted(_help._compose.SCHEMAS))
-def test_help_shows_every_setting_with_type_default_and_a_line_each(command: str, capsys: Any):
+@pytest.mark.parametrize("command", sorted(compose.SCHEMAS))
+def test_help_shows_type_default_and_description_of_every_setting(command: str, capsys: Any):
     call(command, ["--help"])
     shown = capsys.readouterr().out
     usage, about, *_ = shown.splitlines()
     assert usage.startswith(f"usage: specheads {command} ")
     assert about == commands()[command]
     assert f"`specheads {command}`." not in shown
-    lines = _help._settings(_help._compose.SCHEMAS[command], command)
+    lines = _help._settings(compose.SCHEMAS[command], command)
     for name, rule, default, about in lines:
         assert rule
         assert about, name
         assert f"  {name}: {rule}{f' [{default}]' if default else ''}\n      {about[:40]}" in shown
 
 
-@pytest.mark.parametrize("command", sorted(_help._compose.SCHEMAS))
-def test_the_examples_of_a_command_s_help_compose(command: str, capsys: Any):
+@pytest.mark.parametrize("command", sorted(compose.SCHEMAS))
+def test_examples_in_help_compose(command: str, capsys: Any):
     call(command, ["--help"])
     shown = capsys.readouterr().out.partition("\nexamples\n")[2].partition("\n\n")[0]
     examples = [shlex.split(line) for line in shown.splitlines()]
     assert len(examples) >= 2
     for program, name, *overrides in examples:
         assert (program, name) == ("specheads", command)
-        _compose.settings_of(command, overrides)
+        compose.settings_of(command, overrides)
 
 
-def test_help_of_training_knows_every_kind_of_head_without_a_recipe(capsys: Any):
+def test_help_of_train_shows_every_kind_of_head(capsys: Any):
     call("train", ["--help"])
     shown = capsys.readouterr().out
     assert "  head.projection (head=medusa): one of own, shared, low_rank ['own']" in shown
     assert "  head.depth (head=eagle3): a whole number, at least 1, at most 64 [7]" in shown
-    assert "  head.aux_layers (head=eagle3): list[Layer] [[]]\n" in shown
-    assert "  head.rope_scaling (head=mtp): dict[str, Any] [{}]\n" in shown
-    # from a class that both inherit, which one changes
+    assert "  head.aux_layers (head=eagle3): a list, each a whole number" in shown
+    assert "  head.rope_scaling (head=mtp): a group of settings [{}]\n" in shown
+    # inherited by both heads, with another default in one
     assert "  head.num_anchors (head=dspark): a whole number, at least 1 [512]" in shown
     for kind, default in (("dflash", False), ("dspark", True)):
         assert shown.count(f"  head.sample_from_anchor (head={kind}): ") == 1
@@ -154,7 +159,7 @@ def test_help_of_training_knows_every_kind_of_head_without_a_recipe(capsys: Any)
     ],
     ids=" ".join,
 )
-def test_nothing_heavy_is_loaded_before_a_command_is_known_to_run(arguments: list[str]):
+def test_help_and_mistakes_do_not_load_torch(arguments: list[str]):
     code = (
         "import sys\nfrom specheads.__main__ import main\n"
         f"sys.argv = ['specheads', *{arguments}]\n"
@@ -164,3 +169,76 @@ def test_nothing_heavy_is_loaded_before_a_command_is_known_to_run(arguments: lis
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-300:]
+
+
+FORK = multiprocessing.get_context("fork")
+
+
+def handlers() -> list[object]:
+    return [signal.getsignal(number) for number in SIGNALS]
+
+
+def interrupt(number: signal.Signals) -> None:
+    os.kill(os.getpid(), number)
+    signal.pause()
+
+
+@pytest.fixture
+def heard() -> Iterator[None]:
+    """Handle SIGINT as a command does; a worker of xdist ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heard")
+@pytest.mark.parametrize("number", SIGNALS)
+def test_one_signal_interrupts_and_handlers_are_restored(number: signal.Signals):
+    before = handlers()
+    with pytest.raises(KeyboardInterrupt), interruptible():
+        interrupt(number)
+    assert handlers() == before
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def stubborn(ready: Event) -> None:
+    """Ignore signals in Python, like a process that waits in a library."""
+    with interruptible():
+        for number in SIGNALS:
+            signal.signal(number, lambda *_: None)
+        ready.set()
+        while True:
+            time.sleep(1)
+
+
+@pytest.mark.parametrize("numbers", [(*SIGNALS,), (signal.SIGTERM, signal.SIGTERM)])
+def test_two_signals_end_a_process_that_ignores_them(numbers: tuple[signal.Signals, ...]):
+    ready = FORK.Event()
+    process = FORK.Process(target=stubborn, args=(ready,))
+    process.start()
+    ready.wait()
+    assert process.pid is not None
+    for number in numbers:
+        # the kernel merges two pending signals of one number
+        time.sleep(0.2)
+        assert process.is_alive()
+        os.kill(process.pid, number)
+    process.join()
+    assert process.exitcode == INTERRUPTED
+
+
+def wait(ready: Event) -> None:
+    ready.set()
+    time.sleep(600)
+
+
+def test_terminated_workers_do_not_count_as_signals():
+    with interruptible():
+        for _ in range(3):
+            ready = FORK.Event()
+            worker = FORK.Process(target=wait, args=(ready,))
+            worker.start()
+            ready.wait()
+            worker.terminate()
+            worker.join()
+            assert worker.exitcode == -signal.SIGTERM

@@ -1,4 +1,4 @@
-"""A conversation in the terminal: the base's own text, and how each of its tokens came."""
+"""Chat in the terminal: answers and the origin of each token."""
 
 import io
 import sys
@@ -13,8 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from specheads.base.model import FrozenBase
 from specheads.commands import chat
 from specheads.commands._call import call
-from specheads.commands._dialogue import Answer, Dialogue
-from specheads.commands._painting import legend, lit, shares, style
+from specheads.commands._dialogue import Answer, Dialogue, coloured, legend, shares, style
 from specheads.config import data_dir
 from specheads.core.errors import InputError
 from specheads.decoding.generate import generate
@@ -52,7 +51,7 @@ def tokenizer_of(base: FrozenBase) -> PreTrainedTokenizerBase:
 
 
 def answered(base: FrozenBase, *, rate: float | None = 1.0) -> Answer:
-    """Return a whole answer; its drafter is right at a rate, and None is none."""
+    """Return a complete answer; the drafter has this acceptance rate, None uses no drafter."""
     prompt = Dialogue(tokenizer_of(base), "").ask(ASKED)
     said = generate(base, None, [prompt], max_new_tokens=24).tokens[0]
     drafter = None if rate is None else Oracle([prompt + said], 3, base.vocab_size, rate=rate)
@@ -61,20 +60,20 @@ def answered(base: FrozenBase, *, rate: float | None = 1.0) -> Answer:
     return answer
 
 
-def test_an_answer_is_the_base_s_own_text_with_the_origin_of_each_token(base: FrozenBase):
+def test_answer_equals_the_base_and_has_the_origin_of_each_token(base: FrozenBase):
     answer = answered(base)
     said = generate(base, None, [answer.prompt], max_new_tokens=24).tokens[0]
     assert answer.stream.tokens == said
     assert answer.text == answer.stream.text == tokenizer_of(base).decode(said)
     assert len(answer.origins) == 24
-    # the prompt's reading gives one, then three drafts and one of the base's own a step
+    # one token of the prompt's forward, then three drafts and one of the base per step
     drafts = [Origin("drafted", depth) for depth in (1, 2, 3)]
     assert answer.origins == [BASE_ORIGIN, *[*drafts, BASE_ORIGIN] * 5, *drafts]
     assert answer.tokens_per_forward == pytest.approx(23 / 6)
     assert answer.tokens_per_second > 0
 
 
-def test_a_base_alone_gives_every_token_itself(base: FrozenBase):
+def test_base_alone_generates_every_token(base: FrozenBase):
     answer = answered(base, rate=None)
     assert set(answer.origins) == {BASE_ORIGIN}
     assert answer.tokens_per_forward == 1.0
@@ -84,7 +83,7 @@ def test_depths_look_different_with_and_without_colours():
     looks = [style(Origin("drafted", depth)) for depth in range(1, 6)]
     assert len({*looks, style(BASE_ORIGIN), style(Origin("copied", 1))}) == 7
     assert style(Origin("drafted", 9)) == looks[-1]
-    shown = lit([("a\x1b[31m", BASE_ORIGIN), ("b", Origin("drafted", 2))])
+    shown = coloured([("a\x1b[31m", BASE_ORIGIN), ("b", Origin("drafted", 2))])
     assert shown.plain == "a\\x1b[31mb"
     assert str(shown.spans[-1].style) == looks[1]
     assert "drafted at depth 5+" in legend(7).plain
@@ -92,7 +91,7 @@ def test_depths_look_different_with_and_without_colours():
     assert shares(origins) == "the base's own 25%, drafted at depth 1 50%, copied at depth 4 25%"
 
 
-def test_a_conversation_is_read_through_the_template_and_keeps_the_tokens_that_were_said(
+def test_dialogue_uses_the_chat_template_and_keeps_earlier_tokens(
     base: FrozenBase,
 ):
     tokenizer: Any = FrozenBase.load(BASE_FOLDER, device="cpu").tokenizer
@@ -108,11 +107,11 @@ def test_a_conversation_is_read_through_the_template_and_keeps_the_tokens_that_w
     assert tokenizer.decode(second).endswith(f"two{end}<user>three?{end}<assistant>")
     dialogue.clear()
     assert dialogue.ask("one?") == first
-    with pytest.raises(InputError, match="system is for bases with a chat template"):
+    with pytest.raises(InputError, match="system needs a base with a chat template"):
         Dialogue(tokenizer_of(base), "be brief")
 
 
-def test_lines_through_a_pipe_are_answered_in_plain_text(
+def test_piped_lines_are_answered_in_plain_text(
     head: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     asked = f"\n{ASKED}\udcff\n{'a ' * 5000}\n/reset\nclass A:\n/quit\nnever\n"
@@ -121,8 +120,8 @@ def test_lines_through_a_pipe_are_answered_in_plain_text(
     words = [f"head={head}", f"base={BASE_FOLDER}", "max_new_tokens=8", "side_by_side=true"]
     call("chat", [*words, "base.device=cpu"])
     told, wrong = capsys.readouterr()
-    assert "must be UTF-8; line 3 is not and is passed over" in wrong
-    assert "a conversation must fit the context" in wrong
+    assert "must be UTF-8, skipped line 3" in wrong
+    assert "a conversation must fit into the context" in wrong
     assert len(wrong.splitlines()) == 2
     assert "\x1b" not in told
     assert told.count("> ") >= 2
@@ -132,22 +131,22 @@ def test_lines_through_a_pipe_are_answered_in_plain_text(
     assert "never" not in told
 
 
-def test_two_answers_stand_side_by_side_in_a_wide_terminal(base: FrozenBase):
+def test_wide_terminal_shows_two_answers_side_by_side(base: FrozenBase):
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=100, height=30)
-    chat._both(console, answered(base), answered(base, rate=None))
+    chat._show_both(console, answered(base), answered(base, rate=None))
     told = screen.getvalue()
     assert "with the head" in told
     assert "the base alone" in told
     assert "times the base alone, the same text" in told
 
 
-def test_a_conversation_longer_than_the_context_is_refused(base: FrozenBase):
-    with pytest.raises(InputError, match="must fit the context"):
+def test_conversation_longer_than_the_context_is_refused(base: FrozenBase):
+    with pytest.raises(InputError, match="must fit into the context"):
         Answer(base, [1] * base.max_length, None, None, 4, GREEDY)
 
 
-def test_nobody_to_talk_to_is_refused(capsys: pytest.CaptureFixture[str]):
+def test_chat_without_a_base_is_refused(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
         call("chat", [])
-    assert "name what to talk to: run=DIR, or head=PATH and base=PATH" in capsys.readouterr().err
+    assert "name what to chat with: run=DIR, or head=PATH and base=PATH" in capsys.readouterr().err

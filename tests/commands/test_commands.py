@@ -1,4 +1,4 @@
-"""The command line as a user meets it: real runs in a process of their own, and mistakes."""
+"""The command line: complete runs in their own processes, and mistakes."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def specheads_command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """Return a working folder with the finished smoke run in it, and what the run printed."""
+    """Return a working folder with a finished smoke run, and the output of the run."""
     cwd = tmp_path_factory.mktemp("work")
     done = specheads_command("train", "recipe=smoke", *SMALL, cwd=cwd)
     assert done.returncode == 0, done.stderr
@@ -50,7 +50,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 @pytest.fixture
 def here(finished: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Return what runs a command beside the finished run, in this process: it starts faster."""
+    """Return a function that runs a command in the folder of the finished run, in this process."""
 
     def run(command: str, *arguments: str) -> None:
         monkeypatch.chdir(finished[0])
@@ -61,7 +61,7 @@ def here(finished: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> Callabl
     return run
 
 
-def test_a_run_directory_holds_what_the_contract_names(finished: tuple[Path, str]):
+def test_run_directory_has_the_files_of_the_contract(finished: tuple[Path, str]):
     run = RunDirectory(finished[0] / "runs" / "smoke")
     assert sorted(item.name for item in run.path.iterdir()) == [
         "best", "checkpoints", "config.yaml", "head", "metrics.jsonl", "phases",
@@ -95,7 +95,7 @@ def test_results_are_lossless_and_replay_equals_decoding(finished: tuple[Path, s
     assert results["speed"]["base_tokens_per_second"] > 0
 
 
-def test_the_console_ends_with_where_the_report_lies(finished: tuple[Path, str]):
+def test_console_ends_with_the_path_of_the_report(finished: tuple[Path, str]):
     assert finished[1].strip().endswith("report/report.html")
 
 
@@ -109,7 +109,7 @@ def test_the_trained_head_decodes_through_the_public_interface(finished: tuple[P
     assert alone.forwards == [11, 11]
 
 
-def test_a_finished_run_is_refused_and_left_as_it_is(
+def test_finished_run_is_refused_and_unchanged(
     finished: tuple[Path, str], here: Callable[..., None], capsys: Any
 ):
     run = finished[0] / "runs" / "smoke"
@@ -134,7 +134,7 @@ def test_evaluate_measures_a_run_again_elsewhere(
     assert results["speed"] is None
 
 
-def test_a_head_without_its_run_is_measured_by_the_short_names(
+def test_head_without_a_run_is_measured_by_short_names(
     finished: tuple[Path, str], here: Callable[..., None]
 ):
     here(
@@ -148,7 +148,7 @@ def test_a_head_without_its_run_is_measured_by_the_short_names(
     assert results["provenance"]["command"][1] == "head=runs/smoke/head"
 
 
-def test_evaluate_keeps_the_run_s_own_settings_but_for_those_asked_for(
+def test_evaluate_keeps_the_settings_of_the_run_except_overrides(
     finished: tuple[Path, str], here: Callable[..., None]
 ):
     asked = "tree=chain", "temperature=0.9", "num_prompts=1", "seed=5", "mode=online"
@@ -164,7 +164,7 @@ def test_evaluate_keeps_the_run_s_own_settings_but_for_those_asked_for(
     assert results["online"]["tokens_per_forward"] >= 1.0
 
 
-def test_above_temperature_zero_drafts_with_and_without_the_noise_and_rejection_are_told_apart(
+def test_sampling_reports_coupled_uncoupled_and_rejection(
     finished: tuple[Path, str], here: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ):
     here(
@@ -178,7 +178,7 @@ def test_above_temperature_zero_drafts_with_and_without_the_noise_and_rejection_
     assert [ways[name]["identical"] for name in ways] == [2, 2, 0]
     assert ways["coupled"]["gain_of_coupled"] is None
     assert ways["rejection"]["gain_of_coupled"]["ratio"] > 0
-    # what is decoded can be read off the base's own text, in float64 to the last integer
+    # in float64 the replay of the base's text gives the same counts as decoding
     assert results["replay"]["equal"] is True
     assert results["offline"]["forwards"] == results["online"]["forwards"]
     page = (finished[0] / "drawn" / "report.html").read_text()
@@ -220,7 +220,7 @@ def test_evaluate_measures_a_run_on_its_own_base_in_another_way(
     assert not (finished[0] / "never").exists()
 
 
-def test_an_interrupted_command_goes_on_and_ends_where_an_undisturbed_one_does(
+def test_interrupted_command_resumes_to_the_same_head(
     finished: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ):
     arguments = ["recipe=smoke", f"run_dir={tmp_path}/run", "evaluate_after=false"]
@@ -250,22 +250,27 @@ def test_an_interrupted_command_goes_on_and_ends_where_an_undisturbed_one_does(
 MISTAKES = {
     "a setting's old name": (
         ["recipe=smoke", "evaluation.rule=typical"],
-        "rule is called acceptance now",
+        "rule is now acceptance",
     ),
     "a head's setting by its old name": (
         ["recipe=smoke", "head=eagle3", "head.taps=[1,2]"],
-        "taps is called aux_layers now",
+        "taps is now aux_layers",
     ),
     "no recipe": ([], "name a recipe"),
     "unknown recipe": (["recipe=nope"], "there is no recipe 'nope'"),
     "unknown key": (
         ["recipe=smoke", "stepz=3"],
-        "a setting must be one that --help lists, and there is no 'stepz'; leave it out, or mend",
+        "a setting must be one that --help lists, got 'stepz'; correct its name or leave it out",
     ),
     "unknown nested key": (
         ["recipe=smoke", "schedule.phases.corpus.stepz=3"],
-        "there is no 'schedule.phases.corpus.stepz'; leave it out",
+        "got 'schedule.phases.corpus.stepz'; correct its name",
     ),
+    "removed setting": (
+        ["recipe=smoke", "evaluation.quality_windows=8"],
+        "got 'evaluation.quality_windows'; correct its name or leave it out",
+    ),
+    "setting added with a plus": (["recipe=smoke", "+stepz=3"], "got 'stepz'; correct its name"),
     "wrong type": (["recipe=smoke", "seed=abc"], "seed"),
     "unknown head": (["recipe=smoke", "head=nope"], "head/nope"),
     "unknown kind": (["recipe=smoke", "head.kind=os.system"], "head kind must be one of"),
@@ -290,7 +295,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_gets_one_line_and_leaves_nothing_behind(
+def test_mistake_gets_one_line_and_leaves_nothing(
     mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ):
     overrides, told = MISTAKES[mistake]
@@ -341,27 +346,25 @@ def test_a_plan_for_a_device_that_is_not_here_has_memory_and_no_hours(capsys: An
     assert "no cuda:7" in shown["plan"]["notes"][-1]
 
 
-def test_export_writes_a_folder_and_the_line_that_serves_it(
+def test_export_writes_a_folder_and_prints_the_serving_command(
     finished: tuple[Path, str], here: Callable[..., None], capsys: Any
 ):
     cwd = finished[0]
-    here("export", "run=runs/smoke", "engine=vllm", "out=served", "num_prompts=2", "new_tokens=16")
+    here("export", "run=runs/smoke", "engine=vllm", "out=served")
     (line,) = capsys.readouterr().out.splitlines()
     assert "vllm serve" in line
     assert str(cwd / "served") in line
     record = json.loads((cwd / "served" / "specheads.json").read_text())
-    assert record["parity"]["texts"] == 2
+    assert record["parity"]["texts"] == 8
     assert specheads.load_head(cwd / "served").kind == "mlp_speculator"
 
 
-def test_training_starts_from_a_head_that_is_named(
-    finished: tuple[Path, str], here: Callable[..., None]
-):
+def test_training_starts_from_init(finished: tuple[Path, str], here: Callable[..., None]):
     cwd = finished[0]
     here(
         "train", "recipe=smoke", "name=further", "init=runs/smoke/head", "evaluate_after=false",
         "schedule.phases.corpus.steps=2", "~schedule.phases.distilled",
-        # the head's own three count, and not what is said of one here
+        # the depth of the loaded head counts, not this one
         "head.depth=2", "schedule.phases.corpus.depth_weights=[1,1,1]",
     )  # fmt: skip
     first = read_metrics(cwd / "runs" / "smoke" / "metrics.jsonl")[0]["loss"]
@@ -377,7 +380,7 @@ def test_a_watched_run_ends_early_with_its_best_head_and_draws_its_learning_curv
         "validation.keep=best", "schedule.phases.corpus.learning_rate=0", "tracker=tensorboard",
         *SMALL,
     )  # fmt: skip
-    # whoever learns nothing gets no better
+    # without learning the head does not improve
     told = "phase 'corpus' ends after 3 of 6 steps: in 2 measurements tokens per forward"
     assert told in capsys.readouterr().err
     run = RunDirectory(finished[0] / "runs" / "watched")
@@ -463,7 +466,7 @@ def test_tune_writes_the_head_s_trees_which_decoding_and_evaluation_take(
 
 
 @pytest.mark.slow
-def test_compare_above_temperature_zero_has_the_head_draft_in_three_ways(
+def test_compare_measures_three_ways_to_sample(
     finished: tuple[Path, str], here: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ):
     here(
@@ -504,7 +507,7 @@ def test_compare_ranks_several_heads_at_several_temperatures_and_batches(
     assert "tokens per second, row over column" in capsys.readouterr().out
 
 
-def test_compare_refuses_a_run_that_is_not_finished_and_a_stranger_as_the_draft_model(
+def test_compare_refuses_unfinished_runs_and_missing_draft_models(
     finished: tuple[Path, str], here: Callable[..., None], tmp_path: Path, capsys: Any
 ):
     begun = tmp_path / "begun"

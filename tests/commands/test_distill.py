@@ -1,4 +1,4 @@
-"""`specheads distill`: text of a recipe's base in a folder, which its distilled phase then uses."""
+"""`specheads distill`: generated text in a folder, for a distilled phase."""
 
 import json
 from pathlib import Path
@@ -35,7 +35,7 @@ def shards(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.glob("*.parquet")}
 
 
-def test_a_folder_of_text_is_written_with_its_report_and_gone_on_with(
+def test_text_is_written_with_a_report_and_resumed(
     base: specheads.FrozenBase, corpus: list[str], tmp_path: Path
 ):
     first = specheads.distill(
@@ -57,7 +57,9 @@ def test_a_folder_of_text_is_written_with_its_report_and_gone_on_with(
     assert shards(tmp_path / "text").items() > before.items()
 
 
-def test_a_head_writes_the_same_text(base: specheads.FrozenBase, corpus: list[str], tmp_path: Path):
+def test_head_generates_the_same_text(
+    base: specheads.FrozenBase, corpus: list[str], tmp_path: Path
+):
     head = build_for({"kind": "mlp_speculator", "depth": 2, "inner_dim": 16}, base)
     specheads.distill(overrides=[*SMALL, *corpus], base=base, out=tmp_path / "alone")
     specheads.distill(overrides=[*SMALL, *corpus], base=base, head=head, out=tmp_path / "drafted")
@@ -65,7 +67,7 @@ def test_a_head_writes_the_same_text(base: specheads.FrozenBase, corpus: list[st
 
 
 @pytest.mark.slow
-def test_a_distilled_phase_trains_on_a_folder_that_the_command_wrote(
+def test_distilled_phase_trains_on_the_folder(
     corpus: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ):
     monkeypatch.chdir(tmp_path)
@@ -87,7 +89,7 @@ def test_a_distilled_phase_trains_on_a_folder_that_the_command_wrote(
     assert {file: file.stat().st_mtime_ns for file in (tmp_path / "text").iterdir()} == stamps
 
 
-def test_draft_tokens_are_counted_on_the_answers_where_there_are_only_prompts(tmp_path: Path):
+def test_draft_tokens_are_counted_on_answers_if_there_are_only_prompts(tmp_path: Path):
     base = specheads.FrozenBase.load(data_dir("recipes") / "tiny_code" / "base", device="cpu")
     assert base.tokenizer is not None
     base.tokenizer.chat_template = (
@@ -121,7 +123,7 @@ def test_draft_tokens_are_counted_on_the_answers_where_there_are_only_prompts(tm
     assert known == {"size": 60, "coverage": 1.0}
 
 
-def test_a_dry_run_says_how_much_would_be_written_and_takes_short_names(capsys: Any):
+def test_dry_run_prints_the_amount_of_text(capsys: Any):
     asked = {"min_tokens": 2, "retries": 1, "timeout_seconds": 3.0, "served_as": "a"}
     asked |= {"api_key_env": "KEY", "num_samples": 6, "new_tokens": 8}
     overrides = [f"{name}={value}" for name, value in asked.items()]
@@ -144,7 +146,7 @@ def test_a_dry_run_says_how_much_would_be_written_and_takes_short_names(capsys: 
         (["out=text", "drop=[boring]"], "each one of loop, empty, truncated"),
     ],
 )
-def test_a_mistake_gets_one_line_and_leaves_nothing_behind(
+def test_mistake_gets_one_line_and_leaves_nothing(
     overrides: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ):
     monkeypatch.chdir(tmp_path)
@@ -158,7 +160,7 @@ def test_a_mistake_gets_one_line_and_leaves_nothing_behind(
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_a_head_of_another_base_is_refused(
+def test_head_of_another_base_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ):
     monkeypatch.chdir(tmp_path)

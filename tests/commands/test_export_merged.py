@@ -1,4 +1,4 @@
-"""A head whose base learned along: one command writes the merged base beside it."""
+"""Export after joint training writes the merged base too."""
 
 import json
 from pathlib import Path
@@ -21,13 +21,13 @@ JOINT = [
 
 
 @pytest.mark.slow
-def test_an_export_of_joint_training_holds_its_merged_base(tmp_path: Path):
+def test_export_after_joint_training_has_the_merged_base(tmp_path: Path):
     place = data_dir("recipes") / "tiny_code" / "base"
     words = [*JOINT, *SMALL, f"run_dir={tmp_path / 'run'}", "tree=chain"]
     made = specheads.train("smoke", words)
-    few, out = ["num_prompts=1", "new_tokens=8"], tmp_path / "served"
-    exported = specheads.export(made.path, "vllm", out, few)
-    # the command line that serves it names the base that was written
+    out = tmp_path / "served"
+    exported = specheads.export(made.path, "vllm", out)
+    # the serving command names the merged base
     assert f"vllm serve {out / 'base'} " in exported.serve[0]
     merged = specheads.FrozenBase.load(out / "base", device="cpu")
     adapted = specheads.FrozenBase.load(place, adapter=made.adapter, device="cpu")
@@ -38,8 +38,8 @@ def test_an_export_of_joint_training_holds_its_merged_base(tmp_path: Path):
     head = specheads.load_head(out, merged)
     said = specheads.generate(merged, head, prompts, max_new_tokens=12)
     assert said.tokens == specheads.generate(adapted, None, prompts, max_new_tokens=12).tokens
-    # exported once more in the same place, by names alone
-    again = [f"head_path={made.head}", f"base.model={place}", f"base.adapter={made.adapter}", *few]
+    # export again into the same folder, with names only
+    again = [f"head_path={made.head}", f"base.model={place}", f"base.adapter={made.adapter}"]
     lines = specheads.export("", "vllm", out, again).serve
     assert lines == exported.serve
     assert (out / "base" / "tokenizer.json").is_file()

@@ -1,4 +1,4 @@
-"""The recipe granite_code from training to the Hub at toy size, each step a process of its own."""
+"""The recipe granite_code from training to the Hub with small sizes, one process a step."""
 
 import json
 import os
@@ -33,13 +33,13 @@ SMALL = (
     "evaluation.prompts=python_stdlib", "evaluation.num_prompts=4", "evaluation.tune_prompts=4",
     "evaluation.max_new_tokens=16", "evaluation.speed_prompts=2", "evaluation.repeats=1",
 )  # fmt: skip
-"""As a user would try the recipe out; HumanEval alone lies on the Hub."""
+"""Small sizes; prompts of the standard library, because HumanEval is on the Hub."""
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def stack(folder: Path) -> Path:
-    """Write what stands in for the Stack: its folders, files and columns."""
+    """Write a small data set with the folders, files and columns of the Stack."""
     rows = [
         "".join(f"def f_{number}_{one}(a):\n    return a + {one}\n\n" for one in range(12))
         for number in range(200)
@@ -50,18 +50,18 @@ def stack(folder: Path) -> Path:
         table = pa.table({"content": text, "lang": ["Python"] * len(text)})
         pq.write_table(table, folder / "data" / "python" / f"data-0000{number}-of-00002.parquet")
     (folder / "data" / "java").mkdir()
-    # it is not asked for, and has another column
+    # not selected by the patterns, and with another column
     pq.write_table(pa.table({"code": ["class A {}"]}), folder / "data" / "java" / "data-0.parquet")
     return folder
 
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Return what runs a module in a working folder, and shows what it said where it fails."""
+    """Return a function that runs a module in a working folder and shows its output on failure."""
     work = tmp_path_factory.mktemp("work")
 
     def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        # neither the network nor a key of wandb's is at hand, and nobody said that it is offline
+        # no network, no key of wandb, and no variable that sets it offline
         left = {name: os.environ[name] for name in os.environ if not name.startswith("WANDB_")}
         found = subprocess.run(
             [sys.executable, "-m", *words],
@@ -81,13 +81,13 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a granite of two layers."""
+    """Return the folder of a granite model with two layers."""
     return tiny.saved(tmp_path_factory.mktemp("granite"), "granite", num_hidden_layers=2)
 
 
 @pytest.fixture(scope="module")
 def trained(python: Run, base: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
-    """Train, as two processes that accelerate launches."""
+    """Train in two processes that accelerate launches."""
     data = stack(tmp_path_factory.mktemp("the-stack-dedup"))
     run = tmp_path_factory.mktemp("runs") / "granite_code"
     where = f"base.model={base}", f"data.path={data}", f"run_dir={run}"
@@ -96,7 +96,7 @@ def trained(python: Run, base: Path, tmp_path_factory: pytest.TempPathFactory) -
     return RunDirectory(run)
 
 
-def test_two_processes_train_both_phases_and_the_first_one_tells_wandb_offline(
+def test_two_processes_train_both_phases_and_log_to_wandb_offline(
     trained: RunDirectory, base: Path
 ):
     assert trained.finished
@@ -118,7 +118,7 @@ def test_two_processes_train_both_phases_and_the_first_one_tells_wandb_offline(
     assert ours.tokens == specheads.generate(loaded, None, prompts, max_new_tokens=12).tokens
 
 
-def test_its_head_is_measured_again(trained: RunDirectory, python: Run, tmp_path: Path):
+def test_head_is_evaluated_again(trained: RunDirectory, python: Run, tmp_path: Path):
     for out, words in ((trained.report, ()), (tmp_path / "again", ("tree=chain",))):
         if words:
             python("specheads", "evaluate", f"run={trained.path}", f"out={out}", *words)
@@ -132,12 +132,11 @@ def test_its_head_is_measured_again(trained: RunDirectory, python: Run, tmp_path
 
 
 @pytest.mark.parametrize("engine", ["vllm", "tgi"])
-def test_its_head_is_exported_for_every_engine_that_serves_it(
+def test_head_is_exported_for_each_engine(
     engine: str, trained: RunDirectory, base: Path, python: Run, tmp_path: Path
 ):
     out = tmp_path / engine
-    words = f"run={trained.path}", f"engine={engine}", f"out={out}", "num_prompts=2"
-    said = python("specheads", "export", *words, "new_tokens=16")
+    said = python("specheads", "export", f"run={trained.path}", f"engine={engine}", f"out={out}")
     assert str(base) in said.stdout if engine == "vllm" else str(out) in said.stdout
     loaded = specheads.FrozenBase.load(base, dtype="float32", device="cpu")
     ours, theirs = specheads.load_head(trained.head, loaded), specheads.load_head(out, loaded)
@@ -146,7 +145,7 @@ def test_its_head_is_exported_for_every_engine_that_serves_it(
         assert torch.equal(found[name], value), name
 
 
-def test_it_is_pushed_whole_and_no_token_is_shown(
+def test_push_uploads_all_files_and_shows_no_token(
     trained: RunDirectory, base: Path, python: Run, tmp_path: Path
 ):
     with HubServer() as hub:

@@ -1,4 +1,4 @@
-"""A run that is killed again and again ends in the head, and the rows, of one that never was."""
+"""A run that is killed many times ends with the same head and rows as one that is not."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from specheads.commands import _library  # noqa: F401 - what the children would each import
+from specheads.commands import train  # noqa: F401 - imported once, before the children fork
 from specheads.commands._call import call
 from specheads.core.files import LOCK
 from specheads.runs.checkpoint import SUMS
@@ -40,15 +40,15 @@ RECIPE = [
     "schedule.phases.distilled.distill.temperature=1.0",
 ]  # fmt: skip
 EVENTS = {"/": 60, "/checkpoints/.step-": 12, "/text/": 32, "/metrics.jsonl": 6}
-"""Parts of paths that a run touches, and how many of these moments a killer picks from."""
+"""Parts of paths that a run touches, and the number of moments to choose a kill from."""
 
 MOMENTS = "corpus", "checkpoint", "writing", "distilled"
-"""What a run has to be at in one of the kills at least."""
+"""Each must be the state of the run in at least one kill."""
 
 
 @dataclass(frozen=True)
 class Moment:
-    """When a process tells its killer: as it touches such a path of its run for the n-th time."""
+    """A moment to signal the killer: the n-th time that a process touches such a path."""
 
     rank: int
     part: str
@@ -56,7 +56,7 @@ class Moment:
 
 
 def act(words: list[str], run: Path, moment: Moment | None, killer: int) -> None:
-    """Run the real command in a child that has torch already; tell the killer of the moment."""
+    """Run the command in a forked child, and signal the killer at the moment."""
     sys.stdout = sys.stderr = open(f"{run}.log", "a", buffering=1)  # noqa: PTH123, SIM115
     left = moment.number if moment and int(os.environ.get("RANK", "0")) == moment.rank else 0
 
@@ -74,26 +74,26 @@ def act(words: list[str], run: Path, moment: Moment | None, killer: int) -> None
 
 
 class Killer:
-    """Starts the same command until it ends, and kills it at moments drawn from a seed."""
+    """Starts the same command until it ends, and kills it at random moments with a seed."""
 
     def __init__(self, words: list[str], count: int) -> None:
         self.words, self.count, self.chance = words, count, random.Random(count)
         self.landed: Counter[str] = Counter()
-        """Kills, by what the run was at."""
+        """Kills by state of the run."""
 
     @property
     def goes_on(self) -> bool:
-        """Whether there were too few kills yet, or few more and none at a moment that counts."""
+        """Whether more kills are needed, in number or at a required state."""
         missed = any(not self.landed[what] for what in MOMENTS)
         return self.landed.total() < (4 * KILLS if missed else KILLS)
 
     def whole(self, run: Path) -> Path:
-        """Run it undisturbed."""
+        """Run without kills."""
         assert self.start(run, None) == [0] * self.count, Path(f"{run}.log").read_text()
         return run
 
     def start(self, run: Path, moment: Moment | None) -> list[int | None]:
-        """Run until the moment and a little further, if it comes; return how each rank ended."""
+        """Run until shortly after the moment, if it comes; return the exit code of each rank."""
         reader, writer = os.pipe()
         ranks = started(self.count, act, self.words, run, moment, writer, by=FORK)
         os.close(writer)
@@ -107,7 +107,7 @@ class Killer:
         return [process.exitcode for process in ranks]
 
     def disturb(self, run: Path) -> None:
-        """Start it once, to be killed if the moment comes before its end."""
+        """Start the run once, and kill it if the moment comes before its end."""
         part = self.chance.choice([*EVENTS])
         rank = 0 if part in ("/checkpoints/.step-", "/metrics.jsonl") else self.chance.randrange(2)
         moment = Moment(rank % self.count, part, self.chance.randint(1, EVENTS[part]))
@@ -122,7 +122,7 @@ class Killer:
 
 
 def at(run: RunDirectory) -> str:
-    """Return what a run was doing when it was killed."""
+    """Return the state of a run when it was killed."""
     if list(run.checkpoints.glob(".step-*")):
         return "checkpoint"
     steps = [int(step.name.removeprefix("step-")) for step in run.checkpoints.glob("step-*")]
@@ -133,7 +133,7 @@ def at(run: RunDirectory) -> str:
 
 
 def files(run: Path) -> dict[str, Any]:
-    """Return what a run leaves, but for what names it or tells a time."""
+    """Return the files of a run, without names and times."""
     timed = ("config.yaml", "provenance.json", "metrics.jsonl", "report.json", "report.md", SUMS)
     found: dict[str, Any] = {
         str(file.relative_to(run)): file.read_bytes()
@@ -166,7 +166,7 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_twenty_kills_at_random_moments_change_no_bit(count: int, words: list[str], tmp_path: Path):
+def test_twenty_kills_do_not_change_the_result(count: int, words: list[str], tmp_path: Path):
     killer, number = Killer(words, count), 0
     whole = killer.whole(tmp_path / "whole")
     assert len(rows(whole)) == 2 * STEPS

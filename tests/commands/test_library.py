@@ -1,4 +1,4 @@
-"""The library as Python calls it: it prints nothing, returns types, and raises ValueError."""
+"""The Python functions: they print nothing, return objects and raise ValueError."""
 
 import json
 import shutil
@@ -31,7 +31,7 @@ def base() -> specheads.FrozenBase:
 def run(
     base: specheads.FrozenBase, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[RunDirectory, list[str]]:
-    """Return a run that Python trained, and the lines it announced."""
+    """Return a trained run, and the lines that it announced."""
     announced: list[str] = []
     place = f"run_dir={tmp_path_factory.mktemp('secret_place') / 'run'}"
     made = specheads.train(
@@ -40,7 +40,7 @@ def run(
     return made, announced
 
 
-def test_training_returns_the_run_and_announces_where_the_head_lies(
+def test_train_returns_the_run_and_announces_the_head(
     run: tuple[RunDirectory, list[str]],
 ):
     made, announced = run
@@ -53,7 +53,7 @@ def test_training_returns_the_run_and_announces_where_the_head_lies(
 
 
 @pytest.mark.slow
-def test_training_that_ends_with_an_evaluation_leaves_how_the_head_drafts_on_this_machine(
+def test_evaluation_after_training_writes_tuned_json(
     run: tuple[RunDirectory, list[str]], base: specheads.FrozenBase, tmp_path: Path
 ):
     assert not (run[0].head / "tuned.json").exists()
@@ -72,7 +72,7 @@ def test_training_that_ends_with_an_evaluation_leaves_how_the_head_drafts_on_thi
     assert specheads.load_head(made.head, base).tuned.trees[0].kind == tree["kind"]
 
 
-def test_no_absolute_path_of_the_machine_stands_in_results_or_card(
+def test_results_and_card_have_no_absolute_path(
     run: tuple[RunDirectory, list[str]],
 ):
     made, _ = run
@@ -89,7 +89,7 @@ def test_no_absolute_path_of_the_machine_stands_in_results_or_card(
     assert results.base.name == "recipes/tiny_code/base"
 
 
-def test_a_run_and_its_objects_measure_the_same_and_print_nothing(
+def test_run_and_loaded_objects_give_the_same_results(
     run: tuple[RunDirectory, list[str]], base: specheads.FrozenBase, tmp_path: Path, capsys: Any
 ):
     made, _ = run
@@ -109,7 +109,7 @@ def test_a_run_and_its_objects_measure_the_same_and_print_nothing(
     assert capsys.readouterr().out == ""
 
 
-def test_a_head_is_compared_exported_and_listed_from_python(
+def test_head_is_compared_exported_and_listed_for_push(
     run: tuple[RunDirectory, list[str]], base: specheads.FrozenBase, tmp_path: Path, capsys: Any
 ):
     made, _ = run
@@ -118,8 +118,7 @@ def test_a_head_is_compared_exported_and_listed_from_python(
     compared = specheads.compare(overrides=asked, base=base, head=head)
     assert list(compared.drafters) == ["head", "prompt_lookup"]
     assert compared.drafters["head"].lossless.identical == 2
-    few = ["num_prompts=1", "new_tokens=8"]
-    exported = specheads.export(made.path, "vllm", tmp_path / "served", few, base=base)
+    exported = specheads.export(made.path, "vllm", tmp_path / "served", base=base)
     assert (exported.folder / "specheads.json").is_file()
     assert "vllm serve" in exported.serve[0]
     listed = specheads.push(made.path, "ada/head", dry_run=True)
@@ -128,7 +127,7 @@ def test_a_head_is_compared_exported_and_listed_from_python(
     assert capsys.readouterr().out == ""
 
 
-def test_a_run_s_head_is_taken_onto_another_base_by_force_alone(
+def test_head_of_other_weights_needs_force(
     run: tuple[RunDirectory, list[str]], base: specheads.FrozenBase, tmp_path: Path
 ):
     made = RunDirectory(shutil.copytree(run[0].path, tmp_path / "run"))
@@ -136,10 +135,9 @@ def test_a_run_s_head_is_taken_onto_another_base_by_force_alone(
     known = json.loads(file.read_text())
     file.write_text(json.dumps(known | {"base_fingerprint": "0" * 16 + "-" + "0" * 16}))
     few, out = ["tree=chain", "mode=offline", *SMALL], tmp_path / "out"
-    export = ["num_prompts=1", "new_tokens=8"]
     for call, words in (
         (lambda more: specheads.evaluate(made.path, more, base=base, out=out), few),
-        (lambda more: specheads.export(made.path, "vllm", tmp_path / "x", more, base=base), export),
+        (lambda more: specheads.export(made.path, "vllm", tmp_path / "x", more, base=base), []),
     ):
         with pytest.raises(ValueError, match="override with force=true"):
             call(words)
@@ -151,9 +149,9 @@ def test_a_run_s_head_is_taken_onto_another_base_by_force_alone(
     [
         (lambda: specheads.train("nope"), "there is no recipe 'nope'"),
         (lambda: specheads.train("smoke", ["stepz=3"]), "stepz"),
-        (lambda: specheads.evaluate("nowhere"), "nowhere has none"),
+        (lambda: specheads.evaluate("nowhere"), "needs a config.yaml, got nowhere"),
         (lambda: specheads.evaluate(), "name what to evaluate"),
-        (lambda: specheads.evaluate("a", ["head=b"]), "got run=a and head=b; name one"),
+        (lambda: specheads.evaluate("a", ["head=b"]), "got run=a and head=b; leave one out"),
         *(
             (lambda call=call: call("a", head=Mock(spec=Head)), "got run=a and a head; give one")
             for call in (specheads.evaluate, specheads.compare, specheads.tune)
@@ -163,7 +161,7 @@ def test_a_run_s_head_is_taken_onto_another_base_by_force_alone(
         (lambda: specheads.push("nowhere", "no id"), "repo=USER/NAME"),
     ],
 )
-def test_a_mistake_is_a_value_error(
+def test_mistake_raises_value_error(
     call: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""Override sets drawn from the schema itself are taken, or refused at once, without a trace."""
+"""Random overrides from the schema are accepted, or refused in one line without files."""
 
 import contextlib
 import io
@@ -15,11 +15,12 @@ from typing import Annotated, Any, get_args, get_origin
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies
 
-from specheads.commands import _call, _compose
+from specheads.commands import _call
+from specheads.config import compose
 from specheads.config.validation import hints
 from specheads.heads.kinds.mlp_speculator import Config
 
-COMMANDS = tuple(_compose.SCHEMAS)
+COMMANDS = tuple(compose.SCHEMAS)
 
 SMALL = [
     *("recipe=smoke", "schedule.phases.corpus.steps=2", "schedule.phases.distilled.steps=1"),
@@ -39,7 +40,7 @@ STRANGE = (
 
 
 def leaves(kind: Any, where: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every setting's full name, as the smoke recipe has it, and what it may be."""
+    """Yield the full name and the hint of every setting of the smoke recipe."""
     for item in fields(kind):
         name, hint = f"{where}{item.name}", hints(kind)[item.name]
         inner = [
@@ -58,11 +59,12 @@ def leaves(kind: Any, where: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def usual(hint: Any) -> strategies.SearchStrategy[str]:
-    """Draw what a setting may hold, with its ends."""
+    """Draw values of a setting, with the ends of its range."""
     rules = hint.__metadata__ if get_origin(hint) is Annotated else ()
     plain = hint.__origin__ if rules else hint
     if plain is int or plain is float:
-        ends = {rule.bound for rule in rules if rule.bound is not None}
+        bounds = [getattr(rule, name, None) for rule in rules for name in ("ge", "gt", "le", "lt")]
+        ends = {end for end in bounds if end is not None}
         around = {end + step for end in ends for step in (-1, 0, 1)} | {1, 2, 3, 8}
         if plain is float:
             around |= {end + step for end in ends for step in (-1e-3, 1e-3)} | {0.5}
@@ -70,28 +72,28 @@ def usual(hint: Any) -> strategies.SearchStrategy[str]:
     if get_origin(plain) is list:
         one = usual(get_args(plain)[0])
         return strategies.lists(one, max_size=3).map(lambda found: f"[{','.join(found)}]")
-    if plain is str and rules and rules[0].words.startswith("one of "):
+    if plain is str and rules and getattr(rules[0], "words", "").startswith("one of "):
         return strategies.sampled_from(rules[0].words.removeprefix("one of ").split(", "))
     return strategies.sampled_from(["true", "false", "none", "plain"])
 
 
 @dataclass
 class Told:
-    """What one call left."""
+    """The result of one call."""
 
     code: int
     error: str
     ran: Any
-    """Settings that the command would run with; None where it refused."""
+    """Settings that the command would run with; None if it refused."""
 
 
 class Caller:
-    """Calls commands in a folder of their own, with what they run replaced by a note of it."""
+    """Calls commands in an empty folder; their `run` only records the settings."""
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
         self.folder, self.counts = folder, Counter()
         self.ran: Any = None
-        # torch must not even be looked for: what is imported late is what runs
+        # torch must not be imported: the command's module is replaced
         module = SimpleNamespace(run=self._note)
         patch.setattr(_call, "import_module", lambda _: module)
         patch.chdir(folder)
@@ -112,8 +114,8 @@ class Caller:
 
 
 def override_sets(command: str) -> strategies.SearchStrategy[list[str]]:
-    """Draw one to four overrides: in range, out of it, of another type, unknown, missing, odd."""
-    known = list(leaves(_compose.SCHEMAS[command]))
+    """Draw one to four overrides: in range, out of range, of a wrong type, unknown, or odd."""
+    known = list(leaves(compose.SCHEMAS[command]))
     names = strategies.sampled_from([name for name, _ in known])
     groups = strategies.sampled_from(["base", "head", "data", "tree", "schedule", "tracker"])
     unknown = strategies.sampled_from(["evaluation.x", "+evaluation.x", "++x", "x"])
@@ -128,7 +130,7 @@ def override_sets(command: str) -> strategies.SearchStrategy[list[str]]:
 
 
 def assigned(leaf: tuple[str, Any]) -> strategies.SearchStrategy[str]:
-    """Draw an override of one setting, with what it may hold or hardly may not."""
+    """Draw an override of one setting, with a value in or just out of its range."""
     name, hint = leaf
     return usual(hint).map(lambda value: f"{name}={value}")
 
@@ -139,14 +141,14 @@ def caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Caller:
 
 
 def refused_at_once(caller: Caller, command: str, overrides: list[str]) -> bool:
-    """Hold one call against the rules; return whether it was refused."""
+    """Check one call, and return whether it was refused."""
     recipe = ["recipe=smoke"] if command in ("train", "distill") else []
     told = caller(command, [*recipe, *overrides])
     assert told.code in (0, 2), (overrides, told.error)
     assert [*caller.folder.iterdir()] == [], overrides
     if told.code == 2:
         assert told.ran is None, overrides
-        # Hydra's own flags are told by argparse, with its usage
+        # argparse reports Hydra's own flags, with its usage
         if not told.error.startswith(("usage:", "there is no recipe")):
             assert told.error.startswith("error: "), (overrides, told.error)
             assert len(told.error.splitlines()) == 1, (overrides, told.error)
@@ -156,7 +158,7 @@ def refused_at_once(caller: Caller, command: str, overrides: list[str]) -> bool:
 
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("number", [10, pytest.param(500, marks=pytest.mark.slow)])
-def test_overrides_drawn_from_the_schema_are_taken_or_refused_in_one_line(
+def test_random_overrides_are_accepted_or_refused_in_one_line(
     command: str, number: int, caller: Caller
 ):
     @settings(max_examples=number, suppress_health_check=UNHURRIED)
@@ -172,15 +174,15 @@ def test_overrides_drawn_from_the_schema_are_taken_or_refused_in_one_line(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_setting_refuses_what_is_no_number_and_no_text(command: str, caller: Caller):
-    """Draw nothing: each setting in turn, with what none can be."""
-    for name, _ in leaves(_compose.SCHEMAS[command]):
+def test_every_setting_refuses_a_mapping(command: str, caller: Caller):
+    """Give each setting a value that no setting accepts."""
+    for name, _ in leaves(compose.SCHEMAS[command]):
         assert refused_at_once(caller, command, [f"{name}={{a:1}}"]) or name.startswith("head.")
 
 
 RUNNABLE = [
     (name, hint)
-    for name, hint in leaves(_compose.SCHEMAS["train"])
+    for name, hint in leaves(compose.SCHEMAS["train"])
     if name.split(".")[0] in ("head", "schedule", "tree", "evaluation", "seed", "log_every")
     and name not in ("evaluation.prompts", "evaluation.acceptance", "evaluation.mode")
     and not name.endswith(("folder", "target_modules", "learning_rate", "joint", "clip_norm"))
@@ -188,13 +190,13 @@ RUNNABLE = [
 
 
 def small(override: str) -> bool:
-    """Tell whether no number of it is above 16: larger runs take too long to be tried."""
+    """Return whether all numbers are at most 16: larger runs take too long."""
     numbers = re.findall(r"[\d.]+(?:e[+-]?\d+)?", override.partition("=")[2])
     return all(float(one) <= 16 for one in numbers)
 
 
 @pytest.mark.slow
-def test_what_is_accepted_runs_to_its_end_or_is_refused_before_a_file_is_written(
+def test_accepted_settings_run_or_are_refused_before_a_file_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)

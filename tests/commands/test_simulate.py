@@ -1,4 +1,4 @@
-"""`specheads simulate`: loads from what was measured, and for machines that nobody has here."""
+"""`specheads simulate`: loads with measured times, and computed for other machines."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -36,7 +36,7 @@ def head(tmp_path: Path) -> Path:
     return folder
 
 
-def test_loads_are_simulated_shown_and_written(head: Path, capsys: Any):
+def test_loads_are_simulated_printed_and_written(head: Path, capsys: Any):
     call("simulate", [f"head={head}", "rates=[1,20.25,20.26,1]", "depths=[0,2,0]", *SMALL])
     shown = capsys.readouterr().out
     assert "goodput" in shown
@@ -54,7 +54,7 @@ def test_loads_are_simulated_shown_and_written(head: Path, capsys: Any):
     assert goodput.latency.mean < alone.latency.mean
 
 
-def test_goodput_copies_too_where_that_was_tuned(head: Path):
+def test_goodput_uses_prompt_lookup_if_tuned(head: Path):
     matches = [MatchRates(share=0.4, rates=[0.9, 0.9])] * 2
     copied = AcceptanceRates(per_depth=[0.8, 0.7], matches=matches)
     found = replace(TUNED, acceptance=copied, trees=[tree(copied=2)])
@@ -65,7 +65,7 @@ def test_goodput_copies_too_where_that_was_tuned(head: Path):
     assert by_draft["goodput+lookup"] < by_draft["goodput"]
 
 
-def test_python_gets_what_the_command_writes(head: Path, tmp_path: Path):
+def test_python_returns_the_content_of_load_json(head: Path, tmp_path: Path):
     asked = [f"head={head}", *SMALL]
     load = specheads.simulate(overrides=asked, out=tmp_path / "out")
     assert read(LoadResults, tmp_path / "out" / "load.json") == load
@@ -92,11 +92,11 @@ def test_recorded_loads_and_acceptance_are_replayed(head: Path, tmp_path: Path):
     assert by_draft["depth 2"].latency.mean < by_draft["none"].latency.mean
 
 
-def test_computed_times_are_called_computed_wherever_they_are_shown(tmp_path: Path, capsys: Any):
+def test_computed_times_are_marked_as_computed(tmp_path: Path, capsys: Any):
     call("simulate", ["hardware=h100", f"out={tmp_path}", *LLAMA, *SMALL])
     shown = " ".join(capsys.readouterr().out.split())
     assert "times computed for H100" in shown
-    assert "no machine took them" in shown
+    assert "not measured" in shown
     load = read(LoadResults, tmp_path / "load.json")
     assert load is not None
     assert load.computed
@@ -114,8 +114,8 @@ def test_computed_times_are_called_computed_wherever_they_are_shown(tmp_path: Pa
         (["head={head}", "acceptance=[1.5]"], "at most 1"),
         (["head={head}", "parts=[0]"], "one of them above 0"),
         (["head={head}", "parts=[]"], "one of them above 0"),
-        (["head={head}", "arrivals=a.jsonl", "rates=[2]"], "in place of rates, .* leave one"),
-        (["head={head}", "accepted=a.jsonl", "acceptance=[0.5]"], "in place of acceptance"),
+        (["head={head}", "arrivals=a.jsonl", "rates=[2]"], "replaces rates, .* leave one"),
+        (["head={head}", "accepted=a.jsonl", "acceptance=[0.5]"], "replaces acceptance"),
     ],
 )
 def test_a_mistake_is_one_line(asked: list[str], message: str, head: Path):

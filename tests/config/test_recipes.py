@@ -1,35 +1,35 @@
-"""Every recipe, found by its folder, is a whole: it composes, builds its head, has a card."""
+"""Every recipe composes, builds its head, and has a card."""
 
 from pathlib import Path
 from typing import Any
 
+import hydra
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from specheads import config
-from specheads.commands import _compose
+from specheads.config import compose
 from specheads.core.errors import InputError
 from specheads.heads.load import build
 from specheads.training.schedule import refuse_misfit
 
-RECIPES = _compose.recipes()
+RECIPES = compose.recipes()
 HEADINGS = ["What", "Command", "Cost", "Results", "Not measured", "Changes"]
 
 
 @pytest.fixture(autouse=True)
 def _registered() -> None:
-    _compose.register()
+    compose.register()
 
 
 def composed(command: str, *overrides: str) -> Any:
     folder = str(config.data_dir("configs"))
-    with initialize_config_dir(version_base="1.3", config_dir=folder):
-        return OmegaConf.to_object(compose(command, list(overrides)))
+    with hydra.initialize_config_dir(version_base="1.3", config_dir=folder):
+        return OmegaConf.to_object(hydra.compose(command, list(overrides)))
 
 
-def test_the_recipes_of_the_first_release_are_there():
+def test_recipes_of_the_first_release_exist():
     assert {"smoke", "tiny_code", "granite_code"} <= set(RECIPES)
 
 
@@ -39,7 +39,7 @@ def test_a_recipe_composes_and_builds_its_head(name: str):
     assert isinstance(settings, config.Train)
     assert settings.name == name
     if settings.data.source == "chat":
-        # whose conversations, only their owner knows
+        # the recipe leaves the path to the user
         settings.data.path = "mine.jsonl"
     config.check(settings)
     with torch.device("meta"):
@@ -61,7 +61,7 @@ def test_every_part_composes_alone(group: str):
     assert parts
     needed = {"path": "data.path=x", "paths": "tree.paths=[[0]]"}
     for part in parts:
-        # what a part marks as to be given, the test gives
+        # give the settings that a part requires
         asked = [
             override
             for key, override in needed.items()
@@ -72,10 +72,10 @@ def test_every_part_composes_alone(group: str):
 
 
 GPUS = 8
-"""On which IBM's script starts its trainer; the sizes of its batches are those of one."""
+"""GPUs of IBM's script, whose batch sizes are per GPU."""
 
 
-def test_granite_code_is_what_ibm_s_script_starts():
+def test_granite_code_has_the_numbers_of_ibm_s_script():
     """fms-fsdp 5a296af, scripts/train_speculator.sh and fms_fsdp/config/training.py."""
     schedule = composed("train", "recipe=granite_code").schedule
     corpus, distilled = schedule.phases["corpus"], schedule.phases["distilled"]
@@ -98,20 +98,20 @@ def test_the_command_line_beats_the_recipe():
     assert settings.schedule.phases["corpus"].steps == 7
 
 
-def test_a_phase_takes_settings_of_a_group_that_it_lacked():
+def test_phase_accepts_settings_of_an_optional_group():
     corpus = "schedule.phases.corpus"
     words = [f"{corpus}.joint.rank=8", f"{corpus}.joint={{alpha: 3}}", "run_dir=~/a b"]
-    settings = _compose.settings_of("train", ["recipe=smoke", *words])
+    settings = compose.settings_of("train", ["recipe=smoke", *words])
     joint: Any = settings.schedule.phases["corpus"].joint
     assert (joint.rank, joint.alpha, joint.dropout) == (8, 3.0, 0.05)
     assert settings.run_dir == str(Path.home() / "a b")
 
 
-def test_flags_of_hydra_show_and_a_mistake_in_python_is_the_rule_that_it_breaks(capsys: Any):
-    assert _compose.from_command_line("train", ["recipe=smoke", "--cfg", "job"]) == []
+def test_hydra_flags_print_settings_and_python_mistakes_raise(capsys: Any):
+    assert compose.from_command_line("train", ["recipe=smoke", "--cfg", "job"]) == []
     assert "name: smoke" in capsys.readouterr().out
     with pytest.raises(InputError, match=r"^seed must be a whole number"):
-        _compose.settings_of("train", ["recipe=smoke", "seed=-1"])
+        compose.settings_of("train", ["recipe=smoke", "seed=-1"])
 
 
 @pytest.mark.parametrize(
@@ -126,35 +126,33 @@ def test_flags_of_hydra_show_and_a_mistake_in_python_is_the_rule_that_it_breaks(
     ],
 )
 def test_short_names_and_the_home_folder_are_written_out(command: str, given: str, full: str):
-    assert _compose.lengthen(command, [given]) == [full.replace("HOME", str(Path.home()))]
+    assert compose.lengthen(command, [given]) == [full.replace("HOME", str(Path.home()))]
 
 
-def test_a_user_s_own_folder_of_recipes_is_searched_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_recipes_are_found_in_specheads_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "recipe.yaml").write_text(
         "# My own.\ndefaults:\n  - override /head: medusa\nname: mine\n"
     )
     monkeypatch.setenv("SPECHEADS_RECIPES", str(tmp_path))
-    _compose.register()
+    compose.register()
     settings = composed("train", "recipe=mine")
     assert (settings.name, settings.head["kind"]) == ("mine", "medusa")
-    assert "  mine           My own." in _compose.list_recipes()
+    assert "  mine           My own." in compose.list_recipes()
 
 
 @pytest.mark.parametrize(
     ("written", "is_one"), [(b"", True), (b"a: [", False), (b"a: \xe9", False)]
 )
-def test_a_recipe_that_cannot_be_read_is_named(
+def test_unreadable_recipe_is_refused_by_path(
     written: bytes, is_one: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "recipe.yaml").write_bytes(written)
     monkeypatch.setenv("SPECHEADS_RECIPES", str(tmp_path))
     if is_one:
-        _compose.register()
-        assert "  mine" in _compose.list_recipes()
+        compose.register()
+        assert "  mine" in compose.list_recipes()
     else:
-        with pytest.raises(InputError, match=r"must be a file of YAML, and .*mine.recipe\.yaml is"):
-            _compose.register()
+        with pytest.raises(InputError, match=r"a YAML file, and .*mine.recipe\.yaml is not"):
+            compose.register()

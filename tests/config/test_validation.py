@@ -1,4 +1,4 @@
-"""Every setting is held against what is declared beside it, wherever it comes from."""
+"""Types, ranges and contradictions of settings."""
 
 import inspect
 from dataclasses import fields
@@ -33,18 +33,18 @@ def joint(**changes: Any) -> Joint:
 
 
 @pytest.mark.parametrize("kind", [*COMMANDS, *PARTS], ids=lambda kind: kind.__name__)
-def test_every_number_and_text_has_its_range_beside_it(kind: type):
+def test_every_number_and_text_declares_its_range(kind: type):
     for item in fields(kind):
         bare = hints(kind)[item.name] in (int, float, str, list[str], list[int], list[float])
-        assert not bare, f"{kind.__name__}.{item.name}: say what it may be, see ranges.py"
+        assert not bare, f"{kind.__name__}.{item.name}: declare its range, see ranges.py"
 
 
-def test_what_a_setting_may_be_is_what_there_is():
+def test_choices_are_those_of_the_code():
     assert tuple(KINDS) == LOSSES
     known = hints(Phase)["weighting"].__metadata__[0]
-    assert all(known.holds(name) for name in WEIGHTINGS)
+    assert all(known.func(name) for name in WEIGHTINGS)
     known = hints(Evaluation)["acceptance"].__metadata__[0]
-    assert all(known.holds(name) for name in RULES)
+    assert all(known.func(name) for name in RULES)
 
 
 @pytest.mark.parametrize(
@@ -61,16 +61,16 @@ def test_what_a_setting_may_be_is_what_there_is():
         ({"text": "books"}, "text must be one of corpus, distilled, got 'books'"),
         ({"text": "distilled"}, "with distill settings"),
         ({"weighting": "flat"}, "weighting must be one of geometric, dpace"),
-        ({"weighting": "dpace", "decay": 0.8}, "two ways, by decay=0.8"),
-        ({"depth_weights": [1.0, 0.5], "decay": 0.8}, "two ways, by decay=0.8"),
-        ({"weighting": "dpace", "depth_weights": [1.0, 0.5]}, "two ways, by weighting=dpace"),
+        ({"weighting": "dpace", "decay": 0.8}, "in one way, got decay=0.8"),
+        ({"depth_weights": [1.0, 0.5], "decay": 0.8}, "in one way, got decay=0.8"),
+        ({"weighting": "dpace", "depth_weights": [1.0, 0.5]}, "in one way, got weighting=dpace"),
         ({"depth_weights": [1.0, -0.5]}, r"got -0.5 at schedule.phases.a.depth_weights\[1\]"),
         ({"depth_weights": [0.0, 0.0]}, "not all 0"),
         ({"distill": Distill(num_samples=0), "text": "distilled"}, "num_samples must be"),
         ({"distill": Distill(num_samples=9, top_k=-1), "text": "distilled"}, "top_k must be"),
         (
             {"distill": Distill(num_samples=9, prompt_tokens=16), "text": "distilled"},
-            "needs a longer sequence_length, got 16",
+            "sequence_length above distill.prompt_tokens=16, got 16",
         ),
         ({"joint": joint(ramp="linear")}, "joint.ramp must be one of constant, sine"),
         ({"joint": joint(target="labels")}, "joint.target must be one of text, base"),
@@ -79,9 +79,7 @@ def test_what_a_setting_may_be_is_what_there_is():
         ({"joint": joint(head_weight=-0.1)}, "joint.head_weight must be a number, at least 0"),
     ],
 )
-def test_a_phase_that_could_only_fail_later_is_refused_by_its_full_name(
-    changes: dict[str, Any], message: str
-):
+def test_invalid_phase_is_refused_by_full_name(changes: dict[str, Any], message: str):
     with pytest.raises(InputError, match=message) as refused:
         check(Schedule(phases={"a": phase(**changes)}), "schedule")
     assert "schedule.phases.a" in str(refused.value)
@@ -101,12 +99,12 @@ def test_a_phase_that_could_only_fail_later_is_refused_by_its_full_name(
         ),
         (
             Schedule(phases={"a": phase(joint=joint()), "b": phase(joint=joint(rank=3))}),
-            "joint.rank must be the same in each, got [32, 3]",
+            "need the same joint.rank, got [32, 3]",
         ),
     ],
     ids=str,
 )
-def test_a_schedule_that_makes_no_sense_is_refused(schedule: Schedule, message: str):
+def test_invalid_schedule_is_refused(schedule: Schedule, message: str):
     with pytest.raises(InputError) as refused:
         check(schedule, "schedule")
     assert message in str(refused.value)
@@ -114,7 +112,7 @@ def test_a_schedule_that_makes_no_sense_is_refused(schedule: Schedule, message: 
 
 def test_patience_needs_measurements_to_count():
     check(Validation(patience=2, every=10), "validation")
-    with pytest.raises(InputError, match=r"validation\.every=0 has none but at its end; set"):
+    with pytest.raises(InputError, match=r"within a phase, got validation\.every=0"):
         check(Validation(patience=2), "validation")
 
 
@@ -135,7 +133,7 @@ def test_patience_needs_measurements_to_count():
     ],
     ids=str,
 )
-def test_a_corpus_that_nothing_can_be_is_refused(settings: Data, message: str):
+def test_invalid_data_is_refused(settings: Data, message: str):
     with pytest.raises(InputError) as refused:
         check(settings, "data")
     assert message in str(refused.value)
@@ -153,11 +151,11 @@ def test_a_corpus_that_nothing_can_be_is_refused(settings: Data, message: str):
         {"config": "full"},
     ],
 )
-def test_what_a_mixture_would_not_heed_is_refused_with_where_to_say_it(said: dict[str, Any]):
+def test_settings_that_a_mixture_ignores_are_refused(said: dict[str, Any]):
     sources = {"a": WeightedSource(source="python_stdlib")}
     check(Data(source="mixture", sources=sources), "data")
     name = next(iter(said))
-    with pytest.raises(InputError, match=rf"got data\.{name}=.* for the whole; leave it at"):
+    with pytest.raises(InputError, match=rf"got data\.{name}=.* for the whole; leave it out"):
         check(Data(source="mixture", sources=sources, **said), "data")
 
 
@@ -166,7 +164,7 @@ def test_a_static_tree_needs_paths():
         check(Tree(kind="static"), "tree")
 
 
-def test_a_refusal_shows_no_more_of_a_value_than_fits_a_line():
+def test_message_truncates_a_long_value():
     with pytest.raises(InputError) as refused:
         check(Data(source="x" * 1000), "data")
     assert len(str(refused.value)) < 200
@@ -175,12 +173,12 @@ def test_a_refusal_shows_no_more_of_a_value_than_fits_a_line():
 @pytest.mark.parametrize(
     ("hint", "told"),
     [
-        (ranges.Positive, "a whole number, at least 1"),
-        (ranges.Share, "a number, at least 0, at most 1"),
+        (ranges.PositiveInt, "a whole number, at least 1"),
+        (ranges.Probability, "a number, at least 0, at most 1"),
         (ranges.Temperature, "a number, 0 or at least 0.001, at most 100"),
-        (list[ranges.Rank], "a list, each a whole number, at least 0, at most 4,095"),
+        (list[ranges.TokenRank], "a list, each a whole number, at least 0, at most 4,095"),
         (bool | None, "true or false or none"),
     ],
 )
-def test_what_a_setting_may_be_is_told_in_words(hint: Any, told: str):
+def test_range_is_described_in_words(hint: Any, told: str):
     assert words(hint) == told

@@ -321,7 +321,7 @@ def test_rows_of_a_mixture_alternate_by_weight(tmp_path):
         ({"source": "web"}, r"data\.sources\.a\.source must be one of"),
         ({"source": "mixture"}, r"data\.sources\.a\.source must be one of"),
         ({"path": ""}, r"data\.sources\.a\.source=jsonl needs data\.sources\.a\.path"),
-        ({"streaming": True}, r"data\.sources\.a\.streaming takes the first .*max_documents"),
+        ({"streaming": True}, r"data\.sources\.a\.streaming needs .*max_documents"),
         (
             Data(source="jsonl", path="x", sources={"a": WeightedSource(source="hub", path="b")}),
             "data.sources are a mixture's, got data.source=jsonl",

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from specheads import config
-from specheads.commands._compose import settings_of
 from specheads.config import Tree
+from specheads.config.compose import settings_of
 from specheads.config.parts import TREES
 from specheads.core.errors import InputError
 from specheads.decoding.trees.named import fixed_policy

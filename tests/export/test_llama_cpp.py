@@ -34,7 +34,7 @@ from tests.scripts.loading import load_script
 
 pytestmark = pytest.mark.llama_cpp
 
-engine = load_script("bench_llama_cpp")
+engine = load_script("serving_engines")
 
 # reproducible: one thread, no half precision, no prompt cache
 EXACT = (
@@ -127,7 +127,7 @@ def ask(target, export, tmp_path) -> Callable[..., dict[str, Any]]:
             changed[str(DEPTH)] = str(num_tokens)
         arguments = [changed.get(one, one) for one in arguments if one != without]
         arguments += ["--parallel", str(parallel), "--ctx-size", str(256 * parallel), *EXACT]
-        server = engine.Server(arguments, tmp_path / "server.log")
+        server = engine.LlamaServer(arguments, tmp_path / "server.log")
         try:
             return server.ask({"prompts": prompts(), "sampling": SAMPLING})
         finally:

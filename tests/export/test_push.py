@@ -12,19 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub
+import hydra
 import pytest
 import torch
 from huggingface_hub import ModelCard
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
 import specheads
 from specheads.base.model import FrozenBase
-from specheads.commands import _compose, push
+from specheads.commands import push
 from specheads.commands._call import call
-from specheads.config import Push, Train, data_dir
+from specheads.commands._library import read_run
+from specheads.config import Push, Train, compose, data_dir
 from specheads.core.errors import InputError
 from specheads.core.records import dumps
 from specheads.export import card, hub
@@ -69,11 +70,11 @@ def made(
 ) -> RunDirectory:
     """Return a finished and evaluated run of a Medusa head."""
     made = RunDirectory(tmp_path_factory.mktemp("work") / "run")
-    _compose.register()
-    with initialize_config_dir(str(data_dir("configs")), version_base="1.3"):
+    compose.register()
+    with hydra.initialize_config_dir(str(data_dir("configs")), version_base="1.3"):
         asked = ["recipe=smoke", f"base.model={base_folder}", f"run_dir={made.path}"]
-        settings = OmegaConf.to_object(compose("train", asked))
-    made.begin(_compose.as_yaml(settings), {"base_fingerprint": base.fingerprint})
+        settings = OmegaConf.to_object(hydra.compose("train", asked))
+    made.begin(compose.as_yaml(settings), {"base_fingerprint": base.fingerprint})
     made.end(build_for({"kind": "medusa", "depth": 3}, base))
     rows = [{"step": 6, "phase": "corpus", "tokens": 1536}]
     rows += [{"step": 10, "phase": "distilled", "tokens": 2560}]
@@ -110,7 +111,7 @@ def publish(
     monkeypatch.setattr(FrozenBase, "load", lambda *_, **__: base)
 
     def push_run(**settings: Any) -> None:
-        push.push_run(Push(**{"run": str(run.path), "repo": REPO, **settings}))
+        push.run(Push(**{"run": str(run.path), "repo": REPO, **settings}), [])
 
     return push_run
 
@@ -189,7 +190,7 @@ def test_card_has_the_measurements_as_metadata_and_as_text(publish, server, run)
 
 @pytest.mark.parametrize("kind", kinds())
 def test_card_lists_for_every_engine_whether_it_serves_the_head(kind, made, base):
-    about = read_summary(made, asdict(_compose.read_run(made.config, Train)), base, "ada/base")
+    about = read_summary(made, asdict(read_run(made.config, Train)), base, "ada/base")
     text = card.model_card(about, build_for({"kind": kind, "depth": 3}, base), base)
     rows = dict(re.findall(r"^\| `(\w+)` \|.*\| (yes|no)[:;] [^|]+ \|$", text, re.MULTILINE))
     shown = re.findall(r"^`(\w+)`:$", text, re.MULTILINE)
@@ -202,7 +203,7 @@ def test_card_lists_for_every_engine_whether_it_serves_the_head(kind, made, base
 
 def test_card_calls_missing_information_unknown(run, base, base_folder):
     (run.report / "results.json").unlink()
-    settings = asdict(_compose.read_run(run.config, Train))
+    settings = asdict(read_run(run.config, Train))
     settings["data"] |= {"source": "jsonl", "path": str(run.path / "corpus.jsonl")}
     text = card.model_card(read_summary(run, settings, base), load_head(run.head, base), base)
     metadata = ModelCard(text).data.to_dict()
@@ -228,7 +229,7 @@ def test_card_names_the_package_or_file_of_a_gguf_base_without_its_path(
     run, base, monkeypatch, model, named, ours
 ):
     monkeypatch.setattr(base, "place", "/secret_place/cache/gguf/small-0123")
-    settings = asdict(_compose.read_run(run.config, Train))
+    settings = asdict(read_run(run.config, Train))
     settings["base"]["model"] = model
     about = read_summary(run, settings, base)
     text = card.model_card(about, load_head(run.head, base), base)
@@ -242,7 +243,7 @@ def test_card_names_the_package_or_file_of_a_gguf_base_without_its_path(
 
 def test_card_of_a_head_with_an_adapter_has_no_export_commands(run, base):
     run.adapter.mkdir()
-    settings = asdict(_compose.read_run(run.config, Train))
+    settings = asdict(read_run(run.config, Train))
     text = card.model_card(read_summary(run, settings, base), load_head(run.head, base), base)
     assert 'adapter="path/to/adapter"' in text
     assert "specheads export" not in text
@@ -252,7 +253,7 @@ def test_card_requests_the_base_revision_of_training(run, base, monkeypatch):
     monkeypatch.setattr(base, "revision", "v2")
     # a short name is part of many words of a command line
     monkeypatch.setattr(base, "place", "m")
-    settings = asdict(_compose.read_run(run.config, Train))
+    settings = asdict(read_run(run.config, Train))
     settings["base"]["model"] = "ada/base"
     head = load_head(run.head, base)
     text = card.model_card(read_summary(run, settings, base), head, base, repo="ada/head")

@@ -462,5 +462,5 @@ def test_tokens_and_columns_convert_both_ways():
 
 
 def test_a_setting_by_its_old_name_is_refused_with_the_new_one():
-    with pytest.raises(ValueError, match="taps is called aux_layers now"):
+    with pytest.raises(ValueError, match="taps is now aux_layers"):
         build({"kind": "eagle3", "taps": [1, 2]}, width=16, vocab_size=11)

@@ -123,7 +123,7 @@ def test_draft_model_methods_need_a_draft_model():
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
-        (["run=nowhere"], "nowhere has none"),
+        (["run=nowhere"], "needs a config.yaml, got nowhere"),
         ([], "name what to compare: run=DIR"),
         (["run=x", "drafters=[head,oak]"], "each one of head, prompt_lookup"),
         (["run=x", "drafters=[draft_model]"], "draft_model=FOLDER_OR_HUB_ID"),

@@ -89,7 +89,7 @@ def made(head: Habit) -> dict[str, Any]:
     """Return the methods of a comparison; the draft model is a copy of the base."""
     settings = Compare(
         base=Base(model="x"), data=Data(source="python_stdlib"), tree=Tree(),
-        evaluation=Evaluation(), draft_model="x", draft_depth=DEPTH, copied_tokens=4, window=100,
+        evaluation=Evaluation(), draft_model="x", draft_depth=DEPTH, window=100,
     )  # fmt: skip
     model = tiny.base("llama", "eager")
     return MethodFactory(

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from specheads.base.model import FrozenBase
-from specheads.commands._compose import settings_of
+from specheads.config.compose import settings_of
 from specheads.core.errors import InputError
 from specheads.decoding.cost import ForwardCost, StepCost
 from specheads.decoding.generate import generate

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or absent, the newest whole one counts, two are kept."""
+"""Checkpoints: the newest valid one counts, damaged ones are named, two are kept."""
 
 import json
 import shutil
@@ -31,7 +31,7 @@ def newest(folder: Path, told: list[str] | None = None) -> int:
     return found.state["step"]
 
 
-def test_the_newest_checkpoint_comes_back_and_the_one_before_is_kept(tmp_path: Path):
+def test_newest_checkpoint_is_read_and_two_are_kept(tmp_path: Path):
     assert checkpoint.newest(tmp_path) is None
     for step in (3, 20, 100):
         save(tmp_path, step)
@@ -42,7 +42,7 @@ def test_the_newest_checkpoint_comes_back_and_the_one_before_is_kept(tmp_path: P
 @pytest.mark.parametrize(
     ("kept", "left"), [(1, ["step-20"]), (3, ["step-10", "step-2", "step-20"])]
 )
-def test_as_many_are_kept_as_were_asked_for(kept: int, left: list[str], tmp_path: Path):
+def test_number_of_kept_checkpoints(kept: int, left: list[str], tmp_path: Path):
     for step in (1, 2, 10, 20):
         save(tmp_path, step, kept=kept)
     assert newest(tmp_path) == 20
@@ -84,7 +84,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(damage: str, tmp_path: Path):
+def test_damaged_checkpoint_is_named_and_the_one_before_is_read(damage: str, tmp_path: Path):
     save(tmp_path, 3)
     save(tmp_path, 4)
     DAMAGES[damage](tmp_path / "step-4")
@@ -92,20 +92,18 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(damage: str, 
     assert newest(tmp_path, told) == 3
     assert len(told) == 1
     assert "step-4 (" in told[0]
-    assert told[0].endswith("going on from step-3")
+    assert told[0].endswith("resuming from step-3")
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_no_whole_checkpoint_among_some_is_refused_and_never_a_start_from_zero(
-    damage: str, tmp_path: Path
-):
+def test_only_damaged_checkpoints_are_refused(damage: str, tmp_path: Path):
     save(tmp_path, 4)
     DAMAGES[damage](tmp_path / "step-4")
     with pytest.raises(InputError, match=r"are damaged: step-4 \(.*remove the folder"):
         checkpoint.newest(tmp_path)
 
 
-def test_checkpoints_after_the_one_that_a_run_went_back_to_are_removed(tmp_path: Path):
+def test_checkpoints_of_later_steps_are_removed(tmp_path: Path):
     for step in (3, 4):
         save(tmp_path, step)
     shutil.copytree(tmp_path / "step-4", tmp_path / "step-9")
@@ -114,7 +112,7 @@ def test_checkpoints_after_the_one_that_a_run_went_back_to_are_removed(tmp_path:
     assert steps(tmp_path) == ["step-4", "step-5"]
 
 
-def test_other_folders_are_no_checkpoints(tmp_path: Path):
+def test_other_folders_are_ignored(tmp_path: Path):
     for name in ("step-", "step-x", "step-1.bak"):
         (tmp_path / name).mkdir()
     assert checkpoint.newest(tmp_path) is None

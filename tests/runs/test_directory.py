@@ -1,4 +1,4 @@
-"""The run directory: whole or absent, never overwritten, refused when it is another's."""
+"""The run directory: atomic files, resume, damaged files, provenance."""
 
 from pathlib import Path
 
@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from specheads.core.errors import InputError
-from specheads.core.files import LOCK
+from specheads.core.files import LOCK, atomic_folder, write_atomic
 from specheads.core.machine import instructions
 from specheads.heads.load import build
-from specheads.runs.directory import RunDirectory, atomic_folder, write_atomic
+from specheads.runs.directory import RunDirectory
 from specheads.runs.provenance import Hardware, provenance
 
 
-def test_a_folder_that_fails_while_it_is_filled_never_appears(tmp_path: Path):
+def test_folder_does_not_appear_after_an_error(tmp_path: Path):
     target = tmp_path / "head"
 
     def fail() -> None:
@@ -26,7 +26,7 @@ def test_a_folder_that_fails_while_it_is_filled_never_appears(tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_is_replaced_at_once(tmp_path: Path):
+def test_folder_is_replaced_atomically(tmp_path: Path):
     for text in ("old", "new"):
         with atomic_folder(tmp_path / "head") as folder:
             (folder / text).write_text(text)
@@ -34,12 +34,12 @@ def test_a_folder_is_replaced_at_once(tmp_path: Path):
     assert [item.name for item in tmp_path.iterdir()] == ["head"]
 
 
-def test_a_file_is_written_whole_and_leaves_nothing_beside_it(tmp_path: Path):
+def test_atomic_file_leaves_no_other_file(tmp_path: Path):
     write_atomic(tmp_path / "deep" / "file.json", "{}\n")
     assert [file.name for file in (tmp_path / "deep").iterdir()] == ["file.json"]
 
 
-def test_a_finished_run_is_never_overwritten(tmp_path: Path):
+def test_finished_run_is_never_overwritten(tmp_path: Path):
     run = RunDirectory(tmp_path / "run")
     run.begin("a: 1\n", {"base_fingerprint": "f"})
     assert not run.finished
@@ -51,17 +51,17 @@ def test_a_finished_run_is_never_overwritten(tmp_path: Path):
     assert before == {file: file.read_bytes() for file in run.path.rglob("*") if file.is_file()}
 
 
-def test_an_unfinished_run_goes_on_with_its_own_settings_and_base_only(tmp_path: Path):
+def test_unfinished_run_resumes_with_its_own_settings_and_base(tmp_path: Path):
     run = RunDirectory(tmp_path / "run")
     run.begin("a: 1\n", {"base_fingerprint": "f"})
     run.begin("a: 1\n", {"base_fingerprint": "f"})
-    with pytest.raises(ValueError, match="own settings only: a was 1, now 2; choose another name="):
+    with pytest.raises(ValueError, match="own settings: a was 1, now 2; choose another name="):
         run.begin("a: 2\n", {"base_fingerprint": "f"})
-    with pytest.raises(ValueError, match="same base fingerprint only: it was f, now it is g"):
+    with pytest.raises(ValueError, match="same base fingerprint: it was f, now g"):
         run.begin("a: 1\n", {"base_fingerprint": "g"})
 
 
-def test_settings_that_do_not_touch_what_is_computed_may_change_on_resume(tmp_path: Path):
+def test_settings_that_do_not_change_training_may_change_on_resume(tmp_path: Path):
     run = RunDirectory(tmp_path / "run")
     run.begin("a: {b: 1}\nlog_every: 10\nevaluation: {prompts: gone}\n", {})
     changed = "a: {b: 1}\nlog_every: 2\nevaluation: {prompts: there}\ntree: {kind: chain}\n"
@@ -73,7 +73,7 @@ def test_settings_that_do_not_touch_what_is_computed_may_change_on_resume(tmp_pa
 
 
 @pytest.mark.parametrize("damage", [b"", b"\xff", b"a: [", b"a: &x 1\n", b"- a\n"])
-def test_a_damaged_config_is_refused_by_name(damage: bytes, tmp_path: Path):
+def test_damaged_config_is_refused_by_name(damage: bytes, tmp_path: Path):
     run = RunDirectory(tmp_path / "run")
     run.begin("a: 1\n", {})
     run.config.write_bytes(damage)
@@ -89,14 +89,14 @@ PROVENANCES = {
     "a list": b"[]",
     "deep": b"[" * 100_000,
     "too much": b" " * (2**20 + 1),
-    "an end that is none": b'{"end": {"a": 1}}',
-    "a fingerprint that is none": b'{"base_fingerprint": 3, "end": null}',
-    "a vocabulary that is none": b'{"draft_vocabulary": "all", "end": "now"}',
+    "an end of a wrong type": b'{"end": {"a": 1}}',
+    "a fingerprint of a wrong type": b'{"base_fingerprint": 3, "end": null}',
+    "a vocabulary of a wrong type": b'{"draft_vocabulary": "all", "end": "now"}',
 }
 
 
 @pytest.mark.parametrize("damage", PROVENANCES)
-def test_a_provenance_that_training_never_wrote_is_refused_by_name(damage: str, tmp_path: Path):
+def test_damaged_provenance_is_refused_by_name(damage: str, tmp_path: Path):
     run = RunDirectory(tmp_path / "run")
     run.begin("a: 1\n", {})
     run.provenance.write_bytes(PROVENANCES[damage])
@@ -106,7 +106,7 @@ def test_a_provenance_that_training_never_wrote_is_refused_by_name(damage: str, 
         assert len(str(refused.value).splitlines()) == 1
 
 
-def test_a_provenance_that_lies_elsewhere_is_not_read(tmp_path: Path):
+def test_provenance_outside_the_folder_is_refused(tmp_path: Path):
     run = RunDirectory(tmp_path / "run")
     run.begin("a: 1\n", {})
     run.provenance.rename(tmp_path / "secret.json")
@@ -115,7 +115,7 @@ def test_a_provenance_that_lies_elsewhere_is_not_read(tmp_path: Path):
         run.refuse_unfinished("evaluated")
 
 
-def test_a_start_that_was_killed_at_any_moment_begins_again(tmp_path: Path):
+def test_killed_start_begins_again(tmp_path: Path):
     run = RunDirectory(tmp_path / "run")
     run.begin("a: 1\n", {"base_fingerprint": "f"})
     run.provenance.rename(run.path / ".provenance.json.0123abcd")
@@ -128,7 +128,7 @@ def test_a_start_that_was_killed_at_any_moment_begins_again(tmp_path: Path):
     assert left == {LOCK, "config.yaml", "provenance.json"}
 
 
-def test_what_a_killed_run_left_half_written_goes_and_what_it_set_aside_comes_back(tmp_path: Path):
+def test_incomplete_files_are_removed_and_old_folders_restored(tmp_path: Path):
     run = RunDirectory(tmp_path / "run")
     run.begin("a: 1\n", {})
     for place in ("checkpoints/.step-3.0123abcd", "phases/.corpus.0123abcd", ".head.old"):
@@ -140,18 +140,18 @@ def test_what_a_killed_run_left_half_written_goes_and_what_it_set_aside_comes_ba
     assert list(run.checkpoints.iterdir()) == list(run.phases.iterdir()) == []
 
 
-def test_a_folder_with_other_files_is_left_alone(tmp_path: Path):
+def test_folder_with_other_files_is_refused(tmp_path: Path):
     (tmp_path / "thesis.tex").write_text("mine")
-    with pytest.raises(ValueError, match="a folder of its own"):
+    with pytest.raises(ValueError, match="needs its own folder"):
         RunDirectory(tmp_path).begin("a: 1\n", {})
     assert [file.name for file in tmp_path.iterdir()] == ["thesis.tex"]
 
 
-def test_provenance_names_versions_and_machine_and_no_secret(monkeypatch: pytest.MonkeyPatch):
+def test_provenance_has_versions_and_machine_and_no_secret(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setenv("WANDB_API_KEY", "wandb_secret")
     found = provenance()
-    # the index's builds leave out of their metadata what comes after the plus sign
+    # some builds leave out the part after the plus sign in their metadata
     assert (found.versions["torch"] or "").split("+")[0] == torch.__version__.split("+")[0]
     assert (found.hardware.cores or 0) >= 1
     assert found.hardware.instructions == instructions()

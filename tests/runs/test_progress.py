@@ -1,4 +1,4 @@
-"""Progress: a bar on a terminal, lines at intervals elsewhere, and nothing where none is wanted."""
+"""Progress: a bar on a terminal, lines elsewhere, nothing if it is off."""
 
 import io
 import threading
@@ -11,7 +11,7 @@ from specheads.runs.progress import bar, line, progress
 
 
 class Stream(io.StringIO):
-    """A stream without a terminal that says when something was written."""
+    """A stream without a terminal, with an event for the first output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,20 +26,19 @@ def console(stream: io.StringIO, *, terminal: bool) -> Console:
     return Console(file=stream, force_terminal=terminal, width=80)
 
 
-def test_without_a_terminal_a_line_comes_even_while_one_piece_of_work_goes_on():
+def test_lines_appear_during_one_long_task():
     stream = Stream()
     with progress(
         shown=True, line_seconds=0.001, console=console(stream, terminal=False)
     ) as display:
         display.add_task("corpus", total=6000, completed=120, numbers="loss 1.5")
-        # the work itself says nothing meanwhile
         assert stream.written.wait(timeout=60)
     assert stream.getvalue().splitlines()[0] == "corpus 120/6000  loss 1.5"
     assert "\x1b" not in stream.getvalue()
     assert "progress" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_a_line_has_done_and_total_rate_time_left_and_numbers():
+def test_line_has_done_total_rate_time_left_and_numbers():
     clock = iter(range(0, 1000, 10))
     display = Progress(disable=True, get_time=lambda: float(next(clock)))
     task = display.add_task("online", total=100, numbers="")
@@ -48,7 +47,7 @@ def test_a_line_has_done_and_total_rate_time_left_and_numbers():
     assert line(display.tasks[task]) == "online 20/100  0.5/s  0:02:40 left"
 
 
-def test_work_shorter_than_the_interval_writes_nothing_and_so_does_what_is_not_shown():
+def test_short_or_hidden_work_prints_nothing():
     for shown, seconds in ((True, 1000.0), (False, 0.0001)):
         stream = Stream()
         with progress(
@@ -58,7 +57,7 @@ def test_work_shorter_than_the_interval_writes_nothing_and_so_does_what_is_not_s
         assert stream.getvalue() == ""
 
 
-def test_on_a_terminal_there_is_a_bar_and_no_lines():
+def test_terminal_has_a_bar_and_no_lines():
     stream = Stream()
     with progress(
         shown=True, line_seconds=0.0001, console=console(stream, terminal=True)
@@ -70,6 +69,6 @@ def test_on_a_terminal_there_is_a_bar_and_no_lines():
 
 
 @pytest.mark.parametrize("shown", [True, False])
-def test_items_come_through_in_order(shown: bool, capsys: pytest.CaptureFixture[str]):
+def test_bar_yields_items_in_order(shown: bool, capsys: pytest.CaptureFixture[str]):
     assert list(bar(range(5), "online", shown)) == [0, 1, 2, 3, 4]
     assert capsys.readouterr().out == ""

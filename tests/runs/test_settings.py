@@ -1,4 +1,4 @@
-"""A stranger's config.yaml is values and nothing else; our own always comes back."""
+"""config.yaml: hostile files are refused, and our own files are read back."""
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -9,27 +9,27 @@ from hypothesis import example, given
 from hypothesis import settings as tried
 from hypothesis import strategies as st
 
-from specheads.commands import _compose
-from specheads.config import Train
+from specheads.commands._library import read_run
+from specheads.config import Train, compose
 from specheads.core.errors import InputError
 from specheads.runs.settings import RESUMABLE, first_difference, parse, read_settings
 from specheads.training.distill.run import NEUTRAL_SETTINGS
 
 BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40))
 HOSTILE = {
-    "a variable of the environment": ("name: ${oc.env:SECRET}\n", "is to be looked up"),
-    "one in a list": ("head: {sizes: [1, 'a${oc.env:SECRET}']}\n", "is to be looked up"),
-    "one in a name": ("${oc.env:SECRET}: 1\n", "is to be looked up"),
+    "a variable of the environment": ("name: ${oc.env:SECRET}\n", "interpolations are refused"),
+    "one in a list": ("head: {sizes: [1, 'a${oc.env:SECRET}']}\n", "interpolations are refused"),
+    "one in a name": ("${oc.env:SECRET}: 1\n", "interpolations are refused"),
     "an alias bomb": (BOMB, "line 1 has one"),
     "an anchor": ("name: &a x\nrun_dir: *a\n", "line 1 has one"),
     "a tag": ("name: x\nseed: !!python/object/apply:os.system [id]\n", "line 2 has one"),
     "a tag of its own": ("name: !env SECRET\n", "line 1 has one"),
-    "depth": ("a: " + "[" * 500_000, "20 deep"),
-    "depth by indents": ("".join(f"{' ' * n}a:\n" for n in range(300)), "20 deep"),
-    "a list": ("- name\n", "settings have names, got a list"),
-    "nothing": ("", "settings have names, got a NoneType"),
-    "names that are numbers": ("1: 2\n", "settings have names"),
-    "one behind an escape": ('name: "\\x24{oc.env:SECRET}"\n', "is to be looked up"),
+    "depth": ("a: " + "[" * 500_000, "at most 20 levels deep"),
+    "depth by indents": ("".join(f"{' ' * n}a:\n" for n in range(300)), "at most 20 levels deep"),
+    "a list": ("- name\n", "must be a mapping of names, got a list"),
+    "nothing": ("", "must be a mapping of names, got a NoneType"),
+    "names that are numbers": ("1: 2\n", "must be a mapping of names"),
+    "one behind an escape": ('name: "\\x24{oc.env:SECRET}"\n', "interpolations are refused"),
     "names that are lists": ("? [a]\n: 2\n", "is not a run's settings"),
     "two documents": ("name: x\n---\nname: y\n", "is not a run's settings"),
     "no YAML": ("name: [x\n", "is not a run's settings"),
@@ -40,21 +40,21 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("what", HOSTILE)
-def test_a_hostile_config_is_refused_in_one_line(
+def test_hostile_config_is_refused_in_one_line(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("SECRET", "hunter2")
     text, told = HOSTILE[what]
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(InputError) as refused:
-        _compose.read_run(tmp_path / "config.yaml", Train)
+        read_run(tmp_path / "config.yaml", Train)
     assert told in str(refused.value)
     assert "hunter2" not in str(refused.value)
     assert str(tmp_path / "config.yaml") in str(refused.value)
     assert len(str(refused.value).splitlines()) == 1
 
 
-def test_bytes_that_are_no_text_a_link_that_leads_out_and_no_file_are_refused(tmp_path: Path):
+def test_missing_undecodable_and_linked_files_are_refused(tmp_path: Path):
     run = tmp_path / "run"
     run.mkdir()
     with pytest.raises(InputError, match=r"needs a config\.yaml"):
@@ -82,7 +82,7 @@ STRANGE = (
 
 @dataclass
 class Small:
-    """What differs in form among our settings."""
+    """Settings of each form."""
 
     name: str
     head: dict[str, Any]
@@ -91,24 +91,22 @@ class Small:
 
 @tried(max_examples=100, deadline=None)
 @given(name=TEXT.filter(lambda text: "${" not in text and text != "???"))
-def test_what_we_write_ourselves_is_read_as_it_was(name: str):
+def test_written_settings_are_read_back(name: str):
     settings = Small(name, {"kind": name, "list": [name, 1e-5, 3, None, True, {"deep": name}]})
-    assert parse(_compose.as_yaml(settings)) == asdict(settings)
+    assert parse(compose.as_yaml(settings)) == asdict(settings)
 
 
 for one in STRANGE:
-    test_what_we_write_ourselves_is_read_as_it_was = example(name=one)(
-        test_what_we_write_ourselves_is_read_as_it_was
-    )
+    test_written_settings_are_read_back = example(name=one)(test_written_settings_are_read_back)
 
 
-def test_a_run_s_own_settings_come_back_typed(tmp_path: Path):
-    smoke = _compose.settings_of("train", ["recipe=smoke"])
-    (tmp_path / "config.yaml").write_text(_compose.as_yaml(smoke), encoding="utf-8")
-    assert _compose.read_run(tmp_path / "config.yaml", Train) == smoke
+def test_settings_of_a_run_are_read_back_typed(tmp_path: Path):
+    smoke = compose.settings_of("train", ["recipe=smoke"])
+    (tmp_path / "config.yaml").write_text(compose.as_yaml(smoke), encoding="utf-8")
+    assert read_run(tmp_path / "config.yaml", Train) == smoke
 
 
-def test_what_says_nothing_of_a_text_may_change_before_it_is_whole():
+def test_settings_that_do_not_change_the_text_may_change_on_resume():
     free = {f"schedule.phases.*.distill.{name}" for name in NEUTRAL_SETTINGS - {"num_samples"}}
     assert {name for name in RESUMABLE if ".distill." in name} == free
     before = {"schedule": {"phases": {"a": {"distill": {"retries": 5, "new_tokens": 8}}}}}
@@ -126,6 +124,6 @@ def test_what_says_nothing_of_a_text_may_change_before_it_is_whole():
         ("name: n\nbase: {dtype: auto}\n", ("a", 1, None)),
     ],
 )
-def test_only_what_decides_the_training_makes_a_difference(now: str, found: object):
+def test_first_difference_is_a_setting_that_changes_training(now: str, found: object):
     before = parse("a: 1\nevaluation: {prompts: y}\nname: n\nbase: {device: cuda, dtype: auto}\n")
     assert first_difference(before, parse(now)) == found

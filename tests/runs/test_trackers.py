@@ -1,4 +1,4 @@
-"""metrics.jsonl is whole whatever happens, and so is a run whose tracker is lost."""
+"""metrics.jsonl stays valid, also if a tracker fails."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from specheads.runs.trackers import Tracker, read_metrics, refuse_missing
 
 @pytest.fixture(autouse=True)
 def _process() -> None:
-    # accelerate's trackers ask which process they are in; training knows before
+    # accelerate's trackers need the state of the process
     PartialState(cpu=True)
 
 
@@ -27,7 +27,7 @@ def tracker(folder: Path, *, kind: str = "jsonl", told: list[str] | None = None)
 
 
 def write(rows: list[dict[str, Any]], folder: Path, *, kind: str, after: int) -> None:
-    """Track the rows of a run that goes on after a step."""
+    """Track the rows of a run that resumes after a step."""
     found = tracker(folder, kind=kind)
     found.resume(after)
     for row in rows:
@@ -35,7 +35,7 @@ def write(rows: list[dict[str, Any]], folder: Path, *, kind: str, after: int) ->
     found.close()
 
 
-def test_a_resumed_run_writes_the_steps_after_its_checkpoint_again(tmp_path: Path):
+def test_resumed_run_replaces_later_rows(tmp_path: Path):
     first = tracker(tmp_path)
     for step in (2, 4, 6):
         first.log({"step": step, "loss": 1.0})
@@ -46,7 +46,7 @@ def test_a_resumed_run_writes_the_steps_after_its_checkpoint_again(tmp_path: Pat
     assert [(row["step"], row["loss"]) for row in rows] == [(2, 1.0), (4, 1.0), (6, 2.0)]
 
 
-def test_a_row_cut_short_by_a_crash_is_left_out(tmp_path: Path):
+def test_incomplete_last_row_is_left_out(tmp_path: Path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 2}\n{"step": 4, "lo')
     assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 2}]
 
@@ -54,9 +54,7 @@ def test_a_row_cut_short_by_a_crash_is_left_out(tmp_path: Path):
 @pytest.mark.parametrize(
     "content", [b'{"step": 2}', b'{"step": 2}\n{"step": 4, "lo', b'{"step": 2}\n']
 )
-def test_half_a_row_goes_and_a_whole_one_stays_when_training_goes_on(
-    content: bytes, tmp_path: Path
-):
+def test_resume_drops_an_incomplete_row(content: bytes, tmp_path: Path):
     (tmp_path / "metrics.jsonl").write_bytes(content)
     found = tracker(tmp_path)
     found.resume(2)
@@ -70,17 +68,15 @@ def test_half_a_row_goes_and_a_whole_one_stays_when_training_goes_on(
     [b"\x00\xff\xfe", b"not JSON", b"[]", b'{"loss": 1.0}', b'{"step": "2"}', b"", b"[" * 100_000],
     ids=["bytes", "words", "list", "no step", "text step", "empty", "deep"],
 )
-def test_a_line_that_is_no_row_is_refused_by_its_number_and_left_as_it_is(
-    line: bytes, tmp_path: Path
-):
+def test_invalid_line_is_refused_by_number(line: bytes, tmp_path: Path):
     path, content = tmp_path / "metrics.jsonl", b'{"step": 1}\n' + line + b'\n{"step": 4}\n'
     path.write_bytes(content)
-    with pytest.raises(InputError, match="and line 2 is none; take it out"):
+    with pytest.raises(InputError, match="and line 2 is not; remove it"):
         tracker(tmp_path).resume(4)
     assert path.read_bytes() == content
 
 
-def test_rows_are_not_read_through_a_link_that_leads_out(tmp_path: Path):
+def test_linked_metrics_are_refused(tmp_path: Path):
     (tmp_path / "run").mkdir()
     (tmp_path / "elsewhere").write_text('{"step": 1}\n')
     (tmp_path / "run" / "metrics.jsonl").symlink_to(tmp_path / "elsewhere")
@@ -91,7 +87,7 @@ def test_rows_are_not_read_through_a_link_that_leads_out(tmp_path: Path):
 ROWS = [{"step": step, "phase": "corpus", "loss": 1 / step} for step in range(1, 6)]
 
 
-def test_wandb_is_offline_where_no_key_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_wandb_is_offline_without_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
@@ -127,7 +123,7 @@ def test_trackio_keeps_the_rows_on_this_machine(tmp_path: Path, monkeypatch: pyt
 
 
 class Failing(GeneralTracker):
-    """A tracker that fails at some moment."""
+    """A tracker that fails at one moment."""
 
     name, requires_logging_directory, tracker = "failing", False, None
 
@@ -156,7 +152,7 @@ WHOLE = ["start", "row 1", "row 2", "row 3", "row 4", "row 5", "finish"]
 
 
 @pytest.mark.parametrize("moment", ["", "start", "row 3", "finish"])
-def test_a_tracker_that_is_lost_is_told_once_and_the_rows_go_on(
+def test_failed_tracker_is_logged_once_and_rows_continue(
     moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setitem(trackers.LOGGER_TYPE_TO_CLASS, "trackio", Failing)
@@ -169,11 +165,11 @@ def test_a_tracker_that_is_lost_is_told_once_and_the_rows_go_on(
     found.close()
     assert read_metrics(tmp_path / "metrics.jsonl") == ROWS
     assert reached == (WHOLE[: WHOLE.index(moment) + 1] if moment else WHOLE)
-    lost = f"trackio is lost (ConnectionError: the network is gone); {found.metrics} goes on"
+    lost = f"trackio failed (ConnectionError: the network is gone); rows go to {found.metrics} only"
     assert told == ([lost] if moment else [])
 
 
-def test_a_tracker_that_is_not_installed_is_refused_with_what_installs_it(
+def test_missing_tracker_package_is_refused_with_its_pip_command(
     monkeypatch: pytest.MonkeyPatch,
 ):
     for kind in ("jsonl", "wandb"):

@@ -1,4 +1,4 @@
-"""The bench of all kinds: what it reads out of a run, and (slow) a whole small one."""
+"""The bench of all kinds: its reading of a run, and (slow) one small run."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from specheads.commands import _compose
+from specheads.config import compose
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "bench_heads.py"
@@ -41,7 +41,7 @@ def test_an_ablation_is_the_recipe_but_for_what_it_names(
 
         monkeypatch.setattr(script, "_run", failing)
         assert script._train(tmp_path / name, script._changes(options)[name], options) == 1
-        settings = asdict(_compose.settings_of("train", said))
+        settings = asdict(compose.settings_of("train", said))
         del settings["name"], settings["run_dir"]
         return settings
 

@@ -1,4 +1,4 @@
-"""The bench of real vLLM, all but vLLM: what is asked, who takes turns, what is made of answers.
+"""bench_serve.py without vLLM: its jobs, the order of turns, and the numbers of a row.
 
 tests/export/test_vllm.py runs it with vLLM itself.
 """
@@ -99,7 +99,7 @@ order: list[int] = []
 
 @pytest.mark.slow
 def test_a_run_asks_counts_replays_and_writes(script, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(script, "Engine", Ours)
+    monkeypatch.setattr(script, "VllmEngine", Ours)
     engines.clear()
     order.clear()
     Ours.base = FrozenBase.load(BASE, dtype="float32", device="cpu")
@@ -162,7 +162,7 @@ def test_llama_cpp_serves_the_base_alone_and_each_chain_of_the_converted_head(
         return SimpleNamespace(versions={"llama.cpp": "b1"})
 
     monkeypatch.setattr(script, "convert", lambda *told, **more: converted.append((told, more)))
-    monkeypatch.setattr(script, "Server", server)
+    monkeypatch.setattr(script, "LlamaServer", server)
     lines = (
         "python convert_hf_to_gguf.py '/a b' --target-model-dir base --outfile /h.gguf",
         "llama-server -m BASE.gguf -md /h.gguf --spec-type eagle --spec-draft-n-max 3 --last",

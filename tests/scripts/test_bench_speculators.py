@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from specheads.commands import _compose
+from specheads.config import compose
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.decoding.generate import generate
@@ -45,8 +45,8 @@ def begun(folder: Path, *overrides: str, architecture: str = "llama") -> Path:
         *("schedule.phases.distilled.sequence_length=150", "log_every=4", *overrides),
     ]
     (folder / "run").mkdir()
-    settings = _compose.settings_of("train", asked)
-    (folder / "run" / "config.yaml").write_text(_compose.as_yaml(settings))
+    settings = compose.settings_of("train", asked)
+    (folder / "run" / "config.yaml").write_text(compose.as_yaml(settings))
     return folder / "run"
 
 
@@ -76,7 +76,7 @@ def test_it_trains_the_logits_that_our_head_of_the_same_weights_trains(
     assert (head.kind, head.depth, head.aux_layers) == ("eagle3", 3, (2, 4, 5))
     assert head.drafted_size == (draft_tokens or base.vocab_size)
     batch, labels = last_of(script, source)
-    # documents stand side by side, of which answers count
+    # documents are next to each other; the loss covers answers
     assert 0 < int(labels.sum()) <= int(batch.loss_mask.sum()) < batch.tokens.numel() // 2
     assert int(batch.document_ids.max()) == 2
 
@@ -185,7 +185,7 @@ def test_what_cannot_be_is_told_in_a_line(
     assert told(tmp_path, tmp_path / "out").startswith("error: speculators must be installed")
     monkeypatch.setattr(script, "find_spec", str)
     assert told(tmp_path, tmp_path) == (
-        f"error: --out must be a new folder, and {tmp_path} is there; remove it\n"
+        f"error: --out must be a new folder, and {tmp_path} exists; remove it\n"
     )
     assert "has no config.yaml; name one" in told(tmp_path, tmp_path / "out")
 

@@ -1,4 +1,4 @@
-"""The Makefile's demo: what it runs, and what it says where there is no head."""
+"""The demo of the Makefile: its commands, and its message without a head."""
 
 import subprocess
 from pathlib import Path
@@ -7,12 +7,12 @@ ROOT = Path(__file__).parents[2]
 
 
 def made(*words: str) -> subprocess.CompletedProcess[str]:
-    """Return what make would do, which is not done."""
+    """Return the commands of make, without running them."""
     command = ["make", "--dry-run", "--no-print-directory", *words]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
-def test_the_demo_installs_its_base_and_talks_with_the_head_of_a_folder(tmp_path: Path):
+def test_demo_installs_its_base_and_starts_a_chat(tmp_path: Path):
     (tmp_path / "config.json").touch()
     done = made("demo", f"HEAD={tmp_path}")
     install, chat = done.stdout.splitlines()[-2:]
@@ -21,7 +21,7 @@ def test_the_demo_installs_its_base_and_talks_with_the_head_of_a_folder(tmp_path
     assert chat.split()[1:4] == ["chat", f"head={tmp_path}", "base=smollm2_135m_instruct"]
 
 
-def test_a_demo_without_a_head_says_so_in_one_line_and_installs_nothing(tmp_path: Path):
+def test_demo_without_a_head_prints_one_line_and_installs_nothing(tmp_path: Path):
     done = made("demo", f"HEAD={tmp_path}")
     assert done.returncode != 0
     assert done.stdout == ""

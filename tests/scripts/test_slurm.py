@@ -1,4 +1,4 @@
-"""The Slurm script queues a job again that ran out of time, and no other one."""
+"""The Slurm script requeues a job that ran out of time, and no other job."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ STAND_INS = {
 
 
 def job(place: Path, **environment: str) -> "subprocess.Popen[str]":
-    """Start the script as Slurm would, beside stand-ins for what it calls."""
+    """Start the script as Slurm would, with replacements of the programs it calls."""
     for name, body in STAND_INS.items():
         (place / name).write_text(f"#!/bin/bash\n{body}\n")
         (place / name).chmod(0o755)

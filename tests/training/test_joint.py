@@ -449,7 +449,7 @@ STEPS = [
 ]
 BRIEF = [
     "tree=chain", "evaluation.mode=offline", "evaluation.num_prompts=1",
-    "evaluation.max_new_tokens=6", "evaluation.quality_windows=2",
+    "evaluation.max_new_tokens=6",
 ]  # fmt: skip
 
 

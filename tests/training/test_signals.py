@@ -48,7 +48,7 @@ def test_signal_to_a_launcher_leaves_a_checkpoint_to_resume(
         process.send_signal(number)
         said = process.communicate()[0]
         assert process.returncode != 0
-        assert said.count("interrupted; an unfinished run goes on") == 2, said
+        assert said.count("interrupted; run the same command to resume") == 2, said
         assert not list(run.rglob(".*"))
         step = max(int(one.name.removeprefix("step-")) for one in run.glob("checkpoints/step-*"))
         assert step > before
@@ -69,7 +69,7 @@ def test_second_signal_ends_a_waiting_process(tmp_path: Path):
         assert first.wait() == 130
     finally:
         other.kill()
-    assert "interrupted again: it left at once" in pair.leave()[0][1]
+    assert "interrupted again: stopped at once" in pair.leave()[0][1]
 
 
 @pytest.mark.parametrize("moment", ["text/shard-00000.*", "head/config.json"])
@@ -86,7 +86,7 @@ def test_second_signal_ends_generation_and_evaluation_at_once(moment: str, tmp_p
         os.kill(pair.processes[0].pid, number)
     ((code, said),) = pair.leave()
     assert code == 130, said
-    assert "interrupted again: it left at once" in said
+    assert "interrupted again: stopped at once" in said
     assert RunDirectory(run).finished is not long
     # the same command resumes, or reports a finished run
     again = Pair(1, "train.py", *words, "schedule.phases.distilled.steps=1", f"run_dir={run}")

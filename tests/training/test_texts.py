@@ -9,8 +9,7 @@ import pytest
 from accelerate import Accelerator
 
 from specheads.base.model import FrozenBase
-from specheads.commands import _compose
-from specheads.config import Data, Distill, Phase, data_dir
+from specheads.config import Data, Distill, Phase, compose, data_dir
 from specheads.config.parts import WeightedSource
 from specheads.core.errors import InputError
 from specheads.data.documents import Documents
@@ -35,7 +34,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> PhaseTexts:
         text = "".join(f"def f_{number}_{at}(a):\n    return a + {at}\n" for at in range(40))
         (folder / f"{number}.py").write_text(text)
     small = ["recipe=smoke", "data=files", f"data.path={folder}", "schedule.phases.corpus.steps=1"]
-    settings = _compose.settings_of("train", small)
+    settings = compose.settings_of("train", small)
     base = FrozenBase.load(data_dir("recipes") / "tiny_code" / "base", device="cpu")
     return PhaseTexts(settings, base, RunDirectory(folder), Accelerator(cpu=True), lambda _: None)
 

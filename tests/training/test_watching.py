@@ -12,8 +12,7 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 
 from specheads.base.model import FrozenBase
-from specheads.commands import _compose
-from specheads.config import Joint, Schedule
+from specheads.config import Joint, Schedule, compose
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.data.packing import TokenBatch
@@ -205,7 +204,7 @@ def test_the_best_head_can_become_the_head_of_the_run(tmp_path: Path):
 
 
 def test_validation_prompts_are_separate_from_training_and_evaluation(tmp_path: Path):
-    settings = _compose.settings_of("train", ["recipe=smoke"])
+    settings = compose.settings_of("train", ["recipe=smoke"])
     base, told = FrozenBase.load(**asdict(settings.base)), []
     assert base.tokenizer is not None
     texts = PhaseTexts(settings, base, RunDirectory(tmp_path), Accelerator(cpu=True), told.append)

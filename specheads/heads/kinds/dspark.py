@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from specheads.config.ranges import Size
+from specheads.config.ranges import Width
 from specheads.core.drafter import Bias, State, Weight
 from specheads.core.weight_layout import product
 from specheads.heads.layers.block import BlockConfig, BlockHead, filled, flat_settings, own_settings
@@ -20,7 +20,7 @@ from specheads.heads.layers.block import BlockConfig, BlockHead, filled, flat_se
 class Config(BlockConfig):
     """Settings of a DSpark head; the defaults are the published ones."""
 
-    markov_rank: Size = 256
+    markov_rank: Width = 256
     """Rank of the correction by the previous token."""
 
     sample_from_anchor: bool = True

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from specheads.config.ranges import Count, Depth, Layer, Positive, Scale
+from specheads.config.ranges import Depth, LayerIndex, NonNegativeInt, PositiveFloat, PositiveInt
 from specheads.core.drafter import Bias, Committed, Features, State, Weight
 from specheads.core.errors import InputError
 from specheads.heads.checkpoint import fill, take_maps
@@ -33,11 +33,11 @@ class Config(AttentionConfig):
     depth: Depth = 7
     """Number of levels it drafts, and of steps in its training-time test."""
 
-    aux_layers: list[Layer] = field(default_factory=list)
+    aux_layers: list[LayerIndex] = field(default_factory=list)
     """Base layers it reads, in increasing order: k is the residual stream after k layers. Empty
     selects 2, n // 2 and n - 3 of n, as serving engines do, or others for a shallow base."""
 
-    num_layers: Positive = 1
+    num_layers: PositiveInt = 1
     """Number of layers: the first reads tokens and features, the others are plain Llama layers."""
 
     norm_before_residual: bool = False
@@ -55,20 +55,20 @@ class Config(AttentionConfig):
     parallel: bool = False
     """Whether it drafts all levels in one pass, from masks (P-EAGLE)."""
 
-    mask_token: Count = 0
+    mask_token: NonNegativeInt = 0
     """Token whose embedding is used for masks, with `parallel`."""
 
     own_embedding: bool = False
     """Whether it trains its own embedding, initialised from the base's, as P-EAGLE does."""
 
-    rope_theta: Scale = 10_000.0
+    rope_theta: PositiveFloat = 10_000.0
     """Base of the rotary position embedding."""
 
     rope_scaling: dict[str, Any] = field(default_factory=dict)
     """Scaling of the rotary embedding for longer texts, as in a Llama's config.json, by rope_type:
     linear, llama3 or yarn. Empty is no scaling."""
 
-    epsilon: Scale = 1e-5
+    epsilon: PositiveFloat = 1e-5
     """Epsilon of the norms."""
 
     def __post_init__(self) -> None:

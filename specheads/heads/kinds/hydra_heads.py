@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from specheads.config import check
-from specheads.config.ranges import Count, Depth, Scale, Width
+from specheads.config.ranges import Depth, NonNegativeInt, PositiveFloat, WidthOrZero
 from specheads.core.drafter import Bias, Committed, Features, State, Weight, pick_parents
 from specheads.core.errors import InputError
 from specheads.heads.checkpoint import fill
@@ -35,22 +35,22 @@ class Config:
     num_layers: Depth = 4
     """Number of blocks of each head: 1 is Hydra, 4 is Hydra++."""
 
-    draft_tokens: Count = 0
+    draft_tokens: NonNegativeInt = 0
     """Size of the draft vocabulary: the most frequent tokens of the training text. Zero is all."""
 
     prefix: bool = True
     """Whether a decoder layer processes the base's hidden states first, as in Hydra++."""
 
-    attention_heads: Width = 0
+    attention_heads: WidthOrZero = 0
     """Number of that layer's attention heads. Zero is one per 64 channels of the base."""
 
-    key_value_heads: Width = 0
+    key_value_heads: WidthOrZero = 0
     """Number of key and value heads. Zero is the number of attention heads."""
 
-    inner_dim: Width = 0
+    inner_dim: WidthOrZero = 0
     """Width of its MLP. Zero is 8/3 of the base's width, rounded up to a multiple of 16."""
 
-    rope_theta: Scale = 10_000.0
+    rope_theta: PositiveFloat = 10_000.0
     """Base of its rotary position embedding."""
 
     def __post_init__(self) -> None:

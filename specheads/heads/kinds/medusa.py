@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from specheads.config import check
-from specheads.config.ranges import Count, Depth, Layers, Size, one_of
+from specheads.config.ranges import Depth, DepthOrZero, NonNegativeInt, Width, one_of
 from specheads.core.drafter import Bias, Committed, Features, State, Weight
 from specheads.core.drafter import Head as BaseHead
 from specheads.core.errors import InputError
@@ -28,17 +28,17 @@ class Config:
     depth: Depth = 5
     """Number of levels it drafts, each with its own head."""
 
-    num_layers: Layers = 1
+    num_layers: DepthOrZero = 1
     """Number of residual blocks of each head."""
 
     projection: Annotated[str, one_of("own", "shared", "low_rank")] = "own"
     """Vocabulary projection: own (one matrix per head), shared (the base's, frozen and not saved)
     or low_rank (the base's, plus a low-rank update per head)."""
 
-    rank: Size = 64
+    rank: Width = 64
     """Rank of the update, with projection=low_rank."""
 
-    draft_tokens: Count = 0
+    draft_tokens: NonNegativeInt = 0
     """Size of the draft vocabulary: the most frequent tokens of the training text. Zero is all."""
 
     def __post_init__(self) -> None:

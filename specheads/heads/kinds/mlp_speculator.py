@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from specheads.config import check
-from specheads.config.ranges import Count, Depth, Width, one_of
+from specheads.config.ranges import Depth, NonNegativeInt, WidthOrZero, one_of
 from specheads.core.drafter import Bias, Committed, Features, State, Weight, pick_parents
 from specheads.core.drafter import Head as BaseHead
 from specheads.core.errors import InputError
@@ -34,7 +34,7 @@ class Config:
     depth: Depth = 3
     """Number of levels it drafts."""
 
-    inner_dim: Width = 0
+    inner_dim: WidthOrZero = 0
     """Width of its state. Zero is the width of the base."""
 
     state: Annotated[str, one_of("mlp", "gated")] = "mlp"
@@ -47,7 +47,7 @@ class Config:
     scale_input: bool = True
     """Whether the base's hidden state is scaled to an RMS of 1/sqrt(2) first."""
 
-    draft_tokens: Count = 0
+    draft_tokens: NonNegativeInt = 0
     """Size of the draft vocabulary: the most frequent tokens of the training text. Zero is all."""
 
     def __post_init__(self) -> None:

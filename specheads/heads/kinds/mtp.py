@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from specheads.config.ranges import Depth, Scale
+from specheads.config.ranges import Depth, PositiveFloat
 from specheads.core.drafter import Committed, Features, State
 from specheads.core.errors import InputError
 from specheads.heads.checkpoint import fill
@@ -41,14 +41,14 @@ class Config(AttentionConfig):
     attention_bias: bool = False
     """Whether queries, keys and values have biases, as in Qwen2 and MiMo."""
 
-    rope_theta: Scale = 10_000.0
+    rope_theta: PositiveFloat = 10_000.0
     """Base of the rotary position embedding."""
 
     rope_scaling: dict[str, Any] = field(default_factory=dict)
     """Scaling of the rotary embedding for longer texts, as in a Llama's config.json, by rope_type:
     linear, llama3 or yarn. Empty is no scaling."""
 
-    epsilon: Scale = 1e-6
+    epsilon: PositiveFloat = 1e-6
     """Epsilon of the norms."""
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from specheads.config import check
-from specheads.config.ranges import Count, Depth, Layers, Width
+from specheads.config.ranges import Depth, DepthOrZero, NonNegativeInt, WidthOrZero
 from specheads.core.drafter import Bias, Committed, Features, State, Weight, pick_parents
 from specheads.heads.checkpoint import fill
 from specheads.heads.layers.common import ResidualBlock
@@ -28,16 +28,16 @@ class Config:
     depth: Depth = 5
     """Number of levels it trains and drafts; its size does not depend on this."""
 
-    num_layers: Layers = 2
+    num_layers: DepthOrZero = 2
     """Number of residual blocks before the vocabulary projection."""
 
-    exit_dim: Width = 0
+    exit_dim: WidthOrZero = 0
     """Width of blocks and projection. Zero is twice the base's width, which needs no adapter."""
 
     rnn: bool = True
     """Whether a recurrent cell reads the drafted tokens. Otherwise their embeddings are summed."""
 
-    draft_tokens: Count = 0
+    draft_tokens: NonNegativeInt = 0
     """Size of the draft vocabulary: the most frequent tokens of the training text. Zero is all."""
 
     def __post_init__(self) -> None:

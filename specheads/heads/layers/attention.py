@@ -17,7 +17,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
 from specheads.config import check
-from specheads.config.ranges import Count, Width
+from specheads.config.ranges import NonNegativeInt, WidthOrZero
 from specheads.core.errors import InputError
 from specheads.heads.layers.common import RMSNorm
 from specheads.heads.layers.path_attention import DocumentBounds, path_attention
@@ -28,19 +28,19 @@ from specheads.heads.layers.rotary import Rotary
 class AttentionConfig:
     """Sizes of a head's layers, and its draft vocabulary."""
 
-    attention_heads: Width = 0
+    attention_heads: WidthOrZero = 0
     """Number of attention heads. Zero is one per 64 channels of the base."""
 
-    key_value_heads: Width = 0
+    key_value_heads: WidthOrZero = 0
     """Number of key and value heads. Zero is the number of attention heads."""
 
-    head_dim: Width = 0
+    head_dim: WidthOrZero = 0
     """Number of channels per attention head. Zero is the base's width divided by the heads."""
 
-    inner_dim: Width = 0
+    inner_dim: WidthOrZero = 0
     """Width of its MLPs. Zero is 8/3 of the base's width, rounded up to a multiple of 16."""
 
-    draft_tokens: Count = 0
+    draft_tokens: NonNegativeInt = 0
     """Size of the draft vocabulary: the most frequent tokens of the training text. Zero is all."""
 
     def __post_init__(self) -> None:

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from specheads.config.ranges import Depth, Layer, Positive, Scale, Token
+from specheads.config.ranges import Depth, LayerIndex, PositiveFloat, PositiveInt, TokenId
 from specheads.core.drafter import Committed, Features, State
 from specheads.core.errors import InputError
 from specheads.heads.checkpoint import fill, take_maps
@@ -36,17 +36,17 @@ class BlockConfig(AttentionConfig):
     num_layers: Depth = 5
     """Number of layers."""
 
-    aux_layers: list[Layer] = field(default_factory=list)
+    aux_layers: list[LayerIndex] = field(default_factory=list)
     """Base layers it reads, in increasing order: k is the residual stream after k layers. Empty
     selects num_layers ones, evenly from 2 to n - 2 of n, or 1 to n - 1 of a shallow base."""
 
-    rope_theta: Scale = 1_000_000.0
+    rope_theta: PositiveFloat = 1_000_000.0
     """Base of the rotary position embedding."""
 
-    epsilon: Scale = 1e-6
+    epsilon: PositiveFloat = 1e-6
     """Epsilon of the norms."""
 
-    mask_token: Token = -1
+    mask_token: TokenId = -1
     """Token whose embedding is used for masks; choose one that is rare in text. -1 is the last
     token of the vocabulary."""
 
@@ -54,7 +54,7 @@ class BlockConfig(AttentionConfig):
     """Whether the anchor's slot drafts the first level, and each slot the token after it. Otherwise
     each mask drafts the token at its own position."""
 
-    num_anchors: Positive = 512
+    num_anchors: PositiveInt = 512
     """Number of positions per sequence from which a training step drafts, sampled at each step."""
 
     def __post_init__(self) -> None:

@@ -9,7 +9,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from specheads.config.validation import admits
+from specheads.config.ranges import PositiveFloat
+from specheads.config.validation import allows
 from specheads.core.errors import InputError
 
 ORIGINAL = "original_max_position_embeddings"
@@ -104,7 +105,7 @@ def _published_scaling(rope: dict[str, Any], length: int | None) -> dict[str, An
 
 
 def _is_scale(value: Any) -> bool:
-    return admits(float, value) and 0 < value <= 1e9
+    return allows(PositiveFloat, value)
 
 
 @cache

@@ -9,6 +9,7 @@ from accelerate import Accelerator
 from specheads.config import Train
 from specheads.core.errors import InputError
 from specheads.core.machine import held_bytes
+from specheads.runs.checkpoint import KEPT
 from specheads.training.feature_cache import cache_bytes
 from specheads.training.plan.batch import largest_step, room_of, settle_batches, unsettled
 from specheads.training.plan.shapes import Parts, Shapes, Target, target_of
@@ -254,7 +255,7 @@ def _levers(phase: PlacedPhase) -> list[str]:
 
 
 def _disk(settings: Train, shapes: Shapes) -> Parts:
-    head, kept = shapes.saved_bytes, settings.checkpoints_kept
+    head, kept = shapes.saved_bytes, KEPT
     phases = settings.schedule.phases.values()
     tokens = sum(
         one.distill.num_samples * text_tokens(one.distill) for one in phases if one.distill

@@ -6,7 +6,8 @@ import tempfile
 from pathlib import Path
 
 from specheads import config
-from specheads.commands import _compose, _library
+from specheads.commands.train import train
+from specheads.config import compose
 from specheads.training.plan import trial
 from specheads.training.plan.whole import plan
 from specheads.training.processes import accelerator_of_environment
@@ -24,13 +25,13 @@ def measured(settings: config.Train) -> int:
     """Train, and return the peak resident memory in bytes."""
     with tempfile.TemporaryDirectory() as folder:
         settings.run_dir = f"{folder}/run"
-        _library.train(settings=settings)
+        train(settings=settings)
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
 
 if __name__ == "__main__":
     what, *overrides = sys.argv[1:]
-    settings = _compose.settings_of("train", [*overrides, *SHORT])
+    settings = compose.settings_of("train", [*overrides, *SHORT])
     found = {"planned": planned, "measured": measured}[what](settings)
     sys.stdout.write(f"{json.dumps(found)}\n")

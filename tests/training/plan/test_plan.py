@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from specheads import config
 from specheads.base.model import FrozenBase
-from specheads.commands import _compose
+from specheads.config import compose
 from specheads.core.errors import InputError
 from specheads.core.machine import held_bytes
 from specheads.heads.load import build_for, kinds
@@ -50,7 +50,7 @@ def settings_of(folder: Path, *overrides: str) -> config.Train:
     distilled = ("schedule.phases.distilled.distill.new_tokens=16",) if not any(
         one.startswith("~schedule") for one in overrides
     ) else ()  # fmt: skip
-    return _compose.settings_of("train", [*always, *shapes, *distilled, *overrides])
+    return compose.settings_of("train", [*always, *shapes, *distilled, *overrides])
 
 
 def planned(folder: Path, *overrides: str) -> Plan:
@@ -296,10 +296,10 @@ def test_auto_batch_fits_and_is_printed(folder: Path, monkeypatch: pytest.Monkey
 def test_resumed_run_keeps_its_auto_batch(folder: Path, tmp_path: Path):
     run = f"run_dir={tmp_path}"
     settings: Any = settings_of(folder, "schedule.phases.corpus.batch_size=3", run)
-    (tmp_path / "config.yaml").write_text(_compose.as_yaml(settings))
+    (tmp_path / "config.yaml").write_text(compose.as_yaml(settings))
     again = settings_of(folder, "schedule.phases.corpus.batch_size=auto", run)
     assert settle_batches(again, ACCELERATOR, lambda _: None) is None
-    assert yaml.safe_load(_compose.as_yaml(again)) == yaml.safe_load(_compose.as_yaml(settings))
+    assert yaml.safe_load(compose.as_yaml(again)) == yaml.safe_load(compose.as_yaml(settings))
 
 
 @pytest.mark.parametrize("size", ["0", "many", "true", "1.5"])

@@ -1,4 +1,4 @@
-"""`specheads train preview=N`: what training would see, before anything is spent."""
+"""`specheads train preview=N`: examples of the training text."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 from transformers import AutoTokenizer
 
-from specheads.commands import _preview
+from specheads.commands import _dry_run
 from specheads.commands._call import call
 
 BASE = Path(__file__).parents[2] / "recipes" / "tiny_code" / "base"
@@ -23,7 +23,7 @@ TALK = {
 
 @pytest.fixture
 def overrides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return what trains on one conversation, with a base of which only a tokenizer is there."""
+    """Return overrides to train on one conversation with a base that has only a tokenizer."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     tokenizer = AutoTokenizer.from_pretrained(BASE)
@@ -35,12 +35,10 @@ def overrides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return ["recipe=smoke", "base.model=base", "data.source=chat", "data.path=talks.jsonl"]
 
 
-def test_a_preview_shows_the_mask_without_colour_and_leaves_no_run(
-    overrides: list[str], capsys: Any
-):
+def test_preview_shows_the_loss_mask_and_writes_no_run(overrides: list[str], capsys: Any):
     call("train", [*overrides, "preview=2"])
     said = capsys.readouterr().out
-    # what a terminal would obey is shown and not sent
+    # control characters are escaped
     shown = "<|im_start|>user\nHi?<|im_end|>\n<|im_start|>assistant\n⟦\\x1b]0;<|im_end|>⟧\n"
     assert shown in said
     assert "--- 1 of 1: " in said
@@ -49,34 +47,32 @@ def test_a_preview_shows_the_mask_without_colour_and_leaves_no_run(
 
 # a phase that reads the corpus itself would be refused: tests/commands/test_broken_files.py
 @pytest.mark.parametrize("command", [["train", "~schedule.phases.corpus"], ["distill"]])
-def test_of_a_corpus_of_questions_it_shows_what_the_base_will_be_asked(
-    command: list[str], overrides: list[str], capsys: Any
-):
+def test_corpus_of_questions_shows_prompts(command: list[str], overrides: list[str], capsys: Any):
     Path("talks.jsonl").write_text(json.dumps({"messages": TALK["messages"][:1]}) + "\n")
     call(command[0], [*command[1:], *overrides, "preview=2"])
     said = capsys.readouterr().out
-    assert "what it writes is learned" in said
+    assert "the head learns its text" in said
     assert "--- 1 of 1: " in said
     assert said.endswith("<|im_start|>user\nHi?<|im_end|>\n<|im_start|>assistant\n\n")
 
 
-def test_all_of_a_plain_corpus_is_counted(overrides: list[str], capsys: Any):
+def test_every_token_of_plain_text_is_in_the_loss(overrides: list[str], capsys: Any):
     text = "a sentence to learn " * 20
     rows = [json.dumps({"text": f"{text} {number}"}) for number in range(40)]
     Path("talks.jsonl").write_text("\n".join(rows), encoding="utf-8")
     call("train", [*overrides, "data.source=jsonl", "preview=1"])
     said = capsys.readouterr().out
-    assert "counted (100.0%)" in said
+    assert "in the loss (100.0%)" in said
     assert f"⟦{text} " in said
 
 
-def test_on_a_terminal_what_is_counted_is_bright_and_special_tokens_stand_out(
+def test_terminal_colours_the_loss_mask_and_special_tokens(
     overrides: list[str], capsys: Any, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(
-        _preview,
+        _dry_run,
         "Console",
         lambda **how: Console(force_terminal=True, color_system="standard", **how),
     )
@@ -86,7 +82,7 @@ def test_on_a_terminal_what_is_counted_is_bright_and_special_tokens_stand_out(
     assert "\x1b[1;32m\\x1b]0;\x1b[0m\x1b[1;7;32m<|im_end|>\x1b[0m" in said
 
 
-def test_a_wrong_mask_leaves_one_line_and_below_it_the_text(overrides: list[str], capsys: Any):
+def test_wrong_loss_mask_prints_one_line_and_the_text(overrides: list[str], capsys: Any):
     loud = CHATML.replace("m.content", "(m.content | upper)")
     Path("base/chat_template.jinja").write_text(loud, encoding="utf-8")
     row = {"messages": [TALK["messages"][0], {"role": "assistant", "content": "Hello."}]}

@@ -66,7 +66,7 @@ def built(script, tmp_path) -> Path:
 
 
 def test_a_server_is_waited_for_asked_and_ended(script, built):
-    server = script.Server(["-m", "base.gguf", "-md", "head.gguf"], built / "log", built)
+    server = script.LlamaServer(["-m", "base.gguf", "-md", "head.gguf"], built / "log", built)
     first, second = server.ask(JOB), server.ask(JOB)
     assert first["tokens"] == [[8, 0, 1, 2], [9, 0, 1, 2]]
     asked = {"n_predict": 4, "temperature": 0.0, "ignore_eos": False}
@@ -83,14 +83,14 @@ def test_a_server_is_waited_for_asked_and_ended(script, built):
 
 
 def test_without_a_head_nothing_is_counted(script, built):
-    server = script.Server(["-m", "base.gguf"], built / "log", built)
+    server = script.LlamaServer(["-m", "base.gguf"], built / "log", built)
     assert server.ask(JOB)["counters"] == {}
     server.close()
 
 
 def test_a_server_that_does_not_start_says_why(script, built):
     with pytest.raises(SystemExit, match=r"did not start; .*log ends with error: no model"):
-        script.Server([], built / "log", built)
+        script.LlamaServer([], built / "log", built)
 
 
 @pytest.mark.parametrize("pre_tokenizer", ["", "llama-bpe"])

@@ -1,9 +1,9 @@
-"""Where Hydra meets the rest: schemas, recipes, and mistakes told in one line."""
+"""The one place that knows Hydra: schemas, recipes, overrides, and its errors in one line."""
 
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import lru_cache
@@ -17,34 +17,40 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from specheads import config
-from specheads.config import commands
+from specheads.config import commands, schedule
+from specheads.config.places import data_dir, new_name, recipe_dirs
+from specheads.config.validation import check, unknown
 from specheads.core.errors import InputError
 
-KINDS = (
-    config.Train,
-    commands.Distill,
-    config.Evaluate,
-    config.Compare,
-    config.Chat,
-    config.Tune,
-    config.Export,
-    config.Push,
-    config.Simulate,
-)
-SCHEMAS: dict[str, type] = {kind.__name__.lower(): kind for kind in KINDS}
+MISTAKES = (InputError, HydraException, OmegaConfBaseException)
+"""Errors that the user's settings cause."""
+
+SCHEMAS: dict[str, type] = {
+    kind.__name__.lower(): kind
+    for kind in (
+        commands.Train,
+        commands.Distill,
+        commands.Evaluate,
+        commands.Compare,
+        commands.Chat,
+        commands.Tune,
+        commands.Export,
+        commands.Push,
+        commands.Simulate,
+    )
+}
 
 EVALUATION = {
     name: f"evaluation.{name}"
     for name in ("prompts", "num_prompts", "all_turns", "max_new_tokens", "temperature", "coupled")
 }
 HEAD = {"head": "head_path", "base": "base.model"}
-# Hydra adds names to a mapping only behind a plus
+# Hydra adds names to a mapping only after a plus
 MIXTURE = {"data.sources": "+data.sources"}
-# the command says by out= where text lies, and by head= who drafts
+# out= names the folder of the text, and head= the head that drafts
 DISTILL = {
     item.name: f"schedule.phases.distilled.distill.{item.name}"
-    for item in fields(config.Distill)
+    for item in fields(schedule.Distill)
     if item.name not in ("folder", "use_head")
 }
 SHORT: dict[str, dict[str, str]] = {
@@ -57,28 +63,28 @@ SHORT: dict[str, dict[str, str]] = {
     "chat": HEAD,
     "simulate": {"head": "head_path"},
 }
-"""Names that docs and scripts use for settings further down, by command."""
+"""Short names of nested settings, by command."""
 
 HOME = re.compile(r"(?<=[=,\[])~(?=/)")
-"""Where the user's own folder stands for its name: no shell expands it there, and Hydra cannot."""
+"""A `~` for the home folder that the shell did not expand."""
 
 OPTIONAL = re.compile(r"\+{0,2}(schedule\.phases\.[^.=]+)\.(distill|joint)(?:\.|=\{)")
-"""A setting of a group that a phase may lack; Hydra sets none in what is not there."""
+"""A setting of a group that a phase may lack; Hydra cannot set it before the group exists."""
 
 MULTIRUN = {"-m", "--multirun", "hydra.mode=MULTIRUN"}
 
 ABSENT = re.compile(r"Could not find '(\w+)/(.*)' Available options in '\1': (.*) Config search")
-"""What Hydra says of a choice that there is not, in one line."""
+"""Hydra's message for an unknown choice, in one line."""
 
 SEVERAL = re.compile(r"Ambiguous value for argument '([^']*)'")
-"""What Hydra says of `seed=1,2`, before it advises to sweep, which is refused."""
+"""Hydra's message for `seed=1,2`; it advises a sweep, which we refuse."""
 
 
 def register() -> None:
-    """Make schemas, recipes and the `data:` resolver known to Hydra.
+    """Register schemas, recipes and the `recipes:` resolver with Hydra.
 
-    Hydra names a group after its folder; registering each `recipes/*/recipe.yaml` in the group
-    `recipe` lets a recipe be a folder of its own and still answer to `recipe=`.
+    Hydra names a group after its folder. Each `recipes/*/recipe.yaml` is registered in the group
+    `recipe` under the name of its folder.
     """
     found = recipes()
     _register(tuple((name, path, path.stat().st_mtime_ns) for name, path in found.items()))
@@ -86,7 +92,7 @@ def register() -> None:
 
 @lru_cache(maxsize=1)
 def _register(found: tuple[tuple[str, Path, int], ...]) -> None:
-    """Register recipes as they were when last written."""
+    """Register recipes, again only if a file changed."""
     store = ConfigStore.instance()
     for name, schema in SCHEMAS.items():
         store.store(name=f"{name}_schema", node=schema)
@@ -94,35 +100,35 @@ def _register(found: tuple[tuple[str, Path, int], ...]) -> None:
         store.store(
             group="recipe",
             name=name,
-            node=_loaded(path),
+            node=_load_recipe(path),
             package="_global_",
             provider=str(path),
         )
     OmegaConf.register_new_resolver(
-        "recipes", lambda inner: str(config.data_dir("recipes") / inner), replace=True
+        "recipes", lambda inner: str(data_dir("recipes") / inner), replace=True
     )
 
 
-def _loaded(path: Path) -> Any:
+def _load_recipe(path: Path) -> Any:
     try:
         return OmegaConf.load(path)
     except (OSError, UnicodeDecodeError, YAMLError) as error:
         raise InputError(
-            f"a recipe must be a file of YAML, and {path} is none; mend it, or take its folder away"
+            f"a recipe must be a YAML file, and {path} is not; fix it, or move its folder away"
         ) from error
 
 
 def recipes() -> dict[str, Path]:
-    """Return every recipe by name; a user's own replaces ours of the same name."""
+    """Return every recipe by name; a user's own recipe replaces ours of the same name."""
     return {
         path.parent.name: path
-        for folder in config.recipe_dirs()
+        for folder in recipe_dirs()
         for path in sorted(folder.glob("*/recipe.yaml"))
     }
 
 
 def list_recipes() -> str:
-    """Return one line a recipe: its name and the first comment of its file."""
+    """Return one line for each recipe: its name and the first comment of its file."""
     found = recipes()
     width = max(map(len, found))
     first = {
@@ -132,26 +138,27 @@ def list_recipes() -> str:
 
 
 def from_command_line(name: str, overrides: Sequence[str]) -> list[Any]:
-    """Return the typed settings of a command, checked; none where Hydra only shows them.
+    """Return the checked settings of a command; none if Hydra only prints them.
 
-    Hydra composes and we run: it would put lines of its own before our errors, and leave folders.
+    Hydra composes only. If it also ran the command, it would print lines before our errors and
+    create folders.
     """
-    if asked := MULTIRUN.intersection(word.lstrip("+") for word in overrides):
+    if found := MULTIRUN.intersection(word.lstrip("+") for word in overrides):
         raise InputError(
-            f"a call is one run, got {asked.pop()}; call the command once for each, as in the "
+            f"a call is one run, got {found.pop()}; call the command once for each, as in the "
             "shell's for seed in 1 2; do ... seed=$seed; done"
         )
     if any(word.startswith("-") for word in overrides):
-        # its own flags, as --cfg job; then it composes twice
-        return [_checked(one) for one in _by_flags(name, overrides)]
-    return [_composed(name, overrides)]
+        # flags of Hydra, such as --cfg job
+        return [_checked(one) for one in _compose_with_flags(name, overrides)]
+    return [_compose(name, overrides)]
 
 
-def _by_flags(name: str, overrides: Sequence[str]) -> list[Any]:
-    # so that mistakes come up to us instead of being printed by Hydra
+def _compose_with_flags(name: str, overrides: Sequence[str]) -> list[Any]:
+    # Hydra raises its errors instead of printing them
     os.environ["HYDRA_FULL_ERROR"] = "1"
     composed: list[Any] = []
-    folder = str(config.data_dir("configs"))
+    folder = str(data_dir("configs"))
     decorate = hydra.main(version_base="1.3", config_path=folder, config_name=name)
     given, sys.argv[1:] = sys.argv[1:], overrides
     try:
@@ -162,8 +169,8 @@ def _by_flags(name: str, overrides: Sequence[str]) -> list[Any]:
     return composed
 
 
-def _composed(name: str, overrides: Sequence[str]) -> Any:
-    folder = str(config.data_dir("configs"))
+def _compose(name: str, overrides: Sequence[str]) -> Any:
+    folder = str(data_dir("configs"))
     with _reading(overrides), hydra.initialize_config_dir(folder, version_base="1.3"):
         found = hydra.compose(name, list(overrides))
     return _checked(found)
@@ -171,7 +178,7 @@ def _composed(name: str, overrides: Sequence[str]) -> Any:
 
 @contextmanager
 def _reading(overrides: Sequence[str]) -> Iterator[None]:
-    """Tell whatever Hydra raises as a mistake in the overrides: it reads nothing else."""
+    """Turn any error of Hydra into a mistake in the overrides: it reads nothing else."""
     register()
     try:
         yield
@@ -185,42 +192,32 @@ def _reading(overrides: Sequence[str]) -> Iterator[None]:
 
 
 def _checked(composed: Any) -> Any:
-    """Return composed settings as dataclasses; one that is missing, unknown or wrong is refused."""
+    """Return composed settings as dataclasses; refuse missing, unknown or wrong ones."""
     if missing := sorted(map(str, OmegaConf.missing_keys(composed))):
         raise InputError(f"a setting without a default must be given; add {missing[0]}=")
-    try:
-        settings = OmegaConf.to_object(composed)
-    except AttributeError as error:
-        # +name=value adds a setting that no dataclass has a place for
-        name = str(error).rstrip("'").rpartition("'")[2]
-        raise InputError(_unknown(name)) from error
-    config.check(settings)
+    settings = OmegaConf.to_object(composed)
+    check(settings)
     return settings
 
 
-def _unknown(name: str) -> str:
-    rule = f"a setting must be one that --help lists, and there is no {name!r}"
-    return f"{rule}; leave it out, or mend its name"
-
-
 def settings_of(name: str, overrides: Sequence[str]) -> Any:
-    """Return the typed settings of a command, for a caller in Python."""
+    """Return the checked settings of a command, for a caller in Python."""
     try:
-        return _composed(name, lengthen(name, overrides))
+        return _compose(name, lengthen(name, overrides))
     except (HydraException, OmegaConfBaseException) as error:
         raise InputError(message(error).removeprefix("error: ").rstrip()) from error
 
 
 def lengthen(command: str, overrides: Sequence[str]) -> list[str]:
-    """Return a command's overrides with short names replaced, but for choices: base=tiny_code.
+    """Return the overrides of a command with full names, except for choices: base=tiny_code.
 
-    Hydra takes every `head=...` for a choice among configs/head, so a path needs another name. A
-    path's `~` is expanded, and a group that a phase may lack is made before it is set.
+    Hydra takes every `head=...` for a choice in configs/head, so a path needs another name. The
+    home folder is written out, and an optional group of a phase is created before it is set.
     """
     out, short = [], SHORT.get(command, {})
     for override in overrides:
         key, equals, value = override.partition("=")
-        is_choice = config.data_dir("configs").joinpath(key, f"{value}.yaml").is_file()
+        is_choice = data_dir("configs").joinpath(key, f"{value}.yaml").is_file()
         full = override if is_choice else f"{short.get(key, key)}{equals}{value}"
         if group := OPTIONAL.match(full):
             out.append(f"{group[1]}={{{group[2]}:{{}}}}")
@@ -228,8 +225,11 @@ def lengthen(command: str, overrides: Sequence[str]) -> list[str]:
     return out
 
 
-def overlay(trained: config.Train, settings: Any, overrides: Sequence[str]) -> None:
-    """Put what overrides, in full names, ask for into a run's settings; its base is its own."""
+def overlay(trained: commands.Train, settings: Any, overrides: Sequence[str]) -> None:
+    """Copy what overrides (full names) change from a command's settings into those of a run.
+
+    The base of a run stays, but not how it computes.
+    """
     for override in overrides:
         group, _, name = override.partition("=")[0].lstrip("+~").partition(".")
         if group == "seed":
@@ -237,8 +237,7 @@ def overlay(trained: config.Train, settings: Any, overrides: Sequence[str]) -> N
         if group not in ("evaluation", "base"):
             continue
         if not name and group == "evaluation":
-            raise InputError(f"of a run's evaluation one setting is asked for, got {override}")
-        # how the base computes may change, and which one it is may not
+            raise InputError(f"change single settings of evaluation, got {override}; name them")
         if group == "base" and name not in ("compile", "exact", "device", "dtype", "attention"):
             raise InputError(
                 f"a run is measured on its own base, got {override}; leave it out, or name "
@@ -248,10 +247,10 @@ def overlay(trained: config.Train, settings: Any, overrides: Sequence[str]) -> N
 
 
 def message(error: Exception) -> str:
-    """Return a mistake in one line; behind a missing recipe, a list of them."""
+    """Return a mistake in one line; for a missing recipe a list of them follows."""
     text = str(error)
     if text.startswith("Error merging override") and error.__cause__:
-        # Hydra says which override, and only what it wraps says why
+        # Hydra names the override, and only the wrapped error gives the reason
         text = f"{text.removeprefix('Error merging override ')}: {error.__cause__}"
     text = " ".join(text.split())
     if "specify 'recipe'" in text or "Could not find 'recipe/" in text:
@@ -262,15 +261,13 @@ def message(error: Exception) -> str:
 
 
 def _shorten(text: str) -> str:
-    """Cut what OmegaConf adds after its first sentence: full keys and object types.
+    """Return a message of Hydra or OmegaConf with its rule only, and with our remedy.
 
-    Hydra says of an unknown setting to put a plus before it, which would be refused as well. What
-    there is in place of an unknown choice it lists below.
+    Hydra's own remedy for an unknown setting, a plus before its name, would be refused too.
     """
     if absent := ABSENT.search(text):
         group, value, known = absent.groups()
-        there = ", ".join(known.split())
-        return f"{group} must be one of {there}, and there is no '{group}/{value:.80}'"
+        return f"{group} must be one of {', '.join(known.split())}, got '{group}/{value:.80}'"
     if several := SEVERAL.search(text):
         return (
             f"a setting has one value, got {several[1]:.80}; call the command once for each, or "
@@ -278,8 +275,8 @@ def _shorten(text: str) -> str:
         )
     for tail in (" full_key:", " object_type=", " Config search path:"):
         text = text.partition(tail)[0]
-    unknown = re.match(r"Could not override '(.*?)'\.", text)
-    return (_unknown(unknown[1]) if unknown else text) + config.new_name(text)
+    found = re.match(r"Could not override '(.*?)'\.", text)
+    return (unknown(found[1]) if found else text) + new_name(text)
 
 
 def as_yaml(settings: Any) -> str:
@@ -287,13 +284,11 @@ def as_yaml(settings: Any) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(settings), resolve=True)
 
 
-def read_run(path: Path, schema: type) -> Any:
-    """Return the typed settings that a run directory's config.yaml holds."""
-    # what knows torch comes when it is needed
-    from specheads.runs.settings import read_settings
-
+def from_values(schema: type, values: Mapping[str, Any], path: Path) -> Any:
+    """Return the typed settings of plain values, which were read from a run's config.yaml."""
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(schema), read_settings(path))
-        return OmegaConf.to_object(merged)
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), values))
     except OmegaConfBaseException as error:
-        raise InputError(f"{path} is not a run's config.yaml: {_shorten(str(error))}") from error
+        raise InputError(
+            f"{path} must be the config.yaml of a run, got {_shorten(str(error))}; restore it"
+        ) from error
