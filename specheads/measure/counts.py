@@ -69,7 +69,7 @@ class DepthCounts:
     def levels(self) -> list[float]:
         """Return how often each level was right if the one above was, drafted there or not.
 
-        The running products add up to the tokens per forward: see `payoff.expected_tokens`.
+        The running products add up to the tokens per forward: see `goodput.expected_tokens`.
         """
         above = [self.forwards, *self.accepted]
         return [right / max(all_, 1) for all_, right in zip(above, self.accepted, strict=False)]

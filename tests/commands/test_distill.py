@@ -139,7 +139,7 @@ def test_dry_run_prints_the_amount_of_text(capsys: Any):
         ([], "an output folder is needed, got none; add out=FOLDER"),
         (["out=text", "engine=pen"], "must be one of local, transformers, vllm, openai"),
         (["out=file/text"], "a folder to write to is needed"),
-        (["out=text", "schedule=corpus_only", "~schedule.phases.distilled"], "one has none"),
+        (["out=text", "schedule=corpus_only", "~schedule.phases.distilled"], "a distilled phase"),
         (["out=text", "head=there", "engine=vllm"], "a head can draft with engine=local only"),
         (["out=text", "head=nowhere/head"], "nowhere/head"),
         (["out=text", "data=jsonl", "data.path=nothing.jsonl"], "nothing.jsonl"),

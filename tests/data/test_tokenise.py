@@ -315,8 +315,8 @@ def test_rows_of_a_mixture_alternate_by_weight(tmp_path):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (Data(source="mixture"), "a mixture needs data.sources .* got none"),
-        ({"weight": 0.0}, "one has a weight above 0, got a"),
+        (Data(source="mixture"), "a mixture needs one of data.sources .* got none"),
+        ({"weight": 0.0}, "with a weight above 0, got a"),
         ({"weight": -1.0}, r"data\.sources\.a\.weight must be a number, at least 0"),
         ({"source": "web"}, r"data\.sources\.a\.source must be one of"),
         ({"source": "mixture"}, r"data\.sources\.a\.source must be one of"),
@@ -324,7 +324,7 @@ def test_rows_of_a_mixture_alternate_by_weight(tmp_path):
         ({"streaming": True}, r"data\.sources\.a\.streaming needs .*max_documents"),
         (
             Data(source="jsonl", path="x", sources={"a": WeightedSource(source="hub", path="b")}),
-            "data.sources are a mixture's, got data.source=jsonl",
+            "data.sources needs data.source=mixture, got data.source=jsonl",
         ),
     ],
     ids=str,
