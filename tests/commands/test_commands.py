@@ -381,7 +381,7 @@ def test_a_watched_run_ends_early_with_its_best_head_and_draws_its_learning_curv
         *SMALL,
     )  # fmt: skip
     # without learning the head does not improve
-    told = "phase 'corpus' ends after 3 of 6 steps: in 2 measurements tokens per forward"
+    told = "phase 'corpus' ends after 3 of 6 steps: tokens per forward did not"
     assert told in capsys.readouterr().err
     run = RunDirectory(finished[0] / "runs" / "watched")
     rows = read_metrics(run.metrics)
