@@ -41,7 +41,7 @@ TOY = {
     "evaluate": [],
     "compare": ["drafters=[head,prompt_lookup]"],
     "chat": ["max_new_tokens=8"],
-    "export": ["num_prompts=2", "new_tokens=16"],
+    "export": [],
     "push": [],
 }
 """Overrides that make each command small; they follow those of the page."""
