@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from inspect import signature
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -15,8 +14,8 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from specheads.base.cache import upload
 from specheads.base.masks import is_special, replaced
+from specheads.core.attention import document_bounds, flash_takes
 from specheads.core.features import document_lengths
 from specheads.core.opaque import opaque
 
@@ -55,7 +54,7 @@ def attending_documents(
     longest = max(lengths)
     if any(window is not None and window < longest for window in windows):
         return nullcontext()
-    bounds = upload([0, *accumulate(lengths)], places.device).int()
+    bounds = document_bounds(lengths, places.device)
     return _attending(config, _Documents(lengths, bounds))
 
 
@@ -99,9 +98,8 @@ def _takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
     dtypes = {query.dtype, key.dtype, value.dtype}
     return (
         len(dtypes) == 1
-        and query.dtype in HALF
-        and query.shape[-1] == value.shape[-1] <= WIDEST
-        and query.shape[-1] % 8 == 0
+        and query.shape[-1] == value.shape[-1]
+        and flash_takes(query.dtype, query.shape[-1])
     )
 
 

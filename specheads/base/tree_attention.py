@@ -14,7 +14,6 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import PreTrainedConfig
@@ -25,6 +24,7 @@ from specheads.base.cache import RowCache
 from specheads.base.exact_attention import exact_attention
 from specheads.base.masks import is_special, replaced
 from specheads.base.paged import PagedKVCache
+from specheads.core.attention import without_cudnn_attention
 from specheads.core.errors import InputError
 from specheads.core.opaque import opaque
 
@@ -247,10 +247,6 @@ def _deferred_shape(
 _opaque_deferred = opaque("deferred_attention", _attend_deferred, _deferred_shape)
 
 
-KERNELS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
-"""Attention kernels over a cache on CUDA. torch prefers cuDNN on an H100, which spends 20 to 40 ms
-of host time on each new number of slots, and the number changes at every step."""
-
 QUERY_BLOCK = 128
 """Nodes per tile of the mask; the default of flex_attention."""
 
@@ -396,12 +392,11 @@ def attending(
     else:
         yield
         return
-    kernels = sdpa_kernel(KERNELS) if cache.device.type == "cuda" else nullcontext()
     written = deferring(cache) if deferred else nullcontext()
     with (
         replaced(config, name, function),
         ragged(cache.row_lengths),
-        kernels,
+        without_cudnn_attention(cache.device),
         written,
     ):
         yield

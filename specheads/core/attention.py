@@ -1,9 +1,36 @@
-"""Which attention kernels torch may choose."""
+"""Attention kernels: which ones torch may choose, and what flash attention takes."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 
 import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from specheads.core.machine import to_device
+
+HALF = (torch.float16, torch.bfloat16)
+WIDEST = 256
+"""Dtypes and largest head width of the flash attention kernel."""
+
+
+def flash_takes(dtype: torch.dtype, head_dim: int) -> bool:
+    """Return whether the flash attention kernel exists for this dtype and head width."""
+    return dtype in HALF and head_dim % 8 == 0 and head_dim <= WIDEST
+
+
+def document_bounds(lengths: Sequence[int], device: torch.device) -> Int[Tensor, " bound"]:
+    """Return the first position of each document and the end of the last one, in int32."""
+    return to_device(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device)
+
+
+def product_dtype(values: Tensor) -> torch.dtype:
+    """Return the dtype in which products of these values are computed now, by autocast or not."""
+    kind = values.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return values.dtype
 
 
 @contextmanager

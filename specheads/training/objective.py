@@ -13,6 +13,7 @@ from torch.profiler import record_function
 from torch.utils.checkpoint import checkpoint
 
 from specheads.config import Phase
+from specheads.core.attention import product_dtype
 from specheads.core.drafter import Features, Head
 from specheads.core.features import document_places
 from specheads.core.machine import to_device
@@ -127,10 +128,7 @@ def _filled(rows: Tensor, value: int | None = None) -> Tensor:
 
 def _as_products(state: Tensor) -> Tensor:
     """Cast a state to autocast's dtype; a norm may have returned float32."""
-    kind = state.device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
-        return state
-    return state.to(torch.get_autocast_dtype(kind))
+    return state.to(product_dtype(state))
 
 
 def in_chains(head: Head, phase: Phase) -> bool:

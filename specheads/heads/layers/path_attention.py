@@ -10,19 +10,14 @@ gradients; the path's part is written out here.
 """
 
 import math
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from specheads.core.attention import document_bounds, flash_takes, product_dtype
 from specheads.core.features import document_lengths
-from specheads.core.machine import to_device
-
-HALF = (torch.float16, torch.bfloat16)
-WIDEST = 256
-"""Dtypes and largest head width of the flash attention kernel."""
 
 
 class DocumentBounds(NamedTuple):
@@ -43,22 +38,12 @@ class DocumentBounds(NamedTuple):
             step, end = places.shape[1], places.numel()
             return cls(torch.arange(0, end + 1, step, dtype=torch.int32, device="meta"), step)
         lengths = document_lengths(places)
-        bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-        return cls(to_device(bounds, places.device), max(lengths))
-
-
-def product_dtype(values: Tensor) -> torch.dtype:
-    """Return the dtype in which products of these values are computed now."""
-    kind = values.device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        return torch.get_autocast_dtype(kind)
-    return values.dtype
+        return cls(document_bounds(lengths, places.device), max(lengths))
 
 
 def takes(values: Tensor, head_dim: int) -> bool:
     """Return whether the kernel exists for values on this device, in this dtype and width."""
-    is_half = product_dtype(values) in HALF
-    return values.device.type != "cpu" and is_half and head_dim % 8 == 0 and head_dim <= WIDEST
+    return values.device.type != "cpu" and flash_takes(product_dtype(values), head_dim)
 
 
 def path_attention(
