@@ -418,24 +418,26 @@ def bare_forward(
 
 
 def bandwidth_floor(base: FrozenBase, slots: int) -> float | None:
-    """Return the seconds that reading the weights and the cache once takes, on a GPU.
-
-    The bandwidth is measured, as twice the bytes of a large copy over its time.
-    """
+    """Return the seconds that reading the weights and the cache once takes, on a GPU."""
     if base.device.type != "cuda":
         return None
-    source = torch.empty(2**30, dtype=torch.uint8, device=base.device)
-    target = torch.empty_like(source)
-    target.copy_(source)
-    seconds, _ = _time(base, lambda: [target.copy_(source) for _ in range(10)])
-    bandwidth = 2 * 10 * source.numel() / seconds
     config = base.config
     head_dim = getattr(config, "head_dim", None) or base.width // config.num_attention_heads
     shared = getattr(config, "num_key_value_heads", config.num_attention_heads)
     cached = 2 * base.num_layers * slots * shared * head_dim
     # an untied embedding is looked up, not read
     weights = base.num_parameters - base.embedding.numel() * (not base.config.tie_word_embeddings)
-    return (weights + cached) * base.dtype.itemsize / bandwidth
+    return (weights + cached) * base.dtype.itemsize / copy_bandwidth(base)
+
+
+def copy_bandwidth(base: FrozenBase) -> float:
+    """Return bytes read and written per second in a large copy on the base's device."""
+    size = 2**30 if base.device.type == "cuda" else 2**24
+    source = torch.empty(size, dtype=torch.uint8, device=base.device)
+    target = torch.empty_like(source)
+    target.copy_(source)
+    seconds, _ = _time(base, lambda: [target.copy_(source) for _ in range(10)])
+    return 2 * 10 * size / seconds
 
 
 def batch(bench: Bench) -> list[dict[str, Any]]:

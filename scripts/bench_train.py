@@ -220,7 +220,7 @@ def measure(bench: Bench, options: argparse.Namespace) -> dict[str, Any]:
     times, floors = [], []
     for turn in range(2 + options.turns):
         rate = matmul_rate(device, base.dtype)
-        seconds = _seconds(device, lambda: bench.stepper.step(bench.batch, bench.phase, 0))
+        seconds = seconds_of(device, lambda: bench.stepper.step(bench.batch, bench.phase, 0))
         if turn >= 2:
             floors.append(flops.total / rate)
             times.append(seconds)
@@ -252,8 +252,8 @@ def plain_against_step(bench: Bench, turns: int) -> dict[str, Any]:
     device, plain = bench.base.device, _plain(bench)
     times: list[tuple[float, float]] = []
     for _ in range(2 + turns):
-        own = _seconds(device, lambda: bench.stepper.step(bench.batch, bench.phase, 0))
-        times.append((_seconds(device, plain), own))
+        own = seconds_of(device, lambda: bench.stepper.step(bench.batch, bench.phase, 0))
+        times.append((seconds_of(device, plain), own))
     theirs, ours = zip(*times[2:], strict=True)
     return {
         "plain_over_step": statistics.median(theirs) / statistics.median(ours),
@@ -275,7 +275,9 @@ def _parts(bench: Bench) -> dict[str, float]:
     cuda = bench.base.device.type == "cuda"
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     with profile(activities=kinds) as profiled:
-        whole = _seconds(bench.base.device, lambda: bench.stepper.step(bench.batch, bench.phase, 0))
+        whole = seconds_of(
+            bench.base.device, lambda: bench.stepper.step(bench.batch, bench.phase, 0)
+        )
     name = "device_time_total" if cuda else "cpu_time_total"
     found = {event.key: getattr(event, name) for event in profiled.key_averages()}
     shares = {part: found.get(part, 0.0) / 1e6 / whole for part in PARTS}
@@ -311,7 +313,8 @@ def _plain(bench: Bench) -> Callable[[], object]:
     return step
 
 
-def _seconds(device: torch.device, act: Callable[[], object]) -> float:
+def seconds_of(device: torch.device, act: Callable[[], object]) -> float:
+    """Return the seconds of a call, the device's work included."""
     synchronise(device)
     began = time.perf_counter()
     act()

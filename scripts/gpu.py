@@ -305,6 +305,8 @@ def _run_stage(options: argparse.Namespace) -> int:
 
 def _print_table(folder: Path, stages: Sequence[str]) -> None:
     """Print what every stage measured, what failed and what was skipped."""
+    from tables import gpu_rows
+
     rows: list[tuple[str, str, str, str]] = [("stage", "what", "measured", "aim")]
     for stage in stages:
         file = folder / f"{stage}.json"
@@ -312,9 +314,7 @@ def _print_table(folder: Path, stages: Sequence[str]) -> None:
             rows.append((stage, "no result", f"see {stage}.log", ""))
             continue
         found = json.loads(file.read_text(encoding="utf-8"))
-        rows += [(stage, what, value, aim) for what, value, aim in found["summary"]]
-        rows += [(stage, part, f"failed: {why}", "") for part, why in found["failed"].items()]
-        rows += [(stage, part, f"skipped: {why}", "") for part, why in found["skipped"].items()]
+        rows += [(stage, *row) for row in gpu_rows(found)]
     widths = [max(len(row[place]) for row in rows) for place in range(3)]
     for row in rows:
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
@@ -412,30 +412,21 @@ def _compiled_rows(report: Report, base: Any) -> None:
 
 def machine(base: Any) -> dict[str, float]:
     """Return the copy bandwidth in GB/s and the rate of large products in TFLOP/s."""
-    import torch
+    from bench_decode import copy_bandwidth
 
     from specheads.training.cost import matmul_rate
 
-    size = 2**30 if base.device.type == "cuda" else 2**24
-    source = torch.empty(size, dtype=torch.uint8, device=base.device)
-    target = torch.empty_like(source)
-    target.copy_(source)
-    seconds = timed(base, lambda: [target.copy_(source) for _ in range(10)])
     return {
-        "copy_gb_per_second": 2 * 10 * size / seconds / 1e9,
+        "copy_gb_per_second": copy_bandwidth(base) / 1e9,
         "matmul_tflops": matmul_rate(base.device, base.dtype) / 1e12,
     }
 
 
 def timed(base: Any, act: Callable[[], Any]) -> float:
     """Return the seconds of a call, the device's work included."""
-    from specheads.core.machine import synchronise
+    from bench_train import seconds_of
 
-    synchronise(base.device)
-    began = time.perf_counter()
-    act()
-    synchronise(base.device)
-    return time.perf_counter() - began
+    return seconds_of(base.device, act)
 
 
 def take_turns(

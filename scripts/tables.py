@@ -113,14 +113,18 @@ def gpu(folder: Path) -> str:
     tables = []
     for file in [file for stage in GPU_STAGES for file in sorted(folder.glob(f"{stage}*.json"))]:
         found = json.loads(file.read_text(encoding="utf-8"))
-        rows = [tuple(row) for row in found["summary"]]
-        rows += [(part, f"failed: {why}", "") for part, why in found["failed"].items()]
-        rows += [(part, f"skipped: {why}", "") for part, why in found["skipped"].items()]
         made = from_json(Provenance, found["provenance"])
         versions = ", ".join(f"{name} {made.versions[name]}" for name in ("torch", "transformers"))
         origin = f"{made.hardware}, {versions}, commit {_commit(made.git)}"
-        tables.append(f"**{file.stem}**: {origin}.\n\n{table(GPU_HEADER, rows)}")
+        tables.append(f"**{file.stem}**: {origin}.\n\n{table(GPU_HEADER, gpu_rows(found))}")
     return "\n\n".join(tables) or NOT_YET
+
+
+def gpu_rows(found: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Return what a stage of scripts/gpu.py measured, what failed and what was skipped."""
+    rows = [(what, measured, aim) for what, measured, aim in found["summary"]]
+    rows += [(part, f"failed: {why}", "") for part, why in found["failed"].items()]
+    return rows + [(part, f"skipped: {why}", "") for part, why in found["skipped"].items()]
 
 
 def rivals(file: Path) -> str:
