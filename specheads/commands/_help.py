@@ -10,7 +10,8 @@ from typing import Any, get_args
 
 from specheads import config
 from specheads.commands import described
-from specheads.config import compose, ranges, validation
+from specheads.config import compose
+from specheads.core import ranges
 
 ROOT = Path(__file__).parents[2]
 """Parent folder of the package."""
@@ -18,8 +19,8 @@ ROOT = Path(__file__).parents[2]
 KINDS = ROOT / "specheads" / "heads" / "kinds"
 
 BRIEF = {
-    validation.words(ranges.PrintableText): "text",
-    validation.words(ranges.PathOrId): "a path or an id",
+    ranges.words(ranges.PrintableText): "text",
+    ranges.words(ranges.PathOrId): "a path or an id",
 }
 """Short forms of rules that a user rarely breaks."""
 
@@ -64,7 +65,7 @@ def _shown(name: str, rule: str, default: str, about: str) -> str:
 
 def _settings(kind: Any, command: str, where: str = "") -> Iterator[Line]:
     """Yield the settings of a dataclass: plain ones first, then groups."""
-    hints = validation.hints(kind)
+    hints = ranges.hints(kind)
     about: dict[str, str] = {}
     for one in reversed(kind.__mro__[:-1]):
         about |= _descriptions(ast.parse(inspect.getsource(one)).body[0])
@@ -144,7 +145,7 @@ def _default(value: ast.expr) -> str:
 
 def _rule(hint: Any) -> str:
     """Return the type and range of a setting."""
-    words = validation.words(hint)
+    words = ranges.words(hint)
     for full, brief in BRIEF.items():
         words = words.replace(full, brief)
     return words

@@ -2,7 +2,7 @@
 
 from specheads.config.commands import Chat, Compare, Evaluate, Export, Push, Simulate, Train, Tune
 from specheads.config.parts import Base, Data, Evaluation, Hardware, Tracker, Tree
-from specheads.config.places import data_dir, new_name, recipe_dirs
+from specheads.config.places import data_dir, recipe_dirs
 from specheads.config.schedule import Distill, FeatureCache, Joint, Phase, Schedule, Validation
 from specheads.config.validation import check
 
@@ -29,6 +29,5 @@ __all__ = [
     "Validation",
     "check",
     "data_dir",
-    "new_name",
     "recipe_dirs",
 ]

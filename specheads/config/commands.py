@@ -19,7 +19,8 @@ from specheads.config.parts import (
     Sampling,
     Tracker,
 )
-from specheads.config.ranges import (
+from specheads.config.schedule import FeatureCache, Schedule, Validation
+from specheads.core.ranges import (
     AtLeastTwo,
     Depth,
     DepthOrZero,
@@ -37,7 +38,6 @@ from specheads.config.ranges import (
     Weight,
     one_of,
 )
-from specheads.config.schedule import FeatureCache, Schedule, Validation
 
 OF_TRANSFORMERS = ("transformers", "transformers_lookup", "transformers_assisted")
 DRAFTERS = ("head", "prompt_lookup", "hybrid", "streaming", "draft_model", *OF_TRANSFORMERS)

@@ -18,9 +18,10 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from specheads.config import commands, schedule
-from specheads.config.places import data_dir, new_name, recipe_dirs
-from specheads.config.validation import check, unknown
+from specheads.config.places import data_dir, recipe_dirs
+from specheads.config.validation import check
 from specheads.core.errors import InputError
+from specheads.core.ranges import new_name, unknown
 
 MISTAKES = (InputError, HydraException, OmegaConfBaseException)
 """Errors that the user's settings cause."""

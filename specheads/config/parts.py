@@ -5,7 +5,7 @@ from typing import Annotated
 
 from annotated_types import Ge, Le
 
-from specheads.config.ranges import (
+from specheads.core.ranges import (
     DepthOrZero,
     GlobPattern,
     NonNegativeFloat,

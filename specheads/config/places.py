@@ -5,9 +5,6 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1]
 
-RENAMED = {"rule": "acceptance", "taps": "aux_layers"}
-"""Old and new names of renamed settings."""
-
 
 def data_dir(name: str) -> Path:
     """Return the folder `configs` or `recipes`: in the wheel, else next to the package."""
@@ -19,9 +16,3 @@ def recipe_dirs() -> list[Path]:
     """Return the folders of recipes: ours, then those of SPECHEADS_RECIPES."""
     extra = os.environ.get("SPECHEADS_RECIPES", "").split(os.pathsep)
     return [data_dir("recipes"), *(Path(folder) for folder in extra if folder)]
-
-
-def new_name(text: str) -> str:
-    """Return a hint if a message quotes a renamed setting, else an empty text."""
-    quoted = (old for old in RENAMED if f".{old}'" in text or f"'{old}'" in text)
-    return "".join(f"; {old} is now {RENAMED[old]}" for old in quoted)

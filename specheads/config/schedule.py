@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from specheads.config.parts import PromptLength, Sampling
-from specheads.config.ranges import (
+from specheads.core.errors import InputError
+from specheads.core.ranges import (
     AtLeastTwo,
     BatchSize,
     NonEmpty,
@@ -24,7 +25,6 @@ from specheads.config.ranges import (
     Width,
     one_of,
 )
-from specheads.core.errors import InputError
 
 LOSSES = (
     *("cross_entropy", "soft_cross_entropy", "argmax_cross_entropy", "kl", "reverse_kl"),

@@ -4,29 +4,15 @@ Facts that only the base, the head or a file can tell (contexts, vocabularies, d
 by the code that loads them.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import MISSING, fields, is_dataclass
-from functools import cache
-from types import NoneType, UnionType
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
-
-from annotated_types import Ge, Gt, Le, Len, Lt, MinLen
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
 
 from specheads.config.commands import Simulate
 from specheads.config.parts import NO_PATH, Data, Source, Tree
-from specheads.config.ranges import MAX_INT, FolderName, Rule
 from specheads.config.schedule import Phase, Schedule, Validation
 from specheads.core.errors import InputError
-
-KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-BOUNDS = {
-    Ge: ("at least", "ge"),
-    Gt: ("above", "gt"),
-    Le: ("at most", "le"),
-    Lt: ("below", "lt"),
-}
-STRICT = ConfigDict(strict=True, allow_inf_nan=False)
+from specheads.core.ranges import FolderName, check_fields, refuse
 
 
 def check(settings: Any, where: str = "") -> None:
@@ -39,27 +25,10 @@ def check(settings: Any, where: str = "") -> None:
     Raises:
         InputError: A setting cannot be used.
     """
-    if isinstance(settings, Schedule):
-        _check_phases(settings.phases)
-    known = hints(type(settings))
-    # Hydra's +name=value adds an attribute
-    for name in getattr(settings, "__dict__", {}):
-        if name not in known:
-            raise InputError(unknown(f"{where}.{name}".lstrip(".")))
-    for item in fields(settings):
-        value, name = getattr(settings, item.name), f"{where}.{item.name}".lstrip(".")
-        default = item.default if item.default_factory is MISSING else item.default_factory()
-        refuse(name, value, known[item.name], default)
-        for inner_name, section in _sections(name, value):
-            check(section, inner_name)
-    _check_together(settings, where)
-
-
-def unknown(name: str) -> str:
-    """Return the message for a setting that does not exist."""
-    return (
-        f"a setting must be one that --help lists, got {name!r}; correct its name or leave it out"
-    )
+    for schedule in (settings, getattr(settings, "schedule", None)):
+        if isinstance(schedule, Schedule):
+            _check_phases(schedule.phases)
+    check_fields(settings, where, _check_together)
 
 
 def _check_together(settings: Any, where: str) -> None:
@@ -78,88 +47,6 @@ def _check_together(settings: Any, where: str) -> None:
         _check_validation(where, settings)
     elif isinstance(settings, Simulate):
         _check_simulate(settings)
-
-
-def refuse(name: str, value: Any, hint: Any, default: Any = MISSING) -> None:
-    """Refuse a value that its hint does not allow, by the setting's full name."""
-    try:
-        _validator(hint)(value)
-    except ValidationError as error:
-        # the position in a list, if one item is wrong
-        index = next((part for part in error.errors()[0]["loc"] if isinstance(part, int)), None)
-        wrong, inside = (value, "") if index is None else (value[index], f" at {name}[{index}]")
-        usable = default is not MISSING and allows(hint, default)
-        remedy = f"its default is {default!r}" if usable else f"set {name}"
-        text = repr(wrong)
-        shown = text if len(text) <= 60 else f"{text[:57]}..."
-        raise InputError(f"{name} must be {words(hint)}, got {shown}{inside}; {remedy}") from None
-
-
-def allows(hint: Any, value: Any) -> bool:
-    """Return whether a value has the type of a hint and keeps its rules."""
-    try:
-        _validator(hint)(value)
-    except ValidationError:
-        return False
-    return True
-
-
-@cache
-def _validator(hint: Any) -> Callable[[Any], Any]:
-    # a hint of settings is checked setting by setting
-    return TypeAdapter(hint, config=None if _holds_settings(hint) else STRICT).validate_python
-
-
-def _holds_settings(hint: Any) -> bool:
-    # rules are dataclasses too, but instances
-    is_settings = isinstance(hint, type) and is_dataclass(hint)
-    return is_settings or any(map(_holds_settings, get_args(hint)))
-
-
-def words(hint: Any) -> str:
-    """Return the type and range of a setting in words, such as `a whole number, at least 1`."""
-    plain, rules = _parts(hint)
-    origin, inner = get_origin(plain), get_args(plain)
-    if rules and plain in (str, Any):
-        return rules[-1].words
-    if origin is UnionType:
-        kind = " or none; ".join(words(one) for one in inner if one is not NoneType) + " or none"
-    elif origin is list:
-        kind = f"a list, each {words(inner[0])}"
-    else:
-        kind = KINDS.get(plain, "a group of settings")
-    return ", ".join([kind, *filter(None, map(_described, rules))])
-
-
-def _described(rule: Any) -> str:
-    if isinstance(rule, Rule):
-        return rule.words
-    if isinstance(rule, MinLen):
-        return "not empty"
-    if isinstance(rule, Len):
-        return f"{rule.min_length} of them"
-    text, name = BOUNDS[type(rule)]
-    bound = getattr(rule, name)
-    return "" if bound == MAX_INT else f"{text} {bound:,}"
-
-
-@cache
-def hints(kind: type) -> dict[str, Any]:
-    """Return the type hint of each setting of a dataclass, with its rules."""
-    return get_type_hints(kind, include_extras=True)
-
-
-def _parts(hint: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Return the type and the rules of a hint."""
-    return (hint.__origin__, hint.__metadata__) if get_origin(hint) is Annotated else (hint, ())
-
-
-def _sections(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the dataclasses in a setting, each with its full name."""
-    if is_dataclass(value):
-        yield name, value
-    elif isinstance(value, Mapping):
-        yield from ((f"{name}.{key}", one) for key, one in value.items() if is_dataclass(one))
 
 
 def _check_phases(phases: Mapping[str, Phase]) -> None:

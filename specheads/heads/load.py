@@ -26,13 +26,12 @@ from torch import Tensor
 
 from specheads.base.fingerprint import base_fingerprint
 from specheads.base.model import FrozenBase
-from specheads.config import new_name
-from specheads.config.validation import hints, refuse
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError, first_line
 from specheads.core.files import read_json
 from specheads.core.machine import host_bytes
 from specheads.core.paths import local_path
+from specheads.core.ranges import hints, new_name, refuse
 from specheads.core.weight_layout import for_few_rows
 from specheads.decoding.trees import tuned
 from specheads.heads.checkpoint import INDEX_SUFFIX, WEIGHT_FILES, fill, read_settings, read_tensors

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings, strategies
 
 from specheads.commands import _call
 from specheads.config import compose
-from specheads.config.validation import hints
+from specheads.core.ranges import hints
 from specheads.heads.kinds.mlp_speculator import Config
 
 COMMANDS = tuple(compose.SCHEMAS)

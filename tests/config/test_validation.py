@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from specheads.config import Compare, Evaluate, Export, Push, Train, check, parts, ranges, schedule
+from specheads.config import Compare, Evaluate, Export, Push, Train, check, parts, schedule
 from specheads.config.parts import Data, Evaluation, Tree, WeightedSource
 from specheads.config.schedule import LOSSES, Distill, Joint, Phase, Schedule, Validation
-from specheads.config.validation import hints, words
+from specheads.core import ranges
 from specheads.core.errors import InputError
+from specheads.core.ranges import hints, words
 from specheads.decoding.accept import RULES
 from specheads.training.losses.depth_loss import KINDS, WEIGHTINGS
 

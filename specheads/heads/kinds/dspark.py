@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from specheads.config.ranges import Width
 from specheads.core.drafter import Bias, State, Weight
+from specheads.core.ranges import Width
 from specheads.core.weight_layout import product
 from specheads.heads.layers.block import BlockConfig, BlockHead, filled, flat_settings, own_settings
 

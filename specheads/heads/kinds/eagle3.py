@@ -12,9 +12,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from specheads.config.ranges import Depth, LayerIndex, NonNegativeInt, PositiveFloat, PositiveInt
 from specheads.core.drafter import Bias, Committed, Features, State, Weight
 from specheads.core.errors import InputError
+from specheads.core.ranges import Depth, LayerIndex, NonNegativeInt, PositiveFloat, PositiveInt
 from specheads.heads.checkpoint import fill, take_maps
 from specheads.heads.layers.attention import AttentionConfig, AttentionShape, Slots
 from specheads.heads.layers.common import RMSNorm

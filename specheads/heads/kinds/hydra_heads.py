@@ -11,10 +11,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from specheads.config import check
-from specheads.config.ranges import Depth, NonNegativeInt, PositiveFloat, WidthOrZero
 from specheads.core.drafter import Bias, Committed, Features, State, Weight, pick_parents
 from specheads.core.errors import InputError
+from specheads.core.ranges import Depth, NonNegativeInt, PositiveFloat, WidthOrZero, check_fields
 from specheads.heads.checkpoint import fill
 from specheads.heads.layers.attention import AttentionShape, Slots
 from specheads.heads.layers.common import ResidualBlock
@@ -54,7 +53,7 @@ class Config:
     """Base of its rotary position embedding."""
 
     def __post_init__(self) -> None:
-        check(self, "head")
+        check_fields(self, "head")
 
 
 class Head(EmbeddingHead):

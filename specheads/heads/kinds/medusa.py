@@ -11,11 +11,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from specheads.config import check
-from specheads.config.ranges import Depth, DepthOrZero, NonNegativeInt, Width, one_of
 from specheads.core.drafter import Bias, Committed, Features, State, Weight
 from specheads.core.drafter import Head as BaseHead
 from specheads.core.errors import InputError
+from specheads.core.ranges import Depth, DepthOrZero, NonNegativeInt, Width, check_fields, one_of
 from specheads.core.weight_layout import product
 from specheads.heads.checkpoint import fill
 from specheads.heads.layers.common import ResidualBlock
@@ -42,7 +41,7 @@ class Config:
     """Size of the draft vocabulary: the most frequent tokens of the training text. Zero is all."""
 
     def __post_init__(self) -> None:
-        check(self, "head")
+        check_fields(self, "head")
 
 
 class Head(BaseHead):

@@ -15,11 +15,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from specheads.config import check
-from specheads.config.ranges import Depth, NonNegativeInt, WidthOrZero, one_of
 from specheads.core.drafter import Bias, Committed, Features, State, Weight, pick_parents
 from specheads.core.drafter import Head as BaseHead
 from specheads.core.errors import InputError
+from specheads.core.ranges import Depth, NonNegativeInt, WidthOrZero, check_fields, one_of
 from specheads.heads.checkpoint import fill
 
 EPSILON = 1e-6
@@ -51,7 +50,7 @@ class Config:
     """Size of the draft vocabulary: the most frequent tokens of the training text. Zero is all."""
 
     def __post_init__(self) -> None:
-        check(self, "head")
+        check_fields(self, "head")
 
 
 class _Norm(nn.Module):

@@ -13,9 +13,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from specheads.config.ranges import Depth, PositiveFloat
 from specheads.core.drafter import Committed, Features, State
 from specheads.core.errors import InputError
+from specheads.core.ranges import Depth, PositiveFloat
 from specheads.heads.checkpoint import fill
 from specheads.heads.layers.attention import AttentionConfig, AttentionShape, Slots
 from specheads.heads.layers.common import RMSNorm

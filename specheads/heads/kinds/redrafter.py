@@ -13,9 +13,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from specheads.config import check
-from specheads.config.ranges import Depth, DepthOrZero, NonNegativeInt, WidthOrZero
 from specheads.core.drafter import Bias, Committed, Features, State, Weight, pick_parents
+from specheads.core.ranges import Depth, DepthOrZero, NonNegativeInt, WidthOrZero, check_fields
 from specheads.heads.checkpoint import fill
 from specheads.heads.layers.common import ResidualBlock
 from specheads.heads.layers.embedding import EmbeddingHead
@@ -41,7 +40,7 @@ class Config:
     """Size of the draft vocabulary: the most frequent tokens of the training text. Zero is all."""
 
     def __post_init__(self) -> None:
-        check(self, "head")
+        check_fields(self, "head")
 
 
 class Head(EmbeddingHead):

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
-from specheads.config import check
-from specheads.config.ranges import NonNegativeInt, WidthOrZero
 from specheads.core.errors import InputError
+from specheads.core.ranges import NonNegativeInt, WidthOrZero, check_fields
 from specheads.heads.layers.common import RMSNorm
 from specheads.heads.layers.path_attention import DocumentBounds, path_attention
 from specheads.heads.layers.rotary import Rotary
@@ -44,7 +43,7 @@ class AttentionConfig:
     """Size of the draft vocabulary: the most frequent tokens of the training text. Zero is all."""
 
     def __post_init__(self) -> None:
-        check(self, "head")
+        check_fields(self, "head")
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from specheads.config.ranges import Depth, LayerIndex, PositiveFloat, PositiveInt, TokenId
 from specheads.core.drafter import Committed, Features, State
 from specheads.core.errors import InputError
+from specheads.core.ranges import Depth, LayerIndex, PositiveFloat, PositiveInt, TokenId
 from specheads.heads.checkpoint import fill, take_maps
 from specheads.heads.layers.attention import (
     Attention,

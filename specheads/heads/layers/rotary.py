@@ -9,9 +9,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from specheads.config.ranges import PositiveFloat
-from specheads.config.validation import allows
 from specheads.core.errors import InputError
+from specheads.core.ranges import PositiveFloat, allows
 
 ORIGINAL = "original_max_position_embeddings"
 REQUIRED = {

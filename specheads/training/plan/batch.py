@@ -11,9 +11,9 @@ from accelerate.utils import find_executable_batch_size
 
 from specheads.base.model import FrozenBase
 from specheads.config import Train
-from specheads.config.ranges import AUTO
 from specheads.core.errors import InputError
 from specheads.core.machine import available_bytes, held_bytes
+from specheads.core.ranges import AUTO
 from specheads.runs.directory import RunDirectory
 from specheads.runs.settings import read_settings
 from specheads.training.plan.shapes import Shapes, target_of
