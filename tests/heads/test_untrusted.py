@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from specheads.base.model import FrozenBase
+from specheads.core.errors import InputError
 from specheads.heads.checkpoint import read_settings, read_tensors
 from specheads.heads.load import build, build_for, load_head, resume_head
 from specheads.measure.generation import GenerationSettings
@@ -344,3 +345,14 @@ def test_layer_ids_in_eagle_config_count_outputs_from_zero(tmp_path: Path):
         json.dumps(config | {"eagle_config": {ids: [1, 3, 4]}, ids: [1, 2, 3]})
     )
     assert load_head(place).aux_layers == (1, 2, 3)
+
+
+@pytest.mark.parametrize("given", [[2, 4, 5], [0, 3, 4], [4, 6, 8], [3], [2, 30, 57]])
+def test_layer_ids_in_eagle_config_that_may_be_inputs_are_refused(tmp_path: Path, given: list[int]):
+    place = shutil.copytree(GOLDEN / "eagle3_chain", tmp_path / "head")
+    config = json.loads((place / "config.json").read_text())
+    ids = "eagle_aux_hidden_state_layer_ids"
+    del config[ids]
+    (place / "config.json").write_text(json.dumps(config | {"eagle_config": {ids: given}}))
+    with pytest.raises(InputError, match="can be inputs or outputs; add"):
+        load_head(place)

@@ -263,9 +263,8 @@ def interpret(
     if kind not in ("eagle3", "peagle") or "midlayer.hidden_norm.weight" not in named:
         return None
     nested = dict(config.get("eagle_config", {}))
-    if IDS in nested:
-        # SpecForge, SGLang and ModelOpt write them there, and count the outputs of layers from zero
-        nested[IDS] = [layer + 1 for layer in nested[IDS]]
+    if IDS in nested and IDS not in config:
+        nested[IDS] = _streams_of(nested[IDS])
     settings = config.get("transformer_layer_config", {}) | nested | config
     for name, value in (PLAIN | {"target_hidden_size": settings["hidden_size"]}).items():
         if settings.get(name) not in (None, value):
@@ -282,6 +281,25 @@ def interpret(
         named["embedding"] = named.pop("embed_tokens.weight")
     ours["own_embedding"] = "embed_tokens.weight" in named
     return ours, named
+
+
+def _streams_of(ids: list[int]) -> list[int]:
+    """Return the streams that ids in `eagle_config` mean: k is the stream after k layers.
+
+    SpecForge and SGLang store the numbers of layers whose output is read, and their first one is 1.
+    Some heads of SafeAILab's EAGLE store the numbers of layers whose input is read.
+
+    Raises:
+        InputError: Both meanings are possible.
+    """
+    outputs = [layer + 1 for layer in ids]
+    if min(ids, default=1) != 1:
+        raise InputError(
+            f"{IDS} in eagle_config must start with 1 to name outputs of layers, got {ids}, which "
+            f"can be inputs or outputs; add {IDS} to the top level of config.json: {ids} if they "
+            f"are inputs, {outputs} if they are outputs"
+        )
+    return outputs
 
 
 def _own_settings(settings: dict[str, Any]) -> dict[str, Any]:
