@@ -45,7 +45,7 @@ def check(base: Forwards) -> None:
     if not (plain - projected).abs().max() <= bound:
         raise InputError(
             f"the logits of {kind!r} must be its vocabulary projection of the final hidden "
-            "state, and are not; add its rule to specheads.base.projection"
+            "state, and are not: it scales or changes them in its own way; choose another base"
         )
     if not (plain - verified[[0, 2, 4, 5]]).abs().max() <= bound:
         raise InputError(

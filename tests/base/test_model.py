@@ -338,9 +338,10 @@ def test_a_folder_without_safetensors_is_refused_in_one_line(found, tmp_path):
     [
         (tiny.config("granite"), 2.0, None),
         (transformers.Gemma2Config(hidden_size=8, final_logit_softcapping=3.0), 1.0, 3.0),
+        (transformers.CohereConfig(hidden_size=8, logit_scale=0.25), 4.0, None),
         (tiny.config("llama"), 1.0, None),
     ],
-    ids=["granite", "gemma2", "llama"],
+    ids=["granite", "gemma2", "cohere", "llama"],
 )
 def test_a_projection_scales_and_caps_like_its_base(config, scale, cap):
     weight, hidden = torch.randn(5, 8), torch.randn(3, 8)
