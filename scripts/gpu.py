@@ -305,7 +305,7 @@ def _run_stage(options: argparse.Namespace) -> int:
 
 def _print_table(folder: Path, stages: Sequence[str]) -> None:
     """Print what every stage measured, what failed and what was skipped."""
-    from tables import gpu_rows
+    from results_table import gpu_rows
 
     rows: list[tuple[str, str, str, str]] = [("stage", "what", "measured", "aim")]
     for stage in stages:
