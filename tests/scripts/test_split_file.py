@@ -69,8 +69,9 @@ def test_damaged_pieces_leave_the_old_file(
         (["join", "pieces"], "the arguments must be"),
     ],
 )
+@pytest.mark.usefixtures("pieces")
 def test_wrong_arguments_are_refused_and_nothing_is_written(
-    pieces: Path, tmp_path: Path, words: list[str], rule: str
+    tmp_path: Path, words: list[str], rule: str
 ):
     before = sorted(tmp_path.rglob("*"))
     names = {"missing", "model.gguf", "new", "pieces"}
