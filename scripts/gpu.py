@@ -24,7 +24,6 @@ import gc
 import json
 import os
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -32,8 +31,6 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +40,7 @@ SHARES = {"tests": 0.14, "decode": 0.17, "train": 0.16, "smollm2": 0.44, "engine
 """Share of the minutes of each stage, in the order in which they run. On an H200 whose host is slow
 the quickstart takes about four minutes; what a stage does not use goes to the later ones."""
 
-DRAFTED = ("eagle3", "redrafter", "mlp_speculator", "dflash")
 TRAINED = ("eagle3", "mlp_speculator", "dflash")
-RATE = 0.8
-"""Probability with which a drafted token of the oracle is right."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +170,7 @@ class Report:
     def write(self) -> None:
         """Write the file: whole or not at all."""
         from specheads.core.files import write_atomic
-        from specheads.core.records import to_json
+        from specheads.core.records import dumps, to_json
         from specheads.runs.provenance import provenance
 
         self._provenance = self._provenance or to_json(provenance())
@@ -195,7 +189,7 @@ class Report:
             "values": self.values,
             "provenance": self._provenance,
         }
-        write_atomic(self.file, json.dumps(found, indent=1) + "\n")
+        write_atomic(self.file, dumps(found))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -305,7 +299,7 @@ def _run_stage(options: argparse.Namespace) -> int:
 
 def _print_table(folder: Path, stages: Sequence[str]) -> None:
     """Print what every stage measured, what failed and what was skipped."""
-    from tables import gpu_rows
+    from results_table import gpu_rows
 
     rows: list[tuple[str, str, str, str]] = [("stage", "what", "measured", "aim")]
     for stage in stages:
@@ -375,36 +369,55 @@ def tests(report: Report) -> None:
 # --------------------------------------------------------------------------------------- decode
 
 
-def decode(report: Report) -> None:
-    """Time steps, drafts and whole decoding of a base with random weights."""
+def bench_of(report: Report) -> Any:
+    """Return a base with random weights and the sizes of what is timed with it."""
+    from bench_decode import Bench
     from bench_train import load_base
 
-    base = load_base(report.sizes.decode_base, report.options.device)
-    report.part("machine", machine, base)
-    for row in report.part("steps", step_times, report, base) or []:
+    sizes = report.sizes
+    return Bench(
+        load_base(sizes.decode_base, report.options.device),
+        context=sizes.context,
+        nodes=sizes.nodes,
+        compiled_nodes=sizes.compiled_nodes,
+        batches=sizes.batches,
+        new_tokens=sizes.new_tokens,
+        turns=sizes.turns,
+        draft_tokens=sizes.drafted_vocabulary,
+    )
+
+
+def decode(report: Report) -> None:
+    """Time steps, drafts and whole decoding of a base with random weights."""
+    import bench_decode
+
+    bench = bench_of(report)
+    report.part("machine", machine, bench.base)
+    for row in report.part("steps", bench_decode.steps, bench) or []:
         aim = "at most 1.15" if row["nodes"] == 32 else ""
         ratio = interval(row["over_bare_forward"], row["interval"])
         report.row(f"step over {row['nodes']} nodes / bare forward of 1", ratio, aim)
-    for row in report.part("batch", batch_rates, report, base, seconds=10) or []:
-        rates = f"{row['alone']:,.0f}, {row['oracle']:,.0f}"
-        gain = f"({row['tokens_per_forward']:.2f} tokens per forward)"
-        report.row(f"tokens/s at batch {row['batch']}: alone, oracle", f"{rates} {gain}")
-    for kind in DRAFTED:
-        if found := report.part(f"draft_{kind}", draft_times, report, base, kind, seconds=6):
-            report.row(*draft_row(kind, found))
-    report.part("profile", profiles, report, base, seconds=5)
-    _compiled_rows(report, base)
-
-
-def _compiled_rows(report: Report, base: Any) -> None:
-    if alone := report.part("alone", alone_times, report, base, seconds=30):
+    for size in bench.batches:
+        row = report.part(f"batch_{size}", bench_decode.batch_row, bench, size, seconds=10)
+        if row is not None:
+            rates = f"{row['alone']:,.0f}, {row['planted']:,.0f}"
+            gain = f"({row['tokens_per_forward']:.2f} tokens per forward)"
+            report.row(f"tokens/s at batch {size}: alone, planted drafts", f"{rates} {gain}")
+    for kind in bench.heads:
+        found = report.part(f"draft_{kind}", bench_decode.draft_times, bench, kind, seconds=6)
+        if found is not None:
+            first, more = found["milliseconds_by_depth"][0], found["milliseconds_per_level"]
+            text = f"{first:.2f} ms for 1 level, {more:.3f} for each further one"
+            report.row(f"drafting with {kind}, depth {found['depth']}", text)
+    report.part("profile", bench_decode.profiles, bench, seconds=5)
+    if alone := report.part("alone", bench_decode.alone, bench, seconds=30):
         each = {name: row["milliseconds_per_token"] for name, row in alone.items()}
         ratio = each["transformers_static_compiled"] / each["base_compiled"]
         what = "tokens/s of the base alone, compiled / transformers, static compiled"
         report.row(what, f"{ratio:.2f}", "at least 1")
         for name, milliseconds in each.items():
             report.row(f"ms per token: {name.replace('_', ' ')}", f"{milliseconds:.2f}")
-    for row in report.part("compiled", compiled_steps, report, base, seconds=30) or []:
+    for row in report.part("compiled", bench_decode.compiled, bench, seconds=30) or []:
         aim = "at most 1.15" if row["nodes"] == 32 else ""
         over = f"{row['over_compiled_step_of_1']:.3f}"
         report.row(f"compiled step over {row['nodes']} nodes / over 1", over, aim)
@@ -417,307 +430,9 @@ def machine(base: Any) -> dict[str, float]:
     from specheads.training.cost import matmul_rate
 
     return {
-        "copy_gb_per_second": copy_bandwidth(base) / 1e9,
+        "copy_gb_per_second": copy_bandwidth(base.device) / 1e9,
         "matmul_tflops": matmul_rate(base.device, base.dtype) / 1e12,
     }
-
-
-def timed(base: Any, act: Callable[[], Any]) -> float:
-    """Return the seconds of a call, the device's work included."""
-    from bench_train import seconds_of
-
-    return seconds_of(base.device, act)
-
-
-def take_turns(
-    base: Any, sides: dict[str, Callable[[], Any]], turns: int, after: Callable[[], Any]
-) -> dict[str, list[float]]:
-    """Time several calls in turns, three turns of warm-up first; return the seconds of each."""
-    times: dict[str, list[float]] = {name: [] for name in sides}
-    for turn in range(3 + turns):
-        for name in sides if turn % 2 else reversed(sides):
-            seconds = timed(base, sides[name])
-            if turn >= 3:
-                times[name].append(seconds)
-        after()
-    return times
-
-
-def prompt_of(report: Report, base: Any, length: int = 0, seed: int = 0) -> list[int]:
-    """Return random tokens: the base has random weights."""
-    import torch
-
-    generator = torch.Generator().manual_seed(seed)
-    size = (length or report.sizes.context,)
-    return torch.randint(base.vocab_size, size, generator=generator).tolist()
-
-
-def step_times(report: Report, base: Any) -> list[dict[str, Any]]:
-    """Return the time of a whole step over n nodes against a bare forward of one token."""
-    import bench_decode
-    import torch
-
-    from specheads.measure.counts import bootstrap_interval
-
-    prompt, turns = prompt_of(report, base), report.sizes.turns
-    with torch.inference_mode():
-        bare, crop = bench_decode.bare_forward(base, prompt, 1)
-        sides = {
-            str(nodes): bench_decode.stepper(base, prompt, nodes, turns)
-            for nodes in report.sizes.nodes
-        }
-        times = take_turns(base, {"bare": bare, **sides}, turns, crop)
-    alone = times.pop("bare")
-    floor = bench_decode.bandwidth_floor(base, len(prompt))
-    return [
-        {
-            "nodes": int(nodes),
-            "context": len(prompt),
-            "step_milliseconds": 1e3 * statistics.median(taken),
-            "bare_milliseconds": 1e3 * statistics.median(alone),
-            "floor_milliseconds": None if floor is None else 1e3 * floor,
-            "over_bare_forward": statistics.median(taken) / statistics.median(alone),
-            "interval": list(bootstrap_interval(taken, alone)),
-        }
-        for nodes, taken in times.items()
-    ]
-
-
-def batch_rates(report: Report, base: Any) -> list[dict[str, Any]]:
-    """Return tokens/s by batch: the base alone, and with an oracle that is right by `RATE`."""
-    rows = []
-    for size in report.sizes.batches:
-        if report.seconds_left < 10:
-            break
-        rows.append(batch_rate(report, base, size))
-    return rows
-
-
-def batch_rate(report: Report, base: Any, size: int) -> dict[str, Any]:
-    """Return tokens/s of a batch; the first call of each way is not timed."""
-    from specheads.decoding.generate import generate
-    from specheads.measure.oracle import Oracle
-
-    prompts = [prompt_of(report, base, 64, seed) for seed in range(size)]
-    new_tokens = report.sizes.new_tokens
-    how: dict[str, Any] = {"max_new_tokens": new_tokens, "stop_at_eos": False}
-    oracle = Oracle(prompts, 3, base.vocab_size, device=base.device)
-
-    def alone() -> Any:
-        return generate(base, None, prompts, **how)
-
-    def drafted() -> Any:
-        return generate(base, oracle, prompts, acceptance=planted_rule(base), **how)
-
-    alone()
-    forwards = sum(drafted().forwards)
-    seconds = timed(base, alone), timed(base, drafted)
-    return {
-        "batch": size,
-        "new_tokens": new_tokens,
-        "alone": size * new_tokens / seconds[0],
-        "oracle": size * new_tokens / seconds[1],
-        "tokens_per_forward": size * new_tokens / forwards,
-    }
-
-
-def planted_rule(base: Any) -> Any:
-    """Return an acceptance rule for chains that accepts each draft with probability `RATE`.
-
-    The bonus token is the base's own. With random weights in bfloat16 the text of the base alone
-    differs from that of tree verification at near ties, so an oracle of texts is soon wrong.
-    """
-    import torch
-
-    from specheads.decoding.accept import Verdict
-
-    generator = torch.Generator(base.device).manual_seed(0)
-
-    def accept(tree: Any, logits: Any, *_: Any) -> Any:
-        batch, nodes = tree.tokens.shape
-        drawn = torch.rand(batch, nodes - 1, device=logits.device, generator=generator)
-        count = 1 + (drawn < RATE).long().cumprod(1).sum(1)
-        path = torch.arange(nodes, device=logits.device).expand(batch, -1)
-        best = logits.argmax(-1).gather(1, count[:, None] - 1)[:, 0]
-        return Verdict(path, count, best)
-
-    return accept
-
-
-def draft_times(report: Report, base: Any, kind: str) -> dict[str, Any]:
-    """Return the time of drafting chains of every depth with a head of random weights."""
-    from specheads.heads.load import drafter_of
-
-    drafter = drafter_of(head_for(report, base, kind), base)
-    by_depth = {}
-    for depth in range(1, drafter.depth + 1):
-        by_depth[depth] = draft_milliseconds(report, base, drafter, depth)
-    return {
-        "depth": max(by_depth),
-        "parameters": sum(one.numel() for one in drafter.parameters()),
-        "milliseconds_by_depth": by_depth,
-        "milliseconds_per_level": milliseconds_per_level([*by_depth.values()]),
-    }
-
-
-def draft_row(kind: str, found: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the row of a head's drafting time."""
-    first, *_ = found["milliseconds_by_depth"].values()
-    more = f"{first:.2f} ms for 1 level, {found['milliseconds_per_level']:.3f} for each further one"
-    return f"drafting with {kind}, depth {found['depth']}", more
-
-
-def milliseconds_per_level(by_depth: Sequence[float]) -> float:
-    """Return what one more level takes: the median difference between successive depths."""
-    return statistics.median([more - less for less, more in pairwise(by_depth)] or by_depth)
-
-
-def draft_milliseconds(report: Report, base: Any, drafter: Any, depth: int) -> float:
-    """Return the median time of drafting a chain, the device's work included."""
-    from specheads.decoding import accept, loop
-    from specheads.decoding.trees import policies
-
-    turns, tree = report.sizes.turns, policies.chain(depth)
-    prompt = prompt_of(report, base)
-    room = len(prompt) + (turns + 4) * (depth + 1)
-    state, _ = loop.start(base, drafter, [prompt], room)
-    seconds = []
-    for _ in range(3 + turns):
-        (step,) = loop.step(base, drafter, tree, accept.match_rule, state, timed=True)
-        seconds.append(step.times.drafted - step.times.began)
-    return 1e3 * statistics.median(seconds[3:])
-
-
-def head_for(report: Report, base: Any, kind: str) -> Any:
-    """Return a head with random weights, made on the device."""
-    import bench_train
-
-    from specheads.heads.load import build_for
-
-    settings = bench_train.head_settings(kind, base, report.sizes.drafted_vocabulary)
-    with base.device:
-        return build_for(settings, base)
-
-
-def profiles(report: Report, base: Any) -> dict[str, Any]:
-    """Return the operators that take most time in a step over 32 nodes and in a bare forward."""
-    import bench_decode
-    import torch
-
-    prompt = prompt_of(report, base)
-    nodes = max(nodes for nodes in report.sizes.nodes if nodes <= 32)
-    with torch.inference_mode():
-        bare, crop = bench_decode.bare_forward(base, prompt, 1)
-        step = bench_decode.stepper(base, prompt, nodes, 4)
-        for act in (bare, crop, step):
-            act()
-        found = {"bare": profiled(base, bare)}
-        crop()
-        return found | {f"step_{nodes}": profiled(base, step)}
-
-
-def profiled(base: Any, act: Callable[[], Any]) -> dict[str, Any]:
-    """Return wall and device milliseconds of a call, and its fifteen most expensive kernels."""
-    from torch.profiler import ProfilerActivity, profile
-
-    cuda = base.device.type == "cuda"
-    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
-    with profile(activities=kinds) as run:
-        wall = timed(base, act)
-    name = "self_device_time_total" if cuda else "self_cpu_time_total"
-    events = [event for event in run.key_averages() if not cuda or "CUDA" in str(event.device_type)]
-    events.sort(key=lambda event: getattr(event, name), reverse=True)
-    return {
-        "wall_milliseconds": 1e3 * wall,
-        "device_milliseconds": sum(getattr(event, name) for event in events) / 1e3,
-        "calls": sum(event.count for event in events),
-        "most": [
-            [event.key[:120], getattr(event, name) / 1e3, event.count] for event in events[:15]
-        ],
-    }
-
-
-def alone_times(report: Report, base: Any) -> dict[str, dict[str, float]]:
-    """Return milliseconds per token of the base alone: our loop, and transformers' generate."""
-    from specheads.base.model import FrozenBase
-
-    ours = FrozenBase(base.model, compile=True, owned=False)
-    arms: dict[str, Callable[[int], Any]] = {
-        "base_compiled": lambda count: _generate(report, ours, count),
-        "transformers_static_compiled": lambda count: _transformers(
-            report, base, count, cache_implementation="static"
-        ),
-        "base_eager": lambda count: _generate(report, base, count),
-        "transformers_eager": lambda count: _transformers(report, base, count),
-    }
-    found = {}
-    for name, run in arms.items():
-        began = time.perf_counter()
-        run(report.sizes.new_tokens)
-        found[name] = {"first_call_seconds": time.perf_counter() - began}
-        # what compiling takes is in the log even if this stage is stopped here
-        print(f"{name}: first call {found[name]['first_call_seconds']:.1f} s", flush=True)
-    short, long = report.sizes.new_tokens // 3, report.sizes.new_tokens
-    times: dict[str, list[float]] = {name: [] for name in arms}
-    for _ in range(3):
-        for name, run in arms.items():
-            # the prompt is read in both, so the difference is decoding alone
-            seconds = [timed(base, partial(run, count)) for count in (short, long)]
-            times[name].append((seconds[1] - seconds[0]) / (long - short))
-    for name, taken in times.items():
-        found[name]["milliseconds_per_token"] = 1e3 * statistics.median(taken)
-    return found
-
-
-def _generate(report: Report, base: Any, count: int) -> Any:
-    from specheads.decoding.generate import generate
-
-    return generate(base, None, [prompt_of(report, base)], max_new_tokens=count, stop_at_eos=False)
-
-
-def _transformers(report: Report, base: Any, count: int, **how: Any) -> Any:
-    import torch
-
-    tokens = torch.tensor([prompt_of(report, base)], device=base.device)
-    return base.model.generate(
-        tokens,
-        attention_mask=torch.ones_like(tokens),
-        max_new_tokens=count,
-        min_new_tokens=count,
-        do_sample=False,
-        pad_token_id=0,
-        **how,
-    )
-
-
-def compiled_steps(report: Report, base: Any) -> list[dict[str, Any]]:
-    """Return the time of a compiled step over n nodes, against one over a single node."""
-    import bench_decode
-    import torch
-
-    from specheads.base.model import FrozenBase
-
-    prompt, turns = prompt_of(report, base), report.sizes.turns
-    compiled = FrozenBase(base.model, compile=True, owned=False)
-    first: dict[str, float] = {}
-    with torch.inference_mode():
-        sides = {}
-        for nodes in sorted({1, *report.sizes.compiled_nodes}):
-            step = bench_decode.stepper(compiled, prompt, nodes, turns)
-            first[str(nodes)] = timed(base, step)
-            print(f"compiled, {nodes} nodes: first step {first[str(nodes)]:.1f} s", flush=True)
-            sides[str(nodes)] = step
-        times = take_turns(base, sides, turns, lambda: None)
-    alone = statistics.median(times["1"])
-    return [
-        {
-            "nodes": int(nodes),
-            "first_step_seconds": first[nodes],
-            "step_milliseconds": 1e3 * statistics.median(taken),
-            "over_compiled_step_of_1": statistics.median(taken) / alone,
-        }
-        for nodes, taken in times.items()
-    ]
 
 
 # ---------------------------------------------------------------------------------------- train
@@ -725,23 +440,20 @@ def compiled_steps(report: Report, base: Any) -> list[dict[str, Any]]:
 
 def train(report: Report) -> None:
     """Time training steps of several heads, and compare their memory with the plan."""
-    from bench_train import load_base
+    import bench_train
 
     for name in report.sizes.train_bases:
-        base = load_base(name, report.options.device)
+        base = bench_train.load_base(name, report.options.device)
         for kind in TRAINED:
             part = f"{name}_{kind}"
             row = report.part(part, train_row, report, base, kind, seconds=12)
             if row is not None:
                 _train_rows(report, f"{name}, {kind}", kind, row)
         if name == report.sizes.train_bases[0]:
-            loss = report.part("loss", loss_memory, report, base, seconds=8)
+            rows = report.sizes.loss_rows
+            loss = report.part("loss", bench_train.loss_memory, base, rows, seconds=8)
             if loss is not None:
-                both = (loss.get(f"{one}_gib") for one in ("fused", "dense"))
-                report.row(
-                    f"loss at a vocabulary of {loss['vocab']:,}: peak GiB, fused and dense",
-                    ", ".join("out of memory" if one is None else f"{one:.2f}" for one in both),
-                )
+                _loss_rows(report, loss)
         del base
         free_memory()
 
@@ -761,6 +473,14 @@ def _train_rows(report: Report, what: str, kind: str, row: Mapping[str, Any]) ->
         report.row(f"{what}: plain step / step", interval(plain, row["plain_interval"]))
     else:
         report.row(f"{what}: plain step / step", row["plain_error"])
+
+
+def _loss_rows(report: Report, loss: Mapping[str, Any]) -> None:
+    for name in ("fused", "dense"):
+        seconds, gib = loss[f"{name}_seconds"], loss.get(f"{name}_gib")
+        memory = "" if gib is None else f", {gib:.2f} GiB more at the peak"
+        text = "out of memory" if seconds is None else f"{1e3 * seconds:.1f} ms{memory}"
+        report.row(f"{name} loss at a vocabulary of {loss['vocab']:,}", text)
 
 
 def train_row(report: Report, base: Any, kind: str) -> dict[str, Any]:
@@ -815,36 +535,6 @@ def planned_gib(base: Any, bench: Any) -> float:
         return plan(settings, bench.stepper.accelerator).peak.total / 2**30
 
 
-def loss_memory(report: Report, base: Any) -> dict[str, Any]:
-    """Return peak extra memory and time of the fused loss and of the dense one."""
-    import bench_loss
-    import torch
-
-    rows = report.sizes.loss_rows
-    options = argparse.Namespace(
-        device=base.device.type,
-        dtype=str(base.dtype).removeprefix("torch."),
-        rows=rows,
-        width=base.width,
-        vocab=base.vocab_size,
-        depth=5,
-        tied=True,
-        kind="soft_cross_entropy",
-    )
-    found: dict[str, Any] = {"rows": rows, "vocab": base.vocab_size, "depth": options.depth}
-    for variant in ("fused", "dense"):
-        try:
-            found[f"{variant}_gib"] = bench_loss.peak_extra(options, variant) / 2**30
-            problem = bench_loss.make(options)
-            times = [bench_loss.once(options, variant, problem)[0] for _ in range(3)]
-            found[f"{variant}_seconds"] = statistics.median(times[1:])
-        except torch.OutOfMemoryError:
-            found[f"{variant}_gib"] = None
-        problem = None
-        free_memory()
-    return found
-
-
 # -------------------------------------------------------------------------------------- smollm2
 
 
@@ -889,27 +579,28 @@ def smollm2(report: Report) -> None:
 
 def engine(report: Report) -> None:
     """Time the engine over a paged cache: alone, with a head, and with goodput."""
-    from bench_train import load_base
+    import bench_decode
 
-    from specheads.heads.load import drafter_of
-
-    base = load_base(report.sizes.decode_base, report.options.device)
-    head = drafter_of(head_for(report, base, "mlp_speculator"), base)
-    costs = report.part("cost", step_costs, report, base, head, seconds=5)
-    for context in report.sizes.contexts:
-        for batch in report.sizes.engine_batches:
-            if not fits(base, batch * (context + 256)):
-                report.skipped[f"batch_{batch}_context_{context}"] = "the cache does not fit"
-                continue
+    bench, sizes = bench_of(report), report.sizes
+    head = bench.head("mlp_speculator")
+    batches = sorted({1, *sizes.engine_batches[1:3]})
+    costs = report.part(
+        "cost", bench_decode.step_cost, bench, head, sizes.contexts[0], batches, seconds=5
+    )
+    cost = costs["cost"] if costs else None
+    for context in sizes.contexts:
+        for batch in sizes.engine_batches:
             name = f"batch_{batch}_context_{context}"
+            if not fits(bench.base, batch * (context + 256)):
+                report.skipped[name] = "the cache does not fit"
+                continue
             # three times reading all prompts
-            need = 3 + batch * context / (10_000 if base.device.type == "cuda" else 1e9)
-            row = report.part(name, engine_row, report, base, head, batch, context, seconds=need)
+            need = 3 + batch * context / (10_000 if report.options.device == "cuda" else 1e9)
+            measured = (bench, head, cost, batch, context, sizes.engine_steps)
+            row = report.part(name, bench_decode.engine_row, *measured, seconds=need)
             if row is not None:
                 rates = [f"{arm} {row[arm]['tokens_per_second']:,.0f}" for arm in row["arms"]]
                 report.row(f"engine tokens/s, batch {batch}, context {context}", ", ".join(rates))
-    if costs is None:
-        report.failed.setdefault("goodput", "no step costs were measured")
 
 
 def fits(base: Any, slots: int) -> bool:
@@ -920,89 +611,6 @@ def fits(base: Any, slots: int) -> bool:
         return True
     free, _ = torch.cuda.mem_get_info(base.device)
     return 1.3 * slots * base.slot_bytes < free
-
-
-def step_costs(report: Report, base: Any, head: Any) -> dict[str, Any]:
-    """Return the cost of steps by batch and nodes, fitted: what goodput chooses by."""
-    from dataclasses import asdict
-
-    from specheads.decoding.trees import policies
-    from specheads.measure.generation import GenerationSettings
-    from specheads.measure.tune_cost import fit, time_steps
-
-    ways, prompts = [], []
-    for batch in sorted({1, *report.sizes.engine_batches[1:3]}):
-        for depth in range(0, head.depth + 1):
-            ways.append((head if depth else None, policies.chain(depth)))
-            texts = [prompt_of(report, base, report.sizes.contexts[0], row) for row in range(batch)]
-            prompts.append(texts)
-    points = time_steps(
-        base, ways, prompts, generation=GenerationSettings(max_new_tokens=1), rounds=2
-    )
-    cost, error = fit(points)
-    report.options.cost = cost
-    return {
-        "cost": asdict(cost),
-        "error": asdict(error),
-        "points": [asdict(point) for point in points],
-    }
-
-
-def engine_row(report: Report, base: Any, head: Any, batch: int, context: int) -> dict[str, Any]:
-    """Return tokens/s of the engine alone, with a head in a chain, and with goodput.
-
-    The head has random weights, so which of its drafts are accepted is drawn.
-    """
-    from specheads.decoding.goodput import Goodput
-    from specheads.decoding.trees import policies
-
-    prompts = [prompt_of(report, base, context, seed) for seed in range(batch)]
-    arms: dict[str, Any] = {"alone": None, "head": policies.chain(head.depth)}
-    if (cost := getattr(report.options, "cost", None)) is not None:
-        arms["goodput"] = Goodput(cost, [RATE] * head.depth)
-    found: dict[str, Any] = {"batch": batch, "context": context, "rate": RATE, "arms": [*arms]}
-    for name, tree in arms.items():
-        drafter = None if tree is None else head
-        found[name] = run_engine(base, drafter, tree, prompts, report.sizes.engine_steps)
-    return found
-
-
-def run_engine(
-    base: Any, drafter: Any, tree: Any, prompts: list[list[int]], steps: int
-) -> dict[str, float]:
-    """Return the rate of `steps` steps in which all requests run; prompts are timed apart."""
-    from specheads.decoding.engine import Engine
-    from specheads.decoding.request import Request
-
-    nodes = 1 if tree is None else tree.num_nodes
-    limit, size = nodes * (steps + 2), 16
-    blocks = len(prompts) * -(-(len(prompts[0]) + limit + 2 * nodes) // size)
-    serving = Engine(
-        base,
-        drafter,
-        tree=tree,
-        acceptance=planted_rule(base),
-        max_batch=len(prompts),
-        max_length=len(prompts[0]) + limit,
-        pool=base.pool(blocks, size),
-    )
-    streams = [
-        serving.submit(Request(prompt=prompt, max_new_tokens=limit, eos_ids=()))
-        for prompt in prompts
-    ]
-    reading = timed(base, serving.step)
-    written = sum(len(stream.tokens) for stream in streams)
-    seconds = timed(base, lambda: [serving.step() for _ in range(steps)])
-    new_tokens = sum(len(stream.tokens) for stream in streams) - written
-    for stream in streams:
-        stream.cancel()
-    return {
-        "tokens_per_second": new_tokens / seconds,
-        "tokens_per_forward": new_tokens / steps / len(prompts),
-        "step_milliseconds": 1e3 * seconds / steps,
-        "first_step_seconds": reading,
-        "steps": steps,
-    }
 
 
 def interval(value: float, bounds: Sequence[float]) -> str:

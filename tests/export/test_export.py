@@ -34,7 +34,7 @@ from specheads.export.write import (
     gate_texts,
     tables,
 )
-from specheads.heads.load import build_for, kinds
+from specheads.heads.load import build_for
 from specheads.measure.counts import DepthCounts
 from specheads.measure.offline import guess_ranks, replay
 from specheads.measure.report import write_report
@@ -42,7 +42,6 @@ from tests import tiny
 from tests.oracles import ORACLES, blocks, eagle3, medusa, mlp_speculator
 from tests.oracles.shared import BaseView, DraftOracle, view_base
 from tests.results import bare
-from tests.scripts.loading import load_script
 from tests.tuned import tree
 from tests.tuned import tuned as made_up
 
@@ -559,14 +558,6 @@ def test_sglang_oracles_give_the_drafts_of_the_authors(name, read, tmp_path):
                 if one.confidence is not None:
                     sure = golden[f"out.draft_confidence.{step}"][row, level]
                     torch.testing.assert_close(one.confidence[place], sure, rtol=1e-9, atol=1e-9)
-
-
-def test_export_matrix_in_the_docs_is_current():
-    root = Path(__file__).parents[2]
-    script = load_script("export_matrix")
-    page = (root / "docs" / "export_matrix.md").read_text(encoding="utf-8")
-    assert f"<!-- matrix -->\n{script.render()}<!-- /matrix -->" in page
-    assert all(f"| {kind} |" in page for kind in kinds())
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,11 @@
-"""bench_serve.py without vLLM: its jobs, the order of turns, and the numbers of a row.
+"""bench_serve.py without vLLM: its servers, the order of turns, and the numbers of a row.
 
-tests/export/test_vllm.py runs it with vLLM itself.
+tests/export/test_vllm.py and test_llama_cpp.py run the real engines.
 """
 
 import json
 import shlex
+import sys
 from collections import Counter
 from itertools import chain
 from pathlib import Path
@@ -21,7 +22,6 @@ from specheads.decoding.trees import policies
 from specheads.heads.load import build_for, load_head
 from specheads.measure.counts import DepthCounts
 from specheads.measure.generation import GenerationSettings, decode_prompts, write_alone
-from specheads.measure.results import read
 from tests.export.trained import taught
 
 ROOT = Path(__file__).parents[2]
@@ -50,29 +50,28 @@ def trained(base: FrozenBase) -> Head:
 
 
 class Ours:
-    """In place of vLLM's process: our own loop, which answers as vLLM does."""
+    """In place of vLLM's server: our own loop, which answers as vLLM does."""
 
     base: FrozenBase
 
-    def __init__(self, *told: Any) -> None:
-        _, self.arguments, _, _, environment = told
-        self.asked: list[dict[str, Any]] = []
-        self.versions = {"vllm": "none", "torch": torch.__version__}
-        speculative = self.arguments.get("speculative_config", {})
-        self.depth = speculative.get("num_speculative_tokens", 0)
+    def __init__(self, command: list[str], _log: Path, environment: dict[str, str]) -> None:
+        self.command, self.asked = command, []
+        self.versions = {"vllm": "none"}
+        at = command.index("--speculative-config") + 1 if "--speculative-config" in command else 0
+        self.depth = json.loads(command[at])["num_speculative_tokens"] if at else 0
         self.head = load_head(environment["SPECHEADS_HEAD"], self.base) if self.depth else None
         self.counts = DepthCounts.zeros(self.depth)
         engines.append(self)
 
-    def ask(self, job: dict[str, Any]) -> dict[str, Any]:
+    def ask(self, asked: list[list[int]], max_tokens: int) -> dict[str, Any]:
         order.append(self.depth)
-        self.asked.append(job)
+        self.asked.append(asked)
         how = GenerationSettings(
-            max_new_tokens=job["sampling"]["max_tokens"],
+            max_new_tokens=max_tokens,
             tree=policies.chain(self.depth) if self.depth else None,
-            batch_size=len(job["prompts"]),
+            batch_size=len(asked),
         )
-        made = decode_prompts(self.base, self.head, job["prompts"], how)
+        made = decode_prompts(self.base, self.head, asked, how)
         counters = {}
         if self.depth:
             self.counts = DepthCounts.total(
@@ -99,7 +98,7 @@ order: list[int] = []
 
 @pytest.mark.slow
 def test_a_run_asks_counts_replays_and_writes(script, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(script, "VllmEngine", Ours)
+    monkeypatch.setattr(script, "VllmServer", Ours)
     engines.clear()
     order.clear()
     Ours.base = FrozenBase.load(BASE, dtype="float32", device="cpu")
@@ -109,60 +108,45 @@ def test_a_run_asks_counts_replays_and_writes(script, tmp_path, monkeypatch, cap
     words += f"--out {out} --limit 4 --new-tokens 12 --batch 1,3 --depths 1,3 --dtype float32 "
     words += "--threads 1"
     assert script.main(shlex.split(words)) == 0
-    served: Any = read(script.Served, out)
-    assert [(row.prompts, row.batch, row.depth, row.count) for row in served.rows] == [
+    served = json.loads(out.read_text())
+    rows = served["rows"]
+    assert [(row["prompts"], row["batch"], row["depth"], row["count"]) for row in rows] == [
         ("said", 1, 1, 4),
         ("said", 1, 3, 4),
         # the fourth prompt fills no batch of three
         ("said", 3, 1, 3),
         ("said", 3, 3, 3),
     ]
-    for row in served.rows:
-        assert row.identical == row.count
-        assert (row.served.forwards, row.served.accepted) == (
-            row.replay.forwards,
-            row.replay.accepted,
-        )
-        assert row.served.tokens_per_forward == pytest.approx(row.replay.tokens_per_forward)
-        assert row.speedup.ratio == pytest.approx(1 + row.depth)
-        assert row.speedup.interval == pytest.approx((1 + row.depth, 1 + row.depth))
-        assert row.forward_overhead == pytest.approx(
-            row.served.tokens_per_forward / row.speedup.ratio
-        )
-    assert served.rows[1].served.accepted[1] > 0
-    assert served.engine == {"vllm": "none", "torch": torch.__version__}
-    assert (served.kind, served.prompts["said"].count) == ("mlp_speculator", 4)
-    assert served.provenance.hardware.machine
-    assert len(capsys.readouterr().out.splitlines()) == len(served.rows)
+    for row in rows:
+        counted, replayed, ratio = row["served"], row["replay"], row["speedup"]["ratio"]
+        assert row["identical"] == row["count"]
+        assert counted["forwards"] == replayed["forwards"]
+        assert counted["accepted"] == replayed["accepted"]
+        assert counted["tokens_per_forward"] == pytest.approx(replayed["tokens_per_forward"])
+        assert ratio == pytest.approx(1 + row["depth"])
+        assert row["speedup"]["interval"] == pytest.approx([ratio, ratio])
+        assert row["forward_overhead"] == pytest.approx(counted["tokens_per_forward"] / ratio)
+    assert rows[1]["served"]["accepted"][1] > 0
+    assert served["engine"] == {"vllm": "none"}
+    assert (served["kind"], served["prompts"]["said"]["count"]) == ("mlp_speculator", 4)
+    assert served["provenance"]["hardware"]["machine"]
+    assert len(capsys.readouterr().out.splitlines()) == len(rows)
     # one warm-up each, then four prompts and each arm first in turn
     assert order[:12] == [0, 1, 3, 0, 1, 3, 1, 3, 0, 3, 0, 1]
-    jobs = [[job["prompts"] for job in engine.asked] for engine in engines]
-    assert jobs[0] == jobs[1] == jobs[2]
-    assert {tuple(engine.arguments) for engine in engines[1:]} == {
-        (*engines[0].arguments, "speculative_config")
-    }
-
-
-def test_an_export_s_own_command_line_says_how_its_head_is_served(script):
-    said = 'vllm serve base --speculative-config \'{"method": "eagle3", "model": "/a b/served"}\''
-    native, environment = script.served_by(said)
-    assert native == {"method": "eagle3", "model": "/a b/served"}
-    assert "SPECHEADS_HEAD" not in environment
-    _, environment = script.served_by(f"SPECHEADS_HEAD='/a b/served' {said}")
-    assert environment["SPECHEADS_HEAD"] == "/a b/served"
+    assert engines[0].asked == engines[1].asked == engines[2].asked
+    alone = engines[0].command
+    assert alone[3:5] == ["--model", str(BASE)]
+    for engine in engines[1:]:
+        assert engine.command[: len(alone)] == alone
+        assert engine.command[len(alone)] == "--speculative-config"
 
 
 def test_llama_cpp_serves_the_base_alone_and_each_chain_of_the_converted_head(
     script, tmp_path, monkeypatch
 ):
     converted, started = [], []
-
-    def server(arguments: list[str], log: Path, built: Path) -> SimpleNamespace:
-        started.append((arguments, log, built))
-        return SimpleNamespace(versions={"llama.cpp": "b1"})
-
     monkeypatch.setattr(script, "convert", lambda *told, **more: converted.append((told, more)))
-    monkeypatch.setattr(script, "LlamaServer", server)
+    monkeypatch.setattr(script, "LlamaServer", lambda *told: started.append(told))
     lines = (
         "python convert_hf_to_gguf.py '/a b' --target-model-dir base --outfile /h.gguf",
         "llama-server -m BASE.gguf -md /h.gguf --spec-type eagle --spec-draft-n-max 3 --last",
@@ -173,18 +157,18 @@ def test_llama_cpp_serves_the_base_alone_and_each_chain_of_the_converted_head(
             f"--depths 1,3 --batch 1,2 --threads 2 --out {tmp_path / 'serve.json'}"
         )
     )
-    engines = script._llama_cpp(None, lines, 100, options)
+    assert [*script._llama_cpp(lines, 100, options)] == [0, 1, 3]
     asked = ["/a b", "--target-model-dir", "base", "--outfile", "/h.gguf"]
     assert converted == [((asked, "f16"), {"built": Path("/built")})]
-    shared = shlex.split("--threads 2 --threads-batch 2 --cache-ram 0 --parallel 2 --ctx-size 200")
+    shared = shlex.split("--threads 2 --threads-batch 2 --cache-ram 0 --metrics --parallel 2")
+    shared += ["--ctx-size", "200"]
     drafts = "-md /h.gguf --spec-type eagle --spec-draft-n-max {} --last"
     told = {0: [], 1: shlex.split(drafts.format(1)), 3: shlex.split(drafts.format(3))}
+    server = str(Path("/built") / script.LLAMA_SERVER)
     assert started == [
-        (["-m", "/base.gguf", *said, *shared], tmp_path / f"serve.{depth}.log", Path("/built"))
+        ([server, "-m", "/base.gguf", *said, *shared], tmp_path / f"serve.{depth}.log")
         for depth, said in told.items()
     ]
-    assert [*engines] == [0, 1, 3]
-    assert engines[3].versions == {"llama.cpp": "b1", "base": "base.gguf", "head": "f16"}
 
 
 def test_llama_cpp_serves_the_file_that_the_base_s_name_stands_for(script, tmp_path):
@@ -230,7 +214,7 @@ def test_counters_are_those_of_the_turn_and_drafts_beyond_the_end_do_not_count(s
     turn = script.turn(answer, before)
     assert (turn.forwards, turn.accepted) == (2, [2, 1])
     # three tokens after the first one; vLLM accepted a fourth, which was cut off
-    assert script._counted([turn]).tokens_per_forward == 1.5
+    assert script._counted([turn])["tokens_per_forward"] == 1.5
 
 
 def test_forwards_are_those_of_an_engine_that_counts_them(script):
@@ -244,8 +228,7 @@ def test_speed_is_paired_and_for_as_many_tokens(script):
     # half as long a text in a quarter of the time is twice as fast
     drafted = [script.Turn(0.25, [[0] * 5]), script.Turn(4.5, [[0] * 30])]
     gain = script.speedup(alone, drafted)
-    assert gain.ratio == 2
-    assert gain.interval == (2, 2)
+    assert gain == {"ratio": 2, "interval": (2, 2)}
 
 
 def test_a_set_that_fills_no_batch_is_refused(script, tmp_path):
@@ -253,3 +236,112 @@ def test_a_set_that_fills_no_batch_is_refused(script, tmp_path):
     options = SimpleNamespace(limit=3, batch=[1, 8])
     with pytest.raises(SystemExit, match="said must fill a batch of 8, got 3"):
         script.first_turns(base, "said", str(prompts_file(tmp_path)), options)
+
+
+PLAYED = f"""#!{sys.executable}
+import json, sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+if "-m" not in sys.argv:
+    sys.exit("error: no model")
+METRICS = '''# TYPE llamacpp:spec_decode_num_drafts counter
+llamacpp:prompt_tokens_total 12
+llamacpp:spec_decode_num_drafts_total 5
+llamacpp:spec_decode_num_draft_tokens_total 10
+llamacpp:spec_decode_num_accepted_tokens_total 4
+llamacpp:spec_decode_num_accepted_tokens_per_pos_total{{position="0"}} 3
+llamacpp:spec_decode_num_accepted_tokens_per_pos_total{{position="1"}} 1
+'''
+
+class Played(BaseHTTPRequestHandler):
+    waits = 2
+
+    def do_GET(self):
+        if self.path == "/health" and Played.waits:
+            Played.waits -= 1
+            self.say("loading", 503)
+        elif self.path == "/metrics":
+            self.say(METRICS)
+        else:
+            self.say(json.dumps({{"build_info": "b1-0c1e5709"}}))
+
+    def do_POST(self):
+        job = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        tokens = [*job.pop("prompt")[-1:], *range(job["n_predict"] - 1)]
+        timings = {{"draft_n_accepted": 2}} if "-md" in sys.argv else {{}}
+        self.say(json.dumps({{"tokens": tokens, "timings": timings | {{"job": job}}}}))
+
+    def say(self, text, code=200):
+        self.send_response(code)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+port = int(sys.argv[sys.argv.index("--port") + 1])
+ThreadingHTTPServer(("127.0.0.1", port), Played).serve_forever()
+"""
+
+
+@pytest.fixture
+def built(script, tmp_path) -> Path:
+    """Return a folder as `make llama_cpp` fills it, with other programs in it."""
+    server = tmp_path / script.LLAMA_SERVER
+    server.parent.mkdir(parents=True)
+    server.write_text(PLAYED)
+    server.chmod(0o755)
+    (tmp_path / script.SOURCES / "conversion").mkdir(parents=True)
+    return tmp_path
+
+
+def test_a_server_is_waited_for_asked_and_ended(script, built):
+    command = [str(built / script.LLAMA_SERVER), "-m", "base.gguf", "-md", "head.gguf"]
+    server = script.LlamaServer(command, built / "log")
+    first, second = (server.ask([[7, 8], [9]], 4) for _ in range(2))
+    assert first["tokens"] == [[8, 0, 1, 2], [9, 0, 1, 2]]
+    assert first["seconds"] > 0
+    # two texts of four tokens: one is of the prompt's forward, two were accepted drafts
+    counted = {"drafts": 5, "draft_tokens": 10, "accepted_tokens": 4, "forwards": 2}
+    assert first["counters"] == counted | {"accepted_tokens_per_pos": [3, 1]}
+    assert second["counters"]["forwards"] == 4
+    assert server.versions == {"llama.cpp": "b1-0c1e5709"}
+    server.close()
+    assert server.process.poll() is not None
+
+
+def test_counters_of_vllm_are_read_by_the_same_names(script):
+    lines = (
+        'vllm:spec_decode_num_drafts_total{engine="0",model_name="base"} 5.0\n'
+        'vllm:spec_decode_num_drafts_created{engine="0",model_name="base"} 1.79e+09\n'
+        'vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="0"} 3.0\n'
+        'vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="1"} 1.0\n'
+    )
+    server = SimpleNamespace(request=lambda _: SimpleNamespace(text=lines))
+    counted = {"drafts": 5, "accepted_tokens_per_pos": [3, 1]}
+    assert script.Server.counters(server) == counted
+
+
+def test_a_server_that_does_not_start_says_why(script, built):
+    with pytest.raises(SystemExit, match=r"did not start; .*log ends with error: no model"):
+        script.LlamaServer([str(built / script.LLAMA_SERVER)], built / "log")
+
+
+@pytest.mark.parametrize("pre_tokenizer", ["", "llama-bpe"])
+def test_the_converter_is_told_how_an_unknown_tokenizer_splits(script, built, pre_tokenizer):
+    sources = built / script.SOURCES
+    (sources / "conversion" / "base.py").write_text(
+        "class TextModel:\n    def get_vocab_base_pre(self, tokenizer): return 'its own'\n"
+    )
+    (sources / "convert_hf_to_gguf.py").write_text(
+        "import json, sys\nfrom conversion.base import TextModel\n"
+        "told = [*sys.argv[1:], TextModel().get_vocab_base_pre(None)]\n"
+        "open(sys.argv[2], 'w').write(json.dumps(told))\n"
+    )
+    out = str(built / "out")
+    script.convert(["folder", out], "f16", pre_tokenizer=pre_tokenizer, built=built)
+    told = json.loads(Path(out).read_text())
+    assert told == ["folder", out, "--outtype", "f16", pre_tokenizer or "its own"]
+
+
+def test_a_converter_that_fails_says_why(script, built):
+    (built / script.SOURCES / "convert_hf_to_gguf.py").write_text("raise KeyError('no such')")
+    with pytest.raises(SystemExit, match=r"converter failed: [^$]*no such"):
+        script.convert(["folder"], "f16", built=built)

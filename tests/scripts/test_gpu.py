@@ -82,7 +82,7 @@ def test_stage_that_runs_over_its_time_is_stopped_with_its_children(
 
 
 def test_card_has_a_table_for_each_measured_stage(report: Any, tmp_path: Path):
-    tables = load_script("tables")
+    tables = load_script("results_table")
     assert tables.gpu(tmp_path) == "not yet run"
     report.row("step over 32 nodes / bare forward of 1", "1.10 [1.05, 1.15]", "at most 1.15")
     report.part("broken", lambda: 1 / 0)
@@ -104,7 +104,7 @@ def test_rehearsal_measures_every_stage(tmp_path: Path):
         assert written["summary"]
         assert f"\n{stage} " in done.stdout
     assert found(tmp_path, "tests")["values"]["tests"]["passed"] >= 10
-    assert {"steps", "batch", "alone", "profile"} <= found(tmp_path, "decode")["values"].keys()
+    assert {"steps", "batch_2", "alone", "profile"} <= found(tmp_path, "decode")["values"].keys()
     assert found(tmp_path, "train")["values"]["tiny_eagle3"]["planned_gib"] > 0
     assert found(tmp_path, "smollm2")["values"]["results"]["schema"] == 1
     assert found(tmp_path, "engine")["values"]["batch_2_context_40"]["goodput"]["steps"] > 0

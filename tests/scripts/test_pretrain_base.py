@@ -1,8 +1,6 @@
 import json
 import math
-import os
 import random
-import signal
 from pathlib import Path
 from types import ModuleType
 
@@ -47,17 +45,16 @@ def test_a_folder_of_text_becomes_a_base_that_loads_and_has_learnt(script, data,
 
 def test_an_interrupted_run_goes_on_to_the_same_bits(script, data, tmp_path, monkeypatch):
     one, two = tmp_path / "one", tmp_path / "two"
-    choices = ["--steps", "9", "--checkpoint-every", "100", *SHAPE]
+    choices = ["--steps", "9", "--checkpoint-every", "3", *SHAPE]
     assert pretrain(script, data, one, *choices) == 0
 
-    honest = script.take_step
+    class Interrupted(script.Trainer):
+        def training_step(self, *arguments, **named):
+            if self.state.global_step == 5:
+                raise KeyboardInterrupt
+            return super().training_step(*arguments, **named)
 
-    def interrupted(run, tokens):
-        if run.step == 4:
-            os.kill(os.getpid(), signal.SIGINT)
-        return honest(run, tokens)
-
-    monkeypatch.setattr(script, "take_step", interrupted)
+    monkeypatch.setattr(script, "Trainer", Interrupted)
     assert pretrain(script, data, two, *choices) == 130
     assert not two.exists()
     monkeypatch.undo()
@@ -83,10 +80,9 @@ def test_a_base_is_trained_further_with_its_own_tokenizer(script, data, tmp_path
     ("more", "message"),
     [
         (["--width", "30", *SHAPE[:4]], "--width must be a multiple of twice --heads"),
-        (["--vocab-size", "100"], "at least 258 tokens, got 100"),
-        (["--init", "missing"], "--init must be a base that loads"),
-        (["--init", "missing", "--layers", "2"], "--init brings the shape of its base"),
-        (["--sequence-length", "999999", *SHAPE], "4 x 999999 tokens needs as many rows"),
+        (["--init", "missing"], "missing"),
+        (["--sequence-length", "999999", *SHAPE], "4 x 999999 tokens, it fills 0 rows"),
+        (["--data", "nowhere"], "--data must be a file, a folder of text"),
     ],
 )
 def test_a_mistake_is_one_line_and_leaves_nothing(script, data, tmp_path, capsys, more, message):
@@ -102,10 +98,12 @@ def test_nothing_that_exists_is_overwritten(script, data, tmp_path, capsys):
     assert "must not exist yet" in capsys.readouterr().err
 
 
-def test_an_unfinished_run_is_not_continued_with_other_settings(
-    script, data, tmp_path, monkeypatch, capsys
-):
-    monkeypatch.setattr(script, "train", lambda *_: None)
-    assert pretrain(script, data, tmp_path / "out", "--steps", "5", *SHAPE) == 130
-    assert pretrain(script, data, tmp_path / "out", "--steps", "6", *SHAPE) == 2
-    assert "unfinished run with --steps 5, this one asks for 6" in capsys.readouterr().err
+def test_an_unfinished_run_is_not_continued_with_other_settings(script, data, tmp_path, capsys):
+    work = tmp_path / "out.partial"
+    work.mkdir()
+    settings = {"data": data, "column": "text", "out": str(tmp_path / "out"), "steps": 5}
+    (work / "settings.json").write_text(json.dumps(settings | {"init": ""}))
+    assert pretrain(script, data, tmp_path / "out", "--steps", "6") == 2
+    error = capsys.readouterr().err
+    assert "holds an unfinished run with" in error
+    assert list(work.iterdir()) == [work / "settings.json"]

@@ -10,7 +10,7 @@ from specheads.core.records import from_json
 from specheads.measure.results import Results
 
 EMPTY = "# A page\n\nBefore.\n\n<!-- results -->\n<!-- /results -->\n\nAfter.\n"
-OVERVIEW = EMPTY + "\n<!-- heads -->\n<!-- /heads -->\n\n<!-- coupling -->\n<!-- /coupling -->\n"
+OVERVIEW = EMPTY + "\n<!-- heads -->\n<!-- /heads -->\n"
 
 COUNTED = {"forwards": 5, "per_depth": [], "tokens_per_forward": 1.617}
 COUNTS = {"tokens_per_forward_without_bonus": 0.617, "per_depth": [], "by_category": {}} | {
@@ -337,40 +337,6 @@ def test_all_kinds_of_head_stand_in_one_table_weakest_first(script: ModuleType, 
         "| redrafter | | 1.50 [1.45, 1.55] |",
         "| medusa | 0.66 [0.61, 0.71] | |",
     ]
-
-
-def test_drafts_with_and_without_the_noise_stand_beside_each_other(
-    script: ModuleType, checkout: Path
-):
-    def way(value: float, identical: int = 79) -> dict[str, Any]:
-        interval = [value - 0.1, value + 0.1]
-        return {"tokens_per_forward": value, "interval": interval, "identical": identical}
-
-    def pair(before: float, after: float) -> dict[str, Any]:
-        gain = {"ratio": after / before, "interval": [1.1, 1.5]}
-        return {"uncoupled": way(before, 78), "coupled": way(after), "gain": gain}
-
-    row = {"kind": "medusa", "temperature": 1.0, "prompts": 80, "rejection": way(1.3)} | {
-        "chain": pair(1.1, 1.32),
-        "tuned": pair(1.25, 1.5),
-    }
-    told = {"recipe": "tiny_code", "prompts": {"count": 80}, "new_tokens": 128, "nodes": 8}
-    rows = [row, row | {"temperature": 0.6}]
-    (checkout / "recipes/tiny_code/coupling.json").write_text(
-        json.dumps(told | {"rows": rows, "provenance": RESULTS["provenance"]})
-    )
-    assert script.main(["--root", str(checkout)]) == 0
-    block = (checkout / "recipes/README.md").read_text().partition("<!-- coupling -->\n")[2]
-    table = block.partition("\n<!-- /")[0].splitlines()
-    assert table[0] == (
-        "`tiny_code`, 80 prompts of 128 new tokens, trees of 8 nodes; torch 2.13.0, commit "
-        "`f1fca6e00000` and uncommitted changes."
-    )
-    cells = (
-        "1.10 to 1.32: 1.20 [1.10, 1.50] | "
-        "1.25 to 1.50: 1.20 [1.10, 1.50] | 1.30 [1.20, 1.40] | 78 and 79 of 80 |"
-    )
-    assert table[4:] == [f"| `medusa` | 0.6 | {cells}", f"| `medusa` | 1 | {cells}"]
 
 
 def test_what_was_not_measured_is_named_and_not_made_up(script: ModuleType):

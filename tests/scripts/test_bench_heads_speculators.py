@@ -127,7 +127,7 @@ def test_it_trains_on_a_run_s_own_text_and_its_folder_drafts_here(
     script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     run, out = begun(tmp_path, "schedule.phases.distilled.steps=38"), tmp_path / "theirs"
-    assert script.main(["--run", str(run), "--out", str(out), "--set", "lr=3e-3"]) == 0
+    assert script.main(["--speculators", str(run), "--out", str(out), "--set", "lr=3e-3"]) == 0
     assert f"wrote {out} after 40 steps" in capsys.readouterr().out
     assert len(list((run / "text").glob("shard-*.parquet"))) == 1
     told = json.loads((out / "training.json").read_text())
@@ -178,7 +178,7 @@ def test_what_cannot_be_is_told_in_a_line(
     capsys: pytest.CaptureFixture[str],
 ):
     def told(run: Path, out: Path) -> str:
-        assert script.main(["--run", str(run), "--out", str(out)]) == 2
+        assert script.main(["--speculators", str(run), "--out", str(out)]) == 2
         return capsys.readouterr().err
 
     monkeypatch.setattr(script, "find_spec", lambda _: None)
