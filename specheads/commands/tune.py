@@ -55,7 +55,7 @@ def tune(
     settings, words = settings_for(Tune, settings, overrides, head, run=run)
     if head is not None:
         base, head = objects(settings, base, head, "tune")
-        head.tuned = tune_head(base, head, settings)
+        head.tuned = _tune(base, head, settings)
         return head.tuned
     folder = writable_folder(head_folder(settings))
     if settings.run:
@@ -66,9 +66,15 @@ def tune(
         settings = replace(settings, data=trained.data, seed=trained.seed)
     else:
         base, head = objects(settings, base, None, "tune")
-    tuned = tune_head(base, head, settings)
+    tuned = _tune(base, head, settings)
     write_atomic(folder / FILE, dumps(tuned))
     return tuned
+
+
+def _tune(base: FrozenBase, head: Head, settings: Tune) -> Tuned:
+    names = "batch_sizes", "contexts", "max_nodes", "num_prompts", "new_tokens", "seed"
+    values = {name: getattr(settings, name) for name in names}
+    return tune_head(base, head, settings.data, **values)
 
 
 def head_folder(settings: Tune) -> Path:

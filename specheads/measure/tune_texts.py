@@ -2,10 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import compress
 
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from specheads.base.model import FrozenBase
 from specheads.config import Data
@@ -21,45 +19,27 @@ from specheads.runs.progress import bar
 
 
 @dataclass(frozen=True, slots=True)
+class TuningText:
+    """A prompt with the base's continuation."""
+
+    prompt: list[int]
+    continuation: list[int]
+    ranks: Tensor
+    """Output of `guess_ranks` for the continuation."""
+    source: str
+    """Document that the prompt was cut from: see `GenerationSettings.sources`."""
+
+
+@dataclass(frozen=True, slots=True)
 class TuningTexts:
-    """Prompts with the base's continuations, for steps at one context length."""
+    """Texts for steps at one context length."""
 
     context: int
     """Tokens of the rows whose steps are timed."""
-    prompts: Sequence[list[int]]
-    continuations: Sequence[list[int]]
-    ranks: Sequence[Tensor]
-    """Output of `guess_ranks` for each continuation."""
-    sources: Sequence[str]
-    """Document that each prompt was cut from: see `GenerationSettings.sources`."""
-
-    @property
-    def grown(self) -> "TuningTexts":
-        """Return the half that trees are built from."""
-        return self._half(0)
-
-    @property
-    def judged(self) -> "TuningTexts":
-        """Return the half that trees are judged by; a single text serves both."""
-        return self._half(1) if len(self.prompts) > 1 else self
-
-    def _half(self, first: int) -> "TuningTexts":
-        """Return the texts of every other source, or every other text of a single source."""
-        numbers = number_sources(self.sources)
-        if not any(numbers):
-            numbers = range(len(self.sources))
-        half = [number % 2 == first for number in numbers]
-        return TuningTexts(
-            self.context,
-            [*compress(self.prompts, half)],
-            [*compress(self.continuations, half)],
-            [*compress(self.ranks, half)],
-            [*compress(self.sources, half)],
-        )
-
-    def pairs(self) -> list[tuple[list[int], list[int]]]:
-        """Return each prompt with its continuation."""
-        return list(zip(self.prompts, self.continuations, strict=True))
+    grown: Sequence[TuningText]
+    """The half that trees are built from."""
+    judged: Sequence[TuningText]
+    """The half that trees are judged by; a single text serves both."""
 
     def rows(self, batch: int, first: int = 0) -> list[list[int]]:
         """Return `batch` rows of exactly `context` tokens, from judged text `first` on.
@@ -67,47 +47,68 @@ class TuningTexts:
         A row ends in the middle of its continuation. If that is too short, other texts precede it:
         a repeated text would give prompt lookup too much to copy.
         """
-        texts = [prompt + text[: len(text) // 2] for prompt, text in self.judged.pairs()]
-        found = []
+        texts = [one.prompt + one.continuation[: len(one.continuation) // 2] for one in self.judged]
+        rows = []
         for place in range(first, first + batch):
-            row, before = list[int](), place
+            row = list[int]()
             while len(row) < self.context:
-                row, before = texts[before % len(texts)] + row, before - 1
-            found.append(row[-self.context :])
-        return found
+                row, place = texts[place % len(texts)] + row, place - 1
+            rows.append(row[-self.context :])
+        return rows
 
 
 def validation_prompts(
-    data: Data, tokenizer: PreTrainedTokenizerBase, length: int, number: int, seed: int
+    corpus: Data, base: FrozenBase, length: int, number: int, *, longest: int, seed: int
 ) -> list[Prompt]:
-    """Return validation prompts: trees are chosen on them, heads are not measured on them."""
-    wanted = tokenizer, length, number, seed
+    """Return whole validation prompts of about `length` tokens, and at most `longest`.
+
+    Trees are chosen on them, heads are not measured on them. Windows of a corpus have exactly this
+    length. Questions of users have any length, so the nearest of four times as many are taken: a
+    truncated prompt has less to copy.
+    """
+    if base.tokenizer is None:
+        raise InputError(f"tuning reads text: the base {base.name} needs a tokenizer")
+    wanted = base.tokenizer, length, 4 * number, seed
     try:
-        return held_out(data, "validation", *wanted)
+        found = held_out(corpus, "validation", *wanted)
     except InputError:
         # with few documents there may be no validation text, or none of this length
-        return held_out(data, "train", *wanted)
+        found = held_out(corpus, "train", *wanted)
+    found = [one for one in found if len(one.tokens) <= longest]
+    if not found:
+        raise InputError(
+            f"a tree is chosen on prompts of at most {longest} tokens, got none; lower contexts or "
+            "prompt_tokens, or choose other data"
+        )
+    nearest = sorted(range(len(found)), key=lambda place: abs(len(found[place].tokens) - length))
+    return [found[place] for place in sorted(nearest[:number])]
 
 
 def write_texts(
     base: FrozenBase,
     head: Head,
-    prompts: list[list[int]],
+    prompts: Sequence[Prompt],
     context: int,
     generation: GenerationSettings,
 ) -> TuningTexts:
     """Continue prompts with the base alone, and rank its tokens among the head's guesses.
 
-    Above temperature zero `coupled` decides whether the head sees the noise.
+    Above temperature zero `coupled` decides whether the head sees the noise. Texts of one source
+    go to the same half.
     """
-    if not prompts:
-        raise InputError(
-            "a tree is chosen on prompts, got none; lower prompt_tokens or give longer documents"
-        )
-    texts = write_alone(base, prompts, replace(generation, batch_size=8))
-    each = zip(prompts, texts, each_prompt(generation.sampling, len(prompts)), strict=True)
+    tokens, sources = [one.tokens for one in prompts], [one.source for one in prompts]
+    written = write_alone(base, tokens, replace(generation, batch_size=8))
+    each = zip(tokens, written, each_prompt(generation.sampling, len(tokens)), strict=True)
     ranks = [
         guess_ranks(base, head, *text, width=WIDTH, sampling=one, coupled=generation.coupled)
         for *text, one in bar(list(each), "guesses", generation.progress)
     ]
-    return TuningTexts(context, prompts, texts, ranks, generation.sources_of(prompts))
+    numbers = number_sources(sources)
+    if not any(numbers):
+        numbers = range(len(sources))
+    texts = [*map(TuningText, tokens, written, ranks, sources)]
+    grown, judged = (
+        [text for text, number in zip(texts, numbers, strict=True) if number % 2 == half]
+        for half in (0, 1)
+    )
+    return TuningTexts(context, grown, judged or grown)
