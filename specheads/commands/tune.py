@@ -19,7 +19,7 @@ from specheads.core.files import write_atomic
 from specheads.core.paths import local_path, writable_folder
 from specheads.core.records import dumps
 from specheads.decoding.trees.tuned import FILE, Tuned
-from specheads.measure.tune import tables, tune_head
+from specheads.measure.tune import table, tune_head
 from specheads.runs.directory import RunDirectory
 
 
@@ -27,8 +27,7 @@ def run(settings: Tune, overrides: Sequence[str]) -> None:
     """Tune the head of a run, or any head on its base."""
     tuned = tune(settings=settings, overrides=overrides)
     console = Console()
-    for table in tables(tuned):
-        console.print(table)
+    console.print(table(tuned))
     console.print(f"tuned: {head_folder(settings) / FILE}", soft_wrap=True, markup=False)
 
 

@@ -7,14 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from operator import mul
-from typing import Any
 from weakref import WeakKeyDictionary
 
-from specheads.core.drafter import Drafter
 from specheads.core.errors import InputError
-from specheads.core.features import Committed
-from specheads.core.tree import TokenTree
-from specheads.decoding import sampling
 from specheads.decoding.cost import StepCost, mean_context
 from specheads.decoding.loop import DecodingStep
 from specheads.decoding.prompt_lookup import LookupIndex, common_prefix_length
@@ -88,26 +83,42 @@ class RequestRates:
     """Rates of each tree; a step updates those of its tree, and the others return to their seed."""
     copied: Sequence[MovingRates] = ()
     """Rates of copied tokens after a match of one, two, ... tokens."""
+    index: LookupIndex | None = None
+    """The request's text, if text is copied."""
+    num_steps: int = 0
+    """Number of steps observed."""
     last: Draft = Draft(0, 1)
     """The draft of the last step."""
     match: MovingRates | None = None
-    """Rates of the text to copy in the next step; None if there is none."""
+    """Rates of the tokens to copy in the next step; None copies nothing."""
+    to_copy: list[int] = field(default_factory=list)
+    """Tokens that prompt lookup would copy in the next step."""
 
-    def look(self, matched: int) -> None:
-        """Set the length of the match before the next step; zero copies nothing."""
-        longest = min(matched, len(self.copied))
-        self.match = self.copied[longest - 1] if longest else None
+    def observe(self, steps: Sequence[DecodingStep], size: int) -> None:
+        """Observe the new steps, and look for at most `size` tokens to copy."""
+        for step in steps[self.num_steps :]:
+            levels = drafted_levels(step)
+            self.note(levels, refused=levels < self.last.depth)
+            # copied tokens that were not drafted are compared with the text too
+            if self.match:
+                right = common_prefix_length(self.to_copy, step.tokens)
+                refused = right < min(len(self.to_copy), len(step.tokens))
+                self.match.note(right, refused=refused)
+            if self.index is not None:
+                self.index.extend(step.tokens)
+        self.num_steps = len(steps)
+        if self.index is not None:
+            matched, self.to_copy = self.index.find(size)
+            longest = min(matched, len(self.copied))
+            self.match = self.copied[longest - 1] if longest else None
 
-    def note(self, own: tuple[int, bool], copied: tuple[int, bool] = (0, False)) -> None:
-        """Update the rates with the accepted levels of a step and whether the next was refused.
-
-        Copied tokens are compared with the decoded text, whether they were drafted or not.
-        """
+    def note(self, accepted: int, *, refused: bool) -> None:
+        """Update the rates of trees with a step's accepted levels and whether it refused one."""
         for tree, rates in enumerate(self.own):
-            accepted, refused = own if tree == self.last.tree else (0, False)
-            rates.note(accepted, refused=refused)
-        if self.match:
-            self.match.note(copied[0], refused=copied[1])
+            if tree == self.last.tree:
+                rates.note(accepted, refused=refused)
+            else:
+                rates.note(0, refused=False)
 
 
 Row = tuple[RequestLength, RequestRates]
@@ -215,7 +226,7 @@ class Goodput(Choice):
             # prompt lookup must store the text of every step, also of those that copy nothing
             trees = [HybridTree(one, size) for size in sizes for one in trees]
         super().__init__("goodput", trees)
-        self._observed: WeakKeyDictionary[RequestProgress, _Observed] = WeakKeyDictionary()
+        self._rates: WeakKeyDictionary[RequestProgress, RequestRates] = WeakKeyDictionary()
 
     @classmethod
     def of(cls, tuned: Tuned) -> "Goodput":
@@ -236,73 +247,31 @@ class Goodput(Choice):
 
     def new_rates(self) -> RequestRates:
         """Return the rates of a new request."""
-        return RequestRates([*map(MovingRates, self.rates)], [*map(MovingRates, self.copied_rates)])
+        own, copied = ([*map(MovingRates, rates)] for rates in (self.rates, self.copied_rates))
+        return RequestRates(own, copied)
 
     def of_step(self, requests: Sequence[RequestProgress]) -> policies.TreePolicy:
         """Return the tree with the most tokens per second for these requests."""
-        rows = [(one, self._rates(one)) for one in requests]
+        for request in requests:
+            rates = self._rates.get(request)
+            if rates is None:
+                rates = self._rates[request] = self.new_rates()
+                rates.num_steps = len(request.steps)
+                if self.copied_rates:
+                    rates.index = LookupIndex(request.all_tokens)
+            rates.observe(request.steps, self.copied)
+        rows = [(request, self._rates[request]) for request in requests]
         place = best_draft(self.cost, self.drafts, rows)
         for _, rates in rows:
             rates.last = self.drafts[place]
         return self.trees[place]
 
-    def _rates(self, request: RequestProgress) -> RequestRates:
-        observed = self._observed.get(request)
-        if observed is None:
-            matches = LookupIndex(request.all_tokens) if self.copied_rates else None
-            observed = _Observed(self.new_rates(), matches, len(request.steps))
-            self._observed[request] = observed
-        observed.take(request.steps, self.copied)
-        return observed.rates
 
-    def grow(
-        self,
-        drafter: Drafter,
-        committed: Committed,
-        memory: Any,
-        rows: sampling.SamplingState | None = None,
-    ) -> TokenTree:
-        """Draft the largest tree, for steps without an engine."""
-        return self.trees[-1].grow(drafter, committed, memory, rows)
+def drafted_levels(step: DecodingStep) -> int:
+    """Return how many levels of the head's own tree a step accepted, with copied text or without.
 
-
-@dataclass(slots=True)
-class _Observed:
-    """Observations of one request."""
-
-    rates: RequestRates
-    matches: LookupIndex | None
-    """None if no text is copied."""
-    num_steps: int
-    """Number of steps already observed."""
-    copied: list[int] = field(default_factory=list)
-    """Tokens that prompt lookup would copy in the next step."""
-
-    def take(self, steps: Sequence[DecodingStep], size: int) -> None:
-        """Observe the new steps, and look for at most `size` tokens to copy."""
-        for step in steps[self.num_steps :]:
-            # copied tokens that were not drafted are compared with the text too
-            right = common_prefix_length(self.copied, step.tokens)
-            refused = right < min(len(self.copied), len(step.tokens))
-            self.rates.note(seen(step, self.rates.last), (right, refused))
-            if self.matches is not None:
-                self.matches.extend(step.tokens)
-        self.num_steps = len(steps)
-        if self.matches is not None:
-            matched, self.copied = self.matches.find(size)
-            self.rates.look(matched)
-
-
-def seen(step: DecodingStep, draft: Draft) -> tuple[int, bool]:
-    """Return how many drafted levels a step accepted and whether the next one was refused.
-
-    A level without a node below the accepted ones counts as refused: the rates are those of levels,
-    drafted or not.
-
-    Args:
-        step: A step of the head's own tree, with or without copied text joined to it.
-        draft: The draft of that step.
+    If these are fewer than the tree has, the next level counts as refused, also without a node
+    below the accepted ones: rates are those of levels, drafted or not.
     """
     size = len(step.drafted) - step.num_copied
-    levels = sum(node < size for node in step.path) - 1
-    return levels, levels < draft.depth
+    return sum(node < size for node in step.path) - 1

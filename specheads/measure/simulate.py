@@ -127,7 +127,7 @@ class Served:
         accepted = min(right, draft.depth)
         if observed:
             self.rates.last = draft
-            self.rates.note((accepted, right < draft.depth))
+            self.rates.note(accepted, refused=right < draft.depth)
         self.tokens += min(accepted + 1, self.room)
 
 

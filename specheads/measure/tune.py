@@ -1,9 +1,9 @@
 """Choose a draft tree for this machine: fit step times, predict, time the best, choose."""
 
-import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from itertools import product
+from statistics import fmean, median
 
 from specheads.base.model import FrozenBase
 from specheads.config import Data
@@ -13,16 +13,35 @@ from specheads.data.prompts import PromptSet
 from specheads.decoding.cost import StepCost
 from specheads.decoding.prompt_lookup import PromptLookup
 from specheads.decoding.trees import policies
-from specheads.decoding.trees.tuned import AcceptanceRates, CostError, Machine, Tuned
-from specheads.measure.counts import DepthCounts
-from specheads.measure.generation import GenerationSettings
-from specheads.measure.offline import copied, replay
+from specheads.decoding.trees.hybrid import HybridTree, own_tree
+from specheads.decoding.trees.tuned import (
+    AcceptanceRates,
+    CostError,
+    Machine,
+    Tried,
+    Tuned,
+    TunedTree,
+)
+from specheads.measure.counts import DepthCounts, rate
+from specheads.measure.generation import GenerationSettings, decode_prompts
+from specheads.measure.offline import copied, fixed_tree, replay, replay_texts
 from specheads.measure.results import Candidate
 from specheads.measure.tables import ConsoleTable, with_interval
 from specheads.measure.tune_cost import TreeMethod, fit, room, time_steps
-from specheads.measure.tune_finals import COPIED, finalists, stopping_chains, time_finals
-from specheads.measure.tune_texts import TuningTexts, validation_prompts, write_texts
-from specheads.measure.tune_trees import candidate_trees, match_rates
+from specheads.measure.tune_trees import (
+    TuningText,
+    TuningTexts,
+    candidate_trees,
+    match_rates,
+    predict,
+    stopping_chains,
+    validation_prompts,
+    write_texts,
+)
+from specheads.runs.progress import bar
+
+COPIED = (4, 10)
+"""Numbers of prompt-lookup nodes that are tried next to the head's tree."""
 
 MOST_TOKENS = 512
 """Largest number of tokens of one forward in the cost fit: rows times nodes."""
@@ -137,10 +156,130 @@ def measure_cost(
     prompts: list[list[list[int]]] = []
     # all batch sizes and contexts in turns, because a machine changes its pace within minutes
     for one, batch in product(texts, batches):
-        own = [tree for tree in grid if batch * tree.num_nodes <= MOST_TOKENS]
-        methods += [(None, policies.NOTHING), *((head, tree) for tree in own)]
-        prompts += [one.rows(batch)] * (1 + len(own))
+        for tree in (policies.NOTHING, *grid):
+            if batch * tree.num_nodes <= MOST_TOKENS:
+                methods.append((head if tree.depth else None, tree))
+                prompts.append(one.rows(batch))
     return fit(time_steps(base, methods, prompts, generation=generation, rounds=rounds))
+
+
+# --- finals ------------------------------------------------------------------------------------
+
+
+def finalists(
+    head: Head,
+    texts: TuningTexts,
+    trees: Sequence[policies.Static],
+    cost: StepCost,
+    batch: int,
+    max_nodes: int,
+    stops: Sequence[policies.TreePolicy] | None,
+) -> list[policies.TreePolicy]:
+    """Return the trees to time at a batch size.
+
+    These are the best of the trees by prediction, two of another size and the best chain, and
+    unless `stops` is None a best-first tree about as large and the chains that stop early. Tree,
+    chain and best-first tree are also tried with prompt-lookup tokens.
+    """
+    ranks = [one.ranks for one in texts.judged]
+    speedups = {tree: predict(tree, ranks, cost, batch, texts.context) for tree in trees}
+    ordered = sorted(trees, key=lambda tree: -speedups[tree])
+    first, chain = ordered[0], next(tree for tree in ordered if tree.name == "chain")
+    others = [tree for tree in ordered if abs(tree.num_nodes - first.num_nodes) > 1]
+    plain: list[policies.TreePolicy] = [first, chain]
+    branch = min(4, head.drafted_size or 4)
+    if stops is not None and branch > 1:
+        most = min(max_nodes, 1 + branch + (head.depth - 1) * 4 * branch)
+        nodes = min(max(first.num_nodes, head.depth + 3), most)
+        plain.append(policies.BestFirst(nodes, head.depth, 4, branch))
+    joined = [HybridTree(tree, size) for tree in dict.fromkeys(plain) for size in COPIED]
+    short = [tree for tree in stops or () if tree.num_nodes <= max_nodes]
+    return [*dict.fromkeys([*plain, *others[:2], *short, *joined])]
+
+
+def time_finals(
+    base: FrozenBase,
+    head: Head,
+    trees: Sequence[policies.TreePolicy],
+    texts: TuningTexts,
+    batch: int,
+    generation: GenerationSettings,
+    rounds: int,
+) -> tuple[list[Tried], TunedTree]:
+    """Time trees and the base alone, count tokens on held-out texts; return all and the fastest."""
+    methods: list[TreeMethod] = [(None, policies.NOTHING), *((head, tree) for tree in trees)]
+    # steps with prompt-lookup tokens take longer, and their number differs from text to text
+    turns, points = max(1, rounds // batch), []
+    for turn in bar(range(turns), "step times", generation.progress):
+        rows = [texts.rows(batch, turn * batch)] * len(methods)
+        quiet = replace(generation, progress=False)
+        points.append(time_steps(base, methods, rows, generation=quiet, rounds=rounds // turns))
+    seconds = [fmean(one.seconds for one in column) for column in zip(*points, strict=True)]
+    tried: list[Tried] = []
+    rates: dict[policies.TreePolicy, list[float]] = {}
+    for (drafter, tree), step in zip(methods, seconds, strict=True):
+        overhead, tokens, interval = step / seconds[0], 1.0, list[float]()
+        if drafter is not None:
+            each = _counts(base, head, tree, texts.judged, generation)
+            counts = DepthCounts.total(each, tree.depth)
+            tokens, rates[tree] = counts.tokens_per_forward, counts.levels()
+            interval = [bound / overhead for bound in rate(each).interval]
+        tried.append(
+            Tried(
+                batch=batch,
+                context=texts.context,
+                tree=tree.name,
+                num_nodes=tree.num_nodes,
+                depth=tree.depth,
+                tokens_per_forward=tokens,
+                step_overhead=overhead,
+                speedup=tokens / overhead,
+                interval=interval,
+            )
+        )
+    fastest = max(range(len(tried)), key=lambda place: tried[place].speedup)
+    tried[fastest] = replace(tried[fastest], chosen=True)
+    tree = methods[fastest][1]
+    return tried, _tuned_tree(tried[fastest], tree, rates.get(own_tree(tree), []))
+
+
+def _counts(
+    base: FrozenBase,
+    head: Head,
+    tree: policies.TreePolicy,
+    texts: Sequence[TuningText],
+    generation: GenerationSettings,
+) -> list[DepthCounts]:
+    """Return the counts of each text: by replay if the tree is fixed, else decoded."""
+    sources = tuple(one.source for one in texts)
+    if fixed_tree(tree) is not None:
+        pairs = [(one.prompt, one.continuation) for one in texts]
+        return replay_texts(base, tree, [one.ranks for one in texts], pairs, sources)
+    generation = replace(generation, tree=tree, batch_size=8, sources=sources)
+    decoded = decode_prompts(base, head, [one.prompt for one in texts], generation)
+    return [one.counts for one in decoded]
+
+
+def _tuned_tree(row: Tried, tree: policies.TreePolicy, rates: list[float]) -> TunedTree:
+    """Return a tree as tuned.json stores it."""
+    own = own_tree(tree)
+    chosen = TunedTree(
+        batch=row.batch,
+        context=row.context,
+        tokens_per_forward=row.tokens_per_forward,
+        predicted_speedup=row.speedup,
+        interval=row.interval,
+        kind="static" if own.depth else "none",
+        num_nodes=own.num_nodes,
+        depth=own.depth,
+        copied=tree.size if isinstance(tree, HybridTree) else 0,
+        rates=rates,
+    )
+    if isinstance(own, policies.BestFirst):
+        return replace(chosen, kind="best_first", beam=own.beam, branch=own.branch)
+    assert isinstance(own, policies.Static)
+    paths = [list(path) for path in own.paths]
+    return replace(chosen, paths=paths, confidence=own.confidence, stop=own.estimate)
 
 
 # --- the tree of an evaluation -----------------------------------------------------------------
@@ -149,7 +288,7 @@ def measure_cost(
 def decoded_context(prompts: PromptSet, max_new_tokens: int) -> int:
     """Return the context length of a typical text of an evaluation, half of it decoded."""
     lengths = [len(prompt.tokens) for prompt in prompts.prompts]
-    return round(statistics.median(lengths) + max_new_tokens / 2)
+    return round(median(lengths) + max_new_tokens / 2)
 
 
 def choose_tree(
@@ -189,22 +328,9 @@ def candidates(tuned: Tuned) -> list[Candidate]:
     return [Candidate(**{name: getattr(row, name) for name in names}) for row in tuned.tried]
 
 
-# --- tables ------------------------------------------------------------------------------------
-
-
-def tables(tuned: Tuned) -> Iterator[ConsoleTable]:
-    """Yield the measurements as tables for the console."""
-    cost, error = tuned.cost, tuned.cost_error
+def table(tuned: Tuned) -> ConsoleTable:
+    """Return the timed trees as a table for the console."""
     rows = [
-        (name, *(f"{1e6 * value:.3g}" for value in (one.fixed, one.token, one.context)))
-        for name, one in (("verify", cost.verify), ("draft a level", cost.draft))
-    ]
-    title = (
-        f"costs in microseconds; fitted to {error.points} times, off by {error.median:.1%} "
-        f"(median), {error.largest:.1%} (largest)"
-    )
-    yield ConsoleTable(title, rows, ("forward", "fixed", "a token", "a position"))
-    tried = [
         (
             str(one.batch),
             str(one.context),
@@ -217,4 +343,9 @@ def tables(tuned: Tuned) -> Iterator[ConsoleTable]:
         for one in tuned.tried
     ]
     columns = ("batch", "context", "tree (* chosen)", "nodes", "tokens per forward", "step")
-    yield ConsoleTable("ways to draft, timed", tried, (*columns, "speed-up"))
+    error = tuned.cost_error
+    title = (
+        f"ways to draft, timed; costs fitted to {error.points} times are off by "
+        f"{error.median:.1%} (median), {error.largest:.1%} (largest)"
+    )
+    return ConsoleTable(title, rows, (*columns, "speed-up"))

@@ -79,7 +79,14 @@ def time_steps(
     for turn in bar(range(rounds), "step times", generation.progress):
         if turn % bursts == 0:
             states = [
-                _start(base, drafter, rows, length + beyond, generation)
+                loop.start(
+                    base,
+                    drafter,
+                    rows,
+                    length + beyond,
+                    [generation.sampling] * len(rows),
+                    coupled=generation.coupled,
+                )[0]
                 for (drafter, _), rows, length in zip(methods, prompts, lengths, strict=True)
             ]
         # the order rotates, so that no method always follows the slowest one
@@ -103,17 +110,6 @@ def time_steps(
 def room(depth: int) -> int:
     """Return the tokens after a context: a burst of steps with this depth, and a last tree."""
     return (BURST + 2) * (depth + 1)
-
-
-def _start(
-    base: FrozenBase,
-    drafter: Drafter | None,
-    prompts: list[list[int]],
-    capacity: int,
-    generation: GenerationSettings,
-) -> loop.DecodingState:
-    sampling = [generation.sampling] * len(prompts)
-    return loop.start(base, drafter, prompts, capacity, sampling, coupled=generation.coupled)[0]
 
 
 def _time_step(

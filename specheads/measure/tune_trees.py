@@ -1,30 +1,148 @@
-"""Candidate trees from measured acceptance, and their predicted speed-up.
+"""Texts to tune on, and candidate trees from the acceptance that is measured on them.
 
 Trees are built from rank rates (Sequoia) and from the rank paths that the base's own text follows.
-Their acceptance is replayed exactly; their step time is fitted.
+Chains may stop early, by a threshold on a probability: the head's own, or one learned from traces
+(Mamou et al. 2024, arXiv:2405.04304, DISCO). Acceptance is replayed exactly; step times are fitted.
 """
 
 import heapq
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate, takewhile
 from math import prod
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
 
+from specheads.base.model import FrozenBase
+from specheads.config import Data
+from specheads.core.drafter import Head
+from specheads.core.errors import InputError
+from specheads.data.prompts import Prompt, held_out
 from specheads.decoding.cost import StepCost
 from specheads.decoding.prompt_lookup import MAX_NGRAM
+from specheads.decoding.sampling import each_prompt
 from specheads.decoding.trees import policies
+from specheads.decoding.trees.early_stop import Estimate, entropy
 from specheads.decoding.trees.tuned import MatchRates
-from specheads.measure.counts import DepthCounts
-from specheads.measure.offline import Copied, RankPath, replay
+from specheads.measure.counts import DepthCounts, number_sources
+from specheads.measure.generation import GenerationSettings, write_alone
+from specheads.measure.offline import Copied, RankPath, anchor_mask, guess_ranks, replay
+from specheads.runs.progress import bar
 
 WIDTH = 8
 """Largest number of children of a node."""
 
 SIZES = (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64)
 """Node counts of candidate trees, root included; the largest size in the settings is added."""
+
+
+THRESHOLDS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+"""Thresholds that are tried for an early stop."""
+
+LEAST_GAIN = 1.01
+"""Gain over a chain without a stop below which the stop is not tried."""
+
+
+# --- texts -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TuningText:
+    """A prompt with the base's continuation."""
+
+    prompt: list[int]
+    continuation: list[int]
+    ranks: Tensor
+    """Output of `guess_ranks` for the continuation."""
+    source: str
+    """Document that the prompt was cut from: see `GenerationSettings.sources`."""
+
+
+@dataclass(frozen=True, slots=True)
+class TuningTexts:
+    """Texts for steps at one context length."""
+
+    context: int
+    """Tokens of the rows whose steps are timed."""
+    grown: Sequence[TuningText]
+    """The half that trees are built from."""
+    judged: Sequence[TuningText]
+    """The half that trees are judged by; a single text serves both."""
+
+    def rows(self, batch: int, first: int = 0) -> list[list[int]]:
+        """Return `batch` rows of exactly `context` tokens, from judged text `first` on.
+
+        A row ends in the middle of its continuation. If that is too short, other texts precede it:
+        a repeated text would give prompt lookup too much to copy.
+        """
+        texts = [one.prompt + one.continuation[: len(one.continuation) // 2] for one in self.judged]
+        rows = []
+        for place in range(first, first + batch):
+            row = list[int]()
+            while len(row) < self.context:
+                row, place = texts[place % len(texts)] + row, place - 1
+            rows.append(row[-self.context :])
+        return rows
+
+
+def validation_prompts(
+    corpus: Data, base: FrozenBase, length: int, number: int, *, longest: int, seed: int
+) -> list[Prompt]:
+    """Return whole validation prompts of about `length` tokens, and at most `longest`.
+
+    Trees are chosen on them, heads are not measured on them. Windows of a corpus have exactly this
+    length. Questions of users have any length, so the nearest of four times as many are taken: a
+    truncated prompt has less to copy.
+    """
+    if base.tokenizer is None:
+        raise InputError(f"tuning reads text: the base {base.name} needs a tokenizer")
+    wanted = base.tokenizer, length, 4 * number, seed
+    try:
+        found = held_out(corpus, "validation", *wanted)
+    except InputError:
+        # with few documents there may be no validation text, or none of this length
+        found = held_out(corpus, "train", *wanted)
+    found = [one for one in found if len(one.tokens) <= longest]
+    if not found:
+        raise InputError(
+            f"a tree is chosen on prompts of at most {longest} tokens, got none; lower contexts or "
+            "prompt_tokens, or choose other data"
+        )
+    nearest = sorted(range(len(found)), key=lambda place: abs(len(found[place].tokens) - length))
+    return [found[place] for place in sorted(nearest[:number])]
+
+
+def write_texts(
+    base: FrozenBase,
+    head: Head,
+    prompts: Sequence[Prompt],
+    context: int,
+    generation: GenerationSettings,
+) -> TuningTexts:
+    """Continue prompts with the base alone, and rank its tokens among the head's guesses.
+
+    Above temperature zero `coupled` decides whether the head sees the noise. Texts of one source
+    go to the same half.
+    """
+    tokens, sources = [one.tokens for one in prompts], [one.source for one in prompts]
+    written = write_alone(base, tokens, replace(generation, batch_size=8))
+    each = zip(tokens, written, each_prompt(generation.sampling, len(tokens)), strict=True)
+    ranks = [
+        guess_ranks(base, head, *text, width=WIDTH, sampling=one, coupled=generation.coupled)
+        for *text, one in bar(list(each), "guesses", generation.progress)
+    ]
+    numbers = number_sources(sources)
+    if not any(numbers):
+        numbers = range(len(sources))
+    texts = [*map(TuningText, tokens, written, ranks, sources)]
+    grown, judged = (
+        [text for text, number in zip(texts, numbers, strict=True) if number % 2 == half]
+        for half in (0, 1)
+    )
+    return TuningTexts(context, grown, judged or grown)
 
 
 # --- acceptance --------------------------------------------------------------------------------
@@ -44,20 +162,14 @@ def path_shares(ranks: Sequence[Tensor]) -> dict[RankPath, float]:
     return {path: count / len(rows) for path, count in counts.items()}
 
 
-def positional(ranks: Sequence[Tensor]) -> list[float]:
+def positional(shares: Mapping[RankPath, float], depth: int) -> list[float]:
     """Return how often each rank is the right one after a right token, at any depth."""
-    counts = [0] * WIDTH
-    reached = 0
-    for row in torch.cat(list(ranks)).tolist():
-        for rank in takewhile(lambda rank: rank >= 0, row):
-            reached += 1
-            if rank >= WIDTH:
-                break
-            counts[rank] += 1
+    reached = 1 + sum(share for path, share in shares.items() if len(path) < depth)
     # a head may have fewer guesses than WIDTH
-    while counts and not counts[-1]:
-        counts.pop()
-    return [count / reached for count in counts]
+    rates = [0.0] * (1 + max((path[-1] for path in shares), default=-1))
+    for path, share in shares.items():
+        rates[path[-1]] += share / reached
+    return rates
 
 
 def match_rates(copies: Sequence[Copied]) -> list[MatchRates]:
@@ -144,7 +256,8 @@ def candidate_trees(ranks: Sequence[Tensor], depth: int, max_nodes: int) -> list
 
     `ranks` come from `guess_ranks` with width `WIDTH`.
     """
-    shares, rates = path_shares(ranks), positional(ranks)
+    shares = path_shares(ranks)
+    rates = positional(shares, depth)
     trees = [policies.chain(length) for length in range(1, min(depth, max_nodes - 1) + 1)]
     for size in [*(one for one in SIZES if one < max_nodes), max_nodes]:
         for paths in most_followed(shares, rates, size, depth), sequoia(rates, size, depth):
@@ -170,3 +283,115 @@ def predict(
     alone = cost.seconds(batch, context, 1, 0)
     seconds = cost.seconds(batch, context, tree.num_nodes, tree.depth)
     return counts.tokens_per_forward * alone / seconds
+
+
+# --- chains that stop early --------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Greedy drafts of a chain along one text, with axes (position, depth)."""
+
+    log_probs: Tensor
+    entropies: Tensor
+    right: Tensor
+    """Whether the best guess is the base's token, given the text before it."""
+
+
+def stopping_chains(
+    base: FrozenBase, head: Head, texts: Sequence[TuningText], cost: StepCost, context: int
+) -> list[policies.TreePolicy]:
+    """Return chains that stop by the head's own and by a learned probability, if that pays."""
+    traces = [
+        trace(base, head, one.prompt, one.continuation)
+        for one in texts
+        if len(one.continuation) > head.depth
+    ]
+    if not traces:
+        return []
+    found = [best_stop(traces, one, cost, context) for one in (None, learn(traces))]
+    return [one for one in found if one]
+
+
+@torch.inference_mode()
+def trace(base: FrozenBase, head: Head, prompt: list[int], continuation: list[int]) -> Trace:
+    """Return the trace of a text from all positions whose drafts lie within it."""
+    text = torch.tensor([prompt + continuation], device=base.device)
+    first, count = len(prompt) - 1, len(continuation) - head.depth
+    features, anchors = base.read(text, head.aux_layers), anchor_mask(text, first, count)
+    columns = []
+    for level, state in enumerate(head.states(features, text, anchors)):
+        logs = head.logits(state[0, first : first + count], level).double().log_softmax(-1)
+        guess, labels = logs.max(-1), text[0, first + 2 + level :][:count]
+        columns.append((guess.values, entropy(logs), head.to_tokens(guess.indices) == labels))
+    return Trace(*(torch.stack(one, dim=1).cpu() for one in zip(*columns, strict=True)))
+
+
+def learn(traces: Sequence[Trace]) -> Estimate:
+    """Fit a logistic regression: is a draft right, given that those above it are?"""
+    log_probs, entropies, right = (
+        torch.cat([getattr(one, name) for one in traces])
+        for name in ("log_probs", "entropies", "right")
+    )
+    levels = torch.arange(right.shape[1]).expand_as(log_probs)
+    reached = torch.ones_like(right)
+    reached[:, 1:] = right[:, :-1].cumprod(1).bool()
+    columns = [torch.ones_like(log_probs), log_probs, entropies, levels.double()]
+    inputs, labels = torch.stack(columns, dim=-1)[reached], right[reached].double()
+    weights = torch.zeros(4, dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.LBFGS([weights], max_iter=200, line_search_fn="strong_wolfe")
+
+    def loss() -> Tensor:
+        optimizer.zero_grad()
+        value = F.binary_cross_entropy_with_logits(inputs @ weights, labels, reduction="sum")
+        # the ridge keeps weights finite for traces without a mistake
+        value = value + 0.5e-2 * weights.square().sum()
+        value.backward()
+        return value
+
+    optimizer.step(loss)
+    bias, log_prob, weight, level = weights.tolist()
+    return Estimate(bias=bias, log_prob=log_prob, entropy=weight, level=level)
+
+
+def best_stop(
+    traces: Sequence[Trace], estimate: Estimate | None, cost: StepCost, context: int | float
+) -> policies.Static | None:
+    """Return the chain with the threshold of most tokens per second; None for no threshold.
+
+    Replay is exact: a chain that stops is a shorter chain.
+    """
+    depth = traces[0].right.shape[1]
+    seconds = [cost.seconds(1, context, drafted + 1, drafted) for drafted in range(depth + 1)]
+    rates = {one: _rate(traces, one, estimate, seconds) for one in (0.0, *THRESHOLDS)}
+    confidence = max(rates, key=lambda one: rates[one])
+    if rates[confidence] < LEAST_GAIN * rates[0.0]:
+        return None
+    paths = [(0,) * length for length in range(1, depth + 1)]
+    name = "threshold" if estimate is None else "learned stop"
+    return policies.Static(paths, name, confidence, estimate)
+
+
+def _rate(
+    traces: Sequence[Trace], confidence: float, estimate: Estimate | None, seconds: Sequence[float]
+) -> float:
+    """Return tokens per second of a chain that stops below this confidence.
+
+    `seconds` are those of a step by the number of drafted tokens.
+    """
+    tokens, taken = 0, 0.0
+    for one in traces:
+        chances = one.log_probs.exp()
+        if estimate is not None:
+            levels = torch.arange(chances.shape[1])
+            chances = estimate(one.log_probs, one.entropies, levels)
+        continues = (chances >= confidence)[:, :-1].int().cumprod(1).sum(1)
+        lengths = (1 + continues).tolist()
+        right = one.right.int().cumprod(1).sum(1).tolist()
+        place = 0
+        while place < len(lengths):
+            accepted = min(right[place], lengths[place])
+            taken += seconds[lengths[place]]
+            tokens += accepted + 1
+            place += accepted + 1
+    return tokens / taken

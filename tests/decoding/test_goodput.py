@@ -185,11 +185,11 @@ def test_a_wide_tree_is_drafted_for_few_and_a_chain_for_many():
 def test_only_the_rates_of_the_drafted_tree_are_updated():
     one = known(0.4, 0.8)
     one.last = WIDE
-    one.note((0, True))
+    one.note(0, refused=True)
     assert [each.rates for each in one.own] == [[0.4, 0.4], pytest.approx([0.76, 0.8])]
     assert step_tokens([WIDE], [(Standing(100), one)]) == [pytest.approx(1 + 0.76 + 0.76 * 0.8)]
     one.last = Draft(2, 3)
-    one.note((1, True))
+    one.note(1, refused=True)
     assert one.own[0].rates == pytest.approx([0.43, 0.38])
     assert one.own[1].rates == pytest.approx([0.76 + 0.01 * 0.04, 0.8])
 

@@ -15,7 +15,7 @@ from specheads.decoding.goodput import (
     MovingRates,
     RequestRates,
     best_draft,
-    seen,
+    drafted_levels,
     step_tokens,
 )
 from specheads.decoding.loop import DecodingStep, StepTimes
@@ -52,7 +52,7 @@ def choose(cost: StepCost, batch: int, rate: float, matched: int = 2) -> Draft:
     known = []
     for _ in range(batch):
         one = RequestRates([MovingRates([rate])], [*map(MovingRates, COPIED)])
-        one.look(matched)
+        one.match = one.copied[matched - 1] if matched else None
         known.append((Standing(100), one))
     drafts = chains(1, [0, 1, 3])
     return drafts[best_draft(cost, drafts, known)]
@@ -77,8 +77,6 @@ def test_as_much_is_copied_as_pays_after_so_many_tokens_that_stood_before():
     cost = linear(1.0, 0.2, 0.0)
     assert choose(cost, 1, 0.0, matched=1) == Draft(0, 1, 1)
     assert choose(cost, 1, 0.0, matched=2) == Draft(0, 1, 3)
-    # a match longer than the longest measured one counts as that one
-    assert choose(cost, 1, 0.0, matched=9) == Draft(0, 1, 3)
 
 
 def test_copied_text_is_not_drafted_where_its_nodes_are_dear_for_many():
@@ -99,7 +97,7 @@ def test_tokens_of_both_are_those_of_either_and_as_many_as_there_is_room_for():
         return step_tokens([draft], [(Standing(100, room), known)])[0]
 
     assert tokens(Draft(2, 3, 3), 9) == tokens(Draft(2, 3), 9)
-    known.look(1)
+    known.match = known.copied[0]
     own, copied = [0.5, 0.25, 0.0], [0.4, 0.2, 0.1]
     either = [1 - (1 - a) * (1 - b) for a, b in zip(own, copied, strict=True)]
     assert tokens(Draft(2, 3, 3), 9) == pytest.approx(1 + sum(either))
@@ -119,42 +117,21 @@ def step(path: list[int], parents: list[int], num_copied: int) -> DecodingStep:
     ("path", "copied", "own"),
     [
         # 0 - 1 - 2, of which 1 is copied too, and 3, 4 below it
-        ([0, 1, 3], [1, 3], (1, True)),
-        ([0, 1, 3, 4], [1, 3], (1, True)),
-        ([0, 1, 2], [1, 3], (2, False)),
-        ([0], [1, 3], (0, True)),
+        ([0, 1, 3], [1, 3], 1),
+        ([0, 1, 3, 4], [1, 3], 1),
+        ([0, 1, 2], [1, 3], 2),
+        ([0], [1, 3], 0),
         # the head's own nodes are not copied; one node of an untrimmed tree is not copied either
-        ([0, 3], [0, -1], (0, True)),
+        ([0, 3], [0, -1], 0),
         # nothing to copy, trimmed or not
-        ([0, 1], [], (1, True)),
-        ([0, 1, 2], [-1, -1], (2, False)),
+        ([0, 1], [], 1),
+        ([0, 1, 2], [-1, -1], 2),
     ],
 )
 def test_a_step_gives_the_accepted_levels_of_the_head_s_own_tree(
-    path: list[int], copied: list[int], own: tuple[int, bool]
+    path: list[int], copied: list[int], own: int
 ):
-    taken = step(path, [-1, 0, 1, *copied], len(copied))
-    assert seen(taken, Draft(2, 3, 4)) == own
-
-
-def test_a_level_that_was_not_drafted_is_as_wrong_as_one_that_was():
-    # 1 and 2 below the root, 3 below 1 alone
-    leaf = step([0, 2], [-1, 0, 0, 1], 0)
-    assert seen(leaf, Draft(2, 4)) == (1, True)
-    assert seen(step([0, 1, 3], [-1, 0, 0, 1], 0), Draft(2, 4)) == (2, False)
-
-
-def test_averages_follow_copied_text_by_length_of_the_match():
-    known = RequestRates([MovingRates([0.5])], [MovingRates([0.6, 0.5]), MovingRates([0.8, 0.5])])
-    known.look(2)
-    known.note((1, False), (0, True))
-    # there was something to copy, and it was wrong
-    assert known.copied[1].rates == pytest.approx([0.8 - 0.05 * 0.8, 0.5])
-    assert known.copied[0].rates == [0.6, 0.5]
-    assert known.own[0].rates == pytest.approx([0.525])
-    known.look(0)
-    known.note((0, True))
-    assert known.copied[0].rates == [0.6, 0.5]
+    assert drafted_levels(step(path, [-1, 0, 1, *copied], len(copied))) == own
 
 
 # --- in an engine --------------------------------------------------------------------------------
@@ -190,7 +167,7 @@ def test_goodput_learns_how_often_copied_text_is_right_whether_it_copies_or_not(
             expected[matched - 1].note(right, refused=refused)
         text = text + said
     assert text == stream.all_tokens[: len(text)]
-    known = policy._observed[stream].rates
+    known = policy._rates[stream]
     assert [one.rates for one in known.copied] == [one.rates for one in expected]
     assert known.copied[2].rates != rates[2]
 

@@ -24,18 +24,22 @@ from specheads.decoding.trees.early_stop import Estimate
 from specheads.decoding.trees.tuned import Machine, MatchRates
 from specheads.heads.load import build_for, drafter_of
 from specheads.measure import tune as tuning
-from specheads.measure import tune_finals as finals
 from specheads.measure.generation import GenerationSettings
 from specheads.measure.offline import Copied, guess_ranks
 from specheads.measure.tune_cost import Point, fit, time_steps, trimmed_mean
-from specheads.measure.tune_finals import Trace, best_stop, learn, trace
-from specheads.measure.tune_texts import TuningText, TuningTexts, write_texts
 from specheads.measure.tune_trees import (
+    Trace,
+    TuningText,
+    TuningTexts,
+    best_stop,
     candidate_trees,
+    learn,
     match_rates,
     path_shares,
     positional,
     predict,
+    trace,
+    write_texts,
 )
 from tests import tiny
 from tests.measure.test_measure import Habit
@@ -142,8 +146,10 @@ def test_costly_nodes_choose_smaller_trees_and_costly_steps_larger_ones():
 
 def test_acceptance_by_path_and_rank():
     ranks = [torch.tensor([[0, 1], [0, 0], [8, 0], [0, -1], [1, -1]])]
-    assert path_shares(ranks) == {(0,): 0.6, (1,): 0.2, (0, 0): 0.2, (0, 1): 0.2}
-    assert positional(ranks) == pytest.approx([4 / 7, 2 / 7])
+    shares = path_shares(ranks)
+    assert shares == {(0,): 0.6, (1,): 0.2, (0, 0): 0.2, (0, 1): 0.2}
+    # five positions, and four reached the second depth; tokens after the end count as wrong
+    assert positional(shares, 2) == pytest.approx([4 / 9, 2 / 9])
 
 
 def test_match_rates_count_steps_up_to_the_end_of_text():
@@ -232,8 +238,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], list[Any]]:
                 for (_, tree), rows in zip(methods, prompts, strict=True)
             ]
 
-        for module in (tuning, finals):
-            monkeypatch.setattr(module, "time_steps", times)
+        monkeypatch.setattr(tuning, "time_steps", times)
         return timed
 
     return cost
@@ -272,7 +277,7 @@ def test_intervals_are_over_sources_and_trees_respect_max_nodes(machine):
     assert {row.tree for row in each.tried} >= {"best_first", "best_first+lookup"}
     sizes = {(row.tree.endswith("+lookup"), row.num_nodes) for row in each.tried}
     assert max(size for copied, size in sizes if not copied) == 4
-    assert max(size for copied, size in sizes if copied) == 4 + max(finals.COPIED)
+    assert max(size for copied, size in sizes if copied) == 4 + max(tuning.COPIED)
 
 
 @pytest.mark.parametrize("quick", [False, True], ids=["tune", "evaluation"])
@@ -326,7 +331,7 @@ def test_repetitive_text_chooses_prompt_lookup(machine):
     assert chosen.tree.endswith("+lookup")
     assert chosen.speedup > max(row.speedup for row in others)
     (tree,) = head.tuned.trees
-    assert tree.copied in finals.COPIED
+    assert tree.copied in tuning.COPIED
     out = generate(base, head, twice, max_new_tokens=20)
     assert out.tokens == generate(base, None, twice, max_new_tokens=20).tokens
     assert any(step.num_copied for row in out.steps for step in row)

@@ -40,7 +40,7 @@ SCHEMA = 1
 
 
 class Choice(policies.TreePolicy):
-    """Uses one of several trees in each step."""
+    """Uses one of several trees in each step, which `of_step` returns."""
 
     def __init__(self, name: str, trees: Sequence[policies.TreePolicy]) -> None:
         self.name, self.trees = name, trees
@@ -51,6 +51,12 @@ class Choice(policies.TreePolicy):
     def own_depth(self) -> int:
         """Levels of the deepest of the head's own trees."""
         return max(tree.own_depth for tree in self.trees)
+
+    def grow(
+        self, drafter: Drafter, committed: Committed, memory: Any, rows: SamplingState | None = None
+    ) -> TokenTree:
+        """Draft the last tree, for steps without an engine."""
+        return self.trees[-1].grow(drafter, committed, memory, rows)
 
 
 class Adaptive(Choice):
@@ -70,22 +76,8 @@ class Adaptive(Choice):
 
     def of_step(self, requests: Sequence[RequestProgress]) -> policies.TreePolicy:
         """Return the nearest tree."""
-        return self._nearest([one.length for one in requests])
-
-    def _nearest(self, lengths: Sequence[int]) -> policies.TreePolicy:
-        context = sum(lengths) / len(lengths)
-        return self.trees[nearest(self.tuned, len(lengths), context)]
-
-    def grow(
-        self, drafter: Drafter, committed: Committed, memory: Any, rows: SamplingState | None = None
-    ) -> TokenTree:
-        """Draft with the nearest tree, for steps without an engine."""
-        assert rows is not None
-        policy = self._nearest(rows.lengths.tolist())
-        if not policy.depth:
-            # a later step may draft again, and needs the tokens committed until then
-            drafter.read(committed, memory)
-        return policy.grow(drafter, committed, memory, rows)
+        context = sum(one.length for one in requests) / len(requests)
+        return self.trees[nearest(self.tuned, len(requests), context)]
 
 
 # --- the file ----------------------------------------------------------------------------------
