@@ -49,9 +49,9 @@ def simulate(
     """Simulate many requests by load: the base alone, fixed depths and goodput.
 
     Goodput is that of a tuned head without copied text. If the settings give the acceptance, it
-    chooses among chains. Times and acceptance are those that `specheads
-    tune` measured for the run's head, or computed: `["hardware=h100", "rates=[1,4,16]"]`.
-    load.json is written into the run's report, or into `out`.
+    chooses among chains. Times and acceptance are those that `specheads tune` measured for the
+    run's head, or computed: `["hardware=h100", "rates=[1,4,16]"]`. load.json is written into the
+    run's report, or into `out`.
     """
     settings, _ = settings_for(Simulate, settings, overrides, run=run, out=out)
     folder, hardware = _folder(settings), settings.hardware

@@ -9,7 +9,6 @@ from itertools import accumulate
 from operator import mul
 from weakref import WeakKeyDictionary
 
-from specheads.core.errors import InputError
 from specheads.decoding.cost import StepCost, mean_context
 from specheads.decoding.loop import DecodingStep
 from specheads.decoding.prompt_lookup import LookupIndex, common_prefix_length
@@ -209,17 +208,11 @@ class Goodput(Choice):
         self.rates = [rates, *(known for _, known in others)]
         most = min(map(len, copied), default=0)
         self.copied_rates = [known[:most] for known in copied]
-        depths = range(len(rates) + 1)
-        trees: list[policies.TreePolicy] = [policies.chain(depth) for depth in depths]
-        drafts = [Draft(tree.depth, tree.num_nodes) for tree in trees]
-        for place, (tree, known) in enumerate(others, start=1):
-            if len(known) < tree.depth:
-                raise InputError(
-                    f"goodput needs a rate for each depth: the tree has {tree.depth} levels, got "
-                    f"{len(known)} rates; measure more, or choose a shallower tree"
-                )
-            trees.append(tree)
-            drafts.append(Draft(tree.depth, tree.num_nodes, tree=place))
+        trees = [*map(policies.chain, range(len(rates) + 1)), *(tree for tree, _ in others)]
+        # chains share the first rates
+        places = [0] * (len(rates) + 1) + [*range(1, len(others) + 1)]
+        pairs = zip(trees, places, strict=True)
+        drafts = [Draft(tree.depth, tree.num_nodes, tree=place) for tree, place in pairs]
         sizes = [0, *(size for size in SIZES if size < most), most] if most else [0]
         self.drafts = [replace(one, copied=size) for size in sizes for one in drafts]
         if most:
@@ -239,7 +232,7 @@ class Goodput(Choice):
         for tree in tuned.trees:
             shape = replace(tree, copied=0).shape()
             branches = tree.num_nodes > tree.depth + 1 and not tree.confidence
-            if branches and tree.rates and shape not in shapes:
+            if branches and len(tree.rates) == tree.depth and shape not in shapes:
                 shapes.append(shape)
                 others.append((tree.own_policy(), tree.rates))
         copied = [one.rates for one in tuned.acceptance.matches]

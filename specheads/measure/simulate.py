@@ -6,7 +6,7 @@ docs/serve.md. Requests arrive at random or as recorded, and drafts are accepted
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -140,15 +140,12 @@ class SimulatedStep(NamedTuple):
     depth: int
 
 
-@dataclass(slots=True)
-class Simulation:
+class Simulation(NamedTuple):
     """The events of a simulation."""
 
     served: list[Served]
     """All requests in order of arrival."""
-    steps: list[SimulatedStep] = field(default_factory=list)
-    reading: float = 0.0
-    """Seconds spent on prompts."""
+    steps: list[SimulatedStep]
 
 
 def simulate(
@@ -172,7 +169,7 @@ def simulate(
         depth: Depth of the chain of every step; None chooses by goodput.
     """
     pairs = zip(arrivals, right, strict=True)
-    found = Simulation([Served(*pair, policy.new_rates()) for pair in pairs])
+    found = Simulation([Served(*pair, policy.new_rates()) for pair in pairs], [])
     waiting, rows, clock = deque(found.served), list[Served](), 0.0
     while waiting or rows:
         if not rows:
@@ -183,7 +180,7 @@ def simulate(
         lengths = [row.arrival.prompt_tokens for row in new]
         for group in alike(lengths):
             seconds = policy.cost.verify.seconds(len(group) * max(lengths[one] for one in group), 0)
-            clock, found.reading = clock + seconds, found.reading + seconds
+            clock += seconds
             for row in [new[place] for place in group]:
                 row.first, row.finished, row.tokens = clock, clock, 1
                 rows.append(row)
@@ -239,19 +236,14 @@ class LoadRow:
     """Requests per second, or the name of the recording."""
     draft: str
     """none, a fixed depth, or goodput."""
-    requests: int
     latency: Seconds
     """From a request's arrival to its last token."""
     first_token: Seconds
     """From a request's arrival to its first token."""
     tokens_per_second: float
     """New tokens of all requests over the time from the first arrival to the last token."""
-    mean_batch: float
-    """Rows of a step."""
     mean_depth: float
     """Drafted depth, over the rows of all steps."""
-    busy: float
-    """Share of that time in which the machine computes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,13 +268,10 @@ def summarise(load: str, draft: str, found: Simulation) -> LoadRow:
     return LoadRow(
         load=load,
         draft=draft,
-        requests=len(served),
         latency=Seconds.of([one.finished - one.arrival.seconds for one in served]),
         first_token=Seconds.of([one.first - one.arrival.seconds for one in served]),
         tokens_per_second=sum(one.tokens for one in served) / seconds,
-        mean_batch=rows / max(len(steps), 1),
         mean_depth=sum(one.batch * one.depth for one in steps) / max(rows, 1),
-        busy=(found.reading + sum(one.seconds for one in steps)) / seconds,
     )
 
 

@@ -81,9 +81,8 @@ def tune_head(
     contexts = contexts or [one for one in CONTEXTS if one <= longest]
     if not contexts or max(contexts) > longest:
         raise InputError(
-            f"a context needs room for {needed} tokens more, and the base holds "
-            f"{base.max_length}: contexts can be at most {longest}, got "
-            f"{max(contexts or CONTEXTS)}; lower contexts or new_tokens"
+            f"contexts can be at most {longest}, as {needed} tokens follow in a context of "
+            f"{base.max_length}, got {max(contexts or CONTEXTS)}; lower contexts or new_tokens"
         )
     generation = GenerationSettings(max_new_tokens=new_tokens, progress=True)
     texts = []

@@ -58,11 +58,12 @@ def test_python_returns_the_content_of_load_json(head: Path, tmp_path: Path):
     load = specheads.simulate(overrides=asked, out=tmp_path / "out")
     assert read(LoadResults, tmp_path / "out" / "load.json") == load
     # from a quarter of what the base alone can serve to more than that
-    busy = [row.busy for row in load.rows if row.draft == "none"]
-    assert len(busy) == 5
-    assert busy == sorted(busy)
-    assert busy[0] < 0.7
-    assert busy[-1] > 0.9
+    alone = [row for row in load.rows if row.draft == "none"]
+    assert len(alone) == 5
+    waits = [row.first_token.mean for row in alone]
+    assert waits == sorted(waits)
+    # the highest load exceeds the capacity
+    assert alone[-1].tokens_per_second < 12 * float(alone[-1].load)
     assert specheads.simulate(overrides=asked, out=tmp_path / "again") == load
 
 
@@ -72,7 +73,6 @@ def test_recorded_loads_are_replayed(head: Path, tmp_path: Path):
     load = specheads.simulate(overrides=[f"head={head}", f"arrivals={arrivals}", "acceptance=[1]"])
     by_draft = {row.draft: row for row in load.rows}
     assert by_draft["none"].load == "load.jsonl"
-    assert by_draft["depth 1"].requests == 1
     assert by_draft["depth 1"].latency.mean < by_draft["none"].latency.mean
 
 

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from specheads.core.drafter import Drafter
-from specheads.core.features import Committed, Features
 from specheads.decoding.cost import ForwardCost, StepCost
 from specheads.decoding.draft_model import DraftModel
 from specheads.decoding.engine import Engine
@@ -118,38 +117,6 @@ COSTS = st.builds(
 @given(cost=COSTS, batch=st.integers(1, 300), context=st.integers(1, 10_000))
 def test_drafts_that_are_never_right_are_not_made(cost, batch, context):
     assert best_draft(cost, CHAIN, rows(batch, 0.0, context)) == 0
-
-
-@given(cost=COSTS, batch=st.integers(1, 64), low=RATE, high=RATE)
-def test_the_better_the_drafts_the_deeper(cost, batch, low, high):
-    low, high = sorted((low, high))
-    # equal rates but for rounding may tie either way
-    assume(high == low or high - low > 1e-6)
-    chosen = [best_draft(cost, CHAIN, rows(batch, rate)) for rate in (low, high)]
-    assert chosen[0] <= chosen[1]
-
-
-@given(
-    cost=COSTS,
-    batch=st.integers(1, 64),
-    draft=st.builds(
-        ForwardCost, fixed=st.floats(0, 1e-2), token=st.floats(0, 1e-4), context=st.floats(0, 1e-7)
-    ),
-    context=st.sampled_from([100, 1000, 10_000]),
-    rate=st.floats(0.1, 0.95),
-)
-def test_larger_batches_draft_less_deep_where_a_drafted_token_costs_more_of_the_batch(
-    cost, batch, draft, context, rate
-):
-    cost = StepCost(verify=cost.verify, draft=draft)
-    base = cost.verify
-    of_draft = draft.context * context + draft.token + base.token
-    grows = of_draft * base.fixed - draft.fixed * (base.context * context + base.token)
-    assume(abs(grows) > 1e-12)
-    small, large = (
-        best_draft(cost, CHAIN, rows(size, rate, context)) for size in (batch, 2 * batch)
-    )
-    assert small >= large if grows > 0 else small <= large
 
 
 @given(cost=COSTS, batch=st.integers(1, 300), rates=st.lists(RATE, min_size=3, max_size=3))
@@ -311,63 +278,6 @@ def test_text_is_the_bases_own_whatever_tree_each_step_takes(name):
     assert set(policy.turns) == set(range(len(trees)))
 
 
-@pytest.mark.parametrize("unread", [2, 32])
-@pytest.mark.parametrize("kind", ["eagle3", "hydra_heads", "draft model", "lookup"])
-def test_drafts_after_steps_without_any_are_those_of_a_drafter_that_read_them_all(kind, unread):
-    named: dict[str, Callable[[], Drafter]] = {
-        "eagle3": lambda: head("eagle3"),
-        "hydra_heads": lambda: head("hydra_heads", prefix=True),
-        "draft model": lambda: DraftModel(tiny.base(), 3, tiny.base()),
-        "lookup": lambda: PromptLookup(tiny.VOCAB, 3),
-    }
-    drafter = named[kind]()
-    drafter.most_unread = min(drafter.most_unread, unread)
-    idle = 11
-
-    def drafted(first: policies.TreePolicy) -> list[list[list[int]]]:
-        policy = Switching([*[first] * idle, *[policies.chain(3)] * 100])
-        how = {"max_new_tokens": 40, "stop_at_eos": False}
-        out = generate(tiny.base(), drafter, tiny.prompts(), tree=policy, **how)
-        assert out.tokens == tiny.continuations()
-        return [[step.drafted for step in steps] for steps in out.steps]
-
-    # a step whose drafts are all refused gives one token, as a step without a draft does
-    never = Refused(drafter)
-    lazy = drafted(policies.NOTHING)
-    eager = drafted(never)
-    assert [row[idle:] for row in lazy] == [row[idle:] for row in eager]
-
-
-class Refused(policies.TreePolicy):
-    """A chain of one node with a token that is always refused."""
-
-    def __init__(self, drafter: Drafter) -> None:
-        self.name, self.num_nodes, self.depth = "refused", 2, 1
-        self.drafter = drafter
-
-    def grow(self, drafter: Drafter, committed: Committed, memory: Any, rows: Any = None) -> Any:
-        tree = policies.chain(1).grow(drafter, committed, memory, rows)
-        return type(tree)(tree.tokens, tree.parents.clone().fill_(-1), None)
-
-
-def test_later_tokens_follow_each_row_s_own_end():
-    #  row 0  a b .   then  d     ->  a b d .
-    #  row 1  a b c   then  d     ->  a b c d
-    def made(tokens: list[list[int]], counts: list[int]) -> Committed:
-        values = torch.tensor(tokens)
-        return Committed(
-            Features(values[..., None].double(), tokens=values), values + 100, torch.tensor(counts)
-        )
-
-    both = made([[1, 2, 0], [4, 5, 6]], [2, 3]).then(made([[7], [8]], [1, 1]))
-    assert both.counts.tolist() == [3, 4]
-    assert both.features.tokens is not None
-    assert both.features.tokens.tolist()[0][:3] == [1, 2, 7]
-    assert both.features.tokens.tolist()[1] == [4, 5, 6, 8]
-    assert both.features.hidden[1, :, 0].tolist() == [4, 5, 6, 8]
-    assert both.root().tolist() == [[107], [108]]
-
-
 def test_an_engine_drafts_deep_for_few_and_not_at_all_for_many():
     # drafting pays for one row; of eight rows every drafted token costs more than it brings
     cost = linear(1.0, 0.4, 0.0, share=0.2)
@@ -410,8 +320,3 @@ def test_an_engine_drafts_a_wide_tree_for_one_and_a_chain_for_many():
     together = served(Engine(tiny.base(), head("eagle3"), tree=policy, max_batch=5))
     sizes = {len(step.drafted) for stream in together for step in stream.steps}
     assert sizes >= {2, 8}
-
-
-def test_a_policy_needs_a_rate_for_each_depth():
-    with pytest.raises(ValueError, match="the tree has 2 levels, got 1 rates"):
-        Goodput(TOY, [0.5], others=[(policies.BestFirst(4, 2), [0.5])])

@@ -180,25 +180,6 @@ def test_a_tuned_tree_with_copied_text_is_drafted_and_changes_no_text(
     assert [stream.tokens for stream in streams] == alone.tokens
 
 
-def test_copied_text_and_plain_trees_follow_each_other_while_decoding():
-    """Copied text may come after text of steps without any draft."""
-    base = tiny.base()
-    head = drafter_of(build_for({"kind": "eagle3", "depth": 2}, base), base)
-    alone = generate(base, None, TWICE[:1], max_new_tokens=50).tokens
-    always = drafts(
-        generate(base, head, TWICE[:1], max_new_tokens=50, tree=tree(copied=5).policy())
-    )
-    for early in (tree(context=4), tree(context=4, kind="none")):
-        head.tuned = tuned(early, tree(context=64, copied=5))
-        assert isinstance(Engine(base, head).tree, Adaptive)
-        out = generate(base, head, TWICE[:1], max_new_tokens=50)
-        assert out.tokens == alone
-        assert not any(step.num_copied for step in out.steps[0][:2])
-        late = {place: one for place, one in drafts(out).items() if place > 20}
-        assert late.keys() & always.keys()
-        assert all(always[place] == late[place] for place in late.keys() & always.keys())
-
-
 def test_an_inner_tree_deeper_than_the_head_is_refused_in_a_hybrid_too():
     with pytest.raises(InputError, match="has 5 levels but the head drafts 2"):
         Engine(tiny.base(), tiny.oracle(2), tree=HybridTree(policies.chain(5), 3))

@@ -337,12 +337,6 @@ def test_repetitive_text_chooses_prompt_lookup(machine):
     assert any(step.num_copied for row in out.steps for step in row)
 
 
-def test_better_head_gets_a_deeper_tree(machine):
-    machine(0.05)
-    good, poor = tuned_here(0.0), tuned_here(20.0)
-    assert good.trees[0].depth > poor.trees[0].depth
-
-
 def test_choice_depends_on_temperature_and_coupling(machine):
     machine(0.05)
     how = GenerationSettings(max_new_tokens=40, sampling=Sampling(temperature=2.0, seed=2))
@@ -388,7 +382,7 @@ def test_prompts_are_whole_and_near_the_context(monkeypatch: pytest.MonkeyPatch,
     # a context that does not fit raises; a default context that does not fit is left out
     monkeypatch.setattr(tuning, "CONTEXTS", (40, 10**5))
     tune()
-    with pytest.raises(InputError, match=r"contexts can be at most \d+, got 100000"):
+    with pytest.raises(InputError, match=r"contexts can be at most \d+, .*got 100000"):
         tune(40, 10**5)
 
 
