@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, takewhile
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,7 +38,6 @@ WIDTH = 8
 
 SIZES = (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64)
 """Node counts of candidate trees, root included; the largest size in the settings is added."""
-
 
 THRESHOLDS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 """Thresholds that are tried for an early stop."""
@@ -111,8 +111,7 @@ def validation_prompts(
             f"a tree is chosen on prompts of at most {longest} tokens, got none; lower contexts or "
             "prompt_tokens, or choose other data"
         )
-    nearest = sorted(range(len(found)), key=lambda place: abs(len(found[place].tokens) - length))
-    return [found[place] for place in sorted(nearest[:number])]
+    return sorted(found, key=lambda one: abs(len(one.tokens) - length))[:number]
 
 
 def write_texts(
@@ -190,16 +189,12 @@ def match_rates(copies: Sequence[Copied]) -> list[MatchRates]:
                 found[one.matched[place] - 1].add(right, drafted_beyond=rejected)
             steps += 1
             place += 1 + right
-    return [
-        MatchRates(
-            share=one.forwards / max(steps, 1),
-            rates=[
-                right / max(offered, 1)
-                for right, offered in zip(one.accepted, one.offered, strict=True)
-            ],
-        )
-        for one in found
-    ]
+    out = []
+    for one in found:
+        pairs = zip(one.accepted, one.offered, strict=True)
+        rates = [accepted / max(offered, 1) for accepted, offered in pairs]
+        out.append(MatchRates(share=one.forwards / max(steps, 1), rates=rates))
+    return out
 
 
 # --- building trees ----------------------------------------------------------------------------
@@ -288,8 +283,7 @@ def predict(
 # --- chains that stop early --------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Trace:
+class Trace(NamedTuple):
     """Greedy drafts of a chain along one text, with axes (position, depth)."""
 
     log_probs: Tensor
@@ -302,11 +296,8 @@ def stopping_chains(
     base: FrozenBase, head: Head, texts: Sequence[TuningText], cost: StepCost, context: int
 ) -> list[policies.TreePolicy]:
     """Return chains that stop by the head's own and by a learned probability, if that pays."""
-    traces = [
-        trace(base, head, one.prompt, one.continuation)
-        for one in texts
-        if len(one.continuation) > head.depth
-    ]
+    long = [one for one in texts if len(one.continuation) > head.depth]
+    traces = [trace(base, head, one.prompt, one.continuation) for one in long]
     if not traces:
         return []
     found = [best_stop(traces, one, cost, context) for one in (None, learn(traces))]
@@ -315,7 +306,7 @@ def stopping_chains(
 
 @torch.inference_mode()
 def trace(base: FrozenBase, head: Head, prompt: list[int], continuation: list[int]) -> Trace:
-    """Return the trace of a text from all positions whose drafts lie within it."""
+    """Return the trace of a text from all positions whose drafts end within it."""
     text = torch.tensor([prompt + continuation], device=base.device)
     first, count = len(prompt) - 1, len(continuation) - head.depth
     features, anchors = base.read(text, head.aux_layers), anchor_mask(text, first, count)
@@ -329,10 +320,7 @@ def trace(base: FrozenBase, head: Head, prompt: list[int], continuation: list[in
 
 def learn(traces: Sequence[Trace]) -> Estimate:
     """Fit a logistic regression: is a draft right, given that those above it are?"""
-    log_probs, entropies, right = (
-        torch.cat([getattr(one, name) for one in traces])
-        for name in ("log_probs", "entropies", "right")
-    )
+    log_probs, entropies, right = map(torch.cat, zip(*traces, strict=True))
     levels = torch.arange(right.shape[1]).expand_as(log_probs)
     reached = torch.ones_like(right)
     reached[:, 1:] = right[:, :-1].cumprod(1).bool()

@@ -44,8 +44,8 @@ FREE = linear(1.0, 0.05, 0.0)
 DEAR = linear(1.0, 0.4, 0.0)
 
 COPIED = [[0.5, 0.5, 0.5], [0.5, 1.0, 1.0]]
-"""After one token that stood before each further one is as likely right as not; after two only the
-first may be wrong."""
+"""After a match of one token each copied token is right with probability 0.5; after a match of two
+only the first may be wrong."""
 
 
 def choose(cost: StepCost, batch: int, rate: float, matched: int = 2) -> Draft:
