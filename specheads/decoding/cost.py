@@ -5,10 +5,8 @@ time per token of its batch and a time per position that its rows attend to. `sp
 it, the computed machines of `specheads simulate` have it too, and goodput chooses by it.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specheads.base.tree_attention import spans
 from specheads.core.ranges import NonNegativeFloat, PositiveInt
 
 
@@ -53,7 +51,7 @@ class StepCost:
 
         Args:
             batch: Number of rows.
-            context: Mean number of committed tokens per row: see `mean_context`.
+            context: Committed tokens of a row; rows are read up to the longest.
             nodes: Nodes of a row's own tree, root included; one is the base alone.
             depth: Levels that are drafted; zero is the base alone.
             copied: Nodes of copied text, which are verified but not drafted.
@@ -66,12 +64,3 @@ class StepCost:
         read = self.levels if self.levels > 1 else (nodes - 1) / depth
         forwards = -(-depth // self.levels)
         return verified + forwards * self.draft.seconds(batch * read, batch * seen)
-
-
-def mean_context(lengths: Sequence[int]) -> float:
-    """Return the mean number of positions that a row is read with.
-
-    A shorter row is read as far as the longest of those that are read with it.
-    """
-    read = sum((one.stop - one.start) * longest for one, longest in spans(tuple(lengths)))
-    return read / len(lengths)

@@ -9,7 +9,7 @@ from itertools import accumulate
 from operator import mul
 from weakref import WeakKeyDictionary
 
-from specheads.decoding.cost import StepCost, mean_context
+from specheads.decoding.cost import StepCost
 from specheads.decoding.loop import DecodingStep
 from specheads.decoding.prompt_lookup import LookupIndex, common_prefix_length
 from specheads.decoding.trees import policies
@@ -169,7 +169,7 @@ def best_draft(cost: StepCost, drafts: Sequence[Draft], rows: Sequence[Row]) -> 
         drafts: Candidates: the smaller first, those with copied text last.
         rows: At least one request and its rates.
     """
-    context = mean_context([row.length for row, _ in rows])
+    context = max(row.length for row, _ in rows)
     if not any(rates.match for _, rates in rows):
         drafts = [draft for draft in drafts if not draft.copied]
     goodput = [

@@ -18,7 +18,7 @@ from specheads.core.errors import InputError
 from specheads.core.paths import local_path
 from specheads.core.ranges import NonNegativeFloat, PositiveInt, hints, refuse
 from specheads.data.files import read_jsonl
-from specheads.decoding.cost import ForwardCost, StepCost, mean_context
+from specheads.decoding.cost import ForwardCost, StepCost
 from specheads.decoding.goodput import Draft, Goodput, RequestRates, best_draft
 from specheads.decoding.request import alike
 from specheads.heads.layers.block import BlockHead
@@ -189,7 +189,7 @@ def simulate(
             continue
         known = [(row, row.rates) for row in rows]
         place = best_draft(policy.cost, policy.drafts, known) if depth is None else depth
-        draft, context = policy.drafts[place], mean_context([row.length for row in rows])
+        draft, context = policy.drafts[place], max(row.length for row in rows)
         seconds = policy.cost.seconds(len(rows), context, draft.nodes, draft.depth)
         found.steps.append(SimulatedStep(clock, seconds, len(rows), draft.depth))
         clock += seconds
