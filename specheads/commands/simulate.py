@@ -6,27 +6,37 @@ specheads simulate run=runs/smollm2 hardware=h100
 """
 
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from specheads.commands._library import load_base, read_run, settings_for
 from specheads.config import Simulate, Train
+from specheads.core.errors import InputError
+from specheads.core.files import read_json, write_atomic
+from specheads.core.paths import local_path, writable_folder
+from specheads.core.records import dumps
+from specheads.decoding.cost import StepCost
+from specheads.decoding.goodput import Goodput
+from specheads.decoding.trees.tuned import FILE, Tuned
 from specheads.heads.load import load_head
 from specheads.measure import simulate as simulation
-from specheads.measure.simulate import LoadResults, table
+from specheads.measure.simulate import Arrival, LoadResults, poisson, read_arrivals
 from specheads.runs.directory import RunDirectory
+
+MEASURED = "measured"
 
 
 def run(settings: Simulate, overrides: Sequence[str]) -> None:
     """Simulate every load of the settings."""
     load = simulate(settings=settings, overrides=overrides)
     console = Console()
-    console.print(table(load))
-    if load.computed:
+    console.print(simulation.table(load))
+    if load.times != MEASURED:
         console.print(f"times are {load.times}, not measured", markup=False)
-    path = simulation.folder(settings) / "load.json"
-    console.print(f"load: {path}", soft_wrap=True, markup=False)
+    console.print(f"load: {_folder(settings) / 'load.json'}", soft_wrap=True, markup=False)
 
 
 def simulate(
@@ -38,16 +48,90 @@ def simulate(
 ) -> LoadResults:
     """Simulate many requests by load: the base alone, fixed depths and goodput.
 
-    Times and acceptance are those that `specheads tune` measured for the run's head, or computed:
-    `["hardware=h100", "rates=[1,4,16]"]`. load.json and a plot are written into the run's report,
-    or into `out`.
+    Goodput is that of a tuned head without copied text. If the settings give the acceptance, it
+    chooses among chains. Times and acceptance are those that `specheads tune` measured for the
+    run's head, or computed: `["hardware=h100", "rates=[1,4,16]"]`. load.json is written into the
+    run's report, or into `out`.
     """
     settings, _ = settings_for(Simulate, settings, overrides, run=run, out=out)
-    folder, sizes = simulation.folder(settings), None
-    if simulation.needs_sizes(settings):
+    folder, hardware = _folder(settings), settings.hardware
+    is_measured = hardware.name == MEASURED
+    tuned = None if settings.acceptance and not is_measured else _tuned(settings)
+    cost = tuned.cost if tuned and is_measured else _computed_cost(settings)
+    if tuned and not settings.acceptance:
+        rates = replace(tuned.acceptance, matches=[])
+        policy = Goodput.of(replace(tuned, cost=cost, acceptance=rates))
+    else:
+        policy = Goodput(cost, settings.acceptance)
+    load = simulation.simulate_loads(
+        policy,
+        _loads(settings, cost),
+        times=MEASURED if is_measured else f"computed for {hardware.name}",
+        depths=settings.depths,
+        max_batch=settings.max_batch,
+        seed=settings.seed,
+    )
+    write_atomic(folder / "load.json", dumps(load))
+    return load
+
+
+def _folder(settings: Simulate) -> Path:
+    """Return the folder of load.json."""
+    if settings.run and not settings.out:
+        return writable_folder(RunDirectory(local_path(settings.run)).report)
+    return writable_folder(settings.out or _head_folder(settings))
+
+
+def _head_folder(settings: Simulate) -> Path:
+    if settings.run:
+        return RunDirectory(local_path(settings.run)).head
+    if not settings.head_path:
+        raise InputError("name whose requests to simulate: run=DIR or head=PATH")
+    return local_path(settings.head_path)
+
+
+def _tuned(settings: Simulate) -> Tuned:
+    """Return the measurements of `specheads tune` for the head."""
+    file = _head_folder(settings) / FILE
+    if not file.is_file():
+        raise InputError(
+            f"a simulation needs measured times and acceptance, and {file} is not there; run "
+            "specheads tune first, or give acceptance=[...] and hardware=NAME"
+        )
+    return Tuned.read(read_json(file), str(file))
+
+
+def _computed_cost(settings: Simulate) -> StepCost:
+    """Return computed step times; sizes that are not given are those of the run's base and head."""
+    given = {name: value for name, value in asdict(settings.hardware).items() if value}
+    given.pop("name")
+    known: dict[str, Any] = {}
+    if settings.run and not {"parameters", "draft_parameters"} <= given.keys():
         made = RunDirectory(Path(settings.run))
         base = load_base(read_run(made.config, Train))
-        sizes = simulation.Sizes.of(base, load_head(made.head, base))
-    load = simulation.simulate_loads(settings, sizes)
-    simulation.write(folder, load)
-    return load
+        known = simulation.sizes(base, load_head(made.head, base))
+        if "draft_parameters" in given:
+            known.pop("levels")
+    known |= given
+    for name in ("bandwidth", "flops", "parameters", "draft_parameters"):
+        if name not in known:
+            raise InputError(
+                f"computed times need hardware.{name}, got none; name run=DIR and a machine of "
+                f"configs/hardware/, or set hardware.{name}"
+            )
+    return simulation.computed_cost(**known)
+
+
+def _loads(settings: Simulate, cost: StepCost) -> dict[str, list[Arrival]]:
+    """Return the requests of each load by its name."""
+    if settings.arrivals:
+        return {Path(settings.arrivals).name: read_arrivals(settings.arrivals)}
+    lengths = {"prompt_tokens": settings.prompt_tokens, "new_tokens": settings.new_tokens}
+    mean_part = sum(settings.parts) / len(settings.parts)
+    rates = settings.rates or simulation.default_rates(
+        cost, **lengths, max_batch=settings.max_batch, mean_part=mean_part
+    )
+    how = {"parts": settings.parts, "seed": settings.seed}
+    return {
+        f"{rate:.15g}": poisson(rate, settings.num_requests, **lengths, **how) for rate in rates
+    }

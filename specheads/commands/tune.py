@@ -19,7 +19,7 @@ from specheads.core.files import write_atomic
 from specheads.core.paths import local_path, writable_folder
 from specheads.core.records import dumps
 from specheads.decoding.trees.tuned import FILE, Tuned
-from specheads.measure.tune import tables, tune_head
+from specheads.measure.tune import table, tune_head
 from specheads.runs.directory import RunDirectory
 
 
@@ -27,8 +27,7 @@ def run(settings: Tune, overrides: Sequence[str]) -> None:
     """Tune the head of a run, or any head on its base."""
     tuned = tune(settings=settings, overrides=overrides)
     console = Console()
-    for table in tables(tuned):
-        console.print(table)
+    console.print(table(tuned))
     console.print(f"tuned: {head_folder(settings) / FILE}", soft_wrap=True, markup=False)
 
 
@@ -55,7 +54,7 @@ def tune(
     settings, words = settings_for(Tune, settings, overrides, head, run=run)
     if head is not None:
         base, head = objects(settings, base, head, "tune")
-        head.tuned = tune_head(base, head, settings)
+        head.tuned = _tune(base, head, settings)
         return head.tuned
     folder = writable_folder(head_folder(settings))
     if settings.run:
@@ -66,9 +65,15 @@ def tune(
         settings = replace(settings, data=trained.data, seed=trained.seed)
     else:
         base, head = objects(settings, base, None, "tune")
-    tuned = tune_head(base, head, settings)
+    tuned = _tune(base, head, settings)
     write_atomic(folder / FILE, dumps(tuned))
     return tuned
+
+
+def _tune(base: FrozenBase, head: Head, settings: Tune) -> Tuned:
+    names = "batch_sizes", "contexts", "max_nodes", "num_prompts", "new_tokens", "seed"
+    values = {name: getattr(settings, name) for name in names}
+    return tune_head(base, head, settings.data, **values)
 
 
 def head_folder(settings: Tune) -> Path:

@@ -223,9 +223,6 @@ class Simulate(PromptLength, HasSeed, HasOut, HasHead, HasRun):
     acceptance: list[Probability] = field(default_factory=list)
     """Conditional acceptance rate by depth. Empty uses the rates that `specheads tune` measured."""
 
-    accepted: PathOrId = ""
-    """A .jsonl file of recorded accepted lengths, one text a line. Empty samples from the rates."""
-
     num_requests: PositiveInt = 2000
     """Requests for each load."""
 

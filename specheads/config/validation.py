@@ -131,12 +131,11 @@ def _check_validation(where: str, settings: Validation) -> None:
 
 
 def _check_simulate(settings: Simulate) -> None:
-    for recorded, sampled in (("arrivals", "rates"), ("accepted", "acceptance")):
-        if getattr(settings, recorded) and (other := getattr(settings, sampled)):
-            raise InputError(
-                f"{recorded}={getattr(settings, recorded)} replaces {sampled}, got "
-                f"{sampled}={other} too; leave one out"
-            )
+    if settings.arrivals and settings.rates:
+        raise InputError(
+            f"arrivals={settings.arrivals} replaces rates, got rates={settings.rates} too; leave "
+            "one out"
+        )
 
 
 def _check_one_head(run: str, head: str) -> None:

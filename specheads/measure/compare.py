@@ -65,7 +65,7 @@ def compare_heads(
     model = load_draft_model(settings, base, chosen(settings))
     conditions = []
     for one in _conditions(settings, evaluated):
-        context = decoded_context(one, prompts)
+        context = decoded_context(prompts, one.evaluation.max_new_tokens)
         factory = MethodFactory.of(base, heads, settings, one, model, context)
         conditions.append(_measure(factory, prompts))
     shown = replace(settings, draft_model=nearby(settings.draft_model), seed=evaluated.seed)

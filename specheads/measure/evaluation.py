@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from specheads.measure.generation import (
     generation_settings,
     write_alone,
 )
-from specheads.measure.methods import measure_drafting
+from specheads.measure.methods import evaluation_tree, measure_drafting
 from specheads.measure.offline import measure_offline
 from specheads.measure.online import lossless_in_float32, measure_online
 from specheads.measure.quality import compare_quality, measure_quality, quality_windows
@@ -42,7 +42,7 @@ from specheads.measure.results import (
     Results,
 )
 from specheads.measure.speed import measure_speed
-from specheads.measure.tune import candidates, choose_tree, decoded_context
+from specheads.measure.tune import candidates, decoded_context
 from specheads.runs.directory import RunDirectory
 from specheads.runs.provenance import nearby, provenance
 
@@ -92,7 +92,8 @@ def evaluate_head(
     sources = [one.source for one in prompts.prompts]
     generation = generation_settings(evaluation, settings.seed, sources)
     alone = write_alone(base, tokens, replace(generation, batch_size=8))
-    tree, tuned = choose_tree(base, head, settings, decoded_context(settings, prompts))
+    context = decoded_context(prompts, evaluation.max_new_tokens)
+    tree, tuned = evaluation_tree(base, head, settings, generation, context)
     generation, own = replace(generation, tree=tree), own_tree(tree)
     found: dict[str, Any] = {}
     matched = evaluation.temperature == 0 or evaluation.acceptance == "match"
@@ -146,7 +147,7 @@ def refuse_unusable(settings: EvaluationConfig, head_depth: int) -> policies.Tre
             "evaluation.acceptance must be match for evaluation.mode=offline above temperature "
             f"zero, got {evaluation.acceptance}; set mode=online"
         )
-    return fixed_policy(settings.tree, head_depth)
+    return fixed_policy(head_depth=head_depth, **asdict(settings.tree))
 
 
 def check(

@@ -24,7 +24,9 @@ from specheads.decoding.sampling import Sampling, each_prompt
 from specheads.decoding.streaming import Streaming
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import Hybrid, HybridTree, Lookup, own_tree
+from specheads.decoding.trees.named import fixed_policy
 from specheads.decoding.trees.policies import Sampled
+from specheads.decoding.trees.tuned import Tuned
 from specheads.heads.load import drafter_of
 from specheads.measure.counts import DepthCounts, paired_gain, rate
 from specheads.measure.generation import (
@@ -32,6 +34,7 @@ from specheads.measure.generation import (
     EvaluationConfig,
     GenerationSettings,
     decode_prompts,
+    generation_settings,
 )
 from specheads.measure.results import COPIED_TOKENS, MAX_NGRAM, SINKS, Drafting
 from specheads.measure.speed import DraftMethod, Method, Timing
@@ -121,6 +124,27 @@ def load_draft_model(settings: Compare, base: FrozenBase, names: list[str]) -> F
     return model
 
 
+def evaluation_tree(
+    base: FrozenBase,
+    head: Head,
+    settings: EvaluationConfig,
+    generation: GenerationSettings,
+    context: int,
+) -> tuple[policies.TreePolicy, Tuned | None]:
+    """Return the tree of the settings, and the measurements if it was chosen now."""
+    if (tree := fixed_policy(head_depth=head.depth, **asdict(settings.tree))) is not None:
+        return tree, None
+    return choose_tree(
+        base,
+        head,
+        settings.data,
+        generation,
+        context,
+        prompt_tokens=settings.evaluation.prompt_tokens,
+        num_prompts=settings.evaluation.tune_prompts,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class MethodFactory:
     """Make the methods of a comparison for one base and one condition."""
@@ -147,8 +171,9 @@ class MethodFactory:
     ) -> "MethodFactory":
         """Choose a tree for each head that a method uses, at this context length."""
         needs_tree = {"head", "hybrid"} & {*chosen(settings)}
+        generation = generation_settings(evaluated.evaluation, evaluated.seed)
         trees = {
-            name: own_tree(choose_tree(base, head, evaluated, context)[0])
+            name: own_tree(evaluation_tree(base, head, evaluated, generation, context)[0])
             for name, head in heads.items()
             if needs_tree
         }

@@ -1,44 +1,212 @@
-"""Simulate loads: the waiting times of requests without speculation and with it, load.json."""
+"""Simulate loads: the waiting times of requests without speculation and with it, load.json.
 
-import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+The server is the continuous batching of `decoding.engine.Engine`, event by event: see
+docs/serve.md. Requests arrive at random or as recorded, and drafts are accepted at random.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from specheads.base.model import FrozenBase
-from specheads.config import Hardware, Simulate
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
-from specheads.core.files import read_json, write_atomic
-from specheads.core.paths import local_path, writable_folder
-from specheads.core.records import dumps
-from specheads.decoding.goodput import Goodput, chains
-from specheads.decoding.trees.tuned import FILE, Tuned
+from specheads.core.paths import local_path
+from specheads.core.ranges import NonNegativeFloat, PositiveInt, hints, refuse
+from specheads.data.files import read_jsonl
+from specheads.decoding.cost import ForwardCost, StepCost
+from specheads.decoding.goodput import Draft, Goodput, RequestRates, best_draft
+from specheads.decoding.request import alike
 from specheads.heads.layers.block import BlockHead
-from specheads.measure import simulate_requests
-from specheads.measure.plots import png
-from specheads.measure.simulate_engine import (
-    ComputedCost,
-    ForwardSize,
-    Roofline,
-    Simulation,
-    System,
-    simulate,
-)
 from specheads.measure.tables import ConsoleTable
-from specheads.runs.directory import RunDirectory
-
-MEASURED = "measured"
 
 SHARES = 0.25, 0.5, 0.75, 0.95, 1.2
 """Default loads, relative to the highest load that the base alone can serve."""
 
 WEIGHT_BYTES = 2
 """Bytes of a parameter and of a cached number, for computed times: bfloat16."""
+
+# --- requests ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request."""
+
+    seconds: NonNegativeFloat
+    """Arrival time."""
+    prompt_tokens: PositiveInt
+    new_tokens: PositiveInt
+    """Number of new tokens of its answer."""
+
+
+def poisson(
+    rate: float,
+    number: int,
+    *,
+    prompt_tokens: int,
+    new_tokens: int,
+    parts: Sequence[float] = (1.0,),
+    seed: int = 0,
+) -> list[Arrival]:
+    """Return `number` requests of a Poisson process of `rate` requests per second.
+
+    `parts` are factors of the rate in consecutive periods of equal length. Together they last until
+    all requests have arrived: (0.2, 2, 0.2) rises and falls.
+    """
+    # times of a process of rate one, mapped to where the integral of the given rate is the same
+    passed = np.random.default_rng(seed).exponential(size=number).cumsum()
+    part = number / rate / sum(parts)
+    ends = np.cumsum(np.array(parts) * rate * part)
+    rounds, rest = np.divmod(passed, ends[-1])
+    points = np.concatenate([[0.0], ends])
+    times = rounds * part * len(parts) + np.interp(rest, points, part * np.arange(len(points)))
+    return [Arrival(time, prompt_tokens, new_tokens) for time in times.tolist()]
+
+
+def read_arrivals(path: str | Path) -> list[Arrival]:
+    """Return the recorded requests of a .jsonl file in order of time: see docs/serve.md.
+
+    Raises:
+        InputError: A line is not {"seconds": 0.5, "prompt_tokens": 20, "new_tokens": 64}.
+    """
+    found = []
+    for where, row in read_jsonl(local_path(path)):
+        for name, hint in hints(Arrival).items():
+            refuse(f"{name} in {where}", row.get(name), hint)
+        found.append(Arrival(float(row["seconds"]), row["prompt_tokens"], row["new_tokens"]))
+    return sorted(found, key=lambda one: one.seconds)
+
+
+def default_rates(
+    cost: StepCost, prompt_tokens: int, new_tokens: int, max_batch: int, mean_part: float
+) -> list[float]:
+    """Return five loads, from a quarter of what the base alone can serve to more than that."""
+    step = cost.seconds(max_batch, prompt_tokens + new_tokens / 2, 1, 0)
+    # share of a request in the system's time
+    seconds = cost.verify.seconds(prompt_tokens, 0) + new_tokens * step / max_batch
+    # three digits, as they are shown
+    return [float(f"{share / seconds / mean_part:.3g}") for share in SHARES]
+
+
+# --- the server --------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Served:
+    """A request in the server, with times in seconds."""
+
+    arrival: Arrival
+    right: Sequence[Sequence[int]]
+    """For each tree, how many drafts are right after each new token."""
+    rates: RequestRates
+    """Estimates for goodput."""
+    first: float = 0.0
+    """Time of the first token."""
+    finished: float = 0.0
+    tokens: int = 0
+    """New tokens so far."""
+
+    @property
+    def length(self) -> int:
+        """Tokens of the text so far."""
+        return self.arrival.prompt_tokens + self.tokens
+
+    @property
+    def room(self) -> int:
+        """Remaining new tokens."""
+        return self.arrival.new_tokens - self.tokens
+
+    def take(self, draft: Draft, *, observed: bool) -> None:
+        """Add the tokens of a step."""
+        right = self.right[draft.tree][self.tokens - 1]
+        accepted = min(right, draft.depth)
+        if observed:
+            self.rates.last = draft
+            self.rates.note(accepted, refused=right < draft.depth)
+        self.tokens += min(accepted + 1, self.room)
+
+
+class SimulatedStep(NamedTuple):
+    """A step of some rows together."""
+
+    began: float
+    seconds: float
+    batch: int
+    depth: int
+
+
+class Simulation(NamedTuple):
+    """The events of a simulation."""
+
+    served: list[Served]
+    """All requests in order of arrival."""
+    steps: list[SimulatedStep]
+
+
+def simulate(
+    policy: Goodput,
+    arrivals: Sequence[Arrival],
+    right: Sequence[Sequence[Sequence[int]]],
+    *,
+    max_batch: int = 1,
+    depth: int | None = None,
+) -> Simulation:
+    """Serve all requests, first come, first served.
+
+    A turn admits the requests that have arrived and fit, reads prompts of similar length together,
+    and takes a step of all rows.
+
+    Args:
+        policy: Costs and drafts of the server.
+        arrivals: Requests in order of time.
+        right: For each request and tree, how many drafts are right after each new token.
+        max_batch: Largest number of rows.
+        depth: Depth of the chain of every step; None chooses by goodput.
+    """
+    pairs = zip(arrivals, right, strict=True)
+    found = Simulation([Served(*pair, policy.new_rates()) for pair in pairs], [])
+    waiting, rows, clock = deque(found.served), list[Served](), 0.0
+    while waiting or rows:
+        if not rows:
+            clock = max(clock, waiting[0].arrival.seconds)
+        new = list[Served]()
+        while waiting and len(rows) + len(new) < max_batch and waiting[0].arrival.seconds <= clock:
+            new.append(waiting.popleft())
+        lengths = [row.arrival.prompt_tokens for row in new]
+        for group in alike(lengths):
+            seconds = policy.cost.verify.seconds(len(group) * max(lengths[one] for one in group), 0)
+            clock += seconds
+            for row in [new[place] for place in group]:
+                row.first, row.finished, row.tokens = clock, clock, 1
+                rows.append(row)
+        rows = [row for row in rows if row.room]
+        if not rows:
+            continue
+        known = [(row, row.rates) for row in rows]
+        place = best_draft(policy.cost, policy.drafts, known) if depth is None else depth
+        draft, context = policy.drafts[place], max(row.length for row in rows)
+        seconds = policy.cost.seconds(len(rows), context, draft.nodes, draft.depth)
+        found.steps.append(SimulatedStep(clock, seconds, len(rows), draft.depth))
+        clock += seconds
+        for row in rows:
+            row.take(draft, observed=depth is None)
+            row.finished = clock
+        rows = [row for row in rows if row.room]
+    return found
+
+
+def sampled_lengths(rates: Sequence[float], seed: Sequence[int], new_tokens: int) -> list[int]:
+    """Return how many drafts are right after each new token, sampled independently.
+
+    `rates` are conditional acceptance rates by depth.
+    """
+    random = np.random.default_rng(seed).random((new_tokens, len(rates)))
+    return (random < np.array(rates)).cumprod(axis=1).sum(axis=1).astype(int).tolist()
 
 
 # --- load.json ---------------------------------------------------------------------------------
@@ -67,20 +235,15 @@ class LoadRow:
     load: str
     """Requests per second, or the name of the recording."""
     draft: str
-    """none, a fixed depth, goodput, or goodput with prompt lookup."""
-    requests: int
+    """none, a fixed depth, or goodput."""
     latency: Seconds
     """From a request's arrival to its last token."""
     first_token: Seconds
     """From a request's arrival to its first token."""
     tokens_per_second: float
     """New tokens of all requests over the time from the first arrival to the last token."""
-    mean_batch: float
-    """Rows of a step."""
     mean_depth: float
     """Drafted depth, over the rows of all steps."""
-    busy: float
-    """Share of that time in which the machine computes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,10 +253,6 @@ class LoadResults:
     schema: int = 1
     times: str
     """Source of the step times: measured, or computed for a machine."""
-    computed: bool
-    """Whether step times are computed."""
-    acceptance: str
-    """Source of the acceptance."""
     rates: list[float]
     """Conditional acceptance by depth."""
     max_batch: int
@@ -104,285 +263,131 @@ class LoadResults:
 def summarise(load: str, draft: str, found: Simulation) -> LoadRow:
     """Return the figures of a simulation."""
     served, steps = found.served, found.steps
-    began = min(one.arrival.seconds for one in served)
-    seconds = max(one.finished for one in served) - began
+    seconds = max(one.finished for one in served) - served[0].arrival.seconds
     rows = sum(one.batch for one in steps)
     return LoadRow(
         load=load,
         draft=draft,
-        requests=len(served),
         latency=Seconds.of([one.finished - one.arrival.seconds for one in served]),
         first_token=Seconds.of([one.first - one.arrival.seconds for one in served]),
         tokens_per_second=sum(one.tokens for one in served) / seconds,
-        mean_batch=rows / max(len(steps), 1),
         mean_depth=sum(one.batch * one.depth for one in steps) / max(rows, 1),
-        busy=(found.reading + sum(one.seconds for one in steps)) / seconds,
     )
 
 
 def table(load: LoadResults) -> ConsoleTable:
     """Return the rows as a table for the console."""
     columns = "load", "draft", "mean", "p50", "p90", "p99", "first token", "tokens/s", "depth"
-    lines = [
-        (
-            row.load,
-            row.draft,
-            *(f"{one:.3g}" for one in (row.latency.mean, row.latency.p50, row.latency.p90)),
-            *(f"{one:.3g}" for one in (row.latency.p99, row.first_token.mean)),
-            f"{row.tokens_per_second:.4g}",
-            f"{row.mean_depth:.2f}",
-        )
-        for row in load.rows
-    ]
-    return ConsoleTable(
-        f"seconds of requests by load (requests/s), simulated; times {load.times}", lines, columns
-    )
+    lines = []
+    for row in load.rows:
+        one = row.latency
+        times = one.mean, one.p50, one.p90, one.p99, row.first_token.mean
+        rates = f"{row.tokens_per_second:.4g}", f"{row.mean_depth:.2f}"
+        lines.append((row.load, row.draft, *(f"{value:.3g}" for value in times), *rates))
+    title = f"seconds of requests by load (requests/s), simulated; times {load.times}"
+    return ConsoleTable(title, lines, columns)
 
 
-def draw(load: LoadResults) -> bytes:
-    """Return a PNG of latency and throughput over load, a line for each way to draft."""
-    figure = Figure(figsize=(9.0, 3.8), layout="constrained")
-    figure.suptitle(f"Simulated; times {load.times}", fontsize="medium")
-    loads = list(dict.fromkeys(row.load for row in load.rows))
-    panels: dict[str, Callable[[LoadRow], float]] = {
-        "mean latency, s": lambda row: row.latency.mean,
-        "p99 latency, s": lambda row: row.latency.p99,
-        "tokens per second": lambda row: row.tokens_per_second,
-    }
-    all_axes = figure.subplots(1, 3)
-    for axes, (label, value) in zip(all_axes, panels.items(), strict=True):
-        for draft in dict.fromkeys(row.draft for row in load.rows):
-            rows = [row for row in load.rows if row.draft == draft]
-            places = [loads.index(row.load) for row in rows]
-            axes.plot(places, [value(row) for row in rows], ".-", label=draft)
-        axes.set(xlabel="requests per second", ylabel=label)
-        axes.set_xticks(range(len(loads)), loads)
-        axes.spines[["top", "right"]].set_visible(False)
-        if label.endswith(", s"):
-            axes.set_yscale("log")
-    all_axes[0].legend(frameon=False, title="draft")
-    return png(figure, dpi=120)
-
-
-def write(where: Path, load: LoadResults) -> None:
-    """Write load.png and then load.json."""
-    write_atomic(where / "load.png", draw(load))
-    write_atomic(where / "load.json", dumps(load))
-
-
-# --- settings ----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
-    """Sizes of a base and a head, for computed step times."""
-
-    parameters: int = 0
-    draft_parameters: int = 0
-    """Parameters of one forward of the head."""
-    draft_levels: int = 1
-    """Levels that one forward of the head drafts."""
-    position_numbers: int = 0
-    """Numbers in the KV cache per position."""
-
-    @classmethod
-    def of(cls, base: FrozenBase, head: Head) -> "Sizes":
-        """Return the sizes of a base and a head.
-
-        A head whose levels share one projection reads all its parameters at each level, other heads
-        those of the level; a block head drafts all levels at once.
-        """
-        own = sum(parameter.numel() for parameter in head.parameters())
-        weights = [weight for weight, _ in head.projections()]
-        is_shared = all(weight is weights[0] for weight in weights)
-        is_own = any(weights[0] is parameter for parameter in head.parameters())
-        # a concatenated projection borrows the base's columns and owns the others
-        lent = 0 if is_own else len(weights[0]) * head.width
-        return cls(
-            parameters=base.num_parameters,
-            draft_parameters=(own if is_shared else own // head.depth) + lent,
-            draft_levels=head.depth if isinstance(head, BlockHead) else 1,
-            position_numbers=base.slot_bytes // base.dtype.itemsize,
-        )
-
-
-def head_folder(settings: Simulate) -> Path:
-    """Return the folder of the head."""
-    if settings.run:
-        return RunDirectory(local_path(settings.run)).head
-    if not settings.head_path:
-        raise InputError("name whose requests to simulate: run=DIR or head=PATH")
-    return local_path(settings.head_path)
-
-
-def folder(settings: Simulate) -> Path:
-    """Return the folder of load.json."""
-    if settings.run and not settings.out:
-        return writable_folder(RunDirectory(local_path(settings.run)).report)
-    return writable_folder(settings.out or head_folder(settings))
-
-
-def needs_sizes(settings: Simulate) -> bool:
-    """Return whether step times are computed from the sizes of a run's base and head."""
-    hardware = settings.hardware
-    given = hardware.parameters and hardware.draft_parameters
-    return bool(settings.run) and hardware.name != MEASURED and not given
-
-
-def simulate_loads(settings: Simulate, sizes: Sizes | None = None) -> LoadResults:
+def simulate_loads(
+    policy: Goodput,
+    loads: Mapping[str, Sequence[Arrival]],
+    *,
+    times: str,
+    depths: Sequence[int] = (),
+    max_batch: int = 16,
+    seed: int = 0,
+) -> LoadResults:
     """Simulate the base alone, fixed depths and goodput under each load.
 
-    Goodput is that of a tuned head, `Goodput.of`, also with prompt lookup if that was tuned. If
-    the settings give the acceptance, goodput chooses among chains. `sizes` complete the settings
-    for computed step times.
+    Args:
+        policy: Goodput without copied text.
+        loads: Requests by the name of the load.
+        times: Source of the step times: "measured", or "computed for" a machine.
+        depths: Fixed depths; zero is the base alone. Empty is zero and the deepest chain.
+        max_batch: Largest number of rows.
+        seed: Seed of the accepted drafts.
     """
-    rates, texts = _acceptance(settings)
-    system = _system(settings, sizes, rates)
-    depths = list(dict.fromkeys(settings.depths or [0, len(rates)]))
+    rates = list(policy.rates[0])
+    depths = list(dict.fromkeys(depths or [0, len(rates)]))
     if max(depths) > len(rates):
         raise InputError(
             f"depths can be at most {len(rates)}, as acceptance is known of, got {max(depths)}"
         )
-    ways = [("none" if not one else f"depth {one}", system, one) for one in depths]
-    ways += [(name, served, None) for name, served in _goodput(settings, system)]
-    matches = measured(settings).acceptance.matches if _is_tuned(settings) else []
-    # another seed than that of the head's own drafts
-    copies = simulate_requests.sampled_copies(matches, settings.seed + 1)
+    ways = {f"depth {one}" if one else "none": one for one in depths}
     rows = []
-    for name, coming in _loads(settings, system):
-        for draft, served, depth in ways:
-            right = [simulate_requests.recorded(texts)] if texts else []
-            right = right or [
-                simulate_requests.sampled_lengths(one, settings.seed) for one in served.rates
-            ]
-            found = simulate(served, coming, right, depth, copies)
-            rows.append(summarise(name, draft, found))
-    computed = settings.hardware.name != MEASURED
-    return LoadResults(
-        times=f"computed for {settings.hardware.name}" if computed else "measured",
-        computed=computed,
-        acceptance="recorded" if texts else "drawn from rates",
-        rates=rates,
-        max_batch=settings.max_batch,
-        seed=settings.seed,
-        rows=rows,
-    )
+    for load, arrivals in loads.items():
+        right = [
+            [sampled_lengths(tree, (seed, number), one.new_tokens) for tree in policy.rates]
+            for number, one in enumerate(arrivals)
+        ]
+        for draft, depth in {**ways, "goodput": None}.items():
+            found = simulate(policy, arrivals, right, max_batch=max_batch, depth=depth)
+            rows.append(summarise(load, draft, found))
+    return LoadResults(times=times, rates=rates, max_batch=max_batch, seed=seed, rows=rows)
 
 
-def measured(settings: Simulate) -> Tuned:
-    """Return the measurements of `specheads tune` for the head."""
-    file = head_folder(settings) / FILE
-    if not file.is_file():
-        raise InputError(
-            f"a simulation needs measured times and acceptance, and {file} is not there; run "
-            "specheads tune first, or give acceptance=[...] and hardware=NAME"
-        )
-    return Tuned.read(read_json(file), str(file))
+# --- machines that one does not have -----------------------------------------------------------
 
 
-def _acceptance(settings: Simulate) -> tuple[list[float], list[list[int]]]:
-    """Return conditional rates by depth, and recorded lengths if the settings name them."""
-    if settings.accepted:
-        texts = simulate_requests.read_accepted(settings.accepted)
-        return simulate_requests.rates_of(texts, max(map(max, texts))), texts
-    return list(settings.acceptance) or measured(settings).acceptance.per_depth, []
+def computed_cost(
+    *,
+    bandwidth: float,
+    flops: float,
+    parameters: float,
+    draft_parameters: float,
+    position_bytes: int = 0,
+    draft_position_bytes: int = 0,
+    window: int = 0,
+    levels: int = 1,
+) -> StepCost:
+    """Return step times from the limits of a machine and the sizes of base and drafter.
 
+    A forward reads the weights once, and the keys and values of its context; each token takes two
+    operations per parameter. These times are added. The arithmetic of attention and the time for
+    kernel launches, sampling and communication are left out: a real machine is slower. A window is
+    that of MagicDec: Sadhukhan et al. 2024, arXiv:2408.11049, section 3.
 
-def _is_tuned(settings: Simulate) -> bool:
-    """Return whether acceptance is that of a tuned head."""
-    return not settings.accepted and not settings.acceptance
+    Args:
+        bandwidth: Bytes per second between memory and processor.
+        flops: Dense floating-point operations per second in the precision of the weights.
+        parameters: Parameters of the base.
+        draft_parameters: Parameters of one forward of the drafter.
+        position_bytes: Bytes of keys and values of one position of the base, in all layers.
+        draft_position_bytes: The same of the drafter; zero without a cache.
+        window: As in `StepCost`.
+        levels: As in `StepCost`.
+    """
 
-
-def _goodput(settings: Simulate, system: System) -> Iterator[tuple[str, System]]:
-    """Yield systems with goodput: without prompt lookup, and with it if that was tuned."""
-    if not _is_tuned(settings):
-        yield "goodput", system
-        return
-    tuned = measured(settings)
-    yield "goodput", with_goodput(system, replace(tuned, acceptance=tuned.acceptance.alone()))
-    if tuned.acceptance.matches:
-        yield "goodput+lookup", with_goodput(system, tuned)
-
-
-def with_goodput(system: System, tuned: Tuned) -> System:
-    """Return a system with the drafts that goodput chooses from in an engine."""
-    policy = Goodput.of(tuned)
-    return replace(system, rates=policy.rates, drafts=policy.drafts, copied=policy.copied_rates)
-
-
-def _system(settings: Simulate, base: Sizes | None, rates: list[float]) -> System:
-    if settings.hardware.name == MEASURED:
-        cost = measured(settings).cost
-        prefill: Callable[[int], float] = partial(cost.verify.seconds, context=0.0)
-    else:
-        cost = _computed(settings.hardware, base or Sizes(), len(rates))
-        prefill = cost.prefill
-    return System(
-        cost=cost,
-        prefill=prefill,
-        rates=[rates],
-        drafts=chains(len(rates)),
-        max_batch=settings.max_batch,
-    )
-
-
-def _computed(hardware: Hardware, known: Sizes, depth: int) -> ComputedCost:
-    """Return computed step times from the settings, completed by known sizes."""
-    parameters = int(hardware.parameters) or known.parameters
-    drafting = int(hardware.draft_parameters) or known.draft_parameters
-    if not parameters or (depth and not drafting):
-        raise InputError(
-            "computed times need a base and what drafts; name run=DIR, or give "
-            "hardware.parameters and hardware.draft_parameters"
-        )
-    size = WEIGHT_BYTES
-    return ComputedCost(
-        machine=Roofline(bandwidth=hardware.bandwidth, flops=hardware.flops),
-        base=ForwardSize(
-            parameters=parameters,
-            weight_bytes=parameters * size,
-            position_bytes=hardware.position_bytes or known.position_numbers * size,
-        ),
-        draft=ForwardSize(
-            parameters=drafting,
-            weight_bytes=drafting * size,
-            position_bytes=hardware.draft_position_bytes,
-        ),
-        window=float(hardware.window or math.inf),
-        levels=1 if hardware.draft_parameters else known.draft_levels,
-    )
-
-
-def _loads(
-    settings: Simulate, system: System
-) -> Iterator[tuple[str, list[simulate_requests.Arrival]]]:
-    """Yield each load with its name."""
-    if settings.arrivals:
-        arrivals = simulate_requests.read_arrivals(settings.arrivals)
-        yield Path(settings.arrivals).name, arrivals
-        return
-    for rate in dict.fromkeys(settings.rates or _default_rates(settings, system)):
-        yield (
-            f"{rate:.15g}",
-            simulate_requests.poisson(
-                rate,
-                settings.num_requests,
-                prompt_tokens=settings.prompt_tokens,
-                new_tokens=settings.new_tokens,
-                parts=settings.parts,
-                seed=settings.seed,
-            ),
+    def forward(parameters: float, position_bytes: int) -> ForwardCost:
+        return ForwardCost(
+            fixed=WEIGHT_BYTES * parameters / bandwidth,
+            token=2 * parameters / flops,
+            context=position_bytes / bandwidth,
         )
 
-
-def _default_rates(settings: Simulate, system: System) -> list[float]:
-    """Return five loads, from a quarter of what the base alone can serve to more than that."""
-    context = settings.prompt_tokens + settings.new_tokens / 2
-    step = system.cost.seconds(settings.max_batch, context, 1, 0)
-    # share of a request in the system's time
-    seconds = (
-        system.prefill(settings.prompt_tokens) + settings.new_tokens * step / settings.max_batch
+    return StepCost(
+        verify=forward(parameters, position_bytes),
+        draft=forward(draft_parameters, draft_position_bytes),
+        window=window,
+        levels=levels,
     )
-    mean = sum(settings.parts) / len(settings.parts)
-    # three digits, as they are shown
-    return [float(f"{share / seconds / mean:.3g}") for share in SHARES]
+
+
+def sizes(base: FrozenBase, head: Head) -> dict[str, int]:
+    """Return the arguments of `computed_cost` that follow from a base and a head.
+
+    A head whose levels share one projection reads all its parameters at each level, other heads
+    those of the level; a block head drafts all levels at once.
+    """
+    own = sum(parameter.numel() for parameter in head.parameters())
+    weights = [weight for weight, _ in head.projections()]
+    is_shared = all(weight is weights[0] for weight in weights)
+    is_own = any(weights[0] is parameter for parameter in head.parameters())
+    # a concatenated projection borrows the base's columns and owns the others
+    lent = 0 if is_own else len(weights[0]) * head.width
+    return {
+        "parameters": base.num_parameters,
+        "draft_parameters": (own if is_shared else own // head.depth) + lent,
+        "position_bytes": base.slot_bytes // base.dtype.itemsize * WEIGHT_BYTES,
+        "levels": head.depth if isinstance(head, BlockHead) else 1,
+    }

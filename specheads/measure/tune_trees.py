@@ -1,92 +1,174 @@
-"""Candidate trees from measured acceptance, and their predicted speed-up.
+"""Texts to tune on, and candidate trees from the acceptance that is measured on them.
 
-Trees are built by Sequoia's dynamic programme from rank rates, and best-first from the rank paths
-that the base's own text follows. Their acceptance is replayed exactly; their step time is fitted.
+Trees are built from rank rates (Sequoia) and from the rank paths that the base's own text follows.
+Chains may stop early, by a threshold on a probability: the head's own, or one learned from traces
+(Mamou et al. 2024, arXiv:2405.04304, DISCO). Acceptance is replayed exactly; step times are fitted.
 """
 
 import heapq
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
 from itertools import accumulate, takewhile
+from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
 
+from specheads.base.model import FrozenBase
+from specheads.config import Data
+from specheads.core.drafter import Head
+from specheads.core.errors import InputError
+from specheads.data.prompts import Prompt, held_out
 from specheads.decoding.cost import StepCost
 from specheads.decoding.prompt_lookup import MAX_NGRAM
+from specheads.decoding.sampling import each_prompt
 from specheads.decoding.trees import policies
-from specheads.decoding.trees.tuned import MatchRates, PathRates
-from specheads.measure.counts import DepthCounts
-from specheads.measure.offline import Copied, RankPath, replay
+from specheads.decoding.trees.early_stop import Estimate, entropy
+from specheads.decoding.trees.tuned import MatchRates
+from specheads.measure.counts import DepthCounts, number_sources
+from specheads.measure.generation import GenerationSettings, write_alone
+from specheads.measure.offline import Copied, RankPath, anchor_mask, guess_ranks, replay
+from specheads.runs.progress import bar
 
 WIDTH = 8
 """Largest number of children of a node."""
 
-MOST_PATHS = 256
-"""Number of paths per context in tuned.json, the most frequent first."""
-
 SIZES = (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64)
 """Node counts of candidate trees, root included; the largest size in the settings is added."""
 
-CHANCE = 0.005
-"""Relative speed-up that replay cannot resolve: each tree drafts from other positions of the text,
-so that even a larger tree does not always accept more."""
+THRESHOLDS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+"""Thresholds that are tried for an early stop."""
+
+LEAST_GAIN = 1.01
+"""Gain over a chain without a stop below which the stop is not tried."""
+
+
+# --- texts -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TuningText:
+    """A prompt with the base's continuation."""
+
+    prompt: list[int]
+    continuation: list[int]
+    ranks: Tensor
+    """Output of `guess_ranks` for the continuation."""
+    source: str
+    """Document that the prompt was cut from: see `GenerationSettings.sources`."""
+
+
+@dataclass(frozen=True, slots=True)
+class TuningTexts:
+    """Texts for steps at one context length."""
+
+    context: int
+    """Tokens of the rows whose steps are timed."""
+    grown: Sequence[TuningText]
+    """The half that trees are built from."""
+    judged: Sequence[TuningText]
+    """The half that trees are judged by; a single text serves both."""
+
+    def rows(self, batch: int, first: int = 0) -> list[list[int]]:
+        """Return `batch` rows of exactly `context` tokens, from judged text `first` on.
+
+        A row ends in the middle of its continuation. If that is too short, other texts precede it:
+        a repeated text would give prompt lookup too much to copy.
+        """
+        texts = [one.prompt + one.continuation[: len(one.continuation) // 2] for one in self.judged]
+        rows = []
+        for place in range(first, first + batch):
+            row = list[int]()
+            while len(row) < self.context:
+                row, place = texts[place % len(texts)] + row, place - 1
+            rows.append(row[-self.context :])
+        return rows
+
+
+def validation_prompts(
+    corpus: Data, base: FrozenBase, length: int, number: int, *, longest: int, seed: int
+) -> list[Prompt]:
+    """Return whole validation prompts of about `length` tokens, and at most `longest`.
+
+    Trees are chosen on them, heads are not measured on them. Windows of a corpus have exactly this
+    length. Questions of users have any length, so the nearest of four times as many are taken: a
+    truncated prompt has less to copy.
+    """
+    if base.tokenizer is None:
+        raise InputError(f"tuning reads text: the base {base.name} needs a tokenizer")
+    wanted = base.tokenizer, length, 4 * number, seed
+    try:
+        found = held_out(corpus, "validation", *wanted)
+    except InputError:
+        # with few documents there may be no validation text, or none of this length
+        found = held_out(corpus, "train", *wanted)
+    found = [one for one in found if len(one.tokens) <= longest]
+    if not found:
+        raise InputError(
+            f"a tree is chosen on prompts of at most {longest} tokens, got none; lower contexts or "
+            "prompt_tokens, or choose other data"
+        )
+    return sorted(found, key=lambda one: abs(len(one.tokens) - length))[:number]
+
+
+def write_texts(
+    base: FrozenBase,
+    head: Head,
+    prompts: Sequence[Prompt],
+    context: int,
+    generation: GenerationSettings,
+) -> TuningTexts:
+    """Continue prompts with the base alone, and rank its tokens among the head's guesses.
+
+    Above temperature zero `coupled` decides whether the head sees the noise. Texts of one source
+    go to the same half.
+    """
+    tokens, sources = [one.tokens for one in prompts], [one.source for one in prompts]
+    written = write_alone(base, tokens, replace(generation, batch_size=8))
+    each = zip(tokens, written, each_prompt(generation.sampling, len(tokens)), strict=True)
+    ranks = [
+        guess_ranks(base, head, *text, width=WIDTH, sampling=one, coupled=generation.coupled)
+        for *text, one in bar(list(each), "guesses", generation.progress)
+    ]
+    numbers = number_sources(sources)
+    if not any(numbers):
+        numbers = range(len(sources))
+    texts = [*map(TuningText, tokens, written, ranks, sources)]
+    grown, judged = (
+        [text for text, number in zip(texts, numbers, strict=True) if number % 2 == half]
+        for half in (0, 1)
+    )
+    return TuningTexts(context, grown, judged or grown)
 
 
 # --- acceptance --------------------------------------------------------------------------------
 
 
-def path_counts(ranks: Sequence[Tensor]) -> Counter[RankPath]:
-    """Return how many positions of texts are followed by each rank path.
+def path_shares(ranks: Sequence[Tensor]) -> dict[RankPath, float]:
+    """Return the share of positions of texts that each rank path follows.
 
     `ranks` come from `guess_ranks` with width `WIDTH`. A path is never more frequent than its
     prefix.
     """
-    out: Counter[RankPath] = Counter()
-    for row in torch.cat(list(ranks)).tolist():
+    counts: Counter[RankPath] = Counter()
+    rows = torch.cat(list(ranks)).tolist()
+    for row in rows:
         guessed = takewhile(lambda rank: 0 <= rank < WIDTH, row)
-        out.update(accumulate((rank,) for rank in guessed))
-    return out
+        counts.update(accumulate((rank,) for rank in guessed))
+    return {path: count / len(rows) for path, count in counts.items()}
 
 
-def path_rates(ranks: Sequence[Tensor], context: int) -> PathRates:
-    """Return the share of positions that each path follows."""
-    places = sum(map(len, ranks))
-    ordered = sorted(path_counts(ranks).items(), key=lambda one: (-one[1], len(one[0]), one[0]))
-    return PathRates(
-        context=context,
-        places=places,
-        paths={".".join(map(str, path)): n / max(places, 1) for path, n in ordered[:MOST_PATHS]},
-    )
-
-
-def conditional(ranks: Sequence[Tensor]) -> list[float]:
-    """Return how often the best guess of each depth is right if all above it are."""
-    text = torch.cat(list(ranks))
-    right, out = torch.ones(len(text), dtype=torch.bool), []
-    for column in text.T:
-        reached = right & (column >= 0)
-        right = reached & (column == 0)
-        out.append(right.sum().item() / max(reached.sum().item(), 1))
-    return out
-
-
-def positional(ranks: Sequence[Tensor]) -> list[float]:
+def positional(shares: Mapping[RankPath, float], depth: int) -> list[float]:
     """Return how often each rank is the right one after a right token, at any depth."""
-    counts: Counter[int] = Counter()
-    reached = 0
-    for row in torch.cat(list(ranks)).tolist():
-        for rank in row:
-            if rank < 0:
-                break
-            reached += 1
-            counts[rank] += 1
-            if rank >= WIDTH:
-                break
-    deepest = max(counts.keys() - {WIDTH}, default=-1)
-    return [counts[rank] / max(reached, 1) for rank in range(1 + deepest)]
+    reached = 1 + sum(share for path, share in shares.items() if len(path) < depth)
+    # a head may have fewer guesses than WIDTH
+    rates = [0.0] * (1 + max((path[-1] for path in shares), default=-1))
+    for path, share in shares.items():
+        rates[path[-1]] += share / reached
+    return rates
 
 
 def match_rates(copies: Sequence[Copied]) -> list[MatchRates]:
@@ -96,26 +178,23 @@ def match_rates(copies: Sequence[Copied]) -> list[MatchRates]:
     mean over all positions would count repetitive text too often.
     """
     size, steps = copies[0].size, 0
-    found: list[list[list[int]]] = [[] for _ in range(MAX_NGRAM)]
+    found = [DepthCounts.zeros(size) for _ in range(MAX_NGRAM)]
     for one in copies:
         place = 0
         while place < len(one.right):
-            right, length = one.right[place], one.length[place]
-            # tokens after the end of the text are unknown
-            rejected = right < min(length, len(one.right) - place)
+            right, length = min(one.right[place], size), min(one.length[place], size)
             if one.matched[place]:
-                # a right token has rank 0, as the best guess has
-                step = [0] * right + [1] * rejected + [-1] * size
-                found[one.matched[place] - 1].append(step[:size])
+                # tokens after the end of the text are unknown
+                rejected = right < min(length, len(one.right) - place)
+                found[one.matched[place] - 1].add(right, drafted_beyond=rejected)
             steps += 1
-            place += 1 + min(right, one.size)
-    return [
-        MatchRates(
-            share=len(rows) / max(steps, 1),
-            rates=conditional([torch.tensor(rows, dtype=torch.long).reshape(-1, size)]),
-        )
-        for rows in found
-    ]
+            place += 1 + right
+    out = []
+    for one in found:
+        pairs = zip(one.accepted, one.offered, strict=True)
+        rates = [accepted / max(offered, 1) for accepted, offered in pairs]
+        out.append(MatchRates(share=one.forwards / max(steps, 1), rates=rates))
+    return out
 
 
 # --- building trees ----------------------------------------------------------------------------
@@ -132,162 +211,175 @@ def most_followed(
     """
 
     def value(path: RankPath) -> float:
-        worth = 1e-9
-        for rank in path:
-            worth *= rates[rank]
-        return shares.get(path, 0.0) + worth
+        return shares.get(path, 0.0) + 1e-9 * prod(rates[rank] for rank in path)
 
-    return _grown(value, size, depth, len(rates))
+    return _likeliest(value, size, depth, len(rates))
 
 
-def _grown(value: Callable[[RankPath], float], size: int, depth: int, width: int) -> list[RankPath]:
-    """Take the best path whose prefix was taken, until the tree has its size."""
-    pending: list[tuple[float, int, RankPath]] = []
-    paths: list[RankPath] = []
+def sequoia(rates: Sequence[float], size: int, depth: int) -> list[RankPath]:
+    """Return the paths of the tree with the most expected tokens per forward.
 
-    def offer(path: RankPath) -> None:
-        heapq.heappush(pending, (-value(path), len(path), path))
+    The guess of each rank is right with the same probability after every node. The best tree of a
+    size then consists of the likeliest paths. Sequoia's dynamic programme finds the same value.
 
-    if depth:
-        for rank in range(width):
-            offer((rank,))
-    while pending and len(paths) < size - 1:
-        path = heapq.heappop(pending)[2]
-        paths.append(path)
-        if len(path) < depth:
-            for rank in range(width):
-                offer((*path, rank))
-    return paths
-
-
-BestSubtree = Callable[[int, int], tuple[float, tuple[int, ...]]]
-"""(nodes, levels) -> value of the best tree, and the number of nodes below each child."""
-
-
-def sequoia(rates: Sequence[float], size: int, levels: int) -> tuple[float, list[RankPath]]:
-    """Return the best tree's expected tokens per forward, and its rank paths.
-
-    Args:
-        rates: Probability that the guess of each rank is right, the same after every node, in any
-            order.
-        size: Nodes, root included; fewer if the levels have no room for more.
-        levels: Levels of nodes, the root's included.
-
-    Source: Chen et al. 2024, arXiv:2402.12374, section 4.1: the child of rank b owns y nodes, and
-    T(m, l, b) = max over y of T(m - y, l, b - 1) + p_b max over b' of T(y, l - 1, b').
+    Source: Chen et al. 2024, arXiv:2402.12374, section 4.1.
     """
-
-    @cache
-    def whole(nodes: int, left: int) -> tuple[float, tuple[int, ...]]:
-        """Return the best value of exactly so many nodes, and how many each child owns."""
-        found = ((first(nodes, left, count), count) for count in range(len(rates) + 1))
-        (value, _), count = max(found, key=lambda one: one[0][0])
-        owned = []
-        while count:
-            taken = first(nodes, left, count)[1]
-            owned.append(taken)
-            nodes, count = nodes - taken, count - 1
-        return value, tuple(reversed(owned))
-
-    @cache
-    def first(nodes: int, left: int, count: int) -> tuple[float, int]:
-        """Return the best value with the first `count` ranks, and what the last child owns."""
-        if nodes < 1 or left < 1:
-            return float("-inf"), 0
-        if count == 0:
-            return (1.0 if nodes == 1 else float("-inf")), 0
-        found = [(first(nodes, left, count - 1)[0], 0)]
-        if left > 1:
-            found += [
-                (
-                    first(nodes - taken, left, count - 1)[0]
-                    + rates[count - 1] * whole(taken, left - 1)[0],
-                    taken,
-                )
-                for taken in range(1, nodes)
-            ]
-        return max(found)
-
-    best = max(range(1, size + 1), key=lambda nodes: whole(nodes, levels)[0])
-    return whole(best, levels)[0], _paths(whole, best, levels, ())
+    return _likeliest(lambda path: prod(rates[rank] for rank in path), size, depth, len(rates))
 
 
-def _paths(whole: BestSubtree, nodes: int, levels: int, above: RankPath) -> list[RankPath]:
-    """Return the paths below a node that owns so many nodes, itself included."""
-    out = []
-    for rank, taken in enumerate(whole(nodes, levels)[1]):
-        if taken:
-            path = (*above, rank)
-            out += [path, *_paths(whole, taken, levels - 1, path)]
-    return out
+def _likeliest(
+    value: Callable[[RankPath], float], size: int, depth: int, width: int
+) -> list[RankPath]:
+    """Take the best path whose prefix was taken, until the tree has `size` nodes with the root."""
+    pending: list[tuple[float, int, RankPath]] = []
+    paths: list[RankPath] = [()]
+    while len(paths) < size:
+        if len(paths[-1]) < depth:
+            for longer in [(*paths[-1], rank) for rank in range(width)]:
+                heapq.heappush(pending, (-value(longer), len(longer), longer))
+        if not pending:
+            break
+        paths.append(heapq.heappop(pending)[2])
+    return paths[1:]
 
 
 # --- prediction --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Predicted:
-    """A tree with its predicted speed-up."""
-
-    tree: policies.Static
-    tokens_per_forward: float
-    speedup: float
-
-
 def candidate_trees(ranks: Sequence[Tensor], depth: int, max_nodes: int) -> list[policies.Static]:
-    """Return the empty tree, the chains, and trees of every size by paths and by rates.
+    """Return the chains, and trees of every size by paths and by rates.
 
     `ranks` come from `guess_ranks` with width `WIDTH`.
     """
-    counts, rates = path_counts(ranks), positional(ranks)
-    places = max(sum(map(len, ranks)), 1)
-    shares = {path: count / places for path, count in counts.items()}
-    trees = [policies.NOTHING]
-    trees += [policies.chain(length) for length in range(1, min(depth, max_nodes - 1) + 1)]
-    known = {tree.paths for tree in trees}
-    for size in sorted({*(one for one in SIZES if one < max_nodes), max_nodes}):
-        grown = most_followed(shares, rates, size, depth), sequoia(rates, size, depth + 1)[1]
-        for paths in grown:
-            tree = policies.Static(paths, "tree")
-            if tree.paths not in known:
-                known.add(tree.paths)
-                trees.append(tree)
-    return trees
+    shares = path_shares(ranks)
+    rates = positional(shares, depth)
+    trees = [policies.chain(length) for length in range(1, min(depth, max_nodes - 1) + 1)]
+    for size in [*(one for one in SIZES if one < max_nodes), max_nodes]:
+        for paths in most_followed(shares, rates, size, depth), sequoia(rates, size, depth):
+            trees.append(policies.Static(paths, "tree"))
+    distinct: dict[tuple[RankPath, ...], policies.Static] = {}
+    for tree in trees:
+        distinct.setdefault(tree.paths, tree)
+    return [tree for tree in distinct.values() if tree.depth]
 
 
 def predict(
-    trees: Sequence[policies.Static],
+    tree: policies.Static,
     ranks: Sequence[Tensor],
     cost: StepCost,
     batch: int,
     context: int | float,
-) -> list[Predicted]:
-    """Return the predicted speed-up of each tree: exact replay and the fitted step time.
+) -> float:
+    """Return the predicted speed-up of a tree: exact replay and the fitted step time.
 
-    `ranks` must come from other texts than the trees, on which a tree looks too good.
+    `ranks` must come from other texts than the tree, on which it looks too good.
     """
+    counts = DepthCounts.total([replay(rows, tree) for rows in ranks], tree.depth)
     alone = cost.seconds(batch, context, 1, 0)
-    out = []
-    for tree in trees:
-        tokens = replayed(tree, ranks)
-        seconds = cost.seconds(batch, context, tree.num_nodes, tree.depth)
-        out.append(Predicted(tree, tokens, tokens * alone / seconds))
-    return out
+    seconds = cost.seconds(batch, context, tree.num_nodes, tree.depth)
+    return counts.tokens_per_forward * alone / seconds
 
 
-def replayed(tree: policies.Static, ranks: Sequence[Tensor]) -> float:
-    """Return the tokens per forward of a tree on texts, 1.0 for the empty tree."""
-    counts = [replay(rows, tree) for rows in ranks]
-    return DepthCounts.total(counts, tree.depth).tokens_per_forward
+# --- chains that stop early --------------------------------------------------------------------
 
 
-def best(found: Sequence[Predicted]) -> Predicted:
-    """Return the fastest tree; among those within `CHANCE` of it the one with most nodes.
+class Trace(NamedTuple):
+    """Greedy drafts of a chain along one text, with axes (position, depth)."""
 
-    The empty tree is among them and wins unless another is faster.
+    log_probs: Tensor
+    entropies: Tensor
+    right: Tensor
+    """Whether the best guess is the base's token, given the text before it."""
+
+
+def stopping_chains(
+    base: FrozenBase, head: Head, texts: Sequence[TuningText], cost: StepCost, context: int
+) -> list[policies.TreePolicy]:
+    """Return chains that stop by the head's own and by a learned probability, if that pays."""
+    long = [one for one in texts if len(one.continuation) > head.depth]
+    traces = [trace(base, head, one.prompt, one.continuation) for one in long]
+    if not traces:
+        return []
+    found = [best_stop(traces, one, cost, context) for one in (None, learn(traces))]
+    return [one for one in found if one]
+
+
+@torch.inference_mode()
+def trace(base: FrozenBase, head: Head, prompt: list[int], continuation: list[int]) -> Trace:
+    """Return the trace of a text from all positions whose drafts end within it."""
+    text = torch.tensor([prompt + continuation], device=base.device)
+    first, count = len(prompt) - 1, len(continuation) - head.depth
+    features, anchors = base.read(text, head.aux_layers), anchor_mask(text, first, count)
+    columns = []
+    for level, state in enumerate(head.states(features, text, anchors)):
+        logs = head.logits(state[0, first : first + count], level).double().log_softmax(-1)
+        guess, labels = logs.max(-1), text[0, first + 2 + level :][:count]
+        columns.append((guess.values, entropy(logs), head.to_tokens(guess.indices) == labels))
+    return Trace(*(torch.stack(one, dim=1).cpu() for one in zip(*columns, strict=True)))
+
+
+def learn(traces: Sequence[Trace]) -> Estimate:
+    """Fit a logistic regression: is a draft right, given that those above it are?"""
+    log_probs, entropies, right = map(torch.cat, zip(*traces, strict=True))
+    levels = torch.arange(right.shape[1]).expand_as(log_probs)
+    reached = torch.ones_like(right)
+    reached[:, 1:] = right[:, :-1].cumprod(1).bool()
+    columns = [torch.ones_like(log_probs), log_probs, entropies, levels.double()]
+    inputs, labels = torch.stack(columns, dim=-1)[reached], right[reached].double()
+    weights = torch.zeros(4, dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.LBFGS([weights], max_iter=200, line_search_fn="strong_wolfe")
+
+    def loss() -> Tensor:
+        optimizer.zero_grad()
+        value = F.binary_cross_entropy_with_logits(inputs @ weights, labels, reduction="sum")
+        # the ridge keeps weights finite for traces without a mistake
+        value = value + 0.5e-2 * weights.square().sum()
+        value.backward()
+        return value
+
+    optimizer.step(loss)
+    bias, log_prob, weight, level = weights.tolist()
+    return Estimate(bias=bias, log_prob=log_prob, entropy=weight, level=level)
+
+
+def best_stop(
+    traces: Sequence[Trace], estimate: Estimate | None, cost: StepCost, context: int | float
+) -> policies.Static | None:
+    """Return the chain with the threshold of most tokens per second; None for no threshold.
+
+    Replay is exact: a chain that stops is a shorter chain.
     """
-    fastest = max(found, key=lambda one: one.speedup)
-    if fastest.speedup <= 1:
-        return min(found, key=lambda one: one.tree.num_nodes)
-    alike = [one for one in found if one.speedup >= fastest.speedup * (1 - CHANCE)]
-    return max(alike, key=lambda one: one.tree.num_nodes)
+    depth = traces[0].right.shape[1]
+    seconds = [cost.seconds(1, context, drafted + 1, drafted) for drafted in range(depth + 1)]
+    rates = {one: _rate(traces, one, estimate, seconds) for one in (0.0, *THRESHOLDS)}
+    confidence = max(rates, key=lambda one: rates[one])
+    if rates[confidence] < LEAST_GAIN * rates[0.0]:
+        return None
+    paths = [(0,) * length for length in range(1, depth + 1)]
+    name = "threshold" if estimate is None else "learned stop"
+    return policies.Static(paths, name, confidence, estimate)
+
+
+def _rate(
+    traces: Sequence[Trace], confidence: float, estimate: Estimate | None, seconds: Sequence[float]
+) -> float:
+    """Return tokens per second of a chain that stops below this confidence.
+
+    `seconds` are those of a step by the number of drafted tokens.
+    """
+    tokens, taken = 0, 0.0
+    for one in traces:
+        chances = one.log_probs.exp()
+        if estimate is not None:
+            levels = torch.arange(chances.shape[1])
+            chances = estimate(one.log_probs, one.entropies, levels)
+        continues = (chances >= confidence)[:, :-1].int().cumprod(1).sum(1)
+        lengths = (1 + continues).tolist()
+        right = one.right.int().cumprod(1).sum(1).tolist()
+        place = 0
+        while place < len(lengths):
+            accepted = min(right[place], lengths[place])
+            taken += seconds[lengths[place]]
+            tokens += accepted + 1
+            place += accepted + 1
+    return tokens / taken

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from specheads.core.drafter import Drafter
-from specheads.core.features import Committed, Features
 from specheads.decoding.cost import ForwardCost, StepCost
 from specheads.decoding.draft_model import DraftModel
 from specheads.decoding.engine import Engine
@@ -24,9 +23,6 @@ from specheads.decoding.goodput import (
     MovingRates,
     RequestRates,
     best_draft,
-    chains,
-    cut,
-    expected_tokens,
     step_tokens,
 )
 from specheads.decoding.prompt_lookup import PromptLookup
@@ -34,11 +30,16 @@ from specheads.decoding.request import Request, Stream
 from specheads.decoding.sampling import Sampling
 from specheads.decoding.streaming import Streaming
 from specheads.decoding.trees import policies
-from specheads.decoding.trees.early_stop import Estimate
 from specheads.decoding.trees.hybrid import Hybrid, HybridTree, Lookup
 from specheads.heads.load import build_for, kinds
 from specheads.measure.oracle import Oracle
 from tests import tiny
+
+
+def chains(depth: int, copied: Sequence[int] = (0,)) -> list[Draft]:
+    """Return chains of every depth from zero on, with each number of copied tokens."""
+    return [Draft(one, one + 1, size) for size in copied for one in range(depth + 1)]
+
 
 CHAIN = chains(8)
 
@@ -55,10 +56,6 @@ def linear(fixed: float, token: float, context: float, share: float = 0.1) -> St
     """Return a base's cost, and of one level of drafting that share of it."""
     drafted = ForwardCost(fixed=share * fixed, token=share * token, context=share * context)
     return StepCost(verify=ForwardCost(fixed=fixed, token=token, context=context), draft=drafted)
-
-
-def best_depth(cost: StepCost, drafts: Sequence[Draft], group: list[Any]) -> int:
-    return best_draft(cost, drafts, group)
 
 
 def goodput(cost: StepCost, group: list[Any], depth: int) -> float:
@@ -83,7 +80,7 @@ TOY = linear(12e-3, 6e-5, 2e-8)
 )
 def test_depths_are_those_that_the_reference_computes_by_batch(rate, depths):
     batches = 1, 8, 32, 128, 256
-    assert [best_depth(TOY, CHAIN, rows(batch, rate)) for batch in batches] == depths
+    assert [best_draft(TOY, CHAIN, rows(batch, rate)) for batch in batches] == depths
 
 
 @pytest.mark.parametrize(
@@ -106,7 +103,7 @@ def test_best_speeds_are_those_of_magicdec(rate, share, speed, depth):
         draft=ForwardCost(fixed=share, token=0.0, context=0.0),
     )
     chain, taken = chains(11), rows(1, rate, depth=11)
-    best = best_depth(cost, chain, taken)
+    best = best_draft(cost, chain, taken)
     assert round(goodput(cost, taken, best), 2) == speed
     assert best == depth
 
@@ -119,52 +116,20 @@ COSTS = st.builds(
 
 @given(cost=COSTS, batch=st.integers(1, 300), context=st.integers(1, 10_000))
 def test_drafts_that_are_never_right_are_not_made(cost, batch, context):
-    assert best_depth(cost, CHAIN, rows(batch, 0.0, context)) == 0
-
-
-@given(cost=COSTS, batch=st.integers(1, 64), low=RATE, high=RATE)
-def test_the_better_the_drafts_the_deeper(cost, batch, low, high):
-    low, high = sorted((low, high))
-    # equal rates but for rounding may tie either way
-    assume(high == low or high - low > 1e-6)
-    chosen = [best_depth(cost, CHAIN, rows(batch, rate)) for rate in (low, high)]
-    assert chosen[0] <= chosen[1]
-
-
-@given(
-    cost=COSTS,
-    batch=st.integers(1, 64),
-    draft=st.builds(
-        ForwardCost, fixed=st.floats(0, 1e-2), token=st.floats(0, 1e-4), context=st.floats(0, 1e-7)
-    ),
-    context=st.sampled_from([100, 1000, 10_000]),
-    rate=st.floats(0.1, 0.95),
-)
-def test_larger_batches_draft_less_deep_where_a_drafted_token_costs_more_of_the_batch(
-    cost, batch, draft, context, rate
-):
-    cost = StepCost(verify=cost.verify, draft=draft)
-    base = cost.verify
-    of_draft = draft.context * context + draft.token + base.token
-    grows = of_draft * base.fixed - draft.fixed * (base.context * context + base.token)
-    assume(abs(grows) > 1e-12)
-    small, large = (
-        best_depth(cost, CHAIN, rows(size, rate, context)) for size in (batch, 2 * batch)
-    )
-    assert small >= large if grows > 0 else small <= large
+    assert best_draft(cost, CHAIN, rows(batch, 0.0, context)) == 0
 
 
 @given(cost=COSTS, batch=st.integers(1, 300), rates=st.lists(RATE, min_size=3, max_size=3))
 def test_no_other_depth_has_a_higher_goodput(cost, batch, rates):
     group = [(Standing(100), RequestRates([MovingRates(rates)])) for _ in range(batch)]
-    found = goodput(cost, group, best_depth(cost, CHAIN[:4], group))
+    found = goodput(cost, group, best_draft(cost, CHAIN[:4], group))
     assert found == pytest.approx(max(goodput(cost, group, one) for one in range(4)))
 
 
 def test_a_request_that_takes_one_more_token_is_not_drafted_for():
     known = RequestRates([MovingRates([0.9] * 8)])
-    assert best_depth(TOY, CHAIN, [(Standing(10, room=1), known)]) == 0
-    assert best_depth(TOY, CHAIN, [(Standing(10, room=4), known)]) == 3
+    assert best_draft(TOY, CHAIN, [(Standing(10, room=1), known)]) == 0
+    assert best_draft(TOY, CHAIN, [(Standing(10, room=4), known)]) == 3
 
 
 WIDE = Draft(2, 6, tree=1)
@@ -187,19 +152,13 @@ def test_a_wide_tree_is_drafted_for_few_and_a_chain_for_many():
 def test_only_the_rates_of_the_drafted_tree_are_updated():
     one = known(0.4, 0.8)
     one.last = WIDE
-    one.note((0, True))
+    one.note(0, refused=True)
     assert [each.rates for each in one.own] == [[0.4, 0.4], pytest.approx([0.76, 0.8])]
-    (tokens,) = step_tokens([WIDE], [(Standing(100), one)])
-    assert tokens == pytest.approx(1 + 0.76 + 0.76 * 0.8)
+    assert step_tokens([WIDE], [(Standing(100), one)]) == [pytest.approx(1 + 0.76 + 0.76 * 0.8)]
     one.last = Draft(2, 3)
-    one.note((1, True))
+    one.note(1, refused=True)
     assert one.own[0].rates == pytest.approx([0.43, 0.38])
     assert one.own[1].rates == pytest.approx([0.76 + 0.01 * 0.04, 0.8])
-
-
-def test_expected_tokens_add_up_the_chances_of_every_depth():
-    assert expected_tokens([0.5, 0.5, 1.0]) == [1.0, 1.5, 1.75, 2.0]
-    assert expected_tokens([]) == [1.0]
 
 
 def test_averages_follow_acceptance_and_return_to_the_seed_without_observations():
@@ -212,18 +171,6 @@ def test_averages_follow_acceptance_and_return_to_the_seed_without_observations(
     for _ in range(400):
         known.note(0, refused=False)
     assert known.rates == pytest.approx([0.5, 0.5, 0.5], abs=0.02)
-    with pytest.raises(ValueError, match=r"rates must be in \[0, 1\], got \[1.5\]"):
-        MovingRates([1.5])
-
-
-def test_a_cut_tree_keeps_the_paths_that_are_short_enough():
-    tree = policies.Static([(0,), (1,), (0, 0), (0, 0, 2)])
-    assert cut(tree, 1).paths == ((0,), (1,))
-    assert cut(tree, 3).paths == tree.paths
-    assert cut(tree, 0).num_nodes == 1
-    estimate = Estimate(bias=0.0, log_prob=1.0, entropy=0.0, level=0.0)
-    stopping = policies.Static(tree.paths, confidence=0.3, estimate=estimate)
-    assert (cut(stopping, 1).confidence, cut(stopping, 1).estimate) == (0.3, estimate)
 
 
 # --- in an engine --------------------------------------------------------------------------------
@@ -331,68 +278,11 @@ def test_text_is_the_bases_own_whatever_tree_each_step_takes(name):
     assert set(policy.turns) == set(range(len(trees)))
 
 
-@pytest.mark.parametrize("unread", [2, 32])
-@pytest.mark.parametrize("kind", ["eagle3", "hydra_heads", "draft model", "lookup"])
-def test_drafts_after_steps_without_any_are_those_of_a_drafter_that_read_them_all(kind, unread):
-    named: dict[str, Callable[[], Drafter]] = {
-        "eagle3": lambda: head("eagle3"),
-        "hydra_heads": lambda: head("hydra_heads", prefix=True),
-        "draft model": lambda: DraftModel(tiny.base(), 3, tiny.base()),
-        "lookup": lambda: PromptLookup(tiny.VOCAB, 3),
-    }
-    drafter = named[kind]()
-    drafter.most_unread = min(drafter.most_unread, unread)
-    idle = 11
-
-    def drafted(first: policies.TreePolicy) -> list[list[list[int]]]:
-        policy = Switching([*[first] * idle, *[policies.chain(3)] * 100])
-        how = {"max_new_tokens": 40, "stop_at_eos": False}
-        out = generate(tiny.base(), drafter, tiny.prompts(), tree=policy, **how)
-        assert out.tokens == tiny.continuations()
-        return [[step.drafted for step in steps] for steps in out.steps]
-
-    # a step whose drafts are all refused gives one token, as a step without a draft does
-    never = Refused(drafter)
-    lazy = drafted(policies.NOTHING)
-    eager = drafted(never)
-    assert [row[idle:] for row in lazy] == [row[idle:] for row in eager]
-
-
-class Refused(policies.TreePolicy):
-    """A chain of one node with a token that is always refused."""
-
-    def __init__(self, drafter: Drafter) -> None:
-        self.name, self.num_nodes, self.depth = "refused", 2, 1
-        self.drafter = drafter
-
-    def grow(self, drafter: Drafter, committed: Committed, memory: Any, rows: Any = None) -> Any:
-        tree = policies.chain(1).grow(drafter, committed, memory, rows)
-        return type(tree)(tree.tokens, tree.parents.clone().fill_(-1), None)
-
-
-def test_later_tokens_follow_each_row_s_own_end():
-    #  row 0  a b .   then  d     ->  a b d .
-    #  row 1  a b c   then  d     ->  a b c d
-    def made(tokens: list[list[int]], counts: list[int]) -> Committed:
-        values = torch.tensor(tokens)
-        return Committed(
-            Features(values[..., None].double(), tokens=values), values + 100, torch.tensor(counts)
-        )
-
-    both = made([[1, 2, 0], [4, 5, 6]], [2, 3]).then(made([[7], [8]], [1, 1]))
-    assert both.counts.tolist() == [3, 4]
-    assert both.features.tokens is not None
-    assert both.features.tokens.tolist()[0][:3] == [1, 2, 7]
-    assert both.features.tokens.tolist()[1] == [4, 5, 6, 8]
-    assert both.features.hidden[1, :, 0].tolist() == [4, 5, 6, 8]
-    assert both.root().tolist() == [[107], [108]]
-
-
 def test_an_engine_drafts_deep_for_few_and_not_at_all_for_many():
     # drafting pays for one row; of eight rows every drafted token costs more than it brings
     cost = linear(1.0, 0.4, 0.0, share=0.2)
     policy = Goodput(cost, [0.9] * 3)
-    assert best_depth(cost, chains(3), rows(1, 0.9, depth=3)) == 3
+    assert best_draft(cost, chains(3), rows(1, 0.9, depth=3)) == 3
     engine = Engine(tiny.base(), tiny.oracle(3), tree=policy, max_batch=8, max_length=80)
     single = engine.submit(Request(prompt=tiny.prompts()[0], max_new_tokens=8))
     engine.run()
@@ -430,19 +320,3 @@ def test_an_engine_drafts_a_wide_tree_for_one_and_a_chain_for_many():
     together = served(Engine(tiny.base(), head("eagle3"), tree=policy, max_batch=5))
     sizes = {len(step.drafted) for stream in together for step in stream.steps}
     assert sizes >= {2, 8}
-
-
-def test_requests_that_end_with_their_first_token_take_no_step():
-    policy = Goodput(linear(1.0, 0.0, 0.0, share=0.1), [0.3])
-    engine = Engine(tiny.base(), tiny.oracle(1), tree=policy, max_length=128)
-    stream = engine.submit(Request(prompt=tiny.prompts()[0], max_new_tokens=1))
-    engine.run()
-    assert stream.tokens == tiny.continuations()[0][:1]
-    assert stream.steps == []
-
-
-def test_a_policy_needs_a_rate_for_each_depth():
-    with pytest.raises(ValueError, match="the tree has 3 levels, got 2 rates"):
-        Goodput(TOY, [0.5, 0.5], policies.chain(3))
-    with pytest.raises(ValueError, match="the tree has 2 levels, got 1 rates"):
-        Goodput(TOY, [0.5], others=[(policies.BestFirst(4, 2), [0.5])])

@@ -15,8 +15,7 @@ from specheads.decoding.goodput import (
     MovingRates,
     RequestRates,
     best_draft,
-    chains,
-    seen,
+    drafted_levels,
     step_tokens,
 )
 from specheads.decoding.loop import DecodingStep, StepTimes
@@ -26,7 +25,16 @@ from specheads.decoding.sampling import SamplingState
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.hybrid import Hybrid, HybridTree, join_copied
 from tests import tiny
-from tests.decoding.test_goodput import Standing, Switching, alone, head, linear, serve, served
+from tests.decoding.test_goodput import (
+    Standing,
+    Switching,
+    alone,
+    chains,
+    head,
+    linear,
+    serve,
+    served,
+)
 from tests.tuned import MATCH, tuned
 from tests.tuned import tree as tuned_tree
 
@@ -36,17 +44,17 @@ FREE = linear(1.0, 0.05, 0.0)
 DEAR = linear(1.0, 0.4, 0.0)
 
 COPIED = [[0.5, 0.5, 0.5], [0.5, 1.0, 1.0]]
-"""After one token that stood before each further one is as likely right as not; after two only the
-first may be wrong."""
+"""After a match of one token each copied token is right with probability 0.5; after a match of two
+only the first may be wrong."""
 
 
 def choose(cost: StepCost, batch: int, rate: float, matched: int = 2) -> Draft:
     known = []
     for _ in range(batch):
         one = RequestRates([MovingRates([rate])], [*map(MovingRates, COPIED)])
-        one.look(matched)
+        one.match = one.copied[matched - 1] if matched else None
         known.append((Standing(100), one))
-    drafts = chains(1, [1, 3])
+    drafts = chains(1, [0, 1, 3])
     return drafts[best_draft(cost, drafts, known)]
 
 
@@ -69,8 +77,6 @@ def test_as_much_is_copied_as_pays_after_so_many_tokens_that_stood_before():
     cost = linear(1.0, 0.2, 0.0)
     assert choose(cost, 1, 0.0, matched=1) == Draft(0, 1, 1)
     assert choose(cost, 1, 0.0, matched=2) == Draft(0, 1, 3)
-    # a match longer than the longest measured one counts as that one
-    assert choose(cost, 1, 0.0, matched=9) == Draft(0, 1, 3)
 
 
 def test_copied_text_is_not_drafted_where_its_nodes_are_dear_for_many():
@@ -81,8 +87,7 @@ def test_copied_text_is_not_drafted_where_its_nodes_are_dear_for_many():
 
 
 def test_copied_nodes_are_verified_and_not_drafted():
-    assert Draft(1, 2, 3).seconds(FREE, 1, 0) == pytest.approx(1.1 + 0.105 + 0.15)
-    assert Draft(1, 2).seconds(FREE, 2, 0) == FREE.seconds(2, 0, 2, 1)
+    assert FREE.seconds(1, 0, 2, 1, copied=3) == pytest.approx(1.1 + 0.105 + 0.15)
 
 
 def test_tokens_of_both_are_those_of_either_and_as_many_as_there_is_room_for():
@@ -92,7 +97,7 @@ def test_tokens_of_both_are_those_of_either_and_as_many_as_there_is_room_for():
         return step_tokens([draft], [(Standing(100, room), known)])[0]
 
     assert tokens(Draft(2, 3, 3), 9) == tokens(Draft(2, 3), 9)
-    known.look(1)
+    known.match = known.copied[0]
     own, copied = [0.5, 0.25, 0.0], [0.4, 0.2, 0.1]
     either = [1 - (1 - a) * (1 - b) for a, b in zip(own, copied, strict=True)]
     assert tokens(Draft(2, 3, 3), 9) == pytest.approx(1 + sum(either))
@@ -112,44 +117,21 @@ def step(path: list[int], parents: list[int], num_copied: int) -> DecodingStep:
     ("path", "copied", "own"),
     [
         # 0 - 1 - 2, of which 1 is copied too, and 3, 4 below it
-        ([0, 1, 3], [1, 3], (1, True)),
-        ([0, 1, 3, 4], [1, 3], (1, True)),
-        ([0, 1, 2], [1, 3], (2, False)),
-        ([0], [1, 3], (0, True)),
+        ([0, 1, 3], [1, 3], 1),
+        ([0, 1, 3, 4], [1, 3], 1),
+        ([0, 1, 2], [1, 3], 2),
+        ([0], [1, 3], 0),
         # the head's own nodes are not copied; one node of an untrimmed tree is not copied either
-        ([0, 3], [0, -1], (0, True)),
+        ([0, 3], [0, -1], 0),
         # nothing to copy, trimmed or not
-        ([0, 1], [], (1, True)),
-        ([0, 1, 2], [-1, -1], (2, False)),
+        ([0, 1], [], 1),
+        ([0, 1, 2], [-1, -1], 2),
     ],
 )
 def test_a_step_gives_the_accepted_levels_of_the_head_s_own_tree(
-    path: list[int], copied: list[int], own: tuple[int, bool]
+    path: list[int], copied: list[int], own: int
 ):
-    taken = step(path, [-1, 0, 1, *copied], len(copied))
-    assert seen(taken, Draft(2, 3, 4)) == own
-
-
-def test_a_level_that_was_not_drafted_is_as_wrong_as_one_that_was():
-    # 1 and 2 below the root, 3 below 1 alone
-    leaf = step([0, 2], [-1, 0, 0, 1], 0)
-    assert seen(leaf, Draft(2, 4)) == (1, True)
-    assert seen(step([0, 1, 3], [-1, 0, 0, 1], 0), Draft(2, 4)) == (2, False)
-
-
-def test_averages_follow_copied_text_by_length_of_the_match():
-    known = RequestRates([MovingRates([0.5])], [MovingRates([0.6, 0.5]), MovingRates([0.8, 0.5])])
-    known.look(2)
-    known.note((1, False), (0, True))
-    # there was something to copy, and it was wrong
-    assert known.copied[1].rates == pytest.approx([0.8 - 0.05 * 0.8, 0.5])
-    assert known.copied[0].rates == [0.6, 0.5]
-    assert known.own[0].rates == pytest.approx([0.525])
-    known.look(1)
-    assert known.both[0] == pytest.approx([0.0, 0.525 * 0.6])
-    known.look(0)
-    known.note((0, True))
-    assert known.copied[0].rates == [0.6, 0.5]
+    assert drafted_levels(step(path, [-1, 0, 1, *copied], len(copied))) == own
 
 
 # --- in an engine --------------------------------------------------------------------------------
@@ -169,9 +151,7 @@ def test_goodput_learns_how_often_copied_text_is_right_whether_it_copies_or_not(
     token: float, copies: bool
 ):
     prompt, rates = [1, 2, 3, 4, 5, 6, 7] * 3, [[0.5] * 4] * 3
-    policy = Goodput(
-        linear(1.0, token, 0.0), [0.4] * 2, HybridTree(policies.chain(2), 4), copied=rates
-    )
+    policy = Goodput(linear(1.0, token, 0.0), [0.4] * 2, rates)
     engine = Engine(tiny.base(), head("eagle3"), tree=policy, max_batch=1, max_length=80)
     stream = engine.submit(Request(prompt=prompt, max_new_tokens=30, eos_ids=()))
     engine.run()
@@ -187,7 +167,7 @@ def test_goodput_learns_how_often_copied_text_is_right_whether_it_copies_or_not(
             expected[matched - 1].note(right, refused=refused)
         text = text + said
     assert text == stream.all_tokens[: len(text)]
-    known = policy._observed[stream].known
+    known = policy._rates[stream]
     assert [one.rates for one in known.copied] == [one.rates for one in expected]
     assert known.copied[2].rates != rates[2]
 
@@ -199,12 +179,12 @@ def both(kind: str = "eagle3", copied: int = 3) -> Hybrid:
 def test_text_is_the_bases_own_whatever_goodput_chooses():
     # one alone copies and drafts, three together do less of it, and averages move
     cost = linear(1.0, 0.11, 0.0, share=0.02)
-    policy = Recorded(
-        cost, [0.4] * 3, HybridTree(policies.chain(3), 3), copied=[[0.5, 0.8, 0.8]] * 3
-    )
+    others = [(policies.BestFirst(6, 3, 2, 2), [0.7] * 3)]
+    policy = Recorded(cost, [0.4] * 3, [[0.5, 0.8, 0.8]] * 3, others)
     assert serve(Engine(tiny.base(), head("eagle3"), tree=policy, max_batch=3)) == alone()
     ways = {(one.own_depth > 0, one.copied > one.own_depth) for one in policy.chosen}
     assert len(ways) == 4, ways
+    assert {one.name for one in policy.chosen} >= {"best_first+lookup", "chain+lookup"}
 
 
 class Eager(HybridTree):
@@ -223,8 +203,7 @@ class Eager(HybridTree):
         return join_copied(root, copied, self.size, trim=True)
 
 
-@pytest.mark.parametrize("unread", [2, 32])
-@pytest.mark.parametrize("kind", ["eagle3", "hydra_heads"])
+@pytest.mark.parametrize(("kind", "unread"), [("eagle3", 2), ("hydra_heads", 32)])
 def test_drafts_after_copied_text_alone_are_those_of_a_head_that_read_all(kind: str, unread: int):
     whole, plain = HybridTree(policies.chain(3), 3), HybridTree(policies.chain(3), 0)
     nothing = HybridTree(policies.NOTHING, 0)
@@ -245,9 +224,7 @@ def test_drafts_after_copied_text_alone_are_those_of_a_head_that_read_all(kind: 
 
 def test_an_engine_copies_for_few_and_not_for_many():
     cost = linear(1.0, 0.4, 0.0, share=5.0)
-    # the nodes are there whether there is anything to copy or not
-    tree = HybridTree(policies.chain(1), 4, trim=False)
-    policy = Goodput(cost, [0.1], tree, copied=[[0.7] * 4] * 3)
+    policy = Goodput(cost, [0.1], [[0.7] * 4] * 3)
     prompt = [1, 2, 3, 4, 5, 6, 7] * 3
     engine = Engine(tiny.base(), head("eagle3"), tree=policy, max_batch=8, max_length=80)
     single = engine.submit(Request(prompt=prompt, max_new_tokens=12, eos_ids=()))
@@ -284,7 +261,7 @@ def test_goodput_of_a_tuned_head_drafts_its_wide_trees_too_each_once():
     stops = tuned_tree(9, confidence=0.3, rates=[0.6])
     found = tuned(wide, best, tuned_tree(4, rates=[0.9]), tuned_tree(16), chain, stops)
     policy = Goodput.of(found)
-    assert policy.rates == [(0.5, 0.4), (0.7,), (0.8, 0.6)]
+    assert policy.rates == [[0.5, 0.4], [0.7], [0.8, 0.6]]
     assert policy.drafts == [*chains(2), Draft(1, 3, tree=1), Draft(2, 5, tree=2)]
     assert [tree.num_nodes for tree in policy.trees] == [1, 2, 3, 3, 5]
     found.acceptance.matches[:] = [MATCH] * 3
@@ -296,25 +273,7 @@ def test_goodput_of_a_tuned_head_drafts_its_wide_trees_too_each_once():
     ]
 
 
-def test_text_is_the_bases_own_with_wide_trees_and_copied_text_in_turns():
-    cost = linear(1.0, 0.11, 0.0, share=0.02)
-    policy = Recorded(
-        cost,
-        [0.4] * 3,
-        HybridTree(policies.chain(3), 3),
-        copied=[[0.5, 0.8, 0.8]] * 3,
-        others=[(policies.BestFirst(6, 3, 2, 2), [0.7] * 3)],
-    )
-    assert serve(Engine(tiny.base(), head("eagle3"), tree=policy, max_batch=3)) == alone()
-    assert {one.name for one in policy.chosen} >= {"best_first+lookup", "chain+lookup"}
-
-
-def test_trees_without_rates_or_that_cannot_be_cut_are_refused():
-    chain = policies.chain(1)
-    with pytest.raises(ValueError, match="cuts chains and static trees, got best_first"):
-        Goodput(FREE, [0.5, 0.5], HybridTree(policies.BestFirst(3, 2), 2), copied=[[0.5] * 2])
-    with pytest.raises(ValueError, match=r"needs 2 rates to copy 2 tokens, got \[2, 1\]"):
-        Goodput(FREE, [0.5], HybridTree(chain, 2), copied=[[0.5, 0.5], [0.5]])
-    deep = Goodput(FREE, [0.5] * 9, HybridTree(policies.chain(9), 2), [[0.5] * 2])
+def test_a_chain_deeper_than_the_head_is_refused():
+    deep = Goodput(FREE, [0.5] * 9, [[0.5] * 2])
     with pytest.raises(ValueError, match="the tree has 9 levels but the head drafts 3"):
         Engine(tiny.base(), head("eagle3"), tree=deep)

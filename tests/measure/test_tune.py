@@ -12,32 +12,34 @@ import pytest
 import torch
 
 from specheads.base.model import FrozenBase
-from specheads.config.compose import settings_of
+from specheads.config import Data, compose
 from specheads.core.errors import InputError
+from specheads.data.prompts import Prompt
 from specheads.decoding.cost import ForwardCost, StepCost
 from specheads.decoding.generate import generate
 from specheads.decoding.goodput import expected_tokens
 from specheads.decoding.sampling import Sampling
 from specheads.decoding.trees import policies
 from specheads.decoding.trees.early_stop import Estimate
-from specheads.decoding.trees.tuned import Machine, MatchRates, Tried, TunedTree
+from specheads.decoding.trees.tuned import Machine, MatchRates
 from specheads.heads.load import build_for, drafter_of
 from specheads.measure import tune as tuning
-from specheads.measure import tune_finals as finals
 from specheads.measure.generation import GenerationSettings
 from specheads.measure.offline import Copied, guess_ranks
-from specheads.measure.tune import choose_tree
 from specheads.measure.tune_cost import Point, fit, time_steps, trimmed_mean
-from specheads.measure.tune_finals import Effort, Trace, best_stop, learn, trace
-from specheads.measure.tune_texts import TuningTexts, write_texts
 from specheads.measure.tune_trees import (
-    best,
+    Trace,
+    TuningText,
+    TuningTexts,
+    best_stop,
     candidate_trees,
-    conditional,
+    learn,
     match_rates,
-    path_rates,
+    path_shares,
     positional,
     predict,
+    trace,
+    write_texts,
 )
 from tests import tiny
 from tests.measure.test_measure import Habit
@@ -77,29 +79,7 @@ def coefficients(cost: StepCost) -> list[float]:
 def test_planted_cost_model_is_recovered(noise: float):
     cost, error = fit(points(PLANTED, noise))
     assert coefficients(cost) == pytest.approx(coefficients(PLANTED), rel=0.02)
-    assert (cost.verify.power, cost.verify.several) == (1.0, 0.0)
     assert error.largest < 0.05
-    assert error.held_out < 0.05
-
-
-def test_nonlinear_cost_is_refined():
-    """One token has a faster kernel than two, and cost grows slower than the number of tokens."""
-    bent = ForwardCost(fixed=4e-2, token=8e-3, context=1e-7, several=1.5e-2, power=0.7)
-    cost, error = fit(points(replace(PLANTED, verify=bent)))
-    assert error.largest < 1e-6
-    assert (cost.verify.power, cost.verify.several) == pytest.approx((0.7, 1.5e-2))
-
-
-def test_free_tokens_are_found():
-    """A few tokens are free while weights are read; further tokens take time."""
-    kneed = ForwardCost(fixed=4e-2, token=5e-3, context=1e-7, free=8)
-    assert kneed.seconds(1, 0) == kneed.seconds(8, 0) == 4e-2
-    assert kneed.seconds(10, 0) == pytest.approx(5e-2)
-    planted = replace(PLANTED, verify=kneed)
-    cost, error = fit(points(planted))
-    assert error.largest < 1e-6
-    assert cost.verify.free == 8
-    assert coefficients(cost) == pytest.approx(coefficients(planted))
 
 
 def test_costs_are_not_negative():
@@ -133,55 +113,43 @@ FREE = StepCost(
 )
 
 
-def pick(ranks: list[torch.Tensor], cost: StepCost, batch: int = 1, context: int = 64):
+def pick(
+    ranks: list[torch.Tensor], cost: StepCost, context: int = 64
+) -> tuple[policies.Static, float]:
+    """Return the tree with the highest predicted speed-up, and that speed-up."""
     trees = candidate_trees(ranks[::2], 3, 64)
-    return best(predict(trees, ranks[1::2], cost, batch, context))
+    speedups = {tree: predict(tree, ranks[1::2], cost, 1, context) for tree in trees}
+    return max(speedups.items(), key=lambda one: one[1])
 
 
-def test_wrong_drafts_choose_the_base_alone():
-    chosen = pick(texts((0.0,)), PLANTED)
-    assert chosen.tree.depth == 0
-    assert chosen.speedup == 1.0
-
-
-def test_free_verification_chooses_the_largest_tree():
-    assert pick(texts((0.4, 0.2, 0.1, 0.05, 0.05)), FREE).tree.num_nodes == 64
+def test_wrong_drafts_never_pay_and_free_verification_pays_for_large_trees():
+    assert pick(texts((0.0,)), PLANTED)[1] < 1.0
+    assert pick(texts((0.4, 0.2, 0.1, 0.05, 0.05)), FREE)[0].num_nodes > 32
 
 
 def test_costly_nodes_choose_smaller_trees_and_costly_steps_larger_ones():
     ranks = texts((0.4, 0.2, 0.1, 0.05, 0.05))
 
-    def nodes(fixed: float, token: float) -> int:
-        verify = ForwardCost(fixed=fixed, token=token, context=0.0)
-        return pick(ranks, replace(PLANTED, verify=verify)).tree.num_nodes
+    def nodes(fixed: float, token: float, context: float = 0.0, length: int = 64) -> int:
+        verify = ForwardCost(fixed=fixed, token=token, context=context)
+        return pick(ranks, replace(PLANTED, verify=verify), length)[0].num_nodes
 
-    by_token = [nodes(1e-2, token) for token in (0.0, 1e-4, 1e-3, 1e-2, 1.0)]
+    by_token = [nodes(1e-2, token) for token in (1e-4, 1e-3, 1e-2, 1.0)]
     assert all(later <= earlier for earlier, later in pairwise(by_token))
-    assert by_token[0] > by_token[-1] == 1
-    by_step = [nodes(fixed, 1e-3) for fixed in (1e-3, 1e-2, 1e-1, 1.0)]
-    assert all(later >= earlier for earlier, later in pairwise(by_step))
-    assert by_step[-1] > by_step[0]
+    assert by_token[0] > by_token[-1] == 2
+    # keys and values of the context are read once for all nodes
+    by_context = [nodes(1e-3, 1e-3, 1e-5, length) for length in (10, 1_000, 10_000)]
+    for sizes in ([nodes(fixed, 1e-3) for fixed in (1e-3, 1e-2, 1e-1, 1.0)], by_context):
+        assert all(later >= earlier for earlier, later in pairwise(sizes))
+        assert sizes[-1] > sizes[0]
 
 
-def test_longer_context_chooses_a_larger_tree():
-    """Keys and values of the context are read once for all nodes."""
-    dear = ForwardCost(fixed=1e-3, token=1e-3, context=1e-5)
-    ranks = texts((0.4, 0.2, 0.1, 0.05))
-    nodes = [
-        pick(ranks, replace(PLANTED, verify=dear), context=one).tree.num_nodes
-        for one in (10, 1_000, 10_000)
-    ]
-    assert nodes == sorted(nodes)
-    assert nodes[-1] > nodes[0]
-
-
-def test_acceptance_by_path_and_depth():
+def test_acceptance_by_path_and_rank():
     ranks = [torch.tensor([[0, 1], [0, 0], [8, 0], [0, -1], [1, -1]])]
-    rates = path_rates(ranks, 32)
-    assert (rates.context, rates.places) == (32, 5)
-    assert rates.paths == {"0": 0.6, "1": 0.2, "0.0": 0.2, "0.1": 0.2}
-    assert conditional(ranks) == [0.6, 0.5]
-    assert positional(ranks) == pytest.approx([4 / 7, 2 / 7])
+    shares = path_shares(ranks)
+    assert shares == {(0,): 0.6, (1,): 0.2, (0, 0): 0.2, (0, 1): 0.2}
+    # five positions, and four reached the second depth; tokens after the end count as wrong
+    assert positional(shares, 2) == pytest.approx([4 / 9, 2 / 9])
 
 
 def test_match_rates_count_steps_up_to_the_end_of_text():
@@ -202,8 +170,7 @@ def made_up(length: int = 300) -> Trace:
     generator = torch.Generator().manual_seed(0)
     probs = torch.rand(length, 4, generator=generator, dtype=torch.float64).clamp(1e-3)
     right = torch.rand(length, 4, generator=generator) < probs**2
-    known = torch.ones(length, 4, dtype=torch.bool)
-    return Trace(probs.log(), torch.full_like(probs, 0.3), right, known)
+    return Trace(probs.log(), torch.full_like(probs, 0.3), right)
 
 
 def test_early_stop_is_learned_and_pays_if_levels_cost_time():
@@ -223,51 +190,42 @@ def test_trace_equals_the_drafts_of_a_chain():
     head = drafter_of(build_for({"kind": "mlp_speculator", "depth": 2}, base), base)
     prompt, said = tiny.prompts()[0], tiny.continuations()[0]
     found = trace(base, head, prompt, said)
-    assert found.known.sum(0).tolist() == [len(said) - 1, len(said) - 2]
     ranks = guess_ranks(base, head, prompt, said)
-    assert ((ranks == 0) == (found.right & found.known)).all()
+    assert torch.equal(found.right, ranks[: len(said) - head.depth] == 0)
     assert isinstance(learn([found]), Estimate)
 
 
-@pytest.fixture(scope="module")
-def tuned() -> tuple[Any, Any]:
+def test_methods_take_turns_with_rows_of_their_own():
     base = tiny.base()
     head = drafter_of(build_for({"kind": "eagle3", "depth": 2}, base), base)
-    return base, head
-
-
-def test_methods_take_turns_with_rows_of_their_own(tuned):
-    base, head = tuned
     methods = [(None, policies.NOTHING), (head, policies.chain(2))]
     rows = [[[1, 2, 3], [4, 5, 6]], [[1, 2, 3]]]
-    alone, drafted = time_steps(
-        base, methods, rows, generation=GenerationSettings(max_new_tokens=8), rounds=12
-    )
+    settings = GenerationSettings(max_new_tokens=8)
+    alone, drafted = time_steps(base, methods, rows, generation=settings, rounds=12)
     assert (alone.batch, alone.nodes, alone.depth, alone.draft) == (2, 1, 0, 0.0)
     assert (drafted.batch, drafted.nodes, drafted.depth) == (1, 3, 2)
     assert min(alone.verify, drafted.verify, drafted.draft) > 0
     with pytest.raises(InputError, match="lower contexts"):
-        time_steps(
-            base,
-            methods,
-            [[list(range(60)) * 2]] * 2,
-            generation=GenerationSettings(max_new_tokens=8),
-        )
+        time_steps(base, methods, [[list(range(60)) * 2]] * 2, generation=settings)
 
 
 # --- the choice, on a machine that is made up ---------------------------------------------------
 
-EFFORTS = {"tune": Effort(max_nodes=16), "evaluation": tuning.QUICK}
-
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Return a function that sets the cost of a node relative to a base step."""
+def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], list[Any]]:
+    """Return a function that sets the cost of a node relative to a base step.
 
-    def cost(node: float) -> None:
-        def times(base, ways, prompts, *, generation, rounds):
+    It returns the rounds and rows of the finals that are timed from then on.
+    """
+
+    def cost(node: float) -> list[Any]:
+        timed: list[Any] = []
+
+        def times(base, methods, prompts, *, generation, rounds):
             assert base.max_length > generation.max_new_tokens > rounds > 0
             assert all(len({*map(len, rows)}) == 1 for rows in prompts)
+            timed.append((rounds, prompts[0]))
             return [
                 Point(
                     batch=len(rows),
@@ -277,48 +235,55 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
                     verify=1e-2 * (1 + node * (tree.num_nodes - 1)),
                     draft=1e-9 * tree.depth,
                 )
-                for (_, tree), rows in zip(ways, prompts, strict=True)
+                for (_, tree), rows in zip(methods, prompts, strict=True)
             ]
 
-        for module in (tuning, finals):
-            monkeypatch.setattr(module, "time_steps", times)
+        monkeypatch.setattr(tuning, "time_steps", times)
+        return timed
 
     return cost
 
 
+SHORT = GenerationSettings(max_new_tokens=tiny.NEW_TOKENS)
+
+
+def prompts(rows: list[list[int]] | None = None, sources: str = "") -> list[Prompt]:
+    """Return prompts, each from a source of its own if none is given."""
+    each = rows or tiny.prompts() * 2
+    return [Prompt(row, "", "", one) for row, one in zip(each, sources or [""] * 99, strict=False)]
+
+
 def tuned_here(
-    noise: float, effort: Effort = EFFORTS["evaluation"], how: GenerationSettings | None = None
+    noise: float,
+    *,
+    quick: bool = True,
+    max_nodes: int = 16,
+    sources: str = "",
+    how: GenerationSettings = SHORT,
 ):
     """Return the choice for a head with this noise: more noise, fewer right drafts."""
     base, head = tiny.base(), Habit(noise)
-    how = how or GenerationSettings(max_new_tokens=tiny.NEW_TOKENS)
-    texts = write_texts(base, head, tiny.prompts() * 2, 30, how)
-    return tuning.choose(base, head, [texts], [1], how, effort)
+    texts = write_texts(base, head, prompts(sources=sources), 30, how)
+    return tuning.choose(base, head, [texts], [1], how, max_nodes, quick=quick)
 
 
 def test_intervals_are_over_sources_and_trees_respect_max_nodes(machine):
     machine(0.05)
-    effort, how = Effort(max_nodes=4), GenerationSettings(max_new_tokens=12)
-    alike = replace(how, sources=(*["a", "b"] * 3,))
-    each = tuned_here(1.0, effort, how)
-    together = tuned_here(1.0, replace(effort, decodes=False), alike)
+    each = tuned_here(1.0, quick=False, max_nodes=4)
+    together = tuned_here(1.0, max_nodes=4, sources="ababab")
     assert any(row.interval[0] < row.interval[1] for row in each.tried[1:])
     # a single source judges
     assert all(row.interval[0] == row.interval[1] for row in together.tried[1:])
     assert {row.tree for row in each.tried} >= {"best_first", "best_first+lookup"}
     sizes = {(row.tree.endswith("+lookup"), row.num_nodes) for row in each.tried}
     assert max(size for copied, size in sizes if not copied) == 4
-    assert max(size for copied, size in sizes if copied) == 4 + max(finals.COPIED)
+    assert max(size for copied, size in sizes if copied) == 4 + max(tuning.COPIED)
 
 
-def own_of(chosen: Tried, tree: TunedTree) -> tuple[str, int]:
-    return chosen.tree.removesuffix("+lookup"), tree.num_nodes
-
-
-@pytest.mark.parametrize("effort", EFFORTS)
-def test_fastest_method_is_chosen_and_the_base_alone_is_timed(machine, effort: str):
+@pytest.mark.parametrize("quick", [False, True], ids=["tune", "evaluation"])
+def test_fastest_method_is_chosen_and_the_base_alone_is_timed(machine, quick: bool):
     machine(0.05)
-    found = tuned_here(1.0, EFFORTS[effort])
+    found = tuned_here(1.0, quick=quick)
     first, *_ = found.tried
     assert (first.num_nodes, first.tokens_per_forward, first.speedup) == (1, 1.0, 1.0)
     assert found.new_tokens == tiny.NEW_TOKENS
@@ -327,25 +292,24 @@ def test_fastest_method_is_chosen_and_the_base_alone_is_timed(machine, effort: s
     assert chosen.tokens_per_forward == tree.tokens_per_forward
     assert chosen.num_nodes == tree.num_nodes + tree.copied
     assert chosen.speedup == max(row.speedup for row in found.tried)
-    assert chosen.speedup > 1
     low, high = chosen.interval
     assert 1 < low <= chosen.speedup <= high
     assert (tree.interval, first.interval) == (chosen.interval, [])
     # its rates are those of the head's own tree, without prompt lookup
-    (own,) = [one for one in found.tried if (one.tree, one.num_nodes) == own_of(chosen, tree)]
+    name = chosen.tree.removesuffix("+lookup")
+    (own,) = [one for one in found.tried if (one.tree, one.num_nodes) == (name, tree.num_nodes)]
     assert expected_tokens(tree.rates)[-1] == pytest.approx(own.tokens_per_forward)
     assert {row.context for row in found.tried} == {30}
     names = {row.tree for row in found.tried}
     assert {"none", "chain", "tree"} <= names
     # a best-first tree must be decoded to be judged, with and without prompt lookup
     for name in ("best_first", "best_first+lookup"):
-        assert (name in names) == (effort == "tune")
+        assert (name in names) == (not quick)
 
 
-@pytest.mark.parametrize("effort", EFFORTS)
-def test_base_alone_is_chosen_if_nothing_pays(machine, effort: str):
+def test_base_alone_is_chosen_if_nothing_pays(machine):
     machine(5.0)
-    found = tuned_here(1.0, EFFORTS[effort])
+    found = tuned_here(1.0)
     assert [tree.kind for tree in found.trees] == ["none"]
     assert [row.tree for row in found.tried if row.chosen] == ["none"]
     assert found.trees[0].policy() is policies.NOTHING
@@ -360,23 +324,17 @@ def test_repetitive_text_chooses_prompt_lookup(machine):
         for prompt, text in zip(tiny.prompts(), tiny.continuations(), strict=True)
     ]
     how = GenerationSettings(max_new_tokens=20)
-    texts = write_texts(base, head, twice * 2, 30, how)
-    head.tuned = tuning.choose(base, head, [texts], [1], how, EFFORTS["evaluation"])
+    texts = write_texts(base, head, prompts(twice * 2), 30, how)
+    head.tuned = tuning.choose(base, head, [texts], [1], how, 16, quick=True)
     (chosen,) = [row for row in head.tuned.tried if row.chosen]
     others = [row for row in head.tuned.tried if "lookup" not in row.tree]
     assert chosen.tree.endswith("+lookup")
     assert chosen.speedup > max(row.speedup for row in others)
     (tree,) = head.tuned.trees
-    assert tree.copied in finals.COPIED
+    assert tree.copied in tuning.COPIED
     out = generate(base, head, twice, max_new_tokens=20)
     assert out.tokens == generate(base, None, twice, max_new_tokens=20).tokens
     assert any(step.num_copied for row in out.steps for step in row)
-
-
-def test_better_head_gets_a_deeper_tree(machine):
-    machine(0.05)
-    good, poor = tuned_here(0.0), tuned_here(20.0)
-    assert good.trees[0].depth > poor.trees[0].depth
 
 
 def test_choice_depends_on_temperature_and_coupling(machine):
@@ -388,13 +346,10 @@ def test_choice_depends_on_temperature_and_coupling(machine):
 
 
 def test_single_text_builds_and_judges_trees():
-    found = write_texts(
-        tiny.base(), Habit(), tiny.prompts()[:1], 12, GenerationSettings(max_new_tokens=8)
-    )
-    assert (found.grown, found.judged) == (found, found)
+    how = GenerationSettings(max_new_tokens=8)
+    found = write_texts(tiny.base(), Habit(), prompts()[:1], 12, how)
+    assert found.grown == found.judged
     assert [len(row) for row in found.rows(3)] == [12] * 3
-    with pytest.raises(InputError, match="chosen on prompts, got none"):
-        write_texts(tiny.base(), Habit(), [], 12, GenerationSettings(max_new_tokens=8))
 
 
 def test_prompts_are_whole_and_near_the_context(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -404,80 +359,71 @@ def test_prompts_are_whole_and_near_the_context(monkeypatch: pytest.MonkeyPatch,
     ]
     file = tmp_path / "talks.jsonl"
     file.write_text("\n".join(json.dumps({"messages": one}) for one in talks), encoding="utf-8")
-    words = ["contexts=[40]", "num_prompts=4", "new_tokens=4", "data=chat", f"data.path={file}"]
-    settings = settings_of("tune", words)
-    base = FrozenBase.load(**asdict(settings.base))
+    base = FrozenBase.load(**asdict(compose.settings_of("evaluate", []).base))
     head = drafter_of(build_for({"kind": "mlp_speculator", "depth": 2}, base), base)
     given: list[list[int]] = []
 
     def choose(*told: Any) -> Any:
-        given.extend(told[2][0].prompts)
+        given.extend(text.prompt for text in (*told[2][0].grown, *told[2][0].judged))
         return planted()
 
     monkeypatch.setattr(tuning, "choose", choose)
     tokenizer: Any = base.tokenizer
     tokenizer.chat_template = "{% for one in messages %}{{ one.content }}{% endfor %}"
-    tuning.tune_head(base, head, settings)
+
+    def tune(*contexts: int) -> None:
+        corpus = Data(source="chat", path=str(file))
+        tuning.tune_head(base, head, corpus, contexts=contexts, num_prompts=4, new_tokens=4)
+
+    tune(40)
     assert {*map(tokenizer.decode, given)} <= {*asked}
     assert len(given) == 4
     assert max(abs(len(one) - 40) for one in given) < 20
     # a context that does not fit raises; a default context that does not fit is left out
     monkeypatch.setattr(tuning, "CONTEXTS", (40, 10**5))
-    tuning.tune_head(base, head, replace(settings, contexts=[]))
-    with pytest.raises(InputError, match=r"contexts can be at most \d+, got 100000"):
-        tuning.tune_head(base, head, replace(settings, contexts=[40, 10**5]))
+    tune()
+    with pytest.raises(InputError, match=r"contexts can be at most \d+, .*got 100000"):
+        tune(40, 10**5)
+
+
+def written(context: int, prompts: list[list[int]], texts: list[list[int]]) -> TuningTexts:
+    pairs = zip(prompts, texts, strict=True)
+    judged = [TuningText(*pair, torch.empty(0, 2), "") for pair in pairs]
+    return TuningTexts(context, [], judged)
 
 
 def test_rows_end_in_the_middle_of_texts_that_do_not_repeat():
-    prompts, written = [[0], [1, 2, 3], [0], [6, 7]], [[0], [4, 5, -1, -1], [0], [8, -1, -1]]
-    rows = TuningTexts(7, prompts, written, [], [""] * 4).rows
+    texts = [[1, 2, 3], [6, 7]], [[4, 5, -1, -1], [8, -1, -1]]
+    rows = written(7, *texts).rows
     assert rows(2) == [[7, 8, 1, 2, 3, 4, 5], [2, 3, 4, 5, 6, 7, 8]]
     assert rows(1, 1) == rows(1, 3) == [[2, 3, 4, 5, 6, 7, 8]]
-    assert TuningTexts(3, prompts, written, [], [""] * 4).rows(1) == [[3, 4, 5]]
+    assert written(3, *texts).rows(1) == [[3, 4, 5]]
 
 
 def test_texts_of_one_source_either_build_or_judge_trees():
     #  source     a b a c b d    a and c build trees, b and d judge them
-    prompts = [[place] for place in range(6)]
-    found = TuningTexts(7, prompts, prompts, [], [*"abacbd"])
-    assert (found.grown.sources, found.judged.sources) == ([*"aac"], [*"bbd"])
-    assert found.judged.prompts == found.judged.continuations == [[1], [4], [5]]
+    rows = [[place] for place in range(6)]
+    how = GenerationSettings(max_new_tokens=2)
+    found = write_texts(tiny.base(), Habit(), prompts(rows, "abacbd"), 7, how)
+    assert [one.prompt for one in found.grown] == [[0], [2], [3]]
+    assert [one.source for one in found.judged] == [*"bbd"]
     # a single source: every other text
-    single = TuningTexts(7, prompts, prompts, [], ["a"] * 6)
-    assert (single.grown.prompts, single.judged.prompts) == (prompts[::2], prompts[1::2])
+    single = write_texts(tiny.base(), Habit(), prompts(rows, "aaaaaa"), 7, how)
+    assert [one.prompt for one in single.judged] == rows[1::2]
 
 
-def test_methods_are_timed_on_as_many_texts_as_rounds(
-    monkeypatch: pytest.MonkeyPatch, machine: Callable[[float], None]
-):
-    machine(0.05)
-    seen: list[tuple[int, list[list[int]]]] = []
-    times = finals.time_steps
-
-    def timed(*told: Any, rounds: int, **how: Any) -> Any:
-        seen.append((rounds, told[2][0]))
-        return times(*told, rounds=rounds, **how)
-
-    monkeypatch.setattr(finals, "time_steps", timed)
+def test_methods_are_timed_on_as_many_texts_as_rounds(machine):
     base, head, how = tiny.base(), Habit(1.0), GenerationSettings(max_new_tokens=8)
-    texts = write_texts(base, head, tiny.prompts() * 4, 30, how)
+    texts = write_texts(base, head, prompts(tiny.prompts() * 4), 30, how)
     for batch, turns in ((1, 6), (2, 3), (16, 1)):
-        seen.clear()
-        tuning.choose(base, head, [texts], [batch], how, tuning.QUICK)
-        assert [rounds for rounds, _ in seen] == [6 // turns] * turns
-        rows = [row for _, prompts in seen for row in prompts]
-        assert rows == texts.rows(turns * batch)
+        timed = machine(0.05)
+        tuning.choose(base, head, [texts], [batch], how, 16, quick=True)
+        # the first call times the grid of the cost fit
+        assert [rounds for rounds, _ in timed[1:]] == [6 // turns] * turns
+        assert [row for _, rows in timed[1:] for row in rows] == texts.rows(turns * batch)
 
 
 # --- what an evaluation asks for ----------------------------------------------------------------
-
-
-def evaluation(folder: Path, *words: str) -> Any:
-    """Return the settings of an evaluation of the tiny_code base with prompts of 8 tokens."""
-    texts = [json.dumps({"text": f"value_{number} = left + right\n" * 9}) for number in range(9)]
-    (folder / "text.jsonl").write_text("\n".join(texts), encoding="utf-8")
-    own = ["data=jsonl", f"data.path={folder}", "evaluation.prompt_tokens=8"]
-    return settings_of("evaluate", [*own, "evaluation.tune_prompts=3", *words])
 
 
 def test_evaluation_chooses_a_tree_for_its_own_settings(
@@ -485,24 +431,29 @@ def test_evaluation_chooses_a_tree_for_its_own_settings(
 ):
     asked: list[tuple[Any, ...]] = []
 
-    def choose(base, head, texts, batches, how, effort):
+    def choose(base, head, texts, batches, how, max_nodes, *, quick):
         asked.append(([one.context for one in texts], batches, how.sampling, how.coupled))
-        assert [len(one) for one in texts[0].prompts] == [8] * len(texts[0].prompts)
-        assert (base.dtype, head.depth, effort.decodes) == (torch.float32, 2, False)
+        assert {len(one.prompt) for one in texts[0].judged} == {8}
+        assert (base.dtype, head.depth, quick, max_nodes) == (torch.float32, 2, True, 16)
         return planted(tuned_tree(kind="none"))
 
     monkeypatch.setattr(tuning, "choose", choose)
-    words = ["temperature=0.7", "evaluation.top_p=0.9", "evaluation.batch_size=2"]
-    settings = evaluation(tmp_path, *words, "coupled=false", "seed=3")
-    base = FrozenBase.load(**asdict(settings.base))
+    rows = [json.dumps({"text": f"value_{number} = left + right\n" * 9}) for number in range(9)]
+    (tmp_path / "text.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    base = FrozenBase.load(**asdict(compose.settings_of("evaluate", []).base))
     head = drafter_of(build_for({"kind": "mlp_speculator", "depth": 2}, base), base)
-    tree, timed = choose_tree(base, head, settings, 72)
-    assert (tree, timed) == (policies.NOTHING, planted(tuned_tree(kind="none")))
     drawn = Sampling(temperature=0.7, top_p=0.9, seed=3)
+    how = GenerationSettings(max_new_tokens=9, sampling=drawn, coupled=False, batch_size=2)
+
+    def tree(context: int, how: GenerationSettings) -> Any:
+        corpus = Data(source="jsonl", path=str(tmp_path))
+        lengths = {"prompt_tokens": 8, "num_prompts": 3}
+        return tuning.choose_tree(base, head, corpus, how, context, **lengths)
+
+    assert tree(72, how) == (policies.NOTHING, planted(tuned_tree(kind="none")))
     assert asked == [([72], [2], drawn, False)]
     # the tuned tree is used for greedy decoding, and no text exceeds the context
     head.tuned = planted(machine=Machine.of(base.device, base.dtype))
-    assert choose_tree(base, head, settings, 10**6)[0] is policies.NOTHING
-    settings.evaluation.temperature = 0.0
-    assert choose_tree(base, head, settings, 72)[0].num_nodes == 3
+    assert tree(10**6, how)[0] is policies.NOTHING
+    assert tree(72, replace(how, sampling=Sampling()))[0].num_nodes == 3
     assert [contexts for contexts, *_ in asked[1:]] == [[base.max_length - 18]]

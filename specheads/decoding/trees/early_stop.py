@@ -24,7 +24,7 @@ class Estimate:
     level: float
     """Weight of the number of drafted tokens above it."""
 
-    def __call__(self, log_probs: Tensor, entropies: Tensor, level: int) -> Tensor:
+    def __call__(self, log_probs: Tensor, entropies: Tensor, level: int | Tensor) -> Tensor:
         """Return the probability, element by element."""
         weighed = self.log_prob * log_probs + self.entropy * entropies
         return (self.bias + self.level * level + weighed).sigmoid()
