@@ -34,8 +34,8 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Drafter
+from specheads.core.files import to_json
 from specheads.core.machine import dtype_name, synchronise
-from specheads.core.records import to_json
 from specheads.core.tree import TokenTree
 from specheads.decoding import accept, loop
 from specheads.decoding.generate import Decoding, generate

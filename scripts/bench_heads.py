@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from specheads.core.records import to_json
+from specheads.core.files import to_json
 from specheads.measure.results import Comparison, read
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -37,8 +37,8 @@ from serving_engines import BUILT, LlamaServer, VllmEngine, convert
 from specheads.base.gguf import file_of
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Head
+from specheads.core.files import dumps
 from specheads.core.machine import instructions
-from specheads.core.records import dumps
 from specheads.data.prompts import PromptSet, load_prompts
 from specheads.decoding.trees.policies import chain
 from specheads.export.write import export_head

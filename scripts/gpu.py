@@ -175,8 +175,7 @@ class Report:
 
     def write(self) -> None:
         """Write the file: whole or not at all."""
-        from specheads.core.files import write_atomic
-        from specheads.core.records import to_json
+        from specheads.core.files import to_json, write_atomic
         from specheads.runs.provenance import provenance
 
         self._provenance = self._provenance or to_json(provenance())

@@ -46,7 +46,7 @@ from tables import (
 )
 
 from specheads.config import compose, data_dir
-from specheads.core.records import from_json
+from specheads.core.files import from_json
 from specheads.measure.results import Results, read
 from specheads.runs.provenance import Provenance
 

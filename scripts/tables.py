@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from specheads.core.records import from_json
+from specheads.core.files import from_json
 from specheads.measure.compare import ratios
 from specheads.measure.results import Comparison, Condition, Rate, Results, Speed, read
 from specheads.runs.provenance import Git, Provenance

@@ -16,8 +16,7 @@ from specheads.commands import _dry_run
 from specheads.commands._library import settings_for
 from specheads.commands.evaluate import measure_run
 from specheads.config import Train, compose
-from specheads.core.files import write_atomic
-from specheads.core.records import dumps
+from specheads.core.files import dumps, write_atomic
 from specheads.decoding.trees.tuned import FILE
 from specheads.export import card
 from specheads.measure import report

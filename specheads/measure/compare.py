@@ -8,9 +8,8 @@ from pathlib import Path
 from specheads.base.model import FrozenBase
 from specheads.config import Compare
 from specheads.core.drafter import Drafter, Head
-from specheads.core.files import write_atomic
+from specheads.core.files import dumps, write_atomic
 from specheads.core.paths import writable_folder
-from specheads.core.records import dumps
 from specheads.data.prompts import PromptSet
 from specheads.measure.counts import paired_gain
 from specheads.measure.evaluation import check, head_summary, settings_section, subject

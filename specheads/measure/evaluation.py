@@ -10,9 +10,8 @@ from specheads.base.model import FrozenBase
 from specheads.config import Train
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
-from specheads.core.files import read_json
+from specheads.core.files import from_json, read_json, to_json
 from specheads.core.machine import dtype_name
-from specheads.core.records import from_json
 from specheads.data.prompts import PromptSet, load_prompts
 from specheads.decoding.accept import LOSSY, acceptance_rule
 from specheads.decoding.trees import policies
@@ -32,7 +31,6 @@ from specheads.measure.online import lossless_in_float32, measure_online
 from specheads.measure.quality import compare_quality, measure_quality, quality_windows
 from specheads.measure.results import (
     BaseSummary,
-    Counted,
     DraftVocabulary,
     EvaluationSettings,
     HeadSummary,
@@ -269,10 +267,8 @@ def _replay(
         measure_offline(base, head, prompts, alone, generation),
         measure_online(base, head, prompts, alone, generation).online,
     )
-    replayed, decoded = (
-        Counted(**{item.name: getattr(section, item.name) for item in fields(Counted)})
-        for section in measured
-    )
+    names = ("forwards", "per_depth", "tokens_per_forward")
+    replayed, decoded = ({name: to_json(section)[name] for name in names} for section in measured)
     return Replay(offline=replayed, online=decoded, equal=replayed == decoded)
 
 

@@ -15,7 +15,7 @@ from specheads.decoding.loop import DecodingStep
 from specheads.decoding.sampling import GREEDY, Sampling, each_prompt
 from specheads.decoding.trees import policies
 from specheads.measure.counts import DepthCounts
-from specheads.measure.results import DecodedText, DecodedTexts, TextStep
+from specheads.measure.results import DecodedText, TextStep
 from specheads.runs.progress import bar
 
 EvaluationConfig = Train | Evaluate | Compare
@@ -150,16 +150,16 @@ def write_alone(
 
 def decode_texts(
     base: FrozenBase, drafter: Drafter, prompts: Sequence[Prompt], generation: GenerationSettings
-) -> DecodedTexts | None:
-    """Decode the first prompts one by one for the report; None if the base has no tokenizer."""
+) -> list[DecodedText]:
+    """Decode the first prompts one by one for the report; none if the base has no tokenizer."""
     if (tokenizer := base.tokenizer) is None:
-        return None
+        return []
     seeds = each_prompt(generation.sampling, len(prompts))
     texts = []
     for prompt, sampling in zip(prompts[:NUM_TEXTS], seeds, strict=False):
         out = generate_with(base, drafter, [prompt.tokens], generation, [sampling])
         texts.append(_decoded_text(tokenizer, prompt, out.tokens[0], out.steps[0]))
-    return DecodedTexts(texts=texts)
+    return texts
 
 
 def _decoded_text(

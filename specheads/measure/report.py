@@ -3,11 +3,12 @@
 import base64
 import hashlib
 import io
+import json
 import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from math import sqrt
 from pathlib import Path
@@ -21,9 +22,8 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from specheads.core.errors import InputError
-from specheads.core.files import write_atomic
+from specheads.core.files import dumps, to_json, write_atomic
 from specheads.core.paths import local_path, writable_folder
-from specheads.core.records import dumps, to_json
 from specheads.decoding.loop import BASE_ORIGIN, Origin, node_origins
 from specheads.measure.plots import BLUE, GREY, ORANGE, SHADES, TEXT, figures, png
 from specheads.measure.results import DecodedText, Interval, Results, TextStep
@@ -64,7 +64,8 @@ def write_report(folder: Path, results: Results, history: Sequence[Mapping[str, 
     page = folder / "report.html"
     write_atomic(page, render(results, drawn))
     if results.texts:
-        write_atomic(folder / "texts.json", dumps(results.texts, indent=None))
+        texts = {"schema": 1, "texts": [asdict(one) for one in results.texts]}
+        write_atomic(folder / "texts.json", json.dumps(texts) + "\n")
         stale.discard("texts.json")
     write_atomic(folder / "results.json", dumps(results))
     for name in stale:
@@ -104,10 +105,10 @@ def record_folder(folder: Path) -> Path:
 
 def render(results: Results, figures: Mapping[str, Figure]) -> str:
     """Return the page as one file that loads nothing and runs only its own script."""
-    texts = results.texts.texts if results.texts else []
-    tokens = [[*_tokens(text)] for text in texts]
-    subject = {"head": results.head, "base": results.base, "prompts": results.prompts}
-    parts = {"Settings": results.settings, "Subject": subject, "Provenance": results.provenance}
+    tokens = [[*_tokens(text)] for text in results.texts]
+    stored = to_json(results)
+    subject = {name: stored[name] for name in ("head", "base", "prompts")}
+    parts = {"Settings": stored["settings"], "Subject": subject, "Provenance": stored["provenance"]}
     return _template().render(
         title=f"{results.head.kind} on {results.base.name}",
         about=_about(results),
@@ -115,15 +116,15 @@ def render(results: Results, figures: Mapping[str, Figure]) -> str:
         verdict=verdict(results),
         headlines=headlines(results),
         plots={name: _svg(figure, name) for name, figure in figures.items()},
-        texts=[_text(*pair) for pair in zip(texts, tokens, strict=True)],
+        texts=[_text(*pair) for pair in zip(results.texts, tokens, strict=True)],
         legend=_legend([origin for one in tokens for _, _, origin in one]),
-        steps=[[_step(step) for step in text.steps] for text in texts],
+        steps=[[_step(step) for step in text.steps] for text in results.texts],
         summary=summary(results),
         depths=depth_rows(results),
         categories=category_rows(results),
         candidates=candidate_rows(results),
         chosen=next((i for i, row in enumerate(results.tree_candidates) if row.chosen), -1),
-        settings={name: [*_flat(to_json(part))] for name, part in parts.items()},
+        settings={name: [*_flat(part)] for name, part in parts.items()},
     )
 
 

@@ -13,9 +13,8 @@ from specheads.base.model import FrozenBase
 from specheads.config import Hardware, Simulate
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
-from specheads.core.files import read_json, write_atomic
+from specheads.core.files import dumps, read_json, write_atomic
 from specheads.core.paths import local_path, writable_folder
-from specheads.core.records import dumps
 from specheads.decoding.goodput import Goodput, chains
 from specheads.decoding.trees.tuned import FILE, Tuned
 from specheads.heads.layers.block import BlockHead

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from specheads.core.errors import InputError
-from specheads.core.records import to_json
+from specheads.core.files import to_json
 from specheads.decoding.cost import StepCost
 from specheads.decoding.engine import Engine
 from specheads.decoding.generate import Decoding, generate
@@ -62,7 +62,7 @@ def test_further_training_drops_the_head_s_tuned_trees(tmp_path):
         ({"trees": [to_json(tree(kind="none", copied=4))]}, "with a tree that drafts nothing"),
         ({"trees": [to_json(tree(rates=[1.5]))]}, "acceptance in tuned.json must be .* at most 1"),
         ({"trees": [to_json(tree(rates=[0.5, 0.5]))]}, "rate for each of 1 levels .*, got 2"),
-        ({"cost": {}}, "need .*cost.verify"),
+        ({"cost": {}}, "value of cost.verify"),
         ({"cost": to_json(StepCost(verify=NEGATIVE, draft=FORWARD))}, "least 0"),
         ({"cost": to_json(StepCost(verify=STEEP, draft=FORWARD))}, "cost's power .* most 1"),
         ({"cost": to_json(StepCost(verify=FORWARD, draft=JUMPING))}, "a cost in tuned.json"),

@@ -40,7 +40,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
         | {"validation/loss": 60 / step, "validation/accept/depth_0": step / 60}
         for step in (20, 40, 60)
     ]
-    asked = told(*hybrid()[2].texts, nasty())
+    asked = told(*hybrid()[2], nasty())
     return report.write_report(tmp_path_factory.mktemp("report"), asked, [*HISTORY, *rows])
 
 
@@ -114,7 +114,7 @@ def test_headlines_are_on_the_first_screen(watched: Watched):
 
 def test_click_draws_the_tree_of_a_step(watched: Watched):
     page, text = watched.page, watched.page.locator(".text").first
-    steps = hybrid()[2].texts[0].steps
+    steps = hybrid()[2][0].steps
     token = text.locator(".t[data-step='3']").first
     token.click()
     assert text.locator(".tree strong").inner_text() == f"Step 3 of {len(steps)}"
@@ -129,7 +129,7 @@ def test_click_draws_the_tree_of_a_step(watched: Watched):
 
 def test_arrow_keys_and_buttons_step_through_a_text(watched: Watched):
     page, text = watched.page, watched.page.locator(".text").first
-    steps = hybrid()[2].texts[0].steps
+    steps = hybrid()[2][0].steps
     heading, tokens = text.locator(".tree strong"), text.locator(".t")
     tokens.first.click()
     assert heading.inner_text() == "Before the first step"

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from specheads.base.model import FrozenBase
 from specheads.core.drafter import Features, Head
-from specheads.core.records import to_json
+from specheads.core.files import to_json
 from specheads.decoding.sampling import Sampling
 from specheads.decoding.trees import policies
 from specheads.measure import generation, offline, online, plots, report, speed, summary
@@ -594,7 +594,7 @@ def test_failed_write_keeps_the_old_report(tmp_path):
     made = Provenance()
     made.versions["when"] = cast(str, object())
     unwritable = replace(results(), provenance=made)
-    with pytest.raises(TypeError):
+    with pytest.raises(ValueError, match="Unable to serialize"):
         report.write_report(tmp_path, unwritable, HISTORY)
     assert (tmp_path / "results.json").read_bytes() == before
     assert not list(tmp_path.glob(".*partial"))

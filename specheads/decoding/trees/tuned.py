@@ -13,8 +13,8 @@ import torch
 from specheads.core.drafter import Drafter
 from specheads.core.errors import InputError
 from specheads.core.features import Committed
+from specheads.core.files import from_json
 from specheads.core.machine import device_name, dtype_name
-from specheads.core.records import from_json
 from specheads.core.tree import TokenTree
 from specheads.decoding.cost import StepCost
 from specheads.decoding.sampling import SamplingState
