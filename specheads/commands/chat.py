@@ -7,7 +7,7 @@ specheads chat head=HEAD base=MODEL side_by_side=true
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from rich.console import Console
 from rich.live import Live
@@ -45,7 +45,7 @@ def run(settings: Chat, overrides: Sequence[str]) -> None:
     base, head = _load(settings, overrides)
     if base.tokenizer is None:
         raise InputError(f"a chat needs a base with a tokenizer, got {base.name!r}; add its files")
-    tree = fixed_policy(settings.tree, head.depth)
+    tree = fixed_policy(head_depth=head.depth, **asdict(settings.tree))
     dialogue = Dialogue(base.tokenizer, settings.system)
     console = Console(highlight=False, markup=False)
     sampling = Sampling(

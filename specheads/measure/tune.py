@@ -8,21 +8,16 @@ from itertools import product
 from torch import Tensor
 
 from specheads.base.model import FrozenBase
-from specheads.config import Tune
+from specheads.config import Data, Tune
 from specheads.core.drafter import Head
 from specheads.core.errors import InputError
 from specheads.data.prompts import Prompt, PromptSet
 from specheads.decoding.cost import StepCost
 from specheads.decoding.prompt_lookup import PromptLookup
 from specheads.decoding.trees import policies
-from specheads.decoding.trees.named import fixed_policy
 from specheads.decoding.trees.tuned import AcceptanceRates, CostError, Machine, Tuned
 from specheads.measure.counts import DepthCounts
-from specheads.measure.generation import (
-    EvaluationConfig,
-    GenerationSettings,
-    generation_settings,
-)
+from specheads.measure.generation import GenerationSettings
 from specheads.measure.offline import copied, replay
 from specheads.measure.results import Candidate
 from specheads.measure.tables import ConsoleTable, with_interval
@@ -168,34 +163,34 @@ def measure_cost(
 # --- the tree of an evaluation -----------------------------------------------------------------
 
 
-def decoded_context(settings: EvaluationConfig, prompts: PromptSet) -> int:
+def decoded_context(prompts: PromptSet, max_new_tokens: int) -> int:
     """Return the context length of a typical text of an evaluation, half of it decoded."""
     lengths = [len(prompt.tokens) for prompt in prompts.prompts]
-    return round(statistics.median(lengths) + settings.evaluation.max_new_tokens / 2)
+    return round(statistics.median(lengths) + max_new_tokens / 2)
 
 
 def choose_tree(
-    base: FrozenBase, head: Head, settings: EvaluationConfig, context: int
+    base: FrozenBase,
+    head: Head,
+    corpus: Data,
+    generation: GenerationSettings,
+    context: int,
+    *,
+    prompt_tokens: int,
+    num_prompts: int,
 ) -> tuple[policies.TreePolicy, Tuned | None]:
-    """Return the tree of the settings; for `tree=best` the tuned tree, or one chosen now.
-
-    The tuned tree is used if `specheads tune` measured it on a machine like this one and the
-    evaluation is greedy. It is the tree of this batch size and context for all steps, so that it
-    can be replayed. Otherwise a tree is chosen now with fewer steps and this sampling, and the
-    measurements are returned as well.
-    """
-    if (tree := fixed_policy(settings.tree, head.depth)) is not None:
-        return tree, None
-    evaluation = settings.evaluation
-    if head.tuned and head.tuned.fits(base.device, base.dtype) and evaluation.temperature == 0:
-        return head.tuned.best(evaluation.batch_size, context).policy(), None
-    prompts = tuning_prompts(settings, base)
-    sources = [one.source for one in prompts]
-    generation = generation_settings(evaluation, settings.seed, sources)
-    generation = replace(generation, max_new_tokens=TUNING_TOKENS)
+    """Return the tree of `tree=tuned` for an evaluation: the tuned tree, or one chosen now."""
+    sampling, batch = generation.sampling, generation.batch_size
+    if head.tuned and head.tuned.fits(base.device, base.dtype) and sampling.temperature == 0:
+        return head.tuned.best(batch, context).policy(), None
+    assert base.tokenizer is not None
+    found = validation_prompts(corpus, base.tokenizer, prompt_tokens, num_prompts, sampling.seed)
+    prompts = [one for one in found if len(one.tokens) <= base.max_length // 2] or found[:1]
+    sources = tuple(one.source for one in prompts)
+    generation = replace(generation, max_new_tokens=TUNING_TOKENS, sources=sources)
     context = max(min(context, base.max_length - room(head.depth)), 1)
     texts = write_texts(base, head, [one.tokens for one in prompts], context, generation)
-    tuned = choose(base, head, [texts], [evaluation.batch_size], generation, QUICK)
+    tuned = choose(base, head, [texts], [batch], generation, QUICK)
     return tuned.trees[0].policy(), tuned
 
 
@@ -203,15 +198,6 @@ def candidates(tuned: Tuned) -> list[Candidate]:
     """Return the timed trees as in results.json."""
     names = [item.name for item in fields(Candidate)]
     return [Candidate(**{name: getattr(row, name) for name in names}) for row in tuned.tried]
-
-
-def tuning_prompts(settings: EvaluationConfig, base: FrozenBase) -> list[Prompt]:
-    """Return validation prompts to choose a tree on."""
-    assert base.tokenizer is not None
-    evaluation = settings.evaluation
-    length, number = evaluation.prompt_tokens, evaluation.tune_prompts
-    found = validation_prompts(settings.data, base.tokenizer, length, number, settings.seed)
-    return [one for one in found if len(one.tokens) <= base.max_length // 2] or found[:1]
 
 
 # --- tables ------------------------------------------------------------------------------------

@@ -1,33 +1,46 @@
 """The tree policies that `tree.kind` names."""
 
-from specheads.config import Tree
-from specheads.config.parts import TREES
+from collections.abc import Sequence
+
 from specheads.core.errors import InputError
 from specheads.decoding.trees import policies
-from specheads.decoding.trees.policies import Product, Sampled
 
 
-def fixed_policy(settings: Tree, head_depth: int) -> policies.TreePolicy | None:
-    """Return the tree policy of these settings; None for a tuned tree."""
-    depth = settings.depth or head_depth
-    branches = settings.branches or [1] * depth
-    match settings.kind:
+def fixed_policy(
+    kind: str,
+    head_depth: int,
+    *,
+    depth: int = 0,
+    num_nodes: int = 8,
+    beam: int = 4,
+    branch: int = 4,
+    branches: Sequence[int] = (),
+    confidence: float = 0.0,
+    paths: Sequence[Sequence[int]] = (),
+) -> policies.TreePolicy | None:
+    """Return the tree policy of these settings; None for a tuned tree.
+
+    The arguments are the settings `tree`; a depth of zero is the head's.
+    """
+    depth = depth or head_depth
+    branches = branches or [1] * depth
+    match kind:
         case "tuned":
             return None
         case "chain":
-            policy = policies.chain(depth, settings.confidence)
+            policy = policies.chain(depth, confidence)
         case "static":
-            policy = policies.Static(settings.paths, confidence=settings.confidence)
+            policy = policies.Static(paths, confidence=confidence)
         case "best_first":
-            policy = policies.BestFirst(settings.num_nodes, depth, settings.beam, settings.branch)
+            policy = policies.BestFirst(num_nodes, depth, beam, branch)
         case "beam":
-            policy = policies.Beam(settings.beam, depth)
+            policy = policies.Beam(beam, depth)
         case "product":
-            policy = Product(branches, settings.num_nodes)
+            policy = policies.Product(branches, num_nodes)
         case "sampled":
-            policy = Sampled(branches, settings.confidence)
+            policy = policies.Sampled(branches, confidence)
         case _:
-            raise InputError(f"tree.kind must be one of {', '.join(TREES)}, got {settings.kind!r}")
+            raise InputError(f"tree.kind must be a kind of tree, got {kind!r}; see docs/tune.md")
     if policy.depth > head_depth:
         raise InputError(
             f"a tree can be as deep as the head, {head_depth} levels, got {policy.depth}; lower "
