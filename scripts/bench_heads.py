@@ -161,7 +161,7 @@ def _compare(out: Path, runs: list[Path], asked: list[str]) -> int:
     if (out / "compare.json").is_file():
         return 0
     heads = f"heads=[{','.join(map(str, runs))}]"
-    return _run("compare", heads, f"out={out}", "drafters=[head]", "other_ways=false", *asked)[0]
+    return _run("compare", heads, f"out={out}", "drafters=[head]", *asked)[0]
 
 
 def _run(*words: str) -> tuple[int, float, float]:

@@ -31,16 +31,6 @@ def read(kind: type[T], file: str | Path) -> T | None:
     return from_json(kind, read_json(file), str(file)) if file.is_file() else None
 
 
-COPIED_TOKENS = 10
-"""Tokens that prompt lookup copies at most in a comparison, alone and in the tree of the hybrid."""
-
-MAX_NGRAM = 3
-"""Longest suffix that prompt lookup searches for in a comparison."""
-
-SINKS = 4
-"""First tokens of a text that streaming attends to in a comparison."""
-
-
 # --- rates and counts --------------------------------------------------------------------------
 
 
@@ -368,9 +358,9 @@ class CompareSettings:
     max_new_tokens: int
     draft_model: str
     draft_depth: int
-    copied_tokens: int = COPIED_TOKENS
-    max_ngram: int = MAX_NGRAM
-    sinks: int = SINKS
+    copied_tokens: int
+    max_ngram: int
+    sinks: int
     window: int
     dtype: str
     device: str

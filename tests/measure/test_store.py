@@ -43,9 +43,10 @@ def test_wrong_type_names_the_field(tmp_path: Path, section, name, value, told):
     assert str(file) in str(caught.value)
 
 
-def test_integers_are_valid_floats(tmp_path: Path):
+def test_integers_are_valid_floats_and_unknown_keys_are_ignored(tmp_path: Path):
     file = tmp_path / "results.json"
-    file.write_text(json.dumps(WHOLE | {"speed": WHOLE["speed"] | {"speedup": 2}}))
+    changed = {"speed": WHOLE["speed"] | {"speedup": 2, "colour": "red"}, "weather": 1}
+    file.write_text(json.dumps(WHOLE | changed))
     found = read(Results, file)
     assert found is not None
     assert found.speed is not None
