@@ -13,7 +13,6 @@ from functools import cache
 from math import sqrt
 from pathlib import Path
 from typing import Any, NamedTuple
-from xml.etree import ElementTree
 
 import matplotlib
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
@@ -280,46 +279,20 @@ VARIABLES = {
 }
 """Style sheet variables for the colours of plots; dark mode has values of its own."""
 
-AS_TEXT: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "specheads"}
-"""Keep letters as text, and write equal figures as equal files."""
-
 
 def _svg(figure: Figure, name: str) -> Markup:
     """Return a figure as an SVG element in the fonts and colours of the page."""
     buffer = io.StringIO()
-    with matplotlib.rc_context(AS_TEXT):
+    # letters stay text, and the salt keeps the ids of two plots apart
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
         metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(buffer, format="svg", transparent=True, metadata=metadata)
-    root = ElementTree.fromstring(buffer.getvalue())
-    for parent in root.iter():
-        for child in list(parent):
-            # styles would apply to the whole page
-            if child.tag.rpartition("}")[2] in ("metadata", "style"):
-                parent.remove(child)
-    for one in root.iter():
-        _adapt(one, name)
-    for size in ("width", "height", "version"):
-        root.attrib.pop(size, None)
-    root.attrib |= {"role": "img", "aria-label": TITLES.get(name, name)}
-    # as HTML: inside a page there are no namespaces
-    return Markup(ElementTree.tostring(root, encoding="unicode", method="html"))
-
-
-def _adapt(one: ElementTree.Element, name: str) -> None:
-    """Remove namespaces, prefix ids with the plot's name, replace colours by variables."""
-    one.tag = one.tag.rpartition("}")[2]
-    for key, value in list(one.attrib.items()):
-        del one.attrib[key]
-        key = key.rpartition("}")[2]
-        # ids of groups are not used
-        if key == "id" and one.tag == "g":
-            continue
-        if key == "id":
-            value = f"{name}-{value}"
-        value = re.sub(r"^#|(?<=url\()#", f"#{name}-", value)
-        if key == "style":
-            value = re.sub(r"font-family: [^;]*; ?", "", value)
-            value = re.sub(
-                r"#[0-9a-f]{6}", lambda hit: f"var({VARIABLES.get(hit[0], '--ink')})", value
-            )
-        one.attrib[key] = value
+    head, _, body = buffer.getvalue().partition("<svg")[2].partition(">")
+    box = head[head.index("viewBox") :].split('"')[1]
+    # a style would apply to the whole page, and ids of groups repeat
+    for unwanted in (r"<style.*?</style>", r'(?<=<g) id="[^"]*"', r"font-family: [^;]*; ?"):
+        body = re.sub(unwanted, "", body, flags=re.DOTALL)
+    body = re.sub(
+        r"(?<=: )#[0-9a-f]{6}", lambda hit: f"var({VARIABLES.get(hit[0], '--ink')})", body
+    )
+    return Markup(f'<svg viewBox="{box}" role="img" aria-label="{TITLES[name]}">{body.strip()}')
