@@ -496,13 +496,16 @@ def test_evaluation_chooses_a_tree_for_its_own_settings(
     settings = evaluation(tmp_path, *words, "coupled=false", "seed=3")
     base = FrozenBase.load(**asdict(settings.base))
     head = drafter_of(build_for({"kind": "mlp_speculator", "depth": 2}, base), base)
-    tree, timed = choose_tree(base, head, settings, 72)
-    assert (tree, timed) == (policies.NOTHING, planted(tuned_tree(kind="none")))
     drawn = Sampling(temperature=0.7, top_p=0.9, seed=3)
+    how = GenerationSettings(max_new_tokens=8, sampling=drawn, coupled=False, batch_size=2)
+    lengths = {"prompt_tokens": 8, "num_prompts": settings.evaluation.tune_prompts}
+    tree, timed = choose_tree(base, head, settings.data, how, 72, **lengths)
+    assert (tree, timed) == (policies.NOTHING, planted(tuned_tree(kind="none")))
     assert asked == [([72], [2], drawn, False)]
     # the tuned tree is used for greedy decoding, and no text exceeds the context
     head.tuned = planted(machine=Machine.of(base.device, base.dtype))
-    assert choose_tree(base, head, settings, 10**6)[0] is policies.NOTHING
-    settings.evaluation.temperature = 0.0
-    assert choose_tree(base, head, settings, 72)[0].num_nodes == 3
+    long = choose_tree(base, head, settings.data, how, 10**6, **lengths)
+    assert long[0] is policies.NOTHING
+    how = replace(how, sampling=Sampling())
+    assert choose_tree(base, head, settings.data, how, 72, **lengths)[0].num_nodes == 3
     assert [contexts for contexts, *_ in asked[1:]] == [[base.max_length - 18]]
